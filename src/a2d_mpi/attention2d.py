@@ -1,0 +1,187 @@
+"""Attention2D: exact attention on an R x C grid.
+
+Rank (r, c) computes one tile: the queries of grid row r against the keys of grid column c.  It
+receives the former along its row and the latter along its column, and sends each partial result
+to its owner: out to the owner of the queries, in the backward pass dq likewise and dk, dv to the
+owner of the keys.  On square grids a rank's traffic falls as 1/sqrt(P).
+
+Source: Elango, "Attention2D: Communication Efficient Distributed Self-Attention Mechanism",
+arXiv:2503.15758.  The order of the work is ours: post everything, compute on what is here, send
+what is finished, wait only for what is needed next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from a2d_mpi import cost
+from a2d_mpi.comm import Channel, Gather, Partials, slices
+from a2d_mpi.merge import merge
+from a2d_mpi.plan import AttentionPlan, IntervalCache
+
+ALL = None  # in place of a chunk: all chunks of the row's queries, or of the column's keys
+Tensors = list[np.ndarray]
+
+
+class Attention2D(AttentionPlan):
+    """Attention on a process grid, one tile per rank.
+
+    Parameters, attributes and methods are those of `AttentionPlan`.
+
+    Notes
+    -----
+    Between `forward` and `backward` nothing gathered is kept: backward gathers q, dout, lse and
+    delta along the row and k, v along the column anew, so what lives between them is O(N / P).
+    """
+
+    def __init__(self, grid, mask, **kwargs) -> None:
+        super().__init__(grid, mask, **kwargs)
+        self._row = Channel(grid.row_comm, "row", self.traffic)
+        self._col = Channel(grid.col_comm, "col", self.traffic)
+        self._channels = (self._row, self._col)
+        q_parts, k_parts = self._tile_parts(grid.row, grid.col)
+        self._q_counts, self._k_counts = [len(x) for x in q_parts], [len(x) for x in k_parts]
+        self._intervals = IntervalCache(mask, q_parts, k_parts)
+        # Only among *sorted* keys is what a query sees an interval.
+        order = np.argsort(np.concatenate(k_parts))
+        self._sort = None if (np.diff(order) == 1).all() else order
+
+    def _forward(self, q, k, v):
+        queries = Gather(self._row, {"q": q}, self._q_counts, self._work)
+        keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._work)
+        out, lse = self._new("out"), self._new("lse")
+        partials = Partials(self._row, "out", [out, lse], self._work, hold=not self.overlap)
+
+        for i, j, (q_i,), (k_j, v_j) in self._steps(queries, keys, by_query=True):
+            mine, first = i == self._row.rank, j == self._col.rank
+            if mine and first:
+                target = [out, lse]
+            else:
+                # One buffer per owner, as it is being sent; one for all chunks of my own.
+                key = "own" if mine else i
+                target = [self._buffer((x, key), x, len(q_i)) for x in ("out", "lse")]
+            with self._clock("compute"):
+                self._tile.forward(q_i, k_j, v_j, self._intervals.get(i, j), *target)
+            if not mine:
+                partials.send(i, target)
+            elif not first:
+                with self._clock("merge"):
+                    merge(out, lse, *target)
+
+        partials.release()
+        for partial in partials.receive():
+            with self._clock("merge"):
+                merge(out, lse, *partial)
+        for transfer in (queries, keys, partials):
+            transfer.finish()
+        return out, lse
+
+    def _backward(self, dout, q, k, v, lse, delta):
+        q_side = {"dout": dout, "q": q, "lse": lse, "delta": delta}
+        queries = Gather(self._row, q_side, self._q_counts, self._work)
+        keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._work)
+        nq, nk = sum(self._q_counts), sum(self._k_counts)
+        dq = self._buffer("dq", "dq", nq)
+        dkv = [self._buffer(x, x, nk) for x in ("dk", "dv")]
+        dkv_sorted = [self._buffer((x, "sorted"), x, nk) for x in ("dk", "dv")]
+        for x in (dq, *dkv, *dkv_sorted):
+            x[...] = 0
+        dq_of = [dq[s] for s in slices(self._q_counts)]
+        dkv_of = [[x[s] for x in dkv] for s in slices(self._k_counts)]
+        dq_mine, (dk_mine, dv_mine) = dq_of[self._row.rank], dkv_of[self._col.rank]
+        hold = not self.overlap
+        dq_partials = Partials(self._row, "dq", [dq_mine], self._work, hold)
+        dkv_partials = Partials(self._col, "dkv", [dk_mine, dv_mine], self._work, hold)
+
+        # One of the two reductions is finished piece by piece and travels while later steps
+        # compute; the other is left for the end.  That must be the smaller one.
+        by_query = (self.grid.cols - 1) * self.nheads >= 2 * (self.grid.rows - 1) * self.nheads_kv
+        for i, j, (dout_i, q_i, lse_i, delta_i), (k_j, v_j) in self._steps(
+            queries, keys, by_query
+        ):
+            gradients = (dq if i is ALL else dq_of[i], *(dkv_sorted if j is ALL else dkv_of[j]))
+            with self._clock("compute"):
+                self._tile.backward(
+                    dout_i, q_i, k_j, v_j, lse_i, delta_i, self._intervals.get(i, j), *gradients
+                )
+            if j is ALL:
+                dq_partials.send(i, [dq_of[i]])
+            elif i is ALL:
+                dkv_partials.send(j, dkv_of[j])
+        if by_query:
+            with self._clock("merge"):
+                everything = slice(None) if self._sort is None else self._sort
+                for x, x_sorted in zip(dkv, dkv_sorted, strict=True):
+                    x[everything] += x_sorted
+            for j in self._col.peers:
+                dkv_partials.send(j, dkv_of[j])
+        else:
+            for i in self._row.peers:
+                dq_partials.send(i, [dq_of[i]])
+
+        for partials, mine in ((dq_partials, [dq_mine]), (dkv_partials, [dk_mine, dv_mine])):
+            partials.release()
+            for partial in partials.receive():
+                with self._clock("merge"):
+                    for x, contribution in zip(mine, partial, strict=True):
+                        x += contribution
+        for transfer in (queries, keys, dq_partials, dkv_partials):
+            transfer.finish()
+        return dq_mine.copy(), dk_mine.copy(), dv_mine.copy()
+
+    def _steps(
+        self, queries: Gather, keys: Gather, by_query: bool
+    ) -> Iterator[tuple[int | None, int | None, Tensors, Tensors]]:
+        """The pieces of this rank's tile, each when its chunks are here.
+
+        Yields (i, j, tensors of query chunk i, tensors of key chunk j).  By query: my own queries
+        meet each key chunk as it arrives, then the other owners' queries meet all keys at once,
+        owner by owner.  By key: the same with the roles exchanged.
+        """
+        row, col = self._row, self._col
+        if not self.overlap:
+            queries.wait()
+            keys.wait()
+        if by_query:
+            for j in (col.rank, *col.peers):
+                keys.wait(j)
+                yield row.rank, j, queries.chunk(row.rank), keys.chunk(j)
+            sorted_keys = self._sorted(keys.whole) if row.peers else []
+            for i in row.peers:
+                queries.wait(i)
+                yield i, ALL, queries.chunk(i), sorted_keys
+        else:
+            for i in (row.rank, *row.peers):
+                queries.wait(i)
+                yield i, col.rank, queries.chunk(i), keys.chunk(col.rank)
+            for j in col.peers:
+                keys.wait(j)
+                yield ALL, j, queries.whole, keys.chunk(j)
+
+    def _sorted(self, tensors: Tensors) -> Tensors:
+        if self._sort is None:
+            return tensors
+        with self._clock("merge"):
+            return [
+                np.take(x, self._sort, axis=0, out=self._buffer((name, "sorted"), name, len(x)))
+                for name, x in zip(("k", "v"), tensors, strict=True)
+            ]
+
+    def _tile_parts(self, row: int, col: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Tokens of each owner of the queries and of the keys of the tile at (row, col)."""
+        grid, tokens = self.grid, self.distribution.tokens
+        return (
+            [tokens(grid.rank_of(row, c)) for c in range(grid.cols)],
+            [tokens(grid.rank_of(r, col)) for r in range(grid.rows)],
+        )
+
+    def area(self, rank: int | None = None) -> int:
+        rank = self.grid.comm.rank if rank is None else rank
+        queries, keys = self._tile_parts(*divmod(rank, self.grid.cols))
+        return self.mask.area(np.concatenate(queries), np.sort(np.concatenate(keys)))
+
+    def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
+        rank = self.grid.comm.rank if rank is None else rank
+        return cost.traffic_2d(self.problem, self.grid.rows, self.grid.cols, rank)

@@ -1,0 +1,1 @@
+"""Other methods behind the interface of `Attention2D`, on the same kernels."""

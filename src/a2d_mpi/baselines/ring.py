@@ -1,0 +1,107 @@
+"""Ring Attention: every key and value passes every rank.
+
+Liu, Zaharia and Abbeel, "Ring Attention with Blockwise Transformers for Near-Infinite Context",
+arXiv:2310.01889; with the zigzag distribution it is balanced for the causal mask.  Each step
+computes on one chunk of K and V while the next one arrives and this one travels on.  In the
+backward pass dK and dV follow their chunk around the ring, one step behind.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from a2d_mpi import cost
+from a2d_mpi.comm import Channel
+from a2d_mpi.merge import merge
+from a2d_mpi.plan import AttentionPlan, IntervalCache
+
+
+class RingAttention(AttentionPlan):
+    """The baseline: attention on a ring of all ranks of the grid, whatever its shape.
+
+    Parameters, attributes and methods are those of `AttentionPlan`.
+    """
+
+    def __init__(self, grid, mask, **kwargs) -> None:
+        super().__init__(grid, mask, **kwargs)
+        self._ring = Channel(grid.comm, "ring", self.traffic)
+        self._channels = (self._ring,)
+        ranks = range(grid.comm.size)
+        parts = [self.distribution.tokens(rank) for rank in ranks]
+        self._counts = [len(part) for part in parts]
+        self._intervals = IntervalCache(mask, [self.tokens], parts)
+
+    def _forward(self, q, k, v):
+        out, lse = self._new("out"), self._new("lse")
+        partial = [self._buffer((x, "own"), x, len(q)) for x in ("out", "lse")]
+        for j, (k_j, v_j) in self._chunks(k, v):
+            target = [out, lse] if j == self._ring.rank else partial
+            with self._clock("compute"):
+                self._tile.forward(q, k_j, v_j, self._intervals.get(0, j), *target)
+            if j != self._ring.rank:
+                with self._clock("merge"):
+                    merge(out, lse, *partial)
+        return out, lse
+
+    def _backward(self, dout, q, k, v, lse, delta):
+        dq = self._new("dq")
+        dq[...] = 0
+        travelling = []  # requests of the gradients on their way
+        arrived = None
+        for step, (j, (k_j, v_j)) in enumerate(self._chunks(k, v)):
+            dkv = [self._buffer((x, "ring", step % 2), x, len(k_j)) for x in ("dk", "dv")]
+            for x in dkv:
+                x[...] = 0
+            with self._clock("compute"):
+                self._tile.backward(
+                    dout, q, k_j, v_j, lse, delta, self._intervals.get(0, j), dq, *dkv
+                )
+            # What the ranks before me added to the gradients of chunk j comes while I compute.
+            self._ring.wait(travelling)
+            if arrived is not None:
+                with self._clock("merge"):
+                    for x, theirs in zip(dkv, arrived, strict=True):
+                        x += theirs
+            if self._ring.size > 1:
+                # The next gradients that I get are those of the next chunk, at last my own.
+                n = self._counts[(j - 1) % self._ring.size]
+                arrived = [self._buffer((x, "arrived", step % 2), x, n) for x in ("dk", "dv")]
+                travelling += self._shift(dkv, arrived, tag=2)
+                if not self.overlap:
+                    self._ring.wait(travelling)
+        self._ring.wait(travelling)
+        dk, dv = (x.copy() for x in (arrived or dkv))
+        return dq, dk, dv
+
+    def _chunks(self, k, v):
+        """Yield (owner, [k, v]) for every chunk, my own first, then those of the ranks before."""
+        chunk = [k, v]
+        size, rank = self._ring.size, self._ring.rank
+        for step in range(size):
+            j = (rank - step) % size
+            coming = []
+            if step < size - 1:
+                n = self._counts[(j - 1) % size]
+                following = [self._buffer((x, "ring", step % 2), x, n) for x in ("k", "v")]
+                coming = self._shift(chunk, following, tag=0)
+                if not self.overlap:
+                    self._ring.wait(coming)
+            yield j, chunk
+            self._ring.wait(coming)
+            if step < size - 1:
+                chunk = following
+
+    def _shift(self, mine: list[np.ndarray], following: list[np.ndarray], tag: int) -> list:
+        """Start passing `mine` to the next rank and receiving `following` from the one before."""
+        ring, requests = self._ring, []
+        for i, (x, y) in enumerate(zip(mine, following, strict=True)):
+            requests += ring.irecv(y, (ring.rank - 1) % ring.size, tag + i)
+            requests += ring.isend(x, (ring.rank + 1) % ring.size, tag + i)
+        return requests
+
+    def area(self, rank: int | None = None) -> int:
+        tokens = self.tokens if rank is None else self.distribution.tokens(rank)
+        return self.mask.area(tokens, np.arange(self.seqlen))
+
+    def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
+        return cost.traffic_ring(self.problem, self.grid.comm.rank if rank is None else rank)

@@ -1,0 +1,268 @@
+"""Messages between ranks: posted early, counted, and agreed upon before anything is sent.
+
+Point-to-point only.  Both sides of a message know its size from the distribution, so nothing is
+negotiated and an empty part costs no message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.backend import Workspace
+
+# MPI counts are ints and some transports fail beyond 2 GiB: larger arrays go in several messages.
+MAX_MESSAGE = 1 << 30
+
+
+def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object] = {}) -> None:
+    """Raise the same ValueError on all ranks if any has a problem or they disagree.
+
+    Collective over `comm`, and to be called before the first message that depends on `config`.
+
+    Parameters
+    ----------
+    comm : Intracomm
+    problem : str or None
+        What is wrong on this rank.
+    config : mapping
+        Values that must be the same on all ranks; they are compared by their text.
+
+    Raises
+    ------
+    ValueError
+        With the first rank's problem, or the first value that differs and who has which.
+    """
+    everyone = comm.allgather((problem, {key: str(value) for key, value in config.items()}))
+    problems = [(rank, p) for rank, (p, _) in enumerate(everyone) if p is not None]
+    if problems:
+        rank, text = problems[0]
+        ranks = [r for r, p in problems if p == text]
+        where = f"rank {rank}" if len(ranks) == 1 else f"{len(ranks)} of {comm.size} ranks"
+        raise ValueError(text if len(ranks) == comm.size else f"{text} (on {where})")
+    for key, value in everyone[0][1].items():
+        for rank, (_, theirs) in enumerate(everyone):
+            if theirs.get(key) != value:
+                raise ValueError(
+                    f"ranks disagree on {key}: {value} on rank 0, {theirs.get(key)} on rank {rank}"
+                )
+
+
+class Traffic:
+    """Bytes that this rank sent and received, by phase and communicator.
+
+    Attributes
+    ----------
+    bytes : dict
+        ``{(phase, communicator): [sent, received]}``, e.g. ``("forward", "row")``.
+    messages : dict
+        The number of messages, likewise.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything counted so far."""
+        self.bytes: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.messages: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+
+    def count(self, phase: str, name: str, direction: int, nbytes: int) -> None:
+        """Count one message; direction 0: sent, 1: received."""
+        self.bytes[phase, name][direction] += nbytes
+        self.messages[phase, name][direction] += 1
+
+
+class Channel:
+    """Nonblocking messages on one communicator, counted and timed.
+
+    Parameters
+    ----------
+    comm : Intracomm
+    name : str
+        Of the communicator in the counters: "row", "col", "ring".
+    traffic : Traffic
+    """
+
+    def __init__(self, comm: MPI.Intracomm, name: str, traffic: Traffic) -> None:
+        self.comm, self.name, self.traffic = comm, name, traffic
+        self.rank, self.size = comm.rank, comm.size
+        self.phase = ""
+        self.waited = 0.0  # seconds inside `wait`: the communication that nothing hid
+
+    def start(self, phase: str) -> None:
+        """Begin a phase: later messages count towards it, and `waited` starts at 0."""
+        self.phase, self.waited = phase, 0.0
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, nearest following first: no rank is everybody's first target."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def isend(self, array: np.ndarray, peer: int, tag: int) -> list[MPI.Request]:
+        """Start sending `array` (C-contiguous); it must not change until the requests are done."""
+        return [self.comm.Isend(piece, peer, tag) for piece in self._pieces(array, 0)]
+
+    def irecv(self, array: np.ndarray, peer: int, tag: int) -> list[MPI.Request]:
+        """Start receiving into `array` (C-contiguous)."""
+        return [self.comm.Irecv(piece, peer, tag) for piece in self._pieces(array, 1)]
+
+    def wait(self, requests: list[MPI.Request]) -> None:
+        """Complete the requests and empty the list."""
+        start = time.perf_counter()
+        MPI.Request.Waitall(requests)
+        requests.clear()
+        self.waited += time.perf_counter() - start
+
+    def _pieces(self, array: np.ndarray, direction: int) -> list[np.ndarray]:
+        flat = array.reshape(-1)
+        step = max(1, MAX_MESSAGE // array.itemsize)
+        pieces = [flat[i : i + step] for i in range(0, flat.size, step)]
+        for piece in pieces:
+            self.traffic.count(self.phase, self.name, direction, piece.nbytes)
+        return pieces
+
+
+class Gather:
+    """Every rank of a channel gets the parts of all others, chunk by chunk.
+
+    All receives and all sends of the own part are posted at once; a chunk may be used after
+    ``wait(peer)``, and the local arrays changed after ``finish()``.
+
+    Parameters
+    ----------
+    channel : Channel
+    local : dict of arrays (count, ...)
+        My part of each tensor, C-contiguous.
+    counts : sequence of int
+        Tokens of every rank of the channel.
+    work : Workspace
+        Where the gathered tensors lie.
+
+    Attributes
+    ----------
+    whole : list of arrays (sum(counts), ...)
+        The gathered tensors, chunks in the order of ranks.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        local: dict[str, np.ndarray],
+        counts: Sequence[int],
+        work: Workspace,
+    ) -> None:
+        self._channel = channel
+        self._slices = slices(counts)
+        if channel.size == 1:
+            self.whole = list(local.values())
+        else:
+            self.whole = [
+                work.get(("gathered", name), (sum(counts), *x.shape[1:]), x.dtype)
+                for name, x in local.items()
+            ]
+        self._receives = {
+            peer: [
+                r for tag, x in enumerate(self.chunk(peer)) for r in channel.irecv(x, peer, tag)
+            ]
+            for peer in channel.peers
+        }
+        # My chunk is the first one that the rank before me wants, the last for the one after me.
+        self._sends = [
+            r
+            for peer in reversed(channel.peers)
+            for tag, x in enumerate(local.values())
+            for r in channel.isend(x, peer, tag)
+        ]
+        if channel.size > 1:
+            for mine, x in zip(self.chunk(channel.rank), local.values(), strict=True):
+                mine[...] = x
+
+    def chunk(self, rank: int) -> list[np.ndarray]:
+        """The part of `rank` of each tensor, inside `whole`."""
+        return [x[self._slices[rank]] for x in self.whole]
+
+    def wait(self, rank: int | None = None) -> None:
+        """Wait for the chunk of `rank` (at once for my own), or for all chunks."""
+        for peer in self._channel.peers if rank is None else [rank]:
+            if requests := self._receives.get(peer):
+                self._channel.wait(requests)
+
+    def finish(self) -> None:
+        """Wait until my part has left."""
+        self._channel.wait(self._sends)
+
+
+class Partials:
+    """Every rank of a channel sends all others its contribution to their parts.
+
+    Parameters
+    ----------
+    channel : Channel
+    name : str
+        Of the buffers.
+    like : list of arrays
+        My part of each tensor: the shapes and dtypes of what the others contribute.
+    work : Workspace
+        Where their contributions lie.
+    hold : bool
+        Send nothing before `release`.
+    """
+
+    _TAG = 8  # away from the tags of a Gather on the same channel
+
+    def __init__(
+        self,
+        channel: Channel,
+        name: str,
+        like: list[np.ndarray],
+        work: Workspace,
+        hold: bool = False,
+    ) -> None:
+        self._channel = channel
+        self._held: list[tuple[int, list[np.ndarray]]] | None = [] if hold else None
+        self._sends: list[MPI.Request] = []
+        self._buffers = {
+            peer: [
+                work.get(("partial", name, i, peer), x.shape, x.dtype) for i, x in enumerate(like)
+            ]
+            for peer in channel.peers
+        }
+        self._receives = {
+            peer: [r for i, x in enumerate(buffers) for r in channel.irecv(x, peer, self._TAG + i)]
+            for peer, buffers in self._buffers.items()
+        }
+
+    def send(self, peer: int, tensors: list[np.ndarray]) -> None:
+        """Start sending a finished contribution to its owner `peer`."""
+        if self._held is not None:
+            self._held.append((peer, tensors))
+            return
+        for i, x in enumerate(tensors):
+            self._sends += self._channel.isend(x, peer, self._TAG + i)
+
+    def release(self) -> None:
+        """Send what was held."""
+        held, self._held = self._held or [], None
+        for peer, tensors in held:
+            self.send(peer, tensors)
+
+    def receive(self) -> Iterator[list[np.ndarray]]:
+        """The contributions to my part, always in the same order: results repeat bit for bit."""
+        for peer in self._channel.peers:
+            self._channel.wait(self._receives[peer])
+            yield self._buffers[peer]
+
+    def finish(self) -> None:
+        """Wait until all my contributions have left."""
+        self._channel.wait(self._sends)
+
+
+def slices(counts: Sequence[int]) -> list[slice]:
+    """Where each of consecutive pieces of the given lengths lies."""
+    ends = np.cumsum(counts).tolist()
+    return [slice(end - n, end) for n, end in zip(counts, ends, strict=True)]

@@ -1,0 +1,121 @@
+"""What a method sends, receives and computes, in closed form.
+
+Counted traffic is held equal to these formulas on every rank.  With equal parts of n = N / P
+tokens a rank of an R x C grid receives, in elements,
+
+    forward   Q (C-1) n H D  +  K, V 2 (R-1) n Hkv D  +  out, lse (C-1) n H (D+1)
+    backward  Q, dout 2 (C-1) n H D  +  lse, delta 2 (C-1) n H  +  K, V 2 (R-1) n Hkv D
+              +  dQ (C-1) n H D  +  dK, dV 2 (R-1) n Hkv D
+
+and a rank of a ring ``2 (P-1) n Hkv D`` forward, ``2 (2P-1) n Hkv D`` backward.  The functions
+below are exact for uneven parts too.  This module does not import MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Bytes = dict[tuple[str, str], list[int]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes that traffic depends on.
+
+    Parameters
+    ----------
+    counts : tuple of int
+        Tokens of every rank.
+    nheads, nheads_kv, headdim : int
+    itemsize : int
+        Bytes of an element of q, k, v, out and their gradients.
+    lse_itemsize : int
+        Bytes of an element of lse and delta.
+    """
+
+    counts: tuple[int, ...]
+    nheads: int
+    nheads_kv: int
+    headdim: int
+    itemsize: int
+    lse_itemsize: int
+
+    @property
+    def q(self) -> int:
+        """Bytes of one token of q, out, dout or dq."""
+        return self.nheads * self.headdim * self.itemsize
+
+    @property
+    def kv(self) -> int:
+        """Bytes of one token of k and v, or of dk and dv, together."""
+        return 2 * self.nheads_kv * self.headdim * self.itemsize
+
+    @property
+    def lse(self) -> int:
+        """Bytes of one token of lse or delta."""
+        return self.nheads * self.lse_itemsize
+
+
+def traffic_2d(problem: Problem, rows: int, cols: int, rank: int) -> Bytes:
+    """Bytes [sent, received] by `rank` of a rows x cols grid, by (phase, communicator).
+
+    Pairs between which nothing moves are left out.
+    """
+    p, n = problem, problem.counts
+    row, col = divmod(rank, cols)
+    # Tokens of the other ranks of my row and of my column, and what I own.
+    others_q = sum(n[row * cols + c] for c in range(cols)) - n[rank]
+    others_k = sum(n[r * cols + col] for r in range(rows)) - n[rank]
+    gather_q, gather_k = (cols - 1) * n[rank], (rows - 1) * n[rank]
+    return _moved(
+        # What I send to be gathered is my own, what I return as partial results is the others'.
+        (("forward", "row"), gather_q * p.q + others_q * (p.q + p.lse)),
+        (("forward", "col"), gather_k * p.kv),
+        (("backward", "row"), gather_q * (2 * p.q + 2 * p.lse) + others_q * p.q),
+        (("backward", "col"), gather_k * p.kv + others_k * p.kv),
+        # And the other way round.
+        received=(
+            others_q * p.q + gather_q * (p.q + p.lse),
+            others_k * p.kv,
+            others_q * (2 * p.q + 2 * p.lse) + gather_q * p.q,
+            others_k * p.kv + gather_k * p.kv,
+        ),
+    )
+
+
+def traffic_ring(problem: Problem, rank: int) -> Bytes:
+    """Bytes [sent, received] by `rank` of the ring, by (phase, communicator).
+
+    K and V pass every rank once in each pass; dK and dV travel with them in the backward pass,
+    one step further, home to their owner.
+    """
+    n, size = problem.counts, len(problem.counts)
+    if size == 1:
+        return {}
+    total = sum(n)
+    # I never receive my own k and v, and never send those of the rank after me.
+    sent, received = total - n[(rank + 1) % size], total - n[rank]
+    # Gradients: I send on those of all ranks, and receive those of all ranks, my own at the end.
+    return _moved(
+        (("forward", "ring"), sent * problem.kv),
+        (("backward", "ring"), (sent + total) * problem.kv),
+        received=(received * problem.kv, (received + total) * problem.kv),
+    )
+
+
+def flops(area: int, nheads: int, headdim: int, backward: bool = False) -> int:
+    """Floating point operations of attention over `area` visible pairs.
+
+    Two products of 2 headdim operations a pair and head forward, five backward; exponentials are
+    not counted.
+    """
+    return (10 if backward else 4) * area * nheads * headdim
+
+
+def _moved(*sent: tuple[tuple[str, str], int], received: Iterable[int]) -> Bytes:
+    return {
+        key: [nbytes, other]
+        for (key, nbytes), other in zip(sent, received, strict=True)
+        if nbytes or other
+    }

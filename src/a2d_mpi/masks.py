@@ -1,0 +1,156 @@
+"""Which keys a query sees: intervals of global key indices.
+
+A mask gives every query one visible interval ``[begin, end)`` of keys, or a tuple of disjoint
+ones.  An interval restricted to any *sorted* subset of the keys is again an interval, found by
+two ``searchsorted`` calls, so every mask works with every distribution and on every grid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+Interval = tuple[np.ndarray, np.ndarray]
+
+_EVERYTHING = np.iinfo(np.int64).max
+
+
+class Mask:
+    """Base of all masks: subclasses define `visible`, everything else follows from it.
+
+    Attributes
+    ----------
+    default_distribution : str
+        The distribution that balances this mask best on every grid.
+    """
+
+    default_distribution = "striped"
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        """Visible keys of each query, in global indices.
+
+        Parameters
+        ----------
+        q_tokens : (nq,) int64
+            Global indices of the queries.
+
+        Returns
+        -------
+        tuple of (begin, end), each (nq,) int64
+            Query ``i`` sees the keys ``begin[i] <= j < end[i]`` of every pair.  The intervals of
+            one query do not overlap; ``end <= begin`` is an empty one.
+        """
+        raise NotImplementedError
+
+    def check(self, seqlen: int) -> None:
+        """Raise ValueError if the mask cannot be used on a sequence of `seqlen` tokens."""
+
+    def intervals(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> tuple[Interval, ...]:
+        """Visible keys of each query as positions in `k_tokens`.
+
+        Parameters
+        ----------
+        q_tokens : (nq,) int64
+            Global indices of the queries, in any order.
+        k_tokens : (nk,) int64
+            Global indices of the keys, sorted.
+
+        Returns
+        -------
+        tuple of (begin, end), each (nq,) int64
+            ``0 <= begin <= end <= nk``.
+        """
+        found = []
+        for begin, end in self.visible(q_tokens):
+            first = np.searchsorted(k_tokens, begin)
+            found.append((first, np.maximum(first, np.searchsorted(k_tokens, end))))
+        return tuple(found)
+
+    def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
+        """Number of visible (query, key) pairs; balance and FLOP figures come from it."""
+        return sum(int((end - begin).sum()) for begin, end in self.intervals(q_tokens, k_tokens))
+
+    def dense(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> np.ndarray:
+        """Visibility as a (nq, nk) boolean matrix, straight from `visible`: for references."""
+        k = np.asarray(k_tokens)[None, :]
+        seen = np.zeros((len(q_tokens), len(k_tokens)), dtype=bool)
+        for begin, end in self.visible(np.asarray(q_tokens)):
+            seen |= (k >= begin[:, None]) & (k < end[:, None])
+        return seen
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    # All rows cost the same, so any equal cut balances; this one keeps neighbours together.
+    default_distribution = "contiguous"
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        n = len(q_tokens)
+        return ((np.zeros(n, np.int64), np.full(n, _EVERYTHING)),)
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """A query sees itself and the keys before it."""
+
+    default_distribution = "zigzag"
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        return ((np.zeros(len(q_tokens), np.int64), np.asarray(q_tokens, np.int64) + 1),)
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalMask(Mask):
+    """Any mask whose rows each see one interval: sliding windows, packed documents, prefixes.
+
+    Parameters
+    ----------
+    begin, end : (seqlen,) integers
+        Query ``i`` sees the keys ``begin[i] <= j < end[i]``; none where ``end[i] <= begin[i]``.
+        Every rank passes the whole arrays (16 bytes a token).
+
+    Raises
+    ------
+    ValueError
+        If the arrays are not one-dimensional integers of one length.
+    """
+
+    begin: np.ndarray
+    end: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name in ("begin", "end"):
+            array = np.array(getattr(self, name))
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise ValueError(
+                    f"IntervalMask: {name} must be a one-dimensional integer array, "
+                    f"got shape {array.shape} of {array.dtype}"
+                )
+            array = array.astype(np.int64)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        if len(self.begin) != len(self.end):
+            raise ValueError(
+                f"IntervalMask: begin has {len(self.begin)} rows, end has {len(self.end)}"
+            )
+
+    def __repr__(self) -> str:
+        # Ranks compare masks by their text: the digest stands for the contents.
+        digest = hashlib.sha256(self.begin.tobytes() + self.end.tobytes()).hexdigest()[:12]
+        return f"IntervalMask({len(self.begin)} rows, sha256 {digest})"
+
+    def check(self, seqlen: int) -> None:
+        if len(self.begin) != seqlen:
+            raise ValueError(
+                f"IntervalMask has {len(self.begin)} rows for a sequence of {seqlen} tokens"
+            )
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        return ((self.begin[q_tokens], self.end[q_tokens]),)
+
+
+MASKS = {"full": Full, "causal": Causal}

@@ -1,0 +1,46 @@
+"""Merge of two partial attention results over disjoint sets of keys.
+
+A partial result of a query is (out, lse): the softmax-weighted mean of the values that it saw, and
+the log of the sum of the exponentials of its logits.  ``merge`` is associative and commutative up
+to rounding, with the identity (0, -inf); it is the online softmax of Milakov and Gimelshein
+(arXiv:1805.02867) between whole tiles.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def merge(out: np.ndarray, lse: np.ndarray, out2: np.ndarray, lse2: np.ndarray) -> None:
+    """Merge (out2, lse2) into (out, lse), in place.
+
+    Parameters
+    ----------
+    out, out2 : (tokens, nheads, headdim) float
+        Partial results; `out` receives the merged one.  **`out2` is used as scratch**: it holds
+        no meaningful value afterwards.
+    lse, lse2 : (tokens, nheads) float32 or wider
+        Log-sum-exp of the partial results, in nats; -inf where a query saw no key.  `lse`
+        receives the merged one; `lse2` is left as it is.
+
+    Notes
+    -----
+    The exponentials are shifted by the larger lse, so nothing overflows, and a convex combination
+    of the two outs is taken, so the error does not grow with the number of merges.  Where both
+    lse are -inf the result is (0, -inf).  NaN stays NaN.
+    """
+    shift = np.maximum(lse, lse2)
+    # -inf - -inf would be NaN: rows that saw nothing at all are shifted by 0 instead.
+    shift[np.isneginf(shift)] = 0
+    weight = np.exp(lse - shift)
+    weight2 = np.exp(lse2 - shift)
+    total = weight + weight2
+    with np.errstate(divide="ignore"):
+        np.log(total, out=lse)
+    lse += shift
+    total[total == 0] = 1
+    weight /= total
+    weight2 /= total
+    out *= weight[..., None]
+    out2 *= weight2[..., None]
+    out += out2

@@ -1,0 +1,280 @@
+"""The tile kernel on NumPy: online-softmax attention by blocks that stay in the L2 cache.
+
+The time goes into the matrix products and one pass of exponentials; everything else is arranged
+to vanish beside them:
+
+* every block product is written into a preallocated buffer;
+* the subtraction of the running maximum, of lse and of delta is one more column of the first
+  products (a column of ones beside k and v), and sums of exponentials are products with ones;
+* the query heads that share a key head are rows of one product;
+* visibility is decided per block: hidden blocks are skipped, only blocks that an interval cuts
+  take a mask, and the mask is shared by all heads;
+* where ``max|q| max|k|`` proves that no exponential can overflow (Cauchy-Schwarz), no maximum
+  is taken.  Otherwise the shift of a row is raised only when some logit exceeds it by more than
+  `SLACK`, which costs one scalar maximum a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from a2d_mpi.backend import Workspace
+from a2d_mpi.masks import Interval
+
+BLOCK_Q = 256  # rows of a block: query tokens x query heads per key head
+BLOCK_K = 512  # keys of a block; 256 x 512 float32 are half a megabyte
+ALIGN = 32  # keys: full blocks begin and end at multiples of it where an interval allows
+SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
+
+
+KeyBlock = tuple[int, int, "np.ndarray | None"]  # keys [j0, j1), additive mask if some are hidden
+RowBlock = tuple[int, int, "list[KeyBlock]"]  # query tokens [i0, i1), the key blocks they see
+
+
+class NumpyTile:
+    """Attention of some queries over some keys, forward and backward.
+
+    Parameters
+    ----------
+    dtype : {float32, float64}
+        Of all tensors, the statistics included.
+    softmax_scale : float
+    poll : callable, optional
+        Called between blocks (about every millisecond): MPI moves large messages only inside MPI
+        calls, and NumPy holds the core.
+    block_q, block_k : int
+        Block sizes.
+
+    Notes
+    -----
+    A tile object keeps its buffers between calls; it is not to be shared by threads.
+    """
+
+    def __init__(
+        self,
+        dtype: np.typing.DTypeLike,
+        softmax_scale: float,
+        poll: Callable[[], object] | None = None,
+        block_q: int = BLOCK_Q,
+        block_k: int = BLOCK_K,
+    ) -> None:
+        self.dtype = np.dtype(dtype)
+        self.softmax_scale = softmax_scale
+        self.poll = poll or (lambda: None)
+        self.block_q, self.block_k = block_q, block_k
+        self._work = Workspace()
+
+    def forward(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        intervals: tuple[Interval, ...],
+        out: np.ndarray,
+        lse: np.ndarray,
+    ) -> None:
+        """Write the partial result of these queries over these keys to `out` and `lse`.
+
+        Parameters
+        ----------
+        q : (nq, nheads, headdim)
+        k, v : (nk, nheads_kv, headdim)
+        intervals : tuple of (begin, end), each (nq,) int
+            Visible keys of each query, as positions in `k`.
+        out : (nq, nheads, headdim)
+            Overwritten; 0 for a query that sees no key.
+        lse : (nq, nheads)
+            Overwritten, nats; -inf for a query that sees no key.
+        """
+        nheads, d = q.shape[1:]
+        nk, nheads_kv = k.shape[:2]
+        g = nheads // nheads_kv
+        blocks, rows = self._blocks(intervals, nk, g)
+        get = self._get
+        scores, ones = get("scores", (rows * self.block_k,)), get("ones", (self.block_k,))
+        ones[:] = 1
+        part, acc = get("part", (rows, d)), get("acc", (rows, d))
+        kh, vh = get("k", (nk, d + 1)), get("v", (nk, d))
+        kh[:, d] = 1
+        for h in range(nheads_kv):
+            heads = slice(h * g, (h + 1) * g)
+            kh[:, :d], vh[:] = k[:, h], v[:, h]
+            bounded = self._bounded(q[:, heads], k[:, h], v[:, h])
+            for i0, i1, key_blocks in blocks:
+                n = (i1 - i0) * g
+                qb = self._pack("q", q[i0:i1, heads], self.softmax_scale)
+                qb[:, d] = 0  # minus the shift
+                shift, total = get("shift", (n,)), get("total", (n,))
+                acc[:n] = shift[:] = total[:] = 0
+                sees = np.zeros(n, bool)  # rows whose shift is set by a visible key
+                for j0, j1, hidden in key_blocks:
+                    s = scores[: n * (j1 - j0)].reshape(n, j1 - j0)
+                    if bounded:
+                        np.matmul(qb[:, :d], kh[j0:j1, :d].T, out=s)
+                    else:
+                        np.matmul(qb, kh[j0:j1].T, out=s)
+                    if hidden is not None:
+                        s += hidden
+                    if not (bounded or (sees.all() and s.max() <= SLACK)):
+                        rise = s.max(axis=1)
+                        new = ~sees & ~np.isneginf(rise)
+                        sees |= new
+                        # The first key that a row sees sets its shift; later ones only raise it.
+                        rise[~new] = np.maximum(rise[~new], 0)
+                        rise[~sees] = 0
+                        s -= rise[:, None]
+                        shift += rise
+                        qb[:, d] = -shift
+                        scale = np.exp(-np.maximum(rise, 0))
+                        acc[:n] *= scale[:, None]
+                        total *= scale
+                    np.exp(s, out=s)
+                    np.matmul(s, vh[j0:j1], out=part[:n])
+                    acc[:n] += part[:n]
+                    total += np.matmul(s, ones[: j1 - j0])
+                    self.poll()
+                with np.errstate(divide="ignore"):
+                    lse[i0:i1, heads] = (np.log(total) + shift).reshape(-1, g)
+                total[total == 0] = 1
+                acc[:n] /= total[:, None]
+                out[i0:i1, heads] = acc[:n].reshape(-1, g, d)
+
+    def backward(
+        self,
+        dout: np.ndarray,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        lse: np.ndarray,
+        delta: np.ndarray,
+        intervals: tuple[Interval, ...],
+        dq: np.ndarray,
+        dk: np.ndarray,
+        dv: np.ndarray,
+    ) -> None:
+        """Add the gradients that this tile contributes to `dq`, `dk` and `dv`.
+
+        Parameters
+        ----------
+        dout, q : (nq, nheads, headdim)
+        k, v : (nk, nheads_kv, headdim)
+        lse, delta : (nq, nheads)
+            Over all keys of the sequence; ``delta = rowsum(dout * out)``.
+        intervals : tuple of (begin, end), each (nq,) int
+            Visible keys of each query, as positions in `k`.
+        dq : (nq, nheads, headdim)
+        dk, dv : (nk, nheads_kv, headdim)
+            Added to.
+
+        Notes
+        -----
+        ``p = exp(s - lse)``, ``ds = p (dout v^T - delta)``, ``dv += p^T dout``,
+        ``dk += scale ds^T q``, ``dq += scale ds k`` (FlashAttention-2, arXiv:2307.08691, alg. 2).
+        """
+        nheads, d = q.shape[1:]
+        nk, nheads_kv = k.shape[:2]
+        g = nheads // nheads_kv
+        blocks, rows = self._blocks(intervals, nk, g)
+        get = self._get
+        scores, dscores = (get(name, (rows * self.block_k,)) for name in ("scores", "dscores"))
+        part = get("part", (max(rows, self.block_k), d))
+        kh, vh = get("k", (nk, d + 1)), get("v", (nk, d + 1))
+        kh[:, d] = vh[:, d] = 1
+        dkh, dvh = get("dk", (nk, d)), get("dv", (nk, d))
+        for h in range(nheads_kv):
+            heads = slice(h * g, (h + 1) * g)
+            kh[:, :d], vh[:, :d] = k[:, h], v[:, h]
+            dkh[:] = dvh[:] = 0
+            for i0, i1, key_blocks in blocks:
+                n = (i1 - i0) * g
+                qb = self._pack("q", q[i0:i1, heads], self.softmax_scale)
+                # Rows that see nothing have lse -inf, but no visible key either: any shift does.
+                shift = lse[i0:i1, heads].reshape(n)
+                qb[:, d] = np.where(np.isneginf(shift), 0, -shift)
+                db = self._pack("dout", dout[i0:i1, heads])
+                db[:, d] = -delta[i0:i1, heads].reshape(n)
+                dqb = get("dq", (n, d))
+                dqb[:] = 0
+                for j0, j1, hidden in key_blocks:
+                    m = j1 - j0
+                    p, ds = (x[: n * m].reshape(n, m) for x in (scores, dscores))
+                    np.matmul(qb, kh[j0:j1].T, out=p)
+                    if hidden is not None:
+                        p += hidden
+                    np.exp(p, out=p)
+                    np.matmul(p.T, db[:, :d], out=part[:m])
+                    dvh[j0:j1] += part[:m]
+                    np.matmul(db, vh[j0:j1].T, out=ds)
+                    ds *= p
+                    # The packed q carries softmax_scale already.
+                    np.matmul(ds.T, qb[:, :d], out=part[:m])
+                    dkh[j0:j1] += part[:m]
+                    np.matmul(ds, kh[j0:j1, :d], out=part[:n])
+                    dqb += part[:n]
+                    self.poll()
+                dqb *= self.dtype.type(self.softmax_scale)
+                dq[i0:i1, heads] += dqb.reshape(-1, g, d)
+            dk[:, h] += dkh
+            dv[:, h] += dvh
+
+    def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return self._work.get(name, shape, self.dtype)
+
+    def _pack(self, name: str, x: np.ndarray, factor: float = 1.0) -> np.ndarray:
+        """Copy (tokens, group, d) times `factor` to contiguous rows with one more column."""
+        tokens, group, d = x.shape
+        packed = self._get(name, (tokens, group, d + 1))
+        np.multiply(x, self.dtype.type(factor), out=packed[..., :d])
+        return packed.reshape(tokens * group, d + 1)
+
+    def _bounded(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> bool:
+        """Whether exp(logit) and its products with v provably stay in range without a shift."""
+        if not (q.size and k.size):
+            return True
+        norm2 = [float(np.einsum("...d,...d->...", x, x).max()) for x in (q, k)]
+        largest = math.sqrt(norm2[0]) * math.sqrt(norm2[1]) * abs(self.softmax_scale)
+        half = math.log(np.finfo(self.dtype).max) / 2
+        # NaN fails both comparisons and takes the general path.
+        return largest <= half and len(k) * float(np.abs(v).max()) < math.exp(half)
+
+    def _blocks(
+        self, intervals: tuple[Interval, ...], nk: int, group: int
+    ) -> tuple[list[RowBlock], int]:
+        """Cut the tile into blocks; return them and the largest number of rows of one."""
+        ends = np.stack([x for pair in intervals for x in pair])
+        nq = ends.shape[1]
+        step = max(1, self.block_q // group)
+        # Rows of very different intervals never share a block.
+        jumps = np.abs(np.diff(ends, axis=1)).max(axis=0, initial=0) > self.block_q
+        cuts = [0, *(np.flatnonzero(jumps) + 1).tolist(), nq]
+        blocks = []
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            for i0 in range(start, stop, step):
+                i1 = min(i0 + step, stop)
+                blocks.append((i0, i1, list(self._key_blocks(ends[:, i0:i1], nk, group))))
+        return blocks, min(step, nq) * group
+
+    def _key_blocks(self, ends: np.ndarray, nk: int, group: int) -> Iterator[KeyBlock]:
+        begins, stops = ends[0::2], ends[1::2]
+        # Between two neighbouring edges all rows see all keys, or none, or they differ.  The
+        # edges of what all rows see move inwards to a round number, for even block products.
+        inner = np.concatenate([-(-begins.max(axis=1) // ALIGN), stops.min(axis=1) // ALIGN])
+        outer = np.concatenate([begins.min(axis=1), stops.max(axis=1)])
+        edges = np.unique(np.concatenate([inner * ALIGN, outer]).clip(0, nk))
+        for a, b in zip(edges, edges[1:], strict=False):
+            pieces = -(-int(b - a) // self.block_k)
+            bounds = [int(a + (b - a) * i // pieces) for i in range(pieces + 1)]
+            for j0, j1 in zip(bounds, bounds[1:], strict=False):
+                if ((begins <= j0) & (stops >= j1)).any(axis=0).all():
+                    yield j0, j1, None
+                    continue
+                keys = np.arange(j0, j1)
+                seen = np.zeros((ends.shape[1], j1 - j0), bool)
+                for begin, end in zip(begins, stops, strict=True):
+                    seen |= (keys >= begin[:, None]) & (keys < end[:, None])
+                if seen.any():
+                    hidden = np.where(seen, 0, -np.inf).astype(self.dtype)
+                    yield j0, j1, np.repeat(hidden, group, axis=0)
