@@ -19,8 +19,12 @@ from a2d_mpi.backend import Workspace
 MAX_MESSAGE = 1 << 30
 
 
+class CollectiveError(ValueError):
+    """Raised on all ranks of a communicator together, with the same message."""
+
+
 def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object] = {}) -> None:
-    """Raise the same ValueError on all ranks if any has a problem or they disagree.
+    """Raise the same error on all ranks if any has a problem or they disagree.
 
     Collective over `comm`, and to be called before the first message that depends on `config`.
 
@@ -34,7 +38,7 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
 
     Raises
     ------
-    ValueError
+    CollectiveError
         With the first rank's problem, or the first value that differs and who has which.
     """
     everyone = comm.allgather((problem, {key: str(value) for key, value in config.items()}))
@@ -43,11 +47,11 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
         rank, text = problems[0]
         ranks = [r for r, p in problems if p == text]
         where = f"rank {rank}" if len(ranks) == 1 else f"{len(ranks)} of {comm.size} ranks"
-        raise ValueError(text if len(ranks) == comm.size else f"{text} (on {where})")
+        raise CollectiveError(text if len(ranks) == comm.size else f"{text} (on {where})")
     for key, value in everyone[0][1].items():
         for rank, (_, theirs) in enumerate(everyone):
             if theirs.get(key) != value:
-                raise ValueError(
+                raise CollectiveError(
                     f"ranks disagree on {key}: {value} on rank 0, {theirs.get(key)} on rank {rank}"
                 )
 

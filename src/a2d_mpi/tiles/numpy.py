@@ -24,14 +24,15 @@ import numpy as np
 from a2d_mpi.backend import Workspace
 from a2d_mpi.masks import Interval
 
-BLOCK_Q = 256  # rows of a block: query tokens x query heads per key head
-BLOCK_K = 512  # keys of a block; 256 x 512 float32 are half a megabyte
+BLOCK_Q = 512  # rows of a block: query tokens x query heads per key head
+BLOCK_K = 512  # keys of a block
 ALIGN = 32  # keys: full blocks begin and end at multiples of it where an interval allows
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
 
 
-KeyBlock = tuple[int, int, "np.ndarray | None"]  # keys [j0, j1), additive mask if some are hidden
-RowBlock = tuple[int, int, "list[KeyBlock]"]  # query tokens [i0, i1), the key blocks they see
+# Rows of a block, keys [j0, j1) that they see, an additive mask if some of them are hidden.
+Piece = tuple[slice, int, int, "np.ndarray | None"]
+RowBlock = tuple[int, int, "list[Piece]"]  # query tokens [i0, i1) and what they see
 
 
 class NumpyTile:
@@ -92,49 +93,50 @@ class NumpyTile:
         nheads, d = q.shape[1:]
         nk, nheads_kv = k.shape[:2]
         g = nheads // nheads_kv
-        blocks, rows = self._blocks(intervals, nk, g)
+        blocks, most = self._blocks(intervals, nk, g)
         get = self._get
-        scores, ones = get("scores", (rows * self.block_k,)), get("ones", (self.block_k,))
+        scores, ones = get("scores", (most * self.block_k,)), get("ones", (self.block_k,))
         ones[:] = 1
-        part, acc = get("part", (rows, d)), get("acc", (rows, d))
+        part, acc = get("part", (most, d)), get("acc", (most, d))
         kh, vh = get("k", (nk, d + 1)), get("v", (nk, d))
         kh[:, d] = 1
         for h in range(nheads_kv):
             heads = slice(h * g, (h + 1) * g)
             kh[:, :d], vh[:] = k[:, h], v[:, h]
             bounded = self._bounded(q[:, heads], k[:, h], v[:, h])
-            for i0, i1, key_blocks in blocks:
+            for i0, i1, pieces in blocks:
                 n = (i1 - i0) * g
                 qb = self._pack("q", q[i0:i1, heads], self.softmax_scale)
                 qb[:, d] = 0  # minus the shift
                 shift, total = get("shift", (n,)), get("total", (n,))
                 acc[:n] = shift[:] = total[:] = 0
                 sees = np.zeros(n, bool)  # rows whose shift is set by a visible key
-                for j0, j1, hidden in key_blocks:
-                    s = scores[: n * (j1 - j0)].reshape(n, j1 - j0)
+                for rows, j0, j1, hidden in pieces:
+                    m = rows.stop - rows.start
+                    s = scores[: m * (j1 - j0)].reshape(m, j1 - j0)
                     if bounded:
-                        np.matmul(qb[:, :d], kh[j0:j1, :d].T, out=s)
+                        np.matmul(qb[rows, :d], kh[j0:j1, :d].T, out=s)
                     else:
-                        np.matmul(qb, kh[j0:j1].T, out=s)
+                        np.matmul(qb[rows], kh[j0:j1].T, out=s)
                     if hidden is not None:
                         s += hidden
-                    if not (bounded or (sees.all() and s.max() <= SLACK)):
+                    if not (bounded or (sees[rows].all() and s.max() <= SLACK)):
                         rise = s.max(axis=1)
-                        new = ~sees & ~np.isneginf(rise)
-                        sees |= new
+                        new = ~sees[rows] & ~np.isneginf(rise)
+                        sees[rows] |= new
                         # The first key that a row sees sets its shift; later ones only raise it.
                         rise[~new] = np.maximum(rise[~new], 0)
-                        rise[~sees] = 0
+                        rise[~sees[rows]] = 0
                         s -= rise[:, None]
-                        shift += rise
-                        qb[:, d] = -shift
+                        shift[rows] += rise
+                        qb[rows, d] = -shift[rows]
                         scale = np.exp(-np.maximum(rise, 0))
-                        acc[:n] *= scale[:, None]
-                        total *= scale
+                        acc[rows] *= scale[:, None]
+                        total[rows] *= scale
                     np.exp(s, out=s)
-                    np.matmul(s, vh[j0:j1], out=part[:n])
-                    acc[:n] += part[:n]
-                    total += np.matmul(s, ones[: j1 - j0])
+                    np.matmul(s, vh[j0:j1], out=part[:m])
+                    acc[rows] += part[:m]
+                    total[rows] += np.matmul(s, ones[: j1 - j0])
                     self.poll()
                 with np.errstate(divide="ignore"):
                     lse[i0:i1, heads] = (np.log(total) + shift).reshape(-1, g)
@@ -177,10 +179,10 @@ class NumpyTile:
         nheads, d = q.shape[1:]
         nk, nheads_kv = k.shape[:2]
         g = nheads // nheads_kv
-        blocks, rows = self._blocks(intervals, nk, g)
+        blocks, most = self._blocks(intervals, nk, g)
         get = self._get
-        scores, dscores = (get(name, (rows * self.block_k,)) for name in ("scores", "dscores"))
-        part = get("part", (max(rows, self.block_k), d))
+        scores, dscores = (get(name, (most * self.block_k,)) for name in ("scores", "dscores"))
+        part = get("part", (max(most, self.block_k), d))
         kh, vh = get("k", (nk, d + 1)), get("v", (nk, d + 1))
         kh[:, d] = vh[:, d] = 1
         dkh, dvh = get("dk", (nk, d)), get("dv", (nk, d))
@@ -188,7 +190,7 @@ class NumpyTile:
             heads = slice(h * g, (h + 1) * g)
             kh[:, :d], vh[:, :d] = k[:, h], v[:, h]
             dkh[:] = dvh[:] = 0
-            for i0, i1, key_blocks in blocks:
+            for i0, i1, pieces in blocks:
                 n = (i1 - i0) * g
                 qb = self._pack("q", q[i0:i1, heads], self.softmax_scale)
                 # Rows that see nothing have lse -inf, but no visible key either: any shift does.
@@ -198,22 +200,22 @@ class NumpyTile:
                 db[:, d] = -delta[i0:i1, heads].reshape(n)
                 dqb = get("dq", (n, d))
                 dqb[:] = 0
-                for j0, j1, hidden in key_blocks:
-                    m = j1 - j0
-                    p, ds = (x[: n * m].reshape(n, m) for x in (scores, dscores))
-                    np.matmul(qb, kh[j0:j1].T, out=p)
+                for rows, j0, j1, hidden in pieces:
+                    m, keys = rows.stop - rows.start, j1 - j0
+                    p, ds = (x[: m * keys].reshape(m, keys) for x in (scores, dscores))
+                    np.matmul(qb[rows], kh[j0:j1].T, out=p)
                     if hidden is not None:
                         p += hidden
                     np.exp(p, out=p)
-                    np.matmul(p.T, db[:, :d], out=part[:m])
-                    dvh[j0:j1] += part[:m]
-                    np.matmul(db, vh[j0:j1].T, out=ds)
+                    np.matmul(p.T, db[rows, :d], out=part[:keys])
+                    dvh[j0:j1] += part[:keys]
+                    np.matmul(db[rows], vh[j0:j1].T, out=ds)
                     ds *= p
                     # The packed q carries softmax_scale already.
-                    np.matmul(ds.T, qb[:, :d], out=part[:m])
-                    dkh[j0:j1] += part[:m]
-                    np.matmul(ds, kh[j0:j1, :d], out=part[:n])
-                    dqb += part[:n]
+                    np.matmul(ds.T, qb[rows, :d], out=part[:keys])
+                    dkh[j0:j1] += part[:keys]
+                    np.matmul(ds, kh[j0:j1, :d], out=part[:m])
+                    dqb[rows] += part[:m]
                     self.poll()
                 dqb *= self.dtype.type(self.softmax_scale)
                 dq[i0:i1, heads] += dqb.reshape(-1, g, d)
@@ -254,27 +256,38 @@ class NumpyTile:
         for start, stop in zip(cuts, cuts[1:], strict=False):
             for i0 in range(start, stop, step):
                 i1 = min(i0 + step, stop)
-                blocks.append((i0, i1, list(self._key_blocks(ends[:, i0:i1], nk, group))))
+                pieces = self._pieces(ends[:, i0:i1], 0, 0, nk, group)
+                blocks.append((i0, i1, list(pieces)))
         return blocks, min(step, nq) * group
 
-    def _key_blocks(self, ends: np.ndarray, nk: int, group: int) -> Iterator[KeyBlock]:
+    def _pieces(self, ends: np.ndarray, row: int, a: int, b: int, group: int) -> Iterator[Piece]:
+        """Cut what the tokens of `ends`, from `row` on, see of the keys [a, b)."""
         begins, stops = ends[0::2], ends[1::2]
+        tokens = ends.shape[1]
         # Between two neighbouring edges all rows see all keys, or none, or they differ.  The
         # edges of what all rows see move inwards to a round number, for even block products.
         inner = np.concatenate([-(-begins.max(axis=1) // ALIGN), stops.min(axis=1) // ALIGN])
         outer = np.concatenate([begins.min(axis=1), stops.max(axis=1)])
-        edges = np.unique(np.concatenate([inner * ALIGN, outer]).clip(0, nk))
-        for a, b in zip(edges, edges[1:], strict=False):
-            pieces = -(-int(b - a) // self.block_k)
-            bounds = [int(a + (b - a) * i // pieces) for i in range(pieces + 1)]
+        edges = np.unique(np.concatenate([[a, b], inner * ALIGN, outer]).clip(a, b)).tolist()
+        for x, y in zip(edges, edges[1:], strict=False):
+            full = ((begins <= x) & (stops >= y)).any(axis=0).all()
+            if not (full or ((begins < y) & (stops > x)).any()):
+                continue
+            if not full and tokens * group > self.block_q // 4 and tokens > 1:
+                # Fewer rows differ less: less work is thrown away.
+                half = tokens // 2
+                yield from self._pieces(ends[:, :half], row, x, y, group)
+                yield from self._pieces(ends[:, half:], row + half, x, y, group)
+                continue
+            pieces = -(-(y - x) // self.block_k)
+            bounds = [x + (y - x) * i // pieces for i in range(pieces + 1)]
             for j0, j1 in zip(bounds, bounds[1:], strict=False):
-                if ((begins <= j0) & (stops >= j1)).any(axis=0).all():
-                    yield j0, j1, None
-                    continue
-                keys = np.arange(j0, j1)
-                seen = np.zeros((ends.shape[1], j1 - j0), bool)
-                for begin, end in zip(begins, stops, strict=True):
-                    seen |= (keys >= begin[:, None]) & (keys < end[:, None])
-                if seen.any():
+                hidden = None
+                if not full:
+                    keys = np.arange(j0, j1)
+                    seen = np.zeros((tokens, j1 - j0), bool)
+                    for begin, end in zip(begins, stops, strict=True):
+                        seen |= (keys >= begin[:, None]) & (keys < end[:, None])
                     hidden = np.where(seen, 0, -np.inf).astype(self.dtype)
-                    yield j0, j1, np.repeat(hidden, group, axis=0)
+                    hidden = np.repeat(hidden, group, axis=0)
+                yield slice(row * group, (row + tokens) * group), j0, j1, hidden

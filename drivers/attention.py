@@ -1,0 +1,305 @@
+"""Distributed attention on Q, K, V from a file: checked, then timed, written to HDF5.
+
+    mpiexec -n 4 python drivers/attention.py data/minilm_l3_1536.h5 \
+        --rows 2 --cols 2 --mask causal --backward --check full --output results/run.h5
+
+Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output cannot be written.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+
+import numpy as np
+from a2d_mpi.results import (
+    Check,
+    Result,
+    check_writable,
+    inspect_input,
+    provenance,
+    read_part,
+    write_result,
+)
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+from tqdm import tqdm
+
+from a2d_mpi import Attention2D, ProcessGrid, RingAttention, cost
+from a2d_mpi.check import check_attention
+from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
+from a2d_mpi.comm import agree
+from a2d_mpi.distribution import DISTRIBUTIONS
+from a2d_mpi.masks import MASKS
+from a2d_mpi.plan import DTYPES, AttentionPlan
+
+METHODS = {"attention2d": Attention2D, "ring": RingAttention}
+PARTS = ("compute", "merge", "wait", "total")
+SAMPLE = 16  # query rows and key rows that --check sample looks at
+
+
+def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+    """The options of this driver."""
+    parser = Parser(prog="attention.py", description=__doc__.split("\n\n")[0], comm=comm)
+    add = parser.add_argument
+    add("input", help="HDF5 file with q, k, v and perhaps dout (see data/README.md)")
+    add("--rows", type=int, help="R of the grid; default: as square as the ranks allow")
+    add("--cols", type=int, help="C of the grid; default: ranks / rows")
+    add("--method", choices=METHODS, default="attention2d")
+    add("--mask", choices=MASKS, default="causal")
+    add("--distribution", choices=DISTRIBUTIONS, help="default: what balances the mask")
+    add("--dtype", choices=DTYPES, default="float32")
+    add("--seqlen", type=int, help="use the first tokens of the file only; default: all")
+    add("--backward", action="store_true", help="also the gradients")
+    add("--no-overlap", action="store_true", help="communicate and compute in turn")
+    add("--trials", type=int, default=5, help="timed runs (default %(default)s)")
+    add("--warmup", type=int, default=1, help="runs before them (default %(default)s)")
+    add(
+        "--check",
+        choices=("none", "sample", "full"),
+        default="sample",
+        help=f"against float64: {SAMPLE} rows of each tensor, or all (default %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of the sample, and of dout if the file has none")
+    add("--threads", type=int, default=1, help="BLAS threads per rank (default %(default)s)")
+    add("--output", help="HDF5 file for timings, traffic and checks")
+    add("--save-outputs", action="store_true", help="also write out, lse and the gradients")
+    return parser  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the driver; returns the exit code."""
+    comm = MPI.COMM_WORLD
+    args = build_parser(comm).parse_args(argv)
+    info = together(comm, lambda: _validated(args))
+    if args.output:
+        together(comm, lambda: check_writable(args.output, _output_bytes(args, info)), on=0)
+    rows, cols = _grid_shape(comm.size, args.rows, args.cols)
+    grid = ProcessGrid(comm, rows, cols)
+    plan = METHODS[args.method](
+        grid,
+        MASKS[args.mask](),
+        seqlen=args.seqlen or info.seqlen,
+        nheads=info.nheads,
+        nheads_kv=info.nheads_kv,
+        headdim=info.headdim,
+        dtype=args.dtype,
+        distribution=args.distribution,
+        overlap=not args.no_overlap,
+    )
+    tensors = together(comm, lambda: _read(args, info, plan))
+    if args.check != "none":
+        _refuse_nan(comm, tensors)
+    with threadpool_limits(args.threads):
+        timings, traffic = _measure(plan, tensors, args)
+        checks = _check(plan, tensors, traffic, args)
+    area = comm.gather(plan.area())
+    result = _result(args, plan, timings, traffic, checks, area, tensors)
+    if comm.rank == 0:
+        _report(result, plan)
+    if args.output:
+        together(comm, lambda: write_result(args.output, result), on=0)
+        if comm.rank == 0:
+            print(f"written to {args.output}", flush=True)
+    passed = comm.bcast(comm.rank == 0 and all(c.passed for c in checks.values()))
+    plan.free()
+    grid.free()
+    return 0 if passed else FAILED_CHECK
+
+
+def _validated(args):
+    """Refuse what no plan will see, and look at the input file."""
+    for name, least in (("trials", 1), ("warmup", 0), ("threads", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if args.save_outputs and not args.output:
+        raise ValueError("--save-outputs needs --output")
+    info = inspect_input(args.input)
+    if args.seqlen is not None and not 1 <= args.seqlen <= info.seqlen:
+        raise ValueError(
+            f"--seqlen must be between 1 and the {info.seqlen} tokens of {args.input}, "
+            f"got {args.seqlen}"
+        )
+    return info
+
+
+def _output_bytes(args, info) -> int:
+    if not args.save_outputs:
+        return 1 << 20
+    q = (args.seqlen or info.seqlen) * info.nheads * info.headdim
+    kv = q // info.nheads * info.nheads_kv
+    return np.dtype(args.dtype).itemsize * (2 * q + 2 * kv + q // info.headdim) + (1 << 20)
+
+
+def _grid_shape(ranks: int, rows: int | None, cols: int | None) -> tuple[int, int]:
+    """Rows and columns; what is not given is derived, and the grid itself refuses misfits."""
+    if rows is None and cols is None:
+        rows = next(r for r in range(math.isqrt(ranks), 0, -1) if ranks % r == 0)
+    if rows is None:
+        rows = ranks // cols if cols > 0 else 0
+    return rows, (ranks // rows if rows > 0 else 0) if cols is None else cols
+
+
+def _read(args, info, plan: AttentionPlan) -> dict[str, np.ndarray]:
+    """My part of the inputs."""
+    part = plan.grid.comm.rank
+    names = ["q", "k", "v"] + ["dout"] * (args.backward and info.has_dout)
+    tensors = {name: read_part(info, name, plan.distribution, part, plan.dtype) for name in names}
+    if args.backward and not info.has_dout:
+        # One generator per token: the same gradient whatever the ranks, grid and distribution.
+        generators = (
+            np.random.Generator(np.random.Philox(key=args.seed, counter=[0, 0, 0, token]))
+            for token in plan.tokens.tolist()
+        )
+        dout = [g.standard_normal((info.nheads, info.headdim)) for g in generators]
+        tensors["dout"] = np.array(dout, plan.dtype).reshape(tensors["q"].shape)
+    return tensors
+
+
+def _refuse_nan(comm: MPI.Intracomm, tensors: dict[str, np.ndarray]) -> None:
+    bad = {name: int(x.size - np.isfinite(x).sum()) for name, x in tensors.items()}
+    found = [f"{name} has {n} elements that are NaN or infinite" for name, n in bad.items() if n]
+    agree(comm, "; ".join(found) + ": nothing can be checked" if found else None)
+
+
+def _measure(plan: AttentionPlan, tensors: dict[str, np.ndarray], args):
+    """Run all trials; adds the results to `tensors`.
+
+    Returns the seconds of every trial by "phase/part", and the bytes [sent, received] of one
+    call by (phase, communicator).
+    """
+    comm = plan.grid.comm
+    phases = ("forward", "backward") if args.backward else ("forward",)
+    seconds = {f"{phase}/{part}": [] for phase in phases for part in PARTS}
+    q, k, v = (tensors[name] for name in "qkv")
+    trials = range(args.warmup + args.trials)
+    for trial in tqdm(trials, "trials", disable=comm.rank != 0, leave=False):
+        if trial == args.warmup:
+            plan.traffic.clear()
+        comm.Barrier()
+        out, lse = plan.forward(q, k, v)
+        tensors.update(out=out, lse=lse)
+        if args.backward:
+            comm.Barrier()
+            gradients = plan.backward(tensors["dout"], q, k, v, out, lse)
+            tensors.update(zip(("dq", "dk", "dv"), gradients))
+        if trial >= args.warmup:
+            for name, trials_so_far in seconds.items():
+                trials_so_far.append(plan.timings[name])
+    per_call = {
+        key: [nbytes // args.trials for nbytes in both] for key, both in plan.traffic.bytes.items()
+    }
+    return seconds, per_call
+
+
+def _check(plan: AttentionPlan, tensors, traffic, args) -> dict[str, Check]:
+    """Check the traffic against its formula, and the results against float64."""
+    comm = plan.grid.comm
+    nothing = (0, 0)
+    expected = {
+        key: both
+        for key, both in plan.predicted_traffic().items()
+        if args.backward or key[0] == "forward"
+    }
+    off = [
+        abs(a - b)
+        for key in {*traffic, *expected}
+        for a, b in zip(traffic.get(key, nothing), expected.get(key, nothing))
+    ]
+    worst = comm.allreduce(max(off, default=0), op=MPI.MAX)
+    checks = {"traffic": Check(float(worst), 0.0, comm.size)}
+    if args.check != "none":
+        rows = None if args.check == "full" else SAMPLE
+        checks.update(check_attention(plan, tensors, rows, args.seed))
+    return checks
+
+
+def _result(args, plan: AttentionPlan, timings, traffic, checks, area, tensors) -> Result | None:
+    """Everything on rank 0."""
+    comm, grid = plan.grid.comm, plan.grid
+    seconds = {name: comm.gather(trials) for name, trials in timings.items()}
+    measured = comm.gather(traffic)
+    hosts = comm.gather(socket.gethostname())
+    outputs = {}
+    if args.save_outputs:
+        for name in ("out", "lse", "dq", "dk", "dv")[: 5 if args.backward else 2]:
+            parts = comm.gather(tensors[name])
+            if comm.rank == 0:
+                whole = np.empty((plan.seqlen, *parts[0].shape[1:]), parts[0].dtype)
+                for rank, part in enumerate(parts):
+                    whole[plan.distribution.tokens(rank)] = part
+                outputs[name] = whole
+    if comm.rank != 0:
+        return None
+    predicted = [plan.predicted_traffic(rank) for rank in range(comm.size)]
+    keys = sorted({key for rank in measured for key in rank})
+    return Result(
+        config={
+            "method": args.method,
+            "rows": grid.rows,
+            "cols": grid.cols,
+            "mask": args.mask,
+            "distribution": plan.distribution.name,
+            "seqlen": plan.seqlen,
+            "nheads": plan.nheads,
+            "nheads_kv": plan.nheads_kv,
+            "headdim": plan.headdim,
+            "dtype": plan.dtype.name,
+            "softmax_scale": plan.softmax_scale,
+            "overlap": plan.overlap,
+            "backward": args.backward,
+            "trials": args.trials,
+            "warmup": args.warmup,
+            "check": args.check,
+            "seed": args.seed,
+            "threads": args.threads,
+            "input": args.input,
+        },
+        timings={name: np.array(ranks).T for name, ranks in seconds.items()},
+        traffic={
+            f"{phase}/{name}": {
+                kind + direction: np.array([rank.get((phase, name), [0, 0])[i] for rank in ranks])
+                for kind, ranks in (("", measured), ("predicted_", predicted))
+                for i, direction in enumerate(("sent", "received"))
+            }
+            for phase, name in keys
+        },
+        area=np.array(area),
+        checks=checks,
+        outputs=outputs,
+        provenance=provenance(MPI.Get_library_version(), hosts),
+    )
+
+
+def _report(result: Result, plan: AttentionPlan) -> None:
+    """Print the short table."""
+    c = result.config
+    print(
+        f"{c['method']} on {c['rows']} x {c['cols']} ranks, {c['mask']} mask, "
+        f"{c['distribution']} distribution, {c['dtype']}\n"
+        f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
+        f"headdim {c['headdim']}; {c['trials']} trials; "
+        f"tile area max/mean {result.area.max() / result.area.mean():.3f}\n"
+    )
+    print("milliseconds        min    median       max   over trials and ranks")
+    for name, seconds in result.timings.items():
+        low, middle, high = (1e3 * f(seconds) for f in (np.min, np.median, np.max))
+        print(f"{name:<17}{low:>8.2f}{middle:>10.2f}{high:>10.2f}")
+    for phase in ("forward", "backward"):
+        if f"{phase}/total" in result.timings:
+            work = cost.flops(int(result.area.sum()), plan.nheads, plan.headdim, phase[0] == "b")
+            slowest = np.median(result.timings[f"{phase}/total"].max(axis=1))
+            print(f"{phase}: {work / slowest / 1e9:.1f} GFLOP/s by the slowest rank")
+    if result.traffic:
+        print("\nbytes of one rank       sent  predicted  received  predicted   (largest)")
+        for name, x in result.traffic.items():
+            columns = ("sent", "predicted_sent", "received", "predicted_received")
+            print(f"{name:<17}" + "".join(f"{int(x[col].max()):>11}" for col in columns))
+    print("\nchecked             error     bound      rows")
+    for name, check in result.checks.items():
+        verdict = "passed" if check.passed else "FAILED"
+        print(f"{name:<15}{check.error:>10.2e}{check.bound:>10.2e}{check.rows:>10}   {verdict}")
+
+
+if __name__ == "__main__":
+    run(MPI.COMM_WORLD, "attention.py", main)

@@ -1,0 +1,249 @@
+"""Checks of a distributed run against float64, on its own ranks, without an N x N matrix anywhere.
+
+The reference shares nothing with the algorithms: chosen query rows go to all ranks, each computes
+their dense attention over the keys that it owns in float64, and plain sums over all ranks give
+out, lse and dq.  The same is done once more in the precision of the run: twice the error of that
+plain computation, plus a term for rounding the inputs' products, bounds the error of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi import reference
+from a2d_mpi.plan import AttentionPlan
+from a2d_mpi.results import Check
+
+BLOCK = 64  # rows that are checked at a time
+
+
+def check_attention(
+    plan: AttentionPlan,
+    tensors: Mapping[str, np.ndarray],
+    rows: int | None = None,
+    seed: int = 0,
+) -> dict[str, Check]:
+    """Check out and lse, and the gradients if they are given, against float64.
+
+    Collective over the plan's ranks.
+
+    Parameters
+    ----------
+    plan : AttentionPlan
+    tensors : mapping of str to arrays
+        This rank's parts: q, k, v, out, lse; for the gradients also dout, dq, dk, dv.
+    rows : int, optional
+        Number of sampled query rows (out, lse, dq) and, independently, of sampled key rows (dk,
+        dv).  Default: all rows.  The first and the last token are always among them.
+    seed : int
+        Of the sample, the same on all ranks.
+
+    Returns
+    -------
+    dict of str to Check
+        By tensor, the same on all ranks: the largest error of a checked element and its bound.
+
+    Notes
+    -----
+    out, lse and dq of a checked row are compared with exact values.  A row of dk or dv depends on
+    lse and delta of *every* query.  With all rows checked these are exact too; in a sample they
+    are the run's own (delta from its out), which the sampled query rows vouch for.
+    """
+    comm = plan.grid.comm
+    local = dict(tensors)
+    errors = _Errors(comm, plan, local)
+    sampled = rows is not None and rows < plan.seqlen
+    ran_backward = "dq" in local
+    # A list: all ranks must go through it in the same order.
+    kinds = list(dict.fromkeys((np.dtype(np.float64), plan.dtype)))
+    k, v = local["k"], local["v"]
+    # Gradients of my own keys, complete once all query rows have passed.
+    dk, dv = ({kind: np.zeros(k.shape, kind) for kind in kinds} for _ in "kv")
+    for tokens in _blocks(plan.seqlen, rows, seed):
+        mine, order, q_rows, *dout_rows = _share(plan, tokens, local, "q", "dout")
+        visible = plan.mask.dense(tokens[order], plan.tokens)
+        found = {}
+        for kind in kinds:
+            out, lse = reference.attention(q_rows, k, v, visible, plan.softmax_scale, kind)
+            out, lse = _merge(comm, out, lse)
+            found[kind] = {"out": out, "lse": lse}
+            if ran_backward:
+                delta = (np.asarray(dout_rows[0], kind) * out).sum(axis=-1)
+                dq, dk_rows, dv_rows = reference.attention_backward(
+                    dout_rows[0], q_rows, k, v, lse, delta, visible, plan.softmax_scale, kind
+                )
+                found[kind]["dq"] = _sum(comm, dq)
+                dk[kind] += dk_rows
+                dv[kind] += dv_rows
+        where = np.searchsorted(plan.tokens, tokens[order][mine])
+        for name in found[plan.dtype]:
+            values = {kind: found[kind][name][mine] for kind in kinds}
+            errors.add(name, local[name][where], values)
+    if ran_backward and not sampled:
+        errors.add("dk", local["dk"], dk)
+        errors.add("dv", local["dv"], dv)
+    elif ran_backward:
+        dout, q, lse = local["dout"], local["q"], local["lse"]
+        delta = np.einsum("thd,thd->th", dout, local["out"], dtype=np.float64)
+        for tokens in _blocks(plan.seqlen, rows, seed + 1):
+            mine, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
+            visible = plan.mask.dense(plan.tokens, tokens[order])
+            values: dict[str, dict] = {"dk": {}, "dv": {}}
+            for kind in kinds:
+                _, dk_rows, dv_rows = reference.attention_backward(
+                    dout, q, k_rows, v_rows, lse, delta, visible, plan.softmax_scale, kind
+                )
+                values["dk"][kind] = _sum(comm, dk_rows)[mine]
+                values["dv"][kind] = _sum(comm, dv_rows)[mine]
+            where = np.searchsorted(plan.tokens, tokens[order][mine])
+            for name in ("dk", "dv"):
+                errors.add(name, local[name][where], values[name])
+    return errors.checks()
+
+
+def error_bound(
+    dtype: np.dtype, largest: float, same_precision: float, magnitude: float, logit: float
+) -> float:
+    """Largest error that a result may have.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Of the run.
+    largest : float
+        Largest absolute value of the float64 reference.
+    same_precision : float
+        Largest error of the plain dense computation in `dtype`.
+    magnitude : float
+        What the summands of the result can amount to (see `magnitudes`).
+    logit : float
+        Bound of the absolute logits: their rounding is a relative error of the exponentials.
+
+    Returns
+    -------
+    float
+        ``2 same_precision + 2 eps (1 + logit) magnitude``; in float64, where no second computation
+        is at hand, ``1e-12 largest`` takes the place of the first term.
+    """
+    rounding = 2 * float(np.finfo(dtype).eps) * (1 + logit) * magnitude
+    return (1e-12 * largest if dtype == np.float64 else 2 * same_precision) + rounding
+
+
+def magnitudes(norms: Mapping[str, float], softmax_scale: float) -> tuple[dict[str, float], float]:
+    """What the results can amount to by Cauchy-Schwarz, and the same for the logits.
+
+    Parameters
+    ----------
+    norms : mapping of str to float
+        Largest Euclidean norm of a (token, head) row of q, k, v and, for gradients, dout.
+    softmax_scale : float
+
+    Returns
+    -------
+    dict of str to float
+        For out, lse, dq, dk, dv.
+    float
+        Bound of the absolute logits.
+    """
+    logit = abs(softmax_scale) * norms["q"] * norms["k"]
+    dp = norms["v"] * norms.get("dout", 0.0)
+    return {
+        "out": norms["v"],
+        "lse": 1.0,
+        "dq": abs(softmax_scale) * dp * norms["k"],
+        "dk": abs(softmax_scale) * dp * norms["q"],
+        "dv": norms.get("dout", 0.0),
+    }, logit
+
+
+class _Errors:
+    """Largest errors by tensor, over all blocks and ranks."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, plan: AttentionPlan, local: Mapping[str, np.ndarray]
+    ) -> None:
+        self._comm, self._dtype = comm, plan.dtype
+        self._seen: dict[str, list[float]] = {}
+        norms = {
+            name: float(np.linalg.norm(local[name].astype(np.float64), axis=-1).max(initial=0))
+            for name in ("q", "k", "v", "dout")
+            if name in local
+        }
+        norms = {name: comm.allreduce(x, op=MPI.MAX) for name, x in norms.items()}
+        self._magnitudes, self._logit = magnitudes(norms, plan.softmax_scale)
+
+    def add(self, name: str, computed: np.ndarray, values: Mapping[np.dtype, np.ndarray]) -> None:
+        exact = values[np.dtype(np.float64)]
+        new = [
+            _distance(computed, exact),
+            _distance(values[self._dtype], exact),
+            float(
+                np.abs(exact, where=np.isfinite(exact), out=np.zeros_like(exact)).max(initial=0)
+            ),
+        ]
+        known = self._seen.setdefault(name, [0.0, 0.0, 0.0, 0])
+        known[:] = [*map(max, known, new), known[3] + len(computed)]
+
+    def checks(self) -> dict[str, Check]:
+        found = {}
+        for name, (*largest, rows) in self._seen.items():
+            error, same, reference_max = (self._comm.allreduce(x, op=MPI.MAX) for x in largest)
+            bound = error_bound(
+                self._dtype, reference_max, same, self._magnitudes[name], self._logit
+            )
+            found[name] = Check(error, bound, self._comm.allreduce(rows))
+        return found
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest |a - b|; equal infinities are at distance 0, NaN is infinitely far from all."""
+    with np.errstate(invalid="ignore"):
+        distance = np.where(a == b, 0, np.abs(a - b))
+    return float(np.nan_to_num(distance, nan=math.inf, posinf=math.inf).max(initial=0))
+
+
+def _blocks(seqlen: int, rows: int | None, seed: int) -> list[np.ndarray]:
+    """Sorted token indices to check, in blocks: all, or a sample with both ends."""
+    tokens = np.arange(seqlen)
+    if rows is not None and rows < seqlen:
+        chosen = np.random.default_rng(seed).choice(seqlen, rows, replace=False)
+        tokens = np.union1d(chosen, [0, seqlen - 1])
+    return np.array_split(tokens, -(-len(tokens) // BLOCK))
+
+
+def _share(
+    plan: AttentionPlan, tokens: np.ndarray, local: Mapping[str, np.ndarray], *names: str
+) -> list:
+    """Rows of the named tensors at `tokens`, from their owners to all ranks.
+
+    Returns the slice of the gathered rows that are mine, the order of the gathered rows within
+    `tokens`, and the gathered rows of each tensor.
+    """
+    mine = np.flatnonzero(np.isin(tokens, plan.tokens, assume_unique=True))
+    where = np.searchsorted(plan.tokens, tokens[mine])
+    parts = plan.grid.comm.allgather([mine, *(local[x][where] for x in names if x in local)])
+    start = sum(len(part[0]) for part in parts[: plan.grid.comm.rank])
+    return [slice(start, start + len(mine)), *(np.concatenate(x) for x in zip(*parts))]
+
+
+def _sum(comm: MPI.Intracomm, x: np.ndarray) -> np.ndarray:
+    total = np.empty_like(x)
+    comm.Allreduce(x, total)
+    return total
+
+
+def _merge(comm: MPI.Intracomm, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Attention over all keys from attention over each rank's."""
+    shift = np.empty_like(lse)
+    comm.Allreduce(lse, shift, op=MPI.MAX)
+    shift[np.isneginf(shift)] = 0
+    weight = np.exp(lse - shift)
+    total = _sum(comm, weight)
+    out = _sum(comm, out * weight[..., None])
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + shift
+    return out / np.where(total > 0, total, 1)[..., None], lse

@@ -1,0 +1,84 @@
+"""What makes a program of many ranks end as one: one message, one exit code, no hang."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from mpi4py import MPI
+
+from a2d_mpi.comm import CollectiveError, agree
+
+T = TypeVar("T")
+
+BAD_INPUT = 2  # exit code: nothing was computed, or nothing could be written
+FAILED_CHECK = 1  # exit code: a result is wrong
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that speaks on rank 0 only.
+
+    Parameters
+    ----------
+    comm : Intracomm, optional
+        Without one (when only the options are asked for), every process speaks.
+    """
+
+    def __init__(self, *args, comm: MPI.Intracomm | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._silent = comm is not None and comm.rank != 0
+
+    def _print_message(self, message: str, file=None) -> None:
+        if not self._silent:
+            super()._print_message(message, file)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, in one line, and exit with 2."""
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see --help)\n")
+
+
+def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) -> T | None:
+    """Run `step` on all ranks, or on rank `on` only; if it fails on any, fail on all.
+
+    Collective over `comm`; `step` itself must not communicate.
+
+    Raises
+    ------
+    CollectiveError
+        On all ranks, with the message of the first rank whose `step` raised ValueError, OSError
+        or MemoryError.
+    """
+    value, problem = None, None
+    if on is None or comm.rank == on:
+        try:
+            value = step()
+        except (ValueError, OSError, MemoryError) as error:
+            problem = str(error) or type(error).__name__
+    agree(comm, problem)
+    return value
+
+
+def run(comm: MPI.Intracomm, prog: str, body: Callable[[], int]) -> NoReturn:
+    """Run the body of a program and exit with its code on all ranks.
+
+    A CollectiveError is printed once, on rank 0, and the exit code is 2.  Anything else is a
+    defect of one rank: its traceback is printed and the whole job is aborted, so that no rank
+    waits for one that is gone.
+    """
+    try:
+        code = body()
+    except CollectiveError as error:
+        code = BAD_INPUT
+        if comm.rank == 0:
+            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+    except Exception:
+        print(f"{prog}: rank {comm.rank} failed", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        comm.Abort(70)
+    # No launcher may see a code, and end the others, before the message is out.
+    comm.Barrier()
+    sys.exit(code)

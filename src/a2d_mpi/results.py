@@ -1,0 +1,392 @@
+"""Files: what a run reads and what it leaves behind.
+
+Both are HDF5, and this is the only module that knows.  Every function raises OSError for a file
+that cannot be read or written and ValueError for one that holds the wrong thing; the text is one
+line that names the file, fit to be shown to the user as it is.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+import a2d_mpi
+from a2d_mpi.distribution import Distribution
+
+INPUT_SCHEMA = ("a2d_mpi input", 1)
+RESULT_SCHEMA = ("a2d_mpi result", 1)
+FLOATS = ("float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """What an input file holds: q, k, v and perhaps dout, the gradient with respect to out.
+
+    Attributes
+    ----------
+    path : str
+    seqlen, nheads, nheads_kv, headdim : int
+    has_dout : bool
+    attributes : dict
+        All root attributes: where the data come from.
+    """
+
+    path: str
+    seqlen: int
+    nheads: int
+    nheads_kv: int
+    headdim: int
+    has_dout: bool
+    attributes: dict[str, object]
+
+    def shape(self, name: str) -> tuple[int, int, int]:
+        """(tokens, heads, headdim) of the dataset `name`."""
+        heads = self.nheads_kv if name in ("k", "v") else self.nheads
+        return (self.seqlen, heads, self.headdim)
+
+
+def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
+    """Check all of an input file but its numbers, which are not read.
+
+    Raises
+    ------
+    OSError
+        If the file is missing, unreadable, not HDF5 or cut short.
+    ValueError
+        If the schema is another, or a dataset is missing or of a wrong type or shape.
+    """
+    with _reading(path, INPUT_SCHEMA) as file:
+        shapes = {}
+        for name in ("q", "k", "v") + ("dout",) * ("dout" in file):
+            data = file.get(name)
+            if not isinstance(data, h5py.Dataset):
+                raise ValueError(f"{path} has no dataset {name!r}")
+            if data.dtype.name not in FLOATS:
+                raise ValueError(f"{path}: {name} is {data.dtype}, must be one of {FLOATS}")
+            if data.shape is None or len(data.shape) != 3 or 0 in data.shape:
+                raise ValueError(
+                    f"{path}: {name} has shape {data.shape}, must be (seqlen, heads, headdim)"
+                )
+            shapes[name] = data.shape
+        attributes = _plain(file.attrs)
+    seqlen, nheads, headdim = shapes["q"]
+    nheads_kv = shapes["k"][1]
+    info = InputInfo(
+        os.fspath(path), seqlen, nheads, nheads_kv, headdim, "dout" in shapes, attributes
+    )
+    if any(shape != info.shape(name) for name, shape in shapes.items()):
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{path}: shapes do not agree: {listed}")
+    if nheads % nheads_kv:
+        raise ValueError(f"{path}: the {nheads_kv} heads of k must divide the {nheads} of q")
+    return info
+
+
+def read_part(
+    info: InputInfo, name: str, distribution: Distribution, part: int, dtype: np.typing.DTypeLike
+) -> np.ndarray:
+    """Read the rows of one part of the sequence.  Any number of processes may, at once.
+
+    Parameters
+    ----------
+    info : InputInfo
+        From `inspect_input`, on this rank or another.
+    name : {"q", "k", "v", "dout"}
+    distribution : Distribution
+        Of the first ``distribution.seqlen`` tokens of the file.
+    part : int
+    dtype : dtype
+        To which the numbers are converted.
+
+    Returns
+    -------
+    (n, heads, headdim) dtype
+        Row i is the token ``distribution.tokens(part)[i]``; the caller's.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read on this rank, or its numbers are damaged.
+    ValueError
+        If the file has too few tokens, or is not the one that was inspected.
+    """
+    shape = info.shape(name)
+    if distribution.seqlen > shape[0]:
+        raise ValueError(f"{info.path} has {shape[0]} tokens, not {distribution.seqlen}")
+    rows = np.empty((distribution.count(part), *shape[1:]), dtype)
+    with _reading(info.path, INPUT_SCHEMA) as file:
+        data = file[name]
+        if data.shape != shape:  # another node may have a file of its own under this path
+            raise ValueError(f"{info.path}: {name} has shape {data.shape} here, not {shape}")
+        for mine, theirs in distribution.slices(part):
+            rows[mine] = data[theirs]
+    return rows
+
+
+@dataclass(frozen=True)
+class Check:
+    """Largest `error` of one tensor, the largest allowed, and how many tokens were compared."""
+
+    error: float
+    bound: float
+    rows: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the bound; NaN is not."""
+        return bool(self.error <= self.bound)
+
+
+@dataclass(eq=False)
+class Result:
+    """All that one run has measured.
+
+    Attributes
+    ----------
+    provenance : dict
+        From `provenance`.
+    config : dict of str to bool, int, float or str
+        method, rows, cols, mask, seqlen, ...
+    area : (rank,) int64
+        Visible (query, key) pairs.
+    timings : dict of str to (trial, rank) float64
+        Seconds; keys as in `AttentionPlan.timings`: "forward/compute", ...
+    traffic : dict of str to dict of str to (rank,) int64
+        Bytes per call: ``traffic["forward/row"]["sent"]``, "received", "predicted_sent",
+        "predicted_received".
+    checks : dict of str to Check
+        By tensor: "out", "lse", "dq", ...
+    outputs : dict of str to arrays (seqlen, ...)
+        Whole tensors in the order of the sequence, if they are to be kept.
+    """
+
+    provenance: dict[str, object]
+    config: dict[str, object]
+    area: np.ndarray
+    timings: dict[str, np.ndarray]
+    traffic: dict[str, dict[str, np.ndarray]]
+    checks: dict[str, Check]
+    outputs: dict[str, np.ndarray] = field(default_factory=dict)
+
+
+def provenance(mpi_library: str, hostnames: Sequence[str]) -> dict[str, object]:
+    """What made a result: those two, and what this process can tell.
+
+    Returns
+    -------
+    dict
+        package_version, git_commit (of the package's source; "-dirty" if it was changed since,
+        "unknown" without git), command_line, mpi_library, hostnames, device (the CPU's name),
+        utc_time (ISO 8601).
+    """
+    return {
+        "package_version": a2d_mpi.__version__,
+        "git_commit": _git_commit(),
+        "command_line": shlex.join(sys.argv),
+        "mpi_library": mpi_library,
+        "hostnames": list(hostnames),
+        "device": _cpu_name(),
+        "utc_time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def check_writable(path: str | os.PathLike[str], nbytes: int = 0) -> None:
+    """Find out, before the work, whether a file of `nbytes` can be written after it.
+
+    Raises
+    ------
+    OSError
+        If not; but a quota shows only when it is hit.  The file itself is not touched.
+    """
+    with _replacing(path) as (target, temporary):
+        with open(temporary, "wb") as file:
+            file.truncate(nbytes)  # takes no room, but fails beyond the largest file allowed
+        free = shutil.disk_usage(os.path.dirname(target)).free
+        if free < nbytes:
+            raise OSError(f"it needs {nbytes} bytes, {free} are free")
+
+
+def write_result(path: str | os.PathLike[str], result: Result) -> None:
+    """Write a result file, whole or not at all.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written (no room, ...); the file that was there before then still is.
+    """
+    with _replacing(path) as (target, temporary):
+        with _Sink(temporary, "w+") as sink:
+            try:
+                # Before HDF5 1.8 an attribute ended at 64 KiB: the names of 4095 hosts.
+                with h5py.File(sink, "w", libver="v108") as file:
+                    _fill(file, result)
+            finally:
+                if sink.error:
+                    raise sink.error
+            os.fsync(sink.fileno())
+        os.replace(temporary, target)
+
+
+def read_result(path: str | os.PathLike[str]) -> Result:
+    """Read what `write_result` has written, the outputs too.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read, or lacks something.
+    ValueError
+        If the schema is another.
+    """
+    with _reading(path, RESULT_SCHEMA) as file:
+        root = _plain(file.attrs)
+        checks = {name: _plain(group.attrs) for name, group in file["checks"].items()}
+        traffic: dict[str, dict[str, np.ndarray]] = {}
+        for name, nbytes in _arrays(file["traffic"]).items():
+            key, _, what = name.rpartition("/")
+            traffic.setdefault(key, {})[what] = nbytes
+        return Result(
+            provenance={k: v for k, v in root.items() if not k.startswith("schema")},
+            config=_plain(file["config"].attrs),
+            area=file["area"][()],
+            timings=_arrays(file["timings"]),
+            traffic=traffic,
+            checks={k: Check(c["error"], c["bound"], c["rows"]) for k, c in checks.items()},
+            outputs=_arrays(file["outputs"]),
+        )
+
+
+class _Sink(io.FileIO):
+    """A file on which no write fails, as HDF5 sees it; the first error is kept.
+
+    HDF5 cannot close a file after a write that failed: it stays open, and the interpreter may
+    crash at exit.  So after an error nothing more is written, and HDF5 does not learn of it.
+    """
+
+    error: BaseException | None = None
+
+    def write(self, data: memoryview) -> int:
+        rest = memoryview(data)
+        try:
+            while rest and not self.error:  # one system call writes 2 GiB at most
+                rest = rest[super().write(rest) :]
+        except BaseException as error:  # nor may an interrupt pass through HDF5
+            self.error = error
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int | None:
+        try:
+            return size if self.error else super().truncate(size)
+        except BaseException as error:
+            self.error = error
+        return size
+
+
+@contextmanager
+def _replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
+    """Real path of a file, and of a temporary one beside it that is gone in the end."""
+    target = os.path.realpath(path)  # so that a link stays one
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    try:
+        writable = os.path.isfile(target) and os.access(target, os.W_OK)
+        if os.path.exists(target) and not writable:
+            raise OSError("it exists and is not a writable file")
+        yield target, temporary
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)
+
+
+@contextmanager
+def _reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h5py.File]:
+    """An open file of the given schema; whatever h5py raises for a bad one becomes one line."""
+    try:
+        # Nobody writes to it meanwhile, and not every parallel file system has locks.
+        with h5py.File(path, "r", locking=False) as file:
+            root = _plain(file.attrs)
+            found = (root.get("schema"), root.get("schema_version"))
+            if found != schema:
+                raise ValueError(f"{path} has schema, version {found}, must have {schema}")
+            yield file
+    except (OSError, KeyError, RuntimeError, TypeError) as error:
+        number = getattr(error, "errno", None)
+        reason = os.strerror(number) if number else " ".join(str(error).split())
+        raise OSError(f"cannot read {path} as HDF5: {reason}") from error
+
+
+def _fill(file: h5py.File, result: Result) -> None:
+    schema, version = RESULT_SCHEMA
+    _set(file.attrs, {"schema": schema, "schema_version": version, **result.provenance})
+    _set(file.create_group("config").attrs, result.config)
+    file["area"] = np.asarray(result.area, np.int64)
+    names = ("timings", "traffic", "checks", "outputs")
+    timings, traffic, checks, outputs = map(file.create_group, names)
+    for name, seconds in result.timings.items():
+        timings[name] = np.asarray(seconds, np.float64)
+        timings[name].attrs["unit"] = "s"
+    for name, counts in result.traffic.items():
+        for what, nbytes in counts.items():
+            traffic[f"{name}/{what}"] = np.asarray(nbytes, np.int64)
+    for name, check in result.checks.items():
+        _set(checks.create_group(name).attrs, {**vars(check), "passed": check.passed})
+    for name, x in result.outputs.items():
+        outputs[name] = x
+
+
+def _set(attrs: h5py.AttributeManager, values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        if isinstance(value, str):  # a path may hold bytes that are no UTF-8
+            value = value.encode(errors="backslashreplace").decode()
+        attrs[name] = value
+
+
+def _plain(attrs: h5py.AttributeManager) -> dict[str, object]:
+    """Attributes as Python's own types, also strings that no h5py has written."""
+    values = {k: np.asarray(v).tolist() for k, v in attrs.items()}
+    texts = {k: v.decode(errors="replace") for k, v in values.items() if isinstance(v, bytes)}
+    return {**values, **texts}
+
+
+def _arrays(group: h5py.Group) -> dict[str, np.ndarray]:
+    """All datasets below a group, by their paths in it."""
+    found: dict[str, np.ndarray] = {}
+    group.visititems(
+        lambda name, x: found.update({name: x[()]}) if isinstance(x, h5py.Dataset) else None
+    )
+    return found
+
+
+def _git_commit() -> str:
+    here = Path(__file__)
+    git = ["git", "-C", here.parent]
+    options = {"capture_output": True, "check": True, "text": True, "timeout": 1}
+    try:
+        # An installed copy may lie within a repository that does not know it.
+        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], **options)
+        describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run([*git, *describe], **options).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def _cpu_name() -> str:
+    found = None
+    with suppress(OSError):
+        found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()

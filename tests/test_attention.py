@@ -1,0 +1,295 @@
+"""The distributed algorithms against float64, on every grid that the ranks of this run make."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from helpers import assert_all
+from mpi4py import MPI
+
+from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid, RingAttention, reference
+from a2d_mpi.check import check_attention, error_bound, magnitudes
+from a2d_mpi.distribution import DISTRIBUTIONS
+
+pytestmark = pytest.mark.mpi
+
+SIZE = MPI.COMM_WORLD.size
+GRIDS = [(r, SIZE // r) for r in range(1, SIZE + 1) if SIZE % r == 0]
+METHODS = [(Attention2D, grid) for grid in GRIDS] + [(RingAttention, GRIDS[-1])]
+IDS = [f"{method.__name__}-{rows}x{cols}" for method, (rows, cols) in METHODS]
+NHEADS = 5
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+
+
+@pytest.fixture(scope="module", params=METHODS, ids=IDS)
+def method(request, comm):
+    algorithm, shape = request.param
+    grid = ProcessGrid(comm, *shape)
+    yield lambda mask, **kwargs: algorithm(grid, mask, **kwargs)
+    grid.free()
+
+
+def inputs(seqlen, nheads_kv, headdim, size=1.0):
+    """q, k, v, dout of the whole sequence, float32."""
+    rng = np.random.default_rng([seqlen, nheads_kv, headdim])
+    q, dout = (rng.standard_normal((seqlen, NHEADS, headdim), np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((seqlen, nheads_kv, headdim), np.float32) for _ in range(2))
+    return q * np.float32(size), k, v, dout
+
+
+@cache
+def expected(mask, seqlen, nheads_kv, headdim, size=1.0):
+    """Float64 results, and the largest error of the same in float32, by tensor."""
+    world = MPI.COMM_WORLD
+    q, k, v, dout = inputs(seqlen, nheads_kv, headdim, size)
+    visible, group = mask.dense(np.arange(seqlen), np.arange(seqlen)), NHEADS // nheads_kv
+    results = {}
+    for dtype in (np.float64, np.float32):
+        heads = {}
+        # Every rank does its share of the heads.
+        for h in range(world.rank, NHEADS, world.size):
+            x = (q[:, [h]], k[:, [h // group]], v[:, [h // group]])
+            out, lse = reference.attention(*x, visible, headdim**-0.5, dtype)
+            delta = (dout[:, [h]].astype(dtype) * out).sum(-1)
+            gradients = reference.attention_backward(
+                dout[:, [h]], *x, lse, delta, visible, headdim**-0.5, dtype
+            )
+            heads[h] = (out, lse, *gradients)
+        everyone = {h: x for part in world.allgather(heads) for h, x in part.items()}
+        whole = [np.concatenate(x, axis=1) for x in zip(*(everyone[h] for h in range(NHEADS)))]
+        if group > 1:
+            whole[3:] = [x.reshape(seqlen, nheads_kv, group, -1).sum(2) for x in whole[3:]]
+        results[dtype] = dict(zip(TENSORS, whole))
+    exact = results[np.float64]
+    return exact, {x: distance(results[np.float32][x], exact[x]) for x in TENSORS}
+
+
+def distance(a, b):
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(np.where(a == b, 0, np.abs(a - b)), nan=np.inf).max(initial=0)
+
+
+def run(plan, q, k, v, dout):
+    """All results of this rank for whole inputs."""
+    q, k, v, dout = (x[plan.tokens].astype(plan.dtype) for x in (q, k, v, dout))
+    out, lse = plan.forward(q, k, v)
+    return dict(zip(TENSORS, (out, lse, *plan.backward(dout, q, k, v, out, lse))))
+
+
+def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
+    """What is out of bounds on this rank, in words."""
+    exact, same = expected(mask, seqlen, nheads_kv, headdim, size)
+    norms = {
+        name: np.linalg.norm(x.astype(float), axis=-1).max()
+        for name, x in zip(("q", "k", "v", "dout"), inputs(seqlen, nheads_kv, headdim, size))
+    }
+    sizes, logit = magnitudes(norms, headdim**-0.5)
+    bad = []
+    for name in TENSORS:
+        finite = exact[name][np.isfinite(exact[name])]
+        largest = np.abs(finite).max(initial=0)
+        bound = error_bound(plan.dtype, largest, same[name], sizes[name], logit)
+        error = distance(found[name], exact[name][plan.tokens])
+        if not error <= bound or found[name].dtype != plan.dtype:
+            bad.append(f"{name}: {error:.2e} > {bound:.2e} (headdim {headdim}, kv {nheads_kv})")
+    return bad
+
+
+@pytest.mark.parametrize("seqlen", [1, 3, 7, 64, 1009])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
+def test_results_and_traffic(comm, method, mask, distribution, dtype, seqlen):
+    bad = []
+    for nheads_kv in (1, NHEADS):
+        for headdim in (7, 32, 64):
+            plan = method(
+                mask,
+                seqlen=seqlen,
+                nheads=NHEADS,
+                nheads_kv=nheads_kv,
+                headdim=headdim,
+                dtype=dtype,
+                distribution=distribution,
+            )
+            found = run(plan, *inputs(seqlen, nheads_kv, headdim))
+            bad += failures(plan, found, mask, seqlen, nheads_kv, headdim)
+            if plan.traffic.bytes != plan.predicted_traffic():
+                bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
+            plan.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
+def test_huge_logits(comm, method, mask, distribution):
+    """Logits of +-1e4 and more: finite, correct."""
+    seqlen, headdim, size = 64, 32, 2500.0
+    plan = method(mask, seqlen=seqlen, nheads=NHEADS, headdim=headdim, distribution=distribution)
+    q, k, *_ = inputs(seqlen, NHEADS, headdim, size)
+    assert np.abs(np.einsum("qhd,khd->hqk", q, k)).max() * headdim**-0.5 > 1e4
+    found = run(plan, *inputs(seqlen, NHEADS, headdim, size))
+    bad = failures(plan, found, mask, seqlen, NHEADS, headdim, size)
+    bad += [name for name, x in found.items() if not np.isfinite(x).all()]
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def blind_mask(seqlen):
+    """Every third query, and the whole last part, sees nothing; the others a window."""
+    tokens = np.arange(seqlen)
+    begin = np.maximum(tokens - 40, 0)
+    end = np.where((tokens % 3 == 0) | (tokens > seqlen - 20), begin, tokens + 1)
+    return IntervalMask(begin, end)
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("seqlen", [2, 100])
+def test_queries_that_see_nothing(comm, method, distribution, seqlen):
+    mask = blind_mask(seqlen)
+    plan = method(mask, seqlen=seqlen, nheads=NHEADS, headdim=7, distribution=distribution)
+    found = run(plan, *inputs(seqlen, NHEADS, 7))
+    bad = failures(plan, found, mask, seqlen, NHEADS, 7)
+    blind = (mask.end <= mask.begin)[plan.tokens]
+    silent = (
+        (found["out"][blind] == 0).all()
+        and np.isneginf(found["lse"][blind]).all()
+        and (found["dq"][blind] == 0).all()
+    )
+    assert_all(comm, silent and not bad, "; ".join(bad) or "a blind query is not silent")
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_same_bits_every_time_and_without_overlap(comm, method, distribution):
+    runs = []
+    for overlap in (True, True, False):
+        plan = method(
+            Causal(),
+            seqlen=301,
+            nheads=NHEADS,
+            headdim=16,
+            distribution=distribution,
+            overlap=overlap,
+        )
+        for _ in range(2):
+            runs.append(run(plan, *inputs(301, NHEADS, 16)))
+    bad = [
+        f"{name} of run {i}"
+        for i, other in enumerate(runs[1:], 2)
+        for name in TENSORS
+        if other[name].tobytes() != runs[0][name].tobytes()
+    ]
+    assert_all(comm, not bad, "differs: " + ", ".join(bad))
+
+
+def test_results_do_not_depend_on_a_late_rank(comm, method):
+    import time
+
+    plan = method(Causal(), seqlen=200, nheads=NHEADS, headdim=16)
+    first = run(plan, *inputs(200, NHEADS, 16))
+    time.sleep(0.3 * (comm.rank == comm.size - 1))
+    again = run(plan, *inputs(200, NHEADS, 16))
+    same = all(first[x].tobytes() == again[x].tobytes() for x in TENSORS)
+    assert_all(comm, same, "a late rank changes the result")
+
+
+def test_results_are_the_callers(comm, method):
+    """A later call must not write into what an earlier one returned, nor into the inputs."""
+    plan = method(Causal(), seqlen=50, nheads=NHEADS, headdim=8)
+    x = inputs(50, NHEADS, 8)
+    given = [y.copy() for y in x]
+    first = run(plan, *x)
+    kept = {name: y.copy() for name, y in first.items()}
+    run(plan, *(2 * y for y in x))
+    plan.free()
+    same = all(np.array_equal(first[name], kept[name]) for name in TENSORS)
+    same &= all(np.array_equal(a, b) for a, b in zip(given, x))
+    assert_all(comm, same, "arrays were overwritten")
+
+
+def test_inputs_may_be_strided(comm, method):
+    plan = method(Full(), seqlen=60, nheads=NHEADS, headdim=8)
+    x = inputs(60, NHEADS, 8)
+    q, k, v, dout = (np.asfortranarray(y[plan.tokens]) for y in x)
+    out, lse = plan.forward(q, k, v)
+    found = dict(zip(TENSORS, (out, lse, *plan.backward(dout, q, k, v, out, lse))))
+    bad = failures(plan, found, Full(), 60, NHEADS, 8)
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_messages_are_split(comm, method, monkeypatch):
+    monkeypatch.setattr("a2d_mpi.comm.MAX_MESSAGE", 1000)
+    plan = method(Causal(), seqlen=97, nheads=NHEADS, headdim=8)
+    found = run(plan, *inputs(97, NHEADS, 8))
+    bad = failures(plan, found, Causal(), 97, NHEADS, 8)
+    if plan.traffic.bytes != plan.predicted_traffic():
+        bad.append("traffic")
+    sent = sum(n for n, _ in plan.traffic.bytes.values())
+    if sum(n for n, _ in plan.traffic.messages.values()) < sent / 1000:
+        bad.append("messages are not split")
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_timings_add_up(comm, method):
+    plan = method(Causal(), seqlen=300, nheads=NHEADS, headdim=16)
+    run(plan, *inputs(300, NHEADS, 16))
+    bad = []
+    for phase in ("forward", "backward"):
+        parts = [plan.timings[f"{phase}/{part}"] for part in ("compute", "merge", "wait")]
+        if not (min(parts) >= 0 and 0 < sum(parts) <= plan.timings[f"{phase}/total"]):
+            bad.append(f"{phase}: {plan.timings}")
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_areas_add_up(comm, method):
+    plan = method(Causal(), seqlen=77, nheads=NHEADS, headdim=16, distribution="striped")
+    total = comm.allreduce(plan.area())
+    everyone = sum(plan.area(rank) for rank in range(comm.size))
+    assert_all(comm, total == everyone == 77 * 78 // 2, f"{total}, {everyone}")
+
+
+@pytest.mark.parametrize("rows", [None, 5])
+def test_check_agrees_with_the_reference(comm, method, rows):
+    """The distributed check passes right results and tells wrong ones, tensor by tensor."""
+    plan = method(Causal(), seqlen=130, nheads=NHEADS, nheads_kv=1, headdim=16)
+    whole = inputs(130, 1, 16)
+    local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
+    local.update(run(plan, *whole))
+    checks = check_attention(plan, local, rows)
+    bad = [f"{name}: {c}" for name, c in checks.items() if not c.passed]
+    bad += [] if set(checks) == set(TENSORS) else [str(set(checks))]
+    if rows is None:
+        bad += [f"{name} counts {c.rows}" for name, c in checks.items() if c.rows != 130]
+    for name in TENSORS:
+        # The last token is in every sample.  Its owner gets it wrong.
+        wrong = dict(local)
+        wrong[name] = local[name].copy()
+        if plan.tokens[-1:] == [129]:
+            wrong[name][-1, 0] += 1e-3 * np.abs(local[name]).max()
+        told = check_attention(plan, wrong, rows)
+        # What else may fail: the gradients of a sample are checked with the run's own out and lse.
+        if told[name].passed:
+            bad.append(f"a wrong {name} passed: {told[name]}")
+    nan = {**local, "out": local["out"] * np.nan}
+    if check_attention(plan, nan, rows)["out"].passed:
+        bad.append("NaN passed")
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_the_tests_can_tell(comm, method, monkeypatch):
+    """Deliberately wrong variants must fail: a merge that averages, a mask that is off by one."""
+    if comm.size > 1:
+        monkeypatch.setattr("a2d_mpi.attention2d.merge", averaging_merge)
+        monkeypatch.setattr("a2d_mpi.baselines.ring.merge", averaging_merge)
+        plan = method(Causal(), seqlen=130, nheads=NHEADS, headdim=16)
+        bad = failures(plan, run(plan, *inputs(130, NHEADS, 16)), Causal(), 130, NHEADS, 16)
+        assert_all(comm, comm.allreduce(len(bad)) > 0, "an averaging merge passed")
+        monkeypatch.undo()
+    tokens = np.arange(130)
+    plan = method(IntervalMask(tokens * 0, tokens + 2), seqlen=130, nheads=NHEADS, headdim=16)
+    bad = failures(plan, run(plan, *inputs(130, NHEADS, 16)), Causal(), 130, NHEADS, 16)
+    assert_all(comm, bool(bad) or not len(plan.tokens), "a mask off by one passed")
+
+
+def averaging_merge(out, lse, out2, lse2):
+    out[...] = (out + out2) / 2
+    lse[...] = np.logaddexp(lse, lse2)

@@ -1,0 +1,144 @@
+"""A wrong argument on any one rank is one error on all ranks, at once; nothing hangs."""
+
+import numpy as np
+import pytest
+from helpers import assert_all
+
+from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid, RingAttention
+from a2d_mpi.cli import together
+from a2d_mpi.comm import CollectiveError
+
+pytestmark = pytest.mark.mpi
+
+GOOD = {"seqlen": 40, "nheads": 4, "headdim": 8}
+
+
+def message_of(comm, action):
+    """The text of the error that `action` raises, which must be the same on all ranks."""
+    try:
+        action()
+        text = None
+    except CollectiveError as error:
+        text = str(error)
+    texts = comm.allgather(text)
+    assert_all(comm, None not in texts and len(set(texts)) == 1, f"{texts}")
+    # All ranks are still in step.
+    comm.Barrier()
+    return text
+
+
+@pytest.fixture(scope="module")
+def grid(comm):
+    grid = ProcessGrid(comm, 1, comm.size)
+    yield grid
+    grid.free()
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 1), (-1, -1), (2, 7), (1, 3)])
+def test_grid_that_does_not_fit(comm, shape):
+    text = message_of(comm, lambda: ProcessGrid(comm, *shape))
+    assert f"{shape[0]} x {shape[1]} grid does not fit {comm.size} ranks" in text
+
+
+@pytest.mark.multirank
+@pytest.mark.mpi(min_size=4)
+def test_grids_that_differ(comm):
+    rows = 1 if comm.rank == 1 else comm.size
+    text = message_of(comm, lambda: ProcessGrid(comm, rows, comm.size // rows))
+    assert text == f"ranks disagree on rows: {comm.size} on rank 0, 1 on rank 1"
+
+
+WRONG = [
+    ({"seqlen": 0}, "seqlen must be a positive integer, got 0"),
+    ({"seqlen": 4.0}, "got 4.0"),
+    ({"nheads": -4}, "nheads must be a positive integer, got -4"),
+    ({"headdim": 0}, "headdim"),
+    ({"nheads_kv": 3}, "nheads_kv must divide nheads, got 3 and 4"),
+    ({"dtype": "int32"}, "int32"),
+    ({"dtype": "no such"}, "no such"),
+    ({"distribution": "blocks"}, "blocks"),
+    ({"kernel": "fast"}, "fast"),
+    ({"softmax_scale": float("nan")}, "nan"),
+    ({"mask": "causal"}, "mask must be a Mask"),
+    ({"mask": IntervalMask(np.arange(3), np.arange(3))}, "3 rows for a sequence of 40"),
+]
+
+
+@pytest.mark.parametrize("algorithm", [Attention2D, RingAttention])
+@pytest.mark.parametrize("wrong, text", WRONG)
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_plan(comm, grid, algorithm, wrong, text, where):
+    config = {"mask": Full(), **GOOD}
+    if where == "all" or comm.rank == comm.size - 1:
+        config.update(wrong)
+    found = message_of(comm, lambda: algorithm(grid, **config))
+    assert text in found
+    if where == "last" and comm.size > 1:
+        assert f"on rank {comm.size - 1}" in found
+
+
+@pytest.mark.multirank
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize(
+    "name, value, other",
+    [
+        ("seqlen", 41, 40),
+        ("nheads", 8, 4),
+        ("headdim", 16, 8),
+        ("nheads_kv", 2, 4),
+        ("dtype", "float64", "float32"),
+        ("distribution", "striped", "contiguous"),
+        ("softmax_scale", 0.5, 1 / 8**0.5),
+        ("mask", Causal(), Full()),
+        ("overlap", False, True),
+    ],
+)
+def test_plan_that_differs_on_one_rank(comm, grid, name, value, other):
+    config = {"mask": Full(), **GOOD, "distribution": "contiguous"}
+    if comm.rank == 2:
+        config[name] = value
+    text = message_of(comm, lambda: Attention2D(grid, **config))
+    assert text == f"ranks disagree on {name}: {other} on rank 0, {value} on rank 2"
+
+
+@pytest.mark.multirank
+@pytest.mark.mpi(min_size=4)
+def test_masks_with_other_contents(comm, grid):
+    end = np.arange(40) + 1
+    end[7] += comm.rank == 3
+    mask = IntervalMask(np.zeros(40, int), end)
+    text = message_of(comm, lambda: Attention2D(grid, mask, **GOOD))
+    assert "ranks disagree on mask" in text and "rank 3" in text
+
+
+@pytest.mark.parametrize("algorithm", [Attention2D, RingAttention])
+@pytest.mark.parametrize("bad", ["shape", "dtype", "type"])
+def test_arrays(comm, grid, algorithm, bad):
+    plan = algorithm(grid, Causal(), **GOOD)
+    q, k, v = (np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3))
+    good = q, k, v
+    if comm.rank == comm.size - 1:
+        wrong = {"shape": v[:, :2], "dtype": v.astype(np.float64), "type": v.tolist()}
+        v = wrong[bad]
+    text = message_of(comm, lambda: plan.forward(q, k, v))
+    assert {"shape": "2, 8", "dtype": "float64", "type": "list"}[bad] in text
+    assert text.startswith("v ")
+    # The plan is as good as before.
+    out, lse = plan.forward(*good)
+    wrong_lse = lse[:, :3] if comm.rank == comm.size - 1 else lse
+    text = message_of(comm, lambda: plan.backward(out, *good, out, wrong_lse))
+    assert text.startswith("lse ")
+    dq, *_ = plan.backward(out, *good, out, lse)
+    assert_all(comm, np.isfinite(dq).all(), "the plan is spoilt")
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), OSError(28, "disk full"), MemoryError()])
+def test_together(comm, error):
+    def step():
+        if comm.rank == comm.size - 1:
+            raise error
+        return 1
+
+    text = message_of(comm, lambda: together(comm, step))
+    assert (str(error) or "MemoryError") in text
+    assert together(comm, lambda: 7, on=0) == (7 if comm.rank == 0 else None)

@@ -1,0 +1,74 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.masks import Causal
+
+sizes = st.one_of(st.integers(0, 40), st.integers(0, 5000))
+
+
+@given(st.sampled_from(DISTRIBUTIONS), sizes, st.integers(1, 40))
+def test_every_token_has_one_owner(name, seqlen, nparts):
+    d = Distribution(name, seqlen, nparts)
+    parts = [d.tokens(p) for p in range(nparts)]
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(seqlen))
+    for part, count in zip(parts, d.counts, strict=True):
+        assert len(part) == count
+        assert (np.diff(part) > 0).all()
+    assert max(d.counts) - min(d.counts) <= 2
+
+
+@given(st.sampled_from(DISTRIBUTIONS), sizes, st.integers(1, 40))
+def test_slices_cover_the_part(name, seqlen, nparts):
+    d = Distribution(name, seqlen, nparts)
+    everything = np.arange(seqlen)
+    for p in range(nparts):
+        part = np.full(d.count(p), -1)
+        pieces = list(d.slices(p))
+        for mine, whole in pieces:
+            part[mine] = everything[whole]
+        assert np.array_equal(part, d.tokens(p))
+        assert len(pieces) <= 2
+
+
+def tile_areas(rows, cols, seqlen):
+    d = Distribution("zigzag", seqlen, rows * cols)
+    tokens = [d.tokens(p) for p in range(rows * cols)]
+    return [
+        Causal().area(
+            np.concatenate([tokens[r * cols + x] for x in range(cols)]),
+            np.sort(np.concatenate([tokens[y * cols + c] for y in range(rows)])),
+        )
+        for r in range(rows)
+        for c in range(cols)
+    ]
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 3000))
+def test_zigzag_balances_causal_on_every_grid(rows, cols, seqlen):
+    areas = tile_areas(rows, cols, seqlen)
+    assert sum(areas) == seqlen * (seqlen + 1) // 2
+    assert max(areas) / np.mean(areas) <= 1 + 3 * rows * cols / seqlen
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (2, 3), (3, 5), (7, 2), (8, 8), (4, 16)])
+def test_zigzag_balance_is_exact_where_chunks_are_equal(grid):
+    areas = tile_areas(*grid, 2 * grid[0] * grid[1] * 16)
+    # Counted in chunk pairs all tiles are equal; the diagonals differ by half a chunk's length.
+    assert max(areas) / np.mean(areas) <= 1.01
+    contiguous = Distribution("contiguous", 64, 4)
+    first, last = (Causal().area(contiguous.tokens(p), np.arange(64)) for p in (0, 3))
+    assert last > 5 * first  # the test can tell
+
+
+@pytest.mark.parametrize("args", [("blocks", 4, 2), ("zigzag", -1, 2), ("zigzag", 4, 0)])
+def test_refuses(args):
+    with pytest.raises(ValueError, match=str(args[0] if args[0] == "blocks" else args[1])):
+        Distribution(*args)
+
+
+def test_refuses_a_part_that_is_not_there():
+    with pytest.raises(ValueError, match="part 3"):
+        Distribution("striped", 10, 3).tokens(3)

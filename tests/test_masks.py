@@ -1,0 +1,68 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from a2d_mpi.masks import Causal, Full, IntervalMask, Mask
+
+
+class TwoIntervals(Mask):
+    """The first keys, and a window: what attention sinks with a sliding window see."""
+
+    def visible(self, q_tokens):
+        q = np.asarray(q_tokens)
+        start = np.maximum(q - 4, 2)
+        return (np.zeros(len(q), int), np.minimum(q + 1, 2)), (start, np.maximum(q + 1, start))
+
+
+@st.composite
+def masks(draw):
+    seqlen = draw(st.integers(1, 60))
+    kind = draw(st.sampled_from(["full", "causal", "interval", "two"]))
+    if kind == "interval":
+        ends = st.lists(st.integers(-3, seqlen + 3), min_size=seqlen, max_size=seqlen)
+        return IntervalMask(np.array(draw(ends)), np.array(draw(ends))), seqlen
+    return {"full": Full(), "causal": Causal(), "two": TwoIntervals()}[kind], seqlen
+
+
+@given(masks(), st.data())
+def test_intervals_are_the_definition_on_any_subset(case, data):
+    mask, seqlen = case
+    tokens = st.lists(st.integers(0, seqlen - 1), unique=True)
+    q = np.array(data.draw(tokens), int)
+    k = np.sort(np.array(data.draw(tokens), int))
+    expected = np.zeros((len(q), len(k)), bool)
+    for row, intervals in enumerate(zip(*[zip(*pair) for pair in mask.visible(q)])):
+        for begin, end in intervals:
+            expected[row] |= np.array([begin <= j < end for j in k], bool)
+    found = np.zeros_like(expected)
+    for begin, end in mask.intervals(q, k):
+        assert (begin >= 0).all() and (begin <= end).all() and (end <= len(k)).all()
+        for row, (b, e) in enumerate(zip(begin, end)):
+            assert not found[row, b:e].any()  # intervals do not overlap
+            found[row, b:e] = True
+    assert np.array_equal(found, expected)
+    assert np.array_equal(mask.dense(q, k), expected)
+    assert mask.area(q, k) == expected.sum()
+
+
+def test_interval_mask_refuses():
+    with pytest.raises(ValueError, match="3 rows, end has 4"):
+        IntervalMask(np.arange(3), np.arange(4))
+    with pytest.raises(ValueError, match="float64"):
+        IntervalMask(np.zeros(3), np.arange(3))
+    with pytest.raises(ValueError, match="3 rows for a sequence of 5"):
+        IntervalMask(np.arange(3), np.arange(3)).check(5)
+
+
+def test_text_of_a_mask_tells_its_contents():
+    a, b = IntervalMask(np.arange(3), np.arange(3)), IntervalMask(np.arange(3), np.arange(1, 4))
+    assert str(a) != str(b)
+    assert str(Full()) != str(Causal())
+
+
+def test_interval_mask_keeps_its_own_copy():
+    begin = np.zeros(3, int)
+    mask = IntervalMask(begin, begin + 3)
+    begin[:] = 2
+    assert mask.area(np.arange(3), np.arange(3)) == 9

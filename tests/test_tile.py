@@ -1,0 +1,237 @@
+"""The NumPy tile kernel against the float64 reference."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from a2d_mpi import reference
+from a2d_mpi.check import error_bound, magnitudes
+from a2d_mpi.masks import Causal, Full, IntervalMask
+from a2d_mpi.merge import merge
+from a2d_mpi.tiles import make_tile
+from a2d_mpi.tiles.numpy import NumpyTile
+
+TENSORS = ("out", "lse", "dq", "dk", "dv")
+
+
+def dense(intervals, nk):
+    keys = np.arange(nk)
+    return sum((keys >= b[:, None]) & (keys < e[:, None]) for b, e in intervals).astype(bool)
+
+
+def run(tile, q, k, v, dout, intervals, exact):
+    """All results of a tile, with the statistics of `exact` (float64) for the backward pass."""
+    out, lse = np.empty_like(q), np.empty(q.shape[:2], q.dtype)
+    tile.forward(q, k, v, intervals, out, lse)
+    delta = (dout * exact["out"]).sum(-1).astype(q.dtype)
+    gradients = [np.zeros_like(x) for x in (q, k, v)]
+    exact_lse = exact["lse"].astype(q.dtype)
+    tile.backward(dout, q, k, v, exact_lse, delta, intervals, *gradients)
+    return dict(zip(TENSORS, (out, lse, *gradients)))
+
+
+def plain(q, k, v, dout, intervals, scale, dtype):
+    visible = dense(intervals, len(k))
+    out, lse = reference.attention(q, k, v, visible, scale, dtype)
+    delta = (np.asarray(dout, dtype) * out).sum(-1)
+    gradients = reference.attention_backward(dout, q, k, v, lse, delta, visible, scale, dtype)
+    return dict(zip(TENSORS, (out, lse, *gradients)))
+
+
+def distance(a, b):
+    with np.errstate(invalid="ignore"):
+        return np.where(a == b, 0, np.abs(a - b)).max(initial=0)
+
+
+def failures(found, q, k, v, dout, intervals, scale):
+    """Names of the results that are out of bounds."""
+    exact = plain(q, k, v, dout, intervals, scale, np.float64)
+    same = plain(q, k, v, dout, intervals, scale, q.dtype)
+    norms = {
+        name: np.linalg.norm(x.astype(float), axis=-1).max(initial=0)
+        for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout))
+    }
+    sizes, logit = magnitudes(norms, scale)
+    bad = []
+    for name in TENSORS:
+        finite = exact[name][np.isfinite(exact[name])]
+        bound = error_bound(
+            q.dtype,
+            np.abs(finite).max(initial=0),
+            distance(same[name], exact[name]),
+            sizes[name],
+            logit,
+        )
+        if not distance(found[name], exact[name]) <= bound:
+            bad.append((name, distance(found[name], exact[name]), bound))
+    return bad
+
+
+def tensors(nq, nk, nheads, nheads_kv, d, dtype, size=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    q, dout = (rng.standard_normal((nq, nheads, d)).astype(dtype) for _ in range(2))
+    k, v = (rng.standard_normal((nk, nheads_kv, d)).astype(dtype) for _ in range(2))
+    return q * dtype(size), k, v, dout
+
+
+def random_intervals(rng, nq, nk, kind):
+    if kind == "full":
+        return ((np.zeros(nq, int), np.full(nq, nk)),)
+    if kind == "causal":
+        return ((np.zeros(nq, int), np.minimum(np.arange(nq) + 1, nk)),)
+    begin = rng.integers(0, nk + 1, nq)
+    end = np.maximum(begin, rng.integers(0, nk + 1, nq))
+    if kind == "one":
+        return ((begin, end),)
+    return ((begin, end), (end, np.minimum(end + 5, nk)))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", ["full", "causal", "one", "two"])
+@pytest.mark.parametrize("size", [1.0, 40.0, 2500.0])  # logits up to about 10, 500, 3e4
+@pytest.mark.parametrize("heads", [(2, 2, 7), (4, 1, 32)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (600, 5), (601, 1100)])
+def test_tile(dtype, kind, size, heads, shape):
+    q, k, v, dout = tensors(*shape, *heads, dtype, size)
+    scale = heads[2] ** -0.5
+    intervals = random_intervals(np.random.default_rng(1), *shape, kind)
+    exact = plain(q, k, v, dout, intervals, scale, np.float64)
+    found = run(NumpyTile(dtype, scale), q, k, v, dout, intervals, exact)
+    assert not failures(found, q, k, v, dout, intervals, scale)
+
+
+@settings(max_examples=150)
+@given(
+    st.integers(0, 40), st.integers(0, 60), st.integers(1, 3), st.integers(1, 3),
+    st.sampled_from(["full", "causal", "one", "two"]), st.sampled_from([0.1, 30.0]),
+    st.integers(1, 20), st.integers(1, 40), st.integers(0, 99),
+)  # fmt: skip
+def test_tile_with_any_blocks(nq, nk, group, nheads_kv, kind, size, block_q, block_k, seed):
+    q, k, v, dout = tensors(nq, nk, group * nheads_kv, nheads_kv, 4, np.float64, size, seed)
+    intervals = random_intervals(np.random.default_rng(seed), nq, nk, kind)
+    tile = NumpyTile(np.float64, 0.5, block_q=block_q, block_k=block_k)
+    exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
+    found = run(tile, q, k, v, dout, intervals, exact)
+    assert not failures(found, q, k, v, dout, intervals, 0.5)
+
+
+def test_one_tile_object_serves_all_shapes():
+    tile = NumpyTile(np.float64, 0.5, block_q=8, block_k=16)
+    for nq, nk in ((30, 50), (3, 2), (0, 5), (40, 60), (5, 0)):
+        q, k, v, dout = tensors(nq, nk, 2, 1, 4, np.float64)
+        intervals = random_intervals(np.random.default_rng(0), nq, nk, "one")
+        exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
+        found = run(tile, q, k, v, dout, intervals, exact)
+        assert not failures(found, q, k, v, dout, intervals, 0.5)
+
+
+def test_both_ways_of_taking_the_exponential_agree():
+    q, k, v, dout = tensors(300, 600, 2, 2, 16, np.float32)
+    intervals = random_intervals(np.random.default_rng(0), 300, 600, "one")
+    bounded, general = NumpyTile(np.float32, 0.25), NumpyTile(np.float32, 0.25)
+    general._bounded = lambda *_: False
+    assert bounded._bounded(q, k, v)
+    exact = plain(q, k, v, dout, intervals, 0.25, np.float64)
+    for tile in (bounded, general):
+        assert not failures(
+            run(tile, q, k, v, dout, intervals, exact), q, k, v, dout, intervals, 0.25
+        )
+
+
+@pytest.mark.parametrize("offset", [-9e3, 9e3])
+def test_rows_far_from_zero(offset):
+    """All logits of a row far below (or above) zero: a shift of 0 would lose (or burst) them."""
+    q, k, v, dout = tensors(50, 80, 1, 1, 4, np.float64)
+    q[..., 0], k[..., 0] = 100, offset / 100
+    intervals = random_intervals(np.random.default_rng(0), 50, 80, "causal")
+    exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
+    found = run(NumpyTile(np.float64, 1.0, None, 8, 16), q, k, v, dout, intervals, exact)
+    assert not failures(found, q, k, v, dout, intervals, 1.0)
+    assert np.isfinite(found["lse"]).all()
+
+
+def test_rising_maximum():
+    """Each key block has larger logits than all before: the shift must rise, block by block."""
+    q, k, v, dout = tensors(20, 200, 1, 1, 4, np.float64, 0.1)
+    q[..., 0], k[..., 0] = 1, np.linspace(-400, 400, 200)[:, None]
+    intervals = random_intervals(np.random.default_rng(0), 20, 200, "full")
+    exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
+    found = run(NumpyTile(np.float64, 1.0, None, 8, 16), q, k, v, dout, intervals, exact)
+    assert not failures(found, q, k, v, dout, intervals, 1.0)
+
+
+def test_queries_that_see_nothing():
+    q, k, v, dout = tensors(6, 9, 2, 2, 4, np.float32)
+    intervals = ((np.array([0, 3, 9, 0, 5, 2]), np.array([0, 3, 9, 9, 6, 2])),)
+    exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
+    found = run(NumpyTile(np.float32, 0.5), q, k, v, dout, intervals, exact)
+    blind = [0, 1, 2, 5]
+    assert (found["out"][blind] == 0).all() and np.isneginf(found["lse"][blind]).all()
+    assert (found["dq"][blind] == 0).all()
+    assert not failures(found, q, k, v, dout, intervals, 0.5)
+
+
+def test_nan_is_not_hidden():
+    q, k, v, _ = tensors(6, 9, 1, 1, 4, np.float32)
+    k[5] = np.nan
+    out, lse = np.empty_like(q), np.empty((6, 1), np.float32)
+    intervals = Causal().intervals(np.arange(6), np.arange(9))
+    NumpyTile(np.float32, 0.5).forward(q, k, v, intervals, out, lse)
+    assert np.isnan(out[5]).all() and np.isnan(lse[5]).all()
+
+
+def test_tiles_over_parts_of_the_keys_merge_to_the_whole():
+    q, k, v, dout = tensors(40, 100, 2, 1, 8, np.float64, 3.0)
+    mask, tile = Full(), NumpyTile(np.float64, 0.35)
+    parts = np.array_split(np.arange(100), 7)
+    out, lse = np.zeros_like(q), np.full((40, 2), -np.inf)
+    for part in parts:
+        o, s = np.empty_like(q), np.empty((40, 2))
+        tile.forward(q, k[part], v[part], mask.intervals(np.arange(40), part), o, s)
+        merge(out, lse, o, s)
+    intervals = mask.intervals(np.arange(40), np.arange(100))
+    exact = plain(q, k, v, dout, intervals, 0.35, np.float64)
+    assert distance(out, exact["out"]) < 1e-13 and distance(lse, exact["lse"]) < 1e-13
+
+
+def test_polls_between_blocks():
+    polls = []
+    q, k, v, _ = tensors(64, 64, 1, 1, 4, np.float32)
+    tile = NumpyTile(np.float32, 0.5, lambda: polls.append(1), block_q=16, block_k=32)
+    intervals = Full().intervals(np.arange(64), np.arange(64))
+    tile.forward(q, k, v, intervals, np.empty_like(q), np.empty((64, 1), np.float32))
+    assert len(polls) == 8
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "two runs"])
+def test_little_hidden_work_is_done(mask):
+    n = 4096
+    tokens = np.arange(n)
+    q_tokens = np.r_[tokens[: n // 4], tokens[-n // 4 :]] if mask == "two runs" else tokens
+    shown = IntervalMask(np.maximum(tokens - 1000, 0) * (mask == "window"), tokens + 1)
+    intervals = shown.intervals(q_tokens, tokens)
+    blocks, _ = NumpyTile(np.float32, 1.0)._blocks(intervals, n, 1)
+    done = sum((r.stop - r.start) * (j1 - j0) for *_, pieces in blocks for r, j0, j1, _ in pieces)
+    assert 1 <= done / shown.area(q_tokens, tokens) <= 1.15
+
+
+@pytest.mark.parametrize("wrong", ["one key too many", "one key too few", "scale", "float16 out"])
+def test_the_bounds_can_tell(wrong):
+    """Deliberately wrong results are out of bounds."""
+    q, k, v, dout = tensors(300, 300, 2, 2, 32, np.float32)
+    right = Causal().intervals(np.arange(300), np.arange(300))
+    (begin, end), scale = right[0], 32**-0.5
+    exact = plain(q, k, v, dout, right, scale, np.float64)
+    shown = {"one key too many": np.minimum(end + 1, 300), "one key too few": end - 1}
+    tile = NumpyTile(np.float32, scale * (1.001 if wrong == "scale" else 1))
+    found = run(tile, q, k, v, dout, ((begin, shown.get(wrong, end)),), exact)
+    if wrong == "float16 out":
+        found["out"] = found["out"].astype(np.float16)
+    names = {name for name, *_ in failures(found, q, k, v, dout, right, scale)}
+    assert names == {"out"} if wrong == "float16 out" else names >= {"out", "lse", "dq", "dk"}
+
+
+def test_unknown_kernel():
+    with pytest.raises(ValueError, match="'fast'"):
+        make_tile("fast", np.dtype("float32"), 1.0)
