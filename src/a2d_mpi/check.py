@@ -105,59 +105,46 @@ def check_attention(
     return errors.checks()
 
 
-def error_bound(
-    dtype: np.dtype, largest: float, same_precision: float, magnitude: float, logit: float
-) -> float:
-    """Largest error that a result may have.
+def error_bounds(
+    dtype: np.dtype,
+    softmax_scale: float,
+    norms: Mapping[str, float],
+    largest: Mapping[str, float],
+    same_precision: Mapping[str, float],
+) -> dict[str, float]:
+    """Largest error that each result may have.
 
     Parameters
     ----------
     dtype : dtype
         Of the run.
-    largest : float
-        Largest absolute value of the float64 reference.
-    same_precision : float
-        Largest error of the plain dense computation in `dtype`.
-    magnitude : float
-        What the summands of the result can amount to (see `magnitudes`).
-    logit : float
-        Bound of the absolute logits: their rounding is a relative error of the exponentials.
-
-    Returns
-    -------
-    float
-        ``2 same_precision + 2 eps (1 + logit) magnitude``; in float64, where no second computation
-        is at hand, ``1e-12 largest`` takes the place of the first term.
-    """
-    rounding = 2 * float(np.finfo(dtype).eps) * (1 + logit) * magnitude
-    return (1e-12 * largest if dtype == np.float64 else 2 * same_precision) + rounding
-
-
-def magnitudes(norms: Mapping[str, float], softmax_scale: float) -> tuple[dict[str, float], float]:
-    """What the results can amount to by Cauchy-Schwarz, and the same for the logits.
-
-    Parameters
-    ----------
+    softmax_scale : float
     norms : mapping of str to float
         Largest Euclidean norm of a (token, head) row of q, k, v and, for gradients, dout.
-    softmax_scale : float
+    largest : mapping of str to float
+        Largest absolute value of the float64 reference, by result (out, lse, dq, dk, dv).
+    same_precision : mapping of str to float
+        Largest error of the plain dense computation in `dtype`, by result.
 
     Returns
     -------
     dict of str to float
-        For out, lse, dq, dk, dv.
-    float
-        Bound of the absolute logits.
+        ``2 same_precision + eps (2 (1 + L) largest + T)``, where L bounds the logits, whose
+        rounding is a relative error of the exponentials (an absolute one of lse), and T the terms
+        of a gradient before they cancel, both by Cauchy-Schwarz.  In float64, where no second
+        computation is at hand, ``1e-12 largest`` takes the place of the first term.
     """
-    logit = abs(softmax_scale) * norms["q"] * norms["k"]
-    dp = norms["v"] * norms.get("dout", 0.0)
-    return {
-        "out": norms["v"],
-        "lse": 1.0,
-        "dq": abs(softmax_scale) * dp * norms["k"],
-        "dk": abs(softmax_scale) * dp * norms["q"],
-        "dv": norms.get("dout", 0.0),
-    }, logit
+    scale = abs(softmax_scale)
+    logit = scale * norms["q"] * norms["k"]
+    dp = scale * norms["v"] * norms.get("dout", 0.0)
+    terms = {"dq": dp * norms["k"], "dk": dp * norms["q"]}
+    bounds = {}
+    for name, size in largest.items():
+        size = 1.0 if name == "lse" else size
+        first = 1e-12 * size if dtype == np.float64 else 2 * same_precision[name]
+        rounding = 2 * (1 + logit) * size + terms.get(name, 0.0)
+        bounds[name] = first + float(np.finfo(dtype).eps) * rounding
+    return bounds
 
 
 class _Errors:
@@ -168,13 +155,12 @@ class _Errors:
     ) -> None:
         self._comm, self._dtype = comm, plan.dtype
         self._seen: dict[str, list[float]] = {}
-        norms = {
-            name: float(np.linalg.norm(local[name].astype(np.float64), axis=-1).max(initial=0))
+        self._scale = plan.softmax_scale
+        self._norms = {
+            name: comm.allreduce(_largest_norm(local[name]), op=MPI.MAX)
             for name in ("q", "k", "v", "dout")
             if name in local
         }
-        norms = {name: comm.allreduce(x, op=MPI.MAX) for name, x in norms.items()}
-        self._magnitudes, self._logit = magnitudes(norms, plan.softmax_scale)
 
     def add(self, name: str, computed: np.ndarray, values: Mapping[np.dtype, np.ndarray]) -> None:
         exact = values[np.dtype(np.float64)]
@@ -189,14 +175,19 @@ class _Errors:
         known[:] = [*map(max, known, new), known[3] + len(computed)]
 
     def checks(self) -> dict[str, Check]:
-        found = {}
-        for name, (*largest, rows) in self._seen.items():
-            error, same, reference_max = (self._comm.allreduce(x, op=MPI.MAX) for x in largest)
-            bound = error_bound(
-                self._dtype, reference_max, same, self._magnitudes[name], self._logit
-            )
-            found[name] = Check(error, bound, self._comm.allreduce(rows))
-        return found
+        def over_ranks(column: int) -> dict[str, float]:
+            return {
+                name: self._comm.allreduce(seen[column], op=MPI.SUM if column == 3 else MPI.MAX)
+                for name, seen in self._seen.items()
+            }
+
+        error, same_precision, largest, rows = map(over_ranks, range(4))
+        bounds = error_bounds(self._dtype, self._scale, self._norms, largest, same_precision)
+        return {name: Check(error[name], bounds[name], rows[name]) for name in error}
+
+
+def _largest_norm(x: np.ndarray) -> float:
+    return float(np.linalg.norm(x.astype(np.float64), axis=-1).max(initial=0))
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:

@@ -7,12 +7,10 @@ line that names the file, fit to be shown to the user as it is.
 
 from __future__ import annotations
 
-import io
 import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +23,7 @@ import h5py
 import numpy as np
 
 import a2d_mpi
+from a2d_mpi.atomic import Sink, replacing
 from a2d_mpi.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
@@ -204,22 +203,6 @@ def provenance(mpi_library: str, hostnames: Sequence[str]) -> dict[str, object]:
     }
 
 
-def check_writable(path: str | os.PathLike[str], nbytes: int = 0) -> None:
-    """Find out, before the work, whether a file of `nbytes` can be written after it.
-
-    Raises
-    ------
-    OSError
-        If not; but a quota shows only when it is hit.  The file itself is not touched.
-    """
-    with _replacing(path) as (target, temporary):
-        with open(temporary, "wb") as file:
-            file.truncate(nbytes)  # takes no room, but fails beyond the largest file allowed
-        free = shutil.disk_usage(os.path.dirname(target)).free
-        if free < nbytes:
-            raise OSError(f"it needs {nbytes} bytes, {free} are free")
-
-
 def write_result(path: str | os.PathLike[str], result: Result) -> None:
     """Write a result file, whole or not at all.
 
@@ -228,8 +211,8 @@ def write_result(path: str | os.PathLike[str], result: Result) -> None:
     OSError
         If it cannot be written (no room, ...); the file that was there before then still is.
     """
-    with _replacing(path) as (target, temporary):
-        with _Sink(temporary, "w+") as sink:
+    with replacing(path) as (target, temporary):
+        with Sink(temporary, "w+") as sink:
             try:
                 # Before HDF5 1.8 an attribute ended at 64 KiB: the names of 4095 hosts.
                 with h5py.File(sink, "w", libver="v108") as file:
@@ -253,7 +236,7 @@ def read_result(path: str | os.PathLike[str]) -> Result:
     """
     with _reading(path, RESULT_SCHEMA) as file:
         root = _plain(file.attrs)
-        checks = {name: _plain(group.attrs) for name, group in file["checks"].items()}
+        checks = {name: _plain(file["checks"][name].attrs) for name in file["checks"]}
         traffic: dict[str, dict[str, np.ndarray]] = {}
         for name, nbytes in _arrays(file["traffic"]).items():
             key, _, what = name.rpartition("/")
@@ -267,50 +250,6 @@ def read_result(path: str | os.PathLike[str]) -> Result:
             checks={k: Check(c["error"], c["bound"], c["rows"]) for k, c in checks.items()},
             outputs=_arrays(file["outputs"]),
         )
-
-
-class _Sink(io.FileIO):
-    """A file on which no write fails, as HDF5 sees it; the first error is kept.
-
-    HDF5 cannot close a file after a write that failed: it stays open, and the interpreter may
-    crash at exit.  So after an error nothing more is written, and HDF5 does not learn of it.
-    """
-
-    error: BaseException | None = None
-
-    def write(self, data: memoryview) -> int:
-        rest = memoryview(data)
-        try:
-            while rest and not self.error:  # one system call writes 2 GiB at most
-                rest = rest[super().write(rest) :]
-        except BaseException as error:  # nor may an interrupt pass through HDF5
-            self.error = error
-        return len(data)
-
-    def truncate(self, size: int | None = None) -> int | None:
-        try:
-            return size if self.error else super().truncate(size)
-        except BaseException as error:
-            self.error = error
-        return size
-
-
-@contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
-    """Real path of a file, and of a temporary one beside it that is gone in the end."""
-    target = os.path.realpath(path)  # so that a link stays one
-    folder, name = os.path.split(target)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
-    try:
-        writable = os.path.isfile(target) and os.access(target, os.W_OK)
-        if os.path.exists(target) and not writable:
-            raise OSError("it exists and is not a writable file")
-        yield target, temporary
-    except OSError as error:
-        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            os.unlink(temporary)
 
 
 @contextmanager
@@ -351,8 +290,9 @@ def _fill(file: h5py.File, result: Result) -> None:
 
 def _set(attrs: h5py.AttributeManager, values: Mapping[str, object]) -> None:
     for name, value in values.items():
-        if isinstance(value, str):  # a path may hold bytes that are no UTF-8
-            value = value.encode(errors="backslashreplace").decode()
+        if isinstance(value, str):
+            # A path may hold bytes that are no UTF-8; Open MPI ends its version with a NUL.
+            value = value.encode(errors="backslashreplace").decode().replace("\0", "")
         attrs[name] = value
 
 

@@ -1,0 +1,97 @@
+"""Draw who computes what: the attention matrix coloured by rank, and the process grid.
+
+pip install -e '.[mpich,plot]'
+python drivers/plot_grid.py data/figures/grid.png --rows 2 --cols 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import numpy as np
+
+from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.masks import MASKS
+
+# Okabe and Ito: told apart by colour-blind readers too.
+COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The options of this driver."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("output", help="PNG, SVG or PDF file")
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--cols", type=int, default=3)
+    parser.add_argument("--mask", choices=MASKS, default="causal")
+    parser.add_argument("--distribution", choices=DISTRIBUTIONS, help="default: the mask's own")
+    parser.add_argument("--seqlen", type=int, default=72)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        import matplotlib
+    except ImportError:
+        print("plot_grid.py: error: needs matplotlib: pip install -e '.[plot]'", file=sys.stderr)
+        return 2
+    rows, cols, n = args.rows, args.cols, args.seqlen
+    if not (rows > 0 < cols and rows * cols <= len(COLOURS) and n > 0):
+        print(
+            f"plot_grid.py: error: needs 1 to {len(COLOURS)} ranks and a positive seqlen, "
+            f"got {rows} x {cols} and {n}",
+            file=sys.stderr,
+        )
+        return 2
+    matplotlib.use("agg")
+    matplotlib.rcParams["svg.hashsalt"] = "a2d_mpi"  # the same picture is the same file
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import ListedColormap
+
+    mask = MASKS[args.mask]()
+    parts = Distribution(args.distribution or mask.default_distribution, n, rows * cols)
+    owner = np.empty(n, int)
+    for rank in range(rows * cols):
+        owner[parts.tokens(rank)] = rank
+    # Rank (r, c) computes the queries of row r against the keys of column c.
+    computes = (owner // cols)[:, None] * cols + (owner % cols)[None, :]
+    visible = mask.dense(np.arange(n), np.arange(n))
+    areas = np.bincount(computes[visible], minlength=rows * cols)
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.1))
+    palette = ListedColormap(COLOURS[: rows * cols])
+    shown = np.ma.masked_where(~visible, computes)
+    left.imshow(shown, cmap=palette, vmin=-0.5, vmax=rows * cols - 0.5, interpolation="nearest")
+    left.set(xlabel="key token", ylabel="query token", xticks=[0, n - 1], yticks=[0, n - 1])
+    left.set_title(f"{args.mask}, {parts.name}: who computes which pair", fontsize=10)
+
+    for rank, area in enumerate(areas):
+        r, c = divmod(rank, cols)
+        box = plt.Rectangle((c, r), 0.84, 0.7, facecolor=COLOURS[rank], edgecolor="black")
+        right.add_patch(box)
+        label = f"rank {rank}\nwork {area / areas.mean():.2f}"
+        dark = sum(matplotlib.colors.to_rgb(COLOURS[rank])) < 1.3
+        right.text(c + 0.42, r + 0.35, label, ha="center", va="center",
+                   fontsize=10, color="white" if dark else "black")  # fmt: skip
+    arrow = {"arrowstyle": "<->", "linewidth": 1.5}
+    for r in range(rows):
+        right.annotate("", (0, r + 0.78), (cols - 0.16, r + 0.78), arrowprops=arrow)
+    right.text(cols / 2 - 0.08, rows - 0.05, "along a row: gather Q, return partial out (dQ)",
+               ha="center", va="top", fontsize=8)  # fmt: skip
+    for c in range(cols):
+        right.annotate("", (c + 0.92, 0), (c + 0.92, rows - 0.3), arrowprops=arrow)
+    right.text(cols + 0.05, rows / 2 - 0.15, "along a column:\ngather K, V\n(return dK, dV)",
+               ha="left", va="center", fontsize=8)  # fmt: skip
+    right.set(xlim=(-0.05, cols + 0.85), ylim=(rows + 0.15, -0.2))
+    right.axis("off")
+    right.set_title(f"{rows} x {cols} grid of ranks", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(args.output, dpi=110, metadata=None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

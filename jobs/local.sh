@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# The main job on this machine: 4 ranks, causal attention and its gradients on the committed
+# sample, all of it checked against float64.  Further options go to the driver:
+#
+#   bash jobs/local.sh --method ring --output results/ring.h5
+#
+# Paths are relative to the repository's root.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source jobs/env.sh
+
+use_env mpich
+mkdir -p results
+run_mpi 4 600 python drivers/attention.py data/minilm_l3_1536.h5 \
+  --rows 2 --cols 2 --mask causal --backward --check full --trials 5 \
+  --output results/local.h5 "$@"

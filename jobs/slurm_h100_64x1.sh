@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Attention2D and its ring baseline on 64 nodes of 1 H100, one rank per GPU.
+# The package computes on CPUs only so far: today the GPUs of this job stay idle.
+#
+#   sbatch jobs/slurm_h100_64x1.sh      from the repository's root, after editing what follows
+#
+#SBATCH --job-name=a2d_mpi
+#SBATCH --account=CHANGE_ME
+#SBATCH --partition=CHANGE_ME
+#SBATCH --nodes=64
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --time=00:30:00
+#SBATCH --output=%x-%j.out
+
+modules=()                     # what `module load` gets: Python, MPI
+mpi=pmix                       # a plugin that `srun --mpi=list` names; MPICH wants pmi2
+venv=.venv-site                # see jobs/slurm.sh
+input=data/minilm_l3_65536.h5  # made if missing, with as many tokens
+tokens=65536
+output=results                 # a folder that all nodes see
+
+source jobs/slurm.sh

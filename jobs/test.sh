@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# The whole test suite: the serial tests, then those of MPI on 1, 4, 5 and 6 ranks of MPICH and of
+# Open MPI.  Fails if any test fails, hangs or is skipped.
+#
+#   bash jobs/test.sh openmpi -k causal     one MPI only; the rest goes to pytest
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source jobs/env.sh
+
+mpis=(mpich openmpi)
+case ${1:-} in
+  mpich | openmpi) mpis=("$1") && shift ;;
+esac
+narrowed=$#
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+trap 'exit 130' INT
+lines=() passed=0 failed=0
+
+# count WORD: the number before it in the last line of pytest's report.
+count() {
+  grep -E '[0-9]+ [a-z]+.* in [0-9.]+s' "$log" | tail -n 1 | grep -oE "[0-9]+ $1" | grep -oE '[0-9]+' || echo 0
+}
+
+# record NAME COMMAND...: runs pytest and adds up what it reports.
+record() {
+  local name=$1 start=$SECONDS status=0 p f note=""
+  shift
+  echo "=== $name"
+  "$@" 2>&1 | tee "$log" || status=$?
+  p=$(count passed)
+  f=$(($(count failed) + $(count error)))
+  # 5: pytest found no test, which a narrowed suite may do.
+  if ((status == 5 && narrowed > 0)); then status=0; fi
+  case $status in
+    0) ;;
+    124 | 137) note=", out of time" ;;
+    *) note=", exit code $status" ;;
+  esac
+  # A run that broke off may report no failure; MPICH calls it 0 if a rank left with 0.
+  if ((f == 0 && (status != 0 || p == 0 && narrowed == 0))); then f=1; fi
+  lines+=("$name: $p passed, $f failed, $((SECONDS - start)) s$note")
+  passed=$((passed + p)) failed=$((failed + f))
+}
+
+use_env "${mpis[0]}"
+record serial limited 900 python -m pytest tests -q --color=no -m "not mpi" "$@"
+for mpi in "${mpis[@]}"; do
+  use_env "$mpi"
+  for ranks in 1 4 5 6; do
+    marks=mpi
+    if ((ranks == 1)); then marks="mpi and not multirank"; fi
+    record "$mpi, $ranks ranks" run_mpi "$ranks" 900 \
+      python -m pytest tests -q --color=no --with-mpi -m "$marks" "$@"
+  done
+done
+
+echo
+printf '%s\n' "${lines[@]}"
+echo "$passed passed, $failed failed"
+((failed == 0 && passed > 0))

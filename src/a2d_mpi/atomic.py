@@ -1,0 +1,73 @@
+"""Files that are written whole or not at all.
+
+Functions raise OSError with one line, fit for the user, that names the file and the reason.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+
+def check_writable(path: str | os.PathLike[str], nbytes: int = 0) -> None:
+    """Find out, before the work, whether a file of `nbytes` can be written after it.
+
+    Raises
+    ------
+    OSError
+        If not; but a quota shows only when it is hit.  The file itself is not touched.
+    """
+    with replacing(path) as (target, temporary):
+        with open(temporary, "wb") as file:
+            file.truncate(nbytes)  # takes no room, but fails beyond the largest file allowed
+        free = shutil.disk_usage(os.path.dirname(target)).free
+        if free < nbytes:
+            raise OSError(f"it needs {nbytes} bytes, {free} are free")
+
+
+class Sink(io.FileIO):
+    """A file on which no write fails, as HDF5 sees it; the first error is kept.
+
+    HDF5 cannot close a file after a write that failed: it stays open, and the interpreter may
+    crash at exit.  So after an error nothing more is written, and HDF5 does not learn of it.
+    """
+
+    error: BaseException | None = None
+
+    def write(self, data: memoryview) -> int:
+        rest = memoryview(data)
+        try:
+            while rest and not self.error:  # one system call writes 2 GiB at most
+                rest = rest[super().write(rest) :]
+        except BaseException as error:  # nor may an interrupt pass through HDF5
+            self.error = error
+        return len(data)
+
+    def truncate(self, size: int | None = None) -> int | None:
+        try:
+            return size if self.error else super().truncate(size)
+        except BaseException as error:
+            self.error = error
+        return size
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
+    """Real path of a file, and of a temporary one beside it that is gone in the end."""
+    target = os.path.realpath(path)  # so that a link stays one
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+    try:
+        if os.path.exists(target):
+            if not os.path.isfile(target):
+                raise OSError("it is not a regular file")
+            open(target, "r+b").close()  # a file that may not be written is not replaced either
+        yield target, temporary
+    except OSError as error:
+        raise OSError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            os.unlink(temporary)

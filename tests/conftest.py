@@ -1,0 +1,154 @@
+"""The rules of a test run.
+
+Marks: ``mpi`` or ``mpi(min_size=4)``, runs with ``--with-mpi`` only, on all ranks; ``multirank``,
+needs more than one of them.  Nothing is passed over in silence: too few ranks, a skip (unless its
+reason starts with "no GPU") and a misspelt mark are failures.
+
+With ``--with-mpi`` the ranks stay in step: a setup, call or teardown that fails on one rank fails
+on all of them.  Rank 0 reports; another rank prints a failure of its own to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import pytest
+from hypothesis import HealthCheck, settings
+from mpi4py import MPI
+
+# The same examples on every rank and in every run, however slow the machine.
+settings.register_profile(
+    "same everywhere",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("same everywhere")
+
+PATIENCE = 20  # seconds that a rank which failed waits for the others before it ends the run
+LOCKSTEP = pytest.StashKey()
+
+
+@pytest.fixture(scope="session")
+def comm():
+    """All ranks of the run, in a communicator of the tests' own."""
+    comm = MPI.COMM_WORLD.Dup()
+    yield comm
+    comm.Free()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if config.getoption("--with-mpi"):
+        config.stash[LOCKSTEP] = Lockstep(MPI.COMM_WORLD.Dup())
+        config.pluginmanager.register(config.stash[LOCKSTEP])
+        if MPI.COMM_WORLD.rank != 0:
+            config.pluginmanager.unregister(name="terminalreporter")
+
+
+# First: pytest-mpi would skip what is to be deselected here, and skip for want of ranks.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        # pytest-mpi ignores what it does not know, such as the `minsize` of its own manual.
+        for mark in item.iter_markers("mpi"):
+            if mark.args or not set(mark.kwargs) <= {"min_size"}:
+                raise pytest.UsageError(f"{item.nodeid}: mpi takes min_size=N only, got {mark}")
+        if "comm" in item.fixturenames and not item.get_closest_marker("mpi"):
+            raise pytest.UsageError(f"{item.nodeid}: uses comm but is not marked mpi")
+    if not config.getoption("--with-mpi"):
+        without = [item for item in items if item.get_closest_marker("mpi")]
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if not item.get_closest_marker("mpi")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if item.config.getoption("--with-mpi"):
+        needs = [mark.kwargs.get("min_size", 1) for mark in item.iter_markers("mpi")]
+        needs += [2] * (item.get_closest_marker("multirank") is not None)
+        has = MPI.COMM_WORLD.size
+        if has < max(needs, default=1):
+            pytest.fail(f"needs {max(needs)} ranks, has {has}", pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    _refuse_skip(report)
+    if LOCKSTEP in item.config.stash:
+        item.config.stash[LOCKSTEP].agree(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_make_collect_report():
+    report = yield
+    _refuse_skip(report)
+    return report
+
+
+def _refuse_skip(report):
+    """Turn a skip into a failure."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2].removeprefix("Skipped: ")
+        if not reason.startswith("no GPU"):
+            report.outcome = "failed"
+            report.longrepr = f"skipped, which counts as a failure: {reason}"
+
+
+class Lockstep:
+    """The same tests with the same outcome on all ranks of `comm`."""
+
+    def __init__(self, comm):
+        self.comm = comm
+        self.collection_errors = []
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.collection_errors.append(report.longreprtext)
+
+    def pytest_collection_finish(self, session):
+        mine = [item.nodeid for item in session.items] + self.collection_errors
+        first = self.comm.bcast(mine)
+        if mine != first:
+            for error in self.collection_errors:
+                self._print(error)
+        if self.comm.allreduce(mine != first):
+            raise pytest.UsageError("not all ranks collected the same tests")
+
+    def agree(self, report):
+        """Make `report` a failure if the outcome is another, or a failure, on any rank."""
+        arrived = self.comm.Ibarrier()
+        if report.failed:
+            # The others may be inside the test, waiting for what this rank did not send.
+            deadline = time.monotonic() + PATIENCE
+            while not arrived.Test():
+                if time.monotonic() > deadline:
+                    self._print(f"{report.nodeid} ({report.when}) failed:\n{report.longreprtext}")
+                    self._print(f"the other ranks did not follow within {PATIENCE} s: aborting")
+                    self.comm.Abort(1)
+                time.sleep(0.01)
+        arrived.Wait()
+        # The message alone: the whole text holds addresses, which differ.
+        message = getattr(getattr(report.longrepr, "reprcrash", None), "message", "")
+        reports = self.comm.allgather((report.outcome, message))
+        rank = self.comm.rank
+        if report.failed:
+            # What a lower rank says need not be said again.
+            if rank != 0 and reports[rank] not in reports[:rank]:
+                self._print(f"{report.nodeid} ({report.when}) failed:\n{report.longreprtext}")
+        elif any(outcome != report.outcome for outcome, _ in reports):
+            ranks = {x: [r for r, (y, _) in enumerate(reports) if x == y] for x, _ in reports}
+            report.outcome = "failed"
+            report.longrepr = "; ".join(f"{x} on ranks {r}" for x, r in ranks.items())
+
+    def pytest_sessionfinish(self, exitstatus):
+        if exitstatus == pytest.ExitCode.INTERNAL_ERROR:
+            self.comm.Abort(exitstatus)  # the others go on and would wait for this rank
+
+    def _print(self, text):
+        lines = "".join(f"[rank {self.comm.rank}] {line}\n" for line in text.splitlines())
+        sys.stderr.write(lines)
+        sys.stderr.flush()

@@ -1,0 +1,265 @@
+"""drivers/attention.py as its users run it, and everything that can be wrong with what they give.
+
+Bad input: exit code 2, one message, from rank 0, within seconds; nothing hangs, nothing is left.
+"""
+
+import re
+import shutil
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from helpers import launch
+
+from a2d_mpi import Causal, Distribution, reference
+from a2d_mpi.results import read_result
+
+ROOT = Path(__file__).parents[1]
+DRIVER = ROOT / "drivers" / "attention.py"
+SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
+SECONDS = 30  # a generous "within seconds", for busy machines
+
+# Runs the driver after a few lines of sabotage.  `rank` is this process's rank.
+SABOTAGE = """
+import runpy, sys
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+{}
+sys.argv = [{driver!r}, *sys.argv[1:]]
+runpy.run_path({driver!r}, run_name="__main__")
+"""
+
+
+def drive(ranks, *options, sabotage=""):
+    command = ["-c", SABOTAGE.format(sabotage, driver=str(DRIVER))] if sabotage else [DRIVER]
+    return launch(ranks, *command, *options, timeout=60)
+
+
+def assert_refused(done, text, started):
+    messages = re.findall("^attention.py: error: .*$", done.stderr, re.MULTILINE)
+    assert done.returncode == 2, done.stderr
+    assert len(messages) == 1 and text in messages[0], done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert time.monotonic() - started < SECONDS
+
+
+@pytest.mark.parametrize("options", [
+    ["--rows", "2", "--cols", "2", "--backward", "--check", "full"],
+    ["--rows", "1", "--method", "ring", "--mask", "full", "--backward", "--dtype", "float64"],
+    ["--cols", "1", "--distribution", "striped", "--no-overlap", "--check", "none"],
+], ids=["2x2", "ring", "4x1"])  # fmt: skip
+def test_main_job(tmp_path, options):
+    output = tmp_path / "run.h5"
+    done = drive(4, SAMPLE, "--seqlen", "301", "--trials", "3", "--output", output, *options)
+    assert done.returncode == 0, done.stderr
+    assert "written to" in done.stdout and "FAILED" not in done.stdout
+    result = read_result(output)
+    assert result.config["seqlen"] == 301
+    phases = ["forward", "backward"] if "--backward" in options else ["forward"]
+    assert set(result.timings) == {
+        f"{phase}/{part}" for phase in phases for part in ("compute", "merge", "wait", "total")
+    }
+    for seconds in result.timings.values():
+        assert seconds.shape == (3, 4) and (seconds >= 0).all()
+    for counts in result.traffic.values():
+        assert np.array_equal(counts["sent"], counts["predicted_sent"])
+        assert np.array_equal(counts["received"], counts["predicted_received"])
+        assert counts["received"].sum() > 0
+    assert {name.split("/")[0] for name in result.traffic} == set(phases)
+    names = {"traffic"}
+    if "none" not in options:
+        names |= {"out", "lse"} | ({"dq", "dk", "dv"} if "--backward" in options else set())
+    assert set(result.checks) == names
+    assert all(check.passed for check in result.checks.values())
+    assert result.area.sum() == (301 * 301 if "full" in options[:6] else 301 * 302 // 2)
+
+
+def test_outputs_are_the_attention_of_the_file(tmp_path):
+    output = tmp_path / "run.h5"
+    done = drive(
+        2, SAMPLE, "--seqlen", "100", "--trials", "1", "--dtype", "float64", "--backward",
+        "--output", output, "--save-outputs",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with h5py.File(SAMPLE) as file:
+        q, k, v = (file[name][:100].astype(np.float64) for name in "qkv")
+    visible = Causal().dense(np.arange(100), np.arange(100))
+    out, lse = reference.attention(q, k, v, visible, 32**-0.5)
+    outputs = read_result(output).outputs
+    assert set(outputs) == {"out", "lse", "dq", "dk", "dv"}
+    assert outputs["out"] == pytest.approx(out, rel=1e-12, abs=1e-13)
+    assert outputs["lse"] == pytest.approx(lse, rel=1e-12)
+
+
+def test_gradients_do_not_depend_on_the_ranks(tmp_path):
+    found = []
+    for ranks, options in ((1, []), (3, ["--rows", "3", "--distribution", "striped"])):
+        output = tmp_path / f"{ranks}.h5"
+        done = drive(ranks, SAMPLE, "--seqlen", "90", "--trials", "1", "--dtype", "float64",
+                     "--backward", "--save-outputs", "--output", output, *options)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(read_result(output).outputs["dk"])
+    assert found[0] == pytest.approx(found[1], rel=1e-10, abs=1e-12)
+    assert np.abs(found[0]).max() > 0.1
+
+
+def test_dout_of_the_file_is_used(tmp_path):
+    path, output = tmp_path / "zero.h5", tmp_path / "run.h5"
+    shutil.copy(SAMPLE, path)
+    with h5py.File(path, "a") as file:
+        file["dout"] = np.zeros(file["q"].shape, "f4")
+    done = drive(2, path, "--seqlen", "50", "--trials", "1", "--backward", "--save-outputs",
+                 "--output", output)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (read_result(output).outputs["dv"] == 0).all()
+
+
+@pytest.mark.parametrize("check", ["sample", "full"])
+def test_failed_check(tmp_path, check):
+    """A wrong result is reported, kept, and the exit code is 1."""
+    output = tmp_path / "run.h5"
+    done = drive(
+        2, SAMPLE, "--seqlen", "64", "--cols", "2", "--check", check, "--output", output,
+        sabotage="import a2d_mpi.attention2d as a; a.merge = lambda *_: None",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "FAILED" in done.stdout
+    assert not read_result(output).checks["out"].passed
+
+
+def test_miscounted_traffic_fails(tmp_path):
+    done = drive(
+        2, SAMPLE, "--seqlen", "64", "--check", "none",
+        sabotage="from a2d_mpi.comm import Traffic as T; old = T.count\n"
+        "T.count = lambda self, p, n, d, b: old(self, p, n, d, b + (rank == 1))",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert re.search("traffic .*FAILED", done.stdout)
+
+
+OPTIONS = [
+    (["--rows", "3"], "3 x 0 grid does not fit 2 ranks"),
+    (["--rows", "2", "--cols", "2"], "2 x 2 grid does not fit 2 ranks"),
+    (["--rows", "-1"], "grid does not fit 2 ranks"),
+    (["--cols", "0"], "grid does not fit 2 ranks"),
+    (["--seqlen", "1537"], "1536 tokens"),
+    (["--seqlen", "0"], "got 0"),
+    (["--trials", "0"], "--trials must be at least 1, got 0"),
+    (["--trials", "many"], "many"),
+    (["--mask", "sparse"], "sparse"),
+    (["--no-such-option"], "--no-such-option"),
+    (["--save-outputs"], "--output"),
+]
+
+
+@pytest.mark.parametrize("options, text", OPTIONS, ids=[" ".join(x) for x, _ in OPTIONS])
+def test_bad_options(options, text):
+    started = time.monotonic()
+    assert_refused(drive(2, SAMPLE, *options), text, started)
+
+
+@pytest.mark.parametrize("what", ["missing", "folder", "text", "truncated", "schema", "nan"])
+def test_bad_input_file(tmp_path, what):
+    path, output = tmp_path / "input.h5", tmp_path / "run.h5"
+    text = {
+        "missing": "No such file",
+        "folder": "input.h5",
+        "text": "input.h5",
+        "truncated": "input.h5",
+        "schema": "schema",
+        "nan": "k has 2 elements that are NaN or infinite: nothing can be checked (on rank 1)",
+    }[what]
+    if what == "folder":
+        path.mkdir()
+    elif what == "text":
+        path.write_text("q k v")
+    elif what == "truncated":
+        path.write_bytes(SAMPLE.read_bytes()[:100_000])
+    elif what != "missing":
+        shutil.copy(SAMPLE, path)
+        with h5py.File(path, "a") as file:
+            if what == "schema":
+                file.attrs["schema_version"] = 2
+            else:
+                token = Distribution("zigzag", 1536, 2).tokens(1)[5]
+                file["k"][token, 3, :2] = np.nan, np.inf
+    started = time.monotonic()
+    assert_refused(drive(2, path, "--output", output), text, started)
+    assert [x.name for x in tmp_path.iterdir() if x != path] == []
+
+
+DIFFERENT = [
+    ("'--mask', 'full'", "ranks disagree on mask: Causal() on rank 0, Full() on rank 1"),
+    ("'--dtype', 'float64'", "ranks disagree on dtype: float32 on rank 0, float64 on rank 1"),
+    ("'--seqlen', '99'", "ranks disagree on seqlen: 1536 on rank 0, 99 on rank 1"),
+    ("'--rows', '1'", "ranks disagree on rows: 2 on rank 0, 1 on rank 1"),
+    ("'--trials', '0'", "got 0 (on rank 1)"),
+    ("'--method', 'ring'", "ranks disagree on method"),
+]
+
+
+@pytest.mark.parametrize("extra, text", DIFFERENT, ids=[x for x, _ in DIFFERENT])
+def test_options_that_differ_on_one_rank(extra, text):
+    started = time.monotonic()
+    sabotage = f"sys.argv += [{extra}] if rank == 1 else []"
+    assert_refused(drive(2, SAMPLE, "--rows", "2", sabotage=sabotage), text, started)
+
+
+def test_input_that_is_missing_on_one_rank():
+    started = time.monotonic()
+    done = drive(2, SAMPLE, sabotage="sys.argv[1] = '/none/q.h5' if rank == 1 else sys.argv[1]")
+    assert_refused(done, "/none/q.h5", started)
+
+
+@pytest.mark.parametrize("where", ["no such folder", "folder", "under a file"])
+def test_unwritable_output(tmp_path, where):
+    (tmp_path / "file").write_text("")
+    output = {
+        "no such folder": tmp_path / "none" / "run.h5",
+        "folder": tmp_path,
+        "under a file": tmp_path / "file" / "run.h5",
+    }[where]
+    started = time.monotonic()
+    assert_refused(drive(2, SAMPLE, "--output", output), f"cannot write {output}", started)
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("found", ["before the run", "while writing"])
+def test_full_disk(tmp_path, found):
+    """No file may grow beyond 100 kB; the result of an earlier run stays as it was."""
+    output = tmp_path / "run.h5"
+    output.write_text("precious")
+    sabotage = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2)\n"
+    if found == "while writing":
+        sabotage += "import a2d_mpi.atomic as r; r.check_writable = lambda *_: None"
+    started = time.monotonic()
+    done = drive(2, SAMPLE, "--output", output, "--save-outputs", sabotage=sabotage)
+    assert_refused(done, f"cannot write {output}: File too large", started)
+    assert output.read_text() == "precious"
+    assert [x.name for x in tmp_path.iterdir()] == ["run.h5"]
+    assert ("passed" in done.stdout) == (found == "while writing")  # nothing that is known is lost
+
+
+@pytest.mark.parametrize("how", ["raise RuntimeError('a defect')", "os.kill(os.getpid(), 9)"])
+def test_rank_that_dies_ends_the_job(how):
+    """A defect or a kill in the middle of a run: the job ends, soon and with an error."""
+    started = time.monotonic()
+    done = drive(
+        3, SAMPLE,
+        sabotage="import os, a2d_mpi.tiles.numpy as t\n"
+        "def forward(*_):\n"
+        f"    if rank == 1: {how}\n"
+        "t.NumpyTile.forward = forward",
+    )  # fmt: skip
+    assert done.returncode not in (0, 1, 2)
+    assert time.monotonic() - started < SECONDS
+    if "raise" in how:
+        assert "rank 1 failed" in done.stderr and "a defect" in done.stderr
+
+
+def test_help_is_printed_once():
+    done = drive(2, "--help")
+    assert done.returncode == 0
+    assert done.stdout.count("usage:") == 1
