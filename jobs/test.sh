@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The whole test suite: the serial tests, then those of MPI on 1, 4, 5 and 6 ranks of MPICH and of
-# Open MPI.  Fails if any test fails, hangs or is skipped.
+# The whole test suite, with MPICH and with Open MPI: the serial tests, then those of MPI on 1, 4, 5
+# and 6 ranks.  Fails if any test fails, hangs or is skipped.
 #
 #   bash jobs/test.sh openmpi -k causal     one MPI only; the rest goes to pytest
 set -euo pipefail
@@ -17,9 +17,11 @@ trap 'rm -f "$log"' EXIT
 trap 'exit 130' INT
 lines=() passed=0 failed=0
 
-# count WORD: the number before it in the last line of pytest's report.
+# count WORD: the number before it in the last line of pytest's report, or 0.
 count() {
-  grep -E '[0-9]+ [a-z]+.* in [0-9.]+s' "$log" | tail -n 1 | grep -oE "[0-9]+ $1" | grep -oE '[0-9]+' || echo 0
+  # -a: Open MPI gives its ranks a terminal and passes on what comes with it.
+  grep -aE '[0-9]+ [a-z]+.* in [0-9.]+s' "$log" | tail -n 1 |
+    grep -aoE "[0-9]+ $1" | cut -d ' ' -f 1 || echo 0
 }
 
 # record NAME COMMAND...: runs pytest and adds up what it reports.
@@ -43,10 +45,10 @@ record() {
   passed=$((passed + p)) failed=$((failed + f))
 }
 
-use_env "${mpis[0]}"
-record serial limited 900 python -m pytest tests -q --color=no -m "not mpi" "$@"
 for mpi in "${mpis[@]}"; do
   use_env "$mpi"
+  # Serial is the runner only: the drivers that these tests start run on ranks of this MPI.
+  record "$mpi, serial" limited 900 python -m pytest tests -q --color=no -m "not mpi" "$@"
   for ranks in 1 4 5 6; do
     marks=mpi
     if ((ranks == 1)); then marks="mpi and not multirank"; fi
