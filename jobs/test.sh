@@ -14,7 +14,6 @@ esac
 narrowed=$#
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
-trap 'exit 130' INT
 lines=() passed=0 failed=0
 
 # count WORD: the number before it in the last line of pytest's report, or 0.

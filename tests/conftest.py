@@ -10,6 +10,7 @@ on all of them.  Rank 0 reports; another rank prints a failure of its own to std
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 
@@ -45,6 +46,9 @@ def pytest_configure(config):
         config.pluginmanager.register(config.stash[LOCKSTEP])
         if MPI.COMM_WORLD.rank != 0:
             config.pluginmanager.unregister(name="terminalreporter")
+    else:
+        # As Ctrl-C does: what a test has started is ended too.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 # First: pytest-mpi would skip what is to be deselected here, and skip for want of ranks.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -39,27 +39,35 @@ def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:
         )
 
 
-def launch(ranks: int, *command: object, timeout: float) -> subprocess.CompletedProcess:
-    """Run a Python command on some ranks, with the MPI of this environment.
+def launch(
+    ranks: int, *command: object, timeout: float, cwd: Path | None = None
+) -> subprocess.CompletedProcess:
+    """Run a Python command on some ranks, with the MPI of this environment; 0: without mpiexec.
 
     Raises
     ------
     subprocess.TimeoutExpired
         After `timeout` seconds; all processes are gone then.
     """
-    full = [MPIEXEC, "-n", ranks, sys.executable, *command]
+    full = [MPIEXEC, "-n", ranks] * (ranks > 0) + [sys.executable, *command]
     with subprocess.Popen(
         [str(x) for x in full],
+        cwd=cwd,
         env=os.environ | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,
     ) as process:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            # Killed at once, Open MPI's mpiexec would leave ranks behind.
+            process.terminate()
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+            finally:
+                process.kill()
             raise
     return subprocess.CompletedProcess(full, process.returncode, stdout, stderr)

@@ -34,7 +34,7 @@ def grid(comm):
     grid.free()
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (0, 1), (-1, -1), (2, 7), (1, 3)])
+@pytest.mark.parametrize("shape", [(1, 0), (0, 1), (-1, -1), (2, 7), (1, 3), ("2", 2), (None, 1)])
 def test_grid_that_does_not_fit(comm, shape):
     text = message_of(comm, lambda: ProcessGrid(comm, *shape))
     assert f"{shape[0]} x {shape[1]} grid does not fit {comm.size} ranks" in text
@@ -90,6 +90,7 @@ def test_plan(comm, grid, algorithm, wrong, text, where):
         ("distribution", "striped", "contiguous"),
         ("softmax_scale", 0.5, 1 / 8**0.5),
         ("mask", Causal(), Full()),
+        ("kernel", "numpy", "auto"),
         ("overlap", False, True),
     ],
 )

@@ -1,23 +1,14 @@
 """The rules of conftest.py, on little test files of their own."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import launch
 
 HERE = Path(__file__).parent
-MPIEXEC = Path(sys.executable).with_name("mpiexec")
 HEADER = "import conftest\nimport pytest\nfrom helpers import assert_all\n"
-# What Open MPI wants as root, and on fewer cores than ranks; see jobs/env.sh.
-ENVIRONMENT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-}
 
 
 @pytest.fixture
@@ -27,20 +18,10 @@ def run(tmp_path):
         shutil.copy(HERE / name, tmp_path)
     shutil.copy(HERE.parent / "setup.cfg", tmp_path)
 
-    def run(text, *options, ranks=0):
+    def run(text, ranks=0):
         (tmp_path / "test_it.py").write_text(HEADER + text)
-        command = [sys.executable, "-m", "pytest", "test_it.py", "--color=no", *options]
-        if ranks:
-            command = [MPIEXEC, "-n", str(ranks), *command, "--with-mpi"]
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=os.environ | ENVIRONMENT,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        options = ["test_it.py", "--color=no", *["--with-mpi"] * (ranks > 0)]
+        done = launch(ranks, "-m", "pytest", *options, timeout=120, cwd=tmp_path)
         return done.returncode, done.stdout, done.stderr
 
     return run

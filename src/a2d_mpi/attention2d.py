@@ -82,10 +82,14 @@ class Attention2D(AttentionPlan):
         q_side = {"dout": dout, "q": q, "lse": lse, "delta": delta}
         queries = Gather(self._row, q_side, self._q_counts, self._work)
         keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._work)
+        # One of the two reductions is finished piece by piece and travels while later steps
+        # compute; the other is left for the end.  That must be the smaller one.
+        by_query = (self.grid.cols - 1) * self.nheads >= 2 * (self.grid.rows - 1) * self.nheads_kv
         nq, nk = sum(self._q_counts), sum(self._k_counts)
         dq = self._buffer("dq", "dq", nq)
-        dkv = [self._buffer(x, x, nk) for x in ("dk", "dv")]
-        dkv_sorted = [self._buffer((x, "sorted"), x, nk) for x in ("dk", "dv")]
+        dkv = dkv_sorted = [self._buffer(x, x, nk) for x in ("dk", "dv")]
+        if by_query and self._sort is not None:
+            dkv_sorted = [self._buffer((x, "sorted"), x, nk) for x in ("dk", "dv")]
         for x in (dq, *dkv, *dkv_sorted):
             x[...] = 0
         dq_of = [dq[s] for s in slices(self._q_counts)]
@@ -95,9 +99,6 @@ class Attention2D(AttentionPlan):
         dq_partials = Partials(self._row, "dq", [dq_mine], self._work, hold)
         dkv_partials = Partials(self._col, "dkv", [dk_mine, dv_mine], self._work, hold)
 
-        # One of the two reductions is finished piece by piece and travels while later steps
-        # compute; the other is left for the end.  That must be the smaller one.
-        by_query = (self.grid.cols - 1) * self.nheads >= 2 * (self.grid.rows - 1) * self.nheads_kv
         for i, j, (dout_i, q_i, lse_i, delta_i), (k_j, v_j) in self._steps(
             queries, keys, by_query
         ):
@@ -111,10 +112,10 @@ class Attention2D(AttentionPlan):
             elif i is ALL:
                 dkv_partials.send(j, dkv_of[j])
         if by_query:
-            with self._clock("merge"):
-                everything = slice(None) if self._sort is None else self._sort
-                for x, x_sorted in zip(dkv, dkv_sorted, strict=True):
-                    x[everything] += x_sorted
+            if dkv_sorted is not dkv:
+                with self._clock("merge"):
+                    for x, x_sorted in zip(dkv, dkv_sorted, strict=True):
+                        x[self._sort] += x_sorted
             for j in self._col.peers:
                 dkv_partials.send(j, dkv_of[j])
         else:

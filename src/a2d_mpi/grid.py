@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm import agree
@@ -44,7 +45,8 @@ class ProcessGrid:
 
     def __init__(self, comm: MPI.Intracomm, rows: int, cols: int) -> None:
         problem = None
-        if rows < 1 or cols < 1 or rows * cols != comm.size:
+        whole = all(isinstance(x, (int, np.integer)) for x in (rows, cols))
+        if not whole or rows < 1 or cols < 1 or rows * cols != comm.size:
             problem = f"a {rows} x {cols} grid does not fit {comm.size} ranks"
         agree(comm, problem, {"rows": rows, "cols": cols})
         self.comm = comm.Dup()

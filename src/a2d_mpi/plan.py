@@ -95,6 +95,7 @@ class AttentionPlan:
             "dtype": dtype,
             "distribution": distribution,
             "softmax_scale": softmax_scale,
+            "kernel": kernel,
             "overlap": self.overlap,
         }
         problem = None
