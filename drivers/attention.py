@@ -18,12 +18,13 @@ from tqdm import tqdm
 
 from a2d_mpi import Attention2D, ProcessGrid, RingAttention, cost
 from a2d_mpi.atomic import check_writable
+from a2d_mpi.backend import DTYPES
 from a2d_mpi.check import check_attention
 from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
 from a2d_mpi.comm import agree
 from a2d_mpi.distribution import DISTRIBUTIONS
 from a2d_mpi.masks import MASKS
-from a2d_mpi.plan import DTYPES, AttentionPlan
+from a2d_mpi.plan import AttentionPlan
 from a2d_mpi.results import (
     Check,
     Result,
@@ -128,7 +129,7 @@ def _output_bytes(args, info) -> int:
         return 1 << 20
     q = (args.seqlen or info.seqlen) * info.nheads * info.headdim
     kv = q // info.nheads * info.nheads_kv
-    return np.dtype(args.dtype).itemsize * (2 * q + 2 * kv + q // info.headdim) + (1 << 20)
+    return 8 * (2 * q + 2 * kv + q // info.headdim) + (1 << 20)
 
 
 def _grid_shape(ranks: int, rows: int | None, cols: int | None) -> tuple[int, int]:
@@ -152,7 +153,7 @@ def _read(args, info, plan: AttentionPlan) -> dict[str, np.ndarray]:
             for token in plan.tokens.tolist()
         )
         dout = [g.standard_normal((info.nheads, info.headdim)) for g in generators]
-        tensors["dout"] = np.array(dout, plan.dtype).reshape(tensors["q"].shape)
+        tensors["dout"] = np.array(dout).reshape(tensors["q"].shape).astype(plan.dtype)
     return tensors
 
 

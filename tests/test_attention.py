@@ -8,6 +8,7 @@ from helpers import assert_all
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid, RingAttention, reference
+from a2d_mpi.backend import DTYPES
 from a2d_mpi.check import check_attention, error_bounds
 from a2d_mpi.distribution import DISTRIBUTIONS
 
@@ -31,42 +32,47 @@ def method(request, comm):
     grid.free()
 
 
-def inputs(seqlen, nheads_kv, headdim, size=1.0):
-    """q, k, v, dout of the whole sequence, float32."""
+def inputs(seqlen, nheads_kv, headdim, size=1.0, dtype="float32"):
+    """q, k, v, dout of the whole sequence, float32, but no finer than `dtype` can hold."""
     rng = np.random.default_rng([seqlen, nheads_kv, headdim])
     q, dout = (rng.standard_normal((seqlen, NHEADS, headdim), np.float32) for _ in range(2))
     k, v = (rng.standard_normal((seqlen, nheads_kv, headdim), np.float32) for _ in range(2))
-    return q * np.float32(size), k, v, dout
+    narrow = DTYPES[dtype] if DTYPES[dtype].itemsize == 2 else np.float32
+    return [x.astype(narrow).astype(np.float32) for x in (q * np.float32(size), k, v, dout)]
 
 
 @cache
-def expected(mask, seqlen, nheads_kv, headdim, size=1.0):
-    """Float64 results, and the largest error of the same in float32, by tensor."""
-    world = MPI.COMM_WORLD
-    q, k, v, dout = inputs(seqlen, nheads_kv, headdim, size)
+def expected(mask, seqlen, nheads_kv, headdim, size=1.0, dtype="float32"):
+    """Float64 results, and the largest errors of float32 ones kept in `dtype`, by tensor."""
+    world, kept = MPI.COMM_WORLD, DTYPES[dtype]
+    q, k, v, dout = inputs(seqlen, nheads_kv, headdim, size, dtype)
     visible, group = mask.dense(np.arange(seqlen), np.arange(seqlen)), NHEADS // nheads_kv
     results = {}
-    for dtype in (np.float64, np.float32):
+    for kind in (np.float64, np.float32):
         heads = {}
         # Every rank does its share of the heads.
         for h in range(world.rank, NHEADS, world.size):
             x = (q[:, [h]], k[:, [h // group]], v[:, [h // group]])
-            out, lse = reference.attention(*x, visible, headdim**-0.5, dtype)
-            delta = (dout[:, [h]].astype(dtype) * out).sum(-1)
+            out, lse = reference.attention(*x, visible, headdim**-0.5, kind)
+            if kind == np.float32:
+                out = out.astype(kept).astype(kind)
+            delta = (dout[:, [h]].astype(kind) * out).sum(-1)
             gradients = reference.attention_backward(
-                dout[:, [h]], *x, lse, delta, visible, headdim**-0.5, dtype
+                dout[:, [h]], *x, lse, delta, visible, headdim**-0.5, kind
             )
             heads[h] = (out, lse, *gradients)
         everyone = {h: x for part in world.allgather(heads) for h, x in part.items()}
         whole = [np.concatenate(x, axis=1) for x in zip(*(everyone[h] for h in range(NHEADS)))]
         if group > 1:
             whole[3:] = [x.reshape(seqlen, nheads_kv, group, -1).sum(2) for x in whole[3:]]
-        results[dtype] = dict(zip(TENSORS, whole))
-    exact = results[np.float64]
-    return exact, {x: distance(results[np.float32][x], exact[x]) for x in TENSORS}
+        results[kind] = dict(zip(TENSORS, whole))
+    exact, plain = results[np.float64], results[np.float32]
+    stored = {x: y if x == "lse" else y.astype(kept) for x, y in plain.items()}
+    return exact, {x: distance(stored[x], exact[x]) for x in TENSORS}
 
 
 def distance(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     with np.errstate(invalid="ignore"):
         return np.nan_to_num(np.where(a == b, 0, np.abs(a - b)), nan=np.inf).max(initial=0)
 
@@ -80,18 +86,22 @@ def run(plan, q, k, v, dout):
 
 def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
     """What is out of bounds on this rank, in words."""
-    exact, same = expected(mask, seqlen, nheads_kv, headdim, size)
+    # One reference serves float32 and float64: float32 inputs are exact in both.
+    dtype = "float32" if plan.dtype.itemsize > 2 else plan.dtype.name
+    exact, same = expected(mask, seqlen, nheads_kv, headdim, size, dtype)
+    whole = inputs(seqlen, nheads_kv, headdim, size, dtype)
     norms = {
         name: np.linalg.norm(x.astype(float), axis=-1).max()
-        for name, x in zip(("q", "k", "v", "dout"), inputs(seqlen, nheads_kv, headdim, size))
+        for name, x in zip(("q", "k", "v", "dout"), whole)
     }
     largest = {x: distance(np.where(np.isfinite(y), y, 0), 0) for x, y in exact.items()}
     bounds = error_bounds(plan.dtype, headdim**-0.5, norms, largest, same)
+    dtypes = {x: plan.compute_dtype if x == "lse" else plan.dtype for x in TENSORS}
     errors = {x: distance(found[x], exact[x][plan.tokens]) for x in TENSORS}
     return [
         f"{x}: {errors[x]:.2e} > {bounds[x]:.2e} (headdim {headdim}, kv {nheads_kv})"
         for x in TENSORS
-        if not errors[x] <= bounds[x] or found[x].dtype != plan.dtype
+        if not errors[x] <= bounds[x] or found[x].dtype != dtypes[x]
     ]
 
 
@@ -117,6 +127,24 @@ def test_results_and_traffic(comm, method, mask, distribution, dtype, seqlen):
             if plan.traffic.bytes != plan.predicted_traffic():
                 bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
             plan.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.parametrize("seqlen", [1, 64, 1009])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
+def test_low_precision(comm, method, mask, dtype, seqlen):
+    """16-bit tensors: at most twice the error of one float32 computation, rounded at the end."""
+    bad = []
+    for nheads_kv in (1, NHEADS):
+        plan = method(
+            mask, seqlen=seqlen, nheads=NHEADS, nheads_kv=nheads_kv, headdim=32, dtype=dtype
+        )
+        found = run(plan, *inputs(seqlen, nheads_kv, 32, 1.0, dtype))
+        bad += failures(plan, found, mask, seqlen, nheads_kv, 32)
+        if plan.traffic.bytes != plan.predicted_traffic():
+            bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
+        plan.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 

@@ -56,6 +56,7 @@ WRONG = [
     ({"nheads_kv": 3}, "nheads_kv must divide nheads, got 3 and 4"),
     ({"dtype": "int32"}, "int32"),
     ({"dtype": "no such"}, "no such"),
+    ({"dtype": "float128"}, "float128"),
     ({"distribution": "blocks"}, "blocks"),
     ({"kernel": "fast"}, "fast"),
     ({"softmax_scale": float("nan")}, "nan"),

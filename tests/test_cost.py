@@ -11,7 +11,7 @@ N, H, HKV, D = 24, 6, 2, 16
 
 
 def problem(ranks):
-    return cost.Problem((N,) * ranks, H, HKV, D, itemsize=4, lse_itemsize=4)
+    return cost.Problem((N,) * ranks, H, HKV, D, itemsize=4, compute_itemsize=4)
 
 
 @pytest.mark.parametrize("rows, cols", [(1, 1), (1, 4), (4, 1), (2, 3), (8, 8)])

@@ -49,7 +49,8 @@ def assert_refused(done, text, started):
     ["--rows", "2", "--cols", "2", "--backward", "--check", "full"],
     ["--rows", "1", "--method", "ring", "--mask", "full", "--backward", "--dtype", "float64"],
     ["--cols", "1", "--distribution", "striped", "--no-overlap", "--check", "none"],
-], ids=["2x2", "ring", "4x1"])  # fmt: skip
+    ["--dtype", "bfloat16", "--backward", "--check", "full", "--save-outputs"],
+], ids=["2x2", "ring", "4x1", "bfloat16"])  # fmt: skip
 def test_main_job(tmp_path, options):
     output = tmp_path / "run.h5"
     done = drive(4, SAMPLE, "--seqlen", "301", "--trials", "3", "--output", output, *options)

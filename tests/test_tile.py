@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from a2d_mpi import reference
+from a2d_mpi.backend import DTYPES
 from a2d_mpi.check import error_bounds
 from a2d_mpi.masks import Causal, Full, IntervalMask
 from a2d_mpi.merge import merge
@@ -205,6 +206,55 @@ def test_little_hidden_work_is_done(mask):
     blocks, _ = NumpyTile(np.float32, 1.0)._blocks(intervals, n, 1)
     done = sum((r.stop - r.start) * (j1 - j0) for *_, pieces in blocks for r, j0, j1, _ in pieces)
     assert 1 <= done / shown.area(q_tokens, tokens) <= 1.15
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parts", [4, 16, 64])
+@pytest.mark.parametrize("sums", ["float32", "native"])
+def test_partials_of_low_precision(dtype, parts, sums):
+    """One problem cut into parts x parts tiles, as on a grid of that many rows and columns.
+
+    Partial outs may be rounded to 16 bits: a merge is a convex combination.  Gradients are sums:
+    in float32 they keep the bound at any number of parts, in the dtype of the tensors they do
+    not, and the error grows with the parts.
+    """
+    kept, n, d = DTYPES[dtype], 512, 32
+    q, k, v, dout = (x.astype(kept).astype(np.float32) for x in tensors(n, n, 2, 2, d, np.float32))
+    mask, tokens, tile = Causal(), np.arange(n), NumpyTile(np.float32, d**-0.5)
+    pieces = np.array_split(tokens, parts)
+    out, lse = np.zeros_like(q), np.full((n, 2), -np.inf, np.float32)
+    for rows in pieces:
+        o, s = out[rows], lse[rows]
+        for keys in pieces:
+            partial, partial_lse = np.empty(o.shape, kept), np.empty_like(s)
+            intervals = mask.intervals(rows, keys)
+            tile.forward(q[rows], k[keys], v[keys], intervals, partial, partial_lse)
+            merge(o, s, partial, partial_lse)
+        out[rows], lse[rows] = o, s
+    out = out.astype(kept).astype(np.float32)
+    delta = (dout * out).sum(-1)
+    summed_in = np.float32 if sums == "float32" else kept
+    gradients = [np.zeros(x.shape, summed_in) for x in (q, k, v)]
+    for rows in pieces:
+        for keys in pieces:
+            some = [np.zeros_like(q[rows]), np.zeros_like(k[keys]), np.zeros_like(v[keys])]
+            intervals = mask.intervals(rows, keys)
+            of_rows = (x[rows] for x in (lse, delta))
+            tile.backward(dout[rows], q[rows], k[keys], v[keys], *of_rows, intervals, *some)
+            for total, part, where in zip(gradients, some, (rows, keys, keys)):
+                total[where] += part.astype(summed_in)
+    intervals = mask.intervals(tokens, tokens)
+    exact = plain(q, k, v, dout, intervals, d**-0.5, np.float64)
+    single = plain(q, k, v, dout, intervals, d**-0.5, np.float32)
+    found = dict(zip(("out", "dq", "dk", "dv"), (out, *gradients)))
+    error = {x: distance(y.astype(kept).astype(float), exact[x]) for x, y in found.items()}
+    once = {x: distance(single[x].astype(kept).astype(float), exact[x]) for x in found}
+    assert error["out"] <= 2 * once["out"]
+    worst = max(error[x] / once[x] for x in ("dq", "dk", "dv"))
+    if sums == "float32":
+        assert worst <= 2
+    elif parts == 64:
+        assert worst > 2
 
 
 @pytest.mark.parametrize("wrong", ["one key too many", "one key too few", "scale", "float16 out"])

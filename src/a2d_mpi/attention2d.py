@@ -52,7 +52,8 @@ class Attention2D(AttentionPlan):
         queries = Gather(self._row, {"q": q}, self._q_counts, self._work)
         keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._work)
         out, lse = self._new("out"), self._new("lse")
-        partials = Partials(self._row, "out", [out, lse], self._work, hold=not self.overlap)
+        # Partial outs are like q: they travel in the dtype of the tensors.
+        partials = Partials(self._row, "out", [q, lse], self._work, hold=not self.overlap)
 
         for i, j, (q_i,), (k_j, v_j) in self._steps(queries, keys, by_query=True):
             mine, first = i == self._row.rank, j == self._col.rank
@@ -61,7 +62,7 @@ class Attention2D(AttentionPlan):
             else:
                 # One buffer per owner, as it is being sent; one for all chunks of my own.
                 key = "own" if mine else i
-                target = [self._buffer((x, key), x, len(q_i)) for x in ("out", "lse")]
+                target = [self._buffer((x, key), x, len(q_i), wide=mine) for x in ("out", "lse")]
             with self._clock("compute"):
                 self._tile.forward(q_i, k_j, v_j, self._intervals.get(i, j), *target)
             if not mine:

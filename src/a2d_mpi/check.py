@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi import reference
+from a2d_mpi.backend import compute_dtype
 from a2d_mpi.plan import AttentionPlan
 from a2d_mpi.results import Check
 
@@ -58,8 +60,14 @@ def check_attention(
     errors = _Errors(comm, plan, local)
     sampled = rows is not None and rows < plan.seqlen
     ran_backward = "dq" in local
-    # A list: all ranks must go through it in the same order.
-    kinds = list(dict.fromkeys((np.dtype(np.float64), plan.dtype)))
+    # The reference, and the plain computation in the run's precision, if that is another; a list:
+    # all ranks must go through it in the same order.
+    kinds = list(dict.fromkeys((np.dtype(np.float64), plan.compute_dtype)))
+
+    def stored(x: np.ndarray, kind: np.dtype) -> np.ndarray:
+        """What is left of a result when it is kept in the run's dtype; exact ones are not."""
+        return x if kind == np.float64 else x.astype(plan.dtype).astype(kind)
+
     k, v = local["k"], local["v"]
     # Gradients of my own keys, complete once all query rows have passed.
     dk, dv = ({kind: np.zeros(k.shape, kind) for kind in kinds} for _ in "kv")
@@ -70,25 +78,26 @@ def check_attention(
         for kind in kinds:
             out, lse = reference.attention(q_rows, k, v, visible, plan.softmax_scale, kind)
             out, lse = _merge(comm, out, lse)
+            out = stored(out, kind)
             found[kind] = {"out": out, "lse": lse}
             if ran_backward:
                 delta = (np.asarray(dout_rows[0], kind) * out).sum(axis=-1)
                 dq, dk_rows, dv_rows = reference.attention_backward(
                     dout_rows[0], q_rows, k, v, lse, delta, visible, plan.softmax_scale, kind
                 )
-                found[kind]["dq"] = _sum(comm, dq)
+                found[kind]["dq"] = stored(_sum(comm, dq), kind)
                 dk[kind] += dk_rows
                 dv[kind] += dv_rows
         where = np.searchsorted(plan.tokens, tokens[order][mine])
-        for name in found[plan.dtype]:
+        for name in found[plan.compute_dtype]:
             values = {kind: found[kind][name][mine] for kind in kinds}
             errors.add(name, local[name][where], values)
     if ran_backward and not sampled:
-        errors.add("dk", local["dk"], dk)
-        errors.add("dv", local["dv"], dv)
+        for name, values in (("dk", dk), ("dv", dv)):
+            errors.add(name, local[name], {kind: stored(x, kind) for kind, x in values.items()})
     elif ran_backward:
         dout, q, lse = local["dout"], local["q"], local["lse"]
-        delta = np.einsum("thd,thd->th", dout, local["out"], dtype=np.float64)
+        delta = np.einsum("thd,thd->th", *(x.astype(np.float64) for x in (dout, local["out"])))
         for tokens in _blocks(plan.seqlen, rows, seed + 1):
             mine, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
             visible = plan.mask.dense(plan.tokens, tokens[order])
@@ -97,8 +106,8 @@ def check_attention(
                 _, dk_rows, dv_rows = reference.attention_backward(
                     dout, q, k_rows, v_rows, lse, delta, visible, plan.softmax_scale, kind
                 )
-                values["dk"][kind] = _sum(comm, dk_rows)[mine]
-                values["dv"][kind] = _sum(comm, dv_rows)[mine]
+                for name, x in (("dk", dk_rows), ("dv", dv_rows)):
+                    values[name][kind] = stored(_sum(comm, x)[mine], kind)
             where = np.searchsorted(plan.tokens, tokens[order][mine])
             for name in ("dk", "dv"):
                 errors.add(name, local[name][where], values[name])
@@ -117,22 +126,25 @@ def error_bounds(
     Parameters
     ----------
     dtype : dtype
-        Of the run.
+        Of the tensors of the run.
     softmax_scale : float
     norms : mapping of str to float
         Largest Euclidean norm of a (token, head) row of q, k, v and, for gradients, dout.
     largest : mapping of str to float
         Largest absolute value of the float64 reference, by result (out, lse, dq, dk, dv).
     same_precision : mapping of str to float
-        Largest error of the plain dense computation in `dtype`, by result.
+        Largest error, by result, of the plain dense computation (in float32 for 16-bit tensors)
+        whose results are kept in `dtype`.
 
     Returns
     -------
     dict of str to float
         ``2 same_precision + eps (2 (1 + L) largest + T)``, where L bounds the logits, whose
         rounding is a relative error of the exponentials (an absolute one of lse), and T the terms
-        of a gradient before they cancel, both by Cauchy-Schwarz.  In float64, where no second
-        computation is at hand, ``1e-12 largest`` takes the place of the first term.
+        of a gradient before they cancel, both by Cauchy-Schwarz; eps is that of the computation.
+        In float64, where no second computation is at hand, ``1e-12 largest`` takes the place of
+        the first term.  16-bit results may be off by half a rounding (a quarter of their eps
+        times `largest`) more: how often one is close to a power of two is a matter of luck.
     """
     scale = abs(softmax_scale)
     logit = scale * norms["q"] * norms["k"]
@@ -143,7 +155,9 @@ def error_bounds(
         size = 1.0 if name == "lse" else size
         first = 1e-12 * size if dtype == np.float64 else 2 * same_precision[name]
         rounding = 2 * (1 + logit) * size + terms.get(name, 0.0)
-        bounds[name] = first + float(np.finfo(dtype).eps) * rounding
+        bounds[name] = first + float(np.finfo(compute_dtype(dtype)).eps) * rounding
+        if dtype.itemsize == 2 and name != "lse":
+            bounds[name] += float(ml_dtypes.finfo(dtype).eps) / 4 * size
     return bounds
 
 
@@ -153,7 +167,7 @@ class _Errors:
     def __init__(
         self, comm: MPI.Intracomm, plan: AttentionPlan, local: Mapping[str, np.ndarray]
     ) -> None:
-        self._comm, self._dtype = comm, plan.dtype
+        self._comm, self._dtype, self._plain = comm, plan.dtype, plan.compute_dtype
         self._seen: dict[str, list[float]] = {}
         self._scale = plan.softmax_scale
         self._norms = {
@@ -163,10 +177,10 @@ class _Errors:
         }
 
     def add(self, name: str, computed: np.ndarray, values: Mapping[np.dtype, np.ndarray]) -> None:
-        exact = values[np.dtype(np.float64)]
+        exact, computed = values[np.dtype(np.float64)], computed.astype(np.float64)
         new = [
             _distance(computed, exact),
-            _distance(values[self._dtype], exact),
+            _distance(values[self._plain], exact),
             float(
                 np.abs(exact, where=np.isfinite(exact), out=np.zeros_like(exact)).max(initial=0)
             ),

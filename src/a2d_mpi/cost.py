@@ -29,9 +29,9 @@ class Problem:
         Tokens of every rank.
     nheads, nheads_kv, headdim : int
     itemsize : int
-        Bytes of an element of q, k, v, out and their gradients.
-    lse_itemsize : int
-        Bytes of an element of lse and delta.
+        Bytes of an element of q, k, v, out and dout.
+    compute_itemsize : int
+        Bytes of an element of lse, delta and the partial gradients dq, dk, dv.
     """
 
     counts: tuple[int, ...]
@@ -39,22 +39,32 @@ class Problem:
     nheads_kv: int
     headdim: int
     itemsize: int
-    lse_itemsize: int
+    compute_itemsize: int
 
     @property
     def q(self) -> int:
-        """Bytes of one token of q, out, dout or dq."""
+        """Bytes of one token of q, out or dout."""
         return self.nheads * self.headdim * self.itemsize
 
     @property
     def kv(self) -> int:
-        """Bytes of one token of k and v, or of dk and dv, together."""
+        """Bytes of one token of k and v together."""
         return 2 * self.nheads_kv * self.headdim * self.itemsize
+
+    @property
+    def dq(self) -> int:
+        """Bytes of one token of a partial dq."""
+        return self.nheads * self.headdim * self.compute_itemsize
+
+    @property
+    def dkv(self) -> int:
+        """Bytes of one token of a partial dk and dv together."""
+        return 2 * self.nheads_kv * self.headdim * self.compute_itemsize
 
     @property
     def lse(self) -> int:
         """Bytes of one token of lse or delta."""
-        return self.nheads * self.lse_itemsize
+        return self.nheads * self.compute_itemsize
 
 
 def traffic_2d(problem: Problem, rows: int, cols: int, rank: int) -> Bytes:
@@ -72,14 +82,14 @@ def traffic_2d(problem: Problem, rows: int, cols: int, rank: int) -> Bytes:
         # What I send to be gathered is my own, what I return as partial results is the others'.
         (("forward", "row"), gather_q * p.q + others_q * (p.q + p.lse)),
         (("forward", "col"), gather_k * p.kv),
-        (("backward", "row"), gather_q * (2 * p.q + 2 * p.lse) + others_q * p.q),
-        (("backward", "col"), gather_k * p.kv + others_k * p.kv),
+        (("backward", "row"), gather_q * (2 * p.q + 2 * p.lse) + others_q * p.dq),
+        (("backward", "col"), gather_k * p.kv + others_k * p.dkv),
         # And the other way round.
         received=(
             others_q * p.q + gather_q * (p.q + p.lse),
             others_k * p.kv,
-            others_q * (2 * p.q + 2 * p.lse) + gather_q * p.q,
-            others_k * p.kv + gather_k * p.kv,
+            others_q * (2 * p.q + 2 * p.lse) + gather_q * p.dq,
+            others_k * p.kv + gather_k * p.dkv,
         ),
     )
 
@@ -99,8 +109,8 @@ def traffic_ring(problem: Problem, rank: int) -> Bytes:
     # Gradients: I send on those of all ranks, and receive those of all ranks, my own at the end.
     return _moved(
         (("forward", "ring"), sent * problem.kv),
-        (("backward", "ring"), (sent + total) * problem.kv),
-        received=(received * problem.kv, (received + total) * problem.kv),
+        (("backward", "ring"), sent * problem.kv + total * problem.dkv),
+        received=(received * problem.kv, received * problem.kv + total * problem.dkv),
     )
 
 

@@ -17,8 +17,8 @@ def merge(out: np.ndarray, lse: np.ndarray, out2: np.ndarray, lse2: np.ndarray) 
     Parameters
     ----------
     out, out2 : (tokens, nheads, headdim) float
-        Partial results; `out` receives the merged one.  **`out2` is used as scratch**: it holds
-        no meaningful value afterwards.
+        Partial results; `out` receives the merged one and is at least as wide.  **`out2` is used
+        as scratch**: it holds no meaningful value afterwards.
     lse, lse2 : (tokens, nheads) float32 or wider
         Log-sum-exp of the partial results, in nats; -inf where a query saw no key.  `lse`
         receives the merged one; `lse2` is left as it is.
@@ -29,6 +29,8 @@ def merge(out: np.ndarray, lse: np.ndarray, out2: np.ndarray, lse2: np.ndarray) 
     of the two outs is taken, so the error does not grow with the number of merges.  Where both
     lse are -inf the result is (0, -inf).  NaN stays NaN.
     """
+    if out2.dtype != out.dtype:
+        out2 = out2.astype(out.dtype)
     shift = np.maximum(lse, lse2)
     # -inf - -inf would be NaN: rows that saw nothing at all are shifted by 0 instead.
     shift[np.isneginf(shift)] = 0

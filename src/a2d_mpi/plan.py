@@ -11,14 +11,12 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi import cost
-from a2d_mpi.backend import Workspace
+from a2d_mpi.backend import Workspace, as_dtype, compute_dtype
 from a2d_mpi.comm import Channel, Traffic, agree
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.grid import ProcessGrid
 from a2d_mpi.masks import Interval, Mask
 from a2d_mpi.tiles import make_tile
-
-DTYPES = ("float32", "float64")
 
 
 class AttentionPlan:
@@ -39,8 +37,11 @@ class AttentionPlan:
     nheads_kv : int, optional
         Heads of k and v, a divisor of nheads; query head h reads key head
         ``h // (nheads // nheads_kv)``.  Default: nheads.
-    dtype : {"float32", "float64"}
-        Of all tensors, on the wire too.
+    dtype : {"float32", "float64", "float16", "bfloat16"}
+        Of q, k, v, out and their gradients.  16-bit tensors travel as they are, also partial
+        outs (a merge is a convex combination: it does not amplify their rounding); they are
+        computed in float32, and so are lse and the partial gradients on the wire, which are
+        summed.
     distribution : {"contiguous", "zigzag", "striped"}, optional
         Who owns which token.  Default: the one that balances the mask.
     softmax_scale : float, optional
@@ -112,7 +113,7 @@ class AttentionPlan:
                 raise ValueError(
                     f"nheads_kv must divide nheads, got {self.nheads_kv} and {self.nheads}"
                 )
-            self.dtype = _dtype(dtype)
+            self.dtype = as_dtype(dtype)
             config["dtype"] = self.dtype
             mask.check(self.seqlen)
             self.distribution = Distribution(
@@ -129,7 +130,7 @@ class AttentionPlan:
         except (ValueError, TypeError) as error:
             problem = str(error)
         agree(grid.comm, problem, config)
-        self.lse_dtype = np.result_type(self.dtype, np.float32)
+        self.compute_dtype = compute_dtype(self.dtype)
         self.tokens = self.distribution.tokens(grid.comm.rank)
         self._work = Workspace()
         self._channels: tuple[Channel, ...] = ()
@@ -160,7 +161,8 @@ class AttentionPlan:
         """
         q, k, v = self._checked(q=q, k=k, v=v)
         with self._running("forward"):
-            return self._forward(q, k, v)
+            out, lse = self._forward(q, k, v)
+            return out.astype(self.dtype, copy=False), lse
 
     def backward(
         self,
@@ -194,8 +196,9 @@ class AttentionPlan:
         dout, q, k, v, out, lse = self._checked(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         with self._running("backward"):
             with self._clock("compute"):
-                delta = np.einsum("thd,thd->th", dout, out, dtype=self.lse_dtype)
-            return self._backward(dout, q, k, v, lse, delta)
+                delta = np.einsum("thd,thd->th", dout, out, dtype=self.compute_dtype)
+            gradients = self._backward(dout, q, k, v, lse, delta)
+            return tuple(x.astype(self.dtype, copy=False) for x in gradients)
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
         """What `a2d_mpi.cost` says one forward and one backward call of `rank` send and receive.
@@ -237,16 +240,20 @@ class AttentionPlan:
             self.nheads_kv,
             self.headdim,
             self.dtype.itemsize,
-            self.lse_dtype.itemsize,
+            self.compute_dtype.itemsize,
         )
 
     def _new(self, name: str) -> np.ndarray:
-        """New array for my part of the tensor `name`: a result, the caller's."""
-        return np.empty((len(self.tokens), *self._shape(name)), self._dtype_of(name))
+        """New array for my part of the result `name`, to accumulate in."""
+        return np.empty((len(self.tokens), *self._shape(name)), self.compute_dtype)
 
-    def _buffer(self, key: object, name: str, tokens: int) -> np.ndarray:
-        """The plan's buffer `key`, for `tokens` tokens of the tensor `name`."""
-        return self._work.get(key, (tokens, *self._shape(name)), self._dtype_of(name))
+    def _buffer(self, key: object, name: str, tokens: int, wide: bool = False) -> np.ndarray:
+        """The plan's buffer `key`, for `tokens` tokens of the tensor `name`.
+
+        In the dtype in which it is sent; with `wide`, in that in which it is computed.
+        """
+        dtype = self.compute_dtype if wide else self._dtype_of(name)
+        return self._work.get(key, (tokens, *self._shape(name)), dtype)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name in ("lse", "delta"):
@@ -254,7 +261,9 @@ class AttentionPlan:
         return (self.nheads_kv if name in ("k", "v", "dk", "dv") else self.nheads, self.headdim)
 
     def _dtype_of(self, name: str) -> np.dtype:
-        return self.lse_dtype if name in ("lse", "delta") else self.dtype
+        """Of the tensor as the caller has it, or as it is sent."""
+        wide = ("lse", "delta", "dq", "dk", "dv")
+        return self.compute_dtype if name in wide else self.dtype
 
     def _checked(self, **arrays: np.ndarray) -> list[np.ndarray]:
         """The arrays, C-contiguous; ValueError on all ranks if one is wrong on any."""
@@ -317,13 +326,3 @@ class IntervalCache:
             k = np.sort(np.concatenate(self._k)) if j is None else self._k[j]
             self._known[i, j] = self._mask.intervals(q, k)
         return self._known[i, j]
-
-
-def _dtype(dtype: np.typing.DTypeLike) -> np.dtype:
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or found.name not in DTYPES:
-        raise ValueError(f"dtype must be one of {DTYPES}, got {dtype!r}")
-    return found

@@ -285,7 +285,8 @@ def _fill(file: h5py.File, result: Result) -> None:
     for name, check in result.checks.items():
         _set(checks.create_group(name).attrs, {**vars(check), "passed": check.passed})
     for name, x in result.outputs.items():
-        outputs[name] = x
+        # HDF5 has no bfloat16; float32 holds its numbers as they are.
+        outputs[name] = x if x.dtype.kind == "f" else x.astype(np.float32)
 
 
 def _set(attrs: h5py.AttributeManager, values: Mapping[str, object]) -> None:

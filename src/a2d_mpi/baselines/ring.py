@@ -33,7 +33,7 @@ class RingAttention(AttentionPlan):
 
     def _forward(self, q, k, v):
         out, lse = self._new("out"), self._new("lse")
-        partial = [self._buffer((x, "own"), x, len(q)) for x in ("out", "lse")]
+        partial = [self._buffer((x, "own"), x, len(q), wide=True) for x in ("out", "lse")]
         for j, (k_j, v_j) in self._chunks(k, v):
             target = [out, lse] if j == self._ring.rank else partial
             with self._clock("compute"):

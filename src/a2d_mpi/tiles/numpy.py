@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from a2d_mpi.backend import Workspace
+from a2d_mpi.backend import Workspace, compute_dtype
 from a2d_mpi.masks import Interval
 
 BLOCK_Q = 512  # rows of a block: query tokens x query heads per key head
@@ -40,8 +40,8 @@ class NumpyTile:
 
     Parameters
     ----------
-    dtype : {float32, float64}
-        Of all tensors, the statistics included.
+    dtype : dtype
+        Of the tensors; float16 and bfloat16 are computed in float32.
     softmax_scale : float
     poll : callable, optional
         Called between blocks (about every millisecond): MPI moves large messages only inside MPI
@@ -62,7 +62,7 @@ class NumpyTile:
         block_q: int = BLOCK_Q,
         block_k: int = BLOCK_K,
     ) -> None:
-        self.dtype = np.dtype(dtype)
+        self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale = softmax_scale
         self.poll = poll or (lambda: None)
         self.block_q, self.block_k = block_q, block_k
@@ -236,7 +236,7 @@ class NumpyTile:
         """Whether exp(logit) and its products with v provably stay in range without a shift."""
         if not (q.size and k.size):
             return True
-        norm2 = [float(np.einsum("...d,...d->...", x, x).max()) for x in (q, k)]
+        norm2 = [float(np.einsum("...d,...d->...", x, x, dtype=self.dtype).max()) for x in (q, k)]
         largest = math.sqrt(norm2[0]) * math.sqrt(norm2[1]) * abs(self.softmax_scale)
         half = math.log(np.finfo(self.dtype).max) / 2
         # NaN fails both comparisons and takes the general path.
