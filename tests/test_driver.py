@@ -74,7 +74,10 @@ def test_main_job(tmp_path, options):
         names |= {"out", "lse"} | ({"dq", "dk", "dv"} if "--backward" in options else set())
     assert set(result.checks) == names
     assert all(check.passed for check in result.checks.values())
-    assert result.area.sum() == (301 * 301 if "full" in options[:6] else 301 * 302 // 2)
+    full = result.config["mask"] == "full"
+    assert result.area.sum() == (301 * 301 if full else 301 * 302 // 2)
+    if "--save-outputs" in options:
+        assert result.outputs["dq"].shape == (301, 12, 32)
 
 
 def test_outputs_are_the_attention_of_the_file(tmp_path):
