@@ -1,4 +1,4 @@
-"""Distributed attention on Q, K, V from a file: checked, then timed, written to HDF5.
+"""Distributed attention on Q, K, V from a file: checked, then timed, and written to HDF5.
 
     mpiexec -n 4 python drivers/attention.py data/minilm_l3_1536.h5 \
         --rows 2 --cols 2 --mask causal --backward --check full --output results/run.h5
@@ -59,7 +59,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         "--check",
         choices=("none", "sample", "full"),
         default="sample",
-        help=f"against float64: {SAMPLE} rows of each tensor, or all (default %(default)s)",
+        help=f"against float64: {SAMPLE} or more rows each, or all (default %(default)s)",
     )
     add("--seed", type=int, default=0, help="of the sample, and of dout if the file has none")
     add("--threads", type=int, default=1, help="BLAS threads per rank (default %(default)s)")
@@ -71,8 +71,12 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Run the driver; returns the exit code."""
     comm = MPI.COMM_WORLD
-    args = build_parser(comm).parse_args(argv)
+    args = together(comm, lambda: build_parser(comm).parse_args(argv))
+    # All options: one that differs would send the ranks different ways.  Not the path: nodes may
+    # have the file in different places.
+    agree(comm, None, {f"--{name}": x for name, x in vars(args).items() if name != "input"})
     info = together(comm, lambda: _validated(args))
+    agree(comm, None, {"dout in the input file": info.has_dout})
     if args.output:
         together(comm, lambda: check_writable(args.output, _output_bytes(args, info)), on=0)
     rows, cols = _grid_shape(comm.size, args.rows, args.cols)
@@ -92,8 +96,15 @@ def main(argv: list[str] | None = None) -> int:
     if args.check != "none":
         _refuse_nan(comm, tensors)
     with threadpool_limits(args.threads):
+        # Checked before it is timed: the timed runs must then repeat the checked one bit for bit.
+        for _ in range(max(args.warmup, args.check != "none")):
+            _call(plan, tensors, args.backward)
+        checks = _check(plan, tensors, args)
+        checked = dict(tensors)
         timings, traffic = _measure(plan, tensors, args)
-        checks = _check(plan, tensors, traffic, args)
+        checks["traffic"] = _traffic_check(plan, traffic, args)
+        if args.check != "none":
+            checks["repeat"] = _repeat_check(comm, checked, tensors)
     area = comm.gather(plan.area())
     result = _result(args, plan, timings, traffic, checks, area, tensors)
     if comm.rank == 0:
@@ -163,40 +174,49 @@ def _refuse_nan(comm: MPI.Intracomm, tensors: dict[str, np.ndarray]) -> None:
     agree(comm, "; ".join(found) + ": nothing can be checked" if found else None)
 
 
+def _call(plan: AttentionPlan, tensors: dict[str, np.ndarray], backward: bool) -> None:
+    """Run once, adding the results to `tensors`; all ranks start together."""
+    comm = plan.grid.comm
+    q, k, v = (tensors[name] for name in "qkv")
+    comm.Barrier()
+    out, lse = plan.forward(q, k, v)
+    tensors.update(out=out, lse=lse)
+    if backward:
+        comm.Barrier()
+        gradients = plan.backward(tensors["dout"], q, k, v, out, lse)
+        tensors.update(zip(("dq", "dk", "dv"), gradients))
+
+
 def _measure(plan: AttentionPlan, tensors: dict[str, np.ndarray], args):
     """Run all trials; adds the results to `tensors`.
 
     Returns the seconds of every trial by "phase/part", and the bytes [sent, received] of one
     call by (phase, communicator).
     """
-    comm = plan.grid.comm
     phases = ("forward", "backward") if args.backward else ("forward",)
     seconds = {f"{phase}/{part}": [] for phase in phases for part in PARTS}
-    q, k, v = (tensors[name] for name in "qkv")
-    trials = range(args.warmup + args.trials)
-    for trial in tqdm(trials, "trials", disable=comm.rank != 0, leave=False):
-        if trial == args.warmup:
-            plan.traffic.clear()
-        comm.Barrier()
-        out, lse = plan.forward(q, k, v)
-        tensors.update(out=out, lse=lse)
-        if args.backward:
-            comm.Barrier()
-            gradients = plan.backward(tensors["dout"], q, k, v, out, lse)
-            tensors.update(zip(("dq", "dk", "dv"), gradients))
-        if trial >= args.warmup:
-            for name, trials_so_far in seconds.items():
-                trials_so_far.append(plan.timings[name])
+    plan.traffic.clear()
+    silent = plan.grid.comm.rank != 0
+    for _ in tqdm(range(args.trials), "trials", disable=silent, leave=False):
+        _call(plan, tensors, args.backward)
+        for name, so_far in seconds.items():
+            so_far.append(plan.timings[name])
     per_call = {
         key: [nbytes // args.trials for nbytes in both] for key, both in plan.traffic.bytes.items()
     }
     return seconds, per_call
 
 
-def _check(plan: AttentionPlan, tensors, traffic, args) -> dict[str, Check]:
-    """Check the traffic against its formula, and the results against float64."""
-    comm = plan.grid.comm
-    nothing = (0, 0)
+def _check(plan: AttentionPlan, tensors: dict[str, np.ndarray], args) -> dict[str, Check]:
+    """Check the results against float64."""
+    if args.check == "none":
+        return {}
+    return check_attention(plan, tensors, None if args.check == "full" else SAMPLE, args.seed)
+
+
+def _traffic_check(plan: AttentionPlan, traffic, args) -> Check:
+    """Largest difference, in bytes, between what was counted and its formula."""
+    comm, nothing = plan.grid.comm, (0, 0)
     expected = {
         key: both
         for key, both in plan.predicted_traffic().items()
@@ -207,12 +227,13 @@ def _check(plan: AttentionPlan, tensors, traffic, args) -> dict[str, Check]:
         for key in {*traffic, *expected}
         for a, b in zip(traffic.get(key, nothing), expected.get(key, nothing))
     ]
-    worst = comm.allreduce(max(off, default=0), op=MPI.MAX)
-    checks = {"traffic": Check(float(worst), 0.0, comm.size)}
-    if args.check != "none":
-        rows = None if args.check == "full" else SAMPLE
-        checks.update(check_attention(plan, tensors, rows, args.seed))
-    return checks
+    return Check(float(comm.allreduce(max(off, default=0), op=MPI.MAX)), 0.0, comm.size)
+
+
+def _repeat_check(comm: MPI.Intracomm, checked, timed) -> Check:
+    """Number of tensors, over all ranks, that differ in any bit from the checked ones."""
+    differ = sum(checked[name].tobytes() != x.tobytes() for name, x in timed.items())
+    return Check(float(comm.allreduce(differ)), 0.0, comm.size)
 
 
 def _result(args, plan: AttentionPlan, timings, traffic, checks, area, tensors) -> Result | None:

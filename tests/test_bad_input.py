@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from helpers import assert_all
 
-from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid, RingAttention
+from a2d_mpi import Attention2D, Causal, Full, IntervalMask, Mask, ProcessGrid, RingAttention
 from a2d_mpi.cli import together
 from a2d_mpi.comm import CollectiveError
 
@@ -57,6 +57,9 @@ WRONG = [
     ({"dtype": "int32"}, "int32"),
     ({"dtype": "no such"}, "no such"),
     ({"dtype": "float128"}, "float128"),
+    ({"dtype": None}, "None"),
+    ({"dtype": "f4,("}, "f4"),
+    ({"softmax_scale": 10**400}, "int too large"),
     ({"distribution": "blocks"}, "blocks"),
     ({"kernel": "fast"}, "fast"),
     ({"softmax_scale": float("nan")}, "nan"),
@@ -90,7 +93,6 @@ def test_plan(comm, grid, algorithm, wrong, text, where):
         ("dtype", "float64", "float32"),
         ("distribution", "striped", "contiguous"),
         ("softmax_scale", 0.5, 1 / 8**0.5),
-        ("mask", Causal(), Full()),
         ("kernel", "numpy", "auto"),
         ("overlap", False, True),
     ],
@@ -110,7 +112,54 @@ def test_masks_with_other_contents(comm, grid):
     end[7] += comm.rank == 3
     mask = IntervalMask(np.zeros(40, int), end)
     text = message_of(comm, lambda: Attention2D(grid, mask, **GOOD))
-    assert "ranks disagree on mask" in text and "rank 3" in text
+    assert "ranks disagree on mask: IntervalMask (digest" in text and "rank 3" in text
+
+
+class Unwilling(Full):
+    """A mask that raises, on the last rank only, when it is asked about its last queries."""
+
+    def __init__(self, error, rank, size):
+        self.error, self.last = error, rank == size - 1
+
+    def visible(self, q_tokens):
+        if self.last and 39 in q_tokens:
+            raise self.error
+        return super().visible(q_tokens)
+
+
+@pytest.mark.parametrize("error", [IndexError("beyond"), MemoryError(), ZeroDivisionError("no")])
+@pytest.mark.parametrize("algorithm", [Attention2D, RingAttention])
+def test_mask_that_raises_on_one_rank(comm, grid, algorithm, error):
+    mask = Unwilling(error, comm.rank, comm.size)
+    text = message_of(comm, lambda: algorithm(grid, mask, **GOOD))
+    assert (str(error) or "MemoryError") in text
+
+
+class Window(Mask):
+    """A mask of a user's own: `visible` and nothing else."""
+
+    def visible(self, q_tokens):
+        return ((np.maximum(q_tokens - 3, 0), q_tokens + 1),)
+
+
+def test_mask_of_a_users_own(comm, grid):
+    plan = Attention2D(grid, Window(), **GOOD)
+    assert comm.allreduce(plan.area()) == sum(min(i + 1, 4) for i in range(40))
+
+
+def test_interrupted_plan_refuses_to_go_on(comm):
+    own = ProcessGrid(comm, 1, comm.size)
+    plan = Attention2D(own, Full(), **GOOD)
+    x = [np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3)]
+
+    def fail(*_):
+        raise RuntimeError("in the kernel")
+
+    forward, plan._tile.forward = plan._tile.forward, fail
+    with pytest.raises(RuntimeError, match="in the kernel"):
+        plan.forward(*x)
+    plan._tile.forward = forward
+    assert "make a new grid and a new plan" in message_of(comm, lambda: plan.forward(*x))
 
 
 @pytest.mark.parametrize("algorithm", [Attention2D, RingAttention])

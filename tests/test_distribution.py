@@ -72,3 +72,8 @@ def test_refuses(args):
 def test_refuses_a_part_that_is_not_there():
     with pytest.raises(ValueError, match="part 3"):
         Distribution("striped", 10, 3).tokens(3)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_narrow_integers_do_not_overflow(name):
+    assert Distribution(name, np.int16(20_000), np.int8(4)).counts == (5000,) * 4

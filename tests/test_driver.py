@@ -71,7 +71,9 @@ def test_main_job(tmp_path, options):
     assert {name.split("/")[0] for name in result.traffic} == set(phases)
     names = {"traffic"}
     if "none" not in options:
-        names |= {"out", "lse"} | ({"dq", "dk", "dv"} if "--backward" in options else set())
+        names |= {"repeat", "out", "lse"} | (
+            {"dq", "dk", "dv"} if "--backward" in options else set()
+        )
     assert set(result.checks) == names
     assert all(check.passed for check in result.checks.values())
     full = result.config["mask"] == "full"
@@ -195,12 +197,13 @@ def test_bad_input_file(tmp_path, what):
 
 
 DIFFERENT = [
-    ("'--mask', 'full'", "ranks disagree on mask: Causal() on rank 0, Full() on rank 1"),
-    ("'--dtype', 'float64'", "ranks disagree on dtype: float32 on rank 0, float64 on rank 1"),
-    ("'--seqlen', '99'", "ranks disagree on seqlen: 1536 on rank 0, 99 on rank 1"),
-    ("'--rows', '1'", "ranks disagree on rows: 2 on rank 0, 1 on rank 1"),
-    ("'--trials', '0'", "got 0 (on rank 1)"),
-    ("'--method', 'ring'", "ranks disagree on method"),
+    ("'--mask', 'full'", "ranks disagree on --mask: causal on rank 0, full on rank 1"),
+    ("'--seqlen', '99'", "ranks disagree on --seqlen: None on rank 0, 99 on rank 1"),
+    ("'--rows', '1'", "ranks disagree on --rows: 2 on rank 0, 1 on rank 1"),
+    ("'--trials', '9'", "ranks disagree on --trials: 5 on rank 0, 9 on rank 1"),
+    ("'--trials', 'x'", "invalid int value: 'x' (see --help) (on rank 1)"),
+    ("'--backward'", "ranks disagree on --backward: False on rank 0, True on rank 1"),
+    ("'--output', 'none.h5'", "ranks disagree on --output: None on rank 0, none.h5 on rank 1"),
 ]
 
 

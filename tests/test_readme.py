@@ -40,7 +40,7 @@ def test_reading_a_result(tmp_path):
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
-    assert len(re.findall("True$", done.stdout, re.MULTILINE)) == 6
+    assert len(re.findall("True$", done.stdout, re.MULTILINE)) == 7
 
 
 def test_both_commands_are_there():

@@ -276,3 +276,35 @@ def test_the_bounds_can_tell(wrong):
 def test_unknown_kernel():
     with pytest.raises(ValueError, match="'fast'"):
         make_tile("fast", np.dtype("float32"), 1.0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_padding_may_hold_anything(dtype):
+    """Queries that see nothing and keys that nobody sees: their NaN does not spread."""
+    q, k, v, dout = tensors(70, 90, 2, 1, 8, dtype)
+    begin, end = np.full(70, 10), 10 + np.arange(70)  # the first sees nothing
+    begin[[5, 64]] = end[[5, 64]]
+    intervals = ((begin, end),)
+    blind, unseen = np.array([0, 5, 64]), np.r_[:10, 79:90]
+    exact = plain(q, k, v, dout, intervals, 0.35, np.float64)
+    clean = run(NumpyTile(dtype, 0.35), q, k, v, dout, intervals, exact)
+    for x in (q, dout):
+        x[blind] = np.nan
+    for x in (k, v):
+        x[unseen] = np.nan
+    exact["out"][blind] = np.nan
+    found = run(NumpyTile(dtype, 0.35), q, k, v, dout, intervals, exact)
+    for name in TENSORS:
+        assert np.array_equal(found[name], clean[name]), name
+    assert (found["dk"][unseen] == 0).all() and (found["dq"][blind] == 0).all()
+
+
+def test_tiny_values():
+    """All logits far below zero, and values near the smallest numbers: nothing underflows."""
+    q, k, v, dout = tensors(20, 30, 1, 1, 4, np.float32, 0.01)
+    q[..., 0], k[..., 0] = 6.4, -6.4
+    v *= np.float32(1e-25)
+    intervals = random_intervals(np.random.default_rng(0), 20, 30, "full")
+    exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
+    found = run(NumpyTile(np.float32, 1.0), q, k, v, dout, intervals, exact)
+    assert not failures(found, q, k, v, dout, intervals, 1.0)

@@ -19,7 +19,7 @@ import numpy as np
 from a2d_mpi import cost
 from a2d_mpi.comm import Channel, Gather, Partials, slices
 from a2d_mpi.merge import merge
-from a2d_mpi.plan import AttentionPlan, IntervalCache
+from a2d_mpi.plan import AttentionPlan, intervals_of
 
 ALL = None  # in place of a chunk: all chunks of the row's queries, or of the column's keys
 Tensors = list[np.ndarray]
@@ -36,17 +36,21 @@ class Attention2D(AttentionPlan):
     delta along the row and k, v along the column anew, so what lives between them is O(N / P).
     """
 
-    def __init__(self, grid, mask, **kwargs) -> None:
-        super().__init__(grid, mask, **kwargs)
+    def _set_up(self):
+        grid = self.grid
         self._row = Channel(grid.row_comm, "row", self.traffic)
         self._col = Channel(grid.col_comm, "col", self.traffic)
-        self._channels = (self._row, self._col)
         q_parts, k_parts = self._tile_parts(grid.row, grid.col)
         self._q_counts, self._k_counts = [len(x) for x in q_parts], [len(x) for x in k_parts]
-        self._intervals = IntervalCache(mask, q_parts, k_parts)
+        # One of the two reductions of the backward pass is finished piece by piece and travels
+        # while later pieces are computed; the other is left for the end: the smaller one.
+        self._by_query = (grid.cols - 1) * self.nheads >= 2 * (grid.rows - 1) * self.nheads_kv
+        pieces = [*self._pieces(by_query=True), *self._pieces(self._by_query)]
+        self._intervals = intervals_of(self.mask, q_parts, k_parts, pieces)
         # Only among *sorted* keys is what a query sees an interval.
         order = np.argsort(np.concatenate(k_parts))
         self._sort = None if (np.diff(order) == 1).all() else order
+        return self._row, self._col
 
     def _forward(self, q, k, v):
         queries = Gather(self._row, {"q": q}, self._q_counts, self._work)
@@ -64,7 +68,7 @@ class Attention2D(AttentionPlan):
                 key = "own" if mine else i
                 target = [self._buffer((x, key), x, len(q_i), wide=mine) for x in ("out", "lse")]
             with self._clock("compute"):
-                self._tile.forward(q_i, k_j, v_j, self._intervals.get(i, j), *target)
+                self._tile.forward(q_i, k_j, v_j, self._intervals[i, j], *target)
             if not mine:
                 partials.send(i, target)
             elif not first:
@@ -83,13 +87,10 @@ class Attention2D(AttentionPlan):
         q_side = {"dout": dout, "q": q, "lse": lse, "delta": delta}
         queries = Gather(self._row, q_side, self._q_counts, self._work)
         keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._work)
-        # One of the two reductions is finished piece by piece and travels while later steps
-        # compute; the other is left for the end.  That must be the smaller one.
-        by_query = (self.grid.cols - 1) * self.nheads >= 2 * (self.grid.rows - 1) * self.nheads_kv
         nq, nk = sum(self._q_counts), sum(self._k_counts)
         dq = self._buffer("dq", "dq", nq)
         dkv = dkv_sorted = [self._buffer(x, x, nk) for x in ("dk", "dv")]
-        if by_query and self._sort is not None:
+        if self._by_query and self._sort is not None:
             dkv_sorted = [self._buffer((x, "sorted"), x, nk) for x in ("dk", "dv")]
         for x in (dq, *dkv, *dkv_sorted):
             x[...] = 0
@@ -101,18 +102,18 @@ class Attention2D(AttentionPlan):
         dkv_partials = Partials(self._col, "dkv", [dk_mine, dv_mine], self._work, hold)
 
         for i, j, (dout_i, q_i, lse_i, delta_i), (k_j, v_j) in self._steps(
-            queries, keys, by_query
+            queries, keys, self._by_query
         ):
             gradients = (dq if i is ALL else dq_of[i], *(dkv_sorted if j is ALL else dkv_of[j]))
             with self._clock("compute"):
                 self._tile.backward(
-                    dout_i, q_i, k_j, v_j, lse_i, delta_i, self._intervals.get(i, j), *gradients
+                    dout_i, q_i, k_j, v_j, lse_i, delta_i, self._intervals[i, j], *gradients
                 )
             if j is ALL:
                 dq_partials.send(i, [dq_of[i]])
             elif i is ALL:
                 dkv_partials.send(j, dkv_of[j])
-        if by_query:
+        if self._by_query:
             if dkv_sorted is not dkv:
                 with self._clock("merge"):
                     for x, x_sorted in zip(dkv, dkv_sorted, strict=True):
@@ -133,41 +134,50 @@ class Attention2D(AttentionPlan):
             transfer.finish()
         return dq_mine.copy(), dk_mine.copy(), dv_mine.copy()
 
+    def _pieces(self, by_query: bool) -> list[tuple[int | None, int | None]]:
+        """Pieces (query chunk, key chunk) of this rank's tile, in the order of the work.
+
+        By query: my own queries meet each key chunk as it arrives, then the other owners' queries
+        meet all keys at once, owner by owner.  By key: the same with the roles exchanged.
+        """
+        row, col = self._row, self._col
+        if by_query:
+            return [
+                *((row.rank, j) for j in (col.rank, *col.peers)),
+                *((i, ALL) for i in row.peers),
+            ]
+        return [
+            *((i, col.rank) for i in (row.rank, *row.peers)),
+            *((ALL, j) for j in col.peers),
+        ]
+
     def _steps(
         self, queries: Gather, keys: Gather, by_query: bool
     ) -> Iterator[tuple[int | None, int | None, Tensors, Tensors]]:
-        """The pieces of this rank's tile, each when its chunks are here.
-
-        Yields (i, j, tensors of query chunk i, tensors of key chunk j).  By query: my own queries
-        meet each key chunk as it arrives, then the other owners' queries meet all keys at once,
-        owner by owner.  By key: the same with the roles exchanged.
-        """
-        row, col = self._row, self._col
+        """Yield each piece, with the tensors of its queries and keys, when these are here."""
         if not self.overlap:
             queries.wait()
             keys.wait()
-        if by_query:
-            for j in (col.rank, *col.peers):
-                keys.wait(j)
-                yield row.rank, j, queries.chunk(row.rank), keys.chunk(j)
-            sorted_keys = self._sorted(keys.whole) if row.peers else []
-            for i in row.peers:
-                queries.wait(i)
-                yield i, ALL, queries.chunk(i), sorted_keys
-        else:
-            for i in (row.rank, *row.peers):
-                queries.wait(i)
-                yield i, col.rank, queries.chunk(i), keys.chunk(col.rank)
-            for j in col.peers:
-                keys.wait(j)
-                yield ALL, j, queries.whole, keys.chunk(j)
+        sorted_keys = None
+        for i, j in self._pieces(by_query):
+            queries.wait(i)
+            keys.wait(j)
+            if j is ALL and sorted_keys is None:
+                sorted_keys = self._sorted(keys.whole)
+            yield (
+                i,
+                j,
+                queries.whole if i is ALL else queries.chunk(i),
+                sorted_keys if j is ALL else keys.chunk(j),
+            )
 
     def _sorted(self, tensors: Tensors) -> Tensors:
         if self._sort is None:
             return tensors
         with self._clock("merge"):
             return [
-                np.take(x, self._sort, axis=0, out=self._buffer((name, "sorted"), name, len(x)))
+                # mode: with the default, NumPy fills a copy of `out` first.
+                np.take(x, self._sort, 0, self._buffer((name, "sorted"), name, len(x)), "clip")
                 for name, x in zip(("k", "v"), tensors, strict=True)
             ]
 

@@ -20,10 +20,10 @@ def as_dtype(dtype: np.typing.DTypeLike) -> np.dtype:
     """The dtype of tensors that is meant, by name or otherwise; ValueError if it is none."""
     try:
         found = DTYPES.get(str(dtype)) or np.dtype(dtype)
-    except TypeError:
+    except (TypeError, SyntaxError):
         found = None
-    # None first: NumPy takes it for float64.
-    if found is None or found not in DTYPES.values():
+    # NumPy takes None for float64, also in comparisons.
+    if dtype is None or found is None or found not in DTYPES.values():
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
     return found
 
@@ -50,7 +50,6 @@ class Workspace:
             buffer = self._buffers[name] = np.empty(nbytes, np.uint8)
         return buffer[:nbytes].view(dtype).reshape(shape)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return sum(b.nbytes for b in self._buffers.values())
+    def clear(self) -> None:
+        """Release all buffers."""
+        self._buffers.clear()

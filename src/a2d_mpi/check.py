@@ -139,22 +139,21 @@ def error_bounds(
     Returns
     -------
     dict of str to float
-        ``2 same_precision + eps (2 (1 + L) largest + T)``, where L bounds the logits, whose
-        rounding is a relative error of the exponentials (an absolute one of lse), and T the terms
-        of a gradient before they cancel, both by Cauchy-Schwarz; eps is that of the computation.
+        ``2 same_precision + eps ((2 + L) largest + T)``, where L is the largest absolute lse,
+        which stands for the logits that count: their rounding is a relative error of the
+        exponentials (an absolute one of lse).  T bounds the terms of a gradient before they
+        cancel, by Cauchy-Schwarz; eps is that of the computation.
         In float64, where no second computation is at hand, ``1e-12 largest`` takes the place of
         the first term.  16-bit results may be off by half a rounding (a quarter of their eps
         times `largest`) more: how often one is close to a power of two is a matter of luck.
     """
-    scale = abs(softmax_scale)
-    logit = scale * norms["q"] * norms["k"]
-    dp = scale * norms["v"] * norms.get("dout", 0.0)
+    dp = abs(softmax_scale) * norms["v"] * norms.get("dout", 0.0)
     terms = {"dq": dp * norms["k"], "dk": dp * norms["q"]}
     bounds = {}
-    for name, size in largest.items():
-        size = 1.0 if name == "lse" else size
-        first = 1e-12 * size if dtype == np.float64 else 2 * same_precision[name]
-        rounding = 2 * (1 + logit) * size + terms.get(name, 0.0)
+    for name, value in largest.items():
+        size = 1.0 if name == "lse" else value
+        first = 1e-12 * value if dtype == np.float64 else 2 * same_precision[name]
+        rounding = (2 + largest["lse"]) * size + terms.get(name, 0.0)
         bounds[name] = first + float(np.finfo(compute_dtype(dtype)).eps) * rounding
         if dtype.itemsize == 2 and name != "lse":
             bounds[name] += float(ml_dtypes.finfo(dtype).eps) / 4 * size

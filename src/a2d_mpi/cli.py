@@ -19,7 +19,7 @@ FAILED_CHECK = 1  # exit code: a result is wrong
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that speaks on rank 0 only.
+    """An argument parser that prints on rank 0 only, and raises instead of exiting.
 
     Parameters
     ----------
@@ -36,8 +36,8 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, in one line, and exit with 2."""
-        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see --help)\n")
+        """Raise ValueError: whether the options are good is for all ranks to agree on."""
+        raise ValueError(f"{message} (see --help)")
 
 
 def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) -> T | None:
@@ -64,17 +64,19 @@ def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) 
 def run(comm: MPI.Intracomm, prog: str, body: Callable[[], int]) -> NoReturn:
     """Run the body of a program and exit with its code on all ranks.
 
-    A CollectiveError is printed once, on rank 0, and the exit code is 2.  Anything else is a
-    defect of one rank: its traceback is printed and the whole job is aborted, so that no rank
-    waits for one that is gone.
+    A CollectiveError is printed once, on rank 0, and the exit code is 2.  Anything else, Ctrl-C
+    too, is of one rank alone: its traceback is printed and the whole job is aborted, so that no
+    rank waits for one that is gone.
     """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # paths need not be UTF-8
     try:
         code = body()
     except CollectiveError as error:
         code = BAD_INPUT
         if comm.rank == 0:
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
-    except Exception:
+    except (Exception, KeyboardInterrupt):
         print(f"{prog}: rank {comm.rank} failed", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()

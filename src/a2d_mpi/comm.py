@@ -1,13 +1,12 @@
 """Messages between ranks: posted early, counted, and agreed upon before anything is sent.
 
-Point-to-point only.  Both sides of a message know its size from the distribution, so nothing is
-negotiated and an empty part costs no message.
+Tensors travel point to point only.  Both sides of a message know its size from the distribution,
+so nothing is negotiated and an empty part costs no message.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -72,13 +71,13 @@ class Traffic:
 
     def clear(self) -> None:
         """Forget everything counted so far."""
-        self.bytes: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-        self.messages: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+        self.bytes: dict[tuple[str, str], list[int]] = {}
+        self.messages: dict[tuple[str, str], list[int]] = {}
 
     def count(self, phase: str, name: str, direction: int, nbytes: int) -> None:
         """Count one message; direction 0: sent, 1: received."""
-        self.bytes[phase, name][direction] += nbytes
-        self.messages[phase, name][direction] += 1
+        self.bytes.setdefault((phase, name), [0, 0])[direction] += nbytes
+        self.messages.setdefault((phase, name), [0, 0])[direction] += 1
 
 
 class Channel:

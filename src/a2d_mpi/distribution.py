@@ -44,6 +44,9 @@ class Distribution:
     nparts: int
 
     def __post_init__(self) -> None:
+        # NumPy's integers would overflow in the products below.
+        object.__setattr__(self, "seqlen", int(self.seqlen))
+        object.__setattr__(self, "nparts", int(self.nparts))
         if self.name not in DISTRIBUTIONS:
             raise ValueError(f"unknown distribution {self.name!r}; one of {DISTRIBUTIONS}")
         if self.seqlen < 0 or self.nparts < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -23,7 +23,8 @@ class AttentionPlan:
     """Exact self-attention of one sequence that is spread over the ranks of a grid.
 
     A plan checks its arguments on all ranks together, knows who owns which token, keeps its
-    buffers, and can be called many times.  Collective over ``grid.comm``, as are all its methods.
+    buffers, and can be called many times.  Making it, `forward` and `backward` are collective over
+    ``grid.comm``.
 
     Parameters
     ----------
@@ -59,8 +60,9 @@ class AttentionPlan:
         Bytes and messages since the plan was made, by phase and communicator.
     timings : dict of str to float
         Seconds of the latest call on this rank: "forward/compute" (kernels), "forward/merge"
-        (merges, sums and copies), "forward/wait" (inside MPI waits: the communication that
-        nothing hid), "forward/total"; "backward/..." likewise.
+        (merges and sums of partial results, sorting of keys), "forward/wait" (inside MPI waits:
+        the communication that nothing hid), "forward/total" (all from the moment when the ranks
+        have agreed on the arguments); "backward/..." likewise.
 
     Raises
     ------
@@ -86,10 +88,12 @@ class AttentionPlan:
         self.grid, self.mask, self.overlap = grid, mask, bool(overlap)
         self.traffic = Traffic()
         self.timings: dict[str, float] = {}
+        self._work = Workspace()
+        self._broken = False
         config = {
             "method": type(self).__name__,
-            "mask": mask,
             "seqlen": seqlen,
+            "mask": type(mask).__name__,
             "nheads": nheads,
             "nheads_kv": nheads if nheads_kv is None else nheads_kv,
             "headdim": headdim,
@@ -126,14 +130,14 @@ class AttentionPlan:
             if not math.isfinite(self.softmax_scale):
                 raise ValueError(f"softmax_scale must be finite, got {softmax_scale!r}")
             config["softmax_scale"] = self.softmax_scale
-            self._tile = make_tile(kernel, self.dtype, self.softmax_scale, self._poll)
-        except (ValueError, TypeError) as error:
-            problem = str(error)
+            self._tile = make_tile(kernel, self.dtype, self.softmax_scale, self._poll, self._work)
+            config["mask"] += f" (digest {mask.digest(self.seqlen)})"
+            self.compute_dtype = compute_dtype(self.dtype)
+            self.tokens = self.distribution.tokens(grid.comm.rank)
+            self._channels = self._set_up()
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = str(error) or type(error).__name__
         agree(grid.comm, problem, config)
-        self.compute_dtype = compute_dtype(self.dtype)
-        self.tokens = self.distribution.tokens(grid.comm.rank)
-        self._work = Workspace()
-        self._channels: tuple[Channel, ...] = ()
 
     def forward(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray
@@ -212,8 +216,12 @@ class AttentionPlan:
         raise NotImplementedError
 
     def free(self) -> None:
-        """Release the buffers.  The grid stays."""
-        self._work = Workspace()
+        """Release the buffers.  The grid stays.  Local."""
+        self._work.clear()
+
+    def _set_up(self) -> tuple[Channel, ...]:
+        """Prepare what needs no communication; returns the channels of the algorithm."""
+        raise NotImplementedError
 
     def _forward(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray
@@ -268,6 +276,8 @@ class AttentionPlan:
     def _checked(self, **arrays: np.ndarray) -> list[np.ndarray]:
         """The arrays, C-contiguous; ValueError on all ranks if one is wrong on any."""
         problem = None
+        if self._broken:
+            problem = "an earlier call was interrupted: make a new grid and a new plan"
         for name, x in arrays.items():
             shape, dtype = (len(self.tokens), *self._shape(name)), self._dtype_of(name)
             if not isinstance(x, np.ndarray):
@@ -294,7 +304,9 @@ class AttentionPlan:
         for part in ("compute", "merge"):
             self.timings[f"{phase}/{part}"] = 0.0
         start = time.perf_counter()
+        self._broken = True  # messages are under way until the end
         yield
+        self._broken = False
         self.timings[f"{phase}/wait"] = sum(channel.waited for channel in self._channels)
         self.timings[f"{phase}/total"] = time.perf_counter() - start
 
@@ -305,24 +317,25 @@ class AttentionPlan:
         self.timings[f"{self._phase}/{part}"] += time.perf_counter() - start
 
 
-class IntervalCache:
-    """Intervals of a mask between chunks of queries and chunks of keys, computed once.
+def intervals_of(
+    mask: Mask,
+    q_chunks: list[np.ndarray],
+    k_chunks: list[np.ndarray],
+    pieces: Iterable[tuple[int | None, int | None]],
+) -> dict[tuple[int | None, int | None], tuple[Interval, ...]]:
+    """Visible keys of each piece (query chunk i, key chunk j) of a tile.
 
     Parameters
     ----------
     mask : Mask
     q_chunks, k_chunks : lists of (n,) int64
         Tokens of each chunk.
+    pieces : pairs (i, j)
+        None stands for all chunks: of queries one after the other, of keys sorted.
     """
-
-    def __init__(self, mask: Mask, q_chunks: list[np.ndarray], k_chunks: list[np.ndarray]) -> None:
-        self._mask, self._q, self._k = mask, q_chunks, k_chunks
-        self._known: dict[tuple[int | None, int | None], tuple[Interval, ...]] = {}
-
-    def get(self, i: int | None, j: int | None) -> tuple[Interval, ...]:
-        """Intervals of query chunk i over key chunk j; None: of all, keys then sorted."""
-        if (i, j) not in self._known:
-            q = np.concatenate(self._q) if i is None else self._q[i]
-            k = np.sort(np.concatenate(self._k)) if j is None else self._k[j]
-            self._known[i, j] = self._mask.intervals(q, k)
-        return self._known[i, j]
+    found = {}
+    for i, j in pieces:
+        q = np.concatenate(q_chunks) if i is None else q_chunks[i]
+        k = np.sort(np.concatenate(k_chunks)) if j is None else k_chunks[j]
+        found[i, j] = mask.intervals(q, k)
+    return found

@@ -13,7 +13,7 @@ import numpy as np
 from a2d_mpi import cost
 from a2d_mpi.comm import Channel
 from a2d_mpi.merge import merge
-from a2d_mpi.plan import AttentionPlan, IntervalCache
+from a2d_mpi.plan import AttentionPlan, intervals_of
 
 
 class RingAttention(AttentionPlan):
@@ -22,14 +22,14 @@ class RingAttention(AttentionPlan):
     Parameters, attributes and methods are those of `AttentionPlan`.
     """
 
-    def __init__(self, grid, mask, **kwargs) -> None:
-        super().__init__(grid, mask, **kwargs)
-        self._ring = Channel(grid.comm, "ring", self.traffic)
-        self._channels = (self._ring,)
-        ranks = range(grid.comm.size)
+    def _set_up(self):
+        self._ring = Channel(self.grid.comm, "ring", self.traffic)
+        ranks = range(self._ring.size)
         parts = [self.distribution.tokens(rank) for rank in ranks]
         self._counts = [len(part) for part in parts]
-        self._intervals = IntervalCache(mask, [self.tokens], parts)
+        pieces = [(0, j) for j in ranks]
+        self._intervals = intervals_of(self.mask, [self.tokens], parts, pieces)
+        return (self._ring,)
 
     def _forward(self, q, k, v):
         out, lse = self._new("out"), self._new("lse")
@@ -37,7 +37,7 @@ class RingAttention(AttentionPlan):
         for j, (k_j, v_j) in self._chunks(k, v):
             target = [out, lse] if j == self._ring.rank else partial
             with self._clock("compute"):
-                self._tile.forward(q, k_j, v_j, self._intervals.get(0, j), *target)
+                self._tile.forward(q, k_j, v_j, self._intervals[0, j], *target)
             if j != self._ring.rank:
                 with self._clock("merge"):
                     merge(out, lse, *partial)
@@ -53,9 +53,7 @@ class RingAttention(AttentionPlan):
             for x in dkv:
                 x[...] = 0
             with self._clock("compute"):
-                self._tile.backward(
-                    dout, q, k_j, v_j, lse, delta, self._intervals.get(0, j), dq, *dkv
-                )
+                self._tile.backward(dout, q, k_j, v_j, lse, delta, self._intervals[0, j], dq, *dkv)
             # What the ranks before me added to the gradients of chunk j comes while I compute.
             self._ring.wait(travelling)
             if arrived is not None:

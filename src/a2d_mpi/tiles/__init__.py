@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from a2d_mpi.backend import Workspace
 from a2d_mpi.masks import Interval
 from a2d_mpi.tiles.numpy import NumpyTile
 
@@ -51,8 +52,9 @@ def make_tile(
     dtype: np.dtype,
     softmax_scale: float,
     poll: Callable[[], object] | None = None,
+    work: Workspace | None = None,
 ) -> Tile:
     """The kernel of that name ("auto": the fastest for the dtype)."""
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; one of {KERNELS}")
-    return NumpyTile(dtype, softmax_scale, poll)
+    return NumpyTile(dtype, softmax_scale, poll, work=work)

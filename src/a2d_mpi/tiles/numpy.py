@@ -30,7 +30,7 @@ ALIGN = 32  # keys: full blocks begin and end at multiples of it where an interv
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
 
 
-# Rows of a block, keys [j0, j1) that they see, an additive mask if some of them are hidden.
+# Rows of a block, keys [j0, j1) that they see, and which pairs are hidden, if some are.
 Piece = tuple[slice, int, int, "np.ndarray | None"]
 RowBlock = tuple[int, int, "list[Piece]"]  # query tokens [i0, i1) and what they see
 
@@ -48,6 +48,8 @@ class NumpyTile:
         calls, and NumPy holds the core.
     block_q, block_k : int
         Block sizes.
+    work : Workspace, optional
+        Where its buffers lie.
 
     Notes
     -----
@@ -61,12 +63,13 @@ class NumpyTile:
         poll: Callable[[], object] | None = None,
         block_q: int = BLOCK_Q,
         block_k: int = BLOCK_K,
+        work: Workspace | None = None,
     ) -> None:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale = softmax_scale
         self.poll = poll or (lambda: None)
         self.block_q, self.block_k = block_q, block_k
-        self._work = Workspace()
+        self._work = work or Workspace()
 
     def forward(
         self,
@@ -94,7 +97,9 @@ class NumpyTile:
         nk, nheads_kv = k.shape[:2]
         g = nheads // nheads_kv
         blocks, most = self._blocks(intervals, nk, g)
+        blind, unseen = _outside(intervals, nk)
         get = self._get
+        seeing = q[~blind] if blind.any() else q
         scores, ones = get("scores", (most * self.block_k,)), get("ones", (self.block_k,))
         ones[:] = 1
         part, acc = get("part", (most, d)), get("acc", (most, d))
@@ -103,11 +108,13 @@ class NumpyTile:
         for h in range(nheads_kv):
             heads = slice(h * g, (h + 1) * g)
             kh[:, :d], vh[:] = k[:, h], v[:, h]
-            bounded = self._bounded(q[:, heads], k[:, h], v[:, h])
+            kh[unseen, :d] = vh[unseen] = 0
+            bounded = self._bounded(seeing[:, heads], kh[:, :d], vh)
             for i0, i1, pieces in blocks:
                 n = (i1 - i0) * g
                 qb = self._pack("q", q[i0:i1, heads], self.softmax_scale)
                 qb[:, d] = 0  # minus the shift
+                qb[np.repeat(blind[i0:i1], g)] = 0
                 shift, total = get("shift", (n,)), get("total", (n,))
                 acc[:n] = shift[:] = total[:] = 0
                 sees = np.zeros(n, bool)  # rows whose shift is set by a visible key
@@ -119,7 +126,7 @@ class NumpyTile:
                     else:
                         np.matmul(qb[rows], kh[j0:j1].T, out=s)
                     if hidden is not None:
-                        s += hidden
+                        np.copyto(s, -np.inf, where=hidden)
                     if not (bounded or (sees[rows].all() and s.max() <= SLACK)):
                         rise = s.max(axis=1)
                         new = ~sees[rows] & ~np.isneginf(rise)
@@ -180,6 +187,7 @@ class NumpyTile:
         nk, nheads_kv = k.shape[:2]
         g = nheads // nheads_kv
         blocks, most = self._blocks(intervals, nk, g)
+        blind, unseen = _outside(intervals, nk)
         get = self._get
         scores, dscores = (get(name, (most * self.block_k,)) for name in ("scores", "dscores"))
         part = get("part", (max(most, self.block_k), d))
@@ -189,6 +197,7 @@ class NumpyTile:
         for h in range(nheads_kv):
             heads = slice(h * g, (h + 1) * g)
             kh[:, :d], vh[:, :d] = k[:, h], v[:, h]
+            kh[unseen, :d] = vh[unseen, :d] = 0
             dkh[:] = dvh[:] = 0
             for i0, i1, pieces in blocks:
                 n = (i1 - i0) * g
@@ -198,6 +207,7 @@ class NumpyTile:
                 qb[:, d] = np.where(np.isneginf(shift), 0, -shift)
                 db = self._pack("dout", dout[i0:i1, heads])
                 db[:, d] = -delta[i0:i1, heads].reshape(n)
+                qb[np.repeat(blind[i0:i1], g)] = db[np.repeat(blind[i0:i1], g)] = 0
                 dqb = get("dq", (n, d))
                 dqb[:] = 0
                 for rows, j0, j1, hidden in pieces:
@@ -205,7 +215,7 @@ class NumpyTile:
                     p, ds = (x[: m * keys].reshape(m, keys) for x in (scores, dscores))
                     np.matmul(qb[rows], kh[j0:j1].T, out=p)
                     if hidden is not None:
-                        p += hidden
+                        np.copyto(p, -np.inf, where=hidden)
                     np.exp(p, out=p)
                     np.matmul(p.T, db[rows, :d], out=part[:keys])
                     dvh[j0:j1] += part[:keys]
@@ -223,7 +233,7 @@ class NumpyTile:
             dv[:, h] += dvh
 
     def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return self._work.get(name, shape, self.dtype)
+        return self._work.get(("tile", name), shape, self.dtype)
 
     def _pack(self, name: str, x: np.ndarray, factor: float = 1.0) -> np.ndarray:
         """Copy (tokens, group, d) times `factor` to contiguous rows with one more column."""
@@ -239,8 +249,12 @@ class NumpyTile:
         norm2 = [float(np.einsum("...d,...d->...", x, x, dtype=self.dtype).max()) for x in (q, k)]
         largest = math.sqrt(norm2[0]) * math.sqrt(norm2[1]) * abs(self.softmax_scale)
         half = math.log(np.finfo(self.dtype).max) / 2
-        # NaN fails both comparisons and takes the general path.
-        return largest <= half and len(k) * float(np.abs(v).max()) < math.exp(half)
+        size = float(np.abs(v).max())
+        floor = float(np.finfo(self.dtype).tiny / np.finfo(self.dtype).eps)
+        # NaN fails the comparisons and takes the general path.
+        return largest <= half and (
+            size == 0 or floor * math.exp(half) < size < math.exp(half) / len(k)
+        )
 
     def _blocks(
         self, intervals: tuple[Interval, ...], nk: int, group: int
@@ -288,6 +302,18 @@ class NumpyTile:
                     seen = np.zeros((tokens, j1 - j0), bool)
                     for begin, end in zip(begins, stops, strict=True):
                         seen |= (keys >= begin[:, None]) & (keys < end[:, None])
-                    hidden = np.where(seen, 0, -np.inf).astype(self.dtype)
-                    hidden = np.repeat(hidden, group, axis=0)
+                    hidden = np.repeat(~seen, group, axis=0)
                 yield slice(row * group, (row + tokens) * group), j0, j1, hidden
+
+
+def _outside(intervals: tuple[Interval, ...], nk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Queries that see no key, and keys that no query sees: padding, which may hold anything.
+
+    They count as zeros, for 0 times NaN is NaN.
+    """
+    change = np.zeros(nk + 1, np.int64)
+    for begin, end in intervals:
+        np.add.at(change, begin, 1)
+        np.add.at(change, end, -1)
+    blind = np.all([end <= begin for begin, end in intervals], axis=0)
+    return blind, np.cumsum(change[:-1]) == 0
