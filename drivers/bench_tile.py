@@ -1,6 +1,6 @@
 """The NumPy tile kernel against PyTorch's CPU scaled_dot_product_attention, on one core.
 
-    pip install -e '.[mpich,bench]'  # torch; its CPU build is enough
+    pip install -e '.[bench]'  # torch; its CPU build is enough
     python drivers/bench_tile.py
 
 Both run in this process, in turn, trial by trial, single-threaded, float32; the backward pass is

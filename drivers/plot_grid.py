@@ -1,6 +1,6 @@
 """Draw who computes what: the attention matrix coloured by rank, and the process grid.
 
-pip install -e '.[mpich,plot]'
+pip install -e '.[plot]'
 python drivers/plot_grid.py data/figures/grid.png --rows 2 --cols 3
 """
 

@@ -1,25 +1,36 @@
-"""Exact two-dimensional parallel attention over MPI."""
+"""Exact two-dimensional parallel attention over MPI.
 
+Names are imported when they are first used: `a2d_mpi.cost`, `masks`, `results`, the tile kernels
+and other parts that need no MPI work where there is none (login nodes, laptops).
+"""
+
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
-from a2d_mpi.attention2d import Attention2D
-from a2d_mpi.baselines.ring import RingAttention
-from a2d_mpi.distribution import Distribution
-from a2d_mpi.grid import ProcessGrid
-from a2d_mpi.masks import Causal, Full, IntervalMask, Mask
+_HOMES = {
+    "Attention2D": "a2d_mpi.attention2d",
+    "Causal": "a2d_mpi.masks",
+    "Distribution": "a2d_mpi.distribution",
+    "Full": "a2d_mpi.masks",
+    "IntervalMask": "a2d_mpi.masks",
+    "Mask": "a2d_mpi.masks",
+    "ProcessGrid": "a2d_mpi.grid",
+    "RingAttention": "a2d_mpi.baselines.ring",
+}
 
-__all__ = [
-    "Attention2D",
-    "Causal",
-    "Distribution",
-    "Full",
-    "IntervalMask",
-    "Mask",
-    "ProcessGrid",
-    "RingAttention",
-]
+__all__ = list(_HOMES)
 
 try:
     __version__ = version("a2d_mpi")
 except PackageNotFoundError:  # run from a source tree that was never installed
     __version__ = "0+unknown"
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'a2d_mpi' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -203,8 +203,9 @@ def provenance(mpi_library: str, hostnames: Sequence[str]) -> dict[str, object]:
     }
 
 
-def write_result(path: str | os.PathLike[str], result: Result) -> None:
-    """Write a result file, whole or not at all.
+@contextmanager
+def new_file(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
+    """An HDF5 file to fill: whole under its name at the end of the block, or not there at all.
 
     Raises
     ------
@@ -216,12 +217,24 @@ def write_result(path: str | os.PathLike[str], result: Result) -> None:
             try:
                 # Before HDF5 1.8 an attribute ended at 64 KiB: the names of 4095 hosts.
                 with h5py.File(sink, "w", libver="v108") as file:
-                    _fill(file, result)
+                    yield file
             finally:
                 if sink.error:
                     raise sink.error
             os.fsync(sink.fileno())
         os.replace(temporary, target)
+
+
+def write_result(path: str | os.PathLike[str], result: Result) -> None:
+    """Write a result file, whole or not at all.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written (no room, ...); the file that was there before then still is.
+    """
+    with new_file(path) as file:
+        _fill(file, result)
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:
