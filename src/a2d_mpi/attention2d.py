@@ -45,7 +45,7 @@ class Attention2D(AttentionPlan):
         # One of the two reductions of the backward pass is finished piece by piece and travels
         # while later pieces are computed; the other is left for the end: the smaller one.
         self._by_query = (grid.cols - 1) * self.nheads >= 2 * (grid.rows - 1) * self.nheads_kv
-        pieces = [*self._pieces(by_query=True), *self._pieces(self._by_query)]
+        pieces = dict.fromkeys([*self._pieces(by_query=True), *self._pieces(self._by_query)])
         self._intervals = intervals_of(self.mask, q_parts, k_parts, pieces)
         # Only among *sorted* keys is what a query sees an interval.
         order = np.argsort(np.concatenate(k_parts))
