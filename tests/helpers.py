@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 from mpi4py import MPI
+
+from a2d_mpi.check import error_bounds
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 # What Open MPI wants as root, and on fewer cores than ranks; see jobs/env.sh.
@@ -18,6 +22,29 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest |a - b| in float64; equal infinities are at distance 0, NaN is infinitely far."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    with np.errstate(invalid="ignore"):
+        return np.nan_to_num(np.where(a == b, 0, np.abs(a - b)), nan=np.inf).max(initial=0)
+
+
+def bounds_for(
+    dtype: np.dtype,
+    softmax_scale: float,
+    inputs: Sequence[np.ndarray],
+    exact: Mapping[str, np.ndarray],
+    same_precision: Mapping[str, float],
+) -> dict[str, float]:
+    """`error_bounds` of results from the whole q, k, v, dout and the float64 reference."""
+    norms = {
+        name: np.linalg.norm(x.astype(float), axis=-1).max(initial=0)
+        for name, x in zip(("q", "k", "v", "dout"), inputs)
+    }
+    largest = {x: distance(np.where(np.isfinite(y), y, 0), 0) for x, y in exact.items()}
+    return error_bounds(dtype, softmax_scale, norms, largest, same_precision)
 
 
 def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:

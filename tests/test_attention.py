@@ -4,12 +4,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-from helpers import assert_all
+from helpers import assert_all, bounds_for, distance
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid, RingAttention, reference
 from a2d_mpi.backend import DTYPES
-from a2d_mpi.check import check_attention, error_bounds
+from a2d_mpi.check import check_attention
 from a2d_mpi.distribution import DISTRIBUTIONS
 
 pytestmark = pytest.mark.mpi
@@ -71,12 +71,6 @@ def expected(mask, seqlen, nheads_kv, headdim, size=1.0, dtype="float32"):
     return exact, {x: distance(stored[x], exact[x]) for x in TENSORS}
 
 
-def distance(a, b):
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    with np.errstate(invalid="ignore"):
-        return np.nan_to_num(np.where(a == b, 0, np.abs(a - b)), nan=np.inf).max(initial=0)
-
-
 def run(plan, q, k, v, dout):
     """All results of this rank for whole inputs."""
     q, k, v, dout = (x[plan.tokens].astype(plan.dtype) for x in (q, k, v, dout))
@@ -90,12 +84,7 @@ def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
     dtype = "float32" if plan.dtype.itemsize > 2 else plan.dtype.name
     exact, same = expected(mask, seqlen, nheads_kv, headdim, size, dtype)
     whole = inputs(seqlen, nheads_kv, headdim, size, dtype)
-    norms = {
-        name: np.linalg.norm(x.astype(float), axis=-1).max()
-        for name, x in zip(("q", "k", "v", "dout"), whole)
-    }
-    largest = {x: distance(np.where(np.isfinite(y), y, 0), 0) for x, y in exact.items()}
-    bounds = error_bounds(plan.dtype, headdim**-0.5, norms, largest, same)
+    bounds = bounds_for(plan.dtype, headdim**-0.5, whole, exact, same)
     dtypes = {x: plan.compute_dtype if x == "lse" else plan.dtype for x in TENSORS}
     errors = {x: distance(found[x], exact[x][plan.tokens]) for x in TENSORS}
     return [

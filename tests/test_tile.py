@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from helpers import bounds_for, distance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from a2d_mpi import reference
 from a2d_mpi.backend import DTYPES
-from a2d_mpi.check import error_bounds
 from a2d_mpi.masks import Causal, Full, IntervalMask
 from a2d_mpi.merge import merge
 from a2d_mpi.tiles import make_tile
@@ -40,22 +40,12 @@ def plain(q, k, v, dout, intervals, scale, dtype):
     return dict(zip(TENSORS, (out, lse, *gradients)))
 
 
-def distance(a, b):
-    with np.errstate(invalid="ignore"):
-        return np.where(a == b, 0, np.abs(a - b)).max(initial=0)
-
-
 def failures(found, q, k, v, dout, intervals, scale):
     """Names of the results that are out of bounds."""
     exact = plain(q, k, v, dout, intervals, scale, np.float64)
     same = plain(q, k, v, dout, intervals, scale, q.dtype)
-    norms = {
-        name: np.linalg.norm(x.astype(float), axis=-1).max(initial=0)
-        for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout))
-    }
-    largest = {x: distance(np.where(np.isfinite(y), y, 0), 0) for x, y in exact.items()}
     errors = {x: distance(same[x], exact[x]) for x in TENSORS}
-    bounds = error_bounds(q.dtype, scale, norms, largest, errors)
+    bounds = bounds_for(q.dtype, scale, (q, k, v, dout), exact, errors)
     errors = {x: distance(found[x], exact[x]) for x in TENSORS}
     return [(x, errors[x], bounds[x]) for x in TENSORS if not errors[x] <= bounds[x]]
 

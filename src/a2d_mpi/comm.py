@@ -106,13 +106,16 @@ class Channel:
         """The other ranks, nearest following first: no rank is everybody's first target."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
-    def isend(self, array: np.ndarray, peer: int, tag: int) -> list[MPI.Request]:
-        """Start sending `array` (C-contiguous); it must not change until the requests are done."""
-        return [self.comm.Isend(piece, peer, tag) for piece in self._pieces(array, 0)]
+    def isend(self, tensors: Sequence[np.ndarray], peer: int, tag: int) -> list[MPI.Request]:
+        """Start sending C-contiguous tensors, with tags from `tag` on.
 
-    def irecv(self, array: np.ndarray, peer: int, tag: int) -> list[MPI.Request]:
-        """Start receiving into `array` (C-contiguous)."""
-        return [self.comm.Irecv(piece, peer, tag) for piece in self._pieces(array, 1)]
+        They must not change until the requests are done.
+        """
+        return [self.comm.Isend(x, peer, t) for t, x in self._messages(tensors, tag, 0)]
+
+    def irecv(self, tensors: Sequence[np.ndarray], peer: int, tag: int) -> list[MPI.Request]:
+        """Start receiving into C-contiguous tensors, with tags from `tag` on."""
+        return [self.comm.Irecv(x, peer, t) for t, x in self._messages(tensors, tag, 1)]
 
     def wait(self, requests: list[MPI.Request]) -> None:
         """Complete the requests and empty the list."""
@@ -121,13 +124,17 @@ class Channel:
         requests.clear()
         self.waited += time.perf_counter() - start
 
-    def _pieces(self, array: np.ndarray, direction: int) -> list[np.ndarray]:
-        # As bytes: MPI has no bfloat16, and nothing is reduced on the way.
-        flat = array.reshape(-1).view(np.uint8)
-        pieces = [flat[i : i + MAX_MESSAGE] for i in range(0, flat.size, MAX_MESSAGE)]
-        for piece in pieces:
-            self.traffic.count(self.phase, self.name, direction, piece.nbytes)
-        return pieces
+    def _messages(
+        self, tensors: Sequence[np.ndarray], tag: int, direction: int
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Count, and yield as (tag, bytes), the messages in which the tensors travel."""
+        for t, tensor in enumerate(tensors, tag):
+            # As bytes: MPI has no bfloat16, and nothing is reduced on the way.
+            flat = tensor.reshape(-1).view(np.uint8)
+            for start in range(0, flat.size, MAX_MESSAGE):
+                message = flat[start : start + MAX_MESSAGE]
+                self.traffic.count(self.phase, self.name, direction, message.nbytes)
+                yield t, message
 
 
 class Gather:
@@ -152,6 +159,8 @@ class Gather:
         The gathered tensors, chunks in the order of ranks.
     """
 
+    _TAG = 0
+
     def __init__(
         self,
         channel: Channel,
@@ -169,21 +178,16 @@ class Gather:
                 for name, x in local.items()
             ]
         self._receives = {
-            peer: [
-                r for tag, x in enumerate(self.chunk(peer)) for r in channel.irecv(x, peer, tag)
-            ]
-            for peer in channel.peers
+            peer: channel.irecv(self.chunk(peer), peer, self._TAG) for peer in channel.peers
         }
         # My chunk is the first one that the rank before me wants, the last for the one after me.
+        mine = list(local.values())
         self._sends = [
-            r
-            for peer in reversed(channel.peers)
-            for tag, x in enumerate(local.values())
-            for r in channel.isend(x, peer, tag)
+            r for p in reversed(channel.peers) for r in channel.isend(mine, p, self._TAG)
         ]
         if channel.size > 1:
-            for mine, x in zip(self.chunk(channel.rank), local.values(), strict=True):
-                mine[...] = x
+            for own, x in zip(self.chunk(channel.rank), mine, strict=True):
+                own[...] = x
 
     def chunk(self, rank: int) -> list[np.ndarray]:
         """The part of `rank` of each tensor, inside `whole`."""
@@ -236,7 +240,7 @@ class Partials:
             for peer in channel.peers
         }
         self._receives = {
-            peer: [r for i, x in enumerate(buffers) for r in channel.irecv(x, peer, self._TAG + i)]
+            peer: channel.irecv(buffers, peer, self._TAG)
             for peer, buffers in self._buffers.items()
         }
 
@@ -245,8 +249,7 @@ class Partials:
         if self._held is not None:
             self._held.append((peer, tensors))
             return
-        for i, x in enumerate(tensors):
-            self._sends += self._channel.isend(x, peer, self._TAG + i)
+        self._sends += self._channel.isend(tensors, peer, self._TAG)
 
     def release(self) -> None:
         """Send what was held."""

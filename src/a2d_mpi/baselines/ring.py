@@ -91,11 +91,11 @@ class RingAttention(AttentionPlan):
 
     def _shift(self, mine: list[np.ndarray], following: list[np.ndarray], tag: int) -> list:
         """Start passing `mine` to the next rank and receiving `following` from the one before."""
-        ring, requests = self._ring, []
-        for i, (x, y) in enumerate(zip(mine, following, strict=True)):
-            requests += ring.irecv(y, (ring.rank - 1) % ring.size, tag + i)
-            requests += ring.isend(x, (ring.rank + 1) % ring.size, tag + i)
-        return requests
+        ring = self._ring
+        return [
+            *ring.irecv(following, (ring.rank - 1) % ring.size, tag),
+            *ring.isend(mine, (ring.rank + 1) % ring.size, tag),
+        ]
 
     def area(self, rank: int | None = None) -> int:
         tokens = self.tokens if rank is None else self.distribution.tokens(rank)

@@ -112,9 +112,8 @@ class NumpyTile:
             bounded = self._bounded(seeing[:, heads], kh[:, :d], vh)
             for i0, i1, pieces in blocks:
                 n = (i1 - i0) * g
-                qb = self._pack("q", q[i0:i1, heads], self.softmax_scale)
-                qb[:, d] = 0  # minus the shift
-                qb[np.repeat(blind[i0:i1], g)] = 0
+                # The last column is minus the shift.
+                qb = self._pack("q", q[i0:i1, heads], self.softmax_scale, 0, blind[i0:i1])
                 shift, total = get("shift", (n,)), get("total", (n,))
                 acc[:n] = shift[:] = total[:] = 0
                 sees = np.zeros(n, bool)  # rows whose shift is set by a visible key
@@ -201,13 +200,10 @@ class NumpyTile:
             dkh[:] = dvh[:] = 0
             for i0, i1, pieces in blocks:
                 n = (i1 - i0) * g
-                qb = self._pack("q", q[i0:i1, heads], self.softmax_scale)
-                # Rows that see nothing have lse -inf, but no visible key either: any shift does.
-                shift = lse[i0:i1, heads].reshape(n)
-                qb[:, d] = np.where(np.isneginf(shift), 0, -shift)
-                db = self._pack("dout", dout[i0:i1, heads])
-                db[:, d] = -delta[i0:i1, heads].reshape(n)
-                qb[np.repeat(blind[i0:i1], g)] = db[np.repeat(blind[i0:i1], g)] = 0
+                hide = blind[i0:i1]  # their lse may be -inf
+                scale, shift = self.softmax_scale, -lse[i0:i1, heads]
+                qb = self._pack("q", q[i0:i1, heads], scale, shift, hide)
+                db = self._pack("dout", dout[i0:i1, heads], 1, -delta[i0:i1, heads], hide)
                 dqb = get("dq", (n, d))
                 dqb[:] = 0
                 for rows, j0, j1, hidden in pieces:
@@ -235,11 +231,18 @@ class NumpyTile:
     def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return self._work.get(("tile", name), shape, self.dtype)
 
-    def _pack(self, name: str, x: np.ndarray, factor: float = 1.0) -> np.ndarray:
-        """Copy (tokens, group, d) times `factor` to contiguous rows with one more column."""
+    def _pack(
+        self, name: str, x: np.ndarray, factor: float, column: np.ndarray | float, hide: np.ndarray
+    ) -> np.ndarray:
+        """Copy (tokens, group, d) times `factor` to contiguous rows with one more column.
+
+        `column` is (tokens, group) or a number; all of the tokens where `hide` is true becomes 0.
+        """
         tokens, group, d = x.shape
         packed = self._get(name, (tokens, group, d + 1))
         np.multiply(x, self.dtype.type(factor), out=packed[..., :d])
+        packed[..., d] = column
+        packed[hide] = 0
         return packed.reshape(tokens * group, d + 1)
 
     def _bounded(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> bool:
