@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from a2d_mpi import Attention2D, ProcessGrid, RingAttention, cost
 from a2d_mpi.atomic import check_writable
-from a2d_mpi.backend import DTYPES
+from a2d_mpi.backend import DTYPES, HOST
 from a2d_mpi.check import check_attention
 from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
 from a2d_mpi.comm import agree
@@ -33,6 +33,8 @@ from a2d_mpi.results import (
     read_part,
     write_result,
 )
+from a2d_mpi.tiles import KERNELS
+from a2d_mpi.transport import TRANSFERS
 
 METHODS = {"attention2d": Attention2D, "ring": RingAttention}
 PARTS = ("compute", "merge", "wait", "total")
@@ -50,6 +52,9 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--mask", choices=MASKS, default="causal")
     add("--distribution", choices=DISTRIBUTIONS, help="default: what balances the mask")
     add("--dtype", choices=DTYPES, default="float32")
+    add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
+    add("--kernel", choices=KERNELS, default="auto", help="default: the fastest for the device")
+    add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays: see the README")
     add("--seqlen", type=int, help="use the first tokens of the file only; default: all")
     add("--backward", action="store_true", help="also the gradients")
     add("--no-overlap", action="store_true", help="communicate and compute in turn")
@@ -80,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.output:
         together(comm, lambda: check_writable(args.output, _output_bytes(args, info)), on=0)
     rows, cols = _grid_shape(comm.size, args.rows, args.cols)
+    device = _open_device(comm, args.device)
     grid = ProcessGrid(comm, rows, cols)
     plan = METHODS[args.method](
         grid,
@@ -91,22 +97,30 @@ def main(argv: list[str] | None = None) -> int:
         dtype=args.dtype,
         distribution=args.distribution,
         overlap=not args.no_overlap,
+        kernel=args.kernel,
+        transfers=args.transfers,
     )
     tensors = together(comm, lambda: _read(args, info, plan))
     if args.check != "none":
         _refuse_nan(comm, tensors)
+    tensors = {name: device.upload(x) for name, x in tensors.items()}
+
+    def on_host() -> dict[str, np.ndarray]:
+        return {name: device.download(x) for name, x in tensors.items()}
+
     with threadpool_limits(args.threads):
         # Checked before it is timed: the timed runs must then repeat the checked one bit for bit.
         for _ in range(max(args.warmup, args.check != "none")):
             _call(plan, tensors, args.backward)
-        checks = _check(plan, tensors, args)
-        checked = dict(tensors)
+        checked = on_host()
+        checks = _check(plan, checked, args)
         timings, traffic = _measure(plan, tensors, args)
+        tensors = on_host()
         checks["traffic"] = _traffic_check(plan, traffic, args)
         if args.check != "none":
-            checks["repeat"] = _repeat_check(comm, checked, tensors)
+            checks["repeat"] = _repeat_check(plan, checked, tensors)
     area = comm.gather(plan.area())
-    result = _result(args, plan, timings, traffic, checks, area, tensors)
+    result = _result(args, plan, device, timings, traffic, checks, area, tensors)
     if comm.rank == 0:
         _report(result, plan)
     if args.output:
@@ -133,6 +147,21 @@ def _validated(args):
             f"got {args.seqlen}"
         )
     return info
+
+
+def _open_device(comm: MPI.Intracomm, name: str):
+    """The host, or the GPU of this rank."""
+    if name == "cpu":
+        return HOST
+    return together(comm, _import_cuda).bind_gpu(comm)[0]
+
+
+def _import_cuda():
+    try:
+        from a2d_mpi import cuda
+    except ImportError as error:
+        raise ValueError(f"--device gpu: {error}") from None
+    return cuda
 
 
 def _output_bytes(args, info) -> int:
@@ -230,17 +259,21 @@ def _traffic_check(plan: AttentionPlan, traffic, args) -> Check:
     return Check(float(comm.allreduce(max(off, default=0), op=MPI.MAX)), 0.0, comm.size)
 
 
-def _repeat_check(comm: MPI.Intracomm, checked, timed) -> Check:
-    """Number of tensors, over all ranks, that differ in any bit from the checked ones."""
+def _repeat_check(plan: AttentionPlan, checked, timed) -> Check:
+    """Number of results, over all ranks, that differ in any bit from the checked ones."""
+    comm = plan.grid.comm
+    names = ("out", "lse", "dq", "dk", "dv") if plan.deterministic else ("out", "lse")
     differ = sum(
-        not np.array_equal(checked[name].view(np.uint8), x.view(np.uint8))
-        for name, x in timed.items()
-        if x is not checked[name]  # the inputs
+        not np.array_equal(checked[name].view(np.uint8), timed[name].view(np.uint8))
+        for name in names
+        if name in timed
     )
     return Check(float(comm.allreduce(differ)), 0.0, comm.size)
 
 
-def _result(args, plan: AttentionPlan, timings, traffic, checks, area, tensors) -> Result | None:
+def _result(
+    args, plan: AttentionPlan, device, timings, traffic, checks, area, tensors
+) -> Result | None:
     """Everything on rank 0."""
     comm, grid = plan.grid.comm, plan.grid
     seconds = {name: comm.gather(trials) for name, trials in timings.items()}
@@ -280,6 +313,9 @@ def _result(args, plan: AttentionPlan, timings, traffic, checks, area, tensors) 
             "seed": args.seed,
             "threads": args.threads,
             "input": args.input,
+            "device": device.name,
+            "kernel": args.kernel,
+            "transfers": "host" if plan.staged_bytes else "device",
         },
         timings={name: np.array(ranks).T for name, ranks in seconds.items()},
         traffic={
@@ -293,7 +329,7 @@ def _result(args, plan: AttentionPlan, timings, traffic, checks, area, tensors) 
         area=np.array(area),
         checks=checks,
         outputs=outputs,
-        provenance=provenance(MPI.Get_library_version(), hosts),
+        provenance=provenance(MPI.Get_library_version(), hosts, device.description),
     )
 
 
@@ -302,7 +338,7 @@ def _report(result: Result, plan: AttentionPlan) -> None:
     c = result.config
     print(
         f"{c['method']} on {c['rows']} x {c['cols']} ranks, {c['mask']} mask, "
-        f"{c['distribution']} distribution, {c['dtype']}\n"
+        f"{c['distribution']} distribution, {c['dtype']}, {result.provenance['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}; {c['trials']} trials; "
         f"tile area max/mean {result.area.max() / result.area.mean():.3f}\n"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -29,6 +30,7 @@ settings.load_profile("same everywhere")
 
 PATIENCE = 20  # seconds that a rank which failed waits for the others before it ends the run
 LOCKSTEP = pytest.StashKey()
+EMULATED = Path(__file__).parent / "emulated"
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +39,46 @@ def comm():
     comm = MPI.COMM_WORLD.Dup()
     yield comm
     comm.Free()
+
+
+@pytest.fixture(scope="module", params=["emulated", "real"])
+def cupy(request):
+    """The module `cupy`: that of tests/emulated, and the real one where it finds a GPU.
+
+    ``cupy.kind`` says which.
+    """
+    saved = {x: sys.modules.pop(x) for x in list(sys.modules) if _is_of_gpu(x)}
+    if request.param == "emulated":
+        sys.path.insert(0, str(EMULATED))
+    try:
+        yield _import_cupy(request.param)
+    finally:
+        if request.param == "emulated":
+            sys.path.remove(str(EMULATED))
+        for x in [x for x in sys.modules if _is_of_gpu(x)]:
+            del sys.modules[x]
+        sys.modules.update(saved)
+
+
+def _is_of_gpu(module):
+    return module.split(".")[0] == "cupy" or module in (
+        "a2d_mpi.cuda",
+        "a2d_mpi.tiles.cupy",
+        "a2d_mpi.tiles.cudnn",
+    )
+
+
+def _import_cupy(kind):
+    try:
+        import cupy
+
+        cupy.cuda.runtime.getDeviceCount()
+    except ImportError:
+        pytest.skip("no GPU packages: cupy is not installed")
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"no GPU: {error}")
+    cupy.kind = kind
+    return cupy
 
 
 @pytest.hookimpl(trylast=True)

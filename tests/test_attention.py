@@ -1,27 +1,15 @@
 """The distributed algorithms against float64, on every grid that the ranks of this run make."""
 
-from functools import cache
-
 import numpy as np
 import pytest
-from helpers import assert_all, bounds_for, distance
-from mpi4py import MPI
+from cases import IDS, METHODS, NHEADS, TENSORS, failures, inputs, run
+from helpers import assert_all
 
-from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid, RingAttention, reference
-from a2d_mpi.backend import DTYPES
+from a2d_mpi import Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi.check import check_attention
 from a2d_mpi.distribution import DISTRIBUTIONS
 
 pytestmark = pytest.mark.mpi
-
-SIZE = MPI.COMM_WORLD.size
-GRIDS = {5: [(1, 5)], 6: [(2, 3), (3, 2)]}.get(
-    SIZE, [(r, SIZE // r) for r in range(1, SIZE + 1) if SIZE % r == 0]
-)
-METHODS = [(Attention2D, grid) for grid in GRIDS] + [(RingAttention, GRIDS[-1])]
-IDS = [f"{method.__name__}-{rows}x{cols}" for method, (rows, cols) in METHODS]
-NHEADS = 5
-TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
 @pytest.fixture(scope="module", params=METHODS, ids=IDS)
@@ -30,68 +18,6 @@ def method(request, comm):
     grid = ProcessGrid(comm, *shape)
     yield lambda mask, **kwargs: algorithm(grid, mask, **kwargs)
     grid.free()
-
-
-def inputs(seqlen, nheads_kv, headdim, size=1.0, dtype="float32"):
-    """q, k, v, dout of the whole sequence, float32, but no finer than `dtype` can hold."""
-    rng = np.random.default_rng([seqlen, nheads_kv, headdim])
-    q, dout = (rng.standard_normal((seqlen, NHEADS, headdim), np.float32) for _ in range(2))
-    k, v = (rng.standard_normal((seqlen, nheads_kv, headdim), np.float32) for _ in range(2))
-    narrow = DTYPES[dtype] if DTYPES[dtype].itemsize == 2 else np.float32
-    return [x.astype(narrow).astype(np.float32) for x in (q * np.float32(size), k, v, dout)]
-
-
-@cache
-def expected(mask, seqlen, nheads_kv, headdim, size=1.0, dtype="float32"):
-    """Float64 results, and the largest errors of float32 ones kept in `dtype`, by tensor."""
-    world, kept = MPI.COMM_WORLD, DTYPES[dtype]
-    q, k, v, dout = inputs(seqlen, nheads_kv, headdim, size, dtype)
-    visible, group = mask.dense(np.arange(seqlen), np.arange(seqlen)), NHEADS // nheads_kv
-    results = {}
-    for kind in (np.float64, np.float32):
-        heads = {}
-        # Every rank does its share of the heads.
-        for h in range(world.rank, NHEADS, world.size):
-            x = (q[:, [h]], k[:, [h // group]], v[:, [h // group]])
-            out, lse = reference.attention(*x, visible, headdim**-0.5, kind)
-            if kind == np.float32:
-                out = out.astype(kept).astype(kind)
-            delta = (dout[:, [h]].astype(kind) * out).sum(-1)
-            gradients = reference.attention_backward(
-                dout[:, [h]], *x, lse, delta, visible, headdim**-0.5, kind
-            )
-            heads[h] = (out, lse, *gradients)
-        everyone = {h: x for part in world.allgather(heads) for h, x in part.items()}
-        whole = [np.concatenate(x, axis=1) for x in zip(*(everyone[h] for h in range(NHEADS)))]
-        if group > 1:
-            whole[3:] = [x.reshape(seqlen, nheads_kv, group, -1).sum(2) for x in whole[3:]]
-        results[kind] = dict(zip(TENSORS, whole))
-    exact, plain = results[np.float64], results[np.float32]
-    stored = {x: y if x == "lse" else y.astype(kept) for x, y in plain.items()}
-    return exact, {x: distance(stored[x], exact[x]) for x in TENSORS}
-
-
-def run(plan, q, k, v, dout):
-    """All results of this rank for whole inputs."""
-    q, k, v, dout = (x[plan.tokens].astype(plan.dtype) for x in (q, k, v, dout))
-    out, lse = plan.forward(q, k, v)
-    return dict(zip(TENSORS, (out, lse, *plan.backward(dout, q, k, v, out, lse))))
-
-
-def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
-    """What is out of bounds on this rank, in words."""
-    # One reference serves float32 and float64: float32 inputs are exact in both.
-    dtype = "float32" if plan.dtype.itemsize > 2 else plan.dtype.name
-    exact, same = expected(mask, seqlen, nheads_kv, headdim, size, dtype)
-    whole = inputs(seqlen, nheads_kv, headdim, size, dtype)
-    bounds = bounds_for(plan.dtype, headdim**-0.5, whole, exact, same)
-    dtypes = {x: plan.compute_dtype if x == "lse" else plan.dtype for x in TENSORS}
-    errors = {x: distance(found[x], exact[x][plan.tokens]) for x in TENSORS}
-    return [
-        f"{x}: {errors[x]:.2e} > {bounds[x]:.2e} (headdim {headdim}, kv {nheads_kv})"
-        for x in TENSORS
-        if not errors[x] <= bounds[x] or found[x].dtype != dtypes[x]
-    ]
 
 
 @pytest.mark.parametrize("seqlen", [1, 3, 7, 64, 1009])
@@ -234,7 +160,7 @@ def test_inputs_may_be_strided(comm, method):
 
 
 def test_messages_are_split(comm, method, monkeypatch):
-    monkeypatch.setattr("a2d_mpi.comm.MAX_MESSAGE", 1000)
+    monkeypatch.setattr("a2d_mpi.transport.MAX_MESSAGE", 1000)
     plan = method(Causal(), seqlen=97, nheads=NHEADS, headdim=8)
     found = run(plan, *inputs(97, NHEADS, 8))
     bad = failures(plan, found, Causal(), 97, NHEADS, 8)
@@ -295,8 +221,7 @@ def test_check_agrees_with_the_reference(comm, method, rows):
 def test_the_tests_can_tell(comm, method, monkeypatch):
     """Deliberately wrong variants must fail: a merge that averages, a mask that is off by one."""
     if comm.size > 1:
-        monkeypatch.setattr("a2d_mpi.attention2d.merge", averaging_merge)
-        monkeypatch.setattr("a2d_mpi.baselines.ring.merge", averaging_merge)
+        monkeypatch.setattr("a2d_mpi.backend.merge", averaging_merge)
         plan = method(Causal(), seqlen=130, nheads=NHEADS, headdim=16)
         bad = failures(plan, run(plan, *inputs(130, NHEADS, 16)), Causal(), 130, NHEADS, 16)
         assert_all(comm, comm.allreduce(len(bad)) > 0, "an averaging merge passed")

@@ -155,6 +155,7 @@ def test_interrupted_plan_refuses_to_go_on(comm):
     def fail(*_):
         raise RuntimeError("in the kernel")
 
+    plan.forward(*x)
     forward, plan._tile.forward = plan._tile.forward, fail
     with pytest.raises(RuntimeError, match="in the kernel"):
         plan.forward(*x)

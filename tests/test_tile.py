@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from a2d_mpi import reference
-from a2d_mpi.backend import DTYPES
+from a2d_mpi.backend import DTYPES, HOST
 from a2d_mpi.masks import Causal, Full, IntervalMask
 from a2d_mpi.merge import merge
 from a2d_mpi.tiles import make_tile
@@ -265,7 +265,11 @@ def test_the_bounds_can_tell(wrong):
 
 def test_unknown_kernel():
     with pytest.raises(ValueError, match="'fast'"):
-        make_tile("fast", np.dtype("float32"), 1.0)
+        make_tile("fast", HOST, np.dtype("float32"), 1.0)
+    with pytest.raises(ValueError, match="'cupy' does not take NumPy arrays"):
+        make_tile("cupy", HOST, np.dtype("float32"), 1.0)
+    with pytest.raises(ValueError, match="'cudnn' takes float16 and bfloat16, not float32"):
+        make_tile("cudnn", HOST, np.dtype("float32"), 1.0)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -17,12 +17,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from a2d_mpi import cost
+from a2d_mpi.backend import Array
 from a2d_mpi.comm import Channel, Gather, Partials, slices
-from a2d_mpi.merge import merge
 from a2d_mpi.plan import AttentionPlan, intervals_of
 
 ALL = None  # in place of a chunk: all chunks of the row's queries, or of the column's keys
-Tensors = list[np.ndarray]
+Tensors = list[Array]
 
 
 class Attention2D(AttentionPlan):
@@ -55,7 +55,7 @@ class Attention2D(AttentionPlan):
     def _forward(self, q, k, v):
         queries = Gather(self._row, {"q": q}, self._q_counts, self._work)
         keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._work)
-        out, lse = self._new("out"), self._new("lse")
+        out, lse = (self._new(x, self.compute_dtype) for x in ("out", "lse"))
         # Partial outs are like q: they travel in the dtype of the tensors.
         partials = Partials(self._row, "out", [q, lse], self._work, hold=not self.overlap)
 
@@ -73,12 +73,12 @@ class Attention2D(AttentionPlan):
                 partials.send(i, target)
             elif not first:
                 with self._clock("merge"):
-                    merge(out, lse, *target)
+                    self._device.merge(out, lse, *target)
 
         partials.release()
         for partial in partials.receive():
             with self._clock("merge"):
-                merge(out, lse, *partial)
+                self._device.merge(out, lse, *partial)
         for transfer in (queries, keys, partials):
             transfer.finish()
         return out, lse
@@ -93,7 +93,7 @@ class Attention2D(AttentionPlan):
         if self._by_query and self._sort is not None:
             dkv_sorted = [self._buffer((x, "sorted"), x, nk) for x in ("dk", "dv")]
         for x in (dq, *dkv, *dkv_sorted):
-            x[...] = 0
+            self._device.zero(x)
         dq_of = [dq[s] for s in slices(self._q_counts)]
         dkv_of = [[x[s] for x in dkv] for s in slices(self._k_counts)]
         dq_mine, (dk_mine, dv_mine) = dq_of[self._row.rank], dkv_of[self._col.rank]
@@ -117,7 +117,7 @@ class Attention2D(AttentionPlan):
             if dkv_sorted is not dkv:
                 with self._clock("merge"):
                     for x, x_sorted in zip(dkv, dkv_sorted, strict=True):
-                        x[self._sort] += x_sorted
+                        self._device.add_at(x, x_sorted, self._uploaded(self._sort))
             for j in self._col.peers:
                 dkv_partials.send(j, dkv_of[j])
         else:
@@ -129,10 +129,10 @@ class Attention2D(AttentionPlan):
             for partial in partials.receive():
                 with self._clock("merge"):
                     for x, contribution in zip(mine, partial, strict=True):
-                        x += contribution
+                        self._device.put(x, contribution, add=True)
         for transfer in (queries, keys, dq_partials, dkv_partials):
             transfer.finish()
-        return dq_mine.copy(), dk_mine.copy(), dv_mine.copy()
+        return dq_mine, dk_mine, dv_mine
 
     def _pieces(self, by_query: bool) -> list[tuple[int | None, int | None]]:
         """Pieces (query chunk, key chunk) of this rank's tile, in the order of the work.
@@ -175,11 +175,10 @@ class Attention2D(AttentionPlan):
         if self._sort is None:
             return tensors
         with self._clock("merge"):
-            return [
-                # mode: with the default, NumPy fills a copy of `out` first.
-                np.take(x, self._sort, 0, self._buffer((name, "sorted"), name, len(x)), "clip")
-                for name, x in zip(("k", "v"), tensors, strict=True)
-            ]
+            found = [self._buffer((name, "sorted"), name, len(tensors[0])) for name in "kv"]
+            for to, x in zip(found, tensors, strict=True):
+                self._device.take(to, x, self._uploaded(self._sort))
+            return found
 
     def _tile_parts(self, row: int, col: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Tokens of each owner of the queries and of the keys of the tile at (row, col)."""

@@ -1,11 +1,19 @@
-"""Arrays, their dtypes, and buffers."""
+"""Where arrays live: dtypes, buffers, and the host as a device; `a2d_mpi.cuda` is the other one.
+
+The algorithms ask a device for what they do with arrays besides attention itself.  It follows from
+the arrays that the caller passes: NumPy in, NumPy out; CuPy in, CuPy out.
+"""
 
 from __future__ import annotations
 
 import math
+import time
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from a2d_mpi.merge import merge
 
 # 16-bit tensors are stored and sent as such; statistics, products and sums are float32.
 DTYPES = {
@@ -14,6 +22,8 @@ DTYPES = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
+
+Array = Any  # numpy.ndarray or cupy.ndarray: the package works without the latter
 
 
 def as_dtype(dtype: np.typing.DTypeLike) -> np.dtype:
@@ -33,13 +43,91 @@ def compute_dtype(dtype: np.dtype) -> np.dtype:
     return np.result_type(dtype, np.float32)
 
 
+class Host:
+    """NumPy arrays in the memory of this process: what the algorithms ask of a device."""
+
+    name = "cpu"
+    description = None  # the CPU's name is for `a2d_mpi.results` to find
+
+    def owns(self, x: object) -> bool:
+        """Whether `x` is an array of this device."""
+        return isinstance(x, np.ndarray)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
+        """New C-contiguous array, contents undefined."""
+        return np.empty(shape, dtype)
+
+    def contiguous(self, x: Array) -> Array:
+        """`x`, or a C-contiguous copy."""
+        return np.ascontiguousarray(x)
+
+    def upload(self, x: np.ndarray) -> Array:
+        """A NumPy array, on this device."""
+        return x
+
+    def download(self, x: Array) -> np.ndarray:
+        """An array of this device, as a NumPy array."""
+        return x
+
+    def zero(self, x: Array) -> None:
+        """Fill with zeros."""
+        x[...] = 0
+
+    def put(self, to: Array, x: Array, add: bool = False) -> None:
+        """Copy (or add) `x` to `to`, of the same shape, whatever the dtypes of tensors."""
+        if add:
+            to += x
+        else:
+            to[...] = x
+
+    def take(self, to: Array, x: Array, order: Array) -> None:
+        """``to[i] = x[order[i]]``, `order` int64 and uploaded."""
+        # mode: with the default, NumPy fills a copy of `out` first.
+        np.take(x, order, 0, to, "clip")
+
+    def add_at(self, to: Array, x: Array, order: Array) -> None:
+        """``to[order[i]] += x[i]``; no index occurs twice."""
+        to[order] += x
+
+    def merge(self, out: Array, lse: Array, out2: Array, lse2: Array) -> None:
+        """`a2d_mpi.merge.merge`: (out2, lse2) into (out, lse)."""
+        merge(out, lse, out2, lse2)
+
+    def delta(self, dout: Array, out: Array) -> Array:
+        """``rowsum(dout * out)``, (tokens, nheads) in the compute dtype."""
+        return np.einsum("thd,thd->th", dout, out, dtype=compute_dtype(out.dtype))
+
+    def mark(self) -> Any:
+        """A point in time on this device: when all that was asked of it so far is done."""
+        return time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Time between two marks; waits for the second."""
+        return end - start
+
+
+def device_of(x: object) -> Any:
+    """The device that `x` lives on; TypeError if it is no array of a known kind."""
+    if type(x).__module__.split(".")[0] == "cupy":
+        from a2d_mpi.cuda import Cuda
+
+        return Cuda.current()
+    if HOST.owns(x):
+        return HOST
+    raise TypeError(f"must be a NumPy or CuPy array, got {type(x).__name__}")
+
+
+HOST = Host()
+
+
 class Workspace:
     """Named buffers that are allocated once and grow when a larger one is asked for."""
 
-    def __init__(self) -> None:
-        self._buffers: dict[object, np.ndarray] = {}
+    def __init__(self, device: Any = HOST) -> None:
+        self.device = device
+        self._buffers: dict[object, Array] = {}
 
-    def get(self, name: object, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> np.ndarray:
+    def get(self, name: object, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
         """Contiguous array in the buffer `name`; its contents are undefined.
 
         The array shares memory with every other one got under the same name.
@@ -47,7 +135,7 @@ class Workspace:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < nbytes:
-            buffer = self._buffers[name] = np.empty(nbytes, np.uint8)
+            buffer = self._buffers[name] = self.device.empty((nbytes,), np.uint8)
         return buffer[:nbytes].view(dtype).reshape(shape)
 
     def clear(self) -> None:

@@ -64,6 +64,10 @@ def check_attention(
     # all ranks must go through it in the same order.
     kinds = list(dict.fromkeys((np.dtype(np.float64), plan.compute_dtype)))
 
+    def rounding(kind: np.dtype) -> dict:
+        """How the run's kernel rounds the factors of its products; the reference does not."""
+        return {} if kind == np.float64 else {"products": plan.product_dtype}
+
     def stored(x: np.ndarray, kind: np.dtype) -> np.ndarray:
         """What is left of a result when it is kept in the run's dtype; exact ones are not."""
         return x if kind == np.float64 else x.astype(plan.dtype).astype(kind)
@@ -76,14 +80,17 @@ def check_attention(
         visible = plan.mask.dense(tokens[order], plan.tokens)
         found = {}
         for kind in kinds:
-            out, lse = reference.attention(q_rows, k, v, visible, plan.softmax_scale, kind)
+            out, lse = reference.attention(
+                q_rows, k, v, visible, plan.softmax_scale, kind, **rounding(kind)
+            )
             out, lse = _merge(comm, out, lse)
             out = stored(out, kind)
             found[kind] = {"out": out, "lse": lse}
             if ran_backward:
                 delta = (np.asarray(dout_rows[0], kind) * out).sum(axis=-1)
                 dq, dk_rows, dv_rows = reference.attention_backward(
-                    dout_rows[0], q_rows, k, v, lse, delta, visible, plan.softmax_scale, kind
+                    *(dout_rows[0], q_rows, k, v, lse, delta, visible, plan.softmax_scale, kind),
+                    **rounding(kind),
                 )
                 found[kind]["dq"] = stored(_sum(comm, dq), kind)
                 dk[kind] += dk_rows
@@ -104,7 +111,8 @@ def check_attention(
             values: dict[str, dict] = {"dk": {}, "dv": {}}
             for kind in kinds:
                 _, dk_rows, dv_rows = reference.attention_backward(
-                    dout, q, k_rows, v_rows, lse, delta, visible, plan.softmax_scale, kind
+                    *(dout, q, k_rows, v_rows, lse, delta, visible, plan.softmax_scale, kind),
+                    **rounding(kind),
                 )
                 for name, x in (("dk", dk_rows), ("dv", dv_rows)):
                     values[name][kind] = stored(_sum(comm, x)[mine], kind)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.backend import Workspace
-
-# MPI counts are ints and some transports fail beyond 2 GiB: larger arrays go in several messages.
-MAX_MESSAGE = 1 << 30
+from a2d_mpi.backend import Array, Workspace
+from a2d_mpi.transport import HostTransport
 
 
 class CollectiveError(ValueError):
@@ -74,10 +73,10 @@ class Traffic:
         self.bytes: dict[tuple[str, str], list[int]] = {}
         self.messages: dict[tuple[str, str], list[int]] = {}
 
-    def count(self, phase: str, name: str, direction: int, nbytes: int) -> None:
-        """Count one message; direction 0: sent, 1: received."""
+    def count(self, phase: str, name: str, direction: int, nbytes: int, messages: int) -> None:
+        """Count one tensor; direction 0: sent, 1: received."""
         self.bytes.setdefault((phase, name), [0, 0])[direction] += nbytes
-        self.messages.setdefault((phase, name), [0, 0])[direction] += 1
+        self.messages.setdefault((phase, name), [0, 0])[direction] += messages
 
 
 class Channel:
@@ -96,45 +95,56 @@ class Channel:
         self.rank, self.size = comm.rank, comm.size
         self.phase = ""
         self.waited = 0.0  # seconds inside `wait`: the communication that nothing hid
+        self._transport = HostTransport()
 
-    def start(self, phase: str) -> None:
-        """Begin a phase: later messages count towards it, and `waited` starts at 0."""
-        self.phase, self.waited = phase, 0.0
+    def start(self, phase: str, transport: HostTransport) -> None:
+        """Begin a phase: later messages count towards it, and `waited` starts at 0.
+
+        `transport`: how tensors get to MPI, a `HostTransport` or `DeviceTransport`.
+        """
+        self.phase, self.waited, self._transport = phase, 0.0, transport
 
     @property
     def peers(self) -> list[int]:
         """The other ranks, nearest following first: no rank is everybody's first target."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
-    def isend(self, tensors: Sequence[np.ndarray], peer: int, tag: int) -> list[MPI.Request]:
+    def isend(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
         """Start sending C-contiguous tensors, with tags from `tag` on.
 
-        They must not change until the requests are done.
+        They must not change until `wait` has taken what is returned.
         """
-        return [self.comm.Isend(x, peer, t) for t, x in self._messages(tensors, tag, 0)]
+        return [
+            message
+            for t, flat in self._flat(tensors, tag, 0)
+            for message in self._transport.send(self.comm, flat, peer, t)
+        ]
 
-    def irecv(self, tensors: Sequence[np.ndarray], peer: int, tag: int) -> list[MPI.Request]:
+    def irecv(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
         """Start receiving into C-contiguous tensors, with tags from `tag` on."""
-        return [self.comm.Irecv(x, peer, t) for t, x in self._messages(tensors, tag, 1)]
+        return [
+            message
+            for t, flat in self._flat(tensors, tag, 1)
+            for message in self._transport.receive(self.comm, flat, peer, t)
+        ]
 
-    def wait(self, requests: list[MPI.Request]) -> None:
-        """Complete the requests and empty the list."""
+    def wait(self, messages: list[Any]) -> None:
+        """Complete the messages and empty the list."""
         start = time.perf_counter()
-        MPI.Request.Waitall(requests)
-        requests.clear()
+        self._transport.wait(messages)
         self.waited += time.perf_counter() - start
 
-    def _messages(
-        self, tensors: Sequence[np.ndarray], tag: int, direction: int
-    ) -> Iterator[tuple[int, np.ndarray]]:
-        """Count, and yield as (tag, bytes), the messages in which the tensors travel."""
+    def _flat(
+        self, tensors: Sequence[Array], tag: int, direction: int
+    ) -> Iterator[tuple[int, Array]]:
+        """Count the messages in which the tensors travel, and yield these as (tag, bytes)."""
         for t, tensor in enumerate(tensors, tag):
-            # As bytes: MPI has no bfloat16, and nothing is reduced on the way.
-            flat = tensor.reshape(-1).view(np.uint8)
-            for start in range(0, flat.size, MAX_MESSAGE):
-                message = flat[start : start + MAX_MESSAGE]
-                self.traffic.count(self.phase, self.name, direction, message.nbytes)
-                yield t, message
+            if tensor.size:
+                # As bytes: MPI has no bfloat16, and nothing is reduced on the way.
+                flat = tensor.reshape(-1).view(np.uint8)
+                messages = -(-flat.size // self._transport.limit)
+                self.traffic.count(self.phase, self.name, direction, flat.size, messages)
+                yield t, flat
 
 
 class Gather:
@@ -164,7 +174,7 @@ class Gather:
     def __init__(
         self,
         channel: Channel,
-        local: dict[str, np.ndarray],
+        local: dict[str, Array],
         counts: Sequence[int],
         work: Workspace,
     ) -> None:
@@ -187,9 +197,9 @@ class Gather:
         ]
         if channel.size > 1:
             for own, x in zip(self.chunk(channel.rank), mine, strict=True):
-                own[...] = x
+                work.device.put(own, x)
 
-    def chunk(self, rank: int) -> list[np.ndarray]:
+    def chunk(self, rank: int) -> list[Array]:
         """The part of `rank` of each tensor, inside `whole`."""
         return [x[self._slices[rank]] for x in self.whole]
 
@@ -226,13 +236,13 @@ class Partials:
         self,
         channel: Channel,
         name: str,
-        like: list[np.ndarray],
+        like: list[Array],
         work: Workspace,
         hold: bool = False,
     ) -> None:
         self._channel = channel
-        self._held: list[tuple[int, list[np.ndarray]]] | None = [] if hold else None
-        self._sends: list[MPI.Request] = []
+        self._held: list[tuple[int, list[Array]]] | None = [] if hold else None
+        self._sends: list[Any] = []
         self._buffers = {
             peer: [
                 work.get(("partial", name, i, peer), x.shape, x.dtype) for i, x in enumerate(like)
@@ -244,7 +254,7 @@ class Partials:
             for peer, buffers in self._buffers.items()
         }
 
-    def send(self, peer: int, tensors: list[np.ndarray]) -> None:
+    def send(self, peer: int, tensors: list[Array]) -> None:
         """Start sending a finished contribution to its owner `peer`."""
         if self._held is not None:
             self._held.append((peer, tensors))
@@ -257,7 +267,7 @@ class Partials:
         for peer, tensors in held:
             self.send(peer, tensors)
 
-    def receive(self) -> Iterator[list[np.ndarray]]:
+    def receive(self) -> Iterator[list[Array]]:
         """The contributions to my part, always in the same order: results repeat bit for bit."""
         for peer in self._channel.peers:
             self._channel.wait(self._receives[peer])

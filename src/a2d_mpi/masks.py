@@ -160,4 +160,83 @@ class IntervalMask(Mask):
         return ((self.begin[q_tokens], self.end[q_tokens]),)
 
 
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Consecutive queries whose visible keys make one simple shape.
+
+    Attributes
+    ----------
+    rows : slice
+        The queries.
+    kind : str
+        "full": all see the same keys.  "causal": the last sees all of `keys`, each one before it
+        one key fewer.  "band": like causal, and each sees `window` keys.  "mixed": anything else,
+        nothing at all included.
+    keys : slice
+        The keys that any of them sees, unless mixed.
+    window : int
+        Keys that each sees, for a band.
+    intervals : tuple of (begin, end)
+        What these queries see, as positions among all keys.
+    """
+
+    rows: slice
+    kind: str
+    keys: slice
+    window: int
+    intervals: tuple[Interval, ...]
+
+
+def runs(intervals: tuple[Interval, ...], shortest: int = 1) -> list[Run]:
+    """Cut a tile into shapes that kernels without a general mask know.
+
+    Parameters
+    ----------
+    intervals : tuple of (begin, end), each (nq,) int
+        Visible keys of each query, as positions among the keys of the tile.
+    shortest : int
+        Neighbouring runs of fewer queries make one mixed run: a launch each would cost more.
+    """
+    nq = len(intervals[0][0])
+    begin, end = (np.asarray(x, np.int64) for x in intervals[0])
+    # What changes from each query to the next: nothing, the end, or both by one.
+    step = np.diff(begin) * 4 + np.diff(end)
+    kinds = {0: "full", 1: "causal", 5: "band"}
+    step[(np.abs(np.diff(begin)) > 1) | ~np.isin(step, list(kinds))] = -1
+    simple = end > begin
+    for other_begin, other_end in intervals[1:]:
+        simple &= other_end <= other_begin
+    step[simple[1:] != simple[:-1]] = -1
+    step[~simple[1:] & ~simple[:-1]] = 9  # neighbours of no simple shape stay together
+    cuts = np.flatnonzero(np.diff(step)) + 1  # where another kind of step begins
+    found: list[tuple[int, int, str]] = []
+    first = 0
+    while first < nq:
+        code = step[first] if first < nq - 1 else 0
+        last = first + 1
+        if code != -1 and first < nq - 1:
+            following = np.searchsorted(cuts, first, side="right")
+            last = (int(cuts[following]) if following < len(cuts) else nq - 1) + 1
+        kind = kinds.get(int(code), "full") if simple[first] else "mixed"
+        short = last - first < shortest
+        if found and (short or kind == "mixed"):
+            a, b, before = found[-1]
+            if before == "mixed" or b - a < shortest:
+                found[-1] = (a, last, "mixed")
+                first = last
+                continue
+        found.append((first, last, kind))
+        first = last
+    return [
+        Run(
+            slice(a, b),
+            kind,
+            slice(int(begin[a]), int(end[b - 1])) if kind != "mixed" else slice(0, 0),
+            int(end[a] - begin[a]) if kind == "band" else 0,
+            tuple((x[a:b], y[a:b]) for x, y in intervals),
+        )
+        for a, b, kind in found
+    ]
+
+
 MASKS = {"full": Full, "causal": Causal}

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi import cost
-from a2d_mpi.backend import Workspace, as_dtype, compute_dtype
-from a2d_mpi.comm import Channel, Traffic, agree
+from a2d_mpi.backend import HOST, Array, Workspace, as_dtype, compute_dtype, device_of
+from a2d_mpi.comm import Channel, CollectiveError, Traffic, agree
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.grid import ProcessGrid
 from a2d_mpi.masks import Interval, Mask
-from a2d_mpi.tiles import make_tile
+from a2d_mpi.tiles import Tile, check_kernel, make_tile
+from a2d_mpi.transport import DeviceTransport, HostTransport, gpu_aware
 
 
 class AttentionPlan:
@@ -48,9 +49,12 @@ class AttentionPlan:
     softmax_scale : float, optional
         Default: ``1 / sqrt(headdim)``.
     kernel : str
-        One of `a2d_mpi.tiles.KERNELS`.
+        One of `a2d_mpi.tiles.KERNELS`; "auto": the fastest for the arrays' device and the dtype.
     overlap : bool
         Compute while messages travel.  False: phase by phase, with the same results bit for bit.
+    transfers : {"auto", "device", "host"}
+        How device arrays get to MPI: as they are, or through the host; see
+        `a2d_mpi.transport.gpu_aware`.
 
     Attributes
     ----------
@@ -60,9 +64,18 @@ class AttentionPlan:
         Bytes and messages since the plan was made, by phase and communicator.
     timings : dict of str to float
         Seconds of the latest call on this rank: "forward/compute" (kernels), "forward/merge"
-        (merges and sums of partial results, sorting of keys), "forward/wait" (inside MPI waits:
-        the communication that nothing hid), "forward/total" (all from the moment when the ranks
-        have agreed on the arguments); "backward/..." likewise.
+        (merges and sums of partial results, sorting of keys), "forward/wait" (the communication
+        that nothing hid: inside MPI waits; on a GPU, neither computing nor merging),
+        "forward/total" (all from the moment when the ranks have agreed on the arguments);
+        "backward/..." likewise.  On a GPU by CUDA events; looking at them waits for the GPU.
+    staged_bytes : int
+        Bytes of device arrays that were copied to or from the host, for want of CUDA-aware MPI.
+
+    Notes
+    -----
+    Arrays are NumPy arrays on all ranks, or CuPy arrays on all ranks; results are of the same
+    kind.  With CuPy everything is queued on the current stream, as with CuPy's own functions; a
+    call of a single rank returns before it is done.
 
     Raises
     ------
@@ -84,11 +97,15 @@ class AttentionPlan:
         softmax_scale: float | None = None,
         kernel: str = "auto",
         overlap: bool = True,
+        transfers: str = "auto",
     ) -> None:
         self.grid, self.mask, self.overlap = grid, mask, bool(overlap)
         self.traffic = Traffic()
-        self.timings: dict[str, float] = {}
+        self._kernel, self._transfers = kernel, transfers
+        self._device: Any = None  # that of the arrays of the first call
         self._work = Workspace()
+        self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
+        self._waited: dict[str, float] = {}
         self._broken = False
         config = {
             "method": type(self).__name__,
@@ -102,6 +119,7 @@ class AttentionPlan:
             "softmax_scale": softmax_scale,
             "kernel": kernel,
             "overlap": self.overlap,
+            "transfers": transfers,
         }
         problem = None
         try:
@@ -130,7 +148,8 @@ class AttentionPlan:
             if not math.isfinite(self.softmax_scale):
                 raise ValueError(f"softmax_scale must be finite, got {softmax_scale!r}")
             config["softmax_scale"] = self.softmax_scale
-            self._tile = make_tile(kernel, self.dtype, self.softmax_scale, self._poll, self._work)
+            check_kernel(kernel, self.dtype)
+            gpu_aware(transfers)
             config["mask"] += f" (digest {mask.digest(self.seqlen)})"
             self.compute_dtype = compute_dtype(self.dtype)
             self.tokens = self.distribution.tokens(grid.comm.rank)
@@ -139,9 +158,7 @@ class AttentionPlan:
             problem = str(error) or type(error).__name__
         agree(grid.comm, problem, config)
 
-    def forward(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """``out = softmax(softmax_scale q k^T) v`` over the keys that the mask shows.
 
         Parameters
@@ -165,18 +182,23 @@ class AttentionPlan:
         """
         q, k, v = self._checked(q=q, k=k, v=v)
         with self._running("forward"):
+            if self.grid.comm.size == 1:
+                out, lse = self._new("out", self.dtype), self._new("lse", self.compute_dtype)
+                with self._clock("compute"):
+                    self._tile.forward(q, k, v, self._intervals[0, 0], out, lse)
+                return out, lse
             out, lse = self._forward(q, k, v)
-            return out.astype(self.dtype, copy=False), lse
+            return self._result("out", out), lse
 
     def backward(
         self,
-        dout: np.ndarray,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        out: np.ndarray,
-        lse: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+    ) -> tuple[Array, Array, Array]:
         """Gradients of a loss with respect to q, k and v.
 
         Parameters
@@ -200,9 +222,44 @@ class AttentionPlan:
         dout, q, k, v, out, lse = self._checked(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         with self._running("backward"):
             with self._clock("compute"):
-                delta = np.einsum("thd,thd->th", dout, out, dtype=self.compute_dtype)
+                delta = self._device.delta(dout, out)
+            names = ("dq", "dk", "dv")
+            if self.grid.comm.size == 1:
+                gradients = tuple(self._new(name, self.dtype) for name in names)
+                visible = self._intervals[0, 0]
+                with self._clock("compute"):
+                    self._tile.backward(dout, q, k, v, lse, delta, visible, *gradients, fresh=True)
+                return gradients
             gradients = self._backward(dout, q, k, v, lse, delta)
-            return tuple(x.astype(self.dtype, copy=False) for x in gradients)
+            return tuple(self._result(name, x) for name, x in zip(names, gradients, strict=True))
+
+    @property
+    def timings(self) -> dict[str, float]:
+        found = {}
+        for phase, spans in self._spans.items():
+            seconds = dict.fromkeys(("compute", "merge", "wait", "total"), 0.0)
+            for part, start, end in spans:
+                seconds[part] += self._device.seconds(start, end)
+            seconds["wait"] = self._waited[phase]
+            if self._device is not HOST:
+                busy = seconds["compute"] + seconds["merge"]
+                seconds["wait"] = max(0.0, seconds["total"] - busy)
+            found |= {f"{phase}/{part}": x for part, x in seconds.items()}
+        return found
+
+    @property
+    def product_dtype(self) -> np.dtype:
+        """What the kernel of the latest call rounds probabilities to before it multiplies them."""
+        return getattr(getattr(self, "_tile", None), "product_dtype", self.compute_dtype)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether gradients of the latest call's kernel repeat bit for bit; out and lse do."""
+        return getattr(getattr(self, "_tile", None), "deterministic", True)
+
+    @property
+    def staged_bytes(self) -> int:
+        return 0 if self._device in (None, HOST) else self._transport.staged_bytes
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
         """What `a2d_mpi.cost` says one forward and one backward call of `rank` send and receive.
@@ -223,20 +280,18 @@ class AttentionPlan:
         """Prepare what needs no communication; returns the channels of the algorithm."""
         raise NotImplementedError
 
-    def _forward(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         raise NotImplementedError
 
     def _backward(
         self,
-        dout: np.ndarray,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        lse: np.ndarray,
-        delta: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        lse: Array,
+        delta: Array,
+    ) -> tuple[Array, Array, Array]:
         raise NotImplementedError
 
     @property
@@ -251,9 +306,23 @@ class AttentionPlan:
             self.compute_dtype.itemsize,
         )
 
-    def _new(self, name: str) -> np.ndarray:
-        """New array for my part of the result `name`, to accumulate in."""
-        return np.empty((len(self.tokens), *self._shape(name)), self.compute_dtype)
+    def _new(self, name: str, dtype: np.dtype) -> Array:
+        """New array for my part of the result `name`."""
+        return self._device.empty((len(self.tokens), *self._shape(name)), dtype)
+
+    def _result(self, name: str, x: Array) -> Array:
+        """`x`, which may be a buffer, as the caller gets it."""
+        if name == "out" and x.dtype == self.dtype:
+            return x
+        found = self._new(name, self.dtype)
+        self._device.put(found, x)
+        return found
+
+    def _uploaded(self, order: np.ndarray) -> Array:
+        """A constant array of this plan, on the device."""
+        if id(order) not in self._constants:
+            self._constants[id(order)] = self._device.upload(order)
+        return self._constants[id(order)]
 
     def _buffer(self, key: object, name: str, tokens: int, wide: bool = False) -> np.ndarray:
         """The plan's buffer `key`, for `tokens` tokens of the tensor `name`.
@@ -273,48 +342,74 @@ class AttentionPlan:
         wide = ("lse", "delta", "dq", "dk", "dv")
         return self.compute_dtype if name in wide else self.dtype
 
-    def _checked(self, **arrays: np.ndarray) -> list[np.ndarray]:
+    def _checked(self, **arrays: Array) -> list[Array]:
         """The arrays, C-contiguous; ValueError on all ranks if one is wrong on any."""
-        problem = None
-        if self._broken:
-            problem = "an earlier call was interrupted: make a new grid and a new plan"
-        for name, x in arrays.items():
-            shape, dtype = (len(self.tokens), *self._shape(name)), self._dtype_of(name)
-            if not isinstance(x, np.ndarray):
-                problem = problem or f"{name} must be a NumPy array, got {type(x).__name__}"
-            elif x.shape != shape or x.dtype != dtype:
-                problem = problem or (
-                    f"{name} has shape {x.shape} and dtype {x.dtype}, "
-                    f"this part needs {shape} and {dtype}"
-                )
-        if self.grid.comm.allreduce(problem is not None, op=MPI.LOR):
-            agree(self.grid.comm, problem)
-        return [np.ascontiguousarray(x) for x in arrays.values()]
+        problem, devices, staged = None, [], False
+        try:
+            if self._broken:
+                raise ValueError("an earlier call was interrupted: make a new grid and a new plan")
+            for name, x in arrays.items():
+                shape, dtype = (len(self.tokens), *self._shape(name)), self._dtype_of(name)
+                try:
+                    devices.append(device_of(x))
+                except TypeError as error:
+                    raise ValueError(f"{name} {error}") from None
+                if x.shape != shape or x.dtype != dtype:
+                    raise ValueError(
+                        f"{name} has shape {x.shape} and dtype {x.dtype}, "
+                        f"this part needs {shape} and {dtype}"
+                    )
+                if not devices[0].owns(x):
+                    raise ValueError(f"{name} is not on the same device as {next(iter(arrays))}")
+            if devices[0] is not self._device:
+                self._move_to(devices[0])
+            staged = self._device is not HOST and not gpu_aware(self._transfers)[0]
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            problem = str(error) or type(error).__name__
+        comm = self.grid.comm
+        kind = 0 if problem else 1 << (0 if self._device is HOST else 2 if staged else 1)
+        # Bits: something is wrong, arrays of the host, of a device, of one that MPI cannot read.
+        found = comm.allreduce((problem is not None) | kind << 1, op=MPI.BOR)
+        if found & 1:
+            agree(comm, problem)
+        if found & 2 and found & 12:
+            raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
+        if self._device is HOST:
+            self._transport = self._transport or HostTransport()
+        elif self._transport is None or self._transport.staged != bool(found & 8):
+            self._transport = DeviceTransport(self._device, staged=bool(found & 8))
+        return [self._device.contiguous(x) for x in arrays.values()]
+
+    def _move_to(self, device: Any) -> None:
+        """Use this device from now on: its kernels, buffers and way to MPI."""
+        work = Workspace(device)
+        self._tile: Tile = make_tile(
+            self._kernel, device, self.dtype, self.softmax_scale, self._poll, work
+        )
+        self._device, self._work, self._transport = device, work, None
+        self._constants: dict[int, Array] = {}
 
     def _poll(self) -> None:
-        # Any MPI call moves what is in flight; this one has a fixed cost.
         if self.overlap and self.grid.comm.size > 1:
-            self.grid.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+            self._transport.poll(self.grid.comm)
 
     @contextmanager
     def _running(self, phase: str) -> Iterator[None]:
-        self._phase = phase
+        self._phase, self._spans[phase] = phase, []
         for channel in self._channels:
-            channel.start(phase)
-        for part in ("compute", "merge"):
-            self.timings[f"{phase}/{part}"] = 0.0
-        start = time.perf_counter()
+            channel.start(phase, self._transport)
+        start = self._device.mark()
         self._broken = True  # messages are under way until the end
         yield
         self._broken = False
-        self.timings[f"{phase}/wait"] = sum(channel.waited for channel in self._channels)
-        self.timings[f"{phase}/total"] = time.perf_counter() - start
+        self._spans[phase].append(("total", start, self._device.mark()))
+        self._waited[phase] = sum(channel.waited for channel in self._channels)
 
     @contextmanager
     def _clock(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = self._device.mark()
         yield
-        self.timings[f"{self._phase}/{part}"] += time.perf_counter() - start
+        self._spans[self._phase].append((part, start, self._device.mark()))
 
 
 def intervals_of(

@@ -17,6 +17,7 @@ def attention(
     visible: np.ndarray,
     softmax_scale: float,
     dtype: np.typing.DTypeLike = np.float64,
+    products: np.typing.DTypeLike | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """``softmax(softmax_scale q k^T) v`` over the visible keys.
 
@@ -30,6 +31,9 @@ def attention(
     dtype : float dtype
         All arithmetic is done in it; float64 is the reference, others tell the error that a plain
         single-device computation in that precision makes.
+    products : float dtype, optional
+        What probabilities (in the backward pass also their gradients) are rounded to before
+        they are multiplied: tensor cores take 16-bit factors.  Default: no rounding.
 
     Returns
     -------
@@ -48,7 +52,7 @@ def attention(
         p = np.exp(p - shift[:, None])
         total = p.sum(axis=1)
         seen = total > 0
-        out[seen, h] = (p[seen] @ v[:, h // group]) / total[seen, None]
+        out[seen, h] = (_rounded(p[seen], products) @ v[:, h // group]) / total[seen, None]
         lse[seen, h] = shift[seen] + np.log(total[seen])
     return out, lse
 
@@ -63,6 +67,7 @@ def attention_backward(
     visible: np.ndarray,
     softmax_scale: float,
     dtype: np.typing.DTypeLike = np.float64,
+    products: np.typing.DTypeLike | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of `attention` with respect to q, k and v.
 
@@ -74,7 +79,7 @@ def attention_backward(
         Over *all* keys that the query sees; delta is ``rowsum(dout * out)``.
     visible : (nq, nk) bool
     softmax_scale : float
-    dtype : float dtype
+    dtype, products : float dtypes
         As in `attention`.
 
     Returns
@@ -94,10 +99,15 @@ def attention_backward(
         shift = np.where(np.isneginf(lse[:, h]), 0, lse[:, h])
         p = np.exp(s - shift[:, None])
         ds = p * (dout[:, h] @ v[:, g].T - delta[:, h, None])
+        p, ds = _rounded(p, products), _rounded(ds, products)
         dv[:, g] += p.T @ dout[:, h]
         dq[:, h] = softmax_scale * (ds @ k[:, g])
         dk[:, g] += softmax_scale * (ds.T @ q[:, h])
     return dq, dk, dv
+
+
+def _rounded(x: np.ndarray, dtype: np.typing.DTypeLike | None) -> np.ndarray:
+    return x if dtype is None else x.astype(dtype).astype(x.dtype)
 
 
 def _logits(q: np.ndarray, k: np.ndarray, visible: np.ndarray, softmax_scale: float) -> np.ndarray:

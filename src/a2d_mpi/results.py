@@ -182,14 +182,16 @@ class Result:
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def provenance(mpi_library: str, hostnames: Sequence[str]) -> dict[str, object]:
-    """What made a result: those two, and what this process can tell.
+def provenance(
+    mpi_library: str, hostnames: Sequence[str], device: str | None = None
+) -> dict[str, object]:
+    """What made a result: those, and what this process can tell.
 
     Returns
     -------
     dict
         package_version, git_commit (of the package's source; "-dirty" if it was changed since,
-        "unknown" without git), command_line, mpi_library, hostnames, device (the CPU's name),
+        "unknown" without git), command_line, mpi_library, hostnames, device (default: the CPU's name),
         utc_time (ISO 8601).
     """
     return {
@@ -198,7 +200,7 @@ def provenance(mpi_library: str, hostnames: Sequence[str]) -> dict[str, object]:
         "command_line": shlex.join(sys.argv),
         "mpi_library": mpi_library,
         "hostnames": list(hostnames),
-        "device": _cpu_name(),
+        "device": device or _cpu_name(),
         "utc_time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 

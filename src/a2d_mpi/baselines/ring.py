@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from a2d_mpi import cost
+from a2d_mpi.backend import Array
 from a2d_mpi.comm import Channel
-from a2d_mpi.merge import merge
 from a2d_mpi.plan import AttentionPlan, intervals_of
 
 
@@ -32,7 +32,7 @@ class RingAttention(AttentionPlan):
         return (self._ring,)
 
     def _forward(self, q, k, v):
-        out, lse = self._new("out"), self._new("lse")
+        out, lse = (self._new(x, self.compute_dtype) for x in ("out", "lse"))
         partial = [self._buffer((x, "own"), x, len(q), wide=True) for x in ("out", "lse")]
         for j, (k_j, v_j) in self._chunks(k, v):
             target = [out, lse] if j == self._ring.rank else partial
@@ -40,18 +40,18 @@ class RingAttention(AttentionPlan):
                 self._tile.forward(q, k_j, v_j, self._intervals[0, j], *target)
             if j != self._ring.rank:
                 with self._clock("merge"):
-                    merge(out, lse, *partial)
+                    self._device.merge(out, lse, *partial)
         return out, lse
 
     def _backward(self, dout, q, k, v, lse, delta):
-        dq = self._new("dq")
-        dq[...] = 0
+        dq = self._buffer("dq", "dq", len(q))
+        self._device.zero(dq)
         travelling = []  # requests of the gradients on their way
         arrived = None
         for step, (j, (k_j, v_j)) in enumerate(self._chunks(k, v)):
             dkv = [self._buffer((x, "ring", step % 2), x, len(k_j)) for x in ("dk", "dv")]
             for x in dkv:
-                x[...] = 0
+                self._device.zero(x)
             with self._clock("compute"):
                 self._tile.backward(dout, q, k_j, v_j, lse, delta, self._intervals[0, j], dq, *dkv)
             # What the ranks before me added to the gradients of chunk j comes while I compute.
@@ -59,17 +59,15 @@ class RingAttention(AttentionPlan):
             if arrived is not None:
                 with self._clock("merge"):
                     for x, theirs in zip(dkv, arrived, strict=True):
-                        x += theirs
-            if self._ring.size > 1:
-                # The next gradients that I get are those of the next chunk, at last my own.
-                n = self._counts[(j - 1) % self._ring.size]
-                arrived = [self._buffer((x, "arrived", step % 2), x, n) for x in ("dk", "dv")]
-                travelling += self._shift(dkv, arrived, tag=2)
-                if not self.overlap:
-                    self._ring.wait(travelling)
+                        self._device.put(x, theirs, add=True)
+            # The next gradients that I get are those of the next chunk, at last my own.
+            n = self._counts[(j - 1) % self._ring.size]
+            arrived = [self._buffer((x, "arrived", step % 2), x, n) for x in ("dk", "dv")]
+            travelling += self._shift(dkv, arrived, tag=2)
+            if not self.overlap:
+                self._ring.wait(travelling)
         self._ring.wait(travelling)
-        dk, dv = (x.copy() for x in (arrived or dkv))
-        return dq, dk, dv
+        return dq, *arrived
 
     def _chunks(self, k, v):
         """Yield (owner, [k, v]) for every chunk, my own first, then those of the ranks before."""
@@ -89,7 +87,7 @@ class RingAttention(AttentionPlan):
             if step < size - 1:
                 chunk = following
 
-    def _shift(self, mine: list[np.ndarray], following: list[np.ndarray], tag: int) -> list:
+    def _shift(self, mine: list[Array], following: list[Array], tag: int) -> list:
         """Start passing `mine` to the next rank and receiving `following` from the one before."""
         ring = self._ring
         return [

@@ -162,6 +162,7 @@ class NumpyTile:
         dq: np.ndarray,
         dk: np.ndarray,
         dv: np.ndarray,
+        fresh: bool = False,
     ) -> None:
         """Add the gradients that this tile contributes to `dq`, `dk` and `dv`.
 
@@ -176,6 +177,8 @@ class NumpyTile:
         dq : (nq, nheads, headdim)
         dk, dv : (nk, nheads_kv, headdim)
             Added to.
+        fresh : bool
+            dq, dk and dv are overwritten instead; they may be of the tensors' dtype.
 
         Notes
         -----
@@ -224,9 +227,9 @@ class NumpyTile:
                     dqb[rows] += part[:m]
                     self.poll()
                 dqb *= self.dtype.type(self.softmax_scale)
-                dq[i0:i1, heads] += dqb.reshape(-1, g, d)
-            dk[:, h] += dkh
-            dv[:, h] += dvh
+                _put(dq[i0:i1, heads], dqb.reshape(-1, g, d), fresh)
+            _put(dk[:, h], dkh, fresh)
+            _put(dv[:, h], dvh, fresh)
 
     def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return self._work.get(("tile", name), shape, self.dtype)
@@ -307,6 +310,13 @@ class NumpyTile:
                         seen |= (keys >= begin[:, None]) & (keys < end[:, None])
                     hidden = np.repeat(~seen, group, axis=0)
                 yield slice(row * group, (row + tokens) * group), j0, j1, hidden
+
+
+def _put(to: np.ndarray, x: np.ndarray, fresh: bool) -> None:
+    if fresh:
+        to[...] = x
+    else:
+        to += x
 
 
 def _outside(intervals: tuple[Interval, ...], nk: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,411 @@
+/* Attention and what surrounds it, for any mask, dtype and GPU: plain kernels without tensor cores.
+
+   They serve what cuDNN does not take, and are the second opinion on what it does.  Compiled once
+   per dtype and headdim with
+
+     ELEMENT    dtype of q, k, v, out: 0 float16, 1 bfloat16, 2 float32, 3 float64
+     HEADDIM    headdim, rounded up to a multiple of 32
+
+   by NVRTC without any header, or by nvcc.  Tensors are token-major, (tokens, heads, headdim), and
+   contiguous.  `wide` says of a result that it is in the compute type rather than the element's,
+   `fresh` that it is overwritten rather than added to.
+
+   A warp works on ROWS rows of the one side (queries, or keys for dk and dv) at a time; its lanes
+   hold one row each of a tile of the other side, then one element in LANES of the headdim each.
+   Nothing is added up by atomics: results repeat bit for bit. */
+
+#if ELEMENT == 0 || ELEMENT == 1
+struct Element {
+  unsigned short bits;
+};
+typedef float Compute;
+#elif ELEMENT == 2
+typedef float Element;
+typedef float Compute;
+#else
+typedef double Element;
+typedef double Compute;
+#endif
+
+#define LANES 32
+#define WARPS 4
+#define ROWS 4                          /* rows of a warp */
+#define BLOCK_ROWS (WARPS * ROWS)       /* rows of a block */
+#define PIECES (HEADDIM / LANES)        /* elements of a row that a lane holds */
+#define STRIDE (HEADDIM + 1)            /* of tile rows: lanes reading one column meet no conflict */
+#define EVERYONE 0xffffffffu
+#define MINUS_INFINITY (-(Compute)__builtin_huge_val())
+
+extern __shared__ double shared[]; /* BLOCK_ROWS rows of one or two tensors, and one tile */
+
+#if ELEMENT == 0
+__device__ Compute load(Element x) {
+  float y;
+#ifdef __CUDA_ARCH__
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+#else
+  y = half_to_float(x.bits);
+#endif
+  return y;
+}
+__device__ Element narrow(Compute x) {
+  Element y;
+#ifdef __CUDA_ARCH__
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+#else
+  y.bits = float_to_half(x);
+#endif
+  return y;
+}
+#elif ELEMENT == 1
+union Bits {
+  float value;
+  unsigned int bits;
+};
+__device__ Compute load(Element x) {
+  Bits y;
+  y.bits = (unsigned int)x.bits << 16;
+  return y.value;
+}
+__device__ Element narrow(Compute x) {
+  Bits y;
+  y.value = x;
+  Element z;
+  if (x != x)
+    z.bits = 0x7fff; /* rounding could turn a NaN into an infinity */
+  else
+    z.bits = (unsigned short)((y.bits + 0x7fff + ((y.bits >> 16) & 1)) >> 16); /* to even */
+  return z;
+}
+#else
+__device__ Compute load(Element x) { return x; }
+__device__ Element narrow(Compute x) { return x; }
+#endif
+
+__device__ Compute get(const void *x, int wide, long long i) {
+  return wide ? ((const Compute *)x)[i] : load(((const Element *)x)[i]);
+}
+__device__ void put(void *x, int wide, int fresh, long long i, Compute value) {
+  if (!fresh) value += get(x, wide, i);
+  if (wide)
+    ((Compute *)x)[i] = value;
+  else
+    ((Element *)x)[i] = narrow(value);
+}
+
+__device__ Compute sum_of_warp(Compute x) {
+  for (int step = LANES / 2; step > 0; step /= 2) x += __shfl_xor_sync(EVERYONE, x, step);
+  return x;
+}
+__device__ Compute max_of_warp(Compute x) {
+  for (int step = LANES / 2; step > 0; step /= 2) {
+    Compute other = __shfl_xor_sync(EVERYONE, x, step);
+    x = other > x ? other : x;
+  }
+  return x;
+}
+
+/* Rows [first, first + rows) of one head, times a factor, zeros beyond `end` and the headdim. */
+__device__ void load_rows(Compute *to, int stride, int rows, const Element *x, int first, int end,
+                          int head, int nheads, int headdim, Compute factor) {
+  for (int i = threadIdx.x; i < rows * HEADDIM; i += blockDim.x) {
+    int row = first + i / HEADDIM, d = i % HEADDIM;
+    Compute value = 0;
+    if (row < end && d < headdim) value = load(x[((long long)row * nheads + head) * headdim + d]);
+    to[i / HEADDIM * stride + d] = value * factor;
+  }
+}
+
+/* Whether query `i` sees key `j`; ends: begins and ends of each interval, (2 intervals, nq). */
+__device__ int sees(const int *ends, int intervals, int nq, int nk, int i, int j) {
+  int seen = 0;
+  for (int s = 0; s < intervals; ++s)
+    seen |= ends[2 * s * (long long)nq + i] <= j && j < ends[(2 * s + 1) * (long long)nq + i];
+  return seen && j < nk;
+}
+/* Whether query `i` sees any key of [from, to). */
+__device__ int meets(const int *ends, int intervals, int nq, int i, int from, int to) {
+  int met = 0;
+  for (int s = 0; s < intervals; ++s) {
+    int begin = ends[2 * s * (long long)nq + i], end = ends[(2 * s + 1) * (long long)nq + i];
+    met |= begin < to && from < end && begin < end;
+  }
+  return met;
+}
+
+/* acc[r] += weight of row j of the tile (held by lane j, by row r) times that row. */
+__device__ void add_products(Compute acc[ROWS][PIECES], const Compute weight[ROWS],
+                             const Compute *tile) {
+  int lane = threadIdx.x % LANES;
+  for (int j = 0; j < LANES; ++j) {
+    Compute values[PIECES];
+    for (int c = 0; c < PIECES; ++c) values[c] = tile[j * STRIDE + lane + LANES * c];
+    for (int r = 0; r < ROWS; ++r) {
+      Compute w = __shfl_sync(EVERYONE, weight[r], j);
+      if (w != 0) /* what is hidden may hold NaN; the same for the whole warp */
+        for (int c = 0; c < PIECES; ++c) acc[r][c] += w * values[c];
+    }
+  }
+}
+
+/* dots[r] = my row of the tile times row r of the warp. */
+__device__ void dot_products(Compute dots[ROWS], const Compute *rows, const Compute *tile) {
+  int lane = threadIdx.x % LANES;
+  for (int r = 0; r < ROWS; ++r) dots[r] = 0;
+  for (int d = 0; d < HEADDIM; ++d) {
+    Compute x = tile[lane * STRIDE + d];
+    for (int r = 0; r < ROWS; ++r) dots[r] += rows[r * HEADDIM + d] * x;
+  }
+}
+
+/* Online softmax (FlashAttention-2, arXiv:2307.08691, alg. 1).  Blocks: (queries, heads). */
+extern "C" __global__ void forward(const Element *q, const Element *k, const Element *v,
+                                   const int *ends, int intervals, int nq, int nk, int nheads,
+                                   int nheads_kv, int headdim, double scale, void *out, int wide,
+                                   Compute *lse) {
+  Compute *rows = (Compute *)shared, *tile = rows + BLOCK_ROWS * HEADDIM;
+  int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  int head = blockIdx.y, head_kv = head / (nheads / nheads_kv);
+  int first = blockIdx.x * BLOCK_ROWS, mine = first + warp * ROWS;
+  load_rows(rows, HEADDIM, BLOCK_ROWS, q, first, nq, head, nheads, headdim, (Compute)scale);
+  Compute acc[ROWS][PIECES], top[ROWS], total[ROWS];
+  for (int r = 0; r < ROWS; ++r) {
+    top[r] = MINUS_INFINITY;
+    total[r] = 0;
+    for (int c = 0; c < PIECES; ++c) acc[r][c] = 0;
+  }
+  for (int j0 = 0; j0 < nk; j0 += LANES) {
+    int i = first + (int)threadIdx.x;
+    if (!__syncthreads_or(threadIdx.x < BLOCK_ROWS && i < nq &&
+                          meets(ends, intervals, nq, i, j0, j0 + LANES)))
+      continue; /* no row of the block sees any of these keys */
+    load_rows(tile, STRIDE, LANES, k, j0, nk, head_kv, nheads_kv, headdim, 1);
+    __syncthreads();
+    Compute weight[ROWS];
+    dot_products(weight, rows + warp * ROWS * HEADDIM, tile);
+    __syncthreads();
+    load_rows(tile, STRIDE, LANES, v, j0, nk, head_kv, nheads_kv, headdim, 1);
+    __syncthreads();
+    for (int r = 0; r < ROWS; ++r) {
+      int seen = mine + r < nq && sees(ends, intervals, nq, nk, mine + r, j0 + lane);
+      Compute largest = max_of_warp(seen ? weight[r] : MINUS_INFINITY);
+      if (top[r] > largest) largest = top[r];
+      /* A row that has seen nothing yet keeps -inf, and -inf less -inf would be NaN. */
+      Compute shift = largest == MINUS_INFINITY ? (Compute)0 : largest;
+      Compute shrink = exp(top[r] - shift);
+      top[r] = largest;
+      weight[r] = seen ? exp(weight[r] - shift) : (Compute)0;
+      total[r] = total[r] * shrink + sum_of_warp(weight[r]);
+      for (int c = 0; c < PIECES; ++c) acc[r][c] *= shrink;
+    }
+    add_products(acc, weight, tile);
+  }
+  for (int r = 0; r < ROWS && mine + r < nq; ++r) {
+    long long row = (long long)(mine + r) * nheads + head;
+    if (lane == 0) lse[row] = total[r] == 0 ? MINUS_INFINITY : top[r] + log(total[r]);
+    for (int c = 0; c < PIECES; ++c)
+      if (lane + LANES * c < headdim)
+        put(out, wide, 1, row * headdim + lane + LANES * c,
+            total[r] == 0 ? (Compute)0 : acc[r][c] / total[r]);
+  }
+}
+
+/* dq (FlashAttention-2, alg. 2, by rows of queries).  Blocks: (queries, heads). */
+extern "C" __global__ void backward_q(const Element *dout, const Element *q, const Element *k,
+                                      const Element *v, const Compute *lse, const Compute *delta,
+                                      const int *ends, int intervals, int nq, int nk, int nheads,
+                                      int nheads_kv, int headdim, double scale, void *dq, int wide,
+                                      int fresh) {
+  Compute *rows = (Compute *)shared, *rows_dout = rows + BLOCK_ROWS * HEADDIM;
+  Compute *tile = rows_dout + BLOCK_ROWS * HEADDIM;
+  int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  int head = blockIdx.y, head_kv = head / (nheads / nheads_kv);
+  int first = blockIdx.x * BLOCK_ROWS, mine = first + warp * ROWS;
+  load_rows(rows, HEADDIM, BLOCK_ROWS, q, first, nq, head, nheads, headdim, (Compute)scale);
+  load_rows(rows_dout, HEADDIM, BLOCK_ROWS, dout, first, nq, head, nheads, headdim, 1);
+  Compute acc[ROWS][PIECES];
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < PIECES; ++c) acc[r][c] = 0;
+  for (int j0 = 0; j0 < nk; j0 += LANES) {
+    int i = first + (int)threadIdx.x;
+    if (!__syncthreads_or(threadIdx.x < BLOCK_ROWS && i < nq &&
+                          meets(ends, intervals, nq, i, j0, j0 + LANES)))
+      continue;
+    Compute p[ROWS], dp[ROWS];
+    load_rows(tile, STRIDE, LANES, v, j0, nk, head_kv, nheads_kv, headdim, 1);
+    __syncthreads();
+    dot_products(dp, rows_dout + warp * ROWS * HEADDIM, tile);
+    __syncthreads();
+    load_rows(tile, STRIDE, LANES, k, j0, nk, head_kv, nheads_kv, headdim, 1);
+    __syncthreads();
+    dot_products(p, rows + warp * ROWS * HEADDIM, tile);
+    for (int r = 0; r < ROWS; ++r) {
+      long long row = (long long)(mine + r) * nheads + head;
+      int seen = mine + r < nq && sees(ends, intervals, nq, nk, mine + r, j0 + lane);
+      p[r] = seen ? exp(p[r] - lse[row]) * (dp[r] - delta[row]) * (Compute)scale : (Compute)0;
+    }
+    add_products(acc, p, tile);
+  }
+  for (int r = 0; r < ROWS && mine + r < nq; ++r)
+    for (int c = 0; c < PIECES; ++c)
+      if (lane + LANES * c < headdim)
+        put(dq, wide, fresh,
+            ((long long)(mine + r) * nheads + head) * headdim + lane + LANES * c, acc[r][c]);
+}
+
+/* dk and dv, by rows of keys.  Blocks: (keys, key heads). */
+extern "C" __global__ void backward_kv(const Element *dout, const Element *q, const Element *k,
+                                       const Element *v, const Compute *lse, const Compute *delta,
+                                       const int *ends, int intervals, int nq, int nk, int nheads,
+                                       int nheads_kv, int headdim, double scale, void *dk,
+                                       void *dv, int wide, int fresh) {
+  Compute *rows_k = (Compute *)shared, *rows_v = rows_k + BLOCK_ROWS * HEADDIM;
+  Compute *tile = rows_v + BLOCK_ROWS * HEADDIM;
+  int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+  int head_kv = blockIdx.y, group = nheads / nheads_kv;
+  int first = blockIdx.x * BLOCK_ROWS, mine = first + warp * ROWS;
+  int last = first + BLOCK_ROWS < nk ? first + BLOCK_ROWS : nk;
+  load_rows(rows_k, HEADDIM, BLOCK_ROWS, k, first, nk, head_kv, nheads_kv, headdim,
+            (Compute)scale);
+  load_rows(rows_v, HEADDIM, BLOCK_ROWS, v, first, nk, head_kv, nheads_kv, headdim, 1);
+  Compute acc_k[ROWS][PIECES], acc_v[ROWS][PIECES];
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < PIECES; ++c) acc_k[r][c] = acc_v[r][c] = 0;
+  for (int i0 = 0; i0 < nq; i0 += LANES) {
+    int i = i0 + lane;
+    if (!__syncthreads_or(i < nq && meets(ends, intervals, nq, i, first, last))) continue;
+    for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+      long long row = (long long)i * nheads + head;
+      Compute p[ROWS], ds[ROWS];
+      __syncthreads(); /* the tile of the head before is still in use */
+      load_rows(tile, STRIDE, LANES, q, i0, nq, head, nheads, headdim, 1);
+      __syncthreads();
+      dot_products(p, rows_k + warp * ROWS * HEADDIM, tile);
+      for (int r = 0; r < ROWS; ++r) {
+        int seen = i < nq && sees(ends, intervals, nq, nk, i, mine + r);
+        p[r] = seen ? exp(p[r] - lse[row]) : (Compute)0;
+      }
+      __syncthreads();
+      load_rows(tile, STRIDE, LANES, dout, i0, nq, head, nheads, headdim, 1);
+      __syncthreads();
+      dot_products(ds, rows_v + warp * ROWS * HEADDIM, tile);
+      for (int r = 0; r < ROWS; ++r)
+        ds[r] = p[r] == 0 ? (Compute)0 : p[r] * (ds[r] - delta[row]) * (Compute)scale;
+      add_products(acc_v, p, tile);
+      __syncthreads();
+      load_rows(tile, STRIDE, LANES, q, i0, nq, head, nheads, headdim, 1);
+      __syncthreads();
+      add_products(acc_k, ds, tile);
+    }
+  }
+  for (int r = 0; r < ROWS && mine + r < nk; ++r)
+    for (int c = 0; c < PIECES; ++c)
+      if (lane + LANES * c < headdim) {
+        long long at = ((long long)(mine + r) * nheads_kv + head_kv) * headdim + lane + LANES * c;
+        put(dk, wide, fresh, at, acc_k[r][c]);
+        put(dv, wide, fresh, at, acc_v[r][c]);
+      }
+}
+
+/* The rest works on `rows` rows of `width` elements, one warp a row. */
+#define FOR_EACH_ROW(row)                                                                    \
+  for (long long row = blockIdx.x * (long long)WARPS + threadIdx.x / LANES; row < rows;      \
+       row += (long long)gridDim.x * WARPS)
+#define FOR_EACH_COLUMN(d) for (int d = threadIdx.x % LANES; d < width; d += LANES)
+
+/* See merge.py: (out, lse) with (out2, lse2), in place; a row is one token and head. */
+extern "C" __global__ void merge(Compute *out, Compute *lse, const void *out2, int wide2,
+                                 const Compute *lse2, long long rows, int width) {
+  FOR_EACH_ROW(row) {
+    Compute a = lse[row], b = lse2[row], shift = a > b || a != a ? a : b;
+    if (shift == MINUS_INFINITY) shift = 0;
+    Compute weight = exp(a - shift), weight2 = exp(b - shift), total = weight + weight2;
+    __syncwarp(); /* all lanes have read what one now writes */
+    if (threadIdx.x % LANES == 0) lse[row] = log(total) + shift;
+    if (total == 0) total = 1;
+    FOR_EACH_COLUMN(d) {
+      long long at = row * width + d;
+      out[at] = out[at] * (weight / total) + get(out2, wide2, at) * (weight2 / total);
+    }
+  }
+}
+
+/* delta = rowsum(dout * out) */
+extern "C" __global__ void delta_of(const Element *dout, const Element *out, Compute *delta,
+                                    long long rows, int width) {
+  FOR_EACH_ROW(row) {
+    Compute sum = 0;
+    FOR_EACH_COLUMN(d) sum += load(dout[row * width + d]) * load(out[row * width + d]);
+    sum = sum_of_warp(sum);
+    if (threadIdx.x % LANES == 0) delta[row] = sum;
+  }
+}
+
+/* An out with the given delta, for kernels that want out and use nothing of it but its delta:
+   the multiple of dout.  Scaled by the largest element first: squares of tiny ones are 0. */
+extern "C" __global__ void out_of_delta(const Element *dout, const Compute *delta, Element *out,
+                                        long long rows, int width) {
+  FOR_EACH_ROW(row) {
+    Compute largest = 0, sum = 0;
+    FOR_EACH_COLUMN(d) {
+      Compute x = load(dout[row * width + d]);
+      x = x < 0 ? -x : x;
+      largest = x > largest ? x : largest;
+    }
+    largest = max_of_warp(largest);
+    Compute safe = largest > 0 ? largest : (Compute)1;
+    FOR_EACH_COLUMN(d) {
+      Compute x = load(dout[row * width + d]) / safe;
+      sum += x * x;
+    }
+    sum = sum_of_warp(sum);
+    Compute factor = largest > 0 ? delta[row] / safe / sum / safe : (Compute)0;
+    FOR_EACH_COLUMN(d) out[row * width + d] = narrow(load(dout[row * width + d]) * factor);
+  }
+}
+
+/* to[i] = from[order[i]] */
+extern "C" __global__ void take_rows(Element *to, const Element *from, const long long *order,
+                                     long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[row * width + d] = from[order[row] * width + d];
+}
+
+/* to[order[i]] += from[i]; no index occurs twice. */
+extern "C" __global__ void add_rows(Compute *to, const Compute *from, const long long *order,
+                                    long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[order[row] * width + d] += from[row * width + d];
+}
+
+/* to = from or to += from, whatever the types of both. */
+extern "C" __global__ void put_rows(void *to, int wide, int fresh, const void *from,
+                                    int wide_from, long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
+    put(to, wide, fresh, row * width + d, get(from, wide_from, row * width + d));
+  }
+}
+
+/* to (columns, rows) = from (rows, columns)^T */
+extern "C" __global__ void transpose(Compute *to, const Compute *from, long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[d * rows + row] = from[row * width + d];
+}
+
+/* Every head of from (rows, heads, headdim) `group` times: (rows, heads * group, headdim). */
+extern "C" __global__ void repeat_heads(Element *to, const Element *from, int group, int headdim,
+                                        long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
+    int head = d / headdim / group;
+    to[row * width + d] = from[row * (width / group) + head * headdim + d % headdim];
+  }
+}
+
+/* The sum over each group of heads: to (rows, heads, headdim), from (rows, heads * group, ..). */
+extern "C" __global__ void sum_heads(void *to, int wide, int fresh, const void *from,
+                                     int wide_from, int group, int headdim, long long rows,
+                                     int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
+    long long at = row * width * group + (long long)(d / headdim) * group * headdim + d % headdim;
+    Compute sum = 0;
+    for (int i = 0; i < group; ++i) sum += get(from, wide_from, at + (long long)i * headdim);
+    put(to, wide, fresh, row * width + d, sum);
+  }
+}

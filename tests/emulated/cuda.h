@@ -1,0 +1,147 @@
+/* CUDA on one core, as far as kernels.cu goes: its blocks run one after the other, the threads of a
+   block as coroutines that change over at barriers.  A barrier that not all threads reach ends the
+   program, and so does one that some threads leave the kernel before. */
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <csetjmp>
+#include <functional>
+#include <ucontext.h>
+
+#define __global__
+#define __device__ static inline
+#define __shared__
+
+struct Index {
+  unsigned x, y, z;
+};
+static Index blockIdx, blockDim, gridDim;
+
+namespace emulated {
+constexpr int WARP = 32, MOST = 256, STACK = 1 << 17;
+enum State { READY, AT_WARP, AT_BLOCK, DONE };
+struct Thread {
+  Index index;
+  State state;
+  bool started;
+  jmp_buf here;
+  ucontext_t first;
+};
+static Thread threads[MOST];
+static char stacks[MOST][STACK];
+static int current;
+static jmp_buf scheduler;
+static ucontext_t main_context;
+static std::function<void()> kernel;
+static unsigned char slots[2][MOST][8]; /* of shuffles: two, so that one barrier each is enough */
+static int turn[MOST], votes[MOST], outcome;
+
+static void wait(State at) {
+  threads[current].state = at;
+  if (!_setjmp(threads[current].here)) _longjmp(scheduler, 1);
+}
+static void entry() {
+  kernel();
+  threads[current].state = DONE;
+  _longjmp(scheduler, 1);
+}
+static void resume(int t) {
+  current = t;
+  if (_setjmp(scheduler)) return;
+  if (threads[t].started) _longjmp(threads[t].here, 1);
+  threads[t].started = true;
+  setcontext(&threads[t].first);
+}
+/* Let threads [from, to) go on if all are at the same barrier. */
+static bool release(int from, int to, State at) {
+  for (int t = from; t < to; ++t)
+    if (threads[t].state != at) return false;
+  for (int t = from; t < to; ++t) threads[t].state = READY;
+  return true;
+}
+static void run_block(int n, bool backwards) {
+  for (int t = 0; t < n; ++t) {
+    threads[t].index = {unsigned(t), 0, 0};
+    threads[t].state = READY;
+    threads[t].started = false;
+    turn[t] = 0;
+    getcontext(&threads[t].first);
+    threads[t].first.uc_stack.ss_sp = stacks[t];
+    threads[t].first.uc_stack.ss_size = STACK;
+    threads[t].first.uc_link = nullptr;
+    makecontext(&threads[t].first, entry, 0);
+  }
+  for (;;) {
+    bool moved = false;
+    for (int i = 0; i < n; ++i) {
+      int t = backwards ? n - 1 - i : i;
+      if (threads[t].state == READY) resume(t), moved = true;
+    }
+    for (int w = 0; w < n; w += WARP) moved |= release(w, w + WARP, AT_WARP);
+    if (threads[0].state == AT_BLOCK && release(0, n, AT_BLOCK)) {
+      moved = true;
+      outcome = 0;
+      for (int t = 0; t < n; ++t) outcome |= votes[t];
+    }
+    if (moved) continue;
+    for (int t = 0; t < n; ++t)
+      if (threads[t].state != DONE) {
+        fprintf(stderr, "emulated GPU: not all threads reach a barrier\n");
+        abort();
+      }
+    return;
+  }
+}
+static void launch(int gx, int gy, int threads, std::function<void()> body) {
+  static const char *order = getenv("EMULATED_GPU_ORDER");
+  kernel = body;
+  gridDim = {unsigned(gx), unsigned(gy), 1};
+  blockDim = {unsigned(threads), 1, 1};
+  for (int y = 0; y < gy; ++y)
+    for (int x = 0; x < gx; ++x) {
+      blockIdx = {unsigned(x), unsigned(y), 0};
+      run_block(threads, order && !strcmp(order, "backwards"));
+    }
+}
+template <class T> T shuffle(T value, int lane) {
+  int &side = turn[current], warp = current / WARP * WARP;
+  auto &slot = slots[side];
+  side = 1 - side;
+  memcpy(slot[current], &value, sizeof value);
+  wait(AT_WARP);
+  memcpy(&value, slot[warp + lane], sizeof value);
+  return value;
+}
+} // namespace emulated
+
+#define threadIdx (emulated::threads[emulated::current].index)
+static double shared[(227 << 10) / sizeof(double)]; /* what a Hopper block can have */
+static inline void __syncwarp() { emulated::wait(emulated::AT_WARP); }
+static inline void __syncthreads() { emulated::wait(emulated::AT_BLOCK); }
+static inline int __syncthreads_or(int vote) {
+  emulated::votes[emulated::current] = vote;
+  emulated::wait(emulated::AT_BLOCK);
+  int found = emulated::outcome;
+  emulated::wait(emulated::AT_BLOCK);
+  return found;
+}
+template <class T> T __shfl_sync(unsigned, T value, int lane) {
+  return emulated::shuffle(value, lane);
+}
+template <class T> T __shfl_xor_sync(unsigned, T value, int mask) {
+  return emulated::shuffle(value, emulated::current % emulated::WARP ^ mask);
+}
+using std::exp;
+using std::log;
+static inline float half_to_float(unsigned short bits) {
+  _Float16 x;
+  memcpy(&x, &bits, 2);
+  return x;
+}
+static inline unsigned short float_to_half(float value) {
+  _Float16 x = value;
+  unsigned short bits;
+  memcpy(&bits, &x, 2);
+  return bits;
+}

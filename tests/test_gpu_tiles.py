@@ -1,0 +1,245 @@
+"""The tile kernels for GPUs against float64: on the emulated GPU always, on a real one if any."""
+
+import numpy as np
+import pytest
+from helpers import bounds_for, distance
+from hypothesis import given
+from hypothesis import strategies as st
+from test_tile import TENSORS, dense, plain, random_intervals, tensors
+
+from a2d_mpi import reference
+from a2d_mpi.backend import DTYPES, compute_dtype
+from a2d_mpi.masks import Causal, runs
+
+SHAPES = {
+    "emulated": [(1, 1, 1, 1, 5), (3, 70, 4, 2, 40), (75, 34, 2, 1, 32)],
+    "real": [
+        (nq, nk, h, hk, d)
+        for nq, nk in ((1, 1), (1009, 517), (4096, 4096))
+        for h, hk in ((4, 1), (4, 4))
+        for d in (7, 32, 64, 128, 256)
+    ],
+}
+
+
+def cudnn_tile(cupy, plain_tile, **options):
+    """cuDNN, or what stands in for it."""
+    from a2d_mpi.tiles.cudnn import CudnnTile
+
+    if cupy.kind == "emulated":
+        from graphs import HostGraphs
+
+        options["graphs"] = HostGraphs(options.pop("refuse", ()))
+    return CudnnTile(plain_tile, **options)
+
+
+def kernel(cupy, dtype, scale):
+    from a2d_mpi.cuda import Cuda
+    from a2d_mpi.tiles.cupy import CupyTile
+
+    return CupyTile(Cuda.current(), dtype, scale)
+
+
+def run(cupy, tile, q, k, v, dout, intervals, exact, wide=True, fresh=False):
+    """All results, with the statistics of `exact` (float64) for the backward pass."""
+    compute = compute_dtype(q.dtype)
+    dtype = compute if wide else q.dtype
+    on_gpu = [cupy.asarray(x) for x in (dout, q, k, v)]
+    results = [cupy.asarray(np.full(x.shape, 7, dtype)) for x in (q, q, k, v)]
+    out, *gradients = results
+    lse = cupy.asarray(np.full(q.shape[:2], 7, compute))
+    tile.forward(*on_gpu[1:], intervals, out, lse)
+    delta = (dout.astype(np.float64) * exact["out"]).sum(-1)
+    statistics = [cupy.asarray(x.astype(compute)) for x in (exact["lse"], delta)]
+    tile.backward(*on_gpu, *statistics, intervals, *gradients, fresh=fresh)
+    found = dict(zip(TENSORS, map(cupy.asnumpy, (out, lse, *gradients))))
+    if not fresh:
+        found |= {x: found[x] - 7 for x in ("dq", "dk", "dv")}
+    return found
+
+
+def failures(found, q, k, v, dout, intervals, scale, products=None, slack=None):
+    """What is out of the bounds for `q.dtype`, results being kept in it or wider."""
+    compute = compute_dtype(q.dtype)
+    exact = plain(q, k, v, dout, intervals, scale, np.float64)
+    same = rounded(q, k, v, dout, intervals, scale, products)
+    kept = {x: y if x == "lse" else y.astype(q.dtype) for x, y in same.items()}
+    errors = {x: distance(kept[x], exact[x]) for x in kept}
+    bounds = bounds_for(q.dtype, scale, (q, k, v, dout), exact, errors)
+    # Results were added to 7.
+    slack = 7 * float(np.finfo(compute).eps) if slack is None else slack
+    found = {x: distance(y.astype(np.float64), exact[x]) for x, y in found.items()}
+    return [(x, found[x], bounds[x]) for x in found if not found[x] <= bounds[x] + slack]
+
+
+def rounded(q, k, v, dout, intervals, scale, products):
+    """The plain computation in the compute dtype, its factors rounded to `products`."""
+    visible, compute = dense(intervals, len(k)), compute_dtype(q.dtype)
+    inputs = [x.astype(compute) for x in (q, k, v)]
+    out, lse = reference.attention(*inputs, visible, scale, compute, products)
+    out = out.astype(q.dtype).astype(compute)
+    delta = (dout.astype(compute) * out).sum(-1)
+    gradients = reference.attention_backward(
+        dout.astype(compute), *inputs, lse, delta, visible, scale, compute, products
+    )
+    return dict(zip(TENSORS, (out, lse, *gradients)))
+
+
+def make(shape, dtype, size=1.0, seed=0):
+    return [x.astype(dtype) for x in tensors(*shape, np.float32, np.float32(size), seed)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["full", "causal", "one", "two"])
+def test_plain_kernel(cupy, dtype, kind):
+    bad = []
+    for shape in SHAPES[cupy.kind]:
+        q, k, v, dout = make(shape, DTYPES[dtype])
+        scale = shape[-1] ** -0.5
+        intervals = random_intervals(np.random.default_rng(1), *shape[:2], kind)
+        exact = plain(q, k, v, dout, intervals, scale, np.float64)
+        tile = kernel(cupy, DTYPES[dtype], scale)
+        for wide, fresh in ((True, False), (False, True)):
+            found = run(cupy, tile, q, k, v, dout, intervals, exact, wide, fresh)
+            bad += [(shape, wide, x) for x in failures(found, q, k, v, dout, intervals, scale)]
+    assert not bad
+
+
+def test_huge_logits_and_padding(cupy):
+    q, k, v, dout = make((40, 50, 2, 2, 16), np.dtype(np.float32), 2500.0)
+    intervals = ((np.full(40, 10), 10 + np.arange(40)),)  # the first query sees nothing
+    exact = plain(q, k, v, dout, intervals, 0.25, np.float64)
+    for x in (q, dout):
+        x[0] = np.nan
+    for x in (k, v):
+        x[:10] = np.nan
+    tile = kernel(cupy, q.dtype, 0.25)
+    found = run(cupy, tile, q, k, v, dout, intervals, exact, fresh=True)
+    for x in (q, k, v, dout):
+        x[np.isnan(x)] = 0
+    assert not failures(found, q, k, v, dout, intervals, 0.25)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "zigzag", "documents", "one", "two"])
+@pytest.mark.parametrize("gradients", ["native", "float32"])
+def test_cudnn(cupy, dtype, heads, mask, gradients):
+    """Every run of a tile, by cuDNN or by the plain kernel where it does not do."""
+    if gradients == "float32" and heads[0] != heads[1] and cupy.kind == "real":
+        gradients = "native"
+    # What the plain kernel takes is slow in emulation.
+    nq, nk = (70, 90) if mask in ("documents", "one", "two") else (200, 240)
+    q, k, v, dout = make((nq, nk, *heads, 32), DTYPES[dtype])
+    intervals, bad = shapes_of_runs(mask, nq, nk), []
+    for wide, fresh in ((True, False), (False, True)):
+        exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+        tile = cudnn_tile(cupy, kernel(cupy, q.dtype, 0.2), gradients=gradients)
+        found = run(cupy, tile, q, k, v, dout, intervals, exact, wide, fresh)
+        bad += failures(found, q, k, v, dout, intervals, 0.2, q.dtype)
+        if cupy.kind == "emulated":
+            launched = {block.kind for block in tile._graphs.launched}
+            kinds = {x.kind for x in runs(intervals, 64)} - {"mixed"}
+            assert launched == kinds
+            assert launched or mask in ("documents", "one", "two")
+    assert not bad
+
+
+def shapes_of_runs(mask, nq, nk):
+    i = np.arange(nq)
+    if mask == "window":
+        return ((np.maximum(i - 20, 0), np.minimum(i + 41, nk)),)
+    if mask == "zigzag":  # blind, triangle, rectangle
+        return ((i * 0, np.where(i < 50, 0, np.where(i < 120, i - 20, 180))),)
+    if mask == "documents":
+        return ((i // 30 * 30, np.minimum(i // 30 * 30 + 30, nk)),)
+    return random_intervals(np.random.default_rng(2), nq, nk, mask)
+
+
+def test_cudnn_without_a_kernel(cupy):
+    if cupy.kind == "real":
+        pytest.skip("no GPU matter: cuDNN refuses what it likes")
+    q, k, v, dout = make((80, 90, 4, 2, 32), DTYPES["bfloat16"])
+    intervals = Causal().intervals(np.arange(80), np.arange(90))
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    tile = cudnn_tile(cupy, kernel(cupy, q.dtype, 0.2), refuse=("causal",))
+    found = run(cupy, tile, q, k, v, dout, intervals, exact)
+    assert not failures(found, q, k, v, dout, intervals, 0.2) and not tile._graphs.launched
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parts", [4, 16, 64])
+@pytest.mark.parametrize("gradients", ["native", "float32"])
+def test_partials_of_cudnn(cupy, dtype, parts, gradients):
+    """One problem in parts x parts tiles: partials rounded by cuDNN keep the bound of one tile."""
+    from a2d_mpi.cuda import Cuda
+
+    n = {"emulated": 256, "real": 8192}[cupy.kind]
+    device, kept, d, mask = Cuda.current(), DTYPES[dtype], 32, Causal()
+    host = make((n, n, 2, 2, d), kept)
+    q, k, v, dout = map(cupy.asarray, host)
+    tile = cudnn_tile(cupy, kernel(cupy, kept, d**-0.5), gradients=gradients)
+    tokens = np.arange(n)
+    bounds = [n * i // parts for i in range(parts + 1)]
+    pieces = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
+    out, lse = cupy.asarray(np.zeros((n, 2, d), np.float32)), cupy.empty((n, 2), np.float32)
+    final = cupy.empty((n, 2, d), kept)
+    sums = [cupy.asarray(np.zeros((n, 2, d), np.float32)) for _ in range(3)]
+    for rows in pieces:
+        for j, keys in enumerate(pieces):
+            if keys.start >= rows.stop:
+                continue  # hidden
+            partial = cupy.empty(q[rows].shape, kept)
+            partial_lse = cupy.empty(lse[rows].shape, np.float32)
+            seen = mask.intervals(tokens[rows], tokens[keys])
+            tile.forward(q[rows], k[keys], v[keys], seen, partial, partial_lse)
+            if j == 0:
+                device.put(out[rows], partial)
+                device.put(lse[rows], partial_lse)
+            else:
+                device.merge(out[rows], lse[rows], partial, partial_lse)
+    device.put(final, out)
+    delta = device.delta(dout, final)
+    dq, dk, dv = sums
+    for rows in pieces:
+        for keys in pieces:
+            if keys.start >= rows.stop:
+                continue
+            seen = mask.intervals(tokens[rows], tokens[keys])
+            tile.backward(
+                dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows], seen,
+                dq[rows], dk[keys], dv[keys],
+            )  # fmt: skip
+    found = dict(zip(TENSORS, map(cupy.asnumpy, (final, lse, *sums))))
+    found |= {x: found[x].astype(kept) for x in ("dq", "dk", "dv")}
+    intervals = mask.intervals(tokens, tokens)
+    bad = failures(found, *host, intervals, d**-0.5, kept, slack=0)
+    assert not bad
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 10**6), st.sampled_from([1, 4, 100]))
+def test_runs_paint_the_mask(nq, nk, seed, shortest):
+    rng = np.random.default_rng(seed)
+    steps = rng.choice([0, 1], (2, nq), p=[0.3, 0.7])
+    begin = np.minimum(np.cumsum(steps[0]) - rng.integers(0, 3), nk).clip(0)
+    end = np.minimum(np.cumsum(steps[1]) + rng.integers(0, 5), nk)
+    if seed % 3 == 0:
+        begin[rng.integers(0, nq) :] = 0
+    intervals = ((begin, np.maximum(begin, end)),)
+    painted, next_row = np.zeros((nq, nk), bool), 0
+    for run in runs(intervals, shortest):
+        assert run.rows.start == next_row < run.rows.stop
+        next_row = run.rows.stop
+        i = np.arange(run.rows.stop - run.rows.start)[:, None]
+        j = np.arange(run.keys.stop - run.keys.start)
+        diagonal = len(j) - len(i) + i
+        block = painted[run.rows, run.keys]
+        if run.kind == "mixed":
+            painted[run.rows] = dense(run.intervals, nk)
+        elif run.kind == "full":
+            block[...] = True
+        else:
+            assert len(i) <= len(j)
+            block |= (j <= diagonal) & ((run.kind == "causal") | (j > diagonal - run.window))
+    assert next_row == nq
+    assert (painted == dense(intervals, nk)).all()

@@ -1,0 +1,260 @@
+"""cuDNN graphs: what is refused, kept and built; launching them needs a GPU.
+
+cuDNN builds plans for a device that is described, not there, as long as a driver's library is
+there that reports no device.  The builds run in a process of their own with a stand-in for that
+library: ``python tests/test_graphs.py libcuda.so.1 NAME`` prints what was built.
+"""
+
+import ctypes
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from a2d_mpi.tiles import graphs
+from a2d_mpi.tiles.graphs import Block, Graphs, NotSupported, supported
+
+BLOCK = Block("bfloat16", 16, 16, 128, nq=512, nk=1024, kind="full", scale=0.1)
+
+# As cuDNN writes the properties of a device.
+DEVICE = {
+    "maxGridSize": [2**31 - 1, 65535, 65535],
+    "maxBlockSize": [1024, 1024, 64],
+    "regsPerBlock": 65536,
+    "smCountOrigin": 0,
+    "warpSize": 32,
+    "maxSharedMemoryPerBlock": 49152,
+    "reservedSharedMemoryPerBlock": 1024,
+    "oversizedSharedMemoryPerBlock": 0,
+    "maxRegistersPerSM": 65536,
+    "maxCtasPerSM": 32,
+    "maxThreadsPerBlock": 1024,
+    "maxThreadsPerSM": 2048,
+    "pciDeviceId": 0,
+    "isTccDriver": 0,
+    "supportCoopLaunch": 1,
+    "cudaDeviceId": 0,
+    "driverVer": 13000,
+}
+DEVICES = {
+    "H200": DEVICE
+    | {
+        "deviceName": "NVIDIA H200",
+        "deviceVer": 900,
+        "multiProcessorCount": 132,
+        "maxSharedMemoryPerBlockOptin": 232448,
+        "totalGlobalMem": 150_754_820_096,
+        "smClockRateKHz": 1_980_000,
+        "memClockRateKHz": 3_201_000,
+        "memoryBusWidth": 6144,
+        "l2CacheSize": 62_914_560,
+    },
+    "A100": DEVICE
+    | {
+        "deviceName": "NVIDIA A100-SXM4-80GB",
+        "deviceVer": 800,
+        "multiProcessorCount": 108,
+        "maxSharedMemoryPerBlockOptin": 166912,
+        "totalGlobalMem": 85_899_345_920,
+        "smClockRateKHz": 1_410_000,
+        "memClockRateKHz": 1_593_000,
+        "memoryBusWidth": 5120,
+        "l2CacheSize": 41_943_040,
+    },
+}
+
+# What cuDNN looks for in the driver's library; all but two of them fail when called.
+DRIVER = """
+    GetErrorString GetErrorName ModuleGetFunction ModuleLoadData ModuleUnload CtxGetCurrent
+    CtxGetLimit CtxPopCurrent CtxPushCurrent DeviceGet KernelGetAttribute KernelGetFunction
+    KernelSetAttribute LaunchCooperativeKernel LaunchKernel LaunchKernelEx LibraryGetKernel
+    LibraryLoadData LibraryLoadFromFile LibraryUnload LinkAddData LinkComplete LinkCreate
+    LinkDestroy OccupancyMaxPotentialClusterSize StreamGetCtx TensorMapEncodeIm2col
+    TensorMapEncodeTiled
+"""
+
+
+def cases():
+    """(block, backward, gradients) of all graphs to build."""
+    shapes = [("full", 1003, 517, 0), ("causal", 517, 1003, 0), ("band", 517, 1003, 100)]
+    blocks = [
+        Block(dtype, 16, nheads_kv, headdim, nq, nk, kind, 0.1, window)
+        for dtype, nheads_kv, headdim, (kind, nq, nk, window) in itertools.product(
+            ("bfloat16", "float16"), (16, 2), (32, 64, 128, 256), shapes
+        )
+        # The rest in one dtype only, for time.
+        if dtype == "bfloat16" or (headdim, nheads_kv) in ((64, 16), (128, 2))
+    ]
+    odd = [("full", 1, 1), ("full", 1, 777), ("causal", 1, 777), ("full", 7, 1), ("causal", 2, 3)]
+    blocks += [dataclasses.replace(BLOCK, kind=kind, nq=nq, nk=nk) for kind, nq, nk in odd]
+    blocks += [dataclasses.replace(BLOCK, headdim=headdim) for headdim in (8, 80, 192, 100)]
+    blocks += [dataclasses.replace(BLOCK, kind="band", window=w) for w in (1, 1024, 5000)]
+    passes = [(False, "native"), (True, "native"), (True, "float32")]
+    return [(block, *what) for block in blocks for what in passes]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_all_that_is_called_supported_is_built(name, tmp_path):
+    if importlib.util.find_spec("cudnn") is None:
+        pytest.skip("no GPU packages: nvidia-cudnn-frontend is not installed")
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no GPU driver, and no C compiler to make a stand-in")
+    driver = tmp_path / "libcuda.so.1"
+    source = "".join(f"int cu{name}(void) {{ return 100; }}\n" for name in DRIVER.split())
+    source += "int cuDeviceGetCount(int *n) { *n = 0; return 0; }\n"
+    source += "int cuDriverGetVersion(int *n) { *n = 13000; return 0; }\n"
+    command = [compiler, "-w", "-shared", "-fPIC", "-x", "c", "-", "-o", str(driver)]
+    command += ["-Wl,-soname,libcuda.so.1"]
+    subprocess.run(command, input=source, text=True, check=True, timeout=60)
+    command = [sys.executable, __file__, str(driver), name]
+    # No cache of plans, no log: only what is asked for goes to stdout.
+    env = {key: value for key, value in os.environ.items() if not key.startswith("CUDNN_")}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    assert run.returncode == 0, run.stderr
+    built = json.loads(run.stdout.splitlines()[-1])
+
+    capability = divmod(DEVICES[name]["deviceVer"] // 10, 10)
+    wrong = []
+    for case, outcome in zip(cases(), built, strict=True):
+        block, backward, gradients = case
+        reason = supported(block, capability, backward, gradients)
+        # A graph is built, or there is a reason why not, and the caller could have known it.
+        if isinstance(outcome, int) != (reason is None):
+            wrong.append((case, outcome, reason))
+    assert not wrong
+
+
+def build(driver, name):
+    """Print the workspace's size of each case, or why there is no graph."""
+    ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)
+    import cudnn
+
+    device = DEVICES[name]
+    properties = cudnn.create_device_properties(json.dumps(device))
+    target = {"device_property": properties, "sm_version": device["deviceVer"] // 10}
+    found = Graphs(target=target)
+    outcomes = []
+    for case in cases():
+        try:
+            outcomes.append(found.workspace_size(*case))
+        except NotSupported as error:
+            outcomes.append(str(error))
+    print(json.dumps(outcomes))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float32"},
+        {"nheads": 0},
+        {"nheads_kv": 3},
+        {"nq": 0},
+        {"kind": "strict"},
+        {"kind": "causal", "nq": 1025},
+        {"kind": "band"},
+        {"kind": "band", "window": 1, "nq": 1025},
+        {"window": 5},
+    ],
+)
+def test_wrong_blocks(change):
+    with pytest.raises(ValueError):
+        dataclasses.replace(BLOCK, **change)
+
+
+def test_supported():
+    def why(capability=(9, 0), options=(), **change):
+        return supported(dataclasses.replace(BLOCK, **change), capability, **dict(options))
+
+    forward, float32 = {"backward": False}, {"gradients": "float32"}
+    assert why() is why((8, 0)) is why((10, 0)) is why((12, 0)) is None
+    assert "7, 5" in why((7, 5))
+    assert "multiple of 8" in why(headdim=100)
+    assert why(headdim=256) is why((8, 0), forward, headdim=256) is None
+    assert "limit of headdim is 128" in why((8, 0), headdim=256)
+    assert "limit of headdim is 128" in why((10, 0), forward, headdim=256, nq=1)
+    assert "limit of headdim is 256" in why(headdim=264)
+    assert why(options=forward, nq=1, nk=1) is None
+    assert "one query and one key" in why(nq=1, nk=1)
+    assert why(options=float32) is why(nheads_kv=2) is None
+    assert "share a key head" in why(options=float32, nheads_kv=2)
+    assert "deterministic" in why(options=float32 | {"deterministic": True})
+
+
+def test_missing_and_old_packages(monkeypatch):
+    old = {"backend_version": lambda: 90100, "__version__": "1.22.0"}
+    for module in (None, SimpleNamespace(**old), SimpleNamespace(backend_version=lambda: 92800)):
+        monkeypatch.setitem(sys.modules, "cudnn", module)
+        with pytest.raises(ImportError, match=r"nvidia-cudnn-frontend.*nvidia-cudnn-cu13"):
+            Graphs()
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Graphs on a stand-in for cuDNN, and the list of what was built, launched and set."""
+    log = []
+
+    class Refusal(Exception):
+        pass
+
+    class Graph:
+        def execute(self, pack, workspace, handle):
+            log.append(("launch", pack, workspace, handle))
+
+    def fake_build(self, block, backward, gradients):
+        log.append(("build", block.nq, backward, gradients))
+        if block.nq == 13:
+            raise Refusal("no engine for ____\n{plan}")
+        return Graph(), block.nq
+
+    cudnn = SimpleNamespace(
+        __version__="1.22.0",
+        backend_version=lambda: 92800,
+        cudnnGraphNotSupportedError=Refusal,
+        create_handle=lambda: 77,
+        set_stream=lambda handle, stream: log.append(("stream", handle, stream)),
+        destroy_handle=lambda handle: log.append(("destroy", handle)),
+    )
+    monkeypatch.setitem(sys.modules, "cudnn", cudnn)
+    monkeypatch.setattr(graphs.Graphs, "_build", fake_build)
+    return Graphs(), log
+
+
+def test_graphs_are_built_once(launched):
+    found, log = launched
+    assert found.workspace_size(BLOCK, False) == 512
+    found.forward(BLOCK, 1, 2, 3, 4, 5, 6, stream=9)
+    found.forward(dataclasses.replace(BLOCK), 1, 2, 3, 4, 5, 6, stream=9)
+    launch = ("launch", {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}, 6, 77)
+    assert log == [("build", 512, False, "native"), ("stream", 77, 9), launch, launch]
+    log.clear()
+    for gradients in ("native", "float32", "native"):
+        found.backward(BLOCK, *range(11, 20), 6, 10, gradients)
+    launch = ("launch", dict(enumerate(range(11, 20), 1)), 6, 77)
+    builds = [("build", 512, True, gradients) for gradients in ("native", "float32")]
+    assert log == [builds[0], ("stream", 77, 10), launch, builds[1], launch, launch]
+    with pytest.raises(ValueError, match="float64"):
+        found.workspace_size(BLOCK, True, "float64")
+    found.free()
+    found.free()
+    assert log[-2:] == [launch, ("destroy", 77)]
+
+
+def test_a_refusal_is_kept(launched):
+    found, log = launched
+    refused = dataclasses.replace(BLOCK, nq=13)
+    for _ in range(2):
+        with pytest.raises(NotSupported, match=r"forward pass of Block.*nq=13.*no engine for$"):
+            found.forward(refused, 1, 2, 3, 4, 5, 6, stream=9)
+    assert log == [("build", 13, False, "native")]
+
+
+if __name__ == "__main__":
+    build(*sys.argv[1:])
