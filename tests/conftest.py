@@ -2,7 +2,7 @@
 
 Marks: ``mpi`` or ``mpi(min_size=4)``, runs with ``--with-mpi`` only, on all ranks; ``multirank``,
 needs more than one of them.  Nothing is passed over in silence: too few ranks, a skip (unless its
-reason starts with "no GPU") and a misspelt mark are failures.
+reason starts with "no GPU", and A2D_TEST_GPU is not set) and a misspelt mark are failures.
 
 With ``--with-mpi`` the ranks stay in step: a setup, call or teardown that fails on one rank fails
 on all of them.  Rank 0 reports; another rank prints a failure of its own to stderr.
@@ -10,6 +10,7 @@ on all of them.  Rank 0 reports; another rank prints a failure of its own to std
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -139,7 +140,7 @@ def _refuse_skip(report):
     """Turn a skip into a failure."""
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2].removeprefix("Skipped: ")
-        if not reason.startswith("no GPU"):
+        if not reason.startswith("no GPU") or os.environ.get("A2D_TEST_GPU"):
             report.outcome = "failed"
             report.longrepr = f"skipped, which counts as a failure: {reason}"
 

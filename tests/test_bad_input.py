@@ -156,10 +156,10 @@ def test_interrupted_plan_refuses_to_go_on(comm):
         raise RuntimeError("in the kernel")
 
     plan.forward(*x)
-    forward, plan._tile.forward = plan._tile.forward, fail
+    forward, plan._engine.tile.forward = plan._engine.tile.forward, fail
     with pytest.raises(RuntimeError, match="in the kernel"):
         plan.forward(*x)
-    plan._tile.forward = forward
+    plan._engine.tile.forward = forward
     assert "make a new grid and a new plan" in message_of(comm, lambda: plan.forward(*x))
 
 

@@ -3,12 +3,19 @@
 On the emulated GPU of tests/emulated always, on a real one where there is one.
 """
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from cases import IDS, METHODS, TENSORS, failures, inputs, run
-from helpers import assert_all
+from helpers import assert_all, launch
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
+from a2d_mpi.results import read_result
+from a2d_mpi.transport import gpu_aware
+
+ROOT = Path(__file__).parents[1]
 
 # seqlen, nheads_kv (of 4), headdim: the emulated one is slow.
 SIZES = {
@@ -124,3 +131,69 @@ def test_masks_of_two_intervals(comm, cupy, on, method):
     found = on(plan, *inputs(30, 4, 8, 1.0, "float32", 4))
     bad = failures(plan, found, Sinks(), 30, 4, 8)
     assert_all(comm, not bad, "; ".join(bad))
+
+
+def drive(monkeypatch, ranks, program, *options, gpus=1):
+    """A driver on the emulated GPU."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"))
+    monkeypatch.setenv("EMULATED_GPUS", str(gpus))
+    return launch(ranks, ROOT / "drivers" / program, *options, timeout=120)
+
+
+SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
+
+
+@pytest.mark.parametrize("transfers", ["device", "host"])
+def test_main_job(monkeypatch, tmp_path, transfers):
+    """Two ranks, two GPUs: each takes its own."""
+    output = tmp_path / "run.h5"
+    options = ["--seqlen", 50, "--backward", "--check", "full", "--trials", 2, "--output", output]
+    options += ["--device", "gpu", "--transfers", transfers]
+    done = drive(monkeypatch, 2, "attention.py", SAMPLE, *options, gpus=2)
+    assert done.returncode == 0, done.stderr
+    assert "FAILED" not in done.stdout and "emulated GPU" in done.stdout
+    result = read_result(output)
+    assert result.provenance["device"] == "emulated GPU"
+    assert result.config["device"] == "gpu"
+    assert result.config["transfers"] == {"device": "direct", "host": "host"}[transfers]
+
+
+@pytest.mark.parametrize("gpus", [0, None])
+def test_no_gpu(monkeypatch, gpus):
+    """One line that says what is missing."""
+    if gpus is None:  # not even CuPy; on a machine that has it, a GPU may be there
+        done = launch(
+            2,
+            "-c",
+            "import runpy, sys; sys.modules['cupy'] = None; sys.argv = sys.argv[1:]; "
+            "runpy.run_path(sys.argv[0], run_name='__main__')",
+            *(ROOT / "drivers/attention.py", SAMPLE, "--device", "gpu"),
+            timeout=60,
+        )
+    else:
+        done = drive(monkeypatch, 2, "attention.py", SAMPLE, "--device", "gpu", gpus=gpus)
+    (line,) = re.findall("^attention.py: error: .*$", done.stderr, re.MULTILINE)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert ("CuPy is not installed" if gpus is None else "finds no GPU") in line
+
+
+@pytest.mark.parametrize("what, ranks", [("kernel", 1), ("split", 4), ("transfers", 2)])
+def test_benchmark(monkeypatch, what, ranks):
+    sizes = ["--seqlen", "40", "--nheads", "2", "--headdim", "8", "--trials", "1"]
+    done = drive(monkeypatch, ranks, "bench_gpu.py", what, *sizes, "--transfers", "device")
+    assert done.returncode == 0, done.stderr
+    assert "TFLOP/s" in done.stdout if what == "kernel" else "host: 0 bytes" in done.stdout
+
+
+def test_who_says_that_mpi_takes_device_memory(monkeypatch):
+    for name in ("A2D_MPI_TRANSFERS", "MPICH_GPU_SUPPORT_ENABLED"):
+        monkeypatch.delenv(name, raising=False)
+    assert not gpu_aware()[0]  # the MPI of a wheel
+    monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")
+    assert gpu_aware() == (True, "MPICH_GPU_SUPPORT_ENABLED")
+    monkeypatch.setenv("A2D_MPI_TRANSFERS", "host")
+    assert gpu_aware() == (False, "A2D_MPI_TRANSFERS")
+    assert gpu_aware("device") == (True, "argument")
+    monkeypatch.setenv("A2D_MPI_TRANSFERS", "fast")
+    with pytest.raises(ValueError, match="'fast'"):
+        gpu_aware()

@@ -1,5 +1,10 @@
 """The tile kernels for GPUs against float64: on the emulated GPU always, on a real one if any."""
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 from helpers import bounds_for, distance
@@ -156,9 +161,8 @@ def shapes_of_runs(mask, nq, nk):
     return random_intervals(np.random.default_rng(2), nq, nk, mask)
 
 
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 def test_cudnn_without_a_kernel(cupy):
-    if cupy.kind == "real":
-        pytest.skip("no GPU matter: cuDNN refuses what it likes")
     q, k, v, dout = make((80, 90, 4, 2, 32), DTYPES["bfloat16"])
     intervals = Causal().intervals(np.arange(80), np.arange(90))
     exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
@@ -243,3 +247,50 @@ def test_runs_paint_the_mask(nq, nk, seed, shortest):
             block |= (j <= diagonal) & ((run.kind == "causal") | (j > diagonal - run.window))
     assert next_row == nq
     assert (painted == dense(intervals, nk)).all()
+
+
+@pytest.mark.parametrize("element, headdim", [(0, 256), (1, 128), (2, 256), (3, 64)])
+def test_kernels_compile(tmp_path, element, headdim):
+    """For A100 and H100, within what a block may have: no register spills at headdim 256."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("no GPU compiler: nvcc is not installed")
+    source = Path(reference.__file__).with_name("kernels.cu")
+    command = ["nvcc", "-fatbin", "-std=c++17", "-Xptxas", "-v", str(source)]
+    command += [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90)]
+    command += [f"-DELEMENT={element}", f"-DHEADDIM={headdim}", "-o", str(tmp_path / "k.fatbin")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert done.stderr.count("for 'sm_90'") == done.stderr.count("for 'sm_80'") == 12
+    if element < 3:
+        assert "0 bytes spill stores" in done.stderr
+        assert all(x.startswith("0 ") for x in _spills(done.stderr))
+
+
+def _spills(log):
+    return [part for line in log.splitlines() for part in line.split(", ") if "spill" in part]
+
+
+def test_kernels_do_not_depend_on_the_order_of_threads(monkeypatch):
+    """The emulation runs threads one by one; in the other order, a missing barrier would tell."""
+    results, here = [], Path(__file__).parent
+    code = f"""
+import sys
+
+sys.path[:0] = [{str(here)!r}, {str(here / "emulated")!r}]
+import cupy
+import numpy as np
+import test_gpu_tiles as t
+
+cupy.kind = "emulated"
+q, k, v, dout = t.make((37, 45, 2, 1, 40), np.dtype(np.float32))
+seen = t.random_intervals(np.random.default_rng(1), 37, 45, "two")
+exact = t.plain(q, k, v, dout, seen, 0.2, np.float64)
+found = t.run(cupy, t.kernel(cupy, q.dtype, 0.2), q, k, v, dout, seen, exact)
+print(b"".join(x.tobytes() for x in found.values()).hex())
+"""
+    for order in ("forwards", "backwards"):
+        monkeypatch.setenv("EMULATED_GPU_ORDER", order)
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100
+        )
+        results.append(done.stdout)
+    assert results[0] == results[1] and len(results[0]) > 1000

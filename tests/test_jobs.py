@@ -29,7 +29,7 @@ def readme_code():
 @cache
 def options(program):
     """The options that a program knows."""
-    if program == "jobs/local.sh":  # passes them on
+    if program in ("jobs/local.sh", "jobs/gpu_local.sh"):  # pass them on
         program = "drivers/attention.py"
     spec = importlib.util.spec_from_file_location(Path(program).stem, ROOT / program)
     module = importlib.util.module_from_spec(spec)

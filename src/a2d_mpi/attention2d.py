@@ -19,7 +19,8 @@ import numpy as np
 from a2d_mpi import cost
 from a2d_mpi.backend import Array
 from a2d_mpi.comm import Channel, Gather, Partials, slices
-from a2d_mpi.plan import AttentionPlan, intervals_of
+from a2d_mpi.masks import intervals_of
+from a2d_mpi.plan import AttentionPlan
 
 ALL = None  # in place of a chunk: all chunks of the row's queries, or of the column's keys
 Tensors = list[Array]
@@ -53,11 +54,11 @@ class Attention2D(AttentionPlan):
         return self._row, self._col
 
     def _forward(self, q, k, v):
-        queries = Gather(self._row, {"q": q}, self._q_counts, self._work)
-        keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._work)
+        queries = Gather(self._row, {"q": q}, self._q_counts, self._engine.work)
+        keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._engine.work)
         out, lse = (self._new(x, self.compute_dtype) for x in ("out", "lse"))
         # Partial outs are like q: they travel in the dtype of the tensors.
-        partials = Partials(self._row, "out", [q, lse], self._work, hold=not self.overlap)
+        partials = Partials(self._row, "out", [q, lse], self._engine.work, hold=not self.overlap)
 
         for i, j, (q_i,), (k_j, v_j) in self._steps(queries, keys, by_query=True):
             mine, first = i == self._row.rank, j == self._col.rank
@@ -67,46 +68,46 @@ class Attention2D(AttentionPlan):
                 # One buffer per owner, as it is being sent; one for all chunks of my own.
                 key = "own" if mine else i
                 target = [self._buffer((x, key), x, len(q_i), wide=mine) for x in ("out", "lse")]
-            with self._clock("compute"):
-                self._tile.forward(q_i, k_j, v_j, self._intervals[i, j], *target)
+            with self._engine.clock("compute"):
+                self._engine.tile.forward(q_i, k_j, v_j, self._intervals[i, j], *target)
             if not mine:
                 partials.send(i, target)
             elif not first:
-                with self._clock("merge"):
-                    self._device.merge(out, lse, *target)
+                with self._engine.clock("merge"):
+                    self._engine.device.merge(out, lse, *target)
 
         partials.release()
         for partial in partials.receive():
-            with self._clock("merge"):
-                self._device.merge(out, lse, *partial)
+            with self._engine.clock("merge"):
+                self._engine.device.merge(out, lse, *partial)
         for transfer in (queries, keys, partials):
             transfer.finish()
         return out, lse
 
     def _backward(self, dout, q, k, v, lse, delta):
         q_side = {"dout": dout, "q": q, "lse": lse, "delta": delta}
-        queries = Gather(self._row, q_side, self._q_counts, self._work)
-        keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._work)
+        queries = Gather(self._row, q_side, self._q_counts, self._engine.work)
+        keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._engine.work)
         nq, nk = sum(self._q_counts), sum(self._k_counts)
         dq = self._buffer("dq", "dq", nq)
         dkv = dkv_sorted = [self._buffer(x, x, nk) for x in ("dk", "dv")]
         if self._by_query and self._sort is not None:
             dkv_sorted = [self._buffer((x, "sorted"), x, nk) for x in ("dk", "dv")]
         for x in (dq, *dkv, *dkv_sorted):
-            self._device.zero(x)
+            self._engine.device.zero(x)
         dq_of = [dq[s] for s in slices(self._q_counts)]
         dkv_of = [[x[s] for x in dkv] for s in slices(self._k_counts)]
         dq_mine, (dk_mine, dv_mine) = dq_of[self._row.rank], dkv_of[self._col.rank]
         hold = not self.overlap
-        dq_partials = Partials(self._row, "dq", [dq_mine], self._work, hold)
-        dkv_partials = Partials(self._col, "dkv", [dk_mine, dv_mine], self._work, hold)
+        dq_partials = Partials(self._row, "dq", [dq_mine], self._engine.work, hold)
+        dkv_partials = Partials(self._col, "dkv", [dk_mine, dv_mine], self._engine.work, hold)
 
         for i, j, (dout_i, q_i, lse_i, delta_i), (k_j, v_j) in self._steps(
             queries, keys, self._by_query
         ):
             gradients = (dq if i is ALL else dq_of[i], *(dkv_sorted if j is ALL else dkv_of[j]))
-            with self._clock("compute"):
-                self._tile.backward(
+            with self._engine.clock("compute"):
+                self._engine.tile.backward(
                     dout_i, q_i, k_j, v_j, lse_i, delta_i, self._intervals[i, j], *gradients
                 )
             if j is ALL:
@@ -115,9 +116,9 @@ class Attention2D(AttentionPlan):
                 dkv_partials.send(j, dkv_of[j])
         if self._by_query:
             if dkv_sorted is not dkv:
-                with self._clock("merge"):
+                with self._engine.clock("merge"):
                     for x, x_sorted in zip(dkv, dkv_sorted, strict=True):
-                        self._device.add_at(x, x_sorted, self._uploaded(self._sort))
+                        self._engine.device.add_at(x, x_sorted, self._engine.upload(self._sort))
             for j in self._col.peers:
                 dkv_partials.send(j, dkv_of[j])
         else:
@@ -127,9 +128,9 @@ class Attention2D(AttentionPlan):
         for partials, mine in ((dq_partials, [dq_mine]), (dkv_partials, [dk_mine, dv_mine])):
             partials.release()
             for partial in partials.receive():
-                with self._clock("merge"):
+                with self._engine.clock("merge"):
                     for x, contribution in zip(mine, partial, strict=True):
-                        self._device.put(x, contribution, add=True)
+                        self._engine.device.put(x, contribution, add=True)
         for transfer in (queries, keys, dq_partials, dkv_partials):
             transfer.finish()
         return dq_mine, dk_mine, dv_mine
@@ -174,10 +175,10 @@ class Attention2D(AttentionPlan):
     def _sorted(self, tensors: Tensors) -> Tensors:
         if self._sort is None:
             return tensors
-        with self._clock("merge"):
+        with self._engine.clock("merge"):
             found = [self._buffer((name, "sorted"), name, len(tensors[0])) for name in "kv"]
             for to, x in zip(found, tensors, strict=True):
-                self._device.take(to, x, self._uploaded(self._sort))
+                self._engine.device.take(to, x, self._engine.upload(self._sort))
             return found
 
     def _tile_parts(self, row: int, col: int) -> tuple[list[np.ndarray], list[np.ndarray]]:

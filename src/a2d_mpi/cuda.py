@@ -98,7 +98,7 @@ class Cuda:
         return delta
 
     def out_of_delta(self, dout: Array, delta: Array, out: Array) -> None:
-        """Set `out` to multiples of the rows of dout: those with ``rowsum(dout * out) = delta``."""
+        """Set `out` to a multiple, row by row, of dout: that with ``rowsum(dout out) = delta``."""
         self._rows("out_of_delta", dout.dtype, dout, delta, out, dout.shape)
 
     def transpose(self, to: Array, x: Array) -> None:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi import cost
-from a2d_mpi.backend import HOST, Array, Workspace, as_dtype, compute_dtype, device_of
+from a2d_mpi.backend import Array, as_dtype, compute_dtype, device_of
 from a2d_mpi.comm import Channel, CollectiveError, Traffic, agree
 from a2d_mpi.distribution import Distribution
+from a2d_mpi.engine import Engine
 from a2d_mpi.grid import ProcessGrid
-from a2d_mpi.masks import Interval, Mask
-from a2d_mpi.tiles import Tile, check_kernel, make_tile
-from a2d_mpi.transport import DeviceTransport, HostTransport, gpu_aware
+from a2d_mpi.masks import Mask
 
 
 class AttentionPlan:
@@ -101,11 +99,6 @@ class AttentionPlan:
     ) -> None:
         self.grid, self.mask, self.overlap = grid, mask, bool(overlap)
         self.traffic = Traffic()
-        self._kernel, self._transfers = kernel, transfers
-        self._device: Any = None  # that of the arrays of the first call
-        self._work = Workspace()
-        self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
-        self._waited: dict[str, float] = {}
         self._broken = False
         config = {
             "method": type(self).__name__,
@@ -148,8 +141,7 @@ class AttentionPlan:
             if not math.isfinite(self.softmax_scale):
                 raise ValueError(f"softmax_scale must be finite, got {softmax_scale!r}")
             config["softmax_scale"] = self.softmax_scale
-            check_kernel(kernel, self.dtype)
-            gpu_aware(transfers)
+            self._engine = Engine(kernel, self.dtype, self.softmax_scale, transfers, self._poll)
             config["mask"] += f" (digest {mask.digest(self.seqlen)})"
             self.compute_dtype = compute_dtype(self.dtype)
             self.tokens = self.distribution.tokens(grid.comm.rank)
@@ -184,8 +176,8 @@ class AttentionPlan:
         with self._running("forward"):
             if self.grid.comm.size == 1:
                 out, lse = self._new("out", self.dtype), self._new("lse", self.compute_dtype)
-                with self._clock("compute"):
-                    self._tile.forward(q, k, v, self._intervals[0, 0], out, lse)
+                with self._engine.clock("compute"):
+                    self._engine.tile.forward(q, k, v, self._intervals[0, 0], out, lse)
                 return out, lse
             out, lse = self._forward(q, k, v)
             return self._result("out", out), lse
@@ -221,45 +213,37 @@ class AttentionPlan:
         """
         dout, q, k, v, out, lse = self._checked(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
         with self._running("backward"):
-            with self._clock("compute"):
-                delta = self._device.delta(dout, out)
+            with self._engine.clock("compute"):
+                delta = self._engine.device.delta(dout, out)
             names = ("dq", "dk", "dv")
             if self.grid.comm.size == 1:
                 gradients = tuple(self._new(name, self.dtype) for name in names)
                 visible = self._intervals[0, 0]
-                with self._clock("compute"):
-                    self._tile.backward(dout, q, k, v, lse, delta, visible, *gradients, fresh=True)
+                with self._engine.clock("compute"):
+                    self._engine.tile.backward(
+                        dout, q, k, v, lse, delta, visible, *gradients, fresh=True
+                    )
                 return gradients
             gradients = self._backward(dout, q, k, v, lse, delta)
             return tuple(self._result(name, x) for name, x in zip(names, gradients, strict=True))
 
     @property
     def timings(self) -> dict[str, float]:
-        found = {}
-        for phase, spans in self._spans.items():
-            seconds = dict.fromkeys(("compute", "merge", "wait", "total"), 0.0)
-            for part, start, end in spans:
-                seconds[part] += self._device.seconds(start, end)
-            seconds["wait"] = self._waited[phase]
-            if self._device is not HOST:
-                busy = seconds["compute"] + seconds["merge"]
-                seconds["wait"] = max(0.0, seconds["total"] - busy)
-            found |= {f"{phase}/{part}": x for part, x in seconds.items()}
-        return found
+        return self._engine.timings
 
     @property
-    def product_dtype(self) -> np.dtype:
-        """What the kernel of the latest call rounds probabilities to before it multiplies them."""
-        return getattr(getattr(self, "_tile", None), "product_dtype", self.compute_dtype)
+    def staged_bytes(self) -> int:
+        return self._engine.staged_bytes
 
     @property
     def deterministic(self) -> bool:
         """Whether gradients of the latest call's kernel repeat bit for bit; out and lse do."""
-        return getattr(getattr(self, "_tile", None), "deterministic", True)
+        return getattr(self._engine.tile, "deterministic", True)
 
     @property
-    def staged_bytes(self) -> int:
-        return 0 if self._device in (None, HOST) else self._transport.staged_bytes
+    def product_dtype(self) -> np.dtype:
+        """What the kernel of the latest call rounds probabilities to before it multiplies them."""
+        return getattr(self._engine.tile, "product_dtype", self.compute_dtype)
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
         """What `a2d_mpi.cost` says one forward and one backward call of `rank` send and receive.
@@ -274,7 +258,7 @@ class AttentionPlan:
 
     def free(self) -> None:
         """Release the buffers.  The grid stays.  Local."""
-        self._work.clear()
+        self._engine.work.clear()
 
     def _set_up(self) -> tuple[Channel, ...]:
         """Prepare what needs no communication; returns the channels of the algorithm."""
@@ -308,21 +292,15 @@ class AttentionPlan:
 
     def _new(self, name: str, dtype: np.dtype) -> Array:
         """New array for my part of the result `name`."""
-        return self._device.empty((len(self.tokens), *self._shape(name)), dtype)
+        return self._engine.device.empty((len(self.tokens), *self._shape(name)), dtype)
 
     def _result(self, name: str, x: Array) -> Array:
         """`x`, which may be a buffer, as the caller gets it."""
         if name == "out" and x.dtype == self.dtype:
             return x
         found = self._new(name, self.dtype)
-        self._device.put(found, x)
+        self._engine.device.put(found, x)
         return found
-
-    def _uploaded(self, order: np.ndarray) -> Array:
-        """A constant array of this plan, on the device."""
-        if id(order) not in self._constants:
-            self._constants[id(order)] = self._device.upload(order)
-        return self._constants[id(order)]
 
     def _buffer(self, key: object, name: str, tokens: int, wide: bool = False) -> np.ndarray:
         """The plan's buffer `key`, for `tokens` tokens of the tensor `name`.
@@ -330,7 +308,7 @@ class AttentionPlan:
         In the dtype in which it is sent; with `wide`, in that in which it is computed.
         """
         dtype = self.compute_dtype if wide else self._dtype_of(name)
-        return self._work.get(key, (tokens, *self._shape(name)), dtype)
+        return self._engine.work.get(key, (tokens, *self._shape(name)), dtype)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         if name in ("lse", "delta"):
@@ -344,7 +322,7 @@ class AttentionPlan:
 
     def _checked(self, **arrays: Array) -> list[Array]:
         """The arrays, C-contiguous; ValueError on all ranks if one is wrong on any."""
-        problem, devices, staged = None, [], False
+        problem, devices, engine = None, [], self._engine
         try:
             if self._broken:
                 raise ValueError("an earlier call was interrupted: make a new grid and a new plan")
@@ -361,76 +339,31 @@ class AttentionPlan:
                     )
                 if not devices[0].owns(x):
                     raise ValueError(f"{name} is not on the same device as {next(iter(arrays))}")
-            if devices[0] is not self._device:
-                self._move_to(devices[0])
-            staged = self._device is not HOST and not gpu_aware(self._transfers)[0]
+            self._engine.move_to(devices[0])
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or type(error).__name__
         comm = self.grid.comm
-        kind = 0 if problem else 1 << (0 if self._device is HOST else 2 if staged else 1)
-        # Bits: something is wrong, arrays of the host, of a device, of one that MPI cannot read.
-        found = comm.allreduce((problem is not None) | kind << 1, op=MPI.BOR)
+        way = "" if problem else engine.way
+        # Bits: something is wrong, and what ways to MPI the ranks would take.
+        bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
+        found = comm.allreduce(bits, op=MPI.BOR)
         if found & 1:
             agree(comm, problem)
         if found & 2 and found & 12:
             raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
-        if self._device is HOST:
-            self._transport = self._transport or HostTransport()
-        elif self._transport is None or self._transport.staged != bool(found & 8):
-            self._transport = DeviceTransport(self._device, staged=bool(found & 8))
-        return [self._device.contiguous(x) for x in arrays.values()]
-
-    def _move_to(self, device: Any) -> None:
-        """Use this device from now on: its kernels, buffers and way to MPI."""
-        work = Workspace(device)
-        self._tile: Tile = make_tile(
-            self._kernel, device, self.dtype, self.softmax_scale, self._poll, work
-        )
-        self._device, self._work, self._transport = device, work, None
-        self._constants: dict[int, Array] = {}
+        engine.connect("host" if found & 2 else "staged" if found & 8 else "device")
+        return [self._engine.device.contiguous(x) for x in arrays.values()]
 
     def _poll(self) -> None:
         if self.overlap and self.grid.comm.size > 1:
-            self._transport.poll(self.grid.comm)
+            self._engine.transport.poll(self.grid.comm)
 
     @contextmanager
     def _running(self, phase: str) -> Iterator[None]:
-        self._phase, self._spans[phase] = phase, []
         for channel in self._channels:
-            channel.start(phase, self._transport)
-        start = self._device.mark()
+            channel.start(phase, self._engine.transport)
         self._broken = True  # messages are under way until the end
-        yield
+        with self._engine.running(phase):
+            yield
         self._broken = False
-        self._spans[phase].append(("total", start, self._device.mark()))
-        self._waited[phase] = sum(channel.waited for channel in self._channels)
-
-    @contextmanager
-    def _clock(self, part: str) -> Iterator[None]:
-        start = self._device.mark()
-        yield
-        self._spans[self._phase].append((part, start, self._device.mark()))
-
-
-def intervals_of(
-    mask: Mask,
-    q_chunks: list[np.ndarray],
-    k_chunks: list[np.ndarray],
-    pieces: Iterable[tuple[int | None, int | None]],
-) -> dict[tuple[int | None, int | None], tuple[Interval, ...]]:
-    """Visible keys of each piece (query chunk i, key chunk j) of a tile.
-
-    Parameters
-    ----------
-    mask : Mask
-    q_chunks, k_chunks : lists of (n,) int64
-        Tokens of each chunk.
-    pieces : pairs (i, j)
-        None stands for all chunks: of queries one after the other, of keys sorted.
-    """
-    found = {}
-    for i, j in pieces:
-        q = np.concatenate(q_chunks) if i is None else q_chunks[i]
-        k = np.sort(np.concatenate(k_chunks)) if j is None else k_chunks[j]
-        found[i, j] = mask.intervals(q, k)
-    return found
+        self._engine.waited[phase] = sum(channel.waited for channel in self._channels)

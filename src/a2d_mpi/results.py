@@ -191,8 +191,8 @@ def provenance(
     -------
     dict
         package_version, git_commit (of the package's source; "-dirty" if it was changed since,
-        "unknown" without git), command_line, mpi_library, hostnames, device (default: the CPU's name),
-        utc_time (ISO 8601).
+        "unknown" without git), command_line, mpi_library, hostnames, device (default: the CPU's
+        name), utc_time (ISO 8601).
     """
     return {
         "package_version": a2d_mpi.__version__,

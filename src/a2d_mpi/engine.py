@@ -1,0 +1,126 @@
+"""What a plan runs on: the device of the arrays, a kernel, buffers, a way to MPI, clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from a2d_mpi.backend import HOST, Array, Workspace
+from a2d_mpi.tiles import Tile, check_kernel, make_tile
+from a2d_mpi.transport import DeviceTransport, HostTransport, gpu_aware
+
+
+class Engine:
+    """Everything of a plan that depends on where the arrays are.
+
+    Parameters
+    ----------
+    kernel : str
+        One of `a2d_mpi.tiles.KERNELS`.
+    dtype : dtype
+    softmax_scale : float
+    transfers : {"auto", "device", "host"}
+    poll : callable
+        Called by kernels that hold the core, between their blocks.
+
+    Attributes
+    ----------
+    device, tile, work, transport
+        None, but for `work`, before the first call has brought its arrays.
+    waited : dict of str to float
+        Seconds inside MPI waits, by phase.
+
+    Raises
+    ------
+    ValueError
+        If there is no such kernel for the dtype, or no such transfers.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        dtype: np.dtype,
+        softmax_scale: float,
+        transfers: str,
+        poll: Callable[[], object],
+    ) -> None:
+        check_kernel(kernel, dtype)
+        gpu_aware(transfers)
+        self._options, self._poll, self._transfers = (dtype, softmax_scale), poll, transfers
+        self._kernel = kernel
+        self.device: Any = None
+        self.tile: Tile | None = None
+        self.work = Workspace()
+        self.transport: HostTransport | DeviceTransport | None = None
+        self.waited: dict[str, float] = {}
+        self._constants: dict[int, tuple[np.ndarray, Array]] = {}
+        self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
+        self._phase = ""
+
+    def move_to(self, device: Any) -> None:
+        """Use this device from now on: its kernels and buffers."""
+        if device is self.device:
+            return
+        work = Workspace(device)
+        self.tile = make_tile(self._kernel, device, *self._options, self._poll, work)
+        self.device, self.work, self.transport = device, work, None
+        self._constants, self._spans = {}, {}
+
+    @property
+    def way(self) -> str:
+        """How tensors could get to MPI from here: as "host" or "device" memory, or "staged"."""
+        if self.device is HOST:
+            return "host"
+        return "device" if gpu_aware(self._transfers)[0] else "staged"
+
+    def connect(self, way: str) -> None:
+        """Take that way, on which all ranks have agreed."""
+        staged = getattr(self.transport, "staged", None)
+        if way == "host":
+            self.transport = self.transport or HostTransport()
+        elif staged is not (way == "staged"):
+            self.transport = DeviceTransport(self.device, staged=way == "staged")
+
+    def upload(self, x: np.ndarray) -> Array:
+        """A constant array of the plan, on the device."""
+        if id(x) not in self._constants:
+            self._constants[id(x)] = (x, self.device.upload(x))
+        return self._constants[id(x)][1]
+
+    @contextmanager
+    def running(self, phase: str) -> Iterator[None]:
+        """Clock a phase as a whole."""
+        self._phase, self._spans[phase] = phase, []
+        with self.clock("total"):
+            yield
+
+    @contextmanager
+    def clock(self, part: str) -> Iterator[None]:
+        """Clock a part of the phase."""
+        start = self.device.mark()
+        yield
+        self._spans[self._phase].append((part, start, self.device.mark()))
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """See `a2d_mpi.plan.AttentionPlan`."""
+        found = {}
+        for phase, spans in self._spans.items():
+            seconds = dict.fromkeys(("compute", "merge", "wait", "total"), 0.0)
+            for part, start, end in spans:
+                seconds[part] += self.device.seconds(start, end)
+            seconds["wait"] = self.waited.get(phase, 0.0)
+            if self.device is not HOST:
+                # The host waits early, for work that the GPU has yet to do.
+                busy = seconds["compute"] + seconds["merge"]
+                seconds["wait"] = max(0.0, seconds["total"] - busy)
+            found |= {f"{phase}/{part}": x for part, x in seconds.items()}
+        return found
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes copied between device and host so far."""
+        return getattr(self.transport, "staged_bytes", 0)
