@@ -262,14 +262,11 @@ def _make(kind: type, values: object, where: str, given: Mapping[str, object] = 
             if field.default is MISSING:
                 raise ValueError(f"it lacks {prefix}{name}")
             continue
-        value, text = values[name], name == "name"
-        whole = name in ("nics", "ranks_per_node", "memory", "reserved")
-        wanted = str if text else int if whole else (int, float)
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            raise ValueError(
-                f"{prefix}{name} must be a {'text' if text else 'whole number' * whole or 'number'}, "
-                f"got {value!r}"
-            )
-        if value != value:
-            raise ValueError(f"{prefix}{name} is not a number")
+        value, wanted, called = values[name], (int, float), "a number"
+        if name == "name":
+            wanted, called = str, "text"
+        elif name in ("nics", "ranks_per_node", "memory", "reserved"):
+            wanted, called = int, "a whole number"
+        if isinstance(value, bool) or not isinstance(value, wanted) or value != value:
+            raise ValueError(f"{prefix}{name} must be {called}, got {value!r}")
     return kind(**values, **given)

@@ -1,5 +1,7 @@
 """Which method, grid and rank order is the fastest on a machine; no MPI import.
 
+::
+
     machine = read_machine("data/machines/h100-64x1.toml")
     work = Workload(1 << 20, nheads=96, headdim=128, mask=Causal(), backward=True)
     best = plans(machine, 64, work)[0]
@@ -190,9 +192,7 @@ def _percent(x: float) -> str:
     return f"{100 * x:.0f} %" if x < 9.995 else f"{x + 1:.0f}x"
 
 
-def _plan(
-    machine: Machine, method: str, layout: Layout, work: Workload, room: int | None
-) -> Plan:
+def _plan(machine: Machine, method: str, layout: Layout, work: Workload, room: int | None) -> Plan:
     name = work.distribution(method)
     problem = work.problem(layout, name)
     received, number, memory = _needs(
