@@ -16,7 +16,7 @@ from a2d_mpi.backend import DTYPES
 from a2d_mpi.cost import METHODS, misfit
 from a2d_mpi.machine import Machine, parse_count, parse_size, read_machine
 from a2d_mpi.masks import MASKS
-from a2d_mpi.options import BAD_INPUT, Parser, run_serial
+from a2d_mpi.options import Parser, run_serial
 from a2d_mpi.planner import Plan, duration, plans, why_not
 from a2d_mpi.schedule import Workload
 
@@ -63,7 +63,9 @@ def main(argv: list[str] | None = None) -> int:
     memory = parse_size(args.memory) if args.memory else machine.memory
     found = plans(machine, args.ranks, work, memory, tuple(args.method or METHODS))
     print_plans(found, machine, args, memory)
-    return 0 if found and found[0].fits else BAD_INPUT
+    if not any(plan.fits for plan in found):
+        raise ValueError(f"no plan fits in {_bytes(memory or 0)} a rank" if found else "no plan")
+    return 0
 
 
 def print_plans(found: list[Plan], machine: Machine, args, memory: int | None) -> None:
