@@ -12,7 +12,7 @@ from a2d_mpi import cost
 from a2d_mpi.cost import Layout
 from a2d_mpi.machine import Link, read_machine
 from a2d_mpi.masks import Causal, Full
-from a2d_mpi.planner import layouts, plans, why_not
+from a2d_mpi.planner import best_plan, layouts, plans, why_not
 from a2d_mpi.schedule import Workload
 
 ROOT = Path(__file__).parents[1]
@@ -108,6 +108,11 @@ def test_memory_limits():
     assert 0 < len(fitting) < len(found) and found[: len(fitting)] == fitting
     assert all(p.memory + H100.reserved <= limit for p in fitting)
     assert why_not(found[-1], found[0]) == "does not fit in memory"
+    assert best_plan(H100, 64, job, limit).layout == fitting[0].layout
+    with pytest.raises(ValueError, match="the smallest needs"):
+        best_plan(H100, 64, job, 1000)
+    with pytest.raises(ValueError, match="no plan for 7 ranks with double ring"):
+        best_plan(H100, 7, job, methods=("double ring",))
 
 
 def test_slow_links_favour_fewer_bytes():

@@ -28,10 +28,12 @@ def peak_memory(
     """
     heads, own = layout.heads, problem.counts[rank]
     p, cell = problem.layer(heads), rank // heads
-    # The caller's q, k, v and out, lse; dout, delta and dq, dk, dv, in both dtypes.
+    # The caller's q, k, v and out, lse; dout, delta and dq, dk, dv, as summed and as returned.
     total = own * (2 * problem.q + problem.kv + problem.lse)
     if backward:
-        total += own * (2 * problem.q + problem.kv + problem.lse + problem.dq + problem.dkv)
+        total += own * (problem.q + problem.lse + problem.dq + problem.dkv)
+        if problem.itemsize != problem.compute_itemsize:
+            total += own * (problem.q + problem.kv)
     if heads > 1:
         # What a layer works on and returns, and what is packed for the other layers.
         for tokens, sizes in ((p.counts[cell], p), (own, problem)):

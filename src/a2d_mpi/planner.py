@@ -4,7 +4,7 @@
 
     machine = read_machine("data/machines/h100-64x1.toml")
     work = Workload(1 << 20, nheads=96, headdim=128, mask=Causal(), backward=True)
-    best = plans(machine, 64, work)[0]
+    best = best_plan(machine, 64, work)
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def plans(
     Raises
     ------
     ValueError
-        If there is no plan at all, or the machine has no kernel for the dtype.
+        If the machine has no kernel for the dtype.
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
@@ -122,6 +122,29 @@ def plans(
         for layout in layouts(method, ranks, work, machine.ranks_per_node)
     ]
     return sorted(found, key=lambda plan: (not plan.fits, plan.seconds))
+
+
+def best_plan(
+    machine: Machine,
+    ranks: int,
+    work: Workload,
+    memory: int | None = None,
+    methods: tuple[str, ...] = METHODS,
+) -> Plan:
+    """The fastest plan that fits; arguments as for `plans`.
+
+    Raises
+    ------
+    ValueError
+        If none fits, with the least memory that one needs.
+    """
+    found = plans(machine, ranks, work, memory, methods)
+    if not found:
+        raise ValueError(f"no plan for {ranks} ranks with {', '.join(methods)}")
+    if not found[0].fits:
+        least = min(plan.memory for plan in found) + machine.reserved
+        raise ValueError(f"no plan fits: the smallest needs {least} bytes a rank")
+    return found[0]
 
 
 def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:
