@@ -55,7 +55,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add = parser.add_argument
     add("--output", required=True, help="TOML file to write")
     add("--name", help="of the machine; default: its first host")
-    add("--seconds", type=float, default=40.0, help="about how long (default %(default)s)")
+    add("--seconds", type=float, default=30.0, help="about how long (default %(default)s)")
     add("--dtype", choices=DTYPES, action="append", help="default: float32; may be repeated")
     add("--threads", type=int, default=1, help="BLAS threads per rank (default %(default)s)")
     return parser
@@ -271,36 +271,52 @@ def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
         alone = exchange(nbytes, mute=not where.first_of_node, trials=3)
         # NICs that a rank alone cannot fill.
         nics = max(1, round(where.ranks_per_node * alone / taken))
-    link = fit_link(sizes, times, flood, nics=nics, hidden=_hidden(clock, post, nbytes, taken))
-    together_rate = link.bandwidth * (where.ranks_per_node / nics if name == "between" else 1)
-    return Link(together_rate, link.latency, link.overhead, nics, link.hidden)
+    link = fit_link(sizes, times, flood, nics=nics)
+    hidden, late = _busy(clock, post, exchange, nbytes, taken)
+    rate = link.bandwidth * (where.ranks_per_node / nics if name == "between" else 1)
+    return Link(rate, link.latency + late, link.overhead, nics, hidden)
 
 
-def _hidden(clock: Clock, post: Callable, nbytes: int, taken: float) -> float:
-    """Share of a transfer that goes on while its ranks compute one and a half times as long."""
+def _busy(
+    clock: Clock, post: Callable, exchange: Callable, nbytes: int, taken: float
+) -> tuple[float, float]:
+    """What links are to ranks that compute.
+
+    Returns the share of a large transfer that goes on while its ranks compute one and a half
+    times as long; and how much later, s, a message comes when they compute for a third of its
+    time, because nobody looks for it at once.
+    """
     comm = clock.comm
     calls, _ = _tile_call(
         "float32", (512, 512, 1, 1, 64, Full()), lambda: comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
     )
     once = clock.mean(lambda: [calls["forward"]() for _ in range(5)]) / 5
-    number = max(1, math.ceil(1.5 * taken / once))
 
-    def compute() -> None:
+    def compute(number: int) -> None:
         for _ in range(number):
             calls["forward"]()
 
-    def both() -> None:
-        requests = post(nbytes)
-        compute()
-        MPI.Request.Waitall(requests)
+    def steps(size: int, number: int, repeats: int = 1) -> None:
+        for _ in range(repeats):
+            requests = post(size)
+            compute(number)
+            MPI.Request.Waitall(requests)
 
+    number = max(1, math.ceil(1.5 * taken / once))
     found = []
     for _ in range(3):
-        transfer = clock.slowest(lambda: MPI.Request.Waitall(post(nbytes)))
-        alone, overlapped = clock.slowest(compute), clock.slowest(both)
-        lost = overlapped - max(alone, transfer)
+        transfer, alone = exchange(nbytes, trials=1), clock.slowest(lambda: compute(number))
+        lost = clock.slowest(lambda: steps(nbytes, number)) - max(alone, transfer)
         found.append(1 - lost / min(alone, transfer))
-    return float(np.clip(np.median(found), 0, 1))
+    hidden = float(np.clip(np.median(found), 0, 1))
+    size = min(nbytes, 1 << 18)
+    few = max(1, round(exchange(size, trials=3) / 3 / once))
+    late = []
+    for _ in range(3):
+        transfer, alone = exchange(size, trials=1), clock.slowest(lambda: compute(few))
+        together = clock.slowest(lambda: steps(size, few, 4)) / 4
+        late.append(together - max(transfer, alone + (1 - hidden) * transfer))
+    return hidden, max(0.0, float(np.median(late)))
 
 
 def _start(clock: Clock) -> float:
