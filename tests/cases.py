@@ -14,8 +14,13 @@ GRIDS = {5: [(1, 5)], 6: [(2, 3), (3, 2)]}.get(
     SIZE, [(r, SIZE // r) for r in range(1, SIZE + 1) if SIZE % r == 0]
 )
 METHODS = [(Attention2D, grid) for grid in GRIDS] + [(RingAttention, GRIDS[-1])]
-IDS = [f"{method.__name__}-{rows}x{cols}" for method, (rows, cols) in METHODS]
-NHEADS = 5
+# With a head axis.
+METHODS += {
+    4: [(Attention2D, (2, 1, 2))],
+    6: [(Attention2D, (1, 3, 2)), (Attention2D, (1, 1, 6)), (RingAttention, (2, 1, 3))],
+}.get(SIZE, [])
+IDS = [f"{method.__name__}-{'x'.join(map(str, grid))}" for method, grid in METHODS]
+NHEADS = 6
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 

@@ -3,9 +3,17 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from a2d_mpi import comm as comm_module
 from a2d_mpi import cost
+from a2d_mpi.areas import pair_areas
+from a2d_mpi.cost import Layout
+from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.masks import Causal, Full, IntervalMask
 
 N, H, HKV, D = 24, 6, 2, 16
 
@@ -56,6 +64,177 @@ def test_uneven_parts_lose_nothing():
             assert sent == received > 0
 
 
+shapes = st.tuples(*(st.integers(1, 4) for _ in range(3)))
+
+
+@given(shapes, st.sampled_from(cost.METHODS), st.data())
+def test_every_byte_sent_is_received(shape, method, data):
+    rows, cols, heads = shape
+    layout = Layout(rows, cols, heads)
+    counts = data.draw(st.lists(st.integers(0, 9), min_size=layout.size, max_size=layout.size))
+    for nheads_kv in (1, 2 * heads, 12 * heads):
+        sizes = cost.Problem(tuple(counts), 12 * heads, nheads_kv, D, 2, 4)
+        for count in (cost.traffic, cost.messages):
+            moved = [count(method, layout, sizes, rank) for rank in range(layout.size)]
+            for key in {key for rank in moved for key in rank}:
+                sent, received = map(sum, zip(*(rank.get(key, (0, 0)) for rank in moved)))
+                assert sent == received > 0, key
+
+
+@pytest.mark.parametrize("outer, inner", [(1, 4), (4, 1), (2, 3), (3, 2)])
+def test_double_ring(outer, inner):
+    """As much as the ring forward; dK, dV one inner hop a round more, and then home."""
+    counts = (3, 0, 5, 2, 9, 1)[: outer * inner]
+    sizes = cost.Problem(counts, H, HKV, D, 2, 4)
+    for rank in range(outer * inner):
+        double = cost.traffic_double_ring(sizes, outer, inner, rank)
+        single = cost.traffic_ring(sizes, rank)
+        total = sum(x[1] for key, x in double.items() if key[0] == "forward")
+        assert total == single["forward", "ring"][1]
+        # The blocks that I begin with: each goes to the next ring in each pass, the last home.
+        mine = sum(counts[rank % inner :: inner])
+        kv, dkv = mine - counts[rank], mine * (outer > 1)
+        expected = kv * sizes.kv + dkv * sizes.dkv
+        assert double.get(("backward", "outer"), [0, 0])[1] == expected
+        around = sum(counts) * (inner > 1)
+        expected = (around - mine * (inner > 1)) * sizes.kv + around * sizes.dkv
+        assert double.get(("backward", "inner"), [0, 0])[1] == expected
+
+
+def test_exchange_of_heads():
+    """With all kv heads shared out: what a rank owns leaves it but for its own share."""
+    sizes = cost.Problem((N,) * 4, 8, 4, D, 2, 4)
+    for rank in range(4):
+        moved = cost.traffic_heads(sizes, 4, rank)
+        q, kv, lse = 3 * N * 2 * D * 2, 3 * N * 2 * D * 2, 3 * N * 2 * 4
+        assert moved["forward", "head"] == [2 * q + kv + lse] * 2
+        assert moved["backward", "head"] == [3 * q + 2 * lse + 2 * kv] * 2
+    # One kv head for four layers: all get it, and its gradients come back in the compute dtype.
+    shared = cost.Problem((N,) * 4, 8, 1, D, 2, 4)
+    moved = cost.traffic_heads(shared, 4, 0)
+    assert moved["forward", "head"][0] == 2 * q + 3 * N * 2 * D * 2 + lse
+    assert moved["backward", "head"][0] == 3 * q + 2 * lse + 3 * N * 2 * D * (2 + 4)
+
+
+@pytest.mark.parametrize("nheads, nheads_kv, heads, fits", [
+    (12, 12, 4, True), (12, 12, 5, False), (12, 4, 4, True), (12, 4, 12, True),
+    (12, 4, 6, False), (12, 2, 4, True), (12, 1, 3, True), (96, 8, 64, False),
+])  # fmt: skip
+def test_which_head_axes_fit(nheads, nheads_kv, heads, fits):
+    assert (cost.misfit(nheads, nheads_kv, heads) is None) == fits
+    sizes = cost.Problem((1,) * heads, nheads, nheads_kv, D, 2, 4)
+    if not fits:
+        with pytest.raises(ValueError, match=str(nheads)):
+            sizes.layer(heads)
+        return
+    # What design says: part u reads the kv heads from the one of its first query head to the last.
+    group = nheads // nheads_kv
+    for u in range(heads):
+        first, last = (u * nheads // heads) // group, ((u + 1) * nheads // heads - 1) // group
+        assert last - first + 1 == sizes.layer(heads).nheads_kv
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("order", ["rcu", "ucr", "cur"])
+def test_layout(name, order):
+    layout = Layout(2, 3, 4, order)
+    assert sorted(layout.physical()) == list(range(24))
+    whole, cells = Distribution(name, 101, 24), Distribution(name, 101, 6)
+    for cell in range(6):
+        parts = [whole.tokens(layout.part(4 * cell + u, name)) for u in range(4)]
+        # The parts of its ranks are together the part of the cell.
+        assert np.array_equal(np.sort(np.concatenate(parts)), cells.tokens(cell))
+    # The fastest axis joins neighbours.
+    stride = {"r": 12, "c": 4, "u": 1}[order[-1]]
+    assert layout.physical()[stride] == layout.physical()[0] + 1
+    with pytest.raises(ValueError, match="permutation"):
+        Layout(1, 1, 1, "rru")
+
+
+@given(
+    st.sampled_from(DISTRIBUTIONS), st.integers(1, 60), st.integers(1, 7), st.sampled_from("fcw")
+)
+def test_areas(name, seqlen, parts, kind):
+    tokens = np.arange(seqlen)
+    window = IntervalMask(np.maximum(0, tokens - 5), tokens + 1)
+    mask = {"f": Full(), "c": Causal(), "w": window}[kind]
+    distribution = Distribution(name, seqlen, parts)
+    area, cut = pair_areas(mask, distribution)
+    for i in range(parts):
+        for j in range(parts):
+            q, k = distribution.tokens(i), distribution.tokens(j)
+            assert area[i, j] == mask.area(q, k)
+            if name != "zigzag":  # whose parts are two runs
+                seen = sum(end - begin for begin, end in mask.intervals(q, k))
+                assert cut[i, j] == np.sum((seen > 0) & (seen < len(k)))
+
+
+def test_areas_of_long_sequences():
+    """Sampled where there is no closed form."""
+    seqlen = 20_000
+    tokens = np.arange(seqlen)
+    same = IntervalMask(np.zeros(seqlen, int), tokens + 1)
+    distribution = Distribution("striped", seqlen, 3)
+    exact, sampled = (pair_areas(mask, distribution)[0] for mask in (Causal(), same))
+    assert np.allclose(sampled, exact, rtol=0.01)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("nheads_kv", [1, 2, 6])
+@pytest.mark.parametrize("mask", [Full(), Causal()])
+def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
+    phases = ("forward", "backward")[backward : backward + 1]
+    for ranks in (4, 6, 16, 64):
+        seqlen = 100 * ranks
+        whole = mask.area(np.arange(seqlen), np.arange(seqlen))
+        ratios = {}
+        for rows in (r for r in range(1, ranks + 1) if ranks % r == 0):
+            for method in cost.METHODS:
+                layout = Layout(rows, ranks // rows)
+                sizes = cost.Problem((100,) * ranks, 6, nheads_kv, D, 4, 4)
+                received = sum(
+                    both[1]
+                    for rank in range(ranks)
+                    for key, both in cost.traffic(method, layout, sizes, rank).items()
+                    if key[0] in phases
+                )
+                bound = cost.lower_bound(sizes, whole / ranks, 100, backward)
+                assert received >= ranks * bound
+                if method == "attention2d":
+                    ratios[rows] = received
+        if not backward:
+            best = min(ratios, key=ratios.get)
+            # R / C near H / Hkv: square if all heads have keys of their own.
+            ideal = np.sqrt(ranks * 6 / nheads_kv)
+            nearest = sorted(ratios, key=lambda r: abs(np.log(r / ideal)))[:2]
+            assert best in nearest
+            if nheads_kv == 6 and ranks in (4, 16, 64):
+                assert best**2 == ranks
+                if isinstance(mask, Full):  # but for lse nothing could be saved
+                    assert ratios[best] / (ranks * bound) == pytest.approx(1, abs=0.05)
+
+
+def test_messages():
+    sizes = cost.Problem((10, 0, 10, 10), H, HKV, D, 4, 4)
+    assert cost.messages("attention2d", Layout(2, 2), sizes, 0) == {
+        # q to rank 1, and its empty part costs nothing; k and v to rank 2 and back.
+        ("forward", "row"): [1, 2],
+        ("forward", "col"): [2, 2],
+        ("backward", "row"): [4, 1],
+        ("backward", "col"): [4, 4],
+    }
+    large = cost.Problem((1 << 20,) * 2, 1, 1, 512, 4, 4)  # 2 GiB a tensor
+    assert cost.messages("ring", Layout(2, 1), large, 0)["forward", "ring"] == [4, 4]
+    assert cost.MAX_MESSAGE == comm_module.MAX_MESSAGE
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="unknown method"):
+        cost.traffic("ulysses", Layout(1, 1), problem(1), 0)
+    with pytest.raises(ValueError, match="4 parts for 6 ranks"):
+        cost.traffic("ring", Layout(6, 1), problem(4), 0)
+
+
 def test_flops():
     assert cost.flops(10, H, D) == 4 * 10 * H * D
     assert cost.flops(10, H, D, backward=True) == 10 * 10 * H * D
@@ -67,7 +246,7 @@ import sys
 sys.modules["mpi4py"] = None  # importing it fails
 import a2d_mpi
 from a2d_mpi import Causal, Distribution, Full, IntervalMask, atomic, cost, merge, reference
-from a2d_mpi import results, tiles
+from a2d_mpi import calibration, memory, model, options, planner, results, tiles
 try:
     a2d_mpi.Attention2D
 except ImportError:

@@ -17,10 +17,10 @@ from a2d_mpi.transport import gpu_aware
 
 ROOT = Path(__file__).parents[1]
 
-# seqlen, nheads_kv (of 4), headdim: the emulated one is slow.
+# seqlen, nheads_kv (of 6), headdim: the emulated one is slow.
 SIZES = {
-    "emulated": [(1, 4, 7), (23, 2, 9)],
-    "real": [(n, h, d) for n in (1, 1009, 4096) for h in (1, 2, 4) for d in (32, 64, 128, 256)],
+    "emulated": [(1, 6, 7), (23, 1, 9)],
+    "real": [(n, h, d) for n in (1, 1009, 4096) for h in (1, 6) for d in (32, 64, 128, 256)],
 }
 
 
@@ -52,13 +52,13 @@ def test_results_and_traffic(comm, cupy, on, method, mask, dtype, transfers, mon
         plan = method(
             mask,
             seqlen=seqlen,
-            nheads=4,
+            nheads=6,
             nheads_kv=nheads_kv,
             headdim=headdim,
             dtype=dtype,
             transfers=transfers,
         )
-        found = on(plan, *inputs(seqlen, nheads_kv, headdim, 1.0, dtype, 4))
+        found = on(plan, *inputs(seqlen, nheads_kv, headdim, 1.0, dtype, 6))
         bad += failures(plan, found, mask, seqlen, nheads_kv, headdim)
         if plan.traffic.bytes != plan.predicted_traffic():
             bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
@@ -71,8 +71,8 @@ def test_results_and_traffic(comm, cupy, on, method, mask, dtype, transfers, mon
 
 @pytest.mark.mpi
 def test_same_bits_every_time_and_without_overlap(comm, cupy, on, method):
-    x = inputs(30, 2, 8, 1.0, "float32", 4)
-    sizes = {"seqlen": 30, "nheads": 4, "nheads_kv": 2, "headdim": 8, "kernel": "cupy"}
+    x = inputs(30, 1, 8, 1.0, "float32", 6)
+    sizes = {"seqlen": 30, "nheads": 6, "nheads_kv": 1, "headdim": 8, "kernel": "cupy"}
     plans = [method(Causal(), overlap=overlap, **sizes) for overlap in (True, False)]
     results = [on(plan, *x) for plan in (*plans, plans[0])]
     same = all(results[0][t].tobytes() == y[t].tobytes() for y in results for t in TENSORS)
@@ -81,8 +81,8 @@ def test_same_bits_every_time_and_without_overlap(comm, cupy, on, method):
 
 @pytest.mark.mpi
 def test_timings_by_events(comm, cupy, on, method):
-    plan = method(Causal(), seqlen=64, nheads=4, headdim=16)
-    on(plan, *inputs(64, 4, 16, 1.0, "float32", 4))
+    plan = method(Causal(), seqlen=64, nheads=6, headdim=16)
+    on(plan, *inputs(64, 6, 16, 1.0, "float32", 6))
     bad = []
     for phase in ("forward", "backward"):
         parts = [plan.timings[f"{phase}/{part}"] for part in ("compute", "merge", "wait")]
@@ -127,9 +127,9 @@ def test_masks_of_two_intervals(comm, cupy, on, method):
         def visible(self, q):
             return ((q * 0, np.minimum(3, q + 1)), (np.maximum(3, q - 9), q + 1))
 
-    plan = method(Sinks(), seqlen=30, nheads=4, headdim=8)
-    found = on(plan, *inputs(30, 4, 8, 1.0, "float32", 4))
-    bad = failures(plan, found, Sinks(), 30, 4, 8)
+    plan = method(Sinks(), seqlen=30, nheads=6, headdim=8)
+    found = on(plan, *inputs(30, 6, 8, 1.0, "float32", 6))
+    bad = failures(plan, found, Sinks(), 30, 6, 8)
     assert_all(comm, not bad, "; ".join(bad))
 
 

@@ -259,7 +259,7 @@ def test_kernels_compile(tmp_path, element, headdim):
     command += [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90)]
     command += [f"-DELEMENT={element}", f"-DHEADDIM={headdim}", "-o", str(tmp_path / "k.fatbin")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-    assert done.stderr.count("for 'sm_90'") == done.stderr.count("for 'sm_80'") == 12
+    assert done.stderr.count("for 'sm_90'") == done.stderr.count("for 'sm_80'") == 15
     if element < 3:
         assert "0 bytes spill stores" in done.stderr
         assert all(x.startswith("0 ") for x in _spills(done.stderr))

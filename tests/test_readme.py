@@ -25,6 +25,15 @@ def test_library_example(tmp_path):
     assert sum(bool(line) for line in lines) <= 15
 
 
+def test_choosing_a_plan():
+    done = subprocess.run(
+        [sys.executable, "-c", blocks("python")[1]],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Layout(rows=" in done.stdout
+
+
 def test_reading_a_result(tmp_path):
     (tmp_path / "results").mkdir()
     done = launch(
@@ -33,7 +42,7 @@ def test_reading_a_result(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     done = subprocess.run(
-        [sys.executable, "-c", blocks("python")[1]],
+        [sys.executable, "-c", blocks("python")[2]],
         cwd=tmp_path,
         capture_output=True,
         text=True,

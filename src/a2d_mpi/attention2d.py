@@ -16,7 +16,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from a2d_mpi import cost
 from a2d_mpi.backend import Array
 from a2d_mpi.comm import Channel, Gather, Partials, slices
 from a2d_mpi.masks import intervals_of
@@ -35,17 +34,20 @@ class Attention2D(AttentionPlan):
     -----
     Between `forward` and `backward` nothing gathered is kept: backward gathers q, dout, lse and
     delta along the row and k, v along the column anew, so what lives between them is O(N / P).
+    With a head axis all this happens in each layer, for whole cells and some of the heads.
     """
 
+    method = "attention2d"
+
     def _set_up(self):
-        grid = self.grid
+        grid, layer = self.grid, self._exchange
         self._row = Channel(grid.row_comm, "row", self.traffic)
         self._col = Channel(grid.col_comm, "col", self.traffic)
         q_parts, k_parts = self._tile_parts(grid.row, grid.col)
         self._q_counts, self._k_counts = [len(x) for x in q_parts], [len(x) for x in k_parts]
         # One of the two reductions of the backward pass is finished piece by piece and travels
         # while later pieces are computed; the other is left for the end: the smaller one.
-        self._by_query = (grid.cols - 1) * self.nheads >= 2 * (grid.rows - 1) * self.nheads_kv
+        self._by_query = (grid.cols - 1) * layer.nheads >= 2 * (grid.rows - 1) * layer.nheads_kv
         pieces = dict.fromkeys([*self._pieces(by_query=True), *self._pieces(self._by_query)])
         self._intervals = intervals_of(self.mask, q_parts, k_parts, pieces)
         # Only among *sorted* keys is what a query sees an interval.
@@ -183,17 +185,13 @@ class Attention2D(AttentionPlan):
 
     def _tile_parts(self, row: int, col: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Tokens of each owner of the queries and of the keys of the tile at (row, col)."""
-        grid, tokens = self.grid, self.distribution.tokens
+        rows, cols, tokens = self.grid.rows, self.grid.cols, self._cells.tokens
         return (
-            [tokens(grid.rank_of(row, c)) for c in range(grid.cols)],
-            [tokens(grid.rank_of(r, col)) for r in range(grid.rows)],
+            [tokens(row * cols + c) for c in range(cols)],
+            [tokens(r * cols + col) for r in range(rows)],
         )
 
     def area(self, rank: int | None = None) -> int:
         rank = self.grid.comm.rank if rank is None else rank
-        queries, keys = self._tile_parts(*divmod(rank, self.grid.cols))
+        queries, keys = self._tile_parts(*divmod(rank // self.grid.heads, self.grid.cols))
         return self.mask.area(np.concatenate(queries), np.sort(np.concatenate(keys)))
-
-    def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
-        rank = self.grid.comm.rank if rank is None else rank
-        return cost.traffic_2d(self.problem, self.grid.rows, self.grid.cols, rank)

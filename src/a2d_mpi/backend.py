@@ -89,6 +89,18 @@ class Host:
         """``to[order[i]] += x[i]``; no index occurs twice."""
         to[order] += x
 
+    def put_at(self, to: Array, x: Array, order: Array) -> None:
+        """``to[order[i]] = x[i]``; no index occurs twice."""
+        to[order] = x
+
+    def take_heads(self, to: Array, x: Array, first: int) -> None:
+        """``to = x[:, first:]``, as many heads as `to` has; both (tokens, heads, elements)."""
+        to[...] = x[:, first : first + to.shape[1]]
+
+    def put_heads(self, to: Array, x: Array, first: int, add: bool = False) -> None:
+        """Copy (or add) x to the heads of `to` from `first` on; both of one dtype."""
+        self.put(to[:, first : first + x.shape[1]], x, add)
+
     def merge(self, out: Array, lse: Array, out2: Array, lse2: Array) -> None:
         """`a2d_mpi.merge.merge`: (out2, lse2) into (out, lse)."""
         merge(out, lse, out2, lse2)

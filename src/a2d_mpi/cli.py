@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import traceback
 from collections.abc import Callable
@@ -11,33 +10,11 @@ from typing import NoReturn, TypeVar
 from mpi4py import MPI
 
 from a2d_mpi.comm import CollectiveError, agree
+from a2d_mpi.options import BAD_INPUT, FAILED_CHECK, Parser
+
+__all__ = ["BAD_INPUT", "FAILED_CHECK", "Parser", "run", "together"]
 
 T = TypeVar("T")
-
-BAD_INPUT = 2  # exit code: nothing was computed, or nothing could be written
-FAILED_CHECK = 1  # exit code: a result is wrong
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that prints on rank 0 only, and raises instead of exiting.
-
-    Parameters
-    ----------
-    comm : Intracomm, optional
-        Without one (when only the options are asked for), every process speaks.
-    """
-
-    def __init__(self, *args, comm: MPI.Intracomm | None = None, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self._silent = comm is not None and comm.rank != 0
-
-    def _print_message(self, message: str, file=None) -> None:
-        if not self._silent:
-            super()._print_message(message, file)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ValueError: whether the options are good is for all ranks to agree on."""
-        raise ValueError(f"{message} (see --help)")
 
 
 def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) -> T | None:

@@ -1,4 +1,4 @@
-"""What a method sends, receives and computes, in closed form.
+"""What a method sends, receives and computes, exactly; this module does not import MPI.
 
 Counted traffic is held equal to these formulas on every rank.  With equal parts of n = N / P
 tokens a rank of an R x C grid receives, in elements,
@@ -7,16 +7,26 @@ tokens a rank of an R x C grid receives, in elements,
     backward  Q, dout 2 (C-1) n H D  +  lse, delta 2 (C-1) n H  +  K, V 2 (R-1) n Hkv D
               +  dQ (C-1) n H D  +  dK, dV 2 (R-1) n Hkv D
 
-and a rank of a ring ``2 (P-1) n Hkv D`` forward, ``2 (2P-1) n Hkv D`` backward.  The functions
-below are exact for uneven parts too.  This module does not import MPI.
+and a rank of a ring ``2 (P-1) n Hkv D`` forward, ``2 (2P-1) n Hkv D`` backward.  With a head axis
+of U ranks (`Layout`) these hold inside each layer, for the tokens of whole cells and 1/U of the
+heads, and the exchange of heads comes on top.  Every function is exact for uneven parts too: it
+lists the messages of the algorithm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 Bytes = dict[tuple[str, str], list[int]]
+# Phase, communicator, bytes of one token of each tensor, tokens sent, tokens received, from whom.
+Move = tuple[str, str, tuple[int, ...], int, int, int]
+
+METHODS = ("attention2d", "ring", "striped ring", "double ring")
+MAX_MESSAGE = 1 << 30  # bytes; larger tensors go in several, as in `a2d_mpi.transport`
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,8 @@ class Problem:
     Parameters
     ----------
     counts : tuple of int
-        Tokens of every rank.
+        Tokens of every rank (of its part before any exchange of heads), by logical rank; the
+        parts of the U ranks of a cell follow each other.
     nheads, nheads_kv, headdim : int
     itemsize : int
         Bytes of an element of q, k, v, out and dout.
@@ -66,32 +77,110 @@ class Problem:
         """Bytes of one token of lse or delta."""
         return self.nheads * self.compute_itemsize
 
+    def layer(self, heads: int) -> Problem:
+        """What one of `heads` layers works on: the tokens of whole cells, its share of the heads.
+
+        Raises
+        ------
+        ValueError
+            If the heads cannot be shared out so.
+        """
+        why = misfit(self.nheads, self.nheads_kv, heads)
+        if why:
+            raise ValueError(why)
+        cells = tuple(sum(self.counts[i : i + heads]) for i in range(0, len(self.counts), heads))
+        kv = max(1, self.nheads_kv // heads)
+        return Problem(
+            cells, self.nheads // heads, kv, self.headdim, self.itemsize, self.compute_itemsize
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks as rows x cols cells of `heads` ranks each, and where they lie in the machine.
+
+    Parameters
+    ----------
+    rows, cols, heads : int
+        R, C and U.  The logical rank of (r, c, u) is ``(r C + c) U + u``; the U ranks of a cell
+        share the heads.  Rings take the cells one after the other; a double ring has R outer
+        steps over inner rings of C cells.
+    order : str
+        A permutation of "rcu": the axes from the slowest to the fastest varying physical rank.
+        Nodes hold consecutive physical ranks.
+    """
+
+    rows: int
+    cols: int
+    heads: int = 1
+    order: str = "rcu"
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.cols, self.heads) < 1:
+            raise ValueError(f"no grid has {self.rows} x {self.cols} x {self.heads} ranks")
+        if sorted(self.order) != ["c", "r", "u"]:
+            raise ValueError(f"order must be a permutation of 'rcu', got {self.order!r}")
+
+    @property
+    def cells(self) -> int:
+        """R C, the ranks of a layer."""
+        return self.rows * self.cols
+
+    @property
+    def size(self) -> int:
+        """P = R C U."""
+        return self.cells * self.heads
+
+    def physical(self) -> np.ndarray:
+        """Physical rank of every logical rank, (P,) int64."""
+        sizes = {"r": self.rows, "c": self.cols, "u": self.heads}
+        ranks = np.arange(self.size).reshape([sizes[axis] for axis in self.order])
+        return ranks.transpose([self.order.index(axis) for axis in "rcu"]).ravel()
+
+
+def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:
+    """Why a head axis of that length cannot share out the heads; None if it can."""
+    group = nheads // nheads_kv
+    if nheads % heads:
+        return f"{heads} does not divide {nheads} heads"
+    mine = nheads // heads
+    if mine % group and group % mine:
+        return f"{mine} of {nheads} heads cut across groups of {group} that share a key head"
+    return None
+
+
+def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
+    """Bytes [sent, received] by a logical rank, by (phase, communicator).
+
+    Parameters
+    ----------
+    method : str
+        One of `METHODS`.
+    layout : Layout
+    problem : Problem
+        With the counts of all ranks of the layout and all heads.
+    rank : int
+        Logical.
+    """
+    return _bytes(moves(method, layout, problem, rank))
+
+
+def messages(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
+    """The number of messages; otherwise like `traffic`."""
+    found: Bytes = {}
+    for phase, channel, tensors, *tokens, _ in moves(method, layout, problem, rank):
+        for direction, n in enumerate(tokens):
+            number = sum(-(-n * size // MAX_MESSAGE) for size in tensors)
+            found.setdefault((phase, channel), [0, 0])[direction] += number
+    return {key: both for key, both in found.items() if any(both)}
+
 
 def traffic_2d(problem: Problem, rows: int, cols: int, rank: int) -> Bytes:
     """Bytes [sent, received] by `rank` of a rows x cols grid, by (phase, communicator).
 
     Pairs between which nothing moves are left out.
     """
-    p, n = problem, problem.counts
-    row, col = divmod(rank, cols)
-    # Tokens of the other ranks of my row and of my column, and what I own.
-    others_q = sum(n[row * cols + c] for c in range(cols)) - n[rank]
-    others_k = sum(n[r * cols + col] for r in range(rows)) - n[rank]
-    gather_q, gather_k = (cols - 1) * n[rank], (rows - 1) * n[rank]
-    return _moved(
-        # What I send to be gathered is my own, what I return as partial results is the others'.
-        (("forward", "row"), gather_q * p.q + others_q * (p.q + p.lse)),
-        (("forward", "col"), gather_k * p.kv),
-        (("backward", "row"), gather_q * (2 * p.q + 2 * p.lse) + others_q * p.dq),
-        (("backward", "col"), gather_k * p.kv + others_k * p.dkv),
-        # And the other way round.
-        received=(
-            others_q * p.q + gather_q * (p.q + p.lse),
-            others_k * p.kv,
-            others_q * (2 * p.q + 2 * p.lse) + gather_q * p.dq,
-            others_k * p.kv + gather_k * p.dkv,
-        ),
-    )
+    return _bytes(_grid(problem, rows, cols, rank))
 
 
 def traffic_ring(problem: Problem, rank: int) -> Bytes:
@@ -100,18 +189,48 @@ def traffic_ring(problem: Problem, rank: int) -> Bytes:
     K and V pass every rank once in each pass; dK and dV travel with them in the backward pass,
     one step further, home to their owner.
     """
-    n, size = problem.counts, len(problem.counts)
-    if size == 1:
-        return {}
-    total = sum(n)
-    # I never receive my own k and v, and never send those of the rank after me.
-    sent, received = total - n[(rank + 1) % size], total - n[rank]
-    # Gradients: I send on those of all ranks, and receive those of all ranks, my own at the end.
-    return _moved(
-        (("forward", "ring"), sent * problem.kv),
-        (("backward", "ring"), sent * problem.kv + total * problem.dkv),
-        received=(received * problem.kv, received * problem.kv + total * problem.dkv),
-    )
+    return _bytes(_ring(problem, rank))
+
+
+def traffic_double_ring(problem: Problem, outer: int, inner: int, rank: int) -> Bytes:
+    """Bytes [sent, received] by `rank` of `outer` rings of `inner` ranks.
+
+    K and V go round the inner ring; the block that a rank began with goes to the same place in
+    the next inner ring.  dK and dV follow their block, one step behind, and go home.  (Gu et al.,
+    "LoongTrain", arXiv:2406.18485, section 4.3.)
+    """
+    return _bytes(_double_ring(problem, outer, inner, rank))
+
+
+def traffic_heads(problem: Problem, heads: int, rank: int) -> Bytes:
+    """Bytes [sent, received] by `rank` to share out the heads in its cell, and to come back.
+
+    Parameters
+    ----------
+    problem : Problem
+        The whole one, not that of a layer.
+    heads : int
+        U, ranks of a cell: `rank` is in cell ``rank // U``.
+    """
+    return _bytes(_heads(problem, heads, rank))
+
+
+def moves(method: str, layout: Layout, problem: Problem, rank: int) -> Iterator[Move]:
+    """All that a logical rank exchanges, tensors of the same tokens together."""
+    if len(problem.counts) != layout.size:
+        raise ValueError(f"{len(problem.counts)} parts for {layout.size} ranks")
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; one of {METHODS}")
+    layer, (cell, u) = problem.layer(layout.heads), divmod(rank, layout.heads)
+    yield from _heads(problem, layout.heads, rank)
+    if method == "attention2d":
+        inside = _grid(layer, layout.rows, layout.cols, cell)
+    elif method == "double ring":
+        inside = _double_ring(layer, layout.rows, layout.cols, cell)
+    else:
+        inside = _ring(layer, cell)
+    for *move, source in inside:
+        yield *move, source * layout.heads + u
 
 
 def flops(area: int, nheads: int, headdim: int, backward: bool = False) -> int:
@@ -123,9 +242,89 @@ def flops(area: int, nheads: int, headdim: int, backward: bool = False) -> int:
     return (10 if backward else 4) * area * nheads * headdim
 
 
-def _moved(*sent: tuple[tuple[str, str], int], received: Iterable[int]) -> Bytes:
-    return {
-        key: [nbytes, other]
-        for (key, nbytes), other in zip(sent, received, strict=True)
-        if nbytes or other
-    }
+def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = False) -> float:
+    """Bytes that a rank must receive or return, if it computes `area` pairs for all heads.
+
+    A rank that meets nq queries with nk keys reads q and returns out, ``2 nq H D`` elements, and
+    reads k and v, ``2 nk Hkv D``; with ``nq nk >= area`` this is at least
+    ``4 D sqrt(H Hkv area)``, less what it owns (q, k, v, out of its `tokens`).  Backward it
+    touches q, dout, dq and k, v, dk, dv: ``4 sqrt(3) D sqrt(H Hkv area)``.  Elements count
+    `itemsize` bytes; lse and delta are not counted.
+    """
+    p = problem
+    per_q, per_k = (3 * p.q, 2 * p.kv) if backward else (2 * p.q, p.kv)
+    return max(0.0, 2 * math.sqrt(per_q * per_k * area) - tokens * (per_q + per_k))
+
+
+def _grid(p: Problem, rows: int, cols: int, rank: int) -> Iterator[Move]:
+    n, (row, col) = p.counts, divmod(rank, cols)
+    k, dk = (p.kv // 2,) * 2, (p.dkv // 2,) * 2
+    for peer in (row * cols + c for c in range(cols) if c != col):
+        # What I send to be gathered is my own, what I return as partial results is theirs.
+        yield "forward", "row", (p.q,), n[rank], n[peer], peer
+        yield "forward", "row", (p.q, p.lse), n[peer], n[rank], peer
+        yield "backward", "row", (p.q, p.q, p.lse, p.lse), n[rank], n[peer], peer
+        yield "backward", "row", (p.dq,), n[peer], n[rank], peer
+    for peer in (r * cols + col for r in range(rows) if r != row):
+        yield "forward", "col", k, n[rank], n[peer], peer
+        yield "backward", "col", k, n[rank], n[peer], peer
+        yield "backward", "col", dk, n[peer], n[rank], peer
+
+
+def _ring(p: Problem, rank: int) -> Iterator[Move]:
+    n, size = p.counts, len(p.counts)
+    k, dk = (p.kv // 2,) * 2, (p.dkv // 2,) * 2
+    for step in range(size if size > 1 else 0):
+        blocks = n[(rank - step) % size], n[(rank - step - 1) % size], (rank - 1) % size
+        if step < size - 1:
+            yield "forward", "ring", k, *blocks
+            yield "backward", "ring", k, *blocks
+        yield "backward", "ring", dk, *blocks
+
+
+def _double_ring(p: Problem, outer: int, inner: int, rank: int) -> Iterator[Move]:
+    r, c = divmod(rank, inner)
+    k, dk = (p.kv // 2,) * 2, (p.dkv // 2,) * 2
+
+    def at(group: int, place: int) -> int:
+        return group % outer * inner + place % inner
+
+    for s in range(outer):
+        for t in range(inner if inner > 1 else 0):
+            blocks = p.counts[at(r - s, c - t)], p.counts[at(r - s, c - t - 1)], at(r, c - 1)
+            if t < inner - 1:
+                yield "forward", "inner", k, *blocks
+                yield "backward", "inner", k, *blocks
+            yield "backward", "inner", dk, *blocks
+        blocks = p.counts[at(r - s, c)], p.counts[at(r - s - 1, c)], at(r - 1, c)
+        if s < outer - 1:
+            yield "forward", "outer", k, *blocks
+            yield "backward", "outer", k, *blocks
+        if outer > 1:
+            yield "backward", "outer", dk, *blocks
+
+
+def _heads(p: Problem, heads: int, rank: int) -> Iterator[Move]:
+    if heads == 1:
+        return
+    layer = p.layer(heads)
+    q, k, lse = layer.q, layer.kv // 2, layer.lse
+    # Several layers share a key head: its gradients are summed by the owner, in the compute dtype.
+    dk = layer.dkv // 2 if p.nheads_kv < heads else k
+    first, mine = rank - rank % heads, p.counts[rank]
+    for peer in range(first, first + heads):
+        if peer != rank:
+            theirs = p.counts[peer]
+            yield "forward", "head", (q, k, k), mine, theirs, peer
+            yield "forward", "head", (q, lse), theirs, mine, peer
+            yield "backward", "head", (q, q, lse, lse, k, k), mine, theirs, peer
+            yield "backward", "head", (q, dk, dk), theirs, mine, peer
+
+
+def _bytes(moved: Iterator[Move]) -> Bytes:
+    found: Bytes = {}
+    for phase, channel, tensors, *tokens, _ in moved:
+        both = found.setdefault((phase, channel), [0, 0])
+        for direction, n in enumerate(tokens):
+            both[direction] += n * sum(tensors)
+    return {key: both for key, both in found.items() if any(both)}

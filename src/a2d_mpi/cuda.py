@@ -88,6 +88,17 @@ class Cuda:
     def add_at(self, to: Array, x: Array, order: Array) -> None:
         self._rows("add_rows", x.dtype, to, x, order, x.shape, outer=1)
 
+    def put_at(self, to: Array, x: Array, order: Array) -> None:
+        self._rows("put_rows_at", x.dtype, to, x, order, x.shape, outer=1)
+
+    def take_heads(self, to: Array, x: Array, first: int) -> None:
+        stride, begin = x.shape[1] * x.shape[2], first * x.shape[2]
+        self._rows("take_columns", x.dtype, to, x, stride, begin, to.shape, outer=1)
+
+    def put_heads(self, to: Array, x: Array, first: int, add: bool = False) -> None:
+        stride, begin = to.shape[1] * to.shape[2], first * to.shape[2]
+        self._rows("put_columns", x.dtype, to, x, stride, begin, int(add), x.shape, outer=1)
+
     def merge(self, out: Array, lse: Array, out2: Array, lse2: Array) -> None:
         tensor, _, wide = _types(out, out2)
         self._rows("merge", tensor, out, lse, out2, wide, lse2, out.shape)

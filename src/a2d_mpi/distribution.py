@@ -32,16 +32,21 @@ class Distribution:
         N, the number of tokens.
     nparts : int
         P, the number of parts, one per rank.
+    group : int
+        Every `group` parts in succession are together one of the ``P / group`` parts of the same
+        distribution without groups: of striped ones, part p is the tokens ``p // group +
+        (p % group) P / group``, and every P-th after it; the others are so anyway.
 
     Raises
     ------
     ValueError
-        For an unknown name, a negative seqlen or no parts.
+        For an unknown name, a negative seqlen, no parts, or groups that do not divide them.
     """
 
     name: str
     seqlen: int
     nparts: int
+    group: int = 1
 
     def __post_init__(self) -> None:
         # NumPy's integers would overflow in the products below.
@@ -53,6 +58,8 @@ class Distribution:
             raise ValueError(
                 f"need seqlen >= 0 and nparts >= 1, got {self.seqlen} and {self.nparts}"
             )
+        if self.group < 1 or self.nparts % self.group:
+            raise ValueError(f"groups of {self.group} do not divide {self.nparts} parts")
 
     def _ranges(self, part: int) -> tuple[range, ...]:
         n, p = self.seqlen, self.nparts
@@ -61,7 +68,8 @@ class Distribution:
         if self.name == "contiguous":
             return (range(n * part // p, n * (part + 1) // p),)
         if self.name == "striped":
-            return (range(part, n, p),)
+            cell, place = divmod(part, self.group)
+            return (range(cell + place * (p // self.group), n, p),)
         return tuple(
             range(n * i // (2 * p), n * (i + 1) // (2 * p)) for i in (part, 2 * p - 1 - part)
         )

@@ -370,6 +370,28 @@ extern "C" __global__ void take_rows(Element *to, const Element *from, const lon
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[row * width + d] = from[order[row] * width + d];
 }
 
+/* to[order[i]] = from[i]; no index occurs twice. */
+extern "C" __global__ void put_rows_at(Element *to, const Element *from, const long long *order,
+                                       long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[order[row] * width + d] = from[row * width + d];
+}
+
+/* Some columns of each row: to (rows, width), from (rows, stride), beginning with `first`. */
+extern "C" __global__ void take_columns(Element *to, const Element *from, int stride, int first,
+                                        long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[row * width + d] = from[row * stride + first + d];
+}
+
+/* The opposite: to (rows, stride), from (rows, width). */
+extern "C" __global__ void put_columns(Element *to, const Element *from, int stride, int first,
+                                       int add, long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
+    long long at = row * stride + first + d;
+    Element x = from[row * width + d];
+    to[at] = add ? narrow(load(to[at]) + load(x)) : x;
+  }
+}
+
 /* to[order[i]] += from[i]; no index occurs twice. */
 extern "C" __global__ void add_rows(Compute *to, const Compute *from, const long long *order,
                                     long long rows, int width) {

@@ -15,6 +15,7 @@ from a2d_mpi.comm import Channel, CollectiveError, Traffic, agree
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.engine import Engine
 from a2d_mpi.grid import ProcessGrid
+from a2d_mpi.heads import HeadExchange
 from a2d_mpi.masks import Mask
 
 
@@ -81,6 +82,8 @@ class AttentionPlan:
         On all ranks, with the numbers, if an argument is wrong or differs on any of them.
     """
 
+    method = ""  # as `a2d_mpi.cost` calls it
+
     def __init__(
         self,
         grid: ProcessGrid,
@@ -131,9 +134,13 @@ class AttentionPlan:
             self.dtype = as_dtype(dtype)
             config["dtype"] = self.dtype
             mask.check(self.seqlen)
-            self.distribution = Distribution(
-                distribution or mask.default_distribution, self.seqlen, grid.comm.size
-            )
+            why = cost.misfit(self.nheads, self.nheads_kv, grid.heads)
+            if why:
+                raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
+            name = distribution or mask.default_distribution
+            self.distribution = Distribution(name, self.seqlen, grid.comm.size, grid.heads)
+            # What the algorithm sees: the parts of the cells, and a layer's heads.
+            self._cells = Distribution(name, self.seqlen, grid.layer_comm.size)
             config["distribution"] = self.distribution.name
             self.softmax_scale = (
                 1 / math.sqrt(self.headdim) if softmax_scale is None else float(softmax_scale)
@@ -145,7 +152,14 @@ class AttentionPlan:
             config["mask"] += f" (digest {mask.digest(self.seqlen)})"
             self.compute_dtype = compute_dtype(self.dtype)
             self.tokens = self.distribution.tokens(grid.comm.rank)
-            self._channels = self._set_up()
+            cell = range(grid.comm.rank - grid.head, grid.comm.rank - grid.head + grid.heads)
+            self._exchange = HeadExchange(
+                Channel(grid.head_comm, "head", self.traffic),
+                [self.distribution.tokens(rank) for rank in cell],
+                *(self.nheads, self.nheads_kv),
+            )
+            self._cell_tokens = self._exchange.tokens
+            self._channels = (self._exchange.channel, *self._set_up())
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or type(error).__name__
         agree(grid.comm, problem, config)
@@ -174,13 +188,14 @@ class AttentionPlan:
         """
         q, k, v = self._checked(q=q, k=k, v=v)
         with self._running("forward"):
-            if self.grid.comm.size == 1:
+            q, k, v = self._shared(q=q, k=k, v=v)
+            if self.grid.layer_comm.size > 1:
+                out, lse = self._forward(q, k, v)
+            else:  # nothing to merge: out is at once as the caller gets it
                 out, lse = self._new("out", self.dtype), self._new("lse", self.compute_dtype)
                 with self._engine.clock("compute"):
                     self._engine.tile.forward(q, k, v, self._intervals[0, 0], out, lse)
-                return out, lse
-            out, lse = self._forward(q, k, v)
-            return self._result("out", out), lse
+            return self._collected(out=out, lse=lse)
 
     def backward(
         self,
@@ -215,17 +230,23 @@ class AttentionPlan:
         with self._running("backward"):
             with self._engine.clock("compute"):
                 delta = self._engine.device.delta(dout, out)
-            names = ("dq", "dk", "dv")
-            if self.grid.comm.size == 1:
-                gradients = tuple(self._new(name, self.dtype) for name in names)
-                visible = self._intervals[0, 0]
+            dout, q, k, v, lse, delta = self._shared(
+                dout=dout, q=q, k=k, v=v, lse=lse, delta=delta
+            )
+            if self.grid.layer_comm.size > 1:
+                dq, dk, dv = self._backward(dout, q, k, v, lse, delta)
+            else:
+                # Final, unless other layers add to them.
+                wide = self._exchange.shared
+                dq, dk, dv = (
+                    self._new(x, self.compute_dtype if wide else self.dtype)
+                    for x in ("dq", "dk", "dv")
+                )
                 with self._engine.clock("compute"):
                     self._engine.tile.backward(
-                        dout, q, k, v, lse, delta, visible, *gradients, fresh=True
+                        *(dout, q, k, v, lse, delta, self._intervals[0, 0], dq, dk, dv), fresh=True
                     )
-                return gradients
-            gradients = self._backward(dout, q, k, v, lse, delta)
-            return tuple(self._result(name, x) for name, x in zip(names, gradients, strict=True))
+            return self._collected(dq=dq, dk=dk, dv=dv)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -250,10 +271,19 @@ class AttentionPlan:
 
         Same keys and values as ``traffic.bytes``.
         """
-        raise NotImplementedError
+        rank = self.grid.comm.rank if rank is None else rank
+        return cost.traffic(self.method, self.layout, self.problem, rank)
+
+    @property
+    def layout(self) -> cost.Layout:
+        """The grid as `a2d_mpi.cost` knows it."""
+        return self.grid.layout
 
     def area(self, rank: int | None = None) -> int:
-        """Visible (query, key) pairs that `rank` (default: this one) computes."""
+        """Visible (query, key) pairs that `rank` (default: this one) computes.
+
+        For each of the heads of its layer: ``nheads / grid.heads``.
+        """
         raise NotImplementedError
 
     def free(self) -> None:
@@ -290,30 +320,44 @@ class AttentionPlan:
             self.compute_dtype.itemsize,
         )
 
-    def _new(self, name: str, dtype: np.dtype) -> Array:
-        """New array for my part of the result `name`."""
-        return self._engine.device.empty((len(self.tokens), *self._shape(name)), dtype)
+    def _shared(self, **tensors: Array) -> list[Array]:
+        """My layer's heads of my cell's tokens."""
+        if self.grid.heads == 1:
+            return list(tensors.values())
+        return self._exchange.share(self._engine, tensors)
 
-    def _result(self, name: str, x: Array) -> Array:
-        """`x`, which may be a buffer, as the caller gets it."""
-        if name == "out" and x.dtype == self.dtype:
-            return x
-        found = self._new(name, self.dtype)
-        self._engine.device.put(found, x)
-        return found
+    def _collected(self, **tensors: Array) -> tuple[Array, ...]:
+        """Results of a layer, which may lie in buffers, as the caller gets them: in new arrays."""
+        dtypes = {x: self.compute_dtype if x == "lse" else self.dtype for x in tensors}
+        if self.grid.heads > 1:
+            return tuple(self._exchange.collect(self._engine, tensors, dtypes))
+        found, alone = [], self.grid.layer_comm.size == 1
+        for name, x in tensors.items():
+            if x.dtype != dtypes[name] or not (alone or name in ("out", "lse")):
+                x, wide = self._engine.device.empty(x.shape, dtypes[name]), x
+                self._engine.device.put(x, wide)
+            found.append(x)
+        return tuple(found)
+
+    def _new(self, name: str, dtype: np.dtype) -> Array:
+        """New array for my cell's part of the result `name`."""
+        shape = (len(self._cell_tokens), *self._shape(name, layer=True))
+        return self._engine.device.empty(shape, dtype)
 
     def _buffer(self, key: object, name: str, tokens: int, wide: bool = False) -> np.ndarray:
-        """The plan's buffer `key`, for `tokens` tokens of the tensor `name`.
+        """The plan's buffer `key`, for `tokens` tokens of a layer's tensor `name`.
 
         In the dtype in which it is sent; with `wide`, in that in which it is computed.
         """
         dtype = self.compute_dtype if wide else self._dtype_of(name)
-        return self._engine.work.get(key, (tokens, *self._shape(name)), dtype)
+        return self._engine.work.get(key, (tokens, *self._shape(name, layer=True)), dtype)
 
-    def _shape(self, name: str) -> tuple[int, ...]:
+    def _shape(self, name: str, layer: bool = False) -> tuple[int, ...]:
+        heads = self._exchange if layer else self
         if name in ("lse", "delta"):
-            return (self.nheads,)
-        return (self.nheads_kv if name in ("k", "v", "dk", "dv") else self.nheads, self.headdim)
+            return (heads.nheads,)
+        of_keys = name in ("k", "v", "dk", "dv")
+        return (heads.nheads_kv if of_keys else heads.nheads, self.headdim)
 
     def _dtype_of(self, name: str) -> np.dtype:
         """Of the tensor as the caller has it, or as it is sent."""

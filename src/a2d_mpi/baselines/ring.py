@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from a2d_mpi import cost
 from a2d_mpi.backend import Array
 from a2d_mpi.comm import Channel
 from a2d_mpi.masks import intervals_of
@@ -18,18 +17,21 @@ from a2d_mpi.plan import AttentionPlan
 
 
 class RingAttention(AttentionPlan):
-    """The baseline: attention on a ring of all ranks of the grid, whatever its shape.
+    """The baseline: attention on a ring of all cells of the grid, whatever its shape.
 
-    Parameters, attributes and methods are those of `AttentionPlan`.
+    Parameters, attributes and methods are those of `AttentionPlan`.  With a head axis every layer
+    is a ring (USP, arXiv:2405.07719).
     """
 
+    method = "ring"
+
     def _set_up(self):
-        self._ring = Channel(self.grid.comm, "ring", self.traffic)
+        self._ring = Channel(self.grid.layer_comm, "ring", self.traffic)
         ranks = range(self._ring.size)
-        parts = [self.distribution.tokens(rank) for rank in ranks]
+        parts = [self._cells.tokens(rank) for rank in ranks]
         self._counts = [len(part) for part in parts]
         pieces = [(0, j) for j in ranks]
-        self._intervals = intervals_of(self.mask, [self.tokens], parts, pieces)
+        self._intervals = intervals_of(self.mask, [self._cell_tokens], parts, pieces)
         return (self._ring,)
 
     def _forward(self, q, k, v):
@@ -99,8 +101,5 @@ class RingAttention(AttentionPlan):
         ]
 
     def area(self, rank: int | None = None) -> int:
-        tokens = self.tokens if rank is None else self.distribution.tokens(rank)
-        return self.mask.area(tokens, np.arange(self.seqlen))
-
-    def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
-        return cost.traffic_ring(self.problem, self.grid.comm.rank if rank is None else rank)
+        rank = self.grid.comm.rank if rank is None else rank
+        return self.mask.area(self._cells.tokens(rank // self.grid.heads), np.arange(self.seqlen))

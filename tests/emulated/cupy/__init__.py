@@ -24,6 +24,7 @@ class ndarray:
 
     shape = property(lambda self: self._host.shape)
     dtype = property(lambda self: self._host.dtype)
+    ndim = property(lambda self: self._host.ndim)
     size = property(lambda self: self._host.size)
     nbytes = property(lambda self: self._host.nbytes)
     device = property(lambda self: cuda.Device())

@@ -1,0 +1,348 @@
+"""Measure the machine that this runs on and write its profile for drivers/plan.py.
+
+    mpiexec -n 4 python drivers/calibrate.py --output results/here.toml
+
+Run it as the job will run: as many ranks, on as many nodes (told apart by hostname).  All ranks
+measure at once, so the figures are those of a busy machine: ranks that share cores (namespaces on
+one host are found, too) or NICs each get their part.  Kernels: NumPy tiles of several shapes.
+Exit code 2: bad input, or the output cannot be written.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+
+from a2d_mpi.atomic import check_writable
+from a2d_mpi.backend import DTYPES, as_dtype, compute_dtype
+from a2d_mpi.calibration import Sample, fit_kernel, fit_link, write_machine
+from a2d_mpi.cli import Parser, run, together
+from a2d_mpi.comm import agree
+from a2d_mpi.machine import PHASES, Link, Machine
+from a2d_mpi.masks import Causal, Full
+from a2d_mpi.merge import merge
+from a2d_mpi.tiles.numpy import NumpyTile
+
+# Queries, keys, nheads, nheads_kv, headdim, mask: few and many of each.
+SHAPES = (
+    (16, 16, 2, 2, 64, Full()),
+    (64, 64, 4, 1, 32, Full()),
+    (64, 64, 1, 1, 128, Causal()),
+    (64, 1024, 2, 2, 64, Full()),
+    (1024, 64, 2, 2, 64, Full()),
+    (256, 256, 4, 4, 32, Causal()),
+    (256, 1024, 2, 1, 128, Full()),
+    (1024, 256, 4, 4, 64, Full()),
+    (1024, 1024, 2, 2, 64, Causal()),
+    (1024, 1024, 1, 1, 128, Full()),
+    (1536, 1536, 2, 2, 32, Full()),
+)
+FLOOD = 32  # tiny messages posted together
+LARGEST = 16 << 20  # bytes of a message
+
+
+def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+    """The options of this driver."""
+    parser = Parser(prog="calibrate.py", description=__doc__.split("\n\n")[0], comm=comm)
+    add = parser.add_argument
+    add("--output", required=True, help="TOML file to write")
+    add("--name", help="of the machine; default: its first host")
+    add("--seconds", type=float, default=30.0, help="about how long (default %(default)s)")
+    add("--dtype", choices=DTYPES, action="append", help="default: float32; may be repeated")
+    add("--threads", type=int, default=1, help="BLAS threads per rank (default %(default)s)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the driver; returns the exit code."""
+    comm = MPI.COMM_WORLD
+    args = together(comm, lambda: build_parser(comm).parse_args(argv))
+    agree(comm, None, {f"--{name}": x for name, x in vars(args).items()})
+    where = together(comm, lambda: _validated(args, Place(comm)))
+    together(comm, lambda: check_writable(args.output, 1 << 16), on=0)
+    dtypes = args.dtype or ["float32"]
+    with threadpool_limits(args.threads):
+        clock = Clock(comm)
+        kernels, notes = {}, []
+        for dtype in dtypes:
+            found = _kernels(clock, where, dtype, 0.5 * args.seconds / len(dtypes))
+            kernels[dtype] = {phase: kernel for phase, (kernel, _) in found.items()}
+            notes += [f"{dtype} {phase}: fitted within {100 * worst:.0f} %"
+                      for phase, (_, worst) in found.items()]  # fmt: skip
+        links = {name: _link(clock, where, name, 0.15 * args.seconds) for name in where.partners}
+        copy, merging = _memory_rates(clock, 0.05 * args.seconds)
+        start = _start(clock)
+    # With one node there is nothing between, with one rank each nothing inside: the same figures.
+    some = next(iter(links.values()), Link(1e10))
+    machine = Machine(
+        args.name or where.hosts[0],
+        links.get("inside", some),
+        links.get("between", some),
+        kernels,
+        where.ranks_per_node,
+        where.cores_per_node,
+        where.memory,
+        start=start,
+        copy=copy / where.share,
+        merge=merging / where.share,
+    )
+    if comm.rank == 0:
+        print("\n".join(notes), flush=True)
+    lines = [
+        f"Measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC by drivers/calibrate.py",
+        f"{comm.size} ranks on {len(where.hosts)} nodes: {', '.join(where.hosts[:8])}",
+        f"{MPI.Get_library_version().splitlines()[0][:60]}; numpy {np.__version__}",
+        *notes,
+        *(f"link.{x} was not measured: as the other one" for x in ("inside", "between")
+          if x not in links),
+    ]  # fmt: skip
+    together(comm, lambda: write_machine(args.output, machine, "\n".join(lines)), on=0)
+    if comm.rank == 0:
+        print(f"written to {args.output}", flush=True)
+    return 0
+
+
+class Place:
+    """Who is where.  Collective over `comm`.
+
+    Attributes
+    ----------
+    hosts : list of str
+        Of the nodes.
+    ranks_per_node, cores_per_node : int, float
+        Namespaces of one host share its cores.
+    memory : int
+        Bytes of a rank.
+    partners : dict of str to (to, from)
+        Ranks with which I exchange messages "inside" my node and "between" nodes, if there are.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        mine = (
+            socket.gethostname(),
+            boot.read_text() if boot.exists() else socket.gethostname(),
+            tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (0,),
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        )
+        everyone = comm.allgather(mine)
+        self.hosts = list(dict.fromkeys(host for host, *_ in everyone))
+        nodes = [[r for r, x in enumerate(everyone) if x[0] == host] for host in self.hosts]
+        self.even = len({len(ranks) for ranks in nodes}) == 1
+        self.ranks_per_node = len(nodes[0])
+        cores = {(boot, core) for _, boot, found, _ in everyone for core in found}
+        self.cores_per_node = len(cores) / len(nodes)
+        self.memory = mine[3] // sum(x[1] == mine[1] for x in everyone)
+        self.share = min(1.0, self.cores_per_node / self.ranks_per_node)
+        node = self.hosts.index(mine[0])
+        local = nodes[node].index(comm.rank)
+        self.partners, self.first_of_node = {}, local == 0
+        if self.even and self.ranks_per_node > 1:
+            ring = nodes[node]
+            self.partners["inside"] = tuple(ring[(local + k) % len(ring)] for k in (1, -1))
+        if self.even and len(nodes) > 1:
+            self.partners["between"] = tuple(
+                nodes[(node + k) % len(nodes)][local] for k in (1, -1)
+            )
+
+
+class Clock:
+    """Times what all ranks do at once."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+
+    def mean(self, action: Callable[[], object]) -> float:
+        """Seconds of `action`, the mean over the ranks."""
+        return self._timed(action, MPI.SUM) / self.comm.size
+
+    def slowest(self, action: Callable[[], object]) -> float:
+        """Seconds of `action` on the slowest rank."""
+        return self._timed(action, MPI.MAX)
+
+    def until(self, seconds: float) -> Callable[[], bool]:
+        """Whether there is time left; all ranks get the same answer."""
+        end = time.perf_counter() + seconds
+        return lambda: self.comm.bcast(time.perf_counter() < end)
+
+    def _timed(self, action: Callable[[], object], op: MPI.Op) -> float:
+        self.comm.Barrier()
+        start = time.perf_counter()
+        action()
+        return self.comm.allreduce(time.perf_counter() - start, op=op)
+
+
+def _validated(args, where: Place) -> Place:
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"--seconds must be positive, got {args.seconds}")
+    if args.threads < 1:
+        raise ValueError(f"--threads must be at least 1, got {args.threads}")
+    if not where.even:
+        raise ValueError("the nodes have different numbers of ranks")
+    return where
+
+
+def _tile_call(dtype: str, shape: tuple, poll=None) -> tuple[dict, Sample]:
+    """The calls of a kernel, by phase, and what they touch."""
+    nq, nk, h, hkv, d, mask = shape
+    rng = np.random.default_rng(0)
+    kind, wide = as_dtype(dtype), compute_dtype(as_dtype(dtype))
+    q, dout = (rng.standard_normal((nq, h, d)).astype(kind) for _ in range(2))
+    k, v = (rng.standard_normal((nk, hkv, d)).astype(kind) for _ in range(2))
+    tile, keys = NumpyTile(kind, d**-0.5, poll), np.arange(nk)
+    intervals = mask.intervals(np.arange(nq), keys)
+    out, lse = np.empty((nq, h, d), wide), np.empty((nq, h), wide)
+    gradients = [np.zeros(x.shape, wide) for x in (q, k, v)]
+    tile.forward(q, k, v, intervals, out, lse)
+    calls = {
+        "forward": lambda: tile.forward(q, k, v, intervals, out, lse),
+        "backward": lambda: tile.backward(dout, q, k, v, lse, lse, intervals, *gradients),
+    }
+    cut = 0 if isinstance(mask, Full) else nq - 1
+    area = mask.area(np.arange(nq), keys)
+    return calls, Sample(area, nq, nk, cut, (h, hkv, d), 0.0)
+
+
+def _kernels(clock: Clock, where: Place, dtype: str, seconds: float) -> dict:
+    """Kernel and largest relative error of the fit, by phase."""
+    cases = [_tile_call(dtype, shape) for shape in SHAPES]
+    timed = {phase: [[] for _ in SHAPES] for phase in PHASES}
+    repeats, left = {}, clock.until(seconds)
+    while True:
+        for phase in PHASES:
+            for i, (calls, _) in enumerate(cases):
+                call = calls[phase]
+                if (phase, i) not in repeats:
+                    # Long enough that ranks on one core have taken turns.
+                    once = clock.mean(call)
+                    repeats[phase, i] = max(1, math.ceil(0.02 / where.share / once))
+                n = min(repeats[phase, i], 200)
+                timed[phase][i].append(clock.slowest(lambda: [call() for _ in range(n)]) / n)  # noqa: B023
+        if not left():
+            break
+    return {
+        phase: fit_kernel(
+            [Sample(*list(vars(sample).values())[:-1], float(np.median(times)) * where.share)
+             for (_, sample), times in zip(cases, timed[phase])],
+            phase == "backward",
+        )
+        for phase in PHASES
+    }  # fmt: skip
+
+
+def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
+    """All ranks send to the next rank or node, and get from the one before, at once."""
+    comm, (to, came_from) = clock.comm, where.partners[name]
+    buffers = np.zeros((2, LARGEST), np.uint8)
+
+    def post(nbytes: int, number: int = 1, mute: bool = False) -> list[MPI.Request]:
+        if mute:
+            return []
+        mine, theirs = buffers[0, :nbytes], buffers[1, :nbytes]
+        return [
+            *(comm.Irecv(theirs, came_from, i) for i in range(number)),
+            *(comm.Isend(mine, to, i) for i in range(number)),
+        ]
+
+    def exchange(nbytes: int, number: int = 1, mute: bool = False, trials: int = 5) -> float:
+        return float(np.median([
+            clock.slowest(lambda: MPI.Request.Waitall(post(nbytes, number, mute)))
+            for _ in range(trials)
+        ]))  # fmt: skip
+
+    exchange(8)
+    sizes, times, left = [8], [exchange(8, trials=15)], clock.until(0.4 * seconds)
+    flood = (FLOOD, exchange(8, FLOOD))
+    exchange(1 << 16)  # connections grow their windows first
+    while sizes[-1] < LARGEST and (len(sizes) < 3 or (left() and times[-1] < 0.05 * seconds)):
+        sizes.append(max(1 << 16, 4 * sizes[-1]))
+        times.append(exchange(sizes[-1], trials=3))
+    nbytes, taken = sizes[-1], times[-1]
+    nics = 1
+    if name == "between" and where.ranks_per_node > 1:
+        alone = exchange(nbytes, mute=not where.first_of_node, trials=3)
+        # NICs that a rank alone cannot fill.
+        nics = max(1, round(where.ranks_per_node * alone / taken))
+    link = fit_link(sizes, times, flood, nics=nics)
+    hidden, late = _busy(clock, post, exchange, nbytes, taken)
+    rate = link.bandwidth * (where.ranks_per_node / nics if name == "between" else 1)
+    return Link(rate, link.latency + late, link.overhead, nics, hidden)
+
+
+def _busy(
+    clock: Clock, post: Callable, exchange: Callable, nbytes: int, taken: float
+) -> tuple[float, float]:
+    """What links are to ranks that compute.
+
+    Returns the share of a large transfer that goes on while its ranks compute one and a half
+    times as long; and how much later, s, a message comes when they compute for a third of its
+    time, because nobody looks for it at once.
+    """
+    comm = clock.comm
+    calls, _ = _tile_call(
+        "float32", (512, 512, 1, 1, 64, Full()), lambda: comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+    )
+    once = clock.mean(lambda: [calls["forward"]() for _ in range(5)]) / 5
+
+    def compute(number: int) -> None:
+        for _ in range(number):
+            calls["forward"]()
+
+    def steps(size: int, number: int, repeats: int = 1) -> None:
+        for _ in range(repeats):
+            requests = post(size)
+            compute(number)
+            MPI.Request.Waitall(requests)
+
+    number = max(1, math.ceil(1.5 * taken / once))
+    found = []
+    for _ in range(3):
+        transfer, alone = exchange(nbytes, trials=1), clock.slowest(lambda: compute(number))
+        lost = clock.slowest(lambda: steps(nbytes, number)) - max(alone, transfer)
+        found.append(1 - lost / min(alone, transfer))
+    hidden = float(np.clip(np.median(found), 0, 1))
+    size = min(nbytes, 1 << 18)
+    few = max(1, round(exchange(size, trials=3) / 3 / once))
+    late = []
+    for _ in range(3):
+        transfer, alone = exchange(size, trials=1), clock.slowest(lambda: compute(few))
+        together = clock.slowest(lambda: steps(size, few, 4)) / 4
+        late.append(together - max(transfer, alone + (1 - hidden) * transfer))
+    return hidden, max(0.0, float(np.median(late)))
+
+
+def _start(clock: Clock) -> float:
+    """Seconds by which ranks that compute a little, and then meet, miss each other."""
+    calls, _ = _tile_call("float32", (256, 256, 2, 2, 64, Full()))
+
+    def meet() -> None:
+        for _ in range(5):
+            calls["forward"]()
+        clock.comm.Barrier()
+
+    alone = [clock.mean(lambda: [calls["forward"]() for _ in range(5)]) for _ in range(20)]
+    return max(0.0, float(np.median([clock.mean(meet) for _ in range(20)]) - np.median(alone)))
+
+
+def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:
+    """Bytes/s of copies, and of partial outs merged, by one rank."""
+    rng = np.random.default_rng(0)
+    out, out2 = (rng.standard_normal((16384, 4, 64), np.float32) for _ in range(2))
+    lse, lse2 = (rng.standard_normal((16384, 4)).astype(np.float32) for _ in range(2))
+    copies, merges, left = [], [], clock.until(seconds)
+    while not copies or left():
+        copies.append(clock.mean(lambda: [np.copyto(out2, out) for _ in range(10)]) / 10)
+        merges.append(clock.mean(lambda: merge(out, lse, out2, lse2)))
+    return out.nbytes / float(np.median(copies)), out.nbytes / float(np.median(merges))
+
+
+if __name__ == "__main__":
+    run(MPI.COMM_WORLD, "calibrate.py", main)

@@ -1,0 +1,110 @@
+"""Which method and grid is the fastest for a problem on a machine.
+
+    python drivers/plan.py --profile data/machines/h100-64x1.toml --ranks 64 --seqlen 1M \
+        --nheads 96 --headdim 128 --mask causal --backward
+
+Prints all plans that fit, fastest first: method, rows x cols x heads, the order of the axes from
+nodes to ranks ("ucr": neighbouring ranks differ in r), seconds in all and by part, what a rank
+receives and a node gets from other nodes, the bytes over all ranks as a multiple of the least
+that exact attention needs without a head axis, the memory of a rank, and what each loses against
+the first.  Nothing is run; no MPI is needed.  Exit code 2: bad input, or no plan fits.
+"""
+
+from __future__ import annotations
+
+from a2d_mpi.backend import DTYPES
+from a2d_mpi.cost import METHODS, misfit
+from a2d_mpi.machine import Machine, parse_count, parse_size, read_machine
+from a2d_mpi.masks import MASKS
+from a2d_mpi.options import Parser, run_serial
+from a2d_mpi.planner import Plan, duration, plans, why_not
+from a2d_mpi.schedule import Workload
+
+
+def build_parser() -> Parser:
+    """The options of this driver."""
+    parser = Parser(prog="plan.py", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--profile", required=True, help="TOML file; see data/machines and drivers/calibrate.py")
+    add("--ranks", type=int, required=True)
+    add("--seqlen", required=True, help="tokens: 1048576, 1024K or 1M")
+    add("--nheads", type=int, required=True)
+    add("--nheads-kv", type=int, help="default: as many as --nheads")
+    add("--headdim", type=int, default=128, help="default %(default)s")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--mask", choices=MASKS, default="full")
+    add("--backward", action="store_true", help="also the gradients")
+    add("--no-overlap", action="store_true", help="communicate and compute in turn")
+    add("--method", choices=METHODS, action="append", help="only this one; may be repeated")
+    add("--memory", help="of a rank: 80GB, 80GiB; default: what the profile says")
+    add("--ranks-per-node", type=int, help="default: what the profile says")
+    add("--top", type=int, default=20, help="lines to print, 0: all (default %(default)s)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the driver; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    if args.top < 0:
+        raise ValueError(f"--top must be at least 0, got {args.top}")
+    machine = read_machine(args.profile)
+    if args.ranks_per_node is not None:
+        machine = machine.with_ranks_per_node(args.ranks_per_node)
+    work = Workload(
+        parse_count(args.seqlen),
+        args.nheads,
+        args.headdim,
+        args.nheads_kv,
+        MASKS[args.mask](),
+        args.dtype,
+        args.backward,
+        not args.no_overlap,
+    )
+    memory = parse_size(args.memory) if args.memory else machine.memory
+    found = plans(machine, args.ranks, work, memory, tuple(args.method or METHODS))
+    print_plans(found, machine, args, memory)
+    if not any(plan.fits for plan in found):
+        raise ValueError(f"no plan fits in {_bytes(memory or 0)} a rank" if found else "no plan")
+    return 0
+
+
+def print_plans(found: list[Plan], machine: Machine, args, memory: int | None) -> None:
+    """The table, and what is not in it."""
+    room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"
+    print(f"{machine.name}: {args.ranks} ranks, {machine.ranks_per_node} a node, {room}"
+          + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
+    fitting = [plan for plan in found if plan.fits]
+    print(
+        f"{len(fitting)} plans fit"
+        + f", {len(found) - len(fitting)} do not" * (len(found) > len(fitting))
+    )
+    print(
+        "\nmethod        grid       order       total   compute     merge      wait     other"
+        "  received  by a node  x bound    memory"
+    )
+    shown = found[: args.top] if args.top else found
+    for plan in shown:
+        layout, split = plan.layout, plan.split
+        grid = f"{layout.rows}x{layout.cols}x{layout.heads}"
+        times = "".join(f"{duration(x):>10}" for x in (plan.seconds, *split.values()))
+        print(
+            f"{plan.method:<13} {grid:<10} {layout.order:<5}{times}  {_bytes(plan.received):>8}"
+            f"{_bytes(plan.crossing):>11}{plan.over_bound:>9.2f}{_bytes(plan.memory):>10}  "
+            + "; ".join(x for x in (plan.known_as, why_not(plan, found[0])) if x)
+        )
+    if len(shown) < len(found):
+        print(f"... {len(found) - len(shown)} more: --top 0")
+    for heads in (x for x in range(2, args.ranks + 1) if args.ranks % x == 0):
+        if why := misfit(args.nheads, args.nheads_kv or args.nheads, heads):
+            print(f"no plan with {heads} ranks that share the heads: {why}")
+
+
+def _bytes(n: int) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return f"{n} B"
+
+
+if __name__ == "__main__":
+    run_serial("plan.py", main)

@@ -1,0 +1,128 @@
+"""From measured seconds to a machine profile; `drivers/calibrate.py` measures.  No MPI import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations
+
+import numpy as np
+
+from a2d_mpi.atomic import replacing
+from a2d_mpi.machine import Kernel, Link, Machine, kernel_terms
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A timed kernel call: visible pairs, queries, keys, queries cut, heads, seconds.
+
+    `heads`: nheads, nheads_kv, headdim.
+    """
+
+    area: int
+    nq: int
+    nk: int
+    cut: int
+    heads: tuple[int, int, int]
+    seconds: float
+
+
+def fit_kernel(samples: Sequence[Sample], backward: bool) -> tuple[Kernel, float]:
+    """The `Kernel` whose relative errors have the least squares, and the largest of them.
+
+    No constant of a kernel is negative: of all sets of constants that come out positive the best
+    one is taken, the others are 0.
+
+    Raises
+    ------
+    ValueError
+        If there are no samples.
+    """
+    rows = [
+        [float(x) for x in kernel_terms(s.area, s.nq, s.nk, s.cut, s.heads, backward)]
+        for s in samples
+    ]
+    if not rows:
+        raise ValueError("no kernel was timed")
+    relative = np.array(rows) / np.array([[s.seconds] for s in samples])
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
+    others = range(1, relative.shape[1])
+    best, least = None, np.inf
+    for size in range(len(others) + 1):
+        for chosen in combinations(others, size):
+            columns = [0, *chosen]
+            found, *_ = np.linalg.lstsq(relative[:, columns] / scale[columns], np.ones(len(rows)))
+            misses = relative[:, columns] @ (found / scale[columns]) - 1
+            # One more constant has to earn its place.
+            error = float(misses @ misses) * (1 + 0.02 * size)
+            if found.min() >= 0 and found[0] > 0 and error < least:
+                best, least = (columns, found / scale[columns], float(np.abs(misses).max())), error
+    columns, found, worst = best
+    values = dict(zip(columns, found.tolist()))
+    names = [f.name for f in fields(Kernel)]
+    constants = {names[i]: x for i, x in values.items() if i}
+    return Kernel(1 / values[0], **constants), worst
+
+
+def fit_link(
+    sizes: Sequence[int], seconds: Sequence[float], flood: tuple[int, float], **others: float
+) -> Link:
+    """A `Link` from the seconds of exchanges of several sizes, ascending, the first one tiny.
+
+    Parameters
+    ----------
+    sizes, seconds
+        Bytes that every rank sends and receives in one message, and the time.
+    flood : (int, float)
+        Number of tiny messages posted together, and the time of all.
+    others
+        The other attributes of the link.
+    """
+    number, together = flood
+    overhead = max(0.0, (together - seconds[0]) / max(1, number - 1) / 2)
+    growth = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
+    # Noise: a slope that says more than the mean rate of the largest message can be doubted.
+    per_byte = max(growth, 0.5 * seconds[-1] / sizes[-1])
+    latency = max(0.0, seconds[0] - 2 * overhead)
+    return Link(1 / per_byte, latency, overhead, **others)
+
+
+def to_toml(machine: Machine, comment: str = "") -> str:
+    """The profile as text that `a2d_mpi.machine.read_machine` reads back."""
+    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    skip = {"inside", "between", "kernels"}
+    top = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name not in skip}
+    lines += _table(top)
+    for name in ("inside", "between"):
+        lines += ["", f"[link.{name}]", *_table(vars(getattr(machine, name)))]
+    for dtype, by_phase in machine.kernels.items():
+        for phase, kernel in by_phase.items():
+            lines += ["", f"[kernel.{dtype}.{phase}]", *_table(vars(kernel))]
+    return "\n".join(lines) + "\n"
+
+
+def write_machine(path: str | os.PathLike[str], machine: Machine, comment: str = "") -> None:
+    """Write a profile, whole or not at all.
+
+    Raises
+    ------
+    OSError
+    """
+    with replacing(path) as (target, temporary):
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(to_toml(machine, comment))
+        os.replace(temporary, target)
+
+
+def _table(values: dict[str, object]) -> list[str]:
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, str):
+            quoted = value.replace("\\", "\\\\").replace('"', '\\"')
+            lines.append(f'{name} = "{quoted}"')
+        elif isinstance(value, int):
+            lines.append(f"{name} = {value}")
+        elif value is not None:
+            lines.append(f"{name} = {value:.4g}")
+    return lines

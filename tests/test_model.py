@@ -1,0 +1,276 @@
+"""The model in seconds: what it must obey whatever the machine; nothing here is timed."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import launch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from a2d_mpi import cost
+from a2d_mpi.areas import pair_areas
+from a2d_mpi.calibration import Sample, fit_kernel, fit_link, to_toml, write_machine
+from a2d_mpi.cost import METHODS, Layout
+from a2d_mpi.distribution import Distribution
+from a2d_mpi.machine import Kernel, Link, Machine, parse_count, parse_size, read_machine
+from a2d_mpi.masks import Causal, Full
+from a2d_mpi.memory import peak_memory
+from a2d_mpi.model import predict
+from a2d_mpi.schedule import PARTS, Workload
+
+ROOT = Path(__file__).parents[1]
+PROFILES = sorted((ROOT / "data" / "machines").glob("*.toml"))
+KERNEL = Kernel(1e11, call=1e-5)
+SLOW, FAST = Link(1e6, latency=1e-3, overhead=1e-5), Link(1e9, latency=1e-5)
+
+
+def machine(between=SLOW, inside=FAST, **others):
+    kernels = {"float32": {"forward": KERNEL, "backward": KERNEL}}
+    return Machine("test", inside, between, kernels, **{"ranks_per_node": 1, **others})
+
+
+CAUSAL = Causal()
+
+
+def work(seqlen=960, nheads=12, nheads_kv=4, mask=CAUSAL, **others):
+    return Workload(seqlen, nheads, 16, nheads_kv, mask, "float32", True, **others)
+
+
+def total(machine, method, layout, work):
+    return sum(phase.total.max() for phase in predict(machine, method, layout, work).values())
+
+
+layouts = st.builds(
+    Layout, st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 4]),
+    st.permutations("rcu").map("".join),
+)  # fmt: skip
+methods = st.sampled_from(METHODS)
+
+
+@given(layouts, methods, st.sampled_from([Full(), Causal()]), st.integers(1, 500), st.booleans())
+@settings(max_examples=60)
+def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
+    """Neither than the computing alone, nor than the bytes through my link."""
+    here = machine(Link(1e6), Link(1e6))
+    job = work(seqlen, mask=mask, overlap=overlap)
+    name = job.distribution(method)
+    sizes = job.problem(layout, name)
+    area, _ = pair_areas(mask, Distribution(name, seqlen, layout.cells))
+    for phase, found in predict(here, method, layout, job).items():
+        assert np.all(found.compute >= 0) and np.all(found.wait >= 0)
+        parts = sum(getattr(found, part) for part in PARTS)
+        assert np.allclose(parts, found.total)
+        work_all = cost.flops(int(area.sum()), job.nheads, 16, phase == "backward")
+        assert found.compute.sum() * KERNEL.flops >= 0.999 * work_all
+        assert found.total.max() >= work_all / layout.size / KERNEL.flops
+        for rank in range(layout.size):
+            moved = cost.traffic(method, layout, sizes, rank)
+            inwards = sum(both[1] for key, both in moved.items() if key[0] == phase)
+            # Parts differ by a few tokens, and with them what is sent and received.
+            assert found.total.max() >= 0.9 * inwards / 1e6 - 1e-4 * layout.size
+
+
+@given(layouts, methods, st.booleans())
+@settings(max_examples=40)
+def test_a_faster_link_never_hurts(layout, method, overlap):
+    job = work(overlap=overlap)
+    times = [
+        total(machine(replace(SLOW, bandwidth=b), ranks_per_node=2), method, layout, job)
+        for b in (1e5, 1e6, 1e7, 1e9)
+    ]
+    assert all(a >= b * (1 - 1e-9) for a, b in zip(times, times[1:]))
+    hidden = [
+        total(machine(replace(SLOW, hidden=x)), method, layout, job) for x in (0.0, 0.5, 1.0)
+    ]
+    assert hidden == sorted(hidden, reverse=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_overlap_saves_time(method):
+    here, layout = machine(Link(3e7)), Layout(3, 3)
+    together, apart = (total(here, method, layout, work(overlap=x)) for x in (True, False))
+    compute = sum(x.compute.max() for x in predict(here, method, layout, work()).values())
+    assert compute < together < apart
+
+
+def test_limits():
+    """Where the answer is known."""
+    job = Workload(640, 4, 16, mask=Full(), dtype="float32")
+    size = 160 * 4 * 16 * 4  # bytes of q of a rank
+    # No link to speak of: the ring is P - 1 times k and v, the grid what cost.py says.
+    slow = machine(Link(1e3), Link(1e3))
+    ring = predict(slow, "ring", Layout(4, 1), job)["forward"].total.max()
+    assert ring == pytest.approx(3 * 2 * size / 1e3, rel=1e-3)
+    grid = predict(slow, "attention2d", Layout(2, 2), job)["forward"].total.max()
+    assert grid == pytest.approx((size + 2 * size + size * 17 / 16) / 1e3, rel=1e-3)
+    # Links without limit: computing alone.
+    fast = machine(Link(1e15), Link(1e15))
+    flops = cost.flops(640 * 640 // 4, 4, 16)
+    for method in METHODS:
+        found = predict(fast, method, Layout(2, 2), job)["forward"]
+        assert found.total.max() == pytest.approx(flops / 1e11 + 4e-5, rel=0.3)
+    # Two ranks on one core take twice as long.
+    shared = replace(fast, ranks_per_node=4, cores_per_node=2)
+    for x in (0, 1):
+        layout = Layout(4, 1)
+        one, two = (predict(m, "ring", layout, job)["forward"].compute for m in (fast, shared))
+        assert two[x] == pytest.approx(2 * one[x])
+
+
+def test_nics_are_shared():
+    job = Workload(1600, 4, 16, mask=Full(), dtype="float32")
+    inside = Link(1e12)
+    one, four = (machine(Link(1e6, nics=n), inside, ranks_per_node=4) for n in (1, 4))
+    # A ring crosses each node's border once: more NICs do not help.  Of a grid all ranks do.
+    ring = [total(m, "ring", Layout(16, 1), job) for m in (one, four)]
+    assert ring[0] == pytest.approx(ring[1])
+    grid = [total(m, "attention2d", Layout(4, 4), job) for m in (one, four)]
+    assert grid[0] == pytest.approx(4 * grid[1], rel=0.01)
+    # A double ring uses them: LoongTrain's point.
+    assert total(four, "double ring", Layout(4, 4), job) < 0.5 * ring[1]
+    # The order of the ranks decides what crosses: k, v inside the nodes, or q and out.
+    orders = [
+        total(one, "attention2d", Layout(4, 4, 1, order), replace(job, nheads_kv=1))
+        for order in ("rcu", "cru")
+    ]
+    assert orders[0] < orders[1]
+
+
+def test_head_axis():
+    job = work(1600, mask=Full())
+    slow = machine(Link(1e5), Link(1e5))
+    layout = Layout(1, 1, 4)
+    sizes = job.problem(layout, "contiguous")
+    for phase, found in predict(slow, "attention2d", layout, job).items():
+        nbytes = cost.traffic_heads(sizes, 4, 0)[phase, "head"][1]
+        assert found.total.max() == pytest.approx(nbytes / 1e5, rel=0.01)
+    with pytest.raises(ValueError, match="5 does not divide"):
+        predict(slow, "ring", Layout(1, 1, 5), job)
+
+
+def test_memory():
+    job = work(1600)
+    for method in METHODS:
+        layout = Layout(2, 2, 2)
+        sizes = job.problem(layout, "zigzag")
+        forward, backward = (
+            peak_memory(method, layout, sizes, 0, "zigzag", x) for x in (False, True)
+        )
+        own = sizes.counts[0] * (2 * sizes.q + sizes.kv + sizes.lse)
+        assert own < forward < backward
+    # Gathering all keys needs more room than a ring.
+    sizes = job.problem(Layout(16, 1), "zigzag")
+    grid, ring = (
+        peak_memory(x, Layout(16, 1), sizes, 3, "zigzag") for x in ("attention2d", "ring")
+    )
+    assert grid > 2 * ring
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_fit_finds_the_kernel(backward):
+    true = Kernel(9e10, call=5e-5, head=3e-5, pair=1e-9, query=3e-9, cut=4e-7)
+    samples = []
+    for n, m, heads in ((16, 16, (2, 2, 64)), (64, 64, (4, 1, 32)), (64, 1024, (2, 2, 64)),
+                        (1024, 64, (2, 2, 64)), (256, 1024, (2, 1, 128)), (1024, 256, (4, 4, 64)),
+                        (1024, 1024, (1, 1, 128)), (1536, 1536, (2, 2, 32))):  # fmt: skip
+        for area, cut in ((n * m, 0), (n * m // 2, n)):
+            seconds = float(true.seconds(np.array(area), n, m, cut, heads, backward))
+            samples.append(Sample(area, n, m, cut, heads, seconds))
+    found, worst = fit_kernel(samples, backward)
+    assert worst < 0.02
+    assert found.flops == pytest.approx(true.flops, rel=0.05)
+    with pytest.raises(ValueError, match="no kernel"):
+        fit_kernel([], backward)
+
+
+def test_fit_of_a_link():
+    seconds = [2e-4 + 2e-5 + n / 5e6 for n in (8, 1 << 16, 1 << 18)]
+    link = fit_link((8, 1 << 16, 1 << 18), seconds, (32, seconds[0] + 31 * 2e-5), hidden=0.7)
+    assert (link.bandwidth, link.overhead) == pytest.approx((5e6, 1e-5), rel=0.01)
+    assert link.latency == pytest.approx(2e-4, rel=0.02) and link.hidden == 0.7
+
+
+def test_a_profile_is_read_as_written(tmp_path):
+    whole = machine(
+        replace(SLOW, nics=2), ranks_per_node=4, cores_per_node=2.5, memory=10**9, start=0.25,
+        copy=1e9, merge=2e9, reserved=5,
+    )  # fmt: skip
+    path = tmp_path / "here.toml"
+    write_machine(path, whole, "measured\nsomewhere")
+    assert read_machine(path) == whole
+    assert path.read_text().startswith("# measured\n# somewhere\nname = ")
+    with pytest.raises(OSError, match="cannot write"):
+        write_machine(tmp_path / "none" / "here.toml", whole)
+
+
+@pytest.mark.parametrize("path", PROFILES, ids=lambda path: path.name)
+def test_profiles_of_the_package(path):
+    found = read_machine(path)
+    assert found.memory and {"bfloat16", "float16"} <= set(found.kernels)
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("ranks_per_node = 4", "ranks_per_nodes = 4", "unknown ranks_per_nodes"),
+    ("ranks_per_node = 4", "ranks_per_node = 0", "ranks_per_node >= 1"),
+    ("ranks_per_node = 4", "ranks_per_node = 1.5", "ranks_per_node must be a whole number"),
+    ("ranks_per_node = 4", "ranks_per_node = true", "ranks_per_node must be a whole number"),
+    ('name = "', "name = 3 # ", "name must be text"),
+    ("[link.inside]", "[link.outside]", "lacks link.inside"),
+    ("bandwidth", "# bandwidth", "lacks link.inside.bandwidth"),
+    ("hidden = 1.0", "hidden = 2.0", "0 <= hidden <= 1"),
+    ("hidden = 1.0", "hidden = nan", "hidden must be a number"),
+    ("flops = 220e12", "flops = 0", "flops > 0"),
+    ("bfloat16.backward]", "bfloat16.backwards]", "must have forward and backward"),
+    ('memory = "40GB"', 'memory = "40 boxes"', "'40 boxes' is no size"),
+    ("[link.inside]", "[link.inside", "no TOML"),
+])  # fmt: skip
+def test_bad_profiles(tmp_path, old, new, message):
+    text = (ROOT / "data" / "machines" / "a100-16x4.toml").read_text()
+    assert old in text
+    path = tmp_path / "bad.toml"
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message) as error:
+        read_machine(path)
+    assert "bad.toml" in str(error.value)
+
+
+def test_sizes():
+    assert [parse_count(x) for x in ("7", "64K", "1M")] == [7, 65536, 1 << 20]
+    assert parse_size("80GB") == 80 * 10**9 and parse_size("1GiB") == 1 << 30
+    assert parse_size(5) == 5 and parse_size("4e9") == 4 * 10**9 and parse_size("1.5kB".upper())
+    for bad in ("", "M", "-1", "1.5M", "1MB"):
+        with pytest.raises(ValueError, match="is no number of tokens"):
+            parse_count(bad)
+    for bad in ("", "GB", "-1", "1PB", "1e999", "nan"):
+        with pytest.raises(ValueError, match="is no size"):
+            parse_size(bad)
+
+
+def test_calibrate(tmp_path):
+    """It writes a profile that can be read: whether it is right, no test can say."""
+    path = tmp_path / "here.toml"
+    command = [ROOT / "drivers" / "calibrate.py", "--output", path, "--seconds", "1"]
+    done = launch(2, *command, "--dtype", "bfloat16", timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = read_machine(path)
+    assert found.ranks_per_node == 2 and set(found.kernels) == {"bfloat16"}
+    assert found.inside == replace(found.between)
+    assert to_toml(found) in path.read_text()
+    for bad, message in (("--seconds=0", "--seconds must be positive"),
+                         ("--output=/nowhere/here.toml", "cannot write"),
+                         ("--dtype=int8", "invalid choice")):  # fmt: skip
+        done = launch(2, *command, bad, timeout=60)
+        assert done.returncode == 2 and message in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_no_mpi_for_plans():
+    code = "import sys; sys.modules['mpi4py'] = None; import runpy; runpy.run_path(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, ROOT / "drivers" / "plan.py"], timeout=60, check=False
+    )
+    assert done.returncode == 0

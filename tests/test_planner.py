@@ -1,0 +1,174 @@
+"""The planner: which plans there are, and which it prefers."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from a2d_mpi import cost
+from a2d_mpi.cost import Layout
+from a2d_mpi.machine import Link, read_machine
+from a2d_mpi.masks import Causal, Full
+from a2d_mpi.planner import best_plan, layouts, plans, why_not
+from a2d_mpi.schedule import Workload
+
+ROOT = Path(__file__).parents[1]
+MACHINES = ROOT / "data" / "machines"
+H100, A100 = (read_machine(MACHINES / f"{x}.toml") for x in ("h100-64x1", "a100-16x4"))
+
+
+CAUSAL = Causal()
+
+
+def work(seqlen=1 << 16, nheads=96, nheads_kv=None, mask=CAUSAL, backward=True):
+    return Workload(seqlen, nheads, 128, nheads_kv, mask, "bfloat16", backward)
+
+
+def test_all_shapes_are_there():
+    shapes = [(x.rows, x.cols, x.heads) for x in layouts("attention2d", 12, work(nheads=6), 1)]
+    assert len(shapes) == len(set(shapes)) == 6 + 4 + 3 + 2  # heads 1, 2, 3, 6; not 4 or 12
+    assert all(r * c * u == 12 for r, c, u in shapes) and {u for *_, u in shapes} == {1, 2, 3, 6}
+    rings = [x.cells for x in layouts("ring", 12, work(nheads=6), 1)]
+    assert sorted(rings) == [2, 4, 6, 12]
+    double = list(layouts("double ring", 12, work(nheads=6), 1))
+    assert all(min(x.rows, x.cols) > 1 for x in double)
+    assert not list(layouts("striped ring", 12, work(mask=Full()), 1))
+    # On one node, or with one rank each, no order differs from another.
+    for ranks_per_node in (1, 64):
+        assert {x.order for x in layouts("attention2d", 64, work(), ranks_per_node)} == {"rcu"}
+
+
+def test_orders_differ_in_who_shares_a_node():
+    found = [x for x in layouts("attention2d", 64, work(), 4) if (x.rows, x.cols) == (8, 8)]
+    assert {x.order for x in found} == {"rcu", "cru"}
+    cube = [x for x in layouts("attention2d", 64, work(), 4) if x.rows == x.cols == x.heads == 4]
+    assert len(cube) == 3  # one axis is inside the nodes
+    for layout in layouts("double ring", 64, work(), 4):
+        assert layout.order.index("r") < layout.order.index("c")
+
+
+def test_the_paper_s_machine():
+    """64 nodes of one H100, GPT-3's heads: the ring loses to grids and to head axes."""
+    found = plans(H100, 64, work())
+    best = {
+        (method, headless): next(
+            p for p in found if p.method == method and (p.layout.heads == 1) == headless
+        )
+        for method in ("attention2d", "ring")
+        for headless in (True, False)
+    }
+    assert found[0].layout.heads > 1 or found[0].method == "attention2d"
+    grid, ring = best["attention2d", True], best["ring", True]
+    assert min(grid.layout.rows, grid.layout.cols) > 1
+    assert ring.seconds > 3 * grid.seconds
+    assert "wait" in why_not(ring, found[0]) and "between nodes" in why_not(ring, found[0])
+    assert why_not(found[0], found[0]) == ""
+
+
+def test_one_axis_inside_the_nodes():
+    """The A100 nodes: orders differ, and what crosses the nodes is what the layout says."""
+    found = plans(A100, 64, work(backward=False, mask=Full()), methods=("attention2d",))
+    by_order = {p.layout.order: p for p in found if (p.layout.rows, p.layout.cols) == (8, 8)}
+    assert len(by_order) == 2
+    n, p = 1024, 96 * 128 * 2
+    across = by_order["rcu"]  # rows of eight ranks: two nodes
+    assert across.crossing == 4 * n * (4 * (p + p + 96 * 4) + 7 * 2 * p)
+    assert across.received == n * (7 * (2 * p + 96 * 4) + 7 * 2 * p)
+    assert across.messages == 7 * (1 + 2 + 2)
+
+
+def test_sorted_and_consistent():
+    for machine in (H100, A100):
+        found = plans(machine, 8, work(1 << 14))
+        assert all(a.seconds <= b.seconds for a, b in pairwise(p for p in found if p.fits))
+        for plan in found:
+            assert sum(plan.split.values()) == pytest.approx(plan.seconds)
+            sizes = work(1 << 14).problem(plan.layout, plan.distribution)
+            received = [
+                sum(x[1] for x in cost.traffic(plan.method, plan.layout, sizes, rank).values())
+                for rank in range(8)
+            ]
+            assert plan.received == max(received)
+            if plan.layout.heads == 1:
+                assert plan.over_bound >= 1
+    names = {p.known_as for p in found}
+    assert names == {"", "USP", "Ulysses", "tree", "all-gather"}
+
+
+def test_memory_limits():
+    job = work()
+    free = plans(H100, 64, job, memory=None)
+    limit = sorted(p.memory for p in free)[len(free) // 2] + H100.reserved
+    found = plans(H100, 64, job, memory=limit)
+    assert len(found) == len(free)
+    fitting = [p for p in found if p.fits]
+    assert 0 < len(fitting) < len(found) and found[: len(fitting)] == fitting
+    assert all(p.memory + H100.reserved <= limit for p in fitting)
+    assert why_not(found[-1], found[0]) == "does not fit in memory"
+    assert best_plan(H100, 64, job, limit).layout == fitting[0].layout
+    with pytest.raises(ValueError, match="the smallest needs"):
+        best_plan(H100, 64, job, 1000)
+    with pytest.raises(ValueError, match="no plan for 7 ranks with double ring"):
+        best_plan(H100, 7, job, methods=("double ring",))
+
+
+def test_slow_links_favour_fewer_bytes():
+    slow = replace(H100, between=Link(1e6), inside=Link(1e6))
+    for nheads_kv in (96, 8):
+        job = work(nheads_kv=nheads_kv, mask=Full(), backward=False)
+        grids = [p for p in plans(slow, 64, job, methods=("attention2d",)) if p.layout.heads == 1]
+        assert grids[0].received == min(p.received for p in grids)
+        if nheads_kv == 96:
+            assert grids[0].layout == Layout(8, 8)
+
+
+def test_no_ranks():
+    with pytest.raises(ValueError, match="at least 1"):
+        plans(H100, 0, work())
+    assert plans(H100, 1, work())[0].received == 0
+
+
+def run(*options):
+    command = [sys.executable, ROOT / "drivers" / "plan.py", *options]
+    return subprocess.run(
+        [str(x) for x in command], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+OPTIONS = ("--profile", MACHINES / "h100-64x1.toml", "--ranks", 64, "--seqlen", "64K",
+           "--nheads", 96)  # fmt: skip
+
+
+def test_driver():
+    done = run(*OPTIONS, "--mask", "causal", "--backward", "--top", 5, "--memory", "80GiB")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "64 nodes of one H100: 64 ranks, 1 a node, 85.9 GB a rank (6 GB reserved)"
+    table = lines[lines.index("") + 2 :]
+    assert len([line for line in table if line.startswith(cost.METHODS)]) == 5
+    assert "no plan with 64 ranks that share the heads: 64 does not divide 96 heads" in lines
+    only = run(*OPTIONS, "--method", "ring", "--top", 0, "--ranks-per-node", 4)
+    assert only.returncode == 0 and "attention2d" not in only.stdout
+
+
+@pytest.mark.parametrize("options, message", [
+    (("--seqlen", "1MB"), "'1MB' is no number of tokens"),
+    (("--memory", "80"), "no plan"),
+    (("--memory", "much"), "'much' is no size"),
+    (("--ranks", "0"), "ranks must be at least 1"),
+    (("--nheads-kv", "5"), "nheads_kv must divide nheads"),
+    (("--headdim", "0"), "headdim must be at least 1"),
+    (("--dtype", "float64"), "kernels for ['bfloat16', 'float16'], not float64"),
+    (("--profile", "/nowhere.toml"), "/nowhere.toml"),
+    (("--top", "-1"), "--top must be at least 0"),
+    (("--ranks-per-node", "0"), "ranks_per_node >= 1"),
+    (("--method", "bus"), "invalid choice"),
+    (("--ranks", "many"), "invalid int value"),
+])  # fmt: skip
+def test_bad_input(options, message):
+    done = run(*OPTIONS, *options)
+    assert done.returncode == 2
+    assert message in done.stderr and len(done.stderr.splitlines()) == 1
