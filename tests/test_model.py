@@ -220,7 +220,7 @@ def test_profiles_of_the_package(path):
     ("ranks_per_node = 4", "ranks_per_node = true", "ranks_per_node must be a whole number"),
     ('name = "', "name = 3 # ", "name must be text"),
     ("[link.inside]", "[link.outside]", "lacks link.inside"),
-    ("bandwidth", "# bandwidth", "lacks link.inside.bandwidth"),
+    ("bandwidth =", "# bandwidth =", "lacks link.inside.bandwidth"),
     ("hidden = 1.0", "hidden = 2.0", "0 <= hidden <= 1"),
     ("hidden = 1.0", "hidden = nan", "hidden must be a number"),
     ("flops = 220e12", "flops = 0", "flops > 0"),
