@@ -66,10 +66,11 @@ use_env mpich
 end() {
   trap '' INT TERM HUP
   set +e
+  # Not unshare, which waits for its child, head.sh; that ends when all others are gone.
   local head
-  # Not unshare first: it waits for head.sh, and that for all others.
-  read -r head <"/proc/$!/task/$!/children" || head=$!
-  kill -KILL "$head"
+  head=$(grep -slx "PPid:[[:space:]]*$!" /proc/[0-9]*/status)
+  head=${head//[!0-9]/}
+  kill -KILL "${head:-$!}"
   wait "$!"
   exit "$1"
 } 2>/dev/null
