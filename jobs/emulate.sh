@@ -42,7 +42,7 @@ for name in EMULATE_BURST EMULATE_QUEUE; do
 done
 ((EUID == 0)) || refuse "only root can make network namespaces"
 missing=()
-for tool in ip tc unshare nsenter setpriv mount; do
+for tool in ip tc unshare nsenter setpriv setsid mount; do
   command -v "$tool" >/dev/null || missing+=("$tool")
 done
 ((${#missing[@]} == 0)) ||
@@ -50,7 +50,8 @@ done
 
 # All of it lives in namespaces without names, which end with their first process, head.sh; that is
 # killed when unshare dies, and unshare when this shell does.  So nothing is left, whatever happens.
-spaces=(setpriv --pdeathsig KILL
+# What a terminal sends comes to this shell only.
+spaces=(setsid setpriv --pdeathsig KILL
   unshare --fork --kill-child --pid --mount-proc --net --uts --ipc)
 reason=$("${spaces[@]}" true 2>&1) || refuse "cannot make namespaces: ${reason##*$'\n'}"
 
