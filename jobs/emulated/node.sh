@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# node.sh NUMBER NAME RATE DIR: sets up one node of an emulated cluster, says on file descriptor 3
+# that it is ready, and keeps its namespaces.  head.sh starts it, in them.
+set -euo pipefail
+trap 'echo failed >&3' EXIT
+[[ -p $4/ready ]]
+
+echo "$2" >/proc/sys/kernel/hostname
+source jobs/emulated/network.sh
+{
+  echo "link set lo up"
+  # The other end goes to the namespace of process 1, head.sh.
+  echo "link add eth0 address $(mac "$1") type veth peer name port$1 netns 1"
+  echo "addr add $(address "$1")/24 dev eth0"
+  echo "link set eth0 up"
+  cat "$4/neighbours"
+} | ip -batch -
+limit eth0 "$3" | tc -batch -
+# Its network devices are those of whoever mounts it.
+mount -t sysfs sysfs /sys
+mount -t tmpfs tmpfs /dev/shm
+
+trap - EXIT
+echo ready >&3
+exec 3>&-
+exec sleep infinity

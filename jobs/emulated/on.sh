@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# on.sh NODE COMMAND: a shell's command on a node of the emulated cluster, from its head.
+# mpiexec takes this for ssh, and gives it ssh's options too.
+set -euo pipefail
+while [[ ${1:-} == -* ]]; do shift; done
+pid=$(cat "/dev/shm/emulated/$1")
+exec nsenter --target "$pid" --net --uts --ipc --mount --wd="$PWD" bash -c "${*:2}"

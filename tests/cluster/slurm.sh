@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Runs the batch scripts jobs/slurm_*.sh for real: SLURM on an emulated cluster of four nodes.
+# Needs root, SLURM and munge (Debian and Ubuntu: slurm-wlm, munge); takes a minute.  Ends at
+# the first job that fails.  Not part of jobs/test.sh.
+#
+#   bash tests/cluster/slurm.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+missing=()
+for tool in slurmctld slurmd sbatch srun sinfo munged; do
+  command -v "$tool" >/dev/null || missing+=("$tool")
+done
+if ((${#missing[@]} > 0)); then
+  echo "slurm.sh: not found: ${missing[*]} (Debian and Ubuntu: slurm-wlm, munge)" >&2
+  exit 2
+fi
+
+tmp=$(mktemp -d) # all nodes see it
+EMULATE_TIMEOUT=300 bash jobs/emulate.sh 4 2 200mbit --head bash tests/cluster/slurm_head.sh "$tmp" &
+trap 'kill "$!" 2>/dev/null && wait "$!"; rm -rf "$tmp"' EXIT
+trap 'exit 130' INT # for the other, started with &, there is no Ctrl-C
+trap 'exit 143' TERM HUP
+wait "$!"

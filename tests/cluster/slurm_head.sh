@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# slurm_head.sh DIR: starts SLURM on the emulated cluster node00 to node03, with its files in DIR,
+# and submits the jobs.  tests/cluster/slurm.sh runs it on the cluster's head; all that it starts
+# ends with the cluster.
+set -euo pipefail
+dir=$1
+nodes=(node00 node01 node02 node03)
+export SLURM_CONF=$dir/slurm.conf
+
+failed() {
+  echo "FAILED: $*" >&2
+  tail -n 20 "$dir"/*.log "$dir"/*.out >&2
+  exit 1
+}
+
+# Nothing here is confined or counted by SLURM, which would take more of a machine than namespaces.
+cat >"$SLURM_CONF" <<END
+ClusterName=emulated
+SlurmctldHost=head
+SlurmUser=root
+SlurmdUser=root
+AuthInfo=socket=$dir/munge.socket
+StateSaveLocation=$dir/state
+SlurmdSpoolDir=$dir/spool-%n
+SlurmctldPidFile=$dir/slurmctld.pid
+SlurmdPidFile=$dir/slurmd-%n.pid
+SlurmctldLogFile=$dir/slurmctld.log
+SlurmdLogFile=$dir/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+GresTypes=gpu
+NodeName=node[00-03] CPUs=4 Gres=gpu:4
+PartitionName=main Nodes=ALL Default=YES
+END
+echo "CgroupPlugin=cgroup/v1" >"$dir/cgroup.conf" # or it looks for version 2, and needs systemd
+# GPUs to be asked for; nobody opens them.
+touch "$dir"/gpu{0..3}
+echo "Name=gpu File=$dir/gpu[0-3]" >"$dir/gres.conf"
+
+mkdir "$dir/state" "$dir/results"
+(umask 077 && head -c 1024 /dev/urandom >"$dir/munge.key")
+munged --force --key-file="$dir/munge.key" --socket="$dir/munge.socket" \
+  --pid-file="$dir/munged.pid" --log-file="$dir/munged.log" --seed-file="$dir/munged.seed" ||
+  failed "munged did not start"
+slurmctld || failed "slurmctld did not start"
+for node in "${nodes[@]}"; do
+  mkdir "$dir/spool-$node"
+  jobs/emulated/on.sh "$node" slurmd || failed "slurmd did not start on $node"
+done
+for _ in {1..60}; do
+  [[ $(sinfo --noheader --Node --format %T | grep -c '^idle$') != 4 ]] || break
+  sleep 0.5
+done
+[[ $(sinfo --noheader --Node --format %T | grep -c '^idle$') == 4 ]] || failed "nodes are not ready"
+echo "ok: SLURM is up on ${nodes[*]}"
+
+# submit SCRIPT HOSTS RANKS OPTION...: HOSTS and RANKS of the job's results must be as given.
+export mpi=pmi2 venv=.venv input=data/minilm_l3_1536.h5 trials=2 output=$dir/results
+submit() {
+  local script=$1 hosts=$2 ranks=$3 id method
+  shift 3
+  id=$(timeout 120 sbatch --parsable --wait --partition=main --cpus-per-task=1 \
+    --output="$dir/%j.out" "$@" "$script") || failed "$script $*"
+  for method in attention2d ring; do
+    python tests/cluster/check_result.py "$output/$id-$method.h5" "$hosts" "$ranks" ||
+      failed "$script $*"
+    echo "ok: $script $*: $method on $ranks ranks of $hosts nodes"
+  done
+}
+submit jobs/slurm_cpu.sh 4 4 --ntasks=4 --ntasks-per-node=1
+submit jobs/slurm_h100_64x1.sh 4 4 --nodes=4
+submit jobs/slurm_a100_16x4.sh 2 4 --nodes=2 --ntasks-per-node=2
+submit jobs/slurm_a100_16x4.sh 2 8 --nodes=2
+echo "all passed"
