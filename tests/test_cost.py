@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi import transport as comm_module
-from a2d_mpi import cost
+from a2d_mpi import cost, transport
 from a2d_mpi.areas import pair_areas
 from a2d_mpi.cost import Layout
 from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
@@ -139,9 +138,9 @@ def test_which_head_axes_fit(nheads, nheads_kv, heads, fits):
 def test_layout(name, order):
     layout = Layout(2, 3, 4, order)
     assert sorted(layout.physical()) == list(range(24))
-    whole, cells = Distribution(name, 101, 24), Distribution(name, 101, 6)
+    whole, cells = Distribution(name, 101, 24, 4), Distribution(name, 101, 6)
     for cell in range(6):
-        parts = [whole.tokens(layout.part(4 * cell + u, name)) for u in range(4)]
+        parts = [whole.tokens(4 * cell + u) for u in range(4)]
         # The parts of its ranks are together the part of the cell.
         assert np.array_equal(np.sort(np.concatenate(parts)), cells.tokens(cell))
     # The fastest axis joins neighbours.
@@ -225,7 +224,7 @@ def test_messages():
     }
     large = cost.Problem((1 << 20,) * 2, 1, 1, 512, 4, 4)  # 2 GiB a tensor
     assert cost.messages("ring", Layout(2, 1), large, 0)["forward", "ring"] == [4, 4]
-    assert cost.MAX_MESSAGE == comm_module.MAX_MESSAGE
+    assert cost.MAX_MESSAGE == transport.MAX_MESSAGE
 
 
 def test_what_does_not_fit_is_refused():
