@@ -8,8 +8,6 @@ Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
@@ -32,6 +30,7 @@ from a2d_mpi.measure import (
 )
 from a2d_mpi.plan import AttentionPlan
 from a2d_mpi.results import Result, inspect_input, read_part, write_result
+from a2d_mpi.sweep import grid_shape
 from a2d_mpi.tiles import KERNELS
 from a2d_mpi.transport import TRANSFERS
 
@@ -81,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     agree(comm, None, {"dout in the input file": info.has_dout})
     if args.output:
         together(comm, lambda: check_writable(args.output, _output_bytes(args, info)), on=0)
-    rows, cols = _grid_shape(comm.size, args.rows, args.cols)
+    rows, cols = grid_shape(comm.size, args.rows, args.cols)
     device = open_device(comm, args.device)
     grid = ProcessGrid(comm, rows, cols)
     plan = METHODS[args.method](
@@ -149,15 +148,6 @@ def _output_bytes(args, info) -> int:
     q = (args.seqlen or info.seqlen) * info.nheads * info.headdim
     kv = q // info.nheads * info.nheads_kv
     return 8 * (2 * q + 2 * kv + q // info.headdim) + (1 << 20)
-
-
-def _grid_shape(ranks: int, rows: int | None, cols: int | None) -> tuple[int, int]:
-    """Rows and columns; what is not given is derived, and the grid itself refuses misfits."""
-    if rows is None and cols is None:
-        rows = next(r for r in range(math.isqrt(ranks), 0, -1) if ranks % r == 0)
-    if rows is None:
-        rows = ranks // cols if cols > 0 else 0
-    return rows, (ranks // rows if rows > 0 else 0) if cols is None else cols
 
 
 def _read(args, info, plan: AttentionPlan) -> dict[str, np.ndarray]:
