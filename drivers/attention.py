@@ -23,6 +23,7 @@ from a2d_mpi.check import check_attention
 from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
 from a2d_mpi.comm import agree
 from a2d_mpi.distribution import DISTRIBUTIONS
+from a2d_mpi.machine import read_machine
 from a2d_mpi.masks import MASKS
 from a2d_mpi.plan import AttentionPlan
 from a2d_mpi.results import (
@@ -33,6 +34,7 @@ from a2d_mpi.results import (
     read_part,
     write_result,
 )
+from a2d_mpi.schedule import Workload
 from a2d_mpi.tiles import KERNELS
 from a2d_mpi.transport import TRANSFERS
 
@@ -47,7 +49,11 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add = parser.add_argument
     add("input", help="HDF5 file with q, k, v and perhaps dout (see data/README.md)")
     add("--rows", type=int, help="R of the grid; default: as square as the ranks allow")
-    add("--cols", type=int, help="C of the grid; default: ranks / rows")
+    add("--cols", type=int, help="C of the grid; default: ranks / rows / heads")
+    add("--heads", type=int, default=1, help="U, ranks that share the heads (default %(default)s)")
+    add("--order", default="rcu", help="of these axes, from nodes to ranks (default %(default)s)")
+    add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
+    add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
     add("--method", choices=METHODS, default="attention2d")
     add("--mask", choices=MASKS, default="causal")
     add("--distribution", choices=DISTRIBUTIONS, help="default: what balances the mask")
@@ -84,9 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     agree(comm, None, {"dout in the input file": info.has_dout})
     if args.output:
         together(comm, lambda: check_writable(args.output, _output_bytes(args, info)), on=0)
-    rows, cols = _grid_shape(comm.size, args.rows, args.cols)
     device = _open_device(comm, args.device)
-    grid = ProcessGrid(comm, rows, cols)
+    grid = _grid(comm, args, info)
     plan = METHODS[args.method](
         grid,
         MASKS[args.mask](),
@@ -119,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
         checks["traffic"] = _traffic_check(plan, traffic, args)
         if args.check != "none":
             checks["repeat"] = _repeat_check(plan, checked, tensors)
-    area = comm.gather(plan.area())
+    area = plan.grid.comm.gather(plan.area())
     result = _result(args, plan, device, timings, traffic, checks, area, tensors)
     if comm.rank == 0:
         _report(result, plan)
@@ -138,6 +143,10 @@ def _validated(args):
     for name, least in (("trials", 1), ("warmup", 0), ("threads", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if (args.grid == "auto") != (args.profile is not None):
+        raise ValueError("--grid auto and --profile need each other")
+    if args.grid and (args.rows, args.cols, args.heads, args.order) != (None, None, 1, "rcu"):
+        raise ValueError("--grid auto leaves no choice of --rows, --cols, --heads and --order")
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
     info = inspect_input(args.input)
@@ -172,13 +181,21 @@ def _output_bytes(args, info) -> int:
     return 8 * (2 * q + 2 * kv + q // info.headdim) + (1 << 20)
 
 
-def _grid_shape(ranks: int, rows: int | None, cols: int | None) -> tuple[int, int]:
-    """Rows and columns; what is not given is derived, and the grid itself refuses misfits."""
+def _grid(comm: MPI.Intracomm, args, info) -> ProcessGrid:
+    """The grid that is asked for; the grid itself refuses misfits."""
+    if args.grid == "auto":
+        machine = together(comm, lambda: read_machine(args.profile))
+        sizes = (args.seqlen or info.seqlen, info.nheads, info.headdim, info.nheads_kv)
+        work = Workload(*sizes, MASKS[args.mask](), args.dtype, args.backward, not args.no_overlap)
+        return ProcessGrid.auto(comm, machine, work, method=METHODS[args.method].method)
+    rows, cols, cells = args.rows, args.cols, comm.size // max(args.heads, 1)
     if rows is None and cols is None:
-        rows = next(r for r in range(math.isqrt(ranks), 0, -1) if ranks % r == 0)
+        rows = next((r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0), 0)
     if rows is None:
-        rows = ranks // cols if cols > 0 else 0
-    return rows, (ranks // rows if rows > 0 else 0) if cols is None else cols
+        rows = cells // cols if cols > 0 else 0
+    if cols is None:
+        cols = cells // rows if rows > 0 else 0
+    return ProcessGrid(comm, rows, cols, args.heads, args.order)
 
 
 def _read(args, info, plan: AttentionPlan) -> dict[str, np.ndarray]:
@@ -297,6 +314,8 @@ def _result(
             "method": args.method,
             "rows": grid.rows,
             "cols": grid.cols,
+            "heads": grid.heads,
+            "order": grid.layout.order,
             "mask": args.mask,
             "distribution": plan.distribution.name,
             "seqlen": plan.seqlen,
@@ -338,7 +357,8 @@ def _report(result: Result, plan: AttentionPlan) -> None:
     """Print the short table."""
     c = result.config
     print(
-        f"{c['method']} on {c['rows']} x {c['cols']} ranks, {c['mask']} mask, "
+        f"{c['method']} on {c['rows']} x {c['cols']}"
+        f"{' x ' + str(c['heads']) if c['heads'] > 1 else ''} ranks, {c['mask']} mask, "
         f"{c['distribution']} distribution, {c['dtype']}, {result.provenance['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}; {c['trials']} trials; "
@@ -350,7 +370,8 @@ def _report(result: Result, plan: AttentionPlan) -> None:
         print(f"{name:<17}{low:>8.2f}{middle:>10.2f}{high:>10.2f}")
     for phase in ("forward", "backward"):
         if f"{phase}/total" in result.timings:
-            work = cost.flops(int(result.area.sum()), plan.nheads, plan.headdim, phase[0] == "b")
+            heads = plan.nheads // plan.grid.heads  # of those areas
+            work = cost.flops(int(result.area.sum()), heads, plan.headdim, phase[0] == "b")
             slowest = np.median(result.timings[f"{phase}/total"].max(axis=1))
             print(f"{phase}: {work / slowest / 1e9:.1f} GFLOP/s by the slowest rank")
     if result.traffic:
