@@ -46,6 +46,9 @@ gone() {
   space=$(grep -oE -m 1 'pid:\[[0-9]+\]' "$out") || failed "the command did not start"
   left=$(find /proc/[0-9]*/ns/pid -maxdepth 0 -lname "${space//[\[\]]/?}" 2>/dev/null || true)
   [[ -z $left ]] || failed "left after $1: $left"
+  [[ $1 == SIGKILL ]] || # the next start does that
+    left=$(find /tmp -maxdepth 1 -name 'hydra_*' -newer "$tmp" -exec grep -l '"node0' {} +)
+  [[ -z $left ]] || failed "left after $1: $left"
   [[ $(outside) == "$outside" ]] || failed "changed by $1: $outside, now $(outside)"
 }
 # What an emulation would leave outside its namespaces; others may use the machine.
