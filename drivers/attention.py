@@ -19,6 +19,7 @@ from a2d_mpi.backend import DTYPES
 from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
 from a2d_mpi.comm import agree
 from a2d_mpi.distribution import DISTRIBUTIONS
+from a2d_mpi.machine import read_machine
 from a2d_mpi.masks import MASKS
 from a2d_mpi.measure import (
     SAMPLE,
@@ -30,6 +31,7 @@ from a2d_mpi.measure import (
 )
 from a2d_mpi.plan import AttentionPlan
 from a2d_mpi.results import Result, inspect_input, read_part, write_result
+from a2d_mpi.schedule import Workload
 from a2d_mpi.sweep import grid_shape
 from a2d_mpi.tiles import KERNELS
 from a2d_mpi.transport import TRANSFERS
@@ -43,7 +45,11 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add = parser.add_argument
     add("input", help="HDF5 file with q, k, v and perhaps dout (see data/README.md)")
     add("--rows", type=int, help="R of the grid; default: as square as the ranks allow")
-    add("--cols", type=int, help="C of the grid; default: ranks / rows")
+    add("--cols", type=int, help="C of the grid; default: ranks / rows / heads")
+    add("--heads", type=int, default=1, help="U, ranks that share the heads (default %(default)s)")
+    add("--order", default="rcu", help="of these axes, from nodes to ranks (default %(default)s)")
+    add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
+    add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
     add("--method", choices=METHODS, default="attention2d")
     add("--mask", choices=MASKS, default="causal")
     add("--distribution", choices=DISTRIBUTIONS, help="default: what balances the mask")
@@ -80,9 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     agree(comm, None, {"dout in the input file": info.has_dout})
     if args.output:
         together(comm, lambda: check_writable(args.output, _output_bytes(args, info)), on=0)
-    rows, cols = grid_shape(comm.size, args.rows, args.cols)
     device = open_device(comm, args.device)
-    grid = ProcessGrid(comm, rows, cols)
+    grid = _grid(comm, args, info)
     plan = METHODS[args.method](
         grid,
         MASKS[args.mask](),
@@ -131,6 +136,10 @@ def _validated(args):
     for name, least in (("trials", 1), ("warmup", 0), ("threads", 1), ("seed", 0)):
         if getattr(args, name) < least:
             raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    if (args.grid == "auto") != (args.profile is not None):
+        raise ValueError("--grid auto and --profile need each other")
+    if args.grid and (args.rows, args.cols, args.heads, args.order) != (None, None, 1, "rcu"):
+        raise ValueError("--grid auto leaves no choice of --rows, --cols, --heads and --order")
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
     info = inspect_input(args.input)
@@ -150,6 +159,17 @@ def _output_bytes(args, info) -> int:
     return 8 * (2 * q + 2 * kv + q // info.headdim) + (1 << 20)
 
 
+def _grid(comm: MPI.Intracomm, args, info) -> ProcessGrid:
+    """The grid that is asked for; the grid itself refuses misfits."""
+    if args.grid == "auto":
+        machine = together(comm, lambda: read_machine(args.profile))
+        sizes = (args.seqlen or info.seqlen, info.nheads, info.headdim, info.nheads_kv)
+        work = Workload(*sizes, MASKS[args.mask](), args.dtype, args.backward, not args.no_overlap)
+        return ProcessGrid.auto(comm, machine, work, method=METHODS[args.method].method)
+    rows, cols = grid_shape(comm.size // max(args.heads, 1), args.rows, args.cols)
+    return ProcessGrid(comm, rows, cols, args.heads, args.order)
+
+
 def _read(args, info, plan: AttentionPlan) -> dict[str, np.ndarray]:
     """My part of the inputs."""
     part = plan.grid.comm.rank
@@ -165,7 +185,8 @@ def _report(result: Result, plan: AttentionPlan) -> None:
     """Print the short table."""
     c = result.config
     print(
-        f"{c['method']} on {c['rows']} x {c['cols']} ranks, {c['mask']} mask, "
+        f"{c['method']} on {c['rows']} x {c['cols']}"
+        f"{' x ' + str(c['heads']) if c['heads'] > 1 else ''} ranks, {c['mask']} mask, "
         f"{c['distribution']} distribution, {c['dtype']}, {result.provenance['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}; {c['trials']} trials; "
@@ -177,7 +198,8 @@ def _report(result: Result, plan: AttentionPlan) -> None:
         print(f"{name:<17}{low:>8.2f}{middle:>10.2f}{high:>10.2f}")
     for phase in ("forward", "backward"):
         if f"{phase}/total" in result.timings:
-            work = cost.flops(int(result.area.sum()), plan.nheads, plan.headdim, phase[0] == "b")
+            heads = plan.nheads // plan.grid.heads  # of those areas
+            work = cost.flops(int(result.area.sum()), heads, plan.headdim, phase[0] == "b")
             slowest = np.median(result.timings[f"{phase}/total"].max(axis=1))
             print(f"{phase}: {work / slowest / 1e9:.1f} GFLOP/s by the slowest rank")
     if result.traffic:

@@ -75,6 +75,14 @@ end() {
   wait "$!"
   exit "$1"
 } 2>/dev/null
+# What mpiexec leaves in /tmp when it is killed, here or in an emulation before: the topology of a
+# node.  A rank that misses it, of another emulation, finds out by itself.
+sweep() {
+  grep -sl 'name="HostName" value="node[0-9]*"' /tmp/hydra_hwloc_xmlfile_* | xargs -r rm -f || true
+}
+sweep
+trap sweep EXIT
+
 "${spaces[@]}" bash jobs/emulated/head.sh "$@" </dev/null &
 trap 'end 130' INT
 trap 'end 143' TERM

@@ -1,13 +1,20 @@
 """The distributed algorithms against float64, on every grid that the ranks of this run make."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from cases import IDS, METHODS, NHEADS, TENSORS, failures, inputs, run
 from helpers import assert_all
 
-from a2d_mpi import Causal, Full, IntervalMask, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi.check import check_attention
 from a2d_mpi.distribution import DISTRIBUTIONS
+from a2d_mpi.machine import read_machine
+from a2d_mpi.planner import best_plan
+from a2d_mpi.schedule import Workload
+
+PROFILES = Path(__file__).parents[1] / "data" / "machines"
 
 pytestmark = pytest.mark.mpi
 
@@ -183,11 +190,62 @@ def test_timings_add_up(comm, method):
     assert_all(comm, not bad, "; ".join(bad))
 
 
+@pytest.mark.multirank
+@pytest.mark.parametrize("order", ["rcu", "ruc", "cru", "cur", "urc", "ucr"])
+def test_order_of_ranks(comm, order):
+    """Which ranks are neighbours changes nothing else."""
+    heads = 2 if comm.size % 2 == 0 else 1
+    rows = 2 if comm.size // heads % 2 == 0 else 1
+    sizes = {"r": rows, "c": comm.size // heads // rows, "u": heads}
+    grid = ProcessGrid(comm, *sizes.values(), order)
+    mine = {"r": grid.row, "c": grid.col, "u": grid.head}
+    bad = []
+    # The last axis of the order varies fastest among the caller's ranks.
+    if comm.rank != np.ravel_multi_index([mine[x] for x in order], [sizes[x] for x in order]):
+        bad.append(f"{mine} on rank {comm.rank}")
+    logical = (grid.row * grid.cols + grid.col) * grid.heads + grid.head
+    if grid.comm.rank != logical or grid.layer_comm.rank != logical // grid.heads:
+        bad.append(f"rank {grid.comm.rank} of {grid.comm.size} is {mine}")
+    plan = Attention2D(grid, Causal(), seqlen=90, nheads=NHEADS, headdim=8)
+    bad += failures(plan, run(plan, *inputs(90, NHEADS, 8)), Causal(), 90, NHEADS, 8)
+    assert_all(comm, not bad, "; ".join(bad))
+    plan.free()
+    grid.free()
+
+
+def test_planned_grid(comm):
+    machine = read_machine(PROFILES / "h100-64x1.toml")
+    work = Workload(1 << 16, NHEADS, 64, NHEADS, Causal())
+    grid = ProcessGrid.auto(comm, machine, work)
+    best = best_plan(machine, comm.size, work, methods=("attention2d",))
+    assert_all(comm, grid.layout == best.layout, f"{grid.layout}, planned {best.layout}")
+    grid.free()
+    with pytest.raises(ValueError, match="no plan fits"):
+        ProcessGrid.auto(comm, machine, work, memory=1000)
+
+
+@pytest.mark.parametrize("grid", [(1, 1, 0), (1, 1, 2.0), (1, "u", 1)])
+def test_heads_that_are_no_number(comm, grid):
+    with pytest.raises(ValueError, match="grid does not fit"):
+        ProcessGrid(comm, *grid)
+
+
+@pytest.mark.multirank
+def test_heads_that_cannot_be_shared_out(comm):
+    grid = ProcessGrid(comm, 1, 1, comm.size)
+    with pytest.raises(ValueError, match=f"{comm.size} does not divide 7 heads"):
+        Attention2D(grid, Full(), seqlen=50, nheads=7, headdim=8)
+    with pytest.raises(ValueError, match="order"):
+        ProcessGrid(comm, 1, 1, comm.size, "rcx")
+    grid.free()
+
+
 def test_areas_add_up(comm, method):
     plan = method(Causal(), seqlen=77, nheads=NHEADS, headdim=16, distribution="striped")
     total = comm.allreduce(plan.area())
     everyone = sum(plan.area(rank) for rank in range(comm.size))
-    assert_all(comm, total == everyone == 77 * 78 // 2, f"{total}, {everyone}")
+    # Every layer covers the whole mask, for its heads.
+    assert_all(comm, total == everyone == plan.grid.heads * 77 * 78 // 2, f"{total}, {everyone}")
 
 
 @pytest.mark.parametrize("rows", [None, 5])
@@ -220,9 +278,9 @@ def test_check_agrees_with_the_reference(comm, method, rows):
 
 def test_the_tests_can_tell(comm, method, monkeypatch):
     """Deliberately wrong variants must fail: a merge that averages, a mask that is off by one."""
-    if comm.size > 1:
+    plan = method(Causal(), seqlen=130, nheads=NHEADS, headdim=16)
+    if plan.grid.layer_comm.size > 1:
         monkeypatch.setattr("a2d_mpi.backend.merge", averaging_merge)
-        plan = method(Causal(), seqlen=130, nheads=NHEADS, headdim=16)
         bad = failures(plan, run(plan, *inputs(130, NHEADS, 16)), Causal(), 130, NHEADS, 16)
         assert_all(comm, comm.allreduce(len(bad)) > 0, "an averaging merge passed")
         monkeypatch.undo()

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm import agree
 from a2d_mpi.cost import Layout
+
+if TYPE_CHECKING:
+    from a2d_mpi.machine import Machine
+    from a2d_mpi.schedule import Workload
 
 
 class ProcessGrid:
@@ -79,6 +85,47 @@ class ProcessGrid:
         self.row_comm = self.layer_comm.Split(color=self.row, key=self.col)
         self.col_comm = self.layer_comm.Split(color=self.col, key=self.row)
         self.head_comm = self.comm.Split(color=cell, key=self.head)
+
+    @classmethod
+    def auto(
+        cls,
+        comm: MPI.Intracomm,
+        machine: Machine,
+        work: Workload,
+        memory: int | None = None,
+        method: str = "attention2d",
+    ) -> ProcessGrid:
+        """The grid that `a2d_mpi.planner` finds the fastest for a problem on a machine.
+
+        Collective over `comm`; rank 0 plans.
+
+        Parameters
+        ----------
+        comm : Intracomm
+            Its ranks fill the machine's nodes one after the other.
+        machine : a2d_mpi.machine.Machine
+        work : a2d_mpi.schedule.Workload
+        memory : int, optional
+            Bytes of a rank; default: what the machine says.
+        method : str
+            One of `a2d_mpi.cost.METHODS`.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if no grid fits.
+        """
+        from a2d_mpi.planner import best_plan
+
+        layout, problem = None, None
+        if comm.rank == 0:
+            try:
+                layout = best_plan(machine, comm.size, work, memory, (method,)).layout
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                problem = str(error) or type(error).__name__
+        agree(comm, problem)
+        layout = comm.bcast(layout)
+        return cls(comm, layout.rows, layout.cols, layout.heads, layout.order)
 
     def free(self) -> None:
         """Free the communicators.  Collective; the grid cannot be used afterwards."""

@@ -29,9 +29,8 @@ from a2d_mpi.comm import agree
 from a2d_mpi.masks import Mask
 from a2d_mpi.origin import provenance
 from a2d_mpi.plan import AttentionPlan
-from a2d_mpi.results import SPAN, SPAN_PARTS, Check, Result
+from a2d_mpi.results import PARTS, SPAN, Check, Result
 
-PARTS = ("compute", "merge", "wait", "total")
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 SAMPLE = 16  # query rows and key rows that are looked at in a sampled check
 
@@ -205,7 +204,7 @@ class Measurement:
         config : mapping
             What `plan` does not know: method, mask, trials, ...
         origin : mapping
-            From `origin_of`.
+            From `origin_of`, of these ranks in any order.
         **others
             Further fields of the `Result`.
         """
@@ -214,11 +213,12 @@ class Measurement:
         traffic = comm.gather(self._per_call)
         area = comm.gather(plan.area())
         spans = comm.gather(self._spans)
+        hosts = comm.gather(socket.gethostname())
         if comm.rank != 0:
             return None
         timings = {name: np.array(ranks).T for name, ranks in seconds.items()}
         return Result(
-            provenance=dict(origin),
+            provenance={**origin, "hostnames": hosts},
             config={**_config(plan), "backward": len(self.phases) > 1, **config},
             area=np.array(area),
             timings=timings,
@@ -269,6 +269,8 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
     return {
         "rows": plan.grid.rows,
         "cols": plan.grid.cols,
+        "heads": plan.grid.heads,
+        "order": plan.grid.layout.order,
         "distribution": plan.distribution.name,
         "seqlen": plan.seqlen,
         "nheads": plan.nheads,
@@ -300,7 +302,7 @@ def _usual_spans(phase: str, total: np.ndarray, spans: list) -> np.ndarray:
     slowest = total.max(axis=1)
     trial = int(np.argsort(slowest)[(len(slowest) - 1) // 2])
     rows = [
-        (rank, SPAN_PARTS.index(part), start, end)
+        (rank, PARTS.index(part), start, end)
         for rank, trials in enumerate(spans)
         for part, start, end in trials[trial][phase]
     ]

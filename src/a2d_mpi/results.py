@@ -21,10 +21,10 @@ from a2d_mpi.distribution import Distribution
 INPUT_SCHEMA = ("a2d_mpi input", 1)
 RESULT_SCHEMA = ("a2d_mpi result", 1)
 FLOATS = ("float16", "float32", "float64")
-# One stretch of time of a rank: what it did, as an index into SPAN_PARTS, and when, in seconds
+# One stretch of time of a rank: what it did, as an index into PARTS, and when, in seconds
 # since the phase began there.
 SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f8"), ("end", "f8")])
-SPAN_PARTS = ("compute", "merge", "wait", "total")
+PARTS = ("compute", "merge", "wait", "total")
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = Non
             predicted[name].attrs["unit"] = "s"
     for phase, spans in result.spans.items():
         group[f"spans/{phase}"] = spans
-        group[f"spans/{phase}"].attrs.update({"unit": "s", "parts": SPAN_PARTS})
+        group[f"spans/{phase}"].attrs.update({"unit": "s", "parts": PARTS})
 
 
 def load(group: h5py.Group) -> Result:

@@ -123,13 +123,15 @@ class Configuration:
         return seconds, {**figures, "machine": machine.name}
 
 
-def grid_shape(ranks: int, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
+def grid_shape(cells: int, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
     """Rows and columns; what is not given is derived, and the grid itself refuses misfits."""
     if rows is None and cols is None:
-        rows = next(r for r in range(math.isqrt(ranks), 0, -1) if ranks % r == 0)
+        rows = next((r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0), 0)
     if rows is None:
-        rows = ranks // cols if cols > 0 else 0
-    return rows, (ranks // rows if rows > 0 else 0) if cols is None else cols
+        rows = cells // cols if cols > 0 else 0
+    if cols is None:
+        cols = cells // rows if rows > 0 else 0
+    return rows, cols
 
 
 def parse_plan(spec: str, ranks: int, methods: Iterable[str]) -> tuple[str, Layout]:

@@ -46,6 +46,9 @@ gone() {
   space=$(grep -oE -m 1 'pid:\[[0-9]+\]' "$out") || failed "the command did not start"
   left=$(find /proc/[0-9]*/ns/pid -maxdepth 0 -lname "${space//[\[\]]/?}" 2>/dev/null || true)
   [[ -z $left ]] || failed "left after $1: $left"
+  [[ $1 == SIGKILL ]] || # the next start does that
+    left=$(find /tmp -maxdepth 1 -name 'hydra_*' -newer "$tmp" -exec grep -sl '"node0' {} + || true)
+  [[ -z $left ]] || failed "left after $1: $left"
   [[ $(outside) == "$outside" ]] || failed "changed by $1: $outside, now $(outside)"
 }
 # What an emulation would leave outside its namespaces; others may use the machine.
@@ -72,7 +75,9 @@ refused EMULATE_LINKS env EMULATE_LINKS="$tmp/no/links" "${emulate[@]}" 2 1 10mb
 refused "only root" setpriv --reuid 65534 --regid 65534 --clear-groups \
   bash -c "$(<jobs/emulate.sh)" emulate.sh 2 1 10mbit -- true
 mkdir "$tmp/bin"
-for tool in ip unshare nsenter setpriv setsid mount; do ln -s "$(command -v "$tool")" "$tmp/bin"; done
+for tool in ip unshare nsenter setpriv setsid mount; do
+  ln -s "$(command -v "$tool")" "$tmp/bin"
+done
 refused "not found: tc " env PATH="$tmp/bin" "$BASH" jobs/emulate.sh 2 1 10mbit -- true
 refused "cannot make namespaces" setpriv --bounding-set=-sys_admin \
   "${emulate[@]}" 2 1 10mbit -- true
