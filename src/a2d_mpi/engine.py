@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from a2d_mpi.backend import HOST, Array, Workspace
 from a2d_mpi.tiles import Tile, check_kernel, make_tile
-from a2d_mpi.transport import DeviceTransport, HostTransport, gpu_aware
+from a2d_mpi.transport import PROGRESS, DeviceTransport, HostTransport, gpu_aware
 
 
 class Engine:
@@ -25,6 +26,8 @@ class Engine:
     transfers : {"auto", "device", "host"}
     poll : callable
         Called by kernels that hold the core, between their blocks.
+    progress : str
+        One of `a2d_mpi.transport.PROGRESS`.
 
     Attributes
     ----------
@@ -36,7 +39,7 @@ class Engine:
     Raises
     ------
     ValueError
-        If there is no such kernel for the dtype, or no such transfers.
+        If there is no such kernel for the dtype, or no such transfers or progress.
     """
 
     def __init__(
@@ -46,11 +49,16 @@ class Engine:
         softmax_scale: float,
         transfers: str,
         poll: Callable[[], object],
+        progress: str = "poll",
     ) -> None:
         check_kernel(kernel, dtype)
+        if progress not in PROGRESS:
+            raise ValueError(f"overlap must be true, false or one of {PROGRESS}, got {progress!r}")
+        if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ValueError("overlap by a thread needs MPI_THREAD_MULTIPLE")
         gpu_aware(transfers)
         self._options, self._poll, self._transfers = (dtype, softmax_scale), poll, transfers
-        self._kernel = kernel
+        self._kernel, self._progress = kernel, progress
         self.device: Any = None
         self.tile: Tile | None = None
         self.work = Workspace()
@@ -80,7 +88,7 @@ class Engine:
         """Take that way, on which all ranks have agreed."""
         staged = getattr(self.transport, "staged", None)
         if way == "host":
-            self.transport = self.transport or HostTransport()
+            self.transport = self.transport or HostTransport(self._progress)
         elif staged is not (way == "staged"):
             self.transport = DeviceTransport(self.device, staged=way == "staged")
 

@@ -49,8 +49,10 @@ class AttentionPlan:
         Default: ``1 / sqrt(headdim)``.
     kernel : str
         One of `a2d_mpi.tiles.KERNELS`; "auto": the fastest for the arrays' device and the dtype.
-    overlap : bool
+    overlap : bool or str
         Compute while messages travel.  False: phase by phase, with the same results bit for bit.
+        One of `a2d_mpi.transport.PROGRESS` says who calls MPI meanwhile; True is the first of
+        them, the best here (`drivers/bench_overlap.py`).
     transfers : {"auto", "device", "host"}
         How device arrays get to MPI: as they are, or through the host; see
         `a2d_mpi.transport.gpu_aware`.
@@ -97,7 +99,7 @@ class AttentionPlan:
         distribution: str | None = None,
         softmax_scale: float | None = None,
         kernel: str = "auto",
-        overlap: bool = True,
+        overlap: bool | str = True,
         transfers: str = "auto",
     ) -> None:
         self.grid, self.mask, self.overlap = grid, mask, bool(overlap)
@@ -114,7 +116,7 @@ class AttentionPlan:
             "distribution": distribution,
             "softmax_scale": softmax_scale,
             "kernel": kernel,
-            "overlap": self.overlap,
+            "overlap": overlap,
             "transfers": transfers,
         }
         problem = None
@@ -148,7 +150,10 @@ class AttentionPlan:
             if not math.isfinite(self.softmax_scale):
                 raise ValueError(f"softmax_scale must be finite, got {softmax_scale!r}")
             config["softmax_scale"] = self.softmax_scale
-            self._engine = Engine(kernel, self.dtype, self.softmax_scale, transfers, self._poll)
+            progress = overlap if isinstance(overlap, str) else "poll" if overlap else "none"
+            self._engine = Engine(
+                *(kernel, self.dtype, self.softmax_scale, transfers, self._poll, progress)
+            )
             config["mask"] += f" (digest {mask.digest(self.seqlen)})"
             self.compute_dtype = compute_dtype(self.dtype)
             self.tokens = self.distribution.tokens(grid.comm.rank)
@@ -407,7 +412,7 @@ class AttentionPlan:
         for channel in self._channels:
             channel.start(phase, self._engine.transport)
         self._broken = True  # messages are under way until the end
-        with self._engine.running(phase):
+        with self._engine.transport.progressing(self.grid.comm), self._engine.running(phase):
             yield
         self._broken = False
         self._engine.waited[phase] = sum(channel.waited for channel in self._channels)
