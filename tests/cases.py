@@ -1,20 +1,29 @@
 """Grids, inputs and float64 results for the tests of distributed attention."""
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 from helpers import bounds_for, distance
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, RingAttention, reference
+from a2d_mpi import Attention2D, DoubleRingAttention, RingAttention, reference
 from a2d_mpi.backend import DTYPES
 
 SIZE = MPI.COMM_WORLD.size
 GRIDS = {5: [(1, 5)], 6: [(2, 3), (3, 2)]}.get(
     SIZE, [(r, SIZE // r) for r in range(1, SIZE + 1) if SIZE % r == 0]
 )
-METHODS = [(Attention2D, grid) for grid in GRIDS] + [(RingAttention, GRIDS[-1])]
-IDS = [f"{method.__name__}-{rows}x{cols}" for method, (rows, cols) in METHODS]
+INNER = {4: [2], 6: [2, 3]}.get(SIZE, [1])  # ranks of the inner rings of double rings
+METHODS = [
+    *((Attention2D, grid) for grid in GRIDS),
+    (RingAttention, GRIDS[-1]),
+    *((partial(DoubleRingAttention, inner=inner), GRIDS[-1]) for inner in INNER),
+]
+IDS = [
+    *(f"Attention2D-{rows}x{cols}" for rows, cols in GRIDS),
+    "RingAttention",
+    *(f"DoubleRingAttention-{inner}" for inner in INNER),
+]
 NHEADS = 5
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 

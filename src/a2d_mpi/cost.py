@@ -13,10 +13,12 @@ below are exact for uneven parts too.  This module does not import MPI.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 Bytes = dict[tuple[str, str], list[int]]
+# Phase, communicator, bytes of one token of each tensor, tokens sent, tokens received, from whom.
+Move = tuple[str, str, tuple[int, ...], int, int, int]
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,16 @@ def traffic_ring(problem: Problem, rank: int) -> Bytes:
     )
 
 
+def traffic_double_ring(problem: Problem, outer: int, inner: int, rank: int) -> Bytes:
+    """Bytes [sent, received] by `rank` of `outer` rings of `inner` ranks.
+
+    K and V go round the inner ring; the block that a rank began with goes to the same place in
+    the next inner ring.  dK and dV follow their block, one step behind, and go home.  (Gu et al.,
+    "LoongTrain", arXiv:2406.18485, section 4.3.)
+    """
+    return _bytes(_double_ring(problem, outer, inner, rank))
+
+
 def flops(area: int, nheads: int, headdim: int, backward: bool = False) -> int:
     """Floating point operations of attention over `area` visible pairs.
 
@@ -121,6 +133,37 @@ def flops(area: int, nheads: int, headdim: int, backward: bool = False) -> int:
     not counted.
     """
     return (10 if backward else 4) * area * nheads * headdim
+
+
+def _double_ring(p: Problem, outer: int, inner: int, rank: int) -> Iterator[Move]:
+    r, c = divmod(rank, inner)
+    k, dk = (p.kv // 2,) * 2, (p.dkv // 2,) * 2
+
+    def at(group: int, place: int) -> int:
+        return group % outer * inner + place % inner
+
+    for s in range(outer):
+        for t in range(inner if inner > 1 else 0):
+            blocks = p.counts[at(r - s, c - t)], p.counts[at(r - s, c - t - 1)], at(r, c - 1)
+            if t < inner - 1:
+                yield "forward", "inner", k, *blocks
+                yield "backward", "inner", k, *blocks
+            yield "backward", "inner", dk, *blocks
+        blocks = p.counts[at(r - s, c)], p.counts[at(r - s - 1, c)], at(r - 1, c)
+        if s < outer - 1:
+            yield "forward", "outer", k, *blocks
+            yield "backward", "outer", k, *blocks
+        if outer > 1:
+            yield "backward", "outer", dk, *blocks
+
+
+def _bytes(moved: Iterator[Move]) -> Bytes:
+    found: Bytes = {}
+    for phase, channel, tensors, *tokens, _ in moved:
+        both = found.setdefault((phase, channel), [0, 0])
+        for direction, n in enumerate(tokens):
+            both[direction] += n * sum(tensors)
+    return {key: both for key, both in found.items() if any(both)}
 
 
 def _moved(*sent: tuple[tuple[str, str], int], received: Iterable[int]) -> Bytes:

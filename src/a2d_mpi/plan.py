@@ -146,6 +146,7 @@ class AttentionPlan:
             self.compute_dtype = compute_dtype(self.dtype)
             self.tokens = self.distribution.tokens(grid.comm.rank)
             self._channels = self._set_up()
+            config |= self._options
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or type(error).__name__
         agree(grid.comm, problem, config)
@@ -259,6 +260,11 @@ class AttentionPlan:
     def free(self) -> None:
         """Release the buffers.  The grid stays.  Local."""
         self._engine.work.clear()
+
+    @property
+    def _options(self) -> dict[str, object]:
+        """Arguments of this method alone; ranks must agree on them too."""
+        return {}
 
     def _set_up(self) -> tuple[Channel, ...]:
         """Prepare what needs no communication; returns the channels of the algorithm."""
