@@ -6,7 +6,7 @@ import numpy as np
 from helpers import bounds_for, distance
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, RingAttention, reference
+from a2d_mpi import Attention2D, DoubleRingAttention, RingAttention, reference
 from a2d_mpi.backend import DTYPES
 
 SIZE = MPI.COMM_WORLD.size
@@ -14,10 +14,16 @@ GRIDS = {5: [(1, 5)], 6: [(2, 3), (3, 2)]}.get(
     SIZE, [(r, SIZE // r) for r in range(1, SIZE + 1) if SIZE % r == 0]
 )
 METHODS = [(Attention2D, grid) for grid in GRIDS] + [(RingAttention, GRIDS[-1])]
-# With a head axis.
+# Double rings have the grid's rows for inner rings; the third number is that of a head axis.
 METHODS += {
-    4: [(Attention2D, (2, 1, 2))],
-    6: [(Attention2D, (1, 3, 2)), (Attention2D, (1, 1, 6)), (RingAttention, (2, 1, 3))],
+    4: [(DoubleRingAttention, (2, 2)), (Attention2D, (2, 1, 2))],
+    5: [(DoubleRingAttention, (1, 5))],
+    6: [
+        (DoubleRingAttention, (2, 3)),
+        (Attention2D, (1, 3, 2)),
+        (Attention2D, (1, 1, 6)),
+        (RingAttention, (2, 1, 3)),
+    ],
 }.get(SIZE, [])
 IDS = [f"{method.__name__}-{'x'.join(map(str, grid))}" for method, grid in METHODS]
 NHEADS = 6

@@ -165,6 +165,7 @@ class AttentionPlan:
             )
             self._cell_tokens = self._exchange.tokens
             self._channels = (self._exchange.channel, *self._set_up())
+            config |= self._options
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or type(error).__name__
         agree(grid.comm, problem, config)
@@ -294,6 +295,11 @@ class AttentionPlan:
     def free(self) -> None:
         """Release the buffers.  The grid stays.  Local."""
         self._engine.work.clear()
+
+    @property
+    def _options(self) -> dict[str, object]:
+        """Arguments of this method alone; ranks must agree on them too."""
+        return {}
 
     def _set_up(self) -> tuple[Channel, ...]:
         """Prepare what needs no communication; returns the channels of the algorithm."""
