@@ -129,7 +129,7 @@ def test_failed_check(tmp_path, check):
     output = tmp_path / "run.h5"
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--cols", "2", "--check", check, "--output", output,
-        sabotage="import a2d_mpi.attention2d as a; a.merge = lambda *_: None",
+        sabotage="import a2d_mpi.backend as b; b.merge = lambda *_: None",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "FAILED" in done.stdout
@@ -140,7 +140,7 @@ def test_miscounted_traffic_fails(tmp_path):
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--check", "none",
         sabotage="from a2d_mpi.comm import Traffic as T; old = T.count\n"
-        "T.count = lambda self, p, n, d, b: old(self, p, n, d, b + (rank == 1))",
+        "T.count = lambda self, p, n, d, b, m: old(self, p, n, d, b + (rank == 1), m)",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert re.search("traffic .*FAILED", done.stdout)
