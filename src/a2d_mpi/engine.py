@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.backend import HOST, Array, Workspace
+from a2d_mpi.comm import CollectiveError, agree
 from a2d_mpi.tiles import Tile, check_kernel, make_tile
 from a2d_mpi.transport import PROGRESS, DeviceTransport, HostTransport, gpu_aware
 
@@ -84,13 +85,29 @@ class Engine:
             return "host"
         return "device" if gpu_aware(self._transfers)[0] else "staged"
 
-    def connect(self, way: str) -> None:
-        """Take that way, on which all ranks have agreed."""
-        staged = getattr(self.transport, "staged", None)
-        if way == "host":
+    def connect(self, comm: MPI.Intracomm, problem: str | None = None) -> None:
+        """Agree with all ranks on a way to MPI; with a problem on any of them, raise it on all.
+
+        Collective over `comm`.
+
+        Raises
+        ------
+        ValueError
+            Also if the arrays of some ranks are on the host and those of others on a device.
+        """
+        way = "" if problem else self.way
+        # Bits: something is wrong, and what ways to MPI the ranks would take.
+        bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
+        found = comm.allreduce(bits, op=MPI.BOR)
+        if found & 1:
+            agree(comm, problem)
+        if found & 2 and found & 12:
+            raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
+        staged = bool(found & 8)
+        if self.device is HOST:
             self.transport = self.transport or HostTransport(self._progress)
-        elif staged is not (way == "staged"):
-            self.transport = DeviceTransport(self.device, staged=way == "staged")
+        elif getattr(self.transport, "staged", None) is not staged:
+            self.transport = DeviceTransport(self.device, staged)
 
     def upload(self, x: np.ndarray) -> Array:
         """A constant array of the plan, on the device."""

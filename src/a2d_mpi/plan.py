@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from mpi4py import MPI
 
 from a2d_mpi import cost
 from a2d_mpi.backend import Array, as_dtype, compute_dtype, device_of
-from a2d_mpi.comm import Channel, CollectiveError, Traffic, agree
+from a2d_mpi.comm import Channel, Traffic, agree
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.engine import Engine
 from a2d_mpi.grid import ProcessGrid
@@ -194,7 +193,7 @@ class AttentionPlan:
         """
         q, k, v = self._checked(q=q, k=k, v=v)
         with self._running("forward"):
-            q, k, v = self._shared(q=q, k=k, v=v)
+            q, k, v = self._exchange.share(self._engine, {"q": q, "k": k, "v": v})
             if self.grid.layer_comm.size > 1:
                 out, lse = self._forward(q, k, v)
             else:  # nothing to merge: out is at once as the caller gets it
@@ -236,9 +235,8 @@ class AttentionPlan:
         with self._running("backward"):
             with self._engine.clock("compute"):
                 delta = self._engine.device.delta(dout, out)
-            dout, q, k, v, lse, delta = self._shared(
-                dout=dout, q=q, k=k, v=v, lse=lse, delta=delta
-            )
+            mine = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse, "delta": delta}
+            dout, q, k, v, lse, delta = self._exchange.share(self._engine, mine)
             if self.grid.layer_comm.size > 1:
                 dq, dk, dv = self._backward(dout, q, k, v, lse, delta)
             else:
@@ -331,24 +329,12 @@ class AttentionPlan:
             self.compute_dtype.itemsize,
         )
 
-    def _shared(self, **tensors: Array) -> list[Array]:
-        """My layer's heads of my cell's tokens."""
-        if self.grid.heads == 1:
-            return list(tensors.values())
-        return self._exchange.share(self._engine, tensors)
-
     def _collected(self, **tensors: Array) -> tuple[Array, ...]:
-        """Results of a layer, which may lie in buffers, as the caller gets them: in new arrays."""
+        """Results of a layer as the caller gets them."""
         dtypes = {x: self.compute_dtype if x == "lse" else self.dtype for x in tensors}
-        if self.grid.heads > 1:
-            return tuple(self._exchange.collect(self._engine, tensors, dtypes))
-        found, alone = [], self.grid.layer_comm.size == 1
-        for name, x in tensors.items():
-            if x.dtype != dtypes[name] or not (alone or name in ("out", "lse")):
-                x, wide = self._engine.device.empty(x.shape, dtypes[name]), x
-                self._engine.device.put(x, wide)
-            found.append(x)
-        return tuple(found)
+        # Alone, gradients are new arrays; otherwise they lie in buffers.
+        in_buffers = () if self.grid.layer_comm.size == 1 else ("dq", "dk", "dv")
+        return tuple(self._exchange.collect(self._engine, tensors, dtypes, in_buffers))
 
     def _new(self, name: str, dtype: np.dtype) -> Array:
         """New array for my cell's part of the result `name`."""
@@ -397,16 +383,7 @@ class AttentionPlan:
             self._engine.move_to(devices[0])
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or type(error).__name__
-        comm = self.grid.comm
-        way = "" if problem else engine.way
-        # Bits: something is wrong, and what ways to MPI the ranks would take.
-        bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
-        found = comm.allreduce(bits, op=MPI.BOR)
-        if found & 1:
-            agree(comm, problem)
-        if found & 2 and found & 12:
-            raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
-        engine.connect("host" if found & 2 else "staged" if found & 8 else "device")
+        engine.connect(self.grid.comm, problem)
         return [self._engine.device.contiguous(x) for x in arrays.values()]
 
     def _poll(self) -> None:
