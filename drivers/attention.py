@@ -8,9 +8,6 @@ Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output
 
 from __future__ import annotations
 
-import math
-import socket
-
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
@@ -18,23 +15,24 @@ from tqdm import tqdm
 
 from a2d_mpi import Attention2D, DoubleRingAttention, ProcessGrid, RingAttention, cost
 from a2d_mpi.atomic import check_writable
-from a2d_mpi.backend import DTYPES, HOST
-from a2d_mpi.check import check_attention
+from a2d_mpi.backend import DTYPES
 from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
 from a2d_mpi.comm import agree
 from a2d_mpi.distribution import DISTRIBUTIONS
 from a2d_mpi.machine import read_machine
 from a2d_mpi.masks import MASKS
-from a2d_mpi.plan import AttentionPlan
-from a2d_mpi.results import (
-    Check,
-    Result,
-    inspect_input,
-    provenance,
-    read_part,
-    write_result,
+from a2d_mpi.measure import (
+    SAMPLE,
+    Measurement,
+    open_device,
+    origin_of,
+    random_rows,
+    refuse_nan,
 )
+from a2d_mpi.plan import AttentionPlan
+from a2d_mpi.results import Result, inspect_input, read_part, write_result
 from a2d_mpi.schedule import Workload
+from a2d_mpi.sweep import grid_shape
 from a2d_mpi.tiles import KERNELS
 from a2d_mpi.transport import TRANSFERS
 
@@ -43,8 +41,6 @@ METHODS = {
     "ring": RingAttention,
     "double_ring": DoubleRingAttention,
 }
-PARTS = ("compute", "merge", "wait", "total")
-SAMPLE = 16  # query rows and key rows that --check sample looks at
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -95,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     agree(comm, None, {"dout in the input file": info.has_dout})
     if args.output:
         together(comm, lambda: check_writable(args.output, _output_bytes(args, info)), on=0)
-    device = _open_device(comm, args.device)
+    device = open_device(comm, args.device)
     grid = _grid(comm, args, info)
     plan = METHODS[args.method](
         grid,
@@ -113,32 +109,29 @@ def main(argv: list[str] | None = None) -> int:
     )
     tensors = together(comm, lambda: _read(args, info, plan))
     if args.check != "none":
-        _refuse_nan(comm, tensors)
-    tensors = {name: device.upload(x) for name, x in tensors.items()}
-
-    def on_host() -> dict[str, np.ndarray]:
-        return {name: device.download(x) for name, x in tensors.items()}
-
+        refuse_nan(comm, tensors)
+    measured = Measurement(plan, tensors, args.backward, device)
     with threadpool_limits(args.threads):
         # Checked before it is timed: the timed runs must then repeat the checked one bit for bit.
         for _ in range(max(args.warmup, args.check != "none")):
-            _call(plan, tensors, args.backward)
-        checked = on_host()
-        checks = _check(plan, checked, args)
-        timings, traffic = _measure(plan, tensors, args)
-        tensors = on_host()
-        checks["traffic"] = _traffic_check(plan, traffic, args)
+            measured.call()
         if args.check != "none":
-            checks["repeat"] = _repeat_check(plan, checked, tensors)
-    area = plan.grid.comm.gather(plan.area())
-    result = _result(args, plan, device, timings, traffic, checks, area, tensors)
+            measured.check(None if args.check == "full" else SAMPLE, args.seed)
+        for _ in tqdm(range(args.trials), "trials", disable=comm.rank != 0, leave=False):
+            measured.trial()
+        measured.finish()
+    config = {"method": args.method, "mask": args.mask, "device": device.name}
+    same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
+    config |= {name: getattr(args, name) for name in same}
+    outputs = measured.outputs() if args.save_outputs else {}
+    result = measured.result(config, origin_of(comm, device), outputs=outputs)
     if comm.rank == 0:
         _report(result, plan)
     if args.output:
         together(comm, lambda: write_result(args.output, result), on=0)
         if comm.rank == 0:
             print(f"written to {args.output}", flush=True)
-    passed = comm.bcast(comm.rank == 0 and all(c.passed for c in checks.values()))
+    passed = comm.bcast(comm.rank == 0 and result.passed)
     plan.free()
     grid.free()
     return 0 if passed else FAILED_CHECK
@@ -166,21 +159,6 @@ def _validated(args):
     return info
 
 
-def _open_device(comm: MPI.Intracomm, name: str):
-    """The host, or the GPU of this rank."""
-    if name == "cpu":
-        return HOST
-    return together(comm, _import_cuda).bind_gpu(comm)[0]
-
-
-def _import_cuda():
-    try:
-        from a2d_mpi import cuda
-    except ImportError as error:
-        raise ValueError(f"--device gpu: {error}") from None
-    return cuda
-
-
 def _output_bytes(args, info) -> int:
     if not args.save_outputs:
         return 1 << 20
@@ -196,13 +174,7 @@ def _grid(comm: MPI.Intracomm, args, info) -> ProcessGrid:
         sizes = (args.seqlen or info.seqlen, info.nheads, info.headdim, info.nheads_kv)
         work = Workload(*sizes, MASKS[args.mask](), args.dtype, args.backward, not args.no_overlap)
         return ProcessGrid.auto(comm, machine, work, method=METHODS[args.method].method)
-    rows, cols, cells = args.rows, args.cols, comm.size // max(args.heads, 1)
-    if rows is None and cols is None:
-        rows = next((r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0), 0)
-    if rows is None:
-        rows = cells // cols if cols > 0 else 0
-    if cols is None:
-        cols = cells // rows if rows > 0 else 0
+    rows, cols = grid_shape(comm.size // max(args.heads, 1), args.rows, args.cols)
     return ProcessGrid(comm, rows, cols, args.heads, args.order)
 
 
@@ -212,154 +184,9 @@ def _read(args, info, plan: AttentionPlan) -> dict[str, np.ndarray]:
     names = ["q", "k", "v"] + ["dout"] * (args.backward and info.has_dout)
     tensors = {name: read_part(info, name, plan.distribution, part, plan.dtype) for name in names}
     if args.backward and not info.has_dout:
-        # One generator per token: the same gradient whatever the ranks, grid and distribution.
-        generators = (
-            np.random.Generator(np.random.Philox(key=args.seed, counter=[0, 0, 0, token]))
-            for token in plan.tokens.tolist()
-        )
-        dout = [g.standard_normal((info.nheads, info.headdim)) for g in generators]
-        tensors["dout"] = np.array(dout).reshape(tensors["q"].shape).astype(plan.dtype)
+        shape = (info.nheads, info.headdim)
+        tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
     return tensors
-
-
-def _refuse_nan(comm: MPI.Intracomm, tensors: dict[str, np.ndarray]) -> None:
-    bad = {name: int(x.size - np.isfinite(x).sum()) for name, x in tensors.items()}
-    found = [f"{name} has {n} elements that are NaN or infinite" for name, n in bad.items() if n]
-    agree(comm, "; ".join(found) + ": nothing can be checked" if found else None)
-
-
-def _call(plan: AttentionPlan, tensors: dict[str, np.ndarray], backward: bool) -> None:
-    """Run once, adding the results to `tensors`; all ranks start together."""
-    comm = plan.grid.comm
-    q, k, v = (tensors[name] for name in "qkv")
-    comm.Barrier()
-    out, lse = plan.forward(q, k, v)
-    tensors.update(out=out, lse=lse)
-    if backward:
-        comm.Barrier()
-        gradients = plan.backward(tensors["dout"], q, k, v, out, lse)
-        tensors.update(zip(("dq", "dk", "dv"), gradients))
-
-
-def _measure(plan: AttentionPlan, tensors: dict[str, np.ndarray], args):
-    """Run all trials; adds the results to `tensors`.
-
-    Returns the seconds of every trial by "phase/part", and the bytes [sent, received] of one
-    call by (phase, communicator).
-    """
-    phases = ("forward", "backward") if args.backward else ("forward",)
-    seconds = {f"{phase}/{part}": [] for phase in phases for part in PARTS}
-    plan.traffic.clear()
-    silent = plan.grid.comm.rank != 0
-    for _ in tqdm(range(args.trials), "trials", disable=silent, leave=False):
-        _call(plan, tensors, args.backward)
-        for name, so_far in seconds.items():
-            so_far.append(plan.timings[name])
-    per_call = {
-        key: [nbytes // args.trials for nbytes in both] for key, both in plan.traffic.bytes.items()
-    }
-    return seconds, per_call
-
-
-def _check(plan: AttentionPlan, tensors: dict[str, np.ndarray], args) -> dict[str, Check]:
-    """Check the results against float64."""
-    if args.check == "none":
-        return {}
-    return check_attention(plan, tensors, None if args.check == "full" else SAMPLE, args.seed)
-
-
-def _traffic_check(plan: AttentionPlan, traffic, args) -> Check:
-    """Largest difference, in bytes, between what was counted and its formula."""
-    comm, nothing = plan.grid.comm, (0, 0)
-    expected = {
-        key: both
-        for key, both in plan.predicted_traffic().items()
-        if args.backward or key[0] == "forward"
-    }
-    off = [
-        abs(a - b)
-        for key in {*traffic, *expected}
-        for a, b in zip(traffic.get(key, nothing), expected.get(key, nothing))
-    ]
-    return Check(float(comm.allreduce(max(off, default=0), op=MPI.MAX)), 0.0, comm.size)
-
-
-def _repeat_check(plan: AttentionPlan, checked, timed) -> Check:
-    """Number of results, over all ranks, that differ in any bit from the checked ones."""
-    comm = plan.grid.comm
-    names = ("out", "lse", "dq", "dk", "dv") if plan.deterministic else ("out", "lse")
-    differ = sum(
-        not np.array_equal(checked[name].view(np.uint8), timed[name].view(np.uint8))
-        for name in names
-        if name in timed
-    )
-    return Check(float(comm.allreduce(differ)), 0.0, comm.size)
-
-
-def _result(
-    args, plan: AttentionPlan, device, timings, traffic, checks, area, tensors
-) -> Result | None:
-    """Everything on rank 0."""
-    comm, grid = plan.grid.comm, plan.grid
-    seconds = {name: comm.gather(trials) for name, trials in timings.items()}
-    measured = comm.gather(traffic)
-    hosts = comm.gather(socket.gethostname())
-    outputs = {}
-    if args.save_outputs:
-        for name in ("out", "lse", "dq", "dk", "dv")[: 5 if args.backward else 2]:
-            parts = comm.gather(tensors[name])
-            if comm.rank == 0:
-                whole = np.empty((plan.seqlen, *parts[0].shape[1:]), parts[0].dtype)
-                for rank, part in enumerate(parts):
-                    whole[plan.distribution.tokens(rank)] = part
-                outputs[name] = whole
-    if comm.rank != 0:
-        return None
-    predicted = [plan.predicted_traffic(rank) for rank in range(comm.size)]
-    keys = sorted({key for rank in measured for key in rank})
-    return Result(
-        config={
-            "method": args.method,
-            "rows": grid.rows,
-            "cols": grid.cols,
-            "heads": grid.heads,
-            "order": grid.layout.order,
-            **({"inner": plan.inner} if args.method == "double_ring" else {}),
-            "mask": args.mask,
-            "distribution": plan.distribution.name,
-            "seqlen": plan.seqlen,
-            "nheads": plan.nheads,
-            "nheads_kv": plan.nheads_kv,
-            "headdim": plan.headdim,
-            "dtype": plan.dtype.name,
-            "softmax_scale": plan.softmax_scale,
-            "overlap": plan.overlap,
-            "backward": args.backward,
-            "trials": args.trials,
-            "warmup": args.warmup,
-            "check": args.check,
-            "seed": args.seed,
-            "threads": args.threads,
-            "input": args.input,
-            "device": device.name,
-            "kernel": args.kernel,
-            # How tensors got to MPI: from memory as they are, or copied to the host.
-            "transfers": "host" if plan.staged_bytes else "direct",
-        },
-        timings={name: np.array(ranks).T for name, ranks in seconds.items()},
-        traffic={
-            f"{phase}/{name}": {
-                kind + direction: np.array([rank.get((phase, name), [0, 0])[i] for rank in ranks])
-                for kind, ranks in (("", measured), ("predicted_", predicted))
-                for i, direction in enumerate(("sent", "received"))
-            }
-            for phase, name in keys
-        },
-        area=np.array(area),
-        checks=checks,
-        outputs=outputs,
-        provenance=provenance(MPI.Get_library_version(), hosts, device.description),
-    )
 
 
 def _report(result: Result, plan: AttentionPlan) -> None:

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 import a2d_mpi
-from a2d_mpi import results
+from a2d_mpi import origin
 from a2d_mpi.atomic import check_writable
 from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.origin import provenance
 from a2d_mpi.results import (
     Check,
     Result,
     inspect_input,
-    provenance,
     read_part,
     read_result,
     write_result,
@@ -310,10 +310,10 @@ def run_git(folder, *args):
 
 
 def test_git_commit(tmp_path, monkeypatch):
-    source = tmp_path / "package" / "results.py"
+    source = tmp_path / "package" / "origin.py"
     source.parent.mkdir()
     source.write_text("1\n")
-    monkeypatch.setattr(results, "__file__", str(source))
+    monkeypatch.setattr(origin, "__file__", str(source))
 
     def commit():
         return provenance("", [])["git_commit"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -71,3 +72,15 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     finally:
         with suppress(OSError):
             os.unlink(temporary)
+
+
+def remove_leftovers(path: str | os.PathLike[str]) -> None:
+    """Remove temporary files that processes which were killed have left beside a file.
+
+    For files that have one writer at a time.
+    """
+    folder, name = os.path.split(os.path.realpath(path))
+    with suppress(OSError):
+        for other in os.listdir(folder):
+            if re.fullmatch(rf"\.{re.escape(name)}\.\d+\.tmp", other):
+                os.unlink(os.path.join(folder, other))

@@ -94,15 +94,16 @@ class Channel:
         self.comm, self.name, self.traffic = comm, name, traffic
         self.rank, self.size = comm.rank, comm.size
         self.phase = ""
-        self.waited = 0.0  # seconds inside `wait`: the communication that nothing hid
+        # From when to when inside `wait`, by time.perf_counter: communication that nothing hid.
+        self.waits: list[tuple[float, float]] = []
         self._transport = HostTransport()
 
     def start(self, phase: str, transport: HostTransport) -> None:
-        """Begin a phase: later messages count towards it, and `waited` starts at 0.
+        """Begin a phase: later messages count towards it, and `waits` starts empty.
 
         `transport`: how tensors get to MPI, a `HostTransport` or `DeviceTransport`.
         """
-        self.phase, self.waited, self._transport = phase, 0.0, transport
+        self.phase, self.waits, self._transport = phase, [], transport
 
     @property
     def peers(self) -> list[int]:
@@ -132,7 +133,7 @@ class Channel:
         """Complete the messages and empty the list."""
         start = time.perf_counter()
         self._transport.wait(messages)
-        self.waited += time.perf_counter() - start
+        self.waits.append((start, time.perf_counter()))
 
     def _flat(
         self, tensors: Sequence[Array], tag: int, direction: int

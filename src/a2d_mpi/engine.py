@@ -34,8 +34,8 @@ class Engine:
     ----------
     device, tile, work, transport
         None, but for `work`, before the first call has brought its arrays.
-    waited : dict of str to float
-        Seconds inside MPI waits, by phase.
+    waits : dict of str to list of (float, float)
+        From when to when inside MPI waits, by phase; by `time.perf_counter`.
 
     Raises
     ------
@@ -64,7 +64,7 @@ class Engine:
         self.tile: Tile | None = None
         self.work = Workspace()
         self.transport: HostTransport | DeviceTransport | None = None
-        self.waited: dict[str, float] = {}
+        self.waits: dict[str, list[tuple[float, float]]] = {}
         self._constants: dict[int, tuple[np.ndarray, Array]] = {}
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
         self._phase = ""
@@ -137,13 +137,37 @@ class Engine:
             seconds = dict.fromkeys(("compute", "merge", "wait", "total"), 0.0)
             for part, start, end in spans:
                 seconds[part] += self.device.seconds(start, end)
-            seconds["wait"] = self.waited.get(phase, 0.0)
+            seconds["wait"] = sum(end - start for start, end in self.waits.get(phase, []))
             if self.device is not HOST:
                 # The host waits early, for work that the GPU has yet to do.
                 busy = seconds["compute"] + seconds["merge"]
                 seconds["wait"] = max(0.0, seconds["total"] - busy)
             found |= {f"{phase}/{part}": x for part, x in seconds.items()}
         return found
+
+    def spans(self, phase: str) -> list[tuple[str, float, float]]:
+        """What was done when in the latest call, in the order of time.
+
+        Returns
+        -------
+        list of (str, float, float)
+            Part ("compute", "merge" or "wait"), start and end in seconds since the phase began;
+            the last is ("total", 0, end of the phase).  Empty if there was no call.  On a GPU
+            waits are the gaps, as in `timings`.
+        """
+        *busy, (_, origin, last) = self._spans.get(phase) or [(None, None, None)]
+        if origin is None:
+            return []
+        since = self.device.seconds
+        found = [(part, since(origin, start), since(origin, end)) for part, start, end in busy]
+        total = since(origin, last)
+        if self.device is HOST:
+            found += [("wait", a - origin, b - origin) for a, b in self.waits.get(phase, [])]
+        else:
+            ends = [0.0, *(end for *_, end in found)]
+            starts = [*(start for _, start, _ in found), total]
+            found += [("wait", a, b) for a, b in zip(ends, starts) if b > a]
+        return [*sorted(found, key=lambda span: span[1]), ("total", 0.0, total)]
 
     @property
     def staged_bytes(self) -> int:

@@ -256,6 +256,10 @@ class AttentionPlan:
     def timings(self) -> dict[str, float]:
         return self._engine.timings
 
+    def spans(self, phase: str) -> list[tuple[str, float, float]]:
+        """What this rank did when in the latest call of a phase; see `Engine.spans`."""
+        return self._engine.spans(phase)
+
     @property
     def staged_bytes(self) -> int:
         return self._engine.staged_bytes
@@ -398,4 +402,4 @@ class AttentionPlan:
         with self._engine.transport.progressing(self.grid.comm), self._engine.running(phase):
             yield
         self._broken = False
-        self._engine.waited[phase] = sum(channel.waited for channel in self._channels)
+        self._engine.waits[phase] = [wait for channel in self._channels for wait in channel.waits]

@@ -8,27 +8,23 @@ line that names the file, fit to be shown to the user as it is.
 from __future__ import annotations
 
 import os
-import platform
-import re
-import shlex
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
-from pathlib import Path
 
 import h5py
 import numpy as np
 
-import a2d_mpi
 from a2d_mpi.atomic import Sink, replacing
 from a2d_mpi.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
 RESULT_SCHEMA = ("a2d_mpi result", 1)
 FLOATS = ("float16", "float32", "float64")
+# One stretch of time of a rank: what it did, as an index into PARTS, and when, in seconds
+# since the phase began there.
+SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f8"), ("end", "f8")])
+PARTS = ("compute", "merge", "wait", "total")
 
 
 @dataclass(frozen=True)
@@ -68,7 +64,7 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
     ValueError
         If the schema is another, or a dataset is missing or of a wrong type or shape.
     """
-    with _reading(path, INPUT_SCHEMA) as file:
+    with reading(path, INPUT_SCHEMA) as file:
         shapes = {}
         for name in ("q", "k", "v") + ("dout",) * ("dout" in file):
             data = file.get(name)
@@ -81,7 +77,7 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
                     f"{path}: {name} has shape {data.shape}, must be (seqlen, heads, headdim)"
                 )
             shapes[name] = data.shape
-        attributes = _plain(file.attrs)
+        attributes = plain(file.attrs)
     seqlen, nheads, headdim = shapes["q"]
     nheads_kv = shapes["k"][1]
     info = InputInfo(
@@ -127,7 +123,7 @@ def read_part(
     if distribution.seqlen > shape[0]:
         raise ValueError(f"{info.path} has {shape[0]} tokens, not {distribution.seqlen}")
     rows = np.empty((distribution.count(part), *shape[1:]), dtype)
-    with _reading(info.path, INPUT_SCHEMA) as file:
+    with reading(info.path, INPUT_SCHEMA) as file:
         data = file[name]
         if data.shape != shape:  # another node may have a file of its own under this path
             raise ValueError(f"{info.path}: {name} has shape {data.shape} here, not {shape}")
@@ -157,7 +153,7 @@ class Result:
     Attributes
     ----------
     provenance : dict
-        From `provenance`.
+        From `a2d_mpi.origin.provenance`.
     config : dict of str to bool, int, float or str
         method, rows, cols, mask, seqlen, ...
     area : (rank,) int64
@@ -171,6 +167,13 @@ class Result:
         By tensor: "out", "lse", "dq", ...
     outputs : dict of str to arrays (seqlen, ...)
         Whole tensors in the order of the sequence, if they are to be kept.
+    predicted : dict of str to (rank,) float64
+        Seconds that the model expects, by "phase/part" as in `timings`; the parts are "compute",
+        "merge", "wait", "other" and "total".
+    figures : dict of str to number or str
+        What else is known beforehand: bytes of memory, lower bounds, ...
+    spans : dict of str to (n,) SPAN
+        By phase: what every rank did when, in one trial.
     """
 
     provenance: dict[str, object]
@@ -180,29 +183,14 @@ class Result:
     traffic: dict[str, dict[str, np.ndarray]]
     checks: dict[str, Check]
     outputs: dict[str, np.ndarray] = field(default_factory=dict)
+    predicted: dict[str, np.ndarray] = field(default_factory=dict)
+    figures: dict[str, object] = field(default_factory=dict)
+    spans: dict[str, np.ndarray] = field(default_factory=dict)
 
-
-def provenance(
-    mpi_library: str, hostnames: Sequence[str], device: str | None = None
-) -> dict[str, object]:
-    """What made a result: those, and what this process can tell.
-
-    Returns
-    -------
-    dict
-        package_version, git_commit (of the package's source; "-dirty" if it was changed since,
-        "unknown" without git), command_line, mpi_library, hostnames, device (default: the CPU's
-        name), utc_time (ISO 8601).
-    """
-    return {
-        "package_version": a2d_mpi.__version__,
-        "git_commit": _git_commit(),
-        "command_line": shlex.join(sys.argv),
-        "mpi_library": mpi_library,
-        "hostnames": list(hostnames),
-        "device": device or _cpu_name(),
-        "utc_time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
+    @property
+    def passed(self) -> bool:
+        """Whether all checks were."""
+        return all(check.passed for check in self.checks.values())
 
 
 @contextmanager
@@ -236,7 +224,7 @@ def write_result(path: str | os.PathLike[str], result: Result) -> None:
         If it cannot be written (no room, ...); the file that was there before then still is.
     """
     with new_file(path) as file:
-        _fill(file, result)
+        fill(file, result, RESULT_SCHEMA)
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:
@@ -249,31 +237,17 @@ def read_result(path: str | os.PathLike[str]) -> Result:
     ValueError
         If the schema is another.
     """
-    with _reading(path, RESULT_SCHEMA) as file:
-        root = _plain(file.attrs)
-        checks = {name: _plain(file["checks"][name].attrs) for name in file["checks"]}
-        traffic: dict[str, dict[str, np.ndarray]] = {}
-        for name, nbytes in _arrays(file["traffic"]).items():
-            key, _, what = name.rpartition("/")
-            traffic.setdefault(key, {})[what] = nbytes
-        return Result(
-            provenance={k: v for k, v in root.items() if not k.startswith("schema")},
-            config=_plain(file["config"].attrs),
-            area=file["area"][()],
-            timings=_arrays(file["timings"]),
-            traffic=traffic,
-            checks={k: Check(c["error"], c["bound"], c["rows"]) for k, c in checks.items()},
-            outputs=_arrays(file["outputs"]),
-        )
+    with reading(path, RESULT_SCHEMA) as file:
+        return load(file)
 
 
 @contextmanager
-def _reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h5py.File]:
+def reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h5py.File]:
     """An open file of the given schema; whatever h5py raises for a bad one becomes one line."""
     try:
         # Nobody writes to it meanwhile, and not every parallel file system has locks.
         with h5py.File(path, "r", locking=False) as file:
-            root = _plain(file.attrs)
+            root = plain(file.attrs)
             found = (root.get("schema"), root.get("schema_version"))
             if found != schema:
                 raise ValueError(f"{path} has schema, version {found}, must have {schema}")
@@ -284,13 +258,15 @@ def _reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[
         raise OSError(f"cannot read {path} as HDF5: {reason}") from error
 
 
-def _fill(file: h5py.File, result: Result) -> None:
-    schema, version = RESULT_SCHEMA
-    _set(file.attrs, {"schema": schema, "schema_version": version, **result.provenance})
-    _set(file.create_group("config").attrs, result.config)
-    file["area"] = np.asarray(result.area, np.int64)
+def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = None) -> None:
+    """Put a result into an empty group, or into a file with its schema."""
+    if schema:
+        set_attributes(group, {"schema": schema[0], "schema_version": schema[1]})
+    set_attributes(group, result.provenance)
+    set_attributes(group.create_group("config"), result.config)
+    group["area"] = np.asarray(result.area, np.int64)
     names = ("timings", "traffic", "checks", "outputs")
-    timings, traffic, checks, outputs = map(file.create_group, names)
+    timings, traffic, checks, outputs = map(group.create_group, names)
     for name, seconds in result.timings.items():
         timings[name] = np.asarray(seconds, np.float64)
         timings[name].attrs["unit"] = "s"
@@ -298,21 +274,54 @@ def _fill(file: h5py.File, result: Result) -> None:
         for what, nbytes in counts.items():
             traffic[f"{name}/{what}"] = np.asarray(nbytes, np.int64)
     for name, check in result.checks.items():
-        _set(checks.create_group(name).attrs, {**vars(check), "passed": check.passed})
+        set_attributes(checks.create_group(name), {**vars(check), "passed": check.passed})
     for name, x in result.outputs.items():
         # HDF5 has no bfloat16; float32 holds its numbers as they are.
         outputs[name] = x if x.dtype.kind == "f" else x.astype(np.float32)
+    if result.predicted or result.figures:
+        predicted = group.create_group("predicted")
+        set_attributes(predicted, result.figures)
+        for name, seconds in result.predicted.items():
+            predicted[name] = np.asarray(seconds, np.float64)
+            predicted[name].attrs["unit"] = "s"
+    for phase, spans in result.spans.items():
+        group[f"spans/{phase}"] = spans
+        group[f"spans/{phase}"].attrs.update({"unit": "s", "parts": PARTS})
 
 
-def _set(attrs: h5py.AttributeManager, values: Mapping[str, object]) -> None:
+def load(group: h5py.Group) -> Result:
+    """What `fill` has put into a group or file."""
+    root = plain(group.attrs)
+    checks = {name: plain(group["checks"][name].attrs) for name in group["checks"]}
+    traffic: dict[str, dict[str, np.ndarray]] = {}
+    for name, nbytes in _arrays(group["traffic"]).items():
+        key, _, what = name.rpartition("/")
+        traffic.setdefault(key, {})[what] = nbytes
+    predicted, spans = group.get("predicted"), group.get("spans")
+    return Result(
+        provenance={k: v for k, v in root.items() if not k.startswith("schema")},
+        config=plain(group["config"].attrs),
+        area=group["area"][()],
+        timings=_arrays(group["timings"]),
+        traffic=traffic,
+        checks={k: Check(c["error"], c["bound"], c["rows"]) for k, c in checks.items()},
+        outputs=_arrays(group["outputs"]),
+        predicted={} if predicted is None else _arrays(predicted),
+        figures={} if predicted is None else plain(predicted.attrs),
+        spans={} if spans is None else _arrays(spans),
+    )
+
+
+def set_attributes(group: h5py.Group, values: Mapping[str, object]) -> None:
+    """Attributes of a group; text that HDF5 cannot hold is escaped."""
     for name, value in values.items():
         if isinstance(value, str):
             # A path may hold bytes that are no UTF-8; Open MPI ends its version with a NUL.
             value = value.encode(errors="backslashreplace").decode().replace("\0", "")
-        attrs[name] = value
+        group.attrs[name] = value
 
 
-def _plain(attrs: h5py.AttributeManager) -> dict[str, object]:
+def plain(attrs: h5py.AttributeManager) -> dict[str, object]:
     """Attributes as Python's own types, also strings that no h5py has written."""
     values = {k: np.asarray(v).tolist() for k, v in attrs.items()}
     texts = {k: v.decode(errors="replace") for k, v in values.items() if isinstance(v, bytes)}
@@ -326,23 +335,3 @@ def _arrays(group: h5py.Group) -> dict[str, np.ndarray]:
         lambda name, x: found.update({name: x[()]}) if isinstance(x, h5py.Dataset) else None
     )
     return found
-
-
-def _git_commit() -> str:
-    here = Path(__file__)
-    git = ["git", "-C", here.parent]
-    options = {"capture_output": True, "check": True, "text": True, "timeout": 1}
-    try:
-        # An installed copy may lie within a repository that does not know it.
-        subprocess.run([*git, "ls-files", "--error-unmatch", here.name], **options)
-        describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run([*git, *describe], **options).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-
-
-def _cpu_name() -> str:
-    found = None
-    with suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()

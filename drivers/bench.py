@@ -1,0 +1,279 @@
+"""Rivals side by side: methods x grids x workloads, checked, timed in turn, in one HDF5 file.
+
+    mpiexec -n 4 python drivers/bench.py --output results/bench.h5 --plans all \
+        --seqlens 2048,4096 --masks full,causal --nheads 8 --nheads-kv 8,1 --headdim 64 \
+        --backward --trials 5 --profile here.toml --resume
+
+A plan is METHOD[:RxC[xU]][@order]: "attention2d:2x2", "ring", "ring:2x1x2" (2 ranks share the
+heads), "double ring:2x2" (2 outer steps over inner rings of 2), "striped ring"; "all": every
+layout that the planner knows; "auto": the planner's choice for --profile.  Lists are separated by
+commas, and every combination is run.
+
+All plans of a workload (mask, sizes, dtype) are made and checked first, then timed trial by
+trial in turn, so that they meet the same machine.  When a workload is done, a new file with its
+results takes the place of the old one: a job that is killed, however, leaves a whole file, and
+loses the workload in progress.  --resume runs what is not there yet; other rank counts may add to
+the same file.
+
+Exit code 0: all checks passed, also those of an earlier run.  1: a check failed.  2: bad input, or
+the output cannot be written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+from tqdm import tqdm
+
+from a2d_mpi import ProcessGrid
+from a2d_mpi.benchmark import add_results, start_benchmark
+from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
+from a2d_mpi.comm import agree
+from a2d_mpi.cost import Layout
+from a2d_mpi.machine import Machine, parse_count, read_machine
+from a2d_mpi.masks import MASKS
+from a2d_mpi.measure import (
+    METHODS,
+    SAMPLE,
+    Measurement,
+    make_plan,
+    open_device,
+    origin_of,
+    random_rows,
+)
+from a2d_mpi.plan import AttentionPlan
+from a2d_mpi.results import Result
+from a2d_mpi.sweep import Case, Configuration, plans_for
+from a2d_mpi.tiles import KERNELS
+from a2d_mpi.transport import TRANSFERS
+
+OVERLAPS = {"on": True, "off": False}
+
+
+def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+    """The options of this driver."""
+    parser = Parser(prog="bench.py", description=__doc__.split("\n\n")[0], comm=comm)
+    add = parser.add_argument
+    add("--output", required=True, help="HDF5 file")
+    add("--resume", action="store_true", help="add to the file what is not there yet")
+    add("--plans", default="all", help="METHOD[:RxC[xU]][@order], all, auto (default %(default)s)")
+    add("--seqlens", default="2048", help="tokens: 4096, 64K, ... (default %(default)s)")
+    add("--masks", default="causal", help=f"of {', '.join(MASKS)} (default %(default)s)")
+    add("--nheads", default="8", help="query heads (default %(default)s)")
+    add("--nheads-kv", help="key heads; default: as many as query heads")
+    add("--headdim", default="64", help="elements of a head (default %(default)s)")
+    add("--dtypes", default="float32", help="default %(default)s")
+    add("--backward", action="store_true", help="also the gradients")
+    add("--overlap", default="on", help="on, off (phase by phase) or both (default %(default)s)")
+    add("--trials", type=int, default=5, help="timed runs of each (default %(default)s)")
+    add(
+        "--warmup",
+        type=int,
+        default=1,
+        help="runs before them, one at least (default %(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of the numbers, and of the rows that are checked")
+    add("--profile", help="TOML file of this machine, for predictions; see drivers/calibrate.py")
+    add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
+    add("--kernel", choices=KERNELS, default="auto", help="default: the fastest for the device")
+    add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays: see the README")
+    add("--threads", type=int, default=1, help="BLAS threads per rank (default %(default)s)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the driver; returns the exit code."""
+    comm = MPI.COMM_WORLD
+    args = together(comm, lambda: build_parser(comm).parse_args(argv))
+    agree(comm, None, {f"--{name}": x for name, x in vars(args).items()})
+    prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
+    sweep, settings, machine, done = prepared
+    device = open_device(comm, args.device)
+    grids: dict[Layout, ProcessGrid] = {}
+    calls = args.trials + max(1, args.warmup)
+    skipped = [c for block in sweep for c in block if c.name in done]
+    blocks = [[c for c in block if c.name not in done] for block in sweep]
+    passed = all(done[c.name] for c in skipped)
+    with (
+        threadpool_limits(args.threads),
+        tqdm(total=calls * sum(map(len, blocks)), disable=comm.rank != 0, unit="call") as bar,
+    ):
+        if comm.rank == 0 and skipped:
+            bar.write(f"{len(skipped)} configurations are in {args.output} already")
+        for block in filter(None, blocks):
+            bar.set_description(block[0].case.name)
+            results = _run(comm, block, args, device, machine, grids, bar.update)
+            together(comm, lambda new=results: add_results(args.output, settings, new), on=0)
+            passed &= comm.bcast(all(result.passed for result in results.values()))
+            if comm.rank == 0:
+                bar.write(_table(results))
+    if comm.rank == 0:
+        print(f"written to {args.output}" + "; A CHECK FAILED" * (not passed), flush=True)
+    for grid in grids.values():
+        grid.free()
+    return 0 if passed else FAILED_CHECK
+
+
+def _prepare(args, ranks: int):
+    """Blocks of configurations, settings, machine, and what is done; on one rank."""
+    for name, least in (("trials", 1), ("warmup", 0), ("threads", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    machine = read_machine(args.profile) if args.profile else None
+    overlaps = []
+    for x in _list(args.overlap.replace("both", "on,off")):
+        if x not in OVERLAPS:
+            raise ValueError(f"--overlap must be on, off or both, got {x!r}")
+        overlaps.append(OVERLAPS[x])
+    heads = [int(parse_count(x)) for x in _list(args.nheads)]
+    heads_kv = [int(parse_count(x)) for x in _list(args.nheads_kv or "")] or [None]
+    cases = [
+        Case(mask, seqlen, nheads, nheads_kv or nheads, headdim, dtype, args.backward)
+        for dtype, headdim, nheads, nheads_kv, seqlen, mask in product(
+            _list(args.dtypes),
+            [parse_count(x) for x in _list(args.headdim)],
+            heads,
+            heads_kv,
+            [parse_count(x) for x in _list(args.seqlens)],
+            _list(args.masks),
+        )
+    ]
+    specs = _list(args.plans)
+    if not (cases and specs and overlaps):
+        raise ValueError("nothing to run: a list is empty")
+    sweep = [
+        plans_for(case, specs, ranks, tuple(METHODS), overlaps, machine)
+        for case in dict.fromkeys(cases)
+    ]
+    names = ("trials", "warmup", "seed", "device", "kernel", "transfers", "threads")
+    settings = {name: getattr(args, name) for name in names}
+    settings["machine"] = machine.name if machine else "none"
+    return sweep, settings, machine, start_benchmark(args.output, settings, args.resume)
+
+
+def _run(
+    comm: MPI.Intracomm,
+    block: list[Configuration],
+    args,
+    device: Any,
+    machine: Machine | None,
+    grids: dict[Layout, ProcessGrid],
+    update: Callable[[int], object],
+) -> dict[str, Result]:
+    """Check all plans of a workload, then time them in turn; the results, on rank 0."""
+    origin = origin_of(comm, device)
+    inputs: dict[bytes, dict[str, np.ndarray]] = {}
+    measured: dict[Configuration, Measurement] = {}
+    for c in block:
+        if c.layout not in grids:
+            shape = (c.layout.rows, c.layout.cols, c.layout.heads, c.layout.order)
+            grids[c.layout] = ProcessGrid(comm, *shape)
+        plan = make_plan(
+            c.method,
+            grids[c.layout],
+            MASKS[c.case.mask](),
+            seqlen=c.case.seqlen,
+            nheads=c.case.nheads,
+            nheads_kv=c.case.nheads_kv,
+            headdim=c.case.headdim,
+            dtype=c.case.dtype,
+            overlap=c.overlap,
+            kernel=args.kernel,
+            transfers=args.transfers,
+        )
+        tensors = together(comm, partial(_inputs, plan, args, inputs))
+        measured[c] = Measurement(plan, tensors, args.backward, device)
+        for _ in range(max(1, args.warmup)):
+            measured[c].call()
+            update(1)
+        measured[c].check(SAMPLE, args.seed)
+    for trial in range(args.trials):
+        first = trial % len(block)  # nobody always runs after the same one
+        for c in block[first:] + block[:first]:
+            measured[c].trial()
+            update(1)
+    results = {}
+    for c, its in measured.items():
+        its.finish()
+        config = {
+            "name": c.name,
+            "workload": c.case.name,
+            "method": c.method,
+            "ranks": comm.size,
+            "mask": c.case.mask,
+            "picked": c.picked,
+            "check": "sample",
+            **{x: getattr(args, x) for x in ("trials", "warmup", "seed", "threads", "kernel")},
+            "device": device.name,
+        }
+        seconds, figures = {}, {}
+        if comm.rank == 0:
+            seconds, figures = c.expected(machine, its.plan.distribution.name)
+        result = its.result(config, origin, predicted=seconds, figures=figures)
+        if result:
+            results[c.name] = result
+        its.plan.free()
+    return results
+
+
+def _inputs(
+    plan: AttentionPlan, args, known: dict[bytes, dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """My part of synthetic tensors, which do not depend on the ranks.
+
+    Plans with the same part share them: `known`, by the tokens.
+    """
+    tokens = plan.tokens.tolist()
+    key = plan.tokens.tobytes()
+    if key not in known:
+        shapes = {"dout": plan.nheads, "q": plan.nheads, "k": plan.nheads_kv, "v": plan.nheads_kv}
+        known[key] = {
+            name: random_rows(tokens, (heads, plan.headdim), plan.dtype, args.seed, stream)
+            for stream, (name, heads) in enumerate(shapes.items())
+            if name != "dout" or args.backward
+        }
+    return known[key]
+
+
+def _table(results: dict[str, Result]) -> str:
+    """One line for each plan: median over trials of the slowest rank."""
+    first = next(iter(results.values()))
+    lines = [
+        first.config["workload"] + f", {first.config['ranks']} ranks",
+        f"  {'plan':<30} {'phase':<9}" + "       ms     wait predicted    received  checks",
+    ]
+    for result in results.values():
+        c = result.config
+        shape = f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}"
+        plan = f"{c['method']} {shape}" + " in turn" * (not c["overlap"])
+        for phase in ("forward", "backward")[: 1 + c["backward"]]:
+            total, wait = (
+                1e3 * np.median(result.timings[f"{phase}/{part}"].max(axis=1))
+                for part in ("total", "wait")
+            )
+            known = result.predicted.get(f"{phase}/total")
+            predicted = "" if known is None else f"{1e3 * known.max():.2f}"
+            received = sum(
+                (x["received"] for key, x in result.traffic.items() if key.startswith(phase)),
+                np.zeros(1, int),
+            ).max()
+            lines.append(
+                f"  {plan:<30} {phase:<9}{total:>9.2f}{wait:>9.2f}{predicted:>10}{received:>12}"
+                + f"  {'passed' if result.passed else 'FAILED'}"
+                + "  (the planner's)" * c["picked"]
+            )
+    return "\n".join(lines)
+
+
+def _list(text: str) -> list[str]:
+    return [x.strip() for x in text.split(",") if x.strip()]
+
+
+if __name__ == "__main__":
+    run(MPI.COMM_WORLD, "bench.py", main)

@@ -1,0 +1,224 @@
+"""What a benchmark runs: workloads, plans for them, their names, and what is expected of them.
+
+This module does not import MPI.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from a2d_mpi import cost
+from a2d_mpi.backend import DTYPES
+from a2d_mpi.cost import Layout
+from a2d_mpi.machine import Machine
+from a2d_mpi.masks import MASKS
+from a2d_mpi.memory import peak_memory
+from a2d_mpi.model import predict
+from a2d_mpi.planner import best_plan, layouts
+from a2d_mpi.schedule import PARTS, Workload
+
+_SPEC = re.compile(r"([a-z0-9 ]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload by names and numbers; `a2d_mpi.schedule.Workload` has the same with a mask."""
+
+    mask: str
+    seqlen: int
+    nheads: int
+    nheads_kv: int
+    headdim: int
+    dtype: str
+    backward: bool
+
+    @property
+    def name(self) -> str:
+        """All of it: no two workloads have the same."""
+        passes = "backward" if self.backward else "forward"
+        return (
+            f"{self.mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}"
+            f"-{self.dtype}-{passes}"
+        )
+
+    def work(self, overlap: bool = True) -> Workload:
+        """For the planner and the model.
+
+        Raises
+        ------
+        ValueError
+            If a size does not make sense.
+        """
+        for name, value, known in (("mask", self.mask, MASKS), ("dtype", self.dtype, DTYPES)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {tuple(known)}, got {value!r}")
+        sizes = (self.seqlen, self.nheads, self.headdim, self.nheads_kv)
+        return Workload(*sizes, MASKS[self.mask](), self.dtype, self.backward, overlap)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One plan for one workload: what one entry of a benchmark file is of.
+
+    Attributes
+    ----------
+    case : Case
+    method : str
+        One of `a2d_mpi.cost.METHODS`.
+    layout : Layout
+    overlap : bool
+    picked : bool
+        Whether the planner chose it ("auto").
+    """
+
+    case: Case
+    method: str
+    layout: Layout
+    overlap: bool = True
+    picked: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of its entry; carries the number of ranks with the shape."""
+        method, shape = self.method.replace(" ", "_"), _shape(self.layout)
+        overlap = "overlap" if self.overlap else "in_turn"
+        return f"{method}-{shape}-{self.layout.order}-{self.case.name}-{overlap}"
+
+    def expected(
+        self, machine: Machine | None, distribution: str
+    ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+        """What is known before it runs: `predicted` and `figures` of an `a2d_mpi.results.Result`.
+
+        Figures: ``memory``, bytes that a rank holds at most; ``forward lower bound`` and
+        ``backward lower bound``, bytes that a rank cannot do without in balanced attention
+        without a head axis; ``machine``, whose profile the predicted seconds are for.
+        """
+        work, layout = self.case.work(self.overlap), self.layout
+        problem = work.problem(layout, distribution)
+        figures: dict[str, object] = {
+            "memory": max(
+                peak_memory(self.method, layout, problem, rank, distribution, work.backward)
+                for rank in range(layout.size)
+            )
+        }
+        tokens = np.arange(work.seqlen)
+        area = work.mask.area(tokens, tokens) / layout.size
+        for phase in work.phases:
+            figures[f"{phase} lower bound"] = cost.lower_bound(
+                problem, area, work.seqlen / layout.size, phase == "backward"
+            )
+        if machine is None:
+            return {}, figures
+        phases = predict(machine, self.method, layout, work, distribution)
+        seconds = {
+            f"{phase}/{part}": getattr(parts, part)
+            for phase, parts in phases.items()
+            for part in (*PARTS, "total")
+        }
+        return seconds, {**figures, "machine": machine.name}
+
+
+def grid_shape(cells: int, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
+    """Rows and columns; what is not given is derived, and the grid itself refuses misfits."""
+    if rows is None and cols is None:
+        rows = next((r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0), 0)
+    if rows is None:
+        rows = cells // cols if cols > 0 else 0
+    if cols is None:
+        cols = cells // rows if rows > 0 else 0
+    return rows, cols
+
+
+def parse_plan(spec: str, ranks: int, methods: Iterable[str]) -> tuple[str, Layout]:
+    """Method and layout of ``METHOD[:RxC[xU]][@order]``.
+
+    Default shapes: as square as the ranks allow; a ring is rows.
+
+    Raises
+    ------
+    ValueError
+        If there is no such method, or the shape is not one of it on that many ranks.
+    """
+    found = _SPEC.fullmatch(spec.replace("_", " ").strip())
+    if not found:
+        raise ValueError(f"a plan is METHOD[:RxC[xU]][@order], all or auto, got {spec!r}")
+    method, rows, cols, heads, order = found.groups()
+    if method not in methods:
+        raise ValueError(f"no method {method!r} (in {spec!r}): {', '.join(methods)}, all or auto")
+    if rows is None:
+        shape = (ranks, 1) if method.endswith("ring") and method != "double ring" else None
+        rows, cols = shape or grid_shape(ranks)
+    try:
+        layout = Layout(int(rows), int(cols), int(heads or 1), order or "rcu")
+    except ValueError as error:
+        raise ValueError(f"{spec!r}: {error}") from None
+    if layout.size != ranks:
+        raise ValueError(f"{spec!r}: {_shape(layout)} is not {ranks} ranks")
+    if method == "double ring" and min(layout.rows, layout.cols) < 2:
+        raise ValueError(f"{spec!r}: {_shape(layout)}, needs two rings of two ranks at least")
+    if method in ("ring", "striped ring") and layout.cols > 1:
+        raise ValueError(f"{spec!r}: a ring is {layout.cells}x1x{layout.heads}")
+    return method, layout
+
+
+def plans_for(
+    case: Case,
+    specs: Sequence[str],
+    ranks: int,
+    methods: Sequence[str],
+    overlaps: Sequence[bool] = (True,),
+    machine: Machine | None = None,
+) -> list[Configuration]:
+    """The configurations of one workload, each once.
+
+    Parameters
+    ----------
+    case : Case
+    specs : sequence of str
+        As for `parse_plan`; "all": every layout that the planner knows; "auto": its choice.
+    ranks : int
+    methods : sequence of str
+        Of "all" and "auto", and that may be named.
+    overlaps : sequence of bool
+    machine : Machine, optional
+        Needed by "auto".
+
+    Raises
+    ------
+    ValueError
+        If a spec is wrong, or does not fit the heads.
+    """
+    found: dict[str, Configuration] = {}
+    for overlap in overlaps:
+        work = case.work(overlap)
+        if machine is not None:
+            for phase in work.phases:
+                machine.kernel(case.dtype, phase)  # or say that the profile has none
+        for spec in specs:
+            if spec == "auto":
+                if machine is None:
+                    raise ValueError("auto needs --profile")
+                plan = best_plan(machine, ranks, work, methods=tuple(methods))
+                chosen = [(plan.method, plan.layout)]
+            elif spec == "all":
+                node = ranks if machine is None else machine.ranks_per_node
+                chosen = [(x, y) for x in methods for y in layouts(x, ranks, work, node)]
+            else:
+                chosen = [parse_plan(spec, ranks, methods)]
+                why = cost.misfit(case.nheads, case.nheads_kv, chosen[0][1].heads)
+                if why:
+                    raise ValueError(f"{spec!r}: {why}")
+            for method, layout in chosen:
+                new = Configuration(case, method, layout, overlap, spec == "auto")
+                old = found.setdefault(new.name, new)
+                found[new.name] = replace(old, picked=old.picked or new.picked)
+    return list(found.values())
+
+
+def _shape(layout: Layout) -> str:
+    return f"{layout.rows}x{layout.cols}x{layout.heads}"
