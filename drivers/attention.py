@@ -13,7 +13,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from a2d_mpi import Attention2D, ProcessGrid, RingAttention, cost
+from a2d_mpi import Attention2D, DoubleRingAttention, ProcessGrid, RingAttention, cost
 from a2d_mpi.atomic import check_writable
 from a2d_mpi.backend import DTYPES
 from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
@@ -36,7 +36,11 @@ from a2d_mpi.sweep import grid_shape
 from a2d_mpi.tiles import KERNELS
 from a2d_mpi.transport import TRANSFERS
 
-METHODS = {"attention2d": Attention2D, "ring": RingAttention}
+METHODS = {
+    "attention2d": Attention2D,
+    "ring": RingAttention,
+    "double_ring": DoubleRingAttention,
+}
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -51,6 +55,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
     add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
     add("--method", choices=METHODS, default="attention2d")
+    add("--inner", type=int, help="cells of a double ring's inner rings; default: the columns")
     add("--mask", choices=MASKS, default="causal")
     add("--distribution", choices=DISTRIBUTIONS, help="default: what balances the mask")
     add("--dtype", choices=DTYPES, default="float32")
@@ -100,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         overlap=not args.no_overlap,
         kernel=args.kernel,
         transfers=args.transfers,
+        **({"inner": args.inner} if args.method == "double_ring" else {}),
     )
     tensors = together(comm, lambda: _read(args, info, plan))
     if args.check != "none":
@@ -142,6 +148,8 @@ def _validated(args):
         raise ValueError("--grid auto leaves no choice of --rows, --cols, --heads and --order")
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
+    if args.inner is not None and args.method != "double_ring":
+        raise ValueError("--inner needs --method double_ring")
     info = inspect_input(args.input)
     if args.seqlen is not None and not 1 <= args.seqlen <= info.seqlen:
         raise ValueError(

@@ -6,7 +6,7 @@ import numpy as np
 from helpers import bounds_for, distance
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, RingAttention, reference
+from a2d_mpi import Attention2D, DoubleRingAttention, RingAttention, reference
 from a2d_mpi.backend import DTYPES
 
 SIZE = MPI.COMM_WORLD.size
@@ -14,10 +14,16 @@ GRIDS = {5: [(1, 5)], 6: [(2, 3), (3, 2)]}.get(
     SIZE, [(r, SIZE // r) for r in range(1, SIZE + 1) if SIZE % r == 0]
 )
 METHODS = [(Attention2D, grid) for grid in GRIDS] + [(RingAttention, GRIDS[-1])]
-# With a head axis.
+# Double rings have the grid's rows for inner rings; the third number is that of a head axis.
 METHODS += {
-    4: [(Attention2D, (2, 1, 2))],
-    6: [(Attention2D, (1, 3, 2)), (Attention2D, (1, 1, 6)), (RingAttention, (2, 1, 3))],
+    4: [(DoubleRingAttention, (2, 2)), (Attention2D, (2, 1, 2))],
+    5: [(DoubleRingAttention, (1, 5))],
+    6: [
+        (DoubleRingAttention, (2, 3)),
+        (Attention2D, (1, 3, 2)),
+        (Attention2D, (1, 1, 6)),
+        (RingAttention, (2, 1, 3)),
+    ],
 }.get(SIZE, [])
 IDS = [f"{method.__name__}-{'x'.join(map(str, grid))}" for method, grid in METHODS]
 NHEADS = 6
@@ -39,28 +45,37 @@ def expected(mask, seqlen, nheads_kv, headdim, size=1.0, dtype="float32", nheads
     world, kept = MPI.COMM_WORLD, DTYPES[dtype]
     q, k, v, dout = inputs(seqlen, nheads_kv, headdim, size, dtype, nheads)
     visible, group = mask.dense(np.arange(seqlen), np.arange(seqlen)), nheads // nheads_kv
-    results = {}
-    for kind in (np.float64, np.float32):
+    results = []
+    # Orders of summation: one error in float32 is one draw of what rounding may do, and with huge
+    # logits, where few keys count, draws differ much.
+    orders = [np.random.default_rng(i).permutation(headdim) for i in range(5 if size > 1 else 1)]
+    for kind, order in [(np.float64, orders[0]), *((np.float32, order) for order in orders)]:
+        back = np.argsort(order)
         heads = {}
         # Every rank does its share of the heads.
         for h in range(world.rank, nheads, world.size):
-            x = (q[:, [h]], k[:, [h // group]], v[:, [h // group]])
+            g = h // group
+            x = [y[:, [i]][..., order] for y, i in ((q, h), (k, g), (v, g))]
+            dy = dout[:, [h]][..., order]
             out, lse = reference.attention(*x, visible, headdim**-0.5, kind)
             if kind == np.float32:
                 out = out.astype(kept).astype(kind)
-            delta = (dout[:, [h]].astype(kind) * out).sum(-1)
+            delta = (dy.astype(kind) * out).sum(-1)
             gradients = reference.attention_backward(
-                dout[:, [h]], *x, lse, delta, visible, headdim**-0.5, kind
+                dy, *x, lse, delta, visible, headdim**-0.5, kind
             )
-            heads[h] = (out, lse, *gradients)
+            heads[h] = (out[..., back], lse, *(y[..., back] for y in gradients))
         everyone = {h: x for part in world.allgather(heads) for h, x in part.items()}
         whole = [np.concatenate(x, axis=1) for x in zip(*(everyone[h] for h in range(nheads)))]
         if group > 1:
             whole[3:] = [x.reshape(seqlen, nheads_kv, group, -1).sum(2) for x in whole[3:]]
-        results[kind] = dict(zip(TENSORS, whole))
-    exact, plain = results[np.float64], results[np.float32]
-    stored = {x: y if x == "lse" else y.astype(kept) for x, y in plain.items()}
-    return exact, {x: distance(stored[x], exact[x]) for x in TENSORS}
+        results.append(dict(zip(TENSORS, whole)))
+    exact, *plain = results
+    errors = [
+        {x: distance(y if x == "lse" else y.astype(kept), exact[x]) for x, y in z.items()}
+        for z in plain
+    ]
+    return exact, {x: max(error[x] for error in errors) for x in TENSORS}
 
 
 def run(plan, q, k, v, dout, upload=np.asarray, download=np.asarray):
@@ -76,6 +91,10 @@ def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
     # One reference serves float32 and float64: float32 inputs are exact in both.
     dtype = "float32" if plan.dtype.itemsize > 2 else plan.dtype.name
     exact, same = expected(mask, seqlen, nheads_kv, headdim, size, dtype, plan.nheads)
+    if size > 1:
+        # Huge logits are rounded in the forward pass and again, otherwise, in the backward pass:
+        # two draws of the error that counts, where the dense computation makes one.
+        same = {x: error * 2**0.5 for x, error in same.items()}
     whole = inputs(seqlen, nheads_kv, headdim, size, dtype, plan.nheads)
     bounds = bounds_for(plan.dtype, headdim**-0.5, whole, exact, same)
     dtypes = {x: plan.compute_dtype if x == "lse" else plan.dtype for x in TENSORS}

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 from helpers import assert_all
 
-from a2d_mpi import Attention2D, Causal, Full, IntervalMask, Mask, ProcessGrid, RingAttention
+from a2d_mpi import (
+    Attention2D,
+    Causal,
+    DoubleRingAttention,
+    Full,
+    IntervalMask,
+    Mask,
+    ProcessGrid,
+    RingAttention,
+)
 from a2d_mpi.cli import together
 from a2d_mpi.comm import CollectiveError
 
@@ -103,6 +112,22 @@ def test_plan_that_differs_on_one_rank(comm, grid, name, value, other):
         config[name] = value
     text = message_of(comm, lambda: Attention2D(grid, **config))
     assert text == f"ranks disagree on {name}: {other} on rank 0, {value} on rank 2"
+
+
+@pytest.mark.parametrize("inner", [0, -1, 7, 1.0, "1"])
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_inner_ring_that_does_not_fit(comm, grid, inner, where):
+    inner = inner if where == "all" or comm.rank == comm.size - 1 else comm.size
+    text = message_of(comm, lambda: DoubleRingAttention(grid, Full(), inner=inner, **GOOD))
+    assert f"inner must be a divisor of the {comm.size} ranks, got " in text
+
+
+@pytest.mark.multirank
+@pytest.mark.mpi(min_size=4)
+def test_inner_rings_that_differ(comm, grid):
+    inner = 1 if comm.rank == 2 else comm.size
+    text = message_of(comm, lambda: DoubleRingAttention(grid, Full(), inner=inner, **GOOD))
+    assert text == f"ranks disagree on inner: {comm.size} on rank 0, 1 on rank 2"
 
 
 @pytest.mark.multirank

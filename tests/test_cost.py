@@ -51,12 +51,35 @@ def test_ring_of_equal_parts(ranks):
         assert moved["backward", "ring"] == [4 * 2 * (2 * ranks - 1) * N * HKV * D] * 2
 
 
+@pytest.mark.parametrize("outer, inner", [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2), (8, 8)])
+def test_double_ring_of_equal_parts(outer, inner):
+    """Forward as much as a ring; backward each round's dK and dV hop home, and then outwards."""
+    ranks, block = outer * inner, 4 * 2 * N * HKV * D
+    blocks = {
+        ("forward", "inner"): outer * (inner - 1),
+        ("forward", "outer"): outer - 1,
+        ("backward", "inner"): outer * (2 * inner - 1) * (inner > 1),
+        ("backward", "outer"): (2 * outer - 1) * (outer > 1),
+    }
+    expected = {key: [n * block] * 2 for key, n in blocks.items() if n}
+    for rank in range(ranks):
+        moved = cost.traffic_double_ring(problem(ranks), outer, inner, rank)
+        assert moved == expected
+        ring = cost.traffic_ring(problem(ranks), rank).get(("forward", "ring"), [0, 0])
+        forward = [x for key, x in moved.items() if key[0] == "forward"]
+        assert [sum(x[i] for x in forward) for i in (0, 1)] == ring
+
+
 def test_uneven_parts_lose_nothing():
     """What all ranks send is what all ranks receive."""
     sizes = cost.Problem((3, 0, 5, 2, 9, 1), H, HKV, D, 8, 8)
     for moved in (
         [cost.traffic_2d(sizes, 2, 3, rank) for rank in range(6)],
         [cost.traffic_ring(sizes, rank) for rank in range(6)],
+        *(
+            [cost.traffic_double_ring(sizes, 6 // n, n, rank) for rank in range(6)]
+            for n in (1, 2, 3)
+        ),
     ):
         for key in {key for rank in moved for key in rank}:
             sent, received = map(sum, zip(*(rank.get(key, (0, 0)) for rank in moved)))

@@ -48,9 +48,10 @@ def assert_refused(done, text, started):
 @pytest.mark.parametrize("options", [
     ["--rows", "2", "--cols", "2", "--backward", "--check", "full"],
     ["--rows", "1", "--method", "ring", "--mask", "full", "--backward", "--dtype", "float64"],
+    ["--method", "double_ring", "--inner", "2", "--backward", "--check", "full"],
     ["--cols", "1", "--distribution", "striped", "--no-overlap", "--check", "none"],
     ["--dtype", "bfloat16", "--backward", "--check", "full", "--save-outputs"],
-], ids=["2x2", "ring", "4x1", "bfloat16"])  # fmt: skip
+], ids=["2x2", "ring", "double ring", "4x1", "bfloat16"])  # fmt: skip
 def test_main_job(tmp_path, options):
     output = tmp_path / "run.h5"
     done = drive(4, SAMPLE, "--seqlen", "301", "--trials", "3", "--output", output, *options)
@@ -148,6 +149,8 @@ def test_miscounted_traffic_fails(tmp_path):
 OPTIONS = [
     (["--rows", "3"], "3 x 0 grid does not fit 2 ranks"),
     (["--rows", "2", "--cols", "2"], "2 x 2 grid does not fit 2 ranks"),
+    (["--inner", "2"], "--inner needs --method double_ring"),
+    (["--method", "double_ring", "--inner", "3"], "inner must be a divisor of the 2 ranks, got 3"),
     (["--rows", "-1"], "grid does not fit 2 ranks"),
     (["--cols", "0"], "grid does not fit 2 ranks"),
     (["--seqlen", "1537"], "1536 tokens"),

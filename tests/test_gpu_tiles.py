@@ -1,5 +1,6 @@
 """The tile kernels for GPUs against float64: on the emulated GPU always, on a real one if any."""
 
+import ctypes
 import shutil
 import subprocess
 import sys
@@ -263,6 +264,30 @@ def test_kernels_compile(tmp_path, element, headdim):
     if element < 3:
         assert "0 bytes spill stores" in done.stderr
         assert all(x.startswith("0 ") for x in _spills(done.stderr))
+
+
+@pytest.mark.parametrize("element", range(4))
+def test_kernels_compile_as_cupy_does_it(element):
+    """By NVRTC, which knows less than nvcc."""
+    places = [Path(x) / "nvidia" for x in sys.path] + _toolkits()
+    found = [x for place in places for x in place.glob("*/**/libnvrtc.so*")]
+    if not found:
+        pytest.skip("no GPU compiler: NVRTC is not installed")
+    nvrtc, program = ctypes.CDLL(str(found[0])), ctypes.c_void_p()
+    source = Path(reference.__file__).with_name("kernels.cu").read_bytes()
+    assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"k.cu", 0, None, None)
+    options = [b"--std=c++17", b"-DELEMENT=%d" % element, b"-DHEADDIM=64", b"-arch=compute_80"]
+    status = nvrtc.nvrtcCompileProgram(
+        program, len(options), (ctypes.c_char_p * len(options))(*options)
+    )
+    log = ctypes.create_string_buffer(1 << 20)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert status == 0, log.value.decode()
+
+
+def _toolkits():
+    nvcc = shutil.which("nvcc")
+    return [Path(nvcc).resolve().parents[1]] if nvcc else []
 
 
 def _spills(log):

@@ -99,8 +99,8 @@ awk 'NR > 1 {
   }
   END {
     print "emulate.sh: bytes over the links, all told         sent       received"
-    printf "emulate.sh: largest of one node         %14d %14d\n", most_sent, most_received
-    printf "emulate.sh: all nodes                   %14d %14d\n", sent, received
+    printf "emulate.sh: largest of one node         %14.0f %14.0f\n", most_sent, most_received
+    printf "emulate.sh: all nodes                   %14.0f %14.0f\n", sent, received
   }' "$dir/links" >&2
 if [[ -n ${EMULATE_LINKS:-} ]]; then
   cp "$dir/links" "$EMULATE_LINKS" || fail "cannot write EMULATE_LINKS"

@@ -11,6 +11,7 @@ _HOMES = {
     "Attention2D": "a2d_mpi.attention2d",
     "Causal": "a2d_mpi.masks",
     "Distribution": "a2d_mpi.distribution",
+    "DoubleRingAttention": "a2d_mpi.baselines.double_ring",
     "Full": "a2d_mpi.masks",
     "IntervalMask": "a2d_mpi.masks",
     "Mask": "a2d_mpi.masks",

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 
 from a2d_mpi.backend import HOST, Array, Workspace
+from a2d_mpi.comm import CollectiveError, agree
 from a2d_mpi.tiles import Tile, check_kernel, make_tile
-from a2d_mpi.transport import DeviceTransport, HostTransport, gpu_aware
+from a2d_mpi.transport import PROGRESS, DeviceTransport, HostTransport, gpu_aware
 
 
 class Engine:
@@ -25,6 +27,8 @@ class Engine:
     transfers : {"auto", "device", "host"}
     poll : callable
         Called by kernels that hold the core, between their blocks.
+    progress : str
+        One of `a2d_mpi.transport.PROGRESS`.
 
     Attributes
     ----------
@@ -36,7 +40,7 @@ class Engine:
     Raises
     ------
     ValueError
-        If there is no such kernel for the dtype, or no such transfers.
+        If there is no such kernel for the dtype, or no such transfers or progress.
     """
 
     def __init__(
@@ -46,11 +50,16 @@ class Engine:
         softmax_scale: float,
         transfers: str,
         poll: Callable[[], object],
+        progress: str = "poll",
     ) -> None:
         check_kernel(kernel, dtype)
+        if progress not in PROGRESS:
+            raise ValueError(f"overlap must be true, false or one of {PROGRESS}, got {progress!r}")
+        if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ValueError("overlap by a thread needs MPI_THREAD_MULTIPLE")
         gpu_aware(transfers)
         self._options, self._poll, self._transfers = (dtype, softmax_scale), poll, transfers
-        self._kernel = kernel
+        self._kernel, self._progress = kernel, progress
         self.device: Any = None
         self.tile: Tile | None = None
         self.work = Workspace()
@@ -76,13 +85,29 @@ class Engine:
             return "host"
         return "device" if gpu_aware(self._transfers)[0] else "staged"
 
-    def connect(self, way: str) -> None:
-        """Take that way, on which all ranks have agreed."""
-        staged = getattr(self.transport, "staged", None)
-        if way == "host":
-            self.transport = self.transport or HostTransport()
-        elif staged is not (way == "staged"):
-            self.transport = DeviceTransport(self.device, staged=way == "staged")
+    def connect(self, comm: MPI.Intracomm, problem: str | None = None) -> None:
+        """Agree with all ranks on a way to MPI; with a problem on any of them, raise it on all.
+
+        Collective over `comm`.
+
+        Raises
+        ------
+        ValueError
+            Also if the arrays of some ranks are on the host and those of others on a device.
+        """
+        way = "" if problem else self.way
+        # Bits: something is wrong, and what ways to MPI the ranks would take.
+        bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
+        found = comm.allreduce(bits, op=MPI.BOR)
+        if found & 1:
+            agree(comm, problem)
+        if found & 2 and found & 12:
+            raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
+        staged = bool(found & 8)
+        if self.device is HOST:
+            self.transport = self.transport or HostTransport(self._progress)
+        elif getattr(self.transport, "staged", None) is not staged:
+            self.transport = DeviceTransport(self.device, staged)
 
     def upload(self, x: np.ndarray) -> Array:
         """A constant array of the plan, on the device."""

@@ -61,8 +61,10 @@ class HeadExchange:
         """My layer's heads of all tokens of the cell, from all heads of my tokens.
 
         Arrays are (n, heads, headdim), or (n, heads) for statistics; what is returned lies in
-        buffers.
+        buffers, unless a cell is one rank, which shares with nobody.
         """
+        if self.channel.size == 1:
+            return list(tensors.values())
         channel, device, me = self.channel, engine.device, self.channel.rank
         xs = {name: _three(x) for name, x in tensors.items()}
         arriving = {u: self._buffers(engine, "arriving", xs, u, me) for u in range(channel.size)}
@@ -90,7 +92,11 @@ class HeadExchange:
                 for name, x in zip(tensors, cell, strict=True)]  # fmt: skip
 
     def collect(
-        self, engine: Engine, tensors: Mapping[str, Array], dtypes: Mapping[str, np.dtype]
+        self,
+        engine: Engine,
+        tensors: Mapping[str, Array],
+        dtypes: Mapping[str, np.dtype],
+        in_buffers: Sequence[str] = (),
     ) -> list[Array]:
         """All heads of my tokens, from my layer's heads of all tokens of the cell.
 
@@ -101,11 +107,20 @@ class HeadExchange:
             Of the layer: (cell tokens, heads, headdim), or (cell tokens, heads).
         dtypes : dict of dtype
             Of the results.  They travel in it, but what the owner sums as it is.
+        in_buffers : sequence of str
+            Tensors that lie in buffers, which what is returned must not.
 
         Returns
         -------
         list of new arrays (n, heads, headdim) or (n, heads)
         """
+        if self.channel.size == 1:
+            return [
+                self._copied(engine, x, dtypes[name])
+                if x.dtype != dtypes[name] or name in in_buffers
+                else x
+                for name, x in tensors.items()
+            ]
         channel, device, me = self.channel, engine.device, self.channel.rank
         xs = {name: _three(x) for name, x in tensors.items()}
         n = self._counts[me]
@@ -150,11 +165,16 @@ class HeadExchange:
         found = []
         for name, x in results.items():
             if x.dtype != dtypes[name]:
-                wide, x = x, device.empty(x.shape, dtypes[name])
-                with engine.clock("merge"):
-                    device.put(x, wide)
+                x = self._copied(engine, x, dtypes[name])
             found.append(x if tensors[name].ndim == 3 else x.reshape(x.shape[:2]))
         return found
+
+    @staticmethod
+    def _copied(engine: Engine, x: Array, dtype: np.dtype) -> Array:
+        to = engine.device.empty(x.shape, dtype)
+        with engine.clock("merge"):
+            engine.device.put(to, x)
+        return to
 
     def _is_sum(self, name: str) -> bool:
         return self.shared and name in ("dk", "dv")

@@ -34,7 +34,7 @@ typedef double Compute;
 #define PIECES (HEADDIM / LANES)        /* elements of a row that a lane holds */
 #define STRIDE (HEADDIM + 1)            /* of tile rows: lanes reading one column meet no conflict */
 #define EVERYONE 0xffffffffu
-#define MINUS_INFINITY (-(Compute)__builtin_huge_val())
+#define MINUS_INFINITY ((Compute)__int_as_float(0xff800000))
 
 extern __shared__ double shared[]; /* BLOCK_ROWS rows of one or two tensors, and one tile */
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, ProcessGrid, RingAttention
+from a2d_mpi import Attention2D, DoubleRingAttention, ProcessGrid, RingAttention
 from a2d_mpi.backend import HOST, Array
 from a2d_mpi.check import check_attention
 from a2d_mpi.cli import together
@@ -39,6 +39,7 @@ METHODS: dict[str, Callable[..., AttentionPlan]] = {
     "attention2d": Attention2D,
     "ring": RingAttention,
     "striped ring": partial(RingAttention, distribution="striped"),
+    "double ring": DoubleRingAttention,
 }
 
 

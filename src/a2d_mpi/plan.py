@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
-from mpi4py import MPI
 
 from a2d_mpi import cost
 from a2d_mpi.backend import Array, as_dtype, compute_dtype, device_of
-from a2d_mpi.comm import Channel, CollectiveError, Traffic, agree
+from a2d_mpi.comm import Channel, Traffic, agree
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.engine import Engine
 from a2d_mpi.grid import ProcessGrid
@@ -49,8 +48,10 @@ class AttentionPlan:
         Default: ``1 / sqrt(headdim)``.
     kernel : str
         One of `a2d_mpi.tiles.KERNELS`; "auto": the fastest for the arrays' device and the dtype.
-    overlap : bool
+    overlap : bool or str
         Compute while messages travel.  False: phase by phase, with the same results bit for bit.
+        One of `a2d_mpi.transport.PROGRESS` says who calls MPI meanwhile; True is the first of
+        them, the best here (`drivers/bench_overlap.py`).
     transfers : {"auto", "device", "host"}
         How device arrays get to MPI: as they are, or through the host; see
         `a2d_mpi.transport.gpu_aware`.
@@ -97,7 +98,7 @@ class AttentionPlan:
         distribution: str | None = None,
         softmax_scale: float | None = None,
         kernel: str = "auto",
-        overlap: bool = True,
+        overlap: bool | str = True,
         transfers: str = "auto",
     ) -> None:
         self.grid, self.mask, self.overlap = grid, mask, bool(overlap)
@@ -114,7 +115,7 @@ class AttentionPlan:
             "distribution": distribution,
             "softmax_scale": softmax_scale,
             "kernel": kernel,
-            "overlap": self.overlap,
+            "overlap": overlap,
             "transfers": transfers,
         }
         problem = None
@@ -148,7 +149,10 @@ class AttentionPlan:
             if not math.isfinite(self.softmax_scale):
                 raise ValueError(f"softmax_scale must be finite, got {softmax_scale!r}")
             config["softmax_scale"] = self.softmax_scale
-            self._engine = Engine(kernel, self.dtype, self.softmax_scale, transfers, self._poll)
+            progress = overlap if isinstance(overlap, str) else "poll" if overlap else "none"
+            self._engine = Engine(
+                *(kernel, self.dtype, self.softmax_scale, transfers, self._poll, progress)
+            )
             config["mask"] += f" (digest {mask.digest(self.seqlen)})"
             self.compute_dtype = compute_dtype(self.dtype)
             self.tokens = self.distribution.tokens(grid.comm.rank)
@@ -160,6 +164,7 @@ class AttentionPlan:
             )
             self._cell_tokens = self._exchange.tokens
             self._channels = (self._exchange.channel, *self._set_up())
+            config |= self._options
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or type(error).__name__
         agree(grid.comm, problem, config)
@@ -188,7 +193,7 @@ class AttentionPlan:
         """
         q, k, v = self._checked(q=q, k=k, v=v)
         with self._running("forward"):
-            q, k, v = self._shared(q=q, k=k, v=v)
+            q, k, v = self._exchange.share(self._engine, {"q": q, "k": k, "v": v})
             if self.grid.layer_comm.size > 1:
                 out, lse = self._forward(q, k, v)
             else:  # nothing to merge: out is at once as the caller gets it
@@ -230,9 +235,8 @@ class AttentionPlan:
         with self._running("backward"):
             with self._engine.clock("compute"):
                 delta = self._engine.device.delta(dout, out)
-            dout, q, k, v, lse, delta = self._shared(
-                dout=dout, q=q, k=k, v=v, lse=lse, delta=delta
-            )
+            mine = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse, "delta": delta}
+            dout, q, k, v, lse, delta = self._exchange.share(self._engine, mine)
             if self.grid.layer_comm.size > 1:
                 dq, dk, dv = self._backward(dout, q, k, v, lse, delta)
             else:
@@ -294,6 +298,11 @@ class AttentionPlan:
         """Release the buffers.  The grid stays.  Local."""
         self._engine.work.clear()
 
+    @property
+    def _options(self) -> dict[str, object]:
+        """Arguments of this method alone; ranks must agree on them too."""
+        return {}
+
     def _set_up(self) -> tuple[Channel, ...]:
         """Prepare what needs no communication; returns the channels of the algorithm."""
         raise NotImplementedError
@@ -324,24 +333,12 @@ class AttentionPlan:
             self.compute_dtype.itemsize,
         )
 
-    def _shared(self, **tensors: Array) -> list[Array]:
-        """My layer's heads of my cell's tokens."""
-        if self.grid.heads == 1:
-            return list(tensors.values())
-        return self._exchange.share(self._engine, tensors)
-
     def _collected(self, **tensors: Array) -> tuple[Array, ...]:
-        """Results of a layer, which may lie in buffers, as the caller gets them: in new arrays."""
+        """Results of a layer as the caller gets them."""
         dtypes = {x: self.compute_dtype if x == "lse" else self.dtype for x in tensors}
-        if self.grid.heads > 1:
-            return tuple(self._exchange.collect(self._engine, tensors, dtypes))
-        found, alone = [], self.grid.layer_comm.size == 1
-        for name, x in tensors.items():
-            if x.dtype != dtypes[name] or not (alone or name in ("out", "lse")):
-                x, wide = self._engine.device.empty(x.shape, dtypes[name]), x
-                self._engine.device.put(x, wide)
-            found.append(x)
-        return tuple(found)
+        # Alone, gradients are new arrays; otherwise they lie in buffers.
+        in_buffers = () if self.grid.layer_comm.size == 1 else ("dq", "dk", "dv")
+        return tuple(self._exchange.collect(self._engine, tensors, dtypes, in_buffers))
 
     def _new(self, name: str, dtype: np.dtype) -> Array:
         """New array for my cell's part of the result `name`."""
@@ -390,16 +387,7 @@ class AttentionPlan:
             self._engine.move_to(devices[0])
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or type(error).__name__
-        comm = self.grid.comm
-        way = "" if problem else engine.way
-        # Bits: something is wrong, and what ways to MPI the ranks would take.
-        bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
-        found = comm.allreduce(bits, op=MPI.BOR)
-        if found & 1:
-            agree(comm, problem)
-        if found & 2 and found & 12:
-            raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
-        engine.connect("host" if found & 2 else "staged" if found & 8 else "device")
+        engine.connect(self.grid.comm, problem)
         return [self._engine.device.contiguous(x) for x in arrays.values()]
 
     def _poll(self) -> None:
@@ -411,7 +399,7 @@ class AttentionPlan:
         for channel in self._channels:
             channel.start(phase, self._engine.transport)
         self._broken = True  # messages are under way until the end
-        with self._engine.running(phase):
+        with self._engine.transport.progressing(self.grid.comm), self._engine.running(phase):
             yield
         self._broken = False
         self._engine.waits[phase] = [wait for channel in self._channels for wait in channel.waits]

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,8 +28,42 @@ STAGED_MESSAGE = 4 << 20  # the unit of copies through the host
 TRANSFERS = ("auto", "device", "host")
 
 
+# Who calls MPI while kernels hold the core, for it moves large messages only inside its calls: the
+# kernels between their blocks, a thread beside them, or nobody.
+PROGRESS = ("poll", "thread", "none")
+PERIOD = 1e-3  # seconds between two calls of the thread
+
+
 class HostTransport:
-    """MPI takes host memory as it is."""
+    """MPI takes host memory as it is.
+
+    Parameters
+    ----------
+    progress : {"poll", "thread", "none"}
+    """
+
+    def __init__(self, progress: str = "poll") -> None:
+        self.progress = progress
+
+    @contextmanager
+    def progressing(self, comm: MPI.Intracomm) -> Iterator[None]:
+        """Around a phase: the thread runs, if there is to be one."""
+        if self.progress != "thread":
+            yield
+            return
+        end = threading.Event()
+
+        def serve() -> None:
+            while not end.wait(PERIOD):
+                comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join()
 
     @property
     def limit(self) -> int:
@@ -49,8 +85,9 @@ class HostTransport:
 
     def poll(self, comm: MPI.Intracomm) -> None:
         """Let messages advance; called between the blocks of a long computation."""
-        # Any MPI call moves what is in flight; this one has a fixed cost.
-        comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        if self.progress == "poll":
+            # Any MPI call moves what is in flight; this one has a fixed cost.
+            comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
 
 class DeviceTransport:
@@ -91,6 +128,10 @@ class DeviceTransport:
 
     def poll(self, comm: MPI.Intracomm) -> None:
         self._advance()
+
+    @contextmanager
+    def progressing(self, comm: MPI.Intracomm) -> Iterator[None]:
+        yield  # the host is free to wait, and advances all messages then
 
     def _begin(self, message: Iterator[None]) -> list[int]:
         self._number += 1

@@ -134,6 +134,11 @@ template <class T> T __shfl_xor_sync(unsigned, T value, int mask) {
 }
 using std::exp;
 using std::log;
+static inline float __int_as_float(unsigned bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
 static inline float half_to_float(unsigned short bits) {
   _Float16 x;
   memcpy(&x, &bits, 2);

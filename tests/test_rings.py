@@ -1,0 +1,92 @@
+"""Rings and double rings: which are the same, and what is on its way at the same time."""
+
+import pytest
+from cases import NHEADS, TENSORS, failures, inputs, run
+from helpers import assert_all
+
+from a2d_mpi import Causal, DoubleRingAttention, ProcessGrid, RingAttention
+from a2d_mpi.comm import Channel
+
+pytestmark = pytest.mark.mpi
+
+SIZES = {"seqlen": 130, "nheads": NHEADS, "headdim": 16}
+
+
+@pytest.fixture(scope="module")
+def grid(comm):
+    grid = ProcessGrid(comm, comm.size, 1)
+    yield grid
+    grid.free()
+
+
+@pytest.fixture
+def flights(monkeypatch):
+    """The (direction, peer, tag) of which two messages were on their way at the same time."""
+    flying, twice = {}, []
+
+    def start(method, direction):
+        def begin(self, tensors, peer, tag):
+            requests = method(self, tensors, peer, tag)
+            key = (direction, peer, tag)
+            if flying.get(key):
+                twice.append(key)
+            flying[key] = list(requests)
+            return requests
+
+        return begin
+
+    def wait(self, messages):
+        done = {id(x) for x in messages}
+        original(self, messages)
+        for key, requests in flying.items():
+            flying[key] = [x for x in requests if id(x) not in done]
+
+    original = Channel.wait
+    monkeypatch.setattr(Channel, "isend", start(Channel.isend, "send"))
+    monkeypatch.setattr(Channel, "irecv", start(Channel.irecv, "receive"))
+    monkeypatch.setattr(Channel, "wait", wait)
+    yield twice
+    assert not any(flying.values())  # all were waited for
+
+
+@pytest.mark.parametrize("seqlen", [3, 130])
+def test_every_divisor(comm, grid, flights, seqlen):
+    """Right results; one message at a time from a rank to another with a tag."""
+    bad = []
+    for inner in (n for n in range(1, comm.size + 1) if comm.size % n == 0):
+        plan = DoubleRingAttention(grid, Causal(), inner=inner, **{**SIZES, "seqlen": seqlen})
+        found = run(plan, *inputs(seqlen, NHEADS, 16))
+        bad += failures(plan, found, Causal(), seqlen, NHEADS, 16)
+        names = {name for _, name in plan.traffic.bytes}
+        hops = {"inner": inner > 1, "outer": inner < comm.size}
+        if seqlen == 130 and names != {name for name, some in hops.items() if some}:
+            bad.append(f"inner {inner}: messages on {names}")
+    bad += [f"two on their way: {x}" for x in flights]
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_single_rings(comm, grid):
+    """With one group, or groups of one rank, the double ring is the ring, bit for bit."""
+    x = inputs(130, NHEADS, 16)
+    ring = RingAttention(grid, Causal(), **SIZES)
+    expected = run(ring, *x)
+    bad = []
+    for inner in (1, comm.size):
+        plan = DoubleRingAttention(grid, Causal(), inner=inner, **SIZES)
+        found = run(plan, *x)
+        bad += [f"{t} with inner {inner}" for t in TENSORS if (found[t] != expected[t]).any()]
+        for counted in ("bytes", "messages"):
+            a, b = (list(getattr(p.traffic, counted).values()) for p in (ring, plan))
+            if a != b:
+                bad.append(f"{counted} with inner {inner}: {b}, the ring {a}")
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_default(comm):
+    """The rows of the grid are the inner rings, also of every layer."""
+    heads = 2 if comm.size % 2 == 0 else 1
+    grid = ProcessGrid(comm, 1, comm.size // heads, heads)
+    plan = DoubleRingAttention(grid, Causal(), **SIZES)
+    assert_all(comm, plan.inner == comm.size // heads, f"inner {plan.inner}")
+    plan.free()
+    grid.free()
