@@ -183,6 +183,60 @@ def test_wrong_result(tmp_path):
     assert bench(2, *options, "--resume").returncode == 1
 
 
+# Plots.
+
+PLOT = ROOT / "drivers" / "plot.py"
+FIGURES = ("scaling", "phases", "bytes", "model", "timeline")
+
+
+def plot(*arguments):
+    return launch(0, PLOT, *arguments, timeout=100)
+
+
+def test_plots_are_made_and_repeat(finished, tmp_path):
+    for folder in ("first", "second"):
+        done = plot(finished[0], "--output", tmp_path / folder)
+        assert done.returncode == 0, done.stderr
+    names = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
+    assert {x.name for x in (tmp_path / "first").iterdir()} == names
+    for name in names:
+        first, second = ((tmp_path / x / name).read_bytes() for x in ("first", "second"))
+        assert first == second and len(first) > 5000
+        assert first.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+
+
+def test_plots_of_what_is_chosen(finished, tmp_path):
+    name = next(x for x in read_benchmark(finished[0]) if x.startswith("ring-2x1x1"))
+    done = plot(
+        finished[0], "--output", tmp_path, "--what", "timeline,phases", "--format", "svg",
+        "--run", name, "--ranks", "2", "--phase", "backward",
+        "--workload", "full-n61-h4-kv2-d8-float32-backward",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["phases.svg", "timeline.svg"]
+
+
+@pytest.mark.parametrize("options, text", [
+    (["--what", "pie"], "'pie' is none of scaling"),
+    (["--format", "gif"], "'gif' is none of png"),
+    (["--workload", "mine"], "no workload 'mine': causal-n61"),
+    (["--ranks", "3"], "was not run on 3 ranks"),
+    (["--run", "none"], "no run 'none'"),
+    (["--output", "/proc/none"], "/proc/none"),
+], ids=lambda x: " ".join(x) if isinstance(x, list) else "")  # fmt: skip
+def test_bad_plots(finished, tmp_path, options, text):
+    done = plot(finished[0], *["--output", tmp_path] * ("--output" not in options), *options)
+    assert done.returncode == 2
+    assert re.match("plot.py: error: .*\n$", done.stderr) and text in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plots_of_other_files(tmp_path):
+    for path in (ROOT / "data/minilm_l3_1536.h5", tmp_path / "none.h5"):
+        done = plot(path, "--output", tmp_path)
+        assert done.returncode == 2 and re.match("plot.py: error: .*\n$", done.stderr)
+
+
 # Whoever is killed.
 
 SWEEP = ["--seqlens", "256,257,258,259", "--masks", "causal,full", "--plans", "all", "--backward"]
