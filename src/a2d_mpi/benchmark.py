@@ -6,15 +6,14 @@
     /settings         attributes: what is the same for all results (trials, seed, ...)
     /runs/<name>      laid out as the root of a result file; see `a2d_mpi.results`
 
-Whenever results are added, a new file takes the place of the old one.  Functions raise OSError and
-ValueError as those of `a2d_mpi.results` do.
+Whenever results are added, an extended copy takes the place of the file.  Functions raise OSError
+and ValueError as those of `a2d_mpi.results` do.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from a2d_mpi.atomic import check_writable, remove_leftovers
 from a2d_mpi.results import (
@@ -66,22 +65,24 @@ def start_benchmark(
             mine, theirs = settings.get(name), found.get(name)
             if mine != theirs:
                 raise ValueError(f"{path} was made with {name} {theirs}, not {mine}")
-        return {name: load(run).passed for name, run in file["runs"].items()}
+        return {
+            name: all(check.attrs["passed"] for check in run["checks"].values())
+            for name, run in file["runs"].items()
+        }
 
 
 def add_results(
     path: str | os.PathLike[str], settings: Mapping[str, object], results: Mapping[str, Result]
 ) -> None:
     """Add results by name to what is there, or make the file; all of it, or nothing changes."""
-    with new_file(path) as file:
-        set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1]})
-        set_attributes(file.create_group("settings"), settings)
-        if Path(path).exists():
-            with reading(path, SCHEMA) as old:
-                old.copy("runs", file)
-        runs = file.require_group("runs")
+    there = os.path.exists(path)
+    with new_file(path, extend=there) as file:
+        if not there:
+            set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1]})
+            set_attributes(file.create_group("settings"), settings)
+            file.create_group("runs")
         for name, result in results.items():
-            fill(runs.create_group(name), result)
+            fill(file["runs"].create_group(name), result)
 
 
 def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:

@@ -8,6 +8,7 @@ line that names the file, fit to be shown to the user as it is.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -194,8 +195,10 @@ class Result:
 
 
 @contextmanager
-def new_file(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
+def new_file(path: str | os.PathLike[str], extend: bool = False) -> Iterator[h5py.File]:
     """An HDF5 file to fill: whole under its name at the end of the block, or not there at all.
+
+    Empty at first, or with `extend` a copy of the one that is there.
 
     Raises
     ------
@@ -203,10 +206,12 @@ def new_file(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
         If it cannot be written (no room, ...); the file that was there before then still is.
     """
     with replacing(path) as (target, temporary):
-        with Sink(temporary, "w+") as sink:
+        if extend:
+            shutil.copyfile(target, temporary)
+        with Sink(temporary, "r+" if extend else "w+") as sink:
             try:
                 # Before HDF5 1.8 an attribute ended at 64 KiB: the names of 4095 hosts.
-                with h5py.File(sink, "w", libver="v108") as file:
+                with h5py.File(sink, "r+" if extend else "w", libver="v108") as file:
                     yield file
             finally:
                 if sink.error:
