@@ -21,6 +21,7 @@ the output cannot be written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -49,6 +50,7 @@ from a2d_mpi.measure import (
 )
 from a2d_mpi.plan import AttentionPlan
 from a2d_mpi.results import Result
+from a2d_mpi.summary import phases_of, summarise
 from a2d_mpi.sweep import Case, Configuration, plans_for
 from a2d_mpi.tiles import KERNELS
 from a2d_mpi.transport import TRANSFERS
@@ -242,31 +244,21 @@ def _inputs(
 
 
 def _table(results: dict[str, Result]) -> str:
-    """One line for each plan: median over trials of the slowest rank."""
+    """One line for each plan and phase: the slowest rank in the median trial."""
     first = next(iter(results.values()))
     lines = [
         first.config["workload"] + f", {first.config['ranks']} ranks",
         f"  {'plan':<30} {'phase':<9}" + "       ms     wait predicted    received  checks",
     ]
     for result in results.values():
-        c = result.config
-        shape = f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}"
-        plan = f"{c['method']} {shape}" + " in turn" * (not c["overlap"])
-        for phase in ("forward", "backward")[: 1 + c["backward"]]:
-            total, wait = (
-                1e3 * np.median(result.timings[f"{phase}/{part}"].max(axis=1))
-                for part in ("total", "wait")
-            )
-            known = result.predicted.get(f"{phase}/total")
-            predicted = "" if known is None else f"{1e3 * known.max():.2f}"
-            received = sum(
-                (x["received"] for key, x in result.traffic.items() if key.startswith(phase)),
-                np.zeros(1, int),
-            ).max()
+        for phase in phases_of(result):
+            x = summarise(result, [phase])
+            predicted = "" if math.isnan(x.predicted) else f"{1e3 * x.predicted:.2f}"
             lines.append(
-                f"  {plan:<30} {phase:<9}{total:>9.2f}{wait:>9.2f}{predicted:>10}{received:>12}"
-                + f"  {'passed' if result.passed else 'FAILED'}"
-                + "  (the planner's)" * c["picked"]
+                f"  {x.plan:<30} {phase:<9}{1e3 * x.seconds:>9.2f}{1e3 * x.parts['wait']:>9.2f}"
+                f"{predicted:>10}{x.received:>12}  {'passed' if x.passed else 'FAILED'}"
+                + "  (the planner's)"
+                * x.picked
             )
     return "\n".join(lines)
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import socket
+import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 from mpi4py import MPI
@@ -43,21 +49,48 @@ def run(comm: MPI.Intracomm, prog: str, body: Callable[[], int]) -> NoReturn:
 
     A CollectiveError is printed once, on rank 0, and the exit code is 2.  Anything else, Ctrl-C
     too, is of one rank alone: its traceback is printed and the whole job is aborted, so that no
-    rank waits for one that is gone.
+    rank waits for one that is gone.  A rank that is killed is named, too.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # paths need not be UTF-8
+    alive = _name_if_killed(f"{prog}: rank {comm.rank}")
     try:
         code = body()
     except CollectiveError as error:
         code = BAD_INPUT
         if comm.rank == 0:
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, MPI.Exception):
+            time.sleep(1)  # a transfer broke: if the other rank was killed, let it be named first
         print(f"{prog}: rank {comm.rank} failed", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
+        alive()
         comm.Abort(70)
     # No launcher may see a code, and end the others, before the message is out.
     comm.Barrier()
+    alive()
     sys.exit(code)
+
+
+def _name_if_killed(who: str) -> Callable[[], object]:
+    """Have a shell say so when this process ends without having called what is returned.
+
+    Launchers name a host and a process at best (MPICH's may name the wrong one), and end all other
+    ranks before any could tell.  MPICH's, when the rank's connection to it breaks: the shell keeps
+    that open until it has spoken.
+    """
+    text = f"{who} was killed (PID {os.getpid()} on {socket.gethostname()})"
+    waiting = ["/bin/sh", "-c", f"read line || echo {shlex.quote(text)} >&2"]
+    try:
+        kept = [int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else []
+        shell = subprocess.Popen(waiting, stdin=subprocess.PIPE, pass_fds=kept)
+    except (OSError, ValueError):  # no more processes, or no shell: do without
+        return lambda: None
+
+    def alive() -> None:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            shell.communicate(b"\n", timeout=1)
+
+    return alive

@@ -30,6 +30,7 @@ from a2d_mpi.masks import Mask
 from a2d_mpi.origin import provenance
 from a2d_mpi.plan import AttentionPlan
 from a2d_mpi.results import PARTS, SPAN, Check, Result
+from a2d_mpi.summary import usual_trial
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 SAMPLE = 16  # query rows and key rows that are looked at in a sampled check
@@ -300,8 +301,7 @@ def _traffic(plan: AttentionPlan, measured: list, size: int) -> dict[str, dict[s
 
 def _usual_spans(phase: str, total: np.ndarray, spans: list) -> np.ndarray:
     """Spans of the trial whose slowest rank took the median time, of all ranks."""
-    slowest = total.max(axis=1)
-    trial = int(np.argsort(slowest)[(len(slowest) - 1) // 2])
+    trial = usual_trial(total)
     rows = [
         (rank, PARTS.index(part), start, end)
         for rank, trials in enumerate(spans)

@@ -1,0 +1,410 @@
+"""drivers/bench.py and drivers/plot.py: what is in the file, whoever is killed and when."""
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import ENVIRONMENT, MPIEXEC, launch
+
+from a2d_mpi import benchmark
+from a2d_mpi.benchmark import read_benchmark
+from a2d_mpi.cost import Layout
+from a2d_mpi.results import PARTS
+from a2d_mpi.sweep import Case, parse_plan, plans_for
+
+ROOT = Path(__file__).parents[1]
+DRIVER = ROOT / "drivers" / "bench.py"
+METHODS = ("attention2d", "ring", "striped ring", "double ring")
+SMALL = ["--nheads", "4", "--headdim", "8", "--trials", "2"]
+PROFILE = """
+name = "test"
+[link.inside]
+bandwidth = 1e9
+latency = 1e-5
+[link.between]
+bandwidth = 1e9
+latency = 1e-5
+[kernel.float32.forward]
+flops = 1e10
+[kernel.float32.backward]
+flops = 1e10
+"""
+# Runs the driver after a few lines of sabotage.
+SABOTAGE = """
+import os, runpy, sys
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+{}
+sys.argv = [{driver!r}, *sys.argv[1:]]
+runpy.run_path({driver!r}, run_name="__main__")
+"""
+
+
+def bench(ranks, *options, sabotage=""):
+    command = ["-c", SABOTAGE.format(sabotage, driver=str(DRIVER))] if sabotage else [DRIVER]
+    return launch(ranks, *command, *options, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A small benchmark on 2 and on 4 ranks: its file, and what the second job printed."""
+    folder = tmp_path_factory.mktemp("bench")
+    profile, output = folder / "test.toml", folder / "bench.h5"
+    profile.write_text(PROFILE)
+    for ranks in (2, 4):
+        done = bench(
+            ranks, "--output", output, *SMALL, "--seqlens", "61", "--masks", "causal,full",
+            "--nheads-kv", "4,2", "--plans", "all,auto", "--profile", profile, "--backward",
+            "--overlap", "both" if ranks == 2 else "on", *["--resume"] * (ranks == 4),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    return output, done.stdout
+
+
+def test_everything_is_there_and_checked(finished):
+    found = read_benchmark(finished[0])
+    assert "FAILED" not in finished[1]
+    assert {result.config["ranks"] for result in found.values()} == {2, 4}
+    assert len({result.config["workload"] for result in found.values()}) == 4
+    for name, result in found.items():
+        config, ranks = result.config, result.config["ranks"]
+        assert config["name"] == name
+        assert config["rows"] * config["cols"] * config["heads"] == ranks
+        assert result.passed and set(result.checks) == {
+            *("out", "lse", "dq", "dk", "dv", "traffic", "repeat")
+        }
+        for phase in ("forward", "backward"):
+            assert result.timings[f"{phase}/total"].shape == (2, ranks)
+            seconds = [result.predicted[f"{phase}/{x}"] for x in (*PARTS, "other")]
+            assert sum(seconds) == pytest.approx(2 * result.predicted[f"{phase}/total"])
+            assert result.figures[f"{phase} lower bound"] >= 0
+        assert result.figures["memory"] > 0 and result.figures["machine"] == "test"
+        assert result.area.sum() * config["nheads"] // config["heads"] >= 61 * 31
+        assert len(result.provenance["hostnames"]) == ranks
+    picked = {}
+    for result in found.values():
+        if result.config["picked"]:
+            key = tuple(result.config[x] for x in ("workload", "ranks", "overlap"))
+            picked[key] = picked.get(key, 0) + 1
+    assert len(picked) == 4 * 2 + 4 and set(picked.values()) == {1}
+
+
+def test_spans(finished):
+    for result in read_benchmark(finished[0]).values():
+        for phase, spans in result.spans.items():
+            total = result.timings[f"{phase}/total"]
+            for rank in range(result.config["ranks"]):
+                mine = spans[spans["rank"] == rank]
+                assert (mine["start"] >= 0).all() and (mine["end"] >= mine["start"]).all()
+                whole = mine[mine["part"] == PARTS.index("total")]
+                assert len(whole) == 1 and whole["end"][0] in total[:, rank]
+                trial = list(total[:, rank]).index(whole["end"][0])
+                for part in PARTS:
+                    these = mine[mine["part"] == PARTS.index(part)]
+                    seconds = result.timings[f"{phase}/{part}"][trial, rank]
+                    assert (these["end"] - these["start"]).sum() == pytest.approx(seconds)
+
+
+def test_nothing_is_done_twice(finished, tmp_path):
+    output = tmp_path / "bench.h5"
+    shutil.copy(finished[0], output)
+    (tmp_path / ".bench.h5.123.tmp").write_text("left by a job that was killed")
+    (tmp_path / "test.toml").write_text(PROFILE)
+    options = ["--output", output, *SMALL, "--profile", tmp_path / "test.toml", "--backward"]
+    options += ["--plans", "ring,attention2d:2x1", "--seqlens", "61"]
+    before = {name: x.timings for name, x in read_benchmark(output).items()}
+    done = bench(2, *options, "--resume")
+    assert done.returncode == 0 and "2 configurations are in" in done.stdout, done.stderr
+    after = read_benchmark(output)
+    assert after.keys() == before.keys()
+    for name, timings in before.items():
+        assert all(np.array_equal(after[name].timings[x], y) for x, y in timings.items())
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["bench.h5", "test.toml"]
+
+
+@pytest.mark.parametrize("extra, text", [
+    ([], "exists: --resume adds to it"),
+    (["--resume", "--trials", "3"], "was made with trials 2, not 3"),
+    (["--resume", "--seed", "1"], "was made with seed 0, not 1"),
+    (["--resume"], "was made with machine test, not none"),
+])  # fmt: skip
+def test_refuses_to_mix(finished, extra, text):
+    profile = ["--profile", finished[0].with_name("test.toml")] * (extra != ["--resume"])
+    done = bench(2, "--output", finished[0], *SMALL, *profile, *extra)
+    assert_refused(done, text)
+
+
+def assert_refused(done, text):
+    messages = re.findall("^bench.py: error: .*$", done.stderr, re.MULTILINE)
+    assert done.returncode == 2, done.stderr
+    assert len(messages) == 1 and text in messages[0], done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("options, text", [
+    (["--plans", "ring:3"], "a plan is METHOD[:RxC[xU]][@order], all or auto, got 'ring:3'"),
+    (["--plans", "ring:1x2"], "'ring:1x2': a ring is 2x1x1"),
+    (["--plans", "star"], "no method 'star'"),
+    (["--plans", "attention2d:2x2"], "'attention2d:2x2': 2x2x1 is not 2 ranks"),
+    (["--plans", "attention2d:1x1x2", "--nheads", "3"], "2 does not divide 3 heads"),
+    (["--plans", "attention2d@xyz"], "order must be a permutation"),
+    (["--plans", "auto"], "auto needs --profile"),
+    (["--plans", ","], "a list is empty"),
+    (["--masks", "causal,none"], "mask must be one of"),
+    (["--dtypes", "int8"], "dtype must be one of"),
+    (["--seqlens", "1.5x"], "1.5x"),
+    (["--nheads-kv", "3"], "nheads_kv must divide nheads"),
+    (["--overlap", "maybe"], "on, off or both"),
+    (["--trials", "0"], "--trials must be at least 1, got 0"),
+    (["--profile", "/none.toml"], "/none.toml"),
+    (["--output", "/none/bench.h5"], "cannot write /none/bench.h5"),
+], ids=lambda x: " ".join(x) if isinstance(x, list) else "")  # fmt: skip
+def test_bad_input(tmp_path, options, text):
+    assert_refused(bench(2, "--output", tmp_path / "bench.h5", *options), text)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_result(tmp_path):
+    """Is kept, and the exit code is 1, also of the job that resumes."""
+    output = tmp_path / "bench.h5"
+    options = ["--output", output, *SMALL, "--seqlens", "64", "--plans", "attention2d:1x2,ring"]
+    done = bench(2, *options, sabotage="import a2d_mpi.backend as b; b.merge = lambda *_: None")
+    assert done.returncode == 1 and "FAILED" in done.stdout, done.stderr
+    assert not any(result.checks["out"].passed for result in read_benchmark(output).values())
+    assert bench(2, *options, "--resume").returncode == 1
+
+
+# Plots.
+
+PLOT = ROOT / "drivers" / "plot.py"
+FIGURES = ("scaling", "phases", "bytes", "model", "timeline")
+
+
+def plot(*arguments):
+    return launch(0, PLOT, *arguments, timeout=100)
+
+
+def test_plots_are_made_and_repeat(finished, tmp_path):
+    for folder in ("first", "second"):
+        done = plot(finished[0], "--output", tmp_path / folder)
+        assert done.returncode == 0, done.stderr
+    names = {f"{name}.{kind}" for name in FIGURES for kind in ("png", "svg")}
+    assert {x.name for x in (tmp_path / "first").iterdir()} == names
+    for name in names:
+        first, second = ((tmp_path / x / name).read_bytes() for x in ("first", "second"))
+        assert first == second and len(first) > 5000
+        assert first.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
+
+
+def test_plots_of_what_is_chosen(finished, tmp_path):
+    name = next(x for x in read_benchmark(finished[0]) if x.startswith("ring-2x1x1"))
+    done = plot(
+        finished[0], "--output", tmp_path, "--what", "timeline,phases", "--format", "svg",
+        "--run", name, "--ranks", "2", "--phase", "backward",
+        "--workload", "full-n61-h4-kv2-d8-float32-backward",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["phases.svg", "timeline.svg"]
+
+
+@pytest.mark.parametrize("options, text", [
+    (["--what", "pie"], "'pie' is none of scaling"),
+    (["--format", "gif"], "'gif' is none of png"),
+    (["--workload", "mine"], "no workload 'mine': causal-n61"),
+    (["--ranks", "3"], "was not run on 3 ranks"),
+    (["--run", "none"], "no run 'none'"),
+    (["--output", "/proc/none"], "/proc/none"),
+], ids=lambda x: " ".join(x) if isinstance(x, list) else "")  # fmt: skip
+def test_bad_plots(finished, tmp_path, options, text):
+    done = plot(finished[0], *["--output", tmp_path] * ("--output" not in options), *options)
+    assert done.returncode == 2
+    assert re.match("plot.py: error: .*\n$", done.stderr) and text in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plots_of_other_files(tmp_path):
+    for path in (ROOT / "data/minilm_l3_1536.h5", tmp_path / "none.h5"):
+        done = plot(path, "--output", tmp_path)
+        assert done.returncode == 2 and re.match("plot.py: error: .*\n$", done.stderr)
+
+
+# Whoever is killed.
+
+SWEEP = ["--seqlens", "256,257,258,259", "--masks", "causal,full", "--plans", "all", "--backward"]
+
+
+def start(ranks, *options):
+    return subprocess.Popen(
+        [str(x) for x in (MPIEXEC, "-n", ranks, sys.executable, DRIVER, *options)],
+        env=os.environ | ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ranks_below(pid):
+    """PIDs of all processes that came from `pid`, and what it knows of their ranks."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            parents[int(entry.name)] = int(fields[1])
+    found = [pid]
+    for parent in found:  # grows meanwhile
+        found += [child for child, its in parents.items() if its == parent]
+    ranks = {}
+    for child in found[1:]:
+        try:
+            command = Path(f"/proc/{child}/cmdline").read_text()
+            environment = Path(f"/proc/{child}/environ").read_text()
+        except OSError:
+            continue
+        rank = re.search(r"(?:^|\0)(?:PMI|OMPI_COMM_WORLD)_RANK=(\d+)", environment)
+        if rank and "bench.py" in command and not command.startswith("/bin/sh"):
+            ranks[int(rank[1])] = child
+    return found, ranks
+
+
+def kill(pids):
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_killed_at_any_moment(tmp_path):
+    """The launcher and all ranks, again and again: what was printed is there, and goes on."""
+    output = tmp_path / "bench.h5"
+    options = ["--output", output, *SMALL, *SWEEP, "--resume"]
+    moments = random.Random(0)
+    known = {}
+    for _ in range(4):
+        job = start(2, *options)
+        try:
+            # Most of the first seconds are the start of Python.
+            time.sleep(moments.uniform(1, 5))
+        finally:
+            kill(ranks_below(job.pid)[0])
+            stdout, _ = job.communicate(timeout=30)
+        if output.exists():
+            found = read_benchmark(output)
+            assert set(known) <= set(found)
+            for name, time_of_it in known.items():
+                assert found[name].provenance["utc_time"] == time_of_it
+            assert all(result.passed for result in found.values())
+            printed = re.findall(r"^(\S+), 2 ranks$", stdout, re.MULTILINE)
+            assert set(printed) <= {result.config["workload"] for result in found.values()}
+            known = {name: result.provenance["utc_time"] for name, result in found.items()}
+    done = bench(2, *options)
+    assert done.returncode == 0, done.stderr
+    found = read_benchmark(output)
+    names = {
+        c.name
+        for n in range(256, 260)
+        for mask in ("causal", "full")
+        for c in plans_for(Case(mask, n, 4, 4, 8, "float32", True), ["all"], 2, METHODS)
+        if c.method in {result.config["method"] for result in found.values()}
+    }
+    assert set(found) == names
+    assert os.listdir(tmp_path) == ["bench.h5"]
+
+
+@pytest.mark.parametrize("moment", ["while filling", "before the replacement", "after it"])
+def test_killed_while_writing(tmp_path, moment):
+    output = tmp_path / "bench.h5"
+    options = ["--output", output, *SMALL, "--seqlens", "64,65", "--plans", "ring,attention2d:1x2"]
+    # The file is made empty first, then there are two workloads of two plans each.
+    sabotage = {
+        "while filling": "import a2d_mpi.benchmark as b\nold, calls = b.fill, []\n"
+        "def fill(*x):\n    old(*x)\n    calls.append(0)\n"
+        "    if len(calls) == 3: os.kill(os.getpid(), 9)\nb.fill = fill",
+        "before the replacement": "old, calls = os.replace, []\n"
+        "def replace(*x):\n    calls.append(0)\n"
+        "    if len(calls) == 3: os.kill(os.getpid(), 9)\n    old(*x)\nos.replace = replace",
+        "after it": "old, calls = os.replace, []\n"
+        "def replace(*x):\n    old(*x)\n    calls.append(0)\n"
+        "    if len(calls) == 3: os.kill(os.getpid(), 9)\nos.replace = replace",
+    }[moment]
+    done = bench(2, *options, sabotage=sabotage)
+    assert done.returncode not in (0, 1, 2)
+    assert len(read_benchmark(output)) == (4 if moment == "after it" else 2)
+    done = bench(2, *options, "--resume")
+    assert done.returncode == 0, done.stderr
+    assert len(read_benchmark(output)) == 4
+    assert os.listdir(tmp_path) == ["bench.h5"]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_rank_that_is_killed_is_named(tmp_path, victim):
+    output = tmp_path / "bench.h5"
+    job = start(3, "--output", output, *SMALL, "--seqlens", "2048", "--trials", "100000")
+    try:
+        deadline = time.monotonic() + 60
+        while not output.exists():  # then all ranks are at work
+            assert time.monotonic() < deadline and job.poll() is None
+            time.sleep(0.1)
+        time.sleep(1)
+        killed = time.monotonic()
+        kill([ranks_below(job.pid)[1][victim]])
+        _, stderr = job.communicate(timeout=30)
+    finally:
+        kill(ranks_below(job.pid)[0])
+    assert time.monotonic() - killed < 30
+    assert job.returncode not in (0, 1, 2)
+    assert re.search(rf"bench.py: rank {victim} was killed \(PID \d+ on ", stderr), stderr
+    assert read_benchmark(output) == {}
+
+
+# What needs no ranks.
+
+
+def test_parse_plan():
+    assert parse_plan("ring", 6, METHODS) == ("ring", Layout(6, 1, 1))
+    assert parse_plan("attention2d", 6, METHODS) == ("attention2d", Layout(2, 3, 1))
+    assert parse_plan("double_ring:3x2", 6, METHODS) == ("double ring", Layout(3, 2, 1))
+    assert parse_plan("striped ring:3x1x2@ucr", 6, METHODS) == (
+        "striped ring",
+        Layout(3, 1, 2, "ucr"),
+    )
+    with pytest.raises(ValueError, match="two rings of two"):
+        parse_plan("double ring:1x6", 6, METHODS)
+
+
+def test_names_are_different():
+    configurations = [
+        c
+        for mask in ("full", "causal")
+        for backward in (False, True)
+        for kv in (8, 1)
+        for ranks in (4, 8)
+        for c in plans_for(
+            Case(mask, 64, 8, kv, 16, "float32", backward),
+            ["all", "ring", "attention2d"],
+            ranks,
+            METHODS,
+            (True, False),
+        )
+    ]
+    assert len({c.name for c in configurations}) == len(configurations) > 300
+    assert not any("/" in c.name or " " in c.name for c in configurations)
+
+
+def test_a_file_of_another_kind(tmp_path):
+    path = tmp_path / "bench.h5"
+    path.write_text("not HDF5")
+    with pytest.raises(OSError, match="cannot read"):
+        benchmark.start_benchmark(path, {}, resume=True)
+    assert path.read_text() == "not HDF5"
