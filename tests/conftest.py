@@ -105,6 +105,8 @@ def pytest_collection_modifyitems(config, items):
         for mark in item.iter_markers("mpi"):
             if mark.args or not set(mark.kwargs) <= {"min_size"}:
                 raise pytest.UsageError(f"{item.nodeid}: mpi takes min_size=N only, got {mark}")
+        if hasattr(item.module, "launch"):  # of helpers.py
+            item.add_marker("launches")
         if "comm" in item.fixturenames and not item.get_closest_marker("mpi"):
             raise pytest.UsageError(f"{item.nodeid}: uses comm but is not marked mpi")
     if not config.getoption("--with-mpi"):
