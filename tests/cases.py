@@ -14,18 +14,19 @@ GRIDS = {5: [(1, 5)], 6: [(2, 3), (3, 2)]}.get(
     SIZE, [(r, SIZE // r) for r in range(1, SIZE + 1) if SIZE % r == 0]
 )
 METHODS = [(Attention2D, grid) for grid in GRIDS] + [(RingAttention, GRIDS[-1])]
-# Double rings have the grid's rows for inner rings; the third number is that of a head axis.
-METHODS += {
-    4: [(DoubleRingAttention, (2, 2)), (Attention2D, (2, 1, 2))],
-    5: [(DoubleRingAttention, (1, 5))],
-    6: [
-        (DoubleRingAttention, (2, 3)),
-        (Attention2D, (1, 3, 2)),
-        (Attention2D, (1, 1, 6)),
-        (RingAttention, (2, 1, 3)),
-    ],
-}.get(SIZE, [])
-IDS = [f"{method.__name__}-{'x'.join(map(str, grid))}" for method, grid in METHODS]
+METHODS += {4: [(DoubleRingAttention, (2, 2))], 6: [(DoubleRingAttention, (2, 3))]}.get(SIZE, [])
+# With a head axis, the third number.
+WITH_HEADS = {
+    4: [(Attention2D, (2, 1, 2))],
+    6: [(Attention2D, (1, 3, 2)), (Attention2D, (1, 1, 6)), (DoubleRingAttention, (3, 1, 2))],
+}.get(SIZE, [(Attention2D, (1, 1, 1))])
+
+
+def label(method):
+    """Of a method and grid, for the reader."""
+    return f"{method[0].__name__}-{'x'.join(map(str, method[1]))}"
+
+
 NHEADS = 6
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 

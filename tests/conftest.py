@@ -11,6 +11,7 @@ on all of them.  Rank 0 reports; another rank prints a failure of its own to std
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -70,6 +71,8 @@ def _is_of_gpu(module):
 
 
 def _import_cupy(kind):
+    if kind == "emulated" and shutil.which("g++") is None:
+        pytest.skip("no GPU emulation: g++ is not installed")
     try:
         import cupy
 
@@ -102,6 +105,8 @@ def pytest_collection_modifyitems(config, items):
         for mark in item.iter_markers("mpi"):
             if mark.args or not set(mark.kwargs) <= {"min_size"}:
                 raise pytest.UsageError(f"{item.nodeid}: mpi takes min_size=N only, got {mark}")
+        if hasattr(item.module, "launch"):  # of helpers.py
+            item.add_marker("launches")
         if "comm" in item.fixturenames and not item.get_closest_marker("mpi"):
             raise pytest.UsageError(f"{item.nodeid}: uses comm but is not marked mpi")
     if not config.getoption("--with-mpi"):

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import IDS, METHODS, NHEADS, TENSORS, failures, inputs, run
+from cases import METHODS, NHEADS, TENSORS, WITH_HEADS, failures, inputs, label, run
 from helpers import assert_all
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
@@ -19,7 +19,7 @@ PROFILES = Path(__file__).parents[1] / "data" / "machines"
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture(scope="module", params=METHODS, ids=IDS)
+@pytest.fixture(scope="module", params=METHODS, ids=label)
 def method(request, comm):
     algorithm, shape = request.param
     grid = ProcessGrid(comm, *shape)
@@ -67,6 +67,42 @@ def test_low_precision(comm, method, mask, dtype, seqlen):
         if plan.traffic.bytes != plan.predicted_traffic():
             bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
         plan.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.parametrize("algorithm", WITH_HEADS, ids=label)
+@pytest.mark.parametrize("seqlen", [3, 101])
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_head_axis(comm, algorithm, distribution, seqlen):
+    """Both masks, key heads shared and not, 16 bits too; the same bits without overlap."""
+    grid, bad = ProcessGrid(comm, *algorithm[1]), []
+    for mask, nheads_kv, dtype in (
+        (Full(), NHEADS, "float32"),
+        (Causal(), 1, "float64"),
+        (Causal(), NHEADS, "bfloat16"),
+        (Causal(), 1, "float16"),
+    ):
+        results = []
+        for overlap in (True, False):
+            plan = algorithm[0](
+                grid,
+                mask,
+                seqlen=seqlen,
+                nheads=NHEADS,
+                nheads_kv=nheads_kv,
+                headdim=16,
+                dtype=dtype,
+                distribution=distribution,
+                overlap=overlap,
+            )
+            results.append(run(plan, *inputs(seqlen, nheads_kv, 16, 1.0, dtype)))
+            bad += failures(plan, results[-1], mask, seqlen, nheads_kv, 16)
+            if plan.traffic.bytes != plan.predicted_traffic():
+                bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
+            plan.free()
+        one, other = results
+        bad += [f"{x} differs" for x in TENSORS if one[x].tobytes() != other[x].tobytes()]
+    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 

@@ -4,14 +4,18 @@ On the emulated GPU of tests/emulated always, on a real one where there is one.
 """
 
 import re
+import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import IDS, METHODS, TENSORS, failures, inputs, run
+from cases import METHODS, TENSORS, WITH_HEADS, failures, inputs, label, run
 from helpers import assert_all, launch
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
+from a2d_mpi.backend import DTYPES
+from a2d_mpi.masks import MASKS
 from a2d_mpi.results import read_result
 from a2d_mpi.transport import gpu_aware
 
@@ -24,7 +28,7 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module", params=METHODS, ids=IDS)
+@pytest.fixture(scope="module", params=[*METHODS, WITH_HEADS[-1]], ids=label)
 def method(request, comm):
     algorithm, shape = request.param
     grid = ProcessGrid(comm, *shape)
@@ -41,11 +45,20 @@ def on(cupy, comm, request):
     return lambda plan, *tensors: run(plan, *tensors, cupy.asarray, cupy.asnumpy)
 
 
+# All on a real GPU; emulated, each one once.
+CASES = [
+    *product(["real"], ["full", "causal"], DTYPES, ["device", "host"]),
+    ("emulated", "full", "float32", "device"),
+    ("emulated", "causal", "float64", "host"),
+    ("emulated", "causal", "float16", "device"),
+    ("emulated", "causal", "bfloat16", "host"),
+]
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize("transfers", ["device", "host"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
+@pytest.mark.parametrize("cupy, mask, dtype, transfers", CASES, indirect=["cupy"])
 def test_results_and_traffic(comm, cupy, on, method, mask, dtype, transfers, monkeypatch):
+    mask = MASKS[mask]()
     monkeypatch.setattr("a2d_mpi.transport.STAGED_MESSAGE", 700)
     bad = []
     for seqlen, nheads_kv, headdim in SIZES[cupy.kind]:
@@ -135,6 +148,8 @@ def test_masks_of_two_intervals(comm, cupy, on, method):
 
 def drive(monkeypatch, ranks, program, *options, gpus=1):
     """A driver on the emulated GPU."""
+    if shutil.which("g++") is None:
+        pytest.skip("no GPU emulation: g++ is not installed")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"))
     monkeypatch.setenv("EMULATED_GPUS", str(gpus))
     return launch(ranks, ROOT / "drivers" / program, *options, timeout=120)
@@ -186,8 +201,8 @@ def test_benchmark(monkeypatch, what, ranks):
 
 
 def test_who_says_that_mpi_takes_device_memory(monkeypatch):
-    for name in ("A2D_MPI_TRANSFERS", "MPICH_GPU_SUPPORT_ENABLED"):
-        monkeypatch.delenv(name, raising=False)
+    for variable in ("A2D_MPI_TRANSFERS", "MPICH_GPU_SUPPORT_ENABLED"):
+        monkeypatch.delenv(variable, raising=False)
     assert not gpu_aware()[0]  # the MPI of a wheel
     monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")
     assert gpu_aware() == (True, "MPICH_GPU_SUPPORT_ENABLED")

@@ -75,5 +75,8 @@ def _rings(layout: Layout, p: Problem, cell: int, backward: bool, double: bool) 
     blocks = min(2, inner - 1) + (min(2, layout.rows - 1) if double else 0)
     total += blocks * block * p.kv
     if backward:
-        total += (min(2, steps) + (2 * (steps > 1))) * block * p.dkv
+        buffers = min(2, steps) + 2 * (steps > 1)
+        if double and layout.rows > 1 and inner > 1:
+            buffers += 2  # the sums over groups, on their way between these
+        total += buffers * block * p.dkv
     return total

@@ -383,7 +383,7 @@ class AttentionPlan:
                         f"this part needs {shape} and {dtype}"
                     )
                 if not devices[0].owns(x):
-                    raise ValueError(f"{name} is not on the same device as {next(iter(arrays))}")
+                    raise ValueError(f"{name} is not on the device that is current")
             self._engine.move_to(devices[0])
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or type(error).__name__
