@@ -1,19 +1,13 @@
-"""drivers/bench.py and drivers/plot.py: what is in the file, whoever is killed and when."""
+"""drivers/bench.py and drivers/plot.py: what is in the file, and what is refused."""
 
 import os
-import random
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ENVIRONMENT, MPIEXEC, launch
+from helpers import launch
 
 from a2d_mpi import benchmark
 from a2d_mpi.benchmark import read_benchmark
@@ -235,137 +229,6 @@ def test_plots_of_other_files(tmp_path):
     for path in (ROOT / "data/minilm_l3_1536.h5", tmp_path / "none.h5"):
         done = plot(path, "--output", tmp_path)
         assert done.returncode == 2 and re.match("plot.py: error: .*\n$", done.stderr)
-
-
-# Whoever is killed.
-
-SWEEP = ["--seqlens", "256,257,258,259", "--masks", "causal,full", "--plans", "all", "--backward"]
-
-
-def start(ranks, *options):
-    return subprocess.Popen(
-        [str(x) for x in (MPIEXEC, "-n", ranks, sys.executable, DRIVER, *options)],
-        env=os.environ | ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def ranks_below(pid):
-    """PIDs of all processes that came from `pid`, and what it knows of their ranks."""
-    parents = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(fields[1])
-    found = [pid]
-    for parent in found:  # grows meanwhile
-        found += [child for child, its in parents.items() if its == parent]
-    ranks = {}
-    for child in found[1:]:
-        try:
-            command = Path(f"/proc/{child}/cmdline").read_text()
-            environment = Path(f"/proc/{child}/environ").read_text()
-        except OSError:
-            continue
-        rank = re.search(r"(?:^|\0)(?:PMI|OMPI_COMM_WORLD)_RANK=(\d+)", environment)
-        if rank and "bench.py" in command and not command.startswith("/bin/sh"):
-            ranks[int(rank[1])] = child
-    return found, ranks
-
-
-def kill(pids):
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def test_killed_at_any_moment(tmp_path):
-    """The launcher and all ranks, again and again: what was printed is there, and goes on."""
-    output = tmp_path / "bench.h5"
-    options = ["--output", output, *SMALL, *SWEEP, "--resume"]
-    moments = random.Random(0)
-    known = {}
-    for _ in range(4):
-        job = start(2, *options)
-        try:
-            # Most of the first seconds are the start of Python.
-            time.sleep(moments.uniform(1, 5))
-        finally:
-            kill(ranks_below(job.pid)[0])
-            stdout, _ = job.communicate(timeout=30)
-        if output.exists():
-            found = read_benchmark(output)
-            assert set(known) <= set(found)
-            for name, time_of_it in known.items():
-                assert found[name].provenance["utc_time"] == time_of_it
-            assert all(result.passed for result in found.values())
-            printed = re.findall(r"^(\S+), 2 ranks$", stdout, re.MULTILINE)
-            assert set(printed) <= {result.config["workload"] for result in found.values()}
-            known = {name: result.provenance["utc_time"] for name, result in found.items()}
-    done = bench(2, *options)
-    assert done.returncode == 0, done.stderr
-    found = read_benchmark(output)
-    names = {
-        c.name
-        for n in range(256, 260)
-        for mask in ("causal", "full")
-        for c in plans_for(Case(mask, n, 4, 4, 8, "float32", True), ["all"], 2, METHODS)
-        if c.method in {result.config["method"] for result in found.values()}
-    }
-    assert set(found) == names
-    assert os.listdir(tmp_path) == ["bench.h5"]
-
-
-@pytest.mark.parametrize("moment", ["while filling", "before the replacement", "after it"])
-def test_killed_while_writing(tmp_path, moment):
-    output = tmp_path / "bench.h5"
-    options = ["--output", output, *SMALL, "--seqlens", "64,65", "--plans", "ring,attention2d:1x2"]
-    # The file is made empty first, then there are two workloads of two plans each.
-    sabotage = {
-        "while filling": "import a2d_mpi.benchmark as b\nold, calls = b.fill, []\n"
-        "def fill(*x):\n    old(*x)\n    calls.append(0)\n"
-        "    if len(calls) == 3: os.kill(os.getpid(), 9)\nb.fill = fill",
-        "before the replacement": "old, calls = os.replace, []\n"
-        "def replace(*x):\n    calls.append(0)\n"
-        "    if len(calls) == 3: os.kill(os.getpid(), 9)\n    old(*x)\nos.replace = replace",
-        "after it": "old, calls = os.replace, []\n"
-        "def replace(*x):\n    old(*x)\n    calls.append(0)\n"
-        "    if len(calls) == 3: os.kill(os.getpid(), 9)\nos.replace = replace",
-    }[moment]
-    done = bench(2, *options, sabotage=sabotage)
-    assert done.returncode not in (0, 1, 2)
-    assert len(read_benchmark(output)) == (4 if moment == "after it" else 2)
-    done = bench(2, *options, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert len(read_benchmark(output)) == 4
-    assert os.listdir(tmp_path) == ["bench.h5"]
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_rank_that_is_killed_is_named(tmp_path, victim):
-    output = tmp_path / "bench.h5"
-    job = start(3, "--output", output, *SMALL, "--seqlens", "2048", "--trials", "100000")
-    try:
-        deadline = time.monotonic() + 60
-        while not output.exists():  # then all ranks are at work
-            assert time.monotonic() < deadline and job.poll() is None
-            time.sleep(0.1)
-        time.sleep(1)
-        killed = time.monotonic()
-        kill([ranks_below(job.pid)[1][victim]])
-        _, stderr = job.communicate(timeout=30)
-    finally:
-        kill(ranks_below(job.pid)[0])
-    assert time.monotonic() - killed < 30
-    assert job.returncode not in (0, 1, 2)
-    assert re.search(rf"bench.py: rank {victim} was killed \(PID \d+ on ", stderr), stderr
-    assert read_benchmark(output) == {}
 
 
 # What needs no ranks.
