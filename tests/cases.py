@@ -14,12 +14,16 @@ GRIDS = {5: [(1, 5)], 6: [(2, 3), (3, 2)]}.get(
     SIZE, [(r, SIZE // r) for r in range(1, SIZE + 1) if SIZE % r == 0]
 )
 METHODS = [(Attention2D, grid) for grid in GRIDS] + [(RingAttention, GRIDS[-1])]
-METHODS += {4: [(DoubleRingAttention, (2, 2))], 6: [(DoubleRingAttention, (2, 3))]}.get(SIZE, [])
-# With a head axis, the third number.
-WITH_HEADS = {
-    4: [(Attention2D, (2, 1, 2))],
-    6: [(Attention2D, (1, 3, 2)), (Attention2D, (1, 1, 6)), (DoubleRingAttention, (3, 1, 2))],
-}.get(SIZE, [(Attention2D, (1, 1, 1))])
+# In fewer cases: with a head axis, the third number; double rings, whose loops are the ring's.
+OTHERS = {
+    4: [(DoubleRingAttention, (2, 2)), (Attention2D, (2, 1, 2))],
+    6: [
+        (DoubleRingAttention, (2, 3)),
+        (Attention2D, (1, 3, 2)),
+        (Attention2D, (1, 1, 6)),
+        (DoubleRingAttention, (3, 1, 2)),
+    ],
+}.get(SIZE, [(DoubleRingAttention, (SIZE, 1))])
 
 
 def label(method):

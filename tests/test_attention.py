@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import METHODS, NHEADS, TENSORS, WITH_HEADS, failures, inputs, label, run
+from cases import METHODS, NHEADS, OTHERS, TENSORS, failures, inputs, label, run
 from helpers import assert_all
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
@@ -70,10 +70,10 @@ def test_low_precision(comm, method, mask, dtype, seqlen):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.parametrize("algorithm", WITH_HEADS, ids=label)
+@pytest.mark.parametrize("algorithm", OTHERS, ids=label)
 @pytest.mark.parametrize("seqlen", [3, 101])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_head_axis(comm, algorithm, distribution, seqlen):
+def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
     """Both masks, key heads shared and not, 16 bits too; the same bits without overlap."""
     grid, bad = ProcessGrid(comm, *algorithm[1]), []
     for mask, nheads_kv, dtype in (

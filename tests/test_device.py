@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import METHODS, TENSORS, WITH_HEADS, failures, inputs, label, run
+from cases import METHODS, OTHERS, TENSORS, failures, inputs, label, run
 from helpers import assert_all, launch
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
@@ -28,7 +28,7 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module", params=[*METHODS, WITH_HEADS[-1]], ids=label)
+@pytest.fixture(scope="module", params=[*METHODS, OTHERS[-1]], ids=label)
 def method(request, comm):
     algorithm, shape = request.param
     grid = ProcessGrid(comm, *shape)
