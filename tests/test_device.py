@@ -28,7 +28,9 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module", params=[METHODS[-2], METHODS[-1], OTHERS[-1]], ids=label)
+@pytest.fixture(
+    scope="module", params=[METHODS[(len(METHODS) - 1) // 2], METHODS[-1], OTHERS[-1]], ids=label
+)
 def method(request, comm):
     algorithm, shape = request.param
     grid = ProcessGrid(comm, *shape)
