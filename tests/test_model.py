@@ -265,7 +265,8 @@ def test_calibrate(tmp_path):
                          ("--dtype=int8", "invalid choice")):  # fmt: skip
         done = launch(2, *command, bad, timeout=60)
         assert done.returncode == 2 and message in done.stderr
-        assert len(done.stderr.splitlines()) == 1
+        # Open MPI's launcher adds a few lines of its own.
+        assert done.stderr.count("calibrate.py: error:") == 1 and "Traceback" not in done.stderr
 
 
 def test_no_mpi_for_plans():
