@@ -16,7 +16,7 @@ from tqdm import tqdm
 from a2d_mpi import Attention2D, DoubleRingAttention, ProcessGrid, RingAttention, cost
 from a2d_mpi.atomic import check_writable
 from a2d_mpi.backend import DTYPES
-from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
+from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
 from a2d_mpi.comm import agree
 from a2d_mpi.distribution import DISTRIBUTIONS
 from a2d_mpi.machine import read_machine
@@ -83,10 +83,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Run the driver; returns the exit code."""
     comm = MPI.COMM_WORLD
-    args = together(comm, lambda: build_parser(comm).parse_args(argv))
-    # All options: one that differs would send the ranks different ways.  Not the path: nodes may
-    # have the file in different places.
-    agree(comm, None, {f"--{name}": x for name, x in vars(args).items() if name != "input"})
+    # Nodes may have the file in different places.
+    args = arguments(comm, build_parser, argv, apart=("input",))
     info = together(comm, lambda: _validated(args))
     agree(comm, None, {"dout in the input file": info.has_dout})
     if args.output:

@@ -34,8 +34,7 @@ from tqdm import tqdm
 
 from a2d_mpi import ProcessGrid
 from a2d_mpi.benchmark import add_results, start_benchmark
-from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
-from a2d_mpi.comm import agree
+from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
 from a2d_mpi.cost import Layout
 from a2d_mpi.machine import Machine, parse_count, read_machine
 from a2d_mpi.masks import MASKS
@@ -92,8 +91,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Run the driver; returns the exit code."""
     comm = MPI.COMM_WORLD
-    args = together(comm, lambda: build_parser(comm).parse_args(argv))
-    agree(comm, None, {f"--{name}": x for name, x in vars(args).items()})
+    args = arguments(comm, build_parser, argv)
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
     sweep, settings, machine, done = prepared
     device = open_device(comm, args.device)

@@ -20,8 +20,7 @@ from mpi4py import MPI
 
 from a2d_mpi import Attention2D, ProcessGrid, cost
 from a2d_mpi.check import check_attention
-from a2d_mpi.cli import FAILED_CHECK, Parser, run, together
-from a2d_mpi.comm import agree
+from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
 from a2d_mpi.masks import MASKS
 from a2d_mpi.transport import TRANSFERS, gpu_aware
 
@@ -47,8 +46,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     comm = MPI.COMM_WORLD
-    args = together(comm, lambda: build_parser(comm).parse_args(argv))
-    agree(comm, None, {f"--{name}": x for name, x in vars(args).items()})
+    args = arguments(comm, build_parser, argv)
     device, sharing = together(comm, _import_cuda).bind_gpu(comm)
     if comm.rank == 0:
         aware, why = gpu_aware(args.transfers)

@@ -19,8 +19,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi import Attention2D, ProcessGrid
-from a2d_mpi.cli import Parser, run, together
-from a2d_mpi.comm import agree
+from a2d_mpi.cli import Parser, arguments, run
 from a2d_mpi.masks import MASKS
 from a2d_mpi.transport import PROGRESS
 
@@ -40,8 +39,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     comm = MPI.COMM_WORLD
-    args = together(comm, lambda: build_parser(comm).parse_args(argv))
-    agree(comm, None, {f"--{name}": x for name, x in vars(args).items()})
+    args = arguments(comm, build_parser, argv)
     if comm.rank == 0:
         print("grid  pass      compute transfer |    off" + "".join(f"{x:>8}" for x in PROGRESS)
               + "   best/compute  hidden")  # fmt: skip

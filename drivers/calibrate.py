@@ -24,8 +24,7 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.atomic import check_writable
 from a2d_mpi.backend import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.calibration import Sample, fit_kernel, fit_link, write_machine
-from a2d_mpi.cli import Parser, run, together
-from a2d_mpi.comm import agree
+from a2d_mpi.cli import Parser, arguments, run, together
 from a2d_mpi.machine import PHASES, Link, Machine
 from a2d_mpi.masks import Causal, Full
 from a2d_mpi.merge import merge
@@ -64,8 +63,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
 def main(argv: list[str] | None = None) -> int:
     """Run the driver; returns the exit code."""
     comm = MPI.COMM_WORLD
-    args = together(comm, lambda: build_parser(comm).parse_args(argv))
-    agree(comm, None, {f"--{name}": x for name, x in vars(args).items()})
+    args = arguments(comm, build_parser, argv)
     where = together(comm, lambda: _validated(args, Place(comm)))
     together(comm, lambda: check_writable(args.output, 1 << 16), on=0)
     dtypes = args.dtype or ["float32"]

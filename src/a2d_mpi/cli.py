@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import socket
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
@@ -18,7 +19,7 @@ from mpi4py import MPI
 from a2d_mpi.comm import CollectiveError, agree
 from a2d_mpi.options import BAD_INPUT, FAILED_CHECK, Parser
 
-__all__ = ["BAD_INPUT", "FAILED_CHECK", "Parser", "run", "together"]
+__all__ = ["BAD_INPUT", "FAILED_CHECK", "Parser", "arguments", "run", "together"]
 
 T = TypeVar("T")
 
@@ -42,6 +43,26 @@ def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) 
             problem = str(error) or type(error).__name__
     agree(comm, problem)
     return value
+
+
+def arguments(
+    comm: MPI.Intracomm,
+    build_parser: Callable[[MPI.Intracomm], Parser],
+    argv: Sequence[str] | None = None,
+    apart: Container[str] = (),
+) -> argparse.Namespace:
+    """The options of a program: parsed on all ranks, and the same on all but those in `apart`.
+
+    Collective over `comm`.  One that differs would send the ranks different ways.
+
+    Raises
+    ------
+    CollectiveError
+        On all ranks, if any has a wrong one or they differ.
+    """
+    args = together(comm, lambda: build_parser(comm).parse_args(argv))
+    agree(comm, None, {f"--{name}": x for name, x in vars(args).items() if name not in apart})
+    return args
 
 
 def run(comm: MPI.Intracomm, prog: str, body: Callable[[], int]) -> NoReturn:

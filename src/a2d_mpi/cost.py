@@ -26,7 +26,8 @@ Bytes = dict[tuple[str, str], list[int]]
 Move = tuple[str, str, tuple[int, ...], int, int, int]
 
 METHODS = ("attention2d", "ring", "striped ring", "double ring")
-MAX_MESSAGE = 1 << 30  # bytes; larger tensors go in several, as in `a2d_mpi.transport`
+# MPI counts are ints and some transports fail beyond 2 GiB: larger tensors go in several messages.
+MAX_MESSAGE = 1 << 30  # bytes
 
 
 @dataclass(frozen=True)

@@ -384,11 +384,11 @@ class AttentionPlan:
                     )
                 if not devices[0].owns(x):
                     raise ValueError(f"{name} is not on the device that is current")
-            self._engine.move_to(devices[0])
+            engine.move_to(devices[0])
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or type(error).__name__
         engine.connect(self.grid.comm, problem)
-        return [self._engine.device.contiguous(x) for x in arrays.values()]
+        return [engine.device.contiguous(x) for x in arrays.values()]
 
     def _poll(self) -> None:
         if self.overlap and self.grid.comm.size > 1:

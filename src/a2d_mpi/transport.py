@@ -21,9 +21,8 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.backend import Array
+from a2d_mpi.cost import MAX_MESSAGE
 
-# MPI counts are ints and some transports fail beyond 2 GiB: larger tensors go in several messages.
-MAX_MESSAGE = 1 << 30
 STAGED_MESSAGE = 4 << 20  # the unit of copies through the host
 TRANSFERS = ("auto", "device", "host")
 
