@@ -24,6 +24,8 @@ OTHERS = {
         (DoubleRingAttention, (3, 1, 2)),
     ],
 }.get(SIZE, [(DoubleRingAttention, (SIZE, 1))])
+# Grids on which chunks travel in units, or a rank's own is cut.
+UNITS = {4: [(2, 2), (1, 4), (2, 1, 2)], 6: [(2, 3), (3, 2), (1, 2, 3)]}.get(SIZE, [(1, SIZE)])
 
 
 def label(method):

@@ -13,15 +13,26 @@ what is finished, wait only for what is needed next.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from a2d_mpi.backend import Array
 from a2d_mpi.comm import Channel, Gather, Partials, slices
-from a2d_mpi.masks import intervals_of
+from a2d_mpi.cost import cut, cut_own
+from a2d_mpi.masks import key_areas, query_areas
 from a2d_mpi.plan import AttentionPlan
 
-ALL = None  # in place of a chunk: all chunks of the row's queries, or of the column's keys
+
+class Unit(NamedTuple):
+    """Some tokens of a chunk: for others than my own, what one message brings."""
+
+    owner: int | None
+    number: int | None = None  # of the chunk's cuts; None: the whole chunk
+
+
+ALL = Unit(None)  # all chunks of the row's queries, or of the column's keys
+Piece = tuple[Unit, Unit]  # queries, keys
 Tensors = list[Array]
 
 
@@ -41,19 +52,34 @@ class Attention2D(AttentionPlan):
 
     def _set_up(self):
         grid, layer = self.grid, self._exchange
-        self._row = Channel(grid.row_comm, "row", self.traffic)
-        self._col = Channel(grid.col_comm, "col", self.traffic)
+        row = self._row = Channel(grid.row_comm, "row", self.traffic)
+        col = self._col = Channel(grid.col_comm, "col", self.traffic)
         q_parts, k_parts = self._tile_parts(grid.row, grid.col)
         self._q_counts, self._k_counts = [len(x) for x in q_parts], [len(x) for x in k_parts]
+        # Only among *sorted* keys is what a query sees an interval.
+        q_all, k_all = np.concatenate(q_parts), np.concatenate(k_parts)
+        order = np.argsort(k_all)
+        self._sort = None if (np.diff(order) == 1).all() else order
         # One of the two reductions of the backward pass is finished piece by piece and travels
         # while later pieces are computed; the other is left for the end: the smaller one.
         self._by_query = (grid.cols - 1) * layer.nheads >= 2 * (grid.rows - 1) * layer.nheads_kv
-        pieces = dict.fromkeys([*self._pieces(by_query=True), *self._pieces(self._by_query)])
-        self._intervals = intervals_of(self.mask, q_parts, k_parts, pieces)
-        # Only among *sorted* keys is what a query sees an interval.
-        order = np.argsort(np.concatenate(k_parts))
-        self._sort = None if (np.diff(order) == 1).all() else order
-        return self._row, self._col
+        self._q_cuts = [cut(n, grid.cols) for n in self._q_counts]
+        self._k_cuts = [cut(n, grid.rows) for n in self._k_counts]
+        q_mine, k_mine = q_parts[row.rank], k_parts[col.rank]
+        self._q_cuts[row.rank] = cut_own(
+            query_areas(self.mask.intervals(q_mine, k_all[order])), row.size
+        )
+        self._k_cuts[col.rank] = cut_own(
+            key_areas(self.mask.intervals(q_all, k_mine), len(k_mine)), col.size
+        )
+        self._intervals = {
+            (x, y): self.mask.intervals(
+                q_all if x is ALL else q_parts[x.owner][self._q_rows(x)],
+                k_all[order] if y is ALL else k_parts[y.owner][self._k_rows(y)],
+            )
+            for x, y in {*self._pieces(by_query=True), *self._pieces(self._by_query)}
+        }
+        return row, col
 
     def _forward(self, q, k, v):
         queries = Gather(self._row, {"q": q}, self._q_counts, self._engine.work)
@@ -62,21 +88,18 @@ class Attention2D(AttentionPlan):
         # Partial outs are like q: they travel in the dtype of the tensors.
         partials = Partials(self._row, "out", [q, lse], self._engine.work, hold=not self.overlap)
 
-        for i, j, (q_i,), (k_j, v_j) in self._steps(queries, keys, by_query=True):
-            mine, first = i == self._row.rank, j == self._col.rank
-            if mine and first:
-                target = [out, lse]
-            else:
-                # One buffer per owner, as it is being sent; one for all chunks of my own.
-                key = "own" if mine else i
-                target = [self._buffer((x, key), x, len(q_i), wide=mine) for x in ("out", "lse")]
+        for (x, y), (q_x,), (k_y, v_y) in self._steps(queries, keys, by_query=True):
+            rows, mine = self._q_rows(x), x.owner == self._row.rank
+            fresh = mine and (y is ALL or y.owner == self._col.rank)
+            to = [out, lse] if fresh else self._partial_out(x.owner)
+            target = [t[rows] for t in to]
             with self._engine.clock("compute"):
-                self._engine.tile.forward(q_i, k_j, v_j, self._intervals[i, j], *target)
+                self._engine.tile.forward(q_x, k_y, v_y, self._intervals[x, y], *target)
             if not mine:
-                partials.send(i, target)
-            elif not first:
+                partials.send(x.owner, to, x.number)
+            elif not fresh:
                 with self._engine.clock("merge"):
-                    self._engine.device.merge(out, lse, *target)
+                    self._engine.device.merge(out[rows], lse[rows], *target)
 
         partials.release()
         for partial in partials.receive():
@@ -104,18 +127,21 @@ class Attention2D(AttentionPlan):
         dq_partials = Partials(self._row, "dq", [dq_mine], self._engine.work, hold)
         dkv_partials = Partials(self._col, "dkv", [dk_mine, dv_mine], self._engine.work, hold)
 
-        for i, j, (dout_i, q_i, lse_i, delta_i), (k_j, v_j) in self._steps(
+        for (x, y), (dout_x, q_x, lse_x, delta_x), (k_y, v_y) in self._steps(
             queries, keys, self._by_query
         ):
-            gradients = (dq if i is ALL else dq_of[i], *(dkv_sorted if j is ALL else dkv_of[j]))
+            gradients = (
+                dq if x is ALL else dq_of[x.owner][self._q_rows(x)],
+                *(dkv_sorted if y is ALL else (t[self._k_rows(y)] for t in dkv_of[y.owner])),
+            )
             with self._engine.clock("compute"):
                 self._engine.tile.backward(
-                    dout_i, q_i, k_j, v_j, lse_i, delta_i, self._intervals[i, j], *gradients
+                    dout_x, q_x, k_y, v_y, lse_x, delta_x, self._intervals[x, y], *gradients
                 )
-            if j is ALL:
-                dq_partials.send(i, [dq_of[i]])
-            elif i is ALL:
-                dkv_partials.send(j, dkv_of[j])
+            if y is ALL and x.owner != self._row.rank:
+                dq_partials.send(x.owner, [dq_of[x.owner]], x.number)
+            elif x is ALL and y.owner != self._col.rank:
+                dkv_partials.send(y.owner, dkv_of[y.owner], y.number)
         if self._by_query:
             if dkv_sorted is not dkv:
                 with self._engine.clock("merge"):
@@ -137,42 +163,52 @@ class Attention2D(AttentionPlan):
             transfer.finish()
         return dq_mine, dk_mine, dv_mine
 
-    def _pieces(self, by_query: bool) -> list[tuple[int | None, int | None]]:
-        """Pieces (query chunk, key chunk) of this rank's tile, in the order of the work.
+    def _pieces(self, by_query: bool) -> list[Piece]:
+        """Pieces of this rank's tile, in the order of the work.
 
-        By query: my own queries meet each key chunk as it arrives, then the other owners' queries
-        meet all keys at once, owner by owner.  By key: the same with the roles exchanged.
+        By query: the first of my own queries meet each key chunk as it arrives, then the other
+        owners' queries meet all keys at once, owner by owner; the rest of my own come last, while
+        the partial results of the others travel.  By key: the same with the roles exchanged.
         """
-        row, col = self._row, self._col
-        if by_query:
-            return [
-                *((row.rank, j) for j in (col.rank, *col.peers)),
-                *((i, ALL) for i in row.peers),
-            ]
-        return [
-            *((i, col.rank) for i in (row.rank, *row.peers)),
-            *((ALL, j) for j in col.peers),
-        ]
+        if not by_query:
+            sides = (self._col, self._k_cuts), (self._row, self._q_cuts)
+            return [(x, y) for y, x in _order(*sides)]
+        return _order((self._row, self._q_cuts), (self._col, self._k_cuts))
 
     def _steps(
         self, queries: Gather, keys: Gather, by_query: bool
-    ) -> Iterator[tuple[int | None, int | None, Tensors, Tensors]]:
+    ) -> Iterator[tuple[Piece, Tensors, Tensors]]:
         """Yield each piece, with the tensors of its queries and keys, when these are here."""
         if not self.overlap:
             queries.wait()
             keys.wait()
         sorted_keys = None
-        for i, j in self._pieces(by_query):
-            queries.wait(i)
-            keys.wait(j)
-            if j is ALL and sorted_keys is None:
+        for x, y in self._pieces(by_query):
+            queries.wait(*x)
+            keys.wait(*y)
+            if y is ALL and sorted_keys is None:
                 sorted_keys = self._sorted(keys.whole)
             yield (
-                i,
-                j,
-                queries.whole if i is ALL else queries.chunk(i),
-                sorted_keys if j is ALL else keys.chunk(j),
+                (x, y),
+                queries.whole
+                if x is ALL
+                else [t[self._q_rows(x)] for t in queries.chunk(x.owner)],
+                sorted_keys if y is ALL else [t[self._k_rows(y)] for t in keys.chunk(y.owner)],
             )
+
+    def _q_rows(self, x: Unit) -> slice:
+        """Where the queries of a unit lie in their chunk; `_k_rows`: the same for keys."""
+        return slice(None) if x.number is None else self._q_cuts[x.owner][x.number]
+
+    def _k_rows(self, y: Unit) -> slice:
+        return slice(None) if y.number is None else self._k_cuts[y.owner][y.number]
+
+    def _partial_out(self, owner: int) -> Tensors:
+        """Buffers for queries of an owner: as they are sent; for my own as they are computed."""
+        mine, n = owner == self._row.rank, self._q_counts[owner]
+        return [
+            self._buffer((x, "own" if mine else owner), x, n, wide=mine) for x in ("out", "lse")
+        ]
 
     def _sorted(self, tensors: Tensors) -> Tensors:
         if self._sort is None:
@@ -195,3 +231,18 @@ class Attention2D(AttentionPlan):
         rank = self.grid.comm.rank if rank is None else rank
         queries, keys = self._tile_parts(*divmod(rank // self.grid.heads, self.grid.cols))
         return self.mask.area(np.concatenate(queries), np.sort(np.concatenate(keys)))
+
+
+def _order(early: tuple[Channel, list], late: tuple[Channel, list]) -> list[Piece]:
+    """Pairs of units: `early`'s partial results are sent one by one, `late`'s chunks awaited."""
+    (channel, cuts), (other, other_cuts) = early, late
+    mine, *rest = [Unit(channel.rank, u) for u in range(len(cuts[channel.rank]))]
+    return [
+        *((mine, y) for y in (Unit(other.rank), *_units(other, other_cuts))),
+        *((x, ALL) for x in (*_units(channel, cuts), *rest)),
+    ]
+
+
+def _units(channel: Channel, cuts: list) -> list[Unit]:
+    """All that the others of a channel send, nearest following first."""
+    return [Unit(peer, u) for peer in channel.peers for u in range(len(cuts[peer]))]

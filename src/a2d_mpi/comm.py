@@ -14,6 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.backend import Array, Workspace
+from a2d_mpi.cost import cut
 from a2d_mpi.transport import HostTransport
 
 
@@ -151,8 +152,9 @@ class Channel:
 class Gather:
     """Every rank of a channel gets the parts of all others, chunk by chunk.
 
-    All receives and all sends of the own part are posted at once; a chunk may be used after
-    ``wait(peer)``, and the local arrays changed after ``finish()``.
+    All receives and all sends of the own part are posted at once; a chunk, or one of the units in
+    which it travels (`a2d_mpi.cost.cut`), may be used after ``wait(peer)``, and the local arrays
+    changed after ``finish()``.
 
     Parameters
     ----------
@@ -189,12 +191,19 @@ class Gather:
                 for name, x in local.items()
             ]
         self._receives = {
-            peer: channel.irecv(self.chunk(peer), peer, self._TAG) for peer in channel.peers
+            peer: [
+                channel.irecv([x[s] for x in self.chunk(peer)], peer, tag)
+                for tag, s in _tagged_units(counts[peer], channel.size, self._TAG)
+            ]
+            for peer in channel.peers
         }
         # My chunk is the first one that the rank before me wants, the last for the one after me.
         mine = list(local.values())
         self._sends = [
-            r for p in reversed(channel.peers) for r in channel.isend(mine, p, self._TAG)
+            r
+            for peer in reversed(channel.peers)
+            for tag, s in _tagged_units(counts[channel.rank], channel.size, self._TAG)
+            for r in channel.isend([x[s] for x in mine], peer, tag)
         ]
         if channel.size > 1:
             for own, x in zip(self.chunk(channel.rank), mine, strict=True):
@@ -204,11 +213,13 @@ class Gather:
         """The part of `rank` of each tensor, inside `whole`."""
         return [x[self._slices[rank]] for x in self.whole]
 
-    def wait(self, rank: int | None = None) -> None:
-        """Wait for the chunk of `rank` (at once for my own), or for all chunks."""
+    def wait(self, rank: int | None = None, unit: int | None = None) -> None:
+        """Wait for all chunks, that of `rank` (at once for my own), or one of its units."""
         for peer in self._channel.peers if rank is None else [rank]:
-            if requests := self._receives.get(peer):
-                self._channel.wait(requests)
+            receives = self._receives.get(peer, [])
+            for requests in receives if unit is None else receives[unit : unit + 1]:
+                if requests:
+                    self._channel.wait(requests)
 
     def finish(self) -> None:
         """Wait until my part has left."""
@@ -242,7 +253,7 @@ class Partials:
         hold: bool = False,
     ) -> None:
         self._channel = channel
-        self._held: list[tuple[int, list[Array]]] | None = [] if hold else None
+        self._held: list[tuple[int, int | None, list[Array]]] | None = [] if hold else None
         self._sends: list[Any] = []
         self._buffers = {
             peer: [
@@ -251,22 +262,28 @@ class Partials:
             for peer in channel.peers
         }
         self._receives = {
-            peer: channel.irecv(buffers, peer, self._TAG)
+            peer: [
+                r
+                for tag, s in _tagged_units(len(buffers[0]), channel.size, self._TAG)
+                for r in channel.irecv([x[s] for x in buffers], peer, tag)
+            ]
             for peer, buffers in self._buffers.items()
         }
 
-    def send(self, peer: int, tensors: list[Array]) -> None:
-        """Start sending a finished contribution to its owner `peer`."""
+    def send(self, peer: int, tensors: list[Array], unit: int | None = None) -> None:
+        """Start sending a contribution to its owner `peer`: all of it, or a finished unit."""
         if self._held is not None:
-            self._held.append((peer, tensors))
+            self._held.append((peer, unit, tensors))
             return
-        self._sends += self._channel.isend(tensors, peer, self._TAG)
+        units = _tagged_units(len(tensors[0]), self._channel.size, self._TAG)
+        for tag, s in units if unit is None else units[unit : unit + 1]:
+            self._sends += self._channel.isend([x[s] for x in tensors], peer, tag)
 
     def release(self) -> None:
         """Send what was held."""
         held, self._held = self._held or [], None
-        for peer, tensors in held:
-            self.send(peer, tensors)
+        for peer, unit, tensors in held:
+            self.send(peer, tensors, unit)
 
     def receive(self) -> Iterator[list[Array]]:
         """The contributions to my part, always in the same order: results repeat bit for bit."""
@@ -277,6 +294,11 @@ class Partials:
     def finish(self) -> None:
         """Wait until all my contributions have left."""
         self._channel.wait(self._sends)
+
+
+def _tagged_units(tokens: int, ranks: int, tag: int) -> list[tuple[int, slice]]:
+    """The units of a chunk, each with a tag of its own: they may overtake each other."""
+    return [(tag + 16 * u, s) for u, s in enumerate(cut(tokens, ranks))]
 
 
 def slices(counts: Sequence[int]) -> list[slice]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -28,6 +29,8 @@ Move = tuple[str, str, tuple[int, ...], int, int, int]
 METHODS = ("attention2d", "ring", "striped ring", "double ring")
 # MPI counts are ints and some transports fail beyond 2 GiB: larger tensors go in several messages.
 MAX_MESSAGE = 1 << 30  # bytes
+GRAIN = 128  # tokens: what is cut in two is cut at a multiple of this
+FIRST = 0.6  # share of a rank's work on its own chunk that it does before that of the others
 
 
 @dataclass(frozen=True)
@@ -234,6 +237,33 @@ def moves(method: str, layout: Layout, problem: Problem, rank: int) -> Iterator[
         yield *move, source * layout.heads + u
 
 
+def cut(tokens: int, ranks: int) -> list[slice]:
+    """The units in which a chunk travels along a row or column of `ranks` ranks.
+
+    With more than two ranks chunks are small parts of all that travels, and go whole.  Between two
+    a rank would otherwise wait for all before it can begin, and send all when it has finished.
+    """
+    middle = GRAIN * round(tokens / 2 / GRAIN)
+    if ranks == 2 and 0 < middle < tokens:
+        return [slice(0, middle), slice(middle, tokens)]
+    return [slice(0, tokens)]
+
+
+def cut_own(areas: np.ndarray, ranks: int) -> list[slice]:
+    """What a rank does of its own chunk before that of the others, and what after that.
+
+    Parameters
+    ----------
+    areas : (n,) int64
+        Visible pairs of each token: the first part has about `FIRST` of them.
+    ranks : int
+        Of the row or column.  Alone, a rank has no partial results that travel at the end.
+    """
+    n = len(areas)
+    middle = GRAIN * round(int(np.searchsorted(np.cumsum(areas), FIRST * areas.sum())) / GRAIN)
+    return [slice(0, middle), slice(middle, n)] if ranks > 1 and 0 < middle < n else [slice(0, n)]
+
+
 def flops(area: int, nheads: int, headdim: int, backward: bool = False) -> int:
     """Floating point operations of attention over `area` visible pairs.
 
@@ -261,15 +291,23 @@ def _grid(p: Problem, rows: int, cols: int, rank: int) -> Iterator[Move]:
     n, (row, col) = p.counts, divmod(rank, cols)
     k, dk = (p.kv // 2,) * 2, (p.dkv // 2,) * 2
     for peer in (row * cols + c for c in range(cols) if c != col):
-        # What I send to be gathered is my own, what I return as partial results is theirs.
-        yield "forward", "row", (p.q,), n[rank], n[peer], peer
-        yield "forward", "row", (p.q, p.lse), n[peer], n[rank], peer
-        yield "backward", "row", (p.q, p.q, p.lse, p.lse), n[rank], n[peer], peer
-        yield "backward", "row", (p.dq,), n[peer], n[rank], peer
+        for mine, theirs in _units(n[rank], n[peer], cols):
+            # What I send to be gathered is my own, what I return as partial results is theirs.
+            yield "forward", "row", (p.q,), mine, theirs, peer
+            yield "forward", "row", (p.q, p.lse), theirs, mine, peer
+            yield "backward", "row", (p.q, p.q, p.lse, p.lse), mine, theirs, peer
+            yield "backward", "row", (p.dq,), theirs, mine, peer
     for peer in (r * cols + col for r in range(rows) if r != row):
-        yield "forward", "col", k, n[rank], n[peer], peer
-        yield "backward", "col", k, n[rank], n[peer], peer
-        yield "backward", "col", dk, n[peer], n[rank], peer
+        for mine, theirs in _units(n[rank], n[peer], rows):
+            yield "forward", "col", k, mine, theirs, peer
+            yield "backward", "col", k, mine, theirs, peer
+            yield "backward", "col", dk, theirs, mine, peer
+
+
+def _units(mine: int, theirs: int, ranks: int) -> Iterator[tuple[int, int]]:
+    """Tokens of the units of two chunks, pair by pair."""
+    both = ([s.stop - s.start for s in cut(n, ranks)] for n in (mine, theirs))
+    return zip_longest(*both, fillvalue=0)
 
 
 def _ring(p: Problem, rank: int) -> Iterator[Move]:

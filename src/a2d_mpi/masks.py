@@ -8,7 +8,6 @@ two ``searchsorted`` calls, so every mask works with every distribution and on e
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -161,28 +160,19 @@ class IntervalMask(Mask):
         return ((self.begin[q_tokens], self.end[q_tokens]),)
 
 
-def intervals_of(
-    mask: Mask,
-    q_chunks: list[np.ndarray],
-    k_chunks: list[np.ndarray],
-    pieces: Iterable[tuple[int | None, int | None]],
-) -> dict[tuple[int | None, int | None], tuple[Interval, ...]]:
-    """Visible keys of each piece (query chunk i, key chunk j) of a tile.
+def query_areas(intervals: tuple[Interval, ...]) -> np.ndarray:
+    """Keys that each query sees, (nq,) int64."""
+    return sum(np.maximum(end - begin, 0) for begin, end in intervals)
 
-    Parameters
-    ----------
-    mask : Mask
-    q_chunks, k_chunks : lists of (n,) int64
-        Tokens of each chunk.
-    pieces : pairs (i, j)
-        None stands for all chunks: of queries one after the other, of keys sorted.
-    """
-    found = {}
-    for i, j in pieces:
-        q = np.concatenate(q_chunks) if i is None else q_chunks[i]
-        k = np.sort(np.concatenate(k_chunks)) if j is None else k_chunks[j]
-        found[i, j] = mask.intervals(q, k)
-    return found
+
+def key_areas(intervals: tuple[Interval, ...], nk: int) -> np.ndarray:
+    """Queries that see each of `nk` keys, (nk,) int64."""
+    steps = np.zeros(nk + 1, np.int64)
+    for begin, end in intervals:
+        some = end > begin
+        np.add.at(steps, begin[some], 1)
+        np.add.at(steps, end[some], -1)
+    return steps.cumsum()[:nk]
 
 
 @dataclass(frozen=True, eq=False)

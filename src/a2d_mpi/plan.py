@@ -164,6 +164,8 @@ class AttentionPlan:
             )
             self._cell_tokens = self._exchange.tokens
             self._channels = (self._exchange.channel, *self._set_up())
+            if grid.layer_comm.size == 1:
+                self._alone = mask.intervals(self._cell_tokens, self._cell_tokens)
             config |= self._options
         except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = str(error) or type(error).__name__
@@ -199,7 +201,7 @@ class AttentionPlan:
             else:  # nothing to merge: out is at once as the caller gets it
                 out, lse = self._new("out", self.dtype), self._new("lse", self.compute_dtype)
                 with self._engine.clock("compute"):
-                    self._engine.tile.forward(q, k, v, self._intervals[0, 0], out, lse)
+                    self._engine.tile.forward(q, k, v, self._alone, out, lse)
             return self._collected(out=out, lse=lse)
 
     def backward(
@@ -248,7 +250,7 @@ class AttentionPlan:
                 )
                 with self._engine.clock("compute"):
                     self._engine.tile.backward(
-                        *(dout, q, k, v, lse, delta, self._intervals[0, 0], dq, dk, dv), fresh=True
+                        *(dout, q, k, v, lse, delta, self._alone, dq, dk, dv), fresh=True
                     )
             return self._collected(dq=dq, dk=dk, dv=dv)
 

@@ -27,7 +27,7 @@ from a2d_mpi.backend import Array
 from a2d_mpi.comm import Channel
 from a2d_mpi.cost import Layout
 from a2d_mpi.grid import ProcessGrid
-from a2d_mpi.masks import Mask, intervals_of
+from a2d_mpi.masks import Mask
 from a2d_mpi.plan import AttentionPlan
 
 
@@ -77,8 +77,7 @@ class DoubleRingAttention(AttentionPlan):
         self._outer = _Ring(comm, "outer", self.traffic, self._owner(1, 0), self._owner(-1, 0))
         parts = [self._cells.tokens(rank) for rank in range(comm.size)]
         self._counts = [len(part) for part in parts]
-        pieces = [(0, j) for j in range(comm.size)]
-        self._intervals = intervals_of(self.mask, [self._cell_tokens], parts, pieces)
+        self._intervals = [self.mask.intervals(self._cell_tokens, part) for part in parts]
         return self._inner, self._outer
 
     def _forward(self, q, k, v):
@@ -88,7 +87,7 @@ class DoubleRingAttention(AttentionPlan):
             mine = j == self.grid.layer_comm.rank
             target = [out, lse] if mine else partial
             with self._engine.clock("compute"):
-                self._engine.tile.forward(q, k_j, v_j, self._intervals[0, j], *target)
+                self._engine.tile.forward(q, k_j, v_j, self._intervals[j], *target)
             if not mine:
                 with self._engine.clock("merge"):
                     self._engine.device.merge(out, lse, *partial)
@@ -106,7 +105,7 @@ class DoubleRingAttention(AttentionPlan):
                 self._engine.device.zero(x)
             with self._engine.clock("compute"):
                 self._engine.tile.backward(
-                    dout, q, k_j, v_j, lse, delta, self._intervals[0, j], dq, *dkv
+                    dout, q, k_j, v_j, lse, delta, self._intervals[j], dq, *dkv
                 )
             # What the ranks before me added to the gradients of block j comes while I compute.
             # At the beginning of a round: those of the block with which I began the last one.
