@@ -10,14 +10,17 @@ This module does not import MPI.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from a2d_mpi import cost
 from a2d_mpi.cost import METHODS, Layout
 from a2d_mpi.machine import Machine
 from a2d_mpi.schedule import Hop, Partials, Schedule, Workload
+
+Units = list[list[Hop]]  # by peer: the messages that bring its chunk
 
 
 @dataclass(frozen=True)
@@ -95,27 +98,23 @@ class Grid(Schedule):
             for hop in (*q_in, *k_in):
                 self.wait(hop)
             q_in, k_in = ([(0 * done, 0 * due) for done, due in x] for x in (q_in, k_in))
+        q_in, k_in = self._units(q_in), self._units(k_in)
         if back:
             self._backward(row_peers, col_peers, q_in, k_in)
             return
         partials = Partials(self, row_peers, q_back, 2)
-        for step, _ in enumerate(self._by_query(q_in, k_in)):
-            if 0 < step < self.rows:
-                self.merge_outs()
-            elif step >= self.rows:
-                partials.send(step - self.rows)
+        self._by_query(q_in, k_in, partials.send, self.merge_outs)
         partials.collect(self.merge_outs)
 
-    def _backward(self, row_peers: list, col_peers: list, q_in: list[Hop], k_in: list[Hop]):
+    def _backward(self, row_peers: list, col_peers: list, q_in: Units, k_in: Units) -> None:
         p = self.layer
         dq, dkv = Partials(self, row_peers, p.dq, 1), Partials(self, col_peers, p.dkv, 2)
         if (self.cols - 1) * p.nheads >= 2 * (self.rows - 1) * p.nheads_kv:
-            pieces, own, early, late = self._by_query(q_in, k_in), self.rows, dq, dkv
+            late = dkv
+            self._by_query(q_in, k_in, dq.send)
         else:
-            pieces, own, early, late = self._by_key(q_in, k_in), self.cols, dkv, dq
-        for step, _ in enumerate(pieces):
-            if step >= own:
-                early.send(step - own)
+            late = dq
+            self._by_key(q_in, k_in, dkv.send)
         if late is dkv and self._sorts:
             self.spend("merge", self.copying(self.nk * p.dkv))
         for k in range(len(late.peers)):
@@ -130,39 +129,75 @@ class Grid(Schedule):
         """Whether the keys of a column come out of order."""
         return self.rows > 1 and self.distribution != "contiguous"
 
-    def _by_query(self, q_in: list[Hop], k_in: list[Hop]) -> Iterator[None]:
-        """My queries against each chunk of keys, then the others' against all keys."""
+    def _by_query(self, q_in: Units, k_in: Units, send: Callable, merge: Callable | None = None):
+        """The first of my queries against each unit of keys, the others' against all keys, the
+        rest of mine.
+        """
+        first = self._first(self.cols)
         for j in range(self.rows):
-            if j:
-                self.wait(k_in[j - 1])
-            self.compute_pair(self.cell, self._cell_at(self.row + j, self.col))
-            yield
+            k = self._cell_at(self.row + j, self.col)
+            units = k_in[j - 1] if j else [None]
+            for unit in units:
+                if unit:
+                    self.wait(unit)
+                self.compute_pair(self.cell, k, first / len(units))
+                if unit and merge:
+                    merge(first)
         area, cut = (x.reshape(len(x), self.rows, -1).sum(axis=1) for x in (self.area, self.cut))
-        for i in range(1, self.cols):
+        for i in range(1, self.cols + (first < 1)):
             if i == 1 and self._sorts:
                 self.spend("merge", self.copying(self.nk * self.layer.kv))
-            self.wait(q_in[i - 1])
             q = self._cell_at(self.row, self.col + i)
-            nq, where = self.counts[q], (q, self.col)
-            self.compute(area[where], nq, self.nk, np.minimum(nq, cut[where]))
-            yield
+            where = (q, self.col)
+            units = q_in[i - 1] if i < self.cols else [None]
+            share = (1 if i < self.cols else 1 - first) / len(units)
+            for unit in units:
+                if unit:
+                    self.wait(unit)
+                nq = share * self.counts[q]
+                sizes = share * area[where], nq, self.nk, np.minimum(nq, share * cut[where])
+                self.compute(*sizes)
+                if unit:
+                    send(i - 1, share)
 
-    def _by_key(self, q_in: list[Hop], k_in: list[Hop]) -> Iterator[None]:
-        """Each chunk of queries against my keys, then all queries against the others' keys."""
+    def _by_key(self, q_in: Units, k_in: Units, send: Callable) -> None:
+        """Each unit of queries against the first of my keys, all queries against the others' keys
+        and then the rest of mine.
+        """
+        first = self._first(self.rows)
         for i in range(self.cols):
-            if i:
-                self.wait(q_in[i - 1])
-            self.compute_pair(self._cell_at(self.row, self.col + i), self.cell)
-            yield
+            q = self._cell_at(self.row, self.col + i)
+            units = q_in[i - 1] if i else [None]
+            for unit in units:
+                if unit:
+                    self.wait(unit)
+                self.compute_pair(q, self.cell, first / len(units))
         area, cut = (
             x.reshape(self.rows, -1, x.shape[1]).sum(axis=1) for x in (self.area, self.cut)
         )
-        for j in range(1, self.rows):
-            self.wait(k_in[j - 1])
+        for j in range(1, self.rows + (first < 1)):
             k = self._cell_at(self.row + j, self.col)
             where = (self.row, k)
-            self.compute(area[where], self.nq, self.counts[k], np.minimum(self.nq, cut[where]))
-            yield
+            units = k_in[j - 1] if j < self.rows else [None]
+            share = (1 if j < self.rows else 1 - first) / len(units)
+            for unit in units:
+                if unit:
+                    self.wait(unit)
+                nk = share * self.counts[k]
+                self.compute(share * area[where], self.nq, nk, np.minimum(self.nq, cut[where]))
+                if unit:
+                    send(j - 1, share)
+
+    def _first(self, ranks: int) -> float:
+        """Share of my own chunk that does not wait for the end."""
+        return cost.FIRST if ranks > 1 and self.counts.min() > 1.5 * cost.GRAIN else 1.0
+
+    def _units(self, hops: list[Hop]) -> Units:
+        """When the units of each chunk arrive; two of them one after the other."""
+        if len(hops) == 1 and len(cost.cut(int(self.counts.min()), 2)) == 2:
+            ((done, due),) = hops
+            return [[((done + np.minimum(self.now, done)) / 2, due / 2), (done, due / 2)]]
+        return [[hop] for hop in hops]
 
     def _cell_at(self, row: np.ndarray, col: np.ndarray) -> np.ndarray:
         return self.at(row, col) // self.layout.heads

@@ -146,9 +146,12 @@ class Schedule:
         """One kernel call of every rank; see `a2d_mpi.machine.Kernel.seconds`."""
         self.spend("compute", self._kernel_seconds(area, nq, nk, cut))
 
-    def compute_pair(self, q: np.ndarray, k: np.ndarray) -> None:
-        """One kernel call of every rank: the queries of a cell and the keys of a cell."""
-        self.spend("compute", self.pair[q, k])
+    def compute_pair(self, q: np.ndarray, k: np.ndarray, share: float = 1.0) -> None:
+        """One kernel call of every rank: the queries of a cell and the keys of a cell.
+
+        `share`: of the work on these, if only that is to be done.
+        """
+        self.spend("compute", share * self.pair[q, k])
 
     def copying(self, nbytes: np.ndarray) -> np.ndarray:
         """Seconds to copy, or to add, that many bytes."""
@@ -157,9 +160,10 @@ class Schedule:
     def _kernel_seconds(self, *sizes: np.ndarray) -> np.ndarray:
         return self.kernel.seconds(*sizes, self.heads, self.backward) / self.machine.share
 
-    def merge_outs(self) -> None:
-        """Merge a partial out into my own."""
-        self.spend("merge", self.n * self.layer.dq / self.machine.merge / self.machine.share)
+    def merge_outs(self, share: float = 1.0) -> None:
+        """Merge a partial out into my own, or into some of it."""
+        seconds = self.n * self.layer.dq / self.machine.merge / self.machine.share
+        self.spend("merge", share * seconds)
 
     def share_links(self, flows: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Set `rate` for flows (peer, bytes), each (P,), that use the links side by side."""
@@ -266,12 +270,12 @@ class Partials:
     def __init__(self, schedule: Schedule, peers: list, per_token: int, tensors: int) -> None:
         self.schedule, self.peers = schedule, peers
         self.per_token, self.tensors = per_token, tensors
-        self.hops: list[Hop] = []
+        self.hops: list[list[Hop]] = [[] for _ in peers]
 
-    def send(self, k: int) -> None:
-        """The one for the k-th peer is finished."""
+    def send(self, k: int, share: float = 1.0) -> None:
+        """The one for the k-th peer is finished, or a share of it: units go in turn."""
         if self.schedule.overlap:
-            self._send(k)
+            self._send(k, share)
 
     def collect(self, merge: Callable[[], None]) -> None:
         """Merge those of the peers into mine; then all of mine have left."""
@@ -280,13 +284,14 @@ class Partials:
             for k in range(size):
                 self._send(k)
         for k, peer in enumerate(self.peers):
-            done, due = self.hops[size - 1 - k]  # with that offset the peer sends to me
-            self.schedule.wait((done[peer], due[peer]))
+            for done, due in self.hops[size - 1 - k]:  # with that offset the peer sends to me
+                self.schedule.wait((done[peer], due[peer]))
             merge()
-        for done, _ in self.hops:
-            self.schedule.wait((done, 0 * done))
+        for units in self.hops:
+            for done, _ in units:
+                self.schedule.wait((done, 0 * done))
 
-    def _send(self, k: int) -> None:
+    def _send(self, k: int, share: float = 1.0) -> None:
         peer = self.peers[k]
-        nbytes = self.schedule.n[peer] * self.per_token
-        self.hops.append(self.schedule.send(peer, nbytes, self.tensors))
+        nbytes = share * self.schedule.n[peer] * self.per_token
+        self.hops[k].append(self.schedule.send(peer, nbytes, self.tensors))

@@ -19,10 +19,11 @@ from a2d_mpi.machine import Machine
 from a2d_mpi.masks import MASKS
 from a2d_mpi.memory import peak_memory
 from a2d_mpi.model import predict
-from a2d_mpi.planner import best_plan, layouts
+from a2d_mpi.planner import layouts, plans
 from a2d_mpi.schedule import PARTS, Workload
 
 _SPEC = re.compile(r"([a-z0-9 ]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
+_AUTO = re.compile(r"auto(?::([1-9]\d?))?")
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,8 @@ def plans_for(
     ----------
     case : Case
     specs : sequence of str
-        As for `parse_plan`; "all": every layout that the planner knows; "auto": its choice.
+        As for `parse_plan`; "all": every layout that the planner knows; "auto": its choice;
+        "auto:5": that, and the four that it thinks next best.
     ranks : int
     methods : sequence of str
         Of "all" and "auto", and that may be named.
@@ -200,11 +202,13 @@ def plans_for(
             for phase in work.phases:
                 machine.kernel(case.dtype, phase)  # or say that the profile has none
         for spec in specs:
-            if spec == "auto":
+            if best := _AUTO.fullmatch(spec):
                 if machine is None:
                     raise ValueError("auto needs --profile")
-                plan = best_plan(machine, ranks, work, methods=tuple(methods))
-                chosen = [(plan.method, plan.layout)]
+                fit = [x for x in plans(machine, ranks, work, None, tuple(methods)) if x.fits]
+                if not fit:
+                    raise ValueError(f"no plan fits into the memory of {machine.name}")
+                chosen = [(x.method, x.layout) for x in fit[: int(best[1] or 1)]]
             elif spec == "all":
                 node = ranks if machine is None else machine.ranks_per_node
                 chosen = [(x, y) for x in methods for y in layouts(x, ranks, work, node)]
@@ -213,8 +217,9 @@ def plans_for(
                 why = cost.misfit(case.nheads, case.nheads_kv, chosen[0][1].heads)
                 if why:
                     raise ValueError(f"{spec!r}: {why}")
-            for method, layout in chosen:
-                new = Configuration(case, method, layout, overlap, spec == "auto")
+            for place, (method, layout) in enumerate(chosen):
+                picked = best is not None and place == 0
+                new = Configuration(case, method, layout, overlap, picked)
                 old = found.setdefault(new.name, new)
                 found[new.name] = replace(old, picked=old.picked or new.picked)
     return list(found.values())
