@@ -46,6 +46,7 @@ SHAPES = (
 )
 FLOOD = 32  # tiny messages posted together
 LARGEST = 16 << 20  # bytes of a message
+HOPS = 8  # large messages that follow each other
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -250,34 +251,46 @@ def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
             *(comm.Isend(mine, to, i) for i in range(number)),
         ]
 
-    def exchange(nbytes: int, number: int = 1, mute: bool = False, trials: int = 5) -> float:
+    def exchange(nbytes: int, number: int = 1, mute: bool = False, trials: int = 3) -> float:
+        """Seconds of messages that all post together; the mean of the ranks, the median trial."""
         return float(np.median([
-            clock.slowest(lambda: MPI.Request.Waitall(post(nbytes, number, mute)))
+            clock.mean(lambda: MPI.Request.Waitall(post(nbytes, number, mute)))
             for _ in range(trials)
         ]))  # fmt: skip
 
-    exchange(8)
-    sizes, times, left = [8], [exchange(8, trials=15)], clock.until(0.4 * seconds)
+    def hop(nbytes: int, mute: bool = False) -> float:
+        """Seconds of a message among others that follow each other, as in a ring.
+
+        Not the first ones: a link that was idle may let these pass at once.
+        """
+
+        def chain(hops: int) -> float:
+            return clock.mean(
+                lambda: [MPI.Request.Waitall(post(nbytes, mute=mute)) for _ in range(hops)]
+            )
+
+        found = [chain(3 * HOPS) - chain(HOPS) for _ in range(3)]
+        return max(float(np.median(found)) / (2 * HOPS), 1e-9)
+
+    hop(8)
+    sizes, times, left = [8], [hop(8)], clock.until(0.4 * seconds)
     flood = (FLOOD, exchange(8, FLOOD))
-    exchange(1 << 16)  # connections grow their windows first
-    while sizes[-1] < LARGEST and (len(sizes) < 3 or (left() and times[-1] < 0.05 * seconds)):
-        sizes.append(max(1 << 16, 4 * sizes[-1]))
-        times.append(exchange(sizes[-1], trials=3))
+    while sizes[-1] < LARGEST and (len(sizes) < 2 or (left() and times[-1] < 0.002 * seconds)):
+        sizes.append(max(1 << 15, 4 * sizes[-1]))
+        times.append(hop(sizes[-1]))
     nbytes, taken = sizes[-1], times[-1]
     nics = 1
     if name == "between" and where.ranks_per_node > 1:
-        alone = exchange(nbytes, mute=not where.first_of_node, trials=3)
+        alone = hop(nbytes, mute=not where.first_of_node) * comm.size / len(where.hosts)
         # NICs that a rank alone cannot fill.
         nics = max(1, round(where.ranks_per_node * alone / taken))
     link = fit_link(sizes, times, flood, nics=nics)
-    hidden, late = _busy(clock, post, exchange, nbytes, taken)
+    hidden, late = _busy(clock, post, nbytes, taken)
     rate = link.bandwidth * (where.ranks_per_node / nics if name == "between" else 1)
     return Link(rate, link.latency + late, link.overhead, nics, hidden)
 
 
-def _busy(
-    clock: Clock, post: Callable, exchange: Callable, nbytes: int, taken: float
-) -> tuple[float, float]:
+def _busy(clock: Clock, post: Callable, nbytes: int, taken: float) -> tuple[float, float]:
     """What links are to ranks that compute.
 
     Returns the share of a large transfer that goes on while its ranks compute one and a half
@@ -300,34 +313,27 @@ def _busy(
             compute(number)
             MPI.Request.Waitall(requests)
 
+    def each(size: int, number: int, most: int) -> float:
+        """Seconds of a step among others."""
+        found = [
+            clock.mean(lambda: steps(size, number, most)) - clock.mean(lambda: steps(size, number))
+            for _ in range(3)
+        ]
+        return float(np.median(found)) / (most - 1)
+
     number = max(1, math.ceil(1.5 * taken / once))
-    found = []
-    for _ in range(3):
-        transfer, alone = exchange(nbytes, trials=1), clock.slowest(lambda: compute(number))
-        lost = clock.slowest(lambda: steps(nbytes, number)) - max(alone, transfer)
-        found.append(1 - lost / min(alone, transfer))
-    hidden = float(np.clip(np.median(found), 0, 1))
-    size = min(nbytes, 1 << 18)
-    few = max(1, round(exchange(size, trials=3) / 3 / once))
-    late = []
-    for _ in range(3):
-        transfer, alone = exchange(size, trials=1), clock.slowest(lambda: compute(few))
-        together = clock.slowest(lambda: steps(size, few, 4)) / 4
-        late.append(together - max(transfer, alone + (1 - hidden) * transfer))
-    return hidden, max(0.0, float(np.median(late)))
+    alone = clock.mean(lambda: compute(number))
+    lost = each(nbytes, number, 3) - max(alone, taken)
+    hidden = float(np.clip(1 - lost / min(alone, taken), 0, 1))
+    few = max(1, round(taken / 3 / once))
+    alone = clock.mean(lambda: compute(few))
+    late = each(nbytes, few, HOPS) - max(taken, alone + (1 - hidden) * taken)
+    return hidden, max(0.0, late)
 
 
 def _start(clock: Clock) -> float:
-    """Seconds by which ranks that compute a little, and then meet, miss each other."""
-    calls, _ = _tile_call("float32", (256, 256, 2, 2, 64, Full()))
-
-    def meet() -> None:
-        for _ in range(5):
-            calls["forward"]()
-        clock.comm.Barrier()
-
-    alone = [clock.mean(lambda: [calls["forward"]() for _ in range(5)]) for _ in range(20)]
-    return max(0.0, float(np.median([clock.mean(meet) for _ in range(20)]) - np.median(alone)))
+    """Seconds until the last rank is on its way: a barrier right after another one."""
+    return float(np.median([clock.slowest(clock.comm.Barrier) for _ in range(20)]))
 
 
 def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:

@@ -15,7 +15,7 @@
 #
 #   EMULATE_TIMEOUT=600   seconds for COMMAND; 0 for no limit
 #   EMULATE_LINKS=FILE    write what crossed each node's link: node, bytes sent, bytes received
-#   EMULATE_BURST=32k, EMULATE_QUEUE=1m   bytes sent at once, and waiting at most, for each limit
+#   EMULATE_BURST=8k, EMULATE_QUEUE=8m   bytes sent at once, and waiting at most, for each limit
 #
 # Needs Linux, root, iproute2 and util-linux; paths are relative to the repository's root.
 set -euo pipefail
@@ -34,7 +34,7 @@ nodes=$1 per_node=$2 rate=$3 mode=$4
   refuse "RATE must be none or like 50mbit, got $rate"
 [[ $mode == -- || $mode == --head ]] || refuse "after RATE comes -- or --head, got $mode"
 export EMULATE_TIMEOUT=${EMULATE_TIMEOUT:-600}
-export EMULATE_BURST=${EMULATE_BURST:-32k} EMULATE_QUEUE=${EMULATE_QUEUE:-1m}
+export EMULATE_BURST=${EMULATE_BURST:-8k} EMULATE_QUEUE=${EMULATE_QUEUE:-8m}
 [[ $EMULATE_TIMEOUT =~ ^[0-9]+$ ]] ||
   refuse "EMULATE_TIMEOUT must be whole seconds, got $EMULATE_TIMEOUT"
 for name in EMULATE_BURST EMULATE_QUEUE; do

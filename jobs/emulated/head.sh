@@ -78,7 +78,7 @@ count() {
 # How MPICH's UCX sends large messages over TCP.  By its default the receiver's "go on" may queue
 # behind what the receiver itself is sending on the same connection: two ranks that send to each
 # other then take turns, which drivers/bench_overlap.py sees as transfers twice as long.
-export UCX_RNDV_SCHEME=${UCX_RNDV_SCHEME:-get_zcopy}
+export UCX_RNDV_SCHEME=${UCX_RNDV_SCHEME:-am}
 
 # With these, MPICH's mpiexec starts its ranks on the nodes.
 export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC=$PWD/jobs/emulated/on.sh

@@ -30,3 +30,7 @@ set_sysctl ipv6/conf/default/disable_ipv6 1
 set_sysctl ipv4/tcp_congestion_control reno
 set_sysctl ipv4/tcp_slow_start_after_idle 0
 set_sysctl ipv4/tcp_no_metrics_save 1
+# Nothing is lost here, but much may queue: a slow answer is no reason to send again.
+set_sysctl ipv4/tcp_early_retrans 0
+# What is waiting in a link delays what comes after it: let each connection keep its own.
+set_sysctl ipv4/tcp_limit_output_bytes 16384

@@ -106,6 +106,7 @@ class Schedule:
             np.array(x) for x in zip(*((x.latency, x.overhead, 1 - x.hidden) for x in self.links))
         )
         self.now = np.zeros(layout.size)
+        self.idle = np.zeros(layout.size)  # waited so far, s, and did nothing meanwhile
         self.parts = {part: np.zeros(layout.size) for part in PARTS}
         self.rate = np.ones((2, layout.size))  # bytes/s that I have inside and between nodes
         self.free = np.zeros((2, layout.size))  # when all that I send there has left
@@ -137,8 +138,15 @@ class Schedule:
         self.parts[part] += seconds
 
     def wait(self, hop: Hop) -> None:
-        """Every rank waits until something has arrived, working for that if it must."""
-        ready = np.maximum(self.now + hop[1], hop[0])
+        """Every rank waits until something has arrived, working for that if it must.
+
+        It has done that work while it was waiting for this, or for what came before.
+        """
+        done, due = hop
+        self.idle = self.idle + np.maximum(done - self.now, 0)
+        paid = np.minimum(self.idle, due)
+        self.idle = self.idle - paid
+        ready = np.maximum(self.now, done) + due - paid
         self.parts["wait"] += ready - self.now
         self.now = ready
 
