@@ -86,7 +86,7 @@ def test_a_faster_link_never_hurts(layout, method, overlap):
     hidden = [
         total(machine(replace(SLOW, hidden=x)), method, layout, job) for x in (0.0, 0.5, 1.0)
     ]
-    assert hidden == sorted(hidden, reverse=True)
+    assert all(a >= b * (1 - 1e-9) for a, b in zip(hidden, hidden[1:]))
 
 
 @pytest.mark.parametrize("method", METHODS)
