@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# The study: every method on emulated clusters of this machine, side by side.
+#
+#   bash jobs/study.sh results/study                      all of it, an hour on two cores
+#   bash jobs/study.sh results/study 16x1 64x1 16x4 scaling   some of it
+#
+# Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
+# results and a profile for each.  What is there already is not run again.  Then
+# python drivers/study.py data/results/*.h5 says what came of it, drivers/plot.py draws it.
+#
+# Rates: at 64 x 1, 2.5 Mbit/s, and 16 x 4, 5 Mbit/s, a ring computes for 2 to 3 % of the time for
+# which it transfers, as the profiles of the paper's machines in data/machines/ say for about 40 000
+# tokens on 64 GPUs; drivers/study.py works that out.  Two cores carry these rates.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [scaling]}
+shift
+mkdir -p "$output"
+source jobs/env.sh
+use_env mpich
+
+sizes=(--nheads 16 --headdim 16 --seqlens 768 --trials 3 --resume)
+
+# on CLUSTER RATE COMMAND...: on nodes x ranks of a node.
+on() {
+  EMULATE_TIMEOUT=3000 bash jobs/emulate.sh "${1%x*}" "${1#*x}" "$2" -- python "${@:3}"
+}
+
+# bench CLUSTER RATE OPTIONS...
+bench() {
+  on "$1" "$2" drivers/bench.py --output "$output/$1.h5" --profile "$output/$1.toml" "${sizes[@]}" \
+    "${@:3}"
+}
+
+# cluster NAME RATE PLANS: forward with gradients by all, forward alone by the planner's choice.
+cluster() {
+  local mask plans
+  [[ -e $output/$1.toml ]] ||
+    on "$1" "$2" drivers/calibrate.py --output "$output/$1.toml" --name "$1 emulated, $2"
+  for mask in full causal; do
+    plans=auto:4,ring,$3
+    # The striped ring differs for causal masks only.
+    if [[ $mask == causal ]]; then plans+=",striped ring"; fi
+    bench "$1" "$2" --masks "$mask" --nheads-kv 16,2 --plans "$plans" --backward
+  done
+  bench "$1" "$2" --masks full,causal --nheads-kv 16,2 --plans "auto:4,ring,${3%%,*}"
+}
+
+for part in "${@:-16x1 64x1 16x4 scaling}"; do
+  for name in $part; do
+    case $name in
+      16x1)
+        cluster 16x1 10mbit "attention2d:4x4,attention2d:16x1,attention2d:1x16,attention2d:1x1x16,\
+attention2d:2x2x4,ring:4x1x4,double ring:4x4,double ring:2x2x4"
+        # Computing and communicating at once, and in turn.
+        bench 16x1 10mbit --plans attention2d:4x4,ring --nheads 8 --headdim 64 --seqlens 1024 \
+          --backward --overlap both
+        ;;
+      64x1)
+        cluster 64x1 2.5mbit "attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,\
+attention2d:2x2x16,ring:4x1x16,double ring:8x8,double ring:2x2x16"
+        ;;
+      16x4)
+        # Also with each axis inside a node.
+        cluster 16x4 5mbit "attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,\
+attention2d:2x2x16@urc,ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc"
+        ;;
+      scaling)
+        for nodes in 4 16 64; do
+          side=$(awk "BEGIN { print sqrt($nodes) }")
+          on "${nodes}x1" 2.5mbit drivers/bench.py --output "$output/scaling.h5" "${sizes[@]}" \
+            --plans "attention2d,ring,double ring:${side}x$side" --masks full --backward
+        done
+        ;;
+      *)
+        echo "study.sh: no part $name: 16x1, 64x1, 16x4, scaling" >&2
+        exit 2
+        ;;
+    esac
+  done
+done
