@@ -73,8 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     for given, known in ((names, FIGURES), (formats, ("png", "svg"))):
         if unknown := [x for x in given if x not in known]:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
-    plt = _pyplot()
     chosen = Choice(args)
+    plt = _pyplot()
     os.makedirs(args.output, exist_ok=True)
     for name in names:
         figure = FIGURES[name](plt, chosen)

@@ -2,7 +2,7 @@
 # The study: every method on emulated clusters of this machine, side by side.
 #
 #   bash jobs/study.sh results/study                      all of it, an hour on two cores
-#   bash jobs/study.sh results/study 16x1 64x1 16x4 scaling   some of it
+#   bash jobs/study.sh results/study 64x1 scaling         some of it
 #
 # Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
 # results and a profile for each.  What is there already is not run again.  Then
@@ -46,36 +46,37 @@ cluster() {
   bench "$1" "$2" --masks full,causal --nheads-kv 16,2 --plans "auto:4,ring,${3%%,*}"
 }
 
-for part in "${@:-16x1 64x1 16x4 scaling}"; do
-  for name in $part; do
-    case $name in
-      16x1)
-        cluster 16x1 10mbit "attention2d:4x4,attention2d:16x1,attention2d:1x16,attention2d:1x1x16,\
+(($# > 0)) || set -- 16x1 64x1 16x4 scaling overlap
+for name in "$@"; do
+  case $name in
+    16x1)
+      cluster 16x1 10mbit "attention2d:4x4,attention2d:16x1,attention2d:1x16,attention2d:1x1x16,\
 attention2d:2x2x4,ring:4x1x4,double ring:4x4,double ring:2x2x4"
-        # Computing and communicating at once, and in turn.
-        bench 16x1 10mbit --plans attention2d:4x4,ring --nheads 8 --headdim 64 --seqlens 1024 \
-          --backward --overlap both
-        ;;
-      64x1)
-        cluster 64x1 2.5mbit "attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,\
+      ;;
+    64x1)
+      cluster 64x1 2.5mbit "attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,\
 attention2d:2x2x16,ring:4x1x16,double ring:8x8,double ring:2x2x16"
-        ;;
-      16x4)
-        # Also with each axis inside a node.
-        cluster 16x4 5mbit "attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,\
+      ;;
+    16x4)
+      # Also with each axis inside a node.
+      cluster 16x4 5mbit "attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,\
 attention2d:2x2x16@urc,ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc"
-        ;;
-      scaling)
-        for nodes in 4 16 64; do
-          side=$(awk "BEGIN { print sqrt($nodes) }")
-          on "${nodes}x1" 2.5mbit drivers/bench.py --output "$output/scaling.h5" "${sizes[@]}" \
-            --plans "attention2d,ring,double ring:${side}x$side" --masks full --backward
-        done
-        ;;
-      *)
-        echo "study.sh: no part $name: 16x1, 64x1, 16x4, scaling" >&2
-        exit 2
-        ;;
-    esac
-  done
+      ;;
+    scaling)
+      for nodes in 4 16 64; do
+        side=$(awk "BEGIN { print sqrt($nodes) }")
+        on "${nodes}x1" 2.5mbit drivers/bench.py --output "$output/scaling.h5" "${sizes[@]}" \
+          --plans "attention2d,ring,double ring:${side}x$side" --masks full --backward
+      done
+      ;;
+    overlap) # computing and communicating at once, and in turn, where both take as long
+      on 16x1 100mbit drivers/bench.py --output "$output/overlap.h5" "${sizes[@]}" \
+        --plans attention2d:4x4,ring --nheads 8 --headdim 64 --seqlens 16K --backward \
+        --overlap both
+      ;;
+    *)
+      echo "study.sh: no part $name: 16x1, 64x1, 16x4, scaling, overlap" >&2
+      exit 2
+      ;;
+  esac
 done

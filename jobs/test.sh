@@ -54,7 +54,7 @@ record() {
 for mpi in "${mpis[@]}"; do
   if [[ $mpi == gpu ]]; then use_gpu; else use_env "$mpi"; fi
   # Serial is the runner only: the drivers that these tests start run on ranks of this MPI.  Those
-  # that start none need no second MPI.
+  # marked `launches` see differences between MPIs, the others need no second one.
   marks="not mpi"
   if [[ $mpi != "${mpis[0]}" ]]; then marks+=" and launches"; fi
   record "$mpi, serial" limited 900 python -m pytest "${tests[@]}" -q --color=no -m "$marks" "$@"

@@ -1,8 +1,9 @@
 """The rules of a test run.
 
 Marks: ``mpi`` or ``mpi(min_size=4)``, runs with ``--with-mpi`` only, on all ranks; ``multirank``,
-needs more than one of them.  Nothing is passed over in silence: too few ranks, a skip (unless its
-reason starts with "no GPU", and A2D_TEST_GPU is not set) and a misspelt mark are failures.
+needs more than one of them; ``launches``: serial, but starts ranks in ways in which MPIs differ,
+and so runs with each of them.  Nothing is passed over in silence: too few ranks, a skip (unless
+its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a misspelt mark are failures.
 
 With ``--with-mpi`` the ranks stay in step: a setup, call or teardown that fails on one rank fails
 on all of them.  Rank 0 reports; another rank prints a failure of its own to stderr.
@@ -105,8 +106,6 @@ def pytest_collection_modifyitems(config, items):
         for mark in item.iter_markers("mpi"):
             if mark.args or not set(mark.kwargs) <= {"min_size"}:
                 raise pytest.UsageError(f"{item.nodeid}: mpi takes min_size=N only, got {mark}")
-        if hasattr(item.module, "launch"):  # of helpers.py
-            item.add_marker("launches")
         if "comm" in item.fixturenames and not item.get_closest_marker("mpi"):
             raise pytest.UsageError(f"{item.nodeid}: uses comm but is not marked mpi")
     if not config.getoption("--with-mpi"):

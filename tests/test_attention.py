@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import METHODS, NHEADS, OTHERS, TENSORS, UNITS, failures, inputs, label, run
+from cases import METHODS, NHEADS, OTHERS, SEQLENS, TENSORS, UNITS, failures, inputs, label, run
 from helpers import assert_all
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid, cost
@@ -28,7 +28,7 @@ def method(request, comm):
     grid.free()
 
 
-@pytest.mark.parametrize("seqlen", [1, 3, 7, 64, 1009])
+@pytest.mark.parametrize("seqlen", SEQLENS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])

@@ -276,3 +276,26 @@ except ImportError:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "as it must\n", done.stderr
+
+
+@given(st.integers(0, 3000), st.integers(1, 5))
+def test_units(tokens, ranks):
+    """All tokens once, in order; one cut at most, where both sides are worth it."""
+    for cuts in (
+        cost.cut(tokens, ranks),
+        cost.cut_own(np.arange(tokens), ranks),
+        cost.cut_own(np.zeros(tokens, int), ranks),
+    ):
+        assert np.array_equal(
+            np.concatenate([np.arange(tokens)[s] for s in cuts]), np.arange(tokens)
+        )
+        assert len(cuts) == 1 or (len(cuts) == 2 and cuts[0].stop % cost.GRAIN == 0)
+        assert len(cuts) == 1 or min(s.stop - s.start for s in cuts) > 0
+    assert len(cost.cut(tokens, ranks)) == 1 + (ranks == 2 and tokens > 1.5 * cost.GRAIN)
+
+
+def test_own_work_is_cut_by_area():
+    first, rest = cost.cut_own(np.arange(2048), 2)
+    share = np.arange(2048)[first].sum() / np.arange(2048).sum()
+    assert first.stop == rest.start and abs(share - cost.FIRST) < 0.07
+    assert cost.cut_own(np.arange(2048), 1) == [slice(0, 2048)]

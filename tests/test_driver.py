@@ -16,6 +16,8 @@ from helpers import launch
 from a2d_mpi import Causal, Distribution, reference
 from a2d_mpi.results import read_result
 
+pytestmark = pytest.mark.launches
+
 ROOT = Path(__file__).parents[1]
 DRIVER = ROOT / "drivers" / "attention.py"
 SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"

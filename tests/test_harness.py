@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from helpers import launch
 
+pytestmark = pytest.mark.launches
+
 HERE = Path(__file__).parent
 HEADER = "import conftest\nimport pytest\nfrom helpers import assert_all\n"
 

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi.masks import Causal, Full, IntervalMask, Mask
+from a2d_mpi.masks import Causal, Full, IntervalMask, Mask, key_areas, query_areas
 
 
 class TwoIntervals(Mask):
@@ -44,6 +44,9 @@ def test_intervals_are_the_definition_on_any_subset(case, data):
     assert np.array_equal(found, expected)
     assert np.array_equal(mask.dense(q, k), expected)
     assert mask.area(q, k) == expected.sum()
+    intervals = mask.intervals(q, k)
+    assert np.array_equal(query_areas(intervals), expected.sum(axis=1))
+    assert np.array_equal(key_areas(intervals, len(k)), expected.sum(axis=0))
 
 
 def test_interval_mask_refuses():

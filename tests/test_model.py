@@ -97,6 +97,20 @@ def test_overlap_saves_time(method):
     assert compute < together < apart
 
 
+@pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1)], ids=["1x2", "2x1"])
+def test_two_ranks_hide_all_but_the_ends(layout):
+    """Chunks that travel in halves: computing 1.5 times as long as transfers hides these."""
+    job = Workload(8192, 8, 64, mask=CAUSAL, dtype="float32", backward=True)
+    for phase in job.phases:
+        compute = cost.flops(8192 * 8193 // 4, 8, 64, phase == "backward") / KERNEL.flops
+        problem = job.problem(layout, job.distribution("attention2d"))
+        moved = cost.traffic("attention2d", layout, problem, 0)
+        inwards = sum(both[1] for key, both in moved.items() if key[0] == phase)
+        here = machine(Link(1.5 * inwards / compute))
+        found = predict(here, "attention2d", layout, job)[phase]
+        assert compute < found.total.max() < 1.05 * compute
+
+
 def test_limits():
     """Where the answer is known."""
     job = Workload(640, 4, 16, mask=Full(), dtype="float32")
@@ -105,6 +119,10 @@ def test_limits():
     slow = machine(Link(1e3), Link(1e3))
     ring = predict(slow, "ring", Layout(4, 1), job)["forward"].total.max()
     assert ring == pytest.approx(3 * 2 * size / 1e3, rel=1e-3)
+    # In turn nothing has to be hidden.
+    slow_cores = machine(Link(1e3, hidden=0.0), Link(1e3, hidden=0.0))
+    in_turn = predict(slow_cores, "ring", Layout(4, 1), replace(job, overlap=False))["forward"]
+    assert in_turn.total.max() == pytest.approx(ring, rel=1e-3)
     grid = predict(slow, "attention2d", Layout(2, 2), job)["forward"].total.max()
     assert grid == pytest.approx((size + 2 * size + size * 17 / 16) / 1e3, rel=1e-3)
     # Links without limit: computing alone.

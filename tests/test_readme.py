@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers import launch
+
+pytestmark = pytest.mark.launches
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -36,6 +36,45 @@ Piece = tuple[Unit, Unit]  # queries, keys
 Tensors = list[Array]
 
 
+class Side:
+    """The queries of a tile, or its keys: chunks of the ranks of a row, or of a column.
+
+    Parameters
+    ----------
+    channel : Channel
+    parts : list of (n,) int64
+        Tokens of each chunk.
+    """
+
+    def __init__(self, channel: Channel, parts: list[np.ndarray]) -> None:
+        self.channel, self.parts = channel, parts
+        self.counts = [len(x) for x in parts]
+        self.cuts = [cut(n, channel.size) for n in self.counts]
+        self.mine = parts[channel.rank]
+        self.whole = np.concatenate(parts)
+
+    def cut_mine(self, areas: np.ndarray) -> None:
+        """Cut my own chunk, of whose tokens I compute so many pairs, into first and last work."""
+        self.cuts[self.channel.rank] = cut_own(areas, self.channel.size)
+
+    def rows(self, unit: Unit) -> slice:
+        """Where a unit lies in its chunk."""
+        return slice(None) if unit.number is None else self.cuts[unit.owner][unit.number]
+
+    def units(self, owners: list[int]) -> list[Unit]:
+        """What these chunks are cut into."""
+        return [Unit(owner, u) for owner in owners for u in range(len(self.cuts[owner]))]
+
+    def tokens(self, unit: Unit) -> np.ndarray:
+        return self.whole if unit is ALL else self.parts[unit.owner][self.rows(unit)]
+
+    def tensors(self, gathered: Gather, unit: Unit) -> Tensors:
+        """A unit of each gathered tensor."""
+        if unit is ALL:
+            return gathered.whole
+        return [x[self.rows(unit)] for x in gathered.chunk(unit.owner)]
+
+
 class Attention2D(AttentionPlan):
     """Attention on a process grid, one tile per rank.
 
@@ -55,41 +94,33 @@ class Attention2D(AttentionPlan):
         row = self._row = Channel(grid.row_comm, "row", self.traffic)
         col = self._col = Channel(grid.col_comm, "col", self.traffic)
         q_parts, k_parts = self._tile_parts(grid.row, grid.col)
-        self._q_counts, self._k_counts = [len(x) for x in q_parts], [len(x) for x in k_parts]
+        q = self._queries = Side(row, q_parts)
+        k = self._keys = Side(col, k_parts)
         # Only among *sorted* keys is what a query sees an interval.
-        q_all, k_all = np.concatenate(q_parts), np.concatenate(k_parts)
-        order = np.argsort(k_all)
+        order = np.argsort(k.whole)
         self._sort = None if (np.diff(order) == 1).all() else order
+        k_sorted = k.whole[order]
         # One of the two reductions of the backward pass is finished piece by piece and travels
         # while later pieces are computed; the other is left for the end: the smaller one.
         self._by_query = (grid.cols - 1) * layer.nheads >= 2 * (grid.rows - 1) * layer.nheads_kv
-        self._q_cuts = [cut(n, grid.cols) for n in self._q_counts]
-        self._k_cuts = [cut(n, grid.rows) for n in self._k_counts]
-        q_mine, k_mine = q_parts[row.rank], k_parts[col.rank]
-        self._q_cuts[row.rank] = cut_own(
-            query_areas(self.mask.intervals(q_mine, k_all[order])), row.size
-        )
-        self._k_cuts[col.rank] = cut_own(
-            key_areas(self.mask.intervals(q_all, k_mine), len(k_mine)), col.size
-        )
+        see = self.mask.intervals
+        q.cut_mine(query_areas(see(q.mine, k_sorted)))
+        k.cut_mine(key_areas(see(q.whole, k.mine), len(k.mine)))
         self._intervals = {
-            (x, y): self.mask.intervals(
-                q_all if x is ALL else q_parts[x.owner][self._q_rows(x)],
-                k_all[order] if y is ALL else k_parts[y.owner][self._k_rows(y)],
-            )
+            (x, y): see(q.tokens(x), k_sorted if y is ALL else k.tokens(y))
             for x, y in {*self._pieces(by_query=True), *self._pieces(self._by_query)}
         }
         return row, col
 
     def _forward(self, q, k, v):
-        queries = Gather(self._row, {"q": q}, self._q_counts, self._engine.work)
-        keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._engine.work)
+        queries = Gather(self._row, {"q": q}, self._queries.counts, self._engine.work)
+        keys = Gather(self._col, {"k": k, "v": v}, self._keys.counts, self._engine.work)
         out, lse = (self._new(x, self.compute_dtype) for x in ("out", "lse"))
         # Partial outs are like q: they travel in the dtype of the tensors.
         partials = Partials(self._row, "out", [q, lse], self._engine.work, hold=not self.overlap)
 
         for (x, y), (q_x,), (k_y, v_y) in self._steps(queries, keys, by_query=True):
-            rows, mine = self._q_rows(x), x.owner == self._row.rank
+            rows, mine = self._queries.rows(x), x.owner == self._row.rank
             fresh = mine and (y is ALL or y.owner == self._col.rank)
             to = [out, lse] if fresh else self._partial_out(x.owner)
             target = [t[rows] for t in to]
@@ -111,17 +142,17 @@ class Attention2D(AttentionPlan):
 
     def _backward(self, dout, q, k, v, lse, delta):
         q_side = {"dout": dout, "q": q, "lse": lse, "delta": delta}
-        queries = Gather(self._row, q_side, self._q_counts, self._engine.work)
-        keys = Gather(self._col, {"k": k, "v": v}, self._k_counts, self._engine.work)
-        nq, nk = sum(self._q_counts), sum(self._k_counts)
+        queries = Gather(self._row, q_side, self._queries.counts, self._engine.work)
+        keys = Gather(self._col, {"k": k, "v": v}, self._keys.counts, self._engine.work)
+        nq, nk = len(self._queries.whole), len(self._keys.whole)
         dq = self._buffer("dq", "dq", nq)
         dkv = dkv_sorted = [self._buffer(x, x, nk) for x in ("dk", "dv")]
         if self._by_query and self._sort is not None:
             dkv_sorted = [self._buffer((x, "sorted"), x, nk) for x in ("dk", "dv")]
         for x in (dq, *dkv, *dkv_sorted):
             self._engine.device.zero(x)
-        dq_of = [dq[s] for s in slices(self._q_counts)]
-        dkv_of = [[x[s] for x in dkv] for s in slices(self._k_counts)]
+        dq_of = [dq[s] for s in slices(self._queries.counts)]
+        dkv_of = [[x[s] for x in dkv] for s in slices(self._keys.counts)]
         dq_mine, (dk_mine, dv_mine) = dq_of[self._row.rank], dkv_of[self._col.rank]
         hold = not self.overlap
         dq_partials = Partials(self._row, "dq", [dq_mine], self._engine.work, hold)
@@ -131,8 +162,8 @@ class Attention2D(AttentionPlan):
             queries, keys, self._by_query
         ):
             gradients = (
-                dq if x is ALL else dq_of[x.owner][self._q_rows(x)],
-                *(dkv_sorted if y is ALL else (t[self._k_rows(y)] for t in dkv_of[y.owner])),
+                dq if x is ALL else dq_of[x.owner][self._queries.rows(x)],
+                *(dkv_sorted if y is ALL else (t[self._keys.rows(y)] for t in dkv_of[y.owner])),
             )
             with self._engine.clock("compute"):
                 self._engine.tile.backward(
@@ -170,10 +201,13 @@ class Attention2D(AttentionPlan):
         owners' queries meet all keys at once, owner by owner; the rest of my own come last, while
         the partial results of the others travel.  By key: the same with the roles exchanged.
         """
-        if not by_query:
-            sides = (self._col, self._k_cuts), (self._row, self._q_cuts)
-            return [(x, y) for y, x in _order(*sides)]
-        return _order((self._row, self._q_cuts), (self._col, self._k_cuts))
+        early, late = (self._queries, self._keys) if by_query else (self._keys, self._queries)
+        mine, *rest = early.units([early.channel.rank])
+        found = [
+            *((mine, y) for y in (Unit(late.channel.rank), *late.units(late.channel.peers))),
+            *((x, ALL) for x in (*early.units(early.channel.peers), *rest)),
+        ]
+        return found if by_query else [(y, x) for x, y in found]
 
     def _steps(
         self, queries: Gather, keys: Gather, by_query: bool
@@ -188,24 +222,12 @@ class Attention2D(AttentionPlan):
             keys.wait(*y)
             if y is ALL and sorted_keys is None:
                 sorted_keys = self._sorted(keys.whole)
-            yield (
-                (x, y),
-                queries.whole
-                if x is ALL
-                else [t[self._q_rows(x)] for t in queries.chunk(x.owner)],
-                sorted_keys if y is ALL else [t[self._k_rows(y)] for t in keys.chunk(y.owner)],
-            )
-
-    def _q_rows(self, x: Unit) -> slice:
-        """Where the queries of a unit lie in their chunk; `_k_rows`: the same for keys."""
-        return slice(None) if x.number is None else self._q_cuts[x.owner][x.number]
-
-    def _k_rows(self, y: Unit) -> slice:
-        return slice(None) if y.number is None else self._k_cuts[y.owner][y.number]
+            k = sorted_keys if y is ALL else self._keys.tensors(keys, y)
+            yield (x, y), self._queries.tensors(queries, x), k
 
     def _partial_out(self, owner: int) -> Tensors:
         """Buffers for queries of an owner: as they are sent; for my own as they are computed."""
-        mine, n = owner == self._row.rank, self._q_counts[owner]
+        mine, n = owner == self._row.rank, self._queries.counts[owner]
         return [
             self._buffer((x, "own" if mine else owner), x, n, wide=mine) for x in ("out", "lse")
         ]
@@ -231,18 +253,3 @@ class Attention2D(AttentionPlan):
         rank = self.grid.comm.rank if rank is None else rank
         queries, keys = self._tile_parts(*divmod(rank // self.grid.heads, self.grid.cols))
         return self.mask.area(np.concatenate(queries), np.sort(np.concatenate(keys)))
-
-
-def _order(early: tuple[Channel, list], late: tuple[Channel, list]) -> list[Piece]:
-    """Pairs of units: `early`'s partial results are sent one by one, `late`'s chunks awaited."""
-    (channel, cuts), (other, other_cuts) = early, late
-    mine, *rest = [Unit(channel.rank, u) for u in range(len(cuts[channel.rank]))]
-    return [
-        *((mine, y) for y in (Unit(other.rank), *_units(other, other_cuts))),
-        *((x, ALL) for x in (*_units(channel, cuts), *rest)),
-    ]
-
-
-def _units(channel: Channel, cuts: list) -> list[Unit]:
-    """All that the others of a channel send, nearest following first."""
-    return [Unit(peer, u) for peer in channel.peers for u in range(len(cuts[peer]))]

@@ -24,8 +24,9 @@ RESULT_SCHEMA = ("a2d_mpi result", 1)
 FLOATS = ("float16", "float32", "float64")
 # One stretch of time of a rank: what it did, as an index into PARTS, and when, in seconds
 # since the phase began there.
-SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f8"), ("end", "f8")])
+SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f4"), ("end", "f4")])
 PARTS = ("compute", "merge", "wait", "total")
+SMALLER = {"compression": "gzip", "shuffle": True}
 
 
 @dataclass(frozen=True)
@@ -290,7 +291,8 @@ def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = Non
             predicted[name] = np.asarray(seconds, np.float64)
             predicted[name].attrs["unit"] = "s"
     for phase, spans in result.spans.items():
-        group[f"spans/{phase}"] = spans
+        # By far the largest part of a benchmark's file.
+        group.create_dataset(f"spans/{phase}", data=spans, **SMALLER if len(spans) else {})
         group[f"spans/{phase}"].attrs.update({"unit": "s", "parts": PARTS})
 
 

@@ -244,6 +244,7 @@ class Schedule:
         found = np.maximum(done, done[came_from]), due[came_from]
         if not self.overlap:
             self.wait(found)
+            return found[0], 0 * found[1]
         return found
 
     def exchange(self, per_token: int, to_layers: bool) -> None:
