@@ -341,10 +341,11 @@ def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:
     rng = np.random.default_rng(0)
     out, out2 = (rng.standard_normal((16384, 4, 64), np.float32) for _ in range(2))
     lse, lse2 = (rng.standard_normal((16384, 4)).astype(np.float32) for _ in range(2))
+    rest = np.zeros_like(lse)
     copies, merges, left = [], [], clock.until(seconds)
     while not copies or left():
         copies.append(clock.mean(lambda: [np.copyto(out2, out) for _ in range(10)]) / 10)
-        merges.append(clock.mean(lambda: merge(out, lse, out2, lse2)))
+        merges.append(clock.mean(lambda: merge(out, lse, rest, out2, lse2)))
     return out.nbytes / float(np.median(copies)), out.nbytes / float(np.median(merges))
 
 

@@ -8,7 +8,7 @@
 # results and a profile for each.  What is there already is not run again.  Then
 # python drivers/study.py data/results/*.h5 says what came of it, drivers/plot.py draws it.
 #
-# Rates: at 64 x 1, 2.5 Mbit/s, and 16 x 4, 5 Mbit/s, a ring computes for 2 to 3 % of the time for
+# Rates: at 64 x 1, 2.5 Mbit/s, and 16 x 4, 10 Mbit/s, a ring computes for 2 to 3 % of the time for
 # which it transfers, as the profiles of the paper's machines in data/machines/ say for about 40 000
 # tokens on 64 GPUs; drivers/study.py works that out.  Two cores carry these rates.
 set -euo pipefail
@@ -59,14 +59,13 @@ attention2d:2x2x16,ring:4x1x16,double ring:8x8,double ring:2x2x16"
       ;;
     16x4)
       # Also with each axis inside a node.
-      cluster 16x4 5mbit "attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,\
+      cluster 16x4 10mbit "attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,\
 attention2d:2x2x16@urc,ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc"
       ;;
-    scaling)
+    scaling) # so slow that computing does not count
       for nodes in 4 16 64; do
-        side=$(awk "BEGIN { print sqrt($nodes) }")
-        on "${nodes}x1" 2.5mbit drivers/bench.py --output "$output/scaling.h5" "${sizes[@]}" \
-          --plans "attention2d,ring,double ring:${side}x$side" --masks full --backward
+        on "${nodes}x1" 1mbit drivers/bench.py --output "$output/scaling.h5" "${sizes[@]}" \
+          --seqlens 512 --plans attention2d,ring --masks full --backward
       done
       ;;
     overlap) # computing and communicating at once, and in turn, where both take as long

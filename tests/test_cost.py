@@ -291,7 +291,7 @@ def test_units(tokens, ranks):
         )
         assert len(cuts) == 1 or (len(cuts) == 2 and cuts[0].stop % cost.GRAIN == 0)
         assert len(cuts) == 1 or min(s.stop - s.start for s in cuts) > 0
-    assert len(cost.cut(tokens, ranks)) == 1 + (ranks == 2 and tokens > 1.5 * cost.GRAIN)
+    assert len(cost.cut(tokens, ranks)) == 1 + (ranks == 2 and tokens >= 2 * cost.GRAIN)
 
 
 def test_own_work_is_cut_by_area():

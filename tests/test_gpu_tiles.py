@@ -189,6 +189,7 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
     pieces = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
     out, lse = cupy.asarray(np.zeros((n, 2, d), np.float32)), cupy.empty((n, 2), np.float32)
     final = cupy.empty((n, 2, d), kept)
+    rest = cupy.asarray(np.zeros((n, 2), np.float32))
     sums = [cupy.asarray(np.zeros((n, 2, d), np.float32)) for _ in range(3)]
     for rows in pieces:
         for j, keys in enumerate(pieces):
@@ -202,7 +203,7 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
                 device.put(out[rows], partial)
                 device.put(lse[rows], partial_lse)
             else:
-                device.merge(out[rows], lse[rows], partial, partial_lse)
+                device.merge(out[rows], lse[rows], rest[rows], partial, partial_lse)
     device.put(final, out)
     delta = device.delta(dout, final)
     dq, dk, dv = sums

@@ -17,8 +17,9 @@ outs = hnp.arrays(np.float32, (N, H, D), elements=st.floats(-8, 8, width=32))
 
 def merged(*partials):
     (out, lse), *others = [(o.copy(), s.copy()) for o, s in partials]
+    rest = np.zeros_like(lse)
     for o, s in others:
-        merge(out, lse, o, s)
+        merge(out, lse, rest, o, s)
     return out, lse
 
 
@@ -77,3 +78,14 @@ def test_nan_is_not_hidden():
     ones, zero = np.ones((1, 1, 1)), np.zeros((1, 1))
     out, lse = merged((ones, zero), (ones, zero * np.nan))
     assert np.isnan(out).all() and np.isnan(lse).all()
+
+
+def test_lse_does_not_get_worse_with_the_number_of_merges():
+    rng = np.random.default_rng(0)
+    parts = [
+        (np.zeros((50, 4, 1), np.float32), rng.standard_normal((50, 4)).astype(np.float32))
+        for _ in range(500)
+    ]
+    _, lse = merged(*parts)
+    true = np.log(sum(np.exp(s.astype(float)) for _, s in parts))
+    assert np.abs(lse - true).max() <= np.spacing(np.float32(true.max())) / 2 * 1.01

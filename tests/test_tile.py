@@ -167,11 +167,11 @@ def test_tiles_over_parts_of_the_keys_merge_to_the_whole():
     q, k, v, dout = tensors(40, 100, 2, 1, 8, np.float64, 3.0)
     mask, tile = Full(), NumpyTile(np.float64, 0.35)
     parts = np.array_split(np.arange(100), 7)
-    out, lse = np.zeros_like(q), np.full((40, 2), -np.inf)
+    out, lse, rest = np.zeros_like(q), np.full((40, 2), -np.inf), np.zeros((40, 2))
     for part in parts:
         o, s = np.empty_like(q), np.empty((40, 2))
         tile.forward(q, k[part], v[part], mask.intervals(np.arange(40), part), o, s)
-        merge(out, lse, o, s)
+        merge(out, lse, rest, o, s)
     intervals = mask.intervals(np.arange(40), np.arange(100))
     exact = plain(q, k, v, dout, intervals, 0.35, np.float64)
     assert distance(out, exact["out"]) < 1e-13 and distance(lse, exact["lse"]) < 1e-13
@@ -215,11 +215,12 @@ def test_partials_of_low_precision(dtype, parts, sums):
     out, lse = np.zeros_like(q), np.full((n, 2), -np.inf, np.float32)
     for rows in pieces:
         o, s = out[rows], lse[rows]
+        rest = np.zeros_like(s)
         for keys in pieces:
             partial, partial_lse = np.empty(o.shape, kept), np.empty_like(s)
             intervals = mask.intervals(rows, keys)
             tile.forward(q[rows], k[keys], v[keys], intervals, partial, partial_lse)
-            merge(o, s, partial, partial_lse)
+            merge(o, s, rest, partial, partial_lse)
         out[rows], lse[rows] = o, s
     out = out.astype(kept).astype(np.float32)
     delta = (dout * out).sum(-1)

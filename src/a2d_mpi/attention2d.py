@@ -115,7 +115,7 @@ class Attention2D(AttentionPlan):
     def _forward(self, q, k, v):
         queries = Gather(self._row, {"q": q}, self._queries.counts, self._engine.work)
         keys = Gather(self._col, {"k": k, "v": v}, self._keys.counts, self._engine.work)
-        out, lse = (self._new(x, self.compute_dtype) for x in ("out", "lse"))
+        out, lse, rest = self._running_out()
         # Partial outs are like q: they travel in the dtype of the tensors.
         partials = Partials(self._row, "out", [q, lse], self._engine.work, hold=not self.overlap)
 
@@ -130,12 +130,12 @@ class Attention2D(AttentionPlan):
                 partials.send(x.owner, to, x.number)
             elif not fresh:
                 with self._engine.clock("merge"):
-                    self._engine.device.merge(out[rows], lse[rows], *target)
+                    self._engine.device.merge(out[rows], lse[rows], rest[rows], *target)
 
         partials.release()
         for partial in partials.receive():
             with self._engine.clock("merge"):
-                self._engine.device.merge(out, lse, *partial)
+                self._engine.device.merge(out, lse, rest, *partial)
         for transfer in (queries, keys, partials):
             transfer.finish()
         return out, lse

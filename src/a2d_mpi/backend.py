@@ -101,9 +101,9 @@ class Host:
         """Copy (or add) x to the heads of `to` from `first` on; both of one dtype."""
         self.put(to[:, first : first + x.shape[1]], x, add)
 
-    def merge(self, out: Array, lse: Array, out2: Array, lse2: Array) -> None:
+    def merge(self, out: Array, lse: Array, rest: Array, out2: Array, lse2: Array) -> None:
         """`a2d_mpi.merge.merge`: (out2, lse2) into (out, lse)."""
-        merge(out, lse, out2, lse2)
+        merge(out, lse, rest, out2, lse2)
 
     def delta(self, dout: Array, out: Array) -> Array:
         """``rowsum(dout * out)``, (tokens, nheads) in the compute dtype."""

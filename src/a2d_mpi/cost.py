@@ -29,7 +29,7 @@ Move = tuple[str, str, tuple[int, ...], int, int, int]
 METHODS = ("attention2d", "ring", "striped ring", "double ring")
 # MPI counts are ints and some transports fail beyond 2 GiB: larger tensors go in several messages.
 MAX_MESSAGE = 1 << 30  # bytes
-GRAIN = 128  # tokens: what is cut in two is cut at a multiple of this
+GRAIN = 128  # tokens: what is cut in two has two of these at least, and is cut at a multiple
 FIRST = 0.6  # share of a rank's work on its own chunk that it does before that of the others
 
 
@@ -244,7 +244,7 @@ def cut(tokens: int, ranks: int) -> list[slice]:
     a rank would otherwise wait for all before it can begin, and send all when it has finished.
     """
     middle = GRAIN * round(tokens / 2 / GRAIN)
-    if ranks == 2 and 0 < middle < tokens:
+    if ranks == 2 and tokens >= 2 * GRAIN:
         return [slice(0, middle), slice(middle, tokens)]
     return [slice(0, tokens)]
 
@@ -261,7 +261,9 @@ def cut_own(areas: np.ndarray, ranks: int) -> list[slice]:
     """
     n = len(areas)
     middle = GRAIN * round(int(np.searchsorted(np.cumsum(areas), FIRST * areas.sum())) / GRAIN)
-    return [slice(0, middle), slice(middle, n)] if ranks > 1 and 0 < middle < n else [slice(0, n)]
+    if ranks > 1 and n >= 2 * GRAIN and 0 < middle < n:
+        return [slice(0, middle), slice(middle, n)]
+    return [slice(0, n)]
 
 
 def flops(area: int, nheads: int, headdim: int, backward: bool = False) -> int:

@@ -99,9 +99,9 @@ class Cuda:
         stride, begin = to.shape[1] * to.shape[2], first * to.shape[2]
         self._rows("put_columns", x.dtype, to, x, stride, begin, int(add), x.shape, outer=1)
 
-    def merge(self, out: Array, lse: Array, out2: Array, lse2: Array) -> None:
+    def merge(self, out: Array, lse: Array, rest: Array, out2: Array, lse2: Array) -> None:
         tensor, _, wide = _types(out, out2)
-        self._rows("merge", tensor, out, lse, out2, wide, lse2, out.shape)
+        self._rows("merge", tensor, out, lse, rest, out2, wide, lse2, out.shape)
 
     def delta(self, dout: Array, out: Array) -> Array:
         delta = cupy.empty(out.shape[:2], compute_dtype(out.dtype))

@@ -314,18 +314,24 @@ extern "C" __global__ void backward_kv(const Element *dout, const Element *q, co
 #define FOR_EACH_COLUMN(d) for (int d = threadIdx.x % LANES; d < width; d += LANES)
 
 /* See merge.py: (out, lse) with (out2, lse2), in place; a row is one token and head. */
-extern "C" __global__ void merge(Compute *out, Compute *lse, const void *out2, int wide2,
-                                 const Compute *lse2, long long rows, int width) {
+extern "C" __global__ void merge(Compute *out, Compute *lse, Compute *rest, const void *out2,
+                                 int wide2, const Compute *lse2, long long rows, int width) {
   FOR_EACH_ROW(row) {
-    Compute a = lse[row], b = lse2[row], shift = a > b || a != a ? a : b;
+    double a = (double)lse[row] + (double)rest[row], b = lse2[row];
+    double shift = a > b || a != a ? a : b;
     if (shift == MINUS_INFINITY) shift = 0;
-    Compute weight = exp(a - shift), weight2 = exp(b - shift), total = weight + weight2;
+    double weight = exp(a - shift), weight2 = exp(b - shift), total = weight + weight2;
     __syncwarp(); /* all lanes have read what one now writes */
-    if (threadIdx.x % LANES == 0) lse[row] = log(total) + shift;
+    if (threadIdx.x % LANES == 0) {
+      double exact = log(total) + shift;
+      lse[row] = (Compute)exact;
+      rest[row] = exact - exact == 0 ? (Compute)(exact - (double)lse[row]) : (Compute)0;
+    }
     if (total == 0) total = 1;
+    Compute share = (Compute)(weight / total), share2 = (Compute)(weight2 / total);
     FOR_EACH_COLUMN(d) {
       long long at = row * width + d;
-      out[at] = out[at] * (weight / total) + get(out2, wide2, at) * (weight2 / total);
+      out[at] = out[at] * share + get(out2, wide2, at) * share2;
     }
   }
 }

@@ -53,8 +53,9 @@ def _grid(layout: Layout, p: Problem, cell: int, backward: bool, unsorted: bool)
     nq = sum(p.counts[row * cols + c] for c in range(cols))
     nk = sum(p.counts[r * cols + col] for r in range(rows))
     several_q, several_k = cols > 1, rows > 1
-    # Gathered; partial outs to send and received; my own in the compute dtype.
-    total = nq * p.q * several_q + nk * p.kv * several_k
+    # Gathered; partial outs to send and received; my own in the compute dtype; lse's rest.
+    total = n * p.lse * (several_q or several_k)
+    total += nq * p.q * several_q + nk * p.kv * several_k
     total += (nq - n) * (p.q + p.lse) + (cols - 1) * n * (p.q + p.lse)
     total += n * (p.dq + p.lse) * several_k
     if unsorted and several_k and several_q:
@@ -69,7 +70,7 @@ def _grid(layout: Layout, p: Problem, cell: int, backward: bool, unsorted: bool)
 
 def _rings(layout: Layout, p: Problem, cell: int, backward: bool, double: bool) -> int:
     n, block = p.counts[cell], max(p.counts)
-    total = n * (p.dq + p.lse)  # the partial result of a step
+    total = n * (p.dq + 2 * p.lse)  # the partial result of a step, lse's rest
     steps = layout.cells
     inner = layout.cols if double else steps
     blocks = min(2, inner - 1) + (min(2, layout.rows - 1) if double else 0)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 
-def merge(out: np.ndarray, lse: np.ndarray, out2: np.ndarray, lse2: np.ndarray) -> None:
+def merge(
+    out: np.ndarray, lse: np.ndarray, rest: np.ndarray, out2: np.ndarray, lse2: np.ndarray
+) -> None:
     """Merge (out2, lse2) into (out, lse), in place.
 
     Parameters
@@ -22,27 +24,33 @@ def merge(out: np.ndarray, lse: np.ndarray, out2: np.ndarray, lse2: np.ndarray) 
     lse, lse2 : (tokens, nheads) float32 or wider
         Log-sum-exp of the partial results, in nats; -inf where a query saw no key.  `lse`
         receives the merged one; `lse2` is left as it is.
+    rest : (tokens, nheads), dtype of `lse`
+        What `lse` has lost by rounding in earlier merges, 0 before the first one.
 
     Notes
     -----
     The exponentials are shifted by the larger lse, so nothing overflows, and a convex combination
-    of the two outs is taken, so the error does not grow with the number of merges.  Where both
+    of the two outs is taken, so the error does not grow with the number of merges; that of lse
+    would, by half a rounding each, without `rest`.  Where both
     lse are -inf the result is (0, -inf).  NaN stays NaN.
     """
     if out2.dtype != out.dtype:
         out2 = out2.astype(out.dtype)
-    shift = np.maximum(lse, lse2)
+    exact = np.add(lse, rest, dtype=np.float64)
+    shift = np.maximum(exact, lse2)
     # -inf - -inf would be NaN: rows that saw nothing at all are shifted by 0 instead.
     shift[np.isneginf(shift)] = 0
-    weight = np.exp(lse - shift)
+    weight = np.exp(exact - shift)
     weight2 = np.exp(lse2 - shift)
     total = weight + weight2
     with np.errstate(divide="ignore"):
-        np.log(total, out=lse)
-    lse += shift
+        np.log(total, out=exact)
+    exact += shift
+    lse[...] = exact
+    np.subtract(exact, lse, out=exact, where=np.isfinite(exact))
+    exact[~np.isfinite(exact)] = 0
+    rest[...] = exact
     total[total == 0] = 1
-    weight /= total
-    weight2 /= total
-    out *= weight[..., None]
-    out2 *= weight2[..., None]
+    out *= (weight / total).astype(out.dtype)[..., None]
+    out2 *= (weight2 / total).astype(out.dtype)[..., None]
     out += out2

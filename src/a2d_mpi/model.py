@@ -190,7 +190,7 @@ class Grid(Schedule):
 
     def _first(self, ranks: int) -> float:
         """Share of my own chunk that does not wait for the end."""
-        return cost.FIRST if ranks > 1 and self.counts.min() > 1.5 * cost.GRAIN else 1.0
+        return cost.FIRST if ranks > 1 and self.counts.min() >= 2 * cost.GRAIN else 1.0
 
     def _units(self, hops: list[Hop]) -> Units:
         """When the units of each chunk arrive; two of them one after the other."""

@@ -347,6 +347,13 @@ class AttentionPlan:
         shape = (len(self._cell_tokens), *self._shape(name, layer=True))
         return self._engine.device.empty(shape, dtype)
 
+    def _running_out(self) -> tuple[Array, Array, Array]:
+        """New out and lse of my cell, and the `rest` of `a2d_mpi.merge.merge`, zeros."""
+        out, lse = (self._new(x, self.compute_dtype) for x in ("out", "lse"))
+        rest = self._buffer("rest", "lse", len(lse))
+        self._engine.device.zero(rest)
+        return out, lse, rest
+
     def _buffer(self, key: object, name: str, tokens: int, wide: bool = False) -> np.ndarray:
         """The plan's buffer `key`, for `tokens` tokens of a layer's tensor `name`.
 

@@ -81,7 +81,7 @@ class DoubleRingAttention(AttentionPlan):
         return self._inner, self._outer
 
     def _forward(self, q, k, v):
-        out, lse = (self._new(x, self.compute_dtype) for x in ("out", "lse"))
+        out, lse, rest = self._running_out()
         partial = [self._buffer((x, "own"), x, len(q), wide=True) for x in ("out", "lse")]
         for j, (k_j, v_j) in self._blocks(k, v):
             mine = j == self.grid.layer_comm.rank
@@ -90,7 +90,7 @@ class DoubleRingAttention(AttentionPlan):
                 self._engine.tile.forward(q, k_j, v_j, self._intervals[j], *target)
             if not mine:
                 with self._engine.clock("merge"):
-                    self._engine.device.merge(out, lse, *partial)
+                    self._engine.device.merge(out, lse, rest, *partial)
         return out, lse
 
     def _backward(self, dout, q, k, v, lse, delta):
