@@ -55,6 +55,7 @@ from a2d_mpi.tiles import KERNELS
 from a2d_mpi.transport import TRANSFERS
 
 OVERLAPS = {"on": True, "off": False}
+SPANS = ("all", "picked", "none")  # the planner's; they are most of a file
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -79,6 +80,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         default=1,
         help="runs before them, one at least (default %(default)s)",
     )
+    add("--spans", choices=SPANS, default="all", help="of which plans to keep what ranks did when")
     add("--seed", type=int, default=0, help="of the numbers, and of the rows that are checked")
     add("--profile", help="TOML file of this machine, for predictions; see drivers/calibrate.py")
     add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
@@ -217,6 +219,8 @@ def _run(
             seconds, figures = c.expected(machine, its.plan.distribution.name)
         result = its.result(config, origin, predicted=seconds, figures=figures)
         if result:
+            if args.spans == "none" or (args.spans == "picked" and not c.picked):
+                result.spans.clear()
             results[c.name] = result
         its.plan.free()
     return results

@@ -120,7 +120,15 @@ class Choice:
         here = [x for x in self.mine if x.ranks == self.ranks]
         if not here:
             raise ValueError(f"{self.workload} was not run on {self.ranks} ranks")
-        fastest = min(here, key=lambda x: (x.method != "attention2d", not x.overlap, x.seconds))
+        fastest = min(
+            here,
+            key=lambda x: (
+                not results[x.name].spans,
+                x.method != "attention2d",
+                not x.overlap,
+                x.seconds,
+            ),
+        )
         name = args.run or fastest.name
         if name not in results:
             raise ValueError(f"no run {name!r} in {args.results}")
@@ -254,6 +262,8 @@ def draw_model(plt, choice: Choice):
 def draw_timeline(plt, choice: Choice):
     """What every rank did."""
     result, c = choice.run, choice.run.config
+    if not result.spans:
+        raise ValueError(f"timeline: {c['name']} was kept without one (bench.py --spans)")
     phases, ranks = phases_of(result), int(c["ranks"])
     figure, all_axes = plt.subplots(
         1, len(phases), figsize=(WIDTH, 0.45 * WIDTH + min(0.16 * ranks, 4.0)),

@@ -29,7 +29,7 @@ on() {
 # bench CLUSTER RATE OPTIONS...
 bench() {
   on "$1" "$2" drivers/bench.py --output "$output/$1.h5" --profile "$output/$1.toml" "${sizes[@]}" \
-    "${@:3}"
+    --spans picked "${@:3}"
 }
 
 # cluster NAME RATE PLANS: forward with gradients by all, forward alone by the planner's choice.

@@ -170,6 +170,19 @@ def test_bad_input(tmp_path, options, text):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("which, kept", [("picked", 1), ("none", 0)])
+def test_spans_of_some(tmp_path, which, kept):
+    (tmp_path / "test.toml").write_text(PROFILE)
+    done = bench(
+        2, "--output", tmp_path / "bench.h5", *SMALL, "--seqlens", "64", "--plans", "auto:2",
+        "--profile", tmp_path / "test.toml", "--spans", which,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = read_benchmark(tmp_path / "bench.h5").values()
+    assert len(found) == 2 and sum(bool(x.spans) for x in found) == kept
+    assert all(x.config["picked"] for x in found if x.spans)
+
+
 @pytest.mark.launches
 def test_wrong_result(tmp_path):
     """Is kept, and the exit code is 1, also of the job that resumes."""
