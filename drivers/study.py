@@ -64,8 +64,8 @@ def main(argv: list[str] | None = None) -> int:
                     print(f"    {line}")
             if ratio := _pick(whole):
                 picks, good = picks + 1, good + (ratio[1] >= 1 / CLOSE)
-                print(f"    pick {ratio[2]}: {ratio[0]:.2f}x the ring, "
-                      f"{ratio[1]:.2f}x the fastest other")  # fmt: skip
+                print(f"    pick {ratio[3]}: {ratio[0]:.2f}x the ring, {ratio[2]:.2f}x the fastest "
+                      f"of another method, {ratio[1]:.2f}x of all others")  # fmt: skip
         for line in _scaling(results):
             print(f"  {line}")
         mine = [x.predicted / x.seconds - 1 for x in rows.values() if x.predicted == x.predicted]
@@ -119,14 +119,17 @@ def _in_turn(xs: Sequence[Summary]) -> str:
     )
 
 
-def _pick(xs: Sequence[Summary]) -> tuple[float, float, str] | None:
-    """The planner's choice: how many times faster than the ring, than the best other; its name."""
+def _pick(xs: Sequence[Summary]) -> tuple[float, float, float, str] | None:
+    """The planner's choice: how many times faster than the ring, than the fastest other plan, and
+    than the fastest of another method; its name.
+    """
     picked, ring = [x for x in xs if x.picked], _ring(xs)
-    others = [x.seconds for x in xs if not x.picked]
-    if not (picked and ring and others):
+    if not (picked and ring):
         return None
-    seconds = picked[0].seconds
-    return ring.seconds / seconds, min(others) / seconds, picked[0].plan
+    its = picked[0]
+    others = [x.seconds for x in xs if x is not its]
+    strangers = [x.seconds for x in xs if x.family != its.family]
+    return (*(min(x) / its.seconds for x in ([ring.seconds], others, strangers)), its.plan)
 
 
 def _matches(path: str, results: dict[str, Result], xs: Sequence[Summary]) -> str:

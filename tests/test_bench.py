@@ -247,7 +247,7 @@ def test_study(finished, tmp_path):
     done = launch(0, ROOT / "drivers" / "study.py", finished[0], timeout=100)
     assert done.returncode == 0, done.stderr
     assert re.search(r"forward \+ backward [\d.]+ in time, [\d.]+ in bytes", done.stdout)
-    assert re.search(r"pick .*: [\d.]+x the ring, [\d.]+x the fastest other", done.stdout)
+    assert re.search(r"pick .*: [\d.]+x the ring, [\d.]+x the fastest of another", done.stdout)
     assert re.search(r"ms overlapped, [\d]+ in turn", done.stdout)
     runs = len(read_benchmark(finished[0]))
     assert f"worst of {runs} runs" in done.stdout and "of the fastest measured: " in done.stdout
