@@ -64,8 +64,9 @@ def main(argv: list[str] | None = None) -> int:
                     print(f"    {line}")
             if ratio := _pick(whole):
                 picks, good = picks + 1, good + (ratio[1] >= 1 / CLOSE)
-                print(f"    pick {ratio[3]}: {ratio[0]:.2f}x the ring, {ratio[2]:.2f}x the fastest "
-                      f"of another method, {ratio[1]:.2f}x of all others")  # fmt: skip
+                ring, others, strangers, name = ratio
+                print(f"    pick {name}: {ring:.2f}x the ring, {strangers:.2f}x the fastest of "
+                      f"another method, {others:.2f}x of all others")  # fmt: skip
         for line in _scaling(results):
             print(f"  {line}")
         mine = [x.predicted / x.seconds - 1 for x in rows.values() if x.predicted == x.predicted]
