@@ -248,7 +248,7 @@ def draw_model(plt, choice: Choice):
     for name, (colour, marker, _) in STYLES.items():
         mine = [(1e3 * x.seconds, 1e3 * x.predicted) for x in known if x.family == name]
         if mine:
-            axes.scatter(*zip(*mine), 9, "none", marker, edgecolors=colour, label=name)
+            axes.scatter(*zip(*mine), 9, "none", marker=marker, edgecolors=colour, label=name)
     off = np.array([abs(x.predicted / x.seconds - 1) for x in known])
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms")
     axes.set_ylabel("predicted, ms")
