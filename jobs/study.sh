@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # The study: every method on emulated clusters of this machine, side by side.
 #
-#   bash jobs/study.sh results/study                      all of it, an hour on two cores
+#   bash jobs/study.sh results/study                      all of it, 75 minutes on two cores
 #   bash jobs/study.sh results/study 64x1 scaling         some of it
 #
 # Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
 # results and a profile for each.  What is there already is not run again.  Then
 # python drivers/study.py data/results/*.h5 says what came of it, drivers/plot.py draws it.
 #
-# Rates: at 64 x 1, 2.5 Mbit/s, and 16 x 4, 10 Mbit/s, a ring computes for 2 to 3 % of the time for
-# which it transfers, as the profiles of the paper's machines in data/machines/ say for about 40 000
-# tokens on 64 GPUs; drivers/study.py works that out.  Two cores carry these rates.
+# Rates: such that two cores carry them, and the ring computes for some per cent of the time for which
+# it transfers, as it does with 16 K to 32 K tokens on the profiles of the paper's machines in
+# data/machines/; drivers/study.py works that out for each workload.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [scaling]}
@@ -32,7 +32,8 @@ bench() {
     --spans picked "${@:3}"
 }
 
-# cluster NAME RATE PLANS: forward with gradients by all, forward alone by the planner's choice.
+# cluster NAME RATE PLANS [MORE]: forward with gradients by all (MORE with full masks only), forward
+# alone by the planner's choice.
 cluster() {
   local mask plans
   [[ -e $output/$1.toml ]] ||
@@ -40,7 +41,7 @@ cluster() {
   for mask in full causal; do
     plans=auto:4,ring,$3
     # The striped ring differs for causal masks only.
-    if [[ $mask == causal ]]; then plans+=",striped ring"; fi
+    if [[ $mask == causal ]]; then plans+=",striped ring"; else plans+=${4:+,$4}; fi
     bench "$1" "$2" --masks "$mask" --nheads-kv 16,2 --plans "$plans" --backward
   done
   bench "$1" "$2" --masks full,causal --nheads-kv 16,2 --plans "auto:4,ring,${3%%,*}"
@@ -58,9 +59,9 @@ attention2d:2x2x4,ring:4x1x4,double ring:4x4,double ring:2x2x4"
 attention2d:2x2x16,ring:4x1x16,double ring:8x8,double ring:2x2x16"
       ;;
     16x4)
-      # Also with each axis inside a node.
-      cluster 16x4 10mbit "attention2d:8x8,attention2d:64x1,attention2d:1x64,attention2d:4x4x4,\
-attention2d:2x2x16@urc,ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc"
+      # Also with each axis inside a node.  To gather all keys, or all queries, takes very long.
+      cluster 16x4 10mbit "attention2d:8x8,attention2d:4x4x4,attention2d:2x2x16@urc,\
+ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,attention2d:1x64"
       ;;
     scaling) # so slow that computing does not count
       for nodes in 4 16 64; do
