@@ -20,7 +20,7 @@ from a2d_mpi.cost import METHODS, Layout
 from a2d_mpi.machine import Machine
 from a2d_mpi.schedule import Hop, Partials, Schedule, Workload
 
-Units = list[list[Hop]]  # by peer: the messages that bring its chunk
+Units = list[list[Hop | None]]  # by step, mine first: the messages that bring a chunk, or None
 
 
 @dataclass(frozen=True)
@@ -103,18 +103,15 @@ class Grid(Schedule):
             self._backward(row_peers, col_peers, q_in, k_in)
             return
         partials = Partials(self, row_peers, q_back, 2)
-        self._by_query(q_in, k_in, partials.send, self.merge_outs)
+        self._tile(True, q_in, k_in, partials.send, self.merge_outs)
         partials.collect(self.merge_outs)
 
     def _backward(self, row_peers: list, col_peers: list, q_in: Units, k_in: Units) -> None:
         p = self.layer
         dq, dkv = Partials(self, row_peers, p.dq, 1), Partials(self, col_peers, p.dkv, 2)
-        if (self.cols - 1) * p.nheads >= 2 * (self.rows - 1) * p.nheads_kv:
-            late = dkv
-            self._by_query(q_in, k_in, dq.send)
-        else:
-            late = dq
-            self._by_key(q_in, k_in, dkv.send)
+        by_query = (self.cols - 1) * p.nheads >= 2 * (self.rows - 1) * p.nheads_kv
+        early, late = (dq, dkv) if by_query else (dkv, dq)
+        self._tile(by_query, q_in, k_in, early.send)
         if late is dkv and self._sorts:
             self.spend("merge", self.copying(self.nk * p.dkv))
         for k in range(len(late.peers)):
@@ -129,77 +126,68 @@ class Grid(Schedule):
         """Whether the keys of a column come out of order."""
         return self.rows > 1 and self.distribution != "contiguous"
 
-    def _by_query(self, q_in: Units, k_in: Units, send: Callable, merge: Callable | None = None):
-        """The first of my queries against each unit of keys, the others' against all keys, the
-        rest of mine.
+    def _tile(
+        self,
+        by_query: bool,
+        q_in: Units,
+        k_in: Units,
+        send: Callable[[int, float], None],
+        merge: Callable[[float], None] | None = None,
+    ) -> None:
+        """The pieces of `a2d_mpi.attention2d.Attention2D`, in the same order.
+
+        By query: the first of my queries against each unit of keys, the others' against all keys,
+        the rest of mine; by key: the same with the roles exchanged.  `send`: a share of what is
+        for a peer is finished; `merge`: another partial result of the first of mine is.
         """
-        first = self._first(self.cols)
-        for j in range(self.rows):
-            k = self._cell_at(self.row + j, self.col)
-            units = k_in[j - 1] if j else [None]
+        early, late = (q_in, k_in) if by_query else (k_in, q_in)
+        first = self._first(len(early))
+        for step, units in enumerate(late):
+            other = self._cell(step, keys=by_query)
+            pair = (self.cell, other) if by_query else (other, self.cell)
             for unit in units:
-                if unit:
-                    self.wait(unit)
-                self.compute_pair(self.cell, k, first / len(units))
+                self._wait_for(unit)
+                self.compute_pair(*pair, first / len(units))
                 if unit and merge:
                     merge(first)
-        area, cut = (x.reshape(len(x), self.rows, -1).sum(axis=1) for x in (self.area, self.cut))
-        for i in range(1, self.cols + (first < 1)):
-            if i == 1 and self._sorts:
-                self.spend("merge", self.copying(self.nk * self.layer.kv))
-            q = self._cell_at(self.row, self.col + i)
-            where = (q, self.col)
-            units = q_in[i - 1] if i < self.cols else [None]
-            share = (1 if i < self.cols else 1 - first) / len(units)
-            for unit in units:
+        if by_query:  # queries of a cell, all keys of a column
+            area, cut = (x.reshape(len(x), self.rows, -1).sum(1) for x in (self.area, self.cut))
+        else:  # all queries of a row, keys of a cell
+            area, cut = (x.reshape(self.rows, -1, len(x)).sum(1) for x in (self.area, self.cut))
+        if by_query and self._sorts and len(early) > 1:
+            self.spend("merge", self.copying(self.nk * self.layer.kv))
+        for step in (*range(1, len(early)), *[0] * (first < 1)):
+            mine = self._cell(step, keys=not by_query)
+            where = (mine, self.col) if by_query else (self.row, mine)
+            share = (1 if step else 1 - first) / len(early[step])
+            n, cut_here = share * self.counts[mine], (share if by_query else 1) * cut[where]
+            nq, nk = (n, self.nk) if by_query else (self.nq, n)
+            for unit in early[step]:
+                self._wait_for(unit)
+                self.compute(share * area[where], nq, nk, np.minimum(nq, cut_here))
                 if unit:
-                    self.wait(unit)
-                nq = share * self.counts[q]
-                sizes = share * area[where], nq, self.nk, np.minimum(nq, share * cut[where])
-                self.compute(*sizes)
-                if unit:
-                    send(i - 1, share)
+                    send(step - 1, share)
 
-    def _by_key(self, q_in: Units, k_in: Units, send: Callable) -> None:
-        """Each unit of queries against the first of my keys, all queries against the others' keys
-        and then the rest of mine.
-        """
-        first = self._first(self.rows)
-        for i in range(self.cols):
-            q = self._cell_at(self.row, self.col + i)
-            units = q_in[i - 1] if i else [None]
-            for unit in units:
-                if unit:
-                    self.wait(unit)
-                self.compute_pair(q, self.cell, first / len(units))
-        area, cut = (
-            x.reshape(self.rows, -1, x.shape[1]).sum(axis=1) for x in (self.area, self.cut)
-        )
-        for j in range(1, self.rows + (first < 1)):
-            k = self._cell_at(self.row + j, self.col)
-            where = (self.row, k)
-            units = k_in[j - 1] if j < self.rows else [None]
-            share = (1 if j < self.rows else 1 - first) / len(units)
-            for unit in units:
-                if unit:
-                    self.wait(unit)
-                nk = share * self.counts[k]
-                self.compute(share * area[where], self.nq, nk, np.minimum(self.nq, cut[where]))
-                if unit:
-                    send(j - 1, share)
+    def _wait_for(self, unit: Hop | None) -> None:
+        """For a unit of another rank; my own is here."""
+        if unit:
+            self.wait(unit)
 
     def _first(self, ranks: int) -> float:
         """Share of my own chunk that does not wait for the end."""
         return cost.FIRST if ranks > 1 and self.counts.min() >= 2 * cost.GRAIN else 1.0
 
     def _units(self, hops: list[Hop]) -> Units:
-        """When the units of each chunk arrive; two of them one after the other."""
+        """When the units of each chunk arrive, mine first; two of them one after the other."""
         if len(hops) == 1 and len(cost.cut(int(self.counts.min()), 2)) == 2:
             ((done, due),) = hops
-            return [[((done + np.minimum(self.now, done)) / 2, due / 2), (done, due / 2)]]
-        return [[hop] for hop in hops]
+            halfway = (done + np.minimum(self.now, done)) / 2
+            return [[None], [(halfway, due / 2), (done, due / 2)]]
+        return [[None], *([hop] for hop in hops)]
 
-    def _cell_at(self, row: np.ndarray, col: np.ndarray) -> np.ndarray:
+    def _cell(self, step: int, keys: bool) -> np.ndarray:
+        """The cell whose keys come to me along the column, or queries along the row, at a step."""
+        row, col = (self.row + step, self.col) if keys else (self.row, self.col + step)
         return self.at(row, col) // self.layout.heads
 
 
