@@ -15,6 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,16 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.atomic import check_writable
 from a2d_mpi.backend import DTYPES, as_dtype, compute_dtype
+from a2d_mpi.baselines.ring import RingAttention
 from a2d_mpi.calibration import Sample, fit_kernel, fit_link, write_machine
 from a2d_mpi.cli import Parser, arguments, run, together
+from a2d_mpi.cost import Layout
+from a2d_mpi.grid import ProcessGrid
 from a2d_mpi.machine import PHASES, Link, Machine
 from a2d_mpi.masks import Causal, Full
 from a2d_mpi.merge import merge
+from a2d_mpi.model import predict
+from a2d_mpi.schedule import Workload
 from a2d_mpi.tiles.numpy import NumpyTile
 
 # Queries, keys, nheads, nheads_kv, headdim, mask: few and many of each.
@@ -93,6 +99,8 @@ def main(argv: list[str] | None = None) -> int:
         copy=copy / where.share,
         merge=merging / where.share,
     )
+    with threadpool_limits(args.threads):
+        machine = replace(machine, step=_step(clock, machine, dtypes[0]))
     if comm.rank == 0:
         print("\n".join(notes), flush=True)
     lines = [
@@ -166,6 +174,15 @@ class Clock:
     def slowest(self, action: Callable[[], object]) -> float:
         """Seconds of `action` on the slowest rank."""
         return self._timed(action, MPI.MAX)
+
+    def step(self, steps: Callable[[int], object], few: int, many: int) -> float:
+        """Seconds of one step among others; ``steps(n)`` takes n of them, one after the other.
+
+        Not of the first ones: a link that was idle may let these pass at once.
+        """
+        mean = self.mean
+        found = [mean(lambda: steps(many)) - mean(lambda: steps(few)) for _ in range(3)]
+        return max(float(np.median(found)) / (many - few), 1e-9)
 
     def until(self, seconds: float) -> Callable[[], bool]:
         """Whether there is time left; all ranks get the same answer."""
@@ -242,39 +259,25 @@ def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
     comm, (to, came_from) = clock.comm, where.partners[name]
     buffers = np.zeros((2, LARGEST), np.uint8)
 
-    def post(nbytes: int, number: int = 1, mute: bool = False) -> list[MPI.Request]:
-        if mute:
-            return []
+    def post(nbytes: int, number: int = 1) -> list[MPI.Request]:
         mine, theirs = buffers[0, :nbytes], buffers[1, :nbytes]
         return [
             *(comm.Irecv(theirs, came_from, i) for i in range(number)),
             *(comm.Isend(mine, to, i) for i in range(number)),
         ]
 
-    def exchange(nbytes: int, number: int = 1, mute: bool = False, trials: int = 3) -> float:
-        """Seconds of messages that all post together; the mean of the ranks, the median trial."""
-        return float(np.median([
-            clock.mean(lambda: MPI.Request.Waitall(post(nbytes, number, mute)))
-            for _ in range(trials)
-        ]))  # fmt: skip
-
     def hop(nbytes: int, mute: bool = False) -> float:
-        """Seconds of a message among others that follow each other, as in a ring.
+        """Seconds of a message among others that follow each other, as in a ring."""
 
-        Not the first ones: a link that was idle may let these pass at once.
-        """
+        def chain(hops: int) -> None:
+            for _ in range(0 if mute else hops):
+                MPI.Request.Waitall(post(nbytes))
 
-        def chain(hops: int) -> float:
-            return clock.mean(
-                lambda: [MPI.Request.Waitall(post(nbytes, mute=mute)) for _ in range(hops)]
-            )
-
-        found = [chain(3 * HOPS) - chain(HOPS) for _ in range(3)]
-        return max(float(np.median(found)) / (2 * HOPS), 1e-9)
+        return clock.step(chain, HOPS, 3 * HOPS)
 
     hop(8)
     sizes, times, left = [8], [hop(8)], clock.until(0.4 * seconds)
-    flood = (FLOOD, exchange(8, FLOOD))
+    posted = [clock.mean(lambda: MPI.Request.Waitall(post(8, FLOOD))) for _ in range(3)]
     while sizes[-1] < LARGEST and (len(sizes) < 2 or (left() and times[-1] < 0.002 * seconds)):
         sizes.append(max(1 << 15, 4 * sizes[-1]))
         times.append(hop(sizes[-1]))
@@ -284,7 +287,7 @@ def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
         alone = hop(nbytes, mute=not where.first_of_node) * comm.size / len(where.hosts)
         # NICs that a rank alone cannot fill.
         nics = max(1, round(where.ranks_per_node * alone / taken))
-    link = fit_link(sizes, times, flood, nics=nics)
+    link = fit_link(sizes, times, (FLOOD, float(np.median(posted))), nics=nics)
     hidden, late = _busy(clock, post, nbytes, taken)
     rate = link.bandwidth * (where.ranks_per_node / nics if name == "between" else 1)
     return Link(rate, link.latency + late, link.overhead, nics, hidden)
@@ -299,41 +302,55 @@ def _busy(clock: Clock, post: Callable, nbytes: int, taken: float) -> tuple[floa
     """
     comm = clock.comm
     calls, _ = _tile_call(
-        "float32", (512, 512, 1, 1, 64, Full()), lambda: comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+        "float32", (128, 128, 1, 1, 64, Full()), lambda: comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
     )
-    once = clock.mean(lambda: [calls["forward"]() for _ in range(5)]) / 5
 
     def compute(number: int) -> None:
         for _ in range(number):
             calls["forward"]()
 
-    def steps(size: int, number: int, repeats: int = 1) -> None:
-        for _ in range(repeats):
-            requests = post(size)
-            compute(number)
-            MPI.Request.Waitall(requests)
+    def both(number: int, size: int, most: int) -> float:
+        """Seconds of a step that computes and transfers."""
 
-    def each(size: int, number: int, most: int) -> float:
-        """Seconds of a step among others."""
-        found = [
-            clock.mean(lambda: steps(size, number, most)) - clock.mean(lambda: steps(size, number))
-            for _ in range(3)
-        ]
-        return float(np.median(found)) / (most - 1)
+        def steps(repeats: int) -> None:
+            for _ in range(repeats):
+                requests = post(size)
+                compute(number)
+                MPI.Request.Waitall(requests)
 
-    number = max(1, math.ceil(1.5 * taken / once))
-    alone = clock.mean(lambda: compute(number))
-    lost = each(nbytes, number, 3) - max(alone, taken)
-    hidden = float(np.clip(1 - lost / min(alone, taken), 0, 1))
-    few = max(1, round(taken / 3 / once))
-    alone = clock.mean(lambda: compute(few))
-    late = each(nbytes, few, HOPS) - max(taken, alone + (1 - hidden) * taken)
-    return hidden, max(0.0, late)
+        return clock.step(steps, 1, most)
+
+    repeats = math.ceil(0.02 / clock.mean(lambda: compute(1)))
+    once = clock.step(compute, repeats, 2 * repeats)
+    number, few = max(1, math.ceil(1.5 * taken / once)), max(1, round(taken / 3 / once))
+    lost = both(number, nbytes, 3) - max(number * once, taken)
+    hidden = float(np.clip(1 - lost / min(number * once, taken), 0, 1))
+    late = both(few, nbytes, HOPS) - max(taken, few * once + (1 - hidden) * taken)
+    # Somebody looks after each kernel; what is more is time of a core that others took.
+    return hidden, float(np.clip(late, 0, once))
 
 
 def _start(clock: Clock) -> float:
     """Seconds until the last rank is on its way: a barrier right after another one."""
     return float(np.median([clock.slowest(clock.comm.Barrier) for _ in range(20)]))
+
+
+def _step(clock: Clock, machine: Machine, dtype: str) -> float:
+    """Seconds of a core beside each kernel call: what the model lacks for a ring of tiny parts."""
+    ranks = clock.comm.size
+    work = Workload(2 * ranks, 2, 16, dtype=dtype)
+    ring = RingAttention(
+        ProcessGrid(clock.comm, ranks, 1), work.mask, seqlen=2 * ranks, nheads=2, headdim=16,
+        dtype=dtype,
+    )  # fmt: skip
+    q, k, v = np.zeros((3, 2, 2, 16), as_dtype(dtype))
+    taken = [clock.slowest(lambda: ring.forward(q, k, v)) for _ in range(9)]
+    step = 0.0
+    for _ in range(30):  # hidden behind latencies, it must grow before it counts
+        found = predict(replace(machine, step=step), "ring", Layout(ranks, 1), work)["forward"]
+        lacking = float(np.median(taken)) - found.total.max()
+        step = max(0.0, step + lacking / ranks * machine.share)
+    return step
 
 
 def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:

@@ -13,7 +13,7 @@
 # data/machines/; drivers/study.py works that out for each workload.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [scaling]}
+output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [scaling] [overlap]}
 shift
 mkdir -p "$output"
 source jobs/env.sh
@@ -60,7 +60,7 @@ attention2d:2x2x16,ring:4x1x16,double ring:8x8,double ring:2x2x16"
       ;;
     16x4)
       # Also with each axis inside a node.  To gather all keys, or all queries, takes very long.
-      cluster 16x4 10mbit "attention2d:8x8,attention2d:4x4x4,attention2d:2x2x16@urc,\
+      cluster 16x4 5mbit "attention2d:8x8,attention2d:4x4x4,attention2d:2x2x16@urc,\
 ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,attention2d:1x64"
       ;;
     scaling) # so slow that computing does not count

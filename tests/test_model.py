@@ -212,10 +212,25 @@ def test_fit_of_a_link():
     assert link.latency == pytest.approx(2e-4, rel=0.02) and link.hidden == 0.7
 
 
+@pytest.mark.parametrize(("method", "layout", "calls"), [
+    ("ring", Layout(5, 1), 5), ("double ring", Layout(2, 2), 4), ("ring", Layout(3, 1, 2), 3),
+    # My queries against three chunks of keys, the two halves of the other's against all, the rest
+    # of mine; chunks too short to be cut.
+    ("attention2d", Layout(3, 2), 6), ("attention2d", Layout(3, 2, 2), 4),
+])  # fmt: skip
+def test_steps_are_counted_by_kernel_calls(method, layout, calls):
+    """Each takes so much more of a core, of which the four ranks of a node have a half each."""
+    seqlen = 3 * 2 * (256 if calls == 6 else 10)
+    here = machine(Link(1e15), Link(1e15), ranks_per_node=4, cores_per_node=2)
+    job = work(seqlen)
+    longer = total(replace(here, step=10.0), method, layout, job)
+    assert longer - total(here, method, layout, job) == pytest.approx(2 * calls * 2 * 10, rel=1e-3)
+
+
 def test_a_profile_is_read_as_written(tmp_path):
     whole = machine(
         replace(SLOW, nics=2), ranks_per_node=4, cores_per_node=2.5, memory=10**9, start=0.25,
-        copy=1e9, merge=2e9, reserved=5,
+        step=0.125, copy=1e9, merge=2e9, reserved=5,
     )  # fmt: skip
     path = tmp_path / "here.toml"
     write_machine(path, whole, "measured\nsomewhere")

@@ -75,10 +75,10 @@ count() {
   done
 }
 
-# How MPICH's UCX sends large messages over TCP.  By its default the receiver's "go on" may queue
-# behind what the receiver itself is sending on the same connection: two ranks that send to each
-# other then take turns, which drivers/bench_overlap.py sees as transfers twice as long.
-export UCX_RNDV_SCHEME=${UCX_RNDV_SCHEME:-am}
+# MPICH's UCX over TCP: no rendezvous for large messages.  The receiver's "go on" would queue behind
+# what the receiver itself is sending: for the second in which a slow link empties its queues, and
+# two ranks that send to each other would take turns.
+export UCX_RNDV_THRESH=${UCX_RNDV_THRESH:-inf}
 
 # With these, MPICH's mpiexec starts its ranks on the nodes.
 export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC=$PWD/jobs/emulated/on.sh

@@ -8,6 +8,7 @@ A profile holds measured (``drivers/calibrate.py``) or quoted figures, in SI uni
     memory = "80GB"               # of one rank
     reserved = "4GB"              # of that, what is not ours: runtime, kernels, MPI
     start = 2e-5                  # s: all ranks setting out, once a phase
+    step = 1e-4                   # s of a core beside each kernel call: Python, cold caches
     copy = 1e10                   # bytes/s of copies, sums and zeros, by one core
     merge = 2e9                   # bytes/s of partial outs merged, by one core
 
@@ -155,6 +156,7 @@ class Machine:
     memory: int | None = None
     reserved: int = 0
     start: float = 0.0
+    step: float = 0.0
     copy: float = float("inf")
     merge: float = float("inf")
 
@@ -164,8 +166,10 @@ class Machine:
                 "a machine needs ranks_per_node >= 1 and cores_per_node > 0, got "
                 f"{self.ranks_per_node} and {self.cores_per_node}"
             )
-        if not (self.copy > 0 and self.merge > 0 and self.start >= 0 and self.reserved >= 0):
-            raise ValueError("a machine needs copy > 0, merge > 0, start >= 0, reserved >= 0")
+        if not (self.copy > 0 and self.merge > 0):
+            raise ValueError("a machine needs copy > 0 and merge > 0")
+        if not min(self.start, self.step, self.reserved) >= 0:
+            raise ValueError("a machine needs start >= 0, step >= 0 and reserved >= 0")
 
     @property
     def share(self) -> float:

@@ -85,6 +85,7 @@ class Schedule:
         self.machine, self.layout, self.distribution = machine, layout, distribution
         self.backward, self.overlap = phase == "backward", work.overlap
         self.kernel = machine.kernel(work.dtype, phase)
+        self.step = machine.step / machine.share
         self.links = (machine.inside, machine.between)
         self.whole = work.problem(layout, distribution)
         self.layer = p = self.whole.layer(layout.heads)
@@ -153,6 +154,7 @@ class Schedule:
     def compute(self, area: np.ndarray, nq: np.ndarray, nk: np.ndarray, cut: np.ndarray) -> None:
         """One kernel call of every rank; see `a2d_mpi.machine.Kernel.seconds`."""
         self.spend("compute", self._kernel_seconds(area, nq, nk, cut))
+        self.spend("other", self.step)
 
     def compute_pair(self, q: np.ndarray, k: np.ndarray, share: float = 1.0) -> None:
         """One kernel call of every rank: the queries of a cell and the keys of a cell.
@@ -160,6 +162,7 @@ class Schedule:
         `share`: of the work on these, if only that is to be done.
         """
         self.spend("compute", share * self.pair[q, k])
+        self.spend("other", self.step)
 
     def copying(self, nbytes: np.ndarray) -> np.ndarray:
         """Seconds to copy, or to add, that many bytes."""
