@@ -11,12 +11,9 @@ Exit code 2: bad input, or the output cannot be written.
 from __future__ import annotations
 
 import math
-import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
@@ -33,6 +30,7 @@ from a2d_mpi.machine import PHASES, Link, Machine
 from a2d_mpi.masks import Causal, Full
 from a2d_mpi.merge import merge
 from a2d_mpi.model import predict
+from a2d_mpi.place import Place
 from a2d_mpi.schedule import Workload
 from a2d_mpi.tiles.numpy import NumpyTile
 
@@ -100,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         merge=merging / where.share,
     )
     with threadpool_limits(args.threads):
-        machine = replace(machine, step=_step(clock, machine, dtypes[0]))
+        machine = _with_what_lacks(clock, machine, dtypes[0])
     if comm.rank == 0:
         print("\n".join(notes), flush=True)
     lines = [
@@ -115,50 +113,6 @@ def main(argv: list[str] | None = None) -> int:
     if comm.rank == 0:
         print(f"written to {args.output}", flush=True)
     return 0
-
-
-class Place:
-    """Who is where.  Collective over `comm`.
-
-    Attributes
-    ----------
-    hosts : list of str
-        Of the nodes.
-    ranks_per_node, cores_per_node : int, float
-        Namespaces of one host share its cores.
-    memory : int
-        Bytes of a rank.
-    partners : dict of str to (to, from)
-        Ranks with which I exchange messages "inside" my node and "between" nodes, if there are.
-    """
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        mine = (
-            socket.gethostname(),
-            boot.read_text() if boot.exists() else socket.gethostname(),
-            tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (0,),
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-        )
-        everyone = comm.allgather(mine)
-        self.hosts = list(dict.fromkeys(host for host, *_ in everyone))
-        nodes = [[r for r, x in enumerate(everyone) if x[0] == host] for host in self.hosts]
-        self.even = len({len(ranks) for ranks in nodes}) == 1
-        self.ranks_per_node = len(nodes[0])
-        cores = {(boot, core) for _, boot, found, _ in everyone for core in found}
-        self.cores_per_node = len(cores) / len(nodes)
-        self.memory = mine[3] // sum(x[1] == mine[1] for x in everyone)
-        self.share = min(1.0, self.cores_per_node / self.ranks_per_node)
-        node = self.hosts.index(mine[0])
-        local = nodes[node].index(comm.rank)
-        self.partners, self.first_of_node = {}, local == 0
-        if self.even and self.ranks_per_node > 1:
-            ring = nodes[node]
-            self.partners["inside"] = tuple(ring[(local + k) % len(ring)] for k in (1, -1))
-        if self.even and len(nodes) > 1:
-            self.partners["between"] = tuple(
-                nodes[(node + k) % len(nodes)][local] for k in (1, -1)
-            )
 
 
 class Clock:
@@ -335,22 +289,40 @@ def _start(clock: Clock) -> float:
     return float(np.median([clock.slowest(clock.comm.Barrier) for _ in range(20)]))
 
 
-def _step(clock: Clock, machine: Machine, dtype: str) -> float:
-    """Seconds of a core beside each kernel call: what the model lacks for a ring of tiny parts."""
+def _with_what_lacks(clock: Clock, machine: Machine, dtype: str) -> Machine:
+    """The machine with the `step` and the overhead of messages that rings of tiny parts take.
+
+    Both by our own code, and more than the calls of MPI and of kernels that were timed alone:
+    in turn with others, what they need is no longer in the caches.  A hop posts twice as many
+    messages in the backward pass: what is lacking there in addition is theirs.
+    """
     ranks = clock.comm.size
-    work = Workload(2 * ranks, 2, 16, dtype=dtype)
+    work = Workload(2 * ranks, 2, 16, dtype=dtype, backward=True)
     ring = RingAttention(
         ProcessGrid(clock.comm, ranks, 1), work.mask, seqlen=2 * ranks, nheads=2, headdim=16,
         dtype=dtype,
     )  # fmt: skip
-    q, k, v = np.zeros((3, 2, 2, 16), as_dtype(dtype))
-    taken = [clock.slowest(lambda: ring.forward(q, k, v)) for _ in range(9)]
-    step = 0.0
-    for _ in range(30):  # hidden behind latencies, it must grow before it counts
-        found = predict(replace(machine, step=step), "ring", Layout(ranks, 1), work)["forward"]
-        lacking = float(np.median(taken)) - found.total.max()
-        step = max(0.0, step + lacking / ranks * machine.share)
-    return step
+    q, k, v, dout = np.zeros((4, 2, 2, 16), as_dtype(dtype))
+    out, lse = ring.forward(q, k, v)
+    calls = {
+        "forward": lambda: ring.forward(q, k, v),
+        "backward": lambda: ring.backward(dout, q, k, v, out, lse),
+    }
+    taken = {
+        x: float(np.median([clock.slowest(call) for _ in range(9)])) for x, call in calls.items()
+    }
+    step, more, alone = 0.0, 0.0, machine
+    for _ in range(30):  # hidden behind latencies, they must grow before they count
+        links = {
+            x: replace(link, overhead=link.overhead + more)
+            for x, link in (("inside", alone.inside), ("between", alone.between))
+        }
+        machine = replace(alone, step=step, **links)
+        found = predict(machine, "ring", Layout(ranks, 1), work)
+        lacking = {x: (taken[x] - found[x].total.max()) / ranks for x in taken}
+        step = max(0.0, step + lacking["forward"] * machine.share)
+        more = max(0.0, more + (lacking["backward"] - lacking["forward"]) / 4)
+    return machine
 
 
 def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:
