@@ -2,9 +2,11 @@
 # What the head and the nodes of an emulated cluster have in common.  To be sourced by both, in
 # their namespaces.
 
+prefix=10.77.0 # of all addresses
+
 # address NUMBER, mac NUMBER: of a node; the head comes after the last one.
 address() {
-  echo "10.77.0.$(($1 + 1))"
+  echo "$prefix.$(($1 + 1))"
 }
 mac() {
   printf '02:77:00:00:00:%02x\n' "$1"

@@ -13,7 +13,7 @@ source jobs/emulated/network.sh
   echo "link add eth0 address $(mac "$1") type veth peer name port$1 netns 1"
   echo "addr add $(address "$1")/24 dev eth0"
   echo "link set eth0 up"
-  echo "route replace 10.77.0.0/24 dev eth0 src $(address "$1") rto_min 5s"
+  echo "route replace $prefix.0/24 dev eth0 src $(address "$1") rto_min 5s"
   cat "$4/neighbours"
 } | ip -batch -
 limit eth0 "$3" | tc -batch -
