@@ -259,8 +259,7 @@ def _table(results: dict[str, Result]) -> str:
             lines.append(
                 f"  {x.plan:<30} {phase:<9}{1e3 * x.seconds:>9.2f}{1e3 * x.parts['wait']:>9.2f}"
                 f"{predicted:>10}{x.received:>12}  {'passed' if x.passed else 'FAILED'}"
-                + "  (the planner's)"
-                * x.picked
+                f"{'  (picked)' if x.picked else ''}"
             )
     return "\n".join(lines)
 

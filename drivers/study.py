@@ -13,11 +13,13 @@ median trial.  Exit code 1: a check of some result failed; 2: bad input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from a2d_mpi import cost
 from a2d_mpi.benchmark import read_benchmark
 from a2d_mpi.cost import Layout
 from a2d_mpi.machine import read_machine
@@ -31,6 +33,8 @@ from a2d_mpi.summary import Summary, phases_of, summarise, usual_trial
 MACHINES = Path(__file__).parents[1] / "data" / "machines"
 PAPER = {"64x1": "h100-64x1.toml", "16x4": "a100-16x4.toml"}
 LENGTH = 1 << 16  # tokens for which the paper's machines are asked
+HEADER = ("cluster", "mask", "key heads", "pass", "pick", "ring", "other method", "other plan")
+LINE = ["---"] * len(HEADER)
 CLOSE = 1.1  # a pick that takes at most so many times the fastest is a good one
 
 
@@ -38,13 +42,14 @@ def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser(prog="study.py", description=__doc__.split("\n\n")[0])
     parser.add_argument("files", nargs="+", help="HDF5 files of drivers/bench.py")
+    parser.add_argument("--markdown", action="store_true", help="the picks as a table, too")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the driver; returns the exit code."""
     args = build_parser().parse_args(argv)
-    passed, off, good, picks = True, [], 0, 0
+    passed, off, good, table = True, [], 0, []
     for path in args.files:
         results = read_benchmark(path)
         passed &= all(result.passed for result in results.values())
@@ -62,18 +67,22 @@ def main(argv: list[str] | None = None) -> int:
             ):
                 if line:
                     print(f"    {line}")
-            if ratio := _pick(whole):
-                picks, good = picks + 1, good + (ratio[1] >= 1 / CLOSE)
-                ring, others, strangers, name = ratio
-                print(f"    pick {name}: {ring:.2f}x the ring, {strangers:.2f}x the fastest of "
+            if ratios := _pick(whole):
+                pick, ring, strangers, others = ratios
+                good += not others < 1 / CLOSE  # NaN: there are no others
+                print(f"    pick {pick}: {ring:.2f}x the ring, {strangers:.2f}x the fastest of "
                       f"another method, {others:.2f}x of all others")  # fmt: skip
+                table.append((Path(path).stem, *_what(results[whole[0].name]), f"`{pick}`",
+                              *(f"{x:.2f}" for x in (ring, strangers, others))))  # fmt: skip
         for line in _scaling(results):
             print(f"  {line}")
-        mine = [x.predicted / x.seconds - 1 for x in rows.values() if x.predicted == x.predicted]
+        mine = [x.predicted / x.seconds - 1 for x in rows.values() if not math.isnan(x.predicted)]
         off += mine
         print(f"  model: {_errors(mine)}")
     print(f"model, all files: {_errors(off)}")
-    print(f"picks within {100 * (CLOSE - 1):.0f} % of the fastest measured: {good} of {picks}")
+    print(f"picks within {100 * (CLOSE - 1):.0f} % of the fastest: {good} of {len(table)}")
+    if args.markdown:
+        print("\n".join("| " + " | ".join(row) + " |" for row in (HEADER, LINE, *sorted(table))))
     return 0 if passed else FAILED_CHECK
 
 
@@ -112,7 +121,7 @@ def _shape(result: Result) -> tuple[int, int]:
 
 def _in_turn(xs: Sequence[Summary]) -> str:
     """With overlap, and phase by phase."""
-    both = {(x.plan.replace(" in turn", ""), x.overlap): x.seconds for x in xs}
+    both = {(f"{x.method} {x.shape}", x.overlap): x.seconds for x in xs}
     return "; ".join(
         f"{plan}: {1e3 * both[plan, True]:.0f} ms overlapped, {1e3 * seconds:.0f} in turn"
         for (plan, overlap), seconds in both.items()
@@ -120,17 +129,24 @@ def _in_turn(xs: Sequence[Summary]) -> str:
     )
 
 
-def _pick(xs: Sequence[Summary]) -> tuple[float, float, float, str] | None:
-    """The planner's choice: how many times faster than the ring, than the fastest other plan, and
-    than the fastest of another method; its name.
+def _pick(xs: Sequence[Summary]) -> tuple[str, float, float, float] | None:
+    """The planner's choice, and how many times faster than the ring it is, than the fastest of
+    another method, and than the fastest other plan.
     """
-    picked, ring = [x for x in xs if x.picked], _ring(xs)
-    if not (picked and ring):
+    its, ring = next((x for x in xs if x.picked), None), _ring(xs)
+    if its is None or ring is None:
         return None
-    its = picked[0]
-    others = [x.seconds for x in xs if x is not its]
-    strangers = [x.seconds for x in xs if x.family != its.family]
-    return (*(min(x) / its.seconds for x in ([ring.seconds], others, strangers)), its.plan)
+    others = [x for x in xs if x is not its]
+    rivals = [ring], [x for x in others if x.family != its.family], others
+    return its.plan, *(
+        min((x.seconds for x in some), default=math.nan) / its.seconds for some in rivals
+    )
+
+
+def _what(result: Result) -> tuple[str, str, str]:
+    """Mask, key heads, and what was timed."""
+    c = result.config
+    return str(c["mask"]), f"{c['nheads_kv']} of {c['nheads']}", " + ".join(phases_of(result))
 
 
 def _matches(path: str, results: dict[str, Result], xs: Sequence[Summary]) -> str:
@@ -141,13 +157,14 @@ def _matches(path: str, results: dict[str, Result], xs: Sequence[Summary]) -> st
     result = results[ring.name]
     c, total = result.config, result.timings["forward/total"]
     compute = result.timings["forward/compute"][usual_trial(total)].mean()
-    here = compute / (_received(result) / read_machine(profile).between.bandwidth)
+    received = summarise(result, ["forward"]).received
+    here = compute / (received / read_machine(profile).between.bandwidth)
     paper = read_machine(MACHINES / PAPER[Path(path).stem])
     work = Workload(LENGTH, 96, 128, 96 * int(c["nheads_kv"]) // int(c["nheads"]),
                     MASKS[str(c["mask"])](), "bfloat16")  # fmt: skip
     layout = Layout(int(c["ranks"]), 1)
-    p = work.problem(layout, work.distribution("ring"))
-    transfer = (layout.size - 1) * p.counts[0] * p.kv / paper.between.bandwidth
+    moved = cost.traffic("ring", layout, work.problem(layout, work.distribution("ring")), 0)
+    transfer = moved["forward", "ring"][1] / paper.between.bandwidth
     there = float(predict(paper, "ring", layout, work)["forward"].compute.mean()) / transfer
     tokens = LENGTH * here / there
     return f"ring forward: compute / transfer {here:.3f}; match: {tokens:.0f} tokens, {paper.name}"
@@ -166,7 +183,8 @@ def _scaling(results: dict[str, Result]) -> list[str]:
                  "ring": (True, 2 * (ranks - 1) / ranks)}  # fmt: skip
         fits, formula = known.get(str(c["method"]), (False, 0.0))
         if fits and int(c["heads"]) == 1 and c["nheads"] == c["nheads_kv"] and c["overlap"]:
-            counted = _received(result) / np.dtype(str(c["dtype"])).itemsize / whole
+            received = summarise(result, ["forward"]).received
+            counted = received / np.dtype(str(c["dtype"])).itemsize / whole
             by_ranks = found.setdefault((str(c["workload"]), str(c["method"])), {})
             by_ranks[ranks] = f"{ranks} ranks {counted:.4f} ({formula:.4f})"
     return [
@@ -174,12 +192,6 @@ def _scaling(results: dict[str, Result]) -> list[str]:
         for (workload, method), by in found.items()
         if len(by) > 1
     ]
-
-
-def _received(result: Result) -> float:
-    """Bytes of the busiest rank in the forward pass."""
-    moved = [x["received"] for key, x in result.traffic.items() if key.startswith("forward/")]
-    return float(np.max(sum(moved)))
 
 
 if __name__ == "__main__":

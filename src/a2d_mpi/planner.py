@@ -124,14 +124,15 @@ def plans(
     return sorted(found, key=lambda plan: (not plan.fits, plan.seconds))
 
 
-def best_plan(
+def best_plans(
     machine: Machine,
     ranks: int,
     work: Workload,
+    number: int,
     memory: int | None = None,
     methods: tuple[str, ...] = METHODS,
-) -> Plan:
-    """The fastest plan that fits; arguments as for `plans`.
+) -> list[Plan]:
+    """The fastest plans that fit, so many or fewer; other arguments as for `plans`.
 
     Raises
     ------
@@ -144,7 +145,18 @@ def best_plan(
     if not found[0].fits:
         least = min(plan.memory for plan in found) + machine.reserved
         raise ValueError(f"no plan fits: the smallest needs {least} bytes a rank")
-    return found[0]
+    return [plan for plan in found[:number] if plan.fits]
+
+
+def best_plan(
+    machine: Machine,
+    ranks: int,
+    work: Workload,
+    memory: int | None = None,
+    methods: tuple[str, ...] = METHODS,
+) -> Plan:
+    """The fastest plan that fits; see `best_plans`."""
+    return best_plans(machine, ranks, work, 1, memory, methods)[0]
 
 
 def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:

@@ -19,7 +19,7 @@ class Summary:
     Attributes
     ----------
     name, workload, method, shape : str
-        `shape`: rows x cols x heads @ order, and whether it communicates and computes in turn.
+        `shape`: rows x cols x heads @ order.
     family : str
         The method, and whether ranks share the heads too.
     ranks : int
@@ -54,8 +54,8 @@ class Summary:
 
     @property
     def plan(self) -> str:
-        """Method and shape."""
-        return f"{self.method} {self.shape}"
+        """Method, shape, and whether it communicates and computes in turn."""
+        return f"{self.method} {self.shape}" + " in turn" * (not self.overlap)
 
 
 def phases_of(result: Result) -> tuple[str, ...]:
@@ -87,12 +87,11 @@ def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
         for kind in ("received", "predicted_received")
     )
     nothing = np.full(1, np.nan)
-    shape = f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}" + " in turn" * (not c["overlap"])
     return Summary(
         str(c["name"]),
         str(c["workload"]),
         str(c["method"]),
-        shape,
+        f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}",
         str(c["method"]) + " + heads" * (int(c["heads"]) > 1),
         int(c["ranks"]),
         seconds,

@@ -19,7 +19,7 @@ from a2d_mpi.machine import Machine
 from a2d_mpi.masks import MASKS
 from a2d_mpi.memory import peak_memory
 from a2d_mpi.model import predict
-from a2d_mpi.planner import layouts, plans
+from a2d_mpi.planner import best_plans, layouts
 from a2d_mpi.schedule import PARTS, Workload
 
 _SPEC = re.compile(r"([a-z0-9 ]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
@@ -205,10 +205,9 @@ def plans_for(
             if best := _AUTO.fullmatch(spec):
                 if machine is None:
                     raise ValueError("auto needs --profile")
-                fit = [x for x in plans(machine, ranks, work, None, tuple(methods)) if x.fits]
-                if not fit:
-                    raise ValueError(f"no plan fits into the memory of {machine.name}")
-                chosen = [(x.method, x.layout) for x in fit[: int(best[1] or 1)]]
+                number = int(best[1] or 1)
+                fit = best_plans(machine, ranks, work, number, methods=tuple(methods))
+                chosen = [(x.method, x.layout) for x in fit]
             elif spec == "all":
                 node = ranks if machine is None else machine.ranks_per_node
                 chosen = [(x, y) for x in methods for y in layouts(x, ranks, work, node)]
