@@ -6,8 +6,9 @@ import numpy as np
 from helpers import bounds_for, distance
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, DoubleRingAttention, RingAttention, reference
+from a2d_mpi import Attention2D, DoubleRingAttention, RingAttention, cost, reference
 from a2d_mpi.backend import DTYPES
+from a2d_mpi.memory import buffers
 
 SIZE = MPI.COMM_WORLD.size
 GRIDS = {5: [(1, 5)], 6: [(2, 3), (3, 2)]}.get(
@@ -112,3 +113,33 @@ def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
         for x in TENSORS
         if not errors[x] <= bounds[x] or found[x].dtype != dtypes[x]
     ]
+
+
+def checked(plan, run=run):
+    """Results of this rank, and what is wrong with them, the traffic or the buffers, in words.
+
+    Of one forward and one backward call, on the usual inputs; the plan is freed.
+    """
+    sizes = plan.seqlen, plan.nheads_kv, plan.headdim
+    found = run(plan, *inputs(*sizes, 1.0, plan.dtype.name, plan.nheads))
+    bad = failures(plan, found, plan.mask, *sizes)
+    if plan.traffic.bytes != plan.predicted_traffic():
+        bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
+    number = cost.messages(plan.method, plan.layout, plan.problem, plan.grid.comm.rank)
+    if plan.traffic.messages != number:
+        bad.append(f"{plan.traffic.messages} messages but predicted {number}")
+    held = buffers(
+        plan.method, plan.layout, plan.problem, plan.grid.comm.rank, plan.distribution.name, True
+    )
+    counts = plan.problem.counts
+    exact = min(counts) > 1 and (plan.method == "attention2d" or len(set(counts)) == 1)
+    if plan.buffer_bytes > held or (exact and plan.buffer_bytes < held):
+        bad.append(f"{plan.buffer_bytes} bytes of buffers but predicted {held}")
+    plan.free()
+    return found, bad
+
+
+def checked_both_ways(make):
+    """What is wrong with a plan, without overlap too, and where the two differ in any bit."""
+    (one, bad), (other, more) = (checked(make(overlap=overlap)) for overlap in (True, False))
+    return bad + more + [f"{x} differs" for x in TENSORS if one[x].tobytes() != other[x].tobytes()]

@@ -1,14 +1,28 @@
 """The distributed algorithms against float64, on every grid that the ranks of this run make."""
 
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import METHODS, NHEADS, OTHERS, SEQLENS, TENSORS, UNITS, failures, inputs, label, run
+from cases import (
+    METHODS,
+    NHEADS,
+    OTHERS,
+    SEQLENS,
+    TENSORS,
+    UNITS,
+    checked,
+    checked_both_ways,
+    failures,
+    inputs,
+    label,
+    run,
+)
 from helpers import assert_all
 
-from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid, cost
+from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid, pieces
 from a2d_mpi.check import check_attention
 from a2d_mpi.distribution import DISTRIBUTIONS
 from a2d_mpi.machine import read_machine
@@ -45,11 +59,7 @@ def test_results_and_traffic(comm, method, mask, distribution, dtype, seqlen):
                 dtype=dtype,
                 distribution=distribution,
             )
-            found = run(plan, *inputs(seqlen, nheads_kv, headdim))
-            bad += failures(plan, found, mask, seqlen, nheads_kv, headdim)
-            if plan.traffic.bytes != plan.predicted_traffic():
-                bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
-            plan.free()
+            bad += checked(plan)[1]
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -63,11 +73,7 @@ def test_low_precision(comm, method, mask, dtype, seqlen):
         plan = method(
             mask, seqlen=seqlen, nheads=NHEADS, nheads_kv=nheads_kv, headdim=32, dtype=dtype
         )
-        found = run(plan, *inputs(seqlen, nheads_kv, 32, 1.0, dtype))
-        bad += failures(plan, found, mask, seqlen, nheads_kv, 32)
-        if plan.traffic.bytes != plan.predicted_traffic():
-            bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
-        plan.free()
+        bad += checked(plan)[1]
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -83,26 +89,18 @@ def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
         (Causal(), NHEADS, "bfloat16"),
         (Causal(), 1, "float16"),
     ):
-        results = []
-        for overlap in (True, False):
-            plan = algorithm[0](
-                grid,
-                mask,
-                seqlen=seqlen,
-                nheads=NHEADS,
-                nheads_kv=nheads_kv,
-                headdim=16,
-                dtype=dtype,
-                distribution=distribution,
-                overlap=overlap,
-            )
-            results.append(run(plan, *inputs(seqlen, nheads_kv, 16, 1.0, dtype)))
-            bad += failures(plan, results[-1], mask, seqlen, nheads_kv, 16)
-            if plan.traffic.bytes != plan.predicted_traffic():
-                bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
-            plan.free()
-        one, other = results
-        bad += [f"{x} differs" for x in TENSORS if one[x].tobytes() != other[x].tobytes()]
+        plan = partial(
+            algorithm[0],
+            grid,
+            mask,
+            seqlen=seqlen,
+            nheads=NHEADS,
+            nheads_kv=nheads_kv,
+            headdim=16,
+            dtype=dtype,
+            distribution=distribution,
+        )
+        bad += checked_both_ways(plan)
     grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
@@ -110,35 +108,24 @@ def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
 @pytest.mark.parametrize("shape", UNITS, ids=str)
 def test_chunks_in_units(comm, monkeypatch, shape):
     """Cut where they are long enough: right, counted, and the same bits without overlap."""
-    monkeypatch.setattr(cost, "GRAIN", 4)
+    monkeypatch.setattr(pieces, "GRAIN", 4)
     grid, bad = ProcessGrid(comm, *shape), []
-    cut = [max(len(cost.cut(101 // comm.size * grid.heads, x)) for x in shape[:2])]
+    cut = [max(len(pieces.cut(101 // comm.size * grid.heads, x)) for x in shape[:2])]
     window = IntervalMask(np.maximum(np.arange(101) - 30, 0), np.arange(101) + 1)
     for mask, nheads_kv, distribution in product(
         (Full(), Causal(), window), (1, NHEADS), DISTRIBUTIONS
     ):
-        results = []
-        for overlap in (True, False):
-            plan = Attention2D(
-                grid,
-                mask,
-                seqlen=101,
-                nheads=NHEADS,
-                nheads_kv=nheads_kv,
-                headdim=16,
-                distribution=distribution,
-                overlap=overlap,
-            )
-            results.append(run(plan, *inputs(101, nheads_kv, 16)))
-            bad += failures(plan, results[-1], mask, 101, nheads_kv, 16)
-            if plan.traffic.bytes != plan.predicted_traffic():
-                bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
-            number = cost.messages(plan.method, plan.layout, plan.problem, comm.rank)
-            if plan.traffic.messages != number:
-                bad.append(f"{plan.traffic.messages} messages but predicted {number}")
-            plan.free()
-        one, other = results
-        bad += [f"{x} differs" for x in TENSORS if one[x].tobytes() != other[x].tobytes()]
+        plan = partial(
+            Attention2D,
+            grid,
+            mask,
+            seqlen=101,
+            nheads=NHEADS,
+            nheads_kv=nheads_kv,
+            headdim=16,
+            distribution=distribution,
+        )
+        bad += checked_both_ways(plan)
     if 2 in shape[:2] and cut != [2]:
         bad.append("nothing was cut")
     grid.free()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi import cost, transport
+from a2d_mpi import cost, pieces, transport
 from a2d_mpi.areas import pair_areas
 from a2d_mpi.cost import Layout
 from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
@@ -268,7 +268,7 @@ import sys
 sys.modules["mpi4py"] = None  # importing it fails
 import a2d_mpi
 from a2d_mpi import Causal, Distribution, Full, IntervalMask, atomic, cost, merge, reference
-from a2d_mpi import calibration, memory, model, options, planner, results, tiles
+from a2d_mpi import calibration, memory, model, options, pieces, planner, results, tiles
 try:
     a2d_mpi.Attention2D
 except ImportError:
@@ -282,20 +282,20 @@ except ImportError:
 def test_units(tokens, ranks):
     """All tokens once, in order; one cut at most, where both sides are worth it."""
     for cuts in (
-        cost.cut(tokens, ranks),
-        cost.cut_own(np.arange(tokens), ranks),
-        cost.cut_own(np.zeros(tokens, int), ranks),
+        pieces.cut(tokens, ranks),
+        pieces.cut_own(np.arange(tokens), ranks),
+        pieces.cut_own(np.zeros(tokens, int), ranks),
     ):
         assert np.array_equal(
             np.concatenate([np.arange(tokens)[s] for s in cuts]), np.arange(tokens)
         )
-        assert len(cuts) == 1 or (len(cuts) == 2 and cuts[0].stop % cost.GRAIN == 0)
+        assert len(cuts) == 1 or (len(cuts) == 2 and cuts[0].stop % pieces.GRAIN == 0)
         assert len(cuts) == 1 or min(s.stop - s.start for s in cuts) > 0
-    assert len(cost.cut(tokens, ranks)) == 1 + (ranks == 2 and tokens >= 2 * cost.GRAIN)
+    assert len(pieces.cut(tokens, ranks)) == 1 + (ranks == 2 and tokens >= 2 * pieces.GRAIN)
 
 
 def test_own_work_is_cut_by_area():
-    first, rest = cost.cut_own(np.arange(2048), 2)
+    first, rest = pieces.cut_own(np.arange(2048), 2)
     share = np.arange(2048)[first].sum() / np.arange(2048).sum()
-    assert first.stop == rest.start and abs(share - cost.FIRST) < 0.07
-    assert cost.cut_own(np.arange(2048), 1) == [slice(0, 2048)]
+    assert first.stop == rest.start and abs(share - pieces.FIRST) < 0.07
+    assert pieces.cut_own(np.arange(2048), 1) == [slice(0, 2048)]

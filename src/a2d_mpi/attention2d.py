@@ -12,15 +12,15 @@ what is finished, wait only for what is needed next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from a2d_mpi.backend import Array
 from a2d_mpi.comm import Channel, Gather, Partials, slices
-from a2d_mpi.cost import cut, cut_own
 from a2d_mpi.masks import key_areas, query_areas
+from a2d_mpi.pieces import cut, cut_own, gradients_by_query, keeps_own
 from a2d_mpi.plan import AttentionPlan
 
 
@@ -53,9 +53,10 @@ class Side:
         self.mine = parts[channel.rank]
         self.whole = np.concatenate(parts)
 
-    def cut_mine(self, areas: np.ndarray) -> None:
-        """Cut my own chunk, of whose tokens I compute so many pairs, into first and last work."""
-        self.cuts[self.channel.rank] = cut_own(areas, self.channel.size)
+    def cut_mine(self, areas: Callable[[], np.ndarray]) -> None:
+        """Cut my own chunk into what I do first and last; `areas`: my pairs of its tokens."""
+        if keeps_own(len(self.mine), self.channel.size):
+            self.cuts[self.channel.rank] = cut_own(areas(), self.channel.size)
 
     def rows(self, unit: Unit) -> slice:
         """Where a unit lies in its chunk."""
@@ -66,6 +67,7 @@ class Side:
         return [Unit(owner, u) for owner in owners for u in range(len(self.cuts[owner]))]
 
     def tokens(self, unit: Unit) -> np.ndarray:
+        """Global indices, owner by owner."""
         return self.whole if unit is ALL else self.parts[unit.owner][self.rows(unit)]
 
     def tensors(self, gathered: Gather, unit: Unit) -> Tensors:
@@ -90,7 +92,7 @@ class Attention2D(AttentionPlan):
     method = "attention2d"
 
     def _set_up(self):
-        grid, layer = self.grid, self._exchange
+        grid, heads = self.grid, self._exchange
         row = self._row = Channel(grid.row_comm, "row", self.traffic)
         col = self._col = Channel(grid.col_comm, "col", self.traffic)
         q_parts, k_parts = self._tile_parts(grid.row, grid.col)
@@ -100,12 +102,11 @@ class Attention2D(AttentionPlan):
         order = np.argsort(k.whole)
         self._sort = None if (np.diff(order) == 1).all() else order
         k_sorted = k.whole[order]
-        # One of the two reductions of the backward pass is finished piece by piece and travels
-        # while later pieces are computed; the other is left for the end: the smaller one.
-        self._by_query = (grid.cols - 1) * layer.nheads >= 2 * (grid.rows - 1) * layer.nheads_kv
+        self._by_query = gradients_by_query(grid.rows, grid.cols, heads.nheads, heads.nheads_kv)
         see = self.mask.intervals
-        q.cut_mine(query_areas(see(q.mine, k_sorted)))
-        k.cut_mine(key_areas(see(q.whole, k.mine), len(k.mine)))
+        q.cut_mine(lambda: query_areas(see(q.mine, k_sorted)))
+        if not self._by_query:
+            k.cut_mine(lambda: key_areas(see(q.whole, k.mine), len(k.mine)))
         self._intervals = {
             (x, y): see(q.tokens(x), k_sorted if y is ALL else k.tokens(y))
             for x, y in {*self._pieces(by_query=True), *self._pieces(self._by_query)}

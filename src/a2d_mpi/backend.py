@@ -150,6 +150,10 @@ class Workspace:
             buffer = self._buffers[name] = self.device.empty((nbytes,), np.uint8)
         return buffer[:nbytes].view(dtype).reshape(shape)
 
+    def nbytes(self, apart: str) -> int:
+        """Bytes of all buffers but those named ``(apart, ...)``."""
+        return sum(x.size for name, x in self._buffers.items() if name[0] != apart)
+
     def clear(self) -> None:
         """Release all buffers."""
         self._buffers.clear()

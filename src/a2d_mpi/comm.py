@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.backend import Array, Workspace
-from a2d_mpi.cost import cut
+from a2d_mpi.pieces import cut
 from a2d_mpi.transport import HostTransport
 
 
@@ -153,7 +153,7 @@ class Gather:
     """Every rank of a channel gets the parts of all others, chunk by chunk.
 
     All receives and all sends of the own part are posted at once; a chunk, or one of the units in
-    which it travels (`a2d_mpi.cost.cut`), may be used after ``wait(peer)``, and the local arrays
+    which it travels (`a2d_mpi.pieces.cut`), may be used after ``wait(peer)``, and the local arrays
     changed after ``finish()``.
 
     Parameters

@@ -22,6 +22,8 @@ from itertools import zip_longest
 
 import numpy as np
 
+from a2d_mpi.pieces import cut
+
 Bytes = dict[tuple[str, str], list[int]]
 # Phase, communicator, bytes of one token of each tensor, tokens sent, tokens received, from whom.
 Move = tuple[str, str, tuple[int, ...], int, int, int]
@@ -29,8 +31,6 @@ Move = tuple[str, str, tuple[int, ...], int, int, int]
 METHODS = ("attention2d", "ring", "striped ring", "double ring")
 # MPI counts are ints and some transports fail beyond 2 GiB: larger tensors go in several messages.
 MAX_MESSAGE = 1 << 30  # bytes
-GRAIN = 128  # tokens: what is cut in two has two of these at least, and is cut at a multiple
-FIRST = 0.6  # share of a rank's work on its own chunk that it does before that of the others
 
 
 @dataclass(frozen=True)
@@ -235,35 +235,6 @@ def moves(method: str, layout: Layout, problem: Problem, rank: int) -> Iterator[
         inside = _ring(layer, cell)
     for *move, source in inside:
         yield *move, source * layout.heads + u
-
-
-def cut(tokens: int, ranks: int) -> list[slice]:
-    """The units in which a chunk travels along a row or column of `ranks` ranks.
-
-    With more than two ranks chunks are small parts of all that travels, and go whole.  Between two
-    a rank would otherwise wait for all before it can begin, and send all when it has finished.
-    """
-    middle = GRAIN * round(tokens / 2 / GRAIN)
-    if ranks == 2 and tokens >= 2 * GRAIN:
-        return [slice(0, middle), slice(middle, tokens)]
-    return [slice(0, tokens)]
-
-
-def cut_own(areas: np.ndarray, ranks: int) -> list[slice]:
-    """What a rank does of its own chunk before that of the others, and what after that.
-
-    Parameters
-    ----------
-    areas : (n,) int64
-        Visible pairs of each token: the first part has about `FIRST` of them.
-    ranks : int
-        Of the row or column.  Alone, a rank has no partial results that travel at the end.
-    """
-    n = len(areas)
-    middle = GRAIN * round(int(np.searchsorted(np.cumsum(areas), FIRST * areas.sum())) / GRAIN)
-    if ranks > 1 and n >= 2 * GRAIN and 0 < middle < n:
-        return [slice(0, middle), slice(middle, n)]
-    return [slice(0, n)]
 
 
 def flops(area: int, nheads: int, headdim: int, backward: bool = False) -> int:

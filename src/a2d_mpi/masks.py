@@ -79,7 +79,7 @@ class Mask:
 
     def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
         """Number of visible (query, key) pairs; balance and FLOP figures come from it."""
-        return sum(int((end - begin).sum()) for begin, end in self.intervals(q_tokens, k_tokens))
+        return int(np.sum(query_areas(self.intervals(q_tokens, k_tokens))))
 
     def dense(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> np.ndarray:
         """Visibility as a (nq, nk) boolean matrix, straight from `visible`: for references."""
@@ -161,18 +161,17 @@ class IntervalMask(Mask):
 
 
 def query_areas(intervals: tuple[Interval, ...]) -> np.ndarray:
-    """Keys that each query sees, (nq,) int64."""
-    return sum(np.maximum(end - begin, 0) for begin, end in intervals)
+    """Keys that each query sees, (nq,) int64; `intervals` as from `Mask.intervals`."""
+    return sum(end - begin for begin, end in intervals)
 
 
 def key_areas(intervals: tuple[Interval, ...], nk: int) -> np.ndarray:
-    """Queries that see each of `nk` keys, (nk,) int64."""
-    steps = np.zeros(nk + 1, np.int64)
-    for begin, end in intervals:
-        some = end > begin
-        np.add.at(steps, begin[some], 1)
-        np.add.at(steps, end[some], -1)
-    return steps.cumsum()[:nk]
+    """Queries that see each of `nk` keys, (nk,) int64; `intervals` as from `Mask.intervals`."""
+    steps = sum(
+        np.bincount(begin, minlength=nk + 1) - np.bincount(end, minlength=nk + 1)
+        for begin, end in intervals
+    )
+    return np.cumsum(steps)[:nk]
 
 
 @dataclass(frozen=True, eq=False)

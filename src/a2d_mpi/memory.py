@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from a2d_mpi.cost import Layout, Problem
+from a2d_mpi.pieces import gradients_by_query
 
 
 def peak_memory(
@@ -15,8 +16,7 @@ def peak_memory(
 ) -> int:
     """Bytes of the caller's arrays, the results and the plan's buffers on a logical rank.
 
-    Plans keep their buffers, so those of the forward pass count in the backward pass too.  Small
-    things (blocks of the kernel, intervals: 16 bytes a query and piece) are not counted.
+    Small things (blocks of the kernel, intervals: 16 bytes a query and piece) are not counted.
 
     Parameters
     ----------
@@ -26,24 +26,70 @@ def peak_memory(
         Unless contiguous, the keys of a column are held twice: as they came, and sorted.
     backward : bool
     """
-    heads, own = layout.heads, problem.counts[rank]
-    p, cell = problem.layer(heads), rank // heads
-    # The caller's q, k, v and out, lse; dout, delta and dq, dk, dv, as summed and as returned.
-    total = own * (2 * problem.q + problem.kv + problem.lse)
-    if backward:
-        total += own * (problem.q + problem.lse + problem.dq + problem.dkv)
-        if problem.itemsize != problem.compute_itemsize:
-            total += own * (problem.q + problem.kv)
-    if heads > 1:
-        # What a layer works on and returns, and what is packed for the other layers.
-        for tokens, sizes in ((p.counts[cell], p), (own, problem)):
-            total += tokens * (2 * sizes.q + sizes.kv + sizes.lse)
-            if backward:
-                total += tokens * (sizes.q + sizes.lse + sizes.dq + sizes.dkv)
-    sizes = (layout, p, cell, backward)
+    return max(
+        _arrays(layout, problem, rank, x) + buffers(method, layout, problem, rank, distribution, x)
+        for x in {False, backward}
+    )
+
+
+def buffers(
+    method: str,
+    layout: Layout,
+    problem: Problem,
+    rank: int,
+    distribution: str,
+    backward: bool = False,
+) -> int:
+    """Bytes that a plan keeps between calls (`AttentionPlan.buffer_bytes`); see `peak_memory`.
+
+    Exact, but for parts of one token, which are never out of order, and for rings of uneven
+    parts, of which the largest is counted for each.  `backward`: after a backward call.
+    """
+    p, cell = problem.layer(layout.heads), rank // layout.heads
+    total = _exchange(layout, problem, p, rank, backward)
+    if layout.cells == 1:
+        return total
     if method == "attention2d":
-        return total + _grid(*sizes, distribution != "contiguous")
-    return total + _rings(*sizes, method == "double ring")
+        return total + _grid(layout, p, cell, backward, distribution != "contiguous")
+    return total + _rings(layout, p, cell, backward, method == "double ring")
+
+
+def _arrays(layout: Layout, problem: Problem, rank: int, backward: bool) -> int:
+    """The caller's, and what is new in a call: results, and what becomes a result at the end."""
+    heads, own = layout.heads, problem.counts[rank]
+    p = problem.layer(heads)
+    n, narrow = p.counts[rank // heads], p.itemsize != p.compute_itemsize
+    shared, alone = problem.nheads_kv < heads, layout.cells == 1
+    total = own * (2 * problem.q + problem.kv + problem.lse)  # q, k, v, out, lse
+    if backward:  # dout, delta, dq, dk, dv
+        total += own * (2 * problem.q + problem.kv + problem.lse)
+        if heads > 1 and alone:
+            total += n * (p.dq + p.dkv if shared else p.q + p.kv)
+        if shared and narrow:
+            total += own * problem.dkv
+    elif heads > 1:
+        total += n * ((p.q if alone else p.dq) + p.lse)
+    elif narrow and not alone:
+        total += n * p.dq
+    return total
+
+
+def _exchange(layout: Layout, problem: Problem, p: Problem, rank: int, backward: bool) -> int:
+    """To share out the heads, and to bring the results back."""
+    heads, own = layout.heads, problem.counts[rank]
+    if heads == 1:
+        return 0
+    n, narrow = p.counts[rank // heads], p.itemsize != p.compute_itemsize
+    alone = layout.cells == 1  # results are of the dtype at once, but what will be summed
+    there, back, rounded = p.q + p.kv, p.q + p.lse, p.q * (not alone)
+    if backward:
+        shared = problem.nheads_kv < heads  # then gradients of keys travel as they are summed
+        there += p.q + 2 * p.lse
+        back += p.q + (p.dkv if shared else p.kv)
+        rounded += p.q * (shared or not alone) + p.kv * (not shared and not alone)
+    # What arrives, all of that in the order of tokens, and what leaves.
+    total = (2 * n + (heads - 1) * own) * there + (heads * own + n - own) * back
+    return total + n * rounded * narrow
 
 
 def _grid(layout: Layout, p: Problem, cell: int, backward: bool, unsorted: bool) -> int:
@@ -54,8 +100,7 @@ def _grid(layout: Layout, p: Problem, cell: int, backward: bool, unsorted: bool)
     nk = sum(p.counts[r * cols + col] for r in range(rows))
     several_q, several_k = cols > 1, rows > 1
     # Gathered; partial outs to send and received; my own in the compute dtype; lse's rest.
-    total = n * p.lse * (several_q or several_k)
-    total += nq * p.q * several_q + nk * p.kv * several_k
+    total = n * p.lse + nq * p.q * several_q + nk * p.kv * several_k
     total += (nq - n) * (p.q + p.lse) + (cols - 1) * n * (p.q + p.lse)
     total += n * (p.dq + p.lse) * several_k
     if unsorted and several_k and several_q:
@@ -63,21 +108,19 @@ def _grid(layout: Layout, p: Problem, cell: int, backward: bool, unsorted: bool)
     if backward:
         total += nq * (p.q + 2 * p.lse) * several_q + nq * p.dq + nk * p.dkv
         total += (cols - 1) * n * p.dq + (rows - 1) * n * p.dkv
-        if unsorted and several_k and (cols - 1) * p.nheads >= 2 * (rows - 1) * p.nheads_kv:
+        if unsorted and several_k and gradients_by_query(rows, cols, p.nheads, p.nheads_kv):
             total += nk * p.dkv
     return total
 
 
 def _rings(layout: Layout, p: Problem, cell: int, backward: bool, double: bool) -> int:
     n, block = p.counts[cell], max(p.counts)
+    # A double ring whose inner ones are single ranks is one ring.
+    places = layout.cols if double and layout.cols > 1 else layout.cells
+    groups = layout.cells // places
     total = n * (p.dq + 2 * p.lse)  # the partial result of a step, lse's rest
-    steps = layout.cells
-    inner = layout.cols if double else steps
-    blocks = min(2, inner - 1) + (min(2, layout.rows - 1) if double else 0)
-    total += blocks * block * p.kv
+    total += (min(2, places - 1) + min(2, groups - 1)) * block * p.kv
     if backward:
-        buffers = min(2, steps) + 2 * (steps > 1)
-        if double and layout.rows > 1 and inner > 1:
-            buffers += 2  # the sums over groups, on their way between these
-        total += buffers * block * p.dkv
+        # Gradients of two blocks as I add to them and as they arrive, of groups on their way.
+        total += n * p.dq + (4 + 2 * (groups > 1)) * block * p.dkv
     return total

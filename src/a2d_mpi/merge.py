@@ -31,8 +31,8 @@ def merge(
     -----
     The exponentials are shifted by the larger lse, so nothing overflows, and a convex combination
     of the two outs is taken, so the error does not grow with the number of merges; that of lse
-    would, by half a rounding each, without `rest`.  Where both
-    lse are -inf the result is (0, -inf).  NaN stays NaN.
+    would, by half a rounding each, without `rest`.  Where both lse are -inf the result is
+    (0, -inf).  NaN stays NaN.
     """
     if out2.dtype != out.dtype:
         out2 = out2.astype(out.dtype)
@@ -43,13 +43,10 @@ def merge(
     weight = np.exp(exact - shift)
     weight2 = np.exp(lse2 - shift)
     total = weight + weight2
-    with np.errstate(divide="ignore"):
-        np.log(total, out=exact)
-    exact += shift
-    lse[...] = exact
-    np.subtract(exact, lse, out=exact, where=np.isfinite(exact))
-    exact[~np.isfinite(exact)] = 0
-    rest[...] = exact
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exact = np.log(total) + shift
+        lse[...] = exact
+        rest[...] = np.where(np.isfinite(exact), exact - lse, 0)
     total[total == 0] = 1
     out *= (weight / total).astype(out.dtype)[..., None]
     out2 *= (weight2 / total).astype(out.dtype)[..., None]

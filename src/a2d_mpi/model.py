@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi import cost
+from a2d_mpi import pieces
 from a2d_mpi.cost import METHODS, Layout
 from a2d_mpi.machine import Machine
 from a2d_mpi.schedule import Hop, Partials, Schedule, Workload
@@ -109,7 +109,7 @@ class Grid(Schedule):
     def _backward(self, row_peers: list, col_peers: list, q_in: Units, k_in: Units) -> None:
         p = self.layer
         dq, dkv = Partials(self, row_peers, p.dq, 1), Partials(self, col_peers, p.dkv, 2)
-        by_query = (self.cols - 1) * p.nheads >= 2 * (self.rows - 1) * p.nheads_kv
+        by_query = pieces.gradients_by_query(self.rows, self.cols, p.nheads, p.nheads_kv)
         early, late = (dq, dkv) if by_query else (dkv, dq)
         self._tile(by_query, q_in, k_in, early.send)
         if late is dkv and self._sorts:
@@ -175,11 +175,11 @@ class Grid(Schedule):
 
     def _first(self, ranks: int) -> float:
         """Share of my own chunk that does not wait for the end."""
-        return cost.FIRST if ranks > 1 and self.counts.min() >= 2 * cost.GRAIN else 1.0
+        return pieces.FIRST if pieces.keeps_own(self.counts.min(), ranks) else 1.0
 
     def _units(self, hops: list[Hop]) -> Units:
         """When the units of each chunk arrive, mine first; two of them one after the other."""
-        if len(hops) == 1 and len(cost.cut(int(self.counts.min()), 2)) == 2:
+        if len(hops) == 1 and len(pieces.cut(int(self.counts.min()), 2)) == 2:
             ((done, due),) = hops
             halfway = (done + np.minimum(self.now, done)) / 2
             return [[None], [(halfway, due / 2), (done, due / 2)]]

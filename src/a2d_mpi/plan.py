@@ -267,6 +267,14 @@ class AttentionPlan:
         return self._engine.staged_bytes
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the buffers that the plan keeps, but the blocks of its kernel.
+
+        `a2d_mpi.memory.buffers` predicts them.
+        """
+        return self._engine.work.nbytes(apart="tile")
+
+    @property
     def deterministic(self) -> bool:
         """Whether gradients of the latest call's kernel repeat bit for bit; out and lse do."""
         return getattr(self._engine.tile, "deterministic", True)
