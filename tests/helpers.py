@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,30 @@ from mpi4py import MPI
 
 from a2d_mpi.check import error_bounds
 
+DRIVERS = Path(__file__).parents[1] / "drivers"
+SECONDS = 30  # a generous "within seconds", for busy machines
+# Runs a driver after a few lines of sabotage.  `rank` is this process's rank.
+SABOTAGE = """
+import os, runpy, sys
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.rank
+{}
+sys.argv = [{driver!r}, *sys.argv[1:]]
+runpy.run_path({driver!r}, run_name="__main__")
+"""
+# Runs a driver once for each of some lists of options, and more of them on rank 1.
+EACH = """
+import json, runpy, sys
+from mpi4py import MPI
+rank, driver = MPI.COMM_WORLD.rank, sys.argv[1]
+for options, more in json.loads(sys.argv[2]):
+    sys.argv = [driver, *options, *more * (rank == 1)]
+    try:
+        runpy.run_path(driver, run_name="__main__")
+    except SystemExit as end:
+        if rank == 0:
+            print("exit code", end.code, flush=True)
+"""
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 # What Open MPI wants as root, and on fewer cores than ranks; see jobs/env.sh.
 ENVIRONMENT = {
@@ -71,11 +99,14 @@ def launch(
 ) -> subprocess.CompletedProcess:
     """Run a Python command on some ranks, with the MPI of this environment; 0: without mpiexec.
 
+    The result has `seconds`, how long it took, too.
+
     Raises
     ------
     subprocess.TimeoutExpired
         After `timeout` seconds; all processes are gone then.
     """
+    started = time.monotonic()
     full = [MPIEXEC, "-n", ranks] * (ranks > 0) + [sys.executable, *command]
     with subprocess.Popen(
         [str(x) for x in full],
@@ -97,4 +128,41 @@ def launch(
             finally:
                 process.kill()
             raise
-    return subprocess.CompletedProcess(full, process.returncode, stdout, stderr)
+    done = subprocess.CompletedProcess(full, process.returncode, stdout, stderr)
+    done.seconds = time.monotonic() - started
+    return done
+
+
+def drive(
+    program: str, ranks: int, *options: object, sabotage: str = "", timeout: float = 100
+) -> subprocess.CompletedProcess:
+    """Run a driver, after some lines of Python if there are any; see `launch`."""
+    path = str(DRIVERS / program)
+    command = ["-c", SABOTAGE.format(sabotage, driver=path)] if sabotage else [path]
+    return launch(ranks, *command, *options, timeout=timeout)
+
+
+def assert_refused(done: subprocess.CompletedProcess, text: str) -> None:
+    """A driver ended soon, with exit code 2 and one line on stderr that says why."""
+    assert done.returncode == 2, done.stderr
+    assert_one_line_each(done, [text])
+
+
+def assert_all_refused(
+    program: str, ranks: int, cases: Sequence[tuple[Sequence[object], Sequence[str], str]]
+) -> None:
+    """A driver refuses, one after the other: options, more of them on rank 1, what it says."""
+    options = [([str(x) for x in common], list(more)) for common, more, _ in cases]
+    done = launch(ranks, "-c", EACH, DRIVERS / program, json.dumps(options), timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert_one_line_each(done, [text for *_, text in cases])
+    assert re.findall(r"^exit code (\w+)", done.stdout, re.MULTILINE) == ["2"] * len(cases)
+
+
+def assert_one_line_each(done: subprocess.CompletedProcess, texts: Sequence[str]) -> None:
+    """What a driver, called so many times, said on stderr before it ended, and soon."""
+    messages = re.findall(r"^\w+\.py: error: .*$", done.stderr, re.MULTILINE)
+    wrong = [(text, line) for text, line in zip_longest(texts, messages) if text not in str(line)]
+    assert not wrong and len(messages) == len(texts), done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    assert done.seconds < SECONDS

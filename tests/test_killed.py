@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import ENVIRONMENT, MPIEXEC
-from test_bench import DRIVER, METHODS, SMALL, bench
+from helpers import DRIVERS, ENVIRONMENT, MPIEXEC
+from test_bench import METHODS, SMALL, bench
 
 from a2d_mpi.benchmark import read_benchmark
 from a2d_mpi.sweep import Case, plans_for
@@ -24,7 +24,7 @@ SWEEP = ["--seqlens", "256,257,258,259", "--masks", "causal,full", "--plans", "a
 
 def start(ranks, *options):
     return subprocess.Popen(
-        [str(x) for x in (MPIEXEC, "-n", ranks, sys.executable, DRIVER, *options)],
+        [str(x) for x in (MPIEXEC, "-n", ranks, sys.executable, DRIVERS / "bench.py", *options)],
         env=os.environ | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
