@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         merge=merging / where.share,
     )
     with threadpool_limits(args.threads):
-        machine = _with_what_lacks(clock, machine, dtypes[0])
+        machine = replace(machine, step=_step(clock, machine, dtypes[0]))
     if comm.rank == 0:
         print("\n".join(notes), flush=True)
     lines = [
@@ -289,40 +289,22 @@ def _start(clock: Clock) -> float:
     return float(np.median([clock.slowest(clock.comm.Barrier) for _ in range(20)]))
 
 
-def _with_what_lacks(clock: Clock, machine: Machine, dtype: str) -> Machine:
-    """The machine with the `step` and the overhead of messages that rings of tiny parts take.
-
-    Both by our own code, and more than the calls of MPI and of kernels that were timed alone:
-    in turn with others, what they need is no longer in the caches.  A hop posts twice as many
-    messages in the backward pass: what is lacking there in addition is theirs.
-    """
+def _step(clock: Clock, machine: Machine, dtype: str) -> float:
+    """Seconds of a core beside each kernel call: what the model lacks for a ring of tiny parts."""
     ranks = clock.comm.size
-    work = Workload(2 * ranks, 2, 16, dtype=dtype, backward=True)
+    work = Workload(2 * ranks, 2, 16, dtype=dtype)
     ring = RingAttention(
         ProcessGrid(clock.comm, ranks, 1), work.mask, seqlen=2 * ranks, nheads=2, headdim=16,
         dtype=dtype,
     )  # fmt: skip
-    q, k, v, dout = np.zeros((4, 2, 2, 16), as_dtype(dtype))
-    out, lse = ring.forward(q, k, v)
-    calls = {
-        "forward": lambda: ring.forward(q, k, v),
-        "backward": lambda: ring.backward(dout, q, k, v, out, lse),
-    }
-    taken = {
-        x: float(np.median([clock.slowest(call) for _ in range(9)])) for x, call in calls.items()
-    }
-    step, more, alone = 0.0, 0.0, machine
-    for _ in range(30):  # hidden behind latencies, they must grow before they count
-        links = {
-            x: replace(link, overhead=link.overhead + more)
-            for x, link in (("inside", alone.inside), ("between", alone.between))
-        }
-        machine = replace(alone, step=step, **links)
-        found = predict(machine, "ring", Layout(ranks, 1), work)
-        lacking = {x: (taken[x] - found[x].total.max()) / ranks for x in taken}
-        step = max(0.0, step + lacking["forward"] * machine.share)
-        more = max(0.0, more + (lacking["backward"] - lacking["forward"]) / 4)
-    return machine
+    q, k, v = np.zeros((3, 2, 2, 16), as_dtype(dtype))
+    taken = [clock.slowest(lambda: ring.forward(q, k, v)) for _ in range(9)]
+    step = 0.0
+    for _ in range(30):  # hidden behind latencies, it must grow before it counts
+        found = predict(replace(machine, step=step), "ring", Layout(ranks, 1), work)["forward"]
+        lacking = float(np.median(taken)) - found.total.max()
+        step = max(0.0, step + lacking / ranks * machine.share)
+    return step
 
 
 def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:
