@@ -22,14 +22,12 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.atomic import check_writable
 from a2d_mpi.backend import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.baselines.ring import RingAttention
-from a2d_mpi.calibration import Sample, fit_kernel, fit_link, write_machine
+from a2d_mpi.calibration import Sample, fit_kernel, fit_link, fit_step, write_machine
 from a2d_mpi.cli import Parser, arguments, run, together
-from a2d_mpi.cost import Layout
 from a2d_mpi.grid import ProcessGrid
 from a2d_mpi.machine import PHASES, Link, Machine
 from a2d_mpi.masks import Causal, Full
 from a2d_mpi.merge import merge
-from a2d_mpi.model import predict
 from a2d_mpi.place import Place
 from a2d_mpi.schedule import Workload
 from a2d_mpi.tiles.numpy import NumpyTile
@@ -83,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         links = {name: _link(clock, where, name, 0.15 * args.seconds) for name in where.partners}
         copy, merging = _memory_rates(clock, 0.05 * args.seconds)
         start = _start(clock)
+        steps = _ring_seconds(clock, dtypes[0])
     # With one node there is nothing between, with one rank each nothing inside: the same figures.
     some = next(iter(links.values()), Link(1e10))
     machine = Machine(
@@ -97,8 +96,6 @@ def main(argv: list[str] | None = None) -> int:
         copy=copy / where.share,
         merge=merging / where.share,
     )
-    with threadpool_limits(args.threads):
-        machine = replace(machine, step=_step(clock, machine, dtypes[0]))
     if comm.rank == 0:
         print("\n".join(notes), flush=True)
     lines = [
@@ -109,7 +106,12 @@ def main(argv: list[str] | None = None) -> int:
         *(f"link.{x} was not measured: as the other one" for x in ("inside", "between")
           if x not in links),
     ]  # fmt: skip
-    together(comm, lambda: write_machine(args.output, machine, "\n".join(lines)), on=0)
+
+    def write() -> None:
+        whole = replace(machine, step=fit_step(machine, comm.size, *steps))
+        write_machine(args.output, whole, "\n".join(lines))
+
+    together(comm, write, on=0)
     if comm.rank == 0:
         print(f"written to {args.output}", flush=True)
     return 0
@@ -263,12 +265,12 @@ def _busy(clock: Clock, post: Callable, nbytes: int, taken: float) -> tuple[floa
         for _ in range(number):
             calls["forward"]()
 
-    def both(number: int, size: int, most: int) -> float:
+    def both(number: int, most: int) -> float:
         """Seconds of a step that computes and transfers."""
 
         def steps(repeats: int) -> None:
             for _ in range(repeats):
-                requests = post(size)
+                requests = post(nbytes)
                 compute(number)
                 MPI.Request.Waitall(requests)
 
@@ -277,9 +279,9 @@ def _busy(clock: Clock, post: Callable, nbytes: int, taken: float) -> tuple[floa
     repeats = math.ceil(0.02 / clock.mean(lambda: compute(1)))
     once = clock.step(compute, repeats, 2 * repeats)
     number, few = max(1, math.ceil(1.5 * taken / once)), max(1, round(taken / 3 / once))
-    lost = both(number, nbytes, 3) - max(number * once, taken)
+    lost = both(number, 3) - max(number * once, taken)
     hidden = float(np.clip(1 - lost / min(number * once, taken), 0, 1))
-    late = both(few, nbytes, HOPS) - max(taken, few * once + (1 - hidden) * taken)
+    late = both(few, HOPS) - max(taken, few * once + (1 - hidden) * taken)
     # Somebody looks after each kernel; what is more is time of a core that others took.
     return hidden, float(np.clip(late, 0, once))
 
@@ -289,22 +291,17 @@ def _start(clock: Clock) -> float:
     return float(np.median([clock.slowest(clock.comm.Barrier) for _ in range(20)]))
 
 
-def _step(clock: Clock, machine: Machine, dtype: str) -> float:
-    """Seconds of a core beside each kernel call: what the model lacks for a ring of tiny parts."""
+def _ring_seconds(clock: Clock, dtype: str) -> tuple[Workload, float]:
+    """The forward pass of a ring of tiny parts, by our own code: what is computed, and seconds."""
     ranks = clock.comm.size
     work = Workload(2 * ranks, 2, 16, dtype=dtype)
     ring = RingAttention(
-        ProcessGrid(clock.comm, ranks, 1), work.mask, seqlen=2 * ranks, nheads=2, headdim=16,
-        dtype=dtype,
+        ProcessGrid(clock.comm, ranks, 1), work.mask, seqlen=work.seqlen, nheads=work.nheads,
+        headdim=work.headdim, dtype=dtype,
     )  # fmt: skip
-    q, k, v = np.zeros((3, 2, 2, 16), as_dtype(dtype))
+    q, k, v = np.zeros((3, 2, work.nheads, work.headdim), as_dtype(dtype))
     taken = [clock.slowest(lambda: ring.forward(q, k, v)) for _ in range(9)]
-    step = 0.0
-    for _ in range(30):  # hidden behind latencies, it must grow before it counts
-        found = predict(replace(machine, step=step), "ring", Layout(ranks, 1), work)["forward"]
-        lacking = float(np.median(taken)) - found.total.max()
-        step = max(0.0, step + lacking / ranks * machine.share)
-    return step
+    return work, float(np.median(taken))
 
 
 def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from a2d_mpi import cost
 from a2d_mpi.areas import pair_areas
-from a2d_mpi.calibration import Sample, fit_kernel, fit_link, to_toml, write_machine
+from a2d_mpi.calibration import Sample, fit_kernel, fit_link, fit_step, to_toml, write_machine
 from a2d_mpi.cost import METHODS, Layout
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.machine import Kernel, Link, Machine, parse_count, parse_size, read_machine
@@ -225,6 +225,18 @@ def test_steps_are_counted_by_kernel_calls(method, layout, calls):
     job = work(seqlen)
     longer = total(replace(here, step=10.0), method, layout, job)
     assert longer - total(here, method, layout, job) == pytest.approx(2 * calls * 2 * 10, rel=1e-3)
+
+
+@pytest.mark.parametrize("step", [0.0, 3e-4, 0.02])
+def test_fit_finds_the_step(step):
+    """Also one that latencies hide in part, and of ranks that share cores."""
+    here = machine(Link(1e6, latency=4e-4), ranks_per_node=2, cores_per_node=1)
+    tiny = Workload(16, 2, 16, dtype="float32")
+    seconds = total(replace(here, step=step), "ring", Layout(8, 1), tiny)
+    found = fit_step(here, 8, tiny, seconds)
+    again = total(replace(here, step=found), "ring", Layout(8, 1), tiny)
+    assert again == pytest.approx(seconds, rel=0.005)
+    assert (found > 0) == (step > 0) and (step < 0.01 or found == pytest.approx(step))
 
 
 def test_a_profile_is_read_as_written(tmp_path):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import combinations
 
 import numpy as np
 
 from a2d_mpi.atomic import replacing
+from a2d_mpi.cost import Layout
 from a2d_mpi.machine import Kernel, Link, Machine, kernel_terms
+from a2d_mpi.model import predict
+from a2d_mpi.schedule import Workload
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,26 @@ def fit_link(
     per_byte = max(growth, 0.5 * seconds[-1] / sizes[-1])
     latency = max(0.0, seconds[0] - 2 * overhead)
     return Link(1 / per_byte, latency, overhead, **others)
+
+
+def fit_step(machine: Machine, ranks: int, work: Workload, seconds: float) -> float:
+    """The `step` with which the forward pass of a ring is predicted to take so long.
+
+    Parameters
+    ----------
+    machine : Machine
+        Without a step.
+    ranks : int
+    work : Workload
+        So small that it is computing, latencies and what steps there are.
+    seconds : float
+        Of the slowest rank.
+    """
+    step = 0.0
+    for _ in range(30):  # hidden behind latencies, it must grow before it counts
+        found = predict(replace(machine, step=step), "ring", Layout(ranks, 1), work)["forward"]
+        step = max(0.0, step + (seconds - found.total.max()) / ranks * machine.share)
+    return float(step)
 
 
 def to_toml(machine: Machine, comment: str = "") -> str:
