@@ -26,10 +26,8 @@ def peak_memory(
         Unless contiguous, the keys of a column are held twice: as they came, and sorted.
     backward : bool
     """
-    return max(
-        _arrays(layout, problem, rank, x) + buffers(method, layout, problem, rank, distribution, x)
-        for x in {False, backward}
-    )
+    held = buffers(method, layout, problem, rank, distribution, backward)
+    return held + _arrays(layout, problem, rank, backward)
 
 
 def buffers(
