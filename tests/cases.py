@@ -115,7 +115,7 @@ def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
     ]
 
 
-def checked(plan, run=run):
+def checked(plan):
     """Results of this rank, and what is wrong with them, the traffic or the buffers, in words.
 
     Of one forward and one backward call, on the usual inputs; the plan is freed.
