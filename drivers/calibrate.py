@@ -34,7 +34,12 @@ from a2d_mpi.tiles.numpy import NumpyTile
 
 # Queries, keys, nheads, nheads_kv, headdim, mask: few and many of each.
 SHAPES = (
+    (16, 16, 16, 16, 16, Full()),
     (16, 16, 2, 2, 64, Full()),
+    (16, 128, 16, 16, 32, Full()),
+    (32, 128, 16, 2, 32, Causal()),
+    (64, 64, 8, 8, 32, Full()),
+    (512, 16, 8, 8, 32, Full()),
     (64, 64, 4, 1, 32, Full()),
     (64, 64, 1, 1, 128, Causal()),
     (64, 1024, 2, 2, 64, Full()),
