@@ -26,6 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from mpi4py import MPI
@@ -34,6 +35,7 @@ from tqdm import tqdm
 
 from a2d_mpi import ProcessGrid
 from a2d_mpi.benchmark import add_results, start_benchmark
+from a2d_mpi.calibration import to_toml
 from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
 from a2d_mpi.cost import Layout
 from a2d_mpi.machine import Machine, parse_count, read_machine
@@ -156,6 +158,8 @@ def _prepare(args, ranks: int):
     names = ("trials", "warmup", "seed", "device", "kernel", "transfers", "threads")
     settings = {name: getattr(args, name) for name in names}
     settings["machine"] = machine.name if machine else "none"
+    # Predictions and picks of one file are those of one profile, whatever its name.
+    settings["profile"] = f"{crc32(to_toml(machine).encode()):08x}" if machine else "none"
     return sweep, settings, machine, start_benchmark(args.output, settings, args.resume)
 
 

@@ -2,6 +2,7 @@
 
     pip install -e '.[bench]'  # torch; its CPU build is enough
     python drivers/bench_tile.py
+    python drivers/bench_tile.py --shapes 16x16x16,64x16x16 --trials 300
 
 Both run in this process, in turn, trial by trial, single-threaded, float32; the backward pass is
 timed against torch's autograd.  Prints GFLOP/s (4 operations per pair, head and element forward,
@@ -24,14 +25,27 @@ from a2d_mpi import cost
 from a2d_mpi.masks import MASKS
 from a2d_mpi.tiles.numpy import NumpyTile
 
-SHAPES = ((4096, 4, 128), (8192, 2, 64))  # seqlen, heads, headdim
+SHAPES = "4096x4x128,8192x2x64"
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The options of this driver."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--trials", type=int, default=7)
+    parser.add_argument(
+        "--shapes",
+        type=_shapes,
+        default=_shapes(SHAPES),
+        help=f"seqlen x heads x headdim, separated by commas (default {SHAPES})",
+    )
     return parser
+
+
+def _shapes(text: str) -> list[tuple[int, ...]]:
+    shapes = [tuple(int(x) for x in shape.split("x")) for shape in text.split(",")]
+    if not all(len(shape) == 3 and min(shape) > 0 for shape in shapes):
+        raise ValueError(text)
+    return shapes
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"numpy {np.__version__} with {', '.join(blas)}; torch {torch.__version__}")
         print("seqlen heads headdim mask    pass      torch   ours  general   GFLOP/s"
               "    ours/torch general/torch")  # fmt: skip
-        for seqlen, heads, headdim in SHAPES:
+        for seqlen, heads, headdim in args.shapes:
             for mask in MASKS:
                 rates_of, error = compare(torch, seqlen, heads, headdim, mask, args.trials)
                 wrong |= not error < 1e-4

@@ -216,15 +216,19 @@ def _kernels(clock: Clock, where: Place, dtype: str, seconds: float) -> dict:
 
 
 def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
-    """All ranks send to the next rank or node, and get from the one before, at once."""
-    comm, (to, came_from) = clock.comm, where.partners[name]
+    """All ranks send to the next rank or node, and get from the one before, at once.
+
+    Of many messages each goes to another rank, as in a gather: to one, TCP would join them.
+    """
+    comm, peers = clock.comm, where.partners[name]
     buffers = np.zeros((2, LARGEST), np.uint8)
 
     def post(nbytes: int, number: int = 1) -> list[MPI.Request]:
         mine, theirs = buffers[0, :nbytes], buffers[1, :nbytes]
+        turns = [(i, i % len(peers)) for i in range(number)]
         return [
-            *(comm.Irecv(theirs, came_from, i) for i in range(number)),
-            *(comm.Isend(mine, to, i) for i in range(number)),
+            *(comm.Irecv(theirs, peers[-1 - turn], i) for i, turn in turns),
+            *(comm.Isend(mine, peers[turn], i) for i, turn in turns),
         ]
 
     def hop(nbytes: int, mute: bool = False) -> float:
@@ -238,7 +242,8 @@ def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
 
     hop(8)
     sizes, times, left = [8], [hop(8)], clock.until(0.4 * seconds)
-    posted = [clock.mean(lambda: MPI.Request.Waitall(post(8, FLOOD))) for _ in range(3)]
+    # The first connects the ranks.
+    posted = [clock.mean(lambda: MPI.Request.Waitall(post(8, FLOOD))) for _ in range(6)][1:]
     while sizes[-1] < LARGEST and (len(sizes) < 2 or (left() and times[-1] < 0.002 * seconds)):
         sizes.append(max(1 << 15, 4 * sizes[-1]))
         times.append(hop(sizes[-1]))

@@ -118,7 +118,9 @@ def test_nothing_is_done_twice(finished, tmp_path):
     assert sorted(x.name for x in tmp_path.iterdir()) == ["bench.h5", "test.toml"]
 
 
-def test_refuses_to_mix(finished):
+def test_refuses_to_mix(finished, tmp_path):
+    other = tmp_path / "other.toml"
+    other.write_text(PROFILE.replace("1e10", "2e10", 1))
     common = ["--output", finished[0], *SMALL]
     profile = ["--profile", finished[0].with_name("test.toml")]
     assert_all_refused("bench.py", 2, [
@@ -128,6 +130,7 @@ def test_refuses_to_mix(finished):
             ([*profile, "--resume", "--trials", "3"], "was made with trials 2, not 3"),
             ([*profile, "--resume", "--seed", "1"], "was made with seed 0, not 1"),
             (["--resume"], "was made with machine test, not none"),
+            (["--profile", other, "--resume"], "was made with profile "),
         )
     ])  # fmt: skip
 

@@ -26,8 +26,9 @@ class Place:
         Bytes of a rank.
     first_of_node : bool
         Whether I am.
-    partners : dict of str to (to, from)
-        Ranks with which I exchange messages "inside" my node and "between" nodes, if there are.
+    partners : dict of str to list of int
+        Ranks with which I exchange messages "inside" my node and "between" nodes, if there are:
+        one of each other node.  In the order of a ring that I am part of, the next one first.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -51,9 +52,6 @@ class Place:
         local = nodes[node].index(comm.rank)
         self.partners, self.first_of_node = {}, local == 0
         if self.even and self.ranks_per_node > 1:
-            ring = nodes[node]
-            self.partners["inside"] = tuple(ring[(local + k) % len(ring)] for k in (1, -1))
+            self.partners["inside"] = nodes[node][local + 1 :] + nodes[node][:local]
         if self.even and len(nodes) > 1:
-            self.partners["between"] = tuple(
-                nodes[(node + k) % len(nodes)][local] for k in (1, -1)
-            )
+            self.partners["between"] = [x[local] for x in nodes[node + 1 :] + nodes[:node]]
