@@ -187,6 +187,16 @@ def test_polls_between_blocks():
     assert len(polls) == 8
 
 
+def test_blocks_are_cut_once_and_few_are_kept(monkeypatch):
+    monkeypatch.setattr("a2d_mpi.tiles.blocks.KEPT", 2)
+    cutter, tokens = Cutter(16, 16), np.arange(8)
+    masks = [IntervalMask(0 * tokens, tokens + 1).intervals(tokens, tokens) for _ in range(3)]
+    first = [cutter.cut(x, 8, 1) for x in masks[:2]]
+    assert all(cutter.cut(x, 8, 1) is y for x, y in zip(masks, first))
+    assert cutter.cut(masks[0], 8, 2) is not first[0]  # another group: all before is forgotten
+    assert cutter.cut(masks[2], 8, 1).rows == 8 and cutter.cut(masks[0], 8, 1) is not first[0]
+
+
 @pytest.mark.parametrize("mask", ["causal", "window", "two runs"])
 def test_little_hidden_work_is_done(mask):
     n = 4096

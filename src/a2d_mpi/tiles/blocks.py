@@ -11,6 +11,7 @@ import numpy as np
 from a2d_mpi.masks import Interval
 
 ALIGN = 32  # keys: full blocks begin and end at multiples of it where an interval allows
+KEPT = 1024  # tiles whose blocks are remembered: a ring of that many ranks
 
 # Rows of a block, keys [j0, j1) that they see, and which pairs are hidden, if some are.
 Piece = tuple[slice, int, int, "np.ndarray | None"]
@@ -63,6 +64,8 @@ class Cutter:
             return self._known[key][1]
         cut = self._cut(intervals, nk, group)
         if len(cut.blind) * group * nk <= self.block_q * self.block_k:
+            if len(self._known) == KEPT:  # a caller who makes new ones at every call
+                self._known.clear()
             self._known[key] = intervals, cut  # kept with it: no others get the same id
         return cut
 
