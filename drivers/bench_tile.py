@@ -34,18 +34,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--trials", type=int, default=7)
     parser.add_argument(
         "--shapes",
-        type=_shapes,
-        default=_shapes(SHAPES),
+        type=shapes,
+        default=shapes(SHAPES),
         help=f"seqlen x heads x headdim, separated by commas (default {SHAPES})",
     )
     return parser
 
 
-def _shapes(text: str) -> list[tuple[int, ...]]:
-    shapes = [tuple(int(x) for x in shape.split("x")) for shape in text.split(",")]
-    if not all(len(shape) == 3 and min(shape) > 0 for shape in shapes):
+def shapes(text: str) -> list[tuple[int, ...]]:
+    found = [tuple(int(x) for x in shape.split("x")) for shape in text.split(",")]
+    if not all(len(shape) == 3 and min(shape) > 0 for shape in found):
         raise ValueError(text)
-    return shapes
+    return found
 
 
 def main(argv: list[str] | None = None) -> int:
