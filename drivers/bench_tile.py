@@ -42,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def shapes(text: str) -> list[tuple[int, ...]]:
+    """Seqlen, heads and headdim of each shape; ValueError if they are no such list."""
     found = [tuple(int(x) for x in shape.split("x")) for shape in text.split(",")]
     if not all(len(shape) == 3 and min(shape) > 0 for shape in found):
         raise ValueError(text)
