@@ -188,7 +188,7 @@ def test_polls_between_blocks():
 
 
 def test_blocks_are_cut_once_and_few_are_kept(monkeypatch):
-    monkeypatch.setattr("a2d_mpi.tiles.blocks.KEPT", 2)
+    monkeypatch.setattr("a2d_mpi.backend.KEPT", 2)
     cutter, tokens = Cutter(16, 16), np.arange(8)
     masks = [IntervalMask(0 * tokens, tokens + 1).intervals(tokens, tokens) for _ in range(3)]
     first = [cutter.cut(x, 8, 1) for x in masks[:2]]

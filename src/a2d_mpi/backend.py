@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +23,8 @@ DTYPES = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
+
+KEPT = 1024  # things of which is remembered what was made; a ring has as many as ranks
 
 Array = Any  # numpy.ndarray or cupy.ndarray: the package works without the latter
 
@@ -130,6 +133,22 @@ def device_of(x: object) -> Any:
 
 
 HOST = Host()
+
+
+class Remembered:
+    """What was made of objects that are not changed, by their identity."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], tuple[object, Any]] = {}
+
+    def get(self, x: object, make: Callable[[], Any], *options: int) -> Any:
+        """What `make` returned for `x` and these options, now or at an earlier call."""
+        key = id(x), *options
+        if key not in self._made:
+            if len(self._made) == KEPT:  # a caller who has new objects at every call
+                self._made.clear()
+            self._made[key] = x, make()  # kept with it: no other gets the same id
+        return self._made[key][1]
 
 
 class Workspace:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.backend import HOST, Array, Workspace
+from a2d_mpi.backend import HOST, Array, Remembered, Workspace
 from a2d_mpi.comm import CollectiveError, agree
 from a2d_mpi.tiles import Tile, check_kernel, make_tile
 from a2d_mpi.transport import PROGRESS, DeviceTransport, HostTransport, gpu_aware
@@ -65,7 +65,7 @@ class Engine:
         self.work = Workspace()
         self.transport: HostTransport | DeviceTransport | None = None
         self.waits: dict[str, list[tuple[float, float]]] = {}
-        self._constants: dict[int, tuple[np.ndarray, Array]] = {}
+        self._constants = Remembered()
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
         self._phase = ""
 
@@ -76,7 +76,7 @@ class Engine:
         work = Workspace(device)
         self.tile = make_tile(self._kernel, device, *self._options, self._poll, work)
         self.device, self.work, self.transport = device, work, None
-        self._constants, self._spans = {}, {}
+        self._constants, self._spans = Remembered(), {}
 
     @property
     def way(self) -> str:
@@ -111,9 +111,7 @@ class Engine:
 
     def upload(self, x: np.ndarray) -> Array:
         """A constant array of the plan, on the device."""
-        if id(x) not in self._constants:
-            self._constants[id(x)] = (x, self.device.upload(x))
-        return self._constants[id(x)][1]
+        return self._constants.get(x, lambda: self.device.upload(x))
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:

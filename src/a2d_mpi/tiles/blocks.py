@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from a2d_mpi.backend import Remembered
 from a2d_mpi.masks import Interval
 
 ALIGN = 32  # keys: full blocks begin and end at multiples of it where an interval allows
-KEPT = 1024  # tiles whose blocks are remembered: a ring of that many ranks
 
 # Rows of a block, keys [j0, j1) that they see, and which pairs are hidden, if some are.
 Piece = tuple[slice, int, int, "np.ndarray | None"]
@@ -44,7 +44,7 @@ class Cutter:
 
     def __init__(self, block_q: int, block_k: int) -> None:
         self.block_q, self.block_k = block_q, block_k
-        self._known: dict[tuple[int, int, int], tuple[object, Cut]] = {}
+        self._cuts = Remembered()
 
     def cut(self, intervals: tuple[Interval, ...], nk: int, group: int) -> Cut:
         """The blocks of a tile.
@@ -59,15 +59,9 @@ class Cutter:
         group : int
             Query heads per key head.
         """
-        key = id(intervals), nk, group
-        if key in self._known:
-            return self._known[key][1]
-        cut = self._cut(intervals, nk, group)
-        if len(cut.blind) * group * nk <= self.block_q * self.block_k:
-            if len(self._known) == KEPT:  # a caller who makes new ones at every call
-                self._known.clear()
-            self._known[key] = intervals, cut  # kept with it: no others get the same id
-        return cut
+        if len(intervals[0][0]) * group * nk > self.block_q * self.block_k:
+            return self._cut(intervals, nk, group)
+        return self._cuts.get(intervals, lambda: self._cut(intervals, nk, group), nk, group)
 
     def _cut(self, intervals: tuple[Interval, ...], nk: int, group: int) -> Cut:
         ends = np.stack([x for pair in intervals for x in pair])

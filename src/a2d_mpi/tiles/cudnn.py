@@ -14,7 +14,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from a2d_mpi.backend import Array, Workspace
+from a2d_mpi.backend import Array, Remembered, Workspace
 from a2d_mpi.masks import Interval, Run, runs
 from a2d_mpi.tiles.cupy import CupyTile
 from a2d_mpi.tiles.graphs import Block, Graphs, NotSupported, supported
@@ -62,7 +62,7 @@ class CudnnTile:
         self.gradients, self.deterministic = gradients, deterministic
         self._work = work or Workspace(plain.device)
         self._graphs = graphs or Graphs(deterministic=deterministic)
-        self._runs: dict[int, tuple[tuple[Interval, ...], list[Run]]] = {}
+        self._runs = Remembered()
 
     def forward(
         self,
@@ -161,10 +161,7 @@ class CudnnTile:
         return x.dtype == self._gradient_dtype
 
     def _runs_of(self, intervals: tuple[Interval, ...]) -> list[Run]:
-        known = self._runs.get(id(intervals))
-        if known is None:  # with its key, which must live as long
-            known = self._runs[id(intervals)] = (intervals, runs(intervals, SHORTEST))
-        return known[1]
+        return self._runs.get(intervals, lambda: runs(intervals, SHORTEST))
 
     def _block(self, run: Run, q: Array, nheads_kv: int, backward: bool) -> Block | None:
         """What cuDNN is to launch for a run, or None if it does not do."""

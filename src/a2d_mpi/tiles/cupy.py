@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from a2d_mpi.backend import Array
+from a2d_mpi.backend import Array, Remembered
 from a2d_mpi.cuda import BLOCK_ROWS, HEADDIM_MAX, Cuda
 from a2d_mpi.masks import Interval
 
@@ -28,7 +28,7 @@ class CupyTile:
     def __init__(self, device: Cuda, dtype: np.dtype, softmax_scale: float) -> None:
         self.device, self.dtype, self.softmax_scale = device, np.dtype(dtype), softmax_scale
         # A plan passes the same tuples again and again: uploaded once, and kept with their key.
-        self._uploaded: dict[int, tuple[tuple[Interval, ...], Array]] = {}
+        self._uploaded = Remembered()
 
     def forward(
         self,
@@ -74,11 +74,12 @@ class CupyTile:
 
     def _ends(self, intervals: tuple[Interval, ...]) -> Array:
         """Begins and ends of each interval, (2 intervals, nq) int32, on the device."""
-        known = self._uploaded.get(id(intervals))
-        if known is None:
-            ends = np.stack([x for pair in intervals for x in pair]).astype(np.int32)
-            known = self._uploaded[id(intervals)] = (intervals, self.device.upload(ends))
-        return known[1]
+
+        def upload() -> Array:
+            ends = np.stack([x for pair in intervals for x in pair])
+            return self.device.upload(ends.astype(np.int32))
+
+        return self._uploaded.get(intervals, upload)
 
     def _launch(self, name: str, rows: int, *args: Array) -> None:
         q, k = (args[0], args[1]) if name == "forward" else (args[1], args[2])

@@ -64,7 +64,6 @@ class NumpyTile:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale = softmax_scale
         self.poll = poll or (lambda: None)
-        self.block_q, self.block_k = block_q, block_k
         self._work = work or Workspace()
         self._cutter = Cutter(block_q, block_k)
         # exp(+-half) and its products with values between low and high stay in range.
@@ -100,7 +99,7 @@ class NumpyTile:
         g = nheads // nheads_kv
         blocks, most, blind, unseen = self._cutter.cut(intervals, nk, g)
         get = self._get
-        ones = get("ones", (self.block_k,))
+        ones = get("ones", (self._cutter.block_k,))
         ones[:] = 1
         for first, c in self._batches(nheads_kv, most, nk, d):
             heads = slice(first * g, (first + c) * g)
@@ -236,8 +235,8 @@ class NumpyTile:
         Of a large tile it is one.  With small ones NumPy's calls would take longer than what they
         do: each does as many heads as stay in the cache, with what goes with them.
         """
-        elements = rows * min(nk, self.block_k) + 2 * (rows + nk) * (d + 1)
-        most = max(1, self.block_q * self.block_k // max(1, elements))
+        elements = rows * min(nk, self._cutter.block_k) + 2 * (rows + nk) * (d + 1)
+        most = max(1, self._cutter.block_q * self._cutter.block_k // max(1, elements))
         for first in range(0, nheads_kv, most):
             yield first, min(most, nheads_kv - first)
 
