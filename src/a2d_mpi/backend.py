@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -168,6 +168,24 @@ class Workspace:
         if buffer is None or buffer.size < nbytes:
             buffer = self._buffers[name] = self.device.empty((nbytes,), np.uint8)
         return buffer[:nbytes].view(dtype).reshape(shape)
+
+    def together(
+        self, name: object, like: Sequence[tuple[tuple[int, ...], np.dtype]]
+    ) -> tuple[Array, list[Array]]:
+        """The bytes of the buffer `name`, and in it contiguous tensors of these shapes and dtypes.
+
+        They fill it without gaps, so that they can travel in one message.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
+        whole = self.get(name, (sum(sizes),), np.uint8)
+        found: list[Any] = [None] * len(like)
+        start = 0
+        # Those of large elements first: so all are aligned.
+        for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
+            shape, dtype = like[i]
+            found[i] = whole[start : start + sizes[i]].view(dtype).reshape(shape)
+            start += sizes[i]
+        return whole, found
 
     def nbytes(self, apart: str) -> int:
         """Bytes of all buffers but those named ``(apart, ...)``."""

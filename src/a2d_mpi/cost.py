@@ -25,7 +25,7 @@ import numpy as np
 from a2d_mpi.pieces import cut
 
 Bytes = dict[tuple[str, str], list[int]]
-# Phase, communicator, bytes of one token of each tensor, tokens sent, tokens received, from whom.
+# Phase, communicator, bytes of a token in each message, tokens sent, tokens received, from whom.
 Move = tuple[str, str, tuple[int, ...], int, int, int]
 
 METHODS = ("attention2d", "ring", "striped ring", "double ring")
@@ -220,7 +220,7 @@ def traffic_heads(problem: Problem, heads: int, rank: int) -> Bytes:
 
 
 def moves(method: str, layout: Layout, problem: Problem, rank: int) -> Iterator[Move]:
-    """All that a logical rank exchanges, tensors of the same tokens together."""
+    """All that a logical rank exchanges, messages of the same tokens together."""
     if len(problem.counts) != layout.size:
         raise ValueError(f"{len(problem.counts)} parts for {layout.size} ranks")
     if method not in METHODS:
@@ -327,10 +327,11 @@ def _heads(p: Problem, heads: int, rank: int) -> Iterator[Move]:
     for peer in range(first, first + heads):
         if peer != rank:
             theirs = p.counts[peer]
-            yield "forward", "head", (q, k, k), mine, theirs, peer
-            yield "forward", "head", (q, lse), theirs, mine, peer
-            yield "backward", "head", (q, q, lse, lse, k, k), mine, theirs, peer
-            yield "backward", "head", (q, dk, dk), theirs, mine, peer
+            # All tensors in one message.
+            yield "forward", "head", (q + 2 * k,), mine, theirs, peer
+            yield "forward", "head", (q + lse,), theirs, mine, peer
+            yield "backward", "head", (2 * q + 2 * lse + 2 * k,), mine, theirs, peer
+            yield "backward", "head", (q + 2 * dk,), theirs, mine, peer
 
 
 def _bytes(moved: Iterator[Move]) -> Bytes:

@@ -98,7 +98,10 @@ class Engine:
         way = "" if problem else self.way
         # Bits: something is wrong, and what ways to MPI the ranks would take.
         bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
-        found = comm.allreduce(bits, op=MPI.BOR)
+        # As a buffer: an object would be pickled, reduced up a tree and sent down again, and the
+        # ranks would set out one after the other.
+        found = np.array(bits, np.int32)
+        comm.Allreduce(MPI.IN_PLACE, found, op=MPI.BOR)
         if found & 1:
             agree(comm, problem)
         if found & 2 and found & 12:

@@ -2,7 +2,8 @@
 
 Before, a rank has some tokens and all heads; after, all tokens of its cell and 1/U of the heads
 (DeepSpeed-Ulysses, arXiv:2309.14509).  Key heads fewer than ranks are copied to those that need
-them.  Messages go from rank to rank: MPI's all-to-all does not take device memory everywhere.
+them.  Messages go from rank to rank, all tensors in one: MPI's all-to-all does not take device
+memory everywhere.
 """
 
 from __future__ import annotations
@@ -68,24 +69,26 @@ class HeadExchange:
         channel, device, me = self.channel, engine.device, self.channel.rank
         xs = {name: _three(x) for name, x in tensors.items()}
         arriving = {u: self._buffers(engine, "arriving", xs, u, me) for u in range(channel.size)}
-        receives = {u: channel.irecv(arriving[u], u, self._TAG) for u in channel.peers}
+        receives = {u: channel.irecv([arriving[u][0]], u, self._TAG) for u in channel.peers}
         sends: list[Any] = []
         for u in (*channel.peers, me):
             # My own go the way of all others, without a message.
-            leaving = arriving[u] if u == me else self._buffers(engine, "leaving", xs, me, u)
+            parcel, leaving = (
+                arriving[u] if u == me else self._buffers(engine, "leaving", xs, me, u)
+            )
             with engine.clock("merge"):
                 for to, (name, x) in zip(leaving, xs.items(), strict=True):
                     device.take_heads(to, x, self._first_head(name, u))
             if u != me:
-                sends += channel.isend(leaving, u, self._TAG)
+                sends += channel.isend([parcel], u, self._TAG)
         cell = [
             engine.work.get(("cell", name), (len(self.tokens), *y.shape[1:]), y.dtype)
-            for (name, _), y in zip(xs.items(), arriving[me], strict=True)
+            for name, y in zip(xs, arriving[me][1], strict=True)
         ]
         for u in (me, *channel.peers):
             channel.wait(receives.get(u, []))
             with engine.clock("merge"):
-                for to, x in zip(cell, arriving[u], strict=True):
+                for to, x in zip(cell, arriving[u][1], strict=True):
                     device.put_at(to, x, engine.upload(self._places[u]))
         channel.wait(sends)
         return [x if tensors[name].ndim == 3 else x.reshape(x.shape[:2])
@@ -129,25 +132,21 @@ class HeadExchange:
                 xs[name] = engine.work.get(("rounded", name), x.shape, dtypes[name])
                 with engine.clock("merge"):
                     device.put(xs[name], x)
-        arriving = {
-            u: [
-                engine.work.get(("returning", name, u), (n, *x.shape[1:]), x.dtype)
-                for name, x in xs.items()
-            ]
-            for u in range(channel.size)
-        }
-        receives = {u: channel.irecv(arriving[u], u, self._TAG + 8) for u in channel.peers}
+
+        def buffers(key: str, u: int, tokens: int) -> tuple[Array, list[Array]]:
+            like = [((tokens, *x.shape[1:]), x.dtype) for x in xs.values()]
+            return engine.work.together((key, u), like)
+
+        arriving = {u: buffers("returning", u, n) for u in range(channel.size)}
+        receives = {u: channel.irecv([arriving[u][0]], u, self._TAG + 8) for u in channel.peers}
         sends: list[Any] = []
         for u in (*channel.peers, me):
-            leaving = arriving[u] if u == me else [
-                engine.work.get(("returned", name, u), (self._counts[u], *x.shape[1:]), x.dtype)
-                for name, x in xs.items()
-            ]  # fmt: skip
+            parcel, leaving = arriving[u] if u == me else buffers("returned", u, self._counts[u])
             with engine.clock("merge"):
                 for to, x in zip(leaving, xs.values(), strict=True):
                     device.take(to, x, engine.upload(self._places[u]))
             if u != me:
-                sends += channel.isend(leaving, u, self._TAG + 8)
+                sends += channel.isend([parcel], u, self._TAG + 8)
         results = {
             name: device.empty((n, self._whole_heads(name), x.shape[2]), x.dtype)
             for name, x in xs.items()
@@ -158,7 +157,7 @@ class HeadExchange:
         for u in range(channel.size):  # in this order: sums repeat bit for bit
             channel.wait(receives.get(u, []))
             with engine.clock("merge"):
-                for name, x in zip(xs, arriving[u], strict=True):
+                for name, x in zip(xs, arriving[u][1], strict=True):
                     first = self._first_head(name, u)
                     device.put_heads(results[name], x, first, add=self._is_sum(name))
         channel.wait(sends)
@@ -185,17 +184,14 @@ class HeadExchange:
     def _whole_heads(self, name: str) -> int:
         return self._whole[_is_of_keys(name)]
 
-    def _buffers(self, engine: Engine, key: str, xs: Mapping[str, Array], owner: int, layer: int):
-        """For the owner's tokens and the layer's heads of each tensor."""
+    def _buffers(
+        self, engine: Engine, key: str, xs: Mapping[str, Array], owner: int, layer: int
+    ) -> tuple[Array, list[Array]]:
+        """For the owner's tokens and the layer's heads of each tensor; all travel together."""
         heads = {False: self.nheads, True: self.nheads_kv}
-        return [
-            engine.work.get(
-                (key, name, owner, layer),
-                (self._counts[owner], heads[_is_of_keys(name)], x.shape[2]),
-                x.dtype,
-            )
-            for name, x in xs.items()
-        ]
+        n = self._counts[owner]
+        like = [((n, heads[_is_of_keys(name)], x.shape[2]), x.dtype) for name, x in xs.items()]
+        return engine.work.together((key, owner, layer), like)
 
 
 def _is_of_keys(name: str) -> bool:

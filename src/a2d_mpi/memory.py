@@ -83,7 +83,7 @@ def _exchange(layout: Layout, problem: Problem, p: Problem, rank: int, backward:
     if backward:
         shared = problem.nheads_kv < heads  # then gradients of keys travel as they are summed
         there += p.q + 2 * p.lse
-        back += p.q + (p.dkv if shared else p.kv)
+        back = max(back, p.q + (p.dkv if shared else p.kv))  # the same buffers
         rounded += p.q * (shared or not alone) + p.kv * (not shared and not alone)
     # What arrives, all of that in the order of tokens, and what leaves.
     total = (2 * n + (heads - 1) * own) * there + (heads * own + n - own) * back

@@ -261,7 +261,7 @@ class Schedule:
         peers = [self.cell * heads + (self.u + k) % heads for k in range(1, heads)]
         self.share_links([(peer, self.own * per_token) for peer in peers])
         self.counts_of = (lambda peer: self.own[peer]) if to_layers else (lambda peer: self.own)
-        (hops,) = self.gather([(peers, per_token, 3)])
+        (hops,) = self.gather([(peers, per_token, 1)])
         del self.counts_of
         done = np.max([done for done, _ in hops], axis=0) + late
         self.wait((done, sum(due for _, due in hops)))
