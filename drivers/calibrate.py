@@ -13,16 +13,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
+from a2d_mpi import Attention2D
 from a2d_mpi.atomic import check_writable
 from a2d_mpi.backend import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.baselines.ring import RingAttention
-from a2d_mpi.calibration import Sample, fit_kernel, fit_link, fit_step, write_machine
+from a2d_mpi.calibration import Sample, fit_kernel, fit_link, fit_steps, write_machine
 from a2d_mpi.cli import Parser, arguments, run, together
 from a2d_mpi.grid import ProcessGrid
 from a2d_mpi.machine import PHASES, Link, Machine
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         links = {name: _link(clock, where, name, 0.15 * args.seconds) for name in where.partners}
         copy, merging = _memory_rates(clock, 0.05 * args.seconds)
         start = _start(clock)
-        steps = _ring_seconds(clock, dtypes[0])
+        tiny = _tiny(clock, dtypes[0])
     # With one node there is nothing between, with one rank each nothing inside: the same figures.
     some = next(iter(links.values()), Link(1e10))
     machine = Machine(
@@ -113,8 +113,7 @@ def main(argv: list[str] | None = None) -> int:
     ]  # fmt: skip
 
     def write() -> None:
-        whole = replace(machine, step=fit_step(machine, comm.size, *steps))
-        write_machine(args.output, whole, "\n".join(lines))
+        write_machine(args.output, fit_steps(machine, comm.size, *tiny), "\n".join(lines))
 
     together(comm, write, on=0)
     if comm.rank == 0:
@@ -301,17 +300,23 @@ def _start(clock: Clock) -> float:
     return float(np.median([clock.slowest(clock.comm.Barrier) for _ in range(20)]))
 
 
-def _ring_seconds(clock: Clock, dtype: str) -> tuple[Workload, float]:
-    """The forward pass of a ring of tiny parts, by our own code: what is computed, and seconds."""
+def _tiny(clock: Clock, dtype: str) -> tuple[Workload, float, float]:
+    """Forward passes with tiny parts, by our own code: what is computed, and seconds.
+
+    On a grid of one column, where a rank gets all keys at once, and on a ring.
+    """
     ranks = clock.comm.size
     work = Workload(2 * ranks, 2, 16, dtype=dtype)
-    ring = RingAttention(
-        ProcessGrid(clock.comm, ranks, 1), work.mask, seqlen=work.seqlen, nheads=work.nheads,
-        headdim=work.headdim, dtype=dtype,
-    )  # fmt: skip
     q, k, v = np.zeros((3, 2, work.nheads, work.headdim), as_dtype(dtype))
-    taken = [clock.slowest(lambda: ring.forward(q, k, v)) for _ in range(9)]
-    return work, float(np.median(taken))
+    taken = []
+    for method in (Attention2D, RingAttention):
+        plan = method(
+            ProcessGrid(clock.comm, ranks, 1), work.mask, seqlen=work.seqlen, nheads=work.nheads,
+            headdim=work.headdim, dtype=dtype,
+        )  # fmt: skip
+        times = [clock.slowest(lambda: plan.forward(q, k, v)) for _ in range(9)]  # noqa: B023
+        taken.append(float(np.median(times)))
+    return work, *taken
 
 
 def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from a2d_mpi import cost
 from a2d_mpi.areas import pair_areas
-from a2d_mpi.calibration import Sample, fit_kernel, fit_link, fit_step, to_toml, write_machine
+from a2d_mpi.calibration import Sample, fit_kernel, fit_link, fit_steps, to_toml, write_machine
 from a2d_mpi.cost import METHODS, Layout
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.machine import Kernel, Link, Machine, parse_count, parse_size, read_machine
@@ -227,22 +227,44 @@ def test_steps_are_counted_by_kernel_calls(method, layout, calls):
     assert longer - total(here, method, layout, job) == pytest.approx(2 * calls * 2 * 10, rel=1e-3)
 
 
-@pytest.mark.parametrize("step", [0.0, 3e-4, 0.02])
-def test_fit_finds_the_step(step):
-    """Also one that latencies hide in part, and of ranks that share cores."""
+@pytest.mark.parametrize(("method", "layout", "hops"), [
+    ("ring", Layout(5, 1), (4, 4 + 5)), ("double ring", Layout(4, 1), (3, 3 + 4)),
+    # Gradients go one hop further than keys in each inner ring; outer hops are not waited for.
+    ("double ring", Layout(2, 3), (2 * 2, 2 * 2 + 2 * 3)), ("attention2d", Layout(3, 2), (0, 0)),
+])  # fmt: skip
+def test_turns_are_counted_by_hops(method, layout, hops):
+    """Each takes so much more of a core, of which the four ranks of a node have a half each."""
+    here = machine(Link(1e15), Link(1e15), ranks_per_node=4, cores_per_node=2)
+    for backward, number in ((False, hops[0]), (True, sum(hops))):
+        job = replace(work(60), backward=backward)
+        longer = total(replace(here, turn=10.0), method, layout, job)
+        taken = longer - total(here, method, layout, job)
+        assert taken == pytest.approx(number * 2 * 10, rel=1e-3)
+
+
+@pytest.mark.parametrize(("step", "turn"), [(0.0, 0.0), (3e-4, 0.0), (0.0, 0.02), (0.02, 0.03)])
+def test_fit_finds_what_steps_and_turns_take(step, turn):
+    """Also what latencies hide in part, and of ranks that share cores."""
     here = machine(Link(1e6, latency=4e-4), ranks_per_node=2, cores_per_node=1)
-    tiny = Workload(16, 2, 16, dtype="float32")
-    seconds = total(replace(here, step=step), "ring", Layout(8, 1), tiny)
-    found = fit_step(here, 8, tiny, seconds)
-    again = total(replace(here, step=found), "ring", Layout(8, 1), tiny)
+    tiny, layout = Workload(16, 2, 16, dtype="float32"), Layout(8, 1)
+    there = replace(here, step=step, turn=turn)
+    seconds = [total(there, method, layout, tiny) for method in ("attention2d", "ring")]
+    found = fit_steps(here, 8, tiny, *seconds)
+    again = [total(found, method, layout, tiny) for method in ("attention2d", "ring")]
     assert again == pytest.approx(seconds, rel=0.005)
-    assert (found > 0) == (step > 0) and (step < 0.01 or found == pytest.approx(step))
+    assert found.step == pytest.approx(step, rel=0.01, abs=1e-6)
+    assert found.turn == pytest.approx(turn, rel=0.01, abs=1e-6)
+
+
+def test_one_rank_has_no_turns():
+    here = machine(Link(1e6))
+    assert fit_steps(here, 1, Workload(2, 2, 16, dtype="float32"), 0.5, 0.7).turn == 0
 
 
 def test_a_profile_is_read_as_written(tmp_path):
     whole = machine(
         replace(SLOW, nics=2), ranks_per_node=4, cores_per_node=2.5, memory=10**9, start=0.25,
-        step=0.125, copy=1e9, merge=2e9, reserved=5,
+        step=0.125, turn=0.0625, copy=1e9, merge=2e9, reserved=5,
     )  # fmt: skip
     path = tmp_path / "here.toml"
     write_machine(path, whole, "measured\nsomewhere")

@@ -91,24 +91,31 @@ def fit_link(
     return Link(1 / per_byte, latency, overhead, **others)
 
 
-def fit_step(machine: Machine, ranks: int, work: Workload, seconds: float) -> float:
-    """The `step` with which the forward pass of a ring is predicted to take so long.
+def fit_steps(machine: Machine, ranks: int, work: Workload, grid: float, ring: float) -> Machine:
+    """The machine with the `step` and the `turn` that explain how long two forward passes take.
 
     Parameters
     ----------
     machine : Machine
-        Without a step.
+        Without these.
     ranks : int
     work : Workload
         So small that it is computing, latencies and what steps there are.
-    seconds : float
-        Of the slowest rank.
+    grid, ring : float
+        Seconds of the slowest rank, on a grid of one column and on a ring.
     """
-    step = 0.0
-    for _ in range(30):  # hidden behind latencies, it must grow before it counts
-        found = predict(replace(machine, step=step), "ring", Layout(ranks, 1), work)["forward"]
-        step = max(0.0, step + (seconds - found.total.max()) / ranks * machine.share)
-    return float(step)
+    layout = Layout(ranks, 1)
+    for name, method, seconds, times in (
+        ("step", "attention2d", grid, ranks),
+        ("turn", "ring", ring, ranks - 1),
+    ):
+        found = 0.0
+        for _ in range(30 if times else 0):  # hidden behind latencies, it must grow to count
+            predicted = predict(replace(machine, **{name: found}), method, layout, work)["forward"]
+            missing = (seconds - predicted.total.max()) * machine.share
+            found = max(0.0, float(found + missing / times))
+        machine = replace(machine, **{name: found})
+    return machine
 
 
 def to_toml(machine: Machine, comment: str = "") -> str:

@@ -9,6 +9,7 @@ A profile holds measured (``drivers/calibrate.py``) or quoted figures, in SI uni
     reserved = "4GB"              # of that, what is not ours: runtime, kernels, MPI
     start = 2e-5                  # s: all ranks setting out, once a phase
     step = 1e-4                   # s of a core beside each kernel call: Python, cold caches
+    turn = 1e-4                   # likewise beside each hop of a ring: every one is waited for
     copy = 1e10                   # bytes/s of copies, sums and zeros, by one core
     merge = 2e9                   # bytes/s of partial outs merged, by one core
 
@@ -157,6 +158,7 @@ class Machine:
     reserved: int = 0
     start: float = 0.0
     step: float = 0.0
+    turn: float = 0.0
     copy: float = float("inf")
     merge: float = float("inf")
 
@@ -168,8 +170,9 @@ class Machine:
             )
         if not (self.copy > 0 and self.merge > 0):
             raise ValueError("a machine needs copy > 0 and merge > 0")
-        if not min(self.start, self.step, self.reserved) >= 0:
-            raise ValueError("a machine needs start >= 0, step >= 0 and reserved >= 0")
+        for name in ("start", "step", "turn", "reserved"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"a machine needs {name} >= 0, got {getattr(self, name)}")
 
     @property
     def share(self) -> float:

@@ -241,17 +241,17 @@ class DoubleRing(Ring):
             for down in (0, 1)
         )
         self.share_links([(inner[0], self.n * (cols - 1.0)), (outer[0], self.n * (rows > 1))])
-        travelling = None
+        travelling, turn = None, cols == 1  # else an outer hop has the time of a round
         for s in range(rows):
             start = self.counts[self.at(self.row - s, self.col) // self.layout.heads]
-            coming = self.hop(outer, start * p.kv) if s < rows - 1 else None
+            coming = self.hop(outer, start * p.kv, turn) if s < rows - 1 else None
             for t in range(cols):
                 block = self.at(self.row - s, self.col - t) // self.layout.heads
                 travelling = self._step(block, s == t == 0, inner, travelling, t < cols - 1)
             if self.backward and rows > 1:
                 if travelling:  # back where their round began, before they leave for the next
                     self.wait(travelling)
-                travelling = self.hop(outer, start * p.dkv)
+                travelling = self.hop(outer, start * p.dkv, turn)
             if coming:
                 self.wait(coming)
         if travelling:

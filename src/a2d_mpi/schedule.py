@@ -85,7 +85,7 @@ class Schedule:
         self.machine, self.layout, self.distribution = machine, layout, distribution
         self.backward, self.overlap = phase == "backward", work.overlap
         self.kernel = machine.kernel(work.dtype, phase)
-        self.step = machine.step / machine.share
+        self.step, self.turn = (x / machine.share for x in (machine.step, machine.turn))
         self.links = (machine.inside, machine.between)
         self.whole = work.problem(layout, distribution)
         self.layer = p = self.whole.layer(layout.heads)
@@ -237,14 +237,17 @@ class Schedule:
         self.free[mine] = done
         return done + self.latency[far], self.unhidden[far] * seconds
 
-    def hop(self, ring: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray) -> Hop:
+    def hop(
+        self, ring: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, turn: bool = True
+    ) -> Hop:
         """All pass k and v, or their gradients, to ``ring[0]``; by receiver, from ``ring[1]``.
 
-        The arrival is when mine has left, too.
+        The arrival is when mine has left, too.  `turn`: the next step waits for this hop.
         """
         to, came_from = ring
         done, due = self.send(to, nbytes, 2, np.maximum(self.now, self.now[to]))
         found = np.maximum(done, done[came_from]), due[came_from]
+        self.spend("other", self.turn * turn)
         if not self.overlap:
             self.wait(found)
             return found[0], 0 * found[1]
