@@ -7,7 +7,8 @@
 A plan is METHOD[:RxC[xU]][@order]: "attention2d:2x2", "ring", "ring:2x1x2" (2 ranks share the
 heads), "double ring:2x2" (2 outer steps over inner rings of 2), "striped ring"; "all": every
 layout that the planner knows; "auto": the planner's choice for --profile, "auto:5": and its
-next four.  Lists are separated by commas, and every combination is run.
+next four, "auto:each": its choice of each method.  Lists are separated by commas, and every
+combination is run.
 
 All plans of a workload (mask, sizes, dtype) are made and checked first, then timed trial by
 trial in turn, so that they meet the same machine.  When a workload is done, a new file with its

@@ -33,18 +33,18 @@ bench() {
 }
 
 # cluster NAME RATE PLANS [MORE]: forward with gradients by all (MORE with full masks only), forward
-# alone by the planner's choice.
+# alone by the planner's choice, also of each method.
 cluster() {
   local mask plans
   [[ -e $output/$1.toml ]] ||
     on "$1" "$2" drivers/calibrate.py --output "$output/$1.toml" --name "$1 emulated, $2"
   for mask in full causal; do
-    plans=auto:4,ring,$3
+    plans=auto:4,auto:each,ring,$3
     # The striped ring differs for causal masks only.
     if [[ $mask == causal ]]; then plans+=",striped ring"; else plans+=${4:+,$4}; fi
     bench "$1" "$2" --masks "$mask" --nheads-kv 16,2 --plans "$plans" --backward
   done
-  bench "$1" "$2" --masks full,causal --nheads-kv 16,2 --plans "auto:4,ring,${3%%,*}"
+  bench "$1" "$2" --masks full,causal --nheads-kv 16,2 --plans "auto:4,auto:each,ring,${3%%,*}"
 }
 
 (($# > 0)) || set -- 16x1 64x1 16x4 scaling overlap

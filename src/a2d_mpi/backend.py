@@ -169,23 +169,32 @@ class Workspace:
             buffer = self._buffers[name] = self.device.empty((nbytes,), np.uint8)
         return buffer[:nbytes].view(dtype).reshape(shape)
 
-    def together(
+    def parcel(
         self, name: object, like: Sequence[tuple[tuple[int, ...], np.dtype]]
     ) -> tuple[Array, list[Array]]:
-        """The bytes of the buffer `name`, and in it contiguous tensors of these shapes and dtypes.
+        """Tensors that travel in one message: the buffer `name`, and contiguous parts of it.
 
-        They fill it without gaps, so that they can travel in one message.
+        Parameters
+        ----------
+        name : object
+        like : sequence of (shape, dtype)
+            Of the tensors, which fill the buffer without gaps.
+
+        Returns
+        -------
+        whole : (bytes,) uint8
+        tensors : list of arrays
+            Their contents are undefined.
         """
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
-        whole = self.get(name, (sum(sizes),), np.uint8)
-        found: list[Any] = [None] * len(like)
-        start = 0
+        whole, start = self.get(name, (sum(sizes),), np.uint8), 0
+        tensors: list[Any] = [None] * len(like)
         # Those of large elements first: so all are aligned.
         for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
             shape, dtype = like[i]
-            found[i] = whole[start : start + sizes[i]].view(dtype).reshape(shape)
+            tensors[i] = whole[start : start + sizes[i]].view(dtype).reshape(shape)
             start += sizes[i]
-        return whole, found
+        return whole, tensors
 
     def nbytes(self, apart: str) -> int:
         """Bytes of all buffers but those named ``(apart, ...)``."""

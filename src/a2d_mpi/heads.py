@@ -135,7 +135,7 @@ class HeadExchange:
 
         def buffers(key: str, u: int, tokens: int) -> tuple[Array, list[Array]]:
             like = [((tokens, *x.shape[1:]), x.dtype) for x in xs.values()]
-            return engine.work.together((key, u), like)
+            return engine.work.parcel((key, u), like)
 
         arriving = {u: buffers("returning", u, n) for u in range(channel.size)}
         receives = {u: channel.irecv([arriving[u][0]], u, self._TAG + 8) for u in channel.peers}
@@ -191,7 +191,7 @@ class HeadExchange:
         heads = {False: self.nheads, True: self.nheads_kv}
         n = self._counts[owner]
         like = [((n, heads[_is_of_keys(name)], x.shape[2]), x.dtype) for name, x in xs.items()]
-        return engine.work.together((key, owner, layer), like)
+        return engine.work.parcel((key, owner, layer), like)
 
 
 def _is_of_keys(name: str) -> bool:

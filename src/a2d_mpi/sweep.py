@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,11 +20,11 @@ from a2d_mpi.machine import Machine
 from a2d_mpi.masks import MASKS
 from a2d_mpi.memory import peak_memory
 from a2d_mpi.model import predict
-from a2d_mpi.planner import best_plans, layouts
+from a2d_mpi.planner import Plan, best_plans, layouts
 from a2d_mpi.schedule import PARTS, Workload
 
 _SPEC = re.compile(r"([a-z0-9 ]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
-_AUTO = re.compile(r"auto(?::([1-9]\d?))?")
+_AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,8 @@ def plans_for(
     case : Case
     specs : sequence of str
         As for `parse_plan`; "all": every layout that the planner knows; "auto": its choice;
-        "auto:5": that, and the four that it thinks next best.
+        "auto:5": that, and the four that it thinks next best; "auto:each": its choice of each
+        method.
     ranks : int
     methods : sequence of str
         Of "all" and "auto", and that may be named.
@@ -205,8 +207,14 @@ def plans_for(
             if best := _AUTO.fullmatch(spec):
                 if machine is None:
                     raise ValueError("auto needs --profile")
-                number = int(best[1] or 1)
+                each = best[1] == "each"
+                number = sys.maxsize if each else int(best[1] or 1)
                 fit = best_plans(machine, ranks, work, number, methods=tuple(methods))
+                if each:
+                    first: dict[str, Plan] = {}
+                    for plan in fit:  # fastest first
+                        first.setdefault(plan.method, plan)
+                    fit = list(first.values())
                 chosen = [(x.method, x.layout) for x in fit]
             elif spec == "all":
                 node = ranks if machine is None else machine.ranks_per_node
