@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The study: every method on emulated clusters of this machine, side by side.
 #
-#   bash jobs/study.sh results/study                      all of it, 75 minutes on two cores
+#   bash jobs/study.sh results/study                      all of it, 85 minutes on two cores
 #   bash jobs/study.sh results/study 64x1 scaling         some of it
 #
 # Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
@@ -13,7 +13,7 @@
 # data/machines/; drivers/study.py works that out for each workload.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [scaling] [overlap]}
+output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [scaling] [overlap]}
 shift
 mkdir -p "$output"
 source jobs/env.sh
@@ -47,7 +47,7 @@ cluster() {
   bench "$1" "$2" --masks full,causal --nheads-kv 16,2 --plans "auto:4,auto:each,ring,${3%%,*}"
 }
 
-(($# > 0)) || set -- 16x1 64x1 16x4 scaling overlap
+(($# > 0)) || set -- 16x1 64x1 16x4 ratio scaling overlap
 for name in "$@"; do
   case $name in
     16x1)
@@ -62,6 +62,12 @@ attention2d:2x2x16,ring:4x1x16,double ring:8x8,double ring:2x2x16"
       # Also with each axis inside a node.  To gather all keys, or all queries, takes very long.
       cluster 16x4 5mbit "attention2d:8x8,attention2d:4x4x4,attention2d:2x2x16@urc,\
 ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,attention2d:1x64"
+      ;;
+    ratio) # the square grid against the ring only, more often
+      for cluster in "16x1 10mbit" "64x1 2.5mbit"; do
+        on $cluster drivers/bench.py --output "$output/ratio.h5" "${sizes[@]}" --trials 7 \
+          --plans attention2d,ring --masks full,causal --backward --spans none
+      done
       ;;
     scaling) # so slow that computing does not count
       for nodes in 4 16 64; do
