@@ -202,6 +202,7 @@ def draw_phases(plt, choice: Choice):
     axes.invert_yaxis()
     best = f" (best {len(shown)} of {len(xs)})" * (len(shown) < len(xs))
     axes.set_xlabel(f"slowest of {choice.ranks} ranks, ms{best}")
+    axes.xaxis.set_major_locator(plt.MaxNLocator(5))  # five digits have room
     return _finish(figure, axes, choice.title, columns=4)
 
 

@@ -9,7 +9,7 @@
 # python drivers/study.py data/results/*.h5 says what came of it, drivers/plot.py draws it.
 #
 # Rates: such that two cores carry them, and the ring computes for 0.5 to 10 % of the time for which it
-# transfers, as it does with 4 K to 13 K tokens on the profiles of the paper's machines in
+# transfers, as it does with 4 K to 15 K tokens on the profiles of the paper's machines in
 # data/machines/; drivers/study.py works that out for each workload.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
