@@ -308,12 +308,10 @@ def _tiny(clock: Clock, dtype: str) -> tuple[Workload, float, float]:
     ranks = clock.comm.size
     work = Workload(2 * ranks, 2, 16, dtype=dtype)
     q, k, v = np.zeros((3, 2, work.nheads, work.headdim), as_dtype(dtype))
-    taken = []
+    grid, taken = ProcessGrid(clock.comm, ranks, 1), []
+    sizes = {"seqlen": work.seqlen, "nheads": work.nheads, "headdim": work.headdim}
     for method in (Attention2D, RingAttention):
-        plan = method(
-            ProcessGrid(clock.comm, ranks, 1), work.mask, seqlen=work.seqlen, nheads=work.nheads,
-            headdim=work.headdim, dtype=dtype,
-        )  # fmt: skip
+        plan = method(grid, work.mask, dtype=dtype, **sizes)
         times = [clock.slowest(lambda: plan.forward(q, k, v)) for _ in range(9)]  # noqa: B023
         taken.append(float(np.median(times)))
     return work, *taken

@@ -128,11 +128,13 @@ def best_plans(
     machine: Machine,
     ranks: int,
     work: Workload,
-    number: int,
+    number: int | None,
     memory: int | None = None,
     methods: tuple[str, ...] = METHODS,
 ) -> list[Plan]:
-    """The fastest plans that fit, so many or fewer; other arguments as for `plans`.
+    """The fastest plans that fit, fastest first: so many or fewer; None: that of each method.
+
+    Other arguments as for `plans`.
 
     Raises
     ------
@@ -145,7 +147,13 @@ def best_plans(
     if not found[0].fits:
         least = min(plan.memory for plan in found) + machine.reserved
         raise ValueError(f"no plan fits: the smallest needs {least} bytes a rank")
-    return [plan for plan in found[:number] if plan.fits]
+    fit = [plan for plan in found if plan.fits]
+    if number is not None:
+        return fit[:number]
+    first: dict[str, Plan] = {}
+    for plan in fit:
+        first.setdefault(plan.method, plan)
+    return list(first.values())
 
 
 def best_plan(

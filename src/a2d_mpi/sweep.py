@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from a2d_mpi.machine import Machine
 from a2d_mpi.masks import MASKS
 from a2d_mpi.memory import peak_memory
 from a2d_mpi.model import predict
-from a2d_mpi.planner import Plan, best_plans, layouts
+from a2d_mpi.planner import best_plans, layouts
 from a2d_mpi.schedule import PARTS, Workload
 
 _SPEC = re.compile(r"([a-z0-9 ]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
@@ -207,14 +206,8 @@ def plans_for(
             if best := _AUTO.fullmatch(spec):
                 if machine is None:
                     raise ValueError("auto needs --profile")
-                each = best[1] == "each"
-                number = sys.maxsize if each else int(best[1] or 1)
+                number = None if best[1] == "each" else int(best[1] or 1)
                 fit = best_plans(machine, ranks, work, number, methods=tuple(methods))
-                if each:
-                    first: dict[str, Plan] = {}
-                    for plan in fit:  # fastest first
-                        first.setdefault(plan.method, plan)
-                    fit = list(first.values())
                 chosen = [(x.method, x.layout) for x in fit]
             elif spec == "all":
                 node = ranks if machine is None else machine.ranks_per_node
