@@ -31,6 +31,8 @@ Move = tuple[str, str, tuple[int, ...], int, int, int]
 METHODS = ("attention2d", "ring", "striped ring", "double ring")
 # MPI counts are ints and some transports fail beyond 2 GiB: larger tensors go in several messages.
 MAX_MESSAGE = 1 << 30  # bytes
+# Beyond these the pairs of a sequence, and the bytes of a tensor, are no 64-bit integers.
+LARGEST = {"seqlen": 1 << 31, "nheads": 1 << 16, "nheads_kv": 1 << 16, "headdim": 1 << 16}
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,22 @@ class Layout:
         sizes = {"r": self.rows, "c": self.cols, "u": self.heads}
         ranks = np.arange(self.size).reshape([sizes[axis] for axis in self.order])
         return ranks.transpose([self.order.index(axis) for axis in "rcu"]).ravel()
+
+
+def check_sizes(**sizes: object) -> None:
+    """Raise ValueError unless the sizes of a problem, by the names in `LARGEST`, can be."""
+    for name, value in sizes.items():
+        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+        if not whole or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if value > LARGEST[name]:
+            digits = int(value).bit_length() * math.log10(2)
+            shown = value if digits < 30 else f"one of {digits:.0f} digits"
+            raise ValueError(f"{name} must be at most {LARGEST[name]}, got {shown}")
+    if sizes["nheads"] % sizes["nheads_kv"]:
+        raise ValueError(
+            f"nheads_kv must divide nheads, got {sizes['nheads_kv']} and {sizes['nheads']}"
+        )
 
 
 def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:

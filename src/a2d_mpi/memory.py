@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
+import os
+
 from a2d_mpi.cost import Layout, Problem
 from a2d_mpi.pieces import gradients_by_query
+
+
+def check_room(
+    seqlen: int, nheads: int, nheads_kv: int, headdim: int, itemsize: int, ranks: int
+) -> None:
+    """Refuse what cannot be, before anything walks over all tokens.
+
+    Raises
+    ------
+    ValueError
+        If q, k and v of a rank, a third or less of what it needs, fill the memory of its node.
+    """
+    nbytes = -(-seqlen // ranks) * (nheads + 2 * nheads_kv) * headdim * itemsize
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes > memory:
+        raise ValueError(
+            f"{seqlen} tokens on {ranks} ranks: q, k and v of one take {nbytes / 2**30:.4g} GiB, "
+            f"its node has {memory / 2**30:.4g} GiB"
+        )
 
 
 def peak_memory(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from a2d_mpi import cost
+from a2d_mpi import cost, memory
 from a2d_mpi.backend import Array, as_dtype, compute_dtype, device_of
 from a2d_mpi.comm import Channel, Traffic, agree
 from a2d_mpi.distribution import Distribution
@@ -122,18 +122,13 @@ class AttentionPlan:
         try:
             if not isinstance(mask, Mask):
                 raise ValueError(f"mask must be a Mask, got {mask!r}")
-            for name in ("seqlen", "nheads", "nheads_kv", "headdim"):
-                value = config[name]
-                if not isinstance(value, (int, np.integer)) or value < 1:
-                    raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            cost.check_sizes(**{name: config[name] for name in cost.LARGEST})
             self.seqlen, self.nheads, self.headdim = int(seqlen), int(nheads), int(headdim)
             self.nheads_kv = int(config["nheads_kv"])
-            if self.nheads % self.nheads_kv:
-                raise ValueError(
-                    f"nheads_kv must divide nheads, got {self.nheads_kv} and {self.nheads}"
-                )
             self.dtype = as_dtype(dtype)
             config["dtype"] = self.dtype
+            sizes = (self.seqlen, self.nheads, self.nheads_kv, self.headdim, self.dtype.itemsize)
+            memory.check_room(*sizes, grid.comm.size)
             mask.check(self.seqlen)
             why = cost.misfit(self.nheads, self.nheads_kv, grid.heads)
             if why:

@@ -12,7 +12,7 @@ import numpy as np
 
 from a2d_mpi.areas import pair_areas
 from a2d_mpi.backend import as_dtype, compute_dtype
-from a2d_mpi.cost import Layout, Problem
+from a2d_mpi.cost import LARGEST, Layout, Problem, check_sizes
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.machine import PHASES, Machine
 from a2d_mpi.masks import Full, Mask
@@ -41,13 +41,7 @@ class Workload:
     def __post_init__(self) -> None:
         if self.nheads_kv is None:
             object.__setattr__(self, "nheads_kv", self.nheads)
-        for name in ("seqlen", "nheads", "headdim", "nheads_kv"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.nheads % self.nheads_kv:
-            raise ValueError(
-                f"nheads_kv must divide nheads, got {self.nheads_kv} and {self.nheads}"
-            )
+        check_sizes(**{name: getattr(self, name) for name in LARGEST})
         as_dtype(self.dtype)
 
     @property
