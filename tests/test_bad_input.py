@@ -60,6 +60,9 @@ def test_grids_that_differ(comm):
 WRONG = [
     ({"seqlen": 0}, "seqlen must be a positive integer, got 0"),
     ({"seqlen": 4.0}, "got 4.0"),
+    ({"seqlen": 10**12}, "seqlen must be at most 2147483648, got 1000000000000"),
+    ({"seqlen": 10**5000}, "got one of 5000 digits"),
+    ({"seqlen": 2**31, "nheads": 4096, "headdim": 4096}, "GiB, its node has"),
     ({"nheads": -4}, "nheads must be a positive integer, got -4"),
     ({"headdim": 0}, "headdim"),
     ({"nheads_kv": 3}, "nheads_kv must divide nheads, got 3 and 4"),
@@ -71,6 +74,7 @@ WRONG = [
     ({"softmax_scale": 10**400}, "int too large"),
     ({"distribution": "blocks"}, "blocks"),
     ({"kernel": "fast"}, "fast"),
+    ({"threads": 0}, "threads must be a positive integer, got 0"),
     ({"softmax_scale": float("nan")}, "nan"),
     ({"mask": "causal"}, "mask must be a Mask"),
     ({"mask": IntervalMask(np.arange(3), np.arange(3))}, "3 rows for a sequence of 40"),
@@ -189,16 +193,16 @@ def test_interrupted_plan_refuses_to_go_on(comm):
 
 
 @pytest.mark.parametrize("algorithm", [Attention2D, RingAttention])
-@pytest.mark.parametrize("bad", ["shape", "dtype", "type"])
+@pytest.mark.parametrize("bad", ["shape", "dtype", "type", "mask"])
 def test_arrays(comm, grid, algorithm, bad):
     plan = algorithm(grid, Causal(), **GOOD)
     q, k, v = (np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3))
     good = q, k, v
     if comm.rank == comm.size - 1:
         wrong = {"shape": v[:, :2], "dtype": v.astype(np.float64), "type": v.tolist()}
-        v = wrong[bad]
+        v = wrong.get(bad, np.ma.masked_array(v, v > 0))
     text = message_of(comm, lambda: plan.forward(q, k, v))
-    assert {"shape": "2, 8", "dtype": "float64", "type": "list"}[bad] in text
+    assert {"shape": "2, 8", "dtype": "float64", "type": "list", "mask": "Masked"}[bad] in text
     assert text.startswith("v ")
     # The plan is as good as before.
     out, lse = plan.forward(*good)

@@ -72,6 +72,15 @@ class Host:
         """An array of this device, as a NumPy array."""
         return x
 
+    def finite(self, x: Array, lowest: bool = False) -> bool:
+        """Whether no element is NaN or infinite; `lowest`: but for -inf."""
+        if lowest:
+            return bool(x.max(initial=-math.inf) < math.inf)
+        with np.errstate(over="ignore", invalid="ignore"):
+            # One pass; a sum of finite elements may overflow, then each is looked at.
+            total = x.sum(dtype=compute_dtype(x.dtype))
+        return bool(np.isfinite(total) or np.isfinite(x).all())
+
     def zero(self, x: Array) -> None:
         """Fill with zeros."""
         x[...] = 0
@@ -127,7 +136,7 @@ def device_of(x: object) -> Any:
         from a2d_mpi.cuda import Cuda
 
         return Cuda.current()
-    if HOST.owns(x):
+    if HOST.owns(x) and not isinstance(x, np.ma.MaskedArray):  # whose mask would be lost
         return HOST
     raise TypeError(f"must be a NumPy or CuPy array, got {type(x).__name__}")
 

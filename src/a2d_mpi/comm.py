@@ -16,6 +16,7 @@ from mpi4py import MPI
 from a2d_mpi.backend import Array, Workspace
 from a2d_mpi.pieces import cut
 from a2d_mpi.transport import HostTransport
+from a2d_mpi.watch import Watch
 
 
 class CollectiveError(ValueError):
@@ -40,7 +41,7 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
     CollectiveError
         With the first rank's problem, or the first value that differs and who has which.
     """
-    everyone = comm.allgather((problem, {key: str(value) for key, value in config.items()}))
+    everyone = comm.allgather((problem, {key: _text(value) for key, value in config.items()}))
     problems = [(rank, p) for rank, (p, _) in enumerate(everyone) if p is not None]
     if problems:
         rank, text = problems[0]
@@ -53,6 +54,13 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
                 raise CollectiveError(
                     f"ranks disagree on {key}: {value} on rank 0, {theirs.get(key)} on rank {rank}"
                 )
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception as error:  # a number of too many digits, or whatever a caller has passed
+        return f"{type(value).__name__} ({error})"
 
 
 class Traffic:
@@ -97,14 +105,13 @@ class Channel:
         self.phase = ""
         # From when to when inside `wait`, by time.perf_counter: communication that nothing hid.
         self.waits: list[tuple[float, float]] = []
-        self._transport = HostTransport()
 
-    def start(self, phase: str, transport: HostTransport) -> None:
+    def start(self, phase: str, transport: HostTransport, watch: Watch) -> None:
         """Begin a phase: later messages count towards it, and `waits` starts empty.
 
         `transport`: how tensors get to MPI, a `HostTransport` or `DeviceTransport`.
         """
-        self.phase, self.waits, self._transport = phase, [], transport
+        self.phase, self.waits, self._transport, self._watch = phase, [], transport, watch
 
     @property
     def peers(self) -> list[int]:
@@ -133,7 +140,8 @@ class Channel:
     def wait(self, messages: list[Any]) -> None:
         """Complete the messages and empty the list."""
         start = time.perf_counter()
-        self._transport.wait(messages)
+        with self._watch.waiting(f"for messages ({self.name})"):
+            self._transport.wait(messages)
         self.waits.append((start, time.perf_counter()))
 
     def _flat(

@@ -19,7 +19,7 @@ try:
 except ImportError as error:
     raise ImportError("CuPy is not installed: pip install a2d_mpi[cuda13] or [cuda12]") from error
 
-from a2d_mpi.backend import DTYPES, Array, compute_dtype
+from a2d_mpi.backend import DTYPES, HOST, Array, compute_dtype
 from a2d_mpi.comm import agree
 
 LANES, WARPS, BLOCK_ROWS = 32, 4, 16  # as in kernels.cu
@@ -71,6 +71,9 @@ class Cuda:
 
     def download(self, x: Array) -> np.ndarray:
         return cupy.asnumpy(x)
+
+    def finite(self, x: Array, lowest: bool = False) -> bool:
+        return HOST.finite(self.download(x), lowest)
 
     def zero(self, x: Array) -> None:
         x.data.memset_async(0, x.nbytes, cupy.cuda.get_current_stream())

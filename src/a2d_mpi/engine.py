@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.backend import HOST, Array, Remembered, Workspace
-from a2d_mpi.comm import CollectiveError, agree
+from a2d_mpi.comm import CollectiveError
+from a2d_mpi.rendezvous import Call, Rendezvous
+from a2d_mpi.threads import BlasThreads
 from a2d_mpi.tiles import Tile, check_kernel, make_tile
 from a2d_mpi.transport import PROGRESS, DeviceTransport, HostTransport, gpu_aware
 
@@ -25,10 +27,12 @@ class Engine:
     dtype : dtype
     softmax_scale : float
     transfers : {"auto", "device", "host"}
-    poll : callable
-        Called by kernels that hold the core, between their blocks.
     progress : str
         One of `a2d_mpi.transport.PROGRESS`.
+    polls : Intracomm or None
+        On which kernels that hold the core call MPI between their blocks.
+    threads : BlasThreads
+        Of kernels on the host.
 
     Attributes
     ----------
@@ -49,8 +53,9 @@ class Engine:
         dtype: np.dtype,
         softmax_scale: float,
         transfers: str,
-        poll: Callable[[], object],
-        progress: str = "poll",
+        progress: str,
+        polls: MPI.Intracomm | None,
+        threads: BlasThreads,
     ) -> None:
         check_kernel(kernel, dtype)
         if progress not in PROGRESS:
@@ -58,12 +63,12 @@ class Engine:
         if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap by a thread needs MPI_THREAD_MULTIPLE")
         gpu_aware(transfers)
-        self._options, self._poll, self._transfers = (dtype, softmax_scale), poll, transfers
-        self._kernel, self._progress = kernel, progress
+        self._options, self._transfers = (dtype, softmax_scale), transfers
+        self._kernel, self._progress, self._threads = kernel, progress, threads
+        self._polls = _Polls(polls)
         self.device: Any = None
         self.tile: Tile | None = None
         self.work = Workspace()
-        self.transport: HostTransport | DeviceTransport | None = None
         self.waits: dict[str, list[tuple[float, float]]] = {}
         self._constants = Remembered()
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
@@ -74,7 +79,7 @@ class Engine:
         if device is self.device:
             return
         work = Workspace(device)
-        self.tile = make_tile(self._kernel, device, *self._options, self._poll, work)
+        self.tile = make_tile(self._kernel, device, *self._options, self._polls.poll, work)
         self.device, self.work, self.transport = device, work, None
         self._constants, self._spans = Remembered(), {}
 
@@ -85,30 +90,40 @@ class Engine:
             return "host"
         return "device" if gpu_aware(self._transfers)[0] else "staged"
 
-    def connect(self, comm: MPI.Intracomm, problem: str | None = None) -> None:
-        """Agree with all ranks on a way to MPI; with a problem on any of them, raise it on all.
+    def connect(
+        self, rendezvous: Rendezvous, call: Call, problem: str | None, finite: bool
+    ) -> None:
+        """Meet all ranks before a call, and agree on a way to MPI.
 
-        Collective over `comm`.
+        Collective over the ranks of `rendezvous`.
+
+        Parameters
+        ----------
+        rendezvous : Rendezvous
+        call : Call
+        problem : str or None
+            What is wrong on this rank.
+        finite : bool
+            Whether no element of this rank's arrays is known to be NaN or infinite.
 
         Raises
         ------
         ValueError
-            Also if the arrays of some ranks are on the host and those of others on a device.
+            If anything is wrong on any rank, the ranks do not make the same call, or the arrays
+            of some are on the host and those of others on a device.
         """
         way = "" if problem else self.way
-        # Bits: something is wrong, and what ways to MPI the ranks would take.
+        # Bits: something is wrong, what ways to MPI the ranks would take, something not finite.
         bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
-        # As a buffer: an object would be pickled, reduced up a tree and sent down again, and the
-        # ranks would set out one after the other.
-        found = np.array(bits, np.int32)
-        comm.Allreduce(MPI.IN_PLACE, found, op=MPI.BOR)
+        found = rendezvous.meet(call, bits | (not finite) << 4)
         if found & 1:
-            agree(comm, problem)
+            rendezvous.agree(problem)
         if found & 2 and found & 12:
             raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
         staged = bool(found & 8)
         if self.device is HOST:
             self.transport = self.transport or HostTransport(self._progress)
+            self.tile.careful = bool(found & 16)
         elif getattr(self.transport, "staged", None) is not staged:
             self.transport = DeviceTransport(self.device, staged)
 
@@ -120,7 +135,12 @@ class Engine:
     def running(self, phase: str) -> Iterator[None]:
         """Clock a phase as a whole."""
         self._phase, self._spans[phase] = phase, []
-        with self.clock("total"):
+        with (
+            self.clock("total"),
+            self._threads.limited() if self.device is HOST else nullcontext(),
+            # What overflows or is NaN shows in the results; every rank would warn of it.
+            np.errstate(over="ignore", invalid="ignore"),
+        ):
             yield
 
     @contextmanager
@@ -171,6 +191,27 @@ class Engine:
         return [*sorted(found, key=lambda span: span[1]), ("total", 0.0, total)]
 
     @property
+    def transport(self) -> HostTransport | DeviceTransport | None:
+        """How arrays get to MPI."""
+        return self._polls.transport
+
+    @transport.setter
+    def transport(self, transport: HostTransport | DeviceTransport | None) -> None:
+        self._polls.transport = transport
+
+    @property
     def staged_bytes(self) -> int:
         """Bytes copied between device and host so far."""
         return getattr(self.transport, "staged_bytes", 0)
+
+
+class _Polls:
+    """Lets messages advance; apart from the engine, which its kernel must not refer back to."""
+
+    def __init__(self, comm: MPI.Intracomm | None) -> None:
+        self._comm = comm
+        self.transport: HostTransport | DeviceTransport | None = None
+
+    def poll(self) -> None:
+        if self._comm is not None:
+            self.transport.poll(self._comm)

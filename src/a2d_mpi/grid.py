@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm import agree
+from a2d_mpi.comm import CollectiveError, agree
 from a2d_mpi.cost import Layout
+from a2d_mpi.rendezvous import Rendezvous
+from a2d_mpi.threads import cores_of_rank
+from a2d_mpi.watch import Watch
 
 if TYPE_CHECKING:
     from a2d_mpi.machine import Machine
@@ -56,6 +62,10 @@ class ProcessGrid:
         The ranks of my layer, size R C, my rank in it is ``r C + c``.
     rows, cols, heads, row, col, head : int
         R, C, U and my coordinates.
+    cores : int
+        Cores of the node for each of the grid's ranks on it; 1 if they are fewer.
+    rendezvous : Rendezvous
+        Where the ranks of the grid meet before each call.
 
     Raises
     ------
@@ -67,24 +77,35 @@ class ProcessGrid:
     def __init__(
         self, comm: MPI.Intracomm, rows: int, cols: int, heads: int = 1, order: str = "rcu"
     ) -> None:
-        problem, sizes = None, (rows, cols, heads)
-        whole = all(isinstance(x, (int, np.integer)) for x in sizes)
-        if not whole or min(sizes) < 1 or rows * cols * heads != comm.size:
-            shape = f"{rows} x {cols}" + f" x {heads}" * (heads != 1)
-            problem = f"a {shape} grid does not fit {comm.size} ranks"
-        elif sorted(str(order)) != ["c", "r", "u"]:
-            problem = f"order must be a permutation of 'rcu', got {order!r}"
-        agree(comm, problem, {"rows": rows, "cols": cols, "heads": heads, "order": order})
+        problem, sizes, waiting = None, (rows, cols, heads), nullcontext()
+        try:
+            whole = all(isinstance(x, (int, np.integer)) for x in sizes)
+            if not whole or min(sizes) < 1 or math.prod(map(int, sizes)) != comm.size:
+                shape = f"{rows} x {cols}" + f" x {heads}" * (heads != 1)
+                raise ValueError(f"a {shape} grid does not fit {comm.size} ranks")
+            if sorted(str(order)) != ["c", "r", "u"]:
+                raise ValueError(f"order must be a permutation of 'rcu', got {order!r}")
+            # The messages of `comm` are the caller's.
+            watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
+            waiting = watch.waiting("for all ranks to call it")
+        except ValueError as error:
+            problem = str(error)
+        with waiting:
+            agree(comm, problem, {"rows": rows, "cols": cols, "heads": heads, "order": order})
         self.layout = Layout(int(rows), int(cols), int(heads), order)
-        self.rows, self.cols, self.heads = rows, cols, heads
+        self.rows, self.cols, self.heads = (int(x) for x in sizes)
         logical = int(np.argsort(self.layout.physical())[comm.rank])
-        self.comm = comm.Split(key=logical)
-        cell, self.head = divmod(logical, heads)
-        self.row, self.col = divmod(cell, cols)
-        self.layer_comm = self.comm.Split(color=self.head, key=cell)
-        self.row_comm = self.layer_comm.Split(color=self.row, key=self.col)
-        self.col_comm = self.layer_comm.Split(color=self.col, key=self.row)
-        self.head_comm = self.comm.Split(color=cell, key=self.head)
+        cell, self.head = divmod(logical, self.heads)
+        self.row, self.col = divmod(cell, self.cols)
+        self._comms: list[MPI.Intracomm] = []
+        self.comm = self._keep(comm.Split, 0, logical)
+        self.layer_comm = self._keep(self.comm.Split, self.head, cell)
+        self.row_comm = self._keep(self.layer_comm.Split, self.row, self.col)
+        self.col_comm = self._keep(self.layer_comm.Split, self.col, self.row)
+        self.head_comm = self._keep(self.comm.Split, cell, self.head)
+        self.cores = cores_of_rank(self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED))
+        self._comms.pop().Free()
+        self.rendezvous = Rendezvous(self.comm)
 
     @classmethod
     def auto(
@@ -129,8 +150,19 @@ class ProcessGrid:
 
     def free(self) -> None:
         """Free the communicators.  Collective; the grid cannot be used afterwards."""
-        for comm in (self.row_comm, self.col_comm, self.head_comm, self.layer_comm, self.comm):
-            comm.Free()
+        while self._comms:
+            self._comms.pop().Free()
+
+    def _keep(self, split: Callable[..., MPI.Intracomm], *args: int) -> MPI.Intracomm:
+        try:
+            self._comms.append(split(*args))
+        except MPI.Exception as error:
+            self.free()
+            raise CollectiveError(
+                "MPI has no communicator left: a grid has five, which its free() gives back "
+                f"({error.Get_error_string().splitlines()[-1]})"
+            ) from None
+        return self._comms[-1]
 
     def __repr__(self) -> str:
         heads = f" x {self.heads}" * (self.heads > 1)

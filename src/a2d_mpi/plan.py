@@ -9,13 +9,15 @@ from contextlib import contextmanager
 import numpy as np
 
 from a2d_mpi import cost, memory
-from a2d_mpi.backend import Array, as_dtype, compute_dtype, device_of
-from a2d_mpi.comm import Channel, Traffic, agree
+from a2d_mpi.backend import HOST, Array, as_dtype, compute_dtype, device_of
+from a2d_mpi.comm import Channel, Traffic
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.engine import Engine
 from a2d_mpi.grid import ProcessGrid
 from a2d_mpi.heads import HeadExchange
 from a2d_mpi.masks import Mask
+from a2d_mpi.rendezvous import Call
+from a2d_mpi.threads import BlasThreads
 
 
 class AttentionPlan:
@@ -55,6 +57,13 @@ class AttentionPlan:
     transfers : {"auto", "device", "host"}
         How device arrays get to MPI: as they are, or through the host; see
         `a2d_mpi.transport.gpu_aware`.
+    threads : int, optional
+        BLAS threads of a rank's kernels on the host.  Default: what one of the environment
+        variables `a2d_mpi.threads.VARIABLES` says; if none is set, as many as ``grid.cores``.
+    check_finite : bool
+        Refuse NaN and infinite elements (on a GPU, by a copy to the host).  Otherwise they reach
+        the results of the queries and keys that see them: on the host only these, on a GPU also
+        others of the same block of a kernel.
 
     Attributes
     ----------
@@ -100,10 +109,12 @@ class AttentionPlan:
         kernel: str = "auto",
         overlap: bool | str = True,
         transfers: str = "auto",
+        threads: int | None = None,
+        check_finite: bool = False,
     ) -> None:
         self.grid, self.mask, self.overlap = grid, mask, bool(overlap)
         self.traffic = Traffic()
-        self._broken = False
+        self._broken, self._check_finite = False, check_finite
         config = {
             "method": type(self).__name__,
             "seqlen": seqlen,
@@ -118,53 +129,70 @@ class AttentionPlan:
             "overlap": overlap,
             "transfers": transfers,
         }
-        problem = None
-        try:
-            if not isinstance(mask, Mask):
-                raise ValueError(f"mask must be a Mask, got {mask!r}")
-            cost.check_sizes(**{name: config[name] for name in cost.LARGEST})
-            self.seqlen, self.nheads, self.headdim = int(seqlen), int(nheads), int(headdim)
-            self.nheads_kv = int(config["nheads_kv"])
-            self.dtype = as_dtype(dtype)
-            config["dtype"] = self.dtype
-            sizes = (self.seqlen, self.nheads, self.nheads_kv, self.headdim, self.dtype.itemsize)
-            memory.check_room(*sizes, grid.comm.size)
-            mask.check(self.seqlen)
-            why = cost.misfit(self.nheads, self.nheads_kv, grid.heads)
-            if why:
-                raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
-            name = distribution or mask.default_distribution
-            self.distribution = Distribution(name, self.seqlen, grid.comm.size, grid.heads)
-            # What the algorithm sees: the parts of the cells, and a layer's heads.
-            self._cells = Distribution(name, self.seqlen, grid.layer_comm.size)
-            config["distribution"] = self.distribution.name
-            self.softmax_scale = (
-                1 / math.sqrt(self.headdim) if softmax_scale is None else float(softmax_scale)
-            )
-            if not math.isfinite(self.softmax_scale):
-                raise ValueError(f"softmax_scale must be finite, got {softmax_scale!r}")
-            config["softmax_scale"] = self.softmax_scale
-            progress = overlap if isinstance(overlap, str) else "poll" if overlap else "none"
-            self._engine = Engine(
-                *(kernel, self.dtype, self.softmax_scale, transfers, self._poll, progress)
-            )
-            config["mask"] += f" (digest {mask.digest(self.seqlen)})"
-            self.compute_dtype = compute_dtype(self.dtype)
-            self.tokens = self.distribution.tokens(grid.comm.rank)
-            cell = range(grid.comm.rank - grid.head, grid.comm.rank - grid.head + grid.heads)
-            self._exchange = HeadExchange(
-                Channel(grid.head_comm, "head", self.traffic),
-                [self.distribution.tokens(rank) for rank in cell],
-                *(self.nheads, self.nheads_kv),
-            )
-            self._cell_tokens = self._exchange.tokens
-            self._channels = (self._exchange.channel, *self._set_up())
-            if grid.layer_comm.size == 1:
-                self._alone = mask.intervals(self._cell_tokens, self._cell_tokens)
-            config |= self._options
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            problem = str(error) or type(error).__name__
-        agree(grid.comm, problem, config)
+        with grid.rendezvous.turn() as problem:
+            try:
+                self._prepare(config, threads)
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                problem = problem or str(error) or type(error).__name__
+            number = grid.rendezvous.plans + 1
+            grid.rendezvous.meet(Call("making", number, 0, type(self).__name__))
+            grid.rendezvous.agree(problem, config)
+            grid.rendezvous.plans = self._number = number
+        self._calls = 0
+
+    def _prepare(self, config: dict, threads: int | None) -> None:
+        """Check the arguments and do what needs no communication; completes `config`."""
+        grid, mask = self.grid, self.mask
+        if not isinstance(mask, Mask):
+            raise ValueError(f"mask must be a Mask, got {mask!r}")
+        sizes = {name: config[name] for name in cost.LARGEST}
+        cost.check_sizes(**sizes)
+        self.seqlen, self.nheads, self.nheads_kv, self.headdim = (int(x) for x in sizes.values())
+        self.dtype = config["dtype"] = as_dtype(config["dtype"])
+        self.compute_dtype = compute_dtype(self.dtype)
+        memory.check_room(
+            *(self.seqlen, self.nheads, self.nheads_kv, self.headdim, self.dtype.itemsize),
+            grid.comm.size,
+        )
+        mask.check(self.seqlen)
+        why = cost.misfit(self.nheads, self.nheads_kv, grid.heads)
+        if why:
+            raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
+        if threads is not None and (not isinstance(threads, (int, np.integer)) or threads < 1):
+            raise ValueError(f"threads must be a positive integer, got {threads!r}")
+        name = config["distribution"] or mask.default_distribution
+        self.distribution = Distribution(name, self.seqlen, grid.comm.size, grid.heads)
+        # What the algorithm sees: the parts of the cells, and a layer's heads.
+        self._cells = Distribution(name, self.seqlen, grid.layer_comm.size)
+        config["distribution"] = self.distribution.name
+        scale = config["softmax_scale"]
+        self.softmax_scale = 1 / math.sqrt(self.headdim) if scale is None else float(scale)
+        if not math.isfinite(self.softmax_scale):
+            raise ValueError(f"softmax_scale must be finite, got {scale!r}")
+        config["softmax_scale"] = self.softmax_scale
+        overlap = config["overlap"]
+        self._engine = Engine(
+            config["kernel"],
+            self.dtype,
+            self.softmax_scale,
+            config["transfers"],
+            overlap if isinstance(overlap, str) else "poll" if overlap else "none",
+            grid.comm if overlap and grid.comm.size > 1 else None,
+            BlasThreads.of_rank(threads, grid.cores),
+        )
+        config["mask"] += f" (digest {mask.digest(self.seqlen)})"
+        self.tokens = self.distribution.tokens(grid.comm.rank)
+        cell = range(grid.comm.rank - grid.head, grid.comm.rank - grid.head + grid.heads)
+        self._exchange = HeadExchange(
+            Channel(grid.head_comm, "head", self.traffic),
+            [self.distribution.tokens(rank) for rank in cell],
+            *(self.nheads, self.nheads_kv),
+        )
+        self._cell_tokens = self._exchange.tokens
+        self._channels = (self._exchange.channel, *self._set_up())
+        if grid.layer_comm.size == 1:
+            self._alone = mask.intervals(self._cell_tokens, self._cell_tokens)
+        config |= self._options
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """``out = softmax(softmax_scale q k^T) v`` over the keys that the mask shows.
@@ -188,8 +216,7 @@ class AttentionPlan:
         ValueError
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
-        q, k, v = self._checked(q=q, k=k, v=v)
-        with self._running("forward"):
+        with self._running("forward", q=q, k=k, v=v) as (q, k, v):
             q, k, v = self._exchange.share(self._engine, {"q": q, "k": k, "v": v})
             if self.grid.layer_comm.size > 1:
                 out, lse = self._forward(q, k, v)
@@ -228,8 +255,8 @@ class AttentionPlan:
         ValueError
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
-        dout, q, k, v, out, lse = self._checked(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-        with self._running("backward"):
+        given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        with self._running("backward", **given) as (dout, q, k, v, out, lse):
             with self._engine.clock("compute"):
                 delta = self._engine.device.delta(dout, out)
             mine = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse, "delta": delta}
@@ -377,41 +404,51 @@ class AttentionPlan:
         wide = ("lse", "delta", "dq", "dk", "dv")
         return self.compute_dtype if name in wide else self.dtype
 
-    def _checked(self, **arrays: Array) -> list[Array]:
-        """The arrays, C-contiguous; ValueError on all ranks if one is wrong on any."""
-        problem, devices, engine = None, [], self._engine
-        try:
-            if self._broken:
-                raise ValueError("an earlier call was interrupted: make a new grid and a new plan")
-            for name, x in arrays.items():
-                shape, dtype = (len(self.tokens), *self._shape(name)), self._dtype_of(name)
-                try:
-                    devices.append(device_of(x))
-                except TypeError as error:
-                    raise ValueError(f"{name} {error}") from None
-                if x.shape != shape or x.dtype != dtype:
-                    raise ValueError(
-                        f"{name} has shape {x.shape} and dtype {x.dtype}, "
-                        f"this part needs {shape} and {dtype}"
-                    )
-                if not devices[0].owns(x):
-                    raise ValueError(f"{name} is not on the device that is current")
-            engine.move_to(devices[0])
-        except Exception as error:  # whatever it is, the other ranks must hear of it
-            problem = str(error) or type(error).__name__
-        engine.connect(self.grid.comm, problem)
-        return [engine.device.contiguous(x) for x in arrays.values()]
-
-    def _poll(self) -> None:
-        if self.overlap and self.grid.comm.size > 1:
-            self._engine.transport.poll(self.grid.comm)
+    def _checked(self, arrays: dict[str, Array]) -> tuple[list[Array], bool]:
+        """The arrays, C-contiguous, and whether no element is known to be NaN or infinite."""
+        devices, engine = [], self._engine
+        if self._broken:
+            raise ValueError("an earlier call was interrupted: make a new grid and a new plan")
+        for name, x in arrays.items():
+            shape, dtype = (len(self.tokens), *self._shape(name)), self._dtype_of(name)
+            try:
+                devices.append(device_of(x))
+            except TypeError as error:
+                raise ValueError(f"{name} {error}") from None
+            if x.shape != shape or x.dtype != dtype:
+                raise ValueError(
+                    f"{name} has shape {x.shape} and dtype {x.dtype}, "
+                    f"this part needs {shape} and {dtype}"
+                )
+            if not devices[0].owns(x):
+                raise ValueError(f"{name} is not on the device that is current")
+        engine.move_to(devices[0])
+        found = {name: engine.device.contiguous(x) for name, x in arrays.items()}
+        if not self._check_finite and engine.device is not HOST:
+            return list(found.values()), True  # looking would wait for the GPU
+        # A query that sees no key has lse -inf.
+        bad = [x for x, y in found.items() if not engine.device.finite(y, lowest=x == "lse")]
+        if bad and self._check_finite:
+            raise ValueError(f"{', '.join(bad)}: NaN or infinite elements (check_finite)")
+        return list(found.values()), not bad
 
     @contextmanager
-    def _running(self, phase: str) -> Iterator[None]:
-        for channel in self._channels:
-            channel.start(phase, self._engine.transport)
-        self._broken = True  # messages are under way until the end
-        with self._engine.transport.progressing(self.grid.comm), self._engine.running(phase):
-            yield
-        self._broken = False
-        self._engine.waits[phase] = [wait for channel in self._channels for wait in channel.waits]
+    def _running(self, phase: str, **arrays: Array) -> Iterator[list[Array]]:
+        """A phase of all ranks, from their meeting on; ValueError on all if any has a problem."""
+        engine, rendezvous = self._engine, self.grid.rendezvous
+        with rendezvous.turn() as problem:
+            tensors, finite = [], True
+            try:
+                tensors, finite = self._checked(arrays)
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                problem = problem or str(error) or type(error).__name__
+            call = Call(phase, self._number, self._calls + 1, type(self).__name__)
+            engine.connect(rendezvous, call, problem, finite)
+            self._calls += 1
+            for channel in self._channels:
+                channel.start(phase, engine.transport, rendezvous.watch)
+            self._broken = True  # messages are under way until the end
+            with engine.transport.progressing(self.grid.comm), engine.running(phase):
+                yield tensors
+            self._broken = False
+            engine.waits[phase] = [wait for channel in self._channels for wait in channel.waits]

@@ -20,7 +20,10 @@ KERNELS = ("auto", "numpy", "cupy", "cudnn", "cudnn-deterministic")
 
 
 class Tile(Protocol):
-    """What an algorithm asks of a kernel; arrays are C-contiguous."""
+    """What an algorithm asks of a kernel; arrays are C-contiguous.
+
+    On the host it has an attribute `careful`, too: see `a2d_mpi.tiles.numpy.NumpyTile`.
+    """
 
     def forward(
         self,

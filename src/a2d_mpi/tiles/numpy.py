@@ -46,6 +46,13 @@ class NumpyTile:
     work : Workspace, optional
         Where its buffers lie.
 
+    Attributes
+    ----------
+    careful : bool
+        Whether NaN and infinite elements are to be kept from what does not depend on them: 0
+        times NaN is NaN, so the products of a block spread them to pairs that a mask hides.
+        False, as at first: there are none.
+
     Notes
     -----
     A tile object keeps its buffers between calls, and how it cut intervals: they must not change.
@@ -64,6 +71,7 @@ class NumpyTile:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale = softmax_scale
         self.poll = poll or (lambda: None)
+        self.careful = False
         self._work = work or Workspace()
         self._cutter = Cutter(block_q, block_k)
         # exp(+-half) and its products with values between low and high stay in range.
@@ -137,7 +145,7 @@ class NumpyTile:
                         acc[:, rows] *= scale[..., None]
                         total[:, rows] *= scale
                     np.exp(s, out=s)
-                    np.matmul(s, vh[:, j0:j1], out=part)
+                    self._product(s, vh[:, j0:j1], hidden, part)
                     acc[:, rows] += part
                     total[:, rows] += np.matmul(s, ones[: j1 - j0])
                     self.poll()
@@ -211,14 +219,17 @@ class NumpyTile:
                     if hidden is not None:
                         np.copyto(p, -np.inf, where=hidden)
                     np.exp(p, out=p)
-                    np.matmul(_t(p), db[:, rows, :d], out=part_k)
+                    hidden_t = None if hidden is None else hidden.T
+                    self._product(_t(p), db[:, rows, :d], hidden_t, part_k)
                     dvh[:, keys] += part_k
                     np.matmul(db[:, rows], _t(vh[:, keys]), out=ds)
                     ds *= p
+                    if self.careful and hidden is not None:
+                        np.copyto(ds, 0, where=hidden)
                     # The packed q carries softmax_scale already.
-                    np.matmul(_t(ds), qb[:, rows, :d], out=part_k)
+                    self._product(_t(ds), qb[:, rows, :d], hidden_t, part_k)
                     dkh[:, keys] += part_k
-                    np.matmul(ds, kh[:, keys, :d], out=part_q)
+                    self._product(ds, kh[:, keys, :d], hidden, part_q)
                     dqb[:, rows] += part_q
                     self.poll()
                 dqb *= self.dtype.type(self.softmax_scale)
@@ -228,6 +239,18 @@ class NumpyTile:
 
     def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return self._work.get(("tile", name), shape, self.dtype)
+
+    def _product(
+        self, weights: np.ndarray, x: np.ndarray, hidden: np.ndarray | None, out: np.ndarray
+    ) -> None:
+        """``out = weights x``; NaN, if careful, where a row sees such an element of x."""
+        bad = ~np.isfinite(x) if self.careful and hidden is not None else None
+        if bad is None or not bad.any():
+            np.matmul(weights, x, out=out)
+            return
+        np.matmul(weights, np.where(bad, 0, x), out=out)
+        seen = (~hidden).astype(x.dtype) @ bad.astype(x.dtype)
+        np.copyto(out, np.nan, where=seen > 0)
 
     def _batches(self, nheads_kv: int, rows: int, nk: int, d: int) -> Iterator[tuple[int, int]]:
         """Key heads that are done at once, as (first, number).

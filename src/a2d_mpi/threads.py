@@ -1,0 +1,72 @@
+"""BLAS threads of the kernels on the host: as many as a rank has cores.
+
+Left alone, the BLAS of every rank starts a thread for each core of the node, and the ranks of a
+node slow each other down tenfold.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mpi4py import MPI
+from threadpoolctl import ThreadpoolController
+
+# A user who has set one of these has chosen.
+VARIABLES = (
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "OMP_NUM_THREADS",
+)
+
+
+def cores_of_rank(node: MPI.Intracomm) -> int:
+    """Cores of a node for each of its ranks, those of the communicator `node`; at least 1.
+
+    Collective over `node`.  Counted are the cores that any of these ranks may run on.
+    """
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
+    return max(1, len(set().union(*node.allgather(cores))) // node.size)
+
+
+class BlasThreads:
+    """A limit on the threads of the BLAS libraries that this process has loaded.
+
+    Parameters
+    ----------
+    threads : int or None
+        None: those that a user's environment says.
+    """
+
+    def __init__(self, threads: int | None) -> None:
+        self._threads = threads
+        self._libraries: list[Any] = []
+        if threads is not None:
+            found = ThreadpoolController().lib_controllers
+            self._libraries = [x for x in found if x.user_api == "blas"]
+
+    @classmethod
+    def of_rank(cls, threads: int | None, cores: int) -> BlasThreads:
+        """As many as are asked for; else as the environment says; else as many as cores."""
+        if threads is None and not any(os.environ.get(x) for x in VARIABLES):
+            threads = cores
+        return cls(threads)
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Around a computation; afterwards the caller has as many threads as before."""
+        before = [(library, library.get_num_threads()) for library in self._libraries]
+        for library, number in before:
+            if number != self._threads:
+                library.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            for library, number in before:
+                if number != self._threads:
+                    library.set_num_threads(number)

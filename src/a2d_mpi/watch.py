@@ -1,0 +1,167 @@
+"""A line on stderr when ranks wait too long for each other, and the end of the job if asked for.
+
+Two environment variables, the same on all ranks, are read when a grid is made:
+
+A2D_MPI_STALL_SECONDS
+    Seconds, 300 by default, after which ranks that wait say so: where, and for whom.  0: never,
+    for debuggers.
+A2D_MPI_STALL_ABORT
+    1: the job is then aborted, with exit code 75 where the launcher passes it on.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from mpi4py import MPI
+
+SECONDS = 300.0
+_TAG = 20
+_ABORTED = 75  # exit code: "temporary failure" of sysexits.h
+
+
+class Watch:
+    """What this rank waits for, and since when; a thread of the process looks at it now and then.
+
+    Parameters
+    ----------
+    comm : Intracomm
+        Of the ranks that wait for each other.
+    doing : str
+        The call that is under way; to be kept up to date.
+    talks : bool
+        Whether ranks may tell each other on `comm`, whose point-to-point messages are then the
+        watch's; otherwise each rank speaks for itself.
+
+    Raises
+    ------
+    ValueError
+        If an environment variable cannot be read.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, doing: str = "", talks: bool = True) -> None:
+        self.doing = doing
+        self.calls = 0  # that all ranks have begun together: tells old messages from new ones
+        self._comm = comm
+        self._talks = talks and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        self._patience, self._aborts = _settings()
+        self._waiting: tuple[float, str] | None = None
+        self._noticed: tuple[float, str] | None = None
+        self._heard: dict[int, str] = {}
+        self._speaks = 0.0
+        self._sent: list[MPI.Request] = []
+        if self._patience and comm.size > 1:
+            _Watchman.employ(self, self._patience)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Around what may take for ever if another rank does not do its part."""
+        self._waiting = time.monotonic(), what
+        try:
+            yield
+        finally:
+            self._waiting = None
+
+    def look(self) -> None:
+        """Notice, by another thread, that this rank has been waiting for long."""
+        waiting = self._waiting
+        if waiting is None or time.monotonic() - waiting[0] < self._patience:
+            return
+        if waiting is not self._noticed:
+            # The others notice as late as their last one began to wait, and the watchman comes.
+            self._noticed, self._heard = waiting, {self._comm.rank: f"{self.doing}, {waiting[1]}"}
+            self._speaks = time.monotonic() + max(1.0, 2 * period(self._patience))
+            if self._talks:
+                message = self.calls, self._heard[self._comm.rank]
+                for rank in range(self._comm.size):
+                    if rank != self._comm.rank:
+                        self._sent.append(self._comm.isend(message, rank, _TAG))
+        while self._talks and self._comm.iprobe(MPI.ANY_SOURCE, _TAG):
+            status = MPI.Status()
+            calls, text = self._comm.recv(None, MPI.ANY_SOURCE, _TAG, status)
+            if calls == self.calls:
+                self._heard[status.source] = text
+        if self._speaks and time.monotonic() > self._speaks:
+            self._speaks = 0.0
+            if min(self._heard) == self._comm.rank:
+                self._tell(time.monotonic() - waiting[0])
+
+    def _tell(self, seconds: float) -> None:
+        places: dict[str, list[int]] = {}
+        for rank, text in sorted(self._heard.items()):
+            places.setdefault(text, []).append(rank)
+        line = "; ".join(f"{name_ranks(ranks)} in {text}" for text, ranks in places.items()) + (
+            f"; of {self._comm.size} ranks, " if self._talks else f" ({self._comm.size} ranks)"
+        )
+        if self._talks:
+            absent = [rank for rank in range(self._comm.size) if rank not in self._heard]
+            line += f"{name_ranks(absent)} did not come" if absent else "all wait for each other"
+        if self._aborts:
+            line += "; aborting the job (A2D_MPI_STALL_ABORT)"
+        print(f"a2d_mpi: waiting for {seconds:.0f} s: {line}", file=sys.stderr, flush=True)
+        if self._aborts:
+            if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+                self._comm.Abort(_ABORTED)
+            os._exit(_ABORTED)  # the launcher ends the others
+
+
+class _Watchman(threading.Thread):
+    """The one thread that looks at all watches of the process."""
+
+    _lock = threading.Lock()
+    _only: _Watchman | None = None
+
+    def __init__(self) -> None:
+        super().__init__(name="a2d_mpi watch", daemon=True)
+        self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self.period = period(SECONDS)
+
+    @classmethod
+    def employ(cls, watch: Watch, patience: float) -> None:
+        with cls._lock:
+            if cls._only is None or not cls._only.is_alive():
+                cls._only = cls()
+                cls._only.start()
+            cls._only.watches.add(watch)
+            cls._only.period = min(cls._only.period, period(patience))
+
+    def run(self) -> None:
+        while True:
+            # In short naps: a later watch may be less patient.
+            time.sleep(min(self.period, 1.0))
+            for watch in list(self.watches):
+                watch.look()
+
+
+def period(patience: float) -> float:
+    """Seconds between two looks of the watchman."""
+    return min(max(patience / 8, 0.05), 10.0)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in a few words: "rank 3", "ranks 0, 2 and 5", "ranks 0, 1, 2, 3, ... (64 of them)"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"ranks {', '.join(map(str, ranks[:4]))}, ... ({len(ranks)} of them)"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _settings() -> tuple[float, bool]:
+    text = os.environ.get("A2D_MPI_STALL_SECONDS", "") or str(SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(f"A2D_MPI_STALL_SECONDS must be seconds, 0 for never, got {text!r}")
+    aborts = os.environ.get("A2D_MPI_STALL_ABORT", "") or "0"
+    if aborts not in ("0", "1"):
+        raise ValueError(f"A2D_MPI_STALL_ABORT must be 0 or 1, got {aborts!r}")
+    return seconds, aborts == "1"

@@ -1,0 +1,274 @@
+"""Ranks that do different things are told so, all of them; ranks that wait say for whom."""
+
+import gc
+import os
+import re
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+from helpers import assert_all, launch
+from mpi4py import MPI
+from test_bad_input import GOOD, message_of
+
+from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention
+from a2d_mpi.watch import name_ranks
+
+mpi = pytest.mark.mpi
+several = [pytest.mark.mpi(min_size=4), pytest.mark.multirank]
+
+
+@pytest.fixture(scope="module")
+def grid(comm):
+    grid = ProcessGrid(comm, 1, comm.size)
+    yield grid
+    grid.free()
+
+
+def inputs(plan, number=3):
+    rng = np.random.default_rng(plan.grid.comm.rank)
+    shape = (len(plan.tokens), plan.nheads, plan.headdim)
+    return [rng.standard_normal(shape, np.float32) for _ in range(number)]
+
+
+class TestOtherCalls:
+    pytestmark = several
+
+    @pytest.mark.parametrize("kind", [Attention2D, RingAttention])
+    def test_other_plans(self, comm, grid, kind):
+        """Same shapes, another mask or method: the numbers would be wrong."""
+        plans = [
+            Attention2D(grid, Full(), distribution="zigzag", **GOOD),
+            kind(grid, Causal(), **GOOD),
+        ]
+        x = inputs(plans[0])
+        mine = comm.rank % 2
+        text = message_of(comm, lambda: plans[mine].forward(*x))
+        a, b = (
+            f"forward of plan {plan._number} ({type(plan).__name__}), call 1" for plan in plans
+        )
+        even, odd = (name_ranks(range(i, comm.size, 2)) for i in range(2))
+        assert text == f"ranks disagree on the call: {a} on {even}; {b} on {odd}"
+        # Nothing is spoilt.
+        for plan in plans:
+            out, _ = plan.forward(*x)
+            assert_all(comm, np.isfinite(out).all(), "the plan is spoilt")
+
+    def test_other_phases(self, comm, grid):
+        plan = Attention2D(grid, Causal(), **GOOD)
+        q, k, v = inputs(plan)
+        out, lse = plan.forward(q, k, v)
+
+        def call():
+            if comm.rank == 0:
+                plan.forward(q, k, v)
+            else:
+                plan.backward(out, q, k, v, out, lse)
+
+        text = message_of(comm, call)
+        assert re.search(r"forward .*, call 2 on rank 0; backward .*, call 2 on ranks 1, ", text)
+        plan.backward(out, q, k, v, out, lse)
+
+    def test_one_makes_a_plan(self, comm, grid):
+        plan = Attention2D(grid, Causal(), **GOOD)
+        x = inputs(plan)
+
+        def call():
+            if comm.rank == 1:
+                Attention2D(grid, Full(), **GOOD)
+            else:
+                plan.forward(*x)
+
+        text = message_of(comm, call)
+        assert f"making of plan {plan._number + 1} (Attention2D) on rank 1" in text
+        plan.forward(*x)
+        Attention2D(grid, Full(), **GOOD).forward(*x)
+
+
+@mpi
+def test_two_threads(comm):
+    """Of plans of one grid: what is returned is right, and one of them at least is refused."""
+    own = ProcessGrid(comm, comm.size, 1)
+    plans = [kind(own, Causal(), **GOOD) for kind in (Attention2D, RingAttention)]
+    x = inputs(plans[0])
+    expected = [plan.forward(*x)[0] for plan in plans]
+    for plan in plans:
+        tile = plan._engine.tile
+        tile.forward = _slow(tile.forward)
+    found = [None, None]
+
+    def call(i):
+        try:
+            found[i] = np.array_equal(plans[i].forward(*x)[0], expected[i])
+        except ValueError as error:
+            found[i] = str(error)
+
+    assert MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused = [x for x in found if x is not True]
+    texts = ("two threads called plans of one grid", "ranks disagree on the call")
+    ok = refused and all(isinstance(x, str) and x.startswith(texts) for x in refused)
+    assert_all(comm, ok, f"{found}")
+    comm.Barrier()
+    for plan, out in zip(plans, expected):
+        assert_all(comm, np.array_equal(plan.forward(*x)[0], out), "the plan is spoilt")
+    own.free()
+
+
+def _slow(forward):
+    def later(*args):
+        time.sleep(0.2)
+        forward(*args)
+
+    return later
+
+
+@mpi
+def test_plan_is_no_cyclic_garbage(comm, grid):
+    plan = Attention2D(grid, Causal(), **GOOD)
+    q, k, v = inputs(plan)
+    plan.backward(q, q, k, v, *plan.forward(q, k, v))
+    gone = weakref.ref(plan)
+    gc.disable()
+    try:
+        del plan
+        assert_all(comm, gone() is None, "only a garbage collection frees the buffers")
+    finally:
+        gc.enable()
+
+
+@mpi
+def test_no_communicator_left(comm, monkeypatch):
+    class Exhausted:
+        """A communicator that can be split so often."""
+
+        left = 3
+
+        def __init__(self, comm):
+            self.comm = comm
+
+        def __getattr__(self, name):
+            return getattr(self.comm, name)
+
+        def Split(self, *args):
+            Exhausted.left -= 1
+            if Exhausted.left < 0:
+                raise MPI.Exception(MPI.ERR_OTHER)
+            return Exhausted(self.comm.Split(*args))
+
+    text = message_of(comm, lambda: ProcessGrid(Exhausted(comm), 1, comm.size))
+    assert text.startswith("MPI has no communicator left: a grid has five, which its free() gives")
+
+
+STALL = """
+import os, sys, time
+import numpy as np
+from mpi4py import MPI
+from a2d_mpi import Attention2D, Causal, ProcessGrid
+comm = MPI.COMM_WORLD
+where = sys.argv[1]
+if where == "grid" and comm.rank == 1: time.sleep(4)
+grid = ProcessGrid(comm, 1, comm.size)
+plan = Attention2D(grid, Causal(), seqlen=40, nheads=2, headdim=8)
+x = [np.ones((len(plan.tokens), 2, 8), np.float32)] * 3
+plan.forward(*x)
+if comm.rank == 1:
+    if where in ("call", "nobody"): time.sleep(60 if where == "nobody" else 4)
+    if where == "kernel":
+        forward = plan._engine.tile.forward
+        naps = [4]
+        plan._engine.tile.forward = lambda *x: (time.sleep(naps.pop() if naps else 0), forward(*x))
+plan.forward(*x)
+plan.forward(*x)
+comm.Barrier()
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    "where, text",
+    [
+        ("call", r"ranks 0 and 2 in forward of plan 1 \(Attention2D\), call 2, to begin; of 3 "
+                 r"ranks, rank 1 did not come"),
+        ("kernel", r"rank.* in forward of plan 1 \(Attention2D\), call 2, for messages \(row\).*"
+                   r"; of 3 ranks, rank 1 did not come"),
+        ("grid", r"rank 0 in ProcessGrid\(1 x 3 x 1\), for all ranks to call it \(3 ranks\)"),
+    ],
+)  # fmt: skip
+def test_late_rank(monkeypatch, where, text):
+    monkeypatch.setenv("A2D_MPI_STALL_SECONDS", "1")
+    done = launch(3, "-c", STALL, where, timeout=60)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stderr.splitlines() if "a2d_mpi: waiting" in line]
+    assert any(re.search(rf"waiting for [2-5] s: {text}$", line) for line in lines), done.stderr
+    assert len(lines) == (2 if where == "grid" else 1)
+
+
+@pytest.mark.launches
+def test_rank_that_never_comes(monkeypatch):
+    monkeypatch.setenv("A2D_MPI_STALL_SECONDS", "1")
+    monkeypatch.setenv("A2D_MPI_STALL_ABORT", "1")
+    done = launch(3, "-c", STALL, "nobody", timeout=40)
+    assert done.returncode not in (0, 1, 2)
+    assert "rank 1 did not come; aborting the job" in done.stderr
+    assert done.seconds < 30
+
+
+@pytest.mark.launches
+def test_stall_settings(monkeypatch):
+    monkeypatch.setenv("A2D_MPI_STALL_SECONDS", "0")
+    done = launch(2, "-c", STALL.replace("time.sleep(4)", "time.sleep(2)"), "call", timeout=60)
+    assert done.returncode == 0 and "waiting" not in done.stderr, done.stderr
+    monkeypatch.setenv("A2D_MPI_STALL_SECONDS", "soon")
+    done = launch(2, "-c", STALL, "call", timeout=60)
+    assert "A2D_MPI_STALL_SECONDS must be seconds, 0 for never, got 'soon'" in done.stderr
+
+
+THREADS = """
+import os, sys
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_info, threadpool_limits
+from a2d_mpi import Attention2D, Causal, ProcessGrid
+
+def blas(): return {x["num_threads"] for x in threadpool_info() if x["user_api"] == "blas"}
+
+comm = MPI.COMM_WORLD
+grid = ProcessGrid(comm, 1, comm.size)
+arguments = {} if sys.argv[1] == "none" else {"threads": int(sys.argv[1])}
+plan = Attention2D(grid, Causal(), seqlen=40, nheads=2, headdim=8, **arguments)
+x = [np.ones((len(plan.tokens), 2, 8), np.float32)] * 3
+before, inside = blas(), set()
+plan.forward(*x)
+forward = plan._engine.tile.forward
+plan._engine.tile.forward = lambda *args: (forward(*args), inside.update(blas()))
+plan.forward(*x)
+if comm.rank == 0:
+    print(grid.cores, "before", *before, "inside", *inside, "after", *blas())
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    "ranks, argument, environment, inside",
+    [(4, None, None, "share"), (1, None, None, "share"), (2, 3, None, 3), (2, None, 2, 2)],
+)
+def test_blas_threads(monkeypatch, ranks, argument, environment, inside):
+    for name in [x for x in os.environ if x.endswith("_NUM_THREADS")]:
+        monkeypatch.delenv(name)
+    if environment:
+        monkeypatch.setenv("OPENBLAS_NUM_THREADS", str(environment))
+    done = launch(ranks, "-c", THREADS, "none" if argument is None else argument, timeout=60)
+    assert done.returncode == 0, done.stderr
+    share, before, found, after = map(
+        int, re.search(r"(\d+) before (\d+) inside (\d+) after (\d+)\n", done.stdout).groups()
+    )
+    assert share == max(1, len(os.sched_getaffinity(0)) // ranks)
+    assert after == before
+    assert found == (share if inside == "share" else inside)
