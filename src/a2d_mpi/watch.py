@@ -51,9 +51,10 @@ class Watch:
         self._comm = comm
         self._talks = talks and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._patience, self._aborts = _settings()
+        self._lock = threading.Lock()
         self._waiting: tuple[float, str] | None = None
         self._noticed: tuple[float, str] | None = None
-        self._heard: dict[int, str] = {}
+        self._heard: dict[int, tuple[float, str]] = {}
         self._speaks = 0.0
         self._sent: list[MPI.Request] = []
         if self._patience and comm.size > 1:
@@ -66,44 +67,58 @@ class Watch:
         try:
             yield
         finally:
-            self._waiting = None
+            with self._lock:  # the other thread calls MPI only as long as this one waits
+                self._waiting = None
 
     def look(self) -> None:
-        """Notice, by another thread, that this rank has been waiting for long."""
-        waiting = self._waiting
-        if waiting is None or time.monotonic() - waiting[0] < self._patience:
-            return
-        if waiting is not self._noticed:
-            # The others notice as late as their last one began to wait, and the watchman comes.
-            self._noticed, self._heard = waiting, {self._comm.rank: f"{self.doing}, {waiting[1]}"}
-            self._speaks = time.monotonic() + max(1.0, 2 * period(self._patience))
-            if self._talks:
-                message = self.calls, self._heard[self._comm.rank]
-                for rank in range(self._comm.size):
-                    if rank != self._comm.rank:
-                        self._sent.append(self._comm.isend(message, rank, _TAG))
-        while self._talks and self._comm.iprobe(MPI.ANY_SOURCE, _TAG):
-            status = MPI.Status()
-            calls, text = self._comm.recv(None, MPI.ANY_SOURCE, _TAG, status)
-            if calls == self.calls:
-                self._heard[status.source] = text
-        if self._speaks and time.monotonic() > self._speaks:
-            self._speaks = 0.0
-            if min(self._heard) == self._comm.rank:
-                self._tell(time.monotonic() - waiting[0])
+        """Notice, by another thread, that this rank or another one has been waiting for long."""
+        with self._lock:
+            if self._waiting is not None:
+                self._look(self._waiting)
 
-    def _tell(self, seconds: float) -> None:
+    def _look(self, waiting: tuple[float, str]) -> None:
+        now, comm = time.monotonic(), self._comm
+        heard = self._listen()
+        if waiting is not self._noticed:
+            if not heard and now - waiting[0] < self._patience:
+                return
+            text = f"{self.doing}, {waiting[1]}"
+            self._noticed, self._heard = waiting, {comm.rank: (waiting[0], text)}
+            # Until then all that wait have looked, too.
+            self._speaks = now + max(1.0, 2 * period(self._patience))
+            for rank in range(comm.size) if self._talks else ():
+                if rank != comm.rank:
+                    self._sent.append(comm.isend((self.calls, now - waiting[0], text), rank, _TAG))
+        self._heard |= heard
+        if self._speaks and now > self._speaks:
+            self._speaks = 0.0
+            if min(self._heard) == comm.rank:
+                self._tell()
+
+    def _listen(self) -> dict[int, tuple[float, str]]:
+        """What other ranks say of the call that is under way: since when they wait, and where."""
+        heard, status = {}, MPI.Status()
+        while self._talks and self._comm.iprobe(MPI.ANY_SOURCE, _TAG):
+            calls, seconds, text = self._comm.recv(None, MPI.ANY_SOURCE, _TAG, status)
+            if calls == self.calls:
+                heard[status.source] = time.monotonic() - seconds, text
+        return heard
+
+    def _tell(self) -> None:
         places: dict[str, list[int]] = {}
-        for rank, text in sorted(self._heard.items()):
+        for rank, (_, text) in sorted(self._heard.items()):
             places.setdefault(text, []).append(rank)
-        line = "; ".join(f"{name_ranks(ranks)} in {text}" for text, ranks in places.items()) + (
-            f"; of {self._comm.size} ranks, " if self._talks else f" ({self._comm.size} ranks)"
-        )
+        line = "; ".join(f"{name_ranks(ranks)} in {text}" for text, ranks in places.items())
+        ranks = range(self._comm.size)
         if self._talks:
-            absent = [rank for rank in range(self._comm.size) if rank not in self._heard]
+            absent = [rank for rank in ranks if rank not in self._heard]
+            line += f"; of {len(ranks)} ranks, "
             line += f"{name_ranks(absent)} did not come" if absent else "all wait for each other"
+        else:
+            line += f" ({len(ranks)} ranks)"
         if self._aborts:
             line += "; aborting the job (A2D_MPI_STALL_ABORT)"
+        seconds = time.monotonic() - min(since for since, _ in self._heard.values())
         print(f"a2d_mpi: waiting for {seconds:.0f} s: {line}", file=sys.stderr, flush=True)
         if self._aborts:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
