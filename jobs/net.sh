@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Did a change of the code change what it computes or sends?  Runs some sixty configurations
+# (tests/net.py) at another commit, in a worktree of its own, and with the files here, on this
+# machine, and lists what differs: bits of results, bytes, messages.  Exit code 1 if anything does.
+#
+#   bash jobs/net.sh COMMIT
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source jobs/env.sh
+
+(($# == 1)) || { echo "usage: net.sh COMMIT" >&2 && exit 2; }
+use_env mpich
+folder=$(mktemp -d)
+trap 'git worktree remove --force "$folder/then"; rm -rf "$folder"' EXIT
+git worktree add --quiet --detach "$folder/then" "$1"
+PYTHONPATH="$folder/then/src" run_mpi 6 300 python tests/net.py "$folder/then.json"
+PYTHONPATH=src run_mpi 6 300 python tests/net.py "$folder/now.json"
+python - "$folder/then.json" "$folder/now.json" <<'EOF'
+import json
+import sys
+
+then, now = (json.load(open(path)) for path in sys.argv[1:])
+off = [f"{name}: {kind}" for name in then for kind in then[name]
+       if now.get(name, {}).get(kind) != then[name][kind]]
+print("\n".join(off) or f"{len(then)} configurations: the same bits, bytes and messages")
+sys.exit(bool(off) or then.keys() != now.keys())
+EOF

@@ -1,0 +1,132 @@
+"""What must stay as it is while the code is rebuilt: bits of results, bytes and messages.
+
+    mpiexec -n 6 python tests/net.py OUTPUT.json
+
+runs some sixty small configurations, by the public interface only, and writes for each of them a
+digest of every result (bits differ between CPUs) and what every rank sent and received (the same
+everywhere; `tests/traffic.json` holds it, and `test_net.py` holds the code to it).  `jobs/net.sh`
+compares two commits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi import (
+    Attention2D,
+    Causal,
+    DoubleRingAttention,
+    Full,
+    IntervalMask,
+    ProcessGrid,
+    RingAttention,
+)
+
+RANKS = 6
+NHEADS, HEADDIM = 4, 8
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+DTYPES = {"float32": np.float32, "float64": np.float64, "bfloat16": ml_dtypes.bfloat16}
+# Method, what its constructor takes, and the grid: rows, columns, heads.
+METHODS = {
+    "attention2d": (Attention2D, {}),
+    "ring": (RingAttention, {}),
+    "striped ring": (RingAttention, {"distribution": "striped"}),
+    "double ring": (DoubleRingAttention, {}),
+}
+PLANS = (
+    *(("attention2d", x) for x in ((2, 2, 1), (2, 3, 1), (3, 2, 1), (1, 5, 1), (4, 1, 1))),
+    *(("attention2d", x) for x in ((2, 1, 2), (1, 3, 2), (1, 1, 4))),
+    *(("ring", x) for x in ((4, 1, 1), (3, 1, 2))),  # with heads it is USP
+    *(("striped ring", x) for x in ((5, 1, 1),)),
+    *(("double ring", x) for x in ((2, 3, 1), (2, 2, 1))),
+)
+# Mask, dtype, nheads_kv, seqlen, overlap: each plan meets some of them.
+VARIANTS = (
+    ("causal", "float32", 4, 97, True),
+    ("causal", "float32", 2, 3, True),
+    ("causal", "bfloat16", 1, 60, True),
+    ("full", "float32", 4, 61, False),
+    ("window", "float64", 2, 53, True),
+)
+
+
+def configurations() -> Iterator[tuple]:
+    """Name, method, shape and variant of each."""
+    for (method, shape), variant in product(PLANS, VARIANTS):
+        mask, dtype, nheads_kv, seqlen, overlap = variant
+        if nheads_kv % shape[2] and shape[2] % nheads_kv:
+            continue
+        name = f"{method} {'x'.join(map(str, shape))} {mask} {dtype} kv{nheads_kv} n{seqlen}"
+        yield name + " in turn" * (not overlap), method, shape, variant
+
+
+def run(grid: ProcessGrid, method: str, variant: tuple) -> dict[str, object]:
+    """One configuration: digests on rank 0, traffic of every rank."""
+    mask, dtype, nheads_kv, seqlen, overlap = variant
+    tokens = np.arange(seqlen)
+    masks = {"causal": Causal(), "full": Full(), "window": IntervalMask(tokens - 9, tokens + 2)}
+    kind, options = METHODS[method]
+    sizes = {"seqlen": seqlen, "nheads": NHEADS, "nheads_kv": nheads_kv, "headdim": HEADDIM}
+    plan = kind(grid, masks[mask], dtype=dtype, overlap=overlap, **sizes, **options)
+    rng = np.random.default_rng(0)
+    dout, q, k, v = (
+        rng.standard_normal((seqlen, heads, HEADDIM)).astype(DTYPES[dtype])[plan.tokens]
+        for heads in (NHEADS, NHEADS, nheads_kv, nheads_kv)
+    )
+    out, lse = plan.forward(q, k, v)
+    results = (out, lse, *plan.backward(dout, q, k, v, out, lse))
+    digests = grid.comm.gather([hashlib.sha256(x.tobytes()).hexdigest() for x in results])
+    counted = [
+        {"/".join(key): both for key, both in sorted(what.items())}
+        for what in (plan.traffic.bytes, plan.traffic.messages)
+    ]
+    everyone = grid.comm.gather(counted)
+    plan.free()
+    if grid.comm.rank != 0:
+        return {}
+    bits = {
+        name: hashlib.sha256("".join(x).encode()).hexdigest()[:16]
+        for name, x in zip(RESULTS, zip(*digests))
+    }
+    traffic, messages = ([x[i] for x in everyone] for i in range(2))
+    return {"bits": bits, "bytes": traffic, "messages": messages}
+
+
+def run_all(comm: MPI.Intracomm) -> dict[str, dict]:
+    """All configurations, by name, on rank 0 of `comm`."""
+    grids: dict[tuple, ProcessGrid] = {}
+    found = {}
+    for name, method, shape, variant in configurations():
+        size = int(np.prod(shape))
+        part = comm.Split(0 if comm.rank < size else MPI.UNDEFINED)
+        if part != MPI.COMM_NULL:
+            if shape not in grids:
+                grids[shape] = ProcessGrid(part, *shape)
+            found[name] = run(grids[shape], method, variant)
+            part.Free()
+    for grid in grids.values():
+        grid.free()
+    return found
+
+
+def main(path: str) -> None:
+    """Write the file."""
+    if MPI.COMM_WORLD.size != RANKS:
+        raise SystemExit(f"needs {RANKS} ranks, has {MPI.COMM_WORLD.size}")
+    found = run_all(MPI.COMM_WORLD)
+    if MPI.COMM_WORLD.rank == 0:
+        with open(path, "w") as file:
+            json.dump(found, file, indent=1)
+        print(f"{len(found)} configurations written to {path}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
