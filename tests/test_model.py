@@ -1,6 +1,8 @@
 """The model in seconds: what it must obey whatever the machine; nothing here is timed."""
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +17,16 @@ from hypothesis import strategies as st
 
 from a2d_mpi import cost
 from a2d_mpi.areas import pair_areas
-from a2d_mpi.calibration import Sample, fit_kernel, fit_link, fit_steps, to_toml, write_machine
+from a2d_mpi.calibration import (
+    Sample,
+    disturbance,
+    fit_kernel,
+    fit_link,
+    fit_steps,
+    to_toml,
+    write_machine,
+)
+from a2d_mpi.comm import CollectiveError
 from a2d_mpi.cost import METHODS, Layout
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.machine import (
@@ -436,17 +447,72 @@ def test_calibrate(tmp_path):
     """It writes a profile that can be read: whether it is right, no test can say."""
     path = tmp_path / "here.toml"
     common = ["--output", path, "--seconds", "1"]
-    done = drive("calibrate.py", 2, *common, "--dtype", "bfloat16")
+    name = 'a "\\ # \n\t\x1b[1m\x7f\u2028\N{GREEK SMALL LETTER PI}'
+    options = ["--dtype", "bfloat16", "--name", name, "--accept-disturbed"]
+    done = drive("calibrate.py", 2, *common, *options)
     assert done.returncode == 0, done.stderr
     found = read_machine(path)
+    assert found.name == name
     assert found.ranks_per_node == 2 and set(found.kernels) == {"bfloat16"}
-    assert found.inside == replace(found.between)
+    assert found.inside and found.between is None
+    assert "# link.between was not measured" in path.read_text()
     assert to_toml(found) in path.read_text()
     assert_all_refused("calibrate.py", 2, [
         ([*common, "--seconds=0"], [], "--seconds must be positive"),
         ([*common, "--output=/nowhere/here.toml"], [], "cannot write"),
         ([*common, "--dtype=int8"], [], "invalid choice"),
+        ([*common, "--name=\udcff"], [], "--name must be UTF-8, got '\\udcff'"),
+        ([*common, "--threads=0"], [], "--threads must be at least 1"),
+        ([*common, f"--threads={10**30}"], [], "--threads must be at least 1, at most 1024"),
     ])  # fmt: skip
+
+
+def test_one_rank_measures_no_link(tmp_path):
+    path = tmp_path / "here.toml"
+    options = ["--output", path, "--seconds", "0.5", "--accept-disturbed"]
+    assert drive("calibrate.py", 1, *options).returncode == 0
+    found = read_machine(path)
+    assert found.inside is None and found.between is None
+    job = Workload(64, 2, 16, dtype="float32")
+    assert predict(found, "attention2d", Layout(1, 1), job)
+    with pytest.raises(ValueError, match=r"has no link.between, which 2 ranks need, 1 a node"):
+        predict(found, "attention2d", Layout(2, 1), job)
+
+
+def test_disturbance():
+    calm, busy = 20 * [1.0], 15 * [1.0] + 5 * [0.5]
+    assert disturbance(calm, calm) == 0
+    assert disturbance([*calm, 0.1], [*calm, 9.0]) == 0  # one look of twenty
+    assert disturbance(busy, calm) == disturbance(20 * [0.5], calm) == pytest.approx(1)
+    assert disturbance(calm, busy) == pytest.approx(1)
+    assert disturbance([1.0], [1.0]) == 0
+
+
+@pytest.mark.parametrize("offs, options, told", [
+    ((0.1,), [], []),
+    ((0.9, 0.1), [], ["90"]),
+    ((0.9, 0.66, 0.7), [], ["90", "66", "70"]),
+    ((0.66,), ["--accept-disturbed"], ["66"]),
+])  # fmt: skip
+def test_a_disturbed_machine(tmp_path, monkeypatch, capsys, offs, options, told):
+    """Is measured again; then it is refused, or the profile says so."""
+    spec = importlib.util.spec_from_file_location("calibrate", ROOT / "drivers" / "calibrate.py")
+    driver = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(driver)
+    tiny = Workload(2, 2, 16, dtype="float32"), 0.5, 0.5
+    found = [driver.Measured(machine(), [], tiny, off) for off in offs]
+    monkeypatch.setattr(driver, "_measure", lambda *_: found.pop(0))
+    path = tmp_path / "here.toml"
+    text = "disturbed by other work: figures off by up to {} %"
+    if len(offs) < driver.ATTEMPTS:
+        assert driver.main(["--output", str(path), *options]) == 0
+        mark = text.format("66") if options else "steady within 10 %"
+        assert f"\n# {mark}\n" in path.read_text()
+    else:
+        with pytest.raises(CollectiveError, match=text.format("66") + "; nothing was written"):
+            driver.main(["--output", str(path), *options])
+        assert not path.exists()
+    assert re.findall(text.format(r"(\d+)"), capsys.readouterr().err) == told and not found
 
 
 def test_no_mpi_for_plans():

@@ -17,6 +17,8 @@ from a2d_mpi.machine import Kernel, Link, Machine, kernel_terms, one_line
 from a2d_mpi.model import predict
 from a2d_mpi.schedule import Workload
 
+STEADY = 0.2  # a measurement is disturbed if its figures may be off by more
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -118,6 +120,25 @@ def fit_steps(machine: Machine, ranks: int, work: Workload, grid: float, ring: f
             found = max(0.0, float(found + missing / times))
         machine = replace(machine, **{name: found})
     return machine
+
+
+def disturbance(shares: Sequence[float], seconds: Sequence[float]) -> float:
+    """By how much figures may be off, relative to them, because others used the machine.
+
+    Parameters
+    ----------
+    shares : sequence of float
+        Looks at a kernel that all ranks call at once: CPU time of the ranks as a share, 0 to 1,
+        of what their cores could give them.  Ranks that share cores only with each other get 1.
+    seconds : sequence of float
+        Of one such call, at each look.
+
+    Notes
+    -----
+    One look of ten may be off, either way.
+    """
+    fast, slow = np.quantile(seconds, (0.1, 0.9))
+    return float(max(1 / max(np.quantile(shares, 0.1), 1e-3), slow / fast) - 1)
 
 
 def to_toml(machine: Machine, comment: str = "") -> str:
