@@ -70,6 +70,39 @@ def test_what_the_main_job_runs_is_found():
     assert {"--rows", "--backward", "--output"} <= set(used) <= options(program)
 
 
+@pytest.mark.parametrize(
+    "script, device", [("cpu", "cpu"), ("a100_16x4", "gpu"), ("h100_64x1", "gpu")]
+)
+def test_batch_jobs_say_on_what_they_compute(tmp_path, script, device):
+    """And do so.  `srun` is one that prints its command."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    (tmp_path / "bin" / "srun").write_text("#!/bin/sh\necho srun $*\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    job = {"SLURM_CPUS_PER_TASK": "3", "SLURM_JOB_ID": "7", "venv": str(tmp_path),
+           "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "output": str(tmp_path),
+           "input": "data/minilm_l3_1536.h5"}  # fmt: skip
+
+    def run(**more):
+        return subprocess.run(
+            ["bash", f"jobs/slurm_{script}.sh"], cwd=ROOT, env=os.environ | job | more,
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    for chosen in (device, "cpu"):
+        done = run() if chosen == device else run(device=chosen)
+        assert done.returncode == 0, done.stderr
+        said, *commands = done.stdout.splitlines()
+        assert said.startswith({"gpu": "each rank computes on a GPU",
+                                "cpu": "each rank computes on 3 CPU cores"}[chosen])  # fmt: skip
+        assert len(commands) == 2 and all(f" --device {chosen} " in x for x in commands)
+    done = run(device="tpu")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "slurm.sh: device must be gpu or cpu, got tpu\n",
+    )
+
+
 SHM, TOPOLOGY = "/dev/shm/mpich_shm", "/tmp/hydra_hwloc_xmlfile"
 SWEEP = "set -euo pipefail; source jobs/env.sh; {}; echo done"
 
