@@ -164,7 +164,7 @@ def _measure(comm: MPI.Intracomm, args, where: Place) -> Measured:
         tiny = _tiny(clock, dtypes[0])
         clock.look()
     machine = Machine(
-        where.hosts[0] if args.name is None else args.name,
+        _name(args, where),
         links.get("inside"),
         links.get("between"),
         kernels,
@@ -248,11 +248,14 @@ def _validated(args, where: Place) -> Place:
         raise ValueError(f"--seconds must be positive, at most a day, got {args.seconds}")
     if not 1 <= args.threads <= 1024:
         raise ValueError(f"--threads must be at least 1, at most 1024, got {args.threads}")
-    if args.name is not None and args.name != args.name.encode(errors="replace").decode():
-        raise ValueError(f"--name must be UTF-8, got {args.name!r}")
+    Machine(_name(args, where), None, None, {})  # or say what is wrong with it
     if not where.even:
         raise ValueError("the nodes have different numbers of ranks")
     return where
+
+
+def _name(args, where: Place) -> str:
+    return where.hosts[0] if args.name is None else args.name
 
 
 def _tile_call(dtype: str, shape: tuple, poll=None) -> tuple[dict, Sample]:

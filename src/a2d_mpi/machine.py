@@ -48,7 +48,9 @@ else:  # pragma: no cover
     import tomli as tomllib
 
 PHASES = ("forward", "backward")
-LONGEST = 1 << 20  # bytes of a profile
+# Bytes of a profile and of a line: the parser's time grows with the square of what a line holds.
+LONGEST, LONGEST_LINE = 1 << 16, 1000
+LONGEST_NAME = 100
 # The least and the most that a value may be: beyond these a prediction need not be finite, or is
 # 0.  Values that are not here are seconds.
 _BOUNDS: dict[str, tuple[float, float]] = {
@@ -181,6 +183,13 @@ class Machine:
     merge: float = math.inf
 
     def __post_init__(self) -> None:
+        whole = (
+            self.name == self.name.encode(errors="replace").decode()
+        )  # not bytes of other codes
+        if not whole or len(self.name) > LONGEST_NAME:
+            raise ValueError(
+                f"name must be UTF-8, at most {LONGEST_NAME} characters, got {_shown(self.name)}"
+            )
         _check(self)
 
     @property
@@ -242,9 +251,11 @@ def read_machine(path: str | Path) -> Machine:
             text = file.read(LONGEST + 1)
         if len(text) > LONGEST:
             raise ValueError(f"it has more than {LONGEST} bytes")
+        if max(map(len, text.splitlines()), default=0) > LONGEST_LINE:
+            raise ValueError(f"a line has more than {LONGEST_LINE} bytes")
         data = tomllib.loads(text.decode().replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError too
-        raise ValueError(one_line(f"{path} is no TOML: {error}")) from error
+        raise ValueError(one_line(f"{path} is no TOML profile: {error}")) from error
     try:
         links = _table(data.pop("link", {}), "link")
         if unknown := links.keys() - {"inside", "between"}:
