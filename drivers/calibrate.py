@@ -107,8 +107,6 @@ def main(argv: list[str] | None = None) -> int:
             print(f"calibrate.py: {attempts[-1].disturbed}", file=sys.stderr, flush=True)
     agree(comm, None if steady or args.accept_disturbed else
           f"{best.disturbed}; nothing was written (--accept-disturbed would)")  # fmt: skip
-    if comm.rank == 0:
-        print("\n".join(best.notes), flush=True)
     lines = [
         f"Measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC by drivers/calibrate.py",
         f"{comm.size} ranks on {len(where.hosts)} nodes: {', '.join(where.hosts[:8])}",
@@ -126,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
 
     together(comm, write, on=0)
     if comm.rank == 0:
-        print(f"written to {args.output}", flush=True)
+        print("\n".join((*best.notes, f"written to {args.output}")), flush=True)
     return 0
 
 
