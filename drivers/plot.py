@@ -9,13 +9,16 @@ model     predicted against measured time, of all runs in the file
 timeline  what every rank of one run did when
 
 Each is written as PNG and as SVG, 8 cm wide.  Of the plans of a method the fastest one at each
-number of ranks stands for it (in bytes, the one that receives least).  Exit code 2: bad input.
+number of ranks stands for it (in bytes, the one that receives least).  With one number of ranks
+scaling and bytes are bars.  A figure for which the file holds nothing is left out, with a line on
+stderr.  Exit code 2: bad input, or nothing could be drawn.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -76,8 +79,13 @@ def main(argv: list[str] | None = None) -> int:
     chosen = Choice(args)
     plt = _pyplot()
     os.makedirs(args.output, exist_ok=True)
+    missing = []
     for name in names:
-        figure = FIGURES[name](plt, chosen)
+        try:
+            figure = FIGURES[name](plt, chosen)
+        except NothingToDraw as error:
+            missing.append(f"{name}: {error}")
+            continue
         for kind in formats:
             path = Path(args.output, f"{name}.{kind}")
             # Without dates and versions: the same figure is the same file.
@@ -87,7 +95,15 @@ def main(argv: list[str] | None = None) -> int:
                 os.replace(temporary, target)
             print(path)
         plt.close(figure)
+    if len(missing) == len(names):
+        raise ValueError("; ".join(missing))
+    for what in missing:
+        print(f"plot.py: not drawn: {what}", file=sys.stderr)
     return 0
+
+
+class NothingToDraw(ValueError):
+    """The file holds nothing for a figure."""
 
 
 class Choice:
@@ -112,11 +128,13 @@ class Choice:
         self.all = [summarise(result, phases) for result in usable]
         counts = Counter(name for name, _ in {(x.workload, x.ranks) for x in self.all})
         of_each = Counter(x.workload for x in self.all)
-        self.workload = args.workload or max(counts, key=lambda x: (counts[x], of_each[x], x))
+        usual = max(counts, key=lambda x: (counts[x], of_each[x], x))
+        self.workload = usual if args.workload is None else args.workload
         self.mine = [x for x in self.all if x.workload == self.workload]
         if not self.mine:
             raise ValueError(f"no workload {self.workload!r}: {', '.join(sorted(counts))}")
-        self.ranks, self.phase = args.ranks or max(x.ranks for x in self.mine), args.phase
+        most = max(x.ranks for x in self.mine)
+        self.ranks, self.phase = most if args.ranks is None else args.ranks, args.phase
         here = [x for x in self.mine if x.ranks == self.ranks]
         if not here:
             raise ValueError(f"{self.workload} was not run on {self.ranks} ranks")
@@ -129,7 +147,7 @@ class Choice:
                 x.seconds,
             ),
         )
-        name = args.run or fastest.name
+        name = fastest.name if args.run is None else args.run
         if name not in results:
             raise ValueError(f"no run {name!r} in {args.results}")
         self.run: Result = results[name]
@@ -158,8 +176,10 @@ class Choice:
 
 def draw_scaling(plt, choice: Choice):
     """Time by number of ranks."""
-    figure, axes = plt.subplots(figsize=(WIDTH, 0.95 * WIDTH))
     families = choice.families(lambda x: x.seconds)
+    if len({x.ranks for xs in families.values() for x in xs}) == 1:
+        return _bars(plt, choice, families, lambda x: 1e3 * x.seconds, "time, ms")
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.95 * WIDTH))
     fewest = min(xs[0].ranks for xs in families.values())
     base = min(xs[0].seconds for xs in families.values() if xs[0].ranks == fewest)
     everyone = sorted({x.ranks for xs in families.values() for x in xs})
@@ -213,11 +233,15 @@ def draw_bytes(plt, choice: Choice):
         for name, xs in choice.families(lambda x: x.received).items()
     }
     if not (families := {name: xs for name, xs in families.items() if xs}):
-        raise ValueError("bytes: no run on more than one rank")
-    figure, axes = plt.subplots(figsize=(WIDTH, 0.95 * WIDTH))
+        raise NothingToDraw("no run on more than one rank")
     everyone = sorted({x.ranks for xs in families.values() for x in xs})
-    axes.set_yscale("log")
     bounds = {x.ranks: x.bound for xs in families.values() for x in xs if x.bound > 0}
+    if len(everyone) == 1:
+        bound = bounds.get(everyone[0], math.nan) / 1e6
+        return _bars(plt, choice, families, lambda x: x.received / 1e6, "MB received by a rank",
+                     lambda x: x.formula / 1e6, bound)  # fmt: skip
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.95 * WIDTH))
+    axes.set_yscale("log")
     for name, xs in families.items():
         colour, marker, line = STYLES[name]
         ranks = [x.ranks for x in xs]
@@ -239,7 +263,7 @@ def draw_bytes(plt, choice: Choice):
 def draw_model(plt, choice: Choice):
     """Predicted against measured."""
     if not (known := [x for x in choice.all if not math.isnan(x.predicted)]):
-        raise ValueError("model: no predictions in the file (bench.py --profile)")
+        raise NothingToDraw("no predictions in the file (bench.py --profile)")
     figure, axes = plt.subplots(figsize=(WIDTH, 0.95 * WIDTH))
     both = [1e3 * y for x in known for y in (x.seconds, x.predicted)]
     ends = np.array([min(both) / 1.5, max(both) * 1.5])
@@ -264,7 +288,7 @@ def draw_timeline(plt, choice: Choice):
     """What every rank did."""
     result, c = choice.run, choice.run.config
     if not result.spans:
-        raise ValueError(f"timeline: {c['name']} was kept without one (bench.py --spans)")
+        raise NothingToDraw(f"{c['name']} was kept without spans (bench.py --spans)")
     phases, ranks = phases_of(result), int(c["ranks"])
     figure, all_axes = plt.subplots(
         1, len(phases), figsize=(WIDTH, 0.45 * WIDTH + min(0.16 * ranks, 4.0)),
@@ -327,6 +351,35 @@ def _pyplot():
 def _line(axes, name: str, x: list[float], y: list[float]) -> None:
     colour, marker, line = STYLES[name]
     axes.plot(x, y, color=colour, marker=marker, linestyle=line, label=name)
+
+
+def _bars(
+    plt,
+    choice: Choice,
+    families: dict[str, list[Summary]],
+    value: Callable[[Summary], float],
+    unit: str,
+    formula: Callable[[Summary], float] | None = None,
+    bound: float = math.nan,
+):
+    """A bar for the plan of each method, least first, where there is one number of ranks."""
+    xs = sorted(((value(x), name, x) for name, (x,) in families.items()), key=lambda x: x[:2])
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.4 * WIDTH + 0.2 * len(xs)))
+    for y, (length, name, x) in enumerate(xs):
+        axes.barh(y, length, 0.7, color=STYLES[name][0])
+        times = f" ({length / xs[0][0]:.2f}x)" if xs[0][0] else ""
+        axes.annotate(f" {length:.3g}{times}", (length, y), va="center", fontsize=6)
+        if formula:
+            axes.plot(formula(x), y, "|", color="black", label="formula" if y == 0 else None)
+    if not math.isnan(bound):
+        axes.axvline(bound, color="black", linewidth=0.8, label="bound without heads")
+    axes.set_yticks(range(len(xs)), [x.plan.removesuffix("@rcu") for *_, x in xs], fontsize=6)
+    axes.invert_yaxis()
+    axes.margins(x=0.3)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(plt.MaxNLocator(4))
+    axes.set_xlabel(f"{unit}\n(run on {xs[0][2].ranks} ranks only)")
+    return _finish(figure, axes, choice.title)
 
 
 def _log_ranks(axes, ranks: list[int]) -> None:

@@ -6,46 +6,51 @@ python drivers/plot_grid.py data/figures/grid.png --rows 2 --cols 3
 
 from __future__ import annotations
 
-import argparse
-import sys
+import os
+from pathlib import Path
 
 import numpy as np
 
+from a2d_mpi.atomic import check_writable, replacing
 from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
 from a2d_mpi.masks import MASKS
+from a2d_mpi.options import Parser, run_serial
 
 # Okabe and Ito: told apart by colour-blind readers too.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
+FORMATS = ("png", "svg", "pdf")
+LONGEST = 4096  # tokens: every pair of them is a pixel
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The options of this driver."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("output", help="PNG, SVG or PDF file")
-    parser.add_argument("--rows", type=int, default=2)
-    parser.add_argument("--cols", type=int, default=3)
-    parser.add_argument("--mask", choices=MASKS, default="causal")
-    parser.add_argument("--distribution", choices=DISTRIBUTIONS, help="default: the mask's own")
-    parser.add_argument("--seqlen", type=int, default=72)
+    parser = Parser(prog="plot_grid.py", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("output", type=Path, help="PNG, SVG or PDF file")
+    add("--rows", type=int, default=2, help="default %(default)s")
+    add("--cols", type=int, default=3, help="default %(default)s")
+    add("--mask", choices=MASKS, default="causal", help="default %(default)s")
+    add("--distribution", choices=DISTRIBUTIONS, help="default: the mask's own")
+    add("--seqlen", type=int, default=72, help=f"default %(default)s, at most {LONGEST}")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     """Draw; returns the exit code."""
     args = build_parser().parse_args(argv)
+    rows, cols, n = args.rows, args.cols, args.seqlen
+    if not (rows > 0 < cols and rows * cols <= len(COLOURS)):
+        raise ValueError(f"--rows x --cols must be 1 to {len(COLOURS)} ranks, got {rows} x {cols}")
+    if not 1 <= n <= LONGEST:
+        raise ValueError(f"--seqlen must be 1 to {LONGEST}, got {n}")
+    kind = args.output.suffix[1:].lower()
+    if kind not in FORMATS:
+        raise ValueError(f"{args.output} must end with .{', .'.join(FORMATS)}")
+    check_writable(args.output)
     try:
         import matplotlib
     except ImportError:
-        print("plot_grid.py: error: needs matplotlib: pip install -e '.[plot]'", file=sys.stderr)
-        return 2
-    rows, cols, n = args.rows, args.cols, args.seqlen
-    if not (rows > 0 < cols and rows * cols <= len(COLOURS) and n > 0):
-        print(
-            f"plot_grid.py: error: needs 1 to {len(COLOURS)} ranks and a positive seqlen, "
-            f"got {rows} x {cols} and {n}",
-            file=sys.stderr,
-        )
-        return 2
+        raise ValueError("needs matplotlib: pip install -e '.[plot]'") from None
     matplotlib.use("agg")
     matplotlib.rcParams["svg.hashsalt"] = "a2d_mpi"  # the same picture is the same file
     import matplotlib.pyplot as plt
@@ -53,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
 
     mask = MASKS[args.mask]()
     parts = Distribution(args.distribution or mask.default_distribution, n, rows * cols)
-    owner = np.empty(n, int)
+    owner = np.empty(n, np.int8)
     for rank in range(rows * cols):
         owner[parts.tokens(rank)] = rank
     # Rank (r, c) computes the queries of row r against the keys of column c.
@@ -89,9 +94,11 @@ def main(argv: list[str] | None = None) -> int:
     right.axis("off")
     right.set_title(f"{rows} x {cols} grid of ranks", fontsize=10)
     figure.tight_layout()
-    figure.savefig(args.output, dpi=110, metadata=None)
+    with replacing(args.output) as (target, temporary):
+        figure.savefig(temporary, format=kind, dpi=110)
+        os.replace(temporary, target)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_serial("plot_grid.py", main)

@@ -158,7 +158,8 @@ def _matches(path: str, results: dict[str, Result], xs: Sequence[Summary]) -> st
     c, total = result.config, result.timings["forward/total"]
     compute = result.timings["forward/compute"][usual_trial(total)].mean()
     received = summarise(result, ["forward"]).received
-    here = compute / (received / read_machine(profile).between.bandwidth)
+    link = read_machine(profile).links(int(c["ranks"]))[1]
+    here = compute / (received / link.bandwidth)
     paper = read_machine(MACHINES / PAPER[Path(path).stem])
     work = Workload(LENGTH, 96, 128, 96 * int(c["nheads_kv"]) // int(c["nheads"]),
                     MASKS[str(c["mask"])](), "bfloat16")  # fmt: skip

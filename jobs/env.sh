@@ -4,6 +4,7 @@
 #   use_env mpich              python, mpiexec, ... are those of .venv, made if there is none
 #   limited 60 COMMAND...      the command, ended after 60 s; returns its exit code, or 124
 #   run_mpi 4 60 COMMAND...    the same on 4 ranks of this machine
+#   sweep_mpi                  removes what MPICH's jobs that were killed have left; run_mpi does so
 
 # Ctrl-C ends the job, not only its current command: MPICH's mpiexec would then report success.
 trap 'exit 130' INT
@@ -88,10 +89,28 @@ share_cores() {
   fi
 }
 
+# What MPICH's jobs leave when they are killed: shared memory of the ranks, and the topology that
+# mpiexec wrote down.  Jobs that run have theirs open or mapped, but perhaps not in their first
+# minute.
+sweep_mpi() {
+  local left used
+  [[ -r /proc/self/maps ]] || return 0 # nobody can tell
+  left=$(find /dev/shm /tmp -maxdepth 1 -type f -user "$EUID" -mmin +1 \
+    \( -path '/dev/shm/mpich_shm_*' -o -path '/tmp/hydra_hwloc_xmlfile_*' \) 2>/dev/null) || true
+  [[ -n $left ]] || return 0
+  # After these were found: what is not in use now never will be.
+  used=$({
+    find /proc/[0-9]*/fd -maxdepth 1 -lname '/*_*' -printf '%l\n'
+    sed -nE 's,.* (/dev/shm/mpich_shm_[^ ]*)$,\1,p' /proc/[0-9]*/maps
+  } 2>/dev/null) || true # processes come and go
+  comm -23 <(sort -u <<<"$left") <(sort -u <<<"$used") | tr '\n' '\0' | xargs -0 -r rm -f || true
+}
+
 # run_mpi RANKS SECONDS COMMAND...
 run_mpi() {
   local ranks=$1 seconds=$2
   shift 2
+  sweep_mpi
   (
     share_cores "$ranks"
     limited "$seconds" "$VIRTUAL_ENV/bin/mpiexec" -n "$ranks" "$@"

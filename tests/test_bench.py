@@ -6,6 +6,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import h5py
 import helpers
 import numpy as np
 import pytest
@@ -172,6 +173,32 @@ def test_spans_of_some(tmp_path, which, kept):
     found = read_benchmark(tmp_path / "bench.h5").values()
     assert len(found) == 2 and sum(bool(x.spans) for x in found) == kept
     assert all(x.config["picked"] for x in found if x.spans)
+    # One number of ranks: all is drawn but what is not there.
+    done = plot(tmp_path / "bench.h5", "--output", tmp_path / "drawn", "--format", "svg")
+    assert done.returncode == 0, done.stderr
+    assert "run on 2 ranks only" in (tmp_path / "drawn" / "scaling.svg").read_text()
+    assert "formula" in (tmp_path / "drawn" / "bytes.svg").read_text()
+    drawn = {f"{x}.svg" for x in FIGURES if kept or x != "timeline"}
+    assert {x.name for x in (tmp_path / "drawn").iterdir()} == drawn
+    assert ("not drawn: timeline: " in done.stderr) == (not kept)
+
+
+def test_plots_without_predictions(finished, tmp_path):
+    """What there is is drawn; what is not is named, and refused if nothing else was wanted."""
+    path = tmp_path / "bench.h5"
+    with h5py.File(finished[0]) as old, h5py.File(path, "w") as new:
+        for name in old:
+            old.copy(name, new)
+        new.attrs.update(old.attrs)
+        for run in new["runs"].values():
+            run["predicted"].clear()
+    done = plot(path, "--output", tmp_path, "--what", "model,phases", "--format", "svg")
+    assert done.returncode == 0 and done.stdout == f"{tmp_path / 'phases.svg'}\n"
+    assert done.stderr == (
+        "plot.py: not drawn: model: no predictions in the file (bench.py --profile)\n"
+    )
+    done = plot(path, "--output", tmp_path, "--what", "model")
+    assert_refused(done, "model: no predictions in the file")
 
 
 @pytest.mark.launches
@@ -224,6 +251,7 @@ def test_bad_plots(finished, tmp_path):
             (["--format", "gif"], "'gif' is none of png"),
             (["--workload", "mine"], "no workload 'mine': causal-n61"),
             (["--ranks", "3"], "was not run on 3 ranks"),
+            (["--ranks", "0"], "was not run on 0 ranks"),
             (["--run", "none"], "no run 'none'"),
             (["--output", "/proc/none"], "/proc/none"),
         )

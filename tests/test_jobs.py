@@ -1,8 +1,11 @@
-"""Every script parses, and names only drivers, jobs and options that exist."""
+"""Scripts parse, name only what exists, and clean up; GPU jobs say what they run on."""
 
 import importlib.util
+import mmap
+import os
 import re
 import subprocess
+import time
 from functools import cache
 from pathlib import Path
 
@@ -65,3 +68,78 @@ def test_what_the_main_job_runs_is_found():
         x for x in commands((ROOT / "jobs/local.sh").read_text()) if x[0] == "drivers/attention.py"
     ]
     assert {"--rows", "--backward", "--output"} <= set(used) <= options(program)
+
+
+@pytest.mark.parametrize(
+    "script, device", [("cpu", "cpu"), ("a100_16x4", "gpu"), ("h100_64x1", "gpu")]
+)
+def test_batch_jobs_say_on_what_they_compute(tmp_path, script, device):
+    """And do so.  `srun` is one that prints its command."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    (tmp_path / "bin" / "srun").write_text("#!/bin/sh\necho srun $*\n")
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    job = {"SLURM_CPUS_PER_TASK": "3", "SLURM_JOB_ID": "7", "venv": str(tmp_path),
+           "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "output": str(tmp_path),
+           "input": "data/minilm_l3_1536.h5"}  # fmt: skip
+
+    def run(**more):
+        return subprocess.run(
+            ["bash", f"jobs/slurm_{script}.sh"], cwd=ROOT, env=os.environ | job | more,
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+
+    for chosen in (device, "cpu"):
+        done = run() if chosen == device else run(device=chosen)
+        assert done.returncode == 0, done.stderr
+        said, *commands = done.stdout.splitlines()
+        assert said.startswith({"gpu": "each rank computes on a GPU",
+                                "cpu": "each rank computes on 3 CPU cores"}[chosen])  # fmt: skip
+        assert len(commands) == 2 and all(f" --device {chosen} " in x for x in commands)
+    done = run(device="tpu")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "slurm.sh: device must be gpu or cpu, got tpu\n",
+    )
+
+
+SHM, TOPOLOGY = "/dev/shm/mpich_shm", "/tmp/hydra_hwloc_xmlfile"
+SWEEP = "set -euo pipefail; source jobs/env.sh; {}; echo done"
+
+
+def test_what_killed_jobs_left_is_swept():
+    """By the next job of the same user, and nothing that is in use, new, or others'."""
+    if not Path("/proc/self/maps").exists():
+        return  # nobody can tell what is in use
+    old, kept = [
+        [Path(f"{x}_{os.getpid()}{why}") for x in names]
+        for names, why in (
+            ((SHM, TOPOLOGY), "old"),
+            ((f"{SHM}_open", f"{TOPOLOGY}_open", f"{SHM}_mapped", f"{SHM}_new", f"{TOPOLOGY}_new",
+              "/dev/shm/other_shm", "/tmp/hydra"), ""),
+        )
+    ]  # fmt: skip
+    mapped = None
+    try:
+        for path in (*old, *kept):
+            path.write_bytes(bytes(mmap.PAGESIZE))
+        with open(kept[0]), open(kept[1]):
+            with open(kept[2], "r+b") as file:
+                mapped = mmap.mmap(file.fileno(), 0)
+            # run_mpi sweeps before it looks for mpiexec, which is not there.
+            for command in ("sweep_mpi", "VIRTUAL_ENV=/none; run_mpi 1 9 true || true"):
+                for path in (*old, *(x for x in kept if "new" not in x.name)):
+                    path.write_bytes(bytes(mmap.PAGESIZE))
+                    os.utime(path, (time.time() - 90, time.time() - 90))
+                done = subprocess.run(
+                    ["bash", "-c", SWEEP.format(command)], cwd=ROOT, timeout=60,
+                    capture_output=True, text=True, check=False,
+                )  # fmt: skip
+                assert done.stdout == "done\n", done.stderr
+                assert command != "sweep_mpi" or done.stderr == ""
+                assert [x for x in (*old, *kept) if x.exists()] == kept
+    finally:
+        if mapped:
+            mapped.close()
+        for path in (*old, *kept):
+            path.unlink(missing_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,9 +13,11 @@ import numpy as np
 
 from a2d_mpi.atomic import replacing
 from a2d_mpi.cost import Layout
-from a2d_mpi.machine import Kernel, Link, Machine, kernel_terms
+from a2d_mpi.machine import Kernel, Link, Machine, kernel_terms, one_line
 from a2d_mpi.model import predict
 from a2d_mpi.schedule import Workload
+
+STEADY = 0.2  # a measurement is disturbed if its figures may be off by more
 
 
 @dataclass(frozen=True)
@@ -118,14 +122,37 @@ def fit_steps(machine: Machine, ranks: int, work: Workload, grid: float, ring: f
     return machine
 
 
+def disturbance(shares: Sequence[float], seconds: Sequence[float]) -> float:
+    """By how much figures may be off, relative to them, because others used the machine.
+
+    Parameters
+    ----------
+    shares : sequence of float
+        Looks at a kernel that all ranks call at once: CPU time of the ranks as a share, 0 to 1,
+        of what their cores could give them.  Ranks that share cores only with each other get 1.
+    seconds : sequence of float
+        Of one such call, at each look.
+
+    Notes
+    -----
+    One look of ten may be off, either way.
+    """
+    fast, slow = np.quantile(seconds, (0.1, 0.9))
+    return float(max(1 / max(np.quantile(shares, 0.1), 1e-3), slow / fast) - 1)
+
+
 def to_toml(machine: Machine, comment: str = "") -> str:
-    """The profile as text that `a2d_mpi.machine.read_machine` reads back."""
-    lines = [f"# {line}".rstrip() for line in comment.splitlines()]
+    """The profile as text that `a2d_mpi.machine.read_machine` reads back.
+
+    Each line of the comment becomes one, with escapes for characters that TOML does not take.
+    """
+    lines = [f"# {one_line(line)}".rstrip() for line in comment.split("\n") if comment]
     skip = {"inside", "between", "kernels"}
     top = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name not in skip}
     lines += _table(top)
     for name in ("inside", "between"):
-        lines += ["", f"[link.{name}]", *_table(vars(getattr(machine, name)))]
+        if link := getattr(machine, name):
+            lines += ["", f"[link.{name}]", *_table(vars(link))]
     for dtype, by_phase in machine.kernels.items():
         for phase, kernel in by_phase.items():
             lines += ["", f"[kernel.{dtype}.{phase}]", *_table(vars(kernel))]
@@ -149,10 +176,11 @@ def _table(values: dict[str, object]) -> list[str]:
     lines = []
     for name, value in values.items():
         if isinstance(value, str):
-            quoted = value.replace("\\", "\\\\").replace('"', '\\"')
-            lines.append(f'{name} = "{quoted}"')
+            # JSON's escapes are TOML's, which wants one for DEL, too.
+            quoted = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{name} = {quoted}")
         elif isinstance(value, int):
             lines.append(f"{name} = {value}")
-        elif value is not None:
+        elif value is not None and value < math.inf:
             lines.append(f"{name} = {value:.4g}")
     return lines

@@ -24,10 +24,14 @@ A profile holds measured (``drivers/calibrate.py``) or quoted figures, in SI uni
 
     [kernel.float32.forward]      # see Kernel; likewise backward, and other dtypes
     flops = 95e9
+
+A link that was not measured is left out: such a profile does for ranks that do not need it.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -44,6 +48,24 @@ else:  # pragma: no cover
     import tomli as tomllib
 
 PHASES = ("forward", "backward")
+# Bytes of a profile and of a line: the parser's time grows with the square of what a line holds.
+LONGEST, LONGEST_LINE = 1 << 16, 1000
+LONGEST_NAME = 100
+# The least and the most that a value may be: beyond these a prediction need not be finite, or is
+# 0.  Values that are not here are seconds.
+_BOUNDS: dict[str, tuple[float, float]] = {
+    "bandwidth": (1, 1e18),
+    "flops": (1, 1e24),
+    "copy": (1, 1e18),
+    "merge": (1, 1e18),
+    "hidden": (0, 1),
+    "nics": (1, 1 << 16),
+    "ranks_per_node": (1, 1 << 16),
+    "cores_per_node": (1e-3, 1 << 16),
+    "memory": (1, 1 << 62),
+    "reserved": (0, 1 << 62),
+}
+_SECONDS = (0, 1e6)
 _SUFFIXES = {"": 1} | {
     prefix + i: (1024 if i else 1000) ** power
     for power, prefix in enumerate("KMGT", 1)
@@ -77,10 +99,7 @@ class Link:
     hidden: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.bandwidth > 0 and self.nics >= 1 and 0 <= self.hidden <= 1):
-            raise ValueError(f"a link needs bandwidth > 0, nics >= 1, 0 <= hidden <= 1: {self}")
-        if not (self.latency >= 0 and self.overhead >= 0):
-            raise ValueError(f"a link needs latency >= 0 and overhead >= 0: {self}")
+        _check(self)
 
 
 @dataclass(frozen=True)
@@ -111,9 +130,7 @@ class Kernel:
     cut: float = 0.0
 
     def __post_init__(self) -> None:
-        values = [getattr(self, f.name) for f in fields(self)]
-        if not (self.flops > 0 and min(values) >= 0):
-            raise ValueError(f"a kernel needs flops > 0 and no negative time: {self}")
+        _check(self)
 
     def seconds(
         self,
@@ -146,11 +163,14 @@ def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int], backward: bool)
 
 @dataclass(frozen=True)
 class Machine:
-    """A profile; see the head of this module for the units and the meaning of its values."""
+    """A profile; see the head of this module for the units and the meaning of its values.
+
+    `inside` or `between` is None where it was not measured.
+    """
 
     name: str
-    inside: Link
-    between: Link
+    inside: Link | None
+    between: Link | None
     kernels: Mapping[str, Mapping[str, Kernel]]
     ranks_per_node: int = 1
     cores_per_node: float | None = None
@@ -159,35 +179,57 @@ class Machine:
     start: float = 0.0
     step: float = 0.0
     turn: float = 0.0
-    copy: float = float("inf")
-    merge: float = float("inf")
+    copy: float = math.inf
+    merge: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.ranks_per_node < 1 or not (self.cores_per_node or 1) > 0:
+        whole = (
+            self.name == self.name.encode(errors="replace").decode()
+        )  # not bytes of other codes
+        if not whole or len(self.name) > LONGEST_NAME:
             raise ValueError(
-                "a machine needs ranks_per_node >= 1 and cores_per_node > 0, got "
-                f"{self.ranks_per_node} and {self.cores_per_node}"
+                f"name must be UTF-8, at most {LONGEST_NAME} characters, got {_shown(self.name)}"
             )
-        if not (self.copy > 0 and self.merge > 0):
-            raise ValueError("a machine needs copy > 0 and merge > 0")
-        for name in ("start", "step", "turn", "reserved"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"a machine needs {name} >= 0, got {getattr(self, name)}")
+        _check(self)
 
     @property
     def share(self) -> float:
         """Share of a core that a rank has when all of its node compute."""
-        return min(1.0, (self.cores_per_node or self.ranks_per_node) / self.ranks_per_node)
+        return min(1.0, self._cores / self.ranks_per_node)
+
+    @property
+    def _cores(self) -> float:
+        return self.ranks_per_node if self.cores_per_node is None else self.cores_per_node
 
     def with_ranks_per_node(self, ranks: int) -> Machine:
         """The same nodes with another number of ranks on each, which share the same cores."""
-        cores = self.cores_per_node or self.ranks_per_node
-        return replace(self, ranks_per_node=ranks, cores_per_node=cores)
+        return replace(self, ranks_per_node=ranks, cores_per_node=self._cores)
+
+    def links(self, ranks: int) -> tuple[Link, Link]:
+        """The links inside and between the nodes that so many ranks fill, one after the other.
+
+        One that these ranks do not have may be anything.
+
+        Raises
+        ------
+        ValueError
+            If the profile lacks one that they have.
+        """
+        needed = {"inside": min(ranks, self.ranks_per_node) > 1,
+                  "between": ranks > self.ranks_per_node}  # fmt: skip
+        for name, used in needed.items():
+            if used and getattr(self, name) is None:
+                raise ValueError(
+                    f"{one_line(self.name)} has no link.{name}, which {ranks} ranks need, "
+                    f"{self.ranks_per_node} a node: calibrate with as many ranks on as many nodes"
+                )
+        return self.inside or Link(1.0), self.between or Link(1.0)
 
     def kernel(self, dtype: str, phase: str) -> Kernel:
         """The kernel of a dtype; ValueError if the profile has none."""
         if dtype not in self.kernels:
-            raise ValueError(f"{self.name} has kernels for {sorted(self.kernels)}, not {dtype}")
+            known = sorted(map(one_line, self.kernels))
+            raise ValueError(f"{one_line(self.name)} has kernels for {known}, not {dtype}")
         return self.kernels[dtype][phase]
 
 
@@ -197,50 +239,65 @@ def read_machine(path: str | Path) -> Machine:
     Raises
     ------
     ValueError
-        If it is no TOML, or a key is missing, unknown or of the wrong type, with its name.
+        If it is no TOML, or a key is missing, unknown, of the wrong type or out of bounds, with
+        its name.
     OSError
         If it cannot be read.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(f"{path} is not a regular file")
     try:
         with open(path, "rb") as file:
-            data = tomllib.load(file)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from error
+            text = file.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            raise ValueError(f"it has more than {LONGEST} bytes")
+        if max(map(len, text.splitlines()), default=0) > LONGEST_LINE:
+            raise ValueError(f"a line has more than {LONGEST_LINE} bytes")
+        data = tomllib.loads(text.decode().replace("\r\n", "\n"))
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError too
+        raise ValueError(one_line(f"{path} is no TOML profile: {error}")) from error
     try:
-        links, kernels = data.pop("link", {}), data.pop("kernel", {})
-        if missing := {"inside", "between"} - links.keys():
-            raise ValueError(f"it lacks link.{min(missing)}")
+        links = _table(data.pop("link", {}), "link")
         if unknown := links.keys() - {"inside", "between"}:
             raise ValueError(f"unknown link.{min(unknown)}")
         found = {}
-        for dtype, by_phase in kernels.items():
-            if set(by_phase) != set(PHASES):
+        for dtype, by_phase in _table(data.pop("kernel", {}), "kernel").items():
+            if set(_table(by_phase, f"kernel.{dtype}")) != set(PHASES):
                 raise ValueError(f"kernel.{dtype} must have forward and backward")
             found[dtype] = {
                 phase: _make(Kernel, x, f"kernel.{dtype}.{phase}") for phase, x in by_phase.items()
             }
         for name in ("memory", "reserved"):
-            if name in data:
-                data[name] = parse_size(data[name])
-        given = {name: _make(Link, links[name], f"link.{name}") for name in ("inside", "between")}
+            if isinstance(data.get(name), (str, float)):
+                data[name] = parse_size(data[name], name)
+        given = {
+            name: _make(Link, links[name], f"link.{name}") if name in links else None
+            for name in ("inside", "between")
+        }
         return _make(Machine, data, "", given | {"kernels": found})
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    except ValueError as error:
+        raise ValueError(one_line(f"{path}: {error}")) from error
 
 
-def parse_size(text: str | int, unit: str = "B") -> int:
+def one_line(text: str) -> str:
+    """The text with escapes for all that is not printed as a character: line ends, too."""
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
+
+
+def parse_size(text: str | float, name: str = "") -> int:
     """Bytes from "80GB" (80e9), "80GiB" (80 * 2**30), "4e9" or a number.
 
     Raises
     ------
     ValueError
-        If it is none of these, negative or infinite.
+        If it is none of these, negative or infinite; it says what has that `name`.
     """
-    found = re.fullmatch(rf"\s*([\d.]+(?:[eE]\+?\d+)?)\s*([KMGT]?i?){unit}?\s*", str(text))
+    found = re.fullmatch(r"\s*([\d.]+(?:[eE]\+?\d+)?)\s*([KMGT]?i?)B?\s*", str(text))
     try:
         return round(float(found[1]) * _SUFFIXES[found[2]])
     except (TypeError, ValueError, KeyError, OverflowError):
-        raise ValueError(f"{text!r} is no size; write 80GB or 80GiB") from None
+        where = f"{name}: " if name else ""
+        raise ValueError(f"{where}{_shown(text)} is no size; write 80GB or 80GiB") from None
 
 
 def parse_count(text: str) -> int:
@@ -250,19 +307,23 @@ def parse_count(text: str) -> int:
     ------
     ValueError
     """
-    found = re.fullmatch(r"(\d+)([KMG]?)", str(text))
+    found = re.fullmatch(r"(\d{1,1000})([KMG]?)", str(text))
     if not found:
-        raise ValueError(f"{text!r} is no number of tokens; write 1048576, 1024K or 1M")
+        raise ValueError(f"{_shown(text)} is no number of tokens; write 1048576, 1024K or 1M")
     return int(found[1]) * _SUFFIXES[found[2] + "i" * bool(found[2])]
+
+
+def _table(value: object, where: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a table, got {_shown(value)}")
+    return value
 
 
 def _make(kind: type, values: object, where: str, given: Mapping[str, object] = {}) -> object:
     """A dataclass from a TOML table; every key must be known and numbers must be numbers."""
     prefix = f"{where}." if where else ""
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} must be a table")
     known = {f.name: f for f in fields(kind) if f.name not in given}
-    if unknown := values.keys() - known.keys():
+    if unknown := _table(values, where).keys() - known.keys():
         raise ValueError(f"unknown {prefix}{min(unknown)}; known are {sorted(known)}")
     for name, field in known.items():
         if name not in values:
@@ -274,6 +335,32 @@ def _make(kind: type, values: object, where: str, given: Mapping[str, object] = 
             wanted, called = str, "text"
         elif name in ("nics", "ranks_per_node", "memory", "reserved"):
             wanted, called = int, "a whole number"
-        if isinstance(value, bool) or not isinstance(value, wanted) or value != value:
-            raise ValueError(f"{prefix}{name} must be {called}, got {value!r}")
-    return kind(**values, **given)
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if isinstance(value, bool) or not isinstance(value, wanted) or not finite:
+            raise ValueError(f"{prefix}{name} must be {called}, got {_shown(value)}")
+    try:
+        return kind(**values, **given)
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from error
+
+
+def _check(values: Link | Kernel | Machine) -> None:
+    """Raise ValueError, with the name, for a number that is out of bounds."""
+    for field in fields(values):
+        value = getattr(values, field.name)
+        least, most = _BOUNDS.get(field.name, _SECONDS)
+        if not isinstance(value, (int, float)) or value == field.default:
+            continue
+        if not least <= value <= most:
+            raise ValueError(
+                f"{field.name} must be from {least:g} to {most:g}, got {_shown(value)}"
+            )
+
+
+def _shown(value: object) -> str:
+    """What a message can hold of a value."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length() * math.log10(2):.0f} digits"
+    if isinstance(value, (int, float, str)):
+        return repr(value) if len(str(value)) < 80 else f"{str(value)[:60]!r}..."
+    return f"a {type(value).__name__}"

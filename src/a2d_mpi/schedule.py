@@ -80,7 +80,7 @@ class Schedule:
         self.backward, self.overlap = phase == "backward", work.overlap
         self.kernel = machine.kernel(work.dtype, phase)
         self.step, self.turn = (x / machine.share for x in (machine.step, machine.turn))
-        self.links = (machine.inside, machine.between)
+        self.links = machine.links(layout.size)
         self.whole = work.problem(layout, distribution)
         self.layer = p = self.whole.layer(layout.heads)
         self.heads = (p.nheads, p.nheads_kv, p.headdim)
@@ -172,12 +172,12 @@ class Schedule:
 
     def share_links(self, flows: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Set `rate` for flows (peer, bytes), each (P,), that use the links side by side."""
-        m, link = self.machine, self.machine.between
+        m, (inside, link) = self.machine, self.links
         crossing = sum((b * (self.node[peer] != self.node) for peer, b in flows), 0 * self.now)
         of_node = np.bincount(self.node, crossing)[self.node]
         fair = np.where(crossing > 0, crossing / np.maximum(of_node, 1e-300), 1.0)
         alone = link.bandwidth * max(1.0, link.nics / m.ranks_per_node)
-        self.rate[0] = m.inside.bandwidth
+        self.rate[0] = inside.bandwidth
         self.rate[1] = np.minimum(alone, link.bandwidth * link.nics * fair)
         self.free[:] = 0
 

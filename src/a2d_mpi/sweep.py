@@ -202,6 +202,7 @@ def plans_for(
         if machine is not None:
             for phase in work.phases:
                 machine.kernel(case.dtype, phase)  # or say that the profile has none
+            machine.links(ranks)
         for spec in specs:
             if best := _AUTO.fullmatch(spec):
                 if machine is None:

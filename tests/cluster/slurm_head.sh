@@ -62,6 +62,7 @@ echo "ok: SLURM is up on ${nodes[*]}"
 
 # submit SCRIPT HOSTS RANKS OPTION...: HOSTS and RANKS of the job's results must be as given.
 export mpi=pmi2 venv=.venv input=data/minilm_l3_1536.h5 trials=2 output=$dir/results
+export device=cpu # the GPUs are none
 submit() {
   local script=$1 hosts=$2 ranks=$3 id method
   shift 3

@@ -1,0 +1,69 @@
+"""Programs of one process: what they refuse, that files stay whole, and --help."""
+
+import os
+
+import pytest
+from helpers import assert_all_refused, drive
+
+GRID, SAMPLE = "plot_grid.py", "../data/make_sample.py"
+
+
+@pytest.mark.parametrize("program", ["plan.py", "plot.py", GRID, "study.py", SAMPLE])
+def test_help(program):
+    done = drive(program, 0, "--help")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+
+
+def test_bad_pictures(tmp_path):
+    common = [tmp_path / "grid.png"]
+    kept = tmp_path / "kept.png"
+    kept.write_bytes(b"kept")
+    assert_all_refused(GRID, 0, [
+        (options, [], text)
+        for options, text in (
+            ([], "arguments are required: output"),
+            (["/nowhere/grid.png"], "cannot write /nowhere/grid.png: No such file"),
+            ([tmp_path / "grid.gif"], "grid.gif must end with .png, .svg, .pdf"),
+            ([tmp_path / "grid"], "must end with .png"),
+            ([*common, "--seqlen", "99999999999"], "--seqlen must be 1 to 4096, got 99999999999"),
+            ([*common, "--seqlen", "0"], "--seqlen must be 1 to 4096, got 0"),
+            ([*common, "--rows", "0"], "must be 1 to 8 ranks, got 0 x 3"),
+            ([kept, "--cols", "-1"], "must be 1 to 8 ranks, got 2 x -1"),
+            ([*common, "--cols", "9" * 30], "must be 1 to 8 ranks"),
+            ([*common, "--mask", "none"], "invalid choice"),
+            ([*common, "--rows", "x"], "invalid int value"),
+        )
+    ])  # fmt: skip
+    assert kept.read_bytes() == b"kept" and os.listdir(tmp_path) == ["kept.png"]
+
+
+def test_pictures(tmp_path):
+    for name, start in (("a.png", b"\x89PNG"), ("b.SVG", b"<?xml")):
+        done = drive(GRID, 0, tmp_path / name, "--rows", 2, "--cols", 4, "--seqlen", 1000)
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert len(os.listdir(tmp_path)) == 2
+
+
+def test_bad_samples(tmp_path):
+    """Refused before any package that may be missing is asked for, or with its name."""
+    output, text = tmp_path / "sample.h5", tmp_path / "text"
+    text.write_text("kept")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text("kept")
+    model = ["--model", tmp_path]
+    assert_all_refused(SAMPLE, 0, [
+        (options, [], message)
+        for options, message in (
+            ([], "arguments are required: output"),
+            ([output, "--tokens", "0"], "--tokens is 0, must be at least 1"),
+            ([output, "--tokens", "many"], "invalid int value"),
+            ([output, "--dtype", "int8"], "invalid choice"),
+            (["/nowhere/sample.h5"], "cannot write /nowhere/sample.h5"),
+            ([tmp_path], "it is not a regular file"),
+            ([text, "--text", text, *model], "is an input, too"),
+            ([tmp_path / "config.json", *model], "is an input, too"),
+            ([output, *model], "error: "),  # no package, or no such model
+        )
+    ])  # fmt: skip
+    assert not output.exists() and text.read_text() == "kept"
