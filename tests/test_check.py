@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import GRIDS, NHEADS, TENSORS, inputs, run
-from helpers import DRIVERS, EACH, assert_all, bounds_for, launch
+from helpers import DRIVERS, EACH, assert_all, bounds_for, drive, launch
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
 from a2d_mpi.backend import DTYPES
@@ -92,6 +92,21 @@ def test_overflow_and_logits_of_a_billion(tmp_path):
     assert verdicts[2]["dv"].startswith("FAILED: not checked")
     assert set(verdicts[3].values()) == {"passed"}
     assert "check.py" not in done.stderr  # no warnings of NumPy's
+
+
+@pytest.mark.launches
+def test_one_byte_too_many_in_one_of_five_trials():
+    once = (
+        "from a2d_mpi.comm import Traffic as T; old, calls = T.count, []\n"
+        "def count(self, phase, name, direction, nbytes, messages):\n"
+        "    calls.append(1)\n"
+        "    old(self, phase, name, direction, nbytes + (len(calls) == 30), messages)\n"
+        "T.count = count"
+    )
+    options = ["--seqlen", "64", "--check", "none", "--trials", "5"]
+    done = drive("attention.py", 2, SAMPLE, *options, sabotage=once)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"traffic +1.00e\+00 .*FAILED$", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_bounds_that_prove_nothing():
