@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from fuzz_cases import MASKS, METHODS, draw
 from helpers import launch
 
 FUZZ = Path(__file__).with_name("fuzz.py")
@@ -31,8 +32,6 @@ def test_faults_are_found(fault, what):
 
 def test_cases_are_what_they_say():
     """All kinds of everything occur, and the same seed draws the same."""
-    from fuzz_cases import MASKS, METHODS, draw
-
     cases = [draw(seed, 6) for seed in range(400)]
     assert {x.mask_name for x in cases} == set(MASKS)
     assert {x.method for x in cases} == set(METHODS)
