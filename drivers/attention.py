@@ -215,8 +215,8 @@ def _report(result: Result, plan: AttentionPlan) -> None:
             print(f"{name:<17}" + "".join(f"{int(x[col].max()):>11}" for col in columns))
     print("\nchecked             error     bound      rows")
     for name, check in result.checks.items():
-        verdict = "passed" if check.passed else "FAILED"
-        print(f"{name:<15}{check.error:>10.2e}{check.bound:>10.2e}{check.rows:>10}   {verdict}")
+        numbers = f"{check.error:>10.2e}{check.bound:>10.2e}{check.rows:>10}"
+        print(f"{name:<15}{numbers}   {check.verdict}")
 
 
 if __name__ == "__main__":

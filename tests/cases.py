@@ -115,6 +115,29 @@ def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
     ]
 
 
+def accounts(plan, backward):
+    """What is wrong with the traffic or the buffers of a plan, in words.
+
+    After one forward and, if `backward`, one backward call.
+    """
+    method, rank, bad = plan.method, plan.grid.comm.rank, []
+    sizes = method, plan.layout, plan.problem, rank
+    phases = ("forward", "backward") if backward else ("forward",)
+    for what, counted, expected in (
+        ("bytes", plan.traffic.bytes, plan.predicted_traffic()),
+        ("messages", plan.traffic.messages, cost.messages(*sizes)),
+    ):
+        expected = {key: both for key, both in expected.items() if key[0] in phases}
+        if counted != expected:
+            bad.append(f"{counted} {what} but predicted {expected}")
+    held = buffers(*sizes, plan.distribution.name, backward)
+    counts = plan.problem.counts
+    exact = min(counts) > 1 and (method == "attention2d" or len(set(counts)) == 1)
+    if plan.buffer_bytes > held or (exact and plan.buffer_bytes < held):
+        bad.append(f"{plan.buffer_bytes} bytes of buffers but predicted {held}")
+    return bad
+
+
 def checked(plan):
     """Results of this rank, and what is wrong with them, the traffic or the buffers, in words.
 
@@ -123,18 +146,7 @@ def checked(plan):
     sizes = plan.seqlen, plan.nheads_kv, plan.headdim
     found = run(plan, *inputs(*sizes, 1.0, plan.dtype.name, plan.nheads))
     bad = failures(plan, found, plan.mask, *sizes)
-    if plan.traffic.bytes != plan.predicted_traffic():
-        bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
-    number = cost.messages(plan.method, plan.layout, plan.problem, plan.grid.comm.rank)
-    if plan.traffic.messages != number:
-        bad.append(f"{plan.traffic.messages} messages but predicted {number}")
-    held = buffers(
-        plan.method, plan.layout, plan.problem, plan.grid.comm.rank, plan.distribution.name, True
-    )
-    counts = plan.problem.counts
-    exact = min(counts) > 1 and (plan.method == "attention2d" or len(set(counts)) == 1)
-    if plan.buffer_bytes > held or (exact and plan.buffer_bytes < held):
-        bad.append(f"{plan.buffer_bytes} bytes of buffers but predicted {held}")
+    bad += accounts(plan, True)
     plan.free()
     return found, bad
 

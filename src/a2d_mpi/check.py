@@ -23,6 +23,7 @@ from a2d_mpi.results import Check
 BLOCK = 64  # rows that are checked at a time
 
 
+@np.errstate(all="ignore")  # what overflows is found in the results, and fails
 def check_attention(
     plan: AttentionPlan,
     tensors: Mapping[str, np.ndarray],
@@ -47,13 +48,15 @@ def check_attention(
     Returns
     -------
     dict of str to Check
-        By tensor, the same on all ranks: the largest error of a checked element and its bound.
+        By tensor, the same on all ranks: the largest error of a checked element, infinite where
+        a value or the reference is not finite, and its bound, NaN where there is none.
 
     Notes
     -----
     out, lse and dq of a checked row are compared with exact values.  A row of dk or dv depends on
     lse and delta of *every* query.  With all rows checked these are exact too; in a sample they
-    are the run's own (delta from its out), which the sampled query rows vouch for.
+    are the run's own (delta from its out), which the sampled query rows vouch for: an error of
+    lse is a relative one of all probabilities, and lse has no bound beyond a tenth of a nat.
     """
     comm = plan.grid.comm
     local = dict(tensors)
@@ -154,17 +157,27 @@ def error_bounds(
         In float64, where no second computation is at hand, ``1e-12 largest`` takes the place of
         the first term.  16-bit results may be off by half a rounding (a quarter of their eps
         times `largest`) more: how often one is close to a power of two is a matter of luck.
+
+        NaN, which nothing passes, where that is not finite or proves nothing: where it is more
+        than a tenth of `largest`, the values it bounds (for lse, whose errors are relative ones
+        of the probabilities: of 1), and more than half of the digits of the terms leave.  Values
+        may cancel to nothing, such as dq and dk of queries that see one key each: what can be
+        told of these is that they are small beside their terms.
     """
     dp = abs(softmax_scale) * norms["v"] * norms.get("dout", 0.0)
     terms = {"dq": dp * norms["k"], "dk": dp * norms["q"]}
+    eps = float(np.finfo(compute_dtype(dtype)).eps)
+    half_of_digits = math.sqrt(ml_dtypes.finfo(dtype).eps)
     bounds = {}
     for name, value in largest.items():
         size = 1.0 if name == "lse" else value
         first = 1e-12 * value if dtype == np.float64 else 2 * same_precision[name]
-        rounding = (2 + largest["lse"]) * size + terms.get(name, 0.0)
-        bounds[name] = first + float(np.finfo(compute_dtype(dtype)).eps) * rounding
+        bound = first + eps * ((2 + largest["lse"]) * size + terms.get(name, 0.0))
         if dtype.itemsize == 2 and name != "lse":
-            bounds[name] += float(ml_dtypes.finfo(dtype).eps) / 4 * size
+            bound += float(ml_dtypes.finfo(dtype).eps) / 4 * size
+        term = {"out": norms["v"], "dv": norms.get("dout", 0.0), **terms}.get(name, 0.0)
+        says = math.isfinite(bound) and bound <= max(size / 10, half_of_digits * term)
+        bounds[name] = bound if says else math.nan
     return bounds
 
 
@@ -185,15 +198,16 @@ class _Errors:
 
     def add(self, name: str, computed: np.ndarray, values: Mapping[np.dtype, np.ndarray]) -> None:
         exact, computed = values[np.dtype(np.float64)], computed.astype(np.float64)
+        finite = np.isfinite(exact)
+        # Only lse may be infinite, of a query that sees no key.
+        known = (finite | np.isneginf(exact) if name == "lse" else finite).all()
         new = [
-            _distance(computed, exact),
+            _distance(computed, exact) if known else math.inf,
             _distance(values[self._plain], exact),
-            float(
-                np.abs(exact, where=np.isfinite(exact), out=np.zeros_like(exact)).max(initial=0)
-            ),
+            float(np.abs(exact[finite]).max(initial=0)),
         ]
-        known = self._seen.setdefault(name, [0.0, 0.0, 0.0, 0])
-        known[:] = [*map(max, known, new), known[3] + len(computed)]
+        seen = self._seen.setdefault(name, [0.0, 0.0, 0.0, 0])
+        seen[:] = [*map(max, seen, new), seen[3] + len(computed)]
 
     def checks(self) -> dict[str, Check]:
         def over_ranks(column: int) -> dict[str, float]:
@@ -208,13 +222,13 @@ class _Errors:
 
 
 def _largest_norm(x: np.ndarray) -> float:
-    return float(np.linalg.norm(x.astype(np.float64), axis=-1).max(initial=0))
+    norms = np.linalg.norm(x.astype(np.float64), axis=-1)
+    return float(np.nan_to_num(norms, nan=math.inf, posinf=math.inf).max(initial=0))
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
     """Largest |a - b|; equal infinities are at distance 0, NaN is infinitely far from all."""
-    with np.errstate(invalid="ignore"):
-        distance = np.where(a == b, 0, np.abs(a - b))
+    distance = np.where(a == b, 0, np.abs(a - b))
     return float(np.nan_to_num(distance, nan=math.inf, posinf=math.inf).max(initial=0))
 
 
@@ -256,6 +270,5 @@ def _merge(comm: MPI.Intracomm, out: np.ndarray, lse: np.ndarray) -> tuple[np.nd
     weight = np.exp(lse - shift)
     total = _sum(comm, weight)
     out = _sum(comm, out * weight[..., None])
-    with np.errstate(divide="ignore"):
-        lse = np.log(total) + shift
+    lse = np.log(total) + shift
     return out / np.where(total > 0, total, 1)[..., None], lse

@@ -241,15 +241,16 @@ class Measurement:
         return {key: [nbytes // trials for nbytes in both] for key, both in counted.items()}
 
     def _traffic_check(self) -> Check:
-        """Largest difference, in bytes, between what was counted and its formula."""
-        comm, traffic, nothing = self.plan.grid.comm, self._per_call, (0, 0)
+        """Largest difference, in bytes of all trials, between what was counted and its formula."""
+        comm, traffic, nothing = self.plan.grid.comm, self.plan.traffic.bytes, (0, 0)
+        trials = max(1, len(self._spans))
         expected = {
             key: both
             for key, both in self.plan.predicted_traffic().items()
             if key[0] in self.phases
         }
         off = [
-            abs(a - b)
+            abs(a - trials * b)
             for key in {*traffic, *expected}
             for a, b in zip(traffic.get(key, nothing), expected.get(key, nothing))
         ]

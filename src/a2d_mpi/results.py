@@ -7,6 +7,7 @@ line that names the file, fit to be shown to the user as it is.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -136,7 +137,10 @@ def read_part(
 
 @dataclass(frozen=True)
 class Check:
-    """Largest `error` of one tensor, the largest allowed, and how many tokens were compared."""
+    """Largest `error` of one tensor, the largest allowed, and how many tokens were compared.
+
+    A `bound` of NaN: there is none, as rounding alone may change the values by a tenth.
+    """
 
     error: float
     bound: float
@@ -144,8 +148,21 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the bound; NaN is not."""
-        return bool(self.error <= self.bound)
+        """Whether something was compared, and the error is a number within a bound."""
+        return bool(self.rows > 0 and math.isfinite(self.bound) and self.error <= self.bound)
+
+    @property
+    def verdict(self) -> str:
+        """In words: "passed", or "FAILED" and why, if it is not the size of the error."""
+        if self.passed:
+            return "passed"
+        if self.rows <= 0:
+            return "FAILED: nothing was compared"
+        if not math.isfinite(self.error):
+            return "FAILED: not finite"
+        if not math.isfinite(self.bound):
+            return "FAILED: not checked, rounding alone may change a tenth of it"
+        return "FAILED"
 
 
 @dataclass(eq=False)

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Random configurations against a dense float64 computation; exit code 1 if one is wrong.
+#
+#   bash jobs/fuzz.sh SECONDS [RANKS [FIRST]]   default: 4 ranks, any seed for the first one
+#   bash jobs/fuzz.sh --case SEED RANKS         one again, with the numbers
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source jobs/env.sh
+
+usage() {
+  grep '^#   ' "${BASH_SOURCE[0]}" >&2
+  exit 2
+}
+
+seconds=60
+if [[ ${1:-} == --case ]]; then
+  (($# == 3)) || usage
+  ranks=$3 options=(--case "$2")
+else
+  (($# >= 1 && $# <= 3)) || usage
+  seconds=$1 ranks=${2:-4} options=(--seconds "$1" ${3:+--first "$3"})
+fi
+[[ $seconds =~ ^[1-9][0-9]*$ && $ranks =~ ^[1-8]$ ]] || usage
+use_env mpich
+run_mpi "$ranks" $((seconds + 120)) python tests/fuzz.py "${options[@]}"

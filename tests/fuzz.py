@@ -1,0 +1,215 @@
+"""Random configurations on all ranks, against a dense float64 computation; see jobs/fuzz.sh.
+
+    mpiexec -n 4 python tests/fuzz.py --seconds 60
+    mpiexec -n 4 python tests/fuzz.py --case 123456789
+    mpiexec -n 4 python tests/fuzz.py --fault merge
+
+Results, bytes, messages, buffers and areas of each; some are called twice, which must give the
+same bits.  As many cases as ranks make a batch: each rank judges one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
+from unittest.mock import patch
+
+import numpy as np
+from cases import accounts
+from fuzz_cases import Case, draw, solve
+from helpers import bounds_for, distance
+from mpi4py import MPI
+
+import a2d_mpi.comm
+import a2d_mpi.merge
+from a2d_mpi import ProcessGrid
+from a2d_mpi.comm import CollectiveError
+from a2d_mpi.masks import Mask
+from a2d_mpi.measure import make_plan
+from a2d_mpi.tiles.numpy import NumpyTile
+
+TOO_MANY = 3  # failures, after which there is no use in going on
+PATIENCE = 60  # seconds for one case: beyond that a rank waits for ever
+COMM = MPI.COMM_WORLD
+
+_grids: dict[tuple, ProcessGrid] = {}
+
+
+def main() -> int:
+    """Run; returns the exit code: 1 if any case failed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--first", type=int, help="seed of the first case; default: any")
+    parser.add_argument("--case", type=int, help="run this one only, and say how far off it is")
+    parser.add_argument("--fault", choices=FAULTS, help="of the package, on purpose")
+    args = parser.parse_args()
+    with FAULTS[args.fault]() if args.fault else nullcontext():
+        if args.case is not None:
+            return run([args.case], verbose=True) > 0
+        first = args.first
+        if first is None:
+            first = COMM.bcast(int.from_bytes(os.urandom(4), "little"))
+        start, done, failed = time.monotonic(), 0, 0
+        while COMM.bcast(time.monotonic() - start < args.seconds) and failed < TOO_MANY:
+            failed += run(range(first + done, first + done + COMM.size))
+            done += COMM.size
+    if COMM.rank == 0:
+        seconds = f"{time.monotonic() - start:.0f} s"
+        print(f"fuzz: {done} configurations on {COMM.size} ranks in {seconds}, {failed} failed")
+    return failed > 0
+
+
+def run(seeds: Sequence[int], verbose: bool = False) -> int:
+    """Run a batch of at most as many cases as ranks; returns the number of those that failed."""
+    mine, bad = None, []
+    for judge, seed in enumerate(seeds):
+        with _watched(seed):
+            case = draw(seed, COMM.size)
+            if MPI.Query_thread() < MPI.THREAD_MULTIPLE and case.options["overlap"] == "thread":
+                case.options["overlap"] = "poll"
+            try:
+                record = _run(case)
+            except CollectiveError as error:  # on all ranks, which are still in step
+                record = {"bad": [f"refused: {error}"]}
+            except Exception as error:
+                _complain(seed, f"{type(error).__name__}: {error}")
+                raise
+            records = COMM.gather(record, root=judge)
+        if COMM.rank == judge:
+            mine = case, records
+    if mine:
+        case, records = mine
+        bad = [f"{x} (rank {rank})" for rank, y in enumerate(records) for x in y["bad"]]
+        bad = bad or _judge(case, records, verbose)
+    failed = COMM.gather((mine[0], bad) if bad else None) or []
+    for case, why in filter(None, failed):
+        _complain(case.seed, f"{'; '.join(why)} in {case}")
+    return COMM.bcast(sum(x is not None for x in failed))
+
+
+def _run(case: Case) -> dict[str, object]:
+    """What this rank has and finds: results, tokens, area, and what is wrong."""
+    rows, keys, align, grain = case.blocks
+    key = case.shape, case.order
+    if key not in _grids:
+        _grids[key] = ProcessGrid(COMM, *case.shape, order=case.order)
+    defaults = (None, rows, keys, None)
+    with (
+        patch.object(NumpyTile.__init__, "__defaults__", defaults),
+        patch("a2d_mpi.tiles.blocks.ALIGN", align),
+        patch("a2d_mpi.pieces.GRAIN", grain),
+        np.errstate(all="ignore"),
+    ):
+        plan = make_plan(
+            case.method, _grids[key], case.mask, **case.sizes, dtype=case.dtype, **case.options
+        )
+        q, k, v, dout = (x[plan.tokens] for x in case.inputs())
+
+        def call():
+            out, lse = plan.forward(q, k, v)
+            results = {"out": out, "lse": lse}
+            if case.backward:
+                gradients = plan.backward(dout, q, k, v, out, lse)
+                results.update(zip(("dq", "dk", "dv"), gradients))
+            return results
+
+        results = call()
+        bad = accounts(plan, case.backward)
+        if case.repeat:
+            bits = {x: y.tobytes() for x, y in results.items()}
+            again = call()
+            bad += [f"{x} does not repeat" for x, y in again.items() if y.tobytes() != bits[x]]
+            bad += [f"{x} was changed" for x, y in results.items() if y.tobytes() != bits[x]]
+        for x, y in results.items():
+            if y.dtype != (plan.compute_dtype if x == "lse" else plan.dtype):
+                bad.append(f"{x} is {y.dtype}")
+        area, tokens = plan.area(), plan.tokens
+        plan.free()
+    return {"results": results, "tokens": tokens, "area": area, "bad": bad}
+
+
+def _judge(case: Case, records: list[dict], verbose: bool) -> list[str]:
+    """What is wrong with a case, in words."""
+    tokens = np.concatenate([x["tokens"] for x in records])
+    if not np.array_equal(np.sort(tokens), np.arange(case.sizes["seqlen"])):
+        return [f"tokens {tokens}"]
+    bad, pairs = [], int(case.seen.sum()) * case.shape[2]  # every layer has its heads' pairs
+    area = sum(x["area"] for x in records)
+    if area != pairs:
+        bad.append(f"areas add up to {area}, not {pairs}")
+    found = {}
+    for name, part in records[0]["results"].items():
+        found[name] = np.empty((len(tokens), *part.shape[1:]))
+        for x in records:
+            found[name][x["tokens"]] = x["results"][name]
+    exact, same, whole = solve(case, found["out"])
+    scale = case.options["softmax_scale"]
+    scale = case.sizes["headdim"] ** -0.5 if scale is None else scale
+    bounds = bounds_for(case.dtype, scale, whole, exact, same)
+    for name, right in exact.items():
+        error = distance(found[name], right)
+        if verbose:
+            print(f"{name}: error {error:.3g}, bound {bounds[name]:.3g}, plain {same[name]:.3g}")
+        if not error <= bounds[name]:
+            bad.append(f"{name} {error:.3g} > {bounds[name]:.3g}")
+    return bad
+
+
+@contextmanager
+def _watched(seed: int):
+    """End the job with a word if that takes for ever."""
+
+    def end() -> None:
+        _complain(seed, f"not done after {PATIENCE} s (rank {COMM.rank})")
+        os._exit(1)
+
+    timer = threading.Timer(PATIENCE, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _complain(seed: int, why: str) -> None:
+    print(f"fuzz: FAILED: bash jobs/fuzz.sh --case {seed} {COMM.size}: {why}", flush=True)
+
+
+def _mask_off_by_one():
+    right = Mask.intervals
+
+    def wrong(self, q_tokens, k_tokens):
+        (begin, end), *others = right(self, q_tokens, k_tokens)
+        return (begin, np.minimum(end + 1, len(k_tokens))), *others
+
+    return patch.object(Mask, "intervals", wrong)
+
+
+def _merge_off_by_a_little():
+    def wrong(out, *others):
+        a2d_mpi.merge.merge(out, *others)
+        out *= 1 + 3e-6
+
+    return patch("a2d_mpi.backend.merge", wrong)
+
+
+def _dropped_partial():
+    right = a2d_mpi.comm.Partials.receive
+    return patch.object(a2d_mpi.comm.Partials, "receive", lambda self: list(right(self))[1:])
+
+
+FAULTS = {"mask": _mask_off_by_one, "merge": _merge_off_by_a_little, "partial": _dropped_partial}
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception:  # the others would wait
+        traceback.print_exc()
+        COMM.Abort(1)

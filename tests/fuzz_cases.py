@@ -1,0 +1,240 @@
+"""Random problems and their dense float64 solution, which shares nothing with the package.
+
+A mask is drawn twice: as intervals, for the package, and as a rule for a query i and a key j, for
+the solution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from helpers import distance
+
+from a2d_mpi import Causal, Full, IntervalMask, Mask
+from a2d_mpi.backend import DTYPES, compute_dtype
+from a2d_mpi.cost import misfit
+
+METHODS = ("attention2d", "attention2d", "ring", "striped ring", "double ring")
+MASKS = (
+    *("full", "causal", "anti-causal", "window", "documents", "causal documents", "prefix"),
+    *("random", "beyond", "some empty", "hidden", "sink", "several"),
+)
+PRIMES = (2, 3, 5, 7, 11, 13, 31, 53, 89, 97, 127, 149)
+FAR = 2**62
+ORDERS = 4  # of summation, of which the largest error counts: one draw of it may be anything
+
+
+class Several(Mask):
+    """Some intervals for every query."""
+
+    def __init__(self, *pairs: tuple[np.ndarray, np.ndarray]) -> None:
+        self._pairs = pairs
+
+    def visible(self, q_tokens):
+        return tuple((begin[q_tokens], end[q_tokens]) for begin, end in self._pairs)
+
+
+@dataclass
+class Case:
+    """A problem, and how it is to be solved."""
+
+    seed: int
+    method: str
+    shape: tuple[int, int, int]
+    order: str
+    mask: Mask = field(repr=False)
+    seen: np.ndarray = field(repr=False)  # (seqlen, seqlen) bool
+    mask_name: str
+    sizes: dict[str, int]
+    dtype: np.dtype
+    options: dict[str, object]  # of the plan
+    backward: bool
+    repeat: bool
+    blocks: tuple[int, int, int, int]  # rows, keys, alignment of the kernel; grain of messages
+    values: str
+
+    def inputs(self) -> list[np.ndarray]:
+        """q, k, v, dout of the whole sequence; what nobody sees is NaN, or large."""
+        rng = np.random.default_rng([self.seed, 1])
+        n, d = self.sizes["seqlen"], self.sizes["headdim"]
+        heads, heads_kv = self.sizes["nheads"], self.sizes["nheads_kv"]
+        found = [rng.standard_normal((n, h, d)) for h in (heads, heads_kv, heads_kv, heads)]
+        if self.values == "sparse":
+            found = [x * (rng.random(x.shape) < 0.1) for x in found]
+        elif self.values == "large":
+            for x, size in zip(found, (10, 1, 100, 30)):
+                x *= size
+        elif self.values == "padded":
+            blind, unseen = ~self.seen.any(axis=1), ~self.seen.any(axis=0)
+            for x, hidden in zip(found, (blind, unseen, unseen, blind)):
+                x[hidden] = rng.choice([np.nan, np.inf, 1e4])
+        return [x.astype(self.dtype) for x in found]
+
+
+def draw(seed: int, ranks: int) -> Case:
+    """The case of a seed, the same wherever it is drawn."""
+    rng = np.random.default_rng([seed, ranks])
+
+    def pick(*choices):
+        return choices[rng.integers(len(choices))]
+
+    divisors = [x for x in range(1, ranks + 1) if ranks % x == 0]
+    shape = pick(*((r, c, ranks // r // c) for r in divisors for c in divisors
+                   if ranks % (r * c) == 0))  # fmt: skip
+    method, dtype = pick(*METHODS), pick("float32", "float32", "float64", "float16", "bfloat16")
+    nheads = shape[2] * pick(1, 1, 2, 3, 4 if shape[2] < 4 else 1)
+    nheads_kv = pick(*(x for x in range(1, nheads + 1)
+                       if nheads % x == 0 and not misfit(nheads, x, shape[2])))  # fmt: skip
+    seqlen = int(pick(rng.integers(1, ranks + 2), pick(*PRIMES), *rng.integers(1, 151, 3)))
+    headdim = pick(1, 2, 3, 5, 8, 8, 16, 17, 32, 33, 64)
+    options = {
+        "distribution": pick(None, "contiguous", "zigzag", "striped"),
+        "overlap": pick(True, True, False, "poll", "none", "thread"),
+        "kernel": pick("auto", "numpy"),
+        "softmax_scale": pick(None, None, None, None, float(rng.standard_normal()), -0.2, 1e-3),
+    }
+    # Logits of 1e4: float16 has no room for their gradients.
+    if dtype != "float16" and rng.random() < 0.1:
+        options["softmax_scale"] = pick(1, -1) * 3e3 / headdim**0.5
+    elif rng.random() < 0.02:
+        options["softmax_scale"] = 0.0
+    if method == "striped ring":
+        del options["distribution"]
+    cells = shape[0] * shape[1]
+    if method == "double ring":
+        options["inner"] = pick(None, *(x for x in range(1, cells + 1) if cells % x == 0))
+    name = pick(*MASKS)
+    mask, seen = _mask(name, seqlen, rng)
+    sizes = {"seqlen": seqlen, "nheads": nheads, "nheads_kv": nheads_kv, "headdim": headdim}
+    return Case(
+        *(seed, method, shape, pick("rcu", "ruc", "cru", "cur", "urc", "ucr"), mask, seen, name),
+        *(sizes, DTYPES[dtype], options, rng.random() < 0.75, rng.random() < 0.5),
+        (pick(512, 512, 64, 16, 5), pick(512, 512, 64, 7), pick(32, 32, 4, 1), pick(128, 4, 1)),
+        pick("normal", "normal", "sparse", "padded", "padded")
+        if dtype == "float16" or abs(options["softmax_scale"] or 0) > 100
+        else pick("normal", "normal", "sparse", "padded", "padded", "large"),
+    )
+
+
+def _mask(name: str, n: int, rng: np.random.Generator) -> tuple[Mask, np.ndarray]:
+    """A mask, and whether query i sees key j."""
+    tokens = np.arange(n)
+    zero, i, j = 0 * tokens, tokens[:, None], tokens[None, :]
+    if name == "full":
+        return Full(), np.ones((n, n), bool)
+    if name == "causal":
+        return Causal(), j <= i
+    if name == "anti-causal":
+        return IntervalMask(tokens, zero + n), j >= i
+    if name == "window":  # begins before the first key, ends beyond the last
+        a, b = rng.integers(0, n + 1, 2)
+        return IntervalMask(tokens - a, tokens + b + 1), (i - j <= a) & (j - i <= b)
+    if name.endswith("documents"):
+        document = np.cumsum(rng.random(n) < rng.choice([0.02, 0.1, 0.5]))
+        first = np.array([np.flatnonzero(document == x)[0] for x in document])
+        last = np.array([np.flatnonzero(document == x)[-1] for x in document])
+        same = document[:, None] == document[None, :]
+        if name == "documents":
+            return IntervalMask(first, last + 1), same
+        return IntervalMask(first, tokens + 1), same & (j <= i)
+    if name == "prefix":
+        prefix = rng.integers(0, n + 1)
+        return IntervalMask(zero, np.maximum(tokens + 1, prefix)), (j < prefix) | (j <= i)
+    if name in ("random", "beyond", "some empty"):
+        slack = 5 if name == "beyond" else 0
+        begin, end = np.sort(rng.integers(-slack, n + 1 + slack, (2, n)), axis=0)
+        if name == "beyond":
+            begin[rng.random(n) < 0.2], end[rng.random(n) < 0.2] = -FAR, FAR
+        elif name == "some empty":  # the wrong way round
+            empty = rng.random(n) < rng.random()
+            begin[empty], end[empty] = end[empty] + rng.integers(0, 3), begin[empty]
+        return IntervalMask(begin, end), (j >= begin[:, None]) & (j < end[:, None])
+    if name == "hidden":
+        begin = rng.integers(-3, n + 3, n)
+        return IntervalMask(begin, begin - rng.integers(0, 4, n)), np.zeros((n, n), bool)
+    if name == "sink":
+        sink, window = rng.integers(0, n + 1, 2)
+        first = np.maximum(tokens - window, 0)
+        pairs = [(zero, np.minimum(sink, first)), (first, tokens + 1)]
+        return Several(*pairs[:: rng.choice([1, -1])]), (j <= i) & ((j < sink) | (i - j <= window))
+    points = np.sort(rng.integers(0, n + 1, (2 * rng.integers(2, 5), n)), axis=0)
+    pairs = [tuple(points[x : x + 2]) for x in range(0, len(points), 2)]
+    seen = (points[:, :, None] <= j).sum(axis=0) % 2 == 1  # inside after an odd number of points
+    return Several(*(pairs[x] for x in rng.permutation(len(pairs)))), seen
+
+
+def solve(
+    case: Case, out: np.ndarray
+) -> tuple[dict[str, np.ndarray], dict[str, float], list[np.ndarray]]:
+    """Exact results, the errors of plain ones in the case's precision, and the inputs, clean.
+
+    `out`: the one that was found.  Gradients of 16-bit tensors are those at this out, which is
+    judged itself: of few tokens, its rounding may be all that is wrong with them, and by how
+    much is a matter of luck.
+    """
+    whole = case.inputs()
+    blind, unseen = ~case.seen.any(axis=1), ~case.seen.any(axis=0)
+    for x, hidden in zip(whole, (blind, unseen, unseen, blind)):
+        x[hidden] = 0  # padding may hold anything
+    if case.dtype.itemsize > 2:
+        out = None
+    exact = _dense(case, whole, np.dtype(np.float64), out)
+    errors = dict.fromkeys(exact, 0.0)
+    if case.dtype != np.float64:
+        rng = np.random.default_rng([case.seed, 2])
+        for number in range(ORDERS):
+            plain = _dense(case, whole, compute_dtype(case.dtype), out, rng, number % 2 == 1)
+            for x, y in plain.items():
+                errors[x] = max(errors[x], distance(y, exact[x]))
+    return exact, errors, whole
+
+
+def _dense(
+    case: Case,
+    whole: list[np.ndarray],
+    kind: np.dtype,
+    given: np.ndarray | None,
+    rng: np.random.Generator | None = None,
+    scale_q: bool = False,
+) -> dict[str, np.ndarray]:
+    """Softmax attention and its gradients; exact, or with `rng` as the kernels round."""
+    q, k, v, dout = (x.astype(kind).swapaxes(0, 1) for x in whole)  # (heads, tokens, headdim)
+    nheads, n, d = q.shape
+    group = nheads // len(k)
+    k, v = (np.repeat(x, group, axis=0) for x in (k, v))
+    scale = case.options["softmax_scale"]
+    scale = kind.type(d**-0.5 if scale is None else scale)
+    keys, elements = np.arange(n), np.arange(d)
+    if rng is not None:
+        keys, elements = rng.permutation(n), rng.permutation(d)
+    k, v, seen = k[:, keys], v[:, keys], case.seen[:, keys]
+
+    def times(a, b):
+        return a[..., elements] @ b[..., elements].swapaxes(1, 2)
+
+    def kept(x):
+        return x if rng is None else x.astype(case.dtype).astype(kind)
+
+    s = times(q * scale, k) if scale_q else times(q, k) * scale
+    s = np.where(seen, s, -np.inf)
+    top = s.max(axis=2, keepdims=True)
+    top[np.isneginf(top)] = 0
+    p = np.exp(s - top)
+    total = p.sum(axis=2, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = np.log(total) + top
+    out = kept(p @ v / np.where(total > 0, total, 1))
+    if rng is None:
+        p /= np.where(total > 0, total, 1)
+    else:  # from the rounded lse, as nothing else is kept of the forward pass
+        p = np.exp(s - np.where(np.isneginf(lse), 0, lse))
+    results = {"out": out, "lse": lse[..., 0]}
+    if case.backward:
+        if given is not None:
+            out = given.swapaxes(0, 1).astype(kind)
+        ds = p * (times(dout, v) - (dout * out).sum(axis=2, keepdims=True))
+        results["dq"] = kept(scale * (ds @ k))
+        for name, x in (("dk", scale * (ds.swapaxes(1, 2) @ q)), ("dv", p.swapaxes(1, 2) @ dout)):
+            results[name] = kept(x[:, np.argsort(keys)].reshape(-1, group, n, d).sum(axis=1))
+    return {x: y.swapaxes(0, 1).astype(float) for x, y in results.items()}

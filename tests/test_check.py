@@ -1,0 +1,143 @@
+"""Checks that cannot be switched off: what is not finite fails, and what rounding may drown."""
+
+import json
+import re
+
+import h5py
+import numpy as np
+import pytest
+from cases import GRIDS, NHEADS, TENSORS, inputs, run
+from helpers import DRIVERS, EACH, assert_all, bounds_for, drive, launch
+
+from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
+from a2d_mpi.backend import DTYPES
+from a2d_mpi.check import check_attention
+from a2d_mpi.results import Check
+
+SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
+# What a right run gets wrong of logits of 1e4, and so what no check can tell: the float32 logits
+# are off by 1e-3, 16-bit results by 4e-3 of themselves.
+TOLD = {"float64": 1e-6, "float32": 0.01, "float16": 0.05, "bfloat16": 0.05}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("rows", [None, 16], ids=["full", "sample"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_of_10000(comm, dtype, rows):
+    """Right results pass; a wrong element of lse or of a gradient does not."""
+    grid = ProcessGrid(comm, *GRIDS[-1])
+    plan = Attention2D(grid, Full(), seqlen=130, nheads=NHEADS, headdim=32, dtype=dtype)
+    whole = inputs(130, NHEADS, 32, 2500.0, dtype)
+    local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens].astype(plan.dtype) for x in whole)))
+    local.update(run(plan, *whole))
+    checks = check_attention(plan, local, rows)
+    bad = [f"{name}: {x}" for name, x in checks.items() if not x.passed]
+    lse = comm.allreduce(float(np.abs(local["lse"]).max(initial=0)), op=max)
+    bad += [] if lse > 1e4 else [f"lse is {lse}"]
+    for name in ("lse", "out", "dv"):
+        largest = comm.allreduce(float(np.abs(local[name]).max(initial=0)), op=max)
+        wrong = {**local, name: local[name].copy()}
+        if plan.tokens[-1:] == [129]:  # which every sample has
+            wrong[name][-1, 0] += largest * TOLD[dtype]
+        told = check_attention(plan, wrong, rows)[name]
+        bad += [f"a wrong {name} passed: {told}"] if told.passed else []
+    plan.free()
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+def test_padding_that_is_all_there_is(comm):
+    """Gradients that are 0, inputs that are 0: bounds of 0, and of the terms, prove enough."""
+    grid = ProcessGrid(comm, *GRIDS[-1])
+    bad = []
+    for seqlen, size in ((1, 1), (1, 0), (40, 0)):
+        plan = Attention2D(grid, Causal(), seqlen=seqlen, nheads=NHEADS, headdim=8)
+        whole = [x * np.float32(size) for x in inputs(seqlen, NHEADS, 8)]
+        local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
+        local.update(run(plan, *whole))
+        bad += [str(x) for x in check_attention(plan, local).values() if not x.passed]
+        plan.free()
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.launches
+def test_overflow_and_logits_of_a_billion(tmp_path):
+    """Exit code 1, and why; of those that are right, too."""
+    runs = []
+    for name, factors, options in (
+        ("1e20", {"v": 1e20, "dout": 1e20}, ["--check", "sample"]),
+        ("300", {"v": 300, "dout": 300}, ["--check", "full", "--dtype", "float16"]),
+        ("1e9", {"q": 1e8}, ["--check", "sample"]),
+        ("1e4", {"q": 600}, ["--check", "sample"]),
+    ):
+        with h5py.File(SAMPLE) as file, h5py.File(tmp_path / f"{name}.h5", "w") as copy:
+            copy.attrs.update(file.attrs)
+            tensors = {x: file[x][:200].astype("f4") for x in "qkv"}
+            tensors["dout"] = np.roll(tensors["q"], 1, axis=0)
+            for x, y in tensors.items():
+                copy[x] = y * np.float32(factors.get(x, 1))
+        common = [str(tmp_path / f"{name}.h5"), "--backward", "--trials", "1"]
+        runs.append(([*common, *options], []))
+    done = launch(2, "-c", EACH, DRIVERS / "attention.py", json.dumps(runs), timeout=100)
+    reports = done.stdout.split("exit code")
+    codes = [int(x.split()[0]) for x in reports[1:]]
+    verdicts = [dict(re.findall(r"^(\w+) .*\d   (\w.*)$", x, re.MULTILINE)) for x in reports]
+    assert codes == [1, 1, 1, 0], done.stdout + done.stderr
+    for report in verdicts[:2]:
+        assert report["dq"] == report["dk"] == "FAILED: not finite"
+        assert report["lse"] == "passed"
+    assert verdicts[2]["lse"] == "FAILED: not checked, rounding alone may change a tenth of it"
+    assert verdicts[2]["dv"].startswith("FAILED: not checked")
+    assert set(verdicts[3].values()) == {"passed"}
+    assert "check.py" not in done.stderr  # no warnings of NumPy's
+
+
+@pytest.mark.launches
+def test_one_byte_too_many_in_one_of_five_trials():
+    once = (
+        "from a2d_mpi.comm import Traffic as T; old, calls = T.count, []\n"
+        "def count(self, phase, name, direction, nbytes, messages):\n"
+        "    calls.append(1)\n"
+        "    old(self, phase, name, direction, nbytes + (len(calls) == 30), messages)\n"
+        "T.count = count"
+    )
+    options = ["--seqlen", "64", "--check", "none", "--trials", "5"]
+    done = drive("attention.py", 2, SAMPLE, *options, sabotage=once)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"traffic +1.00e\+00 .*FAILED$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_bounds_that_prove_nothing():
+    """They are NaN, which nothing passes."""
+    rng = np.random.default_rng(0)
+    whole = [rng.standard_normal((9, 1, 4)) for _ in range(4)]
+    exact = dict(zip(TENSORS, (whole[0], whole[0][..., 0], *whole[1:])))
+    same = dict.fromkeys(TENSORS, 1e-6)
+    bounds = bounds_for(np.dtype("f4"), 1.0, whole, exact, same)
+    assert all(0 < x < 1e-5 for name, x in bounds.items() if name in ("out", "lse", "dv"))
+    for large in (1.0, np.inf, np.nan):
+        bounds = bounds_for(np.dtype("f4"), 1.0, whole, exact, {**same, "dv": large})
+        assert np.isnan(bounds["dv"]) and not Check(0.0, bounds["dv"], 9).passed
+    exact["lse"] = exact["lse"] + 1e7  # their rounding is one nat
+    bounds = bounds_for(np.dtype("f4"), 1.0, whole, exact, same)
+    assert np.isnan([bounds[x] for x in ("out", "lse", "dv")]).all()
+
+
+@pytest.mark.parametrize(
+    ("check", "verdict"),
+    [
+        ((1, 2, 1), "passed"),
+        ((0, 0, 1), "passed"),
+        ((3, 2, 1), "FAILED"),
+        ((np.inf, np.inf, 1), "FAILED: not finite"),
+        ((np.nan, 2, 1), "FAILED: not finite"),
+        ((1, np.nan, 1), "FAILED: not checked, rounding alone may change a tenth of it"),
+        ((1, np.inf, 1), "FAILED: not checked, rounding alone may change a tenth of it"),
+        ((0, 1, 0), "FAILED: nothing was compared"),
+    ],
+)
+def test_verdicts(check, verdict):
+    assert Check(*check).verdict == verdict
+    assert Check(*check).passed == (verdict == "passed")
