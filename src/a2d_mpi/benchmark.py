@@ -16,15 +16,8 @@ import os
 from collections.abc import Mapping
 
 from a2d_mpi.atomic import check_writable, remove_leftovers
-from a2d_mpi.results import (
-    Result,
-    fill,
-    load,
-    new_file,
-    plain,
-    reading,
-    set_attributes,
-)
+from a2d_mpi.hdf5 import needed, plain, reading
+from a2d_mpi.results import Result, fill, load, new_file, set_attributes
 
 SCHEMA = ("a2d_mpi benchmark", 1)
 
@@ -60,14 +53,17 @@ def start_benchmark(
     if not resume:
         raise ValueError(f"{path} exists: --resume adds to it, or remove it")
     with reading(path, SCHEMA) as file:
-        found = plain(file["settings"].attrs)
+        found = plain(needed(file, "settings").attrs)
         for name in {**found, **settings}:
             mine, theirs = settings.get(name), found.get(name)
             if mine != theirs:
                 raise ValueError(f"{path} was made with {name} {theirs}, not {mine}")
         return {
-            name: all(check.attrs["passed"] for check in run["checks"].values())
-            for name, run in file["runs"].items()
+            name: all(
+                needed(file, f"runs/{name}/checks/{x}").attrs["passed"]
+                for x in needed(file, f"runs/{name}/checks")
+            )
+            for name in needed(file, "runs")
         }
 
 
@@ -88,4 +84,4 @@ def add_results(
 def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
     """All results of a file, by name."""
     with reading(path, SCHEMA) as file:
-        return {name: load(run) for name, run in file["runs"].items()}
+        return {name: load(needed(file, f"runs/{name}")) for name in needed(file, "runs")}
