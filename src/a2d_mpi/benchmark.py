@@ -25,7 +25,7 @@ SCHEMA = ("a2d_mpi benchmark", 1)
 def start_benchmark(
     path: str | os.PathLike[str], settings: Mapping[str, object], resume: bool
 ) -> dict[str, bool]:
-    """Find out what there is; make the file if there is none.
+    """Find out what there is; nothing is written.
 
     Parameters
     ----------
@@ -48,7 +48,6 @@ def start_benchmark(
     remove_leftovers(path)
     check_writable(path)
     if not os.path.exists(path):
-        add_results(path, settings, {})
         return {}
     if not resume:
         raise ValueError(f"{path} exists: --resume adds to it, or remove it")
@@ -72,6 +71,8 @@ def add_results(
 ) -> None:
     """Add results by name to what is there, or make the file; all of it, or nothing changes."""
     there = os.path.exists(path)
+    if there and not results:
+        return
     with new_file(path, extend=there) as file:
         if not there:
             set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1]})
