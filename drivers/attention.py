@@ -158,7 +158,7 @@ def _validated(args, ranks: int):
         raise ValueError(f"a striped ring has no {args.distribution} distribution")
     info = inspect_input(args.input)
     if args.output:
-        refuse_same(args.output, args.input, args.profile)
+        refuse_same(args.output, *info.files, args.profile)
     if args.seqlen is None:
         args.seqlen = info.seqlen
     if args.seqlen > info.seqlen:

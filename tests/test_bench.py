@@ -131,6 +131,7 @@ def test_refuses_to_mix(finished, tmp_path):
             ([*profile, "--resume", "--seed", "1"], "was made with seed 0, not 1"),
             (["--resume"], "was made with machine test, not none"),
             (["--profile", other, "--resume"], "was made with profile "),
+            (["--profile", other, "--output", other], f"cannot write {other}: it is the input"),
         )
     ])  # fmt: skip
 
@@ -152,7 +153,7 @@ BAD = [
     (["--nheads-kv", ","], "a list is empty"),
     (["--seqlens", "99999999999G"], "seqlen must be at most 2147483648, got 1073741823"),
     (["--seqlens", "1000000000000"], "seqlen must be at most 2147483648, got 1000000000000"),
-    (["--seqlens", "64,2G"], "2147483648 tokens on 2 ranks: q, k and v of one take 3072 GiB"),
+    (["--seqlens", "64,2G"], "2147483648 tokens on 2 ranks: q, k and v of one take 6144 GiB"),
     (["--overlap", "maybe"], "on, off or both"),
     (["--trials", "0"], "--trials must be at least 1, got 0"),
     (["--warmup", "1000001"], "--warmup must be at most 1000000, got 1000001"),

@@ -354,6 +354,17 @@ def test_result_is_kept_before_it_is_printed(tmp_path):
     assert read_result(output).passed
 
 
+def test_warnings_do_not_repeat():
+    done = drive(
+        2, SAMPLE, "--seqlen", "64", "--trials", "2",
+        sabotage="import numpy as np, a2d_mpi.tiles.numpy as t\nold = t.NumpyTile.forward\n"
+        "def forward(*x):\n    np.exp(np.float32(1e3))\n    np.exp(np.float32(1e3))\n    old(*x)\n"
+        "t.NumpyTile.forward = forward",
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert done.stderr.count("overflow encountered in exp") == 1, done.stderr
+
+
 def test_head_is_no_error(tmp_path):
     """As `| head -1`: of the launcher, what nobody reads is lost, and nothing else."""
     output = tmp_path / "run.h5"

@@ -141,7 +141,9 @@ def test_takes_a_virtual_dataset_whose_sources_are_there(folder):
         write_input(path, k=None)
         with h5py.File(path, "a") as file:
             make(file)
-        found = read_part(inspect_input(path), "k", WHOLE, 0, "f4")
+        info = inspect_input(path)
+        assert {str(path), str(folder / "source.h5")} <= set(info.files)  # none is an output
+        found = read_part(info, "k", WHOLE, 0, "f4")
         assert np.array_equal(found, k)
 
 

@@ -86,8 +86,11 @@ def run(comm: MPI.Intracomm, prog: str, body: Callable[[], int]) -> NoReturn:
     rank waits for one that is gone.  A rank that is killed is named, too.
     """
     open_streams()
-    if comm.rank != 0 and not sys.warnoptions:  # what rank 0 has been told is enough
-        warnings.simplefilter("ignore")
+    if not sys.warnoptions:  # else ranks x lines of numbers that overflow
+        if comm.rank == 0:
+            warnings.simplefilter("once", RuntimeWarning)
+        else:
+            warnings.simplefilter("ignore")
     alive = _name_if_killed(f"{prog}: rank {comm.rank}")
     try:
         code = body()

@@ -42,6 +42,8 @@ class InputInfo:
     has_dout : bool
     attributes : dict
         All root attributes: where the data come from.
+    files : tuple of str
+        That the numbers are read from: `path`, and the sources of virtual datasets.
     """
 
     path: str
@@ -51,6 +53,7 @@ class InputInfo:
     headdim: int
     has_dout: bool
     attributes: dict[str, object]
+    files: tuple[str, ...] = ()
 
     def shape(self, name: str) -> tuple[int, int, int]:
         """(tokens, heads, headdim) of the dataset `name`."""
@@ -69,7 +72,7 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
         If the schema is another, or a dataset is missing or of a wrong type or shape.
     """
     with reading(path, INPUT_SCHEMA) as file:
-        shapes = {}
+        shapes, files = {}, {os.fspath(path)}
         for name in ("q", "k", "v", "dout"):
             data = member(file, name)
             if data is None and name == "dout":
@@ -83,12 +86,14 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
                     f"{path}: {name} has shape {data.shape}, must be (seqlen, heads, headdim)"
                 )
             shapes[name] = data.shape
+            if data.is_virtual:
+                folder = os.path.dirname(file.filename)
+                files |= {os.path.join(folder, x.file_name) for x in data.virtual_sources()}
         attributes = plain(file.attrs)
     seqlen, nheads, headdim = shapes["q"]
     nheads_kv = shapes["k"][1]
-    info = InputInfo(
-        os.fspath(path), seqlen, nheads, nheads_kv, headdim, "dout" in shapes, attributes
-    )
+    sizes, has_dout = (seqlen, nheads, nheads_kv, headdim), "dout" in shapes
+    info = InputInfo(os.fspath(path), *sizes, has_dout, attributes, tuple(sorted(files)))
     if any(shape != info.shape(name) for name, shape in shapes.items()):
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ValueError(f"{path}: shapes do not agree: {listed}")
