@@ -47,7 +47,7 @@ def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
 
 
 TRIALS, WARMUP = whole(1, 10**6), whole(0, 10**6)
-THREADS = whole(1, 1024)  # of one rank; BLAS libraries fail in odd ways beyond
+THREADS = whole(1, 1024)  # of one rank: no node has more cores
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 
 
@@ -61,7 +61,7 @@ def method_name(text: str) -> str:
     """
     name = text.replace("_", " ").strip()
     if name not in METHODS:
-        raise BadOption(f"no method {text!r}: must be one of {', '.join(METHODS)}")
+        raise BadOption(f"no method {text[:40]!r}: must be one of {', '.join(METHODS)}")
     return name
 
 
