@@ -13,9 +13,9 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from a2d_mpi import Attention2D, DoubleRingAttention, ProcessGrid, RingAttention, cost
-from a2d_mpi.atomic import check_writable
-from a2d_mpi.backend import DTYPES
+from a2d_mpi import ProcessGrid, cost
+from a2d_mpi.atomic import check_writable, refuse_same
+from a2d_mpi.backend import DTYPES, as_dtype
 from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
 from a2d_mpi.comm import agree
 from a2d_mpi.distribution import DISTRIBUTIONS
@@ -24,10 +24,22 @@ from a2d_mpi.masks import MASKS
 from a2d_mpi.measure import (
     SAMPLE,
     Measurement,
+    make_plan,
     open_device,
     origin_of,
     random_rows,
     refuse_nan,
+)
+from a2d_mpi.memory import check_room
+from a2d_mpi.options import (
+    METHOD_HELP,
+    ORDER_HELP,
+    SEED,
+    THREADS,
+    TRIALS,
+    WARMUP,
+    method_name,
+    whole,
 )
 from a2d_mpi.plan import AttentionPlan
 from a2d_mpi.results import Result, inspect_input, read_part, write_result
@@ -36,45 +48,39 @@ from a2d_mpi.sweep import grid_shape
 from a2d_mpi.tiles import KERNELS
 from a2d_mpi.transport import TRANSFERS
 
-METHODS = {
-    "attention2d": Attention2D,
-    "ring": RingAttention,
-    "double_ring": DoubleRingAttention,
-}
-
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser(prog="attention.py", description=__doc__.split("\n\n")[0], comm=comm)
     add = parser.add_argument
     add("input", help="HDF5 file with q, k, v and perhaps dout (see data/README.md)")
-    add("--rows", type=int, help="R of the grid; default: as square as the ranks allow")
-    add("--cols", type=int, help="C of the grid; default: ranks / rows / heads")
-    add("--heads", type=int, default=1, help="U, ranks that share the heads (default %(default)s)")
-    add("--order", default="rcu", help="of these axes, from nodes to ranks (default %(default)s)")
+    add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
+    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
+    add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
+    add("--order", default="rcu", help=f"{ORDER_HELP} (default %(default)s)")
     add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
     add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
-    add("--method", choices=METHODS, default="attention2d")
-    add("--inner", type=int, help="cells of a double ring's inner rings; default: the columns")
+    add("--method", type=method_name, default="attention2d", help=METHOD_HELP)
+    add("--inner", type=whole(1), help="cells of a double ring's inner ones; default: columns")
     add("--mask", choices=MASKS, default="causal")
     add("--distribution", choices=DISTRIBUTIONS, help="default: what balances the mask")
     add("--dtype", choices=DTYPES, default="float32")
     add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
     add("--kernel", choices=KERNELS, default="auto", help="default: the fastest for the device")
     add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays: see the README")
-    add("--seqlen", type=int, help="use the first tokens of the file only; default: all")
+    add("--seqlen", type=whole(1), help="use the first tokens of the file only; default: all")
     add("--backward", action="store_true", help="also the gradients")
     add("--no-overlap", action="store_true", help="communicate and compute in turn")
-    add("--trials", type=int, default=5, help="timed runs (default %(default)s)")
-    add("--warmup", type=int, default=1, help="runs before them (default %(default)s)")
+    add("--trials", type=TRIALS, default=5, help="timed runs (default %(default)s)")
+    add("--warmup", type=WARMUP, default=1, help="runs before them (default %(default)s)")
     add(
         "--check",
         choices=("none", "sample", "full"),
         default="sample",
         help=f"against float64: {SAMPLE} or more rows each, or all (default %(default)s)",
     )
-    add("--seed", type=int, default=0, help="of the sample, and of dout if the file has none")
-    add("--threads", type=int, default=1, help="BLAS threads per rank (default %(default)s)")
+    add("--seed", type=SEED, default=0, help="of the sample, and of dout if the file has none")
+    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
     add("--output", help="HDF5 file for timings, traffic and checks")
     add("--save-outputs", action="store_true", help="also write out, lse and the gradients")
     return parser
@@ -85,25 +91,26 @@ def main(argv: list[str] | None = None) -> int:
     comm = MPI.COMM_WORLD
     # Nodes may have the file in different places.
     args = arguments(comm, build_parser, argv, apart=("input",))
-    info = together(comm, lambda: _validated(args))
+    info = together(comm, lambda: _validated(args, comm.size))
     agree(comm, None, {"dout in the input file": info.has_dout})
     if args.output:
         together(comm, lambda: check_writable(args.output, _output_bytes(args, info)), on=0)
     device = open_device(comm, args.device)
     grid = _grid(comm, args, info)
-    plan = METHODS[args.method](
+    chosen = {name: getattr(args, name) for name in ("inner", "distribution")}
+    plan = make_plan(
+        args.method,
         grid,
         MASKS[args.mask](),
-        seqlen=args.seqlen or info.seqlen,
+        seqlen=args.seqlen,
         nheads=info.nheads,
         nheads_kv=info.nheads_kv,
         headdim=info.headdim,
         dtype=args.dtype,
-        distribution=args.distribution,
         overlap=not args.no_overlap,
         kernel=args.kernel,
         transfers=args.transfers,
-        **({"inner": args.inner} if args.method == "double_ring" else {}),
+        **{name: x for name, x in chosen.items() if x is not None},
     )
     tensors = together(comm, lambda: _read(args, info, plan))
     if args.check != "none":
@@ -123,44 +130,51 @@ def main(argv: list[str] | None = None) -> int:
     config |= {name: getattr(args, name) for name in same}
     outputs = measured.outputs() if args.save_outputs else {}
     result = measured.result(config, origin_of(comm, device), outputs=outputs)
-    if comm.rank == 0:
-        _report(result, plan)
-    if args.output:
-        together(comm, lambda: write_result(args.output, result), on=0)
+    try:
+        if args.output:
+            together(comm, lambda: write_result(args.output, result), on=0)
+    finally:  # what cannot be kept is shown at least
         if comm.rank == 0:
-            print(f"written to {args.output}", flush=True)
+            _report(result, plan)
+    if comm.rank == 0 and args.output:
+        print(f"written to {args.output}", flush=True)
     passed = comm.bcast(comm.rank == 0 and result.passed)
     plan.free()
     grid.free()
     return 0 if passed else FAILED_CHECK
 
 
-def _validated(args):
-    """Refuse what no plan will see, and look at the input file."""
-    for name, least in (("trials", 1), ("warmup", 0), ("threads", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+def _validated(args, ranks: int):
+    """Refuse what no plan will see, look at the input file, and take its length as the default."""
     if (args.grid == "auto") != (args.profile is not None):
         raise ValueError("--grid auto and --profile need each other")
     if args.grid and (args.rows, args.cols, args.heads, args.order) != (None, None, 1, "rcu"):
         raise ValueError("--grid auto leaves no choice of --rows, --cols, --heads and --order")
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
-    if args.inner is not None and args.method != "double_ring":
+    if args.inner is not None and args.method != "double ring":
         raise ValueError("--inner needs --method double_ring")
+    if args.method == "striped ring" and args.distribution not in (None, "striped"):
+        raise ValueError(f"a striped ring has no {args.distribution} distribution")
     info = inspect_input(args.input)
-    if args.seqlen is not None and not 1 <= args.seqlen <= info.seqlen:
+    if args.output:
+        refuse_same(args.output, *info.files, args.profile)
+    if args.seqlen is None:
+        args.seqlen = info.seqlen
+    if args.seqlen > info.seqlen:
         raise ValueError(
             f"--seqlen must be between 1 and the {info.seqlen} tokens of {args.input}, "
             f"got {args.seqlen}"
         )
+    sizes = (args.seqlen, info.nheads, info.nheads_kv, info.headdim)
+    check_room(*sizes, as_dtype(args.dtype).itemsize, ranks)
     return info
 
 
 def _output_bytes(args, info) -> int:
     if not args.save_outputs:
         return 1 << 20
-    q = (args.seqlen or info.seqlen) * info.nheads * info.headdim
+    q = args.seqlen * info.nheads * info.headdim
     kv = q // info.nheads * info.nheads_kv
     return 8 * (2 * q + 2 * kv + q // info.headdim) + (1 << 20)
 
@@ -169,15 +183,15 @@ def _grid(comm: MPI.Intracomm, args, info) -> ProcessGrid:
     """The grid that is asked for; the grid itself refuses misfits."""
     if args.grid == "auto":
         machine = together(comm, lambda: read_machine(args.profile))
-        sizes = (args.seqlen or info.seqlen, info.nheads, info.headdim, info.nheads_kv)
+        sizes = (args.seqlen, info.nheads, info.headdim, info.nheads_kv)
         work = Workload(*sizes, MASKS[args.mask](), args.dtype, args.backward, not args.no_overlap)
-        return ProcessGrid.auto(comm, machine, work, method=METHODS[args.method].method)
-    rows, cols = grid_shape(comm.size // max(args.heads, 1), args.rows, args.cols)
+        return ProcessGrid.auto(comm, machine, work, method=args.method)
+    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
     return ProcessGrid(comm, rows, cols, args.heads, args.order)
 
 
 def _read(args, info, plan: AttentionPlan) -> dict[str, np.ndarray]:
-    """My part of the inputs."""
+    """This rank's part of the inputs."""
     part = plan.grid.comm.rank
     names = ["q", "k", "v"] + ["dout"] * (args.backward and info.has_dout)
     tensors = {name: read_part(info, name, plan.distribution, part, plan.dtype) for name in names}

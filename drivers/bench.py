@@ -35,6 +35,8 @@ from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 from a2d_mpi import ProcessGrid
+from a2d_mpi.atomic import refuse_same
+from a2d_mpi.backend import as_dtype
 from a2d_mpi.benchmark import add_results, start_benchmark
 from a2d_mpi.calibration import to_toml
 from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
@@ -50,6 +52,8 @@ from a2d_mpi.measure import (
     origin_of,
     random_rows,
 )
+from a2d_mpi.memory import check_room
+from a2d_mpi.options import METHOD_HELP, ORDER_HELP, SEED, THREADS, TRIALS, WARMUP
 from a2d_mpi.plan import AttentionPlan
 from a2d_mpi.results import Result
 from a2d_mpi.summary import phases_of, summarise
@@ -67,7 +71,12 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add = parser.add_argument
     add("--output", required=True, help="HDF5 file")
     add("--resume", action="store_true", help="add to the file what is not there yet")
-    add("--plans", default="all", help="METHOD[:RxC[xU]][@order], all, auto (default %(default)s)")
+    add(
+        "--plans",
+        default="all",
+        help="METHOD[:RxC[xU]][@order], all, auto, auto:5, auto:each (default %(default)s); "
+        f"METHOD is {METHOD_HELP}; order, rcu by default: {ORDER_HELP}",
+    )
     add("--seqlens", default="2048", help="tokens: 4096, 64K, ... (default %(default)s)")
     add("--masks", default="causal", help=f"of {', '.join(MASKS)} (default %(default)s)")
     add("--nheads", default="8", help="query heads (default %(default)s)")
@@ -76,20 +85,15 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--dtypes", default="float32", help="default %(default)s")
     add("--backward", action="store_true", help="also the gradients")
     add("--overlap", default="on", help="on, off (phase by phase) or both (default %(default)s)")
-    add("--trials", type=int, default=5, help="timed runs of each (default %(default)s)")
-    add(
-        "--warmup",
-        type=int,
-        default=1,
-        help="runs before them, one at least (default %(default)s)",
-    )
+    add("--trials", type=TRIALS, default=5, help="timed runs of each (default %(default)s)")
+    add("--warmup", type=WARMUP, default=1, help="runs before, 1 at least (default %(default)s)")
     add("--spans", choices=SPANS, default="all", help="of which plans to keep what ranks did when")
-    add("--seed", type=int, default=0, help="of the numbers, and of the rows that are checked")
+    add("--seed", type=SEED, default=0, help="of the numbers, and of the rows that are checked")
     add("--profile", help="TOML file of this machine, for predictions; see drivers/calibrate.py")
     add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
     add("--kernel", choices=KERNELS, default="auto", help="default: the fastest for the device")
     add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays: see the README")
-    add("--threads", type=int, default=1, help="BLAS threads per rank (default %(default)s)")
+    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
     return parser
 
 
@@ -113,7 +117,10 @@ def main(argv: list[str] | None = None) -> int:
             bar.write(f"{len(skipped)} configurations are in {args.output} already")
         for block in filter(None, blocks):
             bar.set_description(block[0].case.name)
-            results = _run(comm, block, args, device, machine, grids, bar.update)
+            measured = _checked(comm, block, args, device, grids, bar.update)
+            # Only now, when nothing of it can be refused any more, there is a file.
+            together(comm, lambda: add_results(args.output, settings, {}), on=0)
+            results = _timed(comm, measured, args, device, machine, bar.update)
             together(comm, lambda new=results: add_results(args.output, settings, new), on=0)
             passed &= comm.bcast(all(result.passed for result in results.values()))
             if comm.rank == 0:
@@ -127,19 +134,22 @@ def main(argv: list[str] | None = None) -> int:
 
 def _prepare(args, ranks: int):
     """Blocks of configurations, settings, machine, and what is done; on one rank."""
-    for name, least in (("trials", 1), ("warmup", 0), ("threads", 1), ("seed", 0)):
-        if getattr(args, name) < least:
-            raise ValueError(f"--{name} must be at least {least}, got {getattr(args, name)}")
+    refuse_same(args.output, args.profile)
     machine = read_machine(args.profile) if args.profile else None
     overlaps = []
     for x in _list(args.overlap.replace("both", "on,off")):
         if x not in OVERLAPS:
             raise ValueError(f"--overlap must be on, off or both, got {x!r}")
         overlaps.append(OVERLAPS[x])
-    heads = [int(parse_count(x)) for x in _list(args.nheads)]
-    heads_kv = [int(parse_count(x)) for x in _list(args.nheads_kv or "")] or [None]
+    heads = [parse_count(x) for x in _list(args.nheads)]
+    heads_kv = [None]  # as many
+    if args.nheads_kv is not None:
+        heads_kv = [parse_count(x) for x in _list(args.nheads_kv)]
     cases = [
-        Case(mask, seqlen, nheads, nheads_kv or nheads, headdim, dtype, args.backward)
+        Case(
+            *(mask, seqlen, nheads, nheads if nheads_kv is None else nheads_kv),
+            *(headdim, dtype, args.backward),
+        )
         for dtype, headdim, nheads, nheads_kv, seqlen, mask in product(
             _list(args.dtypes),
             [parse_count(x) for x in _list(args.headdim)],
@@ -152,6 +162,10 @@ def _prepare(args, ranks: int):
     specs = _list(args.plans)
     if not (cases and specs and overlaps):
         raise ValueError("nothing to run: a list is empty")
+    for c in cases:  # before anything walks over all tokens
+        c.work()
+        sizes = (c.seqlen, c.nheads, c.nheads_kv, c.headdim, as_dtype(c.dtype).itemsize)
+        check_room(*sizes, ranks)
     sweep = [
         plans_for(case, specs, ranks, tuple(METHODS), overlaps, machine)
         for case in dict.fromkeys(cases)
@@ -164,17 +178,15 @@ def _prepare(args, ranks: int):
     return sweep, settings, machine, start_benchmark(args.output, settings, args.resume)
 
 
-def _run(
+def _checked(
     comm: MPI.Intracomm,
     block: list[Configuration],
     args,
     device: Any,
-    machine: Machine | None,
     grids: dict[Layout, ProcessGrid],
     update: Callable[[int], object],
-) -> dict[str, Result]:
-    """Check all plans of a workload, then time them in turn; the results, on rank 0."""
-    origin = origin_of(comm, device)
+) -> dict[Configuration, Measurement]:
+    """Make and check all plans of a workload."""
     inputs: dict[bytes, dict[str, np.ndarray]] = {}
     measured: dict[Configuration, Measurement] = {}
     for c in block:
@@ -200,6 +212,19 @@ def _run(
             measured[c].call()
             update(1)
         measured[c].check(SAMPLE, args.seed)
+    return measured
+
+
+def _timed(
+    comm: MPI.Intracomm,
+    measured: dict[Configuration, Measurement],
+    args,
+    device: Any,
+    machine: Machine | None,
+    update: Callable[[int], object],
+) -> dict[str, Result]:
+    """Time the plans of a workload in turn; the results, on rank 0."""
+    origin, block = origin_of(comm, device), list(measured)
     for trial in range(args.trials):
         first = trial % len(block)  # nobody always runs after the same one
         for c in block[first:] + block[:first]:
@@ -234,7 +259,7 @@ def _run(
 def _inputs(
     plan: AttentionPlan, args, known: dict[bytes, dict[str, np.ndarray]]
 ) -> dict[str, np.ndarray]:
-    """My part of synthetic tensors, which do not depend on the ranks.
+    """This rank's part of synthetic tensors, which do not depend on the ranks.
 
     Plans with the same part share them: `known`, by the tokens.
     """

@@ -22,6 +22,7 @@ from a2d_mpi import Attention2D, ProcessGrid, cost
 from a2d_mpi.check import check_attention
 from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
 from a2d_mpi.masks import MASKS
+from a2d_mpi.options import TRIALS, whole
 from a2d_mpi.transport import TRANSFERS, gpu_aware
 
 MEBI = 1 << 20
@@ -32,14 +33,14 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     parser = Parser(prog="bench_gpu.py", description=__doc__.split("\n\n")[0], comm=comm)
     add = parser.add_argument
     add("what", choices=("kernel", "split", "transfers"))
-    add("--seqlen", type=int, default=16384)
-    add("--nheads", type=int, default=16)
-    add("--nheads-kv", type=int, help="default: nheads")
-    add("--headdim", type=int, default=128)
+    add("--seqlen", type=whole(1), default=16384)
+    add("--nheads", type=whole(1), default=16)
+    add("--nheads-kv", type=whole(1), help="default: nheads")
+    add("--headdim", type=whole(1), default=128)
     add("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     add("--kernel", default="auto", help="of a2d_mpi.tiles.KERNELS (default %(default)s)")
     add("--transfers", choices=TRANSFERS, default="auto")
-    add("--trials", type=int, default=10)
+    add("--trials", type=TRIALS, default=10)
     return parser
 
 

@@ -21,6 +21,7 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi import Attention2D, ProcessGrid
 from a2d_mpi.cli import Parser, arguments, run
 from a2d_mpi.masks import MASKS
+from a2d_mpi.options import TRIALS, whole
 from a2d_mpi.transport import PROGRESS
 
 
@@ -28,11 +29,11 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser(prog="bench_overlap.py", description=__doc__.split("\n\n")[0], comm=comm)
     add = parser.add_argument
-    add("--seqlen", type=int, default=4096)
-    add("--nheads", type=int, default=8)
-    add("--headdim", type=int, default=64)
+    add("--seqlen", type=whole(1), default=4096)
+    add("--nheads", type=whole(1), default=8)
+    add("--headdim", type=whole(1), default=64)
     add("--mask", choices=MASKS, default="causal")
-    add("--trials", type=int, default=5)
+    add("--trials", type=TRIALS, default=5)
     return parser
 
 

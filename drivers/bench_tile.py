@@ -8,14 +8,12 @@ Both run in this process, in turn, trial by trial, single-threaded, float32; the
 timed against torch's autograd.  Prints GFLOP/s (4 operations per pair, head and element forward,
 10 backward; masked pairs are not counted) as the median over the trials, and the median of the
 ratios.  "general" is our kernel with the shortcut for moderate logits turned off.
-Exit code 1 if a result is wrong.
+Exit code 1: a result is wrong.  2: bad input, or torch is missing.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import time
 
 import numpy as np
@@ -23,15 +21,17 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from a2d_mpi import cost
 from a2d_mpi.masks import MASKS
+from a2d_mpi.memory import check_room
+from a2d_mpi.options import TRIALS, BadOption, Parser, run_serial
 from a2d_mpi.tiles.numpy import NumpyTile
 
 SHAPES = "4096x4x128,8192x2x64"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The options of this driver."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--trials", type=int, default=7)
+    parser = Parser(prog="bench_tile.py", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--trials", type=TRIALS, default=7)
     parser.add_argument(
         "--shapes",
         type=shapes,
@@ -41,11 +41,17 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def shapes(text: str) -> list[tuple[int, ...]]:
-    """Seqlen, heads and headdim of each shape; ValueError if they are no such list."""
-    found = [tuple(int(x) for x in shape.split("x")) for shape in text.split(",")]
-    if not all(len(shape) == 3 and min(shape) > 0 for shape in found):
-        raise ValueError(text)
+def shapes(text: str) -> list[tuple[int, int, int]]:
+    """Seqlen, heads and headdim of each shape; BadOption if they are no such list."""
+    found = []
+    for shape in text.split(","):
+        try:
+            seqlen, nheads, headdim = map(int, shape.split("x"))
+            cost.check_sizes(seqlen=seqlen, nheads=nheads, nheads_kv=nheads, headdim=headdim)
+            check_room(seqlen, nheads, nheads, headdim, 4, 1)
+        except ValueError as error:
+            raise BadOption(f"must be like {SHAPES}, got {shape[:40]!r}: {error}") from None
+        found.append((seqlen, nheads, headdim))
     return found
 
 
@@ -55,8 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         import torch
     except ImportError:
-        print("bench_tile.py: error: torch is missing: pip install -e '.[bench]'", file=sys.stderr)
-        return 2
+        raise ValueError("torch is missing: pip install -e '.[bench]'") from None
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         # One and the same core for both.
@@ -145,4 +150,4 @@ def compare(torch, seqlen: int, nheads: int, headdim: int, mask_name: str, trial
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_serial("bench_tile.py", main)

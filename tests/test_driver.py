@@ -3,8 +3,12 @@
 Bad input: exit code 2, one message, from rank 0, within seconds; nothing hangs, nothing is left.
 """
 
+import os
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +16,16 @@ import h5py
 import helpers
 import numpy as np
 import pytest
-from helpers import SECONDS, assert_all_refused, assert_refused
+from helpers import (
+    DRIVERS,
+    ENVIRONMENT,
+    MPIEXEC,
+    SECONDS,
+    assert_all_refused,
+    assert_refused,
+)
 
-from a2d_mpi import Causal, Distribution, reference
+from a2d_mpi import Causal, Distribution, cost, reference
 from a2d_mpi.results import read_result
 
 pytestmark = pytest.mark.launches
@@ -127,16 +138,29 @@ def test_miscounted_traffic_fails(tmp_path):
 
 
 OPTIONS = [
-    (["--rows", "3"], "3 x 0 grid does not fit 2 ranks"),
+    (["--rows", "3"], "3 rows do not divide 2 ranks"),
+    (["--cols", "3"], "3 columns do not divide 2 ranks"),
+    (["--rows", "2", "--heads", "2"], "2 rows x 2 ranks a cell do not divide 2 ranks"),
     (["--rows", "2", "--cols", "2"], "2 x 2 grid does not fit 2 ranks"),
     (["--inner", "2"], "--inner needs --method double_ring"),
     (["--method", "double_ring", "--inner", "3"], "inner must be a divisor of the 2 ranks, got 3"),
-    (["--rows", "-1"], "grid does not fit 2 ranks"),
-    (["--cols", "0"], "grid does not fit 2 ranks"),
+    (["--method", "triple_ring"], "must be one of attention2d, ring, striped ring, double ring"),
+    (["--method", "striped ring", "--distribution", "zigzag"], "has no zigzag distribution"),
+    (["--rows", "-1"], "--rows must be at least 1, got -1"),
+    (["--cols", "0"], "--cols must be at least 1, got 0"),
+    (["--heads", "0"], "--heads must be at least 1, got 0"),
     (["--seqlen", "1537"], "1536 tokens"),
-    (["--seqlen", "0"], "got 0"),
+    (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
     (["--trials", "0"], "--trials must be at least 1, got 0"),
-    (["--trials", "many"], "many"),
+    (["--trials", "1000000000000"], "--trials must be at most 1000000, got 1000000000000"),
+    (["--trials", "9" * 5000], "--trials must be at most 1000000, got one of 5000 digits"),
+    (["--trials", "-" + "9" * 5000], "--trials must be at least 1, got one of 5000 digits"),
+    (["--trials", "many"], "--trials must be a whole number, got 'many'"),
+    (["--warmup", "-1"], "--warmup must be at least 0, got -1"),
+    (["--threads", "0"], "--threads must be at least 1, got 0"),
+    (["--threads", "1000000000"], "--threads must be at most 1024, got 1000000000"),
+    (["--seed", "-1"], "--seed must be at least 0, got -1"),
+    (["--seed", str(1 << 64)], "--seed must be at most 9223372036854775807, got 1844674407370955"),
     (["--mask", "sparse"], "sparse"),
     (["--no-such-option"], "--no-such-option"),
     (["--save-outputs"], "--output"),
@@ -181,7 +205,8 @@ DIFFERENT = [
     (["--seqlen", "99"], "ranks disagree on --seqlen: None on rank 0, 99 on rank 1"),
     (["--rows", "1"], "ranks disagree on --rows: 2 on rank 0, 1 on rank 1"),
     (["--trials", "9"], "ranks disagree on --trials: 5 on rank 0, 9 on rank 1"),
-    (["--trials", "x"], "invalid int value: 'x' (see --help) (on rank 1)"),
+    (["--trials", "x"], "must be a whole number, got 'x' (see --help) (on rank 1)"),
+    (["--help"], "ranks disagree on --help: False on rank 0, True on rank 1"),
     (["--backward"], "ranks disagree on --backward: False on rank 0, True on rank 1"),
     (["--output", "none.h5"], "ranks disagree on --output: None on rank 0, none.h5 on rank 1"),
 ]
@@ -240,7 +265,115 @@ def test_rank_that_dies_ends_the_job(how):
         assert "rank 1 failed" in done.stderr and "a defect" in done.stderr
 
 
-def test_help_is_printed_once():
-    done = drive(2, "--help")
-    assert done.returncode == 0
+DRIVERS_OF_RANKS = ("attention", "bench", "bench_overlap", "bench_gpu")
+
+
+@pytest.mark.parametrize("program", DRIVERS_OF_RANKS)
+def test_help_is_printed_once(program):
+    done = helpers.drive(f"{program}.py", 2, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("usage:") == 1
+    if program in DRIVERS_OF_RANKS[:2]:
+        text = " ".join(done.stdout.split())
+        assert ", ".join(cost.METHODS) in text and "r (rows), c (columns) and u (ranks" in text
+
+
+def test_options_of_other_drivers():
+    number = (["--trials", "0"], [], "--trials must be at least 1, got 0")
+    huge = (
+        ["--seqlen", "99999999999"],
+        [],
+        "--seqlen must be at most 2147483648, got 99999999999",
+    )
+    assert_all_refused("bench_overlap.py", 2, [number, huge])
+    both = [(["kernel", *options], more, text) for options, more, text in (number, huge)]
+    assert_all_refused("bench_gpu.py", 2, both)
+    huge = (["--shapes", "99999999999x4x128"], [], "seqlen must be at most 2147483648, got 99")
+    assert_all_refused("bench_tile.py", 0, [number, huge, (["--shapes", "1x2"], [], "got '1x2'")])
+
+
+@pytest.mark.parametrize("how", ["same", "symlink", "hard link", "loop"])
+def test_output_that_is_the_input(tmp_path, how):
+    path, output = tmp_path / "input.h5", tmp_path / "run.h5"
+    shutil.copy(SAMPLE, path)
+    text = f"cannot write {output}: it is the input {path}"
+    if how == "same":
+        output = tmp_path / "." / ".." / tmp_path.name / "input.h5"
+        text = "it is the input"
+    elif how == "symlink":
+        output.symlink_to("input.h5")
+    elif how == "hard link":
+        output.hardlink_to(path)
+    else:
+        output.symlink_to("run.h5")
+        text = f"cannot write {output}: Too many levels of symbolic links"
+    before = sorted((x.name, x.lstat().st_ino) for x in tmp_path.iterdir())
+    assert_refused(drive(2, path, "--output", output), text)
+    assert sorted((x.name, x.lstat().st_ino) for x in tmp_path.iterdir()) == before
+    assert path.read_bytes() == SAMPLE.read_bytes()
+
+
+def test_striped_ring(tmp_path):
+    output = tmp_path / "run.h5"
+    options = ["--seqlen", "64", "--trials", "1", "--output", output]
+    for method in ("striped ring", "double_ring"):
+        done = drive(2, SAMPLE, *options, "--method", method)
+        assert done.returncode == 0, done.stderr
+        config = read_result(output).config
+        assert config["method"] == method.replace("_", " ")
+        assert config["distribution"] == ("striped" if method == "striped ring" else "zigzag")
+
+
+# Nobody reads what the ranks print: rank 0's pipe, or all that they have, is closed.
+UNREAD = {
+    "stdout": "r, w = os.pipe(); os.close(r); os.dup2(w, 1)",
+    "stderr": "r, w = os.pipe(); os.close(r); os.dup2(w, 2)",
+    "neither": "os.close(1); os.close(2); sys.stdout = sys.stderr = None",
+}
+
+
+@pytest.mark.parametrize("which", UNREAD)
+def test_result_is_kept_whoever_reads(tmp_path, which):
+    output = tmp_path / "run.h5"
+    options = ["--seqlen", "64", "--trials", "2", "--output", output]
+    done = drive(2, SAMPLE, *options, sabotage=UNREAD[which])
+    assert done.returncode == 0, done.stderr
+    assert read_result(output).passed
+    assert "Error" not in done.stderr and "Exception" not in done.stderr
+    done = drive(2, SAMPLE, *options, "--rows", "3", sabotage=UNREAD[which])
+    assert done.returncode == 2
+
+
+def test_result_is_kept_before_it_is_printed(tmp_path):
+    output = tmp_path / "run.h5"
+    done = drive(
+        1, SAMPLE, "--seqlen", "64", "--output", output,
+        sabotage="import builtins; builtins.print = lambda *_, **__: os._exit(9)",
+    )  # fmt: skip
+    assert done.returncode not in (0, 1, 2)
+    assert read_result(output).passed
+
+
+def test_warnings_do_not_repeat():
+    done = drive(
+        2, SAMPLE, "--seqlen", "64", "--trials", "2",
+        sabotage="import numpy as np, a2d_mpi.tiles.numpy as t\nold = t.NumpyTile.forward\n"
+        "def forward(*x):\n    np.exp(np.float32(1e3))\n    np.exp(np.float32(1e3))\n    old(*x)\n"
+        "t.NumpyTile.forward = forward",
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert done.stderr.count("overflow encountered in exp") == 1, done.stderr
+
+
+def test_head_is_no_error(tmp_path):
+    """As `| head -1`: of the launcher, what nobody reads is lost, and nothing else."""
+    output = tmp_path / "run.h5"
+    command = (
+        f"{shlex.join(map(str, [MPIEXEC, '-n', 2, sys.executable, DRIVERS / 'attention.py']))}"
+    )
+    command += f" {SAMPLE} --seqlen 64 --trials 2 --output {output} | head -1"
+    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60,
+                          env=os.environ | ENVIRONMENT)  # fmt: skip
+    assert done.stdout.startswith("attention2d on") and done.stdout.count("\n") == 1
+    assert read_result(output).passed
+    assert "Error" not in done.stderr and "killed" not in done.stderr, done.stderr

@@ -5,6 +5,7 @@ Functions raise OSError with one line, fit for the user, that names the file and
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
@@ -27,6 +28,22 @@ def check_writable(path: str | os.PathLike[str], nbytes: int = 0) -> None:
         free = shutil.disk_usage(os.path.dirname(target)).free
         if free < nbytes:
             raise OSError(f"it needs {nbytes} bytes, {free} are free")
+
+
+def refuse_same(output: str | os.PathLike[str], *inputs: str | os.PathLike[str] | None) -> None:
+    """Find out, before the work, whether its output would take the place of one of its inputs.
+
+    Raises
+    ------
+    OSError
+        If one of the inputs is the same file, by whatever path or link.
+    """
+    for path in filter(None, inputs):
+        same = False
+        with suppress(OSError):  # one of them is not there
+            same = os.path.samefile(output, path)
+        if same:
+            raise OSError(f"cannot write {output}: it is the input {path}")
 
 
 class Sink(io.FileIO):
@@ -62,6 +79,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     folder, name = os.path.split(target)
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
     try:
+        if os.path.islink(target):  # one that leads nowhere is resolved, too, but one to itself
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if os.path.exists(target):
             if not os.path.isfile(target):
                 raise OSError("it is not a regular file")

@@ -16,15 +16,8 @@ import os
 from collections.abc import Mapping
 
 from a2d_mpi.atomic import check_writable, remove_leftovers
-from a2d_mpi.results import (
-    Result,
-    fill,
-    load,
-    new_file,
-    plain,
-    reading,
-    set_attributes,
-)
+from a2d_mpi.hdf5 import needed, plain, reading
+from a2d_mpi.results import Result, fill, load, new_file, set_attributes
 
 SCHEMA = ("a2d_mpi benchmark", 1)
 
@@ -32,7 +25,7 @@ SCHEMA = ("a2d_mpi benchmark", 1)
 def start_benchmark(
     path: str | os.PathLike[str], settings: Mapping[str, object], resume: bool
 ) -> dict[str, bool]:
-    """Find out what there is; make the file if there is none.
+    """Find out what there is; nothing is written.
 
     Parameters
     ----------
@@ -55,19 +48,21 @@ def start_benchmark(
     remove_leftovers(path)
     check_writable(path)
     if not os.path.exists(path):
-        add_results(path, settings, {})
         return {}
     if not resume:
         raise ValueError(f"{path} exists: --resume adds to it, or remove it")
     with reading(path, SCHEMA) as file:
-        found = plain(file["settings"].attrs)
+        found = plain(needed(file, "settings").attrs)
         for name in {**found, **settings}:
             mine, theirs = settings.get(name), found.get(name)
             if mine != theirs:
                 raise ValueError(f"{path} was made with {name} {theirs}, not {mine}")
         return {
-            name: all(check.attrs["passed"] for check in run["checks"].values())
-            for name, run in file["runs"].items()
+            name: all(
+                needed(file, f"runs/{name}/checks/{x}").attrs["passed"]
+                for x in needed(file, f"runs/{name}/checks")
+            )
+            for name in needed(file, "runs")
         }
 
 
@@ -76,6 +71,8 @@ def add_results(
 ) -> None:
     """Add results by name to what is there, or make the file; all of it, or nothing changes."""
     there = os.path.exists(path)
+    if there and not results:
+        return
     with new_file(path, extend=there) as file:
         if not there:
             set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1]})
@@ -88,4 +85,4 @@ def add_results(
 def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
     """All results of a file, by name."""
     with reading(path, SCHEMA) as file:
-        return {name: load(run) for name, run in file["runs"].items()}
+        return {name: load(needed(file, f"runs/{name}")) for name in needed(file, "runs")}

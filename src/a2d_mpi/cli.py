@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeVar
@@ -17,7 +18,7 @@ from typing import NoReturn, TypeVar
 from mpi4py import MPI
 
 from a2d_mpi.comm import CollectiveError, agree
-from a2d_mpi.options import BAD_INPUT, FAILED_CHECK, Parser
+from a2d_mpi.options import BAD_INPUT, FAILED_CHECK, Parser, open_streams
 
 __all__ = ["BAD_INPUT", "FAILED_CHECK", "Parser", "arguments", "run", "together"]
 
@@ -59,9 +60,21 @@ def arguments(
     ------
     CollectiveError
         On all ranks, if any has a wrong one or they differ.
+    SystemExit
+        On all ranks, after --help.
     """
-    args = together(comm, lambda: build_parser(comm).parse_args(argv))
-    agree(comm, None, {f"--{name}": x for name, x in vars(args).items() if name not in apart})
+
+    def parse() -> argparse.Namespace | None:
+        try:
+            return build_parser(comm).parse_args(argv)
+        except SystemExit:  # --help is printed
+            return None
+
+    args = together(comm, parse)
+    given = {"help": args is None, **vars(args or argparse.Namespace())}
+    agree(comm, None, {f"--{name}": x for name, x in given.items() if name not in apart})
+    if args is None:
+        raise SystemExit(0)
     return args
 
 
@@ -72,11 +85,17 @@ def run(comm: MPI.Intracomm, prog: str, body: Callable[[], int]) -> NoReturn:
     too, is of one rank alone: its traceback is printed and the whole job is aborted, so that no
     rank waits for one that is gone.  A rank that is killed is named, too.
     """
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # paths need not be UTF-8
+    open_streams()
+    if not sys.warnoptions:  # else ranks x lines of numbers that overflow
+        if comm.rank == 0:
+            warnings.simplefilter("once", RuntimeWarning)
+        else:
+            warnings.simplefilter("ignore")
     alive = _name_if_killed(f"{prog}: rank {comm.rank}")
     try:
         code = body()
+    except SystemExit as end:  # --help, on all ranks
+        code = end.code
     except CollectiveError as error:
         code = BAD_INPUT
         if comm.rank == 0:

@@ -1,8 +1,8 @@
 """Files: what a run reads and what it leaves behind.
 
-Both are HDF5, and this is the only module that knows.  Every function raises OSError for a file
-that cannot be read or written and ValueError for one that holds the wrong thing; the text is one
-line that names the file, fit to be shown to the user as it is.
+Both are HDF5; only this module and `a2d_mpi.hdf5`, which opens them, know.  Every function raises
+OSError for a file that cannot be read or written and ValueError for one that holds the wrong
+thing; the text is one line that names the file, fit to be shown to the user as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import h5py
 import numpy as np
 
 from a2d_mpi.atomic import Sink, replacing
+from a2d_mpi.cost import check_sizes
 from a2d_mpi.distribution import Distribution
+from a2d_mpi.hdf5 import arrays, member, needed, plain, reading
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
 RESULT_SCHEMA = ("a2d_mpi result", 1)
@@ -41,6 +43,8 @@ class InputInfo:
     has_dout : bool
     attributes : dict
         All root attributes: where the data come from.
+    files : tuple of str
+        That the numbers are read from: `path`, and the sources of virtual datasets.
     """
 
     path: str
@@ -50,6 +54,7 @@ class InputInfo:
     headdim: int
     has_dout: bool
     attributes: dict[str, object]
+    files: tuple[str, ...] = ()
 
     def shape(self, name: str) -> tuple[int, int, int]:
         """(tokens, heads, headdim) of the dataset `name`."""
@@ -68,9 +73,11 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
         If the schema is another, or a dataset is missing or of a wrong type or shape.
     """
     with reading(path, INPUT_SCHEMA) as file:
-        shapes = {}
-        for name in ("q", "k", "v") + ("dout",) * ("dout" in file):
-            data = file.get(name)
+        shapes, files = {}, {os.fspath(path)}
+        for name in ("q", "k", "v", "dout"):
+            data = member(file, name)
+            if data is None and name == "dout":
+                continue
             if not isinstance(data, h5py.Dataset):
                 raise ValueError(f"{path} has no dataset {name!r}")
             if data.dtype.name not in FLOATS:
@@ -80,17 +87,23 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
                     f"{path}: {name} has shape {data.shape}, must be (seqlen, heads, headdim)"
                 )
             shapes[name] = data.shape
+            if data.is_virtual:
+                folder = os.path.dirname(file.filename)
+                files |= {os.path.join(folder, x.file_name) for x in data.virtual_sources()}
         attributes = plain(file.attrs)
     seqlen, nheads, headdim = shapes["q"]
     nheads_kv = shapes["k"][1]
-    info = InputInfo(
-        os.fspath(path), seqlen, nheads, nheads_kv, headdim, "dout" in shapes, attributes
-    )
+    sizes, has_dout = (seqlen, nheads, nheads_kv, headdim), "dout" in shapes
+    info = InputInfo(os.fspath(path), *sizes, has_dout, attributes, tuple(sorted(files)))
     if any(shape != info.shape(name) for name, shape in shapes.items()):
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ValueError(f"{path}: shapes do not agree: {listed}")
     if nheads % nheads_kv:
         raise ValueError(f"{path}: the {nheads_kv} heads of k must divide the {nheads} of q")
+    try:
+        check_sizes(seqlen=seqlen, nheads=nheads, nheads_kv=nheads_kv, headdim=headdim)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return info
 
 
@@ -127,7 +140,7 @@ def read_part(
         raise ValueError(f"{info.path} has {shape[0]} tokens, not {distribution.seqlen}")
     rows = np.empty((distribution.count(part), *shape[1:]), dtype)
     with reading(info.path, INPUT_SCHEMA) as file:
-        data = file[name]
+        data = needed(file, name, h5py.Dataset)
         if data.shape != shape:  # another node may have a file of its own under this path
             raise ValueError(f"{info.path}: {name} has shape {data.shape} here, not {shape}")
         for mine, theirs in distribution.slices(part):
@@ -264,23 +277,6 @@ def read_result(path: str | os.PathLike[str]) -> Result:
         return load(file)
 
 
-@contextmanager
-def reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h5py.File]:
-    """An open file of the given schema; whatever h5py raises for a bad one becomes one line."""
-    try:
-        # Nobody writes to it meanwhile, and not every parallel file system has locks.
-        with h5py.File(path, "r", locking=False) as file:
-            root = plain(file.attrs)
-            found = (root.get("schema"), root.get("schema_version"))
-            if found != schema:
-                raise ValueError(f"{path} has schema, version {found}, must have {schema}")
-            yield file
-    except (OSError, KeyError, RuntimeError, TypeError) as error:
-        number = getattr(error, "errno", None)
-        reason = os.strerror(number) if number else " ".join(str(error).split())
-        raise OSError(f"cannot read {path} as HDF5: {reason}") from error
-
-
 def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = None) -> None:
     """Put a result into an empty group, or into a file with its schema."""
     if schema:
@@ -316,23 +312,24 @@ def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = Non
 def load(group: h5py.Group) -> Result:
     """What `fill` has put into a group or file."""
     root = plain(group.attrs)
-    checks = {name: plain(group["checks"][name].attrs) for name in group["checks"]}
+    names = needed(group, "checks")
+    checks = {name: plain(needed(group, f"checks/{name}").attrs) for name in names}
     traffic: dict[str, dict[str, np.ndarray]] = {}
-    for name, nbytes in _arrays(group["traffic"]).items():
+    for name, nbytes in arrays(needed(group, "traffic")).items():
         key, _, what = name.rpartition("/")
         traffic.setdefault(key, {})[what] = nbytes
-    predicted, spans = group.get("predicted"), group.get("spans")
+    predicted = member(group, "predicted")
     return Result(
         provenance={k: v for k, v in root.items() if not k.startswith("schema")},
-        config=plain(group["config"].attrs),
-        area=group["area"][()],
-        timings=_arrays(group["timings"]),
+        config=plain(needed(group, "config").attrs),
+        area=needed(group, "area", h5py.Dataset)[()],
+        timings=arrays(needed(group, "timings")),
         traffic=traffic,
         checks={k: Check(c["error"], c["bound"], c["rows"]) for k, c in checks.items()},
-        outputs=_arrays(group["outputs"]),
-        predicted={} if predicted is None else _arrays(predicted),
+        outputs=arrays(needed(group, "outputs")),
+        predicted=arrays(predicted),
         figures={} if predicted is None else plain(predicted.attrs),
-        spans={} if spans is None else _arrays(spans),
+        spans=arrays(member(group, "spans")),
     )
 
 
@@ -343,19 +340,3 @@ def set_attributes(group: h5py.Group, values: Mapping[str, object]) -> None:
             # A path may hold bytes that are no UTF-8; Open MPI ends its version with a NUL.
             value = value.encode(errors="backslashreplace").decode().replace("\0", "")
         group.attrs[name] = value
-
-
-def plain(attrs: h5py.AttributeManager) -> dict[str, object]:
-    """Attributes as Python's own types, also strings that no h5py has written."""
-    values = {k: np.asarray(v).tolist() for k, v in attrs.items()}
-    texts = {k: v.decode(errors="replace") for k, v in values.items() if isinstance(v, bytes)}
-    return {**values, **texts}
-
-
-def _arrays(group: h5py.Group) -> dict[str, np.ndarray]:
-    """All datasets below a group, by their paths in it."""
-    found: dict[str, np.ndarray] = {}
-    group.visititems(
-        lambda name, x: found.update({name: x[()]}) if isinstance(x, h5py.Dataset) else None
-    )
-    return found

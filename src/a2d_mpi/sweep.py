@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,10 +19,11 @@ from a2d_mpi.machine import Machine
 from a2d_mpi.masks import MASKS
 from a2d_mpi.memory import peak_memory
 from a2d_mpi.model import predict
+from a2d_mpi.options import method_name
 from a2d_mpi.planner import best_plans, layouts
 from a2d_mpi.schedule import PARTS, Workload
 
-_SPEC = re.compile(r"([a-z0-9 ]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
+_SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
 
@@ -124,18 +125,32 @@ class Configuration:
         return seconds, {**figures, "machine": machine.name}
 
 
-def grid_shape(cells: int, rows: int | None = None, cols: int | None = None) -> tuple[int, int]:
-    """Rows and columns; what is not given is derived, and the grid itself refuses misfits."""
+def grid_shape(
+    ranks: int, rows: int | None = None, cols: int | None = None, heads: int = 1
+) -> tuple[int, int]:
+    """Rows and columns; default: as square as the ranks allow.
+
+    Raises
+    ------
+    ValueError
+        If a default cannot be, because what is given does not divide the ranks; the grid itself
+        refuses other misfits.
+    """
+    if rows is not None and cols is not None:
+        return rows, cols
+    known = {"rows": rows, "columns": cols, "ranks a cell": heads if heads > 1 else None}
+    given = {name: n for name, n in known.items() if n is not None}
+    cells, rest = divmod(ranks, math.prod(given.values()))
+    if rest:
+        shape = " x ".join(f"{n} {name}" for name, n in given.items())
+        raise ValueError(f"{shape} do not divide {ranks} ranks")
     if rows is None and cols is None:
-        rows = next((r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0), 0)
-    if rows is None:
-        rows = cells // cols if cols > 0 else 0
-    if cols is None:
-        cols = cells // rows if rows > 0 else 0
-    return rows, cols
+        rows = next(r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0)
+        return rows, cells // rows
+    return (cells, cols) if rows is None else (rows, cells)
 
 
-def parse_plan(spec: str, ranks: int, methods: Iterable[str]) -> tuple[str, Layout]:
+def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     """Method and layout of ``METHOD[:RxC[xU]][@order]``.
 
     Default shapes: as square as the ranks allow; a ring is rows.
@@ -145,12 +160,14 @@ def parse_plan(spec: str, ranks: int, methods: Iterable[str]) -> tuple[str, Layo
     ValueError
         If there is no such method, or the shape is not one of it on that many ranks.
     """
-    found = _SPEC.fullmatch(spec.replace("_", " ").strip())
+    found = _SPEC.fullmatch(spec.strip())
     if not found:
         raise ValueError(f"a plan is METHOD[:RxC[xU]][@order], all or auto, got {spec!r}")
-    method, rows, cols, heads, order = found.groups()
-    if method not in methods:
-        raise ValueError(f"no method {method!r} (in {spec!r}): {', '.join(methods)}, all or auto")
+    name, rows, cols, heads, order = found.groups()
+    try:
+        method = method_name(name)
+    except ValueError as error:
+        raise ValueError(f"{spec!r}: {error}, all or auto") from None
     if rows is None:
         shape = (ranks, 1) if method.endswith("ring") and method != "double ring" else None
         rows, cols = shape or grid_shape(ranks)
@@ -186,7 +203,7 @@ def plans_for(
         method.
     ranks : int
     methods : sequence of str
-        Of "all" and "auto", and that may be named.
+        Of "all" and "auto".
     overlaps : sequence of bool
     machine : Machine, optional
         Needed by "auto".
@@ -214,7 +231,7 @@ def plans_for(
                 node = ranks if machine is None else machine.ranks_per_node
                 chosen = [(x, y) for x in methods for y in layouts(x, ranks, work, node)]
             else:
-                chosen = [parse_plan(spec, ranks, methods)]
+                chosen = [parse_plan(spec, ranks)]
                 why = cost.misfit(case.nheads, case.nheads_kv, chosen[0][1].heads)
                 if why:
                     raise ValueError(f"{spec!r}: {why}")
