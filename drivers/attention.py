@@ -110,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
         overlap=not args.no_overlap,
         kernel=args.kernel,
         transfers=args.transfers,
+        threads=args.threads,
         **{name: x for name, x in chosen.items() if x is not None},
     )
     tensors = together(comm, lambda: _read(args, info, plan))

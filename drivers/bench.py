@@ -205,6 +205,7 @@ def _checked(
             overlap=c.overlap,
             kernel=args.kernel,
             transfers=args.transfers,
+            threads=args.threads,
         )
         tensors = together(comm, partial(_inputs, plan, args, inputs))
         measured[c] = Measurement(plan, tensors, args.backward, device)

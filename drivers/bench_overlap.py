@@ -76,6 +76,7 @@ def measure(grid: ProcessGrid, args):
             nheads=args.nheads,
             headdim=args.headdim,
             overlap=False if name == "off" else name,
+            threads=1,
         )
         for name in ("off", *PROGRESS)
     }

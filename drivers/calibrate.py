@@ -405,6 +405,7 @@ def _tiny(clock: Clock, dtype: str) -> tuple[Workload, float, float]:
         plan = method(grid, work.mask, dtype=dtype, **sizes)
         times = [clock.slowest(lambda: plan.forward(q, k, v)) for _ in range(9)]  # noqa: B023
         taken.append(float(np.median(times)))
+    grid.free()
     return work, *taken
 
 

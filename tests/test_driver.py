@@ -127,6 +127,18 @@ def test_failed_check(tmp_path, check):
     assert not read_result(output).checks["out"].passed
 
 
+def test_one_trial_that_differs_fails():
+    done = drive(
+        2, SAMPLE, "--seqlen", "64", "--trials", "4",
+        sabotage="import a2d_mpi.plan as p; old, calls = p.AttentionPlan.forward, []\n"
+        "def forward(*x):\n    calls.append(0); out, lse = old(*x)\n"
+        "    return out + (len(calls) == 3 and rank == 1), lse\n"
+        "p.AttentionPlan.forward = forward",
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert re.search("repeat .*FAILED", done.stdout)
+
+
 def test_miscounted_traffic_fails(tmp_path):
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--check", "none",
