@@ -21,7 +21,7 @@ from a2d_mpi.areas import pair_areas
 from a2d_mpi.cost import MAX_MESSAGE, METHODS, Layout, Problem
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.machine import Machine
-from a2d_mpi.memory import peak_memory
+from a2d_mpi.memory import most_memory
 from a2d_mpi.model import Phase, predict
 from a2d_mpi.schedule import PARTS, Workload
 
@@ -242,40 +242,43 @@ def _plan(machine: Machine, method: str, layout: Layout, work: Workload, room: i
         method, layout.rows, layout.cols, layout.heads, problem, name, work.backward
     )
     node = layout.physical() // machine.ranks_per_node
-    from_others = (received * (node[:, None] != node)).sum(axis=1)
+    whole = sum((nbytes for _, nbytes in received), np.zeros(layout.size, np.int64))
+    crossing = sum((nbytes * (node[source] != node) for source, nbytes in received), 0 * whole)
     return Plan(
         method,
         layout,
         name,
         predict(machine, method, layout, work, name),
-        int(received.sum(axis=1).max()),
-        int(np.bincount(node, from_others).max()),
+        int(whole.max()),
+        int(np.bincount(node, crossing).max()),
         number,
         memory,
-        _over_bound(int(received.sum()), layout, work, problem),
+        _over_bound(int(whole.sum()), layout, work, problem),
         room is None or memory <= room,
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1)
 def _needs(
     method: str, rows: int, cols: int, heads: int, problem: Problem, name: str, backward: bool
-) -> tuple[np.ndarray, int, int]:
-    """Bytes that each rank receives from each, and the most messages and memory of a rank.
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int, int]:
+    """All that is received, (sources, bytes) by rank, and the most messages and memory of a rank.
 
     The same for all rank orders.
     """
     layout = Layout(rows, cols, heads)
-    received = np.zeros((layout.size, layout.size), np.int64)
+    # Sources are neighbours at some distance along an axis: that of rank 0 tells them all.
+    received: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     messages = np.zeros(layout.size, np.int64)
-    memory = 0
-    for rank in range(layout.size):
-        memory = max(memory, peak_memory(method, layout, problem, rank, name, backward))
-        for phase, _, tensors, _, tokens, source in cost.moves(method, layout, problem, rank):
-            if backward or phase == "forward":
-                received[rank, source] += tokens * sum(tensors)
-                messages[rank] += sum(-(-tokens * size // MAX_MESSAGE) for size in tensors)
-    return received, int(messages.max()), memory
+    for phase, _, tensors, _, tokens, source in cost.moves(
+        method, layout, problem, np.arange(layout.size)
+    ):
+        if backward or phase == "forward":
+            _, nbytes = received.setdefault(int(source[0]), (source, np.zeros_like(messages)))
+            nbytes += tokens * sum(tensors)
+            messages += sum(-(-tokens * size // MAX_MESSAGE) for size in tensors)
+    memory = most_memory(method, layout, problem, name, backward)
+    return list(received.values()), int(messages.max()), memory
 
 
 def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:
