@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
@@ -94,6 +94,7 @@ def plans(
     work: Workload,
     memory: int | None = None,
     methods: tuple[str, ...] = METHODS,
+    progress: Callable[[Sequence], Iterable] = iter,
 ) -> list[Plan]:
     """All plans for that many ranks: those that fit, fastest first, then those that do not.
 
@@ -106,6 +107,8 @@ def plans(
     memory : int, optional
         Bytes of a rank; default: what the machine says, and no limit if it says nothing.
     methods : tuple of str
+    progress : callable
+        Shows how far it is: it is given a sequence and iterates over it, as ``tqdm`` does.
 
     Raises
     ------
@@ -116,12 +119,15 @@ def plans(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     limit = memory if memory is not None else machine.memory
     room = None if limit is None else limit - machine.reserved
-    found = [
-        _plan(machine, method, layout, work, room)
+    candidates = [
+        (method, layout)
         for method in methods
         for layout in layouts(method, ranks, work, machine.ranks_per_node)
     ]
-    return sorted(found, key=lambda plan: (not plan.fits, plan.seconds))
+    # Those after each other that share the matrices between all cells.
+    alike = sorted(candidates, key=lambda x: (work.distribution(x[0]), x[1].heads))
+    found = {x: _plan(machine, *x, work, room) for x in progress(alike)}
+    return sorted((found[x] for x in candidates), key=lambda plan: (not plan.fits, plan.seconds))
 
 
 def best_plans(

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
-from a2d_mpi.areas import pair_areas
+from a2d_mpi.areas import by_rows, pair_areas
 from a2d_mpi.backend import as_dtype, compute_dtype
 from a2d_mpi.cost import LARGEST, Layout, Problem, check_sizes
 from a2d_mpi.distribution import Distribution
-from a2d_mpi.machine import PHASES, Machine
+from a2d_mpi.machine import PHASES, Kernel, Machine
 from a2d_mpi.masks import Full, Mask
 
 PARTS = ("compute", "merge", "wait", "other")
@@ -58,7 +59,26 @@ class Workload:
         whole = Distribution(distribution, self.seqlen, layout.size, layout.heads)
         sizes = (self.nheads, self.nheads_kv, self.headdim)
         dtype = as_dtype(self.dtype)
-        return Problem(whole.counts, *sizes, dtype.itemsize, compute_dtype(dtype).itemsize)
+        return Problem(_counts(whole), *sizes, dtype.itemsize, compute_dtype(dtype).itemsize)
+
+
+@lru_cache(maxsize=64)
+def _counts(whole: Distribution) -> tuple[int, ...]:
+    return whole.counts
+
+
+@lru_cache(maxsize=2)  # both phases of layouts that differ in shape only
+def _pair_seconds(
+    kernel: Kernel, mask: Mask, parts: Distribution, heads: tuple[int, int, int], backward: bool
+) -> np.ndarray:
+    """Of the kernel for the queries of one part and the keys of another, (parts, parts)."""
+    area, cut = pair_areas(mask, parts)
+    counts = np.array(_counts(parts))
+    found = np.empty(area.shape)
+    for rows in by_rows(parts.nparts):
+        sizes = area[rows], counts[rows, None], counts[None, :], cut[rows]
+        found[rows] = kernel.seconds(*sizes, heads, backward)
+    return found
 
 
 class Schedule:
@@ -91,12 +111,9 @@ class Schedule:
         self.own = np.array(self.whole.counts)  # tokens of a rank, by rank
         self.counts = np.array(p.counts)  # tokens of a cell, by cell
         self.n = self.counts[self.cell]
-        self.area, self.cut = pair_areas(
-            work.mask, Distribution(distribution, work.seqlen, layout.cells)
-        )
-        # Seconds of the kernel for the queries of one cell and the keys of another.
-        counts = self.counts[:, None], self.counts[None, :]
-        self.pair = self._kernel_seconds(self.area, *counts, self.cut)
+        cells = Distribution(distribution, work.seqlen, layout.cells)
+        self.area, self.cut = pair_areas(work.mask, cells)
+        self.pair = _pair_seconds(self.kernel, work.mask, cells, self.heads, self.backward)
         self.latency, self.overhead, self.unhidden = (
             np.array(x) for x in zip(*((x.latency, x.overhead, 1 - x.hidden) for x in self.links))
         )
@@ -155,7 +172,7 @@ class Schedule:
 
         `share`: of the work on these, if only that is to be done.
         """
-        self.spend("compute", share * self.pair[q, k])
+        self.spend("compute", share * (self.pair[q, k] / self.machine.share))
         self.spend("other", self.step)
 
     def copying(self, nbytes: np.ndarray) -> np.ndarray:
