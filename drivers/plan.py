@@ -12,6 +12,10 @@ the first.  Nothing is run; no MPI is needed.  Exit code 2: bad input, or no pla
 
 from __future__ import annotations
 
+from functools import partial
+
+from tqdm import tqdm
+
 from a2d_mpi.backend import DTYPES
 from a2d_mpi.cost import METHODS, misfit
 from a2d_mpi.machine import Machine, parse_count, parse_size, read_machine
@@ -61,7 +65,9 @@ def main(argv: list[str] | None = None) -> int:
         not args.no_overlap,
     )
     memory = parse_size(args.memory) if args.memory else machine.memory
-    found = plans(machine, args.ranks, work, memory, tuple(args.method or METHODS))
+    # On a terminal, and if it takes long.
+    progress = partial(tqdm, desc="plans", disable=None, delay=2, leave=False)
+    found = plans(machine, args.ranks, work, memory, tuple(args.method or METHODS), progress)
     print_plans(found, machine, args, memory)
     if not any(plan.fits for plan in found):
         raise ValueError(f"no plan fits in {_bytes(memory or 0)} a rank" if found else "no plan")

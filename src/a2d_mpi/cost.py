@@ -315,8 +315,10 @@ def _by(rank: Ints, n: Sequence[int]) -> Sequence[int] | np.ndarray:
 def _ring(p: Problem, rank: Ints) -> Iterator[Move]:
     n, size = _by(rank, p.counts), len(p.counts)
     k, dk = (p.kv // 2,) * 2, (p.dkv // 2,) * 2
+    mine, source = n[rank], (rank - 1) % size
     for step in range(size if size > 1 else 0):
-        blocks = n[(rank - step) % size], n[(rank - step - 1) % size], (rank - 1) % size
+        blocks = mine, n[(rank - step - 1) % size], source
+        mine = blocks[1]
         if step < size - 1:
             yield "forward", "ring", k, *blocks
             yield "backward", "ring", k, *blocks
@@ -330,14 +332,17 @@ def _double_ring(p: Problem, outer: int, inner: int, rank: Ints) -> Iterator[Mov
     def at(group: Ints, place: Ints) -> Ints:
         return group % outer * inner + place % inner
 
+    inside, outside = at(r, c - 1), at(r - 1, c)
     for s in range(outer):
+        mine = n[at(r - s, c)]
         for t in range(inner if inner > 1 else 0):
-            blocks = n[at(r - s, c - t)], n[at(r - s, c - t - 1)], at(r, c - 1)
+            blocks = mine, n[at(r - s, c - t - 1)], inside
+            mine = blocks[1]
             if t < inner - 1:
                 yield "forward", "inner", k, *blocks
                 yield "backward", "inner", k, *blocks
             yield "backward", "inner", dk, *blocks
-        blocks = n[at(r - s, c)], n[at(r - s - 1, c)], at(r - 1, c)
+        blocks = n[at(r - s, c)], n[at(r - s - 1, c)], outside
         if s < outer - 1:
             yield "forward", "outer", k, *blocks
             yield "backward", "outer", k, *blocks

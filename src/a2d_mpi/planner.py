@@ -282,7 +282,8 @@ def _needs(
         if backward or phase == "forward":
             _, nbytes = received.setdefault(int(source[0]), (source, np.zeros_like(messages)))
             nbytes += tokens * sum(tensors)
-            messages += sum(-(-tokens * size // MAX_MESSAGE) for size in tensors)
+            for size in set(tensors):
+                messages += tensors.count(size) * -(-tokens * size // MAX_MESSAGE)
     memory = most_memory(method, layout, problem, name, backward)
     return list(received.values()), int(messages.max()), memory
 
