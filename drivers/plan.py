@@ -12,6 +12,10 @@ the first.  Nothing is run; no MPI is needed.  Exit code 2: bad input, or no pla
 
 from __future__ import annotations
 
+from functools import partial
+
+from tqdm import tqdm
+
 from a2d_mpi.backend import DTYPES
 from a2d_mpi.cost import METHODS, misfit
 from a2d_mpi.machine import Machine, one_line, parse_count, parse_size, read_machine
@@ -71,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     machine.links(args.ranks), machine.kernel(args.dtype, "forward")  # or say what it lacks
     memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
-    found = plans(machine, args.ranks, work, memory, tuple(args.method or METHODS))
+    # On a terminal, and if it takes long.
+    progress = partial(tqdm, desc="plans", disable=None, delay=2, leave=False)
+    found = plans(machine, args.ranks, work, memory, tuple(args.method or METHODS), progress)
     if not found:
         raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
     print_plans(found, machine, work, memory, args.top)

@@ -3,17 +3,19 @@
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers import assert_all_refused
+from helpers import SECONDS, assert_all_refused
 
 from a2d_mpi import cost
 from a2d_mpi.cost import Layout
 from a2d_mpi.machine import Link, read_machine
 from a2d_mpi.masks import Causal, Full
+from a2d_mpi.memory import peak_memory
 from a2d_mpi.planner import best_plan, layouts, plans, why_not
 from a2d_mpi.schedule import Workload
 
@@ -98,6 +100,39 @@ def test_sorted_and_consistent():
                 assert plan.over_bound >= 1
     names = {p.known_as for p in found}
     assert names == {"", "USP", "Ulysses", "tree", "all-gather"}
+
+
+@pytest.mark.parametrize("seqlen, nheads_kv", [(29, 1), (1 << 13, 6)])  # with two units, too
+def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv):
+    """What the planner says of the busiest rank and node, from the messages of each rank."""
+    job = work(seqlen, 6, nheads_kv)
+    machine = replace(A100, ranks_per_node=5)
+    for plan in plans(machine, 12, job):
+        method, layout = plan.method, plan.layout
+        sizes = job.problem(layout, plan.distribution)
+        node = layout.physical() // 5
+        received, messages, crossing = [0] * 12, [0] * 12, [0] * 3
+        for rank in range(12):
+            for *_, tensors, _, tokens, source in cost.moves(method, layout, sizes, rank):
+                assert source != rank
+                received[rank] += tokens * sum(tensors)
+                crossing[node[rank]] += tokens * sum(tensors) * (node[rank] != node[source])
+            counted = cost.messages(method, layout, sizes, rank)
+            messages[rank] = sum(both[1] for both in counted.values())
+        held = [
+            peak_memory(method, layout, sizes, rank, plan.distribution, True) for rank in range(12)
+        ]
+        expected = max(received), max(crossing), max(messages), max(held)
+        found = plan.received, plan.crossing, plan.messages, plan.memory
+        assert found == expected, (method, layout)
+
+
+def test_many_ranks_take_seconds():
+    """Before, 512 ranks took a minute: each rank's messages and the pairs of each layout."""
+    start, steps = time.process_time(), []
+    found = plans(H100, 512, work(1 << 20), progress=lambda xs: (steps.append(1) or x for x in xs))
+    assert time.process_time() - start < SECONDS
+    assert len(steps) == len(found) > 80
 
 
 def test_memory_limits():

@@ -6,7 +6,9 @@ entries of one (parts, parts) matrix.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 
 import numpy as np
 
@@ -14,9 +16,9 @@ from a2d_mpi.distribution import Distribution
 from a2d_mpi.masks import Causal, Full, Mask
 
 SAMPLE = 512  # query tokens of a part that are looked at where there is no closed form
+LARGE = 512  # parts, of which the matrices take megabytes
 
 
-@lru_cache(maxsize=64)
 def pair_areas(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
     """Work between every two parts.
 
@@ -35,6 +37,10 @@ def pair_areas(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.n
         Queries of part i whose visible keys begin or end strictly inside a run of part j: the
         ones that a kernel has to mask.
     """
+    return (_large if distribution.nparts > LARGE else _small)(mask, distribution)
+
+
+def _pair_areas(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
     parts = distribution.nparts
     if isinstance(mask, Full):
         counts = np.array(distribution.counts, np.int64)
@@ -42,6 +48,15 @@ def pair_areas(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.n
     if isinstance(mask, Causal):
         return _causal(distribution)
     return _by_intervals(mask, distribution)
+
+
+_small, _large = lru_cache(maxsize=64)(_pair_areas), lru_cache(maxsize=1)(_pair_areas)
+
+
+def by_rows(parts: int) -> Iterator[slice]:
+    """Rows of a (parts, parts) matrix, so many at a time that caches hold what comes between."""
+    step = max(1, (1 << 15) // parts)
+    return (slice(first, first + step) for first in range(0, parts, step))
 
 
 def _causal(distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
@@ -54,14 +69,15 @@ def _causal(distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
     for part, slices in enumerate(runs):
         for slot, s in enumerate(slices):
             starts[slot, part], counts[slot, part] = s.start, len(range(s.start, s.stop, s.step))
-    for q_start, m in zip(starts, counts):
-        for k_start, n in zip(starts, counts):
-            m_, n_ = m[:, None], n[None, :]
-            # Query i of the run sees clip(i + first + 1, 0, n) keys of the other.
-            first = (q_start[:, None] - k_start[None, :]) // step
-            area += _stairs(m_ + first) - _stairs(first)
-            area -= _stairs(m_ + first - n_) - _stairs(first - n_)
-            cut += np.maximum(np.minimum(m_, n_ - first - 1) - np.maximum(-first, 0), 0)
+    for rows, (q_start, m), (k_start, n) in product(
+        by_rows(parts), zip(starts, counts), zip(starts, counts)
+    ):
+        m_, n_ = m[rows, None], n[None, :]
+        # Query i of the run sees clip(i + first + 1, 0, n) keys of the other.
+        first = (q_start[rows, None] - k_start[None, :]) // step
+        area[rows] += _stairs(m_ + first) - _stairs(first)
+        area[rows] -= _stairs(m_ + first - n_) - _stairs(first - n_)
+        cut[rows] += np.maximum(np.minimum(m_, n_ - first - 1) - np.maximum(-first, 0), 0)
     return area, cut
 
 

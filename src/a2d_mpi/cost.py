@@ -16,7 +16,7 @@ lists the messages of the algorithm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -25,8 +25,9 @@ import numpy as np
 from a2d_mpi.pieces import cut
 
 Bytes = dict[tuple[str, str], list[int]]
+Ints = int | np.ndarray  # of one rank, or of several
 # Phase, communicator, bytes of a token in each message, tokens sent, tokens received, from whom.
-Move = tuple[str, str, tuple[int, ...], int, int, int]
+Move = tuple[str, str, tuple[int, ...], Ints, Ints, Ints]
 
 METHODS = ("attention2d", "ring", "striped ring", "double ring")
 # MPI counts are ints and some transports fail beyond 2 GiB: larger tensors go in several messages.
@@ -94,7 +95,7 @@ class Problem:
         why = misfit(self.nheads, self.nheads_kv, heads)
         if why:
             raise ValueError(why)
-        cells = tuple(sum(self.counts[i : i + heads]) for i in range(0, len(self.counts), heads))
+        cells = tuple(np.reshape(self.counts, (-1, heads)).sum(axis=1).tolist())
         kv = max(1, self.nheads_kv // heads)
         return Problem(
             cells, self.nheads // heads, kv, self.headdim, self.itemsize, self.compute_itemsize
@@ -237,13 +238,16 @@ def traffic_heads(problem: Problem, heads: int, rank: int) -> Bytes:
     return _bytes(_heads(problem, heads, rank))
 
 
-def moves(method: str, layout: Layout, problem: Problem, rank: int) -> Iterator[Move]:
-    """All that a logical rank exchanges, messages of the same tokens together."""
+def moves(method: str, layout: Layout, problem: Problem, rank: Ints) -> Iterator[Move]:
+    """All that a logical rank exchanges, messages of the same tokens together.
+
+    `rank`: one, or an array of them; then tokens and sources are arrays, too.
+    """
     if len(problem.counts) != layout.size:
         raise ValueError(f"{len(problem.counts)} parts for {layout.size} ranks")
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; one of {METHODS}")
-    layer, (cell, u) = problem.layer(layout.heads), divmod(rank, layout.heads)
+    layer, cell, u = problem.layer(layout.heads), rank // layout.heads, rank % layout.heads
     yield from _heads(problem, layout.heads, rank)
     if method == "attention2d":
         inside = _grid(layer, layout.rows, layout.cols, cell)
@@ -278,55 +282,67 @@ def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = F
     return max(0.0, 2 * math.sqrt(per_q * per_k * area) - tokens * (per_q + per_k))
 
 
-def _grid(p: Problem, rows: int, cols: int, rank: int) -> Iterator[Move]:
-    n, (row, col) = p.counts, divmod(rank, cols)
+def _grid(p: Problem, rows: int, cols: int, rank: Ints) -> Iterator[Move]:
+    row, col = rank // cols, rank % cols
     k, dk = (p.kv // 2,) * 2, (p.dkv // 2,) * 2
-    for peer in (row * cols + c for c in range(cols) if c != col):
-        for mine, theirs in _units(n[rank], n[peer], cols):
+    units = _units(p, cols, rank)
+    for peer in (row * cols + (col + i) % cols for i in range(1, cols)):
+        for mine, theirs in ((n[rank], n[peer]) for n in units):
             # What I send to be gathered is my own, what I return as partial results is theirs.
             yield "forward", "row", (p.q,), mine, theirs, peer
             yield "forward", "row", (p.q, p.lse), theirs, mine, peer
             yield "backward", "row", (p.q, p.q, p.lse, p.lse), mine, theirs, peer
             yield "backward", "row", (p.dq,), theirs, mine, peer
-    for peer in (r * cols + col for r in range(rows) if r != row):
-        for mine, theirs in _units(n[rank], n[peer], rows):
+    units = _units(p, rows, rank)
+    for peer in ((row + i) % rows * cols + col for i in range(1, rows)):
+        for mine, theirs in ((n[rank], n[peer]) for n in units):
             yield "forward", "col", k, mine, theirs, peer
             yield "backward", "col", k, mine, theirs, peer
             yield "backward", "col", dk, theirs, mine, peer
 
 
-def _units(mine: int, theirs: int, ranks: int) -> Iterator[tuple[int, int]]:
-    """Tokens of the units of two chunks, pair by pair."""
-    both = ([s.stop - s.start for s in cut(n, ranks)] for n in (mine, theirs))
-    return zip_longest(*both, fillvalue=0)
+def _units(p: Problem, ranks: int, rank: Ints) -> list[Sequence[int] | np.ndarray]:
+    """Tokens of the first units of all chunks, and of the second ones if there are any."""
+    chunks = ([s.stop - s.start for s in cut(n, ranks)] for n in p.counts)
+    return [_by(rank, n) for n in zip_longest(*chunks, fillvalue=0)]
 
 
-def _ring(p: Problem, rank: int) -> Iterator[Move]:
-    n, size = p.counts, len(p.counts)
+def _by(rank: Ints, n: Sequence[int]) -> Sequence[int] | np.ndarray:
+    """Sizes that `rank` can be an index of."""
+    return np.array(n) if np.ndim(rank) else n
+
+
+def _ring(p: Problem, rank: Ints) -> Iterator[Move]:
+    n, size = _by(rank, p.counts), len(p.counts)
     k, dk = (p.kv // 2,) * 2, (p.dkv // 2,) * 2
+    mine, source = n[rank], (rank - 1) % size
     for step in range(size if size > 1 else 0):
-        blocks = n[(rank - step) % size], n[(rank - step - 1) % size], (rank - 1) % size
+        blocks = mine, n[(rank - step - 1) % size], source
+        mine = blocks[1]
         if step < size - 1:
             yield "forward", "ring", k, *blocks
             yield "backward", "ring", k, *blocks
         yield "backward", "ring", dk, *blocks
 
 
-def _double_ring(p: Problem, outer: int, inner: int, rank: int) -> Iterator[Move]:
-    r, c = divmod(rank, inner)
+def _double_ring(p: Problem, outer: int, inner: int, rank: Ints) -> Iterator[Move]:
+    n, r, c = _by(rank, p.counts), rank // inner, rank % inner
     k, dk = (p.kv // 2,) * 2, (p.dkv // 2,) * 2
 
-    def at(group: int, place: int) -> int:
+    def at(group: Ints, place: Ints) -> Ints:
         return group % outer * inner + place % inner
 
+    inside, outside = at(r, c - 1), at(r - 1, c)
     for s in range(outer):
+        mine = n[at(r - s, c)]
         for t in range(inner if inner > 1 else 0):
-            blocks = p.counts[at(r - s, c - t)], p.counts[at(r - s, c - t - 1)], at(r, c - 1)
+            blocks = mine, n[at(r - s, c - t - 1)], inside
+            mine = blocks[1]
             if t < inner - 1:
                 yield "forward", "inner", k, *blocks
                 yield "backward", "inner", k, *blocks
             yield "backward", "inner", dk, *blocks
-        blocks = p.counts[at(r - s, c)], p.counts[at(r - s - 1, c)], at(r - 1, c)
+        blocks = n[at(r - s, c)], n[at(r - s - 1, c)], outside
         if s < outer - 1:
             yield "forward", "outer", k, *blocks
             yield "backward", "outer", k, *blocks
@@ -334,22 +350,20 @@ def _double_ring(p: Problem, outer: int, inner: int, rank: int) -> Iterator[Move
             yield "backward", "outer", dk, *blocks
 
 
-def _heads(p: Problem, heads: int, rank: int) -> Iterator[Move]:
+def _heads(p: Problem, heads: int, rank: Ints) -> Iterator[Move]:
     if heads == 1:
         return
-    layer = p.layer(heads)
+    layer, n = p.layer(heads), _by(rank, p.counts)
     q, k, lse = layer.q, layer.kv // 2, layer.lse
     # Several layers share a key head: its gradients are summed by the owner, in the compute dtype.
     dk = layer.dkv // 2 if p.nheads_kv < heads else k
-    first, mine = rank - rank % heads, p.counts[rank]
-    for peer in range(first, first + heads):
-        if peer != rank:
-            theirs = p.counts[peer]
-            # All tensors in one message.
-            yield "forward", "head", (q + 2 * k,), mine, theirs, peer
-            yield "forward", "head", (q + lse,), theirs, mine, peer
-            yield "backward", "head", (2 * q + 2 * lse + 2 * k,), mine, theirs, peer
-            yield "backward", "head", (q + 2 * dk,), theirs, mine, peer
+    for peer in (rank - rank % heads + (rank + i) % heads for i in range(1, heads)):
+        mine, theirs = n[rank], n[peer]
+        # All tensors in one message.
+        yield "forward", "head", (q + 2 * k,), mine, theirs, peer
+        yield "forward", "head", (q + lse,), theirs, mine, peer
+        yield "backward", "head", (2 * q + 2 * lse + 2 * k,), mine, theirs, peer
+        yield "backward", "head", (q + 2 * dk,), theirs, mine, peer
 
 
 def _bytes(moved: Iterator[Move]) -> Bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
+
 from a2d_mpi.cost import Layout, Problem
 from a2d_mpi.pieces import gradients_by_query
 
@@ -49,6 +51,22 @@ def peak_memory(
     """
     held = buffers(method, layout, problem, rank, distribution, backward)
     return held + _arrays(layout, problem, rank, backward)
+
+
+def most_memory(
+    method: str, layout: Layout, problem: Problem, distribution: str, backward: bool = False
+) -> int:
+    """`peak_memory` of the rank that holds the most."""
+    shape = (layout.rows, layout.cols, layout.heads)
+    own = np.reshape(problem.counts, shape)
+    # It follows from the tokens of a rank, its cell, its row and its column.
+    sizes = [own, *(own.sum(axis=axes, keepdims=True) for axes in (2, (1, 2), (0, 2)))]
+    alike = [np.broadcast_to(x, shape).ravel() for x in sizes]
+    _, ranks = np.unique(alike, axis=1, return_index=True)
+    return max(
+        peak_memory(method, layout, problem, rank, distribution, backward)
+        for rank in ranks.tolist()
+    )
 
 
 def buffers(

@@ -196,12 +196,13 @@ class Ring(Schedule):
 
     def run(self) -> None:
         heads, cells = self.layout.heads, self.layout.cells
-        ring = tuple(((self.cell + k) % cells) * heads + self.u for k in (1, -1))
-        self.share_links([(ring[0], self.n)])
-        travelling = None
+        to, came_from = (((self.cell + k) % cells) * heads + self.u for k in (1, -1))
+        ring = self.route(to), came_from
+        self.share_links([(to, self.n)])
+        block, travelling = self.cell, None
         for step in range(cells):
-            block = (self.cell - step) % cells
             travelling = self._step(block, step == 0, ring, travelling, step < cells - 1)
+            block = block[came_from]
         if travelling:
             self.wait(travelling)
 
@@ -224,7 +225,7 @@ class Ring(Schedule):
             if travelling:
                 self.wait(travelling)
                 self.spend("merge", self.copying(n_block * p.dkv))
-            alone = (ring[0] == ring[1]).all() and (ring[0] == np.arange(len(self.n))).all()
+            alone = ring[1][0] == 0  # rank 0 gets its own, and so do all
             travelling = None if alone else self.hop(ring, n_block * p.dkv)
         if coming:
             self.wait(coming)
@@ -237,17 +238,22 @@ class DoubleRing(Ring):
     def run(self) -> None:
         p, rows, cols = self.layer, self.rows, self.cols
         inner, outer = (
-            tuple(self.at(self.row + k * down, self.col + k * (1 - down)) for k in (1, -1))
-            for down in (0, 1)
+            (self.route(self.at(self.row + i, self.col + j)), self.at(self.row - i, self.col - j))
+            for i, j in ((0, 1), (1, 0))
         )
-        self.share_links([(inner[0], self.n * (cols - 1.0)), (outer[0], self.n * (rows > 1))])
+        self.share_links([
+            (inner[0].to, self.n * (cols - 1.0)),
+            (outer[0].to, self.n * (rows > 1)),
+        ])  # fmt: skip
         travelling, turn = None, cols == 1  # else an outer hop has the time of a round
+        first = self.cell
         for s in range(rows):
-            start = self.counts[self.at(self.row - s, self.col) // self.layout.heads]
+            block, start = first, self.counts[first]
             coming = self.hop(outer, start * p.kv, turn) if s < rows - 1 else None
             for t in range(cols):
-                block = self.at(self.row - s, self.col - t) // self.layout.heads
                 travelling = self._step(block, s == t == 0, inner, travelling, t < cols - 1)
+                block = block[inner[1]]
+            first = first[outer[1]]
             if self.backward and rows > 1:
                 if travelling:  # back where their round began, before they leave for the next
                     self.wait(travelling)

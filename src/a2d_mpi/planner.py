@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
@@ -21,7 +21,7 @@ from a2d_mpi.areas import pair_areas
 from a2d_mpi.cost import MAX_MESSAGE, METHODS, Layout, Problem
 from a2d_mpi.distribution import Distribution
 from a2d_mpi.machine import Machine
-from a2d_mpi.memory import peak_memory
+from a2d_mpi.memory import most_memory
 from a2d_mpi.model import Phase, predict
 from a2d_mpi.schedule import PARTS, Workload
 
@@ -94,6 +94,7 @@ def plans(
     work: Workload,
     memory: int | None = None,
     methods: tuple[str, ...] = METHODS,
+    progress: Callable[[Sequence], Iterable] = iter,
 ) -> list[Plan]:
     """All plans for that many ranks: those that fit, fastest first, then those that do not.
 
@@ -106,6 +107,8 @@ def plans(
     memory : int, optional
         Bytes of a rank; default: what the machine says, and no limit if it says nothing.
     methods : tuple of str
+    progress : callable
+        Shows how far it is: it is given a sequence and iterates over it, as ``tqdm`` does.
 
     Raises
     ------
@@ -116,12 +119,15 @@ def plans(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     limit = memory if memory is not None else machine.memory
     room = None if limit is None else limit - machine.reserved
-    found = [
-        _plan(machine, method, layout, work, room)
+    candidates = [
+        (method, layout)
         for method in methods
         for layout in layouts(method, ranks, work, machine.ranks_per_node)
     ]
-    return sorted(found, key=lambda plan: (not plan.fits, plan.seconds))
+    # Those after each other that share the matrices between all cells.
+    alike = sorted(candidates, key=lambda x: (work.distribution(x[0]), x[1].heads))
+    found = {x: _plan(machine, *x, work, room) for x in progress(alike)}
+    return sorted((found[x] for x in candidates), key=lambda plan: (not plan.fits, plan.seconds))
 
 
 def best_plans(
@@ -242,40 +248,44 @@ def _plan(machine: Machine, method: str, layout: Layout, work: Workload, room: i
         method, layout.rows, layout.cols, layout.heads, problem, name, work.backward
     )
     node = layout.physical() // machine.ranks_per_node
-    from_others = (received * (node[:, None] != node)).sum(axis=1)
+    whole = sum((nbytes for _, nbytes in received), np.zeros(layout.size, np.int64))
+    crossing = sum((nbytes * (node[source] != node) for source, nbytes in received), 0 * whole)
     return Plan(
         method,
         layout,
         name,
         predict(machine, method, layout, work, name),
-        int(received.sum(axis=1).max()),
-        int(np.bincount(node, from_others).max()),
+        int(whole.max()),
+        int(np.bincount(node, crossing).max()),
         number,
         memory,
-        _over_bound(int(received.sum()), layout, work, problem),
+        _over_bound(int(whole.sum()), layout, work, problem),
         room is None or memory <= room,
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1)
 def _needs(
     method: str, rows: int, cols: int, heads: int, problem: Problem, name: str, backward: bool
-) -> tuple[np.ndarray, int, int]:
-    """Bytes that each rank receives from each, and the most messages and memory of a rank.
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int, int]:
+    """All that is received, (sources, bytes) by rank, and the most messages and memory of a rank.
 
     The same for all rank orders.
     """
     layout = Layout(rows, cols, heads)
-    received = np.zeros((layout.size, layout.size), np.int64)
+    # Sources are neighbours at some distance along an axis: that of rank 0 tells them all.
+    received: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     messages = np.zeros(layout.size, np.int64)
-    memory = 0
-    for rank in range(layout.size):
-        memory = max(memory, peak_memory(method, layout, problem, rank, name, backward))
-        for phase, _, tensors, _, tokens, source in cost.moves(method, layout, problem, rank):
-            if backward or phase == "forward":
-                received[rank, source] += tokens * sum(tensors)
-                messages[rank] += sum(-(-tokens * size // MAX_MESSAGE) for size in tensors)
-    return received, int(messages.max()), memory
+    for phase, _, tensors, _, tokens, source in cost.moves(
+        method, layout, problem, np.arange(layout.size)
+    ):
+        if backward or phase == "forward":
+            _, nbytes = received.setdefault(int(source[0]), (source, np.zeros_like(messages)))
+            nbytes += tokens * sum(tensors)
+            for size in set(tensors):
+                messages += tensors.count(size) * -(-tokens * size // MAX_MESSAGE)
+    memory = most_memory(method, layout, problem, name, backward)
+    return list(received.values()), int(messages.max()), memory
 
 
 def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
-from a2d_mpi.areas import pair_areas
+from a2d_mpi.areas import by_rows, pair_areas
 from a2d_mpi.backend import as_dtype, compute_dtype
 from a2d_mpi.cost import LARGEST, Layout, Problem, check_sizes
 from a2d_mpi.distribution import Distribution
-from a2d_mpi.machine import PHASES, Machine
+from a2d_mpi.machine import PHASES, Kernel, Machine
 from a2d_mpi.masks import Full, Mask
 
 PARTS = ("compute", "merge", "wait", "other")
@@ -58,7 +59,49 @@ class Workload:
         whole = Distribution(distribution, self.seqlen, layout.size, layout.heads)
         sizes = (self.nheads, self.nheads_kv, self.headdim)
         dtype = as_dtype(self.dtype)
-        return Problem(whole.counts, *sizes, dtype.itemsize, compute_dtype(dtype).itemsize)
+        return Problem(_counts(whole), *sizes, dtype.itemsize, compute_dtype(dtype).itemsize)
+
+
+@lru_cache(maxsize=64)
+def _counts(whole: Distribution) -> tuple[int, ...]:
+    return whole.counts
+
+
+@lru_cache(maxsize=2)  # both phases of layouts that differ in shape only
+def _pair_seconds(
+    kernel: Kernel,
+    mask: Mask,
+    parts: Distribution,
+    heads: tuple[int, int, int],
+    backward: bool,
+    share: float,
+) -> np.ndarray:
+    """Of the kernel for queries of one part and keys of another, by share of a core."""
+    area, cut = pair_areas(mask, parts)
+    counts = np.array(_counts(parts))
+    found = np.empty(area.shape)
+    for rows in by_rows(parts.nparts):
+        sizes = area[rows], counts[rows, None], counts[None, :], cut[rows]
+        found[rows] = kernel.seconds(*sizes, heads, backward) / share
+    return found
+
+
+@dataclass(frozen=True)
+class Route:
+    """Links from every rank to another.
+
+    Attributes
+    ----------
+    to : (P,) int
+    kind : int or (P,) int
+        0: inside a node, 1: between nodes; one number if all are alike.
+    mine : tuple
+        Index of these links in (2, P) arrays.
+    """
+
+    to: np.ndarray
+    kind: int | np.ndarray
+    mine: tuple
 
 
 class Schedule:
@@ -79,7 +122,8 @@ class Schedule:
         self.machine, self.layout, self.distribution = machine, layout, distribution
         self.backward, self.overlap = phase == "backward", work.overlap
         self.kernel = machine.kernel(work.dtype, phase)
-        self.step, self.turn = (x / machine.share for x in (machine.step, machine.turn))
+        self.share = share = machine.share
+        self.step, self.turn = machine.step / share, machine.turn / share
         self.links = machine.links(layout.size)
         self.whole = work.problem(layout, distribution)
         self.layer = p = self.whole.layer(layout.heads)
@@ -91,12 +135,11 @@ class Schedule:
         self.own = np.array(self.whole.counts)  # tokens of a rank, by rank
         self.counts = np.array(p.counts)  # tokens of a cell, by cell
         self.n = self.counts[self.cell]
-        self.area, self.cut = pair_areas(
-            work.mask, Distribution(distribution, work.seqlen, layout.cells)
+        cells = Distribution(distribution, work.seqlen, layout.cells)
+        self.area, self.cut = pair_areas(work.mask, cells)
+        self.pair = _pair_seconds(
+            self.kernel, work.mask, cells, self.heads, self.backward, self.share
         )
-        # Seconds of the kernel for the queries of one cell and the keys of another.
-        counts = self.counts[:, None], self.counts[None, :]
-        self.pair = self._kernel_seconds(self.area, *counts, self.cut)
         self.latency, self.overhead, self.unhidden = (
             np.array(x) for x in zip(*((x.latency, x.overhead, 1 - x.hidden) for x in self.links))
         )
@@ -160,14 +203,14 @@ class Schedule:
 
     def copying(self, nbytes: np.ndarray) -> np.ndarray:
         """Seconds to copy, or to add, that many bytes."""
-        return nbytes / self.machine.copy / self.machine.share
+        return nbytes / self.machine.copy / self.share
 
     def _kernel_seconds(self, *sizes: np.ndarray) -> np.ndarray:
-        return self.kernel.seconds(*sizes, self.heads, self.backward) / self.machine.share
+        return self.kernel.seconds(*sizes, self.heads, self.backward) / self.share
 
     def merge_outs(self, share: float = 1.0) -> None:
         """Merge a partial out into my own, or into some of it."""
-        seconds = self.n * self.layer.dq / self.machine.merge / self.machine.share
+        seconds = self.n * self.layer.dq / self.machine.merge / self.share
         self.spend("merge", share * seconds)
 
     def share_links(self, flows: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
@@ -219,27 +262,34 @@ class Schedule:
         """Tokens that a peer in my layer sends."""
         return self.n[peer]
 
+    def route(self, to: np.ndarray) -> Route:
+        """The links from every rank to a peer of it."""
+        far = (self.node[to] != self.node).astype(int)
+        if far.min() == far.max():
+            kind = int(far[0])
+            return Route(to, kind, (kind, slice(None)))
+        return Route(to, far, (far, np.arange(len(far))))
+
     def send(
-        self, to: np.ndarray, nbytes: np.ndarray, tensors: int, posted: np.ndarray | None = None
+        self, route: Route, nbytes: np.ndarray, tensors: int, posted: np.ndarray | None = None
     ) -> Hop:
         """Queue a message of every rank; when it arrives, by its *sender*."""
-        far = (self.node[to] != self.node).astype(int)
-        self.spend("other", 2 * tensors * self.overhead[far])
-        mine = (far, np.arange(len(far)))
+        kind, mine = route.kind, route.mine
+        self.spend("other", 2 * tensors * self.overhead[kind])
         seconds = nbytes / self.rate[mine]
         done = np.maximum(self.now if posted is None else posted, self.free[mine]) + seconds
         self.free[mine] = done
-        return done + self.latency[far], self.unhidden[far] * seconds
+        return done + self.latency[kind], self.unhidden[kind] * seconds
 
-    def hop(
-        self, ring: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, turn: bool = True
-    ) -> Hop:
-        """All pass k and v, or their gradients, to ``ring[0]``; by receiver, from ``ring[1]``.
+    def hop(self, ring: tuple[Route, np.ndarray], nbytes: np.ndarray, turn: bool = True) -> Hop:
+        """All pass k and v, or their gradients, along a ring; by receiver.
+
+        `ring`: the links to the next ones, and the ranks that are the ones before.
 
         The arrival is when mine has left, too.  `turn`: the next step waits for this hop.
         """
-        to, came_from = ring
-        done, due = self.send(to, nbytes, 2, np.maximum(self.now, self.now[to]))
+        route, came_from = ring
+        done, due = self.send(route, nbytes, 2, np.maximum(self.now, self.now[route.to]))
         found = np.maximum(done, done[came_from]), due[came_from]
         self.spend("other", self.turn * turn)
         if not self.overlap:
@@ -303,4 +353,4 @@ class Partials:
     def _send(self, k: int, share: float = 1.0) -> None:
         peer = self.peers[k]
         nbytes = share * self.schedule.n[peer] * self.per_token
-        self.hops[k].append(self.schedule.send(peer, nbytes, self.tensors))
+        self.hops[k].append(self.schedule.send(self.schedule.route(peer), nbytes, self.tensors))
