@@ -17,7 +17,7 @@ from a2d_mpi.backend import DTYPES
 from a2d_mpi.cost import Layout
 from a2d_mpi.machine import Machine
 from a2d_mpi.masks import MASKS
-from a2d_mpi.memory import peak_memory
+from a2d_mpi.memory import most_memory
 from a2d_mpi.model import predict
 from a2d_mpi.options import method_name
 from a2d_mpi.planner import best_plans, layouts
@@ -103,10 +103,7 @@ class Configuration:
         work, layout = self.case.work(self.overlap), self.layout
         problem = work.problem(layout, distribution)
         figures: dict[str, object] = {
-            "memory": max(
-                peak_memory(self.method, layout, problem, rank, distribution, work.backward)
-                for rank in range(layout.size)
-            )
+            "memory": most_memory(self.method, layout, problem, distribution, work.backward)
         }
         tokens = np.arange(work.seqlen)
         area = work.mask.area(tokens, tokens) / layout.size
