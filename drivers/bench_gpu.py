@@ -18,12 +18,13 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, ProcessGrid, cost
-from a2d_mpi.check import check_attention
-from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
-from a2d_mpi.masks import MASKS
-from a2d_mpi.options import TRIALS, whole
-from a2d_mpi.transport import TRANSFERS, gpu_aware
+from a2d_mpi import Attention2D, ProcessGrid
+from a2d_mpi.comm.transport import TRANSFERS, gpu_aware
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.experiments.cli import FAILED_CHECK, Parser, arguments, run, together
+from a2d_mpi.experiments.options import TRIALS, whole
+from a2d_mpi.planning import cost
 
 MEBI = 1 << 20
 
@@ -38,7 +39,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--nheads-kv", type=whole(1), help="default: nheads")
     add("--headdim", type=whole(1), default=128)
     add("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
-    add("--kernel", default="auto", help="of a2d_mpi.tiles.KERNELS (default %(default)s)")
+    add("--kernel", default="auto", help="of a2d_mpi.kernels.KERNELS (default %(default)s)")
     add("--transfers", choices=TRANSFERS, default="auto")
     add("--trials", type=TRIALS, default=10)
     return parser
@@ -113,7 +114,7 @@ def split(comm: MPI.Intracomm, args, device) -> int:
 
 def transfers(comm: MPI.Intracomm, args, device) -> int:
     """GB/s that each rank receives from the one before it."""
-    from a2d_mpi.transport import DeviceTransport
+    from a2d_mpi.comm.transport import DeviceTransport
 
     transport = DeviceTransport(device, staged=not gpu_aware(args.transfers)[0])
     wrong = False
@@ -247,7 +248,7 @@ def _torch_calls(torch, problem: _Problem, causal: bool) -> dict[str, Callable]:
 
 def _import_cuda():
     try:
-        from a2d_mpi import cuda
+        from a2d_mpi.devices import cuda
     except ImportError as error:
         raise ValueError(str(error)) from None
     return cuda

@@ -19,11 +19,11 @@ import time
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from a2d_mpi import cost
-from a2d_mpi.masks import MASKS
-from a2d_mpi.memory import check_room
-from a2d_mpi.options import TRIALS, BadOption, Parser, run_serial
-from a2d_mpi.tiles.numpy import NumpyTile
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.experiments.options import TRIALS, BadOption, Parser, run_serial
+from a2d_mpi.kernels.numpy import NumpyTile
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.memory import check_room
 
 SHAPES = "4096x4x128,8192x2x64"
 

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi import cost, pieces, transport
-from a2d_mpi.areas import pair_areas
-from a2d_mpi.cost import Layout
-from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
-from a2d_mpi.masks import Causal, Full, IntervalMask
+from a2d_mpi.comm import transport
+from a2d_mpi.core import pieces
+from a2d_mpi.core.areas import pair_areas
+from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.core.masks import Causal, Full, IntervalMask
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.cost import Layout
 
 N, H, HKV, D = 24, 6, 2, 16
 
@@ -267,8 +269,10 @@ def test_these_need_no_mpi():
 import sys
 sys.modules["mpi4py"] = None  # importing it fails
 import a2d_mpi
-from a2d_mpi import Causal, Distribution, Full, IntervalMask, atomic, cost, merge, reference
-from a2d_mpi import calibration, memory, model, options, pieces, planner, results, tiles
+from a2d_mpi import Causal, Distribution, Full, IntervalMask, kernels
+from a2d_mpi.core import areas, atomic, merge, pieces, reference
+from a2d_mpi.experiments import benchmark, options, results, sweep
+from a2d_mpi.planning import calibration, cost, memory, model, planner
 try:
     a2d_mpi.Attention2D
 except ImportError:

@@ -16,9 +16,12 @@ from helpers import assert_all_refused, drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from a2d_mpi import cost
-from a2d_mpi.areas import pair_areas
-from a2d_mpi.calibration import (
+from a2d_mpi.comm.collectives import CollectiveError
+from a2d_mpi.core.areas import pair_areas
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.calibration import (
     Sample,
     disturbance,
     fit_kernel,
@@ -27,10 +30,8 @@ from a2d_mpi.calibration import (
     to_toml,
     write_machine,
 )
-from a2d_mpi.comm import CollectiveError
-from a2d_mpi.cost import METHODS, Layout
-from a2d_mpi.distribution import Distribution
-from a2d_mpi.machine import (
+from a2d_mpi.planning.cost import METHODS, Layout
+from a2d_mpi.planning.machine import (
     Kernel,
     Link,
     Machine,
@@ -38,10 +39,9 @@ from a2d_mpi.machine import (
     parse_size,
     read_machine,
 )
-from a2d_mpi.masks import Causal, Full
-from a2d_mpi.memory import peak_memory
-from a2d_mpi.model import predict
-from a2d_mpi.schedule import PARTS, Workload
+from a2d_mpi.planning.memory import peak_memory
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.schedule import PARTS, Workload
 
 ROOT = Path(__file__).parents[1]
 PROFILES = sorted((ROOT / "data" / "machines").glob("*.toml"))

@@ -1,0 +1,1 @@
+"""Where arrays live: in the memory of this process, or on a GPU."""
