@@ -36,10 +36,11 @@ from tqdm import tqdm
 
 from a2d_mpi import ProcessGrid
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.transport import TRANSFERS
+from a2d_mpi.comm.gpus import TRANSFERS
 from a2d_mpi.core.atomic import refuse_same
+from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.masks import MASKS
-from a2d_mpi.devices.host import as_dtype
+from a2d_mpi.core.sizes import Layout, check_room
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import FAILED_CHECK, Parser, arguments, run, together
 from a2d_mpi.experiments.measure import (
@@ -57,9 +58,7 @@ from a2d_mpi.experiments.summary import phases_of, summarise
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.kernels import KERNELS
 from a2d_mpi.planning.calibration import to_toml
-from a2d_mpi.planning.cost import Layout
 from a2d_mpi.planning.machine import Machine, parse_count, read_machine
-from a2d_mpi.planning.memory import check_room
 
 OVERLAPS = {"on": True, "off": False}
 SPANS = ("all", "picked", "none")  # the planner's; they are most of a file

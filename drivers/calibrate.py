@@ -28,13 +28,13 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi import Attention2D
 from a2d_mpi.attention.ring import RingAttention
-from a2d_mpi.comm.collectives import agree
+from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import check_writable
+from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.merge import merge
-from a2d_mpi.devices.host import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.experiments.cli import Parser, arguments, run, together
 from a2d_mpi.kernels.numpy import NumpyTile
 from a2d_mpi.planning.calibration import (

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.options import FAILED_CHECK, Parser, run_serial
 from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.summary import Summary, phases_of, summarise, usual_trial
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.cost import Layout
 from a2d_mpi.planning.machine import read_machine
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.schedule import Workload

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from a2d_mpi import Attention2D, DoubleRingAttention, RingAttention
 from a2d_mpi.core import reference
-from a2d_mpi.devices.host import DTYPES
+from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.memory import buffers
 

@@ -29,7 +29,7 @@ from mpi4py import MPI
 import a2d_mpi.comm.collectives
 import a2d_mpi.core.merge
 from a2d_mpi import ProcessGrid
-from a2d_mpi.comm.collectives import CollectiveError
+from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.experiments.measure import make_plan
 from a2d_mpi.kernels.numpy import NumpyTile

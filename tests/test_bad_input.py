@@ -14,7 +14,7 @@ from a2d_mpi import (
     ProcessGrid,
     RingAttention,
 )
-from a2d_mpi.comm.collectives import CollectiveError
+from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.experiments.cli import together
 
 pytestmark = pytest.mark.mpi

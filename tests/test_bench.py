@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from helpers import assert_all_refused, assert_refused
 
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import benchmark
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.results import PARTS
 from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
 from a2d_mpi.planning import planner
-from a2d_mpi.planning.cost import Layout
 from a2d_mpi.planning.machine import read_machine
 
 ROOT = Path(__file__).parents[1]

@@ -144,7 +144,7 @@ def test_one_trial_that_differs_fails():
 def test_miscounted_traffic_fails(tmp_path):
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--check", "none",
-        sabotage="from a2d_mpi.comm.collectives import Traffic as T; old = T.count\n"
+        sabotage="from a2d_mpi.comm.channel import Traffic as T; old = T.count\n"
         "T.count = lambda self, p, n, d, b, m: old(self, p, n, d, b + (rank == 1), m)",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr

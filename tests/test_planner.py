@@ -12,8 +12,8 @@ import pytest
 from helpers import SECONDS, assert_all_refused
 
 from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.cost import Layout
 from a2d_mpi.planning.machine import Link, read_machine
 from a2d_mpi.planning.memory import peak_memory
 from a2d_mpi.planning.planner import best_plan, layouts, plans, why_not

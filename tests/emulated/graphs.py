@@ -10,7 +10,7 @@ import cupy
 import numpy as np
 
 from a2d_mpi.core import reference
-from a2d_mpi.devices.host import DTYPES
+from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.kernels.graphs import NotSupported
 
 

@@ -18,10 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.collectives import Channel, Gather, Partials, slices
+from a2d_mpi.comm.channel import Channel
+from a2d_mpi.comm.collectives import Gather, Partials, slices
 from a2d_mpi.core.masks import key_areas, query_areas
 from a2d_mpi.core.pieces import cut, cut_own, gradients_by_query, keeps_own
-from a2d_mpi.devices.host import Array
+from a2d_mpi.devices.protocol import Array
 
 
 class Unit(NamedTuple):

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.collectives import Channel
+from a2d_mpi.comm.channel import Channel
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.masks import Mask
-from a2d_mpi.devices.host import Array
-from a2d_mpi.planning.cost import Layout
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.devices.protocol import Array
 
 
 class DoubleRingAttention(AttentionPlan):

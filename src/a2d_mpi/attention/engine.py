@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.collectives import CollectiveError
+from a2d_mpi.comm.agreement import CollectiveError
+from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.rendezvous import Call, Rendezvous
 from a2d_mpi.comm.threads import BlasThreads
-from a2d_mpi.comm.transport import PROGRESS, DeviceTransport, HostTransport, gpu_aware
-from a2d_mpi.devices.host import HOST, Array, Remembered, Workspace
+from a2d_mpi.comm.transport import PROGRESS, DeviceTransport, HostTransport, Transport
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Array, Device
+from a2d_mpi.devices.workspace import Remembered, Workspace
 from a2d_mpi.kernels import Tile, check_kernel, make_tile
 
 
@@ -66,7 +69,7 @@ class Engine:
         self._options, self._transfers = (dtype, softmax_scale), transfers
         self._kernel, self._progress, self._threads = kernel, progress, threads
         self._polls = _Polls(polls)
-        self.device: Any = None
+        self.device: Device | None = None
         self.tile: Tile | None = None
         self.work = Workspace()
         self.waits: dict[str, list[tuple[float, float]]] = {}
@@ -74,7 +77,7 @@ class Engine:
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
         self._phase = ""
 
-    def move_to(self, device: Any) -> None:
+    def move_to(self, device: Device) -> None:
         """Use this device from now on: its kernels and buffers."""
         if device is self.device:
             return
@@ -191,12 +194,12 @@ class Engine:
         return [*sorted(found, key=lambda span: span[1]), ("total", 0.0, total)]
 
     @property
-    def transport(self) -> HostTransport | DeviceTransport | None:
+    def transport(self) -> Transport | None:
         """How arrays get to MPI."""
         return self._polls.transport
 
     @transport.setter
-    def transport(self, transport: HostTransport | DeviceTransport | None) -> None:
+    def transport(self, transport: Transport | None) -> None:
         self._polls.transport = transport
 
     @property
@@ -210,7 +213,7 @@ class _Polls:
 
     def __init__(self, comm: MPI.Intracomm | None) -> None:
         self._comm = comm
-        self.transport: HostTransport | DeviceTransport | None = None
+        self.transport: Transport | None = None
 
     def poll(self) -> None:
         if self._comm is not None:

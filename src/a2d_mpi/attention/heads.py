@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from a2d_mpi.attention.engine import Engine
-from a2d_mpi.comm.collectives import Channel
-from a2d_mpi.devices.host import Array
+from a2d_mpi.comm.channel import Channel
+from a2d_mpi.devices.protocol import Array
 
 
 class HeadExchange:
@@ -28,7 +28,7 @@ class HeadExchange:
     tokens : sequence of (n,) int64
         Tokens of each.
     nheads, nheads_kv : int
-        Of the whole problem; see `a2d_mpi.planning.cost.misfit` for what can be shared out.
+        Of the whole problem; see `a2d_mpi.core.sizes.misfit` for what can be shared out.
 
     Attributes
     ----------

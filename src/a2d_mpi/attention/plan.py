@@ -10,14 +10,18 @@ import numpy as np
 
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.attention.heads import HeadExchange
-from a2d_mpi.comm.collectives import Channel, Traffic
+from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
 from a2d_mpi.comm.threads import BlasThreads
 from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.dtypes import as_dtype, compute_dtype
 from a2d_mpi.core.masks import Mask
-from a2d_mpi.devices.host import HOST, Array, as_dtype, compute_dtype, device_of
-from a2d_mpi.planning import cost, memory
+from a2d_mpi.core.sizes import LARGEST, Layout, Problem, check_room, check_sizes, misfit
+from a2d_mpi.devices import device_of
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.planning import cost
 
 
 class AttentionPlan:
@@ -56,7 +60,7 @@ class AttentionPlan:
         them, the best here (`drivers/bench_overlap.py`).
     transfers : {"auto", "device", "host"}
         How device arrays get to MPI: as they are, or through the host; see
-        `a2d_mpi.comm.transport.gpu_aware`.
+        `a2d_mpi.comm.gpus.gpu_aware`.
     threads : int, optional
         BLAS threads of a rank's kernels on the host.  Default: what one of the environment
         variables `a2d_mpi.comm.threads.VARIABLES` says; if none is set, as many as ``grid.cores``.
@@ -145,17 +149,17 @@ class AttentionPlan:
         grid, mask = self.grid, self.mask
         if not isinstance(mask, Mask):
             raise ValueError(f"mask must be a Mask, got {mask!r}")
-        sizes = {name: config[name] for name in cost.LARGEST}
-        cost.check_sizes(**sizes)
+        sizes = {name: config[name] for name in LARGEST}
+        check_sizes(**sizes)
         self.seqlen, self.nheads, self.nheads_kv, self.headdim = (int(x) for x in sizes.values())
         self.dtype = config["dtype"] = as_dtype(config["dtype"])
         self.compute_dtype = compute_dtype(self.dtype)
-        memory.check_room(
+        check_room(
             *(self.seqlen, self.nheads, self.nheads_kv, self.headdim, self.dtype.itemsize),
             grid.comm.size,
         )
         mask.check(self.seqlen)
-        why = cost.misfit(self.nheads, self.nheads_kv, grid.heads)
+        why = misfit(self.nheads, self.nheads_kv, grid.heads)
         if why:
             raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
         if threads is not None and (not isinstance(threads, (int, np.integer)) or threads < 1):
@@ -315,7 +319,7 @@ class AttentionPlan:
         return cost.traffic(self.method, self.layout, self.problem, rank)
 
     @property
-    def layout(self) -> cost.Layout:
+    def layout(self) -> Layout:
         """The grid as `a2d_mpi.planning.cost` knows it."""
         return self.grid.layout
 
@@ -354,9 +358,9 @@ class AttentionPlan:
         raise NotImplementedError
 
     @property
-    def problem(self) -> cost.Problem:
+    def problem(self) -> Problem:
         """The sizes that `a2d_mpi.planning.cost` asks for."""
-        return cost.Problem(
+        return Problem(
             self.distribution.counts,
             self.nheads,
             self.nheads_kv,

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.collectives import CollectiveError, agree
+from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.rendezvous import Rendezvous
 from a2d_mpi.comm.threads import cores_of_rank
 from a2d_mpi.comm.watch import Watch
-from a2d_mpi.planning.cost import Layout
+from a2d_mpi.core.sizes import Layout
 
 if TYPE_CHECKING:
     from a2d_mpi.planning.machine import Machine

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.collectives import CollectiveError, agree
+from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.watch import Watch, name_ranks
 
 ACTIONS = ("making", "forward", "backward")
@@ -107,6 +107,6 @@ class Rendezvous:
         return flags
 
     def agree(self, problem: str | None, config: Mapping[str, object] = {}) -> None:
-        """`a2d_mpi.comm.collectives.agree` of these ranks, after they have met."""
+        """`a2d_mpi.comm.agreement.agree` of these ranks, after they have met."""
         with self.watch.waiting("to agree"):
             agree(self.comm, problem, config)

@@ -10,27 +10,53 @@ it, for a copy, for MPI.  It advances whenever this rank waits for any message.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.devices.host import Array
-from a2d_mpi.planning.cost import MAX_MESSAGE
+from a2d_mpi.core.sizes import MAX_MESSAGE
+from a2d_mpi.devices.protocol import Array
+
+if TYPE_CHECKING:
+    from a2d_mpi.devices.cuda import Cuda
 
 STAGED_MESSAGE = 4 << 20  # the unit of copies through the host
-TRANSFERS = ("auto", "device", "host")
-
-
 # Who calls MPI while kernels hold the core, for it moves large messages only inside its calls: the
 # kernels between their blocks, a thread beside them, or nobody.
 PROGRESS = ("poll", "thread", "none")
 PERIOD = 1e-3  # seconds between two calls of the thread
+
+
+class Transport(Protocol):
+    """How tensors get to MPI; `Channel` posts and counts the messages.
+
+    Attributes
+    ----------
+    limit : int
+        Largest message in bytes.
+    """
+
+    @property
+    def limit(self) -> int: ...
+
+    def progressing(self, comm: MPI.Intracomm) -> AbstractContextManager[None]:
+        """Around a phase: the thread runs, if there is to be one."""
+
+    def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
+        """Start sending bytes (C-contiguous, uint8); returns what `wait` takes."""
+
+    def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
+        """Start receiving into bytes."""
+
+    def wait(self, messages: list[Any]) -> None:
+        """Complete the messages and empty the list."""
+
+    def poll(self, comm: MPI.Intracomm) -> None:
+        """Let messages advance; called between the blocks of a long computation."""
 
 
 class HostTransport:
@@ -46,7 +72,6 @@ class HostTransport:
 
     @contextmanager
     def progressing(self, comm: MPI.Intracomm) -> Iterator[None]:
-        """Around a phase: the thread runs, if there is to be one."""
         if self.progress != "thread":
             yield
             return
@@ -66,24 +91,19 @@ class HostTransport:
 
     @property
     def limit(self) -> int:
-        """Largest message in bytes."""
         return MAX_MESSAGE
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        """Start sending bytes (C-contiguous, uint8); returns what `wait` takes."""
         return [comm.Isend(piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        """Start receiving into bytes."""
         return [comm.Irecv(piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def wait(self, messages: list[Any]) -> None:
-        """Complete the messages and empty the list."""
         MPI.Request.Waitall(messages)
         messages.clear()
 
     def poll(self, comm: MPI.Intracomm) -> None:
-        """Let messages advance; called between the blocks of a long computation."""
         if self.progress == "poll":
             # Any MPI call moves what is in flight; this one has a fixed cost.
             comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
@@ -98,7 +118,7 @@ class DeviceTransport:
         Bytes copied between device and host so far.
     """
 
-    def __init__(self, device: Any, staged: bool) -> None:
+    def __init__(self, device: Cuda, staged: bool) -> None:
         self.device, self.staged = device, staged
         self.staged_bytes = 0
         self._active: dict[int, Iterator[None]] = {}
@@ -198,41 +218,6 @@ class DeviceTransport:
         self._pinned[buffer.nbytes].append(buffer)
 
 
-def gpu_aware(transfers: str = "auto") -> tuple[bool, str]:
-    """Whether MPI may be given device memory, and who says so.
-
-    Parameters
-    ----------
-    transfers : {"auto", "device", "host"}
-        What the caller asks for.  "auto": the environment variable A2D_MPI_TRANSFERS if it is set,
-        else what MPI says of itself.  An MPI that got its CUDA support from a plugin (UCX) may not
-        know that it has it.
-
-    Raises
-    ------
-    ValueError
-        If the setting is none of the three.
-    """
-    origin = "argument"
-    if transfers == "auto":
-        origin, transfers = "A2D_MPI_TRANSFERS", os.environ.get("A2D_MPI_TRANSFERS", "auto")
-    if transfers not in TRANSFERS:
-        raise ValueError(f"transfers must be one of {TRANSFERS}, got {transfers!r} ({origin})")
-    if transfers != "auto":
-        return transfers == "device", origin
-    if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH
-        return True, "MPICH_GPU_SUPPORT_ENABLED"
-    for library in _mpi_libraries():
-        if query := getattr(library, "MPIX_GPU_query_support", None):  # MPICH
-            answer = ctypes.c_int(0)
-            if query(0, ctypes.byref(answer)) == 0 and answer.value:  # 0: MPIX_GPU_SUPPORT_CUDA
-                return True, "MPIX_GPU_query_support"
-        query = getattr(library, "MPIX_Query_cuda_support", None)  # Open MPI, and MPICH
-        if query is not None and query():
-            return True, "MPIX_Query_cuda_support"
-    return False, "MPI does not say that it is CUDA-aware"
-
-
 def pieces(x: Array, size: int) -> list[Array]:
     """Consecutive pieces of at most `size` elements."""
     return [x[start : start + size] for start in range(0, len(x), size)]
@@ -240,13 +225,3 @@ def pieces(x: Array, size: int) -> list[Array]:
 
 def _goes_on(message: Iterator[None]) -> bool:
     return next(message, StopIteration) is None
-
-
-def _mpi_libraries() -> list[ctypes.CDLL]:
-    """The MPI that this process has loaded; by its file, as mpi4py may hide its names."""
-    try:
-        with open("/proc/self/maps") as maps:
-            paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libmpi" in line}
-        return [ctypes.CDLL(path) for path in sorted(paths)]
-    except (OSError, IndexError):
-        return []

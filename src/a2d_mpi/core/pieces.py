@@ -1,4 +1,4 @@
-"""How a rank of a grid cuts its work, and what it does first; this module does not import MPI."""
+"""How a rank of a grid cuts its work, and what it does first."""
 
 from __future__ import annotations
 

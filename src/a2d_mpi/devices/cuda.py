@@ -1,7 +1,8 @@
-"""CuPy arrays on an NVIDIA GPU: the device of `a2d_mpi.devices.host.Host`'s kind, and its kernels.
+"""CuPy arrays on an NVIDIA GPU: the device, and how its kernels are compiled and launched.
 
-CuPy holds memory, streams and events; all arithmetic is in kernels.cu, so that nothing depends on
-which dtypes CuPy computes with.  Everything is queued on the caller's current CuPy stream.
+CuPy holds memory, streams and events; all arithmetic is in kernels/kernels.cu, so that nothing
+depends on which dtypes CuPy computes with.  Everything is queued on the caller's current CuPy
+stream.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from importlib.resources import files
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 try:
     import cupy
 except ImportError as error:
     raise ImportError("CuPy is not installed: pip install a2d_mpi[cuda13] or [cuda12]") from error
 
-from a2d_mpi.comm.collectives import agree
-from a2d_mpi.devices.host import DTYPES, HOST, Array, compute_dtype
+from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Array
 
 LANES, WARPS, BLOCK_ROWS = 32, 4, 16  # as in kernels.cu
 HEADDIM_MAX = 256
 
 
 class Cuda:
-    """One GPU; see `a2d_mpi.devices.host.Host` for the methods without a docstring.
+    """One GPU; see `a2d_mpi.devices.protocol.Device` for the methods without a docstring.
 
     Parameters
     ----------
@@ -180,35 +181,6 @@ class Cuda:
         # CuPy would make Python's integers 64 bits wide.
         args = [np.int32(x) if isinstance(x, int) else x for x in args]
         kernel((blocks,), (LANES * WARPS,), (*args, np.int64(rows), np.int32(width)))
-
-
-def bind_gpu(comm: MPI.Intracomm) -> tuple[Cuda, int]:
-    """Make one GPU current in this process: local rank modulo GPUs, so that ranks may share one.
-
-    Collective over `comm`.
-
-    Returns
-    -------
-    device : Cuda
-    sharing : int
-        The largest number of ranks of this node on one GPU.
-
-    Raises
-    ------
-    ValueError
-        On all ranks, if any sees no GPU.
-    """
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    rank, size = node.rank, node.size
-    node.Free()
-    gpus, problem = 0, "CUDA finds no GPU"
-    try:
-        gpus = cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        problem += f": {error}"
-    agree(comm, None if gpus else problem)
-    cupy.cuda.Device(rank % gpus).use()
-    return Cuda.current(), -(-size // gpus)
 
 
 def _types(to: Array, x: Array) -> tuple[np.dtype, int, int]:

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference
-from a2d_mpi.devices.host import compute_dtype
+from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.experiments.results import Check
 
 BLOCK = 64  # rows that are checked at a time

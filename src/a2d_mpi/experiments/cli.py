@@ -17,7 +17,7 @@ from typing import NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from a2d_mpi.comm.collectives import CollectiveError, agree
+from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.experiments.options import BAD_INPUT, FAILED_CHECK, Parser, open_streams
 
 __all__ = ["BAD_INPUT", "FAILED_CHECK", "Parser", "arguments", "run", "together"]

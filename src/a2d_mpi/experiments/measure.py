@@ -21,11 +21,16 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, DoubleRingAttention, ProcessGrid, RingAttention
+from a2d_mpi.attention.attention2d import Attention2D
+from a2d_mpi.attention.double_ring import DoubleRingAttention
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.collectives import agree
+from a2d_mpi.attention.ring import RingAttention
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.gpus import bind_gpu
+from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.masks import Mask
-from a2d_mpi.devices.host import HOST, Array
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.origin import provenance
@@ -49,11 +54,12 @@ def make_plan(method: str, grid: ProcessGrid, mask: Mask, **options: Any) -> Att
     return METHODS[method](grid, mask, **options)
 
 
-def open_device(comm: MPI.Intracomm, name: str) -> Any:
+def open_device(comm: MPI.Intracomm, name: str) -> Device:
     """The host ("cpu"), or the GPU of this rank ("gpu")."""
     if name == "cpu":
         return HOST
-    return together(comm, _import_cuda).bind_gpu(comm)[0]
+    together(comm, _import_cuda)
+    return bind_gpu(comm)[0]
 
 
 def random_rows(
@@ -89,7 +95,7 @@ def refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:
     agree(comm, "; ".join(found) + ": nothing can be checked" if found else None)
 
 
-def origin_of(comm: MPI.Intracomm, device: Any = HOST) -> dict[str, object]:
+def origin_of(comm: MPI.Intracomm, device: Device = HOST) -> dict[str, object]:
     """Provenance of what these ranks measure; rank 0's, empty on the others."""
     hosts = comm.gather(socket.gethostname())
     if comm.rank != 0:
@@ -97,12 +103,11 @@ def origin_of(comm: MPI.Intracomm, device: Any = HOST) -> dict[str, object]:
     return provenance(MPI.Get_library_version(), hosts, device.description)
 
 
-def _import_cuda() -> Any:
+def _import_cuda() -> None:
     try:
-        from a2d_mpi.devices import cuda
+        import a2d_mpi.devices.cuda  # noqa: F401
     except ImportError as error:
         raise ValueError(f"--device gpu: {error}") from None
-    return cuda
 
 
 class Measurement:
@@ -115,7 +120,7 @@ class Measurement:
         This rank's parts of q, k, v and, for the backward pass, dout; NumPy arrays.
     backward : bool
         Also the gradients.
-    device : Host or Cuda
+    device : Device
         Where the tensors go.
 
     Attributes
@@ -133,7 +138,7 @@ class Measurement:
         plan: AttentionPlan,
         tensors: Mapping[str, np.ndarray],
         backward: bool,
-        device: Any = HOST,
+        device: Device = HOST,
     ) -> None:
         self.plan, self.device = plan, device
         self.phases = ("forward", "backward") if backward else ("forward",)

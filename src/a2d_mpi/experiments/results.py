@@ -19,8 +19,8 @@ import numpy as np
 
 from a2d_mpi.core.atomic import Sink, replacing
 from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.sizes import check_sizes
 from a2d_mpi.experiments.hdf5 import arrays, member, needed, plain, reading
-from a2d_mpi.planning.cost import check_sizes
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
 RESULT_SCHEMA = ("a2d_mpi result", 1)

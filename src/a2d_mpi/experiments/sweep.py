@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import MASKS
-from a2d_mpi.devices.host import DTYPES
+from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.experiments.options import method_name
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.cost import Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
@@ -230,7 +230,7 @@ def plans_for(
                 chosen = [(x, y) for x in methods for y in layouts(x, ranks, work, node)]
             else:
                 chosen = [parse_plan(spec, ranks)]
-                why = cost.misfit(case.nheads, case.nheads_kv, chosen[0][1].heads)
+                why = misfit(case.nheads, case.nheads_kv, chosen[0][1].heads)
                 if why:
                     raise ValueError(f"{spec!r}: {why}")
             for place, (method, layout) in enumerate(chosen):

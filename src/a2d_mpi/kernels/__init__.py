@@ -7,12 +7,14 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from a2d_mpi.core.masks import Interval
-from a2d_mpi.devices.host import HOST, Array, Workspace
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Array, Device
+from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.numpy import NumpyTile
 
 # "cudnn" falls back to "cupy" for what cuDNN does not take; its gradients are fastest when their
@@ -64,7 +66,7 @@ def check_kernel(kernel: str, dtype: np.dtype) -> None:
 
 def make_tile(
     kernel: str,
-    device: Any,
+    device: Device,
     dtype: np.dtype,
     softmax_scale: float,
     poll: Callable[[], object] | None = None,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.core.masks import Interval
-from a2d_mpi.devices.host import Remembered
+from a2d_mpi.devices.workspace import Remembered
 
 ALIGN = 32  # keys: full blocks begin and end at multiples of it where an interval allows
 

@@ -15,7 +15,8 @@ import cupy
 import numpy as np
 
 from a2d_mpi.core.masks import Interval, Run, runs
-from a2d_mpi.devices.host import Array, Remembered, Workspace
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.devices.workspace import Remembered, Workspace
 from a2d_mpi.kernels.cupy import CupyTile
 from a2d_mpi.kernels.graphs import Block, Graphs, NotSupported, supported
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.cuda import BLOCK_ROWS, HEADDIM_MAX, Cuda
-from a2d_mpi.devices.host import Array, Remembered
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.devices.workspace import Remembered
 
 
 class CupyTile:

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.masks import Interval
-from a2d_mpi.devices.host import Workspace, compute_dtype
+from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.blocks import Cutter
 
 BLOCK_Q = 512  # rows of a block: query tokens x query heads per key head

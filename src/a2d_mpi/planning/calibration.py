@@ -12,7 +12,7 @@ from itertools import combinations
 import numpy as np
 
 from a2d_mpi.core.atomic import replacing
-from a2d_mpi.planning.cost import Layout
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Kernel, Link, Machine, kernel_terms, one_line
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.schedule import Workload

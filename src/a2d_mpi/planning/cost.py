@@ -1,4 +1,4 @@
-"""What a method sends, receives and computes, exactly; this module does not import MPI.
+"""What a method sends, receives and computes, exactly.
 
 Counted traffic is held equal to these formulas on every rank.  With equal parts of n = N / P
 tokens a rank of an R x C grid receives, in elements,
@@ -8,21 +8,21 @@ tokens a rank of an R x C grid receives, in elements,
               +  dQ (C-1) n H D  +  dK, dV 2 (R-1) n Hkv D
 
 and a rank of a ring ``2 (P-1) n Hkv D`` forward, ``2 (2P-1) n Hkv D`` backward.  With a head axis
-of U ranks (`Layout`) these hold inside each layer, for the tokens of whole cells and 1/U of the
-heads, and the exchange of heads comes on top.  Every function is exact for uneven parts too: it
-lists the messages of the algorithm.
+of U ranks (`a2d_mpi.core.sizes.Layout`) these hold inside each layer, for the tokens of whole
+cells and 1/U of the heads, and the exchange of heads comes on top.  Every function is exact for
+uneven parts too: it lists the messages of the algorithm.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
 
 from a2d_mpi.core.pieces import cut
+from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, Problem
 
 Bytes = dict[tuple[str, str], list[int]]
 Ints = int | np.ndarray  # of one rank, or of several
@@ -30,146 +30,6 @@ Ints = int | np.ndarray  # of one rank, or of several
 Move = tuple[str, str, tuple[int, ...], Ints, Ints, Ints]
 
 METHODS = ("attention2d", "ring", "striped ring", "double ring")
-# MPI counts are ints and some transports fail beyond 2 GiB: larger tensors go in several messages.
-MAX_MESSAGE = 1 << 30  # bytes
-# Beyond these the pairs of a sequence, and the bytes of a tensor, are no 64-bit integers.
-LARGEST = {"seqlen": 1 << 31, "nheads": 1 << 16, "nheads_kv": 1 << 16, "headdim": 1 << 16}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Sizes that traffic depends on.
-
-    Parameters
-    ----------
-    counts : tuple of int
-        Tokens of every rank (of its part before any exchange of heads), by logical rank; the
-        parts of the U ranks of a cell follow each other.
-    nheads, nheads_kv, headdim : int
-    itemsize : int
-        Bytes of an element of q, k, v, out and dout.
-    compute_itemsize : int
-        Bytes of an element of lse, delta and the partial gradients dq, dk, dv.
-    """
-
-    counts: tuple[int, ...]
-    nheads: int
-    nheads_kv: int
-    headdim: int
-    itemsize: int
-    compute_itemsize: int
-
-    @property
-    def q(self) -> int:
-        """Bytes of one token of q, out or dout."""
-        return self.nheads * self.headdim * self.itemsize
-
-    @property
-    def kv(self) -> int:
-        """Bytes of one token of k and v together."""
-        return 2 * self.nheads_kv * self.headdim * self.itemsize
-
-    @property
-    def dq(self) -> int:
-        """Bytes of one token of a partial dq."""
-        return self.nheads * self.headdim * self.compute_itemsize
-
-    @property
-    def dkv(self) -> int:
-        """Bytes of one token of a partial dk and dv together."""
-        return 2 * self.nheads_kv * self.headdim * self.compute_itemsize
-
-    @property
-    def lse(self) -> int:
-        """Bytes of one token of lse or delta."""
-        return self.nheads * self.compute_itemsize
-
-    def layer(self, heads: int) -> Problem:
-        """What one of `heads` layers works on: the tokens of whole cells, its share of the heads.
-
-        Raises
-        ------
-        ValueError
-            If the heads cannot be shared out so.
-        """
-        why = misfit(self.nheads, self.nheads_kv, heads)
-        if why:
-            raise ValueError(why)
-        cells = tuple(np.reshape(self.counts, (-1, heads)).sum(axis=1).tolist())
-        kv = max(1, self.nheads_kv // heads)
-        return Problem(
-            cells, self.nheads // heads, kv, self.headdim, self.itemsize, self.compute_itemsize
-        )
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Ranks as rows x cols cells of `heads` ranks each, and where they lie in the machine.
-
-    Parameters
-    ----------
-    rows, cols, heads : int
-        R, C and U.  The logical rank of (r, c, u) is ``(r C + c) U + u``; the U ranks of a cell
-        share the heads.  Rings take the cells one after the other; a double ring has R outer
-        steps over inner rings of C cells.
-    order : str
-        A permutation of "rcu": the axes from the slowest to the fastest varying physical rank.
-        Nodes hold consecutive physical ranks.
-    """
-
-    rows: int
-    cols: int
-    heads: int = 1
-    order: str = "rcu"
-
-    def __post_init__(self) -> None:
-        if min(self.rows, self.cols, self.heads) < 1:
-            raise ValueError(f"no grid has {self.rows} x {self.cols} x {self.heads} ranks")
-        if sorted(self.order) != ["c", "r", "u"]:
-            raise ValueError(f"order must be a permutation of 'rcu', got {self.order!r}")
-
-    @property
-    def cells(self) -> int:
-        """R C, the ranks of a layer."""
-        return self.rows * self.cols
-
-    @property
-    def size(self) -> int:
-        """P = R C U."""
-        return self.cells * self.heads
-
-    def physical(self) -> np.ndarray:
-        """Physical rank of every logical rank, (P,) int64."""
-        sizes = {"r": self.rows, "c": self.cols, "u": self.heads}
-        ranks = np.arange(self.size).reshape([sizes[axis] for axis in self.order])
-        return ranks.transpose([self.order.index(axis) for axis in "rcu"]).ravel()
-
-
-def check_sizes(**sizes: object) -> None:
-    """Raise ValueError unless the sizes of a problem, by the names in `LARGEST`, can be."""
-    for name, value in sizes.items():
-        whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if not whole or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if value > LARGEST[name]:
-            digits = int(value).bit_length() * math.log10(2)
-            shown = value if digits < 30 else f"one of {digits:.0f} digits"
-            raise ValueError(f"{name} must be at most {LARGEST[name]}, got {shown}")
-    if sizes["nheads"] % sizes["nheads_kv"]:
-        raise ValueError(
-            f"nheads_kv must divide nheads, got {sizes['nheads_kv']} and {sizes['nheads']}"
-        )
-
-
-def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:
-    """Why a head axis of that length cannot share out the heads; None if it can."""
-    group = nheads // nheads_kv
-    if nheads % heads:
-        return f"{heads} does not divide {nheads} heads"
-    mine = nheads // heads
-    if mine % group and group % mine:
-        return f"{mine} of {nheads} heads cut across groups of {group} that share a key head"
-    return None
 
 
 def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
@@ -257,15 +117,6 @@ def moves(method: str, layout: Layout, problem: Problem, rank: Ints) -> Iterator
         inside = _ring(layer, cell)
     for *move, source in inside:
         yield *move, source * layout.heads + u
-
-
-def flops(area: int, nheads: int, headdim: int, backward: bool = False) -> int:
-    """Floating point operations of attention over `area` visible pairs.
-
-    Two products of 2 headdim operations a pair and head forward, five backward; exponentials are
-    not counted.
-    """
-    return (10 if backward else 4) * area * nheads * headdim
 
 
 def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = False) -> float:

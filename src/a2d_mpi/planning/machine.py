@@ -40,7 +40,7 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.planning import cost
+from a2d_mpi.core.sizes import flops
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -156,7 +156,7 @@ def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int], backward: bool)
     """What each attribute of a `Kernel`, in their order, is multiplied with."""
     h, hkv, d = heads
     ones = np.ones_like(np.asarray(area, float))
-    work = cost.flops(1, h, d, backward) * np.asarray(area, float)
+    work = flops(1, h, d, backward) * np.asarray(area, float)
     return [work, ones, hkv * ones, h * ones * area, d * hkv * ones * nk, d * h * ones * nq,
             h * ones * cut]  # fmt: skip
 

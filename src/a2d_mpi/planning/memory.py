@@ -1,32 +1,11 @@
-"""Bytes that a rank holds at most, listed buffer by buffer; this module does not import MPI."""
+"""Bytes that a rank holds at most, listed buffer by buffer."""
 
 from __future__ import annotations
-
-import os
 
 import numpy as np
 
 from a2d_mpi.core.pieces import gradients_by_query
-from a2d_mpi.planning.cost import Layout, Problem
-
-
-def check_room(
-    seqlen: int, nheads: int, nheads_kv: int, headdim: int, itemsize: int, ranks: int
-) -> None:
-    """Refuse what cannot be, before anything walks over all tokens.
-
-    Raises
-    ------
-    ValueError
-        If q, k and v of a rank, a third or less of what it needs, fill the memory of its node.
-    """
-    nbytes = -(-seqlen // ranks) * (nheads + 2 * nheads_kv) * headdim * itemsize
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if nbytes > memory:
-        raise ValueError(
-            f"{seqlen} tokens on {ranks} ranks: q, k and v of one take {nbytes / 2**30:.4g} GiB, "
-            f"its node has {memory / 2**30:.4g} GiB"
-        )
+from a2d_mpi.core.sizes import Layout, Problem
 
 
 def peak_memory(

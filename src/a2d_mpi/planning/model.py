@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from a2d_mpi.core import pieces
-from a2d_mpi.planning.cost import METHODS, Layout
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning.cost import METHODS
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.schedule import Hop, Partials, Schedule, Workload
 

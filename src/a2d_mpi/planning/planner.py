@@ -18,8 +18,9 @@ import numpy as np
 
 from a2d_mpi.core.areas import pair_areas
 from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, Problem, misfit
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.cost import MAX_MESSAGE, METHODS, Layout, Problem
+from a2d_mpi.planning.cost import METHODS
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import Phase, predict
@@ -184,7 +185,7 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
         return
     seen = set()
     for heads in _divisors(ranks):
-        if cost.misfit(work.nheads, work.nheads_kv, heads):
+        if misfit(work.nheads, work.nheads_kv, heads):
             continue
         cells = ranks // heads
         for rows in _divisors(cells):

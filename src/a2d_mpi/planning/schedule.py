@@ -1,6 +1,6 @@
 """The clock and the links of all ranks while they follow a schedule of `a2d_mpi.planning.model`.
 
-All arrays have one entry per logical rank (see `a2d_mpi.planning.cost.Layout`).
+All arrays have one entry per logical rank (see `a2d_mpi.core.sizes.Layout`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import numpy as np
 
 from a2d_mpi.core.areas import by_rows, pair_areas
 from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.dtypes import as_dtype, compute_dtype
 from a2d_mpi.core.masks import Full, Mask
-from a2d_mpi.devices.host import as_dtype, compute_dtype
-from a2d_mpi.planning.cost import LARGEST, Layout, Problem, check_sizes
+from a2d_mpi.core.sizes import LARGEST, Layout, Problem, check_sizes
 from a2d_mpi.planning.machine import PHASES, Kernel, Machine
 
 PARTS = ("compute", "merge", "wait", "other")
