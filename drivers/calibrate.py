@@ -27,7 +27,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi import Attention2D
-from a2d_mpi.attention.ring import RingAttention
+from a2d_mpi.attention.methods import RingAttention
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.place import Place

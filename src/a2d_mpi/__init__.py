@@ -8,15 +8,15 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 _HOMES = {
-    "Attention2D": "a2d_mpi.attention.attention2d",
+    "Attention2D": "a2d_mpi.attention.methods",
     "Causal": "a2d_mpi.core.masks",
     "Distribution": "a2d_mpi.core.distribution",
-    "DoubleRingAttention": "a2d_mpi.attention.double_ring",
+    "DoubleRingAttention": "a2d_mpi.attention.methods",
     "Full": "a2d_mpi.core.masks",
     "IntervalMask": "a2d_mpi.core.masks",
     "Mask": "a2d_mpi.core.masks",
     "ProcessGrid": "a2d_mpi.comm.grid",
-    "RingAttention": "a2d_mpi.attention.ring",
+    "RingAttention": "a2d_mpi.attention.methods",
 }
 
 __all__ = list(_HOMES)

@@ -14,6 +14,7 @@ from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.rendezvous import Call, Rendezvous
 from a2d_mpi.comm.threads import BlasThreads
 from a2d_mpi.comm.transport import PROGRESS, DeviceTransport, HostTransport, Transport
+from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Remembered, Workspace
@@ -39,6 +40,8 @@ class Engine:
 
     Attributes
     ----------
+    dtypes : (dtype, dtype)
+        Of tensors as they are sent, and as they are computed.
     device, tile, work, transport
         None, but for `work`, before the first call has brought its arrays.
     waits : dict of str to list of (float, float)
@@ -66,6 +69,7 @@ class Engine:
         if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap by a thread needs MPI_THREAD_MULTIPLE")
         gpu_aware(transfers)
+        self.dtypes = dtype, compute_dtype(dtype)
         self._options, self._transfers = (dtype, softmax_scale), transfers
         self._kernel, self._progress, self._threads = kernel, progress, threads
         self._polls = _Polls(polls)

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+from mpi4py import MPI
 
 from a2d_mpi.attention.engine import Engine
+from a2d_mpi.attention.executor import Executor
 from a2d_mpi.attention.heads import HeadExchange
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
@@ -193,9 +195,18 @@ class AttentionPlan:
             *(self.nheads, self.nheads_kv),
         )
         self._cell_tokens = self._exchange.tokens
-        self._channels = (self._exchange.channel, *self._set_up())
+        self._executors, channels = {}, {}
         if grid.layer_comm.size == 1:
             self._alone = mask.intervals(self._cell_tokens, self._cell_tokens)
+        else:
+            self._executors = {x: self._executor(x) for x in ("forward", "backward")}
+            for executor in self._executors.values():
+                channels |= executor.schedule.channels
+        self._inside = {
+            name: Channel(self._comm_of(ranks), name, self.traffic)
+            for name, ranks in channels.items()
+        }
+        self._channels = (self._exchange.channel, *self._inside.values())
         config |= self._options
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -222,8 +233,8 @@ class AttentionPlan:
         """
         with self._running("forward", q=q, k=k, v=v) as (q, k, v):
             q, k, v = self._exchange.share(self._engine, {"q": q, "k": k, "v": v})
-            if self.grid.layer_comm.size > 1:
-                out, lse = self._forward(q, k, v)
+            if self._executors:
+                out, lse = self._run("forward", {"q": q, "k": k, "v": v})
             else:  # nothing to merge: out is at once as the caller gets it
                 out, lse = self._new("out", self.dtype), self._new("lse", self.compute_dtype)
                 with self._engine.clock("compute"):
@@ -265,8 +276,9 @@ class AttentionPlan:
                 delta = self._engine.device.delta(dout, out)
             mine = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse, "delta": delta}
             dout, q, k, v, lse, delta = self._exchange.share(self._engine, mine)
-            if self.grid.layer_comm.size > 1:
-                dq, dk, dv = self._backward(dout, q, k, v, lse, delta)
+            if self._executors:
+                given = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse, "delta": delta}
+                dq, dk, dv = self._run("backward", given)
             else:
                 # Final, unless other layers add to them.
                 wide = self._exchange.shared
@@ -328,7 +340,10 @@ class AttentionPlan:
 
         For each of the heads of its layer: ``nheads / grid.heads``.
         """
-        raise NotImplementedError
+        rank = self.grid.comm.rank if rank is None else rank
+        if not self._executors:
+            return self.mask.area(self._cell_tokens, self._cell_tokens)
+        return self._executor("forward", rank // self.grid.heads).area()
 
     def free(self) -> None:
         """Release the buffers.  The grid stays.  Local."""
@@ -339,23 +354,29 @@ class AttentionPlan:
         """Arguments of this method alone; ranks must agree on them too."""
         return {}
 
-    def _set_up(self) -> tuple[Channel, ...]:
-        """Prepare what needs no communication; returns the channels of the algorithm."""
-        raise NotImplementedError
+    def _executor(self, phase: str, me: int | None = None) -> Executor:
+        """What a rank of the context group (default: this one) does in a phase."""
+        me = self.grid.layer_comm.rank if me is None else me
+        group = self.problem.layer(self.grid.heads)
+        return Executor(
+            *(self.method, phase, self.layout, group, self.overlap, me),
+            *(self._cells.tokens, self.mask),
+        )
 
-    def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        raise NotImplementedError
+    def _comm_of(self, ranks: tuple[int, ...]) -> MPI.Intracomm:
+        """The communicator of these ranks of the context group, in this order."""
+        grid = self.grid
+        known = {tuple(range(grid.layer_comm.size)): grid.layer_comm}
+        known[tuple(grid.row * grid.cols + c for c in range(grid.cols))] = grid.row_comm
+        known[tuple(r * grid.cols + grid.col for r in range(grid.rows))] = grid.col_comm
+        return known[ranks]
 
-    def _backward(
-        self,
-        dout: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        lse: Array,
-        delta: Array,
-    ) -> tuple[Array, Array, Array]:
-        raise NotImplementedError
+    def _run(self, phase: str, given: dict[str, Array]) -> list[Array]:
+        """Results of the context group, in the order of `KINDS`."""
+        new = ("out", "lse") if phase == "forward" else ()
+        results = {x: self._new(x, self.compute_dtype) for x in new}
+        executor = self._executors[phase]
+        return list(executor.run(self._engine, self._inside, given, results).values())
 
     @property
     def problem(self) -> Problem:
@@ -380,21 +401,6 @@ class AttentionPlan:
         """New array for my cell's part of the result `name`."""
         shape = (len(self._cell_tokens), *self._shape(name, layer=True))
         return self._engine.device.empty(shape, dtype)
-
-    def _running_out(self) -> tuple[Array, Array, Array]:
-        """New out and lse of my cell, and the `rest` of `a2d_mpi.core.merge.merge`, zeros."""
-        out, lse = (self._new(x, self.compute_dtype) for x in ("out", "lse"))
-        rest = self._buffer("rest", "lse", len(lse))
-        self._engine.device.zero(rest)
-        return out, lse, rest
-
-    def _buffer(self, key: object, name: str, tokens: int, wide: bool = False) -> np.ndarray:
-        """The plan's buffer `key`, for `tokens` tokens of a layer's tensor `name`.
-
-        In the dtype in which it is sent; with `wide`, in that in which it is computed.
-        """
-        dtype = self.compute_dtype if wide else self._dtype_of(name)
-        return self._engine.work.get(key, (tokens, *self._shape(name, layer=True)), dtype)
 
     def _shape(self, name: str, layer: bool = False) -> tuple[int, ...]:
         heads = self._exchange if layer else self

@@ -21,10 +21,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.attention2d import Attention2D
-from a2d_mpi.attention.double_ring import DoubleRingAttention
+from a2d_mpi.attention.methods import Attention2D, DoubleRingAttention, RingAttention
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.attention.ring import RingAttention
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.comm.grid import ProcessGrid

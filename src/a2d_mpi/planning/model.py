@@ -77,7 +77,7 @@ def predict(
 
 
 class Grid(Schedule):
-    """Attention2D: see `a2d_mpi.attention.attention2d`."""
+    """Attention2D: see `a2d_mpi.attention.methods`."""
 
     def run(self) -> None:
         p, n, back = self.layer, self.n, self.backward
@@ -135,7 +135,7 @@ class Grid(Schedule):
         send: Callable[[int, float], None],
         merge: Callable[[float], None] | None = None,
     ) -> None:
-        """The pieces of `a2d_mpi.attention.attention2d.Attention2D`, in the same order.
+        """The pieces of `a2d_mpi.attention.methods.Attention2D`, in the same order.
 
         By query: the first of my queries against each unit of keys, the others' against all keys,
         the rest of mine; by key: the same with the roles exchanged.  `send`: a share of what is
@@ -193,7 +193,7 @@ class Grid(Schedule):
 
 
 class Ring(Schedule):
-    """RingAttention, whatever the distribution: see `a2d_mpi.attention.ring`."""
+    """RingAttention, whatever the distribution: see `a2d_mpi.attention.methods`."""
 
     def run(self) -> None:
         heads, cells = self.layout.heads, self.layout.cells

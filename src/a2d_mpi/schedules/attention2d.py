@@ -1,0 +1,138 @@
+"""Attention2D: every rank of an R x C grid computes one tile.
+
+Rank (r, c) meets the queries of grid row r with the keys of grid column c.  It gathers the former
+along its row and the latter along its column, and each partial result goes to its owner: out to
+the owner of the queries, in the backward pass dq likewise and dk, dv to the owner of the keys.  On
+square grids what a rank receives falls as 1/sqrt(P).
+
+Source: Elango, "Attention2D: Communication Efficient Distributed Self-Attention Mechanism",
+arXiv:2503.15758.  The order of the work is ours: post everything, compute on what is here, send
+what is finished, wait only for what is needed next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from a2d_mpi.core.pieces import gradients_by_query
+from a2d_mpi.schedules.steps import Attend, Merge, Message, Ranks, Rows, Schedule, Zero
+
+
+class Tile:
+    """The grid around a rank, and the order in which it computes its tile."""
+
+    def __init__(self, s: Schedule) -> None:
+        self.s, (rows, cols) = s, (s.sizes.rows, s.sizes.cols)
+        r, c = s.me // cols, s.me % cols
+
+        def at(row: Ranks, col: Ranks) -> Ranks:
+            return row % rows * cols + col % cols
+
+        # Nearest following first: no rank is everybody's first target.
+        self.row_peers = [at(r, c + i) for i in range(1, cols)]
+        self.col_peers = [at(r + i, c) for i in range(1, rows)]
+        s.channels["row"] = tuple(at(r, j) for j in range(cols))
+        s.channels["col"] = tuple(at(i, c) for i in range(rows))
+
+    def gather(self, kind: str) -> None:
+        """Gather the rows of queries along the row, those of keys along the column."""
+        s = self.s
+        mine_q = s.array(f"mine {kind}", kind, (s.me,), "given")
+        mine_k = s.array("mine kv", "kv", (s.me,), "given")
+        self.q, self.q_coming = s.all_gather("row", kind, mine_q, self.row_peers)
+        self.k, self.k_coming = s.all_gather("col", "kv", mine_k, self.col_peers)
+
+    def blocks(self, by_query: bool) -> Iterator[tuple[Rows, Rows]]:
+        """Queries and keys of each kernel call, when these are here.
+
+        By query: the first part of this rank's own queries meets the keys of each owner as they
+        come; then the others' queries, as they come, meet all keys at once; the rest of its own
+        come last, while the others' partial results travel.  By key: the same with the roles
+        exchanged.
+        """
+        s = self.s
+        if not s.sizes.overlap:
+            for coming in (self.q_coming, self.k_coming):
+                s.wait([m for messages in coming.values() for m in messages])
+        early = (self.q, self.q_coming, self.row_peers)
+        late = (self.k, self.k_coming, self.col_peers)
+        (x, x_coming, x_peers), (y, y_coming, y_peers) = (
+            (early, late) if by_query else (late, early)
+        )
+
+        def pair(a: Rows, b: Rows) -> tuple[Rows, Rows]:
+            return (a, b) if by_query else (b, a)
+
+        first, *rest = s.parts(Rows(x, s.me), Rows(y), len(x_peers) + 1)
+        yield pair(Rows(x, s.me, first), Rows(y, s.me))
+        for rows in self._as_they_come(y, y_coming, y_peers):
+            yield pair(Rows(x, s.me, first), rows)
+        for rows in self._as_they_come(x, x_coming, x_peers):
+            yield pair(rows, Rows(y))
+        for part in rest:
+            yield pair(Rows(x, s.me, part), Rows(y))
+
+    def place(self, queries: Rows) -> int:
+        """Of their owner among the peers of the row, from 1."""
+        return next(i for i, p in enumerate(self.row_peers, 1) if p is queries.owner)
+
+    def _as_they_come(
+        self, array: str, coming: dict[int, list[Message]], peers: list[Ranks]
+    ) -> Iterator[Rows]:
+        for i in range(len(peers)):
+            for message in coming[i]:
+                if self.s.sizes.overlap:
+                    self.s.wait([message])
+                yield message.rows
+
+
+def forward(s: Schedule) -> None:
+    """Write down the forward pass of rank ``s.me``."""
+    tile = Tile(s)
+    tile.gather("q")
+    out = s.array("out", "out", (s.me,), "result")
+    coming = s.partials("row", "out", tile.row_peers)
+    for queries, keys in tile.blocks(by_query=True):
+        if queries.owner is s.me:
+            s.add(Attend(queries, keys, Rows(out, s.me, queries.part)))
+        else:
+            name = s.array(f"out to {tile.place(queries)}", "out")
+            partial = Rows(name, queries.owner, queries.part)
+            s.add(Attend(queries, keys, partial))
+            s.give("row", queries.owner, partial)
+    s.release("row")
+    for rows, messages in coming:
+        s.wait(messages)
+        s.add(Merge(rows, Rows(out, s.me)))
+    s.results = {"out": Rows(out, s.me)}
+
+
+def backward(s: Schedule) -> None:
+    """Write down the backward pass of rank ``s.me``."""
+    tile, sizes = Tile(s), s.sizes
+    tile.gather("qd")
+    dq = s.array("dq", "dq", s.channels["row"])
+    dkv = s.array("dkv", "dkv", s.channels["col"])
+    s.add(Zero(Rows(dq)), Zero(Rows(dkv)))
+    dq_coming = s.partials("row", "dq", tile.row_peers)
+    dkv_coming = s.partials("col", "dkv", tile.col_peers)
+    by_query = gradients_by_query(sizes.rows, sizes.cols, sizes.nheads, sizes.nheads_kv)
+    for queries, keys in tile.blocks(by_query):
+        into, keys_into = queries._replace(array=dq), keys._replace(array=dkv)
+        s.add(Attend(queries, keys, into, keys_into))
+        # Finished: these queries have met all keys, or these keys all queries.
+        if keys.owner is None and queries.owner is not s.me:
+            s.give("row", queries.owner, into)
+        elif queries.owner is None and keys.owner is not s.me:
+            s.give("col", keys.owner, keys_into)
+    late = ("col", dkv, tile.col_peers) if by_query else ("row", dq, tile.row_peers)
+    channel, array, peers = late
+    for p in peers:
+        for unit in sizes.units(p, len(peers) + 1):
+            s.give(channel, p, Rows(array, p, unit))
+    for channel, array, coming in (("row", dq, dq_coming), ("col", dkv, dkv_coming)):
+        s.release(channel)
+        for rows, messages in coming:
+            s.wait(messages)
+            s.add(Merge(rows, Rows(array, s.me)))
+    s.results = {"dq": Rows(dq, s.me), "dkv": Rows(dkv, s.me)}

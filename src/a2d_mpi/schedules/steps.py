@@ -1,0 +1,279 @@
+"""The words that schedules are written in: what a rank sends, receives, computes and merges.
+
+A schedule is data: a list of steps, in order, without MPI, devices or times.  Others read it: the
+executor (`a2d_mpi.attention.executor`) and the accounts (`a2d_mpi.schedules.accounts`).  It is of
+one rank or of all at once: whatever depends on the rank is an int, or an array with an entry for
+each rank; so a planner reads the schedules of thousands of ranks as fast as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from a2d_mpi.core.pieces import cut
+
+Ranks = int | np.ndarray  # a rank of the context group, or one for each rank
+
+# The tensors of a kind of rows, and whether rows of it are sums that travel as they are computed.
+KINDS = {
+    "q": ("q",),
+    "qd": ("dout", "q", "lse", "delta"),
+    "kv": ("k", "v"),
+    "out": ("out", "lse"),
+    "dq": ("dq",),
+    "dkv": ("dk", "dv"),
+}
+FIRST, REST = "first", "rest"  # parts of a rank's own shard: what it computes first, and last
+
+
+class Rows(NamedTuple):
+    """Rows of an array.
+
+    Attributes
+    ----------
+    array : str
+    owner : Ranks or None
+        Whose tokens; None: those of all whose tokens the array has.
+    part : (int, int), "first", "rest" or None
+        Of the owner's shard: the i-th of the units in which it travels along n ranks, each in a
+        message; what its owner computes first, or last; None: all.
+    """
+
+    array: str
+    owner: Ranks | None = None
+    part: tuple[int, int] | str | None = None
+
+
+@dataclass(frozen=True)
+class Array:
+    """Tensors of some owners' tokens, one owner after the other.
+
+    Attributes
+    ----------
+    kind : str
+        One of `KINDS`.
+    owners : tuple of Ranks
+        Empty: of whichever owner's tokens it holds at a time, one at once.
+    role : {"given", "result", "buffer"}
+        From the caller, for the caller, or the plan's.
+    """
+
+    kind: str
+    owners: tuple[Ranks, ...]
+    role: str = "buffer"
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """Rows on their way, each tensor by itself.
+
+    Attributes
+    ----------
+    sent : bool
+        Or received.
+    channel : str
+    peer : Ranks
+        To whom, or from whom.
+    rows : Rows
+    """
+
+    sent: bool
+    channel: str
+    peer: Ranks
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Until these messages are done."""
+
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Rows of one array to another."""
+
+    rows: Rows
+    to: Rows
+
+
+@dataclass(frozen=True)
+class Zero:
+    """All of an array, for as many tokens as its rows are."""
+
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Attend:
+    """One call of a kernel: queries against keys, where the mask lets them.
+
+    Forward it makes a partial result for the rows `into`, which is merged with what these hold;
+    backward it adds to the gradients `into` and `keys_into`.
+    """
+
+    queries: Rows
+    keys: Rows
+    into: Rows
+    keys_into: Rows | None = None
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A partial result that came: merged, or added, to rows of the same kind."""
+
+    rows: Rows
+    to: Rows
+
+
+Step = Message | Wait | Copy | Zero | Attend | Merge
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What schedules depend on, of a context group of R x C ranks.
+
+    Attributes
+    ----------
+    rows, cols : int
+        R, C: rank p is at row ``p // C`` and column ``p % C``.
+    counts : tuple of int
+        Tokens of every rank's shard.
+    nheads, nheads_kv : int
+        That the group computes.
+    overlap : bool
+        Whether to compute while messages travel.
+    inner : str
+        Name of the channel of inner hops, of rings.
+    """
+
+    rows: int
+    cols: int
+    counts: tuple[int, ...]
+    nheads: int
+    nheads_kv: int
+    overlap: bool = True
+    inner: str = ""
+
+    def units(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
+        """Parts in which an owner's shard travels along a row or column of so many ranks."""
+        tokens = self.counts[owner] if isinstance(owner, int) else max(self.counts)
+        return [(unit, ranks) for unit in range(len(cut(tokens, ranks)))]
+
+
+@dataclass
+class Schedule:
+    """What a rank does in one phase.
+
+    Attributes
+    ----------
+    me : Ranks
+    sizes : Sizes
+    channels : dict of str to tuple of Ranks
+        The ranks of each channel, by their rank in it.
+    arrays : dict of str to Array
+    steps : list of Step
+    results : dict of str to Rows
+        Where the results of this rank's shard are in the end, by kind.
+    cuts : callable
+        Whether this rank's own rows, which meet such others, are computed in two parts: from the
+        schedule so far, both, and the number of ranks among which the partial results travel.
+    """
+
+    me: Ranks
+    sizes: Sizes
+    cuts: Callable[[Schedule, Rows, Rows, int], bool] = lambda *_: False
+    channels: dict[str, tuple[Ranks, ...]] = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    results: dict[str, Rows] = field(default_factory=dict)
+    _held: list[Message] = field(default_factory=list)
+
+    def array(
+        self, name: str, kind: str, owners: Sequence[Ranks] = (), role: str = "buffer"
+    ) -> str:
+        """Declare an array; returns its name."""
+        self.arrays.setdefault(name, Array(kind, tuple(owners), role))
+        return name
+
+    def add(self, *steps: Step) -> None:
+        """Append steps."""
+        self.steps += steps
+
+    def receive(self, channel: str, peer: Ranks, rows: Rows) -> Message:
+        """Append a message from a peer."""
+        self.add(message := Message(False, channel, peer, rows))
+        return message
+
+    def send(self, channel: str, peer: Ranks, rows: Rows) -> Message:
+        """Append a message to a peer."""
+        self.add(message := Message(True, channel, peer, rows))
+        return message
+
+    def wait(self, messages: Sequence[Message]) -> None:
+        """Append a wait for messages, if there are any."""
+        if messages:
+            self.add(Wait(tuple(messages)))
+
+    def exchange(self, *messages: Message) -> list[Message]:
+        """Messages that were posted together; in turn, they are waited for at once."""
+        if not self.sizes.overlap:
+            self.wait(messages)
+            return []
+        return list(messages)
+
+    def give(self, channel: str, owner: Ranks, rows: Rows) -> None:
+        """Send a finished partial result to its owner; in turn, when all are finished."""
+        if self.sizes.overlap:
+            self.send(channel, owner, rows)
+        else:
+            self._held.append(Message(True, channel, owner, rows))
+
+    def release(self, channel: str) -> None:
+        """Send what was held for a channel."""
+        self.add(*(m for m in self._held if m.channel == channel))
+        self._held = [m for m in self._held if m.channel != channel]
+
+    def all_gather(
+        self, channel: str, kind: str, mine: str, peers: Sequence[Ranks]
+    ) -> tuple[str, dict[int, list[Message]]]:
+        """Everyone's rows of an array for all of a channel; `peers`: nearest following first.
+
+        Returns the array that will have them, in the order of the channel's ranks, and the
+        messages that bring each peer's rows, by the peer's place in `peers`.
+        """
+        if not peers:
+            return mine, {}
+        ranks = len(peers) + 1
+        whole = self.array(channel, kind, self.channels[channel])
+        coming = {
+            i: [self.receive(channel, p, Rows(whole, p, u)) for u in self.sizes.units(p, ranks)]
+            for i, p in enumerate(peers)
+        }
+        # This rank's rows are what the rank before it wants first, and the one after it last.
+        for p in reversed(peers):
+            for u in self.sizes.units(self.me, ranks):
+                self.send(channel, p, Rows(mine, self.me, u))
+        self.add(Copy(Rows(mine, self.me), Rows(whole, self.me)))
+        return whole, coming
+
+    def partials(
+        self, channel: str, kind: str, peers: Sequence[Ranks]
+    ) -> list[tuple[Rows, list[Message]]]:
+        """Post the receives of what each peer contributes to this rank's rows."""
+        found = []
+        for i, p in enumerate(peers, 1):
+            name = self.array(f"{kind} from {channel} {i}", kind)
+            units = self.sizes.units(self.me, len(peers) + 1)
+            messages = [self.receive(channel, p, Rows(name, self.me, u)) for u in units]
+            found.append((Rows(name, self.me), messages))
+        return found
+
+    def parts(self, mine: Rows, others: Rows, ranks: int) -> tuple[str | None, ...]:
+        """Of this rank's own rows, which meet others: what it computes first, and last."""
+        return (FIRST, REST) if self.cuts(self, mine, others, ranks) else (None,)
