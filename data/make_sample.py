@@ -37,9 +37,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from tqdm import tqdm
 
-from a2d_mpi.atomic import check_writable
-from a2d_mpi.options import Parser, run_serial
-from a2d_mpi.results import new_file
+from a2d_mpi.core.atomic import check_writable
+from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.experiments.results import new_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,15 +13,17 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from a2d_mpi import ProcessGrid, cost
-from a2d_mpi.atomic import check_writable, refuse_same
-from a2d_mpi.backend import DTYPES, as_dtype
-from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
-from a2d_mpi.comm import agree
-from a2d_mpi.distribution import DISTRIBUTIONS
-from a2d_mpi.machine import read_machine
-from a2d_mpi.masks import MASKS
-from a2d_mpi.measure import (
+from a2d_mpi import ProcessGrid
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.gpus import TRANSFERS
+from a2d_mpi.core.atomic import check_writable, refuse_same
+from a2d_mpi.core.distribution import DISTRIBUTIONS
+from a2d_mpi.core.dtypes import DTYPES, as_dtype
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.sizes import check_room, flops
+from a2d_mpi.experiments.cli import FAILED_CHECK, Parser, arguments, run, together
+from a2d_mpi.experiments.measure import (
     SAMPLE,
     Measurement,
     make_plan,
@@ -30,8 +32,7 @@ from a2d_mpi.measure import (
     random_rows,
     refuse_nan,
 )
-from a2d_mpi.memory import check_room
-from a2d_mpi.options import (
+from a2d_mpi.experiments.options import (
     METHOD_HELP,
     ORDER_HELP,
     SEED,
@@ -41,12 +42,11 @@ from a2d_mpi.options import (
     method_name,
     whole,
 )
-from a2d_mpi.plan import AttentionPlan
-from a2d_mpi.results import Result, inspect_input, read_part, write_result
-from a2d_mpi.schedule import Workload
-from a2d_mpi.sweep import grid_shape
-from a2d_mpi.tiles import KERNELS
-from a2d_mpi.transport import TRANSFERS
+from a2d_mpi.experiments.results import Result, inspect_input, read_part, write_result
+from a2d_mpi.experiments.sweep import grid_shape
+from a2d_mpi.kernels import KERNELS
+from a2d_mpi.planning.machine import read_machine
+from a2d_mpi.planning.schedule import Workload
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -220,7 +220,7 @@ def _report(result: Result, plan: AttentionPlan) -> None:
     for phase in ("forward", "backward"):
         if f"{phase}/total" in result.timings:
             heads = plan.nheads // plan.grid.heads  # of those areas
-            work = cost.flops(int(result.area.sum()), heads, plan.headdim, phase[0] == "b")
+            work = flops(int(result.area.sum()), heads, plan.headdim, phase[0] == "b")
             slowest = np.median(result.timings[f"{phase}/total"].max(axis=1))
             print(f"{phase}: {work / slowest / 1e9:.1f} GFLOP/s by the slowest rank")
     if result.traffic:

@@ -35,15 +35,15 @@ from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 from a2d_mpi import ProcessGrid
-from a2d_mpi.atomic import refuse_same
-from a2d_mpi.backend import as_dtype
-from a2d_mpi.benchmark import add_results, start_benchmark
-from a2d_mpi.calibration import to_toml
-from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
-from a2d_mpi.cost import Layout
-from a2d_mpi.machine import Machine, parse_count, read_machine
-from a2d_mpi.masks import MASKS
-from a2d_mpi.measure import (
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.gpus import TRANSFERS
+from a2d_mpi.core.atomic import refuse_same
+from a2d_mpi.core.dtypes import as_dtype
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.sizes import Layout, check_room
+from a2d_mpi.experiments.benchmark import add_results, start_benchmark
+from a2d_mpi.experiments.cli import FAILED_CHECK, Parser, arguments, run, together
+from a2d_mpi.experiments.measure import (
     METHODS,
     SAMPLE,
     Measurement,
@@ -52,14 +52,13 @@ from a2d_mpi.measure import (
     origin_of,
     random_rows,
 )
-from a2d_mpi.memory import check_room
-from a2d_mpi.options import METHOD_HELP, ORDER_HELP, SEED, THREADS, TRIALS, WARMUP
-from a2d_mpi.plan import AttentionPlan
-from a2d_mpi.results import Result
-from a2d_mpi.summary import phases_of, summarise
-from a2d_mpi.sweep import Case, Configuration, plans_for
-from a2d_mpi.tiles import KERNELS
-from a2d_mpi.transport import TRANSFERS
+from a2d_mpi.experiments.options import METHOD_HELP, ORDER_HELP, SEED, THREADS, TRIALS, WARMUP
+from a2d_mpi.experiments.results import Result
+from a2d_mpi.experiments.summary import phases_of, summarise
+from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
+from a2d_mpi.kernels import KERNELS
+from a2d_mpi.planning.calibration import to_toml
+from a2d_mpi.planning.machine import Machine, parse_count, read_machine
 
 OVERLAPS = {"on": True, "off": False}
 SPANS = ("all", "picked", "none")  # the planner's; they are most of a file

@@ -18,12 +18,13 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, ProcessGrid, cost
-from a2d_mpi.check import check_attention
-from a2d_mpi.cli import FAILED_CHECK, Parser, arguments, run, together
-from a2d_mpi.masks import MASKS
-from a2d_mpi.options import TRIALS, whole
-from a2d_mpi.transport import TRANSFERS, gpu_aware
+from a2d_mpi import Attention2D, ProcessGrid
+from a2d_mpi.comm.gpus import TRANSFERS, bind_gpu, gpu_aware
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.sizes import flops
+from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.experiments.cli import FAILED_CHECK, Parser, arguments, run, together
+from a2d_mpi.experiments.options import TRIALS, whole
 
 MEBI = 1 << 20
 
@@ -38,7 +39,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--nheads-kv", type=whole(1), help="default: nheads")
     add("--headdim", type=whole(1), default=128)
     add("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
-    add("--kernel", default="auto", help="of a2d_mpi.tiles.KERNELS (default %(default)s)")
+    add("--kernel", default="auto", help="of a2d_mpi.kernels.KERNELS (default %(default)s)")
     add("--transfers", choices=TRANSFERS, default="auto")
     add("--trials", type=TRIALS, default=10)
     return parser
@@ -48,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     comm = MPI.COMM_WORLD
     args = arguments(comm, build_parser, argv)
-    device, sharing = together(comm, _import_cuda).bind_gpu(comm)
+    together(comm, _import_cuda)
+    device, sharing = bind_gpu(comm)
     if comm.rank == 0:
         aware, why = gpu_aware(args.transfers)
         how = f"{'device' if aware else 'host'} transfers ({why})"
@@ -74,7 +76,7 @@ def kernel(comm: MPI.Intracomm, args, device) -> int:
             seconds = _in_turn(calls, args.trials, device, comm)
             wrong |= not problem.passes()
         for phase in ("forward", "backward"):
-            work = cost.flops(problem.area, args.nheads, args.headdim, phase == "backward") / 1e12
+            work = flops(problem.area, args.nheads, args.headdim, phase == "backward") / 1e12
             ours = work / seconds.pop(f"{phase} ours")
             theirs = {n: work / s for n, s in seconds.items() if n.startswith(phase)}
             line = f"{mask:<7} {phase:<8} {ours:6.0f} TFLOP/s"
@@ -113,7 +115,7 @@ def split(comm: MPI.Intracomm, args, device) -> int:
 
 def transfers(comm: MPI.Intracomm, args, device) -> int:
     """GB/s that each rank receives from the one before it."""
-    from a2d_mpi.transport import DeviceTransport
+    from a2d_mpi.comm.transport import DeviceTransport
 
     transport = DeviceTransport(device, staged=not gpu_aware(args.transfers)[0])
     wrong = False
@@ -247,10 +249,9 @@ def _torch_calls(torch, problem: _Problem, causal: bool) -> dict[str, Callable]:
 
 def _import_cuda():
     try:
-        from a2d_mpi import cuda
+        import a2d_mpi.devices.cuda  # noqa: F401
     except ImportError as error:
         raise ValueError(str(error)) from None
-    return cuda
 
 
 if __name__ == "__main__":

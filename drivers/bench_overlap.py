@@ -5,8 +5,8 @@
 On every grid of one row or one column: the seconds of the kernels and merges alone (of the runs
 without overlap: no message is under way then), of the transfers (bytes over the rate that the
 phases without overlap reach), and of the whole with and without overlap, by who calls MPI while
-the kernels run (`a2d_mpi.transport.PROGRESS`).  Medians over the trials of the slowest rank; the
-variants take turns.  "hidden": the share of the shorter one of compute and transfer that ran
+the kernels run (`a2d_mpi.comm.transport.PROGRESS`).  Medians over the trials of the slowest rank;
+the variants take turns.  "hidden": the share of the shorter one of compute and transfer that ran
 beside the other.
 """
 
@@ -19,10 +19,10 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi import Attention2D, ProcessGrid
-from a2d_mpi.cli import Parser, arguments, run
-from a2d_mpi.masks import MASKS
-from a2d_mpi.options import TRIALS, whole
-from a2d_mpi.transport import PROGRESS
+from a2d_mpi.comm.transport import PROGRESS
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.experiments.cli import Parser, arguments, run
+from a2d_mpi.experiments.options import TRIALS, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:

@@ -19,12 +19,11 @@ import time
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from a2d_mpi import cost
-from a2d_mpi.backend import HOST
-from a2d_mpi.masks import MASKS
-from a2d_mpi.memory import check_room
-from a2d_mpi.options import TRIALS, BadOption, Parser, run_serial
-from a2d_mpi.tiles.numpy import NumpyTile
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.sizes import check_room, check_sizes, flops
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.experiments.options import TRIALS, BadOption, Parser, run_serial
+from a2d_mpi.kernels.numpy import NumpyTile
 
 SHAPES = "4096x4x128,8192x2x64"
 
@@ -48,7 +47,7 @@ def shapes(text: str) -> list[tuple[int, int, int]]:
     for shape in text.split(","):
         try:
             seqlen, nheads, headdim = map(int, shape.split("x"))
-            cost.check_sizes(seqlen=seqlen, nheads=nheads, nheads_kv=nheads, headdim=headdim)
+            check_sizes(seqlen=seqlen, nheads=nheads, nheads_kv=nheads, headdim=headdim)
             check_room(seqlen, nheads, nheads, headdim, 4, 1)
         except ValueError as error:
             raise BadOption(f"must be like {SHAPES}, got {shape[:40]!r}: {error}") from None
@@ -148,7 +147,7 @@ def compare(torch, seqlen: int, nheads: int, headdim: int, mask_name: str, trial
         for a, b in zip((out, *gradients), (their_out, *(x.grad for x in theirs)))
     )
     work = {
-        name: cost.flops(mask.area(tokens, tokens), nheads, headdim, name == "backward") / 1e9
+        name: flops(mask.area(tokens, tokens), nheads, headdim, name == "backward") / 1e9
         for name in seconds
     }
     rates = {  # the first trial warms up

@@ -27,10 +27,17 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi import Attention2D
-from a2d_mpi.atomic import check_writable
-from a2d_mpi.backend import DTYPES, as_dtype, compute_dtype
-from a2d_mpi.baselines.ring import RingAttention
-from a2d_mpi.calibration import (
+from a2d_mpi.attention.ring import RingAttention
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.place import Place
+from a2d_mpi.core.atomic import check_writable
+from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
+from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.merge import merge
+from a2d_mpi.experiments.cli import Parser, arguments, run, together
+from a2d_mpi.kernels.numpy import NumpyTile
+from a2d_mpi.planning.calibration import (
     STEADY,
     Sample,
     disturbance,
@@ -39,15 +46,8 @@ from a2d_mpi.calibration import (
     fit_steps,
     write_machine,
 )
-from a2d_mpi.cli import Parser, arguments, run, together
-from a2d_mpi.comm import agree
-from a2d_mpi.grid import ProcessGrid
-from a2d_mpi.machine import PHASES, Link, Machine
-from a2d_mpi.masks import Causal, Full
-from a2d_mpi.merge import merge
-from a2d_mpi.place import Place
-from a2d_mpi.schedule import Workload
-from a2d_mpi.tiles.numpy import NumpyTile
+from a2d_mpi.planning.machine import PHASES, Link, Machine
+from a2d_mpi.planning.schedule import Workload
 
 # Queries, keys, nheads, nheads_kv, headdim, mask: few and many of each.
 SHAPES = (
@@ -190,7 +190,7 @@ class Clock:
     Attributes
     ----------
     shares, seconds : list of float
-        Of all looks; see `a2d_mpi.calibration.disturbance`.
+        Of all looks; see `a2d_mpi.planning.calibration.disturbance`.
     """
 
     def __init__(self, comm: MPI.Intracomm, share: float, patience: float) -> None:

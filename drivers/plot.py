@@ -25,12 +25,12 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.atomic import replacing
-from a2d_mpi.benchmark import read_benchmark
-from a2d_mpi.options import Parser, run_serial
-from a2d_mpi.results import PARTS as SPAN_PARTS
-from a2d_mpi.results import Result
-from a2d_mpi.summary import PARTS, Summary, best_of_families, phases_of, summarise
+from a2d_mpi.core.atomic import replacing
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
+from a2d_mpi.experiments.results import Result
+from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, phases_of, summarise
 
 # Okabe and Ito: told apart by colour-blind readers too; the markers and hatches without colours.
 STYLES = {

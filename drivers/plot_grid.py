@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.atomic import check_writable, replacing
-from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
-from a2d_mpi.masks import MASKS
-from a2d_mpi.options import Parser, run_serial
+from a2d_mpi.core.atomic import check_writable, replacing
+from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.experiments.options import Parser, run_serial
 
 # Okabe and Ito: told apart by colour-blind readers too.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")

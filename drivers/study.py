@@ -19,16 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi import cost
-from a2d_mpi.benchmark import read_benchmark
-from a2d_mpi.cost import Layout
-from a2d_mpi.machine import read_machine
-from a2d_mpi.masks import MASKS
-from a2d_mpi.model import predict
-from a2d_mpi.options import FAILED_CHECK, Parser, run_serial
-from a2d_mpi.results import Result
-from a2d_mpi.schedule import Workload
-from a2d_mpi.summary import Summary, phases_of, summarise, usual_trial
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.options import FAILED_CHECK, Parser, run_serial
+from a2d_mpi.experiments.results import Result
+from a2d_mpi.experiments.summary import Summary, phases_of, summarise, usual_trial
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.machine import read_machine
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.schedule import Workload
 
 MACHINES = Path(__file__).parents[1] / "data" / "machines"
 PAPER = {"64x1": "h100-64x1.toml", "16x4": "a100-16x4.toml"}

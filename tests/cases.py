@@ -6,9 +6,11 @@ import numpy as np
 from helpers import bounds_for, distance
 from mpi4py import MPI
 
-from a2d_mpi import Attention2D, DoubleRingAttention, RingAttention, cost, reference
-from a2d_mpi.backend import DTYPES
-from a2d_mpi.memory import buffers
+from a2d_mpi import Attention2D, DoubleRingAttention, RingAttention
+from a2d_mpi.core import reference
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.memory import buffers
 
 SIZE = MPI.COMM_WORLD.size
 GRIDS = {5: [(1, 5)], 6: [(2, 3), (3, 2)]}.get(

@@ -65,9 +65,9 @@ def cupy(request):
 
 def _is_of_gpu(module):
     return module.split(".")[0] == "cupy" or module in (
-        "a2d_mpi.cuda",
-        "a2d_mpi.tiles.cupy",
-        "a2d_mpi.tiles.cudnn",
+        "a2d_mpi.devices.cuda",
+        "a2d_mpi.kernels.cupy",
+        "a2d_mpi.kernels.cudnn",
     )
 
 

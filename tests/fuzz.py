@@ -26,13 +26,13 @@ from fuzz_cases import Case, draw, solve
 from helpers import bounds_for, distance
 from mpi4py import MPI
 
-import a2d_mpi.comm
-import a2d_mpi.merge
+import a2d_mpi.comm.collectives
+import a2d_mpi.core.merge
 from a2d_mpi import ProcessGrid
-from a2d_mpi.comm import CollectiveError
-from a2d_mpi.masks import Mask
-from a2d_mpi.measure import make_plan
-from a2d_mpi.tiles.numpy import NumpyTile
+from a2d_mpi.comm.agreement import CollectiveError
+from a2d_mpi.core.masks import Mask
+from a2d_mpi.experiments.measure import make_plan
+from a2d_mpi.kernels.numpy import NumpyTile
 
 TOO_MANY = 3  # failures, after which there is no use in going on
 PATIENCE = 60  # seconds for one case: beyond that a rank waits for ever
@@ -102,8 +102,8 @@ def _run(case: Case) -> dict[str, object]:
     defaults = (None, rows, keys, None)
     with (
         patch.object(NumpyTile.__init__, "__defaults__", defaults),
-        patch("a2d_mpi.tiles.blocks.ALIGN", align),
-        patch("a2d_mpi.pieces.GRAIN", grain),
+        patch("a2d_mpi.kernels.blocks.ALIGN", align),
+        patch("a2d_mpi.core.pieces.GRAIN", grain),
         np.errstate(all="ignore"),
     ):
         plan = make_plan(
@@ -194,15 +194,17 @@ def _mask_off_by_one():
 
 def _merge_off_by_a_little():
     def wrong(out, *others):
-        a2d_mpi.merge.merge(out, *others)
+        a2d_mpi.core.merge.merge(out, *others)
         out *= 1 + 3e-6
 
-    return patch("a2d_mpi.backend.merge", wrong)
+    return patch("a2d_mpi.devices.host.merge", wrong)
 
 
 def _dropped_partial():
-    right = a2d_mpi.comm.Partials.receive
-    return patch.object(a2d_mpi.comm.Partials, "receive", lambda self: list(right(self))[1:])
+    right = a2d_mpi.comm.collectives.Partials.receive
+    return patch.object(
+        a2d_mpi.comm.collectives.Partials, "receive", lambda self: list(right(self))[1:]
+    )
 
 
 FAULTS = {"mask": _mask_off_by_one, "merge": _merge_off_by_a_little, "partial": _dropped_partial}

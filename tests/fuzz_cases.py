@@ -12,8 +12,8 @@ import numpy as np
 from helpers import distance
 
 from a2d_mpi import Causal, Full, IntervalMask, Mask
-from a2d_mpi.backend import DTYPES, compute_dtype
-from a2d_mpi.cost import misfit
+from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.core.sizes import misfit
 
 METHODS = ("attention2d", "attention2d", "ring", "striped ring", "double ring")
 MASKS = (

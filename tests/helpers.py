@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from a2d_mpi.check import error_bounds
+from a2d_mpi.experiments.check import error_bounds
 
 DRIVERS = Path(__file__).parents[1] / "drivers"
 SECONDS = 30  # a generous "within seconds", for busy machines

@@ -22,12 +22,13 @@ from cases import (
 )
 from helpers import assert_all
 
-from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid, pieces
-from a2d_mpi.check import check_attention
-from a2d_mpi.distribution import DISTRIBUTIONS
-from a2d_mpi.machine import read_machine
-from a2d_mpi.planner import best_plan
-from a2d_mpi.schedule import Workload
+from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
+from a2d_mpi.core import pieces
+from a2d_mpi.core.distribution import DISTRIBUTIONS
+from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.planning.machine import read_machine
+from a2d_mpi.planning.planner import best_plan
+from a2d_mpi.planning.schedule import Workload
 
 PROFILES = Path(__file__).parents[1] / "data" / "machines"
 
@@ -229,7 +230,7 @@ def test_inputs_may_be_strided(comm, method):
 
 
 def test_messages_are_split(comm, method, monkeypatch):
-    monkeypatch.setattr("a2d_mpi.transport.MAX_MESSAGE", 1000)
+    monkeypatch.setattr("a2d_mpi.comm.transport.MAX_MESSAGE", 1000)
     plan = method(Causal(), seqlen=97, nheads=NHEADS, headdim=8)
     found = run(plan, *inputs(97, NHEADS, 8))
     bad = failures(plan, found, Causal(), 97, NHEADS, 8)
@@ -342,7 +343,7 @@ def test_the_tests_can_tell(comm, method, monkeypatch):
     """Deliberately wrong variants must fail: a merge that averages, a mask that is off by one."""
     plan = method(Causal(), seqlen=130, nheads=NHEADS, headdim=16)
     if plan.grid.layer_comm.size > 1:
-        monkeypatch.setattr("a2d_mpi.backend.merge", averaging_merge)
+        monkeypatch.setattr("a2d_mpi.devices.host.merge", averaging_merge)
         bad = failures(plan, run(plan, *inputs(130, NHEADS, 16)), Causal(), 130, NHEADS, 16)
         assert_all(comm, comm.allreduce(len(bad)) > 0, "an averaging merge passed")
         monkeypatch.undo()

@@ -14,8 +14,8 @@ from a2d_mpi import (
     ProcessGrid,
     RingAttention,
 )
-from a2d_mpi.cli import together
-from a2d_mpi.comm import CollectiveError
+from a2d_mpi.comm.agreement import CollectiveError
+from a2d_mpi.experiments.cli import together
 
 pytestmark = pytest.mark.mpi
 

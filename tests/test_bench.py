@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from helpers import assert_all_refused, assert_refused
 
-from a2d_mpi import benchmark, planner
-from a2d_mpi.benchmark import read_benchmark
-from a2d_mpi.cost import Layout
-from a2d_mpi.machine import read_machine
-from a2d_mpi.results import PARTS
-from a2d_mpi.sweep import Case, parse_plan, plans_for
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments import benchmark
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.results import PARTS
+from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
+from a2d_mpi.planning import planner
+from a2d_mpi.planning.machine import read_machine
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("attention2d", "ring", "striped ring", "double ring")
@@ -217,7 +218,9 @@ def test_wrong_result(tmp_path):
     """Is kept, and the exit code is 1, also of the job that resumes."""
     output = tmp_path / "bench.h5"
     options = ["--output", output, *SMALL, "--seqlens", "64", "--plans", "attention2d:1x2,ring"]
-    done = bench(2, *options, sabotage="import a2d_mpi.backend as b; b.merge = lambda *_: None")
+    done = bench(
+        2, *options, sabotage="import a2d_mpi.devices.host as b; b.merge = lambda *_: None"
+    )
     assert done.returncode == 1 and "FAILED" in done.stdout, done.stderr
     assert not any(result.checks["out"].passed for result in read_benchmark(output).values())
     assert bench(2, *options, "--resume").returncode == 1

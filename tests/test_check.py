@@ -10,9 +10,9 @@ from cases import GRIDS, NHEADS, TENSORS, inputs, run
 from helpers import DRIVERS, EACH, assert_all, bounds_for, drive, launch
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
-from a2d_mpi.backend import DTYPES
-from a2d_mpi.check import check_attention
-from a2d_mpi.results import Check
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.experiments.results import Check
 
 SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
 # What a right run gets wrong of logits of 1e4, and so what no check can tell: the float32 logits
@@ -97,7 +97,7 @@ def test_overflow_and_logits_of_a_billion(tmp_path):
 @pytest.mark.launches
 def test_one_byte_too_many_in_one_of_five_trials():
     once = (
-        "from a2d_mpi.comm import Traffic as T; old, calls = T.count, []\n"
+        "from a2d_mpi.comm.channel import Traffic as T; old, calls = T.count, []\n"
         "def count(self, phase, name, direction, nbytes, messages):\n"
         "    calls.append(1)\n"
         "    old(self, phase, name, direction, nbytes + (len(calls) == 30), messages)\n"

@@ -1,24 +1,23 @@
 """The closed forms themselves, against the design's formulas for equal parts."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi import cost, pieces, transport
-from a2d_mpi.areas import pair_areas
-from a2d_mpi.cost import Layout
-from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
-from a2d_mpi.masks import Causal, Full, IntervalMask
+from a2d_mpi.comm import transport
+from a2d_mpi.core import pieces
+from a2d_mpi.core.areas import pair_areas
+from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.core.masks import Causal, Full, IntervalMask
+from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, Problem, flops, misfit
+from a2d_mpi.planning import cost
 
 N, H, HKV, D = 24, 6, 2, 16
 
 
 def problem(ranks):
-    return cost.Problem((N,) * ranks, H, HKV, D, itemsize=4, compute_itemsize=4)
+    return Problem((N,) * ranks, H, HKV, D, itemsize=4, compute_itemsize=4)
 
 
 @pytest.mark.parametrize("rows, cols", [(1, 1), (1, 4), (4, 1), (2, 3), (8, 8)])
@@ -72,7 +71,7 @@ def test_double_ring_of_equal_parts(outer, inner):
 
 def test_uneven_parts_lose_nothing():
     """What all ranks send is what all ranks receive."""
-    sizes = cost.Problem((3, 0, 5, 2, 9, 1), H, HKV, D, 8, 8)
+    sizes = Problem((3, 0, 5, 2, 9, 1), H, HKV, D, 8, 8)
     for moved in (
         [cost.traffic_2d(sizes, 2, 3, rank) for rank in range(6)],
         [cost.traffic_ring(sizes, rank) for rank in range(6)],
@@ -95,7 +94,7 @@ def test_every_byte_sent_is_received(shape, method, data):
     layout = Layout(rows, cols, heads)
     counts = data.draw(st.lists(st.integers(0, 9), min_size=layout.size, max_size=layout.size))
     for nheads_kv in (1, 2 * heads, 12 * heads):
-        sizes = cost.Problem(tuple(counts), 12 * heads, nheads_kv, D, 2, 4)
+        sizes = Problem(tuple(counts), 12 * heads, nheads_kv, D, 2, 4)
         for count in (cost.traffic, cost.messages):
             moved = [count(method, layout, sizes, rank) for rank in range(layout.size)]
             for key in {key for rank in moved for key in rank}:
@@ -107,7 +106,7 @@ def test_every_byte_sent_is_received(shape, method, data):
 def test_double_ring(outer, inner):
     """As much as the ring forward; dK, dV one inner hop a round more, and then home."""
     counts = (3, 0, 5, 2, 9, 1)[: outer * inner]
-    sizes = cost.Problem(counts, H, HKV, D, 2, 4)
+    sizes = Problem(counts, H, HKV, D, 2, 4)
     for rank in range(outer * inner):
         double = cost.traffic_double_ring(sizes, outer, inner, rank)
         single = cost.traffic_ring(sizes, rank)
@@ -125,14 +124,14 @@ def test_double_ring(outer, inner):
 
 def test_exchange_of_heads():
     """With all kv heads shared out: what a rank owns leaves it but for its own share."""
-    sizes = cost.Problem((N,) * 4, 8, 4, D, 2, 4)
+    sizes = Problem((N,) * 4, 8, 4, D, 2, 4)
     for rank in range(4):
         moved = cost.traffic_heads(sizes, 4, rank)
         q, kv, lse = 3 * N * 2 * D * 2, 3 * N * 2 * D * 2, 3 * N * 2 * 4
         assert moved["forward", "head"] == [2 * q + kv + lse] * 2
         assert moved["backward", "head"] == [3 * q + 2 * lse + 2 * kv] * 2
     # One kv head for four layers: all get it, and its gradients come back in the compute dtype.
-    shared = cost.Problem((N,) * 4, 8, 1, D, 2, 4)
+    shared = Problem((N,) * 4, 8, 1, D, 2, 4)
     moved = cost.traffic_heads(shared, 4, 0)
     assert moved["forward", "head"][0] == 2 * q + 3 * N * 2 * D * 2 + lse
     assert moved["backward", "head"][0] == 3 * q + 2 * lse + 3 * N * 2 * D * (2 + 4)
@@ -143,8 +142,8 @@ def test_exchange_of_heads():
     (12, 4, 6, False), (12, 2, 4, True), (12, 1, 3, True), (96, 8, 64, False),
 ])  # fmt: skip
 def test_which_head_axes_fit(nheads, nheads_kv, heads, fits):
-    assert (cost.misfit(nheads, nheads_kv, heads) is None) == fits
-    sizes = cost.Problem((1,) * heads, nheads, nheads_kv, D, 2, 4)
+    assert (misfit(nheads, nheads_kv, heads) is None) == fits
+    sizes = Problem((1,) * heads, nheads, nheads_kv, D, 2, 4)
     if not fits:
         with pytest.raises(ValueError, match=str(nheads)):
             sizes.layer(heads)
@@ -213,7 +212,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
         for rows in (r for r in range(1, ranks + 1) if ranks % r == 0):
             for method in cost.METHODS:
                 layout = Layout(rows, ranks // rows)
-                sizes = cost.Problem((100,) * ranks, 6, nheads_kv, D, 4, 4)
+                sizes = Problem((100,) * ranks, 6, nheads_kv, D, 4, 4)
                 received = sum(
                     both[1]
                     for rank in range(ranks)
@@ -237,7 +236,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
 
 
 def test_messages():
-    sizes = cost.Problem((10, 0, 10, 10), H, HKV, D, 4, 4)
+    sizes = Problem((10, 0, 10, 10), H, HKV, D, 4, 4)
     assert cost.messages("attention2d", Layout(2, 2), sizes, 0) == {
         # q to rank 1, and its empty part costs nothing; k and v to rank 2 and back.
         ("forward", "row"): [1, 2],
@@ -245,9 +244,9 @@ def test_messages():
         ("backward", "row"): [4, 1],
         ("backward", "col"): [4, 4],
     }
-    large = cost.Problem((1 << 20,) * 2, 1, 1, 512, 4, 4)  # 2 GiB a tensor
+    large = Problem((1 << 20,) * 2, 1, 1, 512, 4, 4)  # 2 GiB a tensor
     assert cost.messages("ring", Layout(2, 1), large, 0)["forward", "ring"] == [4, 4]
-    assert cost.MAX_MESSAGE == transport.MAX_MESSAGE
+    assert MAX_MESSAGE == transport.MAX_MESSAGE
 
 
 def test_what_does_not_fit_is_refused():
@@ -258,24 +257,8 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_flops():
-    assert cost.flops(10, H, D) == 4 * 10 * H * D
-    assert cost.flops(10, H, D, backward=True) == 10 * 10 * H * D
-
-
-def test_these_need_no_mpi():
-    code = """
-import sys
-sys.modules["mpi4py"] = None  # importing it fails
-import a2d_mpi
-from a2d_mpi import Causal, Distribution, Full, IntervalMask, atomic, cost, merge, reference
-from a2d_mpi import calibration, memory, model, options, pieces, planner, results, tiles
-try:
-    a2d_mpi.Attention2D
-except ImportError:
-    print("as it must")
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "as it must\n", done.stderr
+    assert flops(10, H, D) == 4 * 10 * H * D
+    assert flops(10, H, D, backward=True) == 10 * 10 * H * D
 
 
 @given(st.integers(0, 3000), st.integers(1, 5))

@@ -14,10 +14,10 @@ from cases import METHODS, OTHERS, TENSORS, failures, inputs, label, run
 from helpers import assert_all, assert_refused
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
-from a2d_mpi.backend import DTYPES
-from a2d_mpi.masks import MASKS
-from a2d_mpi.results import read_result
-from a2d_mpi.transport import gpu_aware
+from a2d_mpi.comm.gpus import gpu_aware
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.experiments.results import read_result
 
 ROOT = Path(__file__).parents[1]
 
@@ -41,7 +41,7 @@ def method(request, comm):
 @pytest.fixture
 def on(cupy, comm, request):
     """Runs a plan on CuPy arrays."""
-    from a2d_mpi.cuda import bind_gpu
+    from a2d_mpi.comm.gpus import bind_gpu
 
     bind_gpu(comm)
     return lambda plan, *tensors: run(plan, *tensors, cupy.asarray, cupy.asnumpy)
@@ -61,7 +61,7 @@ CASES = [
 @pytest.mark.parametrize("cupy, mask, dtype, transfers", CASES, indirect=["cupy"])
 def test_results_and_traffic(comm, cupy, on, method, mask, dtype, transfers, monkeypatch):
     mask = MASKS[mask]()
-    monkeypatch.setattr("a2d_mpi.transport.STAGED_MESSAGE", 700)
+    monkeypatch.setattr("a2d_mpi.comm.transport.STAGED_MESSAGE", 700)
     bad = []
     for seqlen, nheads_kv, headdim in SIZES[cupy.kind]:
         plan = method(

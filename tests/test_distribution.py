@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
-from a2d_mpi.masks import Causal
+from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.core.masks import Causal
 
 sizes = st.one_of(st.integers(0, 40), st.integers(0, 5000))
 

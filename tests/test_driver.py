@@ -25,8 +25,10 @@ from helpers import (
     assert_refused,
 )
 
-from a2d_mpi import Causal, Distribution, cost, reference
-from a2d_mpi.results import read_result
+from a2d_mpi import Causal, Distribution
+from a2d_mpi.core import reference
+from a2d_mpi.experiments.results import read_result
+from a2d_mpi.planning import cost
 
 pytestmark = pytest.mark.launches
 
@@ -120,7 +122,7 @@ def test_failed_check(tmp_path, check):
     output = tmp_path / "run.h5"
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--cols", "2", "--check", check, "--output", output,
-        sabotage="import a2d_mpi.backend as b; b.merge = lambda *_: None",
+        sabotage="import a2d_mpi.devices.host as b; b.merge = lambda *_: None",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
     assert "FAILED" in done.stdout
@@ -130,7 +132,7 @@ def test_failed_check(tmp_path, check):
 def test_one_trial_that_differs_fails():
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--trials", "4",
-        sabotage="import a2d_mpi.plan as p; old, calls = p.AttentionPlan.forward, []\n"
+        sabotage="import a2d_mpi.attention.plan as p; old, calls = p.AttentionPlan.forward, []\n"
         "def forward(*x):\n    calls.append(0); out, lse = old(*x)\n"
         "    return out + (len(calls) == 3 and rank == 1), lse\n"
         "p.AttentionPlan.forward = forward",
@@ -142,7 +144,7 @@ def test_one_trial_that_differs_fails():
 def test_miscounted_traffic_fails(tmp_path):
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--check", "none",
-        sabotage="from a2d_mpi.comm import Traffic as T; old = T.count\n"
+        sabotage="from a2d_mpi.comm.channel import Traffic as T; old = T.count\n"
         "T.count = lambda self, p, n, d, b, m: old(self, p, n, d, b + (rank == 1), m)",
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
@@ -253,7 +255,7 @@ def test_full_disk(tmp_path, found):
     output.write_text("precious")
     sabotage = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2)\n"
     if found == "while writing":
-        sabotage += "import a2d_mpi.atomic as r; r.check_writable = lambda *_: None"
+        sabotage += "import a2d_mpi.core.atomic as r; r.check_writable = lambda *_: None"
     done = drive(2, SAMPLE, "--output", output, "--save-outputs", sabotage=sabotage)
     assert_refused(done, f"cannot write {output}: File too large")
     assert output.read_text() == "precious"
@@ -266,7 +268,7 @@ def test_rank_that_dies_ends_the_job(how):
     """A defect or a kill in the middle of a run: the job ends, soon and with an error."""
     done = drive(
         3, SAMPLE,
-        sabotage="import os, a2d_mpi.tiles.numpy as t\n"
+        sabotage="import os, a2d_mpi.kernels.numpy as t\n"
         "def forward(*_):\n"
         f"    if rank == 1: {how}\n"
         "t.NumpyTile.forward = forward",
@@ -370,7 +372,7 @@ def test_overflow_is_a_failed_check_and_no_warning():
     """Every rank would warn, again and again."""
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--trials", "2", "--backward",
-        sabotage="import numpy as np, a2d_mpi.results as r\nold = r.read_part\n"
+        sabotage="import numpy as np, a2d_mpi.experiments.results as r\nold = r.read_part\n"
         "r.read_part = lambda *x: old(*x) * np.float32(1e18)",
     )  # fmt: skip
     assert done.returncode == 1

@@ -4,6 +4,7 @@ import ctypes
 import shutil
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_tile import TENSORS, dense, plain, random_intervals, tensors
 
-from a2d_mpi import reference
-from a2d_mpi.backend import DTYPES, compute_dtype
-from a2d_mpi.masks import Causal, runs
+from a2d_mpi.core import reference
+from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.core.masks import Causal, runs
 
 SHAPES = {
     "emulated": [(1, 1, 1, 1, 5), (3, 70, 4, 2, 40), (75, 34, 2, 1, 32)],
@@ -30,7 +31,7 @@ SHAPES = {
 
 def cudnn_tile(cupy, plain_tile, **options):
     """cuDNN, or what stands in for it."""
-    from a2d_mpi.tiles.cudnn import CudnnTile
+    from a2d_mpi.kernels.cudnn import CudnnTile
 
     if cupy.kind == "emulated":
         from graphs import HostGraphs
@@ -40,8 +41,8 @@ def cudnn_tile(cupy, plain_tile, **options):
 
 
 def kernel(cupy, dtype, scale):
-    from a2d_mpi.cuda import Cuda
-    from a2d_mpi.tiles.cupy import CupyTile
+    from a2d_mpi.devices.cuda import Cuda
+    from a2d_mpi.kernels.cupy import CupyTile
 
     return CupyTile(Cuda.current(), dtype, scale)
 
@@ -177,7 +178,7 @@ def test_cudnn_without_a_kernel(cupy):
 @pytest.mark.parametrize("gradients", ["native", "float32"])
 def test_partials_of_cudnn(cupy, dtype, parts, gradients):
     """One problem in parts x parts tiles: partials rounded by cuDNN keep the bound of one tile."""
-    from a2d_mpi.cuda import Cuda
+    from a2d_mpi.devices.cuda import Cuda
 
     n = {"emulated": 256, "real": 8192}[cupy.kind]
     device, kept, d, mask = Cuda.current(), DTYPES[dtype], 32, Causal()
@@ -256,7 +257,7 @@ def test_kernels_compile(tmp_path, element, headdim):
     """For A100 and H100, within what a block may have: no register spills at headdim 256."""
     if shutil.which("nvcc") is None:
         pytest.skip("no GPU compiler: nvcc is not installed")
-    source = Path(reference.__file__).with_name("kernels.cu")
+    source = files("a2d_mpi").joinpath("kernels", "kernels.cu")
     command = ["nvcc", "-fatbin", "-std=c++17", "-Xptxas", "-v", str(source)]
     command += [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in (80, 90)]
     command += [f"-DELEMENT={element}", f"-DHEADDIM={headdim}", "-o", str(tmp_path / "k.fatbin")]
@@ -275,7 +276,7 @@ def test_kernels_compile_as_cupy_does_it(element):
     if not found:
         pytest.skip("no GPU compiler: NVRTC is not installed")
     nvrtc, program = ctypes.CDLL(str(found[0])), ctypes.c_void_p()
-    source = Path(reference.__file__).with_name("kernels.cu").read_bytes()
+    source = files("a2d_mpi").joinpath("kernels", "kernels.cu").read_bytes()
     assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"k.cu", 0, None, None)
     options = [b"--std=c++17", b"-DELEMENT=%d" % element, b"-DHEADDIM=64", b"-arch=compute_80"]
     status = nvrtc.nvrtcCompileProgram(

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from a2d_mpi.tiles import graphs
-from a2d_mpi.tiles.graphs import Block, Graphs, NotSupported, supported
+from a2d_mpi.kernels import graphs
+from a2d_mpi.kernels.graphs import Block, Graphs, NotSupported, supported
 
 BLOCK = Block("bfloat16", 16, 16, 128, nq=512, nk=1024, kind="full", scale=0.1)
 

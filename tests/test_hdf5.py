@@ -9,9 +9,15 @@ import pytest
 from helpers import assert_all_refused
 from test_results import SHAPES, error_of, make_result, write_input
 
-from a2d_mpi.benchmark import add_results, read_benchmark
-from a2d_mpi.distribution import Distribution
-from a2d_mpi.results import SMALLER, inspect_input, read_part, read_result, write_result
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.experiments.benchmark import add_results, read_benchmark
+from a2d_mpi.experiments.results import (
+    SMALLER,
+    inspect_input,
+    read_part,
+    read_result,
+    write_result,
+)
 
 SHAPE = SHAPES["k"]
 WHOLE = Distribution("contiguous", SHAPE[0], 1)

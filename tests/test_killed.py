@@ -14,8 +14,8 @@ import pytest
 from helpers import DRIVERS, ENVIRONMENT, MPIEXEC
 from test_bench import METHODS, SMALL, bench
 
-from a2d_mpi.benchmark import read_benchmark
-from a2d_mpi.sweep import Case, plans_for
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.sweep import Case, plans_for
 
 pytestmark = pytest.mark.launches
 
@@ -108,7 +108,7 @@ def test_killed_while_writing(tmp_path, moment):
     options = ["--output", output, *SMALL, "--seqlens", "64,65", "--plans", "ring,attention2d:1x2"]
     # The file is made empty first, then there are two workloads of two plans each.
     sabotage = {
-        "while filling": "import a2d_mpi.benchmark as b\nold, calls = b.fill, []\n"
+        "while filling": "import a2d_mpi.experiments.benchmark as b\nold, calls = b.fill, []\n"
         "def fill(*x):\n    old(*x)\n    calls.append(0)\n"
         "    if len(calls) == 3: os.kill(os.getpid(), 9)\nb.fill = fill",
         "before the replacement": "old, calls = os.replace, []\n"

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi.masks import Causal, Full, IntervalMask, Mask, key_areas, query_areas
+from a2d_mpi.core.masks import Causal, Full, IntervalMask, Mask, key_areas, query_areas
 
 
 class TwoIntervals(Mask):

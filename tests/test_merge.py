@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from a2d_mpi.merge import merge
+from a2d_mpi.core.merge import merge
 
 N, H, D = 4, 2, 3
 lses = hnp.arrays(

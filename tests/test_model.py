@@ -16,9 +16,13 @@ from helpers import assert_all_refused, drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from a2d_mpi import cost
-from a2d_mpi.areas import pair_areas
-from a2d_mpi.calibration import (
+from a2d_mpi.comm.agreement import CollectiveError
+from a2d_mpi.core.areas import pair_areas
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.sizes import Layout, flops
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.calibration import (
     Sample,
     disturbance,
     fit_kernel,
@@ -27,21 +31,11 @@ from a2d_mpi.calibration import (
     to_toml,
     write_machine,
 )
-from a2d_mpi.comm import CollectiveError
-from a2d_mpi.cost import METHODS, Layout
-from a2d_mpi.distribution import Distribution
-from a2d_mpi.machine import (
-    Kernel,
-    Link,
-    Machine,
-    parse_count,
-    parse_size,
-    read_machine,
-)
-from a2d_mpi.masks import Causal, Full
-from a2d_mpi.memory import peak_memory
-from a2d_mpi.model import predict
-from a2d_mpi.schedule import PARTS, Workload
+from a2d_mpi.planning.cost import METHODS
+from a2d_mpi.planning.machine import Kernel, Link, Machine, parse_count, parse_size, read_machine
+from a2d_mpi.planning.memory import peak_memory
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.schedule import PARTS, Workload
 
 ROOT = Path(__file__).parents[1]
 PROFILES = sorted((ROOT / "data" / "machines").glob("*.toml"))
@@ -86,7 +80,7 @@ def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
         assert np.all(found.compute >= 0) and np.all(found.wait >= 0)
         parts = sum(getattr(found, part) for part in PARTS)
         assert np.allclose(parts, found.total)
-        work_all = cost.flops(int(area.sum()), job.nheads, 16, phase == "backward")
+        work_all = flops(int(area.sum()), job.nheads, 16, phase == "backward")
         assert found.compute.sum() * KERNEL.flops >= 0.999 * work_all
         assert found.total.max() >= work_all / layout.size / KERNEL.flops
         for rank in range(layout.size):
@@ -124,7 +118,7 @@ def test_two_ranks_hide_all_but_the_ends(layout):
     """Chunks that travel in halves: computing 1.5 times as long as transfers hides these."""
     job = Workload(8192, 8, 64, mask=CAUSAL, dtype="float32", backward=True)
     for phase in job.phases:
-        compute = cost.flops(8192 * 8193 // 4, 8, 64, phase == "backward") / KERNEL.flops
+        compute = flops(8192 * 8193 // 4, 8, 64, phase == "backward") / KERNEL.flops
         problem = job.problem(layout, job.distribution("attention2d"))
         moved = cost.traffic("attention2d", layout, problem, 0)
         inwards = sum(both[1] for key, both in moved.items() if key[0] == phase)
@@ -149,10 +143,10 @@ def test_limits():
     assert grid == pytest.approx((size + 2 * size + size * 17 / 16) / 1e3, rel=1e-3)
     # Links without limit: computing alone.
     fast = machine(Link(1e15), Link(1e15))
-    flops = cost.flops(640 * 640 // 4, 4, 16)
+    work = flops(640 * 640 // 4, 4, 16)
     for method in METHODS:
         found = predict(fast, method, Layout(2, 2), job)["forward"]
-        assert found.total.max() == pytest.approx(flops / 1e11 + 4e-5, rel=0.3)
+        assert found.total.max() == pytest.approx(work / 1e11 + 4e-5, rel=0.3)
     # Two ranks on one core take twice as long.
     shared = replace(fast, ranks_per_node=4, cores_per_node=2)
     for x in (0, 1):

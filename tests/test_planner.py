@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from helpers import SECONDS, assert_all_refused
 
-from a2d_mpi import cost
-from a2d_mpi.cost import Layout
-from a2d_mpi.machine import Link, read_machine
-from a2d_mpi.masks import Causal, Full
-from a2d_mpi.memory import peak_memory
-from a2d_mpi.planner import best_plan, layouts, plans, why_not
-from a2d_mpi.schedule import Workload
+from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.machine import Link, read_machine
+from a2d_mpi.planning.memory import peak_memory
+from a2d_mpi.planning.planner import best_plan, layouts, plans, why_not
+from a2d_mpi.planning.schedule import Workload
 
 ROOT = Path(__file__).parents[1]
 MACHINES = ROOT / "data" / "machines"

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from test_bad_input import GOOD, message_of
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention
-from a2d_mpi.watch import name_ranks
+from a2d_mpi.comm.watch import name_ranks
 
 mpi = pytest.mark.mpi
 several = [pytest.mark.mpi(min_size=4), pytest.mark.multirank]

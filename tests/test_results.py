@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import a2d_mpi
-from a2d_mpi import origin
-from a2d_mpi.atomic import check_writable
-from a2d_mpi.distribution import DISTRIBUTIONS, Distribution
-from a2d_mpi.origin import provenance
-from a2d_mpi.results import (
+from a2d_mpi.core.atomic import check_writable
+from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.experiments import origin
+from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.experiments.results import (
     Check,
     Result,
     inspect_input,
@@ -426,8 +426,8 @@ def test_a_result_that_hdf5_cannot_hold_replaces_nothing(tmp_path):
 FULL_DISK = """
 import resource, sys
 from test_results import make_result
-from a2d_mpi.atomic import check_writable
-from a2d_mpi.results import write_result
+from a2d_mpi.core.atomic import check_writable
+from a2d_mpi.experiments.results import write_result
 
 path, size = sys.argv[1], int(sys.argv[2])
 for limit in sorted({*range(0, 4096, 256), *range(0, size, size // 50), size - 1}):

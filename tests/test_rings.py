@@ -5,7 +5,7 @@ from cases import NHEADS, TENSORS, failures, inputs, run
 from helpers import assert_all
 
 from a2d_mpi import Causal, DoubleRingAttention, ProcessGrid, RingAttention
-from a2d_mpi.comm import Channel
+from a2d_mpi.comm.channel import Channel
 
 pytestmark = pytest.mark.mpi
 

@@ -6,13 +6,14 @@ from helpers import bounds_for, distance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from a2d_mpi import reference
-from a2d_mpi.backend import DTYPES, HOST
-from a2d_mpi.masks import Causal, Full, IntervalMask
-from a2d_mpi.merge import merge
-from a2d_mpi.tiles import make_tile
-from a2d_mpi.tiles.blocks import Cutter
-from a2d_mpi.tiles.numpy import BLOCK_K, BLOCK_Q, NumpyTile
+from a2d_mpi.core import reference
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.masks import Causal, Full, IntervalMask
+from a2d_mpi.core.merge import merge
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.kernels import make_tile
+from a2d_mpi.kernels.blocks import Cutter
+from a2d_mpi.kernels.numpy import BLOCK_K, BLOCK_Q, NumpyTile
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 
@@ -188,7 +189,7 @@ def test_polls_between_blocks():
 
 
 def test_blocks_are_cut_once_and_few_are_kept(monkeypatch):
-    monkeypatch.setattr("a2d_mpi.backend.KEPT", 2)
+    monkeypatch.setattr("a2d_mpi.devices.workspace.KEPT", 2)
     cutter, tokens = Cutter(16, 16), np.arange(8)
     masks = [IntervalMask(0 * tokens, tokens + 1).intervals(tokens, tokens) for _ in range(3)]
     first = [cutter.cut(x, 8, 1) for x in masks[:2]]

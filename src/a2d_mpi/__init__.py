@@ -1,22 +1,22 @@
 """Exact two-dimensional parallel attention over MPI.
 
-Names are imported when they are first used: `a2d_mpi.cost`, `masks`, `results`, the tile kernels
-and other parts that need no MPI work where there is none (login nodes, laptops).
+Names are imported when they are first used: `core`, `devices`, `kernels`, `planning` and other
+parts that need no MPI work where there is none (login nodes, laptops).
 """
 
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 _HOMES = {
-    "Attention2D": "a2d_mpi.attention2d",
-    "Causal": "a2d_mpi.masks",
-    "Distribution": "a2d_mpi.distribution",
-    "DoubleRingAttention": "a2d_mpi.baselines.double_ring",
-    "Full": "a2d_mpi.masks",
-    "IntervalMask": "a2d_mpi.masks",
-    "Mask": "a2d_mpi.masks",
-    "ProcessGrid": "a2d_mpi.grid",
-    "RingAttention": "a2d_mpi.baselines.ring",
+    "Attention2D": "a2d_mpi.attention.attention2d",
+    "Causal": "a2d_mpi.core.masks",
+    "Distribution": "a2d_mpi.core.distribution",
+    "DoubleRingAttention": "a2d_mpi.attention.double_ring",
+    "Full": "a2d_mpi.core.masks",
+    "IntervalMask": "a2d_mpi.core.masks",
+    "Mask": "a2d_mpi.core.masks",
+    "ProcessGrid": "a2d_mpi.comm.grid",
+    "RingAttention": "a2d_mpi.attention.ring",
 }
 
 __all__ = list(_HOMES)

@@ -2,7 +2,7 @@
 
 import sys
 
-from a2d_mpi.results import read_result
+from a2d_mpi.experiments.results import read_result
 
 path, hosts, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 result = read_result(path)

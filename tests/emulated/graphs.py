@@ -1,4 +1,4 @@
-"""Stands in for `a2d_mpi.tiles.graphs.Graphs`: cuDNN's attention on the emulated GPU.
+"""Stands in for `a2d_mpi.kernels.graphs.Graphs`: cuDNN's attention on the emulated GPU.
 
 It computes what cuDNN computes, from the same pointers, and rounds what cuDNN rounds: factors of
 products and results to 16 bits.  Like cuDNN it knows out only by its delta.
@@ -9,9 +9,9 @@ import ctypes
 import cupy
 import numpy as np
 
-from a2d_mpi import reference
-from a2d_mpi.backend import DTYPES
-from a2d_mpi.tiles.graphs import NotSupported
+from a2d_mpi.core import reference
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.kernels.graphs import NotSupported
 
 
 class HostGraphs:

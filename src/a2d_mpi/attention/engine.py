@@ -1,0 +1,220 @@
+"""What a plan runs on: the device of the arrays, a kernel, buffers, a way to MPI, clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.comm.agreement import CollectiveError
+from a2d_mpi.comm.gpus import gpu_aware
+from a2d_mpi.comm.rendezvous import Call, Rendezvous
+from a2d_mpi.comm.threads import BlasThreads
+from a2d_mpi.comm.transport import PROGRESS, DeviceTransport, HostTransport, Transport
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Array, Device
+from a2d_mpi.devices.workspace import Remembered, Workspace
+from a2d_mpi.kernels import Tile, check_kernel, make_tile
+
+
+class Engine:
+    """Everything of a plan that depends on where the arrays are.
+
+    Parameters
+    ----------
+    kernel : str
+        One of `a2d_mpi.kernels.KERNELS`.
+    dtype : dtype
+    softmax_scale : float
+    transfers : {"auto", "device", "host"}
+    progress : str
+        One of `a2d_mpi.comm.transport.PROGRESS`.
+    polls : Intracomm or None
+        On which kernels that hold the core call MPI between their blocks.
+    threads : BlasThreads
+        Of kernels on the host.
+
+    Attributes
+    ----------
+    device, tile, work, transport
+        None, but for `work`, before the first call has brought its arrays.
+    waits : dict of str to list of (float, float)
+        From when to when inside MPI waits, by phase; by `time.perf_counter`.
+
+    Raises
+    ------
+    ValueError
+        If there is no such kernel for the dtype, or no such transfers or progress.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        dtype: np.dtype,
+        softmax_scale: float,
+        transfers: str,
+        progress: str,
+        polls: MPI.Intracomm | None,
+        threads: BlasThreads,
+    ) -> None:
+        check_kernel(kernel, dtype)
+        if progress not in PROGRESS:
+            raise ValueError(f"overlap must be true, false or one of {PROGRESS}, got {progress!r}")
+        if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ValueError("overlap by a thread needs MPI_THREAD_MULTIPLE")
+        gpu_aware(transfers)
+        self._options, self._transfers = (dtype, softmax_scale), transfers
+        self._kernel, self._progress, self._threads = kernel, progress, threads
+        self._polls = _Polls(polls)
+        self.device: Device | None = None
+        self.tile: Tile | None = None
+        self.work = Workspace()
+        self.waits: dict[str, list[tuple[float, float]]] = {}
+        self._constants = Remembered()
+        self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
+        self._phase = ""
+
+    def move_to(self, device: Device) -> None:
+        """Use this device from now on: its kernels and buffers."""
+        if device is self.device:
+            return
+        work = Workspace(device)
+        self.tile = make_tile(self._kernel, device, *self._options, self._polls.poll, work)
+        self.device, self.work, self.transport = device, work, None
+        self._constants, self._spans = Remembered(), {}
+
+    @property
+    def way(self) -> str:
+        """How tensors could get to MPI from here: as "host" or "device" memory, or "staged"."""
+        if self.device is HOST:
+            return "host"
+        return "device" if gpu_aware(self._transfers)[0] else "staged"
+
+    def connect(
+        self, rendezvous: Rendezvous, call: Call, problem: str | None, finite: bool
+    ) -> None:
+        """Meet all ranks before a call, and agree on a way to MPI.
+
+        Collective over the ranks of `rendezvous`.
+
+        Parameters
+        ----------
+        rendezvous : Rendezvous
+        call : Call
+        problem : str or None
+            What is wrong on this rank.
+        finite : bool
+            Whether no element of this rank's arrays is known to be NaN or infinite.
+
+        Raises
+        ------
+        ValueError
+            If anything is wrong on any rank, the ranks do not make the same call, or the arrays
+            of some are on the host and those of others on a device.
+        """
+        way = "" if problem else self.way
+        # Bits: something is wrong, what ways to MPI the ranks would take, something not finite.
+        bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
+        found = rendezvous.meet(call, bits | (not finite) << 4)
+        if found & 1:
+            rendezvous.agree(problem)
+        if found & 2 and found & 12:
+            raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
+        staged = bool(found & 8)
+        if self.device is HOST:
+            self.transport = self.transport or HostTransport(self._progress)
+            self.tile.careful = bool(found & 16)
+        elif getattr(self.transport, "staged", None) is not staged:
+            self.transport = DeviceTransport(self.device, staged)
+
+    def upload(self, x: np.ndarray) -> Array:
+        """A constant array of the plan, on the device."""
+        return self._constants.get(x, lambda: self.device.upload(x))
+
+    @contextmanager
+    def running(self, phase: str) -> Iterator[None]:
+        """Clock a phase as a whole."""
+        self._phase, self._spans[phase] = phase, []
+        with (
+            self.clock("total"),
+            self._threads.limited() if self.device is HOST else nullcontext(),
+            # What overflows or is NaN shows in the results; every rank would warn of it.
+            np.errstate(over="ignore", invalid="ignore"),
+        ):
+            yield
+
+    @contextmanager
+    def clock(self, part: str) -> Iterator[None]:
+        """Clock a part of the phase."""
+        start = self.device.mark()
+        yield
+        self._spans[self._phase].append((part, start, self.device.mark()))
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """See `a2d_mpi.attention.plan.AttentionPlan`."""
+        found = {}
+        for phase, spans in self._spans.items():
+            seconds = dict.fromkeys(("compute", "merge", "wait", "total"), 0.0)
+            for part, start, end in spans:
+                seconds[part] += self.device.seconds(start, end)
+            seconds["wait"] = sum(end - start for start, end in self.waits.get(phase, []))
+            if self.device is not HOST:
+                # The host waits early, for work that the GPU has yet to do.
+                busy = seconds["compute"] + seconds["merge"]
+                seconds["wait"] = max(0.0, seconds["total"] - busy)
+            found |= {f"{phase}/{part}": x for part, x in seconds.items()}
+        return found
+
+    def spans(self, phase: str) -> list[tuple[str, float, float]]:
+        """What was done when in the latest call, in the order of time.
+
+        Returns
+        -------
+        list of (str, float, float)
+            Part ("compute", "merge" or "wait"), start and end in seconds since the phase began;
+            the last is ("total", 0, end of the phase).  Empty if there was no call.  On a GPU
+            waits are the gaps, as in `timings`.
+        """
+        *busy, (_, origin, last) = self._spans.get(phase) or [(None, None, None)]
+        if origin is None:
+            return []
+        since = self.device.seconds
+        found = [(part, since(origin, start), since(origin, end)) for part, start, end in busy]
+        total = since(origin, last)
+        if self.device is HOST:
+            found += [("wait", a - origin, b - origin) for a, b in self.waits.get(phase, [])]
+        else:
+            ends = [0.0, *(end for *_, end in found)]
+            starts = [*(start for _, start, _ in found), total]
+            found += [("wait", a, b) for a, b in zip(ends, starts) if b > a]
+        return [*sorted(found, key=lambda span: span[1]), ("total", 0.0, total)]
+
+    @property
+    def transport(self) -> Transport | None:
+        """How arrays get to MPI."""
+        return self._polls.transport
+
+    @transport.setter
+    def transport(self, transport: Transport | None) -> None:
+        self._polls.transport = transport
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes copied between device and host so far."""
+        return getattr(self.transport, "staged_bytes", 0)
+
+
+class _Polls:
+    """Lets messages advance; apart from the engine, which its kernel must not refer back to."""
+
+    def __init__(self, comm: MPI.Intracomm | None) -> None:
+        self._comm = comm
+        self.transport: Transport | None = None
+
+    def poll(self) -> None:
+        if self._comm is not None:
+            self.transport.poll(self._comm)

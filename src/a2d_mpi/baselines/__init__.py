@@ -1,1 +1,0 @@
-"""Other methods behind the interface of `Attention2D`, on the same kernels."""

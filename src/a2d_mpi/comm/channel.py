@@ -1,0 +1,112 @@
+"""Messages on one communicator: posted early, counted and timed.
+
+Tensors travel point to point only.  Both sides of a message know its size from the distribution,
+so nothing is negotiated and an empty part costs no message.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.comm.transport import Transport
+from a2d_mpi.comm.watch import Watch
+from a2d_mpi.devices.protocol import Array
+
+
+class Traffic:
+    """Bytes that this rank sent and received, by phase and communicator.
+
+    Attributes
+    ----------
+    bytes : dict
+        ``{(phase, communicator): [sent, received]}``, e.g. ``("forward", "row")``.
+    messages : dict
+        The number of messages, likewise.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything counted so far."""
+        self.bytes: dict[tuple[str, str], list[int]] = {}
+        self.messages: dict[tuple[str, str], list[int]] = {}
+
+    def count(self, phase: str, name: str, direction: int, nbytes: int, messages: int) -> None:
+        """Count one tensor; direction 0: sent, 1: received."""
+        self.bytes.setdefault((phase, name), [0, 0])[direction] += nbytes
+        self.messages.setdefault((phase, name), [0, 0])[direction] += messages
+
+
+class Channel:
+    """Nonblocking messages on one communicator, counted and timed.
+
+    Parameters
+    ----------
+    comm : Intracomm
+    name : str
+        Of the communicator in the counters: "row", "col", "ring".
+    traffic : Traffic
+    """
+
+    def __init__(self, comm: MPI.Intracomm, name: str, traffic: Traffic) -> None:
+        self.comm, self.name, self.traffic = comm, name, traffic
+        self.rank, self.size = comm.rank, comm.size
+        self.phase = ""
+        # From when to when inside `wait`, by time.perf_counter: communication that nothing hid.
+        self.waits: list[tuple[float, float]] = []
+
+    def start(self, phase: str, transport: Transport, watch: Watch) -> None:
+        """Begin a phase: later messages count towards it, and `waits` starts empty.
+
+        `transport`: how tensors get to MPI.
+        """
+        self.phase, self.waits, self._transport, self._watch = phase, [], transport, watch
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, nearest following first: no rank is everybody's first target."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def isend(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
+        """Start sending C-contiguous tensors, with tags from `tag` on.
+
+        They must not change until `wait` has taken what is returned.
+        """
+        return [
+            message
+            for t, flat in self._flat(tensors, tag, 0)
+            for message in self._transport.send(self.comm, flat, peer, t)
+        ]
+
+    def irecv(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
+        """Start receiving into C-contiguous tensors, with tags from `tag` on."""
+        return [
+            message
+            for t, flat in self._flat(tensors, tag, 1)
+            for message in self._transport.receive(self.comm, flat, peer, t)
+        ]
+
+    def wait(self, messages: list[Any]) -> None:
+        """Complete the messages and empty the list."""
+        start = time.perf_counter()
+        with self._watch.waiting(f"for messages ({self.name})"):
+            self._transport.wait(messages)
+        self.waits.append((start, time.perf_counter()))
+
+    def _flat(
+        self, tensors: Sequence[Array], tag: int, direction: int
+    ) -> Iterator[tuple[int, Array]]:
+        """Count the messages in which the tensors travel, and yield these as (tag, bytes)."""
+        for t, tensor in enumerate(tensors, tag):
+            if tensor.size:
+                # As bytes: MPI has no bfloat16, and nothing is reduced on the way.
+                flat = tensor.reshape(-1).view(np.uint8)
+                messages = -(-flat.size // self._transport.limit)
+                self.traffic.count(self.phase, self.name, direction, flat.size, messages)
+                yield t, flat

@@ -1,0 +1,92 @@
+"""Which rank has which GPU, and whether MPI takes device memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from a2d_mpi.comm.agreement import agree
+
+if TYPE_CHECKING:
+    from a2d_mpi.devices.cuda import Cuda
+
+TRANSFERS = ("auto", "device", "host")
+
+
+def bind_gpu(comm: MPI.Intracomm) -> tuple[Cuda, int]:
+    """Make one GPU current in this process: local rank modulo GPUs, so that ranks may share one.
+
+    Collective over `comm`.
+
+    Returns
+    -------
+    device : Cuda
+    sharing : int
+        The largest number of ranks of this node on one GPU.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if any sees no GPU.
+    """
+    from a2d_mpi.devices.cuda import Cuda, cupy
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    rank, size = node.rank, node.size
+    node.Free()
+    gpus, problem = 0, "CUDA finds no GPU"
+    try:
+        gpus = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        problem += f": {error}"
+    agree(comm, None if gpus else problem)
+    cupy.cuda.Device(rank % gpus).use()
+    return Cuda.current(), -(-size // gpus)
+
+
+def gpu_aware(transfers: str = "auto") -> tuple[bool, str]:
+    """Whether MPI may be given device memory, and who says so.
+
+    Parameters
+    ----------
+    transfers : {"auto", "device", "host"}
+        What the caller asks for.  "auto": the environment variable A2D_MPI_TRANSFERS if it is set,
+        else what MPI says of itself.  An MPI that got its CUDA support from a plugin (UCX) may not
+        know that it has it.
+
+    Raises
+    ------
+    ValueError
+        If the setting is none of the three.
+    """
+    origin = "argument"
+    if transfers == "auto":
+        origin, transfers = "A2D_MPI_TRANSFERS", os.environ.get("A2D_MPI_TRANSFERS", "auto")
+    if transfers not in TRANSFERS:
+        raise ValueError(f"transfers must be one of {TRANSFERS}, got {transfers!r} ({origin})")
+    if transfers != "auto":
+        return transfers == "device", origin
+    if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH
+        return True, "MPICH_GPU_SUPPORT_ENABLED"
+    for library in _mpi_libraries():
+        if query := getattr(library, "MPIX_GPU_query_support", None):  # MPICH
+            answer = ctypes.c_int(0)
+            if query(0, ctypes.byref(answer)) == 0 and answer.value:  # 0: MPIX_GPU_SUPPORT_CUDA
+                return True, "MPIX_GPU_query_support"
+        query = getattr(library, "MPIX_Query_cuda_support", None)  # Open MPI, and MPICH
+        if query is not None and query():
+            return True, "MPIX_Query_cuda_support"
+    return False, "MPI does not say that it is CUDA-aware"
+
+
+def _mpi_libraries() -> list[ctypes.CDLL]:
+    """The MPI that this process has loaded; by its file, as mpi4py may hide its names."""
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libmpi" in line}
+        return [ctypes.CDLL(path) for path in sorted(paths)]
+    except (OSError, IndexError):
+        return []

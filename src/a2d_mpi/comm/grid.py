@@ -1,0 +1,169 @@
+"""The R x C process grid, and its third axis, the heads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.comm.agreement import CollectiveError, agree
+from a2d_mpi.comm.rendezvous import Rendezvous
+from a2d_mpi.comm.threads import cores_of_rank
+from a2d_mpi.comm.watch import Watch
+from a2d_mpi.core.sizes import Layout
+
+if TYPE_CHECKING:
+    from a2d_mpi.planning.machine import Machine
+    from a2d_mpi.planning.schedule import Workload
+
+
+class ProcessGrid:
+    """P = rows x cols x heads ranks: a grid of cells of ranks that share the heads.
+
+        R = 2, C = 3        col 0     col 1     col 2
+                 row 0   [ rank 0 | rank 1 | rank 2 ]  <- row_comm: gather Q, reduce out
+                 row 1   [ rank 3 | rank 4 | rank 5 ]
+                            ^ col_comm: gather K, V; in the backward pass reduce dK, dV
+
+    With ``heads`` U > 1 a cell is U ranks, and rank ``(r C + c) U + u`` is the u-th of cell
+    (r, c).  They exchange tokens for heads; then the u-th ranks of all cells, a *layer*, are a
+    grid like the one above for 1/U of the heads.  R = C = 1 is DeepSpeed-Ulysses
+    (arXiv:2309.14509).
+
+    Collective over `comm`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        Of exactly ``rows * cols * heads`` ranks.  It is duplicated: the grid's messages never meet
+        the caller's.
+    rows, cols, heads : int
+        R, C and U, all at least 1.
+    order : str
+        A permutation of "rcu": these axes from the slowest to the fastest varying rank of `comm`.
+        Neighbouring ranks of `comm` are usually on one node: with the default, "rcu", these are
+        the ranks of a cell.  The grid's own ranks are numbered as above whatever the order.
+
+    Attributes
+    ----------
+    comm : Intracomm
+        All ranks of the grid, by the grid's numbers.
+    row_comm : Intracomm
+        The ranks of my row and layer, size C, my rank in it is my column.
+    col_comm : Intracomm
+        The ranks of my column and layer, size R, my rank in it is my row.
+    head_comm : Intracomm
+        The ranks of my cell, size U.
+    layer_comm : Intracomm
+        The ranks of my layer, size R C, my rank in it is ``r C + c``.
+    rows, cols, heads, row, col, head : int
+        R, C, U and my coordinates.
+    cores : int
+        Cores of the node for each of the grid's ranks on it; 1 if they are fewer.
+    rendezvous : Rendezvous
+        Where the ranks of the grid meet before each call.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if rows x cols x heads is not the size of `comm`, order is none, or one of
+        them differs between ranks.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, rows: int, cols: int, heads: int = 1, order: str = "rcu"
+    ) -> None:
+        problem, sizes, waiting = None, (rows, cols, heads), nullcontext()
+        try:
+            whole = all(isinstance(x, (int, np.integer)) for x in sizes)
+            if not whole or min(sizes) < 1 or math.prod(map(int, sizes)) != comm.size:
+                shape = f"{rows} x {cols}" + f" x {heads}" * (heads != 1)
+                raise ValueError(f"a {shape} grid does not fit {comm.size} ranks")
+            if sorted(str(order)) != ["c", "r", "u"]:
+                raise ValueError(f"order must be a permutation of 'rcu', got {order!r}")
+            # The messages of `comm` are the caller's.
+            watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
+            waiting = watch.waiting("for all ranks to call it")
+        except ValueError as error:
+            problem = str(error)
+        with waiting:
+            agree(comm, problem, {"rows": rows, "cols": cols, "heads": heads, "order": order})
+        self.layout = Layout(int(rows), int(cols), int(heads), order)
+        self.rows, self.cols, self.heads = (int(x) for x in sizes)
+        logical = int(np.argsort(self.layout.physical())[comm.rank])
+        cell, self.head = divmod(logical, self.heads)
+        self.row, self.col = divmod(cell, self.cols)
+        self._comms: list[MPI.Intracomm] = []
+        self.comm = self._keep(comm.Split, 0, logical)
+        self.layer_comm = self._keep(self.comm.Split, self.head, cell)
+        self.row_comm = self._keep(self.layer_comm.Split, self.row, self.col)
+        self.col_comm = self._keep(self.layer_comm.Split, self.col, self.row)
+        self.head_comm = self._keep(self.comm.Split, cell, self.head)
+        self.cores = cores_of_rank(self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED))
+        self._comms.pop().Free()
+        self.rendezvous = Rendezvous(self.comm)
+
+    @classmethod
+    def auto(
+        cls,
+        comm: MPI.Intracomm,
+        machine: Machine,
+        work: Workload,
+        memory: int | None = None,
+        method: str = "attention2d",
+    ) -> ProcessGrid:
+        """The grid that `a2d_mpi.planning.planner` finds the fastest for a problem on a machine.
+
+        Collective over `comm`; rank 0 plans.
+
+        Parameters
+        ----------
+        comm : Intracomm
+            Its ranks fill the machine's nodes one after the other.
+        machine : a2d_mpi.planning.machine.Machine
+        work : a2d_mpi.planning.schedule.Workload
+        memory : int, optional
+            Bytes of a rank; default: what the machine says.
+        method : str
+            One of `a2d_mpi.planning.cost.METHODS`.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if no grid fits.
+        """
+        from a2d_mpi.planning.planner import best_plan
+
+        layout, problem = None, None
+        if comm.rank == 0:
+            try:
+                layout = best_plan(machine, comm.size, work, memory, (method,)).layout
+            except Exception as error:  # whatever it is, the other ranks must hear of it
+                problem = str(error) or type(error).__name__
+        agree(comm, problem)
+        layout = comm.bcast(layout)
+        return cls(comm, layout.rows, layout.cols, layout.heads, layout.order)
+
+    def free(self) -> None:
+        """Free the communicators.  Collective; the grid cannot be used afterwards."""
+        while self._comms:
+            self._comms.pop().Free()
+
+    def _keep(self, split: Callable[..., MPI.Intracomm], *args: int) -> MPI.Intracomm:
+        try:
+            self._comms.append(split(*args))
+        except MPI.Exception as error:
+            self.free()
+            raise CollectiveError(
+                "MPI has no communicator left: a grid has five, which its free() gives back "
+                f"({error.Get_error_string().splitlines()[-1]})"
+            ) from None
+        return self._comms[-1]
+
+    def __repr__(self) -> str:
+        heads = f" x {self.heads}" * (self.heads > 1)
+        return f"ProcessGrid({self.rows} x {self.cols}{heads})"

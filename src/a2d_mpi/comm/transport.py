@@ -1,0 +1,227 @@
+"""How tensors get from memory to MPI: as they are, or through the host.
+
+MPI takes host memory as it is, and device memory where it is CUDA-aware.  Where it is not, a
+tensor goes through page-locked host memory in chunks: one is copied while others are sent.
+
+Device memory is read and written by kernels that are merely queued.  So a message of device memory
+is a small process of its own, here a generator that yields while it waits: for the kernels before
+it, for a copy, for MPI.  It advances whenever this rank waits for any message.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.core.sizes import MAX_MESSAGE
+from a2d_mpi.devices.protocol import Array
+
+if TYPE_CHECKING:
+    from a2d_mpi.devices.cuda import Cuda
+
+STAGED_MESSAGE = 4 << 20  # the unit of copies through the host
+# Who calls MPI while kernels hold the core, for it moves large messages only inside its calls: the
+# kernels between their blocks, a thread beside them, or nobody.
+PROGRESS = ("poll", "thread", "none")
+PERIOD = 1e-3  # seconds between two calls of the thread
+
+
+class Transport(Protocol):
+    """How tensors get to MPI; `Channel` posts and counts the messages.
+
+    Attributes
+    ----------
+    limit : int
+        Largest message in bytes.
+    """
+
+    @property
+    def limit(self) -> int: ...
+
+    def progressing(self, comm: MPI.Intracomm) -> AbstractContextManager[None]:
+        """Around a phase: the thread runs, if there is to be one."""
+
+    def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
+        """Start sending bytes (C-contiguous, uint8); returns what `wait` takes."""
+
+    def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
+        """Start receiving into bytes."""
+
+    def wait(self, messages: list[Any]) -> None:
+        """Complete the messages and empty the list."""
+
+    def poll(self, comm: MPI.Intracomm) -> None:
+        """Let messages advance; called between the blocks of a long computation."""
+
+
+class HostTransport:
+    """MPI takes host memory as it is.
+
+    Parameters
+    ----------
+    progress : {"poll", "thread", "none"}
+    """
+
+    def __init__(self, progress: str = "poll") -> None:
+        self.progress = progress
+
+    @contextmanager
+    def progressing(self, comm: MPI.Intracomm) -> Iterator[None]:
+        if self.progress != "thread":
+            yield
+            return
+        end = threading.Event()
+
+        def serve() -> None:
+            while not end.wait(PERIOD):
+                comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            thread.join()
+
+    @property
+    def limit(self) -> int:
+        return MAX_MESSAGE
+
+    def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
+        return [comm.Isend(piece, peer, tag) for piece in pieces(x, self.limit)]
+
+    def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
+        return [comm.Irecv(piece, peer, tag) for piece in pieces(x, self.limit)]
+
+    def wait(self, messages: list[Any]) -> None:
+        MPI.Request.Waitall(messages)
+        messages.clear()
+
+    def poll(self, comm: MPI.Intracomm) -> None:
+        if self.progress == "poll":
+            # Any MPI call moves what is in flight; this one has a fixed cost.
+            comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+
+class DeviceTransport:
+    """Device memory, given to MPI as it is (`staged` false) or through pinned host memory.
+
+    Attributes
+    ----------
+    staged_bytes : int
+        Bytes copied between device and host so far.
+    """
+
+    def __init__(self, device: Cuda, staged: bool) -> None:
+        self.device, self.staged = device, staged
+        self.staged_bytes = 0
+        self._active: dict[int, Iterator[None]] = {}
+        self._number = 0
+        self._pinned: dict[int, list[np.ndarray]] = {}
+
+    @property
+    def limit(self) -> int:
+        return STAGED_MESSAGE if self.staged else MAX_MESSAGE
+
+    def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
+        ready = self.device.mark()  # the kernels that write x come before it
+        kind = self._send_staged if self.staged else self._send
+        return self._begin(kind(comm, x, peer, tag, ready))
+
+    def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
+        ready = self.device.mark()  # the kernels that read what x holds now come before it
+        kind = self._receive_staged if self.staged else self._receive
+        return self._begin(kind(comm, x, peer, tag, ready))
+
+    def wait(self, messages: list[Any]) -> None:
+        # All messages advance: another rank may need one to send what this rank waits for.
+        while not self._active.keys().isdisjoint(messages):
+            self._advance()
+        messages.clear()
+
+    def poll(self, comm: MPI.Intracomm) -> None:
+        self._advance()
+
+    @contextmanager
+    def progressing(self, comm: MPI.Intracomm) -> Iterator[None]:
+        yield  # the host is free to wait, and advances all messages then
+
+    def _begin(self, message: Iterator[None]) -> list[int]:
+        self._number += 1
+        self._active[self._number] = message
+        if not _goes_on(message):
+            del self._active[self._number]
+        return [self._number]
+
+    def _advance(self) -> None:
+        for number in [n for n, message in self._active.items() if not _goes_on(message)]:
+            del self._active[number]
+
+    def _send(self, comm, x, peer, tag, ready) -> Iterator[None]:
+        while not ready.done:
+            yield
+        requests = [comm.Isend(piece, peer, tag) for piece in pieces(x, self.limit)]
+        while not MPI.Request.Testall(requests):
+            yield
+
+    def _receive(self, comm, x, peer, tag, ready) -> Iterator[None]:
+        while not ready.done:
+            yield
+        requests = [comm.Irecv(piece, peer, tag) for piece in pieces(x, self.limit)]
+        while not MPI.Request.Testall(requests):
+            yield
+
+    def _send_staged(self, comm, x, peer, tag, ready) -> Iterator[None]:
+        host = self._borrow(x.nbytes)
+        copied = [
+            (piece, self.device.copy(piece, from_device, ready))
+            for piece, from_device in zip(pieces(host, self.limit), pieces(x, self.limit))
+        ]
+        self.staged_bytes += x.nbytes
+        requests = []
+        for piece, done in copied:  # in this order: they share a tag
+            while not done.done:
+                yield
+            requests.append(comm.Isend(piece, peer, tag))
+        while not MPI.Request.Testall(requests):
+            yield
+        self._give_back(host)
+
+    def _receive_staged(self, comm, x, peer, tag, ready) -> Iterator[None]:
+        host = self._borrow(x.nbytes)
+        waiting = [
+            (comm.Irecv(piece, peer, tag), piece, to)
+            for piece, to in zip(pieces(host, self.limit), pieces(x, self.limit))
+        ]
+        done = None
+        for request, piece, to in waiting:
+            while not request.Test():
+                yield
+            done = self.device.copy(to, piece, ready)
+            self.staged_bytes += piece.nbytes
+        # The copies run in order: the last one's end is the end of all.
+        while done is not None and not done.done:
+            yield
+        self._give_back(host)
+
+    def _borrow(self, nbytes: int) -> np.ndarray:
+        free = self._pinned.setdefault(nbytes, [])
+        return free.pop() if free else self.device.pinned(nbytes)
+
+    def _give_back(self, buffer: np.ndarray) -> None:
+        self._pinned[buffer.nbytes].append(buffer)
+
+
+def pieces(x: Array, size: int) -> list[Array]:
+    """Consecutive pieces of at most `size` elements."""
+    return [x[start : start + size] for start in range(0, len(x), size)]
+
+
+def _goes_on(message: Iterator[None]) -> bool:
+    return next(message, StopIteration) is None

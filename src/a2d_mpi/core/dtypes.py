@@ -1,0 +1,31 @@
+"""The dtypes of tensors, and what they are computed in."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+# 16-bit tensors are stored and sent as such; statistics, products and sums are float32.
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+
+
+def as_dtype(dtype: np.typing.DTypeLike) -> np.dtype:
+    """The dtype of tensors that is meant, by name or otherwise; ValueError if it is none."""
+    try:
+        found = DTYPES.get(str(dtype)) or np.dtype(dtype)
+    except (TypeError, SyntaxError):
+        found = None
+    # NumPy takes None for float64, also in comparisons.
+    if dtype is None or found is None or found not in DTYPES.values():
+        raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
+    return found
+
+
+def compute_dtype(dtype: np.dtype) -> np.dtype:
+    """What tensors of `dtype` are computed and accumulated in: float32, or float64 for itself."""
+    return np.result_type(dtype, np.float32)

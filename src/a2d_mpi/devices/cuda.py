@@ -1,0 +1,208 @@
+"""CuPy arrays on an NVIDIA GPU: the device, and how its kernels are compiled and launched.
+
+CuPy holds memory, streams and events; all arithmetic is in kernels/kernels.cu, so that nothing
+depends on which dtypes CuPy computes with.  Everything is queued on the caller's current CuPy
+stream.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+try:
+    import cupy
+except ImportError as error:
+    raise ImportError("CuPy is not installed: pip install a2d_mpi[cuda13] or [cuda12]") from error
+
+from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Array
+
+LANES, WARPS, BLOCK_ROWS = 32, 4, 16  # as in kernels.cu
+HEADDIM_MAX = 256
+
+
+class Cuda:
+    """One GPU; see `a2d_mpi.devices.protocol.Device` for the methods without a docstring.
+
+    Parameters
+    ----------
+    index : int
+        CUDA device number in this process.
+
+    Attributes
+    ----------
+    capability : (int, int)
+        Compute capability.
+    description : str
+        The GPU's name.
+    """
+
+    name = "gpu"
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        number = int(cupy.cuda.Device(index).compute_capability)
+        self.capability = divmod(number, 10)
+        properties = cupy.cuda.runtime.getDeviceProperties(index)
+        self.description = properties["name"].decode()
+        self.copies = cupy.cuda.Stream(non_blocking=True)  # between host and device
+
+    @staticmethod
+    def current() -> Cuda:
+        """The GPU that is current in CuPy."""
+        return _device(cupy.cuda.Device().id)
+
+    def owns(self, x: object) -> bool:
+        return isinstance(x, cupy.ndarray) and x.device.id == self.index
+
+    def empty(self, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
+        return cupy.empty(shape, dtype)
+
+    def contiguous(self, x: Array) -> Array:
+        return cupy.ascontiguousarray(x)
+
+    def upload(self, x: np.ndarray) -> Array:
+        return cupy.asarray(x)
+
+    def download(self, x: Array) -> np.ndarray:
+        return cupy.asnumpy(x)
+
+    def finite(self, x: Array, lowest: bool = False) -> bool:
+        return HOST.finite(self.download(x), lowest)
+
+    def zero(self, x: Array) -> None:
+        x.data.memset_async(0, x.nbytes, cupy.cuda.get_current_stream())
+
+    def put(self, to: Array, x: Array, add: bool = False) -> None:
+        if x.dtype == to.dtype and not add:
+            to.data.copy_from_device_async(x.data, x.nbytes, cupy.cuda.get_current_stream())
+            return
+        tensor, wide, wide_from = _types(to, x)
+        self._rows("put_rows", tensor, to, wide, int(not add), x, wide_from, x.shape)
+
+    def take(self, to: Array, x: Array, order: Array) -> None:
+        self._rows("take_rows", x.dtype, to, x, order, (len(to), *x.shape[1:]), outer=1)
+
+    def add_at(self, to: Array, x: Array, order: Array) -> None:
+        self._rows("add_rows", x.dtype, to, x, order, x.shape, outer=1)
+
+    def put_at(self, to: Array, x: Array, order: Array) -> None:
+        self._rows("put_rows_at", x.dtype, to, x, order, x.shape, outer=1)
+
+    def take_heads(self, to: Array, x: Array, first: int) -> None:
+        stride, begin = x.shape[1] * x.shape[2], first * x.shape[2]
+        self._rows("take_columns", x.dtype, to, x, stride, begin, to.shape, outer=1)
+
+    def put_heads(self, to: Array, x: Array, first: int, add: bool = False) -> None:
+        stride, begin = to.shape[1] * to.shape[2], first * to.shape[2]
+        self._rows("put_columns", x.dtype, to, x, stride, begin, int(add), x.shape, outer=1)
+
+    def merge(self, out: Array, lse: Array, rest: Array, out2: Array, lse2: Array) -> None:
+        tensor, _, wide = _types(out, out2)
+        self._rows("merge", tensor, out, lse, rest, out2, wide, lse2, out.shape)
+
+    def delta(self, dout: Array, out: Array) -> Array:
+        delta = cupy.empty(out.shape[:2], compute_dtype(out.dtype))
+        self._rows("delta_of", out.dtype, dout, out, delta, out.shape)
+        return delta
+
+    def out_of_delta(self, dout: Array, delta: Array, out: Array) -> None:
+        """Set `out` to a multiple, row by row, of dout: that with ``rowsum(dout out) = delta``."""
+        self._rows("out_of_delta", dout.dtype, dout, delta, out, dout.shape)
+
+    def transpose(self, to: Array, x: Array) -> None:
+        """``to = x.T`` for two-dimensional arrays of a compute dtype."""
+        self._rows("transpose", x.dtype, to, x, x.shape, outer=1)
+
+    def repeat_heads(self, to: Array, x: Array) -> None:
+        """Every head of x (tokens, heads, headdim) as often as `to` has more heads."""
+        group, headdim = to.shape[1] // x.shape[1], x.shape[2]
+        self._rows("repeat_heads", x.dtype, to, x, group, headdim, to.shape, outer=1)
+
+    def sum_heads(self, to: Array, x: Array, add: bool) -> None:
+        """The sum over each group of heads of x, the opposite of `repeat_heads`."""
+        tensor, wide, wide_from = _types(to, x)
+        group, headdim = x.shape[1] // to.shape[1], x.shape[2]
+        flags = (to, wide, int(not add), x, wide_from, group, headdim)
+        self._rows("sum_heads", tensor, *flags, to.shape, outer=1)
+
+    def mark(self) -> Any:
+        event = cupy.cuda.Event()
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return cupy.cuda.get_elapsed_time(start, end) / 1e3
+
+    def pinned(self, nbytes: int) -> np.ndarray:
+        """Page-locked host memory, as bytes."""
+        return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+
+    def copy(self, to: Array, x: Array, after: Any = None) -> Any:
+        """Start copying bytes between pinned host memory and the device, beside the kernels.
+
+        After the event `after`, if one is given; returns the event of its end.
+        """
+        if after is not None:
+            self.copies.wait_event(after)
+        if isinstance(x, np.ndarray):
+            to.data.copy_from_host_async(x.ctypes.data, x.nbytes, self.copies)
+        else:
+            x.data.copy_to_host_async(to.ctypes.data, x.nbytes, self.copies)
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(self.copies)
+        return event
+
+    def attention(self, name: str, dtype: np.dtype, headdim: int, grid: tuple, *args) -> None:
+        """Launch "forward", "backward_q" or "backward_kv" of kernels.cu."""
+        padded = -(-headdim // LANES) * LANES
+        rows = BLOCK_ROWS * padded * (1 if name == "forward" else 2)
+        shared = (rows + LANES * (padded + 1)) * compute_dtype(dtype).itemsize
+        kernel = _kernel(self.index, name, dtype, padded)
+        if shared > 48 << 10:
+            kernel.max_dynamic_shared_size_bytes = shared
+        kernel(grid, (LANES * WARPS,), args, shared_mem=shared)
+
+    def _rows(self, name: str, dtype: np.dtype, *args: Any, outer: int = 2) -> None:
+        """Launch a kernel that works on rows: the first `outer` axes of the last argument."""
+        *args, shape = args
+        rows, width = math.prod(shape[:outer]), math.prod(shape[outer:])
+        if rows * width == 0:
+            return
+        kernel = _kernel(self.index, name, dtype, LANES)
+        blocks = min(-(-rows // WARPS), 1 << 20)
+        # CuPy would make Python's integers 64 bits wide.
+        args = [np.int32(x) if isinstance(x, int) else x for x in args]
+        kernel((blocks,), (LANES * WARPS,), (*args, np.int64(rows), np.int32(width)))
+
+
+def _types(to: Array, x: Array) -> tuple[np.dtype, int, int]:
+    """The narrower of both dtypes, and of each whether it is the wider one."""
+    tensor = min(to.dtype, x.dtype, key=lambda dtype: dtype.itemsize)
+    return tensor, int(to.dtype != tensor), int(x.dtype != tensor)
+
+
+@cache
+def _device(index: int) -> Cuda:
+    return Cuda(index)
+
+
+@cache
+def _kernel(index: int, name: str, dtype: np.dtype, headdim: int) -> Any:
+    # The index is part of the key: a compiled module belongs to one GPU.
+    return _module(index, dtype, headdim).get_function(name)
+
+
+@cache
+def _module(index: int, dtype: np.dtype, headdim: int) -> Any:
+    element = list(DTYPES.values()).index(dtype)
+    source = files("a2d_mpi").joinpath("kernels", "kernels.cu").read_text()
+    options = ("--std=c++17", f"-DELEMENT={element}", f"-DHEADDIM={headdim}")
+    return cupy.RawModule(code=source, options=options)

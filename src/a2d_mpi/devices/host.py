@@ -1,0 +1,78 @@
+"""The memory of this process as a device."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from a2d_mpi.core.dtypes import compute_dtype
+from a2d_mpi.core.merge import merge
+from a2d_mpi.devices.protocol import Array
+
+
+class Host:
+    """NumPy arrays; see `a2d_mpi.devices.protocol.Device` for the methods."""
+
+    name = "cpu"
+    description = None
+
+    def owns(self, x: object) -> bool:
+        return isinstance(x, np.ndarray)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
+        return np.empty(shape, dtype)
+
+    def contiguous(self, x: Array) -> Array:
+        return np.ascontiguousarray(x)
+
+    def upload(self, x: np.ndarray) -> Array:
+        return x
+
+    def download(self, x: Array) -> np.ndarray:
+        return x
+
+    def finite(self, x: Array, lowest: bool = False) -> bool:
+        return bool(x.max(initial=-math.inf) < math.inf if lowest else np.isfinite(x).all())
+
+    def zero(self, x: Array) -> None:
+        x[...] = 0
+
+    def put(self, to: Array, x: Array, add: bool = False) -> None:
+        if add:
+            to += x
+        else:
+            to[...] = x
+
+    def take(self, to: Array, x: Array, order: Array) -> None:
+        # mode: with the default, NumPy fills a copy of `out` first.
+        np.take(x, order, 0, to, "clip")
+
+    def add_at(self, to: Array, x: Array, order: Array) -> None:
+        to[order] += x
+
+    def put_at(self, to: Array, x: Array, order: Array) -> None:
+        to[order] = x
+
+    def take_heads(self, to: Array, x: Array, first: int) -> None:
+        to[...] = x[:, first : first + to.shape[1]]
+
+    def put_heads(self, to: Array, x: Array, first: int, add: bool = False) -> None:
+        self.put(to[:, first : first + x.shape[1]], x, add)
+
+    def merge(self, out: Array, lse: Array, rest: Array, out2: Array, lse2: Array) -> None:
+        merge(out, lse, rest, out2, lse2)
+
+    def delta(self, dout: Array, out: Array) -> Array:
+        return np.einsum("thd,thd->th", dout, out, dtype=compute_dtype(out.dtype))
+
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return end - start
+
+
+HOST = Host()

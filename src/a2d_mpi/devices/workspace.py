@@ -1,0 +1,84 @@
+"""Buffers that plans keep, and what is remembered of objects that do not change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Array, Device
+
+KEPT = 1024  # things of which is remembered what was made; a ring has as many as ranks
+
+
+class Remembered:
+    """What was made of objects that are not changed, by their identity."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[object, ...], tuple[object, Any]] = {}
+
+    def get(self, x: object, make: Callable[[], Any], *options: int) -> Any:
+        """What `make` returned for `x` and these options, now or at an earlier call."""
+        key = id(x), *options
+        if key not in self._made:
+            if len(self._made) == KEPT:  # a caller who has new objects at every call
+                self._made.clear()
+            self._made[key] = x, make()  # kept with it: no other gets the same id
+        return self._made[key][1]
+
+
+class Workspace:
+    """Named buffers that are allocated once and grow when a larger one is asked for."""
+
+    def __init__(self, device: Device = HOST) -> None:
+        self.device = device
+        self._buffers: dict[object, Array] = {}
+
+    def get(self, name: object, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
+        """Contiguous array in the buffer `name`; its contents are undefined.
+
+        The array shares memory with every other one got under the same name.
+        """
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < nbytes:
+            buffer = self._buffers[name] = self.device.empty((nbytes,), np.uint8)
+        return buffer[:nbytes].view(dtype).reshape(shape)
+
+    def parcel(
+        self, name: object, like: Sequence[tuple[tuple[int, ...], np.dtype]]
+    ) -> tuple[Array, list[Array]]:
+        """Tensors that travel in one message: the buffer `name`, and contiguous parts of it.
+
+        Parameters
+        ----------
+        name : object
+        like : sequence of (shape, dtype)
+            Of the tensors, which fill the buffer without gaps.
+
+        Returns
+        -------
+        whole : (bytes,) uint8
+        tensors : list of arrays
+            Their contents are undefined.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
+        whole, start = self.get(name, (sum(sizes),), np.uint8), 0
+        tensors: list[Any] = [None] * len(like)
+        # Those of large elements first: so all are aligned.
+        for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
+            shape, dtype = like[i]
+            tensors[i] = whole[start : start + sizes[i]].view(dtype).reshape(shape)
+            start += sizes[i]
+        return whole, tensors
+
+    def nbytes(self, apart: str) -> int:
+        """Bytes of all buffers but those named ``(apart, ...)``."""
+        return sum(x.size for name, x in self._buffers.items() if name[0] != apart)
+
+    def clear(self) -> None:
+        """Release all buffers."""
+        self._buffers.clear()

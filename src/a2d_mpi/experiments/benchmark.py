@@ -1,0 +1,88 @@
+"""The file of a benchmark: many results in one, whole at any moment.
+
+::
+
+    /                 attributes: schema, schema_version
+    /settings         attributes: what is the same for all results (trials, seed, ...)
+    /runs/<name>      laid out as the root of a result file; see `a2d_mpi.experiments.results`
+
+Whenever results are added, an extended copy takes the place of the file.  Functions raise OSError
+and ValueError as those of `a2d_mpi.experiments.results` do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from a2d_mpi.core.atomic import check_writable, remove_leftovers
+from a2d_mpi.experiments.hdf5 import needed, plain, reading
+from a2d_mpi.experiments.results import Result, fill, load, new_file, set_attributes
+
+SCHEMA = ("a2d_mpi benchmark", 1)
+
+
+def start_benchmark(
+    path: str | os.PathLike[str], settings: Mapping[str, object], resume: bool
+) -> dict[str, bool]:
+    """Find out what there is; nothing is written.
+
+    Parameters
+    ----------
+    path : path
+    settings : mapping
+        Of this run; the same for all results of a file.
+    resume : bool
+        Whether the file may exist.
+
+    Returns
+    -------
+    dict of str to bool
+        By name of the results that are there: whether all checks passed.
+
+    Raises
+    ------
+    ValueError
+        If it exists and `resume` is false, or it was made with other settings.
+    """
+    remove_leftovers(path)
+    check_writable(path)
+    if not os.path.exists(path):
+        return {}
+    if not resume:
+        raise ValueError(f"{path} exists: --resume adds to it, or remove it")
+    with reading(path, SCHEMA) as file:
+        found = plain(needed(file, "settings").attrs)
+        for name in {**found, **settings}:
+            mine, theirs = settings.get(name), found.get(name)
+            if mine != theirs:
+                raise ValueError(f"{path} was made with {name} {theirs}, not {mine}")
+        return {
+            name: all(
+                needed(file, f"runs/{name}/checks/{x}").attrs["passed"]
+                for x in needed(file, f"runs/{name}/checks")
+            )
+            for name in needed(file, "runs")
+        }
+
+
+def add_results(
+    path: str | os.PathLike[str], settings: Mapping[str, object], results: Mapping[str, Result]
+) -> None:
+    """Add results by name to what is there, or make the file; all of it, or nothing changes."""
+    there = os.path.exists(path)
+    if there and not results:
+        return
+    with new_file(path, extend=there) as file:
+        if not there:
+            set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1]})
+            set_attributes(file.create_group("settings"), settings)
+            file.create_group("runs")
+        for name, result in results.items():
+            fill(file["runs"].create_group(name), result)
+
+
+def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
+    """All results of a file, by name."""
+    with reading(path, SCHEMA) as file:
+        return {name: load(needed(file, f"runs/{name}")) for name in needed(file, "runs")}

@@ -1,0 +1,274 @@
+"""Checks of a distributed run against float64, on its own ranks, without an N x N matrix anywhere.
+
+The reference shares nothing with the algorithms: chosen query rows go to all ranks, each computes
+their dense attention over the keys that it owns in float64, and plain sums over all ranks give
+out, lse and dq.  The same is done once more in the precision of the run: twice the error of that
+plain computation, plus a term for rounding the inputs' products, bounds the error of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.core import reference
+from a2d_mpi.core.dtypes import compute_dtype
+from a2d_mpi.experiments.results import Check
+
+BLOCK = 64  # rows that are checked at a time
+
+
+@np.errstate(all="ignore")  # what overflows is found in the results, and fails
+def check_attention(
+    plan: AttentionPlan,
+    tensors: Mapping[str, np.ndarray],
+    rows: int | None = None,
+    seed: int = 0,
+) -> dict[str, Check]:
+    """Check out and lse, and the gradients if they are given, against float64.
+
+    Collective over the plan's ranks.
+
+    Parameters
+    ----------
+    plan : AttentionPlan
+    tensors : mapping of str to arrays
+        This rank's parts: q, k, v, out, lse; for the gradients also dout, dq, dk, dv.
+    rows : int, optional
+        Number of sampled query rows (out, lse, dq) and, independently, of sampled key rows (dk,
+        dv).  Default: all rows.  The first and the last token are always among them.
+    seed : int
+        Of the sample, the same on all ranks.
+
+    Returns
+    -------
+    dict of str to Check
+        By tensor, the same on all ranks: the largest error of a checked element, infinite where
+        a value or the reference is not finite, and its bound, NaN where there is none.
+
+    Notes
+    -----
+    out, lse and dq of a checked row are compared with exact values.  A row of dk or dv depends on
+    lse and delta of *every* query.  With all rows checked these are exact too; in a sample they
+    are the run's own (delta from its out), which the sampled query rows vouch for: an error of
+    lse is a relative one of all probabilities, and lse has no bound beyond a tenth of a nat.
+    """
+    comm = plan.grid.comm
+    local = dict(tensors)
+    errors = _Errors(comm, plan, local)
+    sampled = rows is not None and rows < plan.seqlen
+    ran_backward = "dq" in local
+    # The reference, and the plain computation in the run's precision, if that is another; a list:
+    # all ranks must go through it in the same order.
+    kinds = list(dict.fromkeys((np.dtype(np.float64), plan.compute_dtype)))
+
+    def rounding(kind: np.dtype) -> dict:
+        """How the run's kernel rounds the factors of its products; the reference does not."""
+        return {} if kind == np.float64 else {"products": plan.product_dtype}
+
+    def stored(x: np.ndarray, kind: np.dtype) -> np.ndarray:
+        """What is left of a result when it is kept in the run's dtype; exact ones are not."""
+        return x if kind == np.float64 else x.astype(plan.dtype).astype(kind)
+
+    k, v = local["k"], local["v"]
+    # Gradients of my own keys, complete once all query rows have passed.
+    dk, dv = ({kind: np.zeros(k.shape, kind) for kind in kinds} for _ in "kv")
+    for tokens in _blocks(plan.seqlen, rows, seed):
+        mine, order, q_rows, *dout_rows = _share(plan, tokens, local, "q", "dout")
+        visible = plan.mask.dense(tokens[order], plan.tokens)
+        found = {}
+        for kind in kinds:
+            out, lse = reference.attention(
+                q_rows, k, v, visible, plan.softmax_scale, kind, **rounding(kind)
+            )
+            out, lse = _merge(comm, out, lse)
+            out = stored(out, kind)
+            found[kind] = {"out": out, "lse": lse}
+            if ran_backward:
+                delta = (np.asarray(dout_rows[0], kind) * out).sum(axis=-1)
+                dq, dk_rows, dv_rows = reference.attention_backward(
+                    *(dout_rows[0], q_rows, k, v, lse, delta, visible, plan.softmax_scale, kind),
+                    **rounding(kind),
+                )
+                found[kind]["dq"] = stored(_sum(comm, dq), kind)
+                dk[kind] += dk_rows
+                dv[kind] += dv_rows
+        where = np.searchsorted(plan.tokens, tokens[order][mine])
+        for name in found[plan.compute_dtype]:
+            values = {kind: found[kind][name][mine] for kind in kinds}
+            errors.add(name, local[name][where], values)
+    if ran_backward and not sampled:
+        for name, values in (("dk", dk), ("dv", dv)):
+            errors.add(name, local[name], {kind: stored(x, kind) for kind, x in values.items()})
+    elif ran_backward:
+        dout, q, lse = local["dout"], local["q"], local["lse"]
+        delta = np.einsum("thd,thd->th", *(x.astype(np.float64) for x in (dout, local["out"])))
+        for tokens in _blocks(plan.seqlen, rows, seed + 1):
+            mine, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
+            visible = plan.mask.dense(plan.tokens, tokens[order])
+            values: dict[str, dict] = {"dk": {}, "dv": {}}
+            for kind in kinds:
+                _, dk_rows, dv_rows = reference.attention_backward(
+                    *(dout, q, k_rows, v_rows, lse, delta, visible, plan.softmax_scale, kind),
+                    **rounding(kind),
+                )
+                for name, x in (("dk", dk_rows), ("dv", dv_rows)):
+                    values[name][kind] = stored(_sum(comm, x)[mine], kind)
+            where = np.searchsorted(plan.tokens, tokens[order][mine])
+            for name in ("dk", "dv"):
+                errors.add(name, local[name][where], values[name])
+    return errors.checks()
+
+
+def error_bounds(
+    dtype: np.dtype,
+    softmax_scale: float,
+    norms: Mapping[str, float],
+    largest: Mapping[str, float],
+    same_precision: Mapping[str, float],
+) -> dict[str, float]:
+    """Largest error that each result may have.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Of the tensors of the run.
+    softmax_scale : float
+    norms : mapping of str to float
+        Largest Euclidean norm of a (token, head) row of q, k, v and, for gradients, dout.
+    largest : mapping of str to float
+        Largest absolute value of the float64 reference, by result (out, lse, dq, dk, dv).
+    same_precision : mapping of str to float
+        Largest error, by result, of the plain dense computation (in float32 for 16-bit tensors)
+        whose results are kept in `dtype`.
+
+    Returns
+    -------
+    dict of str to float
+        ``2 same_precision + eps ((2 + L) largest + T)``, where L is the largest absolute lse,
+        which stands for the logits that count: their rounding is a relative error of the
+        exponentials (an absolute one of lse).  T bounds the terms of a gradient before they
+        cancel, by Cauchy-Schwarz; eps is that of the computation.
+        In float64, where no second computation is at hand, ``1e-12 largest`` takes the place of
+        the first term.  16-bit results may be off by half a rounding (a quarter of their eps
+        times `largest`) more: how often one is close to a power of two is a matter of luck.
+
+        NaN, which nothing passes, where that is not finite or proves nothing: where it is more
+        than a tenth of `largest`, the values it bounds (for lse, whose errors are relative ones
+        of the probabilities: of 1), and more than half of the digits of the terms leave.  Values
+        may cancel to nothing, such as dq and dk of queries that see one key each: what can be
+        told of these is that they are small beside their terms.
+    """
+    dp = abs(softmax_scale) * norms["v"] * norms.get("dout", 0.0)
+    terms = {"dq": dp * norms["k"], "dk": dp * norms["q"]}
+    eps = float(np.finfo(compute_dtype(dtype)).eps)
+    half_of_digits = math.sqrt(ml_dtypes.finfo(dtype).eps)
+    bounds = {}
+    for name, value in largest.items():
+        size = 1.0 if name == "lse" else value
+        first = 1e-12 * value if dtype == np.float64 else 2 * same_precision[name]
+        bound = first + eps * ((2 + largest["lse"]) * size + terms.get(name, 0.0))
+        if dtype.itemsize == 2 and name != "lse":
+            bound += float(ml_dtypes.finfo(dtype).eps) / 4 * size
+        term = {"out": norms["v"], "dv": norms.get("dout", 0.0), **terms}.get(name, 0.0)
+        says = math.isfinite(bound) and bound <= max(size / 10, half_of_digits * term)
+        bounds[name] = bound if says else math.nan
+    return bounds
+
+
+class _Errors:
+    """Largest errors by tensor, over all blocks and ranks."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, plan: AttentionPlan, local: Mapping[str, np.ndarray]
+    ) -> None:
+        self._comm, self._dtype, self._plain = comm, plan.dtype, plan.compute_dtype
+        self._seen: dict[str, list[float]] = {}
+        self._scale = plan.softmax_scale
+        self._norms = {
+            name: comm.allreduce(_largest_norm(local[name]), op=MPI.MAX)
+            for name in ("q", "k", "v", "dout")
+            if name in local
+        }
+
+    def add(self, name: str, computed: np.ndarray, values: Mapping[np.dtype, np.ndarray]) -> None:
+        exact, computed = values[np.dtype(np.float64)], computed.astype(np.float64)
+        finite = np.isfinite(exact)
+        # Only lse may be infinite, of a query that sees no key.
+        known = (finite | np.isneginf(exact) if name == "lse" else finite).all()
+        new = [
+            _distance(computed, exact) if known else math.inf,
+            _distance(values[self._plain], exact),
+            float(np.abs(exact[finite]).max(initial=0)),
+        ]
+        seen = self._seen.setdefault(name, [0.0, 0.0, 0.0, 0])
+        seen[:] = [*map(max, seen, new), seen[3] + len(computed)]
+
+    def checks(self) -> dict[str, Check]:
+        def over_ranks(column: int) -> dict[str, float]:
+            return {
+                name: self._comm.allreduce(seen[column], op=MPI.SUM if column == 3 else MPI.MAX)
+                for name, seen in self._seen.items()
+            }
+
+        error, same_precision, largest, rows = map(over_ranks, range(4))
+        bounds = error_bounds(self._dtype, self._scale, self._norms, largest, same_precision)
+        return {name: Check(error[name], bounds[name], rows[name]) for name in error}
+
+
+def _largest_norm(x: np.ndarray) -> float:
+    norms = np.linalg.norm(x.astype(np.float64), axis=-1)
+    return float(np.nan_to_num(norms, nan=math.inf, posinf=math.inf).max(initial=0))
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """Largest |a - b|; equal infinities are at distance 0, NaN is infinitely far from all."""
+    distance = np.where(a == b, 0, np.abs(a - b))
+    return float(np.nan_to_num(distance, nan=math.inf, posinf=math.inf).max(initial=0))
+
+
+def _blocks(seqlen: int, rows: int | None, seed: int) -> list[np.ndarray]:
+    """Sorted token indices to check, in blocks: all, or a sample with both ends."""
+    tokens = np.arange(seqlen)
+    if rows is not None and rows < seqlen:
+        chosen = np.random.default_rng(seed).choice(seqlen, rows, replace=False)
+        tokens = np.union1d(chosen, [0, seqlen - 1])
+    return np.array_split(tokens, -(-len(tokens) // BLOCK))
+
+
+def _share(
+    plan: AttentionPlan, tokens: np.ndarray, local: Mapping[str, np.ndarray], *names: str
+) -> list:
+    """Rows of the named tensors at `tokens`, from their owners to all ranks.
+
+    Returns the slice of the gathered rows that are mine, the order of the gathered rows within
+    `tokens`, and the gathered rows of each tensor.
+    """
+    mine = np.flatnonzero(np.isin(tokens, plan.tokens, assume_unique=True))
+    where = np.searchsorted(plan.tokens, tokens[mine])
+    parts = plan.grid.comm.allgather([mine, *(local[x][where] for x in names if x in local)])
+    start = sum(len(part[0]) for part in parts[: plan.grid.comm.rank])
+    return [slice(start, start + len(mine)), *(np.concatenate(x) for x in zip(*parts))]
+
+
+def _sum(comm: MPI.Intracomm, x: np.ndarray) -> np.ndarray:
+    total = np.empty_like(x)
+    comm.Allreduce(x, total)
+    return total
+
+
+def _merge(comm: MPI.Intracomm, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Attention over all keys from attention over each rank's."""
+    shift = np.empty_like(lse)
+    comm.Allreduce(lse, shift, op=MPI.MAX)
+    shift[np.isneginf(shift)] = 0
+    weight = np.exp(lse - shift)
+    total = _sum(comm, weight)
+    out = _sum(comm, out * weight[..., None])
+    lse = np.log(total) + shift
+    return out / np.where(total > 0, total, 1)[..., None], lse

@@ -1,0 +1,130 @@
+"""What makes a program of many ranks end as one: one message, one exit code, no hang."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
+from typing import NoReturn, TypeVar
+
+from mpi4py import MPI
+
+from a2d_mpi.comm.agreement import CollectiveError, agree
+from a2d_mpi.experiments.options import BAD_INPUT, FAILED_CHECK, Parser, open_streams
+
+__all__ = ["BAD_INPUT", "FAILED_CHECK", "Parser", "arguments", "run", "together"]
+
+T = TypeVar("T")
+
+
+def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) -> T | None:
+    """Run `step` on all ranks, or on rank `on` only; if it fails on any, fail on all.
+
+    Collective over `comm`; `step` itself must not communicate.
+
+    Raises
+    ------
+    CollectiveError
+        On all ranks, with the message of the first rank whose `step` raised ValueError, OSError
+        or MemoryError.
+    """
+    value, problem = None, None
+    if on is None or comm.rank == on:
+        try:
+            value = step()
+        except (ValueError, OSError, MemoryError) as error:
+            problem = str(error) or type(error).__name__
+    agree(comm, problem)
+    return value
+
+
+def arguments(
+    comm: MPI.Intracomm,
+    build_parser: Callable[[MPI.Intracomm], Parser],
+    argv: Sequence[str] | None = None,
+    apart: Container[str] = (),
+) -> argparse.Namespace:
+    """The options of a program: parsed on all ranks, and the same on all but those in `apart`.
+
+    Collective over `comm`.  One that differs would send the ranks different ways.
+
+    Raises
+    ------
+    CollectiveError
+        On all ranks, if any has a wrong one or they differ.
+    SystemExit
+        On all ranks, after --help.
+    """
+
+    def parse() -> argparse.Namespace | None:
+        try:
+            return build_parser(comm).parse_args(argv)
+        except SystemExit:  # --help is printed
+            return None
+
+    args = together(comm, parse)
+    given = {"help": args is None, **vars(args or argparse.Namespace())}
+    agree(comm, None, {f"--{name}": x for name, x in given.items() if name not in apart})
+    if args is None:
+        raise SystemExit(0)
+    return args
+
+
+def run(comm: MPI.Intracomm, prog: str, body: Callable[[], int]) -> NoReturn:
+    """Run the body of a program and exit with its code on all ranks.
+
+    A CollectiveError is printed once, on rank 0, and the exit code is 2.  Anything else, Ctrl-C
+    too, is of one rank alone: its traceback is printed and the whole job is aborted, so that no
+    rank waits for one that is gone.  A rank that is killed is named, too.
+    """
+    open_streams()
+    alive = _name_if_killed(f"{prog}: rank {comm.rank}")
+    try:
+        code = body()
+    except SystemExit as end:  # --help, on all ranks
+        code = end.code
+    except CollectiveError as error:
+        code = BAD_INPUT
+        if comm.rank == 0:
+            print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
+    except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, MPI.Exception):
+            time.sleep(1)  # a transfer broke: if the other rank was killed, let it be named first
+        print(f"{prog}: rank {comm.rank} failed", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        alive()
+        comm.Abort(70)
+    # No launcher may see a code, and end the others, before the message is out.
+    comm.Barrier()
+    alive()
+    sys.exit(code)
+
+
+def _name_if_killed(who: str) -> Callable[[], object]:
+    """Have a shell say so when this process ends without having called what is returned.
+
+    Launchers name a host and a process at best (MPICH's may name the wrong one), and end all other
+    ranks before any could tell.  MPICH's, when the rank's connection to it breaks: the shell keeps
+    that open until it has spoken.
+    """
+    text = f"{who} was killed (PID {os.getpid()} on {socket.gethostname()})"
+    waiting = ["/bin/sh", "-c", f"read line || echo {shlex.quote(text)} >&2"]
+    try:
+        kept = [int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else []
+        shell = subprocess.Popen(waiting, stdin=subprocess.PIPE, pass_fds=kept)
+    except (OSError, ValueError):  # no more processes, or no shell: do without
+        return lambda: None
+
+    def alive() -> None:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            shell.communicate(b"\n", timeout=1)
+
+    return alive

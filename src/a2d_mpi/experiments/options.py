@@ -1,0 +1,131 @@
+"""Options and exit codes of all programs; unlike `a2d_mpi.experiments.cli`, this needs no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import re
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from a2d_mpi.planning.cost import METHODS
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+BAD_INPUT = 2  # exit code: nothing was computed, or nothing could be written
+FAILED_CHECK = 1  # exit code: a result is wrong
+METHOD_HELP = f"one of: {', '.join(METHODS)}; or with underscores"
+ORDER_HELP = (
+    "r (rows), c (columns) and u (ranks that share the heads) from the slowest to the fastest: "
+    "along the last axis are neighbouring ranks, usually of one node"
+)
+
+
+class BadOption(ValueError, argparse.ArgumentTypeError):
+    """What is wrong with the text of an option, in words that the parser keeps."""
+
+
+def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
+    """A type of options: whole numbers from `least` to `most`."""
+
+    def number(text: str) -> int:
+        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
+            raise BadOption(f"must be a whole number, got {text[:40]!r}")
+        digits = len(text.strip().lstrip("+-0"))
+        value = int(text) if digits < 40 else None  # Python reads no number of 5000 digits
+        if value is None or not least <= value <= most:
+            below = "-" in text if value is None else value < least
+            bound = f"at least {least}" if below else f"at most {most}"
+            shown = f"one of {digits} digits" if value is None else value
+            raise BadOption(f"must be {bound}, got {shown}")
+        return value
+
+    return number
+
+
+TRIALS, WARMUP = whole(1, 10**6), whole(0, 10**6)
+THREADS = whole(1, 1024)  # of one rank: no node has more cores
+SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
+
+
+def method_name(text: str) -> str:
+    """A method as `a2d_mpi.planning.cost.METHODS` spells it; "double_ring" is "double ring".
+
+    Raises
+    ------
+    BadOption
+        If there is none of that name.
+    """
+    name = text.replace("_", " ").strip()
+    if name not in METHODS:
+        raise BadOption(f"no method {text[:40]!r}: must be one of {', '.join(METHODS)}")
+    return name
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that prints on rank 0 only, and raises instead of exiting.
+
+    Parameters
+    ----------
+    comm : Intracomm, optional
+        Without one (when only the options are asked for, or in programs of one process), every
+        process speaks.
+    """
+
+    def __init__(self, *args, comm: MPI.Intracomm | None = None, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._silent = comm is not None and comm.rank != 0
+
+    def _print_message(self, message: str, file=None) -> None:
+        if not self._silent:
+            super()._print_message(message, file)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError: whether the options are good is for all ranks to agree on."""
+        message = re.sub(r"^argument (\S+): (?=must )", r"\1 ", message)  # as a sentence
+        raise ValueError(f"{message} (see --help)")
+
+
+class _Unread(io.FileIO):
+    """A standard stream that somebody may cease to read: the rest goes nowhere."""
+
+    def write(self, data: bytes) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def open_streams() -> None:
+    """Let nothing that is printed end a program: no odd path, no `| head -1`, no `>&-`."""
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if old is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            continue
+        old.flush()
+        raw = _Unread(old.fileno(), "w", closefd=False)
+        new = io.TextIOWrapper(
+            io.BufferedWriter(raw),
+            old.encoding,
+            "backslashreplace",  # paths need not be UTF-8
+            line_buffering=old.line_buffering,
+            write_through=old.write_through,
+        )
+        setattr(sys, name, new)
+
+
+def run_serial(prog: str, body: Callable[[], int]) -> NoReturn:
+    """Run the body of a program of one process and exit with its code; 2, with one line, if it
+    raises ValueError, OSError or MemoryError.
+    """
+    open_streams()
+    try:
+        code = body()
+    except (ValueError, OSError, MemoryError) as error:
+        print(f"{prog}: error: {str(error) or type(error).__name__}", file=sys.stderr)
+        code = BAD_INPUT
+    sys.exit(code)

@@ -1,0 +1,342 @@
+"""Files: what a run reads and what it leaves behind.
+
+Both are HDF5; only this module and `a2d_mpi.experiments.hdf5`, which opens them, know.  Every
+function raises OSError for a file that cannot be read or written and ValueError for one that holds
+the wrong thing; the text is one line that names the file, fit to be shown to the user as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import h5py
+import numpy as np
+
+from a2d_mpi.core.atomic import Sink, replacing
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.sizes import check_sizes
+from a2d_mpi.experiments.hdf5 import arrays, member, needed, plain, reading
+
+INPUT_SCHEMA = ("a2d_mpi input", 1)
+RESULT_SCHEMA = ("a2d_mpi result", 1)
+FLOATS = ("float16", "float32", "float64")
+# One stretch of time of a rank: what it did, as an index into PARTS, and when, in seconds
+# since the phase began there.
+SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f4"), ("end", "f4")])
+PARTS = ("compute", "merge", "wait", "total")
+SMALLER = {"compression": "gzip", "shuffle": True}
+
+
+@dataclass(frozen=True)
+class InputInfo:
+    """What an input file holds: q, k, v and perhaps dout, the gradient with respect to out.
+
+    Attributes
+    ----------
+    path : str
+    seqlen, nheads, nheads_kv, headdim : int
+    has_dout : bool
+    attributes : dict
+        All root attributes: where the data come from.
+    files : tuple of str
+        That the numbers are read from: `path`, and the sources of virtual datasets.
+    """
+
+    path: str
+    seqlen: int
+    nheads: int
+    nheads_kv: int
+    headdim: int
+    has_dout: bool
+    attributes: dict[str, object]
+    files: tuple[str, ...] = ()
+
+    def shape(self, name: str) -> tuple[int, int, int]:
+        """(tokens, heads, headdim) of the dataset `name`."""
+        heads = self.nheads_kv if name in ("k", "v") else self.nheads
+        return (self.seqlen, heads, self.headdim)
+
+
+def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
+    """Check all of an input file but its numbers, which are not read.
+
+    Raises
+    ------
+    OSError
+        If the file is missing, unreadable, not HDF5 or cut short.
+    ValueError
+        If the schema is another, or a dataset is missing or of a wrong type or shape.
+    """
+    with reading(path, INPUT_SCHEMA) as file:
+        shapes, files = {}, {os.fspath(path)}
+        for name in ("q", "k", "v", "dout"):
+            data = member(file, name)
+            if data is None and name == "dout":
+                continue
+            if not isinstance(data, h5py.Dataset):
+                raise ValueError(f"{path} has no dataset {name!r}")
+            if data.dtype.name not in FLOATS:
+                raise ValueError(f"{path}: {name} is {data.dtype}, must be one of {FLOATS}")
+            if data.shape is None or len(data.shape) != 3 or 0 in data.shape:
+                raise ValueError(
+                    f"{path}: {name} has shape {data.shape}, must be (seqlen, heads, headdim)"
+                )
+            shapes[name] = data.shape
+            if data.is_virtual:
+                folder = os.path.dirname(file.filename)
+                files |= {os.path.join(folder, x.file_name) for x in data.virtual_sources()}
+        attributes = plain(file.attrs)
+    seqlen, nheads, headdim = shapes["q"]
+    nheads_kv = shapes["k"][1]
+    sizes, has_dout = (seqlen, nheads, nheads_kv, headdim), "dout" in shapes
+    info = InputInfo(os.fspath(path), *sizes, has_dout, attributes, tuple(sorted(files)))
+    if any(shape != info.shape(name) for name, shape in shapes.items()):
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"{path}: shapes do not agree: {listed}")
+    if nheads % nheads_kv:
+        raise ValueError(f"{path}: the {nheads_kv} heads of k must divide the {nheads} of q")
+    try:
+        check_sizes(seqlen=seqlen, nheads=nheads, nheads_kv=nheads_kv, headdim=headdim)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return info
+
+
+def read_part(
+    info: InputInfo, name: str, distribution: Distribution, part: int, dtype: np.typing.DTypeLike
+) -> np.ndarray:
+    """Read the rows of one part of the sequence.  Any number of processes may, at once.
+
+    Parameters
+    ----------
+    info : InputInfo
+        From `inspect_input`, on this rank or another.
+    name : {"q", "k", "v", "dout"}
+    distribution : Distribution
+        Of the first ``distribution.seqlen`` tokens of the file.
+    part : int
+    dtype : dtype
+        To which the numbers are converted.
+
+    Returns
+    -------
+    (n, heads, headdim) dtype
+        Row i is the token ``distribution.tokens(part)[i]``; the caller's.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read on this rank, or its numbers are damaged.
+    ValueError
+        If the file has too few tokens, or is not the one that was inspected.
+    """
+    shape = info.shape(name)
+    if distribution.seqlen > shape[0]:
+        raise ValueError(f"{info.path} has {shape[0]} tokens, not {distribution.seqlen}")
+    rows = np.empty((distribution.count(part), *shape[1:]), dtype)
+    with reading(info.path, INPUT_SCHEMA) as file:
+        data = needed(file, name, h5py.Dataset)
+        if data.shape != shape:  # another node may have a file of its own under this path
+            raise ValueError(f"{info.path}: {name} has shape {data.shape} here, not {shape}")
+        for mine, theirs in distribution.slices(part):
+            rows[mine] = data[theirs]
+    return rows
+
+
+@dataclass(frozen=True)
+class Check:
+    """Largest `error` of one tensor, the largest allowed, and how many tokens were compared.
+
+    A `bound` of NaN: there is none, as rounding alone may change the values by a tenth.
+    """
+
+    error: float
+    bound: float
+    rows: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared, and the error is a number within a bound."""
+        return bool(self.rows > 0 and math.isfinite(self.bound) and self.error <= self.bound)
+
+    @property
+    def verdict(self) -> str:
+        """In words: "passed", or "FAILED" and why, if it is not the size of the error."""
+        if self.passed:
+            return "passed"
+        if self.rows <= 0:
+            return "FAILED: nothing was compared"
+        if not math.isfinite(self.error):
+            return "FAILED: not finite"
+        if not math.isfinite(self.bound):
+            return "FAILED: not checked, rounding alone may change a tenth of it"
+        return "FAILED"
+
+
+@dataclass(eq=False)
+class Result:
+    """All that one run has measured.
+
+    Attributes
+    ----------
+    provenance : dict
+        From `a2d_mpi.experiments.origin.provenance`.
+    config : dict of str to bool, int, float or str
+        method, rows, cols, mask, seqlen, ...
+    area : (rank,) int64
+        Visible (query, key) pairs.
+    timings : dict of str to (trial, rank) float64
+        Seconds; keys as in `AttentionPlan.timings`: "forward/compute", ...
+    traffic : dict of str to dict of str to (rank,) int64
+        Bytes per call: ``traffic["forward/row"]["sent"]``, "received", "predicted_sent",
+        "predicted_received".
+    checks : dict of str to Check
+        By tensor: "out", "lse", "dq", ...
+    outputs : dict of str to arrays (seqlen, ...)
+        Whole tensors in the order of the sequence, if they are to be kept.
+    predicted : dict of str to (rank,) float64
+        Seconds that the model expects, by "phase/part" as in `timings`; the parts are "compute",
+        "merge", "wait", "other" and "total".
+    figures : dict of str to number or str
+        What else is known beforehand: bytes of memory, lower bounds, ...
+    spans : dict of str to (n,) SPAN
+        By phase: what every rank did when, in one trial.
+    """
+
+    provenance: dict[str, object]
+    config: dict[str, object]
+    area: np.ndarray
+    timings: dict[str, np.ndarray]
+    traffic: dict[str, dict[str, np.ndarray]]
+    checks: dict[str, Check]
+    outputs: dict[str, np.ndarray] = field(default_factory=dict)
+    predicted: dict[str, np.ndarray] = field(default_factory=dict)
+    figures: dict[str, object] = field(default_factory=dict)
+    spans: dict[str, np.ndarray] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether all checks were."""
+        return all(check.passed for check in self.checks.values())
+
+
+@contextmanager
+def new_file(path: str | os.PathLike[str], extend: bool = False) -> Iterator[h5py.File]:
+    """An HDF5 file to fill: whole under its name at the end of the block, or not there at all.
+
+    Empty at first, or with `extend` a copy of the one that is there.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written (no room, ...); the file that was there before then still is.
+    """
+    with replacing(path) as (target, temporary):
+        if extend:
+            shutil.copyfile(target, temporary)
+        with Sink(temporary, "r+" if extend else "w+") as sink:
+            try:
+                # Before HDF5 1.8 an attribute ended at 64 KiB: the names of 4095 hosts.
+                with h5py.File(sink, "r+" if extend else "w", libver="v108") as file:
+                    yield file
+            finally:
+                if sink.error:
+                    raise sink.error
+            os.fsync(sink.fileno())
+        os.replace(temporary, target)
+
+
+def write_result(path: str | os.PathLike[str], result: Result) -> None:
+    """Write a result file, whole or not at all.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written (no room, ...); the file that was there before then still is.
+    """
+    with new_file(path) as file:
+        fill(file, result, RESULT_SCHEMA)
+
+
+def read_result(path: str | os.PathLike[str]) -> Result:
+    """Read what `write_result` has written, the outputs too.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read, or lacks something.
+    ValueError
+        If the schema is another.
+    """
+    with reading(path, RESULT_SCHEMA) as file:
+        return load(file)
+
+
+def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = None) -> None:
+    """Put a result into an empty group, or into a file with its schema."""
+    if schema:
+        set_attributes(group, {"schema": schema[0], "schema_version": schema[1]})
+    set_attributes(group, result.provenance)
+    set_attributes(group.create_group("config"), result.config)
+    group["area"] = np.asarray(result.area, np.int64)
+    names = ("timings", "traffic", "checks", "outputs")
+    timings, traffic, checks, outputs = map(group.create_group, names)
+    for name, seconds in result.timings.items():
+        timings[name] = np.asarray(seconds, np.float64)
+        timings[name].attrs["unit"] = "s"
+    for name, counts in result.traffic.items():
+        for what, nbytes in counts.items():
+            traffic[f"{name}/{what}"] = np.asarray(nbytes, np.int64)
+    for name, check in result.checks.items():
+        set_attributes(checks.create_group(name), {**vars(check), "passed": check.passed})
+    for name, x in result.outputs.items():
+        # HDF5 has no bfloat16; float32 holds its numbers as they are.
+        outputs[name] = x if x.dtype.kind == "f" else x.astype(np.float32)
+    if result.predicted or result.figures:
+        predicted = group.create_group("predicted")
+        set_attributes(predicted, result.figures)
+        for name, seconds in result.predicted.items():
+            predicted[name] = np.asarray(seconds, np.float64)
+            predicted[name].attrs["unit"] = "s"
+    for phase, spans in result.spans.items():
+        # By far the largest part of a benchmark's file.
+        group.create_dataset(f"spans/{phase}", data=spans, **SMALLER if len(spans) else {})
+        group[f"spans/{phase}"].attrs.update({"unit": "s", "parts": PARTS})
+
+
+def load(group: h5py.Group) -> Result:
+    """What `fill` has put into a group or file."""
+    root = plain(group.attrs)
+    names = needed(group, "checks")
+    checks = {name: plain(needed(group, f"checks/{name}").attrs) for name in names}
+    traffic: dict[str, dict[str, np.ndarray]] = {}
+    for name, nbytes in arrays(needed(group, "traffic")).items():
+        key, _, what = name.rpartition("/")
+        traffic.setdefault(key, {})[what] = nbytes
+    predicted = member(group, "predicted")
+    return Result(
+        provenance={k: v for k, v in root.items() if not k.startswith("schema")},
+        config=plain(needed(group, "config").attrs),
+        area=needed(group, "area", h5py.Dataset)[()],
+        timings=arrays(needed(group, "timings")),
+        traffic=traffic,
+        checks={k: Check(c["error"], c["bound"], c["rows"]) for k, c in checks.items()},
+        outputs=arrays(needed(group, "outputs")),
+        predicted=arrays(predicted),
+        figures={} if predicted is None else plain(predicted.attrs),
+        spans=arrays(member(group, "spans")),
+    )
+
+
+def set_attributes(group: h5py.Group, values: Mapping[str, object]) -> None:
+    """Attributes of a group; text that HDF5 cannot hold is escaped."""
+    for name, value in values.items():
+        if isinstance(value, str):
+            # A path may hold bytes that are no UTF-8; Open MPI ends its version with a NUL.
+            value = value.encode(errors="backslashreplace").decode().replace("\0", "")
+        group.attrs[name] = value

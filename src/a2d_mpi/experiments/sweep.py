@@ -1,0 +1,245 @@
+"""What a benchmark runs: workloads, plans for them, their names, and what is expected of them.
+
+This module does not import MPI.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.experiments.options import method_name
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.memory import most_memory
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.planner import best_plans, layouts
+from a2d_mpi.planning.schedule import PARTS, Workload
+
+_SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
+_AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A workload by names and numbers; `Workload` has the same with a mask."""
+
+    mask: str
+    seqlen: int
+    nheads: int
+    nheads_kv: int
+    headdim: int
+    dtype: str
+    backward: bool
+
+    @property
+    def name(self) -> str:
+        """All of it: no two workloads have the same."""
+        passes = "backward" if self.backward else "forward"
+        return (
+            f"{self.mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}"
+            f"-{self.dtype}-{passes}"
+        )
+
+    def work(self, overlap: bool = True) -> Workload:
+        """For the planner and the model.
+
+        Raises
+        ------
+        ValueError
+            If a size does not make sense.
+        """
+        for name, value, known in (("mask", self.mask, MASKS), ("dtype", self.dtype, DTYPES)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {tuple(known)}, got {value!r}")
+        sizes = (self.seqlen, self.nheads, self.headdim, self.nheads_kv)
+        return Workload(*sizes, MASKS[self.mask](), self.dtype, self.backward, overlap)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One plan for one workload: what one entry of a benchmark file is of.
+
+    Attributes
+    ----------
+    case : Case
+    method : str
+        One of `a2d_mpi.planning.cost.METHODS`.
+    layout : Layout
+    overlap : bool
+    picked : bool
+        Whether the planner chose it ("auto").
+    """
+
+    case: Case
+    method: str
+    layout: Layout
+    overlap: bool = True
+    picked: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of its entry; carries the number of ranks with the shape."""
+        method, shape = self.method.replace(" ", "_"), _shape(self.layout)
+        overlap = "overlap" if self.overlap else "in_turn"
+        return f"{method}-{shape}-{self.layout.order}-{self.case.name}-{overlap}"
+
+    def expected(
+        self, machine: Machine | None, distribution: str
+    ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+        """What is known before it runs: `predicted` and `figures` of a result.
+
+        See `a2d_mpi.experiments.results.Result`.  Figures: ``memory``, bytes that a rank holds at
+        most; ``forward lower bound`` and ``backward lower bound``, bytes that a rank cannot do
+        without in balanced attention without a head axis; ``machine``, whose profile the predicted
+        seconds are for.
+        """
+        work, layout = self.case.work(self.overlap), self.layout
+        problem = work.problem(layout, distribution)
+        figures: dict[str, object] = {
+            "memory": most_memory(self.method, layout, problem, distribution, work.backward)
+        }
+        tokens = np.arange(work.seqlen)
+        area = work.mask.area(tokens, tokens) / layout.size
+        for phase in work.phases:
+            figures[f"{phase} lower bound"] = cost.lower_bound(
+                problem, area, work.seqlen / layout.size, phase == "backward"
+            )
+        if machine is None:
+            return {}, figures
+        phases = predict(machine, self.method, layout, work, distribution)
+        seconds = {
+            f"{phase}/{part}": getattr(parts, part)
+            for phase, parts in phases.items()
+            for part in (*PARTS, "total")
+        }
+        return seconds, {**figures, "machine": machine.name}
+
+
+def grid_shape(
+    ranks: int, rows: int | None = None, cols: int | None = None, heads: int = 1
+) -> tuple[int, int]:
+    """Rows and columns; default: as square as the ranks allow.
+
+    Raises
+    ------
+    ValueError
+        If a default cannot be, because what is given does not divide the ranks; the grid itself
+        refuses other misfits.
+    """
+    if rows is not None and cols is not None:
+        return rows, cols
+    known = {"rows": rows, "columns": cols, "ranks a cell": heads if heads > 1 else None}
+    given = {name: n for name, n in known.items() if n is not None}
+    cells, rest = divmod(ranks, math.prod(given.values()))
+    if rest:
+        shape = " x ".join(f"{n} {name}" for name, n in given.items())
+        raise ValueError(f"{shape} do not divide {ranks} ranks")
+    if rows is None and cols is None:
+        rows = next(r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0)
+        return rows, cells // rows
+    return (cells, cols) if rows is None else (rows, cells)
+
+
+def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
+    """Method and layout of ``METHOD[:RxC[xU]][@order]``.
+
+    Default shapes: as square as the ranks allow; a ring is rows.
+
+    Raises
+    ------
+    ValueError
+        If there is no such method, or the shape is not one of it on that many ranks.
+    """
+    found = _SPEC.fullmatch(spec.strip())
+    if not found:
+        raise ValueError(f"a plan is METHOD[:RxC[xU]][@order], all or auto, got {spec!r}")
+    name, rows, cols, heads, order = found.groups()
+    try:
+        method = method_name(name)
+    except ValueError as error:
+        raise ValueError(f"{spec!r}: {error}, all or auto") from None
+    if rows is None:
+        shape = (ranks, 1) if method.endswith("ring") and method != "double ring" else None
+        rows, cols = shape or grid_shape(ranks)
+    try:
+        layout = Layout(int(rows), int(cols), int(heads or 1), order or "rcu")
+    except ValueError as error:
+        raise ValueError(f"{spec!r}: {error}") from None
+    if layout.size != ranks:
+        raise ValueError(f"{spec!r}: {_shape(layout)} is not {ranks} ranks")
+    if method == "double ring" and min(layout.rows, layout.cols) < 2:
+        raise ValueError(f"{spec!r}: {_shape(layout)}, needs two rings of two ranks at least")
+    if method in ("ring", "striped ring") and layout.cols > 1:
+        raise ValueError(f"{spec!r}: a ring is {layout.cells}x1x{layout.heads}")
+    return method, layout
+
+
+def plans_for(
+    case: Case,
+    specs: Sequence[str],
+    ranks: int,
+    methods: Sequence[str],
+    overlaps: Sequence[bool] = (True,),
+    machine: Machine | None = None,
+) -> list[Configuration]:
+    """The configurations of one workload, each once.
+
+    Parameters
+    ----------
+    case : Case
+    specs : sequence of str
+        As for `parse_plan`; "all": every layout that the planner knows; "auto": its choice;
+        "auto:5": that, and the four that it thinks next best; "auto:each": its choice of each
+        method.
+    ranks : int
+    methods : sequence of str
+        Of "all" and "auto".
+    overlaps : sequence of bool
+    machine : Machine, optional
+        Needed by "auto".
+
+    Raises
+    ------
+    ValueError
+        If a spec is wrong, or does not fit the heads.
+    """
+    found: dict[str, Configuration] = {}
+    for overlap in overlaps:
+        work = case.work(overlap)
+        if machine is not None:
+            for phase in work.phases:
+                machine.kernel(case.dtype, phase)  # or say that the profile has none
+            machine.links(ranks)
+        for spec in specs:
+            if best := _AUTO.fullmatch(spec):
+                if machine is None:
+                    raise ValueError("auto needs --profile")
+                number = None if best[1] == "each" else int(best[1] or 1)
+                fit = best_plans(machine, ranks, work, number, methods=tuple(methods))
+                chosen = [(x.method, x.layout) for x in fit]
+            elif spec == "all":
+                node = ranks if machine is None else machine.ranks_per_node
+                chosen = [(x, y) for x in methods for y in layouts(x, ranks, work, node)]
+            else:
+                chosen = [parse_plan(spec, ranks)]
+                why = misfit(case.nheads, case.nheads_kv, chosen[0][1].heads)
+                if why:
+                    raise ValueError(f"{spec!r}: {why}")
+            for place, (method, layout) in enumerate(chosen):
+                picked = best is not None and place == 0
+                new = Configuration(case, method, layout, overlap, picked)
+                old = found.setdefault(new.name, new)
+                found[new.name] = replace(old, picked=old.picked or new.picked)
+    return list(found.values())
+
+
+def _shape(layout: Layout) -> str:
+    return f"{layout.rows}x{layout.cols}x{layout.heads}"

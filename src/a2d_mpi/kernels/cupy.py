@@ -1,0 +1,91 @@
+"""The tile kernel on any GPU: any mask, any dtype, headdims up to 256; see kernels.cu.
+
+It takes what cuDNN does not, and is the second opinion on what cuDNN computes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from a2d_mpi.core.masks import Interval
+from a2d_mpi.devices.cuda import BLOCK_ROWS, HEADDIM_MAX, Cuda
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.devices.workspace import Remembered
+
+
+class CupyTile:
+    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyTile`.
+
+    Parameters
+    ----------
+    device : Cuda
+    dtype : dtype
+        Of the tensors; float16 and bfloat16 are computed in float32.
+    softmax_scale : float
+    """
+
+    def __init__(self, device: Cuda, dtype: np.dtype, softmax_scale: float) -> None:
+        self.device, self.dtype, self.softmax_scale = device, np.dtype(dtype), softmax_scale
+        # A plan passes the same tuples again and again: uploaded once, and kept with their key.
+        self._uploaded = Remembered()
+
+    def forward(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        intervals: tuple[Interval, ...],
+        out: Array,
+        lse: Array,
+    ) -> None:
+        """Write the partial result to `out`, of the dtype or the compute dtype, and `lse`."""
+        if len(q) == 0:
+            return
+        wide = np.int32(out.dtype != self.dtype)
+        self._launch("forward", len(q), q, k, v, *self._problem(q, k, intervals), out, wide, lse)
+
+    def backward(
+        self,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        lse: Array,
+        delta: Array,
+        intervals: tuple[Interval, ...],
+        dq: Array,
+        dk: Array,
+        dv: Array,
+        fresh: bool = False,
+    ) -> None:
+        """Add the gradients that this tile contributes, or overwrite what is `fresh`."""
+        inputs = (dout, q, k, v, lse, delta, *self._problem(q, k, intervals))
+        wide, new = np.int32(dq.dtype != self.dtype), np.int32(fresh)
+        if len(q):
+            self._launch("backward_q", len(q), *inputs, dq, wide, new)
+        if len(k):
+            self._launch("backward_kv", len(k), *inputs, dk, dv, wide, new)
+
+    def _problem(self, q: Array, k: Array, intervals: tuple[Interval, ...]) -> tuple:
+        ends = self._ends(intervals)
+        sizes = (len(intervals), len(q), len(k), q.shape[1], k.shape[1], q.shape[2])
+        return ends, *map(np.int32, sizes), np.float64(self.softmax_scale)
+
+    def _ends(self, intervals: tuple[Interval, ...]) -> Array:
+        """Begins and ends of each interval, (2 intervals, nq) int32, on the device."""
+
+        def upload() -> Array:
+            ends = np.stack([x for pair in intervals for x in pair])
+            return self.device.upload(ends.astype(np.int32))
+
+        return self._uploaded.get(intervals, upload)
+
+    def _launch(self, name: str, rows: int, *args: Array) -> None:
+        q, k = (args[0], args[1]) if name == "forward" else (args[1], args[2])
+        if q.shape[2] > HEADDIM_MAX:
+            raise ValueError(f"headdim can be at most {HEADDIM_MAX} on a GPU, got {q.shape[2]}")
+        heads = k.shape[1] if name == "backward_kv" else q.shape[1]
+        grid = (math.ceil(rows / BLOCK_ROWS), heads)
+        self.device.attention(name, self.dtype, q.shape[2], grid, *args)

@@ -1,0 +1,186 @@
+"""From measured seconds to a machine profile; `drivers/calibrate.py` measures.  No MPI import."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
+
+import numpy as np
+
+from a2d_mpi.core.atomic import replacing
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning.machine import Kernel, Link, Machine, kernel_terms, one_line
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.schedule import Workload
+
+STEADY = 0.2  # a measurement is disturbed if its figures may be off by more
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A timed kernel call: visible pairs, queries, keys, queries cut, heads, seconds.
+
+    `heads`: nheads, nheads_kv, headdim.
+    """
+
+    area: int
+    nq: int
+    nk: int
+    cut: int
+    heads: tuple[int, int, int]
+    seconds: float
+
+
+def fit_kernel(samples: Sequence[Sample], backward: bool) -> tuple[Kernel, float]:
+    """The `Kernel` whose relative errors have the least squares, and the largest of them.
+
+    No constant of a kernel is negative: of all sets of constants that come out positive the best
+    one is taken, the others are 0.
+
+    Raises
+    ------
+    ValueError
+        If there are no samples.
+    """
+    rows = [
+        [float(x) for x in kernel_terms(s.area, s.nq, s.nk, s.cut, s.heads, backward)]
+        for s in samples
+    ]
+    if not rows:
+        raise ValueError("no kernel was timed")
+    relative = np.array(rows) / np.array([[s.seconds] for s in samples])
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
+    others = range(1, relative.shape[1])
+    best, least = None, np.inf
+    for size in range(len(others) + 1):
+        for chosen in combinations(others, size):
+            columns = [0, *chosen]
+            found, *_ = np.linalg.lstsq(relative[:, columns] / scale[columns], np.ones(len(rows)))
+            misses = relative[:, columns] @ (found / scale[columns]) - 1
+            # One more constant has to earn its place.
+            error = float(misses @ misses) * (1 + 0.02 * size)
+            if found.min() >= 0 and found[0] > 0 and error < least:
+                best, least = (columns, found / scale[columns], float(np.abs(misses).max())), error
+    columns, found, worst = best
+    values = dict(zip(columns, found.tolist()))
+    names = [f.name for f in fields(Kernel)]
+    constants = {names[i]: x for i, x in values.items() if i}
+    return Kernel(1 / values[0], **constants), worst
+
+
+def fit_link(
+    sizes: Sequence[int], seconds: Sequence[float], flood: tuple[int, float], **others: float
+) -> Link:
+    """A `Link` from the seconds of exchanges of several sizes, ascending, the first one tiny.
+
+    Parameters
+    ----------
+    sizes, seconds
+        Bytes that every rank sends and receives in one message, and the time.
+    flood : (int, float)
+        Number of tiny messages posted together, and the time of all.
+    others
+        The other attributes of the link.
+    """
+    number, together = flood
+    overhead = max(0.0, (together - seconds[0]) / max(1, number - 1) / 2)
+    growth = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
+    # Noise: a slope that says more than the mean rate of the largest message can be doubted.
+    per_byte = max(growth, 0.5 * seconds[-1] / sizes[-1])
+    latency = max(0.0, seconds[0] - 2 * overhead)
+    return Link(1 / per_byte, latency, overhead, **others)
+
+
+def fit_steps(machine: Machine, ranks: int, work: Workload, grid: float, ring: float) -> Machine:
+    """The machine with the `step` and the `turn` that explain how long two forward passes take.
+
+    Parameters
+    ----------
+    machine : Machine
+        Without these.
+    ranks : int
+    work : Workload
+        So small that it is computing, latencies and what steps there are.
+    grid, ring : float
+        Seconds of the slowest rank, on a grid of one column and on a ring.
+    """
+    layout = Layout(ranks, 1)
+    for name, method, seconds, times in (
+        ("step", "attention2d", grid, ranks),
+        ("turn", "ring", ring, ranks - 1),
+    ):
+        found = 0.0
+        for _ in range(30 if times else 0):  # hidden behind latencies, it must grow to count
+            predicted = predict(replace(machine, **{name: found}), method, layout, work)["forward"]
+            missing = (seconds - predicted.total.max()) * machine.share
+            found = max(0.0, float(found + missing / times))
+        machine = replace(machine, **{name: found})
+    return machine
+
+
+def disturbance(shares: Sequence[float], seconds: Sequence[float]) -> float:
+    """By how much figures may be off, relative to them, because others used the machine.
+
+    Parameters
+    ----------
+    shares : sequence of float
+        Looks at a kernel that all ranks call at once: CPU time of the ranks as a share, 0 to 1,
+        of what their cores could give them.  Ranks that share cores only with each other get 1.
+    seconds : sequence of float
+        Of one such call, at each look.
+
+    Notes
+    -----
+    One look of ten may be off, either way.
+    """
+    fast, slow = np.quantile(seconds, (0.1, 0.9))
+    return float(max(1 / max(np.quantile(shares, 0.1), 1e-3), slow / fast) - 1)
+
+
+def to_toml(machine: Machine, comment: str = "") -> str:
+    """The profile as text that `a2d_mpi.planning.machine.read_machine` reads back.
+
+    Each line of the comment becomes one, with escapes for characters that TOML does not take.
+    """
+    lines = [f"# {one_line(line)}".rstrip() for line in comment.split("\n") if comment]
+    skip = {"inside", "between", "kernels"}
+    top = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name not in skip}
+    lines += _table(top)
+    for name in ("inside", "between"):
+        if link := getattr(machine, name):
+            lines += ["", f"[link.{name}]", *_table(vars(link))]
+    for dtype, by_phase in machine.kernels.items():
+        for phase, kernel in by_phase.items():
+            lines += ["", f"[kernel.{dtype}.{phase}]", *_table(vars(kernel))]
+    return "\n".join(lines) + "\n"
+
+
+def write_machine(path: str | os.PathLike[str], machine: Machine, comment: str = "") -> None:
+    """Write a profile, whole or not at all.
+
+    Raises
+    ------
+    OSError
+    """
+    with replacing(path) as (target, temporary):
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(to_toml(machine, comment))
+        os.replace(temporary, target)
+
+
+def _table(values: dict[str, object]) -> list[str]:
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, str):
+            # JSON's escapes are TOML's, which wants one for DEL, too.
+            quoted = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{name} = {quoted}")
+        elif isinstance(value, int):
+            lines.append(f"{name} = {value}")
+        elif value is not None and value < math.inf:
+            lines.append(f"{name} = {value:.4g}")
+    return lines

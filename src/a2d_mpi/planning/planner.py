@@ -1,0 +1,304 @@
+"""Which method, grid and rank order is the fastest on a machine; no MPI import.
+
+::
+
+    machine = read_machine("data/machines/h100-64x1.toml")
+    work = Workload(1 << 20, nheads=96, headdim=128, mask=Causal(), backward=True)
+    best = best_plan(machine, 64, work)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
+
+import numpy as np
+
+from a2d_mpi.core.areas import pair_areas
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, Problem, misfit
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.cost import METHODS
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.memory import most_memory
+from a2d_mpi.planning.model import Phase, predict
+from a2d_mpi.planning.schedule import PARTS, Workload
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to compute, and what it costs.
+
+    Attributes
+    ----------
+    method : str
+        One of `a2d_mpi.planning.cost.METHODS`.
+    layout : Layout
+    distribution : str
+    phases : dict of str to Phase
+        Seconds of every logical rank.
+    received, crossing : int
+        Bytes that the busiest rank receives, and that the busiest node gets from other nodes.
+    messages : int
+        That the busiest rank receives.
+    memory : int
+        Bytes that a rank holds at most.
+    over_bound : float
+        Bytes that all ranks receive, as a multiple of what exact attention without a head axis
+        cannot do without (`a2d_mpi.planning.cost.lower_bound`); below 1 is possible with a head
+        axis, inf on one rank.
+    fits : bool
+        Whether the memory suffices.
+    """
+
+    method: str
+    layout: Layout
+    distribution: str
+    phases: dict[str, Phase]
+    received: int
+    crossing: int
+    messages: int
+    memory: int
+    over_bound: float
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest rank, phase by phase."""
+        return sum(float(phase.total.max()) for phase in self.phases.values())
+
+    @property
+    def split(self) -> dict[str, float]:
+        """Seconds of each part on the slowest ranks; they add up to `seconds`."""
+        slowest = [(phase, int(phase.total.argmax())) for phase in self.phases.values()]
+        return {x: sum(float(getattr(phase, x)[i]) for phase, i in slowest) for x in PARTS}
+
+    @property
+    def known_as(self) -> str:
+        """Name under which others know it; empty if there is none."""
+        rows, cols, heads = self.layout.rows, self.layout.cols, self.layout.heads
+        if self.method == "ring" and heads > 1:
+            return "USP"
+        if self.method != "attention2d" or self.layout.size == 1:
+            return ""
+        if rows == cols == 1:
+            return "Ulysses"
+        names = {rows == 1: "tree", cols == 1: "all-gather"}
+        return names.get(True, "")
+
+
+def plans(
+    machine: Machine,
+    ranks: int,
+    work: Workload,
+    memory: int | None = None,
+    methods: tuple[str, ...] = METHODS,
+    progress: Callable[[Sequence], Iterable] = iter,
+) -> list[Plan]:
+    """All plans for that many ranks: those that fit, fastest first, then those that do not.
+
+    Parameters
+    ----------
+    machine : Machine
+    ranks : int
+        P; nodes are filled one after the other.
+    work : Workload
+    memory : int, optional
+        Bytes of a rank; default: what the machine says, and no limit if it says nothing.
+    methods : tuple of str
+    progress : callable
+        Shows how far it is: it is given a sequence and iterates over it, as ``tqdm`` does.
+
+    Raises
+    ------
+    ValueError
+        If the machine has no kernel for the dtype.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    limit = memory if memory is not None else machine.memory
+    room = None if limit is None else limit - machine.reserved
+    candidates = [
+        (method, layout)
+        for method in methods
+        for layout in layouts(method, ranks, work, machine.ranks_per_node)
+    ]
+    # Those after each other that share the matrices between all cells.
+    alike = sorted(candidates, key=lambda x: (work.distribution(x[0]), x[1].heads))
+    found = {x: _plan(machine, *x, work, room) for x in progress(alike)}
+    return sorted((found[x] for x in candidates), key=lambda plan: (not plan.fits, plan.seconds))
+
+
+def best_plans(
+    machine: Machine,
+    ranks: int,
+    work: Workload,
+    number: int | None,
+    memory: int | None = None,
+    methods: tuple[str, ...] = METHODS,
+) -> list[Plan]:
+    """The fastest plans that fit, fastest first: so many or fewer; None: that of each method.
+
+    Other arguments as for `plans`.
+
+    Raises
+    ------
+    ValueError
+        If none fits, with the least memory that one needs.
+    """
+    found = plans(machine, ranks, work, memory, methods)
+    if not found:
+        raise ValueError(f"no plan for {ranks} ranks with {', '.join(methods)}")
+    if not found[0].fits:
+        least = min(plan.memory for plan in found) + machine.reserved
+        raise ValueError(f"no plan fits: the smallest needs {least} bytes a rank")
+    fit = [plan for plan in found if plan.fits]
+    if number is not None:
+        return fit[:number]
+    first: dict[str, Plan] = {}
+    for plan in fit:
+        first.setdefault(plan.method, plan)
+    return list(first.values())
+
+
+def best_plan(
+    machine: Machine,
+    ranks: int,
+    work: Workload,
+    memory: int | None = None,
+    methods: tuple[str, ...] = METHODS,
+) -> Plan:
+    """The fastest plan that fits; see `best_plans`."""
+    return best_plans(machine, ranks, work, 1, memory, methods)[0]
+
+
+def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:
+    """All layouts that differ in shape or in who shares a node.
+
+    A grid may have any shape; a ring is rows; a double ring has at least two rings of two ranks,
+    and the inner ones never spread wider than the outer one.  Plans that would only give another
+    method's (striped ring for masks that see everything) are left out.
+    """
+    if method == "striped ring" and work.mask.default_distribution == "contiguous":
+        return
+    seen = set()
+    for heads in _divisors(ranks):
+        if misfit(work.nheads, work.nheads_kv, heads):
+            continue
+        cells = ranks // heads
+        for rows in _divisors(cells):
+            cols = cells // rows
+            if "ring" in method and (min(rows, cols) < 2 if method[0] == "d" else cols > 1):
+                continue
+            if "ring" in method and cells == 1:
+                continue
+            for order in map("".join, permutations("rcu")):
+                layout = Layout(rows, cols, heads, order)
+                if method == "double ring" and order.index("c") < order.index("r"):
+                    continue
+                # Who shares a node with whom, whatever the node is called.
+                _, first, node = np.unique(
+                    layout.physical() // ranks_per_node, return_index=True, return_inverse=True
+                )
+                key = (rows, cols, heads, tuple(first[node]))
+                if key not in seen:
+                    seen.add(key)
+                    yield layout
+
+
+def why_not(plan: Plan, best: Plan) -> str:
+    """Why a plan is not the best one, in a few words."""
+    if not plan.fits:
+        return "does not fit in memory"
+    if plan.seconds <= best.seconds:
+        return "" if plan is best else "as fast"
+    mine, theirs = plan.split, best.split
+    part = max(PARTS, key=lambda x: mine[x] - theirs[x])
+    lost = mine[part] - theirs[part]
+    text = f"+{_percent(plan.seconds / best.seconds - 1)}: {part} +{duration(lost)}"
+    for name, ours, other in (
+        ("between nodes", plan.crossing, best.crossing),
+        ("received", plan.received, best.received),
+    ):
+        if part == "wait" and ours > 1.05 * other:
+            return text + (f", {ours / other:.1f}x {name}" if other else f", bytes {name}")
+    if part == "compute":
+        tile = "other tiles" if plan.layout.heads == best.layout.heads else "fewer heads a rank"
+        return f"{text}, {tile}"
+    return text
+
+
+def duration(seconds: float) -> str:
+    """In s, ms or us, with three digits."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size or unit == "us":
+            return f"{seconds / size:.3g} {unit}"
+    raise AssertionError
+
+
+def _percent(x: float) -> str:
+    return f"{100 * x:.0f} %" if x < 9.995 else f"{x + 1:.0f}x"
+
+
+def _plan(machine: Machine, method: str, layout: Layout, work: Workload, room: int | None) -> Plan:
+    name = work.distribution(method)
+    problem = work.problem(layout, name)
+    received, number, memory = _needs(
+        method, layout.rows, layout.cols, layout.heads, problem, name, work.backward
+    )
+    node = layout.physical() // machine.ranks_per_node
+    whole = sum((nbytes for _, nbytes in received), np.zeros(layout.size, np.int64))
+    crossing = sum((nbytes * (node[source] != node) for source, nbytes in received), 0 * whole)
+    return Plan(
+        method,
+        layout,
+        name,
+        predict(machine, method, layout, work, name),
+        int(whole.max()),
+        int(np.bincount(node, crossing).max()),
+        number,
+        memory,
+        _over_bound(int(whole.sum()), layout, work, problem),
+        room is None or memory <= room,
+    )
+
+
+@lru_cache(maxsize=1)
+def _needs(
+    method: str, rows: int, cols: int, heads: int, problem: Problem, name: str, backward: bool
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int, int]:
+    """All that is received, (sources, bytes) by rank, and the most messages and memory of a rank.
+
+    The same for all rank orders.
+    """
+    layout = Layout(rows, cols, heads)
+    # Sources are neighbours at some distance along an axis: that of rank 0 tells them all.
+    received: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    messages = np.zeros(layout.size, np.int64)
+    for phase, _, tensors, _, tokens, source in cost.moves(
+        method, layout, problem, np.arange(layout.size)
+    ):
+        if backward or phase == "forward":
+            _, nbytes = received.setdefault(int(source[0]), (source, np.zeros_like(messages)))
+            nbytes += tokens * sum(tensors)
+            for size in set(tensors):
+                messages += tensors.count(size) * -(-tokens * size // MAX_MESSAGE)
+    memory = most_memory(method, layout, problem, name, backward)
+    return list(received.values()), int(messages.max()), memory
+
+
+def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:
+    """Of balanced attention, whose ranks all have the same area and tokens."""
+    whole = Distribution("contiguous", work.seqlen, 1)
+    area = int(pair_areas(work.mask, whole)[0].sum()) / layout.size
+    least = sum(
+        cost.lower_bound(problem, area, work.seqlen / layout.size, phase == "backward")
+        for phase in work.phases
+    )
+    return received / (layout.size * least) if least else float("inf")
+
+
+def _divisors(n: int) -> list[int]:
+    return [x for x in range(1, n + 1) if n % x == 0]

@@ -1,0 +1,86 @@
+"""Who imports whom; what works without MPI; devices and transports have what is asked of them."""
+
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from a2d_mpi.comm.transport import DeviceTransport, HostTransport, Transport
+from a2d_mpi.devices.host import Host
+from a2d_mpi.devices.protocol import Device
+
+ROOT = Path(__file__).parent.parent
+
+
+def lint(root):
+    """What `lint-imports` says of a source tree with a pyproject.toml."""
+    return subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        cwd=root, env=os.environ | {"PYTHONPATH": str(root / "src")},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+def test_imports_run_one_way(tmp_path):
+    done = lint(ROOT)
+    assert done.returncode == 0 and " 0 broken" in done.stdout, done.stdout
+    # Every contract is one that can be broken.
+    shutil.copytree(ROOT / "src", tmp_path / "src")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for module, line in (
+        ("core/merge.py", "import a2d_mpi.devices.host"),
+        ("planning/cost.py", "from mpi4py import MPI"),
+        ("kernels/blocks.py", "from mpi4py import MPI"),
+        ("comm/transport.py", "import a2d_mpi.comm.channel"),
+    ):
+        with open(tmp_path / "src" / "a2d_mpi" / module, "a") as file:
+            file.write(line + "\n")
+    done = lint(tmp_path)
+    assert done.returncode == 1 and " 0 kept" in done.stdout, done.stdout
+
+
+def test_these_need_no_mpi():
+    code = """
+import sys
+sys.modules["mpi4py"] = None  # importing it fails
+import a2d_mpi
+from a2d_mpi import Causal, Distribution, Full, IntervalMask, devices, kernels
+from a2d_mpi.core import areas, atomic, dtypes, merge, pieces, reference, sizes
+from a2d_mpi.experiments import benchmark, options, results, sweep
+from a2d_mpi.planning import calibration, cost, memory, model, planner
+try:
+    a2d_mpi.Attention2D
+except ImportError:
+    print("as it must")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "as it must\n", done.stderr
+
+
+def misses(kind, protocol):
+    """The methods of a protocol that `kind` lacks, or that take other arguments there."""
+
+    def takes(cls, name):
+        return inspect.signature(getattr(cls, name)).parameters
+
+    names = [x for x, member in vars(protocol).items() if x[0] != "_" and callable(member)]
+    return [x for x in names if not hasattr(kind, x) or takes(kind, x) != takes(protocol, x)]
+
+
+@pytest.mark.parametrize("kind", [HostTransport, DeviceTransport])
+def test_transports(kind):
+    assert misses(kind, Transport) == []
+
+
+def test_host():
+    assert misses(Host, Device) == []
+
+
+def test_gpu(cupy):
+    from a2d_mpi.devices.cuda import Cuda
+
+    assert misses(Cuda, Device) == []
