@@ -94,17 +94,18 @@ _use_active() {
   fi
   # shellcheck disable=SC2086
   active_mpi=$(python jobs/active.py "$1" ${2//,/ }) || return 2
-  if ! MPIEXEC=$(command -v "${MPIEXEC:=mpiexec}"); then
-    echo "A2D_MPI_ENV=active: found no mpiexec; set MPIEXEC to one command that takes" \
+  if ! command -v "${MPIEXEC:=mpiexec}" >/dev/null; then
+    echo "A2D_MPI_ENV=active: found no $MPIEXEC; MPIEXEC must be one command that takes" \
       "-n RANKS COMMAND, as srun does" >&2
     return 2
   fi
+  MPIEXEC=$(command -v "$MPIEXEC")
   export MPIEXEC PYTHONPATH="$(pwd -P)/src${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 # _add_wheels FOLDER: .venv-active sees all that the active Python sees.
 _add_wheels() {
-  local venv stamp wheels=("$1"/*.whl)
+  local venv stamp library wheels=("$1"/*.whl)
   venv=$(pwd -P)/.venv-active
   [[ -e ${wheels[0]} ]] || { echo "A2D_MPI_WHEELS: no wheels in $1" >&2 && return 2; }
   stamp="$(command -v python) $(cksum "${wheels[@]}")"
