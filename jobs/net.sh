@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
 
 (($# == 1)) || { echo "usage: net.sh COMMIT" >&2 && exit 2; }
-use_env any test
+use_env any pytest
 folder=$(mktemp -d)
 trap 'git worktree remove --force "$folder/then"; rm -rf "$folder"' EXIT
 git worktree add --quiet --detach "$folder/then" "$1"

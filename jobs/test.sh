@@ -55,7 +55,7 @@ record() {
 }
 
 for mpi in "${mpis[@]}"; do
-  if [[ $mpi == gpu ]]; then use_gpu test; else use_env "$mpi" test; fi
+  if [[ $mpi == gpu ]]; then use_gpu pytest,pytest_mpi,hypothesis; else use_env "$mpi" test; fi
   if [[ $mpi == any ]]; then
     mpi=$active_mpi mpis=("$active_mpi")
     lines+=("the active environment: $mpi only")
