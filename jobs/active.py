@@ -2,8 +2,8 @@
 
     python jobs/active.py any|mpich|openmpi [EXTRA|MODULE...]
 
-Run from the repository's root.  The packages are those of setup.cfg and of the extras named; what
-is no extra is a module to be found.  Exit code 2, and one line, if anything is missing.
+Run from the repository's root.  Required are the packages of setup.cfg, those of the extras named,
+and each other name as a module.  Exit code 2, and one line, if anything is missing.
 """
 
 import re
@@ -19,13 +19,13 @@ def refuse(problem):
 
 
 def missing(requirement):
-    """Return `requirement`, as "h5py>=3.10", if it is not met, with the version that is there."""
+    """Return a requirement such as "h5py>=3.10" if it is not met, and the version found."""
     from importlib.metadata import PackageNotFoundError, version
 
-    name, least, newer_than_marker = re.match(
-        r"([\w-]+)(?:>=([\d.]+))?(?:.*python_version < \"3\.(\d+)\")?", requirement
+    name, least, before = re.match(
+        r'([\w-]+)(?:>=([\d.]+))?(?:.*python_version < "3\.(\d+)")?', requirement
     ).groups()
-    if newer_than_marker and sys.version_info >= (3, int(newer_than_marker)):
+    if before and sys.version_info >= (3, int(before)):
         return None
     try:
         found = version(name)
@@ -37,7 +37,7 @@ def missing(requirement):
 
 
 def mpi():
-    """Name and version of the MPI that mpi4py loads; it is not started."""
+    """Return vendor and version of the MPI that mpi4py loads, without starting it."""
     import mpi4py
 
     mpi4py.rc.initialize = False  # some MPIs end a process that no launcher started
@@ -51,7 +51,7 @@ def mpi():
 
 def main(wanted, *needs):
     """Print "mpich", "openmpi", or the name of another MPI."""
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 (nothing else checks it here)
         refuse("is older than Python 3.10")
     config = ConfigParser()
     config.read("setup.cfg")
