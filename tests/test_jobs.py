@@ -118,7 +118,7 @@ def test_jobs_take_the_active_environment(tmp_path):
     copy, broken = tmp_path / "copy", tmp_path / "broken"
     for folder in (copy, broken):
         folder.mkdir()
-        for name in ("data", "drivers", "jobs", "setup.cfg", "src", "tests"):
+        for name in ("data", "drivers", "jobs", "pyproject.toml", "setup.cfg", "src", "tests"):
             (folder / name).symlink_to(ROOT / name)
     for module in ("pip", "venv"):
         (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module} was run')")
