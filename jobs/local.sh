@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
 
-use_env mpich
+use_env any
 mkdir -p results
 run_mpi 4 600 python drivers/attention.py data/minilm_l3_1536.h5 \
   --rows 2 --cols 2 --mask causal --backward --check full --trials 5 \

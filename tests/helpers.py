@@ -43,7 +43,7 @@ for options, more in json.loads(sys.argv[2]):
         if rank == 0:
             print("exit code", end.code, flush=True)
 """
-MPIEXEC = Path(sys.executable).with_name("mpiexec")
+MPIEXEC = os.environ.get("MPIEXEC") or Path(sys.executable).with_name("mpiexec")
 # What Open MPI wants as root, and on fewer cores than ranks; see jobs/env.sh.
 ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

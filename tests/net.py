@@ -55,6 +55,8 @@ VARIANTS = (
     ("causal", "bfloat16", 1, 60, True),
     ("full", "float32", 4, 61, False),
     ("window", "float64", 2, 53, True),
+    # Between two ranks chunks are cut in units, and work on the own one is kept for the end.
+    ("causal", "float32", 2, 1210, True),
 )
 
 

@@ -368,15 +368,16 @@ def test_result_is_kept_before_it_is_printed(tmp_path):
     assert read_result(output).passed
 
 
-def test_warnings_do_not_repeat():
+def test_overflow_is_a_failed_check_and_no_warning():
+    """Every rank would warn, again and again."""
     done = drive(
-        2, SAMPLE, "--seqlen", "64", "--trials", "2",
-        sabotage="import numpy as np, a2d_mpi.kernels.numpy as t\nold = t.NumpyTile.forward\n"
-        "def forward(*x):\n    np.exp(np.float32(1e3))\n    np.exp(np.float32(1e3))\n    old(*x)\n"
-        "t.NumpyTile.forward = forward",
+        2, SAMPLE, "--seqlen", "64", "--trials", "2", "--backward",
+        sabotage="import numpy as np, a2d_mpi.experiments.results as r\nold = r.read_part\n"
+        "r.read_part = lambda *x: old(*x) * np.float32(1e18)",
     )  # fmt: skip
-    assert done.returncode == 0
-    assert done.stderr.count("overflow encountered in exp") == 1, done.stderr
+    assert done.returncode == 1
+    assert re.search("dk .*FAILED: not finite", done.stdout)
+    assert "Warning" not in done.stderr, done.stderr
 
 
 def test_head_is_no_error(tmp_path):

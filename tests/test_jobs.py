@@ -5,11 +5,15 @@ import mmap
 import os
 import re
 import subprocess
+import sys
 import time
 from functools import cache
 from pathlib import Path
 
+import h5py
 import pytest
+from helpers import SECONDS
+from mpi4py import MPI
 
 ROOT = Path(__file__).parent.parent
 
@@ -20,6 +24,8 @@ def below(folder):
 
 
 SCRIPTS = [".ci/run", *below("jobs")]
+# The Python of this run first.
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 # A program and the rest of its command.
 PROGRAM = re.compile(r"\b((?:drivers|data|jobs)/\w+\.(?:py|sh))([^\n;|&)]*)")
 OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
@@ -82,7 +88,7 @@ def test_batch_jobs_say_on_what_they_compute(tmp_path, script, device):
     (tmp_path / "bin" / "srun").write_text("#!/bin/sh\necho srun $*\n")
     (tmp_path / "bin" / "srun").chmod(0o755)
     job = {"SLURM_CPUS_PER_TASK": "3", "SLURM_JOB_ID": "7", "venv": str(tmp_path),
-           "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "output": str(tmp_path),
+           "PATH": f"{tmp_path / 'bin'}:{PATH}", "output": str(tmp_path),
            "input": "data/minilm_l3_1536.h5"}  # fmt: skip
 
     def run(**more):
@@ -98,11 +104,51 @@ def test_batch_jobs_say_on_what_they_compute(tmp_path, script, device):
         assert said.startswith({"gpu": "each rank computes on a GPU",
                                 "cpu": "each rank computes on 3 CPU cores"}[chosen])  # fmt: skip
         assert len(commands) == 2 and all(f" --device {chosen} " in x for x in commands)
+    assert run(A2D_MPI_ENV="active", venv="/none").stdout == run(A2D_MPI_ENV="").stdout
     done = run(device="tpu")
     assert (done.returncode, done.stderr) == (
         2,
         "slurm.sh: device must be gpu or cpu, got tpu\n",
     )
+
+
+@pytest.mark.launches
+def test_jobs_take_the_active_environment(tmp_path):
+    """The Python and MPI of this run, in a copy of the repository: nothing is installed."""
+    copy, broken = tmp_path / "copy", tmp_path / "broken"
+    for folder in (copy, broken):
+        folder.mkdir()
+        for name in ("data", "drivers", "jobs", "pyproject.toml", "setup.cfg", "src", "tests"):
+            (folder / name).symlink_to(ROOT / name)
+    for module in ("pip", "venv"):
+        (tmp_path / f"{module}.py").write_text(f"raise SystemExit('{module} was run')")
+    (broken / "setup.cfg").unlink()
+    setup = (ROOT / "setup.cfg").read_text().replace("h5py>=3.10", "no-such-package\n    h5py>=99")
+    (broken / "setup.cfg").write_text(setup)
+
+    def run(folder, *command, **more):
+        active = {"A2D_MPI_ENV": "active", "PATH": PATH,
+                  "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
+        return subprocess.run(
+            ["bash", *command], cwd=folder, env=os.environ | active | more, check=False,
+            capture_output=True, text=True, timeout=2 * SECONDS,
+        )  # fmt: skip
+
+    def refused(done, text):
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert text in done.stderr and done.stderr.count("\n") == 1
+
+    done = run(copy, "jobs/local.sh", "--seqlen", "64", "--trials", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    with h5py.File(copy / "results/local.h5") as result:
+        assert result.attrs["mpi_library"].startswith(MPI.Get_library_version().strip("\0")[:20])
+    other = "mpich" if MPI.get_vendor()[0] == "Open MPI" else "openmpi"
+    refused(run(copy, "jobs/test.sh", other), f"this job needs {other}, but mpi4py has")
+    lacks = f"lacks no-such-package, h5py>=99 (has {h5py.__version__})"
+    refused(run(broken, "jobs/local.sh"), lacks)
+    refused(run(copy, "jobs/local.sh", MPIEXEC="srun -n"), "found no srun -n; MPIEXEC must be")
+    refused(run(copy, "jobs/local.sh", A2D_MPI_ENV="on"), "must be active or unset, got on")
+    assert not [*copy.glob(".venv*"), *broken.glob(".venv*")]
 
 
 SHM, TOPOLOGY = "/dev/shm/mpich_shm", "/tmp/hydra_hwloc_xmlfile"
@@ -129,7 +175,7 @@ def test_what_killed_jobs_left_is_swept():
             with open(kept[2], "r+b") as file:
                 mapped = mmap.mmap(file.fileno(), 0)
             # run_mpi sweeps before it looks for mpiexec, which is not there.
-            for command in ("sweep_mpi", "VIRTUAL_ENV=/none; run_mpi 1 9 true || true"):
+            for command in ("sweep_mpi", "MPIEXEC=/none; run_mpi 1 9 true || true"):
                 for path in (*old, *(x for x in kept if "new" not in x.name)):
                     path.write_bytes(bytes(mmap.PAGESIZE))
                     os.utime(path, (time.time() - 90, time.time() - 90))

@@ -84,7 +84,8 @@ class TestOtherCalls:
         text = message_of(comm, call)
         assert f"making of plan {plan._number + 1} (Attention2D) on rank 1" in text
         plan.forward(*x)
-        Attention2D(grid, Full(), **GOOD).forward(*x)
+        other = Attention2D(grid, Full(), **GOOD)
+        other.forward(*inputs(other))
 
 
 @mpi

@@ -88,7 +88,7 @@ class Rendezvous:
         CollectiveError
             If they do not make the same call, with who makes which.
         """
-        self.watch.doing = str(call)
+        self.watch.doing = call
         stamp = (ACTIONS.index(call.action), call.plan, call.number)
         # As a buffer: an object would be pickled, reduced up a tree and sent down again, and the
         # ranks would set out one after the other.

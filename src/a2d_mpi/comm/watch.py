@@ -33,8 +33,8 @@ class Watch:
     ----------
     comm : Intracomm
         Of the ranks that wait for each other.
-    doing : str
-        The call that is under way; to be kept up to date.
+    doing : object
+        The call that is under way, to be kept up to date; its text is shown.
     talks : bool
         Whether ranks may tell each other on `comm`, whose point-to-point messages are then the
         watch's; otherwise each rank speaks for itself.
@@ -45,7 +45,7 @@ class Watch:
         If an environment variable cannot be read.
     """
 
-    def __init__(self, comm: MPI.Intracomm, doing: str = "", talks: bool = True) -> None:
+    def __init__(self, comm: MPI.Intracomm, doing: object = "", talks: bool = True) -> None:
         self.doing = doing
         self.calls = 0  # that all ranks have begun together: tells old messages from new ones
         self._comm = comm

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import NoReturn, TypeVar
@@ -86,11 +85,6 @@ def run(comm: MPI.Intracomm, prog: str, body: Callable[[], int]) -> NoReturn:
     rank waits for one that is gone.  A rank that is killed is named, too.
     """
     open_streams()
-    if not sys.warnoptions:  # else ranks x lines of numbers that overflow
-        if comm.rank == 0:
-            warnings.simplefilter("once", RuntimeWarning)
-        else:
-            warnings.simplefilter("ignore")
     alive = _name_if_killed(f"{prog}: rank {comm.rank}")
     try:
         code = body()
