@@ -134,8 +134,7 @@ def accounts(plan, backward):
             bad.append(f"{counted} {what} but predicted {expected}")
     held = buffers(*sizes, plan.distribution.name, backward)
     counts = plan.problem.counts
-    exact = min(counts) > 1 and (method == "attention2d" or len(set(counts)) == 1)
-    if plan.buffer_bytes > held or (exact and plan.buffer_bytes < held):
+    if plan.buffer_bytes > held or (min(counts) > 1 and plan.buffer_bytes < held):
         bad.append(f"{plan.buffer_bytes} bytes of buffers but predicted {held}")
     return bad
 

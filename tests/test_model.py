@@ -180,7 +180,7 @@ def test_head_axis():
     layout = Layout(1, 1, 4)
     sizes = job.problem(layout, "contiguous")
     for phase, found in predict(slow, "attention2d", layout, job).items():
-        nbytes = cost.traffic_heads(sizes, 4, 0)[phase, "head"][1]
+        nbytes = cost.traffic("attention2d", Layout(1, 1, 4), sizes, 0)[phase, "head"][1]
         assert found.total.max() == pytest.approx(nbytes / 1e5, rel=0.01)
     with pytest.raises(ValueError, match="5 does not divide"):
         predict(slow, "ring", Layout(1, 1, 5), job)

@@ -113,10 +113,12 @@ def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv):
         node = layout.physical() // 5
         received, messages, crossing = [0] * 12, [0] * 12, [0] * 3
         for rank in range(12):
-            for *_, tensors, _, tokens, source in cost.moves(method, layout, sizes, rank):
-                assert source != rank
-                received[rank] += tokens * sum(tensors)
-                crossing[node[rank]] += tokens * sum(tensors) * (node[rank] != node[source])
+            for move in cost.moves(method, layout, sizes, rank):
+                assert move.peer != rank
+                if not move.sent:
+                    nbytes = move.tokens * sum(move.tensors)
+                    received[rank] += nbytes
+                    crossing[node[rank]] += nbytes * (node[rank] != node[move.peer])
             counted = cost.messages(method, layout, sizes, rank)
             messages[rank] = sum(both[1] for both in counted.values())
         held = [

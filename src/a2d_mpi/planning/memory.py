@@ -1,11 +1,13 @@
-"""Bytes that a rank holds at most, listed buffer by buffer."""
+"""Bytes that a rank holds at most: its arrays, and the buffers of its schedules."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from a2d_mpi.core.pieces import gradients_by_query
 from a2d_mpi.core.sizes import Layout, Problem
+from a2d_mpi.planning.cost import PHASES
+from a2d_mpi.schedules import write
+from a2d_mpi.schedules.accounts import buffers as schedule_buffers
 
 
 def peak_memory(
@@ -58,16 +60,19 @@ def buffers(
 ) -> int:
     """Bytes that a plan keeps between calls (`AttentionPlan.buffer_bytes`); see `peak_memory`.
 
-    Exact, but for parts of one token, which are never out of order, and for rings of uneven
-    parts, of which the largest is counted for each.  `backward`: after a backward call.
+    Exact, but for parts of one token, which are never out of order.  `backward`: after a backward
+    call.
     """
-    p, cell = problem.layer(layout.heads), rank // layout.heads
-    total = _exchange(layout, problem, p, rank, backward)
+    group, me = problem.layer(layout.heads), rank // layout.heads
+    total = _exchange(layout, problem, group, rank, backward)
     if layout.cells == 1:
         return total
-    if method == "attention2d":
-        return total + _grid(layout, p, cell, backward, distribution != "contiguous")
-    return total + _rings(layout, p, cell, backward, method == "double ring")
+    held: dict[object, int] = {}
+    for phase in PHASES[: 1 + backward]:
+        schedule = write(method, phase, layout, group, me)
+        for key, nbytes in schedule_buffers(schedule, group, distribution == "contiguous").items():
+            held[key] = max(nbytes, held.get(key, 0))
+    return total + sum(held.values())
 
 
 def _arrays(layout: Layout, problem: Problem, rank: int, backward: bool) -> int:
@@ -106,37 +111,3 @@ def _exchange(layout: Layout, problem: Problem, p: Problem, rank: int, backward:
     # What arrives, all of that in the order of tokens, and what leaves.
     total = (2 * n + (heads - 1) * own) * there + (heads * own + n - own) * back
     return total + n * rounded * narrow
-
-
-def _grid(layout: Layout, p: Problem, cell: int, backward: bool, unsorted: bool) -> int:
-    rows, cols = layout.rows, layout.cols
-    row, col = divmod(cell, cols)
-    n = p.counts[cell]
-    nq = sum(p.counts[row * cols + c] for c in range(cols))
-    nk = sum(p.counts[r * cols + col] for r in range(rows))
-    several_q, several_k = cols > 1, rows > 1
-    # Gathered; partial outs to send and received; my own in the compute dtype; lse's rest.
-    total = n * p.lse + nq * p.q * several_q + nk * p.kv * several_k
-    total += (nq - n) * (p.q + p.lse) + (cols - 1) * n * (p.q + p.lse)
-    total += n * (p.dq + p.lse) * several_k
-    if unsorted and several_k and several_q:
-        total += nk * p.kv
-    if backward:
-        total += nq * (p.q + 2 * p.lse) * several_q + nq * p.dq + nk * p.dkv
-        total += (cols - 1) * n * p.dq + (rows - 1) * n * p.dkv
-        if unsorted and several_k and gradients_by_query(rows, cols, p.nheads, p.nheads_kv):
-            total += nk * p.dkv
-    return total
-
-
-def _rings(layout: Layout, p: Problem, cell: int, backward: bool, double: bool) -> int:
-    n, block = p.counts[cell], max(p.counts)
-    # A double ring whose inner ones are single ranks is one ring.
-    places = layout.cols if double and layout.cols > 1 else layout.cells
-    groups = layout.cells // places
-    total = n * (p.dq + 2 * p.lse)  # the partial result of a step, lse's rest
-    total += (min(2, places - 1) + min(2, groups - 1)) * block * p.kv
-    if backward:
-        # Gradients of two blocks as I add to them and as they arrive, of groups on their way.
-        total += n * p.dq + (4 + 2 * (groups > 1)) * block * p.dkv
-    return total

@@ -18,13 +18,15 @@ import numpy as np
 
 from a2d_mpi.core.areas import pair_areas
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, Problem, misfit
+from a2d_mpi.core.sizes import Layout, Problem, misfit
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.cost import METHODS
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import Phase, predict
 from a2d_mpi.planning.schedule import PARTS, Workload
+from a2d_mpi.schedules.accounts import number_of_messages
+from a2d_mpi.schedules.steps import Ranks
 
 
 @dataclass(frozen=True)
@@ -275,18 +277,19 @@ def _needs(
     """
     layout = Layout(rows, cols, heads)
     # Sources are neighbours at some distance along an axis: that of rank 0 tells them all.
-    received: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    messages = np.zeros(layout.size, np.int64)
-    for phase, _, tensors, _, tokens, source in cost.moves(
-        method, layout, problem, np.arange(layout.size)
-    ):
-        if backward or phase == "forward":
-            _, nbytes = received.setdefault(int(source[0]), (source, np.zeros_like(messages)))
-            nbytes += tokens * sum(tensors)
-            for size in set(tensors):
-                messages += tensors.count(size) * -(-tokens * size // MAX_MESSAGE)
+    received: dict[int, list] = {}
+    messages: Ranks = 0
+    phases = cost.PHASES[: 1 + backward]
+    ranks = np.arange(layout.size)
+    for move in cost.moves(method, layout, problem, ranks, phases, sent=False):
+        found = received.setdefault(int(move.peer[0]), [move.peer, 0])
+        found[1] = found[1] + move.tokens * sum(move.tensors)
+        for size in set(move.tensors):
+            number = number_of_messages(move.tokens * size)
+            messages = messages + move.tensors.count(size) * number
     memory = most_memory(method, layout, problem, name, backward)
-    return list(received.values()), int(messages.max()), memory
+    arrays = [(peer, np.broadcast_to(nbytes, layout.size)) for peer, nbytes in received.values()]
+    return arrays, int(np.max(messages)), memory
 
 
 def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 
 from a2d_mpi.core.pieces import cut
 from a2d_mpi.core.sizes import MAX_MESSAGE, Problem
-from a2d_mpi.schedules.steps import KINDS, Attend, Merge, Message, Ranks, Rows, Schedule
+from a2d_mpi.schedules.steps import KINDS, Attend, Message, Ranks, Rows, Schedule
 
 WIDE = ("lse", "delta", "dq", "dk", "dv")  # sent as they are computed: sums, and statistics
 
@@ -22,21 +22,31 @@ def tensor_bytes(group: Problem, name: str, wide: bool = False) -> int:
     return heads * group.headdim * element
 
 
-def messages(schedule: Schedule, group: Problem) -> Iterator[tuple[Message, list[Ranks]]]:
-    """Every message, and the bytes of each of its tensors."""
+def messages(
+    schedule: Schedule, group: Problem, sent: bool | None = None
+) -> Iterator[tuple[Message, Ranks, list[int]]]:
+    """Every message, or only those that are sent or received.
+
+    With the tokens that it brings (an int if those of all ranks are as many), and the bytes of a
+    token in each of its tensors.
+    """
+    even = len(set(group.counts)) == 1
     counts = np.array(group.counts) if np.ndim(schedule.me) else group.counts
+    sizes = {x: [tensor_bytes(group, name) for name in names] for x, names in KINDS.items()}
     cuts: dict[int, list] = {}
     for step in schedule.steps:
-        if isinstance(step, Message):
+        if isinstance(step, Message) and sent in (None, step.sent):
             rows, tokens = step.rows, counts
             if rows.part is not None:
                 unit, ranks = rows.part
                 if ranks not in cuts:
                     cuts[ranks] = _unit_counts(group.counts, ranks, counts)
                 tokens = cuts[ranks][unit]
-            tokens = tokens[rows.owner]
-            kind = schedule.arrays[rows.array].kind
-            yield step, [tokens * tensor_bytes(group, name) for name in KINDS[kind]]
+            yield (
+                step,
+                int(tokens[0]) if even else tokens[rows.owner],
+                sizes[schedule.arrays[rows.array].kind],
+            )
 
 
 def _unit_counts(counts: tuple[int, ...], ranks: int, like) -> list:
@@ -62,9 +72,10 @@ def buffers(schedule: Schedule, group: Problem, contiguous: bool) -> dict[object
         Whether the shards, one after the other, are in the order of tokens.
     """
     counts, found = group.counts, {}
+    largest = _largest(schedule, counts)
     for name, array in schedule.arrays.items():
         if array.role == "buffer":
-            tokens = sum(counts[p] for p in array.owners) or _largest(schedule, name, counts)
+            tokens = sum(counts[p] for p in array.owners) or largest[name]
             for x in KINDS[array.kind]:
                 found[name, x] = tokens * tensor_bytes(group, x)
     own = counts[schedule.me]
@@ -102,10 +113,12 @@ def sorted_arrays(schedule: Schedule) -> set[str]:
     return {name for name in found if len(schedule.arrays[name].owners) > 1}
 
 
-def _largest(schedule: Schedule, name: str, counts: tuple[int, ...]) -> int:
-    """Tokens of the largest owner whose rows an array holds."""
-    owners = set()
+def _largest(schedule: Schedule, counts: tuple[int, ...]) -> dict[str, int]:
+    """Tokens of the largest owner whose rows come to, or leave, an array; by its name."""
+    found: dict[str, int] = {}
     for step in schedule.steps:
-        if isinstance(step, Message | Merge) and step.rows.array == name:
-            owners.add(step.rows.owner)
-    return max((counts[p] for p in owners), default=0)
+        if isinstance(step, Message):
+            name, owner, _ = step.rows
+            if owner is not None:
+                found[name] = max(found.get(name, 0), counts[owner])
+    return found
