@@ -75,7 +75,8 @@ def buffers(schedule: Schedule, group: Problem, contiguous: bool) -> dict[object
     largest = _largest(schedule, counts)
     for name, array in schedule.arrays.items():
         if array.role == "buffer":
-            tokens = sum(counts[p] for p in array.owners) or largest[name]
+            owners = array.owners
+            tokens = sum(counts[p] for p in owners) if owners else largest[name]
             for x in KINDS[array.kind]:
                 found[name, x] = tokens * tensor_bytes(group, x)
     own = counts[schedule.me]
