@@ -26,9 +26,9 @@ from fuzz_cases import Case, draw, solve
 from helpers import bounds_for, distance
 from mpi4py import MPI
 
-import a2d_mpi.comm.collectives
 import a2d_mpi.core.merge
 from a2d_mpi import ProcessGrid
+from a2d_mpi.attention.executor import Executor
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.experiments.measure import make_plan
@@ -201,10 +201,14 @@ def _merge_off_by_a_little():
 
 
 def _dropped_partial():
-    right = a2d_mpi.comm.collectives.Partials.receive
-    return patch.object(
-        a2d_mpi.comm.collectives.Partials, "receive", lambda self: list(right(self))[1:]
-    )
+    right = Executor._compiled
+
+    def wrong(self, backward):
+        program = right(self, backward)
+        first = next((x for x in program if x[0] in (Executor._merge, Executor._add)), None)
+        return [x for x in program if x is not first]
+
+    return patch.object(Executor, "_compiled", wrong)
 
 
 FAULTS = {"mask": _mask_off_by_one, "merge": _merge_off_by_a_little, "partial": _dropped_partial}

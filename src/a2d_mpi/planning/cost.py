@@ -83,7 +83,7 @@ def moves(
     """
     if len(problem.counts) != layout.size:
         raise ValueError(f"{len(problem.counts)} parts for {layout.size} ranks")
-    if method not in METHODS:
+    if method not in KNOWN:
         raise ValueError(f"unknown method {method!r}; one of {METHODS}")
     group, me, u = problem.layer(layout.heads), rank // layout.heads, rank % layout.heads
     for phase in phases:

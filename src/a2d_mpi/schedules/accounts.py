@@ -115,11 +115,10 @@ def sorted_arrays(schedule: Schedule) -> set[str]:
 
 
 def _largest(schedule: Schedule, counts: tuple[int, ...]) -> dict[str, int]:
-    """Tokens of the largest owner whose rows come to, or leave, an array; by its name."""
+    """Tokens of the largest owner whose rows an array holds at a time, by its name."""
     found: dict[str, int] = {}
     for step in schedule.steps:
-        if isinstance(step, Message):
-            name, owner, _ = step.rows
-            if owner is not None:
-                found[name] = max(found.get(name, 0), counts[owner])
+        for rows in vars(step).values():
+            if isinstance(rows, Rows) and rows.owner is not None:
+                found[rows.array] = max(found.get(rows.array, 0), counts[rows.owner])
     return found
