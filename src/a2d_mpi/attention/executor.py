@@ -111,11 +111,14 @@ class Executor:
             sent = [r for m, rs in self._pending.items() if m.channel == name for r in rs]
             if sent:
                 channel.wait(sent)
-        return {
+        found = {
             x: y
             for kind, rows in self.schedule.results.items()
             for x, y in zip(KINDS[kind], self._tensors(rows))
         }
+        # The caller's arrays are not kept.
+        self._given, self._results, self._pending = {}, {}, {}
+        return found
 
     def _compiled(self, backward: bool) -> list[tuple]:
         """The steps as functions, for methods would refer back, and what these are called with."""
