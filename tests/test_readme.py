@@ -159,3 +159,27 @@ def test_reading_a_result(tmp_path):
     assert done.returncode == 0, done.stderr
     printed = run("\n".join(blocks("docs/results.md", "python")), tmp_path)
     assert len(re.findall("True$", printed, re.MULTILINE)) == 7
+
+
+@pytest.mark.launches
+def test_adding_a_method(tmp_path):
+    check = """
+import numpy as np
+from mpi4py import MPI
+from a2d_mpi import Attention2D, Causal, ProcessGrid
+
+grid, rng, found = ProcessGrid(MPI.COMM_WORLD, 2, 2), np.random.default_rng(0), []
+whole = [rng.standard_normal((103, heads, 8)) for heads in (4, 4, 2, 2)]
+for kind in (GatherAttention, Attention2D):
+    plan = kind(grid, Causal(), seqlen=103, nheads=4, nheads_kv=2, headdim=8, dtype="float64")
+    dout, q, k, v = (x[plan.tokens] for x in whole)
+    out, lse = plan.forward(q, k, v)
+    found.append((out, lse, *plan.backward(dout, q, k, v, out, lse)))
+    assert plan.traffic.bytes == plan.predicted_traffic()
+print(all(np.allclose(x, y, 0, 1e-12) for x, y in zip(*found)), list(plan.traffic.bytes))
+"""
+    example = tmp_path / "example.py"
+    example.write_text("\n".join([*blocks("docs/adding-a-method.md", "python"), check]))
+    done = launch(4, example, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("True") == 4, done.stdout
