@@ -67,7 +67,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--dtype", choices=DTYPES, default="float32")
     add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
     add("--kernel", choices=KERNELS, default="auto", help="default: the fastest for the device")
-    add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays: see the README")
+    add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays: see docs/gpus.md")
     add("--seqlen", type=whole(1), help="use the first tokens of the file only; default: all")
     add("--backward", action="store_true", help="also the gradients")
     add("--no-overlap", action="store_true", help="communicate and compute in turn")

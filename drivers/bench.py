@@ -91,7 +91,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--profile", help="TOML file of this machine, for predictions; see drivers/calibrate.py")
     add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
     add("--kernel", choices=KERNELS, default="auto", help="default: the fastest for the device")
-    add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays: see the README")
+    add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays: see docs/gpus.md")
     add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
     return parser
 

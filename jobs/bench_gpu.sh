@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The figures of the README for GPUs, on this machine: kernels against PyTorch's (if it is installed
+# Figures for GPUs, on this machine: kernels against PyTorch's (if it is installed
 # in .venv-gpu), 4 ranks against 1 on the same GPU, and the rate of MPI between device buffers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -73,6 +76,16 @@ def bounds_for(
     }
     largest = {x: distance(np.where(np.isfinite(y), y, 0), 0) for x, y in exact.items()}
     return error_bounds(dtype, softmax_scale, norms, largest, same_precision)
+
+
+@cache
+def parser_of(program: str) -> argparse.ArgumentParser:
+    """The options of a program of the repository: "drivers/plan.py", ..."""
+    path = DRIVERS.parent / program
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.build_parser()
 
 
 def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:

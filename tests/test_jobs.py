@@ -1,6 +1,5 @@
 """Scripts parse, name only what exists, and clean up; GPU jobs say what they run on."""
 
-import importlib.util
 import mmap
 import os
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from helpers import SECONDS
+from helpers import SECONDS, parser_of
 from mpi4py import MPI
 
 ROOT = Path(__file__).parent.parent
@@ -38,11 +37,6 @@ def commands(text):
     return [(program, OPTION.findall(rest)) for program, rest in PROGRAM.findall(text)]
 
 
-def readme_code():
-    """The code blocks of README.md."""
-    return "\n".join(re.findall(r"^```.*?^```", (ROOT / "README.md").read_text(), re.M | re.S))
-
-
 @cache
 def options(program):
     """The options that a program knows."""
@@ -50,10 +44,7 @@ def options(program):
         program = "drivers/attention.py"
     if program.endswith(".sh"):  # compare them in a test
         return set(re.findall(r"== (--[a-z-]+)", (ROOT / program).read_text()))
-    spec = importlib.util.spec_from_file_location(Path(program).stem, ROOT / program)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return set(module.build_parser()._option_string_actions)
+    return set(parser_of(program)._option_string_actions)
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *below("tests/cluster")])
@@ -61,10 +52,9 @@ def test_syntax(script):
     subprocess.run(["bash", "-n", ROOT / script], check=True)
 
 
-@pytest.mark.parametrize("source", [*SCRIPTS, "README.md"])
+@pytest.mark.parametrize("source", SCRIPTS)
 def test_programs_and_their_options_exist(source):
-    text = readme_code() if source == "README.md" else (ROOT / source).read_text()
-    for program, used in commands(text):
+    for program, used in commands((ROOT / source).read_text()):
         assert (ROOT / program).is_file(), f"{source} runs {program}"
         if used:
             unknown = set(used) - options(program)

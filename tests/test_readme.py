@@ -1,26 +1,129 @@
-"""What the README shows runs as written."""
+"""The README and the pages of docs/ name only what exists, and what they show runs."""
 
+import ast
+import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import launch
+from helpers import launch, parser_of
 
-pytestmark = pytest.mark.launches
+import a2d_mpi
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+DOCS = ROOT / "docs"
+PAGES = ["README.md", "data/README.md", *(f"docs/{x.name}" for x in sorted(DOCS.glob("*.md")))]
+DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
+PROGRAMS = [*DRIVERS, "data/make_sample.py"]
+# Where variables and options of jobs stand.
+SOURCES = "".join(x.read_text() for y in ("src", "jobs") for x in (ROOT / y).rglob("*.[ps][yh]"))
+PROGRAM = re.compile(r"(drivers|data|jobs|tests)/[\w/]+\.(py|sh)")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+page = pytest.mark.parametrize("page", PAGES)
 
 
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def read(name):
+    return (ROOT / name).read_text()
 
 
+def blocks(name, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", read(name), re.MULTILINE | re.DOTALL)
+
+
+def prose(name):
+    """All of a page but its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", read(name), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(name):
+    """(program of the repository, its arguments) of every command in the blocks of a page."""
+    for line in "".join(blocks(name, "bash")).replace("\\\n", " ").splitlines():
+        # What jobs/emulate.sh runs is a command of its own.
+        for text in re.split(r" --(?:head)? ", line):
+            words = shlex.split(text, comments=True)
+            for i, word in enumerate(words):
+                if PROGRAM.fullmatch(word):
+                    yield word, words[i + 1 :]
+                    break
+
+
+def run(code, cwd=ROOT):
+    """What a page's Python prints, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@page
+def test_commands(page):
+    for text in blocks(page, "bash"):
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    for program, arguments in commands(page):
+        assert (ROOT / program).is_file(), f"{page} runs {program}"
+        if program == "jobs/local.sh":  # passes them on
+            program, arguments = "drivers/attention.py", ["input", *arguments]
+        if program in PROGRAMS:
+            parser_of(program).parse_args(arguments)  # ValueError: what is wrong with them
+
+
+@page
+def test_python_can_be_read(page):
+    for code in blocks(page, "python"):
+        ast.parse(code, page)
+
+
+@page
+def test_links(page):
+    for path, heading in LINK.findall(prose(page)):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page} links to {path}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in titles]
+            assert heading in anchors, f"{page} links to #{heading} of {path or page}"
+
+
+@page
+def test_names(page):
+    text = read(page)
+    files = re.findall(r"\b((?:src|data|docs|drivers|jobs|tests)/[\w/.-]+\.\w+)", text)
+    made = {"data/minilm_l3_65536.h5"}
+    assert [x for x in files if not ((ROOT / x).exists() or x in made)] == []
+    for name in re.findall(r"`(a2d_mpi(?:\.\w+)+)", text):
+        pkgutil.resolve_name(name)  # an error if there is none
+    options = {x for program in PROGRAMS for x in parser_of(program)._option_string_actions}
+    used = set(re.findall(r"\b(?:A2D_MPI|EMULATE)_[A-Z_]+|(?<=`)--[a-z][\w-]*", text))
+    assert used <= options | set(re.findall(r"\b[A-Z]\w+|--[a-z][\w-]*", SOURCES))
+
+
+def test_both_commands_are_there():
+    assert {"bash jobs/local.sh\n", "bash jobs/test.sh\n"} <= set(blocks("README.md", "bash"))
+
+
+def test_every_page_is_listed():
+    pages = {x.stem for x in DOCS.glob("*.md")} - {"README"}
+    assert pages == {Path(path).stem for path, _ in LINK.findall(read("docs/README.md"))}
+    listed = set(re.findall(r"^   ([\w-]+)$", read("docs/index.rst"), re.MULTILINE))
+    assert listed == pages | {x.stem for x in DOCS.glob("*.rst")} - {"index"}
+
+
+def test_reference_has_all_public_names_and_drivers():
+    classes = re.findall(r"autoclass:: ([\w.]+)$", read("docs/api.rst"), re.MULTILINE)
+    assert set(a2d_mpi.__all__) == {x for x in classes if "." not in x}
+    shown = re.findall(r"driver-help:: (\w+)$", read("docs/drivers.rst"), re.MULTILINE)
+    assert {f"drivers/{x}.py" for x in shown} == set(DRIVERS)
+
+
+@pytest.mark.launches
 def test_library_example(tmp_path):
     example = tmp_path / "example.py"
-    example.write_text(blocks("python")[0])
+    example.write_text(blocks("README.md", "python")[0])
     done = launch(4, example, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("(250, 8, 32)") == 4
@@ -28,15 +131,25 @@ def test_library_example(tmp_path):
     assert sum(bool(line) for line in lines) <= 15
 
 
-def test_choosing_a_plan():
-    done = subprocess.run(
-        [sys.executable, "-c", blocks("python")[1]],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+@pytest.mark.launches
+def test_getting_started(tmp_path):
+    example = tmp_path / "example.py"
+    example.write_text("\n".join(blocks("docs/getting-started.md", "python")))
+    done = launch(4, example, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert "Layout(rows=" in done.stdout
+    assert done.stdout.count("(250, 8, 32)") == 4
 
 
+def test_planning():
+    assert "Layout(rows=" in run("\n".join(blocks("docs/planning.md", "python")))
+
+
+def test_adding_a_mask():
+    printed = run("\n".join(blocks("docs/adding-a-mask.md", "python")))
+    assert " [1 1 0 0 1 1 1 1]]\n" in printed and printed.endswith("\n33 visible pairs\n"), printed
+
+
+@pytest.mark.launches
 def test_reading_a_result(tmp_path):
     (tmp_path / "results").mkdir()
     done = launch(
@@ -44,22 +157,29 @@ def test_reading_a_result(tmp_path):
         "--seqlen", "64", "--output", tmp_path / "results" / "local.h5", timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    done = subprocess.run(
-        [sys.executable, "-c", blocks("python")[2]],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    printed = run("\n".join(blocks("docs/results.md", "python")), tmp_path)
+    assert len(re.findall("True$", printed, re.MULTILINE)) == 7
+
+
+@pytest.mark.launches
+def test_adding_a_method(tmp_path):
+    check = """
+import numpy as np
+from mpi4py import MPI
+from a2d_mpi import Attention2D, Causal, ProcessGrid
+
+grid, rng, found = ProcessGrid(MPI.COMM_WORLD, 2, 2), np.random.default_rng(0), []
+whole = [rng.standard_normal((103, heads, 8)) for heads in (4, 4, 2, 2)]
+for kind in (GatherAttention, Attention2D):
+    plan = kind(grid, Causal(), seqlen=103, nheads=4, nheads_kv=2, headdim=8, dtype="float64")
+    dout, q, k, v = (x[plan.tokens] for x in whole)
+    out, lse = plan.forward(q, k, v)
+    found.append((out, lse, *plan.backward(dout, q, k, v, out, lse)))
+    assert plan.traffic.bytes == plan.predicted_traffic()
+print(all(np.allclose(x, y, 0, 1e-12) for x, y in zip(*found)), list(plan.traffic.bytes))
+"""
+    example = tmp_path / "example.py"
+    example.write_text("\n".join([*blocks("docs/adding-a-method.md", "python"), check]))
+    done = launch(4, example, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall("True$", done.stdout, re.MULTILINE)) == 7
-
-
-def test_both_commands_are_there():
-    assert {"bash jobs/local.sh\n", "bash jobs/test.sh\n"} <= set(blocks("bash"))
-
-
-def test_files_that_it_names_exist():
-    names = re.findall(r"\b((?:src|data|drivers|jobs)/[\w/.]+\.\w+)", README)
-    assert len(set(names)) > 7
-    assert [name for name in names if not (ROOT / name).exists()] == []
+    assert done.stdout.count("True") == 4, done.stdout

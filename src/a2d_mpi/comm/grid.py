@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 class ProcessGrid:
     """P = rows x cols x heads ranks: a grid of cells of ranks that share the heads.
 
+    With ``heads`` 1 a cell is one rank::
+
         R = 2, C = 3        col 0     col 1     col 2
                  row 0   [ rank 0 | rank 1 | rank 2 ]  <- row_comm: gather Q, reduce out
                  row 1   [ rank 3 | rank 4 | rank 5 ]

@@ -1,0 +1,57 @@
+"""Settings of Sphinx for `bash jobs/docs.sh`; the pages are those of this folder."""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+
+import a2d_mpi
+
+DRIVERS = Path(__file__).parent.parent / "drivers"
+os.environ["COLUMNS"] = "90"  # the width of help texts
+
+project = "a2d_mpi"
+author = "the authors of a2d_mpi"
+project_copyright = author
+release = a2d_mpi.__version__
+
+extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser"]
+exclude_patterns = ["README.md"]  # index.rst includes it
+default_role = "py:obj"
+myst_heading_anchors = 3
+autodoc_typehints = "none"  # numpydoc's sections say more
+autodoc_member_order = "bysource"
+numpydoc_show_class_members = False  # autodoc shows them
+html_theme = "alabaster"
+html_theme_options = {"description": "Exact 2-D parallel attention over MPI", "page_width": "72em"}
+html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
+
+
+class DriverHelp(Directive):
+    """Docstring and options of a driver: ``.. driver-help:: plan``."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Make the nodes of the page."""
+        path = DRIVERS / f"{self.arguments[0]}.py"
+        self.state.document.settings.record_dependencies.add(str(path))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        texts = (module.__doc__.strip(), module.build_parser().format_help().strip())
+        return [nodes.literal_block(text, text, language="none") for text in texts]
+
+
+def without_repository(app, page: str, source: list[str]) -> None:
+    """Leave of links to files of the repository their text: the HTML has only these pages."""
+    source[0] = re.sub(r"(?<!!)\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", source[0])
+
+
+def setup(app) -> None:
+    """Register the above."""
+    app.add_directive("driver-help", DriverHelp)
+    app.connect("source-read", without_repository)
