@@ -16,24 +16,16 @@ import shutil
 import signal
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 from mpi4py import MPI
-
-# The same examples on every rank and in every run, however slow the machine.
-settings.register_profile(
-    "same everywhere",
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("same everywhere")
 
 PATIENCE = 20  # seconds that a rank which failed waits for the others before it ends the run
 LOCKSTEP = pytest.StashKey()
-EMULATED = Path(__file__).parent / "emulated"
+HERE = Path(__file__).parent
+EMULATED = HERE / "emulated"
 
 
 @pytest.fixture(scope="session")
@@ -88,6 +80,9 @@ def _import_cupy(kind):
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    files = [path for path in HERE.glob("test_*.py") if not _is_of_no_rank(path, config)]
+    if any("hypothesis" in path.read_text() for path in files):
+        _same_examples()
     if config.getoption("--with-mpi"):
         config.stash[LOCKSTEP] = Lockstep(MPI.COMM_WORLD.Dup())
         config.pluginmanager.register(config.stash[LOCKSTEP])
@@ -98,6 +93,34 @@ def pytest_configure(config):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def _same_examples():
+    """The same examples on every rank and in every run, however slow the machine."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "same everywhere",
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("same everywhere")
+
+
+def pytest_ignore_collect(collection_path, config):
+    return _is_of_no_rank(collection_path, config) or None
+
+
+def _is_of_no_rank(path, config):
+    """Whether a file has no test that this run takes: imports cost every rank a second."""
+    only_mpi = config.getoption("--with-mpi") and config.option.markexpr.startswith("mpi")
+    return only_mpi and path.suffix == ".py" and not _names_the_mark(path)
+
+
+@cache
+def _names_the_mark(path):
+    return "mark.mpi" in path.read_text()
+
+
 # First: pytest-mpi would skip what is to be deselected here, and skip for want of ranks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
@@ -106,6 +129,8 @@ def pytest_collection_modifyitems(config, items):
         for mark in item.iter_markers("mpi"):
             if mark.args or not set(mark.kwargs) <= {"min_size"}:
                 raise pytest.UsageError(f"{item.nodeid}: mpi takes min_size=N only, got {mark}")
+        if item.get_closest_marker("mpi") and not _names_the_mark(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: is marked, but the file lacks `mark.mpi`")
         if "comm" in item.fixturenames and not item.get_closest_marker("mpi"):
             raise pytest.UsageError(f"{item.nodeid}: uses comm but is not marked mpi")
     if not config.getoption("--with-mpi"):

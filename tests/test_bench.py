@@ -213,7 +213,6 @@ def test_plots_without_predictions(finished, tmp_path):
     assert_refused(done, "model: no predictions in the file")
 
 
-@pytest.mark.launches
 def test_wrong_result(tmp_path):
     """Is kept, and the exit code is 1, also of the job that resumes."""
     output = tmp_path / "bench.h5"
