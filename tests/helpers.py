@@ -105,7 +105,11 @@ def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:
 
 
 def launch(
-    ranks: int, *command: object, timeout: float, cwd: Path | None = None
+    ranks: int,
+    *command: object,
+    timeout: float,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """Run a Python command on some ranks, with the MPI of this environment; 0: without mpiexec.
 
@@ -121,7 +125,7 @@ def launch(
     with subprocess.Popen(
         [str(x) for x in full],
         cwd=cwd,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | (env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
