@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The whole test suite: the serial tests, then those of MPI on 1, 4, 5 and 6 ranks, with MPICH; with
-# Open MPI what another MPI may change, on 4 and 6.  Fails if any test fails, hangs or is skipped.
+# Open MPI what another MPI may change, on 4 and 6: tests marked `launches`, and of those on ranks
+# all but the ones marked `one_mpi`.  Fails if any test fails, hangs or is skipped.
 #
 # With A2D_MPI_ENV=active: the MPI that is there only.
 #
@@ -68,6 +69,7 @@ for mpi in "${mpis[@]}"; do
   record "$mpi, serial" limited 900 python -m pytest "${tests[@]}" -q --color=no -m "$marks" "$@"
   for ranks in "${counts[@]}"; do
     marks=mpi
+    if [[ $mpi != "${mpis[0]}" ]]; then marks="mpi and not one_mpi"; fi
     if ((ranks == 1)); then marks="mpi and not multirank"; fi
     record "$mpi, $ranks ranks" run_mpi "$ranks" 900 \
       python -m pytest "${tests[@]}" -q --color=no --with-mpi -m "$marks" "$@"

@@ -2,8 +2,10 @@
 
 Marks: ``mpi`` or ``mpi(min_size=4)``, runs with ``--with-mpi`` only, on all ranks; ``multirank``,
 needs more than one of them; ``launches``: serial, but starts ranks in ways in which MPIs differ,
-and so runs with each of them.  Nothing is passed over in silence: too few ranks, a skip (unless
-its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a misspelt mark are failures.
+and so runs with each of them; ``one_mpi``: on all ranks, but about numbers, which a second MPI
+cannot change: it has carried the bytes of other cases.  Nothing is passed over in silence: too few
+ranks, a skip (unless its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a misspelt
+mark are failures.
 
 With ``--with-mpi`` the ranks stay in step: a setup, call or teardown that fails on one rank fails
 on all of them.  Rank 0 reports; another rank prints a failure of its own to stderr.

@@ -20,6 +20,7 @@ TOLD = {"float64": 1e-6, "float32": 0.01, "float16": 0.05, "bfloat16": 0.05}
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("rows", [None, 16], ids=["full", "sample"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_of_10000(comm, dtype, rows):
@@ -46,6 +47,7 @@ def test_logits_of_10000(comm, dtype, rows):
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 def test_padding_that_is_all_there_is(comm):
     """Gradients that are 0, inputs that are 0: bounds of 0, and of the terms, prove enough."""
     grid = ProcessGrid(comm, *GRIDS[-1])

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +175,12 @@ def test_cudnn_without_a_kernel(cupy):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("parts", [4, 16, 64])
+@pytest.mark.parametrize(
+    "cupy, parts",
+    # The emulated one is slow; test_tile.py has 64 parts, too.
+    [*product(["emulated"], [4, 16, 32]), *product(["real"], [4, 16, 64])],
+    indirect=["cupy"],
+)
 @pytest.mark.parametrize("gradients", ["native", "float32"])
 def test_partials_of_cudnn(cupy, dtype, parts, gradients):
     """One problem in parts x parts tiles: partials rounded by cuDNN keep the bound of one tile."""
