@@ -7,6 +7,8 @@ cannot change: it has carried the bytes of other cases.  Nothing is passed over 
 ranks, a skip (unless its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a misspelt
 mark are failures.
 
+Two runs with the same ``--share FOLDER`` share the test files out among them.
+
 With ``--with-mpi`` the ranks stay in step: a setup, call or teardown that fails on one rank fails
 on all of them.  Rank 0 reports; another rank prints a failure of its own to stderr.
 """
@@ -26,6 +28,7 @@ from mpi4py import MPI
 
 PATIENCE = 20  # seconds that a rank which failed waits for the others before it ends the run
 LOCKSTEP = pytest.StashKey()
+TAKEN = pytest.StashKey()
 HERE = Path(__file__).parent
 EMULATED = HERE / "emulated"
 
@@ -80,8 +83,26 @@ def _import_cupy(kind):
     return cupy
 
 
+def pytest_addoption(parser):
+    text = "run only test files of which no other run has said, in this folder, that it runs them"
+    parser.addoption("--share", metavar="FOLDER", type=Path, help=text)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    folder, taken = item.config.getoption("--share"), item.config.stash[TAKEN]
+    if folder and item.path not in taken:
+        try:
+            (folder / item.path.name).mkdir()
+            taken[item.path] = True
+        except FileExistsError:
+            taken[item.path] = False
+    return None if taken.get(item.path, True) else True
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    config.stash[TAKEN] = {}
     files = [path for path in HERE.glob("test_*.py") if not _is_of_no_rank(path, config)]
     if any("hypothesis" in path.read_text() for path in files):
         _same_examples()
