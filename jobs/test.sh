@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The whole test suite: the serial tests, then those of MPI on 1, 4, 5 and 6 ranks, with MPICH; with
-# Open MPI what another MPI may change, on 4 and 6.  Fails if any test fails, hangs or is skipped.
+# Open MPI what another MPI may change, on 4 and 6: tests marked `launches`, and of those on ranks
+# all but the ones marked `one_mpi`.  Two processes share the serial tests out.  Fails if any test fails, hangs or is skipped.
 #
 # With A2D_MPI_ENV=active: the MPI that is there only.
 #
@@ -22,25 +23,55 @@ if [[ ${mpis[0]} == gpu ]]; then
   export A2D_TEST_GPU=1 # a GPU that is not found is a failure
 fi
 narrowed=$#
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+folder=$(mktemp -d) other=""
+trap '[[ -z $other ]] || kill -- "-$other"; rm -rf "$folder"' EXIT
 lines=() passed=0 failed=0
 
-# count WORD: the number before it in the last line of pytest's report, or 0.
+# count WORD LOG: the number before it in the last line of pytest's report, or 0.
 count() {
   # -a: Open MPI gives its ranks a terminal and passes on what comes with it.
-  grep -aE '[0-9]+ [a-z]+.* in [0-9.]+s' "$log" | tail -n 1 |
+  grep -aE '[0-9]+ [a-z]+.* in [0-9.]+s' "$2" | tail -n 1 |
     grep -aoE "[0-9]+ $1" | cut -d ' ' -f 1 || echo 0
 }
 
 # record NAME COMMAND...: runs pytest and adds up what it reports.
 record() {
-  local name=$1 start=$SECONDS status=0 p f note=""
+  local name=$1 start=$SECONDS status=0
   shift
   echo "=== $name"
-  "$@" 2>&1 | tee "$log" || status=$?
-  p=$(count passed)
-  f=$(($(count failed) + $(count error)))
+  "$@" 2>&1 | tee "$folder/log" || status=$?
+  add "$name" "$start" "$status" "$folder/log"
+}
+
+# record_twice NAME COMMAND...: the same by two processes that share the files out, for most of the
+# serial tests leave a core idle.
+record_twice() {
+  local name=$1 start=$SECONDS status=0
+  shift
+  rm -rf "$folder/share" && mkdir "$folder/share"
+  set -m # a process group of its own, to end it as a whole
+  yielding "$@" --share "$folder/share" >"$folder/other" 2>&1 &
+  other=$!
+  set +m
+  record "$name" yielding "$@" --share "$folder/share"
+  wait "$other" || status=$?
+  other=""
+  cat "$folder/other"
+  add "$name, meanwhile" "$start" "$status" "$folder/other"
+}
+
+# yielding COMMAND...: ranks that it starts leave the core to others when they wait.
+yielding() (
+  share_cores 1000000
+  export OMPI_MCA_mpi_yield_when_idle=1
+  "$@"
+)
+
+# add NAME START STATUS LOG: of a run of pytest that began at START.
+add() {
+  local name=$1 start=$2 status=$3 p f note=""
+  p=$(count passed "$4")
+  f=$(($(count failed "$4") + $(count error "$4")))
   # 5: pytest found no test, which a narrowed suite may do.
   if ((status == 5 && narrowed > 0)); then status=0; fi
   case $status in
@@ -65,9 +96,12 @@ for mpi in "${mpis[@]}"; do
   # marked `launches` see differences between MPIs, the others need no second one.
   marks="not mpi" counts=("${rank_counts[@]}")
   if [[ $mpi != "${mpis[0]}" ]]; then marks+=" and launches" counts=(4 6); fi
-  record "$mpi, serial" limited 900 python -m pytest "${tests[@]}" -q --color=no -m "$marks" "$@"
+  record=record_twice
+  if [[ $mpi == gpu ]]; then record=record; fi
+  $record "$mpi, serial" limited 900 python -m pytest "${tests[@]}" -q --color=no -m "$marks" "$@"
   for ranks in "${counts[@]}"; do
     marks=mpi
+    if [[ $mpi != "${mpis[0]}" ]]; then marks="mpi and not one_mpi"; fi
     if ((ranks == 1)); then marks="mpi and not multirank"; fi
     record "$mpi, $ranks ranks" run_mpi "$ranks" 900 \
       python -m pytest "${tests[@]}" -q --color=no --with-mpi -m "$marks" "$@"

@@ -2,8 +2,12 @@
 
 Marks: ``mpi`` or ``mpi(min_size=4)``, runs with ``--with-mpi`` only, on all ranks; ``multirank``,
 needs more than one of them; ``launches``: serial, but starts ranks in ways in which MPIs differ,
-and so runs with each of them.  Nothing is passed over in silence: too few ranks, a skip (unless
-its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a misspelt mark are failures.
+and so runs with each of them; ``one_mpi``: on all ranks, but about numbers, which a second MPI
+cannot change: it has carried the bytes of other cases.  Nothing is passed over in silence: too few
+ranks, a skip (unless its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a misspelt
+mark are failures.
+
+Two runs with the same ``--share FOLDER`` share the test files out among them.
 
 With ``--with-mpi`` the ranks stay in step: a setup, call or teardown that fails on one rank fails
 on all of them.  Rank 0 reports; another rank prints a failure of its own to stderr.
@@ -16,24 +20,17 @@ import shutil
 import signal
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 from mpi4py import MPI
-
-# The same examples on every rank and in every run, however slow the machine.
-settings.register_profile(
-    "same everywhere",
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("same everywhere")
 
 PATIENCE = 20  # seconds that a rank which failed waits for the others before it ends the run
 LOCKSTEP = pytest.StashKey()
-EMULATED = Path(__file__).parent / "emulated"
+TAKEN = pytest.StashKey()
+HERE = Path(__file__).parent
+EMULATED = HERE / "emulated"
 
 
 @pytest.fixture(scope="session")
@@ -86,8 +83,29 @@ def _import_cupy(kind):
     return cupy
 
 
+def pytest_addoption(parser):
+    text = "run only test files of which no other run has said, in this folder, that it runs them"
+    parser.addoption("--share", metavar="FOLDER", type=Path, help=text)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    folder, taken = item.config.getoption("--share"), item.config.stash[TAKEN]
+    if folder and item.path not in taken:
+        try:
+            (folder / item.path.name).mkdir()
+            taken[item.path] = True
+        except FileExistsError:
+            taken[item.path] = False
+    return None if taken.get(item.path, True) else True
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    config.stash[TAKEN] = {}
+    files = [path for path in HERE.glob("test_*.py") if not _is_of_no_rank(path, config)]
+    if any("hypothesis" in path.read_text() for path in files):
+        _same_examples()
     if config.getoption("--with-mpi"):
         config.stash[LOCKSTEP] = Lockstep(MPI.COMM_WORLD.Dup())
         config.pluginmanager.register(config.stash[LOCKSTEP])
@@ -98,6 +116,34 @@ def pytest_configure(config):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+def _same_examples():
+    """The same examples on every rank and in every run, however slow the machine."""
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "same everywhere",
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("same everywhere")
+
+
+def pytest_ignore_collect(collection_path, config):
+    return _is_of_no_rank(collection_path, config) or None
+
+
+def _is_of_no_rank(path, config):
+    """Whether a file has no test that this run takes: imports cost every rank a second."""
+    only_mpi = config.getoption("--with-mpi") and config.option.markexpr.startswith("mpi")
+    return only_mpi and path.suffix == ".py" and not _names_the_mark(path)
+
+
+@cache
+def _names_the_mark(path):
+    return "mark.mpi" in path.read_text()
+
+
 # First: pytest-mpi would skip what is to be deselected here, and skip for want of ranks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
@@ -106,6 +152,8 @@ def pytest_collection_modifyitems(config, items):
         for mark in item.iter_markers("mpi"):
             if mark.args or not set(mark.kwargs) <= {"min_size"}:
                 raise pytest.UsageError(f"{item.nodeid}: mpi takes min_size=N only, got {mark}")
+        if item.get_closest_marker("mpi") and not _names_the_mark(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: is marked, but the file lacks `mark.mpi`")
         if "comm" in item.fixturenames and not item.get_closest_marker("mpi"):
             raise pytest.UsageError(f"{item.nodeid}: uses comm but is not marked mpi")
     if not config.getoption("--with-mpi"):

@@ -10,17 +10,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import zip_longest
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pytest
-from mpi4py import MPI
 
-from a2d_mpi.experiments.check import error_bounds
+if TYPE_CHECKING:  # the many runs of pytest in test_harness.py need none of them
+    import numpy as np
+    from mpi4py import MPI
 
 DRIVERS = Path(__file__).parents[1] / "drivers"
 SECONDS = 30  # a generous "within seconds", for busy machines
@@ -33,18 +34,21 @@ rank = MPI.COMM_WORLD.rank
 sys.argv = [{driver!r}, *sys.argv[1:]]
 runpy.run_path({driver!r}, run_name="__main__")
 """
-# Runs a driver once for each of some lists of options, and more of them on rank 1.
+# Runs drivers one after the other, each with a list of options, and more of them on rank 1.
 EACH = """
-import json, runpy, sys
+import json, os, runpy, sys
 from mpi4py import MPI
-rank, driver = MPI.COMM_WORLD.rank, sys.argv[1]
-for options, more in json.loads(sys.argv[2]):
+rank = MPI.COMM_WORLD.rank
+{}
+for driver, options, more in json.loads(sys.argv[1]):
     sys.argv = [driver, *options, *more * (rank == 1)]
+    code = 0
     try:
         runpy.run_path(driver, run_name="__main__")
     except SystemExit as end:
-        if rank == 0:
-            print("exit code", end.code, flush=True)
+        code = end.code or 0
+    if rank == 0:
+        print("exit code", code, flush=True)
 """
 MPIEXEC = os.environ.get("MPIEXEC") or Path(sys.executable).with_name("mpiexec")
 # What Open MPI wants as root, and on fewer cores than ranks; see jobs/env.sh.
@@ -57,6 +61,8 @@ ENVIRONMENT = {
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
     """Largest |a - b| in float64; equal infinities are at distance 0, NaN is infinitely far."""
+    import numpy as np
+
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     with np.errstate(invalid="ignore"):
         return np.nan_to_num(np.where(a == b, 0, np.abs(a - b)), nan=np.inf).max(initial=0)
@@ -70,6 +76,10 @@ def bounds_for(
     same_precision: Mapping[str, float],
 ) -> dict[str, float]:
     """`error_bounds` of results from the whole q, k, v, dout and the float64 reference."""
+    import numpy as np
+
+    from a2d_mpi.experiments.check import error_bounds
+
     norms = {
         name: np.linalg.norm(x.astype(float), axis=-1).max(initial=0)
         for name, x in zip(("q", "k", "v", "dout"), inputs)
@@ -108,7 +118,11 @@ def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:
 
 
 def launch(
-    ranks: int, *command: object, timeout: float, cwd: Path | None = None
+    ranks: int,
+    *command: object,
+    timeout: float,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess:
     """Run a Python command on some ranks, with the MPI of this environment; 0: without mpiexec.
 
@@ -124,7 +138,7 @@ def launch(
     with subprocess.Popen(
         [str(x) for x in full],
         cwd=cwd,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | (env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -146,6 +160,15 @@ def launch(
     return done
 
 
+@contextmanager
+def named(case: object) -> Iterator[None]:
+    """Say of which case an assertion is that fails."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{case}: {error}") from error
+
+
 def drive(
     program: str, ranks: int, *options: object, sabotage: str = "", timeout: float = 100
 ) -> subprocess.CompletedProcess:
@@ -153,6 +176,36 @@ def drive(
     path = str(DRIVERS / program)
     command = ["-c", SABOTAGE.format(sabotage, driver=path)] if sabotage else [path]
     return launch(ranks, *command, *options, timeout=timeout)
+
+
+def drive_each(
+    cases: Sequence[tuple[str, Sequence[object], Sequence[str]]],
+    ranks: int,
+    sabotage: str = "",
+    timeout: float = 100,
+) -> tuple[subprocess.CompletedProcess, list[tuple[int, str]]]:
+    """Run drivers one after the other in the same processes, which is soon done.
+
+    Parameters
+    ----------
+    cases : sequence of (str, sequence, sequence)
+        Drivers, their options, and more of them on rank 1.
+    ranks, sabotage, timeout
+        As for `drive`.
+
+    Returns
+    -------
+    CompletedProcess
+        Of all of them, which goes on whatever the exit codes are.
+    list of (int, str)
+        Of each the exit code, -1 if it was not said, and what was on stdout until then.
+    """
+    each = [(str(DRIVERS / x), [*map(str, common)], [*more]) for x, common, more in cases]
+    done = launch(ranks, "-c", EACH.format(sabotage), json.dumps(each), timeout=timeout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = re.split(r"^exit code (\d+)\n", done.stdout, flags=re.MULTILINE)
+    found = [(int(code), text) for text, code in zip(parts[::2], parts[1::2])]
+    return done, found + [(-1, "")] * (len(cases) - len(found))
 
 
 def assert_refused(done: subprocess.CompletedProcess, text: str) -> None:
@@ -165,11 +218,17 @@ def assert_all_refused(
     program: str, ranks: int, cases: Sequence[tuple[Sequence[object], Sequence[str], str]]
 ) -> None:
     """A driver refuses, one after the other: options, more of them on rank 1, what it says."""
-    options = [([str(x) for x in common], list(more)) for common, more, _ in cases]
-    done = launch(ranks, "-c", EACH, DRIVERS / program, json.dumps(options), timeout=100)
-    assert done.returncode == 0, done.stderr
+    assert_each_refused([(program, *case) for case in cases], ranks)
+
+
+def assert_each_refused(
+    cases: Sequence[tuple[str, Sequence[object], Sequence[str], str]], ranks: int
+) -> None:
+    """The same of several drivers: each case begins with one."""
+    done, found = drive_each([case[:3] for case in cases], ranks)
     assert_one_line_each(done, [text for *_, text in cases])
-    assert re.findall(r"^exit code (\w+)", done.stdout, re.MULTILINE) == ["2"] * len(cases)
+    wrong = [(case, code) for case, (code, _) in zip(cases, found) if code != 2]
+    assert not wrong, f"not refused with exit code 2: {wrong}"
 
 
 def assert_one_line_each(done: subprocess.CompletedProcess, texts: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from a2d_mpi.planning.machine import read_machine
 ROOT = Path(__file__).parents[1]
 METHODS = ("attention2d", "ring", "striped ring", "double ring")
 SMALL = ["--nheads", "4", "--headdim", "8", "--trials", "2"]
+WORKLOAD = "full-n61-h4-kv2-d8-float32-backward"
 PROFILE = """
 name = "test"
 [link.inside]
@@ -57,8 +58,28 @@ def finished(tmp_path_factory):
     return output, done.stdout
 
 
-def test_everything_is_there_and_checked(finished):
-    found = read_benchmark(finished[0])
+@pytest.fixture(scope="module")
+def results(finished):
+    """What is in that file, which takes a second or two to read."""
+    return read_benchmark(finished[0])
+
+
+@pytest.fixture(scope="module")
+def workload(finished, results):
+    """A file with the runs of one workload, for tests that read it often."""
+    path = finished[0].with_name("workload.h5")
+    with h5py.File(finished[0]) as old, h5py.File(path, "w") as new:
+        new.attrs.update(old.attrs)
+        for name in old.keys() - {"runs"}:
+            old.copy(name, new)
+        for name, run in old["runs"].items():
+            if results[name].config["workload"] == WORKLOAD:
+                old.copy(run, new.require_group("runs"), name)
+    return path
+
+
+def test_everything_is_there_and_checked(finished, results):
+    found = results
     assert "FAILED" not in finished[1]
     assert {result.config["ranks"] for result in found.values()} == {2, 4}
     assert len({result.config["workload"] for result in found.values()}) == 4
@@ -85,8 +106,8 @@ def test_everything_is_there_and_checked(finished):
     assert len(picked) == 4 * 2 + 4 and set(picked.values()) == {1}
 
 
-def test_spans(finished):
-    for result in read_benchmark(finished[0]).values():
+def test_spans(results):
+    for result in results.values():
         for phase, spans in result.spans.items():
             total = result.timings[f"{phase}/total"]
             for rank in range(result.config["ranks"]):
@@ -103,14 +124,14 @@ def test_spans(finished):
                     assert found == pytest.approx(seconds, rel=1e-3, abs=1e-7)
 
 
-def test_nothing_is_done_twice(finished, tmp_path):
+def test_nothing_is_done_twice(finished, results, tmp_path):
     output = tmp_path / "bench.h5"
     shutil.copy(finished[0], output)
     (tmp_path / ".bench.h5.123.tmp").write_text("left by a job that was killed")
     (tmp_path / "test.toml").write_text(PROFILE)
     options = ["--output", output, *SMALL, "--profile", tmp_path / "test.toml", "--backward"]
     options += ["--plans", "ring,attention2d:2x1", "--seqlens", "61"]
-    before = {name: x.timings for name, x in read_benchmark(output).items()}
+    before = {name: x.timings for name, x in results.items()}
     done = bench(2, *options, "--resume")
     assert done.returncode == 0 and "2 configurations are in" in done.stdout, done.stderr
     after = read_benchmark(output)
@@ -195,14 +216,12 @@ def test_spans_of_some(tmp_path, which, kept):
     assert ("not drawn: timeline: " in done.stderr) == (not kept)
 
 
-def test_plots_without_predictions(finished, tmp_path):
+def test_plots_without_predictions(workload, tmp_path):
     """What there is is drawn; what is not is named, and refused if nothing else was wanted."""
     path = tmp_path / "bench.h5"
-    with h5py.File(finished[0]) as old, h5py.File(path, "w") as new:
-        for name in old:
-            old.copy(name, new)
-        new.attrs.update(old.attrs)
-        for run in new["runs"].values():
+    shutil.copy(workload, path)
+    with h5py.File(path, "a") as file:
+        for run in file["runs"].values():
             run["predicted"].clear()
     done = plot(path, "--output", tmp_path, "--what", "model,phases", "--format", "svg")
     assert done.returncode == 0 and done.stdout == f"{tmp_path / 'phases.svg'}\n"
@@ -213,7 +232,6 @@ def test_plots_without_predictions(finished, tmp_path):
     assert_refused(done, "model: no predictions in the file")
 
 
-@pytest.mark.launches
 def test_wrong_result(tmp_path):
     """Is kept, and the exit code is 1, also of the job that resumes."""
     output = tmp_path / "bench.h5"
@@ -245,25 +263,25 @@ def test_plots_are_made_and_repeat(finished, tmp_path):
         assert first.startswith(b"\x89PNG" if name.endswith("png") else b"<?xml")
 
 
-def test_plots_of_what_is_chosen(finished, tmp_path):
-    name = next(x for x in read_benchmark(finished[0]) if x.startswith("ring-2x1x1"))
+def test_plots_of_what_is_chosen(finished, results, tmp_path):
+    name = next(x for x in results if x.startswith("ring-2x1x1"))
     done = plot(
         finished[0], "--output", tmp_path, "--what", "timeline,phases", "--format", "svg",
         "--run", name, "--ranks", "2", "--phase", "backward",
-        "--workload", "full-n61-h4-kv2-d8-float32-backward",
+        "--workload", WORKLOAD,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert sorted(os.listdir(tmp_path)) == ["phases.svg", "timeline.svg"]
 
 
-def test_bad_plots(finished, tmp_path):
-    common = [finished[0], "--output", tmp_path]
+def test_bad_plots(workload, tmp_path):
+    common = [workload, "--output", tmp_path]
     assert_all_refused("plot.py", 0, [
         ([*common, *options], [], text)
         for options, text in (
             (["--what", "pie"], "'pie' is none of scaling"),
             (["--format", "gif"], "'gif' is none of png"),
-            (["--workload", "mine"], "no workload 'mine': causal-n61"),
+            (["--workload", "mine"], "no workload 'mine': full-n61"),
             (["--ranks", "3"], "was not run on 3 ranks"),
             (["--ranks", "0"], "was not run on 0 ranks"),
             (["--run", "none"], "no run 'none'"),
@@ -273,13 +291,13 @@ def test_bad_plots(finished, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_study(finished, tmp_path):
+def test_study(finished, results, tmp_path):
     done = helpers.drive("study.py", 0, finished[0], "--markdown")
     assert done.returncode == 0, done.stderr
     assert re.search(r"forward \+ backward [\d.]+ in time, [\d.]+ in bytes", done.stdout)
     assert re.search(r"pick .*: [\d.]+x the ring, [\d.]+x the fastest of another", done.stdout)
     assert re.search(r"ms overlapped, [\d]+ in turn", done.stdout)
-    runs = len(read_benchmark(finished[0]))
+    runs = len(results)
     assert f"worst of {runs} runs" in done.stdout and "of the fastest: " in done.stdout
     rows = [line.count("|") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert len(rows) == done.stdout.count("    pick ") + 2 and set(rows) == {9}

@@ -1,13 +1,12 @@
 """Checks that cannot be switched off: what is not finite fails, and what rounding may drown."""
 
-import json
 import re
 
 import h5py
 import numpy as np
 import pytest
 from cases import GRIDS, NHEADS, TENSORS, inputs, run
-from helpers import DRIVERS, EACH, assert_all, bounds_for, drive, launch
+from helpers import DRIVERS, assert_all, bounds_for, drive, drive_each
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
 from a2d_mpi.core.dtypes import DTYPES
@@ -21,6 +20,7 @@ TOLD = {"float64": 1e-6, "float32": 0.01, "float16": 0.05, "bfloat16": 0.05}
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("rows", [None, 16], ids=["full", "sample"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_of_10000(comm, dtype, rows):
@@ -47,6 +47,7 @@ def test_logits_of_10000(comm, dtype, rows):
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 def test_padding_that_is_all_there_is(comm):
     """Gradients that are 0, inputs that are 0: bounds of 0, and of the terms, prove enough."""
     grid = ProcessGrid(comm, *GRIDS[-1])
@@ -62,7 +63,6 @@ def test_padding_that_is_all_there_is(comm):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.launches
 def test_overflow_and_logits_of_a_billion(tmp_path):
     """Exit code 1, and why; of those that are right, too."""
     runs = []
@@ -79,12 +79,10 @@ def test_overflow_and_logits_of_a_billion(tmp_path):
             for x, y in tensors.items():
                 copy[x] = y * np.float32(factors.get(x, 1))
         common = [str(tmp_path / f"{name}.h5"), "--backward", "--trials", "1"]
-        runs.append(([*common, *options], []))
-    done = launch(2, "-c", EACH, DRIVERS / "attention.py", json.dumps(runs), timeout=100)
-    reports = done.stdout.split("exit code")
-    codes = [int(x.split()[0]) for x in reports[1:]]
-    verdicts = [dict(re.findall(r"^(\w+) .*\d   (\w.*)$", x, re.MULTILINE)) for x in reports]
-    assert codes == [1, 1, 1, 0], done.stdout + done.stderr
+        runs.append(("attention.py", [*common, *options], []))
+    done, found = drive_each(runs, 2)
+    assert [code for code, _ in found] == [1, 1, 1, 0], done.stdout + done.stderr
+    verdicts = [dict(re.findall(r"^(\w+) .*\d   (\w.*)$", x, re.MULTILINE)) for _, x in found]
     for report in verdicts[:2]:
         assert report["dq"] == report["dk"] == "FAILED: not finite"
         assert report["lse"] == "passed"
@@ -94,7 +92,6 @@ def test_overflow_and_logits_of_a_billion(tmp_path):
     assert "check.py" not in done.stderr  # no warnings of NumPy's
 
 
-@pytest.mark.launches
 def test_one_byte_too_many_in_one_of_five_trials():
     once = (
         "from a2d_mpi.comm.channel import Traffic as T; old, calls = T.count, []\n"

@@ -52,8 +52,8 @@ CASES = [
     *product(["real"], ["full", "causal"], DTYPES, ["device", "host"]),
     ("emulated", "full", "float32", "device"),
     ("emulated", "causal", "float64", "host"),
-    ("emulated", "causal", "float16", "device"),
-    ("emulated", "causal", "bfloat16", "host"),
+    pytest.param("emulated", "causal", "float16", "device", marks=pytest.mark.one_mpi),
+    pytest.param("emulated", "causal", "bfloat16", "host", marks=pytest.mark.one_mpi),
 ]
 
 
@@ -85,6 +85,7 @@ def test_results_and_traffic(comm, cupy, on, method, mask, dtype, transfers, mon
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 def test_same_bits_every_time_and_without_overlap(comm, cupy, on, method):
     x = inputs(30, 1, 8, 1.0, "float32", 6)
     sizes = {"seqlen": 30, "nheads": 6, "nheads_kv": 1, "headdim": 8, "kernel": "cupy"}
@@ -95,6 +96,7 @@ def test_same_bits_every_time_and_without_overlap(comm, cupy, on, method):
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 def test_timings_by_events(comm, cupy, on, method):
     plan = method(Causal(), seqlen=64, nheads=6, headdim=16)
     on(plan, *inputs(64, 6, 16, 1.0, "float32", 6))
@@ -123,6 +125,7 @@ def test_numpy_on_some_ranks(comm, cupy, on):
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 def test_kernel_of_the_other_device(comm, cupy, on):
     grid = ProcessGrid(comm, comm.size, 1)
     plan = Attention2D(grid, Full(), seqlen=20, nheads=4, headdim=8, kernel="numpy")
@@ -133,6 +136,7 @@ def test_kernel_of_the_other_device(comm, cupy, on):
 
 
 @pytest.mark.mpi
+@pytest.mark.one_mpi
 def test_masks_of_two_intervals(comm, cupy, on, method):
     class Sinks(Causal):
         """The first 3 tokens, and the last 10."""

@@ -22,7 +22,9 @@ from helpers import (
     MPIEXEC,
     SECONDS,
     assert_all_refused,
+    assert_each_refused,
     assert_refused,
+    drive_each,
 )
 
 from a2d_mpi import Causal, Distribution
@@ -30,7 +32,8 @@ from a2d_mpi.core import reference
 from a2d_mpi.experiments.results import read_result
 from a2d_mpi.planning import cost
 
-pytestmark = pytest.mark.launches
+# The others, in which MPI has no part: what is wrong is found, and said, in Python.
+launches = pytest.mark.launches
 
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
@@ -38,19 +41,35 @@ SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
 drive = partial(helpers.drive, "attention.py")
 
 
-@pytest.mark.parametrize("options", [
-    ["--rows", "2", "--cols", "2", "--backward", "--check", "full"],
-    ["--rows", "1", "--method", "ring", "--mask", "full", "--backward", "--dtype", "float64"],
-    ["--method", "double_ring", "--inner", "2", "--backward", "--check", "full"],
-    ["--cols", "1", "--distribution", "striped", "--no-overlap", "--check", "none"],
-    ["--dtype", "bfloat16", "--backward", "--check", "full", "--save-outputs"],
-], ids=["2x2", "ring", "double ring", "4x1", "bfloat16"])  # fmt: skip
-def test_main_job(tmp_path, options):
-    output = tmp_path / "run.h5"
-    done = drive(4, SAMPLE, "--seqlen", "301", "--trials", "3", "--output", output, *options)
-    assert done.returncode == 0, done.stderr
-    assert "written to" in done.stdout and "FAILED" not in done.stdout
-    result = read_result(output)
+MAIN = {
+    "2x2": ["--rows", "2", "--cols", "2", "--backward", "--check", "full"],
+    "ring": ["--rows", "1", "--method", "ring", "--mask", "full", "--backward", "--dtype",
+             "float64"],
+    "double ring": ["--method", "double_ring", "--inner", "2", "--backward", "--check", "full"],
+    "4x1": ["--cols", "1", "--distribution", "striped", "--no-overlap", "--check", "none"],
+    "bfloat16": ["--dtype", "bfloat16", "--backward", "--check", "full", "--save-outputs"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def main_jobs(tmp_path_factory):
+    """Folder, exit codes and stdout of the runs of MAIN, one after the other on four ranks."""
+    folder = tmp_path_factory.mktemp("main")
+    common = [SAMPLE, "--seqlen", "301", "--trials", "3", "--output"]
+    done, found = drive_each(
+        [("attention.py", [*common, folder / f"{x}.h5", *MAIN[x]], []) for x in MAIN], 4
+    )
+    return folder, dict(zip(MAIN, found)), done.stderr
+
+
+@launches
+@pytest.mark.parametrize("name", MAIN)
+def test_main_job(main_jobs, name):
+    folder, found, stderr = main_jobs
+    (code, stdout), options = found[name], MAIN[name]
+    assert code == 0, stderr
+    assert "written to" in stdout and "FAILED" not in stdout
+    result = read_result(folder / f"{name}.h5")
     assert result.config["seqlen"] == 301
     phases = ["forward", "backward"] if "--backward" in options else ["forward"]
     assert set(result.timings) == {
@@ -76,21 +95,47 @@ def test_main_job(tmp_path, options):
         assert result.outputs["dq"].shape == (301, 12, 32)
 
 
-def test_outputs_are_the_attention_of_the_file(tmp_path):
-    output = tmp_path / "run.h5"
-    done = drive(
-        2, SAMPLE, "--seqlen", "100", "--trials", "1", "--dtype", "float64", "--backward",
-        "--output", output, "--save-outputs",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory):
+    """Results of some runs, one after the other on two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    shutil.copy(SAMPLE, folder / "zero.h5")
+    with h5py.File(folder / "zero.h5", "a") as file:
+        file["dout"] = np.zeros(file["q"].shape, "f4")
+    outputs = ["--trials", "1", "--backward", "--save-outputs"]
+    runs = {
+        "outputs": [SAMPLE, "--seqlen", "100", "--dtype", "float64", *outputs],
+        "zero dout": [folder / "zero.h5", "--seqlen", "50", *outputs],
+        "striped ring": [SAMPLE, "--seqlen", "64", "--trials", "1", "--method", "striped ring"],
+        "double ring": [SAMPLE, "--seqlen", "64", "--trials", "1", "--method", "double_ring"],
+    }
+    done, found = drive_each(
+        [("attention.py", [*runs[x], "--output", folder / f"{x}.h5"], []) for x in runs], 2
+    )
+    codes = {name: code for name, (code, _) in zip(runs, found)}
+    assert set(codes.values()) == {0}, f"{codes}\n{done.stderr}"
+    return {name: read_result(folder / f"{name}.h5") for name in runs}
+
+
+def test_outputs_are_the_attention_of_the_file(of_two_ranks):
     with h5py.File(SAMPLE) as file:
         q, k, v = (file[name][:100].astype(np.float64) for name in "qkv")
     visible = Causal().dense(np.arange(100), np.arange(100))
     out, lse = reference.attention(q, k, v, visible, 32**-0.5)
-    outputs = read_result(output).outputs
+    outputs = of_two_ranks["outputs"].outputs
     assert set(outputs) == {"out", "lse", "dq", "dk", "dv"}
     assert outputs["out"] == pytest.approx(out, rel=1e-12, abs=1e-13)
     assert outputs["lse"] == pytest.approx(lse, rel=1e-12)
+
+
+def test_dout_of_the_file_is_used(of_two_ranks):
+    assert (of_two_ranks["zero dout"].outputs["dv"] == 0).all()
+
+
+def test_rings(of_two_ranks):
+    for method, distribution in (("striped ring", "striped"), ("double ring", "zigzag")):
+        config = of_two_ranks[method].config
+        assert (config["method"], config["distribution"]) == (method, distribution)
 
 
 def test_gradients_do_not_depend_on_the_ranks(tmp_path):
@@ -105,18 +150,7 @@ def test_gradients_do_not_depend_on_the_ranks(tmp_path):
     assert np.abs(found[0]).max() > 0.1
 
 
-def test_dout_of_the_file_is_used(tmp_path):
-    path, output = tmp_path / "zero.h5", tmp_path / "run.h5"
-    shutil.copy(SAMPLE, path)
-    with h5py.File(path, "a") as file:
-        file["dout"] = np.zeros(file["q"].shape, "f4")
-    done = drive(2, path, "--seqlen", "50", "--trials", "1", "--backward", "--save-outputs",
-                 "--output", output)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert (read_result(output).outputs["dv"] == 0).all()
-
-
-@pytest.mark.parametrize("check", ["sample", "full"])
+@pytest.mark.parametrize("check", [pytest.param("sample", marks=launches), "full"])
 def test_failed_check(tmp_path, check):
     """A wrong result is reported, kept, and the exit code is 1."""
     output = tmp_path / "run.h5"
@@ -181,37 +215,50 @@ OPTIONS = [
 ]
 
 
-def test_bad_options():
-    assert_all_refused("attention.py", 2, [([SAMPLE, *x], [], text) for x, text in OPTIONS])
-
-
-@pytest.mark.parametrize("what", ["missing", "folder", "text", "truncated", "schema", "nan"])
-def test_bad_input_file(tmp_path, what):
-    path, output = tmp_path / "input.h5", tmp_path / "run.h5"
-    text = {
+def test_bad_files(tmp_path):
+    """Bad inputs, outputs that cannot be written or are the input: all stays as it was."""
+    good, token = tmp_path / "good.h5", Distribution("zigzag", 1536, 2).tokens(1)[5]
+    for name in ("good", "schema", "nan"):
+        shutil.copy(SAMPLE, tmp_path / f"{name}.h5")
+    with h5py.File(tmp_path / "schema.h5", "a") as file:
+        file.attrs["schema_version"] = 2
+    with h5py.File(tmp_path / "nan.h5", "a") as file:
+        file["k"][token, 3, :2] = np.nan, np.inf
+    (tmp_path / "folder.h5").mkdir()
+    (tmp_path / "text.h5").write_text("q k v")
+    (tmp_path / "truncated.h5").write_bytes(SAMPLE.read_bytes()[:100_000])
+    (tmp_path / "symlink.h5").symlink_to("good.h5")
+    (tmp_path / "hard link.h5").hardlink_to(good)
+    (tmp_path / "loop.h5").symlink_to("loop.h5")
+    inputs = {
         "missing": "No such file",
-        "folder": "input.h5",
-        "text": "input.h5",
-        "truncated": "input.h5",
+        "folder": "folder.h5",
+        "text": "text.h5",
+        "truncated": "truncated.h5",
         "schema": "schema",
         "nan": "k has 2 elements that are NaN or infinite: nothing can be checked (on rank 1)",
-    }[what]
-    if what == "folder":
-        path.mkdir()
-    elif what == "text":
-        path.write_text("q k v")
-    elif what == "truncated":
-        path.write_bytes(SAMPLE.read_bytes()[:100_000])
-    elif what != "missing":
-        shutil.copy(SAMPLE, path)
-        with h5py.File(path, "a") as file:
-            if what == "schema":
-                file.attrs["schema_version"] = 2
-            else:
-                token = Distribution("zigzag", 1536, 2).tokens(1)[5]
-                file["k"][token, 3, :2] = np.nan, np.inf
-    assert_refused(drive(2, path, "--output", output), text)
-    assert [x.name for x in tmp_path.iterdir() if x != path] == []
+    }
+    outputs = {
+        tmp_path / "none" / "run.h5": "cannot write {}: ",
+        tmp_path: "cannot write {}: ",
+        tmp_path / "text.h5" / "run.h5": "cannot write {}: ",
+        tmp_path / "." / ".." / tmp_path.name / "good.h5": "it is the input",
+        tmp_path / "symlink.h5": f"cannot write {{}}: it is the input {good}",
+        tmp_path / "hard link.h5": f"cannot write {{}}: it is the input {good}",
+        tmp_path / "loop.h5": "cannot write {}: Too many levels of symbolic links",
+    }
+
+    def state():
+        return sorted((x.name, x.lstat().st_ino, x.lstat().st_mtime) for x in tmp_path.iterdir())
+
+    before = state()
+    assert_all_refused("attention.py", 2, [
+        *(([tmp_path / f"{x}.h5", "--output", tmp_path / "run.h5"], [], text)
+          for x, text in inputs.items()),
+        *(([good, "--output", x], [], text.format(x)) for x, text in outputs.items()),
+    ])  # fmt: skip
+    assert state() == before
+    assert good.read_bytes() == SAMPLE.read_bytes()
 
 
 DIFFERENT = [
@@ -226,26 +273,19 @@ DIFFERENT = [
 ]
 
 
-def test_options_that_differ_on_one_rank():
-    common = [SAMPLE, "--rows", "2"]
-    assert_all_refused("attention.py", 2, [(common, more, text) for more, text in DIFFERENT])
+@launches
+def test_bad_options():
+    """On all ranks, or on one of them."""
+    assert_all_refused("attention.py", 2, [
+        *(([SAMPLE, *options], [], text) for options, text in OPTIONS),
+        *(([SAMPLE, "--rows", "2"], more, text) for more, text in DIFFERENT),
+    ])  # fmt: skip
 
 
+@launches
 def test_input_that_is_missing_on_one_rank():
     done = drive(2, SAMPLE, sabotage="sys.argv[1] = '/none/q.h5' if rank == 1 else sys.argv[1]")
     assert_refused(done, "/none/q.h5")
-
-
-@pytest.mark.parametrize("where", ["no such folder", "folder", "under a file"])
-def test_unwritable_output(tmp_path, where):
-    (tmp_path / "file").write_text("")
-    output = {
-        "no such folder": tmp_path / "none" / "run.h5",
-        "folder": tmp_path,
-        "under a file": tmp_path / "file" / "run.h5",
-    }[where]
-    assert_refused(drive(2, SAMPLE, "--output", output), f"cannot write {output}")
-    assert [x.name for x in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("found", ["before the run", "while writing"])
@@ -263,6 +303,7 @@ def test_full_disk(tmp_path, found):
     assert ("passed" in done.stdout) == (found == "while writing")  # nothing that is known is lost
 
 
+@launches
 @pytest.mark.parametrize("how", ["raise RuntimeError('a defect')", "os.kill(os.getpid(), 9)"])
 def test_rank_that_dies_ends_the_job(how):
     """A defect or a kill in the middle of a run: the job ends, soon and with an error."""
@@ -282,14 +323,22 @@ def test_rank_that_dies_ends_the_job(how):
 DRIVERS_OF_RANKS = ("attention", "bench", "bench_overlap", "bench_gpu")
 
 
-@pytest.mark.parametrize("program", DRIVERS_OF_RANKS)
-def test_help_is_printed_once(program):
-    done = helpers.drive(f"{program}.py", 2, "--help")
+@launches
+def test_help_is_printed_once():
+    """And ends a job well."""
+    done = drive(2, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("usage:") == 1
-    if program in DRIVERS_OF_RANKS[:2]:
-        text = " ".join(done.stdout.split())
-        assert ", ".join(cost.METHODS) in text and "r (rows), c (columns) and u (ranks" in text
+
+
+def test_help():
+    done, found = drive_each([(f"{x}.py", ["--help"], []) for x in DRIVERS_OF_RANKS], 2)
+    assert done.stderr == ""
+    for program, (code, stdout) in zip(DRIVERS_OF_RANKS, found):
+        assert (program, code, stdout.count("usage:")) == (program, 0, 1)
+        if program in DRIVERS_OF_RANKS[:2]:
+            text, names = " ".join(stdout.split()), ", ".join(cost.METHODS)
+            assert names in text and "r (rows), c (columns) and u (ranks" in text, program
 
 
 def test_options_of_other_drivers():
@@ -299,43 +348,13 @@ def test_options_of_other_drivers():
         [],
         "--seqlen must be at most 2147483648, got 99999999999",
     )
-    assert_all_refused("bench_overlap.py", 2, [number, huge])
     both = [(["kernel", *options], more, text) for options, more, text in (number, huge)]
-    assert_all_refused("bench_gpu.py", 2, both)
+    assert_each_refused(
+        [("bench_overlap.py", *x) for x in (number, huge)] + [("bench_gpu.py", *x) for x in both],
+        2,
+    )
     huge = (["--shapes", "99999999999x4x128"], [], "seqlen must be at most 2147483648, got 99")
     assert_all_refused("bench_tile.py", 0, [number, huge, (["--shapes", "1x2"], [], "got '1x2'")])
-
-
-@pytest.mark.parametrize("how", ["same", "symlink", "hard link", "loop"])
-def test_output_that_is_the_input(tmp_path, how):
-    path, output = tmp_path / "input.h5", tmp_path / "run.h5"
-    shutil.copy(SAMPLE, path)
-    text = f"cannot write {output}: it is the input {path}"
-    if how == "same":
-        output = tmp_path / "." / ".." / tmp_path.name / "input.h5"
-        text = "it is the input"
-    elif how == "symlink":
-        output.symlink_to("input.h5")
-    elif how == "hard link":
-        output.hardlink_to(path)
-    else:
-        output.symlink_to("run.h5")
-        text = f"cannot write {output}: Too many levels of symbolic links"
-    before = sorted((x.name, x.lstat().st_ino) for x in tmp_path.iterdir())
-    assert_refused(drive(2, path, "--output", output), text)
-    assert sorted((x.name, x.lstat().st_ino) for x in tmp_path.iterdir()) == before
-    assert path.read_bytes() == SAMPLE.read_bytes()
-
-
-def test_striped_ring(tmp_path):
-    output = tmp_path / "run.h5"
-    options = ["--seqlen", "64", "--trials", "1", "--output", output]
-    for method in ("striped ring", "double_ring"):
-        done = drive(2, SAMPLE, *options, "--method", method)
-        assert done.returncode == 0, done.stderr
-        config = read_result(output).config
-        assert config["method"] == method.replace("_", " ")
-        assert config["distribution"] == ("striped" if method == "striped ring" else "zigzag")
 
 
 # Nobody reads what the ranks print: rank 0's pipe, or all that they have, is closed.
@@ -346,7 +365,7 @@ UNREAD = {
 }
 
 
-@pytest.mark.parametrize("which", UNREAD)
+@pytest.mark.parametrize("which", [*list(UNREAD)[:2], pytest.param("neither", marks=launches)])
 def test_result_is_kept_whoever_reads(tmp_path, which):
     output = tmp_path / "run.h5"
     options = ["--seqlen", "64", "--trials", "2", "--output", output]
@@ -358,6 +377,7 @@ def test_result_is_kept_whoever_reads(tmp_path, which):
     assert done.returncode == 2
 
 
+@launches
 def test_result_is_kept_before_it_is_printed(tmp_path):
     output = tmp_path / "run.h5"
     done = drive(
@@ -380,6 +400,7 @@ def test_overflow_is_a_failed_check_and_no_warning():
     assert "Warning" not in done.stderr, done.stderr
 
 
+@launches
 def test_head_is_no_error(tmp_path):
     """As `| head -1`: of the launcher, what nobody reads is lost, and nothing else."""
     output = tmp_path / "run.h5"

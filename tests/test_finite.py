@@ -15,7 +15,7 @@ TOKEN, HEAD = 40, 1  # where it stands, of q and dout heads or of k and v heads
 DOCUMENTS = IntervalMask(np.where(np.arange(N) < 30, 0, 30), np.where(np.arange(N) < 30, 30, N))
 WINDOW = IntervalMask(np.arange(N) - 5, np.arange(N) + 3)
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ FUZZ = Path(__file__).with_name("fuzz.py")
 FAILED = re.compile(r"^fuzz: FAILED: bash jobs/fuzz.sh --case (\d+) 4: (.*)$", re.MULTILINE)
 
 
-@pytest.mark.launches
 @pytest.mark.parametrize(
     ("fault", "what"), [("mask", "areas"), ("merge", "out"), ("partial", "out|d[qkv]")]
 )

@@ -1,5 +1,6 @@
 """The rules of conftest.py, on little test files of their own."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -7,94 +8,69 @@ from pathlib import Path
 import pytest
 from helpers import launch
 
-pytestmark = pytest.mark.launches
+launches = pytest.mark.launches
 
 HERE = Path(__file__).parent
 HEADER = "import conftest\nimport pytest\nfrom helpers import assert_all\n"
+# Runs pytest on one file after the other, which saves its start.
+EACH = """
+import json, pytest, sys
+from mpi4py import MPI
+for name, *options in json.loads(sys.argv[1]):
+    codes = MPI.COMM_WORLD.allgather(int(pytest.main([f"test_{name}.py", *options])))
+    if MPI.COMM_WORLD.rank == 0:
+        print("exit codes", *codes, flush=True)
+"""
+
+
+def write(folder, name, text):
+    """A test file with this text, and what it needs."""
+    for needed in ("conftest.py", "helpers.py"):
+        shutil.copy(HERE / needed, folder)
+    shutil.copy(HERE.parent / "setup.cfg", folder)
+    (folder / f"test_{name}.py").write_text(HEADER + text)
+
+
+def run_each(folder, texts, ranks):
+    """Run pytest on these test files: by name, all exit codes, stdout, and stderr of them all."""
+    options = ["--color=no", *["--with-mpi"] * (ranks > 0)]
+    for name, text in texts.items():
+        write(folder, name, text)
+    files = [(name, *options) for name in texts]
+    done = launch(ranks, "-c", EACH, json.dumps(files), timeout=120, cwd=folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.split(r"^exit codes ([\d ]+)\n", done.stdout, flags=re.MULTILINE)
+    assert len(found) == 2 * len(texts) + 1, done.stdout + done.stderr
+    codes = [set(map(int, x.split())) for x in found[1::2]]
+    return {name: (*x, done.stderr) for name, x in zip(texts, zip(codes, found[::2]))}
 
 
 @pytest.fixture
 def run(tmp_path):
     """Run pytest on a test file with this text; returns the exit code, stdout and stderr."""
-    for name in ("conftest.py", "helpers.py"):
-        shutil.copy(HERE / name, tmp_path)
-    shutil.copy(HERE.parent / "setup.cfg", tmp_path)
 
-    def run(text, ranks=0):
-        (tmp_path / "test_it.py").write_text(HEADER + text)
-        options = ["test_it.py", "--color=no", *["--with-mpi"] * (ranks > 0)]
+    def run(text, ranks):
+        write(tmp_path, "it", text)
+        options = ["test_it.py", "--color=no", "--with-mpi"]
         done = launch(ranks, "-m", "pytest", *options, timeout=120, cwd=tmp_path)
         return done.returncode, done.stdout, done.stderr
 
     return run
 
 
-def test_passes_on_two_ranks_and_only_rank_0_reports(run):
-    code, out, err = run(
-        """
-@pytest.mark.multirank
-@pytest.mark.mpi(min_size=2)
-def test_sum(comm):
-    assert_all(comm, comm.allreduce(1) == 2, "lost a rank")
-""",
-        ranks=2,
-    )
-    assert code == 0
-    assert len(re.findall("1 passed", out)) == 1
-    assert "[rank" not in out + err
+# Without ranks, and so without mpiexec.
 
-
-def test_mpi_tests_are_deselected_without_with_mpi(run):
-    code, out, _ = run(
-        """
+SERIAL = {
+    "deselected": """
 @pytest.mark.mpi
 def test_mpi(comm): pass
 def test_serial(): pass
-"""
-    )
-    assert code == 0
-    assert "1 passed, 1 deselected" in out
-
-
-def test_too_few_ranks(run):
-    code, out, _ = run(
-        """
-@pytest.mark.mpi(min_size=4)
-def test_4(comm): pass
-@pytest.mark.mpi
-@pytest.mark.multirank
-def test_2(comm): pass
 """,
-        ranks=1,
-    )
-    assert code != 0
-    assert "2 errors" in out
-    assert "needs 4 ranks, has 1" in out
-    assert "needs 2 ranks, has 1" in out
-
-
-@pytest.mark.parametrize("mark, ranks", [("mpi(minsize=2)", 2), ("mpi(2)", 0)])
-def test_misspelt_mark(run, mark, ranks):
-    code, _, err = run(f"@pytest.mark.{mark}\ndef test(comm): pass", ranks=ranks)
-    assert code != 0
-    assert "takes min_size=N only" in err
-
-
-def test_unknown_mark(run):
-    code, out, _ = run("@pytest.mark.mpl\ndef test(): pass")
-    assert code != 0
-    assert "'mpl' not found in `markers`" in out
-
-
-def test_comm_without_the_mark(run):
-    code, _, err = run("def test(comm): pass")
-    assert code != 0
-    assert "uses comm but is not marked mpi" in err
-
-
-def test_skip(run):
-    code, out, _ = run(
-        """
+    "positional": "@pytest.mark.mpi(2)\ndef test(comm): pass",
+    "unknown": "@pytest.mark.mpl\ndef test(): pass",
+    "unmarked": "def test(comm): pass",
+    "hidden": "@getattr(pytest.mark, 'mpi')\ndef test(comm): pass",
+    "skip": """
 import unittest
 @pytest.fixture
 def missing(): pytest.skip("because")
@@ -105,25 +81,152 @@ def test_condition(): pass
 def test_call(): pytest.skip("because")
 def test_unittest(): raise unittest.SkipTest("because")
 def test_fixture(missing): pass
-"""
-    )
-    assert code != 0
+""",
+    "skip_of_file": "pytest.importorskip('no_such_module')\ndef test(): pass",
+    "skip_for_gpu": "def test(): pytest.skip('no GPU here')\ndef test_more(): pass",
+}
+
+
+@pytest.fixture(scope="module")
+def serial(tmp_path_factory):
+    return run_each(tmp_path_factory.mktemp("serial"), SERIAL, 0)
+
+
+def test_mpi_tests_are_deselected_without_with_mpi(serial):
+    codes, out, _ = serial["deselected"]
+    assert codes == {0}
+    assert "1 passed, 1 deselected" in out
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("positional", "test_positional.py::test: mpi takes min_size=N only"),
+        ("unmarked", "test_unmarked.py::test: uses comm but is not marked mpi"),
+        ("hidden", "test_hidden.py::test: is marked, but the file lacks `mark.mpi`"),
+    ],
+)
+def test_marks_that_do_not_do(serial, name, text):
+    codes, _, err = serial[name]
+    assert 0 not in codes
+    assert text in err
+
+
+def test_unknown_mark(serial):
+    codes, out, _ = serial["unknown"]
+    assert 0 not in codes
+    assert "'mpl' not found in `markers`" in out
+
+
+def test_skip(serial):
+    codes, out, _ = serial["skip"]
+    assert 0 not in codes
     assert "2 failed, 3 errors" in out
     assert "skipped, which counts as a failure: because" in out
 
 
-def test_skip_of_a_whole_file(run):
-    code, out, _ = run("pytest.importorskip('no_such_module')\ndef test(): pass")
-    assert code != 0
+def test_skip_of_a_whole_file(serial):
+    codes, out, _ = serial["skip_of_file"]
+    assert 0 not in codes
     assert "skipped, which counts as a failure: could not import" in out
 
 
-def test_skip_for_want_of_a_gpu(run):
-    code, out, _ = run("def test(): pytest.skip('no GPU here')\ndef test_more(): pass")
-    assert code == 0
+def test_skip_for_want_of_a_gpu(serial):
+    codes, out, _ = serial["skip_for_gpu"]
+    assert codes == {0}
     assert "1 passed, 1 skipped" in out
 
 
+# On two ranks.
+
+PAIR = {
+    "sum": """
+@pytest.mark.multirank
+@pytest.mark.mpi(min_size=2)
+def test_sum(comm):
+    assert_all(comm, comm.allreduce(1) == 2, "lost a rank")
+""",
+    "too_few": """
+@pytest.mark.mpi(min_size=4)
+def test_4(comm): pass
+@pytest.mark.mpi
+@pytest.mark.multirank
+def test_2(comm): pass
+""",
+    "misspelt": "@pytest.mark.mpi(minsize=2)\ndef test(comm): pass",
+    "setup": """
+@pytest.fixture
+def broken(comm): assert comm.rank != 1
+@pytest.mark.mpi
+def test_it(comm, broken): comm.Barrier()
+@pytest.mark.mpi
+def test_more(comm): comm.Barrier()
+""",
+    "collected": """
+from mpi4py import MPI
+@pytest.mark.mpi
+@pytest.mark.parametrize("x", range(MPI.COMM_WORLD.rank + 1))
+def test_it(comm, x): pass
+""",
+    "import": """
+from mpi4py import MPI
+assert MPI.COMM_WORLD.rank == 0, "only here"
+@pytest.mark.mpi
+def test_it(comm): pass
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return run_each(tmp_path_factory.mktemp("pair"), PAIR, 2)
+
+
+@launches
+def test_passes_on_two_ranks_and_only_rank_0_reports(pair):
+    codes, out, err = pair["sum"]
+    assert codes == {0}
+    assert len(re.findall("1 passed", out)) == 1
+    assert "[rank" not in out and "test_sum" not in err
+
+
+def test_too_few_ranks(run, pair):
+    codes, out, _ = pair["too_few"]
+    assert 0 not in codes
+    assert "1 passed, 1 error" in out
+    assert "needs 4 ranks, has 2" in out
+    code, out, _ = run(PAIR["too_few"], ranks=1)
+    assert code != 0
+    assert "2 errors" in out
+    assert "needs 4 ranks, has 1" in out
+    assert "needs 2 ranks, has 1" in out
+
+
+def test_misspelt_mark(pair):
+    codes, _, err = pair["misspelt"]
+    assert 0 not in codes
+    assert "test_misspelt.py::test: mpi takes min_size=N only" in err
+
+
+def test_setup_that_fails_on_one_rank(pair):
+    codes, out, _ = pair["setup"]
+    assert 0 not in codes
+    assert "1 passed, 1 error" in out
+
+
+def test_ranks_that_collect_other_tests(pair):
+    codes, out, err = pair["collected"]
+    assert 0 not in codes
+    assert "not all ranks collected the same tests" in out + err
+
+
+def test_rank_that_cannot_import(pair):
+    codes, _, err = pair["import"]
+    assert 0 not in codes
+    assert re.search(r"^\[rank 1\] E +AssertionError: only here$", err, re.MULTILINE)
+
+
+@launches
 def test_failure_on_one_rank(run):
     code, out, err = run(
         """
@@ -147,6 +250,7 @@ def test_said(comm): assert_all(comm, comm.rank != 1, "by one, said to all")
     assert "by one" not in err
 
 
+@launches
 def test_failure_that_leaves_the_others_waiting(run):
     code, _, err = run(
         """
@@ -163,50 +267,7 @@ def test(comm):
     assert "the other ranks did not follow within 0.5 s" in err
 
 
-def test_setup_that_fails_on_one_rank(run):
-    code, out, _ = run(
-        """
-@pytest.fixture
-def broken(comm): assert comm.rank != 1
-@pytest.mark.mpi
-def test_it(comm, broken): comm.Barrier()
-@pytest.mark.mpi
-def test_more(comm): comm.Barrier()
-""",
-        ranks=2,
-    )
-    assert code != 0
-    assert "1 passed, 1 error" in out
-
-
-def test_ranks_that_collect_other_tests(run):
-    code, out, err = run(
-        """
-from mpi4py import MPI
-@pytest.mark.mpi
-@pytest.mark.parametrize("x", range(MPI.COMM_WORLD.rank + 1))
-def test_it(comm, x): pass
-""",
-        ranks=2,
-    )
-    assert code != 0
-    assert "not all ranks collected the same tests" in out + err
-
-
-def test_rank_that_cannot_import(run):
-    code, _, err = run(
-        """
-from mpi4py import MPI
-assert MPI.COMM_WORLD.rank == 0, "only here"
-@pytest.mark.mpi
-def test_it(comm): pass
-""",
-        ranks=2,
-    )
-    assert code != 0
-    assert re.search(r"^\[rank 1\] E +AssertionError: only here$", err, re.MULTILINE)
-
-
+@launches
 def test_rank_that_dies(run):
     code, *_ = run(
         """

@@ -211,7 +211,6 @@ def test_result_files_of_strangers(folder):
     assert "runs/two is a link" in error_of(lambda: read_benchmark(bench), OSError)
 
 
-@pytest.mark.launches
 def test_drivers_refuse_them_at_once(folder):
     path = folder / "input.h5"
     write_input(path, k=None)

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -181,7 +182,7 @@ x = [np.ones((len(plan.tokens), 2, 8), np.float32)] * 3
 plan.forward(*x)
 if comm.rank == 2: time.sleep(1.3)  # it has not waited for long when the others say so
 if comm.rank == 1:
-    if where in ("call", "nobody"): time.sleep(60 if where == "nobody" else 4)
+    time.sleep({"nobody": 60, "call": 4, "silent": 4}.get(where, 0))
     if where == "kernel":
         forward = plan._engine.tile.forward
         naps = [4]
@@ -190,6 +191,30 @@ plan.forward(*x)
 plan.forward(*x)
 comm.Barrier()
 """
+
+
+# Which job, how many ranks it has, and A2D_MPI_STALL_SECONDS and _ABORT.
+STALLS = {
+    "call": (3, "1", "0"),
+    "kernel": (3, "1", "0"),
+    "grid": (3, "1", "0"),
+    "nobody": (3, "1", "1"),
+    "silent": (2, "0", "0"),
+    "unread": (2, "soon", "0"),
+}
+
+
+@pytest.fixture(scope="module")
+def stalled():
+    """The jobs of STALLS, all at the same time: they mostly sleep."""
+
+    def run(where):
+        ranks, seconds, abort = STALLS[where]
+        env = {"A2D_MPI_STALL_SECONDS": seconds, "A2D_MPI_STALL_ABORT": abort}
+        return launch(ranks, "-c", STALL, where, timeout=60, env=env)
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(STALLS, pool.map(run, STALLS)))
 
 
 @pytest.mark.launches
@@ -203,9 +228,8 @@ comm.Barrier()
         ("grid", r"rank 0 in ProcessGrid\(1 x 3 x 1\), for all ranks to call it \(3 ranks\)"),
     ],
 )  # fmt: skip
-def test_late_rank(monkeypatch, where, text):
-    monkeypatch.setenv("A2D_MPI_STALL_SECONDS", "1")
-    done = launch(3, "-c", STALL, where, timeout=60)
+def test_late_rank(stalled, where, text):
+    done = stalled[where]
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if "a2d_mpi: waiting" in line]
     assert any(re.search(rf"waiting for [2-5] s: {text}$", line) for line in lines), done.stderr
@@ -213,23 +237,19 @@ def test_late_rank(monkeypatch, where, text):
 
 
 @pytest.mark.launches
-def test_rank_that_never_comes(monkeypatch):
-    monkeypatch.setenv("A2D_MPI_STALL_SECONDS", "1")
-    monkeypatch.setenv("A2D_MPI_STALL_ABORT", "1")
-    done = launch(3, "-c", STALL, "nobody", timeout=40)
+def test_rank_that_never_comes(stalled):
+    done = stalled["nobody"]
     assert done.returncode not in (0, 1, 2)
     assert "rank 1 did not come; aborting the job" in done.stderr
     assert done.seconds < 30
 
 
 @pytest.mark.launches
-def test_stall_settings(monkeypatch):
-    monkeypatch.setenv("A2D_MPI_STALL_SECONDS", "0")
-    done = launch(2, "-c", STALL.replace("time.sleep(4)", "time.sleep(2)"), "call", timeout=60)
+def test_stall_settings(stalled):
+    done = stalled["silent"]
     assert done.returncode == 0 and "waiting" not in done.stderr, done.stderr
-    monkeypatch.setenv("A2D_MPI_STALL_SECONDS", "soon")
-    done = launch(2, "-c", STALL, "call", timeout=60)
-    assert "A2D_MPI_STALL_SECONDS must be seconds, 0 for never, got 'soon'" in done.stderr
+    text = "A2D_MPI_STALL_SECONDS must be seconds, 0 for never, got 'soon'"
+    assert text in stalled["unread"].stderr
 
 
 THREADS = """
@@ -256,10 +276,15 @@ if comm.rank == 0:
 """
 
 
-@pytest.mark.launches
 @pytest.mark.parametrize(
     "ranks, argument, environment, inside",
-    [(4, None, None, "share"), (1, None, None, "share"), (2, 3, None, 3), (2, None, 2, 2)],
+    # How many ranks a node has is for MPI to say.
+    [
+        pytest.param(4, None, None, "share", marks=pytest.mark.launches),
+        (1, None, None, "share"),
+        (2, 3, None, 3),
+        (2, None, 2, 2),
+    ],
 )
 def test_blas_threads(monkeypatch, ranks, argument, environment, inside):
     for name in [x for x in os.environ if x.endswith("_NUM_THREADS")]:

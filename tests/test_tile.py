@@ -229,6 +229,8 @@ def test_partials_of_low_precision(dtype, parts, sums):
         o, s = out[rows], lse[rows]
         rest = np.zeros_like(s)
         for keys in pieces:
+            if keys[0] > rows[-1]:
+                continue  # hidden
             partial, partial_lse = np.empty(o.shape, kept), np.empty_like(s)
             intervals = mask.intervals(rows, keys)
             tile.forward(q[rows], k[keys], v[keys], intervals, partial, partial_lse)
@@ -240,6 +242,8 @@ def test_partials_of_low_precision(dtype, parts, sums):
     gradients = [np.zeros(x.shape, summed_in) for x in (q, k, v)]
     for rows in pieces:
         for keys in pieces:
+            if keys[0] > rows[-1]:
+                continue
             some = [np.zeros_like(q[rows]), np.zeros_like(k[keys]), np.zeros_like(v[keys])]
             intervals = mask.intervals(rows, keys)
             of_rows = (x[rows] for x in (lse, delta))
