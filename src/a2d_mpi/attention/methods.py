@@ -57,7 +57,7 @@ class DoubleRingAttention(AttentionPlan):
 
     @property
     def _options(self) -> dict[str, object]:
-        return {"inner": self.inner}
+        return {"inner": self.layout.cols}
 
     @property
     def layout(self) -> Layout:
