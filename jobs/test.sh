@@ -26,6 +26,7 @@ fi
 narrowed=$#
 folder=$(mktemp -d) other=""
 trap '[[ -z $other ]] || kill -- "-$other"; rm -rf "$folder"' EXIT
+trap 'exit 143' TERM # by way of EXIT
 lines=() passed=0 failed=0
 
 # count WORD LOG: the number before it in the last line of pytest's report, or 0.
