@@ -14,7 +14,7 @@ from a2d_mpi.core.pieces import cut, cut_own, keeps_own
 from a2d_mpi.core.sizes import Layout, Problem
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules import write
-from a2d_mpi.schedules.accounts import WIDE, merged_at_once, sorted_arrays
+from a2d_mpi.schedules.accounts import WIDE, merged_at_once, sorted_arrays, tensor_shape
 from a2d_mpi.schedules.steps import (
     FIRST,
     KINDS,
@@ -248,11 +248,9 @@ class Executor:
 
     def _buffer(self, key: object, name: str, tokens: int, wide: bool = False) -> Array:
         """The plan's buffer `key` for tokens of a tensor: as it is sent, or is computed."""
-        group = self._group
-        heads = group.nheads_kv if name in ("k", "v", "dk", "dv") else group.nheads
-        tail = () if name in ("lse", "delta") else (group.headdim,)
         dtype = self._engine.dtypes[wide or name in WIDE]
-        return self._engine.work.get((key, name), (tokens, heads, *tail), dtype)
+        shape = (tokens, *tensor_shape(self._group, name))
+        return self._engine.work.get((key, name), shape, dtype)
 
     def _kind(self, name: str) -> str:
         return self.schedule.arrays[name].kind

@@ -24,6 +24,7 @@ from a2d_mpi.devices import device_of
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.planning import cost
+from a2d_mpi.schedules.accounts import WIDE
 
 
 class AttentionPlan:
@@ -411,8 +412,7 @@ class AttentionPlan:
 
     def _dtype_of(self, name: str) -> np.dtype:
         """Of the tensor as the caller has it, or as it is sent."""
-        wide = ("lse", "delta", "dq", "dk", "dv")
-        return self.compute_dtype if name in wide else self.dtype
+        return self.compute_dtype if name in WIDE else self.dtype
 
     def _checked(self, arrays: dict[str, Array]) -> tuple[list[Array], bool]:
         """The arrays, C-contiguous, and whether no element is known to be NaN or infinite."""

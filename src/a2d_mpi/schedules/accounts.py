@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,13 +14,16 @@ from a2d_mpi.schedules.steps import KINDS, Attend, Message, Ranks, Rows, Schedul
 WIDE = ("lse", "delta", "dq", "dk", "dv")  # sent as they are computed: sums, and statistics
 
 
+def tensor_shape(group: Problem, name: str) -> tuple[int, ...]:
+    """Shape of one token of a tensor."""
+    heads = group.nheads_kv if name in ("k", "v", "dk", "dv") else group.nheads
+    return (heads,) if name in ("lse", "delta") else (heads, group.headdim)
+
+
 def tensor_bytes(group: Problem, name: str, wide: bool = False) -> int:
     """Bytes of a token of a tensor, as it is sent or, with `wide`, as it is computed."""
     element = group.compute_itemsize if wide or name in WIDE else group.itemsize
-    if name in ("lse", "delta"):
-        return group.nheads * element
-    heads = group.nheads_kv if name in ("k", "v", "dk", "dv") else group.nheads
-    return heads * group.headdim * element
+    return math.prod(tensor_shape(group, name)) * element
 
 
 def messages(
