@@ -18,6 +18,7 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.gpus import TRANSFERS
 from a2d_mpi.core.atomic import check_writable, refuse_same
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.core.dtypes import DTYPES, as_dtype
 from a2d_mpi.core.masks import MASKS
@@ -46,7 +47,6 @@ from a2d_mpi.experiments.results import Result, inspect_input, read_part, write_
 from a2d_mpi.experiments.sweep import grid_shape
 from a2d_mpi.kernels import KERNELS
 from a2d_mpi.planning.machine import read_machine
-from a2d_mpi.planning.schedule import Workload
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -28,7 +29,7 @@ from a2d_mpi.experiments.summary import Summary, phases_of, summarise, usual_tri
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import read_machine
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.schedule import Workload
+from a2d_mpi.schedules import distribution_of
 
 MACHINES = Path(__file__).parents[1] / "data" / "machines"
 PAPER = {"64x1": "h100-64x1.toml", "16x4": "a100-16x4.toml"}
@@ -164,7 +165,9 @@ def _matches(path: str, results: dict[str, Result], xs: Sequence[Summary]) -> st
     work = Workload(LENGTH, 96, 128, 96 * int(c["nheads_kv"]) // int(c["nheads"]),
                     MASKS[str(c["mask"])](), "bfloat16")  # fmt: skip
     layout = Layout(int(c["ranks"]), 1)
-    moved = cost.traffic("ring", layout, work.problem(layout, work.distribution("ring")), 0)
+    moved = cost.traffic(
+        "ring", layout, work.problem(layout, distribution_of("ring", work.mask)), 0
+    )
     transfer = moved["forward", "ring"][1] / paper.between.bandwidth
     there = float(predict(paper, "ring", layout, work)["forward"].compute.mean()) / transfer
     tokens = LENGTH * here / there

@@ -25,11 +25,11 @@ from helpers import assert_all
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi.core import pieces
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.planning.machine import read_machine
 from a2d_mpi.planning.planner import best_plan
-from a2d_mpi.planning.schedule import Workload
 
 PROFILES = Path(__file__).parents[1] / "data" / "machines"
 

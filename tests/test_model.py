@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.areas import pair_areas
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.sizes import Layout, flops
@@ -31,11 +32,11 @@ from a2d_mpi.planning.calibration import (
     to_toml,
     write_machine,
 )
-from a2d_mpi.planning.cost import METHODS
+from a2d_mpi.planning.clock import PARTS
 from a2d_mpi.planning.machine import Kernel, Link, Machine, parse_count, parse_size, read_machine
 from a2d_mpi.planning.memory import peak_memory
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.schedule import PARTS, Workload
+from a2d_mpi.schedules import METHODS, distribution_of
 
 ROOT = Path(__file__).parents[1]
 PROFILES = sorted((ROOT / "data" / "machines").glob("*.toml"))
@@ -64,7 +65,7 @@ layouts = st.builds(
     Layout, st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 2, 4]),
     st.permutations("rcu").map("".join),
 )  # fmt: skip
-methods = st.sampled_from(METHODS)
+methods = st.sampled_from(list(METHODS))
 
 
 @given(layouts, methods, st.sampled_from([Full(), Causal()]), st.integers(1, 500), st.booleans())
@@ -73,7 +74,7 @@ def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
     """Neither than the computing alone, nor than the bytes through my link."""
     here = machine(Link(1e6), Link(1e6))
     job = work(seqlen, mask=mask, overlap=overlap)
-    name = job.distribution(method)
+    name = distribution_of(method, job.mask)
     sizes = job.problem(layout, name)
     area, _ = pair_areas(mask, Distribution(name, seqlen, layout.cells))
     for phase, found in predict(here, method, layout, job).items():
@@ -119,7 +120,7 @@ def test_two_ranks_hide_all_but_the_ends(layout):
     job = Workload(8192, 8, 64, mask=CAUSAL, dtype="float32", backward=True)
     for phase in job.phases:
         compute = flops(8192 * 8193 // 4, 8, 64, phase == "backward") / KERNEL.flops
-        problem = job.problem(layout, job.distribution("attention2d"))
+        problem = job.problem(layout, distribution_of("attention2d", job.mask))
         moved = cost.traffic("attention2d", layout, problem, 0)
         inwards = sum(both[1] for key, both in moved.items() if key[0] == phase)
         here = machine(Link(1.5 * inwards / compute))

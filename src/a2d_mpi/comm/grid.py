@@ -17,8 +17,8 @@ from a2d_mpi.comm.watch import Watch
 from a2d_mpi.core.sizes import Layout
 
 if TYPE_CHECKING:
+    from a2d_mpi.core.config import Workload
     from a2d_mpi.planning.machine import Machine
-    from a2d_mpi.planning.schedule import Workload
 
 
 class ProcessGrid:
@@ -127,11 +127,11 @@ class ProcessGrid:
         comm : Intracomm
             Its ranks fill the machine's nodes one after the other.
         machine : a2d_mpi.planning.machine.Machine
-        work : a2d_mpi.planning.schedule.Workload
+        work : a2d_mpi.core.config.Workload
         memory : int, optional
             Bytes of a rank; default: what the machine says.
         method : str
-            One of `a2d_mpi.planning.cost.METHODS`.
+            One of `a2d_mpi.schedules.METHODS`.
 
         Raises
         ------

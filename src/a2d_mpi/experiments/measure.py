@@ -38,7 +38,7 @@ from a2d_mpi.experiments.summary import usual_trial
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 SAMPLE = 16  # query rows and key rows that are looked at in a sampled check
 
-# What makes the plan of a method of `a2d_mpi.planning.cost.METHODS`, from (grid, mask, **options).
+# What makes the plan of a method of `a2d_mpi.schedules.METHODS`, from (grid, mask, **options).
 METHODS: dict[str, Callable[..., AttentionPlan]] = {
     "attention2d": Attention2D,
     "ring": RingAttention,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from a2d_mpi.planning.cost import METHODS
+from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,7 +52,7 @@ SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 
 
 def method_name(text: str) -> str:
-    """A method as `a2d_mpi.planning.cost.METHODS` spells it; "double_ring" is "double ring".
+    """A method as `a2d_mpi.schedules.METHODS` spells it; "double_ring" is "double ring".
 
     Raises
     ------

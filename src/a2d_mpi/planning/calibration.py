@@ -12,10 +12,10 @@ from itertools import combinations
 import numpy as np
 
 from a2d_mpi.core.atomic import replacing
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Kernel, Link, Machine, kernel_terms, one_line
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.schedule import Workload
 
 STEADY = 0.2  # a measurement is disturbed if its figures may be off by more
 

@@ -40,6 +40,7 @@ from pathlib import Path
 
 import numpy as np
 
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import flops
 
 if sys.version_info >= (3, 11):
@@ -47,7 +48,6 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-PHASES = ("forward", "backward")
 # Bytes of a profile and of a line: the parser's time grows with the square of what a line holds.
 LONGEST, LONGEST_LINE = 1 << 16, 1000
 LONGEST_NAME = 100

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, Problem
-from a2d_mpi.planning.cost import PHASES
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import buffers as schedule_buffers
 
@@ -63,16 +63,16 @@ def buffers(
     Exact, but for parts of one token, which are never out of order.  `backward`: after a backward
     call.
     """
-    group, me = problem.layer(layout.heads), rank // layout.heads
-    total = _exchange(layout, problem, group, rank, backward)
-    if layout.cells == 1:
-        return total
+    group = problem.layer(layout.heads)
     held: dict[object, int] = {}
     for phase in PHASES[: 1 + backward]:
-        schedule = write(method, phase, layout, group, me)
-        for key, nbytes in schedule_buffers(schedule, group, distribution == "contiguous").items():
-            held[key] = max(nbytes, held.get(key, 0))
-    return total + sum(held.values())
+        for i, schedule in enumerate(write(method, phase, layout, problem, rank)):
+            if layout.cells == 1 and "head" not in schedule.channels:
+                continue  # a kernel call alone: it writes the results
+            sorted_ = distribution == "contiguous"
+            for key, nbytes in schedule_buffers(schedule, group, sorted_).items():
+                held[i, key] = max(nbytes, held.get((i, key), 0))
+    return sum(held.values())
 
 
 def _arrays(layout: Layout, problem: Problem, rank: int, backward: bool) -> int:
@@ -93,21 +93,3 @@ def _arrays(layout: Layout, problem: Problem, rank: int, backward: bool) -> int:
     elif narrow and not alone:
         total += n * p.dq
     return total
-
-
-def _exchange(layout: Layout, problem: Problem, p: Problem, rank: int, backward: bool) -> int:
-    """To share out the heads, and to bring the results back."""
-    heads, own = layout.heads, problem.counts[rank]
-    if heads == 1:
-        return 0
-    n, narrow = p.counts[rank // heads], p.itemsize != p.compute_itemsize
-    alone = layout.cells == 1  # results are of the dtype at once, but what will be summed
-    there, back, rounded = p.q + p.kv, p.q + p.lse, p.q * (not alone)
-    if backward:
-        shared = problem.nheads_kv < heads  # then gradients of keys travel as they are summed
-        there += p.q + 2 * p.lse
-        back = max(back, p.q + (p.dkv if shared else p.kv))  # the same buffers
-        rounded += p.q * (shared or not alone) + p.kv * (not shared and not alone)
-    # What arrives, all of that in the order of tokens, and what leaves.
-    total = (2 * n + (heads - 1) * own) * there + (heads * own + n - own) * back
-    return total + n * rounded * narrow

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from a2d_mpi.core.pieces import gradients_by_query
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.steps import Attend, Merge, Message, Ranks, Rows, Schedule, Zero
 
 
@@ -136,3 +138,16 @@ def backward(s: Schedule) -> None:
             s.wait(messages)
             s.add(Merge(rows, Rows(array, s.me)))
     s.results = {"dq": Rows(dq, s.me), "dkv": Rows(dkv, s.me)}
+
+
+def _known_as(layout: Layout) -> str:
+    if layout.size == 1:
+        return ""
+    if layout.cells == 1:
+        return "Ulysses"
+    return "tree" if layout.rows == 1 else "all-gather" if layout.cols == 1 else ""
+
+
+METHOD = Method(
+    forward, backward, lambda layout: (layout.rows, layout.cols, ""), known_as=_known_as
+)

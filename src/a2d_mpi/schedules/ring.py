@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Ranks, Rows, Schedule, Zero
 
 
@@ -125,6 +127,9 @@ def backward(s: Schedule) -> None:
             s.add(Merge(arrived, dkv))
         elif r > 0:
             leave(r - 1)
+        if ring.groups == ring.places == 1:
+            arrived = dkv
+            break
         # The next to come are those of the next block, at last of the round's first.
         arrived = ring.slot("dkv", "arrived", step, ring.owner(r, t + 1))
         travelling = ring.shift(ring.inner, dkv, arrived)
@@ -133,3 +138,25 @@ def backward(s: Schedule) -> None:
         leave(ring.groups - 1)
         s.wait(leaving)
     s.results = {"dq": dq, "dkv": arrived if total is None else total}
+
+
+def _double(layout: Layout) -> tuple[int, int, str]:
+    # Groups of one rank are themselves one ring, whose hops are outer ones.
+    return (layout.rows, layout.cols, "inner") if layout.cols > 1 else (1, layout.cells, "outer")
+
+
+def _suits_double(layout: Layout) -> bool:
+    """Two rings of two ranks at least, and the inner ones never spread wider than the outer."""
+    wider = layout.order.index("c") < layout.order.index("r")
+    return min(layout.rows, layout.cols) > 1 and not wider
+
+
+RING = Method(
+    forward,
+    backward,
+    shape=lambda layout: (1, layout.cells, "ring"),
+    suits=lambda layout: layout.cols == 1 < layout.rows,
+    known_as=lambda layout: "USP" if layout.heads > 1 else "",
+)
+STRIPED_RING = RING._replace(distribution="striped", known_as=lambda layout: "")
+DOUBLE_RING = Method(forward, backward, _double, suits=_suits_double)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from a2d_mpi.core.pieces import cut
 
 Ranks = int | np.ndarray  # a rank of the context group, or one for each rank
 
-# The tensors of a kind of rows, and whether rows of it are sums that travel as they are computed.
+# The tensors of a kind of rows.
 KINDS = {
     "q": ("q",),
     "qd": ("dout", "q", "lse", "delta"),
@@ -26,7 +26,11 @@ KINDS = {
     "out": ("out", "lse"),
     "dq": ("dq",),
     "dkv": ("dk", "dv"),
+    "qkv": ("q", "k", "v"),
+    "qkvd": ("dout", "q", "k", "v", "lse", "delta"),
+    "gradients": ("dq", "dk", "dv"),
 }
+WIDE = ("lse", "delta", "dq", "dk", "dv")  # sent as they are computed: sums, and statistics
 FIRST, REST = "first", "rest"  # parts of a rank's own shard: what it computes first, and last
 
 
@@ -41,11 +45,14 @@ class Rows(NamedTuple):
     part : (int, int), "first", "rest" or None
         Of the owner's shard: the i-th of the units in which it travels along n ranks, each in a
         message; what its owner computes first, or last; None: all.
+    heads : Ranks or None
+        Of an array with all heads: those that this rank of the head group computes.
     """
 
     array: str
     owner: Ranks | None = None
     part: tuple[int, int] | str | None = None
+    heads: Ranks | None = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +67,20 @@ class Array:
         Empty: of whichever owner's tokens it holds at a time, one at once.
     role : {"given", "result", "buffer"}
         From the caller, for the caller, or the plan's.
+    wide : tuple of str
+        Tensors that have the dtype of the computation, not that of the caller.
+    all_heads : bool
+        Whether it has the heads of all context groups.
+    packed : bool
+        Whether its tensors lie one after the other, and travel in one message.
     """
 
     kind: str
     owners: tuple[Ranks, ...]
     role: str = "buffer"
+    wide: tuple[str, ...] = WIDE
+    all_heads: bool = False
+    packed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +141,11 @@ class Attend:
 
 @dataclass(frozen=True)
 class Merge:
-    """A partial result that came: merged, or added, to rows of the same kind."""
+    """A partial result that came: merged, or added, to rows of the same kind.
+
+    Of gradients that have other heads than those of their target, only `Array.wide` ones are
+    sums; the others are copied.
+    """
 
     rows: Rows
     to: Rows
@@ -150,6 +170,10 @@ class Sizes:
         Whether to compute while messages travel.
     inner : str
         Name of the channel of inner hops, of rings.
+    narrow : bool
+        Whether the caller's dtype is narrower than that of the computation.
+    shares_kv : bool
+        Whether several context groups share a KV head.
     """
 
     rows: int
@@ -159,6 +183,8 @@ class Sizes:
     nheads_kv: int
     overlap: bool = True
     inner: str = ""
+    narrow: bool = False
+    shares_kv: bool = False
 
     def units(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
         """Parts in which an owner's shard travels along a row or column of so many ranks."""
@@ -174,6 +200,8 @@ class Schedule:
     ----------
     me : Ranks
     sizes : Sizes
+    axis : (int, Ranks)
+        Logical rank of p is ``p axis[0] + axis[1]``.
     channels : dict of str to tuple of Ranks
         The ranks of each channel, by their rank in it.
     arrays : dict of str to Array
@@ -187,6 +215,7 @@ class Schedule:
 
     me: Ranks
     sizes: Sizes
+    axis: tuple[int, Ranks] = (1, 0)
     cuts: Callable[[Schedule, Rows, Rows, int], bool] = lambda *_: False
     channels: dict[str, tuple[Ranks, ...]] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
@@ -195,10 +224,15 @@ class Schedule:
     _held: list[Message] = field(default_factory=list)
 
     def array(
-        self, name: str, kind: str, owners: Sequence[Ranks] = (), role: str = "buffer"
+        self,
+        name: str,
+        kind: str,
+        owners: Sequence[Ranks] = (),
+        role: str = "buffer",
+        **others: Any,
     ) -> str:
         """Declare an array; returns its name."""
-        self.arrays.setdefault(name, Array(kind, tuple(owners), role))
+        self.arrays.setdefault(name, Array(kind, tuple(owners), role, **others))
         return name
 
     def add(self, *steps: Step) -> None:
@@ -273,6 +307,10 @@ class Schedule:
             messages = [self.receive(channel, p, Rows(name, self.me, u)) for u in units]
             found.append((Rows(name, self.me), messages))
         return found
+
+    def logical(self, rank: Ranks) -> Ranks:
+        """The logical rank of the layout that a rank of the schedule is."""
+        return rank * self.axis[0] + self.axis[1]
 
     def parts(self, mine: Rows, others: Rows, ranks: int) -> tuple[str | None, ...]:
         """Of this rank's own rows, which meet others: what it computes first, and last."""
