@@ -24,7 +24,7 @@ from cases import (
 from helpers import assert_all
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
-from a2d_mpi.core import pieces
+from a2d_mpi.core import chunks
 from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.planning.machine import read_machine
@@ -123,9 +123,9 @@ def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
 @pytest.mark.parametrize("shape", numbers(UNITS, UNITS[-1:]), ids=str)
 def test_chunks_in_units(comm, monkeypatch, shape):
     """Cut where they are long enough: right, counted, and the same bits without overlap."""
-    monkeypatch.setattr(pieces, "GRAIN", 4)
+    monkeypatch.setattr(chunks, "GRAIN", 4)
     grid, bad = ProcessGrid(comm, *shape), []
-    cut = [max(len(pieces.cut(101 // comm.size * grid.heads, x)) for x in shape[:2])]
+    cut = [max(len(chunks.chunks(101 // comm.size * grid.heads, x)) for x in shape[:2])]
     window = IntervalMask(np.maximum(np.arange(101) - 30, 0), np.arange(101) + 1)
     for mask, nheads_kv, distribution in product(
         (Full(), Causal(), window), (1, NHEADS), DISTRIBUTIONS
@@ -283,7 +283,7 @@ def test_order_of_ranks(comm, order):
     if comm.rank != np.ravel_multi_index([mine[x] for x in order], [sizes[x] for x in order]):
         bad.append(f"{mine} on rank {comm.rank}")
     logical = (grid.row * grid.cols + grid.col) * grid.heads + grid.head
-    if grid.comm.rank != logical or grid.layer_comm.rank != logical // grid.heads:
+    if grid.comm.rank != logical or grid.group_comm.rank != logical // grid.heads:
         bad.append(f"rank {grid.comm.rank} of {grid.comm.size} is {mine}")
     plan = Attention2D(grid, Causal(), seqlen=90, nheads=NHEADS, headdim=8)
     bad += failures(plan, run(plan, *inputs(90, NHEADS, 8)), Causal(), 90, NHEADS, 8)
@@ -361,7 +361,7 @@ def test_check_agrees_with_the_reference(comm, method, rows):
 def test_the_tests_can_tell(comm, method, monkeypatch):
     """Deliberately wrong variants must fail: a merge that averages, a mask that is off by one."""
     plan = method(Causal(), seqlen=130, nheads=NHEADS, headdim=16)
-    if plan.grid.layer_comm.size > 1:
+    if plan.grid.group_comm.size > 1:
         monkeypatch.setattr("a2d_mpi.devices.host.merge", averaging_merge)
         bad = failures(plan, run(plan, *inputs(130, NHEADS, 16)), Causal(), 130, NHEADS, 16)
         assert_all(comm, comm.allreduce(len(bad)) > 0, "an averaging merge passed")

@@ -49,7 +49,7 @@ import sys
 sys.modules["mpi4py"] = None  # importing it fails
 import a2d_mpi
 from a2d_mpi import Causal, Distribution, Full, IntervalMask, devices, kernels
-from a2d_mpi.core import areas, atomic, dtypes, merge, pieces, reference, sizes
+from a2d_mpi.core import pairs, atomic, dtypes, merge, chunks, reference, sizes
 from a2d_mpi.experiments import benchmark, options, results, sweep
 from a2d_mpi.planning import calibration, cost, memory, model, planner
 try:

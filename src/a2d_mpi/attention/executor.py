@@ -9,8 +9,8 @@ import numpy as np
 
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
-from a2d_mpi.core.masks import Mask, key_areas, query_areas
-from a2d_mpi.core.pieces import cut, cut_own, keeps_own
+from a2d_mpi.core.chunks import chunks, split_own_shard, splits_own_shard
+from a2d_mpi.core.masks import Mask, keys_per_query, queries_per_key
 from a2d_mpi.core.sizes import Layout, Problem
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules import write
@@ -181,7 +181,7 @@ class Executor:
             target = [self._buffer("own", x, n, wide=True)[own] for x in KINDS["out"]]
         q, (k, v) = self._tensors(step.queries)[0], self._keys(step.keys)
         with engine.clock("compute"):
-            engine.tile.forward(q, k, v, intervals, *target)
+            engine.kernel.forward(q, k, v, intervals, *target)
         if merges:
             with engine.clock("merge"):
                 engine.device.merge(*into, self._rest(own), *target)
@@ -191,7 +191,7 @@ class Executor:
         k, v = self._keys(step.keys)
         gradients = *self._tensors(step.into), *self._keys(step.keys_into)
         with self._engine.clock("compute"):
-            self._engine.tile.backward(dout, q, k, v, lse, delta, intervals, *gradients)
+            self._engine.kernel.backward(dout, q, k, v, lse, delta, intervals, *gradients)
 
     def _merge(self, rows: Rows, to: Rows) -> None:
         with self._engine.clock("merge"):
@@ -266,7 +266,7 @@ class Executor:
         if isinstance(rows.part, str):
             part = self._own[self._side(rows.array)][rows.part != FIRST]
         elif rows.part is not None:
-            part = cut(n, rows.part[1])[rows.part[0]]
+            part = chunks(n, rows.part[1])[rows.part[0]]
         else:
             return slice(None) if len(owners) < 2 else slice(first, first + n)
         return slice(first + part.start, first + part.stop)
@@ -291,13 +291,13 @@ class Executor:
     def _cut_own(self, schedule: Schedule, mine: Rows, others: Rows, ranks: int) -> bool:
         """Cut this rank's own rows by the pairs that they make with the others."""
         self.schedule = schedule
-        if not keeps_own(self._group.counts[self._me], ranks):
+        if not splits_own_shard(self._group.counts[self._me], ranks):
             return False
         tokens = np.sort(self._tokens(others)), self._shards(self._me)
         if self._side(mine.array) == "q":
-            areas = query_areas(self._mask.intervals(tokens[1], tokens[0]))
+            areas = keys_per_query(self._mask.intervals(tokens[1], tokens[0]))
         else:
             intervals = self._mask.intervals(self._tokens(others), tokens[1])
-            areas = key_areas(intervals, len(tokens[1]))
-        self._own[self._side(mine.array)] = parts = cut_own(areas, ranks)
+            areas = queries_per_key(intervals, len(tokens[1]))
+        self._own[self._side(mine.array)] = parts = split_own_shard(areas, ranks)
         return len(parts) > 1

@@ -170,7 +170,7 @@ class AttentionPlan:
         name = config["distribution"] or mask.default_distribution
         self.distribution = Distribution(name, self.seqlen, grid.comm.size, grid.heads)
         # What the algorithm sees: the parts of the cells, and a layer's heads.
-        self._cells = Distribution(name, self.seqlen, grid.layer_comm.size)
+        self._cells = Distribution(name, self.seqlen, grid.group_comm.size)
         config["distribution"] = self.distribution.name
         scale = config["softmax_scale"]
         self.softmax_scale = 1 / math.sqrt(self.headdim) if scale is None else float(scale)
@@ -197,7 +197,7 @@ class AttentionPlan:
         )
         self._cell_tokens = self._exchange.tokens
         self._executors, channels = {}, {}
-        if grid.layer_comm.size == 1:
+        if grid.group_comm.size == 1:
             self._alone = mask.intervals(self._cell_tokens, self._cell_tokens)
         else:
             self._executors = {x: self._executor(x) for x in ("forward", "backward")}
@@ -239,7 +239,7 @@ class AttentionPlan:
             else:  # nothing to merge: out is at once as the caller gets it
                 out, lse = self._new("out", self.dtype), self._new("lse", self.compute_dtype)
                 with self._engine.clock("compute"):
-                    self._engine.tile.forward(q, k, v, self._alone, out, lse)
+                    self._engine.kernel.forward(q, k, v, self._alone, out, lse)
             return self._collected(out=out, lse=lse)
 
     def backward(
@@ -288,7 +288,7 @@ class AttentionPlan:
                     for x in ("dq", "dk", "dv")
                 )
                 with self._engine.clock("compute"):
-                    self._engine.tile.backward(
+                    self._engine.kernel.backward(
                         *(dout, q, k, v, lse, delta, self._alone, dq, dk, dv), fresh=True
                     )
             return self._collected(dq=dq, dk=dk, dv=dv)
@@ -311,17 +311,17 @@ class AttentionPlan:
 
         `a2d_mpi.planning.memory.buffers` predicts them.
         """
-        return self._engine.work.nbytes(apart="tile")
+        return self._engine.work.nbytes(apart="kernel")
 
     @property
     def deterministic(self) -> bool:
         """Whether gradients of the latest call's kernel repeat bit for bit; out and lse do."""
-        return getattr(self._engine.tile, "deterministic", True)
+        return getattr(self._engine.kernel, "deterministic", True)
 
     @property
     def product_dtype(self) -> np.dtype:
         """What the kernel of the latest call rounds probabilities to before it multiplies them."""
-        return getattr(self._engine.tile, "product_dtype", self.compute_dtype)
+        return getattr(self._engine.kernel, "product_dtype", self.compute_dtype)
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
         """What one forward and one backward call of `rank` send and receive.
@@ -357,8 +357,8 @@ class AttentionPlan:
 
     def _executor(self, phase: str, me: int | None = None) -> Executor:
         """What a rank of the context group (default: this one) does in a phase."""
-        me = self.grid.layer_comm.rank if me is None else me
-        group = self.problem.layer(self.grid.heads)
+        me = self.grid.group_comm.rank if me is None else me
+        group = self.problem.context_group(self.grid.heads)
         return Executor(
             *(self.method, phase, self.layout, group, self.overlap, me),
             *(self._cells.tokens, self.mask),
@@ -367,7 +367,7 @@ class AttentionPlan:
     def _comm_of(self, ranks: tuple[int, ...]) -> MPI.Intracomm:
         """The communicator of these ranks of the context group, in this order."""
         grid = self.grid
-        known = {tuple(range(grid.layer_comm.size)): grid.layer_comm}
+        known = {tuple(range(grid.group_comm.size)): grid.group_comm}
         known[tuple(grid.row * grid.cols + c for c in range(grid.cols))] = grid.row_comm
         known[tuple(r * grid.cols + grid.col for r in range(grid.rows))] = grid.col_comm
         return known[ranks]
@@ -395,7 +395,7 @@ class AttentionPlan:
         """Results of a layer as the caller gets them."""
         dtypes = {x: self.compute_dtype if x == "lse" else self.dtype for x in tensors}
         # Alone, gradients are new arrays; otherwise they lie in buffers.
-        in_buffers = () if self.grid.layer_comm.size == 1 else ("dq", "dk", "dv")
+        in_buffers = () if self.grid.group_comm.size == 1 else ("dq", "dk", "dv")
         return tuple(self._exchange.collect(self._engine, tensors, dtypes, in_buffers))
 
     def _new(self, name: str, dtype: np.dtype) -> Array:

@@ -60,7 +60,7 @@ class ProcessGrid:
         The ranks of my column and layer, size R, my rank in it is my row.
     head_comm : Intracomm
         The ranks of my cell, size U.
-    layer_comm : Intracomm
+    group_comm : Intracomm
         The ranks of my layer, size R C, my rank in it is ``r C + c``.
     rows, cols, heads, row, col, head : int
         R, C, U and my coordinates.
@@ -101,9 +101,9 @@ class ProcessGrid:
         self.row, self.col = divmod(cell, self.cols)
         self._comms: list[MPI.Intracomm] = []
         self.comm = self._keep(comm.Split, 0, logical)
-        self.layer_comm = self._keep(self.comm.Split, self.head, cell)
-        self.row_comm = self._keep(self.layer_comm.Split, self.row, self.col)
-        self.col_comm = self._keep(self.layer_comm.Split, self.col, self.row)
+        self.group_comm = self._keep(self.comm.Split, self.head, cell)
+        self.row_comm = self._keep(self.group_comm.Split, self.row, self.col)
+        self.col_comm = self._keep(self.group_comm.Split, self.col, self.row)
         self.head_comm = self._keep(self.comm.Split, cell, self.head)
         self.cores = cores_of_rank(self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED))
         self._comms.pop().Free()

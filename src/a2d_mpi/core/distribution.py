@@ -30,7 +30,7 @@ class Distribution:
         * striped: part p is the tokens p, p+P, ... (Striped Attention, arXiv:2311.09431).
     seqlen : int
         N, the number of tokens.
-    nparts : int
+    nshards : int
         P, the number of parts, one per rank.
     group : int
         Every `group` parts in succession are together one of the ``P / group`` parts of the same
@@ -45,24 +45,24 @@ class Distribution:
 
     name: str
     seqlen: int
-    nparts: int
+    nshards: int
     group: int = 1
 
     def __post_init__(self) -> None:
         # NumPy's integers would overflow in the products below.
         object.__setattr__(self, "seqlen", int(self.seqlen))
-        object.__setattr__(self, "nparts", int(self.nparts))
+        object.__setattr__(self, "nshards", int(self.nshards))
         if self.name not in DISTRIBUTIONS:
             raise ValueError(f"unknown distribution {self.name!r}; one of {DISTRIBUTIONS}")
-        if self.seqlen < 0 or self.nparts < 1:
+        if self.seqlen < 0 or self.nshards < 1:
             raise ValueError(
-                f"need seqlen >= 0 and nparts >= 1, got {self.seqlen} and {self.nparts}"
+                f"need seqlen >= 0 and nshards >= 1, got {self.seqlen} and {self.nshards}"
             )
-        if self.group < 1 or self.nparts % self.group:
-            raise ValueError(f"groups of {self.group} do not divide {self.nparts} parts")
+        if self.group < 1 or self.nshards % self.group:
+            raise ValueError(f"groups of {self.group} do not divide {self.nshards} parts")
 
     def _ranges(self, part: int) -> tuple[range, ...]:
-        n, p = self.seqlen, self.nparts
+        n, p = self.seqlen, self.nshards
         if not 0 <= part < p:
             raise ValueError(f"part {part} is not in [0, {p})")
         if self.name == "contiguous":
@@ -85,7 +85,7 @@ class Distribution:
     @property
     def counts(self) -> tuple[int, ...]:
         """Number of tokens of every part."""
-        return tuple(self.count(p) for p in range(self.nparts))
+        return tuple(self.count(p) for p in range(self.nshards))
 
     def slices(self, part: int) -> Iterator[tuple[slice, slice]]:
         """Pairs (slice of the part, slice of the sequence) that cover the part in few pieces."""

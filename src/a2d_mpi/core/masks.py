@@ -79,7 +79,7 @@ class Mask:
 
     def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
         """Number of visible (query, key) pairs; balance and FLOP figures come from it."""
-        return int(np.sum(query_areas(self.intervals(q_tokens, k_tokens))))
+        return int(np.sum(keys_per_query(self.intervals(q_tokens, k_tokens))))
 
     def dense(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> np.ndarray:
         """Visibility as a (nq, nk) boolean matrix, straight from `visible`: for references."""
@@ -160,12 +160,12 @@ class IntervalMask(Mask):
         return ((self.begin[q_tokens], self.end[q_tokens]),)
 
 
-def query_areas(intervals: tuple[Interval, ...]) -> np.ndarray:
+def keys_per_query(intervals: tuple[Interval, ...]) -> np.ndarray:
     """Keys that each query sees, (nq,) int64; `intervals` as from `Mask.intervals`."""
     return sum(end - begin for begin, end in intervals)
 
 
-def key_areas(intervals: tuple[Interval, ...], nk: int) -> np.ndarray:
+def queries_per_key(intervals: tuple[Interval, ...], nk: int) -> np.ndarray:
     """Queries that see each of `nk` keys, (nk,) int64; `intervals` as from `Mask.intervals`."""
     steps = sum(
         np.bincount(begin, minlength=nk + 1) - np.bincount(end, minlength=nk + 1)

@@ -62,7 +62,7 @@ class Problem:
         """Bytes of one token of lse or delta."""
         return self.nheads * self.compute_itemsize
 
-    def layer(self, heads: int) -> Problem:
+    def context_group(self, heads: int) -> Problem:
         """What one of `heads` layers works on: the tokens of whole cells, its share of the heads.
 
         Raises
@@ -107,14 +107,14 @@ class Layout:
             raise ValueError(f"order must be a permutation of 'rcu', got {self.order!r}")
 
     @property
-    def cells(self) -> int:
+    def positions(self) -> int:
         """R C, the ranks of a layer."""
         return self.rows * self.cols
 
     @property
     def size(self) -> int:
         """P = R C U."""
-        return self.cells * self.heads
+        return self.positions * self.heads
 
     def physical(self) -> np.ndarray:
         """Physical rank of every logical rank, (P,) int64."""

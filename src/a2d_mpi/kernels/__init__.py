@@ -1,6 +1,6 @@
-"""Tile kernels: attention of some queries over some keys on one device.
+"""Kernel kernels: attention of some queries over some keys on one device.
 
-A kernel has two methods, `forward` and `backward`; `a2d_mpi.kernels.numpy.NumpyTile` documents
+A kernel has two methods, `forward` and `backward`; `a2d_mpi.kernels.numpy.NumpyKernel` documents
 them.
 """
 
@@ -15,17 +15,17 @@ from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.numpy import NumpyTile
+from a2d_mpi.kernels.numpy import NumpyKernel
 
 # "cudnn" falls back to "cupy" for what cuDNN does not take; its gradients are fastest when their
 # sums run in no fixed order, "cudnn-deterministic" makes them repeat bit for bit.
 KERNELS = ("auto", "numpy", "cupy", "cudnn", "cudnn-deterministic")
 
 
-class Tile(Protocol):
+class Kernel(Protocol):
     """What an algorithm asks of a kernel; arrays are C-contiguous.
 
-    On the host it has an attribute `careful`, too: see `a2d_mpi.kernels.numpy.NumpyTile`.
+    On the host it has an attribute `careful`, too: see `a2d_mpi.kernels.numpy.NumpyKernel`.
     """
 
     def forward(
@@ -64,14 +64,14 @@ def check_kernel(kernel: str, dtype: np.dtype) -> None:
         raise ValueError(f"kernel {kernel!r} takes float16 and bfloat16, not {dtype}")
 
 
-def make_tile(
+def make_kernel(
     kernel: str,
     device: Device,
     dtype: np.dtype,
     softmax_scale: float,
     poll: Callable[[], object] | None = None,
     work: Workspace | None = None,
-) -> Tile:
+) -> Kernel:
     """The kernel of that name on that device ("auto": the fastest for the dtype).
 
     Raises
@@ -86,16 +86,16 @@ def make_tile(
         kind = "NumPy" if device is HOST else "CuPy"
         raise ValueError(f"kernel {kernel!r} does not take {kind} arrays")
     if device is HOST:
-        return NumpyTile(dtype, softmax_scale, poll, work=work)
-    from a2d_mpi.kernels.cupy import CupyTile
+        return NumpyKernel(dtype, softmax_scale, poll, work=work)
+    from a2d_mpi.kernels.cupy import CupyKernel
 
-    plain = CupyTile(device, dtype, softmax_scale)
+    plain = CupyKernel(device, dtype, softmax_scale)
     if kernel == "cupy" or dtype.itemsize != 2:
         return plain
-    from a2d_mpi.kernels.cudnn import CudnnTile
+    from a2d_mpi.kernels.cudnn import CudnnKernel
 
     try:
-        return CudnnTile(plain, work, deterministic=kernel == "cudnn-deterministic")
+        return CudnnKernel(plain, work, deterministic=kernel == "cudnn-deterministic")
     except ImportError:
         if kernel != "auto":
             raise

@@ -17,18 +17,18 @@ import numpy as np
 from a2d_mpi.core.masks import Interval, Run, runs
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Remembered, Workspace
-from a2d_mpi.kernels.cupy import CupyTile
+from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import Block, Graphs, NotSupported, supported
 
 SHORTEST = 64  # queries of a run: below, one launch of the plain kernel for several is better
 
 
-class CudnnTile:
-    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyTile`.
+class CudnnKernel:
+    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyKernel`.
 
     Parameters
     ----------
-    plain : CupyTile
+    plain : CupyKernel
         What takes over where cuDNN does not do.
     work : Workspace, optional
         Where its buffers lie.
@@ -52,7 +52,7 @@ class CudnnTile:
 
     def __init__(
         self,
-        plain: CupyTile,
+        plain: CupyKernel,
         work: Workspace | None = None,
         deterministic: bool = False,
         graphs: Any = None,
@@ -203,7 +203,7 @@ class CudnnTile:
         return self._buffer("stats", (q.shape[1], len(q)), np.float32)
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:
-        return self._work.get(("tile", name), shape, dtype or self.dtype)
+        return self._work.get(("kernel", name), shape, dtype or self.dtype)
 
 
 def _whole(run: Run, q: Array, k: Array) -> bool:

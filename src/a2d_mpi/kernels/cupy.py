@@ -15,8 +15,8 @@ from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Remembered
 
 
-class CupyTile:
-    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyTile`.
+class CupyKernel:
+    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyKernel`.
 
     Parameters
     ----------

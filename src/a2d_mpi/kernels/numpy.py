@@ -31,7 +31,7 @@ BLOCK_K = 512  # keys of a block
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
 
 
-class NumpyTile:
+class NumpyKernel:
     """Attention of some queries over some keys, forward and backward.
 
     Parameters
@@ -239,7 +239,7 @@ class NumpyTile:
             _put(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
 
     def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return self._work.get(("tile", name), shape, self.dtype)
+        return self._work.get(("kernel", name), shape, self.dtype)
 
     def _product(
         self, weights: np.ndarray, x: np.ndarray, hidden: np.ndarray | None, out: np.ndarray

@@ -85,11 +85,11 @@ def moves(
         raise ValueError(f"{len(problem.counts)} parts for {layout.size} ranks")
     if method not in KNOWN:
         raise ValueError(f"unknown method {method!r}; one of {METHODS}")
-    group, me, u = problem.layer(layout.heads), rank // layout.heads, rank % layout.heads
+    group, me, u = problem.context_group(layout.heads), rank // layout.heads, rank % layout.heads
     for phase in phases:
         heads = _heads(problem, layout.heads, rank, phase)
         yield from (move for move in heads if sent in (None, move.sent))
-        if layout.cells > 1:
+        if layout.positions > 1:
             schedule = write(method, phase, layout, group, me)
             for message, tokens, tensors in messages_of(schedule, group, sent):
                 peer = message.peer * layout.heads + u
@@ -113,7 +113,7 @@ def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = F
 def _heads(p: Problem, heads: int, rank: Ranks, phase: str) -> Iterator[Move]:
     if heads == 1:
         return
-    layer, n = p.layer(heads), np.array(p.counts) if np.ndim(rank) else p.counts
+    layer, n = p.context_group(heads), np.array(p.counts) if np.ndim(rank) else p.counts
     q, k, lse = layer.q, layer.kv // 2, layer.lse
     # Several layers share a key head: its gradients are summed by the owner, in the compute dtype.
     dk = layer.dkv // 2 if p.nheads_kv < heads else k

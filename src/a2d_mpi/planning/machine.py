@@ -22,7 +22,7 @@ A profile holds measured (``drivers/calibrate.py``) or quoted figures, in SI uni
     [link.between]                # between nodes: here bandwidth is that of one NIC
     nics = 1                      # NICs of a node, shared by its ranks
 
-    [kernel.float32.forward]      # see Kernel; likewise backward, and other dtypes
+    [kernel.float32.forward]      # see KernelModel; likewise backward, and other dtypes
     flops = 95e9
 
 A link that was not measured is left out: such a profile does for ranks that do not need it.
@@ -103,7 +103,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelModel:
     """Seconds of a tile kernel on one core (or GPU), linear in what it touches.
 
     Attributes
@@ -153,7 +153,7 @@ class Kernel:
 
 
 def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int], backward: bool) -> list:
-    """What each attribute of a `Kernel`, in their order, is multiplied with."""
+    """What each attribute of a `KernelModel`, in their order, is multiplied with."""
     h, hkv, d = heads
     ones = np.ones_like(np.asarray(area, float))
     work = flops(1, h, d, backward) * np.asarray(area, float)
@@ -171,7 +171,7 @@ class Machine:
     name: str
     inside: Link | None
     between: Link | None
-    kernels: Mapping[str, Mapping[str, Kernel]]
+    kernels: Mapping[str, Mapping[str, KernelModel]]
     ranks_per_node: int = 1
     cores_per_node: float | None = None
     memory: int | None = None
@@ -225,7 +225,7 @@ class Machine:
                 )
         return self.inside or Link(1.0), self.between or Link(1.0)
 
-    def kernel(self, dtype: str, phase: str) -> Kernel:
+    def kernel(self, dtype: str, phase: str) -> KernelModel:
         """The kernel of a dtype; ValueError if the profile has none."""
         if dtype not in self.kernels:
             known = sorted(map(one_line, self.kernels))
@@ -265,7 +265,8 @@ def read_machine(path: str | Path) -> Machine:
             if set(_table(by_phase, f"kernel.{dtype}")) != set(PHASES):
                 raise ValueError(f"kernel.{dtype} must have forward and backward")
             found[dtype] = {
-                phase: _make(Kernel, x, f"kernel.{dtype}.{phase}") for phase, x in by_phase.items()
+                phase: _make(KernelModel, x, f"kernel.{dtype}.{phase}")
+                for phase, x in by_phase.items()
             }
         for name in ("memory", "reserved"):
             if isinstance(data.get(name), (str, float)):
@@ -344,7 +345,7 @@ def _make(kind: type, values: object, where: str, given: Mapping[str, object] = 
         raise ValueError(f"{prefix}{error}") from error
 
 
-def _check(values: Link | Kernel | Machine) -> None:
+def _check(values: Link | KernelModel | Machine) -> None:
     """Raise ValueError, with the name, for a number that is out of bounds."""
     for field in fields(values):
         value = getattr(values, field.name)

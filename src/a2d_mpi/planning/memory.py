@@ -63,9 +63,9 @@ def buffers(
     Exact, but for parts of one token, which are never out of order.  `backward`: after a backward
     call.
     """
-    group, me = problem.layer(layout.heads), rank // layout.heads
+    group, me = problem.context_group(layout.heads), rank // layout.heads
     total = _exchange(layout, problem, group, rank, backward)
-    if layout.cells == 1:
+    if layout.positions == 1:
         return total
     held: dict[object, int] = {}
     for phase in PHASES[: 1 + backward]:
@@ -78,9 +78,9 @@ def buffers(
 def _arrays(layout: Layout, problem: Problem, rank: int, backward: bool) -> int:
     """The caller's, and what is new in a call: results, and what becomes a result at the end."""
     heads, own = layout.heads, problem.counts[rank]
-    p = problem.layer(heads)
+    p = problem.context_group(heads)
     n, narrow = p.counts[rank // heads], p.itemsize != p.compute_itemsize
-    shared, alone = problem.nheads_kv < heads, layout.cells == 1
+    shared, alone = problem.nheads_kv < heads, layout.positions == 1
     total = own * (2 * problem.q + problem.kv + problem.lse)  # q, k, v, out, lse
     if backward:  # dout, delta, dq, dk, dv
         total += own * (2 * problem.q + problem.kv + problem.lse)
@@ -101,7 +101,7 @@ def _exchange(layout: Layout, problem: Problem, p: Problem, rank: int, backward:
     if heads == 1:
         return 0
     n, narrow = p.counts[rank // heads], p.itemsize != p.compute_itemsize
-    alone = layout.cells == 1  # results are of the dtype at once, but what will be summed
+    alone = layout.positions == 1  # results are of the dtype at once, but what will be summed
     there, back, rounded = p.q + p.kv, p.q + p.lse, p.q * (not alone)
     if backward:
         shared = problem.nheads_kv < heads  # then gradients of keys travel as they are summed

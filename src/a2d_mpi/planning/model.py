@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi.core import pieces
+from a2d_mpi.core import chunks
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.cost import METHODS
 from a2d_mpi.planning.machine import Machine
@@ -110,7 +110,7 @@ class Grid(Schedule):
     def _backward(self, row_peers: list, col_peers: list, q_in: Units, k_in: Units) -> None:
         p = self.layer
         dq, dkv = Partials(self, row_peers, p.dq, 1), Partials(self, col_peers, p.dkv, 2)
-        by_query = pieces.gradients_by_query(self.rows, self.cols, p.nheads, p.nheads_kv)
+        by_query = chunks.gradients_by_query(self.rows, self.cols, p.nheads, p.nheads_kv)
         early, late = (dq, dkv) if by_query else (dkv, dq)
         self._tile(by_query, q_in, k_in, early.send)
         if late is dkv and self._sorts:
@@ -176,11 +176,11 @@ class Grid(Schedule):
 
     def _first(self, ranks: int) -> float:
         """Share of my own chunk that does not wait for the end."""
-        return pieces.FIRST if pieces.keeps_own(self.counts.min(), ranks) else 1.0
+        return chunks.FIRST_SHARE if chunks.splits_own_shard(self.counts.min(), ranks) else 1.0
 
     def _units(self, hops: list[Hop]) -> Units:
         """When the units of each chunk arrive, mine first; two of them one after the other."""
-        if len(hops) == 1 and len(pieces.cut(int(self.counts.min()), 2)) == 2:
+        if len(hops) == 1 and len(chunks.chunks(int(self.counts.min()), 2)) == 2:
             ((done, due),) = hops
             halfway = (done + np.minimum(self.now, done)) / 2
             return [[None], [(halfway, due / 2), (done, due / 2)]]
@@ -196,7 +196,7 @@ class Ring(Schedule):
     """RingAttention, whatever the distribution: see `a2d_mpi.attention.methods`."""
 
     def run(self) -> None:
-        heads, cells = self.layout.heads, self.layout.cells
+        heads, cells = self.layout.heads, self.layout.positions
         to, came_from = (((self.cell + k) % cells) * heads + self.u for k in (1, -1))
         ring = self.route(to), came_from
         self.share_links([(to, self.n)])

@@ -11,12 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from a2d_mpi.core.areas import by_rows, pair_areas
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.dtypes import as_dtype, compute_dtype
 from a2d_mpi.core.masks import Full, Mask
+from a2d_mpi.core.pairs import by_rows, visible_pairs
 from a2d_mpi.core.sizes import LARGEST, Layout, Problem, check_sizes
-from a2d_mpi.planning.machine import PHASES, Kernel, Machine
+from a2d_mpi.planning.machine import PHASES, KernelModel, Machine
 
 PARTS = ("compute", "merge", "wait", "other")
 # When something has arrived, s, and what that takes of the receiver's core, s.
@@ -69,7 +69,7 @@ def _counts(whole: Distribution) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)  # both phases of layouts that differ in shape only
 def _pair_seconds(
-    kernel: Kernel,
+    kernel: KernelModel,
     mask: Mask,
     parts: Distribution,
     heads: tuple[int, int, int],
@@ -77,10 +77,10 @@ def _pair_seconds(
     share: float,
 ) -> np.ndarray:
     """Of the kernel for queries of one part and keys of another, by share of a core."""
-    area, cut = pair_areas(mask, parts)
+    area, cut = visible_pairs(mask, parts)
     counts = np.array(_counts(parts))
     found = np.empty(area.shape)
-    for rows in by_rows(parts.nparts):
+    for rows in by_rows(parts.nshards):
         sizes = area[rows], counts[rows, None], counts[None, :], cut[rows]
         found[rows] = kernel.seconds(*sizes, heads, backward) / share
     return found
@@ -126,7 +126,7 @@ class Schedule:
         self.step, self.turn = machine.step / share, machine.turn / share
         self.links = machine.links(layout.size)
         self.whole = work.problem(layout, distribution)
-        self.layer = p = self.whole.layer(layout.heads)
+        self.layer = p = self.whole.context_group(layout.heads)
         self.heads = (p.nheads, p.nheads_kv, p.headdim)
         self.rows, self.cols = layout.rows, layout.cols
         self.cell, self.u = np.divmod(np.arange(layout.size), layout.heads)
@@ -135,8 +135,8 @@ class Schedule:
         self.own = np.array(self.whole.counts)  # tokens of a rank, by rank
         self.counts = np.array(p.counts)  # tokens of a cell, by cell
         self.n = self.counts[self.cell]
-        cells = Distribution(distribution, work.seqlen, layout.cells)
-        self.area, self.cut = pair_areas(work.mask, cells)
+        cells = Distribution(distribution, work.seqlen, layout.positions)
+        self.area, self.cut = visible_pairs(work.mask, cells)
         self.pair = _pair_seconds(
             self.kernel, work.mask, cells, self.heads, self.backward, self.share
         )
@@ -189,7 +189,7 @@ class Schedule:
         self.now = ready
 
     def compute(self, area: np.ndarray, nq: np.ndarray, nk: np.ndarray, cut: np.ndarray) -> None:
-        """One kernel call of every rank; see `a2d_mpi.planning.machine.Kernel.seconds`."""
+        """One kernel call of every rank; see `a2d_mpi.planning.machine.KernelModel.seconds`."""
         self.spend("compute", self._kernel_seconds(area, nq, nk, cut))
         self.spend("other", self.step)
 

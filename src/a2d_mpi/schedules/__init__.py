@@ -31,10 +31,12 @@ class Method(NamedTuple):
 
 def _double_ring(layout: Layout) -> tuple[int, int, str]:
     # Groups of one rank are themselves one ring, whose hops are outer ones.
-    return (layout.rows, layout.cols, "inner") if layout.cols > 1 else (1, layout.cells, "outer")
+    return (
+        (layout.rows, layout.cols, "inner") if layout.cols > 1 else (1, layout.positions, "outer")
+    )
 
 
-_RING = Method(ring.forward, ring.backward, lambda layout: (1, layout.cells, "ring"))
+_RING = Method(ring.forward, ring.backward, lambda layout: (1, layout.positions, "ring"))
 METHODS = {
     "attention2d": Method(
         attention2d.forward, attention2d.backward, lambda layout: (layout.rows, layout.cols, "")
@@ -63,7 +65,7 @@ def write(
     phase : {"forward", "backward"}
     layout : Layout
     group : Problem
-        Of the context group: ``problem.layer(layout.heads)``.
+        Of the context group: ``problem.context_group(layout.heads)``.
     me : Ranks
         In the context group.
     overlap : bool

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from a2d_mpi.core.pieces import cut
+from a2d_mpi.core.chunks import chunks
 from a2d_mpi.core.sizes import MAX_MESSAGE, Problem
 from a2d_mpi.schedules.steps import KINDS, Attend, Message, Ranks, Rows, Schedule
 
@@ -54,7 +54,7 @@ def messages(
 
 
 def _unit_counts(counts: tuple[int, ...], ranks: int, like) -> list:
-    cuts = [[s.stop - s.start for s in cut(n, ranks)] for n in counts]
+    cuts = [[s.stop - s.start for s in chunks(n, ranks)] for n in counts]
     most = max(map(len, cuts))
     found = [[x[i] if i < len(x) else 0 for x in cuts] for i in range(most)]
     return [np.array(x) for x in found] if isinstance(like, np.ndarray) else found

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from a2d_mpi.core.pieces import gradients_by_query
+from a2d_mpi.core.chunks import gradients_by_query
 from a2d_mpi.schedules.steps import Attend, Merge, Message, Ranks, Rows, Schedule, Zero
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.core.pieces import cut
+from a2d_mpi.core.chunks import chunks
 
 Ranks = int | np.ndarray  # a rank of the context group, or one for each rank
 
@@ -163,7 +163,7 @@ class Sizes:
     def units(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
         """Parts in which an owner's shard travels along a row or column of so many ranks."""
         tokens = self.counts[owner] if isinstance(owner, int) else max(self.counts)
-        return [(unit, ranks) for unit in range(len(cut(tokens, ranks)))]
+        return [(unit, ranks) for unit in range(len(chunks(tokens, ranks)))]
 
 
 @dataclass

@@ -19,7 +19,7 @@ SAMPLE = 512  # query tokens of a part that are looked at where there is no clos
 LARGE = 512  # parts, of which the matrices take megabytes
 
 
-def pair_areas(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
+def visible_pairs(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
     """Work between every two parts.
 
     Parameters
@@ -37,11 +37,11 @@ def pair_areas(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.n
         Queries of part i whose visible keys begin or end strictly inside a run of part j: the
         ones that a kernel has to mask.
     """
-    return (_large if distribution.nparts > LARGE else _small)(mask, distribution)
+    return (_large if distribution.nshards > LARGE else _small)(mask, distribution)
 
 
-def _pair_areas(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
-    parts = distribution.nparts
+def _visible_pairs(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
+    parts = distribution.nshards
     if isinstance(mask, Full):
         counts = np.array(distribution.counts, np.int64)
         return np.outer(counts, counts), np.zeros((parts, parts), np.int64)
@@ -50,7 +50,7 @@ def _pair_areas(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.
     return _by_intervals(mask, distribution)
 
 
-_small, _large = lru_cache(maxsize=64)(_pair_areas), lru_cache(maxsize=1)(_pair_areas)
+_small, _large = lru_cache(maxsize=64)(_visible_pairs), lru_cache(maxsize=1)(_visible_pairs)
 
 
 def by_rows(parts: int) -> Iterator[slice]:
@@ -61,9 +61,9 @@ def by_rows(parts: int) -> Iterator[slice]:
 
 def _causal(distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
     """All runs of all parts have the same step, so the staircase has a closed form."""
-    parts = distribution.nparts
+    parts = distribution.nshards
     runs = [[s for _, s in distribution.slices(part)] for part in range(parts)]
-    step = distribution.nparts if distribution.name == "striped" else 1
+    step = distribution.nshards if distribution.name == "striped" else 1
     area, cut = (np.zeros((parts, parts), np.int64) for _ in range(2))
     starts, counts = np.zeros((2, parts), np.int64), np.zeros((2, parts), np.int64)
     for part, slices in enumerate(runs):
@@ -88,7 +88,7 @@ def _stairs(x: np.ndarray) -> np.ndarray:
 
 
 def _by_intervals(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
-    parts = distribution.nparts
+    parts = distribution.nshards
     tokens = [distribution.tokens(part) for part in range(parts)]
     area, cut = (np.zeros((parts, parts), np.int64) for _ in range(2))
     for i, q in enumerate(tokens):

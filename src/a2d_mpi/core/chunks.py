@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 GRAIN = 128  # tokens: what is cut in two has two of these at least, and is cut at a multiple
-FIRST = 0.6  # share of a rank's work on its own chunk that it does before that of the others
+FIRST_SHARE = 0.6  # share of a rank's work on its own chunk that it does before that of the others
 
 
-def cut(tokens: int, ranks: int) -> list[slice]:
+def chunks(tokens: int, ranks: int) -> list[slice]:
     """The units in which a chunk travels along a row or column of `ranks` ranks.
 
     With more than two ranks chunks are small parts of all that travels, and go whole.  Between two
@@ -20,24 +20,26 @@ def cut(tokens: int, ranks: int) -> list[slice]:
     return [slice(0, tokens)]
 
 
-def keeps_own(tokens: int, ranks: int) -> bool:
+def splits_own_shard(tokens: int, ranks: int) -> bool:
     """Whether a rank of such a row or column keeps some work on its own chunk for the end."""
     return ranks > 1 and tokens >= 2 * GRAIN
 
 
-def cut_own(areas: np.ndarray, ranks: int) -> list[slice]:
+def split_own_shard(areas: np.ndarray, ranks: int) -> list[slice]:
     """What a rank does of its own chunk before that of the others, and what after that.
 
     Parameters
     ----------
     areas : (n,) int64
-        Visible pairs of each token: the first part has about `FIRST` of them.
+        Visible pairs of each token: the first part has about `FIRST_SHARE` of them.
     ranks : int
         Of the row or column.  Alone, a rank has no partial results that travel at the end.
     """
     n = len(areas)
-    middle = GRAIN * round(int(np.searchsorted(np.cumsum(areas), FIRST * areas.sum())) / GRAIN)
-    if keeps_own(n, ranks) and 0 < middle < n:
+    middle = GRAIN * round(
+        int(np.searchsorted(np.cumsum(areas), FIRST_SHARE * areas.sum())) / GRAIN
+    )
+    if splits_own_shard(n, ranks) and 0 < middle < n:
         return [slice(0, middle), slice(middle, n)]
     return [slice(0, n)]
 
