@@ -145,9 +145,9 @@ def test_cudnn(cupy, dtype, heads, mask, gradients):
         found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
         bad += failures(found, q, k, v, dout, intervals, 0.2, q.dtype)
         if cupy.kind == "emulated":
-            launched = {block.kind for block in kernel._graphs.launched}
-            kinds = {x.kind for x in runs(intervals, 64)} - {"mixed"}
-            assert launched == kinds
+            launched = {block.shape for block in kernel._graphs.launched}
+            shapes = {x.shape for x in runs(intervals, 64)} - {"general"}
+            assert launched == shapes
             assert launched or mask in ("documents", "one", "two")
     assert not bad
 
@@ -156,7 +156,7 @@ def shapes_of_runs(mask, nq, nk):
     i = np.arange(nq)
     if mask == "window":
         return ((np.maximum(i - 20, 0), np.minimum(i + 41, nk)),)
-    if mask == "zigzag":  # blind, triangle, rectangle
+    if mask == "zigzag":  # masked rows, triangle, rectangle
         return ((i * 0, np.where(i < 50, 0, np.where(i < 120, i - 20, 180))),)
     if mask == "documents":
         return ((i // 30 * 30, np.minimum(i // 30 * 30 + 30, nk)),)
@@ -243,13 +243,13 @@ def test_runs_paint_the_mask(nq, nk, seed, shortest):
         j = np.arange(run.keys.stop - run.keys.start)
         diagonal = len(j) - len(i) + i
         block = painted[run.rows, run.keys]
-        if run.kind == "mixed":
+        if run.shape == "general":
             painted[run.rows] = dense(run.intervals, nk)
-        elif run.kind == "full":
+        elif run.shape == "full":
             block[...] = True
         else:
             assert len(i) <= len(j)
-            block |= (j <= diagonal) & ((run.kind == "causal") | (j > diagonal - run.window))
+            block |= (j <= diagonal) & ((run.shape == "causal") | (j > diagonal - run.window))
     assert next_row == nq
     assert (painted == dense(intervals, nk)).all()
 

@@ -12,7 +12,7 @@ from a2d_mpi.core.masks import Causal, Full, IntervalMask
 from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels import make_kernel
-from a2d_mpi.kernels.blocks import Cutter
+from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import BLOCK_K, BLOCK_Q, NumpyKernel
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
@@ -190,12 +190,17 @@ def test_polls_between_blocks():
 
 def test_blocks_are_cut_once_and_few_are_kept(monkeypatch):
     monkeypatch.setattr("a2d_mpi.devices.workspace.KEPT", 2)
-    cutter, tokens = Cutter(16, 16), np.arange(8)
+    blocker, tokens = Blocker(16, 16), np.arange(8)
     masks = [IntervalMask(0 * tokens, tokens + 1).intervals(tokens, tokens) for _ in range(3)]
-    first = [cutter.cut(x, 8, 1) for x in masks[:2]]
-    assert all(cutter.cut(x, 8, 1) is y for x, y in zip(masks, first))
-    assert cutter.cut(masks[0], 8, 2) is not first[0]  # another group: all before is forgotten
-    assert cutter.cut(masks[2], 8, 1).rows == 8 and cutter.cut(masks[0], 8, 1) is not first[0]
+    first = [blocker.blocking(x, 8, 1) for x in masks[:2]]
+    assert all(blocker.blocking(x, 8, 1) is y for x, y in zip(masks, first))
+    assert (
+        blocker.blocking(masks[0], 8, 2) is not first[0]
+    )  # another group: all before is forgotten
+    assert (
+        blocker.blocking(masks[2], 8, 1).rows == 8
+        and blocker.blocking(masks[0], 8, 1) is not first[0]
+    )
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "two runs"])
@@ -205,8 +210,8 @@ def test_little_hidden_work_is_done(mask):
     q_tokens = np.r_[tokens[: n // 4], tokens[-n // 4 :]] if mask == "two runs" else tokens
     shown = IntervalMask(np.maximum(tokens - 1000, 0) * (mask == "window"), tokens + 1)
     intervals = shown.intervals(q_tokens, tokens)
-    blocks = Cutter(BLOCK_Q, BLOCK_K).cut(intervals, n, 1).blocks
-    done = sum((r.stop - r.start) * (j1 - j0) for *_, pieces in blocks for r, j0, j1, _ in pieces)
+    blocks = Blocker(BLOCK_Q, BLOCK_K).blocking(intervals, n, 1).query_blocks
+    done = sum((r.stop - r.start) * (j1 - j0) for *_, found in blocks for r, j0, j1, _ in found)
     assert 1 <= done / shown.area(q_tokens, tokens) <= 1.15
 
 
