@@ -96,7 +96,7 @@ def test_low_precision(comm, method, mask, dtype, seqlen):
 @pytest.mark.parametrize("seqlen", [3, 101])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
-    """Both masks, key heads shared and not, 16 bits too; the same bits without overlap."""
+    """Both masks, KV heads shared and not, 16 bits too; the same bits without overlap."""
     grid, bad = ProcessGrid(comm, *algorithm[1]), []
     for mask, nheads_kv, dtype in (
         (Full(), NHEADS, "float32"),
@@ -162,7 +162,7 @@ def test_huge_logits(comm, method, mask, distribution):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-def blind_mask(seqlen):
+def mask_with_masked_rows(seqlen):
     """Every third query, and the whole last part, sees nothing; the others a window."""
     tokens = np.arange(seqlen)
     begin = np.maximum(tokens - 40, 0)
@@ -174,17 +174,17 @@ def blind_mask(seqlen):
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("seqlen", [2, 100])
 def test_queries_that_see_nothing(comm, method, distribution, seqlen):
-    mask = blind_mask(seqlen)
+    mask = mask_with_masked_rows(seqlen)
     plan = method(mask, seqlen=seqlen, nheads=NHEADS, headdim=7, distribution=distribution)
     found = run(plan, *inputs(seqlen, NHEADS, 7))
     bad = failures(plan, found, mask, seqlen, NHEADS, 7)
-    blind = (mask.end <= mask.begin)[plan.tokens]
+    masked = (mask.end <= mask.begin)[plan.tokens]
     silent = (
-        (found["out"][blind] == 0).all()
-        and np.isneginf(found["lse"][blind]).all()
-        and (found["dq"][blind] == 0).all()
+        (found["out"][masked] == 0).all()
+        and np.isneginf(found["lse"][masked]).all()
+        and (found["dq"][masked] == 0).all()
     )
-    assert_all(comm, silent and not bad, "; ".join(bad) or "a blind query is not silent")
+    assert_all(comm, silent and not bad, "; ".join(bad) or "a masked row is not silent")
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)

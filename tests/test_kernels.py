@@ -150,9 +150,9 @@ def test_queries_that_see_nothing():
     intervals = ((np.array([0, 3, 9, 0, 5, 2]), np.array([0, 3, 9, 9, 6, 2])),)
     exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
     found = run(NumpyKernel(np.float32, 0.5), q, k, v, dout, intervals, exact)
-    blind = [0, 1, 2, 5]
-    assert (found["out"][blind] == 0).all() and np.isneginf(found["lse"][blind]).all()
-    assert (found["dq"][blind] == 0).all()
+    masked = [0, 1, 2, 5]
+    assert (found["out"][masked] == 0).all() and np.isneginf(found["lse"][masked]).all()
+    assert (found["dq"][masked] == 0).all()
     assert not failures(found, q, k, v, dout, intervals, 0.5)
 
 
@@ -301,18 +301,18 @@ def test_padding_may_hold_anything(dtype):
     begin, end = np.full(70, 10), 10 + np.arange(70)  # the first sees nothing
     begin[[5, 64]] = end[[5, 64]]
     intervals = ((begin, end),)
-    blind, unseen = np.array([0, 5, 64]), np.r_[:10, 79:90]
+    masked, unseen = np.array([0, 5, 64]), np.r_[:10, 79:90]
     exact = plain(q, k, v, dout, intervals, 0.35, np.float64)
     clean = run(NumpyKernel(dtype, 0.35), q, k, v, dout, intervals, exact)
     for x in (q, dout):
-        x[blind] = np.nan
+        x[masked] = np.nan
     for x in (k, v):
         x[unseen] = np.nan
-    exact["out"][blind] = np.nan
+    exact["out"][masked] = np.nan
     found = run(NumpyKernel(dtype, 0.35), q, k, v, dout, intervals, exact)
     for name in TENSORS:
         assert np.array_equal(found[name], clean[name]), name
-    assert (found["dk"][unseen] == 0).all() and (found["dq"][blind] == 0).all()
+    assert (found["dk"][unseen] == 0).all() and (found["dq"][masked] == 0).all()
 
 
 def test_tiny_values():

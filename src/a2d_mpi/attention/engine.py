@@ -1,4 +1,4 @@
-"""What a plan runs on: the device of the arrays, a kernel, buffers, a way to MPI, clocks."""
+"""Engine of a plan: the device of the arrays, a kernel, buffers, a way to MPI, clocks."""
 
 from __future__ import annotations
 

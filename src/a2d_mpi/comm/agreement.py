@@ -47,5 +47,5 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
 def _text(value: object) -> str:
     try:
         return str(value)
-    except Exception as error:  # a number of too many digits, or whatever a caller has passed
+    except Exception as error:  # a number of too many digits, or any other object of a caller
         return f"{type(value).__name__} ({error})"

@@ -48,7 +48,7 @@ def bind_gpu(comm: MPI.Intracomm) -> tuple[Cuda, int]:
 
 
 def gpu_aware(transfers: str = "auto") -> tuple[bool, str]:
-    """Tell whether MPI may be given device memory, and on whose word.
+    """Tell whether MPI may be given device memory, and the origin of this answer.
 
     Parameters
     ----------

@@ -144,7 +144,7 @@ class ProcessGrid:
         if comm.rank == 0:
             try:
                 layout = best_plan(machine, comm.size, work, memory, (method,)).layout
-            except Exception as error:  # whatever it is, the other ranks must hear of it
+            except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = str(error) or type(error).__name__
         agree(comm, problem)
         layout = comm.bcast(layout)

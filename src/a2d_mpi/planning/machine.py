@@ -104,19 +104,19 @@ class Link:
 
 @dataclass(frozen=True)
 class KernelModel:
-    """Seconds of a tile kernel on one core (or GPU), linear in what it touches.
+    """Linear model of a kernel on one core (or GPU): the seconds of a call.
 
     Attributes
     ----------
     flops : float
-        FLOP/s of large tiles.
+        FLOP/s of large blocks.
     call, head : float
-        Seconds a call, and a call and key head.
+        Seconds a call, and a call and KV head.
     pair : float
-        Seconds a visible pair and query head whatever headdim is (exponentials).
+        Seconds a visible pair and query head, independent of headdim (exponentials).
     key, query : float
-        Seconds a key and key head, a query and query head, times headdim: copies, and idle parts
-        of blocks.  They make the rate fall for tiles of few queries or few keys.
+        Seconds a key and KV head, a query and query head, times headdim: copies, and idle parts
+        of cache blocks.  They make the rate fall for blocks of few queries or few keys.
     cut : float
         Seconds a query and query head of which a mask cuts a run of keys.
     """
@@ -153,7 +153,7 @@ class KernelModel:
 
 
 def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int], backward: bool) -> list:
-    """What each attribute of a `KernelModel`, in their order, is multiplied with."""
+    """Factors of the attributes of a `KernelModel`, in their order, in the seconds of a call."""
     h, hkv, d = heads
     ones = np.ones_like(np.asarray(area, float))
     work = flops(1, h, d, backward) * np.asarray(area, float)
@@ -359,7 +359,7 @@ def _check(values: Link | KernelModel | Machine) -> None:
 
 
 def _shown(value: object) -> str:
-    """What a message can hold of a value."""
+    """Text of a value that is short enough for a message."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a number of {value.bit_length() * math.log10(2):.0f} digits"
     if isinstance(value, (int, float, str)):
