@@ -23,7 +23,7 @@ from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import check_room, check_sizes, flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.options import TRIALS, BadOption, Parser, run_serial
-from a2d_mpi.kernels.numpy import NumpyTile
+from a2d_mpi.kernels.numpy import NumpyKernel
 
 SHAPES = "4096x4x128,8192x2x64"
 
@@ -108,7 +108,7 @@ def compare(torch, seqlen: int, nheads: int, headdim: int, mask_name: str, trial
     causal = mask_name == "causal"
     mask, tokens = MASKS[mask_name](), np.arange(seqlen)
     intervals = mask.intervals(tokens, tokens)
-    tiles = {name: NumpyTile(np.float32, headdim**-0.5) for name in ("ours", "general")}
+    tiles = {name: NumpyKernel(np.float32, headdim**-0.5) for name in ("ours", "general")}
     tiles["general"]._bounded = lambda *_: False
     out, lse = np.empty_like(q), np.empty((seqlen, nheads), np.float32)
     gradients = [np.empty_like(x) for x in (q, k, v)]

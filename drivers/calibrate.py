@@ -37,7 +37,7 @@ from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.merge import merge
 from a2d_mpi.experiments.cli import Parser, arguments, run, together
-from a2d_mpi.kernels.numpy import NumpyTile
+from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.planning.calibration import (
     STEADY,
     Sample,
@@ -263,7 +263,7 @@ def _tile_call(dtype: str, shape: tuple, poll=None) -> tuple[dict, Sample]:
     kind, wide = as_dtype(dtype), compute_dtype(as_dtype(dtype))
     q, dout = (rng.standard_normal((nq, h, d)).astype(kind) for _ in range(2))
     k, v = (rng.standard_normal((nk, hkv, d)).astype(kind) for _ in range(2))
-    tile, keys = NumpyTile(kind, d**-0.5, poll), np.arange(nk)
+    tile, keys = NumpyKernel(kind, d**-0.5, poll), np.arange(nk)
     intervals = mask.intervals(np.arange(nq), keys)
     out, lse = np.empty((nq, h, d), wide), np.empty((nq, h), wide)
     gradients = [np.zeros(x.shape, wide) for x in (q, k, v)]

@@ -312,7 +312,7 @@ def test_rank_that_dies_ends_the_job(how):
         sabotage="import os, a2d_mpi.kernels.numpy as t\n"
         "def forward(*_):\n"
         f"    if rank == 1: {how}\n"
-        "t.NumpyTile.forward = forward",
+        "t.NumpyKernel.forward = forward",
     )  # fmt: skip
     assert done.returncode not in (0, 1, 2)
     assert done.seconds < SECONDS

@@ -36,7 +36,7 @@ def test_all_shapes_are_there():
     shapes = [(x.rows, x.cols, x.heads) for x in layouts("attention2d", 12, work(nheads=6), 1)]
     assert len(shapes) == len(set(shapes)) == 6 + 4 + 3 + 2  # heads 1, 2, 3, 6; not 4 or 12
     assert all(r * c * u == 12 for r, c, u in shapes) and {u for *_, u in shapes} == {1, 2, 3, 6}
-    rings = [x.cells for x in layouts("ring", 12, work(nheads=6), 1)]
+    rings = [x.positions for x in layouts("ring", 12, work(nheads=6), 1)]
     assert sorted(rings) == [2, 4, 6, 12]
     double = list(layouts("double ring", 12, work(nheads=6), 1))
     assert all(min(x.rows, x.cols) > 1 for x in double)

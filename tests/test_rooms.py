@@ -1,4 +1,4 @@
-"""Who imports whom; what works without MPI; devices and transports have what is asked of them."""
+"""Imports between rooms, parts that work without MPI, and the protocols of rooms."""
 
 import inspect
 import os
@@ -12,6 +12,8 @@ import pytest
 from a2d_mpi.comm.transport import DeviceTransport, HostTransport, Transport
 from a2d_mpi.devices.host import Host
 from a2d_mpi.devices.protocol import Device
+from a2d_mpi.kernels import Kernel
+from a2d_mpi.kernels.numpy import NumpyKernel
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,7 +51,7 @@ import sys
 sys.modules["mpi4py"] = None  # importing it fails
 import a2d_mpi
 from a2d_mpi import Causal, Distribution, Full, IntervalMask, devices, kernels
-from a2d_mpi.core import areas, atomic, dtypes, merge, pieces, reference, sizes
+from a2d_mpi.core import pairs, atomic, dtypes, merge, chunks, reference, sizes
 from a2d_mpi.experiments import benchmark, options, results, sweep
 from a2d_mpi.planning import calibration, cost, memory, model, planner
 try:
@@ -77,10 +79,12 @@ def test_transports(kind):
 
 
 def test_host():
-    assert misses(Host, Device) == []
+    assert misses(Host, Device) == misses(NumpyKernel, Kernel) == []
 
 
 def test_gpu(cupy):
     from a2d_mpi.devices.cuda import Cuda
+    from a2d_mpi.kernels.cudnn import CudnnKernel
+    from a2d_mpi.kernels.cupy import CupyKernel
 
-    assert misses(Cuda, Device) == []
+    assert misses(Cuda, Device) == misses(CupyKernel, Kernel) == misses(CudnnKernel, Kernel) == []

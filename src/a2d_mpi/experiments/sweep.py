@@ -179,7 +179,7 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     if method == "double ring" and min(layout.rows, layout.cols) < 2:
         raise ValueError(f"{spec!r}: {_shape(layout)}, needs two rings of two ranks at least")
     if method in ("ring", "striped ring") and layout.cols > 1:
-        raise ValueError(f"{spec!r}: a ring is {layout.cells}x1x{layout.heads}")
+        raise ValueError(f"{spec!r}: a ring is {layout.positions}x1x{layout.heads}")
     return method, layout
 
 

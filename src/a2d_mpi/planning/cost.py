@@ -75,7 +75,7 @@ def moves(
 
     `sent`: only those that are sent, or only those that are received.
     """
-    group = problem.layer(layout.heads)
+    group = problem.context_group(layout.heads)
     for phase in phases:
         for schedule in write(method, phase, layout, problem, rank):
             for message, tokens, tensors in messages_of(schedule, group, sent):

@@ -8,6 +8,8 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, Problem
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import buffers as schedule_buffers
+from a2d_mpi.schedules.accounts import results, tensor_bytes
+from a2d_mpi.schedules.steps import KINDS
 
 
 def peak_memory(
@@ -31,7 +33,20 @@ def peak_memory(
     backward : bool
     """
     held = buffers(method, layout, problem, rank, distribution, backward)
-    return held + _arrays(layout, problem, rank, backward)
+    own, phase = problem.counts[rank], PHASES[backward]
+    group, p = problem.context_group(layout.heads), problem
+    chain = write(method, phase, layout, problem, rank)
+    # Given: q, k, v; dout, out, lse and delta too.
+    held += own * (p.q + p.kv + (2 * p.q + 2 * p.lse) * backward)
+    held += sum(results(schedule, group, problem) for schedule in chain)
+    # New once more: results that lie in buffers or have the dtype of the computation.
+    last = [chain[-1].arrays[rows.array] for rows in chain[-1].results.values()]
+    for array in last:
+        for name in KINDS[array.kind]:
+            wide = name in array.wide and p.itemsize < p.compute_itemsize
+            if name != "lse" and (array.role == "buffer" or wide):
+                held += own * tensor_bytes(problem, name, wide=False)
+    return held
 
 
 def most_memory(
@@ -63,33 +78,11 @@ def buffers(
     Exact, but for parts of one token, which are never out of order.  `backward`: after a backward
     call.
     """
-    group = problem.layer(layout.heads)
+    group = problem.context_group(layout.heads)
     held: dict[object, int] = {}
     for phase in PHASES[: 1 + backward]:
-        for i, schedule in enumerate(write(method, phase, layout, problem, rank)):
-            if layout.cells == 1 and "head" not in schedule.channels:
-                continue  # a kernel call alone: it writes the results
-            sorted_ = distribution == "contiguous"
-            for key, nbytes in schedule_buffers(schedule, group, sorted_).items():
-                held[i, key] = max(nbytes, held.get((i, key), 0))
+        for schedule in write(method, phase, layout, problem, rank):
+            in_order = distribution == "contiguous"
+            for key, nbytes in schedule_buffers(schedule, group, in_order).items():
+                held[key] = max(nbytes, held.get(key, 0))
     return sum(held.values())
-
-
-def _arrays(layout: Layout, problem: Problem, rank: int, backward: bool) -> int:
-    """The caller's, and what is new in a call: results, and what becomes a result at the end."""
-    heads, own = layout.heads, problem.counts[rank]
-    p = problem.layer(heads)
-    n, narrow = p.counts[rank // heads], p.itemsize != p.compute_itemsize
-    shared, alone = problem.nheads_kv < heads, layout.cells == 1
-    total = own * (2 * problem.q + problem.kv + problem.lse)  # q, k, v, out, lse
-    if backward:  # dout, delta, dq, dk, dv
-        total += own * (2 * problem.q + problem.kv + problem.lse)
-        if heads > 1 and alone:
-            total += n * (p.dq + p.dkv if shared else p.q + p.kv)
-        if shared and narrow:
-            total += own * problem.dkv
-    elif heads > 1:
-        total += n * ((p.q if alone else p.dq) + p.lse)
-    elif narrow and not alone:
-        total += n * p.dq
-    return total

@@ -1,7 +1,7 @@
 """Seconds that a method takes on a machine: its schedules, gone through for all ranks at once.
 
 All ranks set out together.  Each does the steps of its schedule and waits for what is not there
-yet: kernel calls by the machine's kernel (`a2d_mpi.planning.machine.Kernel`), messages by its
+yet: kernel calls by the machine's kernel (`a2d_mpi.planning.machine.KernelModel`), messages by its
 links (`a2d_mpi.planning.clock.Links`), copies and merges by the bytes that they touch.  What a
 transfer takes from the core of its receiver is the link's ``1 - hidden``.  This module does not
 import MPI and knows no method.
@@ -14,15 +14,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from a2d_mpi.core.areas import by_rows, pair_areas
+from a2d_mpi.core.chunks import FIRST_SHARE, splits_own_shard
 from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask
-from a2d_mpi.core.pieces import FIRST as FIRST_SHARE
-from a2d_mpi.core.pieces import keeps_own
+from a2d_mpi.core.pairs import by_rows, visible_pairs
 from a2d_mpi.core.sizes import Layout, Problem
 from a2d_mpi.planning.clock import Clock, Links
-from a2d_mpi.planning.machine import Kernel, Machine
+from a2d_mpi.planning.machine import KernelModel, Machine
 from a2d_mpi.schedules import distribution_of, write
 from a2d_mpi.schedules.accounts import Tokens, array_bytes, merged_at_once, sorted_arrays
 from a2d_mpi.schedules.steps import (
@@ -108,11 +107,11 @@ class _Ranks:
     ) -> None:
         self._machine, self._phase, self._layout, self._work = machine, phase, layout, work
         self._problem = work.problem(layout, distribution)
-        self._group = self._problem.layer(layout.heads)
+        self._group = self._problem.context_group(layout.heads)
         self._clock = Clock(layout.size, spans)
         self._links = Links(machine, layout, self._clock)
         self._in_order = distribution == "contiguous"
-        shards = Distribution(distribution, work.seqlen, layout.cells)
+        shards = Distribution(distribution, work.seqlen, layout.positions)
         self._kernel = _KernelCalls(
             machine.kernel(work.dtype, phase), machine.share, work.mask, shards, self._group, phase
         )
@@ -127,7 +126,7 @@ class _Ranks:
         schedules = write(
             *(method, self._phase, self._layout, problem, np.arange(self._layout.size)),
             overlap=self._work.overlap,
-            cuts=lambda schedule, mine, others, ranks: keeps_own(least, ranks),
+            cuts=lambda schedule, mine, others, ranks: splits_own_shard(least, ranks),
         )
         for schedule in schedules:
             self._walk(schedule)
@@ -218,7 +217,7 @@ class _KernelCalls:
 
     Parameters
     ----------
-    kernel : Kernel
+    kernel : KernelModel
     share : float
         Of a core that a rank has.
     mask : Mask
@@ -230,7 +229,7 @@ class _KernelCalls:
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: KernelModel,
         share: float,
         mask: Mask,
         shards: Distribution,
@@ -239,7 +238,7 @@ class _KernelCalls:
     ) -> None:
         self._heads = group.nheads, group.nheads_kv, group.headdim
         self._kernel, self._share, self._back = kernel, share, phase == "backward"
-        self._area, self._cut = pair_areas(mask, shards)
+        self._area, self._cut = visible_pairs(mask, shards)
         self._pair = _pair_seconds(kernel, mask, shards, self._heads, self._back, share)
 
     def begin(self, schedule: Schedule, tokens: Tokens) -> None:
@@ -277,7 +276,7 @@ class _KernelCalls:
             return {FIRST: FIRST_SHARE, REST: 1 - FIRST_SHARE}[rows.part]
         if rows.part is None:
             return 1.0
-        return 1 / len(self._schedule.sizes.units(rows.owner, rows.part[1]))
+        return 1 / len(self._schedule.sizes.chunks(rows.owner, rows.part[1]))
 
     def _summed(self, array: str, of_keys: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Areas and cut queries with all rows of an array, by set of owners, and each rank's set.
@@ -312,7 +311,7 @@ class _KernelCalls:
 
 @lru_cache(maxsize=2)  # both phases of layouts that differ in shape only
 def _pair_seconds(
-    kernel: Kernel,
+    kernel: KernelModel,
     mask: Mask,
     shards: Distribution,
     heads: tuple[int, int, int],
@@ -320,10 +319,10 @@ def _pair_seconds(
     share: float,
 ) -> np.ndarray:
     """Of the kernel for queries of one shard and keys of another, by share of a core."""
-    area, cut = pair_areas(mask, shards)
+    area, cut = visible_pairs(mask, shards)
     counts = np.array(shards.counts)
     found = np.empty(area.shape)
-    for rows in by_rows(shards.nparts):
+    for rows in by_rows(shards.nshards):
         sizes = area[rows], counts[rows, None], counts[None, :], cut[rows]
         found[rows] = kernel.seconds(*sizes, heads, backward) / share
     return found

@@ -16,9 +16,9 @@ from itertools import permutations
 
 import numpy as np
 
-from a2d_mpi.core.areas import pair_areas
 from a2d_mpi.core.config import PHASES, Workload
 from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.sizes import Layout, Problem, misfit
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.clock import PARTS
@@ -280,7 +280,7 @@ def _needs(
 def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:
     """Of balanced attention, whose ranks all have the same area and tokens."""
     whole = Distribution("contiguous", work.seqlen, 1)
-    area = int(pair_areas(work.mask, whole)[0].sum()) / layout.size
+    area = int(visible_pairs(work.mask, whole)[0].sum()) / layout.size
     least = sum(
         cost.lower_bound(problem, area, work.seqlen / layout.size, phase == "backward")
         for phase in work.phases

@@ -9,7 +9,7 @@ from typing import Any
 
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.sizes import Layout, Problem
-from a2d_mpi.schedules import attention2d, heads, ring
+from a2d_mpi.schedules import alone, attention2d, heads, ring
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.steps import Ranks, Schedule, Sizes
 
@@ -64,15 +64,20 @@ def write(
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
     known, back, u = METHODS[method], phase == "backward", layout.heads
-    group = problem.layer(u)
+    group = problem.context_group(u)
     rows, cols, inner = known.shape(layout)
-    sizes = Sizes(rows, cols, group.counts, group.nheads, group.nheads_kv, overlap, inner)
+    alike = {
+        "overlap": overlap,
+        "narrow": problem.itemsize < problem.compute_itemsize,
+        "shares_kv": problem.nheads_kv < u,
+    }
+    sizes = Sizes(rows, cols, group.counts, group.nheads, group.nheads_kv, inner=inner, **alike)
     inside = Schedule(rank // u, sizes, (u, rank % u), **others)
-    (known.backward if back else known.forward)(inside)
+    of = known if layout.positions > 1 else alone
+    (of.backward if back else of.forward)(inside)
     if u == 1:
         return [inside]
-    narrow = problem.itemsize < problem.compute_itemsize
-    sizes = Sizes(1, u, problem.counts, 0, 0, overlap, "", narrow, problem.nheads_kv < u)
+    sizes = Sizes(1, u, problem.counts, problem.nheads, problem.nheads_kv, **alike)
     before, after = (Schedule(rank, sizes) for _ in range(2))
     heads.share(before, back)
     heads.collect(after, back)

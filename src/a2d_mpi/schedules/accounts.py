@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from a2d_mpi.core.pieces import FIRST as FIRST_SHARE
-from a2d_mpi.core.pieces import cut
+from a2d_mpi.core.chunks import FIRST_SHARE, chunks
 from a2d_mpi.core.sizes import MAX_MESSAGE, Problem
 from a2d_mpi.schedules.steps import (
     FIRST,
     KINDS,
     Array,
     Attend,
+    Merge,
     Message,
     Ranks,
     Rows,
@@ -22,9 +22,14 @@ from a2d_mpi.schedules.steps import (
 )
 
 
+def is_of_keys(name: str) -> bool:
+    """Whether a tensor has KV heads."""
+    return name in ("k", "v", "dk", "dv")
+
+
 def tensor_shape(group: Problem, name: str) -> tuple[int, ...]:
     """Shape of one token of a tensor."""
-    heads = group.nheads_kv if name in ("k", "v", "dk", "dv") else group.nheads
+    heads = group.nheads_kv if is_of_keys(name) else group.nheads
     return (heads,) if name in ("lse", "delta") else (heads, group.headdim)
 
 
@@ -50,9 +55,9 @@ class Tokens:
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._counts = schedule, schedule.sizes.counts
-        self._all = np.ndim(schedule.me) > 0
+        self._all = np.ndim(schedule.rank) > 0
         self._even = len(set(self._counts)) == 1
-        self._units: dict[tuple[int, int] | None, Ranks] = {}
+        self._by_chunk: dict[tuple[int, int] | None, Ranks] = {}
         self._found: dict[tuple, tuple[Ranks, Ranks]] = {}
 
     def of(self, rows: Rows) -> Ranks:
@@ -75,14 +80,14 @@ class Tokens:
         return self._of_owner(rows.owner, rows.part)
 
     def _of_owner(self, owner: Ranks, part: tuple[int, int] | None) -> Ranks:
-        if part not in self._units:
+        if part not in self._by_chunk:
             counts = self._counts
             if part is not None:
-                unit, ranks = part
-                cuts = [cut(n, ranks) for n in counts]
-                counts = [x[unit].stop - x[unit].start if unit < len(x) else 0 for x in cuts]
-            self._units[part] = np.array(counts) if self._all else counts
-        counts = self._units[part]
+                i, ranks = part
+                cuts = [chunks(n, ranks) for n in counts]
+                counts = [x[i].stop - x[i].start if i < len(x) else 0 for x in cuts]
+            self._by_chunk[part] = np.array(counts) if self._all else counts
+        counts = self._by_chunk[part]
         return int(counts[0]) if self._even else counts[owner]
 
 
@@ -122,9 +127,9 @@ def buffers(schedule: Schedule, group: Problem, contiguous: bool) -> dict[object
         if array.role == "buffer":
             owners = array.owners
             tokens = sum(counts[p] for p in owners) if owners else largest[name]
-            for x, nbytes in enumerate(array_bytes(group, array)):
+            for x, nbytes in _named(group, array):
                 found[name, x] = tokens * nbytes
-    own = counts[schedule.me]
+    own = counts[schedule.rank]
     if any(merged_at_once(schedule)):
         for x in KINDS["out"]:
             found["own", x] = own * tensor_bytes(group, x, wide=True)
@@ -134,14 +139,31 @@ def buffers(schedule: Schedule, group: Problem, contiguous: bool) -> dict[object
         for name in sorted_arrays(schedule):
             array = schedule.arrays[name]
             tokens = sum(counts[p] for p in array.owners)
-            for x, nbytes in enumerate(array_bytes(group, array)):
+            for x, nbytes in _named(group, array):
                 found[name, x, "sorted"] = tokens * nbytes
     return found
 
 
+def _named(group: Problem, array: Array) -> Iterator[tuple[str, int]]:
+    """Names of an array's buffers, and bytes of a token in each."""
+    return zip(("all",) if array.packed else KINDS[array.kind], array_bytes(group, array))
+
+
+def results(schedule: Schedule, group: Problem, problem: Problem) -> int:
+    """Bytes of the new arrays that one rank makes for the results of a schedule."""
+    return sum(
+        sum(schedule.sizes.counts[p] for p in array.owners)
+        * sum(array_bytes(problem if array.all_heads else group, array))
+        for array in schedule.arrays.values()
+        if array.role == "result"
+    )
+
+
 def merges_partials(schedule: Schedule) -> bool:
-    """Whether it makes results from partial ones with an lse, which a compensation goes with."""
-    return any(isinstance(x, Attend) and x.keys_into is None for x in schedule.steps)
+    """Whether partial results with an lse are merged, which a compensation goes with."""
+    arrays = schedule.arrays
+    into_out = (isinstance(x, Merge) and arrays[x.to.array].kind == "out" for x in schedule.steps)
+    return any(merged_at_once(schedule)) or any(into_out)
 
 
 def merged_at_once(schedule: Schedule) -> list[bool]:
@@ -151,7 +173,7 @@ def merged_at_once(schedule: Schedule) -> list[bool]:
     for step in schedule.steps:
         if isinstance(step, Attend):
             into = step.into
-            key = into.array, id(into.owner) if np.ndim(schedule.me) else into.owner, into.part
+            key = into.array, id(into.owner) if np.ndim(schedule.rank) else into.owner, into.part
             found.append(step.keys_into is None and key in written)
             written.add(key)
     return found

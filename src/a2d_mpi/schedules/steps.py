@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from a2d_mpi.core.pieces import cut
+from a2d_mpi.core.chunks import chunks
 
 Ranks = int | np.ndarray  # a rank of the context group, or one for each rank
 
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     owner : Ranks or None
         Whose tokens; None: those of all whose tokens the array has.
     part : (int, int), "first", "rest" or None
-        Of the owner's shard: the i-th of the units in which it travels along n ranks, each in a
+        Of the owner's shard: the i-th of the chunks in which it travels along n ranks, each in a
         message; what its owner computes first, or last; None: all.
     heads : Ranks or None
         Of an array with all heads: those that this rank of the head group computes.
@@ -73,6 +73,8 @@ class Array:
         Whether it has the heads of all context groups.
     packed : bool
         Whether its tensors lie one after the other, and travel in one message.
+    by_token : bool
+        Whether its rows are in the order of tokens, not one owner after the other.
     """
 
     kind: str
@@ -81,6 +83,7 @@ class Array:
     wide: tuple[str, ...] = WIDE
     all_heads: bool = False
     packed: bool = False
+    by_token: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,13 +133,14 @@ class Attend:
     """One call of a kernel: queries against keys, where the mask lets them.
 
     Forward it makes a partial result for the rows `into`, which is merged with what these hold;
-    backward it adds to the gradients `into` and `keys_into`.
+    backward it adds to the gradients `into` and `keys_into`, or writes them if they are `fresh`.
     """
 
     queries: Rows
     keys: Rows
     into: Rows
     keys_into: Rows | None = None
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,10 +190,10 @@ class Sizes:
     narrow: bool = False
     shares_kv: bool = False
 
-    def units(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
-        """Parts in which an owner's shard travels along a row or column of so many ranks."""
+    def chunks(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
+        """Chunks in which an owner's shard travels along a row or column of so many ranks."""
         tokens = self.counts[owner] if isinstance(owner, int) else max(self.counts)
-        return [(unit, ranks) for unit in range(len(cut(tokens, ranks)))]
+        return [(chunk, ranks) for chunk in range(len(chunks(tokens, ranks)))]
 
 
 @dataclass
@@ -198,7 +202,7 @@ class Schedule:
 
     Attributes
     ----------
-    me : Ranks
+    rank : Ranks
     sizes : Sizes
     axis : (int, Ranks)
         Logical rank of p is ``p axis[0] + axis[1]``.
@@ -213,7 +217,7 @@ class Schedule:
         schedule so far, both, and the number of ranks among which the partial results travel.
     """
 
-    me: Ranks
+    rank: Ranks
     sizes: Sizes
     axis: tuple[int, Ranks] = (1, 0)
     cuts: Callable[[Schedule, Rows, Rows, int], bool] = lambda *_: False
@@ -274,26 +278,26 @@ class Schedule:
         self._held = [m for m in self._held if m.channel != channel]
 
     def all_gather(
-        self, channel: str, kind: str, mine: str, peers: Sequence[Ranks]
+        self, channel: str, kind: str, own: str, peers: Sequence[Ranks]
     ) -> tuple[str, dict[int, list[Message]]]:
-        """Everyone's rows of an array for all of a channel; `peers`: nearest following first.
+        """Gather everyone's rows of an array; `peers`: nearest following first.
 
         Returns the array that will have them, in the order of the channel's ranks, and the
         messages that bring each peer's rows, by the peer's place in `peers`.
         """
         if not peers:
-            return mine, {}
+            return own, {}
         ranks = len(peers) + 1
         whole = self.array(channel, kind, self.channels[channel])
         coming = {
-            i: [self.receive(channel, p, Rows(whole, p, u)) for u in self.sizes.units(p, ranks)]
+            i: [self.receive(channel, p, Rows(whole, p, x)) for x in self.sizes.chunks(p, ranks)]
             for i, p in enumerate(peers)
         }
-        # This rank's rows are what the rank before it wants first, and the one after it last.
+        # This rank's rows are the first that the rank before it needs, and the last of the next.
         for p in reversed(peers):
-            for u in self.sizes.units(self.me, ranks):
-                self.send(channel, p, Rows(mine, self.me, u))
-        self.add(Copy(Rows(mine, self.me), Rows(whole, self.me)))
+            for x in self.sizes.chunks(self.rank, ranks):
+                self.send(channel, p, Rows(own, self.rank, x))
+        self.add(Copy(Rows(own, self.rank), Rows(whole, self.rank)))
         return whole, coming
 
     def partials(
@@ -303,15 +307,15 @@ class Schedule:
         found = []
         for i, p in enumerate(peers, 1):
             name = self.array(f"{kind} from {channel} {i}", kind)
-            units = self.sizes.units(self.me, len(peers) + 1)
-            messages = [self.receive(channel, p, Rows(name, self.me, u)) for u in units]
-            found.append((Rows(name, self.me), messages))
+            chunks = self.sizes.chunks(self.rank, len(peers) + 1)
+            messages = [self.receive(channel, p, Rows(name, self.rank, x)) for x in chunks]
+            found.append((Rows(name, self.rank), messages))
         return found
 
     def logical(self, rank: Ranks) -> Ranks:
         """The logical rank of the layout that a rank of the schedule is."""
         return rank * self.axis[0] + self.axis[1]
 
-    def parts(self, mine: Rows, others: Rows, ranks: int) -> tuple[str | None, ...]:
+    def parts(self, own: Rows, others: Rows, ranks: int) -> tuple[str | None, ...]:
         """Of this rank's own rows, which meet others: what it computes first, and last."""
-        return (FIRST, REST) if self.cuts(self, mine, others, ranks) else (None,)
+        return (FIRST, REST) if self.cuts(self, own, others, ranks) else (None,)
