@@ -44,7 +44,7 @@ class AttentionPlan:
     nheads, headdim : int
         H query heads of D elements.
     nheads_kv : int, optional
-        Heads of k and v, a divisor of nheads; query head h reads key head
+        Heads of k and v, a divisor of nheads; query head h reads KV head
         ``h // (nheads // nheads_kv)``.  Default: nheads.
     dtype : {"float32", "float64", "float16", "bfloat16"}
         Of q, k, v, out and their gradients.  16-bit tensors travel as they are, also partial
@@ -169,8 +169,8 @@ class AttentionPlan:
             raise ValueError(f"threads must be a positive integer, got {threads!r}")
         name = config["distribution"] or mask.default_distribution
         self.distribution = Distribution(name, self.seqlen, grid.comm.size, grid.heads)
-        # What the algorithm sees: the parts of the cells, and a layer's heads.
-        self._cells = Distribution(name, self.seqlen, grid.group_comm.size)
+        # A context group sees the tokens of its head groups, and its own heads.
+        self._context_shards = Distribution(name, self.seqlen, grid.group_comm.size)
         config["distribution"] = self.distribution.name
         scale = config["softmax_scale"]
         self.softmax_scale = 1 / math.sqrt(self.headdim) if scale is None else float(scale)
@@ -189,16 +189,16 @@ class AttentionPlan:
         )
         config["mask"] += f" (digest {mask.digest(self.seqlen)})"
         self.tokens = self.distribution.tokens(grid.comm.rank)
-        cell = range(grid.comm.rank - grid.head, grid.comm.rank - grid.head + grid.heads)
+        head_group = range(grid.comm.rank - grid.head, grid.comm.rank - grid.head + grid.heads)
         self._exchange = HeadExchange(
             Channel(grid.head_comm, "head", self.traffic),
-            [self.distribution.tokens(rank) for rank in cell],
+            [self.distribution.tokens(rank) for rank in head_group],
             *(self.nheads, self.nheads_kv),
         )
-        self._cell_tokens = self._exchange.tokens
+        self._head_group_tokens = self._exchange.tokens
         self._executors, channels = {}, {}
         if grid.group_comm.size == 1:
-            self._alone = mask.intervals(self._cell_tokens, self._cell_tokens)
+            self._alone = mask.intervals(self._head_group_tokens, self._head_group_tokens)
         else:
             self._executors = {x: self._executor(x) for x in ("forward", "backward")}
             for executor in self._executors.values():
@@ -216,14 +216,14 @@ class AttentionPlan:
         Parameters
         ----------
         q : (n, nheads, headdim) dtype
-            My part: row i is the token ``tokens[i]``.
+            Shard of this rank: row i is the token ``tokens[i]``.
         k, v : (n, nheads_kv, headdim) dtype
-            My part.
+            Shard of this rank.
 
         Returns
         -------
         out : (n, nheads, headdim) dtype
-            My part; 0 for a query that sees no key.
+            Shard of this rank; 0 for a query that sees no key.
         lse : (n, nheads) float32 or wider
             Log-sum-exp of the scaled logits, nats; -inf for a query that sees no key.
 
@@ -256,7 +256,7 @@ class AttentionPlan:
         Parameters
         ----------
         dout : (n, nheads, headdim) dtype
-            Gradient with respect to out, my part.
+            Gradient with respect to out, shard of this rank.
         q, k, v, out, lse
             What `forward` took and returned.
 
@@ -264,7 +264,7 @@ class AttentionPlan:
         -------
         dq : (n, nheads, headdim) dtype
         dk, dv : (n, nheads_kv, headdim) dtype
-            My part of each.
+            Shards of this rank.
 
         Raises
         ------
@@ -275,13 +275,13 @@ class AttentionPlan:
         with self._running("backward", **given) as (dout, q, k, v, out, lse):
             with self._engine.clock("compute"):
                 delta = self._engine.device.delta(dout, out)
-            mine = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse, "delta": delta}
-            dout, q, k, v, lse, delta = self._exchange.share(self._engine, mine)
+            own = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse, "delta": delta}
+            dout, q, k, v, lse, delta = self._exchange.share(self._engine, own)
             if self._executors:
                 given = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse, "delta": delta}
                 dq, dk, dv = self._run("backward", given)
             else:
-                # Final, unless other layers add to them.
+                # Final, unless other context groups add to them.
                 wide = self._exchange.shared
                 dq, dk, dv = (
                     self._new(x, self.compute_dtype if wide else self.dtype)
@@ -339,11 +339,11 @@ class AttentionPlan:
     def area(self, rank: int | None = None) -> int:
         """Visible (query, key) pairs that `rank` (default: this one) computes.
 
-        For each of the heads of its layer: ``nheads / grid.heads``.
+        For each of the heads of its context group: ``nheads / grid.heads``.
         """
         rank = self.grid.comm.rank if rank is None else rank
         if not self._executors:
-            return self.mask.area(self._cell_tokens, self._cell_tokens)
+            return self.mask.area(self._head_group_tokens, self._head_group_tokens)
         return self._executor("forward", rank // self.grid.heads).area()
 
     def free(self) -> None:
@@ -361,7 +361,7 @@ class AttentionPlan:
         group = self.problem.context_group(self.grid.heads)
         return Executor(
             *(self.method, phase, self.layout, group, self.overlap, me),
-            *(self._cells.tokens, self.mask),
+            *(self._context_shards.tokens, self.mask),
         )
 
     def _comm_of(self, ranks: tuple[int, ...]) -> MPI.Intracomm:
@@ -392,19 +392,19 @@ class AttentionPlan:
         )
 
     def _collected(self, **tensors: Array) -> tuple[Array, ...]:
-        """Results of a layer as the caller gets them."""
+        """Results of the context group as the caller gets them."""
         dtypes = {x: self.compute_dtype if x == "lse" else self.dtype for x in tensors}
         # Alone, gradients are new arrays; otherwise they lie in buffers.
         in_buffers = () if self.grid.group_comm.size == 1 else ("dq", "dk", "dv")
         return tuple(self._exchange.collect(self._engine, tensors, dtypes, in_buffers))
 
     def _new(self, name: str, dtype: np.dtype) -> Array:
-        """New array for my cell's part of the result `name`."""
-        shape = (len(self._cell_tokens), *self._shape(name, layer=True))
+        """New array for the result `name` of this rank's head group."""
+        shape = (len(self._head_group_tokens), *self._shape(name, in_group=True))
         return self._engine.device.empty(shape, dtype)
 
-    def _shape(self, name: str, layer: bool = False) -> tuple[int, ...]:
-        heads = self._exchange if layer else self
+    def _shape(self, name: str, in_group: bool = False) -> tuple[int, ...]:
+        heads = self._exchange if in_group else self
         if name in ("lse", "delta"):
             return (heads.nheads,)
         of_keys = name in ("k", "v", "dk", "dv")
@@ -428,7 +428,7 @@ class AttentionPlan:
             if x.shape != shape or x.dtype != dtype:
                 raise ValueError(
                     f"{name} has shape {x.shape} and dtype {x.dtype}, "
-                    f"this part needs {shape} and {dtype}"
+                    f"this shard needs {shape} and {dtype}"
                 )
             if not devices[0].owns(x):
                 raise ValueError(f"{name} is not on the device that is current")
