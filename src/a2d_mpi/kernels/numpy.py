@@ -120,7 +120,7 @@ class NumpyKernel:
             vh = self._keys("v", v[:, first : first + c], unseen, columns=d)  # (c, nk, d)
             q_of, out_of, lse_of = (
                 _by_head(x[:, heads], c) for x in (q, out, lse)
-            )  # (c, nq, g, ..)
+            )  # (c, nq, g, d), and (c, nq, g)
             seeing = q_of[:, ~masked] if masked.any() else q_of
             bounded = self._bounded(seeing, kh[..., :d], vh)
             for i0, i1, cache_blocks in query_blocks:
