@@ -46,7 +46,7 @@ class AttentionPlan:
     nheads, headdim : int
         H query heads of D elements.
     nheads_kv : int, optional
-        Heads of k and v, a divisor of nheads; query head h reads key head
+        Heads of k and v, a divisor of nheads; query head h reads KV head
         ``h // (nheads // nheads_kv)``.  Default: nheads.
     dtype : {"float32", "float64", "float16", "bfloat16"}
         Of q, k, v, out and their gradients.  16-bit tensors travel as they are, also partial
@@ -209,14 +209,14 @@ class AttentionPlan:
         Parameters
         ----------
         q : (n, nheads, headdim) dtype
-            My part: row i is the token ``tokens[i]``.
+            Shard of this rank: row i is the token ``tokens[i]``.
         k, v : (n, nheads_kv, headdim) dtype
-            My part.
+            Shard of this rank.
 
         Returns
         -------
         out : (n, nheads, headdim) dtype
-            My part; 0 for a query that sees no key.
+            Shard of this rank; 0 for a query that sees no key.
         lse : (n, nheads) float32 or wider
             Log-sum-exp of the scaled logits, nats; -inf for a query that sees no key.
 
@@ -242,7 +242,7 @@ class AttentionPlan:
         Parameters
         ----------
         dout : (n, nheads, headdim) dtype
-            Gradient with respect to out, my part.
+            Gradient with respect to out, shard of this rank.
         q, k, v, out, lse
             What `forward` took and returned.
 
@@ -250,7 +250,7 @@ class AttentionPlan:
         -------
         dq : (n, nheads, headdim) dtype
         dk, dv : (n, nheads_kv, headdim) dtype
-            My part of each.
+            Shards of this rank.
 
         Raises
         ------
@@ -309,7 +309,7 @@ class AttentionPlan:
     def area(self, rank: int | None = None) -> int:
         """Visible (query, key) pairs that `rank` (default: this one) computes.
 
-        For each of the heads of its layer: ``nheads / grid.heads``.
+        For each of the heads of its context group: ``nheads / grid.heads``.
         """
         rank = self.grid.comm.rank if rank is None else rank
         return sum(executor.area() for executor in self._chain("forward", rank))
@@ -370,7 +370,7 @@ class AttentionPlan:
             if x.shape != shape or x.dtype != dtype:
                 raise ValueError(
                     f"{name} has shape {x.shape} and dtype {x.dtype}, "
-                    f"this part needs {shape} and {dtype}"
+                    f"this shard needs {shape} and {dtype}"
                 )
             if not devices[0].owns(x):
                 raise ValueError(f"{name} is not on the device that is current")

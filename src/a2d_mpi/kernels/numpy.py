@@ -26,6 +26,7 @@ import numpy as np
 
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.masks import Interval
+from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.blocks import Blocker
 
@@ -86,12 +87,12 @@ class NumpyKernel:
 
     def forward(
         self,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
+        q: Array,
+        k: Array,
+        v: Array,
         intervals: tuple[Interval, ...],
-        out: np.ndarray,
-        lse: np.ndarray,
+        out: Array,
+        lse: Array,
     ) -> None:
         """Overwrite `out` and `lse` with the partial result of these queries over these keys.
 
@@ -119,7 +120,7 @@ class NumpyKernel:
             vh = self._keys("v", v[:, first : first + c], unseen, columns=d)  # (c, nk, d)
             q_of, out_of, lse_of = (
                 _by_head(x[:, heads], c) for x in (q, out, lse)
-            )  # (c, nq, g, ..)
+            )  # (c, nq, g, d), and (c, nq, g)
             seeing = q_of[:, ~masked] if masked.any() else q_of
             bounded = self._bounded(seeing, kh[..., :d], vh)
             for i0, i1, cache_blocks in query_blocks:
@@ -166,16 +167,16 @@ class NumpyKernel:
 
     def backward(
         self,
-        dout: np.ndarray,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        lse: np.ndarray,
-        delta: np.ndarray,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        lse: Array,
+        delta: Array,
         intervals: tuple[Interval, ...],
-        dq: np.ndarray,
-        dk: np.ndarray,
-        dv: np.ndarray,
+        dq: Array,
+        dk: Array,
+        dv: Array,
         fresh: bool = False,
     ) -> None:
         """Add the gradients of this block to `dq`, `dk` and `dv`.
