@@ -27,6 +27,9 @@ narrowed=$#
 folder=$(mktemp -d) other=""
 trap '[[ -z $other ]] || kill -- "-$other"; rm -rf "$folder"' EXIT
 trap 'exit 143' TERM # by way of EXIT
+export A2D_TEST_RESULTS=$folder/results # float64 results, which all numbers of ranks need
+mkdir "$A2D_TEST_RESULTS"
+unset PYTHONDONTWRITEBYTECODE # every rank would compile every module anew
 lines=() passed=0 failed=0
 
 # count WORD LOG: the number before it in the last line of pytest's report, or 0.

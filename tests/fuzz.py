@@ -51,7 +51,7 @@ def main() -> int:
     args = parser.parse_args()
     with FAULTS[args.fault]() if args.fault else nullcontext():
         if args.case is not None:
-            return run([args.case], verbose=True) > 0
+            return int(run([args.case], verbose=True) > 0)
         first = args.first
         if first is None:
             first = COMM.bcast(int.from_bytes(os.urandom(4), "little"))
@@ -62,7 +62,7 @@ def main() -> int:
     if COMM.rank == 0:
         seconds = f"{time.monotonic() - start:.0f} s"
         print(f"fuzz: {done} configurations on {COMM.size} ranks in {seconds}, {failed} failed")
-    return failed > 0
+    return int(failed > 0)
 
 
 def run(seeds: Sequence[int], verbose: bool = False) -> int:

@@ -5,28 +5,55 @@ from pathlib import Path
 
 import pytest
 from fuzz_cases import MASKS, METHODS, draw
-from helpers import launch
+from helpers import drive_each
 
 FUZZ = Path(__file__).with_name("fuzz.py")
 FAILED = re.compile(r"^fuzz: FAILED: bash jobs/fuzz.sh --case (\d+) 4: (.*)$", re.MULTILINE)
+FAULTS = {"mask": "areas", "merge": "out", "partial": "out|d[qkv]"}  # and what is wrong then
 
 
-@pytest.mark.parametrize(
-    ("fault", "what"), [("mask", "areas"), ("merge", "out"), ("partial", "out|d[qkv]")]
-)
-def test_faults_are_found(fault, what):
+def fuzz(cases):
+    """Exit code and stdout of each list of options, in the same processes; stderr of them all."""
+    here = f"sys.path.insert(0, {str(FUZZ.parent)!r})"
+    done, found = drive_each([(FUZZ, x, []) for x in cases], 4, here, timeout=200)
+    return found, done.stderr
+
+
+@pytest.fixture(scope="module")
+def searched():
+    """By fault, what a search finds; stderr."""
+    found, stderr = fuzz([["--fault", x, "--first", 0, "--seconds", 30] for x in FAULTS])
+    return dict(zip(FAULTS, found)), stderr
+
+
+@pytest.fixture(scope="module")
+def again(searched):
+    """By fault, what the first case of those found does with it and without it; stderr."""
+    seeds = [
+        min((int(x) for x, _ in FAILED.findall(y)), default=0) for _, y in searched[0].values()
+    ]
+    found, stderr = fuzz(
+        [
+            ["--case", seed, *options]
+            for x, seed in zip(FAULTS, seeds)
+            for options in (["--fault", x], [])
+        ]
+    )
+    return dict(zip(FAULTS, zip(found[::2], found[1::2]))), stderr
+
+
+@pytest.mark.parametrize(("fault", "what"), FAULTS.items())
+def test_faults_are_found(searched, again, fault, what):
     """A mask off by one, a merge off by 3e-6, a dropped partial: within 100 configurations."""
-    done = launch(4, FUZZ, "--fault", fault, "--first", 0, "--seconds", 30, timeout=100)
-    found = [(int(seed), why) for seed, why in FAILED.findall(done.stdout)]
-    assert done.returncode == 1 and found, done.stdout + done.stderr
+    (code, stdout), stderr = searched[0][fault], searched[1]
+    found = [(int(seed), why) for seed, why in FAILED.findall(stdout)]
+    assert code == 1 and found, stdout + stderr
     assert min(found)[0] < 100
     assert all(re.search(rf"\b({what})\b", why) for _, why in found), found
-    seed = min(found)[0]
-    again = launch(4, FUZZ, "--fault", fault, "--case", seed, timeout=100)
-    assert again.returncode == 1 and FAILED.findall(again.stdout)[0] == (str(seed), min(found)[1])
-    if fault == "mask":
-        done = launch(4, FUZZ, "--case", seed, timeout=100)
-        assert done.returncode == 0 and "FAILED" not in done.stdout
+    (code, stdout), (clean, silent) = again[0][fault]
+    assert code == 1, stdout + again[1]
+    assert FAILED.findall(stdout)[0] == (str(min(found)[0]), min(found)[1])
+    assert clean == 0 and "FAILED" not in silent, silent + again[1]
 
 
 def test_cases_are_what_they_say():

@@ -1,5 +1,7 @@
 """The NumPy kernel against the float64 reference."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 from helpers import bounds_for, distance
@@ -42,10 +44,11 @@ def plain(q, k, v, dout, intervals, scale, dtype):
     return dict(zip(TENSORS, (out, lse, *gradients)))
 
 
-def failures(found, q, k, v, dout, intervals, scale):
-    """Names of the results that are out of bounds."""
-    exact = plain(q, k, v, dout, intervals, scale, np.float64)
-    same = plain(q, k, v, dout, intervals, scale, q.dtype)
+def failures(found, q, k, v, dout, intervals, scale, exact):
+    """Names of the results that are out of bounds; `exact` are the plain ones in float64."""
+    same = exact
+    if q.dtype != np.float64:
+        same = plain(q, k, v, dout, intervals, scale, q.dtype)
     errors = {x: distance(same[x], exact[x]) for x in TENSORS}
     bounds = bounds_for(q.dtype, scale, (q, k, v, dout), exact, errors)
     errors = {x: distance(found[x], exact[x]) for x in TENSORS}
@@ -82,7 +85,7 @@ def test_kernel(dtype, kind, size, heads, shape):
     intervals = random_intervals(np.random.default_rng(1), *shape, kind)
     exact = plain(q, k, v, dout, intervals, scale, np.float64)
     found = run(NumpyKernel(dtype, scale), q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, scale)
+    assert not failures(found, q, k, v, dout, intervals, scale, exact)
 
 
 @settings(max_examples=150)
@@ -97,7 +100,7 @@ def test_kernel_with_any_blocks(nq, nk, group, nheads_kv, kind, size, block_q, b
     kernel = NumpyKernel(np.float64, 0.5, block_q=block_q, block_k=block_k)
     exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
     found = run(kernel, q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 0.5)
+    assert not failures(found, q, k, v, dout, intervals, 0.5, exact)
 
 
 def test_one_kernel_object_serves_all_shapes():
@@ -107,7 +110,7 @@ def test_one_kernel_object_serves_all_shapes():
         intervals = random_intervals(np.random.default_rng(0), nq, nk, "one")
         exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
         found = run(kernel, q, k, v, dout, intervals, exact)
-        assert not failures(found, q, k, v, dout, intervals, 0.5)
+        assert not failures(found, q, k, v, dout, intervals, 0.5, exact)
 
 
 def test_both_ways_of_taking_the_exponential_agree():
@@ -118,9 +121,8 @@ def test_both_ways_of_taking_the_exponential_agree():
     assert bounded._bounded(q, k, v)
     exact = plain(q, k, v, dout, intervals, 0.25, np.float64)
     for kernel in (bounded, general):
-        assert not failures(
-            run(kernel, q, k, v, dout, intervals, exact), q, k, v, dout, intervals, 0.25
-        )
+        found = run(kernel, q, k, v, dout, intervals, exact)
+        assert not failures(found, q, k, v, dout, intervals, 0.25, exact)
 
 
 @pytest.mark.parametrize("offset", [-9e3, 9e3])
@@ -131,7 +133,7 @@ def test_rows_far_from_zero(offset):
     intervals = random_intervals(np.random.default_rng(0), 50, 80, "causal")
     exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
     found = run(NumpyKernel(np.float64, 1.0, None, 8, 16), q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 1.0)
+    assert not failures(found, q, k, v, dout, intervals, 1.0, exact)
     assert np.isfinite(found["lse"]).all()
 
 
@@ -142,7 +144,7 @@ def test_rising_maximum():
     intervals = random_intervals(np.random.default_rng(0), 20, 200, "full")
     exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
     found = run(NumpyKernel(np.float64, 1.0, None, 8, 16), q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 1.0)
+    assert not failures(found, q, k, v, dout, intervals, 1.0, exact)
 
 
 def test_queries_that_see_nothing():
@@ -153,7 +155,7 @@ def test_queries_that_see_nothing():
     masked = [0, 1, 2, 5]
     assert (found["out"][masked] == 0).all() and np.isneginf(found["lse"][masked]).all()
     assert (found["dq"][masked] == 0).all()
-    assert not failures(found, q, k, v, dout, intervals, 0.5)
+    assert not failures(found, q, k, v, dout, intervals, 0.5, exact)
 
 
 def test_nan_is_not_hidden():
@@ -215,15 +217,12 @@ def test_little_hidden_work_is_done(mask):
     assert 1 <= done / shown.area(q_tokens, tokens) <= 1.15
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("parts", [4, 16, 64])
-@pytest.mark.parametrize("sums", ["float32", "native"])
-def test_partials_of_low_precision(dtype, parts, sums):
-    """One problem cut into parts x parts blocks, as on a grid of that many rows and columns.
+@cache
+def in_blocks(dtype, parts):
+    """One causal problem in 16 bits, cut into parts x parts blocks.
 
-    Partial outs may be rounded to 16 bits: a merge is a convex combination.  Gradients are sums:
-    in float32 they keep the bound at any number of parts, in the dtype of the tensors they do
-    not, and the error grows with the parts.
+    Results with gradients summed in float32 and in `dtype`, the exact ones, and those of one
+    float32 computation.
     """
     kept, n, d = DTYPES[dtype], 512, 32
     q, k, v, dout = (x.astype(kept).astype(np.float32) for x in tensors(n, n, 2, 2, d, np.float32))
@@ -243,8 +242,8 @@ def test_partials_of_low_precision(dtype, parts, sums):
         out[rows], lse[rows] = o, s
     out = out.astype(kept).astype(np.float32)
     delta = (dout * out).sum(-1)
-    summed_in = np.float32 if sums == "float32" else kept
-    gradients = [np.zeros(x.shape, summed_in) for x in (q, k, v)]
+    sums = {"float32": np.float32, "native": kept}
+    gradients = {name: [np.zeros(x.shape, t) for x in (q, k, v)] for name, t in sums.items()}
     for rows in pieces:
         for keys in pieces:
             if keys[0] > rows[-1]:
@@ -253,12 +252,28 @@ def test_partials_of_low_precision(dtype, parts, sums):
             intervals = mask.intervals(rows, keys)
             of_rows = (x[rows] for x in (lse, delta))
             kernel.backward(dout[rows], q[rows], k[keys], v[keys], *of_rows, intervals, *some)
-            for total, part, where in zip(gradients, some, (rows, keys, keys)):
-                total[where] += part.astype(summed_in)
+            for totals in gradients.values():
+                for total, part, where in zip(totals, some, (rows, keys, keys)):
+                    total[where] += part.astype(total.dtype)
     intervals = mask.intervals(tokens, tokens)
     exact = plain(q, k, v, dout, intervals, d**-0.5, np.float64)
     single = plain(q, k, v, dout, intervals, d**-0.5, np.float32)
-    found = dict(zip(("out", "dq", "dk", "dv"), (out, *gradients)))
+    found = {x: {"out": out, **dict(zip(("dq", "dk", "dv"), gradients[x]))} for x in sums}
+    return found, exact, single
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parts", [4, 16, 64])
+@pytest.mark.parametrize("sums", ["float32", "native"])
+def test_partials_of_low_precision(dtype, parts, sums):
+    """One problem cut into parts x parts blocks, as on a grid of that many rows and columns.
+
+    Partial outs may be rounded to 16 bits: a merge is a convex combination.  Gradients are sums:
+    in float32 they keep the bound at any number of parts, in the dtype of the tensors they do
+    not, and the error grows with the parts.
+    """
+    kept, (results, exact, single) = DTYPES[dtype], in_blocks(dtype, parts)
+    found = results[sums]
     error = {x: distance(y.astype(kept).astype(float), exact[x]) for x, y in found.items()}
     once = {x: distance(single[x].astype(kept).astype(float), exact[x]) for x in found}
     assert error["out"] <= 2 * once["out"]
@@ -281,7 +296,7 @@ def test_the_bounds_can_tell(wrong):
     found = run(kernel, q, k, v, dout, ((begin, shown.get(wrong, end)),), exact)
     if wrong == "float16 out":
         found["out"] = found["out"].astype(np.float16)
-    names = {name for name, *_ in failures(found, q, k, v, dout, right, scale)}
+    names = {name for name, *_ in failures(found, q, k, v, dout, right, scale, exact)}
     assert names == {"out"} if wrong == "float16 out" else names >= {"out", "lse", "dq", "dk"}
 
 
@@ -323,4 +338,4 @@ def test_tiny_values():
     intervals = random_intervals(np.random.default_rng(0), 20, 30, "full")
     exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
     found = run(NumpyKernel(np.float32, 1.0), q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 1.0)
+    assert not failures(found, q, k, v, dout, intervals, 1.0, exact)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import re
@@ -73,15 +74,17 @@ def _value(x, pointer):
 def _compiled(source, options):
     text = source + HEADER.read_text() + " ".join(options)
     target = CACHE / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-    if not target.exists():
-        CACHE.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-            path = Path(folder) / "kernels.cpp"
-            path.write_text(source)
-            defines = [x for x in options if x.startswith("-D")]
-            # longjmp between stacks is what coroutines do, and what fortification forbids.
-            command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
-            command += ["-Wno-unknown-pragmas", *defines, str(path), "-o", f"{folder}/k.so"]
-            subprocess.run(command, check=True, timeout=300)
-            os.replace(f"{folder}/k.so", target)  # ranks may compile the same at the same time
+    CACHE.mkdir(exist_ok=True)
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of ranks that want the same, one compiles it
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+                path = Path(folder) / "kernels.cpp"
+                path.write_text(source)
+                defines = [x for x in options if x.startswith("-D")]
+                # longjmp between stacks is what coroutines do, and what fortification forbids.
+                command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "-U_FORTIFY_SOURCE"]
+                command += ["-Wno-unknown-pragmas", *defines, str(path), "-o", f"{folder}/k.so"]
+                subprocess.run(command, check=True, timeout=300)
+                os.replace(f"{folder}/k.so", target)
     return target
