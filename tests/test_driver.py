@@ -188,7 +188,7 @@ def test_miscounted_traffic_fails(tmp_path):
 OPTIONS = [
     (["--rows", "3"], "3 rows do not divide 2 ranks"),
     (["--cols", "3"], "3 columns do not divide 2 ranks"),
-    (["--rows", "2", "--heads", "2"], "2 rows x 2 ranks a cell do not divide 2 ranks"),
+    (["--rows", "2", "--heads", "2"], "2 rows x 2 ranks a head group do not divide 2 ranks"),
     (["--rows", "2", "--cols", "2"], "2 x 2 grid does not fit 2 ranks"),
     (["--inner", "2"], "--inner needs --method double_ring"),
     (["--method", "double_ring", "--inner", "3"], "inner must be a divisor of the 2 ranks, got 3"),

@@ -22,11 +22,17 @@ class Method(NamedTuple):
         Write the steps of a phase down into a `Schedule`.
     shape : callable
         What of `Sizes` follows from a layout: rows, columns, and the inner channel of rings.
+    distribution : str or None
+        The only one that makes it this method; None: the one that balances the mask.
+    suits : callable
+        Whether a layout of more than one rank is worth a try: no two give the same schedule.
     """
 
     forward: Callable[[Schedule], None]
     backward: Callable[[Schedule], None]
     shape: Callable[[Layout], tuple[int, int, str]]
+    distribution: str | None = None
+    suits: Callable[[Layout], bool] = lambda layout: True
 
 
 def _double_ring(layout: Layout) -> tuple[int, int, str]:
@@ -34,14 +40,25 @@ def _double_ring(layout: Layout) -> tuple[int, int, str]:
     return (layout.rows, layout.cols, "inner") if layout.cols > 1 else (1, layout.cells, "outer")
 
 
-_RING = Method(ring.forward, ring.backward, lambda layout: (1, layout.cells, "ring"))
+def _suits_double(layout: Layout) -> bool:
+    """Two rings of two ranks at least, and the inner ones never spread wider than the outer."""
+    wider = layout.order.index("c") < layout.order.index("r")
+    return min(layout.rows, layout.cols) > 1 and not wider
+
+
+_RING = Method(
+    ring.forward,
+    ring.backward,
+    lambda layout: (1, layout.cells, "ring"),
+    suits=lambda layout: layout.cols == 1 < layout.rows,
+)
 METHODS = {
     "attention2d": Method(
         attention2d.forward, attention2d.backward, lambda layout: (layout.rows, layout.cols, "")
     ),
     "ring": _RING,
-    "striped ring": _RING,
-    "double ring": _RING._replace(shape=_double_ring),
+    "striped ring": _RING._replace(distribution="striped"),
+    "double ring": _RING._replace(shape=_double_ring, suits=_suits_double),
 }
 
 
