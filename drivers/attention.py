@@ -6,8 +6,6 @@
 Exit code 0: all checks passed.  1: a check failed.  2: bad input, or the output cannot be written.
 """
 
-from __future__ import annotations
-
 from mpi4py import MPI
 
 from a2d_mpi.core.distribution import DISTRIBUTIONS

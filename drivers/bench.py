@@ -20,8 +20,6 @@ Exit code 0: all checks passed, also those of an earlier run.  1: a check failed
 the output cannot be written.
 """
 
-from __future__ import annotations
-
 from mpi4py import MPI
 
 from a2d_mpi.core.masks import MASKS

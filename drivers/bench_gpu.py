@@ -10,8 +10,6 @@ of all ranks, in turn.  transfers: each rank sends to the next and receives from
 Medians over the trials, by the slowest rank.  Exit code 1 if a result is wrong.
 """
 
-from __future__ import annotations
-
 from mpi4py import MPI
 
 from a2d_mpi.comm.gpus import TRANSFERS

@@ -10,8 +10,6 @@ the variants take turns.  "hidden": the share of the shorter one of compute and 
 beside the other.
 """
 
-from __future__ import annotations
-
 from mpi4py import MPI
 
 from a2d_mpi.core.masks import MASKS

@@ -11,8 +11,6 @@ ratios.  "general" is our kernel with the shortcut for moderate logits turned of
 Exit code 1: a result is wrong.  2: bad input, or torch is missing.
 """
 
-from __future__ import annotations
-
 from a2d_mpi.experiments.bench_tile import bench_tile, shapes
 from a2d_mpi.experiments.options import TRIALS, Parser, run_serial
 

@@ -14,8 +14,6 @@ most; then it refuses.  Exit code 2: bad input, the machine is disturbed, or the
 written.
 """
 
-from __future__ import annotations
-
 from mpi4py import MPI
 
 from a2d_mpi.core.dtypes import DTYPES

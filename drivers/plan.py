@@ -10,8 +10,6 @@ that exact attention needs without a head axis, the memory of a rank, and what e
 the first.  Nothing is run; no MPI is needed.  Exit code 2: bad input, or no plan fits.
 """
 
-from __future__ import annotations
-
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.experiments.candidates import RANKS, plan

@@ -14,8 +14,6 @@ scaling and bytes are bars.  A figure for which the file holds nothing is left o
 stderr.  Exit code 2: bad input, or nothing could be drawn.
 """
 
-from __future__ import annotations
-
 from a2d_mpi.experiments.options import Parser, run_serial
 from a2d_mpi.experiments.plots import FIGURES, PHASES, plot
 

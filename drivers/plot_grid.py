@@ -4,8 +4,6 @@ pip install -e '.[plot]'
 python drivers/plot_grid.py data/figures/grid.png --rows 2 --cols 3
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

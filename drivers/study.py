@@ -11,7 +11,7 @@ relation to what it transfers, as the ring did here.  Seconds are those of the s
 median trial.  Exit code 1: a check of some result failed; 2: bad input.
 """
 
-from __future__ import annotations
+from pathlib import Path
 
 from a2d_mpi.experiments.options import Parser, run_serial
 from a2d_mpi.experiments.study import study
@@ -22,6 +22,7 @@ def build_parser() -> Parser:
     parser = Parser("study.py", __doc__)
     parser.add_argument("files", nargs="+", help="HDF5 files of drivers/bench.py")
     parser.add_argument("--markdown", action="store_true", help="the picks as a table, too")
+    parser.set_defaults(machines=Path(__file__).parents[1] / "data" / "machines")
     return parser
 
 

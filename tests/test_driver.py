@@ -392,8 +392,8 @@ def test_overflow_is_a_failed_check_and_no_warning():
     """Every rank would warn, again and again."""
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--trials", "2", "--backward",
-        sabotage="import numpy as np, a2d_mpi.experiments.results as r\nold = r.read_part\n"
-        "r.read_part = lambda *x: old(*x) * np.float32(1e18)",
+        sabotage="import numpy as np, a2d_mpi.experiments.results as r\nold = r.read_shard\n"
+        "r.read_shard = lambda *x: old(*x) * np.float32(1e18)",
     )  # fmt: skip
     assert done.returncode == 1
     assert re.search("dk .*FAILED: not finite", done.stdout)

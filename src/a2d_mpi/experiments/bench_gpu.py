@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 from mpi4py import MPI
@@ -15,6 +16,7 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.protocol import Device
+from a2d_mpi.experiments.bench_tile import torch_calls
 from a2d_mpi.experiments.measure import Measurement, open_gpu, random_inputs
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import grid_shape
@@ -150,38 +152,15 @@ def _torch_calls(torch, run: Measurement, causal: bool) -> dict[str, Callable]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     dtype = getattr(torch, run.plan.dtype.name)
-
-    def tensor(name):
-        bits = torch.from_dlpack(run.tensors[name].view(np.int16))
-        # (batch, heads, tokens, headdim), contiguous: its fastest layout.
-        return bits.view(dtype).transpose(0, 1)[None].contiguous()
-
-    q, k, v = (tensor(name).requires_grad_() for name in "qkv")
-    dout, calls = tensor("dout"), {}
-    shared = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    names = ("q", "k", "v", "dout")
+    tensors = [torch.from_dlpack(run.tensors[x].view(np.int16)).view(dtype) for x in names]
+    shared = {"enable_gqa": True} if run.plan.nheads != run.plan.nheads_kv else {}
+    calls = {}
     for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
-
-        def forward(name=name):
-            with sdpa_kernel(getattr(SDPBackend, name)):
-                sdpa = torch.nn.functional.scaled_dot_product_attention
-                return sdpa(q, k, v, is_causal=causal, **shared)
-
+        backend = partial(sdpa_kernel, getattr(SDPBackend, name))
         try:
-            out = forward()
+            found = torch_calls(torch, *tensors, causal, backend, torch.cuda.synchronize, **shared)
         except RuntimeError:
             continue
-
-        def timed_forward(forward=forward):
-            with torch.no_grad():
-                forward()
-            torch.cuda.synchronize()
-
-        def timed_backward(out=out):
-            for x in (q, k, v):
-                x.grad = None
-            out.backward(dout, retain_graph=True)
-            torch.cuda.synchronize()
-
-        short = name.split("_")[0]
-        calls |= {f"forward {short}": timed_forward, f"backward {short}": timed_backward}
+        calls |= {f"{phase} {name.split('_')[0]}": found[phase] for phase in PHASES}
     return calls

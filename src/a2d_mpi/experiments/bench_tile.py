@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -77,34 +79,13 @@ def _compare(
     """
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((seqlen, nheads, headdim), np.float32) for _ in range(4))
-    # torch takes (batch, heads, tokens, headdim); contiguous, its fastest layout.
-    *theirs, their_dout = (
-        torch.from_numpy(x).transpose(0, 1)[None].contiguous() for x in (q, k, v, dout)
-    )
-    for x in theirs:
-        x.requires_grad_()
-
-    def sdpa():
-        causal = mask_name == "causal"
-        return torch.nn.functional.scaled_dot_product_attention(*theirs, is_causal=causal)
-
-    their_out = sdpa()
-
-    def torch_forward():
-        with torch.no_grad():
-            sdpa()
-
-    def torch_backward():
-        for x in theirs:
-            x.grad = None
-        their_out.backward(their_dout, retain_graph=True)
-
+    theirs = torch_calls(torch, *map(torch.from_numpy, (q, k, v, dout)), mask_name == "causal")
     mask, tokens = MASKS[mask_name](), np.arange(seqlen)
     intervals = mask.intervals(tokens, tokens)
     out, lse = np.empty_like(q), np.empty((seqlen, nheads), np.float32)
     gradients = [np.empty_like(x) for x in (q, k, v)]
     looked_at = {"forward": (q, k, v), "backward": (dout, q, k, v, out)}
-    calls = {("forward", "torch"): torch_forward, ("backward", "torch"): torch_backward}
+    calls = {(phase, "torch"): theirs[phase] for phase in looked_at}
     for name in ("ours", "general"):
         tile = NumpyTile(np.float32, headdim**-0.5)
         if name == "general":
@@ -124,7 +105,7 @@ def _compare(
     seconds = in_turn(calls, trials)
     error = max(
         np.abs(a - b.detach().numpy()[0].transpose(1, 0, 2)).max()
-        for a, b in zip((out, *gradients), (their_out, *(x.grad for x in theirs)))
+        for a, b in zip((out, *gradients), theirs["results"]())
     )
     rates, shares = {}, {}
     for phase in looked_at:
@@ -132,3 +113,36 @@ def _compare(
         rates[phase] = {x: work / seconds[phase, x] for x in ("torch", "ours", "general")}
         shares[phase] = float(np.median(seconds[phase, "look"] / seconds[phase, "ours"]))
     return rates, shares, error
+
+
+def torch_calls(
+    torch, q, k, v, dout, causal: bool, backend=nullcontext, then=lambda: None, **options: object
+) -> dict[str, Callable]:
+    """The phases of torch's attention of (tokens, heads, headdim), and their results.
+
+    `backend` makes the context of a call, `then` ends what is timed.
+    """
+    # (batch, heads, tokens, headdim), contiguous: its fastest layout.
+    *given, dout = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v, dout))
+    for x in given:
+        x.requires_grad_()
+
+    def attend():
+        with backend():
+            sdpa = torch.nn.functional.scaled_dot_product_attention
+            return sdpa(*given, is_causal=causal, **options)
+
+    def forward():
+        with torch.no_grad():
+            attend()
+        then()
+
+    def backward():
+        for x in given:
+            x.grad = None
+        out.backward(dout, retain_graph=True)
+        then()
+
+    out = attend()
+    results = lambda: (out, *(x.grad for x in given))  # noqa: E731
+    return {"forward": forward, "backward": backward, "results": results}

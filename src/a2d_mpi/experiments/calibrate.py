@@ -10,6 +10,8 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +28,9 @@ from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.merge import merge
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.clock import Clock, kernel_calls
+from a2d_mpi.experiments.timing import in_turn
 from a2d_mpi.planning.calibration import (
     STEADY,
-    Sample,
     disturbance,
     fit_kernel,
     fit_link,
@@ -125,11 +127,12 @@ def _measure(comm: MPI.Intracomm, args: argparse.Namespace, where: Place) -> Mea
             links[name] = _link(clock, where, name, 0.15 * args.seconds)
             clock.look()
         copy, merging = _memory_rates(clock, 0.05 * args.seconds)
-        start = _start(clock)
+        # Until the last rank is on its way: a barrier right after another one.
+        start = float(np.median(in_turn({"": comm.Barrier}, 20, comm)[""]))
         tiny = _tiny(clock, dtypes[0])
         clock.look()
     machine = Machine(
-        _name(args, where),
+        args.name,
         links.get("inside"),
         links.get("between"),
         kernels,
@@ -148,42 +151,34 @@ def _validated(args: argparse.Namespace, where: Place) -> Place:
         raise ValueError(f"--seconds must be positive, at most a day, got {args.seconds}")
     if not 1 <= args.threads <= 1024:
         raise ValueError(f"--threads must be at least 1, at most 1024, got {args.threads}")
-    Machine(_name(args, where), None, None, {})  # or say what is wrong with it
+    if args.name is None:
+        args.name = where.hosts[0]
+    Machine(args.name, None, None, {})  # or say what is wrong with it
     if not where.even:
         raise ValueError("the nodes have different numbers of ranks")
     return where
 
 
-def _name(args: argparse.Namespace, where: Place) -> str:
-    return where.hosts[0] if args.name is None else args.name
-
-
 def _kernels(clock: Clock, where: Place, dtype: str, seconds: float) -> dict:
     """Kernel and largest relative error of the fit, by phase."""
-    cases = [kernel_calls(dtype, shape) for shape in SHAPES]
-    timed = {phase: [[] for _ in SHAPES] for phase in PHASES}
-    repeats, left = {}, clock.until(seconds)
-    while True:
-        for phase in PHASES:
-            for i, (calls, _) in enumerate(cases):
-                call = calls[phase]
-                if (phase, i) not in repeats:
-                    # Long enough that ranks on one core have taken turns.
-                    once = clock.mean(call)
-                    repeats[phase, i] = max(1, math.ceil(0.02 / where.share / once))
-                n = min(repeats[phase, i], 200)
-                timed[phase][i].append(clock.slowest(lambda: [call() for _ in range(n)]) / n)  # noqa: B023
+    left, calls, repeats, samples = clock.until(seconds), {}, {}, {}
+    for phase, shape in product(PHASES, SHAPES):
+        by_phase, samples[phase, shape] = kernel_calls(dtype, shape)
+        # Long enough that ranks on one core have taken turns.
+        once = clock.mean(by_phase[phase])
+        repeats[phase, shape] = n = min(200, max(1, math.ceil(0.02 / where.share / once)))
+        calls[phase, shape] = lambda call=by_phase[phase], n=n: [call() for _ in range(n)]
+    rounds = []
+    while not rounds or left():
+        rounds.append(in_turn(calls, 1, clock.comm, warmup=0))
         clock.look()
-        if not left():
-            break
+    for x, sample in samples.items():
+        taken = float(np.median([seconds[x] for seconds in rounds])) / repeats[x]
+        samples[x] = replace(sample, seconds=taken * where.share)
     return {
-        phase: fit_kernel(
-            [Sample(*list(vars(sample).values())[:-1], float(np.median(times)) * where.share)
-             for (_, sample), times in zip(cases, timed[phase])],
-            phase == "backward",
-        )
+        phase: fit_kernel([samples[phase, x] for x in SHAPES], phase == "backward")
         for phase in PHASES
-    }  # fmt: skip
+    }
 
 
 def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
@@ -267,11 +262,6 @@ def _busy(clock: Clock, post: Callable, nbytes: int, taken: float) -> tuple[floa
     return hidden, float(np.clip(late, 0, once))
 
 
-def _start(clock: Clock) -> float:
-    """Seconds until the last rank is on its way: a barrier right after another one."""
-    return float(np.median([clock.slowest(clock.comm.Barrier) for _ in range(20)]))
-
-
 def _tiny(clock: Clock, dtype: str) -> tuple[Workload, float, float]:
     """Forward passes on tiny shards: their workload, and seconds.
 
@@ -280,14 +270,13 @@ def _tiny(clock: Clock, dtype: str) -> tuple[Workload, float, float]:
     ranks = clock.comm.size
     work = Workload(2 * ranks, 2, 16, dtype=dtype)
     q, k, v = np.zeros((3, 2, work.nheads, work.headdim), as_dtype(dtype))
-    grid, taken = ProcessGrid(clock.comm, ranks, 1), []
-    sizes = {"seqlen": work.seqlen, "nheads": work.nheads, "headdim": work.headdim}
-    for method in (Attention2D, RingAttention):
-        plan = method(grid, work.mask, dtype=dtype, **sizes)
-        times = [clock.slowest(lambda: plan.forward(q, k, v)) for _ in range(9)]  # noqa: B023
-        taken.append(float(np.median(times)))
+    grid = ProcessGrid(clock.comm, ranks, 1)
+    sizes = {"seqlen": work.seqlen, "nheads": work.nheads, "headdim": work.headdim, "dtype": dtype}
+    plans = [kind(grid, work.mask, **sizes) for kind in (Attention2D, RingAttention)]
+    calls = {i: lambda plan=plan: plan.forward(q, k, v) for i, plan in enumerate(plans)}
+    seconds = in_turn(calls, 9, clock.comm)
     grid.free()
-    return work, *taken
+    return work, *(float(np.median(x)) for x in seconds.values())
 
 
 def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:

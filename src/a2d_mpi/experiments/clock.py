@@ -56,10 +56,6 @@ class Clock:
         """Seconds of `action`, the mean over the ranks."""
         return seconds_of(action, self.comm, operator.add) / self.comm.size
 
-    def slowest(self, action: Callable[[], object]) -> float:
-        """Seconds of `action` on the slowest rank."""
-        return seconds_of(action, self.comm)
-
     def step(self, steps: Callable[[int], object], few: int, many: int) -> float:
         """Seconds of one step among others; ``steps(n)`` takes n of them, one after the other.
 

@@ -31,7 +31,7 @@ from a2d_mpi.experiments.results import (
     InputInfo,
     Result,
     inspect_input,
-    read_part,
+    read_shard,
     write_result,
 )
 from a2d_mpi.experiments.summary import phases_of
@@ -145,7 +145,7 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
     """This rank's shard of the inputs."""
     rank = plan.grid.comm.rank
     names = ["q", "k", "v"] + ["dout"] * (args.backward and info.has_dout)
-    tensors = {name: read_part(info, name, plan.distribution, rank, plan.dtype) for name in names}
+    tensors = {name: read_shard(info, name, plan.distribution, rank, plan.dtype) for name in names}
     if args.backward and not info.has_dout:
         shape = (info.nheads, info.headdim)
         tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)

@@ -281,19 +281,13 @@ class Measurement:
 
 
 def _config(plan: AttentionPlan) -> dict[str, object]:
+    sizes = ("seqlen", "nheads", "nheads_kv", "headdim", "softmax_scale", "overlap")
     return {
-        "rows": plan.grid.rows,
-        "cols": plan.grid.cols,
-        "heads": plan.grid.heads,
+        **{x: getattr(plan.grid, x) for x in ("rows", "cols", "heads")},
+        **{x: getattr(plan, x) for x in sizes},
         "order": plan.grid.layout.order,
         "distribution": plan.distribution.name,
-        "seqlen": plan.seqlen,
-        "nheads": plan.nheads,
-        "nheads_kv": plan.nheads_kv,
-        "headdim": plan.headdim,
         "dtype": plan.dtype.name,
-        "softmax_scale": plan.softmax_scale,
-        "overlap": plan.overlap,
         # How tensors got to MPI: from memory as they are, or copied to the host.
         "transfers": "host" if plan.staged_bytes else "direct",
     }

@@ -26,24 +26,13 @@ _COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#
 _LINES = [line for line in ("-", "--", "-.", ":") for _ in range(2)]
 _FAMILIES = [method + heads for method in METHODS for heads in ("", " + heads")]
 STYLES = dict(zip(_FAMILIES, zip(cycle(_COLOURS), cycle("oDsp^<v>*"), cycle(_LINES))))
-FILLS = {
-    "compute": ("#0072B2", ""),
-    "merge": ("#009E73", "...."),
-    "wait": ("#E69F00", "////"),
-    "other": ("#DDDDDD", ""),
-}
+FILLS = {"compute": ("#0072B2", ""), "merge": ("#009E73", "...."), "wait": ("#E69F00", "////"),
+         "other": ("#DDDDDD", "")}  # fmt: skip
 SETTINGS = {
-    "font.size": 7,
-    "legend.fontsize": 6.5,
-    "axes.titlesize": 7,
-    "lines.linewidth": 1.2,
-    "lines.markersize": 4,
-    "lines.markerfacecolor": "none",
-    "hatch.linewidth": 0.4,
-    "savefig.dpi": 300,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+    "font.size": 7, "legend.fontsize": 6.5, "axes.titlesize": 7, "savefig.dpi": 300,
+    "lines.linewidth": 1.2, "lines.markersize": 4, "lines.markerfacecolor": "none",
+    "hatch.linewidth": 0.4, "axes.spines.top": False, "axes.spines.right": False,
+}  # fmt: skip
 PHASES = {"forward": ["forward"], "backward": ["backward"], "both": None}
 WIDTH = 8 / 2.54  # inches
 MOST_PLANS = 12  # bars of one figure
@@ -117,15 +106,12 @@ class Choice:
         here = [x for x in self.these if x.ranks == self.ranks]
         if not here:
             raise ValueError(f"{self.workload} was not run on {self.ranks} ranks")
-        fastest = min(
-            here,
-            key=lambda x: (
-                not results[x.name].spans,
-                x.method != next(iter(METHODS)),
-                not x.overlap,
-                x.seconds,
-            ),
-        )
+        first = next(iter(METHODS))
+
+        def rank(x: Summary) -> tuple:
+            return not results[x.name].spans, x.method != first, not x.overlap, x.seconds
+
+        fastest = min(here, key=rank)
         name = fastest.name if args.run is None else args.run
         if name not in results:
             raise ValueError(f"no run {name!r} in {args.results}")
@@ -148,9 +134,8 @@ class Choice:
         c = self.config
         heads = f"{c['nheads']} heads" + f"/{c['nheads_kv']}" * (c["nheads"] != c["nheads_kv"])
         phase = {"both": "fwd + bwd" if c["backward"] else "fwd"}.get(self.phase, self.phase)
-        return (
-            f"{c['mask']}, {c['seqlen']} tokens, {heads} x {c['headdim']}, {c['dtype']}, {phase}"
-        )
+        shape = f"{c['seqlen']} tokens, {heads} x {c['headdim']}"
+        return f"{c['mask']}, {shape}, {c['dtype']}, {phase}"
 
 
 def draw_scaling(plt, choice: Choice):
@@ -293,13 +278,8 @@ def draw_timeline(plt, choice: Choice):
     return _finish(figure, all_axes[0, 0], title, columns=4)
 
 
-FIGURES = {
-    "scaling": draw_scaling,
-    "phases": draw_phases,
-    "bytes": draw_bytes,
-    "model": draw_model,
-    "timeline": draw_timeline,
-}
+_DRAWN = (draw_scaling, draw_phases, draw_bytes, draw_model, draw_timeline)
+FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 
 
 def pyplot(**settings: object):
@@ -323,14 +303,9 @@ def _line(axes, name: str, x: list[float], y: list[float]) -> None:
 
 
 def _bars(
-    plt,
-    choice: Choice,
-    families: dict[str, list[Summary]],
-    value: Callable[[Summary], float],
-    unit: str,
-    formula: Callable[[Summary], float] | None = None,
-    bound: float = math.nan,
-):
+    plt, choice: Choice, families: dict[str, list[Summary]], value: Callable[[Summary], float],
+    unit: str, formula: Callable[[Summary], float] | None = None, bound: float = math.nan,
+):  # fmt: skip
     """A bar for the plan of each method, least first, where there is one number of ranks."""
     xs = sorted(((value(x), name, x) for name, (x,) in families.items()), key=lambda x: x[:2])
     figure, axes = plt.subplots(figsize=(WIDTH, 0.4 * WIDTH + 0.2 * len(xs)))

@@ -22,10 +22,9 @@ from a2d_mpi.planning.schedule import Workload
 from a2d_mpi.schedules import METHODS
 
 GRID, RING, *_ = METHODS  # the paper compares these two
-MACHINES = Path(__file__).parents[3] / "data" / "machines"
 PAPER = {"64x1": "h100-64x1.toml", "16x4": "a100-16x4.toml"}
 LENGTH = 1 << 16  # tokens for which the paper's machines are asked
-HEADER = ("cluster", "mask", "KV heads", "pass", "pick", "ring", "other method", "other plan")
+HEADER = ("cluster", "mask", "KV heads", "pass", "pick", RING, "other method", "other plan")
 LINE = ["---"] * len(HEADER)
 CLOSE = 1.1  # a pick that takes at most so many times the fastest is a good one
 
@@ -46,14 +45,14 @@ def study(args: argparse.Namespace) -> int:
             for line in (
                 _against_ring(results, whole),
                 _in_turn(these),
-                _matches(path, results, whole),
+                _matches(args.machines, path, results, whole),
             ):
                 if line:
                     print(f"    {line}")
             if ratios := _pick(whole):
                 pick, ring, strangers, others = ratios
                 good += not others < 1 / CLOSE  # NaN: there are no others
-                print(f"    pick {pick}: {ring:.2f}x the ring, {strangers:.2f}x the fastest of "
+                print(f"    pick {pick}: {ring:.2f}x the {RING}, {strangers:.2f}x the fastest of "
                       f"another method, {others:.2f}x of all others")  # fmt: skip
                 table.append((Path(path).stem, *_what(results[whole[0].name]), f"`{pick}`",
                               *(f"{x:.2f}" for x in (ring, strangers, others))))  # fmt: skip
@@ -95,7 +94,7 @@ def _against_ring(results: dict[str, Result], xs: Sequence[Summary]) -> str:
         seconds, moved = one.seconds / other.seconds, one.received / other.received
         parts.append(f"{' + '.join(phases)} {seconds:.2f} in time, {moved:.2f} in bytes "
                      f"({seconds / moved:.2f})")  # fmt: skip
-    return f"ring / {grid.plan}: " + "; ".join(sorted(parts, key=len))
+    return f"{RING} / {grid.plan}: " + "; ".join(sorted(parts, key=len))
 
 
 def _shape(result: Result) -> tuple[int, int]:
@@ -132,7 +131,7 @@ def _what(result: Result) -> tuple[str, str, str]:
     return str(c["mask"]), f"{c['nheads_kv']} of {c['nheads']}", " + ".join(phases_of(result))
 
 
-def _matches(path: str, results: dict[str, Result], xs: Sequence[Summary]) -> str:
+def _matches(machines: Path, path: str, results: dict[str, Result], xs: Sequence[Summary]) -> str:
     """Compute : transfer of the ring's forward pass, and where the paper's machine has that."""
     profile, ring = Path(path).with_suffix(".toml"), _ring(xs)
     if Path(path).stem not in PAPER or not profile.exists() or ring is None:
@@ -143,7 +142,7 @@ def _matches(path: str, results: dict[str, Result], xs: Sequence[Summary]) -> st
     received = summarise(result, ["forward"]).received
     link = read_machine(profile).links(int(c["ranks"]))[1]
     here = compute / (received / link.bandwidth)
-    paper = read_machine(MACHINES / PAPER[Path(path).stem])
+    paper = read_machine(machines / PAPER[Path(path).stem])
     work = Workload(LENGTH, 96, 128, 96 * int(c["nheads_kv"]) // int(c["nheads"]),
                     MASKS[str(c["mask"])](), "bfloat16")  # fmt: skip
     layout = Layout(int(c["ranks"]), 1)
@@ -152,7 +151,9 @@ def _matches(path: str, results: dict[str, Result], xs: Sequence[Summary]) -> st
     transfer = received / paper.between.bandwidth
     there = float(predict(paper, RING, layout, work)["forward"].compute.mean()) / transfer
     tokens = LENGTH * here / there
-    return f"ring forward: compute / transfer {here:.3f}; match: {tokens:.0f} tokens, {paper.name}"
+    return (
+        f"{RING} forward: compute / transfer {here:.3f}; match: {tokens:.0f} tokens, {paper.name}"
+    )
 
 
 def _scaling(results: dict[str, Result]) -> list[str]:

@@ -66,7 +66,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One plan for one workload: what one entry of a benchmark file is of.
+    """One plan for one workload: the subject of one entry of a benchmark file.
 
     Attributes
     ----------
