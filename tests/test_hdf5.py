@@ -14,8 +14,8 @@ from a2d_mpi.experiments.benchmark import add_results, read_benchmark
 from a2d_mpi.experiments.results import (
     SMALLER,
     inspect_input,
-    read_shard,
     read_result,
+    read_shard,
     write_result,
 )
 

@@ -23,8 +23,8 @@ from a2d_mpi.experiments.results import (
     Check,
     Result,
     inspect_input,
-    read_shard,
     read_result,
+    read_shard,
     write_result,
 )
 

@@ -22,13 +22,7 @@ from a2d_mpi.core.sizes import LARGEST, Layout, check_room
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.measure import (
-    SAMPLE,
-    Measurement,
-    open_device,
-    origin_of,
-    random_inputs,
-)
+from a2d_mpi.experiments.measure import SAMPLE, Measurement, open_device, origin_of, random_inputs
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.summary import phases_of, summarise

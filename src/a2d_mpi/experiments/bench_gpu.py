@@ -11,13 +11,13 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.methods import Attention2D
-from a2d_mpi.comm.gpus import gpu_aware
+from a2d_mpi.comm.gpus import bind_gpu, gpu_aware
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.bench_tile import torch_calls
-from a2d_mpi.experiments.measure import Measurement, open_gpu, random_inputs
+from a2d_mpi.experiments.measure import Measurement, random_inputs
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import grid_shape
 from a2d_mpi.experiments.timing import in_turn
@@ -28,7 +28,7 @@ PHASES = ("forward", "backward")
 
 def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Run the benchmark that is asked for; returns the exit code."""
-    device, sharing = open_gpu(comm)
+    device, sharing = bind_gpu(comm)
     if comm.rank == 0:
         aware, why = gpu_aware(args.transfers)
         how = f"{'device' if aware else 'host'} transfers ({why})"

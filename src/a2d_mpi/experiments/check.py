@@ -25,10 +25,7 @@ BLOCK = 64  # rows that are checked at a time
 
 @np.errstate(all="ignore")  # what overflows is found in the results, and fails
 def check_attention(
-    plan: AttentionPlan,
-    tensors: Mapping[str, np.ndarray],
-    rows: int | None = None,
-    seed: int = 0,
+    plan: AttentionPlan, tensors: Mapping[str, np.ndarray], rows: int | None = None, seed: int = 0
 ) -> dict[str, Check]:
     """Check out and lse, and the gradients if they are given, against float64.
 

@@ -27,7 +27,6 @@ from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention
-from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import PARTS, SPAN, Check, Result
 from a2d_mpi.experiments.summary import usual_trial
@@ -38,23 +37,7 @@ SAMPLE = 16  # query rows and key rows that are looked at in a sampled check
 
 def open_device(comm: MPI.Intracomm, name: str) -> Device:
     """The host ("cpu"), or the GPU of this rank ("gpu")."""
-    return HOST if name == "cpu" else open_gpu(comm, "--device gpu: ")[0]
-
-
-def open_gpu(comm: MPI.Intracomm, option: str = "") -> tuple[Device, int]:
-    """The GPU of this rank, and how many ranks share one; see `bind_gpu`.
-
-    `option`: what to begin a message with, if there is none.
-    """
-
-    def load() -> None:
-        try:
-            import a2d_mpi.devices.cuda  # noqa: F401
-        except ImportError as error:
-            raise ValueError(f"{option}{error}") from None
-
-    together(comm, load)
-    return bind_gpu(comm)
+    return HOST if name == "cpu" else bind_gpu(comm)[0]
 
 
 def random_rows(

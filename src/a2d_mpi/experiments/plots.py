@@ -119,13 +119,15 @@ class Choice:
         # What names the workload, even if the timeline is of another one.
         self.config = next(results[x.name].config for x in self.these)
 
-    def families(self, key: Callable[[Summary], float]) -> dict[str, list[Summary]]:
-        """By method: the plan of least `key` at every number of ranks.
+    def families(
+        self, key: Callable[[Summary], float], fewest: int = 1
+    ) -> dict[str, list[Summary]]:
+        """By method: the plan of least `key` at every number of ranks from `fewest` on.
 
         Where both were run, those that communicate and compute in turn are left to `phases`.
         """
         whole = [x for x in self.these if x.overlap] or self.these
-        found = best_of_families(whole, key)
+        found = best_of_families((x for x in whole if x.ranks >= fewest), key)
         return {name: found[name] for name in STYLES if name in found}
 
     @property
@@ -147,8 +149,8 @@ def draw_scaling(plt, choice: Choice):
     fewest = min(xs[0].ranks for xs in families.values())
     base = min(xs[0].seconds for xs in families.values() if xs[0].ranks == fewest)
     everyone = sorted({x.ranks for xs in families.values() for x in xs})
-    ideal = [1e3 * base * fewest / ranks for ranks in everyone]
-    axes.plot(everyone, ideal, color="black", linewidth=0.8, label="ideal")
+    ideal = {ranks: 1e3 * base * fewest / ranks for ranks in everyone}
+    axes.plot(everyone, list(ideal.values()), color="black", linewidth=0.8, label="ideal")
     labels = {}
     for name, xs in families.items():
         _line(axes, name, [x.ranks for x in xs], [1e3 * x.seconds for x in xs])
@@ -158,7 +160,7 @@ def draw_scaling(plt, choice: Choice):
     for ranks, of_ranks in labels.items():
         # The best and the worst: more would not be readable.
         for (seconds, colour), up in {min(of_ranks): -1, max(of_ranks): 1}.items():
-            text = f"{100 * base * fewest / ranks / seconds:.0f} %"
+            text = f"{ideal[ranks] / 10 / seconds:.0f} %"
             axes.annotate(text, (ranks, 1e3 * seconds), (0, 8 * up), fontsize=6, color=colour,
                           textcoords="offset points", ha="center", va="center")  # fmt: skip
     _log_ranks(axes, everyone)
@@ -192,11 +194,7 @@ def draw_phases(plt, choice: Choice):
 
 def draw_bytes(plt, choice: Choice):
     """Bytes by number of ranks."""
-    families = {
-        name: [x for x in xs if x.ranks > 1]
-        for name, xs in choice.families(lambda x: x.received).items()
-    }
-    if not (families := {name: xs for name, xs in families.items() if xs}):
+    if not (families := choice.families(lambda x: x.received, fewest=2)):
         raise NothingToDraw("no run on more than one rank")
     everyone = sorted({x.ranks for xs in families.values() for x in xs})
     bounds = {x.ranks: x.bound for xs in families.values() for x in xs if x.bound > 0}

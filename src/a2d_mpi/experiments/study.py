@@ -42,20 +42,18 @@ def study(args: argparse.Namespace) -> int:
             these = [x for x in rows.values() if (x.workload, x.ranks) == (workload, ranks)]
             whole = [x for x in these if x.overlap]
             print(f"  {workload}, {ranks} ranks, {len(whole)} plans")
-            for line in (
-                _against_ring(results, whole),
-                _in_turn(these),
-                _matches(args.machines, path, results, whole),
-            ):
-                if line:
-                    print(f"    {line}")
+            match = _matches(args.machines, path, results, whole)
+            for line in filter(None, (_against_ring(results, whole), _in_turn(these), match)):
+                print(f"    {line}")
             if ratios := _pick(whole):
                 pick, ring, strangers, others = ratios
                 good += not others < 1 / CLOSE  # NaN: there are no others
                 print(f"    pick {pick}: {ring:.2f}x the {RING}, {strangers:.2f}x the fastest of "
                       f"another method, {others:.2f}x of all others")  # fmt: skip
-                table.append((Path(path).stem, *_what(results[whole[0].name]), f"`{pick}`",
-                              *(f"{x:.2f}" for x in (ring, strangers, others))))  # fmt: skip
+                c, phases = results[whole[0].name].config, phases_of(results[whole[0].name])
+                kind = str(c["mask"]), f"{c['nheads_kv']} of {c['nheads']}", " + ".join(phases)
+                times = (f"{x:.2f}" for x in (ring, strangers, others))
+                table.append((Path(path).stem, *kind, f"`{pick}`", *times))
         for line in _scaling(results):
             print(f"  {line}")
         these = [x.predicted / x.seconds - 1 for x in rows.values() if not math.isnan(x.predicted)]
@@ -72,10 +70,8 @@ def _errors(off: Sequence[float]) -> str:
     size = np.abs(off)
     if not len(size):
         return "no predictions"
-    return (
-        f"off by {100 * np.median(size):.1f} % (median), {100 * size.max():.1f} % (worst of "
-        f"{len(size)} runs)"
-    )
+    median, worst = 100 * np.median(size), 100 * size.max()
+    return f"off by {median:.1f} % (median), {worst:.1f} % (worst of {len(size)} runs)"
 
 
 def _ring(xs: Sequence[Summary]) -> Summary | None:
@@ -123,12 +119,6 @@ def _pick(xs: Sequence[Summary]) -> tuple[str, float, float, float] | None:
     return its.plan, *(
         min((x.seconds for x in some), default=math.nan) / its.seconds for some in rivals
     )
-
-
-def _what(result: Result) -> tuple[str, str, str]:
-    """Mask, KV heads, and phases."""
-    c = result.config
-    return str(c["mask"]), f"{c['nheads_kv']} of {c['nheads']}", " + ".join(phases_of(result))
 
 
 def _matches(machines: Path, path: str, results: dict[str, Result], xs: Sequence[Summary]) -> str:

@@ -143,10 +143,10 @@ def grid_shape(
     if rest:
         shape = " x ".join(f"{n} {name}" for name, n in given.items())
         raise ValueError(f"{shape} do not divide {ranks} ranks")
-    if rows is None and cols is None:
-        rows = next(r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0)
-        return rows, cells // rows
-    return (cells, cols) if rows is None else (rows, cells)
+    if rows is not None or cols is not None:
+        return rows or cells, cols or cells
+    rows = next(r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0)
+    return rows, cells // rows
 
 
 def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
