@@ -1,4 +1,4 @@
-"""The NumPy tile kernel against PyTorch's CPU scaled_dot_product_attention, on one core.
+"""The NumPy kernel against PyTorch's CPU scaled_dot_product_attention, on one core.
 
     pip install -e '.[bench]'  # torch; its CPU build is enough
     python drivers/bench_tile.py

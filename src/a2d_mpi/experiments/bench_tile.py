@@ -87,17 +87,17 @@ def _compare(
     looked_at = {"forward": (q, k, v), "backward": (dout, q, k, v, out)}
     calls = {(phase, "torch"): theirs[phase] for phase in looked_at}
     for name in ("ours", "general"):
-        tile = NumpyTile(np.float32, headdim**-0.5)
+        kernel = NumpyTile(np.float32, headdim**-0.5)
         if name == "general":
-            tile._bounded = lambda *_: False
+            kernel._bounded = lambda *_: False
 
-        def forward(tile=tile):
-            tile.forward(q, k, v, intervals, out, lse)
+        def forward(kernel=kernel):
+            kernel.forward(q, k, v, intervals, out, lse)
 
-        def backward(tile=tile):
+        def backward(kernel=kernel):
             # delta belongs to the backward pass: autograd computes it too.
             delta = np.einsum("thd,thd->th", dout, out)
-            tile.backward(dout, q, k, v, lse, delta, intervals, *gradients, fresh=True)
+            kernel.backward(dout, q, k, v, lse, delta, intervals, *gradients, fresh=True)
 
         calls |= {("forward", name): forward, ("backward", name): backward}
     for phase, arrays in looked_at.items():

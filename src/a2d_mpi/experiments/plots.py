@@ -20,8 +20,8 @@ from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, phases_of, summarise
 from a2d_mpi.schedules import METHODS
 
-# Okabe and Ito: told apart by colour-blind readers too; the markers and hatches without colours.
-# Each method's, alone and with a head axis.
+# Of each method, alone and with a head axis.  Okabe and Ito: told apart by colour-blind readers
+# too; the markers and hatches without colours.
 _COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#009E73", "#999999")
 _LINES = [line for line in ("-", "--", "-.", ":") for _ in range(2)]
 _FAMILIES = [method + heads for method in METHODS for heads in ("", " + heads")]

@@ -139,14 +139,14 @@ def grid_shape(
         return rows, cols
     known = {"rows": rows, "columns": cols, "ranks a head group": heads if heads > 1 else None}
     given = {name: n for name, n in known.items() if n is not None}
-    cells, rest = divmod(ranks, math.prod(given.values()))
+    group, rest = divmod(ranks, math.prod(given.values()))
     if rest:
         shape = " x ".join(f"{n} {name}" for name, n in given.items())
         raise ValueError(f"{shape} do not divide {ranks} ranks")
     if rows is not None or cols is not None:
-        return rows or cells, cols or cells
-    rows = next(r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0)
-    return rows, cells // rows
+        return rows or group, cols or group
+    rows = next(r for r in range(math.isqrt(group), 0, -1) if group % r == 0)
+    return rows, group // rows
 
 
 def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
