@@ -19,6 +19,7 @@ from mpi4py import MPI
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.calibrate import calibrate
 from a2d_mpi.experiments.cli import Parser, run
+from a2d_mpi.experiments.options import THREADS
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -31,7 +32,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         "--seconds", type=float, default=30.0, help="of a measurement, about (default %(default)s)"
     )
     add("--dtype", choices=DTYPES, action="append", help="default: float32; may be repeated")
-    add("--threads", type=int, default=1, help="BLAS threads per rank (default %(default)s)")
+    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
     add("--accept-disturbed", action="store_true",
         help="measure once, and write the profile even if others use the machine")  # fmt: skip
     return parser

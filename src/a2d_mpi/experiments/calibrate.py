@@ -149,8 +149,6 @@ def _measure(comm: MPI.Intracomm, args: argparse.Namespace, where: Place) -> Mea
 def _validated(args: argparse.Namespace, where: Place) -> Place:
     if not 0 < args.seconds <= 86400:
         raise ValueError(f"--seconds must be positive, at most a day, got {args.seconds}")
-    if not 1 <= args.threads <= 1024:
-        raise ValueError(f"--threads must be at least 1, at most 1024, got {args.threads}")
     if args.name is None:
         args.name = where.hosts[0]
     Machine(args.name, None, None, {})  # or say what is wrong with it

@@ -22,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
@@ -37,7 +37,10 @@ SAMPLE = 16  # query rows and key rows that are looked at in a sampled check
 
 def open_device(comm: MPI.Intracomm, name: str) -> Device:
     """The host ("cpu"), or the GPU of this rank ("gpu")."""
-    return HOST if name == "cpu" else bind_gpu(comm)[0]
+    try:
+        return HOST if name == "cpu" else bind_gpu(comm)[0]
+    except CollectiveError as error:
+        raise CollectiveError(f"--device {name}: {error}") from None
 
 
 def random_rows(

@@ -36,6 +36,7 @@ SETTINGS = {
 PHASES = {"forward": ["forward"], "backward": ["backward"], "both": None}
 WIDTH = 8 / 2.54  # inches
 MOST_PLANS = 12  # bars of one figure
+Figure = Callable[[Summary], float]  # one number of a result
 
 
 def plot(args: argparse.Namespace) -> int:
@@ -119,13 +120,9 @@ class Choice:
         # What names the workload, even if the timeline is of another one.
         self.config = next(results[x.name].config for x in self.these)
 
-    def families(
-        self, key: Callable[[Summary], float], fewest: int = 1
-    ) -> dict[str, list[Summary]]:
-        """By method: the plan of least `key` at every number of ranks from `fewest` on.
-
-        Where both were run, those that communicate and compute in turn are left to `phases`.
-        """
+    def families(self, key: Figure, fewest: int = 1) -> dict[str, list[Summary]]:
+        """By method: the plan of least `key` at every number of ranks from `fewest` on."""
+        # Those that communicate and compute in turn are left to `phases`, where both were run.
         whole = [x for x in self.these if x.overlap] or self.these
         found = best_of_families((x for x in whole if x.ranks >= fewest), key)
         return {name: found[name] for name in STYLES if name in found}
@@ -301,8 +298,8 @@ def _line(axes, name: str, x: list[float], y: list[float]) -> None:
 
 
 def _bars(
-    plt, choice: Choice, families: dict[str, list[Summary]], value: Callable[[Summary], float],
-    unit: str, formula: Callable[[Summary], float] | None = None, bound: float = math.nan,
+    plt, choice: Choice, families: dict[str, list[Summary]], value: Figure, unit: str,
+    formula: Figure | None = None, bound: float = math.nan,
 ):  # fmt: skip
     """A bar for the plan of each method, least first, where there is one number of ranks."""
     xs = sorted(((value(x), name, x) for name, (x,) in families.items()), key=lambda x: x[:2])

@@ -1,10 +1,4 @@
-"""Seconds of calls, one after the other in turn: the one loop of all measurements; no MPI import.
-
-::
-
-    seconds = in_turn({"ours": ours, "torch": theirs}, trials=7, comm=comm)
-    ratios = seconds["ours"] / seconds["torch"]  # trial by trial
-"""
+"""Seconds of calls, one after the other in turn: the one loop of all measurements, without MPI."""
 
 from __future__ import annotations
 
