@@ -32,7 +32,7 @@ from a2d_mpi.attention.executor import Executor
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.experiments.measure import make_plan
-from a2d_mpi.kernels.numpy import NumpyTile
+from a2d_mpi.kernels.numpy import NumpyKernel
 
 TOO_MANY = 3  # failures, after which there is no use in going on
 PATIENCE = 60  # seconds for one case: beyond that a rank waits for ever
@@ -101,9 +101,9 @@ def _run(case: Case) -> dict[str, object]:
         _grids[key] = ProcessGrid(COMM, *case.shape, order=case.order)
     defaults = (None, rows, keys, None)
     with (
-        patch.object(NumpyTile.__init__, "__defaults__", defaults),
+        patch.object(NumpyKernel.__init__, "__defaults__", defaults),
         patch("a2d_mpi.kernels.blocks.ALIGN", align),
-        patch("a2d_mpi.core.pieces.GRAIN", grain),
+        patch("a2d_mpi.core.chunks.GRAIN", grain),
         np.errstate(all="ignore"),
     ):
         plan = make_plan(

@@ -66,8 +66,8 @@ class Case:
             for x, size in zip(found, (10, 1, 100, 30)):
                 x *= size
         elif self.values == "padded":
-            blind, unseen = ~self.seen.any(axis=1), ~self.seen.any(axis=0)
-            for x, hidden in zip(found, (blind, unseen, unseen, blind)):
+            masked, unseen = ~self.seen.any(axis=1), ~self.seen.any(axis=0)
+            for x, hidden in zip(found, (masked, unseen, unseen, masked)):
                 x[hidden] = rng.choice([np.nan, np.inf, 1e4])
         return [x.astype(self.dtype) for x in found]
 
@@ -174,8 +174,8 @@ def solve(
     much is a matter of luck.
     """
     whole = case.inputs()
-    blind, unseen = ~case.seen.any(axis=1), ~case.seen.any(axis=0)
-    for x, hidden in zip(whole, (blind, unseen, unseen, blind)):
+    masked, unseen = ~case.seen.any(axis=1), ~case.seen.any(axis=0)
+    for x, hidden in zip(whole, (masked, unseen, unseen, masked)):
         x[hidden] = 0  # padding may hold anything
     if case.dtype.itemsize > 2:
         out = None

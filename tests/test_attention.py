@@ -24,12 +24,12 @@ from cases import (
 from helpers import assert_all
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
-from a2d_mpi.core import pieces
+from a2d_mpi.core import chunks
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.planning.machine import read_machine
 from a2d_mpi.planning.planner import best_plan
-from a2d_mpi.planning.schedule import Workload
 
 PROFILES = Path(__file__).parents[1] / "data" / "machines"
 
@@ -96,7 +96,7 @@ def test_low_precision(comm, method, mask, dtype, seqlen):
 @pytest.mark.parametrize("seqlen", [3, 101])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
-    """Both masks, key heads shared and not, 16 bits too; the same bits without overlap."""
+    """Both masks, KV heads shared and not, 16 bits too; the same bits without overlap."""
     grid, bad = ProcessGrid(comm, *algorithm[1]), []
     for mask, nheads_kv, dtype in (
         (Full(), NHEADS, "float32"),
@@ -123,9 +123,9 @@ def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
 @pytest.mark.parametrize("shape", numbers(UNITS, UNITS[-1:]), ids=str)
 def test_chunks_in_units(comm, monkeypatch, shape):
     """Cut where they are long enough: right, counted, and the same bits without overlap."""
-    monkeypatch.setattr(pieces, "GRAIN", 4)
+    monkeypatch.setattr(chunks, "GRAIN", 4)
     grid, bad = ProcessGrid(comm, *shape), []
-    cut = [max(len(pieces.cut(101 // comm.size * grid.heads, x)) for x in shape[:2])]
+    cut = [max(len(chunks.chunks(101 // comm.size * grid.heads, x)) for x in shape[:2])]
     window = IntervalMask(np.maximum(np.arange(101) - 30, 0), np.arange(101) + 1)
     for mask, nheads_kv, distribution in product(
         (Full(), Causal(), window), (1, NHEADS), DISTRIBUTIONS
@@ -162,7 +162,7 @@ def test_huge_logits(comm, method, mask, distribution):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-def blind_mask(seqlen):
+def mask_with_masked_rows(seqlen):
     """Every third query, and the whole last part, sees nothing; the others a window."""
     tokens = np.arange(seqlen)
     begin = np.maximum(tokens - 40, 0)
@@ -174,17 +174,17 @@ def blind_mask(seqlen):
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("seqlen", [2, 100])
 def test_queries_that_see_nothing(comm, method, distribution, seqlen):
-    mask = blind_mask(seqlen)
+    mask = mask_with_masked_rows(seqlen)
     plan = method(mask, seqlen=seqlen, nheads=NHEADS, headdim=7, distribution=distribution)
     found = run(plan, *inputs(seqlen, NHEADS, 7))
     bad = failures(plan, found, mask, seqlen, NHEADS, 7)
-    blind = (mask.end <= mask.begin)[plan.tokens]
+    masked = (mask.end <= mask.begin)[plan.tokens]
     silent = (
-        (found["out"][blind] == 0).all()
-        and np.isneginf(found["lse"][blind]).all()
-        and (found["dq"][blind] == 0).all()
+        (found["out"][masked] == 0).all()
+        and np.isneginf(found["lse"][masked]).all()
+        and (found["dq"][masked] == 0).all()
     )
-    assert_all(comm, silent and not bad, "; ".join(bad) or "a blind query is not silent")
+    assert_all(comm, silent and not bad, "; ".join(bad) or "a masked row is not silent")
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
@@ -283,7 +283,7 @@ def test_order_of_ranks(comm, order):
     if comm.rank != np.ravel_multi_index([mine[x] for x in order], [sizes[x] for x in order]):
         bad.append(f"{mine} on rank {comm.rank}")
     logical = (grid.row * grid.cols + grid.col) * grid.heads + grid.head
-    if grid.comm.rank != logical or grid.layer_comm.rank != logical // grid.heads:
+    if grid.comm.rank != logical or grid.group_comm.rank != logical // grid.heads:
         bad.append(f"rank {grid.comm.rank} of {grid.comm.size} is {mine}")
     plan = Attention2D(grid, Causal(), seqlen=90, nheads=NHEADS, headdim=8)
     bad += failures(plan, run(plan, *inputs(90, NHEADS, 8)), Causal(), 90, NHEADS, 8)
@@ -361,7 +361,7 @@ def test_check_agrees_with_the_reference(comm, method, rows):
 def test_the_tests_can_tell(comm, method, monkeypatch):
     """Deliberately wrong variants must fail: a merge that averages, a mask that is off by one."""
     plan = method(Causal(), seqlen=130, nheads=NHEADS, headdim=16)
-    if plan.grid.layer_comm.size > 1:
+    if plan.grid.group_comm.size > 1:
         monkeypatch.setattr("a2d_mpi.devices.host.merge", averaging_merge)
         bad = failures(plan, run(plan, *inputs(130, NHEADS, 16)), Causal(), 130, NHEADS, 16)
         assert_all(comm, comm.allreduce(len(bad)) > 0, "an averaging merge passed")

@@ -185,10 +185,10 @@ def test_interrupted_plan_refuses_to_go_on(comm):
         raise RuntimeError("in the kernel")
 
     plan.forward(*x)
-    forward, plan._engine.tile.forward = plan._engine.tile.forward, fail
+    forward, plan._engine.kernel.forward = plan._engine.kernel.forward, fail
     with pytest.raises(RuntimeError, match="in the kernel"):
         plan.forward(*x)
-    plan._engine.tile.forward = forward
+    plan._engine.kernel.forward = forward
     assert "make a new grid and a new plan" in message_of(comm, lambda: plan.forward(*x))
 
 

@@ -6,12 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from a2d_mpi.comm import transport
-from a2d_mpi.core import pieces
-from a2d_mpi.core.areas import pair_areas
+from a2d_mpi.core import chunks
 from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
 from a2d_mpi.core.masks import Causal, Full, IntervalMask
+from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, Problem, flops, misfit
 from a2d_mpi.planning import cost
+from a2d_mpi.schedules import METHODS
 
 N, H, HKV, D = 24, 6, 2, 16
 
@@ -101,7 +102,7 @@ def test_uneven_parts_lose_nothing():
 shapes = st.tuples(*(st.integers(1, 4) for _ in range(3)))
 
 
-@given(shapes, st.sampled_from(cost.METHODS), st.data())
+@given(shapes, st.sampled_from(list(METHODS)), st.data())
 def test_every_byte_sent_is_received(shape, method, data):
     rows, cols, heads = shape
     layout = Layout(rows, cols, heads)
@@ -159,13 +160,13 @@ def test_which_head_axes_fit(nheads, nheads_kv, heads, fits):
     sizes = Problem((1,) * heads, nheads, nheads_kv, D, 2, 4)
     if not fits:
         with pytest.raises(ValueError, match=str(nheads)):
-            sizes.layer(heads)
+            sizes.context_group(heads)
         return
     # What design says: part u reads the kv heads from the one of its first query head to the last.
     group = nheads // nheads_kv
     for u in range(heads):
         first, last = (u * nheads // heads) // group, ((u + 1) * nheads // heads - 1) // group
-        assert last - first + 1 == sizes.layer(heads).nheads_kv
+        assert last - first + 1 == sizes.context_group(heads).nheads_kv
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -193,7 +194,7 @@ def test_areas(name, seqlen, parts, kind):
     window = IntervalMask(np.maximum(0, tokens - 5), tokens + 1)
     mask = {"f": Full(), "c": Causal(), "w": window}[kind]
     distribution = Distribution(name, seqlen, parts)
-    area, cut = pair_areas(mask, distribution)
+    area, cut = visible_pairs(mask, distribution)
     for i in range(parts):
         for j in range(parts):
             q, k = distribution.tokens(i), distribution.tokens(j)
@@ -209,7 +210,7 @@ def test_areas_of_long_sequences():
     tokens = np.arange(seqlen)
     same = IntervalMask(np.zeros(seqlen, int), tokens + 1)
     distribution = Distribution("striped", seqlen, 3)
-    exact, sampled = (pair_areas(mask, distribution)[0] for mask in (Causal(), same))
+    exact, sampled = (visible_pairs(mask, distribution)[0] for mask in (Causal(), same))
     assert np.allclose(sampled, exact, rtol=0.01)
 
 
@@ -223,7 +224,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
         whole = mask.area(np.arange(seqlen), np.arange(seqlen))
         ratios = {}
         for rows in (r for r in range(1, ranks + 1) if ranks % r == 0):
-            for method in cost.METHODS:
+            for method in METHODS:
                 layout = Layout(rows, ranks // rows)
                 sizes = Problem((100,) * ranks, 6, nheads_kv, D, 4, 4)
                 moved = cost.moves(method, layout, sizes, np.arange(ranks), phases)
@@ -275,20 +276,20 @@ def test_flops():
 def test_units(tokens, ranks):
     """All tokens once, in order; one cut at most, where both sides are worth it."""
     for cuts in (
-        pieces.cut(tokens, ranks),
-        pieces.cut_own(np.arange(tokens), ranks),
-        pieces.cut_own(np.zeros(tokens, int), ranks),
+        chunks.chunks(tokens, ranks),
+        chunks.split_own_shard(np.arange(tokens), ranks),
+        chunks.split_own_shard(np.zeros(tokens, int), ranks),
     ):
         assert np.array_equal(
             np.concatenate([np.arange(tokens)[s] for s in cuts]), np.arange(tokens)
         )
-        assert len(cuts) == 1 or (len(cuts) == 2 and cuts[0].stop % pieces.GRAIN == 0)
+        assert len(cuts) == 1 or (len(cuts) == 2 and cuts[0].stop % chunks.GRAIN == 0)
         assert len(cuts) == 1 or min(s.stop - s.start for s in cuts) > 0
-    assert len(pieces.cut(tokens, ranks)) == 1 + (ranks == 2 and tokens >= 2 * pieces.GRAIN)
+    assert len(chunks.chunks(tokens, ranks)) == 1 + (ranks == 2 and tokens >= 2 * chunks.GRAIN)
 
 
 def test_own_work_is_cut_by_area():
-    first, rest = pieces.cut_own(np.arange(2048), 2)
+    first, rest = chunks.split_own_shard(np.arange(2048), 2)
     share = np.arange(2048)[first].sum() / np.arange(2048).sum()
-    assert first.stop == rest.start and abs(share - pieces.FIRST) < 0.07
-    assert pieces.cut_own(np.arange(2048), 1) == [slice(0, 2048)]
+    assert first.stop == rest.start and abs(share - chunks.FIRST_SHARE) < 0.07
+    assert chunks.split_own_shard(np.arange(2048), 1) == [slice(0, 2048)]

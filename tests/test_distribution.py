@@ -10,9 +10,9 @@ sizes = st.one_of(st.integers(0, 40), st.integers(0, 5000))
 
 
 @given(st.sampled_from(DISTRIBUTIONS), sizes, st.integers(1, 40))
-def test_every_token_has_one_owner(name, seqlen, nparts):
-    d = Distribution(name, seqlen, nparts)
-    parts = [d.tokens(p) for p in range(nparts)]
+def test_every_token_has_one_owner(name, seqlen, nshards):
+    d = Distribution(name, seqlen, nshards)
+    parts = [d.tokens(p) for p in range(nshards)]
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(seqlen))
     for part, count in zip(parts, d.counts, strict=True):
         assert len(part) == count
@@ -21,10 +21,10 @@ def test_every_token_has_one_owner(name, seqlen, nparts):
 
 
 @given(st.sampled_from(DISTRIBUTIONS), sizes, st.integers(1, 40))
-def test_slices_cover_the_part(name, seqlen, nparts):
-    d = Distribution(name, seqlen, nparts)
+def test_slices_cover_the_part(name, seqlen, nshards):
+    d = Distribution(name, seqlen, nshards)
     everything = np.arange(seqlen)
-    for p in range(nparts):
+    for p in range(nshards):
         part = np.full(d.count(p), -1)
         pieces = list(d.slices(p))
         for mine, whole in pieces:

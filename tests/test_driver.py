@@ -30,7 +30,7 @@ from helpers import (
 from a2d_mpi import Causal, Distribution
 from a2d_mpi.core import reference
 from a2d_mpi.experiments.results import read_result
-from a2d_mpi.planning import cost
+from a2d_mpi.schedules import METHODS
 
 # The others, in which MPI has no part: what is wrong is found, and said, in Python.
 launches = pytest.mark.launches
@@ -312,7 +312,7 @@ def test_rank_that_dies_ends_the_job(how):
         sabotage="import os, a2d_mpi.kernels.numpy as t\n"
         "def forward(*_):\n"
         f"    if rank == 1: {how}\n"
-        "t.NumpyTile.forward = forward",
+        "t.NumpyKernel.forward = forward",
     )  # fmt: skip
     assert done.returncode not in (0, 1, 2)
     assert done.seconds < SECONDS
@@ -337,7 +337,7 @@ def test_help():
     for program, (code, stdout) in zip(DRIVERS_OF_RANKS, found):
         assert (program, code, stdout.count("usage:")) == (program, 0, 1)
         if program in DRIVERS_OF_RANKS[:2]:
-            text, names = " ".join(stdout.split()), ", ".join(cost.METHODS)
+            text, names = " ".join(stdout.split()), ", ".join(METHODS)
             assert names in text and "r (rows), c (columns) and u (ranks" in text, program
 
 

@@ -81,6 +81,6 @@ def test_check_finite(comm, grid):
         bad[0, 0, 0] = -np.inf
     text = message_of(comm, lambda: plan.forward(q, k, bad))
     assert text.startswith("v: NaN or infinite elements (check_finite)")
-    blind = lse.copy()
-    blind[:1] = -np.inf  # a query that sees no key
-    plan.backward(out, q, k, v, out, blind)
+    masked = lse.copy()
+    masked[:1] = -np.inf  # a query that sees no key
+    plan.backward(out, q, k, v, out, masked)

@@ -21,7 +21,7 @@ import pytest
 from a2d_mpi.kernels import graphs
 from a2d_mpi.kernels.graphs import Block, Graphs, NotSupported, supported
 
-BLOCK = Block("bfloat16", 16, 16, 128, nq=512, nk=1024, kind="full", scale=0.1)
+BLOCK = Block("bfloat16", 16, 16, 128, nq=512, nk=1024, shape="full", scale=0.1)
 
 # As cuDNN writes the properties of a device.
 DEVICE = {
@@ -85,17 +85,17 @@ def cases():
     """(block, backward, gradients) of all graphs to build."""
     shapes = [("full", 1003, 517, 0), ("causal", 517, 1003, 0), ("band", 517, 1003, 100)]
     blocks = [
-        Block(dtype, 16, nheads_kv, headdim, nq, nk, kind, 0.1, window)
-        for dtype, nheads_kv, headdim, (kind, nq, nk, window) in itertools.product(
+        Block(dtype, 16, nheads_kv, headdim, nq, nk, shape, 0.1, window)
+        for dtype, nheads_kv, headdim, (shape, nq, nk, window) in itertools.product(
             ("bfloat16", "float16"), (16, 2), (32, 64, 128, 256), shapes
         )
         # The rest in one dtype only, for time.
         if dtype == "bfloat16" or (headdim, nheads_kv) in ((64, 16), (128, 2))
     ]
     odd = [("full", 1, 1), ("full", 1, 777), ("causal", 1, 777), ("full", 7, 1), ("causal", 2, 3)]
-    blocks += [dataclasses.replace(BLOCK, kind=kind, nq=nq, nk=nk) for kind, nq, nk in odd]
+    blocks += [dataclasses.replace(BLOCK, shape=shape, nq=nq, nk=nk) for shape, nq, nk in odd]
     blocks += [dataclasses.replace(BLOCK, headdim=headdim) for headdim in (8, 80, 192, 100)]
-    blocks += [dataclasses.replace(BLOCK, kind="band", window=w) for w in (1, 1024, 5000)]
+    blocks += [dataclasses.replace(BLOCK, shape="band", window=w) for w in (1, 1024, 5000)]
     passes = [(False, "native"), (True, "native"), (True, "float32")]
     return [(block, *what) for block in blocks for what in passes]
 
@@ -157,10 +157,10 @@ def build(driver, name):
         {"nheads": 0},
         {"nheads_kv": 3},
         {"nq": 0},
-        {"kind": "strict"},
-        {"kind": "causal", "nq": 1025},
-        {"kind": "band"},
-        {"kind": "band", "window": 1, "nq": 1025},
+        {"shape": "strict"},
+        {"shape": "causal", "nq": 1025},
+        {"shape": "band"},
+        {"shape": "band", "window": 1, "nq": 1025},
         {"window": 5},
     ],
 )
@@ -184,7 +184,7 @@ def test_supported():
     assert why(options=forward, nq=1, nk=1) is None
     assert "one query and one key" in why(nq=1, nk=1)
     assert why(options=float32) is why(nheads_kv=2) is None
-    assert "share a key head" in why(options=float32, nheads_kv=2)
+    assert "share a KV head" in why(options=float32, nheads_kv=2)
     assert "deterministic" in why(options=float32 | {"deterministic": True})
 
 

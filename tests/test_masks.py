@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi.core.masks import Causal, Full, IntervalMask, Mask, key_areas, query_areas
+from a2d_mpi.core.masks import Causal, Full, IntervalMask, Mask, keys_per_query, queries_per_key
 
 
 class TwoIntervals(Mask):
@@ -45,8 +45,8 @@ def test_intervals_are_the_definition_on_any_subset(case, data):
     assert np.array_equal(mask.dense(q, k), expected)
     assert mask.area(q, k) == expected.sum()
     intervals = mask.intervals(q, k)
-    assert np.array_equal(query_areas(intervals), expected.sum(axis=1))
-    assert np.array_equal(key_areas(intervals, len(k)), expected.sum(axis=0))
+    assert np.array_equal(keys_per_query(intervals), expected.sum(axis=1))
+    assert np.array_equal(queries_per_key(intervals, len(k)), expected.sum(axis=0))
 
 
 def test_interval_mask_refuses():

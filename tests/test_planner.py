@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from helpers import SECONDS, assert_all_refused
 
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Link, read_machine
 from a2d_mpi.planning.memory import peak_memory
 from a2d_mpi.planning.planner import best_plan, layouts, plans, why_not
-from a2d_mpi.planning.schedule import Workload
+from a2d_mpi.schedules import METHODS
 
 ROOT = Path(__file__).parents[1]
 MACHINES = ROOT / "data" / "machines"
@@ -35,7 +36,7 @@ def test_all_shapes_are_there():
     shapes = [(x.rows, x.cols, x.heads) for x in layouts("attention2d", 12, work(nheads=6), 1)]
     assert len(shapes) == len(set(shapes)) == 6 + 4 + 3 + 2  # heads 1, 2, 3, 6; not 4 or 12
     assert all(r * c * u == 12 for r, c, u in shapes) and {u for *_, u in shapes} == {1, 2, 3, 6}
-    rings = [x.cells for x in layouts("ring", 12, work(nheads=6), 1)]
+    rings = [x.positions for x in layouts("ring", 12, work(nheads=6), 1)]
     assert sorted(rings) == [2, 4, 6, 12]
     double = list(layouts("double ring", 12, work(nheads=6), 1))
     assert all(min(x.rows, x.cols) > 1 for x in double)
@@ -187,7 +188,7 @@ def test_driver():
     lines = done.stdout.splitlines()
     assert lines[0] == "64 nodes of one H100: 64 ranks, 1 a node, 85.9 GB a rank (6 GB reserved)"
     table = lines[lines.index("") + 2 :]
-    assert len([line for line in table if line.startswith(cost.METHODS)]) == 5
+    assert len([line for line in table if line.startswith(tuple(METHODS))]) == 5
     assert "no plan with 64 ranks that share the heads: 64 does not divide 96 heads" in lines
     only = run(*OPTIONS, "--method", "ring", "--top", 0, "--ranks-per-node", 4)
     assert only.returncode == 0 and "attention2d" not in only.stdout

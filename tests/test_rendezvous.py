@@ -97,8 +97,8 @@ def test_two_threads(comm):
     x = inputs(plans[0])
     expected = [plan.forward(*x)[0] for plan in plans]
     for plan in plans:
-        tile = plan._engine.tile
-        tile.forward = _slow(tile.forward)
+        kernel = plan._engine.kernel
+        kernel.forward = _slow(kernel.forward)
     found = [None, None]
 
     def call(i):
@@ -184,9 +184,9 @@ if comm.rank == 2: time.sleep(1.3)  # it has not waited for long when the others
 if comm.rank == 1:
     time.sleep({"nobody": 60, "call": 4, "silent": 4}.get(where, 0))
     if where == "kernel":
-        forward = plan._engine.tile.forward
-        naps = [4]
-        plan._engine.tile.forward = lambda *x: (time.sleep(naps.pop() if naps else 0), forward(*x))
+        kernel, naps = plan._engine.kernel, [4]
+        forward = kernel.forward
+        kernel.forward = lambda *x: (time.sleep(naps.pop() if naps else 0), forward(*x))
 plan.forward(*x)
 plan.forward(*x)
 comm.Barrier()
@@ -268,8 +268,8 @@ plan = Attention2D(grid, Causal(), seqlen=40, nheads=2, headdim=8, **arguments)
 x = [np.ones((len(plan.tokens), 2, 8), np.float32)] * 3
 before, inside = blas(), set()
 plan.forward(*x)
-forward = plan._engine.tile.forward
-plan._engine.tile.forward = lambda *args: (forward(*args), inside.update(blas()))
+forward = plan._engine.kernel.forward
+plan._engine.kernel.forward = lambda *args: (forward(*args), inside.update(blas()))
 plan.forward(*x)
 if comm.rank == 0:
     print(grid.cores, "before", *before, "inside", *inside, "after", *blas())

@@ -164,16 +164,16 @@ def test_damaged_numbers_are_found_when_they_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-@pytest.mark.parametrize(("seqlen", "nparts"), [(29, 1), (29, 4), (17, 5), (3, 7)])
+@pytest.mark.parametrize(("seqlen", "nshards"), [(29, 1), (29, 4), (17, 5), (3, 7)])
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
-def test_parts(tmp_path, name, seqlen, nparts, dtype):
+def test_parts(tmp_path, name, seqlen, nshards, dtype):
     path = tmp_path / "input.h5"
     arrays = write_input(path)
     info = inspect_input(path)
     assert info.has_dout
-    d = Distribution(name, seqlen, nparts)
+    d = Distribution(name, seqlen, nshards)
     for tensor, x in arrays.items():
-        for part in range(nparts):
+        for part in range(nshards):
             rows = read_shard(info, tensor, d, part, dtype)
             assert rows.dtype == dtype
             assert rows.flags.c_contiguous

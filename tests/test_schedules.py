@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.multirank]
 def post(s, kind):
     """Everyone's k and v to everyone, straight from their owners; returns the messages."""
     n = s.sizes.rows * s.sizes.cols
-    peers = [(s.me + i) % n for i in range(1, n)]
+    peers = [(s.rank + i) % n for i in range(1, n)]
     s.channels["all"] = tuple(range(n))
-    q = Rows(s.array(f"mine {kind}", kind, (s.me,), "given"), s.me)
-    k = Rows(s.array("mine kv", "kv", (s.me,), "given"), s.me)
+    q = Rows(s.array(f"own {kind}", kind, (s.rank,), "given"), s.rank)
+    k = Rows(s.array("own kv", "kv", (s.rank,), "given"), s.rank)
     coming = [s.receive("all", p, Rows(s.array(f"kv {i}", "kv"), p)) for i, p in enumerate(peers)]
     for p in peers:
         s.send("all", p, k)
@@ -27,7 +27,7 @@ def post(s, kind):
 
 def forward(s):
     q, k, coming = post(s, "q")
-    out = Rows(s.array("out", "out", (s.me,), "result"), s.me)
+    out = Rows(s.array("out", "out", (s.rank,), "result"), s.rank)
     s.add(Attend(q, k, out))
     for message in coming:
         s.wait([message])
@@ -37,10 +37,10 @@ def forward(s):
 
 def backward(s):
     q, k, coming = post(s, "qd")
-    dq = Rows(s.array("dq", "dq", (s.me,)), s.me)
-    dkv = Rows(s.array("dkv", "dkv"), s.me)
+    dq = Rows(s.array("dq", "dq", (s.rank,)), s.rank)
+    dkv = Rows(s.array("dkv", "dkv"), s.rank)
     back = [
-        s.receive("all", m.peer, Rows(s.array(f"dkv from {i}", "dkv"), s.me))
+        s.receive("all", m.peer, Rows(s.array(f"dkv from {i}", "dkv"), s.rank))
         for i, m in enumerate(coming)
     ]
     s.add(Zero(dq), Zero(dkv), Attend(q, k, dq, dkv))

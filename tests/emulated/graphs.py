@@ -16,12 +16,12 @@ from a2d_mpi.kernels.graphs import NotSupported
 
 class HostGraphs:
     def __init__(self, refuse=()):
-        self.refuse = refuse  # kinds of blocks for which there is no kernel
+        self.refuse = refuse  # mask shapes for which there is no kernel
         self.launched = []
 
     def workspace_size(self, block, backward, gradients="native"):
-        if block.kind in self.refuse:
-            raise NotSupported(block.kind)
+        if block.shape in self.refuse:
+            raise NotSupported(block.shape)
         return 100
 
     def forward(self, block, q, k, v, out, stats, workspace, stream):
@@ -70,10 +70,10 @@ class HostGraphs:
 
     def _visible(self, block):
         below = np.arange(block.nk) - np.arange(block.nq)[:, None] - (block.nk - block.nq)
-        if block.kind == "full":
+        if block.shape == "full":
             return np.ones((block.nq, block.nk), bool)
         seen = below <= 0
-        return seen & (below > -block.window) if block.kind == "band" else seen
+        return seen & (below > -block.window) if block.shape == "band" else seen
 
 
 def _array(pointer, shape, dtype):

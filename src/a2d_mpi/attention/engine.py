@@ -1,4 +1,4 @@
-"""What a plan runs on: the device of the arrays, a kernel, buffers, a way to MPI, clocks."""
+"""Engine of a plan: the device of the arrays, a kernel, buffers, a way to MPI, clocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Remembered, Workspace
-from a2d_mpi.kernels import Tile, check_kernel, make_tile
+from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
 
 
 class Engine:
@@ -42,7 +42,7 @@ class Engine:
     ----------
     dtypes : (dtype, dtype)
         Of tensors as they are sent, and as they are computed.
-    device, tile, work, transport
+    device, kernel, work, transport
         None, but for `work`, before the first call has brought its arrays.
     waits : dict of str to list of (float, float)
         From when to when inside MPI waits, by phase; by `time.perf_counter`.
@@ -70,11 +70,11 @@ class Engine:
             raise ValueError("overlap by a thread needs MPI_THREAD_MULTIPLE")
         gpu_aware(transfers)
         self.dtypes = dtype, compute_dtype(dtype)
-        self._options, self._transfers = (dtype, softmax_scale), transfers
-        self._kernel, self._progress, self._threads = kernel, progress, threads
+        self._name, self._options = kernel, (dtype, softmax_scale)
+        self._transfers, self._progress, self._threads = transfers, progress, threads
         self._polls = _Polls(polls)
         self.device: Device | None = None
-        self.tile: Tile | None = None
+        self.kernel: Kernel | None = None
         self.work = Workspace()
         self.waits: dict[str, list[tuple[float, float]]] = {}
         self._constants = Remembered()
@@ -86,7 +86,7 @@ class Engine:
         if device is self.device:
             return
         work = Workspace(device)
-        self.tile = make_tile(self._kernel, device, *self._options, self._polls.poll, work)
+        self.kernel = make_kernel(self._name, device, *self._options, self._polls.poll, work)
         self.device, self.work, self.transport = device, work, None
         self._constants, self._spans = Remembered(), {}
 
@@ -130,7 +130,7 @@ class Engine:
         staged = bool(found & 8)
         if self.device is HOST:
             self.transport = self.transport or HostTransport(self._progress)
-            self.tile.careful = bool(found & 16)
+            self.kernel.careful = bool(found & 16)
         elif getattr(self.transport, "staged", None) is not staged:
             self.transport = DeviceTransport(self.device, staged)
 

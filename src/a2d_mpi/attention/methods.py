@@ -71,7 +71,7 @@ class DoubleRingAttention(AttentionPlan):
 
     @property
     def layout(self) -> Layout:
-        grid, size, inner = self.grid, self.grid.layer_comm.size, self.inner
+        grid, size, inner = self.grid, self.grid.group_comm.size, self.inner
         if not isinstance(inner, (int, np.integer)) or inner < 1 or size % inner:
             raise ValueError(f"inner must be a divisor of the {size} ranks, got {inner!r}")
         return Layout(size // int(inner), int(inner), grid.heads, grid.layout.order)

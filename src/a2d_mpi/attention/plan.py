@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.engine import Engine
-from a2d_mpi.attention.executor import Executor
-from a2d_mpi.attention.heads import HeadExchange
+from a2d_mpi.attention.executor import Executor, executors
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
 from a2d_mpi.comm.threads import BlasThreads
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.dtypes import as_dtype, compute_dtype
 from a2d_mpi.core.masks import Mask
@@ -25,7 +26,8 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS
-from a2d_mpi.schedules.accounts import WIDE
+from a2d_mpi.schedules.accounts import tensor_shape
+from a2d_mpi.schedules.steps import WIDE
 
 
 class AttentionPlan:
@@ -45,7 +47,7 @@ class AttentionPlan:
     nheads, headdim : int
         H query heads of D elements.
     nheads_kv : int, optional
-        Heads of k and v, a divisor of nheads; query head h reads key head
+        Heads of k and v, a divisor of nheads; query head h reads KV head
         ``h // (nheads // nheads_kv)``.  Default: nheads.
     dtype : {"float32", "float64", "float16", "bfloat16"}
         Of q, k, v, out and their gradients.  16-bit tensors travel as they are, also partial
@@ -173,8 +175,6 @@ class AttentionPlan:
         if only and name != only:
             raise ValueError(f"a {self.method} has no {name} distribution")
         self.distribution = Distribution(name, self.seqlen, grid.comm.size, grid.heads)
-        # What the algorithm sees: the parts of the cells, and a layer's heads.
-        self._cells = Distribution(name, self.seqlen, grid.layer_comm.size)
         config["distribution"] = self.distribution.name
         scale = config["softmax_scale"]
         self.softmax_scale = 1 / math.sqrt(self.headdim) if scale is None else float(scale)
@@ -193,25 +193,18 @@ class AttentionPlan:
         )
         config["mask"] += f" (digest {mask.digest(self.seqlen)})"
         self.tokens = self.distribution.tokens(grid.comm.rank)
-        cell = range(grid.comm.rank - grid.head, grid.comm.rank - grid.head + grid.heads)
-        self._exchange = HeadExchange(
-            Channel(grid.head_comm, "head", self.traffic),
-            [self.distribution.tokens(rank) for rank in cell],
-            *(self.nheads, self.nheads_kv),
+        self.problem = Problem(
+            *(self.distribution.counts, self.nheads, self.nheads_kv, self.headdim),
+            *(self.dtype.itemsize, self.compute_dtype.itemsize),
         )
-        self._cell_tokens = self._exchange.tokens
-        self._executors, channels = {}, {}
-        if grid.layer_comm.size == 1:
-            self._alone = mask.intervals(self._cell_tokens, self._cell_tokens)
-        else:
-            self._executors = {x: self._executor(x) for x in ("forward", "backward")}
-            for executor in self._executors.values():
-                channels |= executor.schedule.channels
-        self._inside = {
-            name: Channel(self._comm_of(ranks), name, self.traffic)
+        self._executors = {phase: self._chain(phase, grid.comm.rank) for phase in PHASES}
+        channels = {}
+        for executor in chain.from_iterable(self._executors.values()):
+            channels |= executor.schedule.channels
+        self._channels = {
+            name: Channel(self._comm_of(name, ranks), name, self.traffic)
             for name, ranks in channels.items()
         }
-        self._channels = (self._exchange.channel, *self._inside.values())
         config |= self._options
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -220,14 +213,14 @@ class AttentionPlan:
         Parameters
         ----------
         q : (n, nheads, headdim) dtype
-            My part: row i is the token ``tokens[i]``.
+            Shard of this rank: row i is the token ``tokens[i]``.
         k, v : (n, nheads_kv, headdim) dtype
-            My part.
+            Shard of this rank.
 
         Returns
         -------
         out : (n, nheads, headdim) dtype
-            My part; 0 for a query that sees no key.
+            Shard of this rank; 0 for a query that sees no key.
         lse : (n, nheads) float32 or wider
             Log-sum-exp of the scaled logits, nats; -inf for a query that sees no key.
 
@@ -236,15 +229,8 @@ class AttentionPlan:
         ValueError
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
-        with self._running("forward", q=q, k=k, v=v) as (q, k, v):
-            q, k, v = self._exchange.share(self._engine, {"q": q, "k": k, "v": v})
-            if self._executors:
-                out, lse = self._run("forward", {"q": q, "k": k, "v": v})
-            else:  # nothing to merge: out is at once as the caller gets it
-                out, lse = self._new("out", self.dtype), self._new("lse", self.compute_dtype)
-                with self._engine.clock("compute"):
-                    self._engine.tile.forward(q, k, v, self._alone, out, lse)
-            return self._collected(out=out, lse=lse)
+        with self._running("forward", q=q, k=k, v=v) as given:
+            return self._run("forward", given)
 
     def backward(
         self,
@@ -260,7 +246,7 @@ class AttentionPlan:
         Parameters
         ----------
         dout : (n, nheads, headdim) dtype
-            Gradient with respect to out, my part.
+            Gradient with respect to out, shard of this rank.
         q, k, v, out, lse
             What `forward` took and returned.
 
@@ -268,7 +254,7 @@ class AttentionPlan:
         -------
         dq : (n, nheads, headdim) dtype
         dk, dv : (n, nheads_kv, headdim) dtype
-            My part of each.
+            Shards of this rank.
 
         Raises
         ------
@@ -276,26 +262,10 @@ class AttentionPlan:
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        with self._running("backward", **given) as (dout, q, k, v, out, lse):
+        with self._running("backward", **given) as given:
             with self._engine.clock("compute"):
-                delta = self._engine.device.delta(dout, out)
-            mine = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse, "delta": delta}
-            dout, q, k, v, lse, delta = self._exchange.share(self._engine, mine)
-            if self._executors:
-                given = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse, "delta": delta}
-                dq, dk, dv = self._run("backward", given)
-            else:
-                # Final, unless other layers add to them.
-                wide = self._exchange.shared
-                dq, dk, dv = (
-                    self._new(x, self.compute_dtype if wide else self.dtype)
-                    for x in ("dq", "dk", "dv")
-                )
-                with self._engine.clock("compute"):
-                    self._engine.tile.backward(
-                        *(dout, q, k, v, lse, delta, self._alone, dq, dk, dv), fresh=True
-                    )
-            return self._collected(dq=dq, dk=dk, dv=dv)
+                given["delta"] = self._engine.device.delta(given["dout"], given.pop("out"))
+            return self._run("backward", given)
 
     @property
     def timings(self) -> dict[str, float]:
@@ -315,17 +285,17 @@ class AttentionPlan:
 
         `a2d_mpi.planning.memory.buffers` predicts them.
         """
-        return self._engine.work.nbytes(apart="tile")
+        return self._engine.work.nbytes(apart="kernel")
 
     @property
     def deterministic(self) -> bool:
         """Whether gradients of the latest call's kernel repeat bit for bit; out and lse do."""
-        return getattr(self._engine.tile, "deterministic", True)
+        return getattr(self._engine.kernel, "deterministic", True)
 
     @property
     def product_dtype(self) -> np.dtype:
         """What the kernel of the latest call rounds probabilities to before it multiplies them."""
-        return getattr(self._engine.tile, "product_dtype", self.compute_dtype)
+        return getattr(self._engine.kernel, "product_dtype", self.compute_dtype)
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
         """What one forward and one backward call of `rank` send and receive.
@@ -343,88 +313,60 @@ class AttentionPlan:
     def area(self, rank: int | None = None) -> int:
         """Visible (query, key) pairs that `rank` (default: this one) computes.
 
-        For each of the heads of its layer: ``nheads / grid.heads``.
+        For each of the heads of its context group: ``nheads / grid.heads``.
         """
         rank = self.grid.comm.rank if rank is None else rank
-        if not self._executors:
-            return self.mask.area(self._cell_tokens, self._cell_tokens)
-        return self._executor("forward", rank // self.grid.heads).area()
+        return sum(executor.area() for executor in self._chain("forward", rank))
 
     def free(self) -> None:
         """Release the buffers.  The grid stays.  Local."""
         self._engine.work.clear()
+        for executor in chain.from_iterable(self._executors.values()):
+            executor.free()
 
     @property
     def _options(self) -> dict[str, object]:
         """Arguments of this method alone; ranks must agree on them too."""
         return {}
 
-    def _executor(self, phase: str, me: int | None = None) -> Executor:
-        """What a rank of the context group (default: this one) does in a phase."""
-        me = self.grid.layer_comm.rank if me is None else me
-        group = self.problem.layer(self.grid.heads)
-        return Executor(
-            *(self.method, phase, self.layout, group, self.overlap, me),
-            *(self._cells.tokens, self.mask),
+    def _chain(self, phase: str, rank: int) -> list[Executor]:
+        """Executors of all that a rank does in a phase, one after the other."""
+        return executors(
+            *(self.method, phase, self.layout, self.problem, rank, self.overlap),
+            *(self.distribution.name, self.mask),
         )
 
-    def _comm_of(self, ranks: tuple[int, ...]) -> MPI.Intracomm:
-        """The communicator of these ranks of the context group, in this order."""
+    def _comm_of(self, name: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
+        """The communicator of these ranks, in this order."""
         grid = self.grid
-        known = {tuple(range(grid.layer_comm.size)): grid.layer_comm}
+        if name == "head":
+            return grid.head_comm
+        known = {tuple(range(grid.group_comm.size)): grid.group_comm}
         known[tuple(grid.row * grid.cols + c for c in range(grid.cols))] = grid.row_comm
         known[tuple(r * grid.cols + grid.col for r in range(grid.rows))] = grid.col_comm
         return known[ranks]
 
-    def _run(self, phase: str, given: dict[str, Array]) -> list[Array]:
-        """Results of the context group, in the order of `KINDS`."""
-        new = ("out", "lse") if phase == "forward" else ()
-        results = {x: self._new(x, self.compute_dtype) for x in new}
-        executor = self._executors[phase]
-        return list(executor.run(self._engine, self._inside, given, results).values())
+    def _run(self, phase: str, tensors: dict[str, Array]) -> tuple[Array, ...]:
+        """Results of a phase as the caller gets them, in the order of `KINDS`."""
+        engine, executors = self._engine, self._executors[phase]
+        for executor in executors:
+            tensors = executor.run(engine, self._channels, tensors)
+        for name, x in tensors.items():
+            dtype = self.compute_dtype if name == "lse" else self.dtype
+            if x.dtype != dtype or executors[-1].in_buffers:
+                tensors[name] = engine.device.empty(x.shape, dtype)
+                with engine.clock("merge"):
+                    engine.device.put(tensors[name], x)
+        return tuple(tensors.values())
 
-    @property
-    def problem(self) -> Problem:
-        """The sizes that `a2d_mpi.planning.cost` asks for."""
-        return Problem(
-            self.distribution.counts,
-            self.nheads,
-            self.nheads_kv,
-            self.headdim,
-            self.dtype.itemsize,
-            self.compute_dtype.itemsize,
-        )
-
-    def _collected(self, **tensors: Array) -> tuple[Array, ...]:
-        """Results of a layer as the caller gets them."""
-        dtypes = {x: self.compute_dtype if x == "lse" else self.dtype for x in tensors}
-        # Alone, gradients are new arrays; otherwise they lie in buffers.
-        in_buffers = () if self.grid.layer_comm.size == 1 else ("dq", "dk", "dv")
-        return tuple(self._exchange.collect(self._engine, tensors, dtypes, in_buffers))
-
-    def _new(self, name: str, dtype: np.dtype) -> Array:
-        """New array for my cell's part of the result `name`."""
-        shape = (len(self._cell_tokens), *self._shape(name, layer=True))
-        return self._engine.device.empty(shape, dtype)
-
-    def _shape(self, name: str, layer: bool = False) -> tuple[int, ...]:
-        heads = self._exchange if layer else self
-        if name in ("lse", "delta"):
-            return (heads.nheads,)
-        of_keys = name in ("k", "v", "dk", "dv")
-        return (heads.nheads_kv if of_keys else heads.nheads, self.headdim)
-
-    def _dtype_of(self, name: str) -> np.dtype:
-        """Of the tensor as the caller has it, or as it is sent."""
-        return self.compute_dtype if name in WIDE else self.dtype
-
-    def _checked(self, arrays: dict[str, Array]) -> tuple[list[Array], bool]:
+    def _checked(self, arrays: dict[str, Array]) -> tuple[dict[str, Array], bool]:
         """The arrays, C-contiguous, and whether no element is known to be NaN or infinite."""
         devices, engine = [], self._engine
         if self._broken:
             raise ValueError("an earlier call was interrupted: make a new grid and a new plan")
         for name, x in arrays.items():
-            shape, dtype = (len(self.tokens), *self._shape(name)), self._dtype_of(name)
+            shape = len(self.tokens), *tensor_shape(self.problem, name)
+            dtype = self.compute_dtype if name in WIDE else self.dtype
             try:
                 devices.append(device_of(x))
             except TypeError as error:
@@ -432,26 +374,26 @@ class AttentionPlan:
             if x.shape != shape or x.dtype != dtype:
                 raise ValueError(
                     f"{name} has shape {x.shape} and dtype {x.dtype}, "
-                    f"this part needs {shape} and {dtype}"
+                    f"this shard needs {shape} and {dtype}"
                 )
             if not devices[0].owns(x):
                 raise ValueError(f"{name} is not on the device that is current")
         engine.move_to(devices[0])
         found = {name: engine.device.contiguous(x) for name, x in arrays.items()}
         if not self._check_finite and engine.device is not HOST:
-            return list(found.values()), True  # looking would wait for the GPU
+            return found, True  # looking would wait for the GPU
         # A query that sees no key has lse -inf.
         bad = [x for x, y in found.items() if not engine.device.finite(y, lowest=x == "lse")]
         if bad and self._check_finite:
             raise ValueError(f"{', '.join(bad)}: NaN or infinite elements (check_finite)")
-        return list(found.values()), not bad
+        return found, not bad
 
     @contextmanager
-    def _running(self, phase: str, **arrays: Array) -> Iterator[list[Array]]:
+    def _running(self, phase: str, **arrays: Array) -> Iterator[dict[str, Array]]:
         """A phase of all ranks, from their meeting on; ValueError on all if any has a problem."""
         engine, rendezvous = self._engine, self.grid.rendezvous
         with rendezvous.turn() as problem:
-            tensors, finite = [], True
+            tensors, finite = {}, True
             try:
                 tensors, finite = self._checked(arrays)
             except Exception as error:  # whatever it is, the other ranks must hear of it
@@ -459,10 +401,12 @@ class AttentionPlan:
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
             engine.connect(rendezvous, call, problem, finite)
             self._calls += 1
-            for channel in self._channels:
+            for channel in self._channels.values():
                 channel.start(phase, engine.transport, rendezvous.watch)
             self._broken = True  # messages are under way until the end
             with engine.transport.progressing(self.grid.comm), engine.running(phase):
                 yield tensors
             self._broken = False
-            engine.waits[phase] = [wait for channel in self._channels for wait in channel.waits]
+            engine.waits[phase] = [
+                wait for channel in self._channels.values() for wait in channel.waits
+            ]

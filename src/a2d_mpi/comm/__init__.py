@@ -1,1 +1,1 @@
-"""Ranks: what they agree on, how they are arranged, and how tensors travel between them."""
+"""Ranks: their agreement, their grid, and the messages in which tensors travel between them."""

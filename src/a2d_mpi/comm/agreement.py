@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 
 class CollectiveError(ValueError):
-    """Raised on all ranks of a communicator together, with the same message."""
+    """An error that all ranks of a communicator raise together, with the same message."""
 
 
 def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object] = {}) -> None:
@@ -20,14 +20,14 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
     ----------
     comm : Intracomm
     problem : str or None
-        What is wrong on this rank.
+        The error of this rank.
     config : mapping
         Values that must be the same on all ranks; they are compared by their text.
 
     Raises
     ------
     CollectiveError
-        With the first rank's problem, or the first value that differs and who has which.
+        With the first rank's problem, or with the first value that differs, by rank.
     """
     everyone = comm.allgather((problem, {key: _text(value) for key, value in config.items()}))
     problems = [(rank, p) for rank, (p, _) in enumerate(everyone) if p is not None]
@@ -37,15 +37,15 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
         where = f"rank {rank}" if len(ranks) == 1 else f"{len(ranks)} of {comm.size} ranks"
         raise CollectiveError(text if len(ranks) == comm.size else f"{text} (on {where})")
     for key, value in everyone[0][1].items():
-        for rank, (_, theirs) in enumerate(everyone):
-            if theirs.get(key) != value:
+        for rank, (_, other) in enumerate(everyone):
+            if other.get(key) != value:
                 raise CollectiveError(
-                    f"ranks disagree on {key}: {value} on rank 0, {theirs.get(key)} on rank {rank}"
+                    f"ranks disagree on {key}: {value} on rank 0, {other.get(key)} on rank {rank}"
                 )
 
 
 def _text(value: object) -> str:
     try:
         return str(value)
-    except Exception as error:  # a number of too many digits, or whatever a caller has passed
+    except Exception as error:  # a number of too many digits, or any other object of a caller
         return f"{type(value).__name__} ({error})"

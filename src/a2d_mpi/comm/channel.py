@@ -1,7 +1,7 @@
 """Messages on one communicator: posted early, counted and timed.
 
-Tensors travel point to point only.  Both sides of a message know its size from the distribution,
-so nothing is negotiated and an empty part costs no message.
+Tensors travel point to point only.  Both sides of a message know its size from the distribution:
+nothing is negotiated, and an empty shard costs no message.
 """
 
 from __future__ import annotations
@@ -58,14 +58,11 @@ class Channel:
         self.comm, self.name, self.traffic = comm, name, traffic
         self.rank, self.size = comm.rank, comm.size
         self.phase = ""
-        # From when to when inside `wait`, by time.perf_counter: communication that nothing hid.
+        # Start and end of each `wait`, by time.perf_counter: communication that nothing hid.
         self.waits: list[tuple[float, float]] = []
 
     def start(self, phase: str, transport: Transport, watch: Watch) -> None:
-        """Begin a phase: later messages count towards it, and `waits` starts empty.
-
-        `transport`: how tensors get to MPI.
-        """
+        """Begin a phase: later messages count towards it, and `waits` starts empty."""
         self.phase, self.waits, self._transport, self._watch = phase, [], transport, watch
 
     @property
@@ -76,7 +73,7 @@ class Channel:
     def isend(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
         """Start sending C-contiguous tensors, with tags from `tag` on.
 
-        They must not change until `wait` has taken what is returned.
+        The tensors must not change until `wait` has completed the returned messages.
         """
         return [
             message
@@ -102,7 +99,7 @@ class Channel:
     def _flat(
         self, tensors: Sequence[Array], tag: int, direction: int
     ) -> Iterator[tuple[int, Array]]:
-        """Count the messages in which the tensors travel, and yield these as (tag, bytes)."""
+        """Count the messages of the tensors, and yield each tensor as (tag, bytes)."""
         for t, tensor in enumerate(tensors, tag):
             if tensor.size:
                 # As bytes: MPI has no bfloat16, and nothing is reduced on the way.

@@ -1,4 +1,4 @@
-"""Which rank has which GPU, and whether MPI takes device memory."""
+"""The GPU of each rank, and MPI's support of device memory."""
 
 from __future__ import annotations
 
@@ -52,19 +52,18 @@ def bind_gpu(comm: MPI.Intracomm) -> tuple[Cuda, int]:
 
 
 def gpu_aware(transfers: str = "auto") -> tuple[bool, str]:
-    """Whether MPI may be given device memory, and who says so.
+    """Tell whether MPI may be given device memory, and the origin of this answer.
 
     Parameters
     ----------
     transfers : {"auto", "device", "host"}
-        What the caller asks for.  "auto": the environment variable A2D_MPI_TRANSFERS if it is set,
-        else what MPI says of itself.  An MPI that got its CUDA support from a plugin (UCX) may not
-        know that it has it.
+        The caller's choice.  "auto": the environment variable A2D_MPI_TRANSFERS if it is set, else
+        MPI's own answer.  An MPI that has its CUDA support from a plugin (UCX) may not know of it.
 
     Raises
     ------
     ValueError
-        If the setting is none of the three.
+        If the setting is none of these three.
     """
     origin = "argument"
     if transfers == "auto":
@@ -87,7 +86,7 @@ def gpu_aware(transfers: str = "auto") -> tuple[bool, str]:
 
 
 def _mpi_libraries() -> list[ctypes.CDLL]:
-    """The MPI that this process has loaded; by its file, as mpi4py may hide its names."""
+    """The MPI libraries in this process, by their files: mpi4py may hide their symbols."""
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libmpi" in line}

@@ -18,63 +18,63 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
+    from a2d_mpi.core.config import Workload
     from a2d_mpi.planning.machine import Machine
-    from a2d_mpi.planning.schedule import Workload
 
 
 class ProcessGrid:
-    """P = rows x cols x heads ranks: a grid of cells of ranks that share the heads.
+    """P = rows x cols x heads ranks: a grid with a head group of ranks at each position.
 
-    With ``heads`` 1 a cell is one rank::
+    With ``heads`` 1 a head group is one rank::
 
         R = 2, C = 3        col 0     col 1     col 2
                  row 0   [ rank 0 | rank 1 | rank 2 ]  <- row_comm: gather Q, reduce out
                  row 1   [ rank 3 | rank 4 | rank 5 ]
                             ^ col_comm: gather K, V; in the backward pass reduce dK, dV
 
-    With ``heads`` U > 1 a cell is U ranks, and rank ``(r C + c) U + u`` is the u-th of cell
-    (r, c).  They exchange tokens for heads; then the u-th ranks of all cells, a *layer*, are a
-    grid like the one above for 1/U of the heads.  R = C = 1 is DeepSpeed-Ulysses
-    (arXiv:2309.14509).
+    With ``heads`` U > 1 a head group is U ranks, and rank ``(r C + c) U + u`` is the u-th rank of
+    the head group at position (r, c).  The ranks of a head group exchange tokens for heads.  Then
+    the u-th ranks of all head groups, a *context group*, are a grid like the one above for 1/U of
+    the heads.  R = C = 1 is DeepSpeed-Ulysses (arXiv:2309.14509).
 
     Collective over `comm`.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        Of exactly ``rows * cols * heads`` ranks.  It is duplicated: the grid's messages never meet
-        the caller's.
+        Of exactly ``rows * cols * heads`` ranks.  The grid duplicates it: the grid's messages
+        never meet the caller's.
     rows, cols, heads : int
         R, C and U, all at least 1.
     order : str
         A permutation of "rcu": these axes from the slowest to the fastest varying rank of `comm`.
         Neighbouring ranks of `comm` are usually on one node: with the default, "rcu", these are
-        the ranks of a cell.  The grid's own ranks are numbered as above whatever the order.
+        the ranks of a head group.  The grid's own ranks are numbered as above for every order.
 
     Attributes
     ----------
     comm : Intracomm
         All ranks of the grid, by the grid's numbers.
     row_comm : Intracomm
-        The ranks of my row and layer, size C, my rank in it is my column.
+        The C ranks of this rank's row and context group, by column.
     col_comm : Intracomm
-        The ranks of my column and layer, size R, my rank in it is my row.
+        The R ranks of this rank's column and context group, by row.
     head_comm : Intracomm
-        The ranks of my cell, size U.
-    layer_comm : Intracomm
-        The ranks of my layer, size R C, my rank in it is ``r C + c``.
+        The U ranks of this rank's head group.
+    group_comm : Intracomm
+        The R C ranks of this rank's context group, by ``r C + c``.
     rows, cols, heads, row, col, head : int
-        R, C, U and my coordinates.
+        R, C, U, and the coordinates of this rank.
     cores : int
-        Cores of the node for each of the grid's ranks on it; 1 if they are fewer.
+        Cores of the node for each of the grid's ranks on it, at least 1.
     rendezvous : Rendezvous
-        Where the ranks of the grid meet before each call.
+        The meetings of the grid's ranks, one before each call.
 
     Raises
     ------
     ValueError
-        On all ranks, if rows x cols x heads is not the size of `comm`, order is none, or one of
-        them differs between ranks.
+        On all ranks, if rows x cols x heads is not the size of `comm`, if `order` is no such
+        permutation, or if an argument differs between ranks.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class ProcessGrid:
         self.layout = Layout(int(rows), int(cols), int(heads), order)
         self.rows, self.cols, self.heads = (int(x) for x in sizes)
         logical = int(np.argsort(self.layout.physical())[comm.rank])
-        cell, self.head = divmod(logical, self.heads)
-        self.row, self.col = divmod(cell, self.cols)
+        position, self.head = divmod(logical, self.heads)
+        self.row, self.col = divmod(position, self.cols)
         self._comms: list[MPI.Intracomm] = []
         self.comm = self._keep(comm.Split, 0, logical)
-        self.layer_comm = self._keep(self.comm.Split, self.head, cell)
-        self.row_comm = self._keep(self.layer_comm.Split, self.row, self.col)
-        self.col_comm = self._keep(self.layer_comm.Split, self.col, self.row)
-        self.head_comm = self._keep(self.comm.Split, cell, self.head)
+        self.group_comm = self._keep(self.comm.Split, self.head, position)
+        self.row_comm = self._keep(self.group_comm.Split, self.row, self.col)
+        self.col_comm = self._keep(self.group_comm.Split, self.col, self.row)
+        self.head_comm = self._keep(self.comm.Split, position, self.head)
         self.cores = cores_of_rank(self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED))
         self._comms.pop().Free()
         self.rendezvous = Rendezvous(self.comm)
@@ -119,7 +119,7 @@ class ProcessGrid:
         memory: int | None = None,
         method: str = next(iter(METHODS)),
     ) -> ProcessGrid:
-        """The grid that `a2d_mpi.planning.planner` finds the fastest for a problem on a machine.
+        """Make the grid that `a2d_mpi.planning.planner` finds fastest for a problem on a machine.
 
         Collective over `comm`; rank 0 plans.
 
@@ -128,9 +128,9 @@ class ProcessGrid:
         comm : Intracomm
             Its ranks fill the machine's nodes one after the other.
         machine : a2d_mpi.planning.machine.Machine
-        work : a2d_mpi.planning.schedule.Workload
+        work : a2d_mpi.core.config.Workload
         memory : int, optional
-            Bytes of a rank; default: what the machine says.
+            Bytes of a rank; default: those of the machine.
         method : str
             One of `a2d_mpi.schedules.METHODS`; default: the first.
 
@@ -145,7 +145,7 @@ class ProcessGrid:
         if comm.rank == 0:
             try:
                 layout = best_plan(machine, comm.size, work, memory, (method,)).layout
-            except Exception as error:  # whatever it is, the other ranks must hear of it
+            except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = str(error) or type(error).__name__
         agree(comm, problem)
         layout = comm.bcast(layout)

@@ -1,4 +1,4 @@
-"""Where the ranks of a grid meet before they do anything together."""
+"""Meetings of the ranks of a grid, before each collective call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TWO_THREADS = "two threads called plans of one grid at once: give each thread a 
 
 
 class Call(NamedTuple):
-    """A collective call: that all ranks make together, or none does.
+    """A collective call: all ranks make it together, or none does.
 
     Parameters
     ----------
@@ -28,17 +28,17 @@ class Call(NamedTuple):
         Number of the plan, counted from 1 in the order in which a grid's plans are made.
     number : int
         Of this call of the plan, counted from 1.
-    kind : str
+    method : str
         The plan in a word, for messages.
     """
 
     action: str
     plan: int
     number: int
-    kind: str
+    method: str
 
     def __str__(self) -> str:
-        called = f"{self.action} of plan {self.plan} ({self.kind})"
+        called = f"{self.action} of plan {self.plan} ({self.method})"
         return called + f", call {self.number}" * (self.action != "making")
 
 
@@ -53,9 +53,9 @@ class Rendezvous:
     Attributes
     ----------
     watch : Watch
-        Tells when ranks wait for long.
+        Reports ranks that wait for long.
     plans : int
-        Made so far on these ranks.
+        Number of plans made so far on these ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -66,7 +66,7 @@ class Rendezvous:
 
     @contextmanager
     def turn(self) -> Iterator[str | None]:
-        """One call at a time; yields what is wrong: another thread was in the middle of one.
+        """Take the turn for one call; yields an error if another thread had it.
 
         Threads that take turns may do so in another order on another rank.
         """
@@ -79,14 +79,14 @@ class Rendezvous:
             self._lock.release()
 
     def meet(self, call: Call, flags: int = 0) -> int:
-        """Wait for all ranks to make the same call; returns the flags of all, or-ed.
+        """Wait until all ranks make the same call; returns the flags of all, or-ed.
 
         Collective over the ranks.
 
         Raises
         ------
         CollectiveError
-            If they do not make the same call, with who makes which.
+            If they do not make the same call, with the call of each.
         """
         self.watch.doing = call
         stamp = (ACTIONS.index(call.action), call.plan, call.number)
@@ -107,6 +107,6 @@ class Rendezvous:
         return flags
 
     def agree(self, problem: str | None, config: Mapping[str, object] = {}) -> None:
-        """`a2d_mpi.comm.agreement.agree` of these ranks, after they have met."""
+        """Call `a2d_mpi.comm.agreement.agree` on these ranks, after they have met."""
         with self.watch.waiting("to agree"):
             agree(self.comm, problem, config)

@@ -1,7 +1,7 @@
 """BLAS threads of the kernels on the host: as many as a rank has cores.
 
-Left alone, the BLAS of every rank starts a thread for each core of the node, and the ranks of a
-node slow each other down tenfold.
+Without a limit, the BLAS of every rank starts a thread for each core of the node, and the ranks of
+a node slow each other down tenfold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from mpi4py import MPI
 from threadpoolctl import ThreadpoolController
 
-# A user who has set one of these has chosen.
+# A user who has set one of these has chosen the number.
 VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -25,9 +25,9 @@ VARIABLES = (
 
 
 def cores_of_rank(node: MPI.Intracomm) -> int:
-    """Cores of a node for each of its ranks, those of the communicator `node`; at least 1.
+    """Cores of a node for each rank of its communicator `node`, at least 1.
 
-    Collective over `node`.  Counted are the cores that any of these ranks may run on.
+    Collective over `node`.  Only cores that some rank of `node` may run on are counted.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
@@ -40,7 +40,7 @@ class BlasThreads:
     Parameters
     ----------
     threads : int or None
-        None: those that a user's environment says.
+        None: the number in the user's environment.
     """
 
     def __init__(self, threads: int | None) -> None:
@@ -52,14 +52,14 @@ class BlasThreads:
 
     @classmethod
     def of_rank(cls, threads: int | None, cores: int) -> BlasThreads:
-        """As many as are asked for; else as the environment says; else as many as cores."""
+        """Limit to `threads`, else to the number in the environment, else to `cores`."""
         if threads is None and not any(os.environ.get(x) for x in VARIABLES):
             threads = cores
         return cls(threads)
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Around a computation; afterwards the caller has as many threads as before."""
+        """Limit the threads of a computation; afterwards the caller has as many as before."""
         before = [(library, library.get_num_threads()) for library in self._libraries]
         for library, number in before:
             if number != self._threads:

@@ -1,7 +1,7 @@
-"""How tensors get from memory to MPI: as they are, or through the host.
+"""Transports of tensors to MPI: from their own memory, or through the host.
 
-MPI takes host memory as it is, and device memory where it is CUDA-aware.  Where it is not, a
-tensor goes through page-locked host memory in chunks: one is copied while others are sent.
+Every MPI takes host memory, and a CUDA-aware one takes device memory.  To another MPI a tensor of
+the device goes through page-locked host memory in pieces: one is copied while others are sent.
 
 Device memory is read and written by kernels that are merely queued.  So a message of device memory
 is a small process of its own, here a generator that yields while it waits: for the kernels before
@@ -24,15 +24,15 @@ from a2d_mpi.devices.protocol import Array
 if TYPE_CHECKING:
     from a2d_mpi.devices.cuda import Cuda
 
-STAGED_MESSAGE = 4 << 20  # the unit of copies through the host
-# Who calls MPI while kernels hold the core, for it moves large messages only inside its calls: the
-# kernels between their blocks, a thread beside them, or nobody.
+STAGED_MESSAGE = 4 << 20  # bytes of a piece that is copied through the host
+# MPI moves large messages only inside its calls.  While a kernel holds the core, the kernel calls
+# MPI between its cache blocks, or a thread beside it does, or nobody.
 PROGRESS = ("poll", "thread", "none")
 PERIOD = 1e-3  # seconds between two calls of the thread
 
 
 class Transport(Protocol):
-    """How tensors get to MPI; `Channel` posts and counts the messages.
+    """A way from memory to MPI; `Channel` posts and counts the messages.
 
     Attributes
     ----------
@@ -44,23 +44,23 @@ class Transport(Protocol):
     def limit(self) -> int: ...
 
     def progressing(self, comm: MPI.Intracomm) -> AbstractContextManager[None]:
-        """Around a phase: the thread runs, if there is to be one."""
+        """Enclose a phase: the thread runs, if there is one."""
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        """Start sending bytes (C-contiguous, uint8); returns what `wait` takes."""
+        """Start sending bytes (C-contiguous, uint8); returns messages for `wait`."""
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        """Start receiving into bytes."""
+        """Start receiving into bytes; returns messages for `wait`."""
 
     def wait(self, messages: list[Any]) -> None:
         """Complete the messages and empty the list."""
 
     def poll(self, comm: MPI.Intracomm) -> None:
-        """Let messages advance; called between the blocks of a long computation."""
+        """Let messages advance; called between the cache blocks of a long computation."""
 
 
 class HostTransport:
-    """MPI takes host memory as it is.
+    """Host memory, which MPI takes as it is.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class HostTransport:
 
     def poll(self, comm: MPI.Intracomm) -> None:
         if self.progress == "poll":
-            # Any MPI call moves what is in flight; this one has a fixed cost.
+            # Any MPI call moves the messages in flight; this one has a fixed cost.
             comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
 
@@ -131,16 +131,16 @@ class DeviceTransport:
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
         ready = self.device.mark()  # the kernels that write x come before it
-        kind = self._send_staged if self.staged else self._send
-        return self._begin(kind(comm, x, peer, tag, ready))
+        send = self._send_staged if self.staged else self._send
+        return self._begin(send(comm, x, peer, tag, ready))
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        ready = self.device.mark()  # the kernels that read what x holds now come before it
-        kind = self._receive_staged if self.staged else self._receive
-        return self._begin(kind(comm, x, peer, tag, ready))
+        ready = self.device.mark()  # the kernels that read x come before it
+        receive = self._receive_staged if self.staged else self._receive
+        return self._begin(receive(comm, x, peer, tag, ready))
 
     def wait(self, messages: list[Any]) -> None:
-        # All messages advance: another rank may need one to send what this rank waits for.
+        # All messages advance: the rank that this one waits for may need one of the others.
         while not self._active.keys().isdisjoint(messages):
             self._advance()
         messages.clear()

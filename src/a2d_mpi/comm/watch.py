@@ -3,10 +3,10 @@
 Two environment variables, the same on all ranks, are read when a grid is made:
 
 A2D_MPI_STALL_SECONDS
-    Seconds, 300 by default, after which ranks that wait say so: where, and for whom.  0: never,
-    for debuggers.
+    Seconds, 300 by default, after which waiting ranks report the place and the ranks that are
+    missing.  0: never, for debuggers.
 A2D_MPI_STALL_ABORT
-    1: the job is then aborted, with exit code 75 where the launcher passes it on.
+    1: the job is then aborted, with exit code 75 if the launcher passes it on.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _ABORTED = 75  # exit code: "temporary failure" of sysexits.h
 
 
 class Watch:
-    """What this rank waits for, and since when; a thread of the process looks at it now and then.
+    """The wait of this rank, with its start; a thread of the process looks at it now and then.
 
     Parameters
     ----------
     comm : Intracomm
         Of the ranks that wait for each other.
     doing : object
-        The call that is under way, to be kept up to date; its text is shown.
+        The call that is under way; its text is shown.  The caller keeps it up to date.
     talks : bool
-        Whether ranks may tell each other on `comm`, whose point-to-point messages are then the
-        watch's; otherwise each rank speaks for itself.
+        True: ranks tell each other on `comm`, and all point-to-point messages of `comm` are the
+        watch's.  False: each rank speaks for itself.
 
     Raises
     ------
@@ -47,7 +47,7 @@ class Watch:
 
     def __init__(self, comm: MPI.Intracomm, doing: object = "", talks: bool = True) -> None:
         self.doing = doing
-        self.calls = 0  # that all ranks have begun together: tells old messages from new ones
+        self.calls = 0  # begun by all ranks together: tells old messages from new ones
         self._comm = comm
         self._talks = talks and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._patience, self._aborts = _settings()
@@ -61,9 +61,9 @@ class Watch:
             _Watchman.employ(self, self._patience)
 
     @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Around what may take for ever if another rank does not do its part."""
-        self._waiting = time.monotonic(), what
+    def waiting(self, place: str) -> Iterator[None]:
+        """Enclose a wait for other ranks, which may never end if one of them fails."""
+        self._waiting = time.monotonic(), place
         try:
             yield
         finally:
@@ -71,7 +71,7 @@ class Watch:
                 self._waiting = None
 
     def look(self) -> None:
-        """Notice, by another thread, that this rank or another one has been waiting for long."""
+        """Notice that this rank or another one has waited for long; for another thread."""
         with self._lock:
             if self._waiting is not None:
                 self._look(self._waiting)
@@ -84,7 +84,7 @@ class Watch:
                 return
             text = f"{self.doing}, {waiting[1]}"
             self._noticed, self._heard = waiting, {comm.rank: (waiting[0], text)}
-            # Until then all that wait have looked, too.
+            # Until then all waiting ranks have looked, too.
             self._speaks = now + max(1.0, 2 * period(self._patience))
             for rank in range(comm.size) if self._talks else ():
                 if rank != comm.rank:
@@ -96,7 +96,7 @@ class Watch:
                 self._tell()
 
     def _listen(self) -> dict[int, tuple[float, str]]:
-        """What other ranks say of the call that is under way: since when they wait, and where."""
+        """Start and place of the waits that other ranks report of the call under way."""
         heard, status = {}, MPI.Status()
         while self._talks and self._comm.iprobe(MPI.ANY_SOURCE, _TAG):
             calls, seconds, text = self._comm.recv(None, MPI.ANY_SOURCE, _TAG, status)

@@ -1,6 +1,6 @@
 """Files that are written whole or not at all.
 
-Functions raise OSError with one line, fit for the user, that names the file and the reason.
+Functions raise OSError with one line for the user, which names the file and the reason.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from contextlib import contextmanager, suppress
 
 
 def check_writable(path: str | os.PathLike[str], nbytes: int = 0) -> None:
-    """Find out, before the work, whether a file of `nbytes` can be written after it.
+    """Check before the work that a file of `nbytes` can be written after it.
+
+    The file itself is not touched.
 
     Raises
     ------
     OSError
-        If not; but a quota shows only when it is hit.  The file itself is not touched.
+        If the file cannot be written.  A quota shows only when it is hit.
     """
     with replacing(path) as (target, temporary):
         with open(temporary, "wb") as file:
@@ -31,12 +33,12 @@ def check_writable(path: str | os.PathLike[str], nbytes: int = 0) -> None:
 
 
 def refuse_same(output: str | os.PathLike[str], *inputs: str | os.PathLike[str] | None) -> None:
-    """Find out, before the work, whether its output would take the place of one of its inputs.
+    """Check before the work that its output would not take the place of one of its inputs.
 
     Raises
     ------
     OSError
-        If one of the inputs is the same file, by whatever path or link.
+        If one of the inputs is the same file, by any path or link.
     """
     for path in filter(None, inputs):
         same = False
@@ -74,7 +76,7 @@ class Sink(io.FileIO):
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
-    """Real path of a file, and of a temporary one beside it that is gone in the end."""
+    """Real path of a file, and of a temporary file beside it that is gone in the end."""
     target = os.path.realpath(path)  # so that a link stays one
     folder, name = os.path.split(target)
     temporary = os.path.join(folder, f".{name}.{os.getpid()}.tmp")
@@ -94,7 +96,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
 
 
 def remove_leftovers(path: str | os.PathLike[str]) -> None:
-    """Remove temporary files that processes which were killed have left beside a file.
+    """Remove temporary files that killed processes have left beside a file.
 
     For files that have one writer at a time.
     """

@@ -1,4 +1,4 @@
-"""The dtypes of tensors, and what they are computed in."""
+"""The dtypes of tensors, and the dtypes of computations with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {
 
 
 def as_dtype(dtype: np.typing.DTypeLike) -> np.dtype:
-    """The dtype of tensors that is meant, by name or otherwise; ValueError if it is none."""
+    """Dtype of tensors, from its name or from NumPy's; ValueError if tensors cannot have it."""
     try:
         found = DTYPES.get(str(dtype)) or np.dtype(dtype)
     except (TypeError, SyntaxError):
@@ -27,5 +27,5 @@ def as_dtype(dtype: np.typing.DTypeLike) -> np.dtype:
 
 
 def compute_dtype(dtype: np.dtype) -> np.dtype:
-    """What tensors of `dtype` are computed and accumulated in: float32, or float64 for itself."""
+    """Dtype in which tensors of `dtype` are computed and added up: float32 or float64."""
     return np.result_type(dtype, np.float32)

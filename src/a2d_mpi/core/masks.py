@@ -1,8 +1,8 @@
-"""Which keys a query sees: intervals of global key indices.
+"""Masks: the visible keys of each query, as intervals of global key indices.
 
 A mask gives every query one visible interval ``[begin, end)`` of keys, or a tuple of disjoint
 ones.  An interval restricted to any *sorted* subset of the keys is again an interval, found by
-two ``searchsorted`` calls, so every mask works with every distribution and on every grid.
+two ``searchsorted`` calls.  So every mask works with every distribution and on every grid.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EVERYTHING = np.iinfo(np.int64).max
 
 
 class Mask:
-    """Base of all masks: subclasses define `visible`, everything else follows from it.
+    """Base of all masks: subclasses define `visible`, and the other methods follow from it.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class Mask:
         """Raise ValueError if the mask cannot be used on a sequence of `seqlen` tokens."""
 
     def digest(self, seqlen: int) -> str:
-        """Short text that tells what the first `seqlen` queries see: ranks compare it."""
+        """Short text that follows from the visible keys of `seqlen` queries; ranks compare it."""
         digest = hashlib.sha256()
         for start in range(0, seqlen, 1 << 16):
             for pair in self.visible(np.arange(start, min(start + (1 << 16), seqlen))):
@@ -78,11 +78,11 @@ class Mask:
         return tuple(found)
 
     def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
-        """Number of visible (query, key) pairs; balance and FLOP figures come from it."""
-        return int(np.sum(query_areas(self.intervals(q_tokens, k_tokens))))
+        """Number of visible (query, key) pairs, from which balance and FLOP figures come."""
+        return int(np.sum(keys_per_query(self.intervals(q_tokens, k_tokens))))
 
     def dense(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> np.ndarray:
-        """Visibility as a (nq, nk) boolean matrix, straight from `visible`: for references."""
+        """Visibility as a (nq, nk) boolean matrix, straight from `visible`, for references."""
         k = np.asarray(k_tokens)[None, :]
         seen = np.zeros((len(q_tokens), len(k_tokens)), dtype=bool)
         for begin, end in self.visible(np.asarray(q_tokens)):
@@ -94,7 +94,7 @@ class Mask:
 class Full(Mask):
     """Every query sees every key."""
 
-    # All rows cost the same, so any equal cut balances; this one keeps neighbours together.
+    # All rows cost the same: any equal shards balance, and contiguous ones keep neighbours.
     default_distribution = "contiguous"
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
@@ -160,13 +160,13 @@ class IntervalMask(Mask):
         return ((self.begin[q_tokens], self.end[q_tokens]),)
 
 
-def query_areas(intervals: tuple[Interval, ...]) -> np.ndarray:
-    """Keys that each query sees, (nq,) int64; `intervals` as from `Mask.intervals`."""
+def keys_per_query(intervals: tuple[Interval, ...]) -> np.ndarray:
+    """Number of keys that each query sees, (nq,) int64; for `intervals` of `Mask.intervals`."""
     return sum(end - begin for begin, end in intervals)
 
 
-def key_areas(intervals: tuple[Interval, ...], nk: int) -> np.ndarray:
-    """Queries that see each of `nk` keys, (nk,) int64; `intervals` as from `Mask.intervals`."""
+def queries_per_key(intervals: tuple[Interval, ...], nk: int) -> np.ndarray:
+    """Number of queries that see each of `nk` keys, (nk,) int64; the counterpart of the above."""
     steps = sum(
         np.bincount(begin, minlength=nk + 1) - np.bincount(end, minlength=nk + 1)
         for begin, end in intervals
@@ -176,53 +176,55 @@ def key_areas(intervals: tuple[Interval, ...], nk: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Consecutive queries whose visible keys make one simple shape.
+    """Consecutive queries that see one mask shape.
 
     Attributes
     ----------
     rows : slice
         The queries.
-    kind : str
-        "full": all see the same keys.  "causal": the last sees all of `keys`, each one before it
-        one key fewer.  "band": like causal, and each sees `window` keys.  "mixed": anything else,
-        nothing at all included.
+    shape : str
+        The mask shape.  "full": all queries see the same keys.  "causal": the last query sees all
+        of `keys`, each one before it one key fewer.  "band": like causal, and each query sees
+        `window` keys.  "general": any other shape, the empty one included.
     keys : slice
-        The keys that any of them sees, unless mixed.
+        The keys that any of the queries sees; empty for a general shape.
     window : int
-        Keys that each sees, for a band.
+        Keys that each query sees, for a band.
     intervals : tuple of (begin, end)
-        What these queries see, as positions among all keys.
+        Visible keys of these queries, as positions among all keys of the block.
     """
 
     rows: slice
-    kind: str
+    shape: str
     keys: slice
     window: int
     intervals: tuple[Interval, ...]
 
 
 def runs(intervals: tuple[Interval, ...], shortest: int = 1) -> list[Run]:
-    """Cut a tile into shapes that kernels without a general mask know.
+    """Cut a block into runs of queries, each of one mask shape.
+
+    Kernels without a general mask compute runs of simple shapes.
 
     Parameters
     ----------
     intervals : tuple of (begin, end), each (nq,) int
-        Visible keys of each query, as positions among the keys of the tile.
+        Visible keys of each query, as positions among the keys of the block.
     shortest : int
-        Neighbouring runs of fewer queries make one mixed run: a launch each would cost more.
+        Neighbouring runs of fewer queries make one general run: a launch each would cost more.
     """
     nq = len(intervals[0][0])
     begin, end = (np.asarray(x, np.int64) for x in intervals[0])
-    # What changes from each query to the next: nothing, the end, or both by one.
+    # The step from each query to the next: none, the end by one, or both ends by one.
     step = np.diff(begin) * 4 + np.diff(end)
-    kinds = {0: "full", 1: "causal", 5: "band"}
-    step[(np.abs(np.diff(begin)) > 1) | ~np.isin(step, list(kinds))] = -1
+    shapes = {0: "full", 1: "causal", 5: "band"}
+    step[(np.abs(np.diff(begin)) > 1) | ~np.isin(step, list(shapes))] = -1
     simple = end > begin
     for other_begin, other_end in intervals[1:]:
         simple &= other_end <= other_begin
     step[simple[1:] != simple[:-1]] = -1
     step[~simple[1:] & ~simple[:-1]] = 9  # neighbours of no simple shape stay together
-    cuts = np.flatnonzero(np.diff(step)) + 1  # where another kind of step begins
+    cuts = np.flatnonzero(np.diff(step)) + 1  # places where the step changes
     found: list[tuple[int, int, str]] = []
     first = 0
     while first < nq:
@@ -231,25 +233,25 @@ def runs(intervals: tuple[Interval, ...], shortest: int = 1) -> list[Run]:
         if code != -1 and first < nq - 1:
             following = np.searchsorted(cuts, first, side="right")
             last = (int(cuts[following]) if following < len(cuts) else nq - 1) + 1
-        kind = kinds.get(int(code), "full") if simple[first] else "mixed"
+        shape = shapes.get(int(code), "full") if simple[first] else "general"
         short = last - first < shortest
-        if found and (short or kind == "mixed"):
+        if found and (short or shape == "general"):
             a, b, before = found[-1]
-            if before == "mixed" or b - a < shortest:
-                found[-1] = (a, last, "mixed")
+            if before == "general" or b - a < shortest:
+                found[-1] = (a, last, "general")
                 first = last
                 continue
-        found.append((first, last, kind))
+        found.append((first, last, shape))
         first = last
     return [
         Run(
             slice(a, b),
-            kind,
-            slice(int(begin[a]), int(end[b - 1])) if kind != "mixed" else slice(0, 0),
-            int(end[a] - begin[a]) if kind == "band" else 0,
+            shape,
+            slice(int(begin[a]), int(end[b - 1])) if shape != "general" else slice(0, 0),
+            int(end[a] - begin[a]) if shape == "band" else 0,
             tuple((x[a:b], y[a:b]) for x, y in intervals),
         )
-        for a, b, kind in found
+        for a, b, shape in found
     ]
 
 

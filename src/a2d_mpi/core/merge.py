@@ -1,9 +1,9 @@
 """Merge of two partial attention results over disjoint sets of keys.
 
-A partial result of a query is (out, lse): the softmax-weighted mean of the values that it saw, and
-the log of the sum of the exponentials of its logits.  ``merge`` is associative and commutative up
+A partial result of a query is (out, lse): the softmax-weighted mean of the values it saw, and the
+log of the sum of the exponentials of its logits.  ``merge`` is associative and commutative up
 to rounding, with the identity (0, -inf); it is the online softmax of Milakov and Gimelshein
-(arXiv:1805.02867) between whole tiles.
+(arXiv:1805.02867) between whole blocks.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ def merge(
         Log-sum-exp of the partial results, in nats; -inf where a query saw no key.  `lse`
         receives the merged one; `lse2` is left as it is.
     rest : (tokens, nheads), dtype of `lse`
-        What `lse` has lost by rounding in earlier merges, 0 before the first one.
+        Rounding error of `lse` in earlier merges, 0 before the first one.
 
     Notes
     -----
-    The exponentials are shifted by the larger lse, so nothing overflows, and a convex combination
-    of the two outs is taken, so the error does not grow with the number of merges; that of lse
-    would, by half a rounding each, without `rest`.  Where both lse are -inf the result is
-    (0, -inf).  NaN stays NaN.
+    The exponentials are shifted by the larger lse: nothing overflows.  The merged out is a convex
+    combination: its error does not grow with the number of merges.  The error of lse would grow by
+    half a rounding in each merge without `rest`.  Where both lse are -inf the result is (0, -inf).
+    NaN stays NaN.
     """
     if out2.dtype != out.dtype:
         out2 = out2.astype(out.dtype)
-    exact = np.add(lse, rest, dtype=np.float64)
-    shift = np.maximum(exact, lse2)
-    # -inf - -inf would be NaN: rows that saw nothing at all are shifted by 0 instead.
+    exact = np.add(lse, rest, dtype=np.float64)  # (tokens, nheads)
+    shift = np.maximum(exact, lse2)  # (tokens, nheads)
+    # -inf - -inf would be NaN: masked rows are shifted by 0 instead.
     shift[np.isneginf(shift)] = 0
-    weight = np.exp(exact - shift)
-    weight2 = np.exp(lse2 - shift)
-    total = weight + weight2
+    weight = np.exp(exact - shift)  # (tokens, nheads)
+    weight2 = np.exp(lse2 - shift)  # (tokens, nheads)
+    total = weight + weight2  # (tokens, nheads)
     with np.errstate(divide="ignore", invalid="ignore"):
-        exact = np.log(total) + shift
+        exact = np.log(total) + shift  # (tokens, nheads)
         lse[...] = exact
         rest[...] = np.where(np.isfinite(exact), exact - lse, 0)
     total[total == 0] = 1
-    out *= (weight / total).astype(out.dtype)[..., None]
-    out2 *= (weight2 / total).astype(out.dtype)[..., None]
+    out *= (weight / total).astype(out.dtype)[..., None]  # (tokens, nheads, headdim)
+    out2 *= (weight2 / total).astype(out.dtype)[..., None]  # (tokens, nheads, headdim)
     out += out2

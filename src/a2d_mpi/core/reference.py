@@ -1,8 +1,8 @@
-"""Dense attention and its gradients, written down as the textbook has it.
+"""Dense attention and its gradients, as in a textbook.
 
-Slow, O(nq nk) memory per head, and independent of the tile kernels: everything else is checked
-against these functions in float64.  They also take a *part* of the keys (for the forward pass) or
-a part of the queries (for dk and dv), so that samples of large distributed runs can be checked.
+These functions are slow, take O(nq nk) memory per head, and share no code with the kernels: all
+results are checked against them in float64.  They also take some of the keys (for the forward
+pass) or some of the queries (for dk and dv): samples of large distributed runs can be checked.
 """
 
 from __future__ import annotations
@@ -19,41 +19,42 @@ def attention(
     dtype: np.typing.DTypeLike = np.float64,
     products: np.typing.DTypeLike | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """``softmax(softmax_scale q k^T) v`` over the visible keys.
+    """Compute ``softmax(softmax_scale q k^T) v`` over the visible keys.
 
     Parameters
     ----------
     q : (nq, nheads, headdim) float
     k, v : (nk, nheads_kv, headdim) float
-        Query head h reads key head ``h // (nheads // nheads_kv)``.
+        Query head h reads KV head ``h // (nheads // nheads_kv)``.
     visible : (nq, nk) bool
     softmax_scale : float
     dtype : float dtype
-        All arithmetic is done in it; float64 is the reference, others tell the error that a plain
-        single-device computation in that precision makes.
+        Dtype of all arithmetic.  float64 is the reference; a narrower one shows the error of a
+        plain single-device computation in that precision.
     products : float dtype, optional
-        What probabilities (in the backward pass also their gradients) are rounded to before
+        Dtype to which probabilities (in the backward pass also their gradients) are rounded before
         they are multiplied: tensor cores take 16-bit factors.  Default: no rounding.
 
     Returns
     -------
     out : (nq, nheads, headdim) dtype
     lse : (nq, nheads) dtype, nats
-        0 and -inf for queries that see no key.
+        out is 0 and lse is -inf in masked rows.
     """
     q, k, v = (np.asarray(x, dtype) for x in (q, k, v))
     group = q.shape[1] // max(k.shape[1], 1)
     out = np.zeros(q.shape, dtype)
     lse = np.full(q.shape[:2], -np.inf, dtype)
     for h in range(q.shape[1]):
-        p = _logits(q[:, h], k[:, h // group], visible, softmax_scale)
-        shift = p.max(axis=1, initial=-np.inf)
+        g = h // group
+        s = _logits(q[:, h], k[:, g], visible, softmax_scale)  # (nq, nk)
+        shift = s.max(axis=1, initial=-np.inf)  # (nq,)
         shift[np.isneginf(shift)] = 0
-        p = np.exp(p - shift[:, None])
-        total = p.sum(axis=1)
-        seen = total > 0
-        out[seen, h] = (_rounded(p[seen], products) @ v[:, h // group]) / total[seen, None]
-        lse[seen, h] = shift[seen] + np.log(total[seen])
+        p = np.exp(s - shift[:, None])  # (nq, nk)
+        total = p.sum(axis=1)  # (nq,)
+        seen = total > 0  # (nq,), False in masked rows
+        out[seen, h] = (_rounded(p[seen], products) @ v[:, g]) / total[seen, None]  # (nq, headdim)
+        lse[seen, h] = shift[seen] + np.log(total[seen])  # (nq,)
     return out, lse
 
 
@@ -94,15 +95,15 @@ def attention_backward(
     dq, dk, dv = np.zeros(q.shape, dtype), np.zeros(k.shape, dtype), np.zeros(v.shape, dtype)
     for h in range(q.shape[1]):
         g = h // group
-        s = _logits(q[:, h], k[:, g], visible, softmax_scale)
-        # A query that sees no key has lse -inf and only hidden keys: any finite shift gives p = 0.
-        shift = np.where(np.isneginf(lse[:, h]), 0, lse[:, h])
-        p = np.exp(s - shift[:, None])
-        ds = p * (dout[:, h] @ v[:, g].T - delta[:, h, None])
+        s = _logits(q[:, h], k[:, g], visible, softmax_scale)  # (nq, nk)
+        # A masked row has lse -inf and only hidden keys: any finite shift gives p = 0.
+        shift = np.where(np.isneginf(lse[:, h]), 0, lse[:, h])  # (nq,)
+        p = np.exp(s - shift[:, None])  # (nq, nk)
+        ds = p * (dout[:, h] @ v[:, g].T - delta[:, h, None])  # (nq, nk)
         p, ds = _rounded(p, products), _rounded(ds, products)
-        dv[:, g] += p.T @ dout[:, h]
-        dq[:, h] = softmax_scale * (ds @ k[:, g])
-        dk[:, g] += softmax_scale * (ds.T @ q[:, h])
+        dv[:, g] += p.T @ dout[:, h]  # (nk, headdim)
+        dq[:, h] = softmax_scale * (ds @ k[:, g])  # (nq, headdim)
+        dk[:, g] += softmax_scale * (ds.T @ q[:, h])  # (nk, headdim)
     return dq, dk, dv
 
 
@@ -111,6 +112,6 @@ def _rounded(x: np.ndarray, dtype: np.typing.DTypeLike | None) -> np.ndarray:
 
 
 def _logits(q: np.ndarray, k: np.ndarray, visible: np.ndarray, softmax_scale: float) -> np.ndarray:
-    s = (q @ k.T) * q.dtype.type(softmax_scale)
+    s = (q @ k.T) * q.dtype.type(softmax_scale)  # (nq, nk)
     s[~visible] = -np.inf
     return s

@@ -1,4 +1,4 @@
-"""Sizes of a problem and of a grid of ranks: what they are, and what they may be."""
+"""Sizes of a problem and of a grid of ranks, and the bounds of these sizes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Problem:
     Parameters
     ----------
     counts : tuple of int
-        Tokens of every rank (of its part before any exchange of heads), by logical rank; the
-        parts of the U ranks of a cell follow each other.
+        Tokens of every rank's shard, before any exchange of heads, by logical rank.  The U ranks
+        of a head group follow each other.
     nheads, nheads_kv, headdim : int
     itemsize : int
         Bytes of an element of q, k, v, out and dout.
@@ -62,34 +62,34 @@ class Problem:
         """Bytes of one token of lse or delta."""
         return self.nheads * self.compute_itemsize
 
-    def layer(self, heads: int) -> Problem:
-        """What one of `heads` layers works on: the tokens of whole cells, its share of the heads.
+    def context_group(self, heads: int) -> Problem:
+        """The problem of one context group: all tokens of its head groups, 1/`heads` of the heads.
 
         Raises
         ------
         ValueError
-            If the heads cannot be shared out so.
+            If the heads cannot be divided among `heads` ranks.
         """
         why = misfit(self.nheads, self.nheads_kv, heads)
         if why:
             raise ValueError(why)
-        cells = tuple(np.reshape(self.counts, (-1, heads)).sum(axis=1).tolist())
+        counts = tuple(np.reshape(self.counts, (-1, heads)).sum(axis=1).tolist())
         kv = max(1, self.nheads_kv // heads)
         return Problem(
-            cells, self.nheads // heads, kv, self.headdim, self.itemsize, self.compute_itemsize
+            counts, self.nheads // heads, kv, self.headdim, self.itemsize, self.compute_itemsize
         )
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks as rows x cols cells of `heads` ranks each, and where they lie in the machine.
+    """Ranks as rows x cols head groups of `heads` ranks each, and their places in the machine.
 
     Parameters
     ----------
     rows, cols, heads : int
-        R, C and U.  The logical rank of (r, c, u) is ``(r C + c) U + u``; the U ranks of a cell
-        share the heads.  Rings take the cells one after the other; a double ring has R outer
-        steps over inner rings of C cells.
+        R, C and U.  The logical rank of (r, c, u) is ``(r C + c) U + u``; the U ranks of a head
+        group share the heads.  Rings take the positions (r, c) one after the other; a double ring
+        has R outer steps over inner rings of C positions.
     order : str
         A permutation of "rcu": the axes from the slowest to the fastest varying physical rank.
         Nodes hold consecutive physical ranks.
@@ -107,14 +107,14 @@ class Layout:
             raise ValueError(f"order must be a permutation of 'rcu', got {self.order!r}")
 
     @property
-    def cells(self) -> int:
-        """R C, the ranks of a layer."""
+    def positions(self) -> int:
+        """R C, the positions of the grid: ranks of a context group."""
         return self.rows * self.cols
 
     @property
     def size(self) -> int:
         """P = R C U."""
-        return self.cells * self.heads
+        return self.positions * self.heads
 
     def physical(self) -> np.ndarray:
         """Physical rank of every logical rank, (P,) int64."""
@@ -124,7 +124,7 @@ class Layout:
 
 
 def check_sizes(**sizes: object) -> None:
-    """Raise ValueError unless the sizes of a problem, by the names in `LARGEST`, can be."""
+    """Raise ValueError for a size of a problem, named as in `LARGEST`, that is out of bounds."""
     for name, value in sizes.items():
         whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not whole or value < 1:
@@ -142,12 +142,12 @@ def check_sizes(**sizes: object) -> None:
 def check_room(
     seqlen: int, nheads: int, nheads_kv: int, headdim: int, itemsize: int, ranks: int
 ) -> None:
-    """Refuse what cannot be, before anything walks over all tokens.
+    """Refuse a problem that cannot fit, before any code walks over all tokens.
 
     Raises
     ------
     ValueError
-        If q, k and v of a rank, a third or less of what it needs, fill the memory of its node.
+        If q, k and v of a rank, at most a third of its need, fill the memory of its node.
     """
     nbytes = -(-seqlen // ranks) * (nheads + 2 * nheads_kv) * headdim * itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -159,13 +159,13 @@ def check_room(
 
 
 def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:
-    """Why a head axis of that length cannot share out the heads; None if it can."""
+    """Give the reason that a head axis of that length cannot divide the heads; None if it can."""
     group = nheads // nheads_kv
     if nheads % heads:
         return f"{heads} does not divide {nheads} heads"
-    mine = nheads // heads
-    if mine % group and group % mine:
-        return f"{mine} of {nheads} heads cut across groups of {group} that share a key head"
+    own = nheads // heads
+    if own % group and group % own:
+        return f"{own} of {nheads} heads cut across groups of {group} that share a KV head"
     return None
 
 

@@ -1,8 +1,7 @@
-"""CuPy arrays on an NVIDIA GPU: the device, and how its kernels are compiled and launched.
+"""CuPy arrays on an NVIDIA GPU: the device, and the compilation and launch of its kernels.
 
-CuPy holds memory, streams and events; all arithmetic is in kernels/kernels.cu, so that nothing
-depends on which dtypes CuPy computes with.  Everything is queued on the caller's current CuPy
-stream.
+CuPy holds memory, streams and events.  All arithmetic is in kernels/kernels.cu: nothing depends on
+the dtypes that CuPy can compute with.  Everything is queued on the caller's current CuPy stream.
 """
 
 from __future__ import annotations
@@ -113,20 +112,20 @@ class Cuda:
         return delta
 
     def out_of_delta(self, dout: Array, delta: Array, out: Array) -> None:
-        """Set `out` to a multiple, row by row, of dout: that with ``rowsum(dout out) = delta``."""
+        """Set each row of `out` to the multiple of dout with ``rowsum(dout * out) = delta``."""
         self._rows("out_of_delta", dout.dtype, dout, delta, out, dout.shape)
 
     def transpose(self, to: Array, x: Array) -> None:
-        """``to = x.T`` for two-dimensional arrays of a compute dtype."""
+        """Set ``to = x.T`` for two-dimensional arrays of a compute dtype."""
         self._rows("transpose", x.dtype, to, x, x.shape, outer=1)
 
     def repeat_heads(self, to: Array, x: Array) -> None:
-        """Every head of x (tokens, heads, headdim) as often as `to` has more heads."""
+        """Copy each head of x (tokens, heads, headdim) to its group of heads of `to`."""
         group, headdim = to.shape[1] // x.shape[1], x.shape[2]
         self._rows("repeat_heads", x.dtype, to, x, group, headdim, to.shape, outer=1)
 
     def sum_heads(self, to: Array, x: Array, add: bool) -> None:
-        """The sum over each group of heads of x, the opposite of `repeat_heads`."""
+        """Sum each group of heads of x to a head of `to`, the opposite of `repeat_heads`."""
         tensor, wide, wide_from = _types(to, x)
         group, headdim = x.shape[1] // to.shape[1], x.shape[2]
         flags = (to, wide, int(not add), x, wide_from, group, headdim)
@@ -148,7 +147,7 @@ class Cuda:
     def copy(self, to: Array, x: Array, after: Any = None) -> Any:
         """Start copying bytes between pinned host memory and the device, beside the kernels.
 
-        After the event `after`, if one is given; returns the event of its end.
+        The copy waits for the event `after`, if one is given.  Returns the event of its end.
         """
         if after is not None:
             self.copies.wait_event(after)
@@ -184,7 +183,7 @@ class Cuda:
 
 
 def _types(to: Array, x: Array) -> tuple[np.dtype, int, int]:
-    """The narrower of both dtypes, and of each whether it is the wider one."""
+    """The narrower of both dtypes, and for each array 1 if its dtype is the wider one."""
     tensor = min(to.dtype, x.dtype, key=lambda dtype: dtype.itemsize)
     return tensor, int(to.dtype != tensor), int(x.dtype != tensor)
 

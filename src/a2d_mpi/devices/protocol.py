@@ -1,4 +1,4 @@
-"""What the algorithms ask of a device besides attention itself."""
+"""The protocol of a device: memory, and all operations on arrays but attention itself."""
 
 from __future__ import annotations
 
@@ -17,60 +17,59 @@ class Device(Protocol):
     name : str
         "cpu" or "gpu".
     description : str or None
-        The device's own name; None on the host: the CPU's is for `a2d_mpi.experiments.origin` to
-        find.
+        The device's own name; None on the host, as `a2d_mpi.experiments.origin` finds the CPU's.
     """
 
     name: str
     description: str | None
 
     def owns(self, x: object) -> bool:
-        """Whether `x` is an array of this device."""
+        """Tell whether `x` is an array of this device."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
-        """New C-contiguous array, contents undefined."""
+        """New C-contiguous array; its contents are undefined."""
 
     def contiguous(self, x: Array) -> Array:
         """`x`, or a C-contiguous copy."""
 
     def upload(self, x: np.ndarray) -> Array:
-        """A NumPy array, on this device."""
+        """Copy a NumPy array to this device."""
 
     def download(self, x: Array) -> np.ndarray:
-        """An array of this device, as a NumPy array."""
+        """Copy an array of this device to a NumPy array."""
 
     def finite(self, x: Array, lowest: bool = False) -> bool:
-        """Whether no element is NaN or infinite; `lowest`: but for -inf."""
+        """Tell whether no element is NaN or infinite; `lowest`: -inf is allowed."""
 
     def zero(self, x: Array) -> None:
         """Fill with zeros."""
 
     def put(self, to: Array, x: Array, add: bool = False) -> None:
-        """Copy (or add) `x` to `to`, of the same shape, whatever the dtypes of tensors."""
+        """Copy (or add) `x` to `to`, of the same shape and of any dtype of tensors."""
 
     def take(self, to: Array, x: Array, order: Array) -> None:
-        """``to[i] = x[order[i]]``, `order` int64 and uploaded."""
+        """Set ``to[i] = x[order[i]]``; `order` is int64 and on this device."""
 
     def add_at(self, to: Array, x: Array, order: Array) -> None:
-        """``to[order[i]] += x[i]``; no index occurs twice."""
+        """Add ``to[order[i]] += x[i]``; no index occurs twice."""
 
     def put_at(self, to: Array, x: Array, order: Array) -> None:
-        """``to[order[i]] = x[i]``; no index occurs twice."""
+        """Set ``to[order[i]] = x[i]``; no index occurs twice."""
 
     def take_heads(self, to: Array, x: Array, first: int) -> None:
-        """``to = x[:, first:]``, as many heads as `to` has; both (tokens, heads, elements)."""
+        """Copy heads of x, from `first` on, to all of `to`; both (tokens, heads, elements)."""
 
     def put_heads(self, to: Array, x: Array, first: int, add: bool = False) -> None:
-        """Copy (or add) x to the heads of `to` from `first` on; both of one dtype."""
+        """Copy (or add) all heads of x to heads of `to`, from `first` on; both of one dtype."""
 
     def merge(self, out: Array, lse: Array, rest: Array, out2: Array, lse2: Array) -> None:
-        """`a2d_mpi.core.merge.merge`: (out2, lse2) into (out, lse)."""
+        """Merge (out2, lse2) into (out, lse): see `a2d_mpi.core.merge.merge`."""
 
     def delta(self, dout: Array, out: Array) -> Array:
         """``rowsum(dout * out)``, (tokens, nheads) in the compute dtype."""
 
     def mark(self) -> Any:
-        """A point in time on this device: when all that was asked of it so far is done."""
+        """Point in time at which all work queued on this device so far is done."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Time between two marks; waits for the second."""
+        """Seconds between two marks; waits for the second."""

@@ -1,4 +1,4 @@
-"""Buffers that plans keep, and what is remembered of objects that do not change."""
+"""Buffers that plans keep, and results that are remembered by the objects they follow from."""
 
 from __future__ import annotations
 
@@ -11,53 +11,60 @@ import numpy as np
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 
-KEPT = 1024  # things of which is remembered what was made; a ring has as many as ranks
+KEPT = 1024  # objects whose results are remembered; a ring has as many as ranks
 
 
 class Remembered:
-    """What was made of objects that are not changed, by their identity."""
+    """Results that follow from objects that do not change, by the identity of the objects."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[object, ...], tuple[object, Any]] = {}
 
     def get(self, x: object, make: Callable[[], Any], *options: int) -> Any:
-        """What `make` returned for `x` and these options, now or at an earlier call."""
+        """Result of `make` for `x` and these options, from now or from an earlier call."""
         key = id(x), *options
         if key not in self._made:
             if len(self._made) == KEPT:  # a caller who has new objects at every call
                 self._made.clear()
-            self._made[key] = x, make()  # kept with it: no other gets the same id
+            self._made[key] = x, make()  # x is kept, too: no other object gets its id
         return self._made[key][1]
 
 
 class Workspace:
-    """Named buffers that are allocated once and grow when a larger one is asked for."""
+    """Named buffers that are allocated once and grow when a larger one is asked for.
+
+    Attributes
+    ----------
+    version : object
+        Another one whenever a buffer was allocated or released.
+    """
 
     def __init__(self, device: Device = HOST) -> None:
-        self.device = device
+        self.device, self.version = device, object()
         self._buffers: dict[object, Array] = {}
 
     def get(self, name: object, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
         """Contiguous array in the buffer `name`; its contents are undefined.
 
-        The array shares memory with every other one got under the same name.
+        All arrays of one name share memory.
         """
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < nbytes:
             buffer = self._buffers[name] = self.device.empty((nbytes,), np.uint8)
+            self.version = object()
         return buffer[:nbytes].view(dtype).reshape(shape)
 
     def parcel(
         self, name: object, like: Sequence[tuple[tuple[int, ...], np.dtype]]
     ) -> tuple[Array, list[Array]]:
-        """Tensors that travel in one message: the buffer `name`, and contiguous parts of it.
+        """Tensors that travel in one message: the buffer `name`, and contiguous views of it.
 
         Parameters
         ----------
         name : object
         like : sequence of (shape, dtype)
-            Of the tensors, which fill the buffer without gaps.
+            Shapes and dtypes of the tensors, which fill the buffer without gaps.
 
         Returns
         -------
@@ -68,7 +75,7 @@ class Workspace:
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like]
         whole, start = self.get(name, (sum(sizes),), np.uint8), 0
         tensors: list[Any] = [None] * len(like)
-        # Those of large elements first: so all are aligned.
+        # Tensors of large elements come first: all are aligned then.
         for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
             shape, dtype = like[i]
             tensors[i] = whole[start : start + sizes[i]].view(dtype).reshape(shape)
@@ -76,9 +83,10 @@ class Workspace:
         return whole, tensors
 
     def nbytes(self, apart: str) -> int:
-        """Bytes of all buffers but those named ``(apart, ...)``."""
+        """Bytes of all buffers, apart from those named ``(apart, ...)``."""
         return sum(x.size for name, x in self._buffers.items() if name[0] != apart)
 
     def clear(self) -> None:
         """Release all buffers."""
         self._buffers.clear()
+        self.version = object()

@@ -15,7 +15,7 @@ from a2d_mpi.core.sizes import check_room, check_sizes, flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.options import BadOption
 from a2d_mpi.experiments.timing import in_turn
-from a2d_mpi.kernels.numpy import NumpyTile
+from a2d_mpi.kernels.numpy import NumpyKernel
 
 
 def shapes(text: str) -> list[tuple[int, int, int]]:
@@ -87,7 +87,7 @@ def _compare(
     looked_at = {"forward": (q, k, v), "backward": (dout, q, k, v, out)}
     calls = {(phase, "torch"): theirs[phase] for phase in looked_at}
     for name in ("ours", "general"):
-        kernel = NumpyTile(np.float32, headdim**-0.5)
+        kernel = NumpyKernel(np.float32, headdim**-0.5)
         if name == "general":
             kernel._bounded = lambda *_: False
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from a2d_mpi.core.dtypes import as_dtype, compute_dtype
 from a2d_mpi.core.masks import Full
 from a2d_mpi.experiments.timing import seconds_of
-from a2d_mpi.kernels.numpy import NumpyTile
+from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.planning.calibration import Sample
 
 
@@ -78,7 +78,7 @@ def kernel_calls(dtype: str, shape: tuple, poll=None) -> tuple[dict, Sample]:
     kind, wide = as_dtype(dtype), compute_dtype(as_dtype(dtype))
     q, dout = (rng.standard_normal((nq, h, d)).astype(kind) for _ in range(2))
     k, v = (rng.standard_normal((nk, hkv, d)).astype(kind) for _ in range(2))
-    kernel, keys = NumpyTile(kind, d**-0.5, poll), np.arange(nk)
+    kernel, keys = NumpyKernel(kind, d**-0.5, poll), np.arange(nk)
     intervals = mask.intervals(np.arange(nq), keys)
     out, lse = np.empty((nq, h, d), wide), np.empty((nq, h), wide)
     gradients = [np.zeros(x.shape, wide) for x in (q, k, v)]

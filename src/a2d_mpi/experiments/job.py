@@ -14,6 +14,7 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import check_writable, refuse_same
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import check_room, flops
@@ -31,7 +32,6 @@ from a2d_mpi.experiments.results import InputInfo, Result, inspect_input, read_s
 from a2d_mpi.experiments.summary import phases_of
 from a2d_mpi.experiments.sweep import grid_shape
 from a2d_mpi.planning.machine import read_machine
-from a2d_mpi.planning.schedule import Workload
 
 
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:

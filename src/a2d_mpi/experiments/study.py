@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -18,7 +19,6 @@ from a2d_mpi.experiments.summary import Summary, phases_of, summarise, usual_tri
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import read_machine
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.schedule import Workload
 from a2d_mpi.schedules import METHODS
 
 GRID, RING, *_ = METHODS  # the paper compares these two

@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.experiments.options import method_name
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.clock import PARTS
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_plans, layouts
-from a2d_mpi.planning.schedule import PARTS, Workload
 from a2d_mpi.schedules import METHODS
 
 _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")

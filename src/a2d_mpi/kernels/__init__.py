@@ -1,6 +1,6 @@
-"""Tile kernels: attention of some queries over some keys on one device.
+"""Kernels: each computes blocks, attention of some queries over some keys, on one device.
 
-A kernel has two methods, `forward` and `backward`; `a2d_mpi.kernels.numpy.NumpyTile` documents
+A kernel has two methods, `forward` and `backward`; `a2d_mpi.kernels.numpy.NumpyKernel` documents
 them.
 """
 
@@ -15,17 +15,17 @@ from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.numpy import NumpyTile
+from a2d_mpi.kernels.numpy import NumpyKernel
 
-# "cudnn" falls back to "cupy" for what cuDNN does not take; its gradients are fastest when their
-# sums run in no fixed order, "cudnn-deterministic" makes them repeat bit for bit.
+# "cudnn" falls back to "cupy" for blocks that cuDNN does not take.  Its gradients are fastest when
+# their sums run in no fixed order; those of "cudnn-deterministic" repeat bit for bit.
 KERNELS = ("auto", "numpy", "cupy", "cudnn", "cudnn-deterministic")
 
 
-class Tile(Protocol):
-    """What an algorithm asks of a kernel; arrays are C-contiguous.
+class Kernel(Protocol):
+    """The two methods of a kernel; arrays are C-contiguous.
 
-    On the host it has an attribute `careful`, too: see `a2d_mpi.kernels.numpy.NumpyTile`.
+    A kernel on the host has an attribute `careful`, too: see `a2d_mpi.kernels.numpy.NumpyKernel`.
     """
 
     def forward(
@@ -37,7 +37,7 @@ class Tile(Protocol):
         out: Array,
         lse: Array,
     ) -> None:
-        """Overwrite out and lse with the partial result."""
+        """Overwrite out and lse with the partial result of the block."""
 
     def backward(
         self,
@@ -53,49 +53,49 @@ class Tile(Protocol):
         dv: Array,
         fresh: bool = False,
     ) -> None:
-        """Add the partial gradients to dq, dk and dv, or overwrite these if they are `fresh`."""
+        """Add the block's gradients to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
 
 
 def check_kernel(kernel: str, dtype: np.dtype) -> None:
-    """Raise ValueError if there is no such kernel, or if it cannot take the dtype."""
+    """Raise ValueError if there is no such kernel, or the kernel does not take the dtype."""
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; one of {KERNELS}")
     if kernel.startswith("cudnn") and dtype.itemsize != 2:
         raise ValueError(f"kernel {kernel!r} takes float16 and bfloat16, not {dtype}")
 
 
-def make_tile(
+def make_kernel(
     kernel: str,
     device: Device,
     dtype: np.dtype,
     softmax_scale: float,
     poll: Callable[[], object] | None = None,
     work: Workspace | None = None,
-) -> Tile:
-    """The kernel of that name on that device ("auto": the fastest for the dtype).
+) -> Kernel:
+    """Make the kernel of that name on that device ("auto": the fastest for the dtype).
 
     Raises
     ------
     ValueError
-        If there is no such kernel, or it does not take arrays of this device or dtype.
+        If there is no such kernel, or the kernel does not take arrays of this device or dtype.
     ImportError
         If cuDNN is asked for by name and not installed.
     """
     check_kernel(kernel, dtype)
     if (device is HOST) != (kernel == "numpy") and kernel != "auto":
-        kind = "NumPy" if device is HOST else "CuPy"
-        raise ValueError(f"kernel {kernel!r} does not take {kind} arrays")
+        arrays = "NumPy" if device is HOST else "CuPy"
+        raise ValueError(f"kernel {kernel!r} does not take {arrays} arrays")
     if device is HOST:
-        return NumpyTile(dtype, softmax_scale, poll, work=work)
-    from a2d_mpi.kernels.cupy import CupyTile
+        return NumpyKernel(dtype, softmax_scale, poll, work=work)
+    from a2d_mpi.kernels.cupy import CupyKernel
 
-    plain = CupyTile(device, dtype, softmax_scale)
+    plain = CupyKernel(device, dtype, softmax_scale)
     if kernel == "cupy" or dtype.itemsize != 2:
         return plain
-    from a2d_mpi.kernels.cudnn import CudnnTile
+    from a2d_mpi.kernels.cudnn import CudnnKernel
 
     try:
-        return CudnnTile(plain, work, deterministic=kernel == "cudnn-deterministic")
+        return CudnnKernel(plain, work, deterministic=kernel == "cudnn-deterministic")
     except ImportError:
         if kernel != "auto":
             raise

@@ -1,10 +1,11 @@
-"""The tile kernel of cuDNN: the fastest there is, on what it takes.
+"""The kernel of cuDNN, the fastest one, for 16-bit tensors.
 
-It knows full rectangles, triangles and bands, of 16-bit tensors.  A tile is cut into such runs of
-queries (`a2d_mpi.core.masks.runs`), one launch each; what is left goes to the plain kernel.
+cuDNN knows three mask shapes: full, causal and band.  A block is cut into runs of queries that see
+one shape each (`a2d_mpi.core.masks.runs`), and cuDNN is launched once for each run.  The plain
+kernel computes the other runs.
 
-cuDNN's backward pass takes the out of the queries over *all* keys, to compute delta from it, which
-here only the queries' owner has.  It gets another out, with the same delta.
+cuDNN's backward pass computes delta from the out of the queries over *all* keys, which only the
+owner of the queries has.  Here cuDNN gets another out that has the same delta.
 """
 
 from __future__ import annotations
@@ -17,32 +18,32 @@ import numpy as np
 from a2d_mpi.core.masks import Interval, Run, runs
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Remembered, Workspace
-from a2d_mpi.kernels.cupy import CupyTile
+from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import Block, Graphs, NotSupported, supported
 
-SHORTEST = 64  # queries of a run: below, one launch of the plain kernel for several is better
+SHORTEST = 64  # queries of a run: the plain kernel does several shorter ones in one launch
 
 
-class CudnnTile:
-    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyTile`.
+class CudnnKernel:
+    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyKernel`.
 
     Parameters
     ----------
-    plain : CupyTile
-        What takes over where cuDNN does not do.
+    plain : CupyKernel
+        The kernel of runs that cuDNN does not take.
     work : Workspace, optional
-        Where its buffers lie.
+        Holds the buffers of the kernel.
     deterministic : bool
         Gradients repeat bit for bit; slower.
     graphs : Graphs, optional
-        What launches cuDNN.
+        The launcher of cuDNN; default: a new one.
     gradients : {"native", "float32"}
-        What cuDNN rounds the gradients of one run to; they are added up in float32 either way.
+        Dtype to which cuDNN rounds the gradients of one run.  Runs are added up in float32.
 
     Attributes
     ----------
     product_dtype : dtype
-        What probabilities are rounded to before they are multiplied: that of the tensors.
+        Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
 
     Raises
     ------
@@ -52,7 +53,7 @@ class CudnnTile:
 
     def __init__(
         self,
-        plain: CupyTile,
+        plain: CupyKernel,
         work: Workspace | None = None,
         deterministic: bool = False,
         graphs: Any = None,
@@ -74,7 +75,7 @@ class CudnnTile:
         out: Array,
         lse: Array,
     ) -> None:
-        """Write the partial result to `out`, of the dtype or float32, and `lse`."""
+        """Write the partial result to `lse` and `out`; `out` is of the dtype or float32."""
         for run in self._runs_of(intervals):
             rows, keys = run.rows, run.keys
             q_run, out_run, lse_run = q[rows], out[rows], lse[rows]
@@ -103,9 +104,9 @@ class CudnnTile:
         dv: Array,
         fresh: bool = False,
     ) -> None:
-        """Add the gradients that this tile contributes, or overwrite what is `fresh`."""
+        """Add the gradients of this block to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
         found = self._runs_of(intervals)
-        if fresh and not (len(found) == 1 and _whole(found[0], q, k)):
+        if fresh and not (len(found) == 1 and _is_block(found[0], q, k)):
             # Several runs add up, in float32.
             sums = [
                 self._buffer(("sum", i), x.shape, np.float32) for i, x in enumerate((dq, dk, dv))
@@ -118,7 +119,7 @@ class CudnnTile:
             return
         nheads, nheads_kv = q.shape[1], k.shape[1]
         if nheads != nheads_kv:
-            # cuDNN's backward pass is slow on shared heads: each query head gets its own.
+            # cuDNN's backward pass is slow on shared KV heads: each query head gets a copy.
             shared = (k, v)
             k, v = (self._buffer(x, (len(k), nheads, k.shape[2])) for x in "kv")
             for to, x in zip((k, v), shared, strict=True):
@@ -165,8 +166,8 @@ class CudnnTile:
         return self._runs.get(intervals, lambda: runs(intervals, SHORTEST))
 
     def _block(self, run: Run, q: Array, nheads_kv: int, backward: bool) -> Block | None:
-        """What cuDNN is to launch for a run, or None if it does not do."""
-        if run.kind == "mixed":
+        """The launch of cuDNN for a run; None for a run that cuDNN does not take."""
+        if run.shape == "general":
             return None
         block = Block(
             dtype=self.dtype.name,
@@ -175,7 +176,7 @@ class CudnnTile:
             headdim=q.shape[2],
             nq=run.rows.stop - run.rows.start,
             nk=run.keys.stop - run.keys.start,
-            kind=run.kind,
+            shape=run.shape,
             window=run.window,
             scale=self.plain.softmax_scale,
         )
@@ -199,15 +200,15 @@ class CudnnTile:
             self._graphs.forward(block, *pointers, workspace, stream)
 
     def _stats(self, q: Array) -> Array:
-        """lse as cuDNN has it, heads first."""
+        """Buffer of lse in cuDNN's order, heads first."""
         return self._buffer("stats", (q.shape[1], len(q)), np.float32)
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:
-        return self._work.get(("tile", name), shape, dtype or self.dtype)
+        return self._work.get(("kernel", name), shape, dtype or self.dtype)
 
 
-def _whole(run: Run, q: Array, k: Array) -> bool:
-    """Whether a run covers its whole tile."""
-    if run.kind == "mixed":
+def _is_block(run: Run, q: Array, k: Array) -> bool:
+    """Tell whether a run covers its whole block."""
+    if run.shape == "general":
         return run.rows == slice(0, len(q))
     return run.rows == slice(0, len(q)) and run.keys == slice(0, len(k))

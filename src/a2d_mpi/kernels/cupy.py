@@ -1,6 +1,6 @@
-"""The tile kernel on any GPU: any mask, any dtype, headdims up to 256; see kernels.cu.
+"""The kernel for any GPU: any mask, any dtype, headdims up to 256; see kernels.cu.
 
-It takes what cuDNN does not, and is the second opinion on what cuDNN computes.
+It computes blocks that cuDNN does not take, and is the second opinion on cuDNN's results.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Remembered
 
 
-class CupyTile:
-    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyTile`.
+class CupyKernel:
+    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyKernel`.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ class CupyTile:
 
     def __init__(self, device: Cuda, dtype: np.dtype, softmax_scale: float) -> None:
         self.device, self.dtype, self.softmax_scale = device, np.dtype(dtype), softmax_scale
-        # A plan passes the same tuples again and again: uploaded once, and kept with their key.
+        # A plan passes the same tuples at every call: they are uploaded once.
         self._uploaded = Remembered()
 
     def forward(
@@ -40,7 +40,7 @@ class CupyTile:
         out: Array,
         lse: Array,
     ) -> None:
-        """Write the partial result to `out`, of the dtype or the compute dtype, and `lse`."""
+        """Write the partial result to `lse` and `out`; `out` is of the dtype or compute dtype."""
         if len(q) == 0:
             return
         wide = np.int32(out.dtype != self.dtype)
@@ -60,7 +60,7 @@ class CupyTile:
         dv: Array,
         fresh: bool = False,
     ) -> None:
-        """Add the gradients that this tile contributes, or overwrite what is `fresh`."""
+        """Add the gradients of this block to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
         inputs = (dout, q, k, v, lse, delta, *self._problem(q, k, intervals))
         wide, new = np.int32(dq.dtype != self.dtype), np.int32(fresh)
         if len(q):

@@ -1,7 +1,7 @@
 """cuDNN attention on device pointers: graphs are built once per shape, kept and launched.
 
-cuDNN is imported when `Graphs` is made, so that the package needs it only then.  Facts about it
-are from the documentation and headers of nvidia-cudnn-frontend 1.22 (``docs/operations/
+cuDNN is imported when `Graphs` is made: the package needs it only then.  Facts about cuDNN are
+from the documentation and headers of nvidia-cudnn-frontend 1.22 (``docs/operations/
 Attention.md``, ``node/scaled_dot_product_flash_attention.h``), and from building plans with
 cuDNN 9.28 for sm_80, sm_90 and sm_100.
 """
@@ -16,7 +16,7 @@ BACKEND = 91100  # cuDNN 9.11: 9.9 has no band on Hopper and no masks for one qu
 FRONTEND = (1, 14)  # `generate_stats`
 PACKAGES = "nvidia-cudnn-frontend>=1.14 and nvidia-cudnn-cu13 (or -cu12) >=9.11"
 
-KINDS = ("full", "causal", "band")
+SHAPES = ("full", "causal", "band")
 GRADIENTS = ("native", "float32")
 
 
@@ -26,7 +26,7 @@ class NotSupported(RuntimeError):
 
 @dataclass(frozen=True)
 class Block:
-    """What one launch computes: attention of `nq` queries over `nk` keys.
+    """The work of one launch: attention of `nq` queries over `nk` keys.
 
     Attributes
     ----------
@@ -34,9 +34,9 @@ class Block:
         Of all tensors but the statistics.
     nheads, nheads_kv, headdim : int
     nq, nk : int
-    kind : {"full", "causal", "band"}
-        Causal: the last query sees all keys, the one before it one fewer, and so on; needs
-        ``nq <= nk``.  Band: of these, each query sees only its last `window` keys.
+    shape : {"full", "causal", "band"}
+        Mask shape.  Causal: the last query sees all keys, the one before it one fewer, and so on;
+        needs ``nq <= nk``.  Band: of these, each query sees only its last `window` keys.
     scale : float
         Factor of the logits.
     window : int
@@ -48,7 +48,7 @@ class Block:
     headdim: int
     nq: int
     nk: int
-    kind: str
+    shape: str
     scale: float
     window: int = 0
 
@@ -59,11 +59,11 @@ class Block:
             raise ValueError(f"all sizes must be positive, got {self}")
         if self.nheads % self.nheads_kv:
             raise ValueError(f"nheads must be a multiple of nheads_kv, got {self}")
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}, got {self.kind!r}")
-        if self.kind != "full" and self.nq > self.nk:
-            raise ValueError(f"a {self.kind} block needs nq <= nk, got {self.nq} and {self.nk}")
-        if (self.kind == "band") != (self.window > 0):
+        if self.shape not in SHAPES:
+            raise ValueError(f"shape must be one of {SHAPES}, got {self.shape!r}")
+        if self.shape != "full" and self.nq > self.nk:
+            raise ValueError(f"a {self.shape} block needs nq <= nk, got {self.nq} and {self.nk}")
+        if (self.shape == "band") != (self.window > 0):
             raise ValueError(f"a band, and only a band, has a window > 0, got {self}")
 
 
@@ -74,7 +74,7 @@ def supported(
     gradients: str = "native",
     deterministic: bool = False,
 ) -> str | None:
-    """Why cuDNN does not compute `block`, or None where it does.
+    """Give the reason that cuDNN does not compute `block`; None if it does.
 
     Parameters
     ----------
@@ -86,12 +86,12 @@ def supported(
     gradients : {"native", "float32"}
         Dtype of the gradients.
     deterministic : bool
-        As of `Graphs`.
+        As for `Graphs`.
 
     Notes
     -----
-    It refuses what is not known to work; a block that passes may still raise `NotSupported`
-    when its graph is built.
+    Blocks that are not known to work are refused.  A block that passes may still raise
+    `NotSupported` when its graph is built.
     """
     major, d = capability[0], block.headdim
     if major not in (8, 9, 10, 12):
@@ -107,10 +107,10 @@ def supported(
         return None
     if block.nq == block.nk == 1:
         return "cuDNN has no gradients for one query and one key"
-    # Each query head's gradient of a shared key head is kept in the 16-bit dtype, then they are
-    # summed: no kernel writes that sum in float32.
+    # Each query head's gradient of a shared KV head is kept in the 16-bit dtype before the sum:
+    # no kernel writes that sum in float32.
     if gradients == "float32" and block.nheads != block.nheads_kv:
-        return "cuDNN has no float32 gradients where query heads share a key head"
+        return "cuDNN has no float32 gradients where query heads share a KV head"
     # The plan that is built has no workspace of scores: dq is accumulated in place.
     if gradients == "float32" and deterministic:
         return "cuDNN's float32 gradients are not known to be deterministic"
@@ -123,14 +123,14 @@ class Graphs:
     Parameters
     ----------
     stream : int, optional
-        CUDA stream of the handle; default: what the first launch names.
+        CUDA stream of the handle; default: the stream of the first launch.
     deterministic : bool
         Gradients that repeat bit for bit.  Their workspace holds a score per query and key of
         each head, gigabytes for long blocks.
     target : mapping, optional
-        Arguments of ``cudnn.pygraph`` that say what to build for, in place of a handle of the
-        current device.  ``device_property`` and ``sm_version`` build without a device, to
-        launch nothing.
+        Arguments of ``cudnn.pygraph`` that describe the device, in place of a handle of the
+        current one.  ``device_property`` and ``sm_version`` build graphs without a device; such
+        graphs cannot be launched.
 
     Raises
     ------
@@ -148,8 +148,8 @@ class Graphs:
     graph is ``p = exp(s - stats)``, ``ds = p (dout v^T - rowsum(dout * out))``, products in
     float32 of `p` and `ds` rounded to the dtype, so that
 
-    * with the statistics over all keys of a sequence it computes what the keys of this block
-      contribute to the gradients;
+    * with the statistics over all keys of a sequence it computes the contribution of this block's
+      keys to the gradients;
     * `out` enters by ``rowsum(dout * out)`` alone;
     * `stats` must not be -inf: ``exp(s + inf)`` is inf.  With +inf a query contributes 0.
     """
@@ -164,7 +164,7 @@ class Graphs:
         self.deterministic = deterministic
         self._handle: int | None = None
         self._stream: int | None = None
-        # (graph, workspace bytes) of each block, or why there is none.
+        # (graph, workspace bytes) of each block, or the reason that there is none.
         self._built: dict[tuple[Block, bool, str], tuple[Any, int] | str] = {}
         if target is None:
             self._handle = self._cudnn.create_handle()
@@ -245,7 +245,7 @@ class Graphs:
         self._launch(graph, (q, k, v, out, dout, stats, dq, dk, dv), workspace, stream)
 
     def workspace_size(self, block: Block, backward: bool, gradients: str = "native") -> int:
-        """Bytes of workspace that a launch needs; builds the graph if need be.
+        """Bytes of workspace that a launch needs; the graph is built at the first call.
 
         Raises
         ------
@@ -272,7 +272,7 @@ class Graphs:
         graph.execute(dict(enumerate(pointers, 1)), workspace, handle=self._handle)
 
     def _get(self, block: Block, backward: bool, gradients: str) -> tuple[Any, int]:
-        """Graph and its workspace's size, from those kept or built now."""
+        """Graph and size of its workspace; built at the first call."""
         key = (block, backward, gradients)
         found = self._built.get(key)
         if found is None:
@@ -283,8 +283,8 @@ class Graphs:
             except self._cudnn.cudnnGraphNotSupportedError as error:
                 # A plan's failure quotes the plan, over pages.
                 reason = str(error).strip().splitlines()[0].rstrip("_ ")
-                what = f"{gradients} gradients" if backward else "forward pass"
-                found = f"cuDNN has no kernel for the {what} of {block}: {reason}"
+                pass_ = f"{gradients} gradients" if backward else "forward pass"
+                found = f"cuDNN has no kernel for the {pass_} of {block}: {reason}"
             self._built[key] = found
         if isinstance(found, str):
             raise NotSupported(found)
@@ -339,13 +339,13 @@ class Graphs:
 
     def _mask(self, block: Block) -> dict[str, Any]:
         # The last query sees all keys: a single one needs no triangle.
-        if block.kind == "full" or (block.kind == "causal" and block.nq == 1):
+        if block.shape == "full" or (block.shape == "causal" and block.nq == 1):
             return {}
         mask = {
             "diagonal_alignment": self._cudnn.diagonal_alignment.BOTTOM_RIGHT,
             "diagonal_band_right_bound": 0,
         }
-        if block.kind == "band" and block.window < block.nk:
+        if block.shape == "band" and block.window < block.nk:
             # A left bound of w hides the keys at or before the diagonal minus w (Attention.md;
             # attn_score_modifiers.h keeps key + w > diagonal): w keys are left, not w + 1.
             mask["diagonal_band_left_bound"] = block.window

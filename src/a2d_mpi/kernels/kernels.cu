@@ -1,18 +1,18 @@
 /* Attention and what surrounds it, for any mask, dtype and GPU: plain kernels without tensor cores.
 
-   They serve what cuDNN does not take, and are the second opinion on what it does.  Compiled once
-   per dtype and headdim with
+   They compute blocks that cuDNN does not take, and are the second opinion on its results.
+   Compiled once per dtype and headdim with
 
      ELEMENT    dtype of q, k, v, out: 0 float16, 1 bfloat16, 2 float32, 3 float64
      HEADDIM    headdim, rounded up to a multiple of 32
 
    by NVRTC without any header, or by nvcc.  Tensors are token-major, (tokens, heads, headdim), and
-   contiguous.  `wide` says of a result that it is in the compute type rather than the element's,
-   `fresh` that it is overwritten rather than added to.
+   contiguous.  `wide`: a result is of the compute type rather than the element's.  `fresh`: a
+   result is overwritten rather than added to.
 
-   A warp works on ROWS rows of the one side (queries, or keys for dk and dv) at a time; its lanes
-   hold one row each of a tile of the other side, then one element in LANES of the headdim each.
-   Nothing is added up by atomics: results repeat bit for bit. */
+   A warp works on ROWS rows of the one side (queries, or keys for dk and dv) at a time.  A panel is
+   LANES rows of the other side, in shared memory: each lane holds one row of the panel, then one
+   element in LANES of the headdim.  Nothing is added up by atomics: results repeat bit for bit. */
 
 #if ELEMENT == 0 || ELEMENT == 1
 struct Element {
@@ -30,13 +30,13 @@ typedef double Compute;
 #define LANES 32
 #define WARPS 4
 #define ROWS 4                          /* rows of a warp */
-#define BLOCK_ROWS (WARPS * ROWS)       /* rows of a block */
-#define PIECES (HEADDIM / LANES)        /* elements of a row that a lane holds */
-#define STRIDE (HEADDIM + 1)            /* of tile rows: lanes reading one column meet no conflict */
+#define BLOCK_ROWS (WARPS * ROWS)       /* rows of a thread block */
+#define SHARE (HEADDIM / LANES)         /* elements of a row that a lane holds */
+#define STRIDE (HEADDIM + 1)            /* of panel rows: lanes reading one column meet no conflict */
 #define EVERYONE 0xffffffffu
 #define MINUS_INFINITY ((Compute)__int_as_float(0xff800000))
 
-extern __shared__ double shared[]; /* BLOCK_ROWS rows of one or two tensors, and one tile */
+extern __shared__ double shared[]; /* BLOCK_ROWS rows of one or two tensors, and one panel */
 
 #if ELEMENT == 0
 __device__ Compute load(Element x) {
@@ -116,14 +116,14 @@ __device__ void load_rows(Compute *to, int stride, int rows, const Element *x, i
   }
 }
 
-/* Whether query `i` sees key `j`; ends: begins and ends of each interval, (2 intervals, nq). */
+/* 1 if query `i` sees key `j`; ends: begins and ends of each interval, (2 intervals, nq). */
 __device__ int sees(const int *ends, int intervals, int nq, int nk, int i, int j) {
   int seen = 0;
   for (int s = 0; s < intervals; ++s)
     seen |= ends[2 * s * (long long)nq + i] <= j && j < ends[(2 * s + 1) * (long long)nq + i];
   return seen && j < nk;
 }
-/* Whether query `i` sees any key of [from, to). */
+/* 1 if query `i` sees any key of [from, to). */
 __device__ int meets(const int *ends, int intervals, int nq, int i, int from, int to) {
   int met = 0;
   for (int s = 0; s < intervals; ++s) {
@@ -133,61 +133,61 @@ __device__ int meets(const int *ends, int intervals, int nq, int i, int from, in
   return met;
 }
 
-/* acc[r] += weight of row j of the tile (held by lane j, by row r) times that row. */
-__device__ void add_products(Compute acc[ROWS][PIECES], const Compute weight[ROWS],
-                             const Compute *tile) {
+/* acc[r] += weight of row j of the panel (held by lane j, by row r) times that row. */
+__device__ void add_products(Compute acc[ROWS][SHARE], const Compute weight[ROWS],
+                             const Compute *panel) {
   int lane = threadIdx.x % LANES;
   for (int j = 0; j < LANES; ++j) {
-    Compute values[PIECES];
-    for (int c = 0; c < PIECES; ++c) values[c] = tile[j * STRIDE + lane + LANES * c];
+    Compute values[SHARE];
+    for (int c = 0; c < SHARE; ++c) values[c] = panel[j * STRIDE + lane + LANES * c];
     for (int r = 0; r < ROWS; ++r) {
       Compute w = __shfl_sync(EVERYONE, weight[r], j);
-      if (w != 0) /* what is hidden may hold NaN; the same for the whole warp */
-        for (int c = 0; c < PIECES; ++c) acc[r][c] += w * values[c];
+      if (w != 0) /* hidden elements may hold NaN; the same for the whole warp */
+        for (int c = 0; c < SHARE; ++c) acc[r][c] += w * values[c];
     }
   }
 }
 
-/* dots[r] = my row of the tile times row r of the warp. */
-__device__ void dot_products(Compute dots[ROWS], const Compute *rows, const Compute *tile) {
+/* dots[r] = this lane's row of the panel times row r of the warp. */
+__device__ void dot_products(Compute dots[ROWS], const Compute *rows, const Compute *panel) {
   int lane = threadIdx.x % LANES;
   for (int r = 0; r < ROWS; ++r) dots[r] = 0;
   for (int d = 0; d < HEADDIM; ++d) {
-    Compute x = tile[lane * STRIDE + d];
+    Compute x = panel[lane * STRIDE + d];
     for (int r = 0; r < ROWS; ++r) dots[r] += rows[r * HEADDIM + d] * x;
   }
 }
 
-/* Online softmax (FlashAttention-2, arXiv:2307.08691, alg. 1).  Blocks: (queries, heads). */
+/* Online softmax (FlashAttention-2, arXiv:2307.08691, alg. 1).  Thread blocks: (queries, heads). */
 extern "C" __global__ void forward(const Element *q, const Element *k, const Element *v,
                                    const int *ends, int intervals, int nq, int nk, int nheads,
                                    int nheads_kv, int headdim, double scale, void *out, int wide,
                                    Compute *lse) {
-  Compute *rows = (Compute *)shared, *tile = rows + BLOCK_ROWS * HEADDIM;
+  Compute *rows = (Compute *)shared, *panel = rows + BLOCK_ROWS * HEADDIM;
   int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
   int head = blockIdx.y, head_kv = head / (nheads / nheads_kv);
-  int first = blockIdx.x * BLOCK_ROWS, mine = first + warp * ROWS;
+  int first = blockIdx.x * BLOCK_ROWS, warp_first = first + warp * ROWS;
   load_rows(rows, HEADDIM, BLOCK_ROWS, q, first, nq, head, nheads, headdim, (Compute)scale);
-  Compute acc[ROWS][PIECES], top[ROWS], total[ROWS];
+  Compute acc[ROWS][SHARE], top[ROWS], total[ROWS];
   for (int r = 0; r < ROWS; ++r) {
     top[r] = MINUS_INFINITY;
     total[r] = 0;
-    for (int c = 0; c < PIECES; ++c) acc[r][c] = 0;
+    for (int c = 0; c < SHARE; ++c) acc[r][c] = 0;
   }
   for (int j0 = 0; j0 < nk; j0 += LANES) {
     int i = first + (int)threadIdx.x;
     if (!__syncthreads_or(threadIdx.x < BLOCK_ROWS && i < nq &&
                           meets(ends, intervals, nq, i, j0, j0 + LANES)))
-      continue; /* no row of the block sees any of these keys */
-    load_rows(tile, STRIDE, LANES, k, j0, nk, head_kv, nheads_kv, headdim, 1);
+      continue; /* no row of the thread block sees any of these keys */
+    load_rows(panel, STRIDE, LANES, k, j0, nk, head_kv, nheads_kv, headdim, 1);
     __syncthreads();
     Compute weight[ROWS];
-    dot_products(weight, rows + warp * ROWS * HEADDIM, tile);
+    dot_products(weight, rows + warp * ROWS * HEADDIM, panel);
     __syncthreads();
-    load_rows(tile, STRIDE, LANES, v, j0, nk, head_kv, nheads_kv, headdim, 1);
+    load_rows(panel, STRIDE, LANES, v, j0, nk, head_kv, nheads_kv, headdim, 1);
     __syncthreads();
     for (int r = 0; r < ROWS; ++r) {
-      int seen = mine + r < nq && sees(ends, intervals, nq, nk, mine + r, j0 + lane);
+      int seen = warp_first + r < nq && sees(ends, intervals, nq, nk, warp_first + r, j0 + lane);
       Compute largest = max_of_warp(seen ? weight[r] : MINUS_INFINITY);
       if (top[r] > largest) largest = top[r];
       /* A row that has seen nothing yet keeps -inf, and -inf less -inf would be NaN. */
@@ -196,112 +196,113 @@ extern "C" __global__ void forward(const Element *q, const Element *k, const Ele
       top[r] = largest;
       weight[r] = seen ? exp(weight[r] - shift) : (Compute)0;
       total[r] = total[r] * shrink + sum_of_warp(weight[r]);
-      for (int c = 0; c < PIECES; ++c) acc[r][c] *= shrink;
+      for (int c = 0; c < SHARE; ++c) acc[r][c] *= shrink;
     }
-    add_products(acc, weight, tile);
+    add_products(acc, weight, panel);
   }
-  for (int r = 0; r < ROWS && mine + r < nq; ++r) {
-    long long row = (long long)(mine + r) * nheads + head;
+  for (int r = 0; r < ROWS && warp_first + r < nq; ++r) {
+    long long row = (long long)(warp_first + r) * nheads + head;
     if (lane == 0) lse[row] = total[r] == 0 ? MINUS_INFINITY : top[r] + log(total[r]);
-    for (int c = 0; c < PIECES; ++c)
+    for (int c = 0; c < SHARE; ++c)
       if (lane + LANES * c < headdim)
         put(out, wide, 1, row * headdim + lane + LANES * c,
             total[r] == 0 ? (Compute)0 : acc[r][c] / total[r]);
   }
 }
 
-/* dq (FlashAttention-2, alg. 2, by rows of queries).  Blocks: (queries, heads). */
+/* dq (FlashAttention-2, alg. 2, by rows of queries).  Thread blocks: (queries, heads). */
 extern "C" __global__ void backward_q(const Element *dout, const Element *q, const Element *k,
                                       const Element *v, const Compute *lse, const Compute *delta,
                                       const int *ends, int intervals, int nq, int nk, int nheads,
                                       int nheads_kv, int headdim, double scale, void *dq, int wide,
                                       int fresh) {
   Compute *rows = (Compute *)shared, *rows_dout = rows + BLOCK_ROWS * HEADDIM;
-  Compute *tile = rows_dout + BLOCK_ROWS * HEADDIM;
+  Compute *panel = rows_dout + BLOCK_ROWS * HEADDIM;
   int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
   int head = blockIdx.y, head_kv = head / (nheads / nheads_kv);
-  int first = blockIdx.x * BLOCK_ROWS, mine = first + warp * ROWS;
+  int first = blockIdx.x * BLOCK_ROWS, warp_first = first + warp * ROWS;
   load_rows(rows, HEADDIM, BLOCK_ROWS, q, first, nq, head, nheads, headdim, (Compute)scale);
   load_rows(rows_dout, HEADDIM, BLOCK_ROWS, dout, first, nq, head, nheads, headdim, 1);
-  Compute acc[ROWS][PIECES];
+  Compute acc[ROWS][SHARE];
   for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < PIECES; ++c) acc[r][c] = 0;
+    for (int c = 0; c < SHARE; ++c) acc[r][c] = 0;
   for (int j0 = 0; j0 < nk; j0 += LANES) {
     int i = first + (int)threadIdx.x;
     if (!__syncthreads_or(threadIdx.x < BLOCK_ROWS && i < nq &&
                           meets(ends, intervals, nq, i, j0, j0 + LANES)))
       continue;
     Compute p[ROWS], dp[ROWS];
-    load_rows(tile, STRIDE, LANES, v, j0, nk, head_kv, nheads_kv, headdim, 1);
+    load_rows(panel, STRIDE, LANES, v, j0, nk, head_kv, nheads_kv, headdim, 1);
     __syncthreads();
-    dot_products(dp, rows_dout + warp * ROWS * HEADDIM, tile);
+    dot_products(dp, rows_dout + warp * ROWS * HEADDIM, panel);
     __syncthreads();
-    load_rows(tile, STRIDE, LANES, k, j0, nk, head_kv, nheads_kv, headdim, 1);
+    load_rows(panel, STRIDE, LANES, k, j0, nk, head_kv, nheads_kv, headdim, 1);
     __syncthreads();
-    dot_products(p, rows + warp * ROWS * HEADDIM, tile);
+    dot_products(p, rows + warp * ROWS * HEADDIM, panel);
     for (int r = 0; r < ROWS; ++r) {
-      long long row = (long long)(mine + r) * nheads + head;
-      int seen = mine + r < nq && sees(ends, intervals, nq, nk, mine + r, j0 + lane);
+      long long row = (long long)(warp_first + r) * nheads + head;
+      int seen = warp_first + r < nq && sees(ends, intervals, nq, nk, warp_first + r, j0 + lane);
       p[r] = seen ? exp(p[r] - lse[row]) * (dp[r] - delta[row]) * (Compute)scale : (Compute)0;
     }
-    add_products(acc, p, tile);
+    add_products(acc, p, panel);
   }
-  for (int r = 0; r < ROWS && mine + r < nq; ++r)
-    for (int c = 0; c < PIECES; ++c)
+  for (int r = 0; r < ROWS && warp_first + r < nq; ++r)
+    for (int c = 0; c < SHARE; ++c)
       if (lane + LANES * c < headdim)
         put(dq, wide, fresh,
-            ((long long)(mine + r) * nheads + head) * headdim + lane + LANES * c, acc[r][c]);
+            ((long long)(warp_first + r) * nheads + head) * headdim + lane + LANES * c, acc[r][c]);
 }
 
-/* dk and dv, by rows of keys.  Blocks: (keys, key heads). */
+/* dk and dv, by rows of keys.  Thread blocks: (keys, KV heads). */
 extern "C" __global__ void backward_kv(const Element *dout, const Element *q, const Element *k,
                                        const Element *v, const Compute *lse, const Compute *delta,
                                        const int *ends, int intervals, int nq, int nk, int nheads,
                                        int nheads_kv, int headdim, double scale, void *dk,
                                        void *dv, int wide, int fresh) {
   Compute *rows_k = (Compute *)shared, *rows_v = rows_k + BLOCK_ROWS * HEADDIM;
-  Compute *tile = rows_v + BLOCK_ROWS * HEADDIM;
+  Compute *panel = rows_v + BLOCK_ROWS * HEADDIM;
   int warp = threadIdx.x / LANES, lane = threadIdx.x % LANES;
   int head_kv = blockIdx.y, group = nheads / nheads_kv;
-  int first = blockIdx.x * BLOCK_ROWS, mine = first + warp * ROWS;
+  int first = blockIdx.x * BLOCK_ROWS, warp_first = first + warp * ROWS;
   int last = first + BLOCK_ROWS < nk ? first + BLOCK_ROWS : nk;
   load_rows(rows_k, HEADDIM, BLOCK_ROWS, k, first, nk, head_kv, nheads_kv, headdim,
             (Compute)scale);
   load_rows(rows_v, HEADDIM, BLOCK_ROWS, v, first, nk, head_kv, nheads_kv, headdim, 1);
-  Compute acc_k[ROWS][PIECES], acc_v[ROWS][PIECES];
+  Compute acc_k[ROWS][SHARE], acc_v[ROWS][SHARE];
   for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < PIECES; ++c) acc_k[r][c] = acc_v[r][c] = 0;
+    for (int c = 0; c < SHARE; ++c) acc_k[r][c] = acc_v[r][c] = 0;
   for (int i0 = 0; i0 < nq; i0 += LANES) {
     int i = i0 + lane;
     if (!__syncthreads_or(i < nq && meets(ends, intervals, nq, i, first, last))) continue;
     for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
       long long row = (long long)i * nheads + head;
       Compute p[ROWS], ds[ROWS];
-      __syncthreads(); /* the tile of the head before is still in use */
-      load_rows(tile, STRIDE, LANES, q, i0, nq, head, nheads, headdim, 1);
+      __syncthreads(); /* the panel of the head before is still in use */
+      load_rows(panel, STRIDE, LANES, q, i0, nq, head, nheads, headdim, 1);
       __syncthreads();
-      dot_products(p, rows_k + warp * ROWS * HEADDIM, tile);
+      dot_products(p, rows_k + warp * ROWS * HEADDIM, panel);
       for (int r = 0; r < ROWS; ++r) {
-        int seen = i < nq && sees(ends, intervals, nq, nk, i, mine + r);
+        int seen = i < nq && sees(ends, intervals, nq, nk, i, warp_first + r);
         p[r] = seen ? exp(p[r] - lse[row]) : (Compute)0;
       }
       __syncthreads();
-      load_rows(tile, STRIDE, LANES, dout, i0, nq, head, nheads, headdim, 1);
+      load_rows(panel, STRIDE, LANES, dout, i0, nq, head, nheads, headdim, 1);
       __syncthreads();
-      dot_products(ds, rows_v + warp * ROWS * HEADDIM, tile);
+      dot_products(ds, rows_v + warp * ROWS * HEADDIM, panel);
       for (int r = 0; r < ROWS; ++r)
         ds[r] = p[r] == 0 ? (Compute)0 : p[r] * (ds[r] - delta[row]) * (Compute)scale;
-      add_products(acc_v, p, tile);
+      add_products(acc_v, p, panel);
       __syncthreads();
-      load_rows(tile, STRIDE, LANES, q, i0, nq, head, nheads, headdim, 1);
+      load_rows(panel, STRIDE, LANES, q, i0, nq, head, nheads, headdim, 1);
       __syncthreads();
-      add_products(acc_k, ds, tile);
+      add_products(acc_k, ds, panel);
     }
   }
-  for (int r = 0; r < ROWS && mine + r < nk; ++r)
-    for (int c = 0; c < PIECES; ++c)
+  for (int r = 0; r < ROWS && warp_first + r < nk; ++r)
+    for (int c = 0; c < SHARE; ++c)
       if (lane + LANES * c < headdim) {
-        long long at = ((long long)(mine + r) * nheads_kv + head_kv) * headdim + lane + LANES * c;
+        long long at = ((long long)(warp_first + r) * nheads_kv + head_kv) * headdim;
+        at += lane + LANES * c;
         put(dk, wide, fresh, at, acc_k[r][c]);
         put(dv, wide, fresh, at, acc_v[r][c]);
       }
@@ -321,7 +322,7 @@ extern "C" __global__ void merge(Compute *out, Compute *lse, Compute *rest, cons
     double shift = a > b || a != a ? a : b;
     if (shift == MINUS_INFINITY) shift = 0;
     double weight = exp(a - shift), weight2 = exp(b - shift), total = weight + weight2;
-    __syncwarp(); /* all lanes have read what one now writes */
+    __syncwarp(); /* all lanes have read: one writes now */
     if (threadIdx.x % LANES == 0) {
       double exact = log(total) + shift;
       lse[row] = (Compute)exact;
@@ -347,8 +348,8 @@ extern "C" __global__ void delta_of(const Element *dout, const Element *out, Com
   }
 }
 
-/* An out with the given delta, for kernels that want out and use nothing of it but its delta:
-   the multiple of dout.  Scaled by the largest element first: squares of tiny ones are 0. */
+/* An out with the given delta, for kernels that take out and use its delta alone: the multiple of
+   dout.  Scaled by the largest element first: squares of tiny ones are 0. */
 extern "C" __global__ void out_of_delta(const Element *dout, const Compute *delta, Element *out,
                                         long long rows, int width) {
   FOR_EACH_ROW(row) {

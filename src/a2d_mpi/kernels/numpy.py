@@ -1,17 +1,20 @@
-"""The tile kernel on NumPy: online-softmax attention by blocks that stay in the L2 cache.
+"""The NumPy kernel: online-softmax attention by cache blocks, which stay in the L2 cache.
 
 The time goes into the matrix products and one pass of exponentials; everything else is arranged
 to vanish beside them:
 
-* every block product is written into a preallocated buffer;
+* every product is written into a preallocated buffer;
 * the subtraction of the running maximum, of lse and of delta is one more column of the first
   products (a column of ones beside k and v), and sums of exponentials are products with ones;
-* the query heads that share a key head are rows of one product;
-* visibility is decided per block (`a2d_mpi.kernels.blocks`), for all heads at once;
-* with small tiles one call of NumPy does many heads;
+* the query heads that share a KV head are rows of one product;
+* visibility is decided per cache block (`a2d_mpi.kernels.blocks`), for all heads at once;
+* with small blocks one call of NumPy does many heads;
 * where ``max|q| max|k|`` proves that no exponential can overflow (Cauchy-Schwarz), no maximum
   is taken.  Otherwise the shift of a row is raised only when some logit exceeds it by more than
-  `SLACK`, which costs one scalar maximum a block.
+  `SLACK`, which costs one scalar maximum a cache block.
+
+In the comments on shapes, c is the number of KV heads done at once, g the query heads per KV head,
+n the rows of a query block (tokens x g), m those of a cache block, b its keys, d the headdim.
 """
 
 from __future__ import annotations
@@ -23,15 +26,16 @@ import numpy as np
 
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.masks import Interval
+from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.blocks import Cutter
+from a2d_mpi.kernels.blocks import Blocker
 
-BLOCK_Q = 512  # rows of a block: query tokens x query heads per key head
-BLOCK_K = 512  # keys of a block
+BLOCK_Q = 512  # rows of a cache block: query tokens x query heads per KV head
+BLOCK_K = 512  # keys of a cache block
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
 
 
-class NumpyTile:
+class NumpyKernel:
     """Attention of some queries over some keys, forward and backward.
 
     Parameters
@@ -40,24 +44,24 @@ class NumpyTile:
         Of the tensors; float16 and bfloat16 are computed in float32.
     softmax_scale : float
     poll : callable, optional
-        Called between blocks (about every millisecond): MPI moves large messages only inside MPI
-        calls, and NumPy holds the core.
+        Called between cache blocks (about every millisecond): MPI moves large messages only inside
+        MPI calls, and NumPy holds the core.
     block_q, block_k : int
-        Block sizes.
+        Rows and keys of a cache block, at most.
     work : Workspace, optional
-        Where its buffers lie.
+        Holds the buffers of the kernel.
 
     Attributes
     ----------
     careful : bool
-        Whether NaN and infinite elements are to be kept from what does not depend on them: 0
-        times NaN is NaN, so the products of a block spread them to pairs that a mask hides.
-        False, as at first: there are none.
+        True: NaN and infinite elements stay away from results that do not depend on them.  0 times
+        NaN is NaN: products of a cache block spread such elements to pairs that a mask hides.
+        False, the default: there are no such elements.
 
     Notes
     -----
-    A tile object keeps its buffers between calls, and how it cut intervals: they must not change.
-    It is not to be shared by threads.
+    A kernel keeps its buffers and the blocking of intervals between calls: intervals must not
+    change.  Threads must not share a kernel.
     """
 
     def __init__(
@@ -74,7 +78,7 @@ class NumpyTile:
         self.poll = poll or (lambda: None)
         self.careful = False
         self._work = work or Workspace()
-        self._cutter = Cutter(block_q, block_k)
+        self._blocker = Blocker(block_q, block_k)
         # exp(+-half) and its products with values between low and high stay in range.
         info = np.finfo(self.dtype)
         self._half = math.log(info.max) / 2
@@ -83,14 +87,14 @@ class NumpyTile:
 
     def forward(
         self,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
+        q: Array,
+        k: Array,
+        v: Array,
         intervals: tuple[Interval, ...],
-        out: np.ndarray,
-        lse: np.ndarray,
+        out: Array,
+        lse: Array,
     ) -> None:
-        """Write the partial result of these queries over these keys to `out` and `lse`.
+        """Overwrite `out` and `lse` with the partial result of these queries over these keys.
 
         Parameters
         ----------
@@ -99,41 +103,46 @@ class NumpyTile:
         intervals : tuple of (begin, end), each (nq,) int
             Visible keys of each query, as positions in `k`.
         out : (nq, nheads, headdim)
-            Overwritten; 0 for a query that sees no key.
+            0 in masked rows.
         lse : (nq, nheads)
-            Overwritten, nats; -inf for a query that sees no key.
+            Nats; -inf in masked rows.
         """
         nheads, d = q.shape[1:]
         nk, nheads_kv = k.shape[:2]
         g = nheads // nheads_kv
-        blocks, most, blind, unseen = self._cutter.cut(intervals, nk, g)
+        query_blocks, most, masked, unseen = self._blocker.blocking(intervals, nk, g)
         get = self._get
-        ones = get("ones", (self._cutter.block_k,))
+        ones = get("ones", (self._blocker.block_k,))
         ones[:] = 1
         for first, c in self._batches(nheads_kv, most, nk, d):
             heads = slice(first * g, (first + c) * g)
-            kh = self._keys("k", k[:, first : first + c], unseen)
-            vh = self._keys("v", v[:, first : first + c], unseen, columns=d)
-            q_of, out_of, lse_of = (_by_head(x[:, heads], c) for x in (q, out, lse))
-            seeing = q_of[:, ~blind] if blind.any() else q_of
+            kh = self._keys("k", k[:, first : first + c], unseen)  # (c, nk, d + 1)
+            vh = self._keys("v", v[:, first : first + c], unseen, columns=d)  # (c, nk, d)
+            q_of, out_of, lse_of = (
+                _by_head(x[:, heads], c) for x in (q, out, lse)
+            )  # (c, nq, g, d), and (c, nq, g)
+            seeing = q_of[:, ~masked] if masked.any() else q_of
             bounded = self._bounded(seeing, kh[..., :d], vh)
-            for i0, i1, pieces in blocks:
+            for i0, i1, cache_blocks in query_blocks:
                 n = (i1 - i0) * g
                 # The last column is minus the shift.
-                qb = self._pack("q", q_of[:, i0:i1], self.softmax_scale, 0, blind[i0:i1])
+                qb = self._pack(
+                    "q", q_of[:, i0:i1], self.softmax_scale, 0, masked[i0:i1]
+                )  # (c, n, d + 1)
                 acc = get("acc", (c, n, d))
                 shift, total = get("shift", (c, n)), get("total", (c, n))
                 acc[:] = shift[:] = total[:] = 0
                 sees = np.zeros((c, n), bool)  # rows whose shift is set by a visible key
-                for rows, j0, j1, hidden in pieces:
-                    m = rows.stop - rows.start
-                    s, part = get("scores", (c, m, j1 - j0)), get("part", (c, m, d))
+                for rows, j0, j1, hidden in cache_blocks:
+                    m, b = rows.stop - rows.start, j1 - j0
+                    s, partial = get("scores", (c, m, b)), get("partial", (c, m, d))
                     columns = d if bounded else d + 1
-                    np.matmul(qb[:, rows, :columns], _t(kh[:, j0:j1, :columns]), out=s)
+                    q_rows, kt = qb[:, rows, :columns], _t(kh[:, j0:j1, :columns])
+                    np.matmul(q_rows, kt, out=s)  # (c, m, b) = (c, m, d) @ (c, d, b)
                     if hidden is not None:
                         np.copyto(s, -np.inf, where=hidden)
                     if not (bounded or (sees[:, rows].all() and s.max() <= SLACK)):
-                        rise = s.max(axis=-1)
+                        rise = s.max(axis=-1)  # (c, m)
                         new = ~sees[:, rows] & ~np.isneginf(rise)
                         sees[:, rows] |= new
                         # The first key that a row sees sets its shift; later ones only raise it.
@@ -142,35 +151,35 @@ class NumpyTile:
                         s -= rise[..., None]
                         shift[:, rows] += rise
                         qb[:, rows, d] = -shift[:, rows]
-                        scale = np.exp(-np.maximum(rise, 0))
+                        scale = np.exp(-np.maximum(rise, 0))  # (c, m)
                         acc[:, rows] *= scale[..., None]
                         total[:, rows] *= scale
-                    np.exp(s, out=s)
-                    self._product(s, vh[:, j0:j1], hidden, part)
-                    acc[:, rows] += part
-                    total[:, rows] += np.matmul(s, ones[: j1 - j0])
+                    np.exp(s, out=s)  # (c, m, b): p
+                    self._product(s, vh[:, j0:j1], hidden, partial)  # (c, m, d) = p @ v
+                    acc[:, rows] += partial
+                    total[:, rows] += np.matmul(s, ones[:b])  # (c, m)
                     self.poll()
                 with np.errstate(divide="ignore"):
                     lse_of[:, i0:i1] = (np.log(total) + shift).reshape(c, i1 - i0, g)
                 total[total == 0] = 1
-                acc /= total[..., None]
+                acc /= total[..., None]  # (c, n, d)
                 out_of[:, i0:i1] = acc.reshape(c, i1 - i0, g, d)
 
     def backward(
         self,
-        dout: np.ndarray,
-        q: np.ndarray,
-        k: np.ndarray,
-        v: np.ndarray,
-        lse: np.ndarray,
-        delta: np.ndarray,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        lse: Array,
+        delta: Array,
         intervals: tuple[Interval, ...],
-        dq: np.ndarray,
-        dk: np.ndarray,
-        dv: np.ndarray,
+        dq: Array,
+        dk: Array,
+        dv: Array,
         fresh: bool = False,
     ) -> None:
-        """Add the gradients that this tile contributes to `dq`, `dk` and `dv`.
+        """Add the gradients of this block to `dq`, `dk` and `dv`.
 
         Parameters
         ----------
@@ -182,9 +191,8 @@ class NumpyTile:
             Visible keys of each query, as positions in `k`.
         dq : (nq, nheads, headdim)
         dk, dv : (nk, nheads_kv, headdim)
-            Added to.
         fresh : bool
-            dq, dk and dv are overwritten instead; they may be of the tensors' dtype.
+            Overwrite dq, dk and dv instead, which may then be of the tensors' dtype.
 
         Notes
         -----
@@ -194,57 +202,61 @@ class NumpyTile:
         nheads, d = q.shape[1:]
         nk, nheads_kv = k.shape[:2]
         g = nheads // nheads_kv
-        blocks, most, blind, unseen = self._cutter.cut(intervals, nk, g)
+        query_blocks, most, masked, unseen = self._blocker.blocking(intervals, nk, g)
         get = self._get
         for first, c in self._batches(nheads_kv, most, nk, d):
             heads, heads_kv = slice(first * g, (first + c) * g), slice(first, first + c)
-            kh, vh = (self._keys(x, y[:, heads_kv], unseen) for x, y in (("k", k), ("v", v)))
+            kh, vh = (
+                self._keys(x, y[:, heads_kv], unseen) for x, y in (("k", k), ("v", v))
+            )  # (c, nk, d + 1): a column of ones at the end
             q_of, dout_of, lse_of, delta_of, dq_of = (
                 _by_head(x[:, heads], c) for x in (q, dout, lse, delta, dq)
-            )
+            )  # (c, nq, g, d), and (c, nq, g)
             dkh, dvh = get("dk", (c, nk, d)), get("dv", (c, nk, d))
             dkh[:] = dvh[:] = 0
-            for i0, i1, pieces in blocks:
+            for i0, i1, cache_blocks in query_blocks:
                 n = (i1 - i0) * g
-                hide = blind[i0:i1]  # their lse may be -inf
+                hide = masked[i0:i1]  # lse of masked rows may be -inf
                 scale, shift = self.softmax_scale, -lse_of[:, i0:i1]
-                qb = self._pack("q", q_of[:, i0:i1], scale, shift, hide)
-                db = self._pack("dout", dout_of[:, i0:i1], 1, -delta_of[:, i0:i1], hide)
+                delta_b = -delta_of[:, i0:i1]
+                qb = self._pack("q", q_of[:, i0:i1], scale, shift, hide)  # (c, n, d + 1)
+                db = self._pack("dout", dout_of[:, i0:i1], 1, delta_b, hide)  # (c, n, d + 1)
                 dqb = get("dq", (c, n, d))
                 dqb[:] = 0
-                for rows, j0, j1, hidden in pieces:
-                    m, keys = rows.stop - rows.start, slice(j0, j1)
-                    p, ds = get("scores", (c, m, j1 - j0)), get("dscores", (c, m, j1 - j0))
-                    part_k, part_q = get("part", (c, j1 - j0, d)), get("part", (c, m, d))
-                    np.matmul(qb[:, rows], _t(kh[:, keys]), out=p)
+                for rows, j0, j1, hidden in cache_blocks:
+                    m, b, keys = rows.stop - rows.start, j1 - j0, slice(j0, j1)
+                    p, ds = get("scores", (c, m, b)), get("dscores", (c, m, b))
+                    # One buffer: each sum is added before the next one is written.
+                    partial_k, partial_q = get("partial", (c, b, d)), get("partial", (c, m, d))
+                    np.matmul(qb[:, rows], _t(kh[:, keys]), out=p)  # (c, m, b): s - lse
                     if hidden is not None:
                         np.copyto(p, -np.inf, where=hidden)
-                    np.exp(p, out=p)
+                    np.exp(p, out=p)  # (c, m, b)
                     hidden_t = None if hidden is None else hidden.T
-                    self._product(_t(p), db[:, rows, :d], hidden_t, part_k)
-                    dvh[:, keys] += part_k
-                    np.matmul(db[:, rows], _t(vh[:, keys]), out=ds)
+                    self._product(_t(p), db[:, rows, :d], hidden_t, partial_k)  # p.T @ dout
+                    dvh[:, keys] += partial_k  # (c, b, d)
+                    np.matmul(db[:, rows], _t(vh[:, keys]), out=ds)  # (c, m, b): dp - delta
                     ds *= p
                     if self.careful and hidden is not None:
                         np.copyto(ds, 0, where=hidden)
                     # The packed q carries softmax_scale already.
-                    self._product(_t(ds), qb[:, rows, :d], hidden_t, part_k)
-                    dkh[:, keys] += part_k
-                    self._product(ds, kh[:, keys, :d], hidden, part_q)
-                    dqb[:, rows] += part_q
+                    self._product(_t(ds), qb[:, rows, :d], hidden_t, partial_k)  # ds.T @ q
+                    dkh[:, keys] += partial_k  # (c, b, d)
+                    self._product(ds, kh[:, keys, :d], hidden, partial_q)  # ds @ k
+                    dqb[:, rows] += partial_q  # (c, m, d)
                     self.poll()
-                dqb *= self.dtype.type(self.softmax_scale)
+                dqb *= self.dtype.type(self.softmax_scale)  # (c, n, d)
                 _put(dq_of[:, i0:i1], dqb.reshape(c, i1 - i0, g, d), fresh)
             _put(dk[:, heads_kv].swapaxes(0, 1), dkh, fresh)
             _put(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
 
     def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return self._work.get(("tile", name), shape, self.dtype)
+        return self._work.get(("kernel", name), shape, self.dtype)
 
     def _product(
         self, weights: np.ndarray, x: np.ndarray, hidden: np.ndarray | None, out: np.ndarray
     ) -> None:
-        """``out = weights x``; NaN, if careful, where a row sees such an element of x."""
+        """Compute ``out = weights x``; if careful, with NaN in rows that see bad elements of x."""
         bad = ~np.isfinite(x) if self.careful and hidden is not None else None
         if bad is None or not bad.any():
             np.matmul(weights, x, out=out)
@@ -254,13 +266,13 @@ class NumpyTile:
         np.copyto(out, np.nan, where=seen > 0)
 
     def _batches(self, nheads_kv: int, rows: int, nk: int, d: int) -> Iterator[tuple[int, int]]:
-        """Key heads that are done at once, as (first, number).
+        """KV heads that are done at once, as (first, number).
 
-        Of a large tile it is one.  With small ones NumPy's calls would take longer than what they
-        do: each does as many heads as stay in the cache, with what goes with them.
+        One head of a large block.  In small blocks the overhead of NumPy's calls would prevail:
+        each call does as many heads as stay in the cache together with their buffers.
         """
-        elements = rows * min(nk, self._cutter.block_k) + 2 * (rows + nk) * (d + 1)
-        most = max(1, self._cutter.block_q * self._cutter.block_k // max(1, elements))
+        elements = rows * min(nk, self._blocker.block_k) + 2 * (rows + nk) * (d + 1)
+        most = max(1, self._blocker.block_q * self._blocker.block_k // max(1, elements))
         for first in range(0, nheads_kv, most):
             yield first, min(most, nheads_kv - first)
 
@@ -279,10 +291,10 @@ class NumpyTile:
     def _pack(
         self, name: str, x: np.ndarray, factor: float, column: np.ndarray | float, hide: np.ndarray
     ) -> np.ndarray:
-        """Copy (heads, tokens, group, d) times `factor` to rows with one more column.
+        """Copy (heads, tokens, group, d) times `factor` to (heads, tokens x group, d + 1).
 
-        `column` is (heads, tokens, group) or a number; all of the tokens where `hide` is true
-        becomes 0.
+        `column`, the last one, is (heads, tokens, group) or a number.  Rows of the tokens where
+        `hide` is true become 0.
         """
         heads, tokens, group, d = x.shape
         packed = self._get(name, (heads, tokens, group, d + 1))
@@ -293,9 +305,9 @@ class NumpyTile:
         return packed.reshape(heads, tokens * group, d + 1)
 
     def _bounded(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> bool:
-        """Whether exp(logit) and its products with v provably stay in range without a shift.
+        """Prove that exp(logit) and its products with v stay in range without a shift.
 
-        The first axis of all three is the key head.
+        The first axis of q, k and v is the KV head.
         """
         if not (q.size and k.size):
             return True

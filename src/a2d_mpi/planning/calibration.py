@@ -12,10 +12,10 @@ from itertools import combinations
 import numpy as np
 
 from a2d_mpi.core.atomic import replacing
+from a2d_mpi.core.config import Workload
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.planning.machine import Kernel, Link, Machine, kernel_terms, one_line
+from a2d_mpi.planning.machine import KernelModel, Link, Machine, kernel_terms, one_line
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.schedule import Workload
 
 STEADY = 0.2  # a measurement is disturbed if its figures may be off by more
 
@@ -35,8 +35,8 @@ class Sample:
     seconds: float
 
 
-def fit_kernel(samples: Sequence[Sample], backward: bool) -> tuple[Kernel, float]:
-    """The `Kernel` whose relative errors have the least squares, and the largest of them.
+def fit_kernel(samples: Sequence[Sample], backward: bool) -> tuple[KernelModel, float]:
+    """The `KernelModel` whose relative errors have the least squares, and the largest of them.
 
     No constant of a kernel is negative: of all sets of constants that come out positive the best
     one is taken, the others are 0.
@@ -67,9 +67,9 @@ def fit_kernel(samples: Sequence[Sample], backward: bool) -> tuple[Kernel, float
                 best, least = (columns, found / scale[columns], float(np.abs(misses).max())), error
     columns, found, worst = best
     values = dict(zip(columns, found.tolist()))
-    names = [f.name for f in fields(Kernel)]
+    names = [f.name for f in fields(KernelModel)]
     constants = {names[i]: x for i, x in values.items() if i}
-    return Kernel(1 / values[0], **constants), worst
+    return KernelModel(1 / values[0], **constants), worst
 
 
 def fit_link(

@@ -1,8 +1,6 @@
 """Bytes and messages of every method, read off its schedule, and what nobody can do without.
 
-Exact for shards of any sizes.  With a head axis of U ranks (`a2d_mpi.core.sizes.Layout`) a
-schedule is that of each layer, for the tokens of whole cells and 1/U of the heads, and the
-exchange of heads comes on top.
+Exact for shards of any sizes.
 """
 
 from __future__ import annotations
@@ -11,17 +9,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, Problem
-from a2d_mpi.schedules import METHODS as KNOWN
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import messages as messages_of
 from a2d_mpi.schedules.accounts import number_of_messages
 from a2d_mpi.schedules.steps import Ranks
 
-METHODS = tuple(KNOWN)
-PHASES = ("forward", "backward")
 Bytes = dict[tuple[str, str], list[int]]
 
 
@@ -81,18 +75,11 @@ def moves(
 
     `sent`: only those that are sent, or only those that are received.
     """
-    if len(problem.counts) != layout.size:
-        raise ValueError(f"{len(problem.counts)} parts for {layout.size} ranks")
-    if method not in KNOWN:
-        raise ValueError(f"unknown method {method!r}; one of {METHODS}")
-    group, me, u = problem.layer(layout.heads), rank // layout.heads, rank % layout.heads
+    group = problem.context_group(layout.heads)
     for phase in phases:
-        heads = _heads(problem, layout.heads, rank, phase)
-        yield from (move for move in heads if sent in (None, move.sent))
-        if layout.cells > 1:
-            schedule = write(method, phase, layout, group, me)
+        for schedule in write(method, phase, layout, problem, rank):
             for message, tokens, tensors in messages_of(schedule, group, sent):
-                peer = message.peer * layout.heads + u
+                peer = schedule.logical(message.peer)
                 yield Move(phase, message.channel, message.sent, tokens, tensors, peer)
 
 
@@ -108,25 +95,6 @@ def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = F
     p = problem
     per_q, per_k = (3 * p.q, 2 * p.kv) if backward else (2 * p.q, p.kv)
     return max(0.0, 2 * math.sqrt(per_q * per_k * area) - tokens * (per_q + per_k))
-
-
-def _heads(p: Problem, heads: int, rank: Ranks, phase: str) -> Iterator[Move]:
-    if heads == 1:
-        return
-    layer, n = p.layer(heads), np.array(p.counts) if np.ndim(rank) else p.counts
-    q, k, lse = layer.q, layer.kv // 2, layer.lse
-    # Several layers share a key head: its gradients are summed by the owner, in the compute dtype.
-    dk = layer.dkv // 2 if p.nheads_kv < heads else k
-    there, back = q + 2 * k, q + lse
-    if phase == "backward":
-        there, back = 2 * q + 2 * lse + 2 * k, q + 2 * dk
-    for peer in (rank - rank % heads + (rank + i) % heads for i in range(1, heads)):
-        mine, theirs = n[rank], n[peer]
-        # All tensors in one message.
-        yield Move(phase, "head", True, mine, [there], peer)
-        yield Move(phase, "head", False, theirs, [there], peer)
-        yield Move(phase, "head", True, theirs, [back], peer)
-        yield Move(phase, "head", False, mine, [back], peer)
 
 
 def _summed(method, layout, problem, rank, size) -> Bytes:

@@ -22,7 +22,7 @@ A profile holds measured (``drivers/calibrate.py``) or quoted figures, in SI uni
     [link.between]                # between nodes: here bandwidth is that of one NIC
     nics = 1                      # NICs of a node, shared by its ranks
 
-    [kernel.float32.forward]      # see Kernel; likewise backward, and other dtypes
+    [kernel.float32.forward]      # see KernelModel; likewise backward, and other dtypes
     flops = 95e9
 
 A link that was not measured is left out: such a profile does for ranks that do not need it.
@@ -40,6 +40,7 @@ from pathlib import Path
 
 import numpy as np
 
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import flops
 
 if sys.version_info >= (3, 11):
@@ -47,7 +48,6 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-PHASES = ("forward", "backward")
 # Bytes of a profile and of a line: the parser's time grows with the square of what a line holds.
 LONGEST, LONGEST_LINE = 1 << 16, 1000
 LONGEST_NAME = 100
@@ -103,20 +103,20 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """Seconds of a tile kernel on one core (or GPU), linear in what it touches.
+class KernelModel:
+    """Linear model of a kernel on one core (or GPU): the seconds of a call.
 
     Attributes
     ----------
     flops : float
-        FLOP/s of large tiles.
+        FLOP/s of large blocks.
     call, head : float
-        Seconds a call, and a call and key head.
+        Seconds a call, and a call and KV head.
     pair : float
-        Seconds a visible pair and query head whatever headdim is (exponentials).
+        Seconds a visible pair and query head, independent of headdim (exponentials).
     key, query : float
-        Seconds a key and key head, a query and query head, times headdim: copies, and idle parts
-        of blocks.  They make the rate fall for tiles of few queries or few keys.
+        Seconds a key and KV head, a query and query head, times headdim: copies, and idle parts
+        of cache blocks.  They make the rate fall for blocks of few queries or few keys.
     cut : float
         Seconds a query and query head of which a mask cuts a run of keys.
     """
@@ -153,7 +153,7 @@ class Kernel:
 
 
 def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int], backward: bool) -> list:
-    """What each attribute of a `Kernel`, in their order, is multiplied with."""
+    """Factors of the attributes of a `KernelModel`, in their order, in the seconds of a call."""
     h, hkv, d = heads
     ones = np.ones_like(np.asarray(area, float))
     work = flops(1, h, d, backward) * np.asarray(area, float)
@@ -171,7 +171,7 @@ class Machine:
     name: str
     inside: Link | None
     between: Link | None
-    kernels: Mapping[str, Mapping[str, Kernel]]
+    kernels: Mapping[str, Mapping[str, KernelModel]]
     ranks_per_node: int = 1
     cores_per_node: float | None = None
     memory: int | None = None
@@ -225,7 +225,7 @@ class Machine:
                 )
         return self.inside or Link(1.0), self.between or Link(1.0)
 
-    def kernel(self, dtype: str, phase: str) -> Kernel:
+    def kernel(self, dtype: str, phase: str) -> KernelModel:
         """The kernel of a dtype; ValueError if the profile has none."""
         if dtype not in self.kernels:
             known = sorted(map(one_line, self.kernels))
@@ -265,7 +265,8 @@ def read_machine(path: str | Path) -> Machine:
             if set(_table(by_phase, f"kernel.{dtype}")) != set(PHASES):
                 raise ValueError(f"kernel.{dtype} must have forward and backward")
             found[dtype] = {
-                phase: _make(Kernel, x, f"kernel.{dtype}.{phase}") for phase, x in by_phase.items()
+                phase: _make(KernelModel, x, f"kernel.{dtype}.{phase}")
+                for phase, x in by_phase.items()
             }
         for name in ("memory", "reserved"):
             if isinstance(data.get(name), (str, float)):
@@ -344,7 +345,7 @@ def _make(kind: type, values: object, where: str, given: Mapping[str, object] = 
         raise ValueError(f"{prefix}{error}") from error
 
 
-def _check(values: Link | Kernel | Machine) -> None:
+def _check(values: Link | KernelModel | Machine) -> None:
     """Raise ValueError, with the name, for a number that is out of bounds."""
     for field in fields(values):
         value = getattr(values, field.name)
@@ -358,7 +359,7 @@ def _check(values: Link | Kernel | Machine) -> None:
 
 
 def _shown(value: object) -> str:
-    """What a message can hold of a value."""
+    """Text of a value that is short enough for a message."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a number of {value.bit_length() * math.log10(2):.0f} digits"
     if isinstance(value, (int, float, str)):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, Problem
-from a2d_mpi.planning.cost import PHASES
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import buffers as schedule_buffers
+from a2d_mpi.schedules.accounts import results, tensor_bytes
+from a2d_mpi.schedules.steps import KINDS
 
 
 def peak_memory(
@@ -31,7 +33,20 @@ def peak_memory(
     backward : bool
     """
     held = buffers(method, layout, problem, rank, distribution, backward)
-    return held + _arrays(layout, problem, rank, backward)
+    own, phase = problem.counts[rank], PHASES[backward]
+    group, p = problem.context_group(layout.heads), problem
+    chain = write(method, phase, layout, problem, rank)
+    # Given: q, k, v; dout, out, lse and delta too.
+    held += own * (p.q + p.kv + (2 * p.q + 2 * p.lse) * backward)
+    held += sum(results(schedule, group, problem) for schedule in chain)
+    # New once more: results that lie in buffers or have the dtype of the computation.
+    last = [chain[-1].arrays[rows.array] for rows in chain[-1].results.values()]
+    for array in last:
+        for name in KINDS[array.kind]:
+            wide = name in array.wide and p.itemsize < p.compute_itemsize
+            if name != "lse" and (array.role == "buffer" or wide):
+                held += own * tensor_bytes(problem, name, wide=False)
+    return held
 
 
 def most_memory(
@@ -63,51 +78,11 @@ def buffers(
     Exact, but for parts of one token, which are never out of order.  `backward`: after a backward
     call.
     """
-    group, me = problem.layer(layout.heads), rank // layout.heads
-    total = _exchange(layout, problem, group, rank, backward)
-    if layout.cells == 1:
-        return total
+    group = problem.context_group(layout.heads)
     held: dict[object, int] = {}
     for phase in PHASES[: 1 + backward]:
-        schedule = write(method, phase, layout, group, me)
-        for key, nbytes in schedule_buffers(schedule, group, distribution == "contiguous").items():
-            held[key] = max(nbytes, held.get(key, 0))
-    return total + sum(held.values())
-
-
-def _arrays(layout: Layout, problem: Problem, rank: int, backward: bool) -> int:
-    """The caller's, and what is new in a call: results, and what becomes a result at the end."""
-    heads, own = layout.heads, problem.counts[rank]
-    p = problem.layer(heads)
-    n, narrow = p.counts[rank // heads], p.itemsize != p.compute_itemsize
-    shared, alone = problem.nheads_kv < heads, layout.cells == 1
-    total = own * (2 * problem.q + problem.kv + problem.lse)  # q, k, v, out, lse
-    if backward:  # dout, delta, dq, dk, dv
-        total += own * (2 * problem.q + problem.kv + problem.lse)
-        if heads > 1 and alone:
-            total += n * (p.dq + p.dkv if shared else p.q + p.kv)
-        if shared and narrow:
-            total += own * problem.dkv
-    elif heads > 1:
-        total += n * ((p.q if alone else p.dq) + p.lse)
-    elif narrow and not alone:
-        total += n * p.dq
-    return total
-
-
-def _exchange(layout: Layout, problem: Problem, p: Problem, rank: int, backward: bool) -> int:
-    """To share out the heads, and to bring the results back."""
-    heads, own = layout.heads, problem.counts[rank]
-    if heads == 1:
-        return 0
-    n, narrow = p.counts[rank // heads], p.itemsize != p.compute_itemsize
-    alone = layout.cells == 1  # results are of the dtype at once, but what will be summed
-    there, back, rounded = p.q + p.kv, p.q + p.lse, p.q * (not alone)
-    if backward:
-        shared = problem.nheads_kv < heads  # then gradients of keys travel as they are summed
-        there += p.q + 2 * p.lse
-        back = max(back, p.q + (p.dkv if shared else p.kv))  # the same buffers
-        rounded += p.q * (shared or not alone) + p.kv * (not shared and not alone)
-    # What arrives, all of that in the order of tokens, and what leaves.
-    total = (2 * n + (heads - 1) * own) * there + (heads * own + n - own) * back
-    return total + n * rounded * narrow
+        for schedule in write(method, phase, layout, problem, rank):
+            in_order = distribution == "contiguous"
+            for key, nbytes in schedule_buffers(schedule, group, in_order).items():
+                held[key] = max(nbytes, held.get(key, 0))
+    return sum(held.values())

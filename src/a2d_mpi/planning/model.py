@@ -1,27 +1,41 @@
-"""Seconds that a method takes on a machine: its schedule, walked through for all ranks at once.
+"""Seconds that a method takes on a machine: its schedules, gone through for all ranks at once.
 
-All ranks set out together.  Each computes the pieces of its tile in the order of the algorithm
-and waits for what is not there yet.  Links are shared evenly: what is posted together arrives as
-if every message got an equal part of the link, what is sent later queues behind it; the ranks of
-a node share its NICs by what they have to move.  A ring's message cannot leave before both sides
-have posted it.  What a transfer takes from the core of its receiver is the link's ``1 - hidden``.
-This module does not import MPI.
+All ranks set out together.  Each does the steps of its schedule and waits for what is not there
+yet: kernel calls by the machine's kernel (`a2d_mpi.planning.machine.KernelModel`), messages by its
+links (`a2d_mpi.planning.clock.Links`), copies and merges by the bytes that they touch.  What a
+transfer takes from the core of its receiver is the link's ``1 - hidden``.  This module does not
+import MPI and knows no method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
-from a2d_mpi.core import pieces
-from a2d_mpi.core.sizes import Layout
-from a2d_mpi.planning.cost import METHODS
-from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.schedule import Hop, Partials, Schedule, Workload
-
-Units = list[list[Hop | None]]  # by step, mine first: the messages that bring a chunk, or None
+from a2d_mpi.core.chunks import FIRST_SHARE, splits_own_shard
+from a2d_mpi.core.config import Workload
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.masks import Mask
+from a2d_mpi.core.pairs import by_rows, visible_pairs
+from a2d_mpi.core.sizes import Layout, Problem
+from a2d_mpi.planning.clock import Clock, Links
+from a2d_mpi.planning.machine import KernelModel, Machine
+from a2d_mpi.schedules import distribution_of, write
+from a2d_mpi.schedules.accounts import Tokens, array_bytes, merged_at_once, sorted_arrays
+from a2d_mpi.schedules.steps import (
+    FIRST,
+    REST,
+    Attend,
+    Copy,
+    Merge,
+    Message,
+    Rows,
+    Schedule,
+    Wait,
+    Zero,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,7 @@ def predict(
     layout: Layout,
     work: Workload,
     distribution: str | None = None,
+    spans: dict[str, list[tuple[str, np.ndarray, np.ndarray]]] | None = None,
 ) -> dict[str, Phase]:
     """Seconds of every rank, by phase.
 
@@ -56,210 +71,258 @@ def predict(
     ----------
     machine : Machine
     method : str
-        One of `a2d_mpi.planning.cost.METHODS`.
+        One of `a2d_mpi.schedules.METHODS`.
     layout : Layout
     work : Workload
     distribution : str, optional
         Default: the one that the method takes for the mask.
+    spans : dict, optional
+        Gets, by phase, the part, the begin and the end of all that every rank does, in order:
+        (str, (P,), (P,)), seconds since the phase began.
 
     Raises
     ------
     ValueError
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; one of {METHODS}")
-    name = distribution or work.distribution(method)
-    kind = {"attention2d": Grid, "double ring": DoubleRing}.get(method, Ring)
-    return {
-        phase: Phase(**kind(machine, layout, work, name, phase).walk()) for phase in work.phases
-    }
+    name = distribution or distribution_of(method, work.mask)
+    found = {}
+    for phase in work.phases:
+        trace = None if spans is None else spans.setdefault(phase, [])
+        found[phase] = Phase(**_Ranks(machine, layout, work, name, phase, trace).go(method))
+    return found
 
 
-class Grid(Schedule):
-    """Attention2D: see `a2d_mpi.attention.methods`."""
+class _Ranks:
+    """All ranks in one phase."""
 
-    def run(self) -> None:
-        p, n, back = self.layer, self.n, self.backward
-        row_peers = [self.at(self.row, self.col + k) for k in range(1, self.cols)]
-        col_peers = [self.at(self.row + k, self.col) for k in range(1, self.rows)]
-        q_size, tensors = (2 * p.q + 2 * p.lse, 4) if back else (p.q, 1)
-        q_back, k_back = (p.dq, p.dkv) if back else (p.q + p.lse, 0)
-        self.share_links([
-            *((peer, n * (q_size + q_back)) for peer in row_peers),
-            *((peer, n * (p.kv + k_back)) for peer in col_peers),
-        ])  # fmt: skip
-        self.nq = self.counts.reshape(self.rows, -1).sum(axis=1)[self.row]
-        self.nk = self.counts.reshape(self.rows, -1).sum(axis=0)[self.col]
-        zeros = self.nq * p.dq + self.nk * p.dkv if back else 0
-        mine = n * (q_size * (self.cols > 1) + p.kv * (self.rows > 1))
-        self.spend("other", self.copying(zeros + mine))
-        q_in, k_in = self.gather([(row_peers, q_size, tensors), (col_peers, p.kv, 2)])
-        if not self.overlap:
-            for hop in (*q_in, *k_in):
-                self.wait(hop)
-            q_in, k_in = ([(0 * done, 0 * due) for done, due in x] for x in (q_in, k_in))
-        q_in, k_in = self._units(q_in), self._units(k_in)
-        if back:
-            self._backward(row_peers, col_peers, q_in, k_in)
-            return
-        partials = Partials(self, row_peers, q_back, 2)
-        self._tile(True, q_in, k_in, partials.send, self.merge_outs)
-        partials.collect(self.merge_outs)
-
-    def _backward(self, row_peers: list, col_peers: list, q_in: Units, k_in: Units) -> None:
-        p = self.layer
-        dq, dkv = Partials(self, row_peers, p.dq, 1), Partials(self, col_peers, p.dkv, 2)
-        by_query = pieces.gradients_by_query(self.rows, self.cols, p.nheads, p.nheads_kv)
-        early, late = (dq, dkv) if by_query else (dkv, dq)
-        self._tile(by_query, q_in, k_in, early.send)
-        if late is dkv and self._sorts:
-            self.spend("merge", self.copying(self.nk * p.dkv))
-        for k in range(len(late.peers)):
-            late.send(k)
-        for partials in (dq, dkv):
-            adding = self.copying(self.n * partials.per_token)
-            partials.collect(lambda adding=adding: self.spend("merge", adding))
-        self.spend("other", self.copying(self.n * (p.dq + p.dkv)))
-
-    @property
-    def _sorts(self) -> bool:
-        """Whether the keys of a column come out of order."""
-        return self.rows > 1 and self.distribution != "contiguous"
-
-    def _tile(
+    def __init__(
         self,
-        by_query: bool,
-        q_in: Units,
-        k_in: Units,
-        send: Callable[[int, float], None],
-        merge: Callable[[float], None] | None = None,
+        machine: Machine,
+        layout: Layout,
+        work: Workload,
+        distribution: str,
+        phase: str,
+        spans: list | None,
     ) -> None:
-        """The pieces of `a2d_mpi.attention.methods.Attention2D`, in the same order.
-
-        By query: the first of my queries against each unit of keys, the others' against all keys,
-        the rest of mine; by key: the same with the roles exchanged.  `send`: a share of what is
-        for a peer is finished; `merge`: another partial result of the first of mine is.
-        """
-        early, late = (q_in, k_in) if by_query else (k_in, q_in)
-        first = self._first(len(early))
-        for step, units in enumerate(late):
-            other = self._cell(step, keys=by_query)
-            pair = (self.cell, other) if by_query else (other, self.cell)
-            for unit in units:
-                self._wait_for(unit)
-                self.compute_pair(*pair, first / len(units))
-                if unit and merge:
-                    merge(first)
-        if by_query:  # queries of a cell, all keys of a column
-            area, cut = (x.reshape(len(x), self.rows, -1).sum(1) for x in (self.area, self.cut))
-        else:  # all queries of a row, keys of a cell
-            area, cut = (x.reshape(self.rows, -1, len(x)).sum(1) for x in (self.area, self.cut))
-        if by_query and self._sorts and len(early) > 1:
-            self.spend("merge", self.copying(self.nk * self.layer.kv))
-        for step in (*range(1, len(early)), *[0] * (first < 1)):
-            mine = self._cell(step, keys=not by_query)
-            where = (mine, self.col) if by_query else (self.row, mine)
-            share = (1 if step else 1 - first) / len(early[step])
-            n, cut_here = share * self.counts[mine], (share if by_query else 1) * cut[where]
-            nq, nk = (n, self.nk) if by_query else (self.nq, n)
-            for unit in early[step]:
-                self._wait_for(unit)
-                self.compute(share * area[where], nq, nk, np.minimum(nq, cut_here))
-                if unit:
-                    send(step - 1, share)
-
-    def _wait_for(self, unit: Hop | None) -> None:
-        """For a unit of another rank; my own is here."""
-        if unit:
-            self.wait(unit)
-
-    def _first(self, ranks: int) -> float:
-        """Share of my own chunk that does not wait for the end."""
-        return pieces.FIRST if pieces.keeps_own(self.counts.min(), ranks) else 1.0
-
-    def _units(self, hops: list[Hop]) -> Units:
-        """When the units of each chunk arrive, mine first; two of them one after the other."""
-        if len(hops) == 1 and len(pieces.cut(int(self.counts.min()), 2)) == 2:
-            ((done, due),) = hops
-            halfway = (done + np.minimum(self.now, done)) / 2
-            return [[None], [(halfway, due / 2), (done, due / 2)]]
-        return [[None], *([hop] for hop in hops)]
-
-    def _cell(self, step: int, keys: bool) -> np.ndarray:
-        """The cell whose keys come to me along the column, or queries along the row, at a step."""
-        row, col = (self.row + step, self.col) if keys else (self.row, self.col + step)
-        return self.at(row, col) // self.layout.heads
-
-
-class Ring(Schedule):
-    """RingAttention, whatever the distribution: see `a2d_mpi.attention.methods`."""
-
-    def run(self) -> None:
-        heads, cells = self.layout.heads, self.layout.cells
-        to, came_from = (((self.cell + k) % cells) * heads + self.u for k in (1, -1))
-        ring = self.route(to), came_from
-        self.share_links([(to, self.n)])
-        block, travelling = self.cell, None
-        for step in range(cells):
-            travelling = self._step(block, step == 0, ring, travelling, step < cells - 1)
-            block = block[came_from]
-        if travelling:
-            self.wait(travelling)
-
-    def _step(
-        self, block: np.ndarray, first: bool, ring: tuple, travelling: Hop | None, pass_on: bool
-    ) -> Hop | None:
-        """Compute on a block of keys while the next one comes, and this one goes on if `pass_on`.
-
-        `travelling`: the gradients of the block, which follow one step behind.
-        """
-        p, n_block = self.layer, self.counts[block]
-        coming = self.hop(ring, n_block * p.kv) if pass_on else None
-        if self.backward:
-            self.spend("other", self.copying(n_block * p.dkv))  # zeros
-        self.compute_pair(self.cell, block)
-        if not self.backward:
-            if not first:
-                self.merge_outs()
-        else:
-            if travelling:
-                self.wait(travelling)
-                self.spend("merge", self.copying(n_block * p.dkv))
-            alone = ring[1][0] == 0  # rank 0 gets its own, and so do all
-            travelling = None if alone else self.hop(ring, n_block * p.dkv)
-        if coming:
-            self.wait(coming)
-        return travelling
-
-
-class DoubleRing(Ring):
-    """Rings of C cells inside a ring of R: Gu et al., "LoongTrain", arXiv:2406.18485."""
-
-    def run(self) -> None:
-        p, rows, cols = self.layer, self.rows, self.cols
-        inner, outer = (
-            (self.route(self.at(self.row + i, self.col + j)), self.at(self.row - i, self.col - j))
-            for i, j in ((0, 1), (1, 0))
+        self._machine, self._phase, self._layout, self._work = machine, phase, layout, work
+        self._problem = work.problem(layout, distribution)
+        self._group = self._problem.context_group(layout.heads)
+        self._clock = Clock(layout.size, spans)
+        self._links = Links(machine, layout, self._clock)
+        self._in_order = distribution == "contiguous"
+        shards = Distribution(distribution, work.seqlen, layout.positions)
+        self._kernel = _KernelCalls(
+            machine.kernel(work.dtype, phase), machine.share, work.mask, shards, self._group, phase
         )
-        self.share_links([
-            (inner[0].to, self.n * (cols - 1.0)),
-            (outer[0].to, self.n * (rows > 1)),
-        ])  # fmt: skip
-        travelling, turn = None, cols == 1  # else an outer hop has the time of a round
-        first = self.cell
-        for s in range(rows):
-            block, start = first, self.counts[first]
-            coming = self.hop(outer, start * p.kv, turn) if s < rows - 1 else None
-            for t in range(cols):
-                travelling = self._step(block, s == t == 0, inner, travelling, t < cols - 1)
-                block = block[inner[1]]
-            first = first[outer[1]]
-            if self.backward and rows > 1:
-                if travelling:  # back where their round began, before they leave for the next
-                    self.wait(travelling)
-                travelling = self.hop(outer, start * p.dkv, turn)
-            if coming:
-                self.wait(coming)
-        if travelling:
-            self.wait(travelling)
+
+    def go(self, method: str) -> dict[str, np.ndarray]:
+        """Go through the whole phase; returns the seconds of each part."""
+        spend, problem = self._clock.spend, self._problem
+        spend("other", self._machine.start)
+        if self._phase == "backward":  # delta
+            spend("compute", self._copying(2 * np.array(problem.counts) * problem.q))
+        least = min(self._group.counts)
+        schedules = write(
+            *(method, self._phase, self._layout, problem, np.arange(self._layout.size)),
+            overlap=self._work.overlap,
+            cuts=lambda schedule, mine, others, ranks: splits_own_shard(least, ranks),
+        )
+        for schedule in schedules:
+            self._walk(schedule)
+        if len(schedules) == 1:  # results that are in buffers
+            for rows in schedule.results.values():
+                array = schedule.arrays[rows.array]
+                if array.role == "buffer":
+                    n = Tokens(schedule).of(rows) * sum(array_bytes(self._group, array))
+                    spend("other", self._copying(n))
+        return self._clock.parts
+
+    def _walk(self, schedule: Schedule) -> None:
+        links, spend, tokens = self._links, self._clock.spend, Tokens(schedule)
+        sizes = {name: array_bytes(self._group, x) for name, x in schedule.arrays.items()}
+        known: dict[tuple, np.ndarray] = {}
+
+        def nbytes(rows: Rows) -> np.ndarray | float:
+            n, kind = tokens.of(rows), schedule.arrays[rows.array].kind
+            key = id(n) if np.ndim(n) else n, kind, schedule.arrays[rows.array].wide
+            if key not in known:  # equal ones are the same object, which links look at once
+                known[key] = n * sum(sizes[rows.array])
+            return known[key]
+
+        messages = [x for x in schedule.steps if isinstance(x, Message)]
+        links.begin(schedule, {x: nbytes(x.rows) for x in messages})
+        self._kernel.begin(schedule, tokens)
+        merges = iter(merged_at_once(schedule))
+        unsorted = set() if self._in_order else sorted_arrays(schedule)
+        turns = _turns(schedule)
+        folds = {x for x in unsorted if schedule.arrays[x].kind == "dkv"}
+        for step in schedule.steps:
+            if isinstance(step, Message | Merge) and step.rows.array in folds:
+                # Gradients of several owners are in the order of tokens; owners get theirs.
+                folds.remove(step.rows.array)
+                spend("merge", self._copying(nbytes(Rows(step.rows.array))))
+            if isinstance(step, Message):
+                links.post(step, len(sizes[step.rows.array]))
+                if step in turns:
+                    spend("other", self._machine.turn / self._machine.share)
+            elif isinstance(step, Wait):
+                links.wait(step.messages)
+            elif isinstance(step, Attend):
+                links.depart()
+                if step.keys.owner is None and step.keys.array in unsorted:
+                    unsorted.remove(step.keys.array)
+                    spend("merge", self._copying(nbytes(step.keys)))
+                spend("compute", self._kernel.seconds(step))
+                spend("other", self._machine.step / self._machine.share)
+                if next(merges):
+                    spend("merge", self._merging(tokens.of(step.into)))
+            elif isinstance(step, Merge):
+                links.depart()
+                if self._phase == "forward":
+                    spend("merge", self._merging(tokens.of(step.rows)))
+                else:
+                    spend("merge", self._copying(nbytes(step.rows)))
+            elif isinstance(step, Copy | Zero):
+                spend("other", self._copying(nbytes(step.rows)))
+        links.finish()
+
+    def _copying(self, nbytes: np.ndarray | float) -> np.ndarray | float:
+        """Seconds to copy, or to add, so many bytes."""
+        return nbytes / self._machine.copy / self._machine.share
+
+    def _merging(self, tokens: np.ndarray | float) -> np.ndarray | float:
+        """Seconds to merge a partial out."""
+        return tokens * self._group.dq / self._machine.merge / self._machine.share
+
+
+def _turns(schedule: Schedule) -> set[Message]:
+    """Messages that make a rank keep step with its peers: it waits until they have left.
+
+    And does no more than one kernel call meanwhile.
+    """
+    found, calls, posted = set(), 0, {}
+    for step in schedule.steps:
+        if isinstance(step, Attend):
+            calls += 1
+        elif isinstance(step, Message):
+            posted[step] = calls
+        elif isinstance(step, Wait):
+            found |= {x for x in step.messages if x.sent and posted[x] >= calls - 1}
+    return found
+
+
+class _KernelCalls:
+    """Seconds of kernel calls on shards of a context group, by rank.
+
+    Parameters
+    ----------
+    kernel : KernelModel
+    share : float
+        Of a core that a rank has.
+    mask : Mask
+    shards : Distribution
+        Of the ranks of the context group.
+    group : Problem
+    phase : str
+    """
+
+    def __init__(
+        self,
+        kernel: KernelModel,
+        share: float,
+        mask: Mask,
+        shards: Distribution,
+        group: Problem,
+        phase: str,
+    ) -> None:
+        self._heads = group.nheads, group.nheads_kv, group.headdim
+        self._kernel, self._share, self._back = kernel, share, phase == "backward"
+        self._area, self._cut = visible_pairs(mask, shards)
+        self._pair = _pair_seconds(kernel, mask, shards, self._heads, self._back, share)
+
+    def begin(self, schedule: Schedule, tokens: Tokens) -> None:
+        """Set out on a schedule."""
+        self._schedule, self._tokens = schedule, tokens
+        self._sums: dict[tuple[str, bool], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def seconds(self, step: Attend) -> np.ndarray:
+        """Of one call of every rank."""
+        q, k = self._owner(step.queries), self._owner(step.keys)
+        q_share, k_share = self._part(step.queries), self._part(step.keys)
+        if q is not None and k is not None:
+            return q_share * k_share * self._pair[q, k]
+        nq, nk = self._tokens.of(step.queries), self._tokens.of(step.keys)
+        if k is None:
+            area, cut, which = self._summed(step.keys.array, of_keys=True)
+            cut = q_share * cut[q, which]
+            area = q_share * area[q, which]
+        else:
+            area, cut, which = self._summed(step.queries.array, of_keys=False)
+            area, cut = k_share * area[which, k], cut[which, k]
+        found = self._kernel.seconds(area, nq, nk, np.minimum(nq, cut), self._heads, self._back)
+        return found / self._share
+
+    def _owner(self, rows: Rows) -> np.ndarray | None:
+        """The one whose tokens they are; None: there are several."""
+        owners = self._schedule.arrays[rows.array].owners
+        if rows.owner is None and len(owners) == 1:
+            return owners[0]
+        return rows.owner
+
+    def _part(self, rows: Rows) -> float:
+        """The share of the owner's tokens that these are, about."""
+        if isinstance(rows.part, str):
+            return {FIRST: FIRST_SHARE, REST: 1 - FIRST_SHARE}[rows.part]
+        if rows.part is None:
+            return 1.0
+        return 1 / len(self._schedule.sizes.chunks(rows.owner, rows.part[1]))
+
+    def _summed(self, array: str, of_keys: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Areas and cut queries with all rows of an array, by set of owners, and each rank's set.
+
+        (shards, sets) for arrays of keys, (sets, shards) for those of queries.
+        """
+        key = array, of_keys
+        if key not in self._sums:
+            owners = np.array(self._schedule.arrays[array].owners)  # (owners, P)
+            # Ranks with the same owners have the same sum of owners' random numbers.
+            numbers = np.random.default_rng(0).integers(
+                1 << 63, size=len(self._area), dtype=np.uint64
+            )
+            _, first, which = np.unique(
+                numbers[owners].sum(axis=0),
+                return_index=True,
+                return_inverse=True,
+            )
+            assert (owners[:, first][:, which] == owners).all()
+            sets = owners[:, first].T  # (sets, owners)
+            self._sums[key] = (
+                *(
+                    np.stack([x[:, s].sum(axis=1) for s in sets], axis=1)
+                    if of_keys
+                    else np.stack([x[s].sum(axis=0) for s in sets])
+                    for x in (self._area, self._cut)
+                ),
+                which,
+            )
+        return self._sums[key]
+
+
+@lru_cache(maxsize=2)  # both phases of layouts that differ in shape only
+def _pair_seconds(
+    kernel: KernelModel,
+    mask: Mask,
+    shards: Distribution,
+    heads: tuple[int, int, int],
+    backward: bool,
+    share: float,
+) -> np.ndarray:
+    """Of the kernel for queries of one shard and keys of another, by share of a core."""
+    area, cut = visible_pairs(mask, shards)
+    counts = np.array(shards.counts)
+    found = np.empty(area.shape)
+    for rows in by_rows(shards.nshards):
+        sizes = area[rows], counts[rows, None], counts[None, :], cut[rows]
+        found[rows] = kernel.seconds(*sizes, heads, backward) / share
+    return found

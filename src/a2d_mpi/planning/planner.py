@@ -16,15 +16,16 @@ from itertools import permutations
 
 import numpy as np
 
-from a2d_mpi.core.areas import pair_areas
+from a2d_mpi.core.config import PHASES, Workload
 from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.sizes import Layout, Problem, misfit
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.cost import METHODS
+from a2d_mpi.planning.clock import PARTS
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import Phase, predict
-from a2d_mpi.planning.schedule import PARTS, Workload
+from a2d_mpi.schedules import METHODS, distribution_of
 from a2d_mpi.schedules.accounts import number_of_messages
 from a2d_mpi.schedules.steps import Ranks
 
@@ -36,7 +37,7 @@ class Plan:
     Attributes
     ----------
     method : str
-        One of `a2d_mpi.planning.cost.METHODS`.
+        One of `a2d_mpi.schedules.METHODS`.
     layout : Layout
     distribution : str
     phases : dict of str to Phase
@@ -80,15 +81,7 @@ class Plan:
     @property
     def known_as(self) -> str:
         """Name under which others know it; empty if there is none."""
-        rows, cols, heads = self.layout.rows, self.layout.cols, self.layout.heads
-        if self.method == "ring" and heads > 1:
-            return "USP"
-        if self.method != "attention2d" or self.layout.size == 1:
-            return ""
-        if rows == cols == 1:
-            return "Ulysses"
-        names = {rows == 1: "tree", cols == 1: "all-gather"}
-        return names.get(True, "")
+        return METHODS[self.method].known_as(self.layout)
 
 
 def plans(
@@ -96,7 +89,7 @@ def plans(
     ranks: int,
     work: Workload,
     memory: int | None = None,
-    methods: tuple[str, ...] = METHODS,
+    methods: Sequence[str] = tuple(METHODS),
     progress: Callable[[Sequence], Iterable] = iter,
 ) -> list[Plan]:
     """All plans for that many ranks: those that fit, fastest first, then those that do not.
@@ -128,7 +121,7 @@ def plans(
         for layout in layouts(method, ranks, work, machine.ranks_per_node)
     ]
     # Those after each other that share the matrices between all cells.
-    alike = sorted(candidates, key=lambda x: (work.distribution(x[0]), x[1].heads))
+    alike = sorted(candidates, key=lambda x: (distribution_of(x[0], work.mask), x[1].heads))
     found = {x: _plan(machine, *x, work, room) for x in progress(alike)}
     return sorted((found[x] for x in candidates), key=lambda plan: (not plan.fits, plan.seconds))
 
@@ -139,7 +132,7 @@ def best_plans(
     work: Workload,
     number: int | None,
     memory: int | None = None,
-    methods: tuple[str, ...] = METHODS,
+    methods: Sequence[str] = tuple(METHODS),
 ) -> list[Plan]:
     """The fastest plans that fit, fastest first: so many or fewer; None: that of each method.
 
@@ -170,21 +163,17 @@ def best_plan(
     ranks: int,
     work: Workload,
     memory: int | None = None,
-    methods: tuple[str, ...] = METHODS,
+    methods: Sequence[str] = tuple(METHODS),
 ) -> Plan:
     """The fastest plan that fits; see `best_plans`."""
     return best_plans(machine, ranks, work, 1, memory, methods)[0]
 
 
 def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:
-    """All layouts that differ in shape or in who shares a node.
-
-    A grid may have any shape; a ring is rows; a double ring has at least two rings of two ranks,
-    and the inner ones never spread wider than the outer one.  Plans that would only give another
-    method's (striped ring for masks that see everything) are left out.
-    """
-    if method == "striped ring" and work.mask.default_distribution == "contiguous":
-        return
+    """All layouts that suit a method and differ in shape or in who shares a node."""
+    known = METHODS[method]
+    if known.distribution and work.mask.default_distribution == "contiguous":
+        return  # for masks that see everything it is another method
     seen = set()
     for heads in _divisors(ranks):
         if misfit(work.nheads, work.nheads_kv, heads):
@@ -192,13 +181,9 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
         cells = ranks // heads
         for rows in _divisors(cells):
             cols = cells // rows
-            if "ring" in method and (min(rows, cols) < 2 if method[0] == "d" else cols > 1):
-                continue
-            if "ring" in method and cells == 1:
-                continue
             for order in map("".join, permutations("rcu")):
                 layout = Layout(rows, cols, heads, order)
-                if method == "double ring" and order.index("c") < order.index("r"):
+                if not known.suits(layout):
                     continue
                 # Who shares a node with whom, whatever the node is called.
                 _, first, node = np.unique(
@@ -245,7 +230,7 @@ def _percent(x: float) -> str:
 
 
 def _plan(machine: Machine, method: str, layout: Layout, work: Workload, room: int | None) -> Plan:
-    name = work.distribution(method)
+    name = distribution_of(method, work.mask)
     problem = work.problem(layout, name)
     received, number, memory = _needs(
         method, layout.rows, layout.cols, layout.heads, problem, name, work.backward
@@ -279,7 +264,7 @@ def _needs(
     # Sources are neighbours at some distance along an axis: that of rank 0 tells them all.
     received: dict[int, list] = {}
     messages: Ranks = 0
-    phases = cost.PHASES[: 1 + backward]
+    phases = PHASES[: 1 + backward]
     ranks = np.arange(layout.size)
     for move in cost.moves(method, layout, problem, ranks, phases, sent=False):
         found = received.setdefault(int(move.peer[0]), [move.peer, 0])
@@ -295,7 +280,7 @@ def _needs(
 def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:
     """Of balanced attention, whose ranks all have the same area and tokens."""
     whole = Distribution("contiguous", work.seqlen, 1)
-    area = int(pair_areas(work.mask, whole)[0].sum()) / layout.size
+    area = int(visible_pairs(work.mask, whole)[0].sum()) / layout.size
     least = sum(
         cost.lower_bound(problem, area, work.seqlen / layout.size, phase == "backward")
         for phase in work.phases

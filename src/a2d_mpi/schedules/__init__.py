@@ -5,73 +5,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.sizes import Layout, Problem
-from a2d_mpi.schedules import attention2d, ring
+from a2d_mpi.schedules import alone, attention2d, heads, ring
+from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.steps import Ranks, Schedule, Sizes
 
-
-class Method(NamedTuple):
-    """How a method computes, inside one context group.
-
-    Attributes
-    ----------
-    forward, backward : callable
-        Write the steps of a phase down into a `Schedule`.
-    shape : callable
-        What of `Sizes` follows from a layout: rows, columns, and the inner channel of rings.
-    distribution : str or None
-        The only one that makes it this method; None: the one that balances the mask.
-    suits : callable
-        Whether a layout of more than one rank is worth a try: no two give the same schedule.
-    """
-
-    forward: Callable[[Schedule], None]
-    backward: Callable[[Schedule], None]
-    shape: Callable[[Layout], tuple[int, int, str]]
-    distribution: str | None = None
-    suits: Callable[[Layout], bool] = lambda layout: True
-
-
-def _double_ring(layout: Layout) -> tuple[int, int, str]:
-    # Groups of one rank are themselves one ring, whose hops are outer ones.
-    return (layout.rows, layout.cols, "inner") if layout.cols > 1 else (1, layout.cells, "outer")
-
-
-def _suits_double(layout: Layout) -> bool:
-    """Two rings of two ranks at least, and the inner ones never spread wider than the outer."""
-    wider = layout.order.index("c") < layout.order.index("r")
-    return min(layout.rows, layout.cols) > 1 and not wider
-
-
-_RING = Method(
-    ring.forward,
-    ring.backward,
-    lambda layout: (1, layout.cells, "ring"),
-    suits=lambda layout: layout.cols == 1 < layout.rows,
-)
-METHODS = {
-    "attention2d": Method(
-        attention2d.forward, attention2d.backward, lambda layout: (layout.rows, layout.cols, "")
-    ),
-    "ring": _RING,
-    "striped ring": _RING._replace(distribution="striped"),
-    "double ring": _RING._replace(shape=_double_ring, suits=_suits_double),
+METHODS: dict[str, Method] = {
+    "attention2d": attention2d.METHOD,
+    "ring": ring.RING,
+    "striped ring": ring.STRIPED_RING,
+    "double ring": ring.DOUBLE_RING,
 }
+
+
+def distribution_of(method: str, mask: Mask) -> str:
+    """The distribution that a method takes for a mask."""
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
+    return METHODS[method].distribution or mask.default_distribution
 
 
 def write(
     method: str,
     phase: str,
     layout: Layout,
-    group: Problem,
-    me: Ranks,
+    problem: Problem,
+    rank: Ranks,
     overlap: bool = True,
     **others: Any,
-) -> Schedule:
-    """The schedule of a rank, or of several, in a context group of more than one.
+) -> list[Schedule]:
+    """The schedules of a logical rank, or of several, one after the other.
+
+    That of its context group and, with a head axis, the exchange of heads before and after it.
 
     Parameters
     ----------
@@ -79,17 +47,38 @@ def write(
         One of `METHODS`.
     phase : {"forward", "backward"}
     layout : Layout
-    group : Problem
-        Of the context group: ``problem.layer(layout.heads)``.
-    me : Ranks
-        In the context group.
+    problem : Problem
+        With the counts of all ranks of the layout and all heads.
+    rank : Ranks
     overlap : bool
     **others
-        Further fields of the `Schedule`.
+        Further fields of the `Schedule` of the context group.
+
+    Raises
+    ------
+    ValueError
+        If there is no such method, or the problem does not fit the layout.
     """
-    known = METHODS[method]
+    if len(problem.counts) != layout.size:
+        raise ValueError(f"{len(problem.counts)} parts for {layout.size} ranks")
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
+    known, back, u = METHODS[method], phase == "backward", layout.heads
+    group = problem.context_group(u)
     rows, cols, inner = known.shape(layout)
-    sizes = Sizes(rows, cols, group.counts, group.nheads, group.nheads_kv, overlap, inner)
-    schedule = Schedule(me, sizes, **others)
-    (known.backward if phase == "backward" else known.forward)(schedule)
-    return schedule
+    alike = {
+        "overlap": overlap,
+        "narrow": problem.itemsize < problem.compute_itemsize,
+        "shares_kv": problem.nheads_kv < u,
+    }
+    sizes = Sizes(rows, cols, group.counts, group.nheads, group.nheads_kv, inner=inner, **alike)
+    inside = Schedule(rank // u, sizes, (u, rank % u), **others)
+    of = known if layout.positions > 1 else alone
+    (of.backward if back else of.forward)(inside)
+    if u == 1:
+        return [inside]
+    sizes = Sizes(1, u, problem.counts, problem.nheads, problem.nheads_kv, **alike)
+    before, after = (Schedule(rank, sizes) for _ in range(2))
+    heads.share(before, back)
+    heads.collect(after, back)
+    return [before, inside, after]

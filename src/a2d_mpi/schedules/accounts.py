@@ -7,23 +7,88 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from a2d_mpi.core.pieces import cut
+from a2d_mpi.core.chunks import FIRST_SHARE, chunks
 from a2d_mpi.core.sizes import MAX_MESSAGE, Problem
-from a2d_mpi.schedules.steps import KINDS, Attend, Message, Ranks, Rows, Schedule
+from a2d_mpi.schedules.steps import (
+    FIRST,
+    KINDS,
+    Array,
+    Attend,
+    Merge,
+    Message,
+    Ranks,
+    Rows,
+    Schedule,
+)
 
-WIDE = ("lse", "delta", "dq", "dk", "dv")  # sent as they are computed: sums, and statistics
+
+def is_of_keys(name: str) -> bool:
+    """Whether a tensor has KV heads."""
+    return name in ("k", "v", "dk", "dv")
 
 
 def tensor_shape(group: Problem, name: str) -> tuple[int, ...]:
     """Shape of one token of a tensor."""
-    heads = group.nheads_kv if name in ("k", "v", "dk", "dv") else group.nheads
+    heads = group.nheads_kv if is_of_keys(name) else group.nheads
     return (heads,) if name in ("lse", "delta") else (heads, group.headdim)
 
 
-def tensor_bytes(group: Problem, name: str, wide: bool = False) -> int:
-    """Bytes of a token of a tensor, as it is sent or, with `wide`, as it is computed."""
-    element = group.compute_itemsize if wide or name in WIDE else group.itemsize
+def tensor_bytes(group: Problem, name: str, wide: bool) -> int:
+    """Bytes of a token of a tensor, as the caller has it or, with `wide`, as it is computed."""
+    element = group.compute_itemsize if wide else group.itemsize
     return math.prod(tensor_shape(group, name)) * element
+
+
+def array_bytes(group: Problem, array: Array) -> list[int]:
+    """Bytes of a token of each tensor of an array; of a packed one, of all together."""
+    sizes = [tensor_bytes(group, name, name in array.wide) for name in KINDS[array.kind]]
+    return [sum(sizes)] if array.packed else sizes
+
+
+class Tokens:
+    """How many tokens rows have: an int, or an array with an entry for each rank.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._counts = schedule, schedule.sizes.counts
+        self._all = np.ndim(schedule.rank) > 0
+        self._even = len(set(self._counts)) == 1
+        self._by_chunk: dict[tuple[int, int] | None, Ranks] = {}
+        self._found: dict[tuple, tuple[Ranks, Ranks]] = {}
+
+    def of(self, rows: Rows) -> Ranks:
+        """Tokens of rows; equal ones are the same object."""
+        if rows.owner is None:
+            key = rows.array, None
+        else:
+            key = id(rows.owner) if self._all else rows.owner, rows.part
+        if key not in self._found:
+            self._found[key] = self._count(rows), rows.owner
+        return self._found[key][0]
+
+    def _count(self, rows: Rows) -> Ranks:
+        if rows.owner is None:
+            owners = self._schedule.arrays[rows.array].owners
+            return sum(self._of_owner(p, None) for p in owners)
+        if isinstance(rows.part, str):
+            share = FIRST_SHARE if rows.part == FIRST else 1 - FIRST_SHARE
+            return share * self._of_owner(rows.owner, None)
+        return self._of_owner(rows.owner, rows.part)
+
+    def _of_owner(self, owner: Ranks, part: tuple[int, int] | None) -> Ranks:
+        if part not in self._by_chunk:
+            counts = self._counts
+            if part is not None:
+                i, ranks = part
+                cuts = [chunks(n, ranks) for n in counts]
+                counts = [x[i].stop - x[i].start if i < len(x) else 0 for x in cuts]
+            self._by_chunk[part] = np.array(counts) if self._all else counts
+        counts = self._by_chunk[part]
+        return int(counts[0]) if self._even else counts[owner]
 
 
 def messages(
@@ -34,30 +99,11 @@ def messages(
     With the tokens that it brings (an int if those of all ranks are as many), and the bytes of a
     token in each of its tensors.
     """
-    even = len(set(group.counts)) == 1
-    counts = np.array(group.counts) if np.ndim(schedule.me) else group.counts
-    sizes = {x: [tensor_bytes(group, name) for name in names] for x, names in KINDS.items()}
-    cuts: dict[int, list] = {}
+    tokens = Tokens(schedule)
+    sizes = {name: array_bytes(group, array) for name, array in schedule.arrays.items()}
     for step in schedule.steps:
         if isinstance(step, Message) and sent in (None, step.sent):
-            rows, tokens = step.rows, counts
-            if rows.part is not None:
-                unit, ranks = rows.part
-                if ranks not in cuts:
-                    cuts[ranks] = _unit_counts(group.counts, ranks, counts)
-                tokens = cuts[ranks][unit]
-            yield (
-                step,
-                int(tokens[0]) if even else tokens[rows.owner],
-                sizes[schedule.arrays[rows.array].kind],
-            )
-
-
-def _unit_counts(counts: tuple[int, ...], ranks: int, like) -> list:
-    cuts = [[s.stop - s.start for s in cut(n, ranks)] for n in counts]
-    most = max(map(len, cuts))
-    found = [[x[i] if i < len(x) else 0 for x in cuts] for i in range(most)]
-    return [np.array(x) for x in found] if isinstance(like, np.ndarray) else found
+            yield step, tokens.of(step.rows), sizes[step.rows.array]
 
 
 def number_of_messages(nbytes: Ranks) -> Ranks:
@@ -75,37 +121,61 @@ def buffers(schedule: Schedule, group: Problem, contiguous: bool) -> dict[object
     contiguous : bool
         Whether the shards, one after the other, are in the order of tokens.
     """
-    counts, found = group.counts, {}
+    counts, found = schedule.sizes.counts, {}
     largest = _largest(schedule, counts)
     for name, array in schedule.arrays.items():
         if array.role == "buffer":
             owners = array.owners
             tokens = sum(counts[p] for p in owners) if owners else largest[name]
-            for x in KINDS[array.kind]:
-                found[name, x] = tokens * tensor_bytes(group, x)
-    own = counts[schedule.me]
-    if any(array.kind == "out" and array.role == "result" for array in schedule.arrays.values()):
-        found["rest", "lse"] = own * tensor_bytes(group, "lse")
+            for x, nbytes in _named(group, array):
+                found[name, x] = tokens * nbytes
+    own = counts[schedule.rank]
     if any(merged_at_once(schedule)):
         for x in KINDS["out"]:
             found["own", x] = own * tensor_bytes(group, x, wide=True)
+    if merges_partials(schedule):
+        found["rest", "lse"] = own * tensor_bytes(group, "lse", wide=True)
     if not contiguous:
         for name in sorted_arrays(schedule):
             array = schedule.arrays[name]
-            for x in KINDS[array.kind]:
-                tokens = sum(counts[p] for p in array.owners)
-                found[name, x, "sorted"] = tokens * tensor_bytes(group, x)
+            tokens = sum(counts[p] for p in array.owners)
+            for x, nbytes in _named(group, array):
+                found[name, x, "sorted"] = tokens * nbytes
     return found
+
+
+def _named(group: Problem, array: Array) -> Iterator[tuple[str, int]]:
+    """Names of an array's buffers, and bytes of a token in each."""
+    return zip(("all",) if array.packed else KINDS[array.kind], array_bytes(group, array))
+
+
+def results(schedule: Schedule, group: Problem, problem: Problem) -> int:
+    """Bytes of the new arrays that one rank makes for the results of a schedule."""
+    return sum(
+        sum(schedule.sizes.counts[p] for p in array.owners)
+        * sum(array_bytes(problem if array.all_heads else group, array))
+        for array in schedule.arrays.values()
+        if array.role == "result"
+    )
+
+
+def merges_partials(schedule: Schedule) -> bool:
+    """Whether partial results with an lse are merged, which a compensation goes with."""
+    arrays = schedule.arrays
+    into_out = (isinstance(x, Merge) and arrays[x.to.array].kind == "out" for x in schedule.steps)
+    return any(merged_at_once(schedule)) or any(into_out)
 
 
 def merged_at_once(schedule: Schedule) -> list[bool]:
     """Of each kernel call, in order, whether its rows hold a partial result already (forward)."""
-    written: set[Rows] = set()
+    written: set[tuple] = set()
     found = []
     for step in schedule.steps:
         if isinstance(step, Attend):
-            found.append(step.keys_into is None and step.into in written)
-            written.add(step.into)
+            into = step.into
+            key = into.array, id(into.owner) if np.ndim(schedule.rank) else into.owner, into.part
+            found.append(step.keys_into is None and key in written)
+            written.add(key)
     return found
 
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from a2d_mpi.core.pieces import gradients_by_query
-from a2d_mpi.schedules.steps import Attend, Merge, Message, Ranks, Rows, Schedule, Zero
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.schedules.method import Method
+from a2d_mpi.schedules.steps import KINDS, Attend, Merge, Message, Ranks, Rows, Schedule, Zero
 
 
 class Tile:
@@ -23,7 +24,7 @@ class Tile:
 
     def __init__(self, s: Schedule) -> None:
         self.s, (rows, cols) = s, (s.sizes.rows, s.sizes.cols)
-        r, c = s.me // cols, s.me % cols
+        r, c = s.rank // cols, s.rank % cols
 
         def at(row: Ranks, col: Ranks) -> Ranks:
             return row % rows * cols + col % cols
@@ -37,10 +38,10 @@ class Tile:
     def gather(self, kind: str) -> None:
         """Gather the rows of queries along the row, those of keys along the column."""
         s = self.s
-        mine_q = s.array(f"mine {kind}", kind, (s.me,), "given")
-        mine_k = s.array("mine kv", "kv", (s.me,), "given")
-        self.q, self.q_coming = s.all_gather("row", kind, mine_q, self.row_peers)
-        self.k, self.k_coming = s.all_gather("col", "kv", mine_k, self.col_peers)
+        own_q = s.array(f"own {kind}", kind, (s.rank,), "given")
+        own_k = s.array("own kv", "kv", (s.rank,), "given")
+        self.q, self.q_coming = s.all_gather("row", kind, own_q, self.row_peers)
+        self.k, self.k_coming = s.all_gather("col", "kv", own_k, self.col_peers)
 
     def blocks(self, by_query: bool) -> Iterator[tuple[Rows, Rows]]:
         """Queries and keys of each kernel call, when these are here.
@@ -63,14 +64,14 @@ class Tile:
         def pair(a: Rows, b: Rows) -> tuple[Rows, Rows]:
             return (a, b) if by_query else (b, a)
 
-        first, *rest = s.parts(Rows(x, s.me), Rows(y), len(x_peers) + 1)
-        yield pair(Rows(x, s.me, first), Rows(y, s.me))
+        first, *rest = s.parts(Rows(x, s.rank), Rows(y), len(x_peers) + 1)
+        yield pair(Rows(x, s.rank, first), Rows(y, s.rank))
         for rows in self._as_they_come(y, y_coming, y_peers):
-            yield pair(Rows(x, s.me, first), rows)
+            yield pair(Rows(x, s.rank, first), rows)
         for rows in self._as_they_come(x, x_coming, x_peers):
             yield pair(rows, Rows(y))
         for part in rest:
-            yield pair(Rows(x, s.me, part), Rows(y))
+            yield pair(Rows(x, s.rank, part), Rows(y))
 
     def place(self, queries: Rows) -> int:
         """Of their owner among the peers of the row, from 1."""
@@ -87,14 +88,14 @@ class Tile:
 
 
 def forward(s: Schedule) -> None:
-    """Write down the forward pass of rank ``s.me``."""
+    """Write down the forward pass of rank ``s.rank``."""
     tile = Tile(s)
     tile.gather("q")
-    out = s.array("out", "out", (s.me,), "result")
+    out = s.array("out", "out", (s.rank,), "result", wide=KINDS["out"])
     coming = s.partials("row", "out", tile.row_peers)
     for queries, keys in tile.blocks(by_query=True):
-        if queries.owner is s.me:
-            s.add(Attend(queries, keys, Rows(out, s.me, queries.part)))
+        if queries.owner is s.rank:
+            s.add(Attend(queries, keys, Rows(out, s.rank, queries.part)))
         else:
             name = s.array(f"out to {tile.place(queries)}", "out")
             partial = Rows(name, queries.owner, queries.part)
@@ -103,12 +104,12 @@ def forward(s: Schedule) -> None:
     s.release("row")
     for rows, messages in coming:
         s.wait(messages)
-        s.add(Merge(rows, Rows(out, s.me)))
-    s.results = {"out": Rows(out, s.me)}
+        s.add(Merge(rows, Rows(out, s.rank)))
+    s.results = {"out": Rows(out, s.rank)}
 
 
 def backward(s: Schedule) -> None:
-    """Write down the backward pass of rank ``s.me``."""
+    """Write down the backward pass of rank ``s.rank``."""
     tile, sizes = Tile(s), s.sizes
     tile.gather("qd")
     dq = s.array("dq", "dq", s.channels["row"])
@@ -121,18 +122,40 @@ def backward(s: Schedule) -> None:
         into, keys_into = queries._replace(array=dq), keys._replace(array=dkv)
         s.add(Attend(queries, keys, into, keys_into))
         # Finished: these queries have met all keys, or these keys all queries.
-        if keys.owner is None and queries.owner is not s.me:
+        if keys.owner is None and queries.owner is not s.rank:
             s.give("row", queries.owner, into)
-        elif queries.owner is None and keys.owner is not s.me:
+        elif queries.owner is None and keys.owner is not s.rank:
             s.give("col", keys.owner, keys_into)
     late = ("col", dkv, tile.col_peers) if by_query else ("row", dq, tile.row_peers)
     channel, array, peers = late
     for p in peers:
-        for unit in sizes.units(p, len(peers) + 1):
-            s.give(channel, p, Rows(array, p, unit))
+        for chunk in sizes.chunks(p, len(peers) + 1):
+            s.give(channel, p, Rows(array, p, chunk))
     for channel, array, coming in (("row", dq, dq_coming), ("col", dkv, dkv_coming)):
         s.release(channel)
         for rows, messages in coming:
             s.wait(messages)
-            s.add(Merge(rows, Rows(array, s.me)))
-    s.results = {"dq": Rows(dq, s.me), "dkv": Rows(dkv, s.me)}
+            s.add(Merge(rows, Rows(array, s.rank)))
+    s.results = {"dq": Rows(dq, s.rank), "dkv": Rows(dkv, s.rank)}
+
+
+def gradients_by_query(rows: int, cols: int, nheads: int, nheads_kv: int) -> bool:
+    """Tell whether a grid finishes its partial dq one after the other, and dk, dv at the end.
+
+    The larger of the two reductions of the backward pass is finished block by block: its results
+    travel while later blocks are computed.  The smaller reduction is left for the end.
+    """
+    return (cols - 1) * nheads >= 2 * (rows - 1) * nheads_kv
+
+
+def _known_as(layout: Layout) -> str:
+    if layout.size == 1:
+        return ""
+    if layout.positions == 1:
+        return "Ulysses"
+    return "tree" if layout.rows == 1 else "all-gather" if layout.cols == 1 else ""
+
+
+METHOD = Method(
+    forward, backward, lambda layout: (layout.rows, layout.cols, ""), known_as=_known_as
+)

@@ -25,7 +25,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Ranks, Rows, Schedule, Zero
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.schedules.method import Method
+from a2d_mpi.schedules.steps import (
+    KINDS,
+    Attend,
+    Copy,
+    Merge,
+    Message,
+    Ranks,
+    Rows,
+    Schedule,
+    Zero,
+)
 
 
 class Ring:
@@ -39,7 +51,7 @@ class Ring:
     def __init__(self, s: Schedule) -> None:
         self.s, self.inner = s, s.sizes.inner
         self.groups, self.places = s.sizes.rows, s.sizes.cols
-        self.group, self.place = s.me // self.places, s.me % self.places
+        self.group, self.place = s.rank // self.places, s.rank % self.places
         ranks = tuple(range(self.groups * self.places))
         # The rank before this one, and the one after it.
         self.around = {self.inner: (self.owner(0, 1), self.owner(0, -1))}
@@ -47,12 +59,12 @@ class Ring:
         if self.groups > 1:
             self.around["outer"] = (self.owner(1, 0), self.owner(-1, 0))
             s.channels["outer"] = ranks
-        s.array("mine kv", "kv", (s.me,), "given")
+        s.array("own kv", "kv", (s.rank,), "given")
 
     def owner(self, round_: int, step: int) -> Ranks:
         """Owner of the block that this rank has at a step: so many places before it."""
         if round_ % self.groups == step % self.places == 0:
-            return self.s.me
+            return self.s.rank
         place = (self.place - step) % self.places
         return (self.group - round_) % self.groups * self.places + place
 
@@ -68,7 +80,7 @@ class Ring:
 
     def blocks(self) -> Iterator[tuple[int, int, Rows]]:
         """Round, step and rows of k and v of every block, this rank's own first."""
-        first = Rows("mine kv", self.s.me)
+        first = Rows("own kv", self.s.rank)
         for r in range(self.groups):
             block, leaving = first, []
             if r < self.groups - 1:
@@ -86,19 +98,19 @@ class Ring:
 
 
 def forward(s: Schedule) -> None:
-    """Write down the forward pass of rank ``s.me``."""
-    q = Rows(s.array("mine q", "q", (s.me,), "given"), s.me)
-    out = Rows(s.array("out", "out", (s.me,), "result"), s.me)
+    """Write down the forward pass of rank ``s.rank``."""
+    q = Rows(s.array("own q", "q", (s.rank,), "given"), s.rank)
+    out = Rows(s.array("out", "out", (s.rank,), "result", wide=KINDS["out"]), s.rank)
     for _, _, block in Ring(s).blocks():
         s.add(Attend(q, block, out))
     s.results = {"out": out}
 
 
 def backward(s: Schedule) -> None:
-    """Write down the backward pass of rank ``s.me``."""
+    """Write down the backward pass of rank ``s.rank``."""
     ring = Ring(s)
-    q = Rows(s.array("mine qd", "qd", (s.me,), "given"), s.me)
-    dq = Rows(s.array("dq", "dq", (s.me,)), s.me)
+    q = Rows(s.array("own qd", "qd", (s.rank,), "given"), s.rank)
+    dq = Rows(s.array("dq", "dq", (s.rank,)), s.rank)
     s.add(Zero(dq))
     travelling: list[Message] = []  # gradients on inner hops, and on outer ones
     leaving: list[Message] = []
@@ -133,3 +145,26 @@ def backward(s: Schedule) -> None:
         leave(ring.groups - 1)
         s.wait(leaving)
     s.results = {"dq": dq, "dkv": arrived if total is None else total}
+
+
+def _double(layout: Layout) -> tuple[int, int, str]:
+    if layout.cols == 1:  # groups of one rank are themselves one ring, whose hops are outer ones
+        return 1, layout.positions, "outer"
+    return layout.rows, layout.cols, "inner"
+
+
+def _suits_double(layout: Layout) -> bool:
+    """Two rings of two ranks at least, and the inner ones never spread wider than the outer."""
+    wider = layout.order.index("c") < layout.order.index("r")
+    return min(layout.rows, layout.cols) > 1 and not wider
+
+
+RING = Method(
+    forward,
+    backward,
+    shape=lambda layout: (1, layout.positions, "ring"),
+    suits=lambda layout: layout.cols == 1 < layout.rows,
+    known_as=lambda layout: "USP" if layout.heads > 1 else "",
+)
+STRIPED_RING = RING._replace(distribution="striped", known_as=lambda layout: "")
+DOUBLE_RING = Method(forward, backward, _double, suits=_suits_double)

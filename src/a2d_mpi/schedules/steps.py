@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from a2d_mpi.core.pieces import cut
+from a2d_mpi.core.chunks import chunks
 
 Ranks = int | np.ndarray  # a rank of the context group, or one for each rank
 
-# The tensors of a kind of rows, and whether rows of it are sums that travel as they are computed.
+# The tensors of a kind of rows.
 KINDS = {
     "q": ("q",),
     "qd": ("dout", "q", "lse", "delta"),
@@ -26,7 +26,11 @@ KINDS = {
     "out": ("out", "lse"),
     "dq": ("dq",),
     "dkv": ("dk", "dv"),
+    "qkv": ("q", "k", "v"),
+    "qkvd": ("dout", "q", "k", "v", "lse", "delta"),
+    "gradients": ("dq", "dk", "dv"),
 }
+WIDE = ("lse", "delta", "dq", "dk", "dv")  # sent as they are computed: sums, and statistics
 FIRST, REST = "first", "rest"  # parts of a rank's own shard: what it computes first, and last
 
 
@@ -39,13 +43,16 @@ class Rows(NamedTuple):
     owner : Ranks or None
         Whose tokens; None: those of all whose tokens the array has.
     part : (int, int), "first", "rest" or None
-        Of the owner's shard: the i-th of the units in which it travels along n ranks, each in a
+        Of the owner's shard: the i-th of the chunks in which it travels along n ranks, each in a
         message; what its owner computes first, or last; None: all.
+    heads : Ranks or None
+        Of an array with all heads: those that this rank of the head group computes.
     """
 
     array: str
     owner: Ranks | None = None
     part: tuple[int, int] | str | None = None
+    heads: Ranks | None = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +67,23 @@ class Array:
         Empty: of whichever owner's tokens it holds at a time, one at once.
     role : {"given", "result", "buffer"}
         From the caller, for the caller, or the plan's.
+    wide : tuple of str
+        Tensors that have the dtype of the computation, not that of the caller.
+    all_heads : bool
+        Whether it has the heads of all context groups.
+    packed : bool
+        Whether its tensors lie one after the other, and travel in one message.
+    by_token : bool
+        Whether its rows are in the order of tokens, not one owner after the other.
     """
 
     kind: str
     owners: tuple[Ranks, ...]
     role: str = "buffer"
+    wide: tuple[str, ...] = WIDE
+    all_heads: bool = False
+    packed: bool = False
+    by_token: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,18 +133,23 @@ class Attend:
     """One call of a kernel: queries against keys, where the mask lets them.
 
     Forward it makes a partial result for the rows `into`, which is merged with what these hold;
-    backward it adds to the gradients `into` and `keys_into`.
+    backward it adds to the gradients `into` and `keys_into`, or writes them if they are `fresh`.
     """
 
     queries: Rows
     keys: Rows
     into: Rows
     keys_into: Rows | None = None
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
 class Merge:
-    """A partial result that came: merged, or added, to rows of the same kind."""
+    """A partial result that came: merged, or added, to rows of the same kind.
+
+    Of gradients that have other heads than those of their target, only `Array.wide` ones are
+    sums; the others are copied.
+    """
 
     rows: Rows
     to: Rows
@@ -150,6 +174,10 @@ class Sizes:
         Whether to compute while messages travel.
     inner : str
         Name of the channel of inner hops, of rings.
+    narrow : bool
+        Whether the caller's dtype is narrower than that of the computation.
+    shares_kv : bool
+        Whether several context groups share a KV head.
     """
 
     rows: int
@@ -159,11 +187,13 @@ class Sizes:
     nheads_kv: int
     overlap: bool = True
     inner: str = ""
+    narrow: bool = False
+    shares_kv: bool = False
 
-    def units(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
-        """Parts in which an owner's shard travels along a row or column of so many ranks."""
+    def chunks(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
+        """Chunks in which an owner's shard travels along a row or column of so many ranks."""
         tokens = self.counts[owner] if isinstance(owner, int) else max(self.counts)
-        return [(unit, ranks) for unit in range(len(cut(tokens, ranks)))]
+        return [(chunk, ranks) for chunk in range(len(chunks(tokens, ranks)))]
 
 
 @dataclass
@@ -172,8 +202,10 @@ class Schedule:
 
     Attributes
     ----------
-    me : Ranks
+    rank : Ranks
     sizes : Sizes
+    axis : (int, Ranks)
+        Logical rank of p is ``p axis[0] + axis[1]``.
     channels : dict of str to tuple of Ranks
         The ranks of each channel, by their rank in it.
     arrays : dict of str to Array
@@ -185,8 +217,9 @@ class Schedule:
         schedule so far, both, and the number of ranks among which the partial results travel.
     """
 
-    me: Ranks
+    rank: Ranks
     sizes: Sizes
+    axis: tuple[int, Ranks] = (1, 0)
     cuts: Callable[[Schedule, Rows, Rows, int], bool] = lambda *_: False
     channels: dict[str, tuple[Ranks, ...]] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
@@ -195,10 +228,15 @@ class Schedule:
     _held: list[Message] = field(default_factory=list)
 
     def array(
-        self, name: str, kind: str, owners: Sequence[Ranks] = (), role: str = "buffer"
+        self,
+        name: str,
+        kind: str,
+        owners: Sequence[Ranks] = (),
+        role: str = "buffer",
+        **others: Any,
     ) -> str:
         """Declare an array; returns its name."""
-        self.arrays.setdefault(name, Array(kind, tuple(owners), role))
+        self.arrays.setdefault(name, Array(kind, tuple(owners), role, **others))
         return name
 
     def add(self, *steps: Step) -> None:
@@ -240,26 +278,26 @@ class Schedule:
         self._held = [m for m in self._held if m.channel != channel]
 
     def all_gather(
-        self, channel: str, kind: str, mine: str, peers: Sequence[Ranks]
+        self, channel: str, kind: str, own: str, peers: Sequence[Ranks]
     ) -> tuple[str, dict[int, list[Message]]]:
-        """Everyone's rows of an array for all of a channel; `peers`: nearest following first.
+        """Gather everyone's rows of an array; `peers`: nearest following first.
 
         Returns the array that will have them, in the order of the channel's ranks, and the
         messages that bring each peer's rows, by the peer's place in `peers`.
         """
         if not peers:
-            return mine, {}
+            return own, {}
         ranks = len(peers) + 1
         whole = self.array(channel, kind, self.channels[channel])
         coming = {
-            i: [self.receive(channel, p, Rows(whole, p, u)) for u in self.sizes.units(p, ranks)]
+            i: [self.receive(channel, p, Rows(whole, p, x)) for x in self.sizes.chunks(p, ranks)]
             for i, p in enumerate(peers)
         }
-        # This rank's rows are what the rank before it wants first, and the one after it last.
+        # This rank's rows are the first that the rank before it needs, and the last of the next.
         for p in reversed(peers):
-            for u in self.sizes.units(self.me, ranks):
-                self.send(channel, p, Rows(mine, self.me, u))
-        self.add(Copy(Rows(mine, self.me), Rows(whole, self.me)))
+            for x in self.sizes.chunks(self.rank, ranks):
+                self.send(channel, p, Rows(own, self.rank, x))
+        self.add(Copy(Rows(own, self.rank), Rows(whole, self.rank)))
         return whole, coming
 
     def partials(
@@ -269,11 +307,15 @@ class Schedule:
         found = []
         for i, p in enumerate(peers, 1):
             name = self.array(f"{kind} from {channel} {i}", kind)
-            units = self.sizes.units(self.me, len(peers) + 1)
-            messages = [self.receive(channel, p, Rows(name, self.me, u)) for u in units]
-            found.append((Rows(name, self.me), messages))
+            chunks = self.sizes.chunks(self.rank, len(peers) + 1)
+            messages = [self.receive(channel, p, Rows(name, self.rank, x)) for x in chunks]
+            found.append((Rows(name, self.rank), messages))
         return found
 
-    def parts(self, mine: Rows, others: Rows, ranks: int) -> tuple[str | None, ...]:
+    def logical(self, rank: Ranks) -> Ranks:
+        """The logical rank of the layout that a rank of the schedule is."""
+        return rank * self.axis[0] + self.axis[1]
+
+    def parts(self, own: Rows, others: Rows, ranks: int) -> tuple[str | None, ...]:
         """Of this rank's own rows, which meet others: what it computes first, and last."""
-        return (FIRST, REST) if self.cuts(self, mine, others, ranks) else (None,)
+        return (FIRST, REST) if self.cuts(self, own, others, ranks) else (None,)

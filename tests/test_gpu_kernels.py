@@ -1,4 +1,4 @@
-"""The tile kernels for GPUs against float64: on the emulated GPU always, on a real one if any."""
+"""The kernels for GPUs against float64: on the emulated GPU always, on a real one if any."""
 
 import ctypes
 import shutil
@@ -12,7 +12,7 @@ import pytest
 from helpers import bounds_for, distance
 from hypothesis import given
 from hypothesis import strategies as st
-from test_tile import TENSORS, dense, plain, random_intervals, tensors
+from test_kernels import TENSORS, dense, plain, random_intervals, tensors
 
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
@@ -29,25 +29,25 @@ SHAPES = {
 }
 
 
-def cudnn_tile(cupy, plain_tile, **options):
+def cudnn_kernel(cupy, plain, **options):
     """cuDNN, or what stands in for it."""
-    from a2d_mpi.kernels.cudnn import CudnnTile
+    from a2d_mpi.kernels.cudnn import CudnnKernel
 
     if cupy.kind == "emulated":
         from graphs import HostGraphs
 
         options["graphs"] = HostGraphs(options.pop("refuse", ()))
-    return CudnnTile(plain_tile, **options)
+    return CudnnKernel(plain, **options)
 
 
-def kernel(cupy, dtype, scale):
+def plain_kernel(cupy, dtype, scale):
     from a2d_mpi.devices.cuda import Cuda
-    from a2d_mpi.kernels.cupy import CupyTile
+    from a2d_mpi.kernels.cupy import CupyKernel
 
-    return CupyTile(Cuda.current(), dtype, scale)
+    return CupyKernel(Cuda.current(), dtype, scale)
 
 
-def run(cupy, tile, q, k, v, dout, intervals, exact, wide=True, fresh=False):
+def run(cupy, kernel, q, k, v, dout, intervals, exact, wide=True, fresh=False):
     """All results, with the statistics of `exact` (float64) for the backward pass."""
     compute = compute_dtype(q.dtype)
     dtype = compute if wide else q.dtype
@@ -55,10 +55,10 @@ def run(cupy, tile, q, k, v, dout, intervals, exact, wide=True, fresh=False):
     results = [cupy.asarray(np.full(x.shape, 7, dtype)) for x in (q, q, k, v)]
     out, *gradients = results
     lse = cupy.asarray(np.full(q.shape[:2], 7, compute))
-    tile.forward(*on_gpu[1:], intervals, out, lse)
+    kernel.forward(*on_gpu[1:], intervals, out, lse)
     delta = (dout.astype(np.float64) * exact["out"]).sum(-1)
     statistics = [cupy.asarray(x.astype(compute)) for x in (exact["lse"], delta)]
-    tile.backward(*on_gpu, *statistics, intervals, *gradients, fresh=fresh)
+    kernel.backward(*on_gpu, *statistics, intervals, *gradients, fresh=fresh)
     found = dict(zip(TENSORS, map(cupy.asnumpy, (out, lse, *gradients))))
     if not fresh:
         found |= {x: found[x] - 7 for x in ("dq", "dk", "dv")}
@@ -105,9 +105,9 @@ def test_plain_kernel(cupy, dtype, kind):
         scale = shape[-1] ** -0.5
         intervals = random_intervals(np.random.default_rng(1), *shape[:2], kind)
         exact = plain(q, k, v, dout, intervals, scale, np.float64)
-        tile = kernel(cupy, DTYPES[dtype], scale)
+        kernel = plain_kernel(cupy, DTYPES[dtype], scale)
         for wide, fresh in ((True, False), (False, True)):
-            found = run(cupy, tile, q, k, v, dout, intervals, exact, wide, fresh)
+            found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
             bad += [(shape, wide, x) for x in failures(found, q, k, v, dout, intervals, scale)]
     assert not bad
 
@@ -120,8 +120,8 @@ def test_huge_logits_and_padding(cupy):
         x[0] = np.nan
     for x in (k, v):
         x[:10] = np.nan
-    tile = kernel(cupy, q.dtype, 0.25)
-    found = run(cupy, tile, q, k, v, dout, intervals, exact, fresh=True)
+    kernel = plain_kernel(cupy, q.dtype, 0.25)
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact, fresh=True)
     for x in (q, k, v, dout):
         x[np.isnan(x)] = 0
     assert not failures(found, q, k, v, dout, intervals, 0.25)
@@ -132,7 +132,7 @@ def test_huge_logits_and_padding(cupy):
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "zigzag", "documents", "one", "two"])
 @pytest.mark.parametrize("gradients", ["native", "float32"])
 def test_cudnn(cupy, dtype, heads, mask, gradients):
-    """Every run of a tile, by cuDNN or by the plain kernel where it does not do."""
+    """Every run of a block, by cuDNN or by the plain kernel where it does not do."""
     if gradients == "float32" and heads[0] != heads[1] and cupy.kind == "real":
         gradients = "native"
     # What the plain kernel takes is slow in emulation.
@@ -141,13 +141,13 @@ def test_cudnn(cupy, dtype, heads, mask, gradients):
     intervals, bad = shapes_of_runs(mask, nq, nk), []
     for wide, fresh in ((True, False), (False, True)):
         exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-        tile = cudnn_tile(cupy, kernel(cupy, q.dtype, 0.2), gradients=gradients)
-        found = run(cupy, tile, q, k, v, dout, intervals, exact, wide, fresh)
+        kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), gradients=gradients)
+        found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
         bad += failures(found, q, k, v, dout, intervals, 0.2, q.dtype)
         if cupy.kind == "emulated":
-            launched = {block.kind for block in tile._graphs.launched}
-            kinds = {x.kind for x in runs(intervals, 64)} - {"mixed"}
-            assert launched == kinds
+            launched = {block.shape for block in kernel._graphs.launched}
+            shapes = {x.shape for x in runs(intervals, 64)} - {"general"}
+            assert launched == shapes
             assert launched or mask in ("documents", "one", "two")
     assert not bad
 
@@ -156,7 +156,7 @@ def shapes_of_runs(mask, nq, nk):
     i = np.arange(nq)
     if mask == "window":
         return ((np.maximum(i - 20, 0), np.minimum(i + 41, nk)),)
-    if mask == "zigzag":  # blind, triangle, rectangle
+    if mask == "zigzag":  # masked rows, triangle, rectangle
         return ((i * 0, np.where(i < 50, 0, np.where(i < 120, i - 20, 180))),)
     if mask == "documents":
         return ((i // 30 * 30, np.minimum(i // 30 * 30 + 30, nk)),)
@@ -168,25 +168,25 @@ def test_cudnn_without_a_kernel(cupy):
     q, k, v, dout = make((80, 90, 4, 2, 32), DTYPES["bfloat16"])
     intervals = Causal().intervals(np.arange(80), np.arange(90))
     exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    tile = cudnn_tile(cupy, kernel(cupy, q.dtype, 0.2), refuse=("causal",))
-    found = run(cupy, tile, q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 0.2) and not tile._graphs.launched
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), refuse=("causal",))
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact)
+    assert not failures(found, q, k, v, dout, intervals, 0.2) and not kernel._graphs.launched
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("parts", ["few", "some", "many"])
 @pytest.mark.parametrize("gradients", ["native", "float32"])
 def test_partials_of_cudnn(cupy, dtype, parts, gradients):
-    """One problem in parts x parts tiles: partials rounded by cuDNN keep the bound of one tile."""
+    """One problem in parts x parts blocks: partials rounded by cuDNN keep the bound of one."""
     from a2d_mpi.devices.cuda import Cuda
 
     n = {"emulated": 256, "real": 8192}[cupy.kind]
-    # The emulated one is slow; test_tile.py has 64 parts, too.
+    # The emulated one is slow; test_kernels.py has 64 parts, too.
     parts = {"few": 4, "some": 16, "many": {"emulated": 32, "real": 64}[cupy.kind]}[parts]
     device, kept, d, mask = Cuda.current(), DTYPES[dtype], 32, Causal()
     host = make((n, n, 2, 2, d), kept)
     q, k, v, dout = map(cupy.asarray, host)
-    tile = cudnn_tile(cupy, kernel(cupy, kept, d**-0.5), gradients=gradients)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, kept, d**-0.5), gradients=gradients)
     tokens = np.arange(n)
     bounds = [n * i // parts for i in range(parts + 1)]
     pieces = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
@@ -201,7 +201,7 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
             partial = cupy.empty(q[rows].shape, kept)
             partial_lse = cupy.empty(lse[rows].shape, np.float32)
             seen = mask.intervals(tokens[rows], tokens[keys])
-            tile.forward(q[rows], k[keys], v[keys], seen, partial, partial_lse)
+            kernel.forward(q[rows], k[keys], v[keys], seen, partial, partial_lse)
             if j == 0:
                 device.put(out[rows], partial)
                 device.put(lse[rows], partial_lse)
@@ -215,7 +215,7 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
             if keys.start >= rows.stop:
                 continue
             seen = mask.intervals(tokens[rows], tokens[keys])
-            tile.backward(
+            kernel.backward(
                 dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows], seen,
                 dq[rows], dk[keys], dv[keys],
             )  # fmt: skip
@@ -243,13 +243,13 @@ def test_runs_paint_the_mask(nq, nk, seed, shortest):
         j = np.arange(run.keys.stop - run.keys.start)
         diagonal = len(j) - len(i) + i
         block = painted[run.rows, run.keys]
-        if run.kind == "mixed":
+        if run.shape == "general":
             painted[run.rows] = dense(run.intervals, nk)
-        elif run.kind == "full":
+        elif run.shape == "full":
             block[...] = True
         else:
             assert len(i) <= len(j)
-            block |= (j <= diagonal) & ((run.kind == "causal") | (j > diagonal - run.window))
+            block |= (j <= diagonal) & ((run.shape == "causal") | (j > diagonal - run.window))
     assert next_row == nq
     assert (painted == dense(intervals, nk)).all()
 
@@ -307,13 +307,13 @@ import sys
 sys.path[:0] = [{str(here)!r}, {str(here / "emulated")!r}]
 import cupy
 import numpy as np
-import test_gpu_tiles as t
+import test_gpu_kernels as t
 
 cupy.kind = "emulated"
 q, k, v, dout = t.make((37, 45, 2, 1, 40), np.dtype(np.float32))
 seen = t.random_intervals(np.random.default_rng(1), 37, 45, "two")
 exact = t.plain(q, k, v, dout, seen, 0.2, np.float64)
-found = t.run(cupy, t.kernel(cupy, q.dtype, 0.2), q, k, v, dout, seen, exact)
+found = t.run(cupy, t.plain_kernel(cupy, q.dtype, 0.2), q, k, v, dout, seen, exact)
 print(b"".join(x.tobytes() for x in found.values()).hex())
 """
     for order in ("forwards", "backwards"):

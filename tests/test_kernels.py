@@ -1,4 +1,4 @@
-"""The NumPy tile kernel against the float64 reference."""
+"""The NumPy kernel against the float64 reference."""
 
 import numpy as np
 import pytest
@@ -11,9 +11,9 @@ from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import Causal, Full, IntervalMask
 from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.kernels import make_tile
-from a2d_mpi.kernels.blocks import Cutter
-from a2d_mpi.kernels.numpy import BLOCK_K, BLOCK_Q, NumpyTile
+from a2d_mpi.kernels import make_kernel
+from a2d_mpi.kernels.blocks import Blocker
+from a2d_mpi.kernels.numpy import BLOCK_K, BLOCK_Q, NumpyKernel
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
 
@@ -23,14 +23,14 @@ def dense(intervals, nk):
     return sum((keys >= b[:, None]) & (keys < e[:, None]) for b, e in intervals).astype(bool)
 
 
-def run(tile, q, k, v, dout, intervals, exact):
-    """All results of a tile, with the statistics of `exact` (float64) for the backward pass."""
+def run(kernel, q, k, v, dout, intervals, exact):
+    """All results of one block, with the statistics of `exact` (float64) for the backward pass."""
     out, lse = np.empty_like(q), np.empty(q.shape[:2], q.dtype)
-    tile.forward(q, k, v, intervals, out, lse)
+    kernel.forward(q, k, v, intervals, out, lse)
     delta = (dout * exact["out"]).sum(-1).astype(q.dtype)
     gradients = [np.zeros_like(x) for x in (q, k, v)]
     exact_lse = exact["lse"].astype(q.dtype)
-    tile.backward(dout, q, k, v, exact_lse, delta, intervals, *gradients)
+    kernel.backward(dout, q, k, v, exact_lse, delta, intervals, *gradients)
     return dict(zip(TENSORS, (out, lse, *gradients)))
 
 
@@ -76,12 +76,12 @@ def random_intervals(rng, nq, nk, kind):
 @pytest.mark.parametrize("size", [1.0, 40.0, 2500.0])  # logits up to about 10, 500, 3e4
 @pytest.mark.parametrize("heads", [(2, 2, 7), (4, 1, 32)])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 700), (600, 5), (601, 1100)])
-def test_tile(dtype, kind, size, heads, shape):
+def test_kernel(dtype, kind, size, heads, shape):
     q, k, v, dout = tensors(*shape, *heads, dtype, size)
     scale = heads[2] ** -0.5
     intervals = random_intervals(np.random.default_rng(1), *shape, kind)
     exact = plain(q, k, v, dout, intervals, scale, np.float64)
-    found = run(NumpyTile(dtype, scale), q, k, v, dout, intervals, exact)
+    found = run(NumpyKernel(dtype, scale), q, k, v, dout, intervals, exact)
     assert not failures(found, q, k, v, dout, intervals, scale)
 
 
@@ -91,35 +91,35 @@ def test_tile(dtype, kind, size, heads, shape):
     st.sampled_from(["full", "causal", "one", "two"]), st.sampled_from([0.1, 30.0]),
     st.integers(1, 20), st.integers(1, 40), st.integers(0, 99),
 )  # fmt: skip
-def test_tile_with_any_blocks(nq, nk, group, nheads_kv, kind, size, block_q, block_k, seed):
+def test_kernel_with_any_blocks(nq, nk, group, nheads_kv, kind, size, block_q, block_k, seed):
     q, k, v, dout = tensors(nq, nk, group * nheads_kv, nheads_kv, 4, np.float64, size, seed)
     intervals = random_intervals(np.random.default_rng(seed), nq, nk, kind)
-    tile = NumpyTile(np.float64, 0.5, block_q=block_q, block_k=block_k)
+    kernel = NumpyKernel(np.float64, 0.5, block_q=block_q, block_k=block_k)
     exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
-    found = run(tile, q, k, v, dout, intervals, exact)
+    found = run(kernel, q, k, v, dout, intervals, exact)
     assert not failures(found, q, k, v, dout, intervals, 0.5)
 
 
-def test_one_tile_object_serves_all_shapes():
-    tile = NumpyTile(np.float64, 0.5, block_q=8, block_k=16)
+def test_one_kernel_object_serves_all_shapes():
+    kernel = NumpyKernel(np.float64, 0.5, block_q=8, block_k=16)
     for nq, nk in ((30, 50), (3, 2), (0, 5), (40, 60), (5, 0)):
         q, k, v, dout = tensors(nq, nk, 2, 1, 4, np.float64)
         intervals = random_intervals(np.random.default_rng(0), nq, nk, "one")
         exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
-        found = run(tile, q, k, v, dout, intervals, exact)
+        found = run(kernel, q, k, v, dout, intervals, exact)
         assert not failures(found, q, k, v, dout, intervals, 0.5)
 
 
 def test_both_ways_of_taking_the_exponential_agree():
     q, k, v, dout = tensors(300, 600, 2, 2, 16, np.float32)
     intervals = random_intervals(np.random.default_rng(0), 300, 600, "one")
-    bounded, general = NumpyTile(np.float32, 0.25), NumpyTile(np.float32, 0.25)
+    bounded, general = NumpyKernel(np.float32, 0.25), NumpyKernel(np.float32, 0.25)
     general._bounded = lambda *_: False
     assert bounded._bounded(q, k, v)
     exact = plain(q, k, v, dout, intervals, 0.25, np.float64)
-    for tile in (bounded, general):
+    for kernel in (bounded, general):
         assert not failures(
-            run(tile, q, k, v, dout, intervals, exact), q, k, v, dout, intervals, 0.25
+            run(kernel, q, k, v, dout, intervals, exact), q, k, v, dout, intervals, 0.25
         )
 
 
@@ -130,7 +130,7 @@ def test_rows_far_from_zero(offset):
     q[..., 0], k[..., 0] = 100, offset / 100
     intervals = random_intervals(np.random.default_rng(0), 50, 80, "causal")
     exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
-    found = run(NumpyTile(np.float64, 1.0, None, 8, 16), q, k, v, dout, intervals, exact)
+    found = run(NumpyKernel(np.float64, 1.0, None, 8, 16), q, k, v, dout, intervals, exact)
     assert not failures(found, q, k, v, dout, intervals, 1.0)
     assert np.isfinite(found["lse"]).all()
 
@@ -141,7 +141,7 @@ def test_rising_maximum():
     q[..., 0], k[..., 0] = 1, np.linspace(-400, 400, 200)[:, None]
     intervals = random_intervals(np.random.default_rng(0), 20, 200, "full")
     exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
-    found = run(NumpyTile(np.float64, 1.0, None, 8, 16), q, k, v, dout, intervals, exact)
+    found = run(NumpyKernel(np.float64, 1.0, None, 8, 16), q, k, v, dout, intervals, exact)
     assert not failures(found, q, k, v, dout, intervals, 1.0)
 
 
@@ -149,10 +149,10 @@ def test_queries_that_see_nothing():
     q, k, v, dout = tensors(6, 9, 2, 2, 4, np.float32)
     intervals = ((np.array([0, 3, 9, 0, 5, 2]), np.array([0, 3, 9, 9, 6, 2])),)
     exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
-    found = run(NumpyTile(np.float32, 0.5), q, k, v, dout, intervals, exact)
-    blind = [0, 1, 2, 5]
-    assert (found["out"][blind] == 0).all() and np.isneginf(found["lse"][blind]).all()
-    assert (found["dq"][blind] == 0).all()
+    found = run(NumpyKernel(np.float32, 0.5), q, k, v, dout, intervals, exact)
+    masked = [0, 1, 2, 5]
+    assert (found["out"][masked] == 0).all() and np.isneginf(found["lse"][masked]).all()
+    assert (found["dq"][masked] == 0).all()
     assert not failures(found, q, k, v, dout, intervals, 0.5)
 
 
@@ -161,18 +161,18 @@ def test_nan_is_not_hidden():
     k[5] = np.nan
     out, lse = np.empty_like(q), np.empty((6, 1), np.float32)
     intervals = Causal().intervals(np.arange(6), np.arange(9))
-    NumpyTile(np.float32, 0.5).forward(q, k, v, intervals, out, lse)
+    NumpyKernel(np.float32, 0.5).forward(q, k, v, intervals, out, lse)
     assert np.isnan(out[5]).all() and np.isnan(lse[5]).all()
 
 
-def test_tiles_over_parts_of_the_keys_merge_to_the_whole():
+def test_blocks_over_parts_of_the_keys_merge_to_the_whole():
     q, k, v, dout = tensors(40, 100, 2, 1, 8, np.float64, 3.0)
-    mask, tile = Full(), NumpyTile(np.float64, 0.35)
+    mask, kernel = Full(), NumpyKernel(np.float64, 0.35)
     parts = np.array_split(np.arange(100), 7)
     out, lse, rest = np.zeros_like(q), np.full((40, 2), -np.inf), np.zeros((40, 2))
     for part in parts:
         o, s = np.empty_like(q), np.empty((40, 2))
-        tile.forward(q, k[part], v[part], mask.intervals(np.arange(40), part), o, s)
+        kernel.forward(q, k[part], v[part], mask.intervals(np.arange(40), part), o, s)
         merge(out, lse, rest, o, s)
     intervals = mask.intervals(np.arange(40), np.arange(100))
     exact = plain(q, k, v, dout, intervals, 0.35, np.float64)
@@ -182,20 +182,25 @@ def test_tiles_over_parts_of_the_keys_merge_to_the_whole():
 def test_polls_between_blocks():
     polls = []
     q, k, v, _ = tensors(64, 64, 1, 1, 4, np.float32)
-    tile = NumpyTile(np.float32, 0.5, lambda: polls.append(1), block_q=16, block_k=32)
+    kernel = NumpyKernel(np.float32, 0.5, lambda: polls.append(1), block_q=16, block_k=32)
     intervals = Full().intervals(np.arange(64), np.arange(64))
-    tile.forward(q, k, v, intervals, np.empty_like(q), np.empty((64, 1), np.float32))
+    kernel.forward(q, k, v, intervals, np.empty_like(q), np.empty((64, 1), np.float32))
     assert len(polls) == 8
 
 
 def test_blocks_are_cut_once_and_few_are_kept(monkeypatch):
     monkeypatch.setattr("a2d_mpi.devices.workspace.KEPT", 2)
-    cutter, tokens = Cutter(16, 16), np.arange(8)
+    blocker, tokens = Blocker(16, 16), np.arange(8)
     masks = [IntervalMask(0 * tokens, tokens + 1).intervals(tokens, tokens) for _ in range(3)]
-    first = [cutter.cut(x, 8, 1) for x in masks[:2]]
-    assert all(cutter.cut(x, 8, 1) is y for x, y in zip(masks, first))
-    assert cutter.cut(masks[0], 8, 2) is not first[0]  # another group: all before is forgotten
-    assert cutter.cut(masks[2], 8, 1).rows == 8 and cutter.cut(masks[0], 8, 1) is not first[0]
+    first = [blocker.blocking(x, 8, 1) for x in masks[:2]]
+    assert all(blocker.blocking(x, 8, 1) is y for x, y in zip(masks, first))
+    assert (
+        blocker.blocking(masks[0], 8, 2) is not first[0]
+    )  # another group: all before is forgotten
+    assert (
+        blocker.blocking(masks[2], 8, 1).rows == 8
+        and blocker.blocking(masks[0], 8, 1) is not first[0]
+    )
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "two runs"])
@@ -205,8 +210,8 @@ def test_little_hidden_work_is_done(mask):
     q_tokens = np.r_[tokens[: n // 4], tokens[-n // 4 :]] if mask == "two runs" else tokens
     shown = IntervalMask(np.maximum(tokens - 1000, 0) * (mask == "window"), tokens + 1)
     intervals = shown.intervals(q_tokens, tokens)
-    blocks = Cutter(BLOCK_Q, BLOCK_K).cut(intervals, n, 1).blocks
-    done = sum((r.stop - r.start) * (j1 - j0) for *_, pieces in blocks for r, j0, j1, _ in pieces)
+    blocks = Blocker(BLOCK_Q, BLOCK_K).blocking(intervals, n, 1).query_blocks
+    done = sum((r.stop - r.start) * (j1 - j0) for *_, found in blocks for r, j0, j1, _ in found)
     assert 1 <= done / shown.area(q_tokens, tokens) <= 1.15
 
 
@@ -214,7 +219,7 @@ def test_little_hidden_work_is_done(mask):
 @pytest.mark.parametrize("parts", [4, 16, 64])
 @pytest.mark.parametrize("sums", ["float32", "native"])
 def test_partials_of_low_precision(dtype, parts, sums):
-    """One problem cut into parts x parts tiles, as on a grid of that many rows and columns.
+    """One problem cut into parts x parts blocks, as on a grid of that many rows and columns.
 
     Partial outs may be rounded to 16 bits: a merge is a convex combination.  Gradients are sums:
     in float32 they keep the bound at any number of parts, in the dtype of the tensors they do
@@ -222,7 +227,7 @@ def test_partials_of_low_precision(dtype, parts, sums):
     """
     kept, n, d = DTYPES[dtype], 512, 32
     q, k, v, dout = (x.astype(kept).astype(np.float32) for x in tensors(n, n, 2, 2, d, np.float32))
-    mask, tokens, tile = Causal(), np.arange(n), NumpyTile(np.float32, d**-0.5)
+    mask, tokens, kernel = Causal(), np.arange(n), NumpyKernel(np.float32, d**-0.5)
     pieces = np.array_split(tokens, parts)
     out, lse = np.zeros_like(q), np.full((n, 2), -np.inf, np.float32)
     for rows in pieces:
@@ -233,7 +238,7 @@ def test_partials_of_low_precision(dtype, parts, sums):
                 continue  # hidden
             partial, partial_lse = np.empty(o.shape, kept), np.empty_like(s)
             intervals = mask.intervals(rows, keys)
-            tile.forward(q[rows], k[keys], v[keys], intervals, partial, partial_lse)
+            kernel.forward(q[rows], k[keys], v[keys], intervals, partial, partial_lse)
             merge(o, s, rest, partial, partial_lse)
         out[rows], lse[rows] = o, s
     out = out.astype(kept).astype(np.float32)
@@ -247,7 +252,7 @@ def test_partials_of_low_precision(dtype, parts, sums):
             some = [np.zeros_like(q[rows]), np.zeros_like(k[keys]), np.zeros_like(v[keys])]
             intervals = mask.intervals(rows, keys)
             of_rows = (x[rows] for x in (lse, delta))
-            tile.backward(dout[rows], q[rows], k[keys], v[keys], *of_rows, intervals, *some)
+            kernel.backward(dout[rows], q[rows], k[keys], v[keys], *of_rows, intervals, *some)
             for total, part, where in zip(gradients, some, (rows, keys, keys)):
                 total[where] += part.astype(summed_in)
     intervals = mask.intervals(tokens, tokens)
@@ -272,8 +277,8 @@ def test_the_bounds_can_tell(wrong):
     (begin, end), scale = right[0], 32**-0.5
     exact = plain(q, k, v, dout, right, scale, np.float64)
     shown = {"one key too many": np.minimum(end + 1, 300), "one key too few": end - 1}
-    tile = NumpyTile(np.float32, scale * (1.001 if wrong == "scale" else 1))
-    found = run(tile, q, k, v, dout, ((begin, shown.get(wrong, end)),), exact)
+    kernel = NumpyKernel(np.float32, scale * (1.001 if wrong == "scale" else 1))
+    found = run(kernel, q, k, v, dout, ((begin, shown.get(wrong, end)),), exact)
     if wrong == "float16 out":
         found["out"] = found["out"].astype(np.float16)
     names = {name for name, *_ in failures(found, q, k, v, dout, right, scale)}
@@ -282,11 +287,11 @@ def test_the_bounds_can_tell(wrong):
 
 def test_unknown_kernel():
     with pytest.raises(ValueError, match="'fast'"):
-        make_tile("fast", HOST, np.dtype("float32"), 1.0)
+        make_kernel("fast", HOST, np.dtype("float32"), 1.0)
     with pytest.raises(ValueError, match="'cupy' does not take NumPy arrays"):
-        make_tile("cupy", HOST, np.dtype("float32"), 1.0)
+        make_kernel("cupy", HOST, np.dtype("float32"), 1.0)
     with pytest.raises(ValueError, match="'cudnn' takes float16 and bfloat16, not float32"):
-        make_tile("cudnn", HOST, np.dtype("float32"), 1.0)
+        make_kernel("cudnn", HOST, np.dtype("float32"), 1.0)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -296,18 +301,18 @@ def test_padding_may_hold_anything(dtype):
     begin, end = np.full(70, 10), 10 + np.arange(70)  # the first sees nothing
     begin[[5, 64]] = end[[5, 64]]
     intervals = ((begin, end),)
-    blind, unseen = np.array([0, 5, 64]), np.r_[:10, 79:90]
+    masked, unseen = np.array([0, 5, 64]), np.r_[:10, 79:90]
     exact = plain(q, k, v, dout, intervals, 0.35, np.float64)
-    clean = run(NumpyTile(dtype, 0.35), q, k, v, dout, intervals, exact)
+    clean = run(NumpyKernel(dtype, 0.35), q, k, v, dout, intervals, exact)
     for x in (q, dout):
-        x[blind] = np.nan
+        x[masked] = np.nan
     for x in (k, v):
         x[unseen] = np.nan
-    exact["out"][blind] = np.nan
-    found = run(NumpyTile(dtype, 0.35), q, k, v, dout, intervals, exact)
+    exact["out"][masked] = np.nan
+    found = run(NumpyKernel(dtype, 0.35), q, k, v, dout, intervals, exact)
     for name in TENSORS:
         assert np.array_equal(found[name], clean[name]), name
-    assert (found["dk"][unseen] == 0).all() and (found["dq"][blind] == 0).all()
+    assert (found["dk"][unseen] == 0).all() and (found["dq"][masked] == 0).all()
 
 
 def test_tiny_values():
@@ -317,5 +322,5 @@ def test_tiny_values():
     v *= np.float32(1e-25)
     intervals = random_intervals(np.random.default_rng(0), 20, 30, "full")
     exact = plain(q, k, v, dout, intervals, 1.0, np.float64)
-    found = run(NumpyTile(np.float32, 1.0), q, k, v, dout, intervals, exact)
+    found = run(NumpyKernel(np.float32, 1.0), q, k, v, dout, intervals, exact)
     assert not failures(found, q, k, v, dout, intervals, 1.0)

@@ -1,0 +1,219 @@
+"""Arrays that a schedule names: the caller's, new results, and buffers of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from a2d_mpi.attention.engine import Engine
+from a2d_mpi.core.chunks import chunks
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.sizes import Layout, Problem
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.schedules.accounts import is_of_keys, sorted_arrays, tensor_shape
+from a2d_mpi.schedules.steps import FIRST, KINDS, Copy, Merge, Rows, Schedule
+from a2d_mpi.schedules.steps import Array as Described
+
+
+class Arrays:
+    """The arrays of one schedule of one rank.
+
+    Parameters
+    ----------
+    schedule : Schedule
+    layout : Layout
+    problem : Problem
+        Of all ranks and heads.
+    shards : Distribution
+        Of the ranks of the schedule.
+    splits : mapping of bool to list of slices
+        Of this rank's own queries (False) and keys (True): the slices that are computed first,
+        and last, where the schedule has both.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        problem: Problem,
+        shards: Distribution,
+        splits: Mapping[bool, list[slice]],
+    ) -> None:
+        self._schedule, self._described = schedule, schedule.arrays
+        self._problem, self._group = problem, problem.context_group(layout.heads)
+        self._heads, self._shards, self._splits = layout.heads, shards, splits
+        self._counts = schedule.sizes.counts
+        self.orders = {  # what sorts the tokens of arrays that a kernel needs sorted
+            name: order
+            for name in sorted_arrays(schedule)
+            if (order := self._order(name)) is not None
+        }
+        self._slices: dict[Rows, slice] = {}
+        self._views: dict[Rows, list[Array]] = {}
+        self._version: object = None
+
+    def begin(self, engine: Engine, given: Mapping[str, Array]) -> None:
+        """Begin a call, with the caller's arrays and new results."""
+        self._engine, self._given = engine, given
+        if self._version is not engine.work.version:  # buffers were made anew
+            self._views, self._version = {}, engine.work.version
+        self._results = {
+            name: self._new(x) for name, x in self._described.items() if x.role == "result"
+        }
+        self._in_order: set[str] = set()
+
+    def end(self) -> dict[str, Array]:
+        """Results; the caller's arrays are not kept."""
+        found = {
+            x: y
+            for rows in self._schedule.results.values()
+            for x, y in zip(KINDS[self.kind(rows.array)], self.tensors(rows))
+        }
+        self._given, self._results = {}, {}
+        return found
+
+    def free(self) -> None:
+        """Keep no buffer of the plan."""
+        self._views = {}
+
+    def kind(self, name: str) -> str:
+        """One of `KINDS`."""
+        return self._described[name].kind
+
+    def tensors(self, rows: Rows) -> list[Array]:
+        """Rows of each tensor of an array."""
+        if rows in self._views:
+            return self._views[rows]
+        array = self._described[rows.array]
+        names, where = KINDS[array.kind], self.slice(rows)
+        if array.role != "buffer":
+            known = self._given if array.role == "given" else self._results[rows.array]
+            whole = [known[x] for x in names]
+        elif array.packed:
+            whole = self._parcel(rows)[1]
+        else:
+            tokens = self._count(rows)
+            whole = [self._buffer(rows.array, x, tokens, x in array.wide) for x in names]
+        found = whole if where == slice(None) else [x[where] for x in whole]
+        if array.role == "buffer":
+            self._views[rows] = found
+        return found
+
+    def travelling(self, rows: Rows) -> list[Array]:
+        """Rows as they travel: a packed array in one message."""
+        return (
+            [self._parcel(rows)[0]] if self._described[rows.array].packed else self.tensors(rows)
+        )
+
+    def keys(self, rows: Rows) -> list[Array]:
+        """Keys, or their gradients; those of several owners in the order of tokens."""
+        name = rows.array
+        if rows.owner is not None or name not in self.orders:
+            return self.tensors(rows)
+        found = self.sorted(name)
+        if self.kind(name) == "kv" and name not in self._in_order:
+            self._in_order.add(name)  # they have come, and are sorted once
+            with self._engine.clock("merge"):
+                order = self._engine.upload(self.orders[name])
+                for to, x in zip(found, self.tensors(rows)):
+                    self._engine.device.take(to, x, order)
+        return found
+
+    def sorted(self, name: str) -> list[Array]:
+        """The array again, for rows in the order of tokens; none if they are anyway."""
+        array = self._described[name]
+        if name not in self.orders:
+            return []
+        tokens = self._count(Rows(name))
+        return [
+            self._buffer((name, "sorted"), x, tokens, x in array.wide) for x in KINDS[array.kind]
+        ]
+
+    def own_partials(self, rows: Rows) -> list[Array]:
+        """Buffers for a partial out of some of this rank's rows."""
+        n, where = self._counts[self._schedule.rank], self.slice(rows)
+        return [self._buffer("own", x, n, wide=True)[where] for x in KINDS["out"]]
+
+    def compensation(self, rows: Rows | None = None) -> Array:
+        """What merges of this rank's lse, or of some of its rows, have lost."""
+        whole = self._buffer("rest", "lse", self._counts[self._schedule.rank], wide=True)
+        return whole if rows is None else whole[self.slice(rows)]
+
+    def tokens(self, rows: Rows, order: np.ndarray | None = None) -> np.ndarray:
+        """Global indices of rows."""
+        owners = self._described[rows.array].owners or (rows.owner,)
+        tokens = np.concatenate([self._shards.tokens(p) for p in owners])
+        return tokens[self._find(rows)] if order is None else tokens[order]
+
+    def places(self, step: Copy | Merge) -> np.ndarray | None:
+        """Places of an owner's rows in an array in the order of tokens; None: it has none."""
+        for rows in (step.to, step.rows):
+            array = self._described[rows.array]
+            if array.by_token and rows.owner is not None:
+                tokens = np.sort(np.concatenate([self._shards.tokens(p) for p in array.owners]))
+                return np.searchsorted(tokens, self._shards.tokens(rows.owner))
+        return None
+
+    def first_head(self, name: str, rank: int) -> int:
+        """The first head of a tensor that a rank of the head group computes."""
+        first = rank % self._heads * self._group.nheads
+        each = self._problem.nheads // self._problem.nheads_kv
+        return first // each if is_of_keys(name) else first
+
+    def slice(self, rows: Rows) -> slice:
+        """Where rows lie in their array."""
+        if rows not in self._slices:
+            self._slices[rows] = self._find(rows)
+        return self._slices[rows]
+
+    def _find(self, rows: Rows) -> slice:
+        owners, by_token = self._described[rows.array].owners, self._described[rows.array].by_token
+        if rows.owner is None or by_token:
+            return slice(None)  # those of one owner: see `places`
+        first, n = 0, self._counts[rows.owner]
+        if owners:
+            first = sum(self._counts[p] for p in owners[: owners.index(rows.owner)])
+        if isinstance(rows.part, str):
+            part = self._splits[of_keys(self._schedule, rows)][rows.part != FIRST]
+        elif rows.part is not None:
+            part = chunks(n, rows.part[1])[rows.part[0]]
+        else:
+            return slice(None) if len(owners) < 2 else slice(first, first + n)
+        return slice(first + part.start, first + part.stop)
+
+    def _order(self, name: str) -> np.ndarray | None:
+        order = np.argsort(self.tokens(Rows(name)))
+        return None if (np.diff(order) == 1).all() else order
+
+    def _count(self, rows: Rows) -> int:
+        owners = self._described[rows.array].owners or (rows.owner,)
+        return sum(self._counts[p] for p in owners)
+
+    def _parcel(self, rows: Rows) -> tuple[Array, list[Array]]:
+        """A packed array: all of it, and its tensors."""
+        array, engine = self._described[rows.array], self._engine
+        like = [
+            ((self._count(rows), *tensor_shape(self._group, x)), engine.dtypes[x in array.wide])
+            for x in KINDS[array.kind]
+        ]
+        return engine.work.parcel((rows.array, "all"), like)
+
+    def _new(self, array: Described) -> dict[str, Array]:
+        """New arrays for results."""
+        tokens = sum(self._counts[p] for p in array.owners)
+        of, engine = (self._problem if array.all_heads else self._group), self._engine
+        return {
+            x: engine.device.empty((tokens, *tensor_shape(of, x)), engine.dtypes[x in array.wide])
+            for x in KINDS[array.kind]
+        }
+
+    def _buffer(self, key: object, name: str, tokens: int, wide: bool) -> Array:
+        """The plan's buffer `key` for tokens of a tensor, as the caller has it or computed."""
+        shape = (tokens, *tensor_shape(self._group, name))
+        return self._engine.work.get((key, name), shape, self._engine.dtypes[wide])
+
+
+def of_keys(schedule: Schedule, rows: Rows) -> bool:
+    """Whether rows are of keys."""
+    return schedule.arrays[rows.array].kind in ("kv", "dkv")

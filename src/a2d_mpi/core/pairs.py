@@ -1,0 +1,102 @@
+"""Visible pairs between all shards of a sequence at once, in closed form where there is one.
+
+The cost model asks for the work of every block of every tile on every grid.  Each of these is a
+sum over entries of one (shards, shards) matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.masks import Causal, Full, Mask
+
+SAMPLE = 512  # query tokens of a shard that are looked at where there is no closed form
+LARGE = 512  # shards: the matrices of more take megabytes
+
+
+def visible_pairs(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
+    """Count the visible pairs between every two shards.
+
+    Parameters
+    ----------
+    mask : Mask
+        `Full` and `Causal` have closed forms.  The pairs of other masks are counted by
+        ``mask.intervals``: all of them in shards of up to `SAMPLE` tokens, and those of a sample
+        of the queries in larger shards.
+    distribution : Distribution
+
+    Returns
+    -------
+    pairs : (shards, shards) int64
+        ``pairs[i, j]``: pairs of a query of shard i and a visible key of shard j.
+    cut : (shards, shards) int64
+        Queries of shard i whose visible keys begin or end strictly inside a run of shard j:
+        queries for which a kernel needs a mask.
+    """
+    return (_large if distribution.nshards > LARGE else _small)(mask, distribution)
+
+
+def _visible_pairs(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
+    shards = distribution.nshards
+    if isinstance(mask, Full):
+        counts = np.array(distribution.counts, np.int64)
+        return np.outer(counts, counts), np.zeros((shards, shards), np.int64)
+    if isinstance(mask, Causal):
+        return _causal(distribution)
+    return _by_intervals(mask, distribution)
+
+
+_small, _large = lru_cache(maxsize=64)(_visible_pairs), lru_cache(maxsize=1)(_visible_pairs)
+
+
+def by_rows(shards: int) -> Iterator[slice]:
+    """Rows of a (shards, shards) matrix, few enough at a time for intermediates in caches."""
+    step = max(1, (1 << 15) // shards)
+    return (slice(first, first + step) for first in range(0, shards, step))
+
+
+def _causal(distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
+    """Closed form of the staircase: all runs of all shards have the same step."""
+    shards = distribution.nshards
+    runs = [[s for _, s in distribution.slices(shard)] for shard in range(shards)]
+    step = distribution.nshards if distribution.name == "striped" else 1
+    pairs, cut = (np.zeros((shards, shards), np.int64) for _ in range(2))
+    starts, counts = np.zeros((2, shards), np.int64), np.zeros((2, shards), np.int64)
+    for shard, slices in enumerate(runs):
+        for slot, s in enumerate(slices):
+            starts[slot, shard], counts[slot, shard] = s.start, len(range(s.start, s.stop, s.step))
+    for rows, (q_start, m), (k_start, n) in product(
+        by_rows(shards), zip(starts, counts), zip(starts, counts)
+    ):
+        m_, n_ = m[rows, None], n[None, :]
+        # Query i of the run sees clip(i + first + 1, 0, n) keys of the other.
+        first = (q_start[rows, None] - k_start[None, :]) // step
+        pairs[rows] += _stairs(m_ + first) - _stairs(first)
+        pairs[rows] -= _stairs(m_ + first - n_) - _stairs(first - n_)
+        cut[rows] += np.maximum(np.minimum(m_, n_ - first - 1) - np.maximum(-first, 0), 0)
+    return pairs, cut
+
+
+def _stairs(x: np.ndarray) -> np.ndarray:
+    """Sum of 1, 2, ..., x; 0 for x < 0."""
+    x = np.maximum(x, 0)
+    return x * (x + 1) // 2
+
+
+def _by_intervals(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
+    shards = distribution.nshards
+    tokens = [distribution.tokens(shard) for shard in range(shards)]
+    pairs, cut = (np.zeros((shards, shards), np.int64) for _ in range(2))
+    for i, q in enumerate(tokens):
+        sample = q[:: max(1, len(q) // SAMPLE)]
+        scale = len(q) / max(1, len(sample))
+        for j, k in enumerate(tokens):
+            seen = sum(end - begin for begin, end in mask.intervals(sample, k))
+            pairs[i, j] = round(int(np.sum(seen)) * scale)
+            cut[i, j] = round(int(np.sum((seen > 0) & (seen < len(k)))) * scale)
+    return pairs, cut

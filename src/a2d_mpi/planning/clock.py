@@ -1,0 +1,255 @@
+"""The clock and the links of all ranks while they go through schedules, step by step.
+
+All arrays have one entry per logical rank (see `a2d_mpi.core.sizes.Layout`): schedules are those
+of all ranks at once, and in each step every rank has one peer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.schedules.steps import Message, Ranks, Schedule
+
+PARTS = ("compute", "merge", "wait", "other")
+
+
+class Clock:
+    """Seconds of every rank since a phase began.
+
+    Parameters
+    ----------
+    ranks : int
+    spans : list of (str, (P,), (P,)), optional
+        Gets the part, the begin and the end of everything, in order.
+
+    Attributes
+    ----------
+    now : (P,) float64
+    parts : dict of str to (P,) float64
+        The time that went to each of `PARTS`.
+    """
+
+    def __init__(self, ranks: int, spans: list | None = None) -> None:
+        self.now, self._idle = np.zeros(ranks), np.zeros(ranks)
+        self.parts = {part: np.zeros(ranks) for part in PARTS}
+        self._spans = spans
+
+    def spend(self, part: str, seconds: np.ndarray | float) -> None:
+        """Every rank is busy."""
+        self._go(part, self.now + seconds)
+
+    def wait(self, done: np.ndarray, work: np.ndarray | float) -> None:
+        """Every rank waits until something has arrived, working for that if it must.
+
+        It has done that work while it was waiting for this, or for what came before.
+        """
+        self._idle = self._idle + np.maximum(done - self.now, 0)
+        paid = np.minimum(self._idle, work)
+        self._idle = self._idle - paid
+        self._go("wait", np.maximum(self.now, done) + work - paid)
+
+    def _go(self, part: str, to: np.ndarray) -> None:
+        self.parts[part] += to - self.now
+        if self._spans is not None:
+            self._spans.append((part, self.now, to))
+        self.now = to
+
+
+@dataclass(eq=False)
+class Route:
+    """The links from every rank to one peer of each.
+
+    Attributes
+    ----------
+    to : (P,) int
+    kind : int or (P,) int
+        0: inside a node, 1: between nodes; one number if all are alike.
+    back : Route or None
+        From every rank to the one whose peer it is; found when it is asked for.
+    """
+
+    to: np.ndarray
+    kind: int | np.ndarray
+    back: Route | None = field(default=None, repr=False)
+
+    @property
+    def index(self) -> tuple:
+        """Index of these links in (2, P) arrays."""
+        whole = isinstance(self.kind, int)
+        return self.kind, slice(None) if whole else np.arange(len(self.to))
+
+
+@dataclass(eq=False)
+class Post:
+    """A message of every rank that was posted: to whom it goes, or from whom it comes."""
+
+    route: Route  # to the peer
+    nbytes: Ranks
+    when: np.ndarray
+    done: np.ndarray | None = None
+    work: np.ndarray | float = 0.0  # s of the receiver's core
+
+
+class Links:
+    """The messages of all ranks.
+
+    What is posted together arrives as if every peer got an equal part of the link; messages to
+    one peer follow each other, and what is sent later queues behind it.  The ranks of a node share
+    its NICs by what they have to send between nodes.  A message leaves when both sides have posted
+    it.
+
+    Parameters
+    ----------
+    machine : Machine
+    layout : Layout
+    clock : Clock
+    """
+
+    def __init__(self, machine: Machine, layout: Layout, clock: Clock) -> None:
+        self._machine, self._clock, self._size = machine, clock, layout.size
+        self._node = layout.physical() // machine.ranks_per_node
+        self._links = machine.links(layout.size)
+        self._latency, self._overhead, self._unhidden = (
+            np.array(x) for x in zip(*((x.latency, x.overhead, 1 - x.hidden) for x in self._links))
+        )
+        self._routes: dict[bytes, Route] = {}
+        self._known: dict[int, tuple[Ranks, Route]] = {}
+        self._rate = np.ones((2, layout.size))  # bytes/s of a rank inside and between nodes
+        self._free = np.zeros((2, layout.size))  # when all that it sends there has left
+
+    def begin(self, schedule: Schedule, nbytes: dict[Message, Ranks]) -> None:
+        """Set out on a schedule, with the bytes of each message."""
+        self._schedule, self._nbytes, self._known = schedule, nbytes, {}
+        self._posts: dict[Message, Post] = {}
+        self._batch: list[Message] = []
+        self._sent: dict[tuple, list[Post]] = defaultdict(list)
+        self._expected: dict[tuple, list[Post]] = defaultdict(list)
+        crossing = np.zeros(self._size)
+        for message, size in nbytes.items():
+            if message.sent:
+                crossing += size * self._route(message.peer).kind
+        of_node = np.bincount(self._node, crossing)[self._node]
+        fair = np.where(crossing > 0, crossing / np.maximum(of_node, 1e-300), 1.0)
+        inside, link = self._links
+        alone = link.bandwidth * max(1.0, link.nics / self._machine.ranks_per_node)
+        self._rate[0] = inside.bandwidth
+        self._rate[1] = np.minimum(alone, link.bandwidth * link.nics * fair)
+
+    def post(self, message: Message, tensors: int) -> None:
+        """Every rank posts a message of so many tensors."""
+        route = self._route(message.peer)
+        self._clock.spend("other", tensors * self._overhead[route.kind])
+        post = Post(route, self._nbytes[message], self._clock.now)
+        self._posts[message] = post
+        self._batch.append(message)
+
+    def wait(self, messages: Sequence[Message]) -> None:
+        """Every rank waits for messages."""
+        self.depart()
+        posts = [self._posts.pop(message) for message in messages]
+        done, work = posts[0].done, posts[0].work
+        for post in posts[1:]:
+            done, work = np.maximum(done, post.done), work + post.work
+        self._clock.wait(done, work)
+
+    def finish(self) -> None:
+        """Every rank waits for what it has sent and not waited for."""
+        self.depart()
+        done = [post.done for message, post in self._posts.items() if message.sent]
+        if done:
+            self._clock.wait(np.max(done, axis=0), 0.0)
+
+    def depart(self) -> None:
+        """What was posted since the last time leaves, together."""
+        if not self._batch:
+            return
+        flows: dict[Route, list[tuple[Post, Post]]] = defaultdict(list)
+        for message in self._batch:
+            post = self._posts[message]
+            # Both sides know a message by its channel, its rows and the way that it takes.
+            way = post.route if message.sent else self._back(post.route)
+            kind = self._schedule.arrays[message.rows.array].kind
+            key = message.channel, kind, message.rows.part, way
+            here, there = self._sent[key], self._expected[key]
+            if not message.sent:
+                here, there = there, here
+            if there:
+                other = there.pop(0)
+                flows[way].append((post, other) if message.sent else (other, post))
+            else:
+                here.append(post)
+        self._batch = []
+        # Alike: as many bytes in the same messages, which are looked at once.
+        alike: dict[tuple, list[Route]] = defaultdict(list)
+        for route, pairs in flows.items():
+            alike[tuple(_same(sent.nbytes) for sent, _ in pairs)].append(route)
+        totals = {x: sum(s.nbytes for s, _ in flows[routes[0]]) for x, routes in alike.items()}
+        counts = self._counts(alike) if len(flows) > 1 else None
+        last = self._free.copy()
+        for routes in alike.values():
+            ahead: Ranks = 0
+            for i, (first, _) in enumerate(flows[routes[0]]):
+                ahead = ahead + first.nbytes
+                moved = [ahead, ahead]
+                if counts is not None:  # to all peers, until these have got so much
+                    moved = [
+                        sum(counts[x][kind] * np.minimum(totals[x], ahead) for x in alike)
+                        for kind in (0, 1)
+                    ]
+                seconds = [np.broadcast_to(moved[kind], self._size) / self._rate[kind]
+                           for kind in (0, 1)]  # fmt: skip
+                for route in routes:
+                    self._arrive(route, *flows[route][i], seconds, last)
+        self._free = last
+
+    def _arrive(
+        self, route: Route, sent: Post, received: Post, seconds: list[np.ndarray], last: np.ndarray
+    ) -> None:
+        kind, index = route.kind, route.index
+        taken = seconds[kind] if isinstance(kind, int) else np.where(kind, seconds[1], seconds[0])
+        begin = np.maximum(np.maximum(sent.when, received.when[route.to]), self._free[index])
+        left = begin + taken
+        last[index] = np.maximum(last[index], left)
+        sent.done = left + self._latency[kind]
+        came_from = self._back(route).to
+        received.done = sent.done[came_from]
+        work = self._unhidden[kind] * (sent.nbytes / self._rate[index])
+        received.work = work[came_from] if np.ndim(work) else work
+
+    def _counts(self, alike: dict[tuple, list[Route]]) -> dict[tuple, list[Ranks]]:
+        """Of each set of flows, how many of a rank's go inside its node, and between nodes."""
+        found = {}
+        for key, routes in alike.items():
+            far = sum(route.kind for route in routes)
+            found[key] = [len(routes) - far, far]
+        return found
+
+    def _route(self, peer: Ranks) -> Route:
+        """The links to a peer of the schedule."""
+        if id(peer) not in self._known:  # kept with it: no other gets the same id
+            self._known[id(peer)] = peer, self._to(self._schedule.logical(peer))
+        return self._known[id(peer)][1]
+
+    def _to(self, to: np.ndarray) -> Route:
+        key = to.tobytes()
+        if key not in self._routes:
+            far = (self._node[to] != self._node).astype(int)
+            kind = int(far[0]) if far.min() == far.max() else far
+            self._routes[key] = Route(to, kind)
+        return self._routes[key]
+
+    def _back(self, route: Route) -> Route:
+        if route.back is None:
+            route.back = self._to(np.argsort(route.to))
+            route.back.back = route
+        return route.back
+
+
+def _same(nbytes: Ranks) -> int:
+    return nbytes if isinstance(nbytes, int) else id(nbytes)

@@ -1,0 +1,34 @@
+"""A method, as the registry of `a2d_mpi.schedules` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.schedules.steps import Schedule
+
+
+class Method(NamedTuple):
+    """How a method computes, inside one context group.
+
+    Attributes
+    ----------
+    forward, backward : callable
+        Write the steps of a phase down into a `Schedule`.
+    shape : callable
+        What of `Sizes` follows from a layout: rows, columns, and the inner channel of rings.
+    distribution : str or None
+        The only one that makes it this method; None: the one that balances the mask.
+    suits : callable
+        Whether a layout of more than one rank is worth a try: no two give the same schedule.
+    known_as : callable
+        Name under which the literature knows it on a layout, or "".
+    """
+
+    forward: Callable[[Schedule], None]
+    backward: Callable[[Schedule], None]
+    shape: Callable[[Layout], tuple[int, int, str]]
+    distribution: str | None = None
+    suits: Callable[[Layout], bool] = lambda layout: True
+    known_as: Callable[[Layout], str] = lambda layout: ""
