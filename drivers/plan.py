@@ -1,4 +1,4 @@
-"""Which method and grid is the fastest for a problem on a machine.
+"""The methods and grids for a problem on a machine, fastest first.
 
     python drivers/plan.py --profile data/machines/h100-64x1.toml --ranks 64 --seqlen 1M \
         --nheads 96 --headdim 128 --mask causal --backward
@@ -10,27 +10,16 @@ that exact attention needs without a head axis, the memory of a rank, and what e
 the first.  Nothing is run; no MPI is needed.  Exit code 2: bad input, or no plan fits.
 """
 
-from __future__ import annotations
-
-from functools import partial
-
-from tqdm import tqdm
-
-from a2d_mpi.core.config import Workload
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import MASKS
-from a2d_mpi.core.sizes import misfit
+from a2d_mpi.experiments.candidates import RANKS, plan
 from a2d_mpi.experiments.options import Parser, run_serial
-from a2d_mpi.planning.machine import Machine, one_line, parse_count, parse_size, read_machine
-from a2d_mpi.planning.planner import Plan, duration, plans, why_not
 from a2d_mpi.schedules import METHODS
-
-RANKS = 16384  # at most: the model keeps figures of every pair of ranks, 2 GiB each with so many
 
 
 def build_parser() -> Parser:
     """The options of this driver."""
-    parser = Parser(prog="plan.py", description=__doc__.split("\n\n")[0])
+    parser = Parser("plan.py", __doc__)
     add = parser.add_argument
     add("--profile", required=True, help="TOML file; see data/machines and drivers/calibrate.py")
     add("--ranks", type=int, required=True, help=f"at most {RANKS}")
@@ -49,84 +38,5 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the driver; returns the exit code."""
-    args = build_parser().parse_args(argv)
-    if args.top < 0:
-        raise ValueError(f"--top must be at least 0, got {args.top}")
-    if not 1 <= args.ranks <= RANKS:
-        raise ValueError(f"--ranks must be at least 1 and at most {RANKS}, got {args.ranks}")
-    machine = read_machine(args.profile)
-    if args.ranks_per_node is not None:
-        machine = machine.with_ranks_per_node(args.ranks_per_node)
-    work = Workload(
-        parse_count(args.seqlen),
-        args.nheads,
-        args.headdim,
-        args.nheads_kv,
-        MASKS[args.mask](),
-        args.dtype,
-        args.backward,
-        not args.no_overlap,
-    )
-    if args.ranks * work.seqlen * work.nheads * work.headdim >= 1 << 57:
-        raise ValueError(
-            f"{args.ranks} ranks x {work.seqlen} tokens x {work.nheads} heads x {work.headdim}: "
-            "the bytes that all receive are no 64-bit integer"
-        )
-    machine.links(args.ranks), machine.kernel(args.dtype, "forward")  # or say what it lacks
-    memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
-    # On a terminal, and if it takes long.
-    progress = partial(tqdm, desc="plans", disable=None, delay=2, leave=False)
-    found = plans(machine, args.ranks, work, memory, tuple(args.method or METHODS), progress)
-    if not found:
-        raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
-    print_plans(found, machine, work, memory, args.top)
-    if not found[0].fits:
-        raise ValueError(f"no plan fits in {_bytes(memory)} a rank")
-    return 0
-
-
-def print_plans(
-    found: list[Plan], machine: Machine, work: Workload, memory: int | None, top: int
-) -> None:
-    """The table, and what is not in it."""
-    room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"
-    ranks = found[0].layout.size
-    print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} a node, {room}"
-          + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
-    fitting = [plan for plan in found if plan.fits]
-    print(
-        f"{len(fitting)} plans fit"
-        + f", {len(found) - len(fitting)} do not" * (len(found) > len(fitting))
-    )
-    print(
-        "\nmethod        grid       order       total   compute     merge      wait     other"
-        "  received  by a node  x bound    memory"
-    )
-    shown = found[:top] if top else found
-    for plan in shown:
-        layout, split = plan.layout, plan.split
-        grid = f"{layout.rows}x{layout.cols}x{layout.heads}"
-        times = "".join(f"{duration(x):>10}" for x in (plan.seconds, *split.values()))
-        print(
-            f"{plan.method:<13} {grid:<10} {layout.order:<5}{times}  {_bytes(plan.received):>8}"
-            f"{_bytes(plan.crossing):>11}{plan.over_bound:>9.2f}{_bytes(plan.memory):>10}  "
-            + "; ".join(x for x in (plan.known_as, why_not(plan, found[0])) if x)
-        )
-    if len(shown) < len(found):
-        print(f"... {len(found) - len(shown)} more: --top 0")
-    for heads in (x for x in range(2, ranks + 1) if ranks % x == 0):
-        if why := misfit(work.nheads, work.nheads_kv, heads):
-            print(f"no plan with {heads} ranks that share the heads: {why}")
-
-
-def _bytes(n: int) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n >= size:
-            return f"{n / size:.3g} {unit}"
-    return f"{n} B"
-
-
 if __name__ == "__main__":
-    run_serial("plan.py", main)
+    run_serial(build_parser, plan)

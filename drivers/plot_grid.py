@@ -4,8 +4,7 @@ pip install -e '.[plot]'
 python drivers/plot_grid.py data/figures/grid.png --rows 2 --cols 3
 """
 
-from __future__ import annotations
-
+import argparse
 import os
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from a2d_mpi.core.atomic import check_writable, replacing
 from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.experiments.plots import pyplot
 
 # Okabe and Ito: told apart by colour-blind readers too.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
@@ -24,7 +24,7 @@ LONGEST = 4096  # tokens: every pair of them is a pixel
 
 def build_parser() -> Parser:
     """The options of this driver."""
-    parser = Parser(prog="plot_grid.py", description=__doc__.split("\n\n")[0])
+    parser = Parser("plot_grid.py", __doc__)
     add = parser.add_argument
     add("output", type=Path, help="PNG, SVG or PDF file")
     add("--rows", type=int, default=2, help="default %(default)s")
@@ -35,9 +35,8 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def draw(args: argparse.Namespace) -> int:
     """Draw; returns the exit code."""
-    args = build_parser().parse_args(argv)
     rows, cols, n = args.rows, args.cols, args.seqlen
     if not (rows > 0 < cols and rows * cols <= len(COLOURS)):
         raise ValueError(f"--rows x --cols must be 1 to {len(COLOURS)} ranks, got {rows} x {cols}")
@@ -47,20 +46,14 @@ def main(argv: list[str] | None = None) -> int:
     if kind not in FORMATS:
         raise ValueError(f"{args.output} must end with .{', .'.join(FORMATS)}")
     check_writable(args.output)
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("needs matplotlib: pip install -e '.[plot]'") from None
-    matplotlib.use("agg")
-    matplotlib.rcParams["svg.hashsalt"] = "a2d_mpi"  # the same picture is the same file
-    import matplotlib.pyplot as plt
-    from matplotlib.colors import ListedColormap
+    plt = pyplot()
+    from matplotlib.colors import ListedColormap, to_rgb
 
     mask = MASKS[args.mask]()
-    parts = Distribution(args.distribution or mask.default_distribution, n, rows * cols)
+    shards = Distribution(args.distribution or mask.default_distribution, n, rows * cols)
     owner = np.empty(n, np.int8)
     for rank in range(rows * cols):
-        owner[parts.tokens(rank)] = rank
+        owner[shards.tokens(rank)] = rank
     # Rank (r, c) computes the queries of row r against the keys of column c.
     computes = (owner // cols)[:, None] * cols + (owner % cols)[None, :]
     visible = mask.dense(np.arange(n), np.arange(n))
@@ -71,14 +64,14 @@ def main(argv: list[str] | None = None) -> int:
     shown = np.ma.masked_where(~visible, computes)
     left.imshow(shown, cmap=palette, vmin=-0.5, vmax=rows * cols - 0.5, interpolation="nearest")
     left.set(xlabel="key token", ylabel="query token", xticks=[0, n - 1], yticks=[0, n - 1])
-    left.set_title(f"{args.mask}, {parts.name}: who computes which pair", fontsize=10)
+    left.set_title(f"{args.mask}, {shards.name}: who computes which pair", fontsize=10)
 
     for rank, area in enumerate(areas):
         r, c = divmod(rank, cols)
         box = plt.Rectangle((c, r), 0.84, 0.7, facecolor=COLOURS[rank], edgecolor="black")
         right.add_patch(box)
         label = f"rank {rank}\nwork {area / areas.mean():.2f}"
-        dark = sum(matplotlib.colors.to_rgb(COLOURS[rank])) < 1.3
+        dark = sum(to_rgb(COLOURS[rank])) < 1.3
         right.text(c + 0.42, r + 0.35, label, ha="center", va="center",
                    fontsize=10, color="white" if dark else "black")  # fmt: skip
     arrow = {"arrowstyle": "<->", "linewidth": 1.5}
@@ -101,4 +94,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_serial("plot_grid.py", main)
+    run_serial(build_parser, draw)

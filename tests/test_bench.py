@@ -321,7 +321,7 @@ def test_parse_plan():
         "striped ring",
         Layout(3, 1, 2, "ucr"),
     )
-    with pytest.raises(ValueError, match="two rings of two"):
+    with pytest.raises(ValueError, match="a double ring is 2x3x1 or 3x2x1"):
         parse_plan("double ring:1x6", 6)
 
 

@@ -188,7 +188,7 @@ def test_miscounted_traffic_fails(tmp_path):
 OPTIONS = [
     (["--rows", "3"], "3 rows do not divide 2 ranks"),
     (["--cols", "3"], "3 columns do not divide 2 ranks"),
-    (["--rows", "2", "--heads", "2"], "2 rows x 2 ranks a cell do not divide 2 ranks"),
+    (["--rows", "2", "--heads", "2"], "2 rows x 2 ranks a head group do not divide 2 ranks"),
     (["--rows", "2", "--cols", "2"], "2 x 2 grid does not fit 2 ranks"),
     (["--inner", "2"], "--inner needs --method double_ring"),
     (["--method", "double_ring", "--inner", "3"], "inner must be a divisor of the 2 ranks, got 3"),
@@ -392,8 +392,8 @@ def test_overflow_is_a_failed_check_and_no_warning():
     """Every rank would warn, again and again."""
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--trials", "2", "--backward",
-        sabotage="import numpy as np, a2d_mpi.experiments.results as r\nold = r.read_part\n"
-        "r.read_part = lambda *x: old(*x) * np.float32(1e18)",
+        sabotage="import numpy as np, a2d_mpi.experiments.results as r\nold = r.read_shard\n"
+        "r.read_shard = lambda *x: old(*x) * np.float32(1e18)",
     )  # fmt: skip
     assert done.returncode == 1
     assert re.search("dk .*FAILED: not finite", done.stdout)

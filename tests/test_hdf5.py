@@ -14,8 +14,8 @@ from a2d_mpi.experiments.benchmark import add_results, read_benchmark
 from a2d_mpi.experiments.results import (
     SMALLER,
     inspect_input,
-    read_part,
     read_result,
+    read_shard,
     write_result,
 )
 
@@ -149,7 +149,7 @@ def test_takes_a_virtual_dataset_whose_sources_are_there(folder):
             make(file)
         info = inspect_input(path)
         assert {str(path), str(folder / "source.h5")} <= set(info.files)  # none is an output
-        found = read_part(info, "k", WHOLE, 0, "f4")
+        found = read_shard(info, "k", WHOLE, 0, "f4")
         assert np.array_equal(found, k)
 
 
@@ -181,7 +181,7 @@ def test_a_filter_that_is_missing(folder):
         options = {"chunks": SHAPE, "compression": 999, "allow_unknown_filter": True}
         data = file.create_dataset("k", SHAPE, "f4", **options)
         data.id.write_direct_chunk((0, 0, 0), b"packed by a program that nobody has")
-    text = error_of(lambda: read_part(inspect_input(path), "k", WHOLE, 0, "f4"), OSError)
+    text = error_of(lambda: read_shard(inspect_input(path), "k", WHOLE, 0, "f4"), OSError)
     assert "filter" in text
 
 

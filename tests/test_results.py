@@ -23,8 +23,8 @@ from a2d_mpi.experiments.results import (
     Check,
     Result,
     inspect_input,
-    read_part,
     read_result,
+    read_shard,
     write_result,
 )
 
@@ -158,8 +158,8 @@ def test_damaged_numbers_are_found_when_they_are_read(tmp_path):
     path.write_bytes(data)
     info = inspect_input(path)
     whole = Distribution("contiguous", info.seqlen, 1)
-    assert read_part(info, "q", whole, 0, "f4").shape == (1536, 12, 32)
-    text = error_of(lambda: read_part(info, "k", whole, 0, "f4"), OSError)
+    assert read_shard(info, "q", whole, 0, "f4").shape == (1536, 12, 32)
+    text = error_of(lambda: read_shard(info, "k", whole, 0, "f4"), OSError)
     assert text.startswith(f"cannot read {path} as HDF5: ")
 
 
@@ -174,7 +174,7 @@ def test_parts(tmp_path, name, seqlen, nshards, dtype):
     d = Distribution(name, seqlen, nshards)
     for tensor, x in arrays.items():
         for part in range(nshards):
-            rows = read_part(info, tensor, d, part, dtype)
+            rows = read_shard(info, tensor, d, part, dtype)
             assert rows.dtype == dtype
             assert rows.flags.c_contiguous
             assert np.array_equal(rows, x[d.tokens(part)])
@@ -187,7 +187,7 @@ def test_parts_of_the_compressed_sample():
     for name in DISTRIBUTIONS:
         d = Distribution(name, 1000, 3)
         for part in range(3):
-            rows = read_part(info, "q", d, part, "f4")
+            rows = read_shard(info, "q", d, part, "f4")
             assert np.array_equal(rows, q[d.tokens(part)])
 
 
@@ -195,7 +195,7 @@ def test_a_part_of_more_tokens_than_there_are(tmp_path):
     path = tmp_path / "input.h5"
     write_input(path)
     d = Distribution("zigzag", 30, 2)
-    text = error_of(lambda: read_part(inspect_input(path), "q", d, 0, "f4"), ValueError)
+    text = error_of(lambda: read_shard(inspect_input(path), "q", d, 0, "f4"), ValueError)
     assert text == f"{path} has 29 tokens, not 30"
 
 
@@ -205,10 +205,10 @@ def test_a_part_of_another_file_under_the_same_path(tmp_path):
     info = inspect_input(path)
     write_input(path, q=np.ones((1, 6, 4), "f4"))
     d = Distribution("zigzag", 29, 2)
-    text = error_of(lambda: read_part(info, "q", d, 0, "f4"), ValueError)
+    text = error_of(lambda: read_shard(info, "q", d, 0, "f4"), ValueError)
     assert "(1, 6, 4) here, not (29, 6, 4)" in text
     path.unlink()
-    assert "No such file" in error_of(lambda: read_part(info, "q", d, 0, "f4"), OSError)
+    assert "No such file" in error_of(lambda: read_shard(info, "q", d, 0, "f4"), OSError)
 
 
 def test_reading_takes_no_lock(tmp_path):
@@ -218,7 +218,7 @@ def test_reading_takes_no_lock(tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(OSError, match="lock"):  # the test can tell
             h5py.File(path, "r", locking=True)
-        q = read_part(inspect_input(path), "q", Distribution("striped", 29, 1), 0, "f4")
+        q = read_shard(inspect_input(path), "q", Distribution("striped", 29, 1), 0, "f4")
     assert np.array_equal(q, arrays["q"])
 
 

@@ -1,6 +1,6 @@
 """The plans that users hold: a method's name, and the arguments that are its own.
 
-What a method does is written down in `a2d_mpi.schedules`.
+The steps of a method are written down in `a2d_mpi.schedules`.
 """
 
 from __future__ import annotations
@@ -24,23 +24,33 @@ class Attention2D(AttentionPlan):
     -----
     Between `forward` and `backward` nothing gathered is kept: backward gathers q, dout, lse and
     delta along the row and k, v along the column anew, so what lives between them is O(N / P).
-    With a head axis all this happens in each layer, for whole cells and some of the heads.
+    With a head axis all this happens in each context group, for some of the heads.
     """
 
     method = "attention2d"
 
 
+class RingAttention(AttentionPlan):
+    """The baseline: attention on a ring of all ranks of a context group, whatever its shape.
+
+    Parameters, attributes and methods are those of `AttentionPlan`.  With a head axis it is USP
+    (arXiv:2405.07719).
+    """
+
+    method = "ring"
+
+
 class DoubleRingAttention(AttentionPlan):
-    """The baseline: rings of `inner` consecutive cells and a ring of these rings.
+    """The baseline: rings of `inner` consecutive ranks and a ring of these rings.
 
     All parameters, attributes and methods but one are those of `AttentionPlan`.  With a head axis
-    every layer is a double ring.  See `a2d_mpi.schedules.ring`.
+    every context group is a double ring.  See `a2d_mpi.schedules.ring`.
 
     Parameters
     ----------
     inner : int, optional
-        Cells of an inner ring, a divisor of their number; 1 and all of them both make a single
-        ring.  Default: the grid's columns, so that each of its rows is an inner ring.
+        Ranks of an inner ring, a divisor of those of a context group; 1 and all of them both make
+        a single ring.  Default: the grid's columns, so that each of its rows is an inner ring.
 
     Attributes
     ----------
@@ -67,14 +77,16 @@ class DoubleRingAttention(AttentionPlan):
         return Layout(size // int(inner), int(inner), grid.heads, grid.layout.order)
 
 
-class RingAttention(DoubleRingAttention):
-    """The baseline: attention on a ring of all cells of the grid, whatever its shape.
+def plan_class(method: str) -> type[AttentionPlan]:
+    """The class of the plans of a method of `a2d_mpi.schedules.METHODS`.
 
-    Parameters, attributes and methods are those of `AttentionPlan`.  With a head axis every layer
-    is a ring (USP, arXiv:2405.07719).
+    A method without arguments of its own needs none above: it is made here.
     """
+    known = {x.method: x for x in AttentionPlan.__subclasses__()}
+    name = "".join(word.capitalize() for word in method.split()) + "Attention"
+    return known.get(method) or type(name, (AttentionPlan,), {"method": method})
 
-    method = "ring"
 
-    def __init__(self, grid: ProcessGrid, mask: Mask, **others: Any) -> None:
-        super().__init__(grid, mask, inner=grid.group_comm.size, **others)
+def make_plan(method: str, grid: ProcessGrid, mask: Mask, **options: Any) -> AttentionPlan:
+    """The plan of a method, by its name; other arguments as of `AttentionPlan`."""
+    return plan_class(method)(grid, mask, **options)

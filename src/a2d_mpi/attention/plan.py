@@ -25,6 +25,7 @@ from a2d_mpi.devices import device_of
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.planning import cost
+from a2d_mpi.schedules import METHODS
 from a2d_mpi.schedules.accounts import tensor_shape
 from a2d_mpi.schedules.steps import WIDE
 
@@ -101,7 +102,7 @@ class AttentionPlan:
         On all ranks, with the numbers, if an argument is wrong or differs on any of them.
     """
 
-    method = ""  # as `a2d_mpi.planning.cost` calls it
+    method = ""  # its name in `a2d_mpi.schedules.METHODS`
 
     def __init__(
         self,
@@ -169,7 +170,10 @@ class AttentionPlan:
             raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
         if threads is not None and (not isinstance(threads, (int, np.integer)) or threads < 1):
             raise ValueError(f"threads must be a positive integer, got {threads!r}")
-        name = config["distribution"] or mask.default_distribution
+        only = METHODS[self.method].distribution
+        name = config["distribution"] or only or mask.default_distribution
+        if only and name != only:
+            raise ValueError(f"a {self.method} has no {name} distribution")
         self.distribution = Distribution(name, self.seqlen, grid.comm.size, grid.heads)
         config["distribution"] = self.distribution.name
         scale = config["softmax_scale"]

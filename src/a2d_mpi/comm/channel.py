@@ -50,7 +50,7 @@ class Channel:
     ----------
     comm : Intracomm
     name : str
-        Name of the communicator in the counters: "row", "col", "ring".
+        Of the communicator in the counters: "row", "col", ...
     traffic : Traffic
     """
 

@@ -30,10 +30,14 @@ def bind_gpu(comm: MPI.Intracomm) -> tuple[Cuda, int]:
     Raises
     ------
     ValueError
-        On all ranks, if any sees no GPU.
+        On all ranks, if any sees no GPU, or has no CuPy.
     """
-    from a2d_mpi.devices.cuda import Cuda, cupy
-
+    problem = None
+    try:
+        from a2d_mpi.devices.cuda import Cuda, cupy
+    except ImportError as error:
+        problem = str(error)
+    agree(comm, problem)
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     rank, size = node.rank, node.size
     node.Free()

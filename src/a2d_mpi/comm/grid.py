@@ -15,6 +15,7 @@ from a2d_mpi.comm.rendezvous import Rendezvous
 from a2d_mpi.comm.threads import cores_of_rank
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
     from a2d_mpi.core.config import Workload
@@ -116,7 +117,7 @@ class ProcessGrid:
         machine: Machine,
         work: Workload,
         memory: int | None = None,
-        method: str = "attention2d",
+        method: str = next(iter(METHODS)),
     ) -> ProcessGrid:
         """Make the grid that `a2d_mpi.planning.planner` finds fastest for a problem on a machine.
 
@@ -131,7 +132,7 @@ class ProcessGrid:
         memory : int, optional
             Bytes of a rank; default: those of the machine.
         method : str
-            One of `a2d_mpi.schedules.METHODS`.
+            One of `a2d_mpi.schedules.METHODS`; default: the first.
 
         Raises
         ------

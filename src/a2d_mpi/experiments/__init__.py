@@ -1,1 +1,1 @@
-"""Programs: what they measure and check, the files that they leave, their command line."""
+"""The bodies of the programs in drivers/: measurement, checks, result files, command line."""

@@ -25,7 +25,7 @@ SCHEMA = ("a2d_mpi benchmark", 1)
 def start_benchmark(
     path: str | os.PathLike[str], settings: Mapping[str, object], resume: bool
 ) -> dict[str, bool]:
-    """Find out what there is; nothing is written.
+    """List the results that a file has; nothing is written.
 
     Parameters
     ----------
@@ -54,9 +54,9 @@ def start_benchmark(
     with reading(path, SCHEMA) as file:
         found = plain(needed(file, "settings").attrs)
         for name in {**found, **settings}:
-            mine, theirs = settings.get(name), found.get(name)
-            if mine != theirs:
-                raise ValueError(f"{path} was made with {name} {theirs}, not {mine}")
+            here, there = settings.get(name), found.get(name)
+            if here != there:
+                raise ValueError(f"{path} was made with {name} {there}, not {here}")
         return {
             name: all(
                 needed(file, f"runs/{name}/checks/{x}").attrs["passed"]

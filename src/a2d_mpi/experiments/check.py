@@ -25,10 +25,7 @@ BLOCK = 64  # rows that are checked at a time
 
 @np.errstate(all="ignore")  # what overflows is found in the results, and fails
 def check_attention(
-    plan: AttentionPlan,
-    tensors: Mapping[str, np.ndarray],
-    rows: int | None = None,
-    seed: int = 0,
+    plan: AttentionPlan, tensors: Mapping[str, np.ndarray], rows: int | None = None, seed: int = 0
 ) -> dict[str, Check]:
     """Check out and lse, and the gradients if they are given, against float64.
 
@@ -38,7 +35,7 @@ def check_attention(
     ----------
     plan : AttentionPlan
     tensors : mapping of str to arrays
-        This rank's parts: q, k, v, out, lse; for the gradients also dout, dq, dk, dv.
+        This rank's shards of q, k, v, out, lse; for the gradients also dout, dq, dk, dv.
     rows : int, optional
         Number of sampled query rows (out, lse, dq) and, independently, of sampled key rows (dk,
         dv).  Default: all rows.  The first and the last token are always among them.
@@ -68,18 +65,18 @@ def check_attention(
     kinds = list(dict.fromkeys((np.dtype(np.float64), plan.compute_dtype)))
 
     def rounding(kind: np.dtype) -> dict:
-        """How the run's kernel rounds the factors of its products; the reference does not."""
+        """The rounding of factors by the run's kernel; the reference has none."""
         return {} if kind == np.float64 else {"products": plan.product_dtype}
 
     def stored(x: np.ndarray, kind: np.dtype) -> np.ndarray:
-        """What is left of a result when it is kept in the run's dtype; exact ones are not."""
+        """A result as the run's dtype keeps it; exact ones are kept in float64."""
         return x if kind == np.float64 else x.astype(plan.dtype).astype(kind)
 
     k, v = local["k"], local["v"]
-    # Gradients of my own keys, complete once all query rows have passed.
+    # Gradients of this rank's keys, complete once all query rows have passed.
     dk, dv = ({kind: np.zeros(k.shape, kind) for kind in kinds} for _ in "kv")
     for tokens in _blocks(plan.seqlen, rows, seed):
-        mine, order, q_rows, *dout_rows = _share(plan, tokens, local, "q", "dout")
+        own, order, q_rows, *dout_rows = _share(plan, tokens, local, "q", "dout")
         visible = plan.mask.dense(tokens[order], plan.tokens)
         found = {}
         for kind in kinds:
@@ -98,9 +95,9 @@ def check_attention(
                 found[kind]["dq"] = stored(_sum(comm, dq), kind)
                 dk[kind] += dk_rows
                 dv[kind] += dv_rows
-        where = np.searchsorted(plan.tokens, tokens[order][mine])
+        where = np.searchsorted(plan.tokens, tokens[order][own])
         for name in found[plan.compute_dtype]:
-            values = {kind: found[kind][name][mine] for kind in kinds}
+            values = {kind: found[kind][name][own] for kind in kinds}
             errors.add(name, local[name][where], values)
     if ran_backward and not sampled:
         for name, values in (("dk", dk), ("dv", dv)):
@@ -109,7 +106,7 @@ def check_attention(
         dout, q, lse = local["dout"], local["q"], local["lse"]
         delta = np.einsum("thd,thd->th", *(x.astype(np.float64) for x in (dout, local["out"])))
         for tokens in _blocks(plan.seqlen, rows, seed + 1):
-            mine, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
+            own, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
             visible = plan.mask.dense(plan.tokens, tokens[order])
             values: dict[str, dict] = {"dk": {}, "dv": {}}
             for kind in kinds:
@@ -118,8 +115,8 @@ def check_attention(
                     **rounding(kind),
                 )
                 for name, x in (("dk", dk_rows), ("dv", dv_rows)):
-                    values[name][kind] = stored(_sum(comm, x)[mine], kind)
-            where = np.searchsorted(plan.tokens, tokens[order][mine])
+                    values[name][kind] = stored(_sum(comm, x)[own], kind)
+            where = np.searchsorted(plan.tokens, tokens[order][own])
             for name in ("dk", "dv"):
                 errors.add(name, local[name][where], values[name])
     return errors.checks()
@@ -246,14 +243,14 @@ def _share(
 ) -> list:
     """Rows of the named tensors at `tokens`, from their owners to all ranks.
 
-    Returns the slice of the gathered rows that are mine, the order of the gathered rows within
-    `tokens`, and the gathered rows of each tensor.
+    Returns the slice of the gathered rows that this rank owns, the order of the gathered rows
+    within `tokens`, and the gathered rows of each tensor.
     """
-    mine = np.flatnonzero(np.isin(tokens, plan.tokens, assume_unique=True))
-    where = np.searchsorted(plan.tokens, tokens[mine])
-    parts = plan.grid.comm.allgather([mine, *(local[x][where] for x in names if x in local)])
-    start = sum(len(part[0]) for part in parts[: plan.grid.comm.rank])
-    return [slice(start, start + len(mine)), *(np.concatenate(x) for x in zip(*parts))]
+    own = np.flatnonzero(np.isin(tokens, plan.tokens, assume_unique=True))
+    where = np.searchsorted(plan.tokens, tokens[own])
+    shares = plan.grid.comm.allgather([own, *(local[x][where] for x in names if x in local)])
+    start = sum(len(share[0]) for share in shares[: plan.grid.comm.rank])
+    return [slice(start, start + len(own)), *(np.concatenate(x) for x in zip(*shares))]
 
 
 def _sum(comm: MPI.Intracomm, x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What makes a program of many ranks end as one: one message, one exit code, no hang."""
+"""Programs of many ranks that end as one: one message, one exit code, no hang."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError, agree
-from a2d_mpi.experiments.options import BAD_INPUT, FAILED_CHECK, Parser, open_streams
-
-__all__ = ["BAD_INPUT", "FAILED_CHECK", "Parser", "arguments", "run", "together"]
+from a2d_mpi.comm.gpus import TRANSFERS
+from a2d_mpi.experiments.options import BAD_INPUT, THREADS, Parser, open_streams
+from a2d_mpi.kernels import KERNELS
 
 T = TypeVar("T")
 
@@ -45,11 +45,17 @@ def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) 
     return value
 
 
+def add_engine(parser: Parser) -> None:
+    """Add the options that say what a plan runs on."""
+    add = parser.add_argument
+    add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
+    add("--kernel", choices=KERNELS, default="auto", help="default: the fastest for the device")
+    add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays: see docs/gpus.md")
+    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
+
+
 def arguments(
-    comm: MPI.Intracomm,
-    build_parser: Callable[[MPI.Intracomm], Parser],
-    argv: Sequence[str] | None = None,
-    apart: Container[str] = (),
+    comm: MPI.Intracomm, parser: Parser, apart: Container[str] = ()
 ) -> argparse.Namespace:
     """The options of a program: parsed on all ranks, and the same on all but those in `apart`.
 
@@ -65,7 +71,7 @@ def arguments(
 
     def parse() -> argparse.Namespace | None:
         try:
-            return build_parser(comm).parse_args(argv)
+            return parser.parse_args()
         except SystemExit:  # --help is printed
             return None
 
@@ -77,17 +83,25 @@ def arguments(
     return args
 
 
-def run(comm: MPI.Intracomm, prog: str, body: Callable[[], int]) -> NoReturn:
-    """Run the body of a program and exit with its code on all ranks.
+def run(
+    comm: MPI.Intracomm,
+    build_parser: Callable[[MPI.Intracomm], Parser],
+    body: Callable[[MPI.Intracomm, argparse.Namespace], int],
+    apart: Container[str] = (),
+) -> NoReturn:
+    """Run a program on its options and exit with its code on all ranks.
 
-    A CollectiveError is printed once, on rank 0, and the exit code is 2.  Anything else, Ctrl-C
-    too, is of one rank alone: its traceback is printed and the whole job is aborted, so that no
-    rank waits for one that is gone.  A rank that is killed is named, too.
+    Options in `apart` may differ between the ranks.  A CollectiveError is printed once, on rank 0,
+    and the exit code is 2.  Anything else, Ctrl-C too, is of one rank alone: its traceback is
+    printed and the whole job is aborted, so that no rank waits for one that is gone.  A rank that
+    is killed is named, too.
     """
     open_streams()
+    parser = build_parser(comm)
+    prog = parser.prog
     alive = _name_if_killed(f"{prog}: rank {comm.rank}")
     try:
-        code = body()
+        code = body(comm, arguments(comm, parser, apart))
     except SystemExit as end:  # --help, on all ranks
         code = end.code
     except CollectiveError as error:

@@ -1,4 +1,4 @@
-"""One plan, checked and timed: what every driver that measures does, in one place.
+"""One plan, checked and timed.
 
 ::
 
@@ -6,6 +6,7 @@
     run.check(rows=16)  # against float64, before anything is timed
     for _ in range(trials):
         run.trial()
+    run.finish()
     result = run.result(config, origin)  # on rank 0
 
 All functions and methods are collective over the plan's ranks.
@@ -14,23 +15,18 @@ All functions and methods are collective over the plan's ranks.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.methods import Attention2D, DoubleRingAttention, RingAttention
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.gpus import bind_gpu
-from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.masks import Mask
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention
-from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import PARTS, SPAN, Check, Result
 from a2d_mpi.experiments.summary import usual_trial
@@ -38,26 +34,13 @@ from a2d_mpi.experiments.summary import usual_trial
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 SAMPLE = 16  # query rows and key rows that are looked at in a sampled check
 
-# What makes the plan of a method of `a2d_mpi.schedules.METHODS`, from (grid, mask, **options).
-METHODS: dict[str, Callable[..., AttentionPlan]] = {
-    "attention2d": Attention2D,
-    "ring": RingAttention,
-    "striped ring": partial(RingAttention, distribution="striped"),
-    "double ring": DoubleRingAttention,
-}
-
-
-def make_plan(method: str, grid: ProcessGrid, mask: Mask, **options: Any) -> AttentionPlan:
-    """The plan of a method, by its name in `METHODS`."""
-    return METHODS[method](grid, mask, **options)
-
 
 def open_device(comm: MPI.Intracomm, name: str) -> Device:
     """The host ("cpu"), or the GPU of this rank ("gpu")."""
-    if name == "cpu":
-        return HOST
-    together(comm, _import_cuda)
-    return bind_gpu(comm)[0]
+    try:
+        return HOST if name == "cpu" else bind_gpu(comm)[0]
+    except CollectiveError as error:
+        raise CollectiveError(f"--device {name}: {error}") from None
 
 
 def random_rows(
@@ -86,6 +69,16 @@ def random_rows(
     return np.array(rows, dtype).reshape(len(rows), *shape)
 
 
+def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[str, np.ndarray]:
+    """This rank's shards of q, k, v and perhaps dout, `random_rows` each."""
+    heads = {"dout": plan.nheads, "q": plan.nheads, "k": plan.nheads_kv, "v": plan.nheads_kv}
+    return {
+        name: random_rows(plan.tokens.tolist(), (h, plan.headdim), plan.dtype, seed, stream)
+        for stream, (name, h) in enumerate(heads.items())
+        if name != "dout" or backward
+    }
+
+
 def refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:
     """ValueError on all ranks if any number on any rank is NaN or infinite."""
     bad = {name: int(x.size - np.isfinite(x).sum()) for name, x in tensors.items()}
@@ -101,13 +94,6 @@ def origin_of(comm: MPI.Intracomm, device: Device = HOST) -> dict[str, object]:
     return provenance(MPI.Get_library_version(), hosts, device.description)
 
 
-def _import_cuda() -> None:
-    try:
-        import a2d_mpi.devices.cuda  # noqa: F401
-    except ImportError as error:
-        raise ValueError(f"--device gpu: {error}") from None
-
-
 class Measurement:
     """A plan and its tensors, run again and again.
 
@@ -115,7 +101,7 @@ class Measurement:
     ----------
     plan : AttentionPlan
     tensors : dict of arrays
-        This rank's parts of q, k, v and, for the backward pass, dout; NumPy arrays.
+        This rank's shards of q, k, v and, for the backward pass, dout; NumPy arrays.
     backward : bool
         Also the gradients.
     device : Device
@@ -129,6 +115,8 @@ class Measurement:
         Those given and, after a call, the results, on the device.
     checks : dict of str to Check
         Those done so far.
+    seconds : dict of str to list of float
+        This rank's timings of all trials, by "phase/part" as in `AttentionPlan.timings`.
     """
 
     def __init__(
@@ -144,22 +132,27 @@ class Measurement:
         self.checks: dict[str, Check] = {}
         self._checked: dict[str, np.ndarray] | None = None
         self._differ = 0  # results of trials that were not the checked ones
-        self._seconds: dict[str, list[float]] = {
+        self.seconds: dict[str, list[float]] = {
             f"{phase}/{part}": [] for phase in self.phases for part in PARTS
         }
         self._spans: list[dict[str, list]] = []
 
+    def forward(self) -> None:
+        """Run the forward pass; out and lse go to `tensors`."""
+        t = self.tensors
+        t["out"], t["lse"] = self.plan.forward(t["q"], t["k"], t["v"])
+
+    def backward(self) -> None:
+        """Run the backward pass on the latest out and lse; the gradients go to `tensors`."""
+        t = self.tensors
+        given = (t[name] for name in ("dout", "q", "k", "v", "out", "lse"))
+        t["dq"], t["dk"], t["dv"] = self.plan.backward(*given)
+
     def call(self) -> None:
-        """Run once, all ranks together; the results go to `tensors`."""
-        plan, tensors, comm = self.plan, self.tensors, self.plan.grid.comm
-        q, k, v = (tensors[name] for name in "qkv")
-        comm.Barrier()
-        out, lse = plan.forward(q, k, v)
-        tensors.update(out=out, lse=lse)
-        if "backward" in self.phases:
-            comm.Barrier()
-            gradients = plan.backward(tensors["dout"], q, k, v, out, lse)
-            tensors.update(zip(("dq", "dk", "dv"), gradients))
+        """Run all phases, each begun by all ranks together."""
+        for phase in self.phases:
+            self.plan.grid.comm.Barrier()
+            getattr(self, phase)()
 
     def check(self, rows: int | None = SAMPLE, seed: int = 0) -> None:
         """Check the results of the latest call against float64.
@@ -175,7 +168,7 @@ class Measurement:
             self.plan.traffic.clear()
         self.call()
         timings = self.plan.timings
-        for name, so_far in self._seconds.items():
+        for name, so_far in self.seconds.items():
             so_far.append(timings[name])
         self._spans.append({phase: self.plan.spans(phase) for phase in self.phases})
         if self._checked is not None:
@@ -222,7 +215,7 @@ class Measurement:
             Further fields of the `Result`.
         """
         comm, plan = self.plan.grid.comm, self.plan
-        seconds = {name: comm.gather(trials) for name, trials in self._seconds.items()}
+        seconds = {name: comm.gather(trials) for name, trials in self.seconds.items()}
         traffic = comm.gather(self._per_call)
         area = comm.gather(plan.area())
         spans = comm.gather(self._spans)
@@ -274,19 +267,13 @@ class Measurement:
 
 
 def _config(plan: AttentionPlan) -> dict[str, object]:
+    sizes = ("seqlen", "nheads", "nheads_kv", "headdim", "softmax_scale", "overlap")
     return {
-        "rows": plan.grid.rows,
-        "cols": plan.grid.cols,
-        "heads": plan.grid.heads,
+        **{x: getattr(plan.grid, x) for x in ("rows", "cols", "heads")},
+        **{x: getattr(plan, x) for x in sizes},
         "order": plan.grid.layout.order,
         "distribution": plan.distribution.name,
-        "seqlen": plan.seqlen,
-        "nheads": plan.nheads,
-        "nheads_kv": plan.nheads_kv,
-        "headdim": plan.headdim,
         "dtype": plan.dtype.name,
-        "softmax_scale": plan.softmax_scale,
-        "overlap": plan.overlap,
         # How tensors got to MPI: from memory as they are, or copied to the host.
         "transfers": "host" if plan.staged_bytes else "direct",
     }

@@ -25,7 +25,7 @@ ORDER_HELP = (
 
 
 class BadOption(ValueError, argparse.ArgumentTypeError):
-    """What is wrong with the text of an option, in words that the parser keeps."""
+    """The text of an option is wrong; the parser shows the message as it is."""
 
 
 def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
@@ -52,7 +52,7 @@ SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 
 
 def method_name(text: str) -> str:
-    """A method as `a2d_mpi.schedules.METHODS` spells it; "double_ring" is "double ring".
+    """A method as `a2d_mpi.schedules.METHODS` spells it; underscores are blanks.
 
     Raises
     ------
@@ -70,13 +70,17 @@ class Parser(argparse.ArgumentParser):
 
     Parameters
     ----------
+    prog : str
+        Name of the program.
+    doc : str
+        Its docstring, of which --help shows the first paragraph.
     comm : Intracomm, optional
         Without one (when only the options are asked for, or in programs of one process), every
         process speaks.
     """
 
-    def __init__(self, *args, comm: MPI.Intracomm | None = None, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, prog: str, doc: str, comm: MPI.Intracomm | None = None) -> None:
+        super().__init__(prog=prog, description=doc.split("\n\n")[0])
         self._silent = comm is not None and comm.rank != 0
 
     def _print_message(self, message: str, file=None) -> None:
@@ -118,14 +122,17 @@ def open_streams() -> None:
         setattr(sys, name, new)
 
 
-def run_serial(prog: str, body: Callable[[], int]) -> NoReturn:
-    """Run the body of a program of one process and exit with its code; 2, with one line, if it
+def run_serial(
+    build_parser: Callable[[], Parser], body: Callable[[argparse.Namespace], int]
+) -> NoReturn:
+    """Run a program of one process on its options and exit with its code; 2, with one line, if it
     raises ValueError, OSError or MemoryError.
     """
     open_streams()
+    parser = build_parser()
     try:
-        code = body()
+        code = body(parser.parse_args())
     except (ValueError, OSError, MemoryError) as error:
-        print(f"{prog}: error: {str(error) or type(error).__name__}", file=sys.stderr)
+        print(f"{parser.prog}: error: {str(error) or type(error).__name__}", file=sys.stderr)
         code = BAD_INPUT
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""What made a result: versions, commit, command, MPI, hosts, device, time."""
+"""The origin of a result: versions, commit, command, MPI, hosts, device, time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import a2d_mpi
 def provenance(
     mpi_library: str, hostnames: Sequence[str], device: str | None = None
 ) -> dict[str, object]:
-    """What made a result: those, and what this process can tell.
+    """Origin of a result: the arguments, and the facts that this process knows.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Files: what a run reads and what it leaves behind.
+"""The files of a run: its input and its result.
 
 Both are HDF5; only this module and `a2d_mpi.experiments.hdf5`, which opens them, know.  Every
 function raises OSError for a file that cannot be read or written and ValueError for one that holds
@@ -34,7 +34,7 @@ SMALLER = {"compression": "gzip", "shuffle": True}
 
 @dataclass(frozen=True)
 class InputInfo:
-    """What an input file holds: q, k, v and perhaps dout, the gradient with respect to out.
+    """Contents of an input file: q, k, v and perhaps dout, the gradient with respect to out.
 
     Attributes
     ----------
@@ -107,10 +107,10 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
     return info
 
 
-def read_part(
-    info: InputInfo, name: str, distribution: Distribution, part: int, dtype: np.typing.DTypeLike
+def read_shard(
+    info: InputInfo, name: str, distribution: Distribution, rank: int, dtype: np.typing.DTypeLike
 ) -> np.ndarray:
-    """Read the rows of one part of the sequence.  Any number of processes may, at once.
+    """Read the rows of one shard of the sequence.  Any number of processes may, at once.
 
     Parameters
     ----------
@@ -119,14 +119,14 @@ def read_part(
     name : {"q", "k", "v", "dout"}
     distribution : Distribution
         Of the first ``distribution.seqlen`` tokens of the file.
-    part : int
+    rank : int
     dtype : dtype
         To which the numbers are converted.
 
     Returns
     -------
     (n, heads, headdim) dtype
-        Row i is the token ``distribution.tokens(part)[i]``; the caller's.
+        Row i is the token ``distribution.tokens(rank)[i]``; the caller's.
 
     Raises
     ------
@@ -138,13 +138,13 @@ def read_part(
     shape = info.shape(name)
     if distribution.seqlen > shape[0]:
         raise ValueError(f"{info.path} has {shape[0]} tokens, not {distribution.seqlen}")
-    rows = np.empty((distribution.count(part), *shape[1:]), dtype)
+    rows = np.empty((distribution.count(rank), *shape[1:]), dtype)
     with reading(info.path, INPUT_SCHEMA) as file:
         data = needed(file, name, h5py.Dataset)
         if data.shape != shape:  # another node may have a file of its own under this path
             raise ValueError(f"{info.path}: {name} has shape {data.shape} here, not {shape}")
-        for mine, theirs in distribution.slices(part):
-            rows[mine] = data[theirs]
+        for here, there in distribution.slices(rank):
+            rows[here] = data[there]
     return rows
 
 
@@ -161,7 +161,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared, and the error is a number within a bound."""
+        """True if something was compared, and the error is a number within a bound."""
         return bool(self.rows > 0 and math.isfinite(self.bound) and self.error <= self.bound)
 
     @property
@@ -221,7 +221,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether all checks were."""
+        """True if all checks passed."""
         return all(check.passed for check in self.checks.values())
 
 
@@ -310,7 +310,7 @@ def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = Non
 
 
 def load(group: h5py.Group) -> Result:
-    """What `fill` has put into a group or file."""
+    """Read the result that `fill` has put into a group or file."""
     root = plain(group.attrs)
     names = needed(group, "checks")
     checks = {name: plain(needed(group, f"checks/{name}").attrs) for name in names}

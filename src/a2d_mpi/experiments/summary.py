@@ -59,7 +59,7 @@ class Summary:
 
 
 def phases_of(result: Result) -> tuple[str, ...]:
-    """What was timed."""
+    """The phases that were timed."""
     return ("forward", "backward") if result.config["backward"] else ("forward",)
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark runs: workloads, plans for them, their names, and what is expected of them.
+"""The runs of a benchmark: workloads, plans for them, their names, and their predictions.
 
 This module does not import MPI.
 """
@@ -23,6 +23,7 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_plans, layouts
+from a2d_mpi.schedules import METHODS
 
 _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
@@ -66,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Configuration:
-    """One plan for one workload: what one entry of a benchmark file is of.
+    """One plan for one workload: the subject of one entry of a benchmark file.
 
     Attributes
     ----------
@@ -95,7 +96,7 @@ class Configuration:
     def expected(
         self, machine: Machine | None, distribution: str
     ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-        """What is known before it runs: `predicted` and `figures` of a result.
+        """Predictions before it runs: `predicted` and `figures` of a result.
 
         See `a2d_mpi.experiments.results.Result`.  Figures: ``memory``, bytes that a rank holds at
         most; ``forward lower bound`` and ``backward lower bound``, bytes that a rank cannot do
@@ -137,22 +138,22 @@ def grid_shape(
     """
     if rows is not None and cols is not None:
         return rows, cols
-    known = {"rows": rows, "columns": cols, "ranks a cell": heads if heads > 1 else None}
+    known = {"rows": rows, "columns": cols, "ranks a head group": heads if heads > 1 else None}
     given = {name: n for name, n in known.items() if n is not None}
-    cells, rest = divmod(ranks, math.prod(given.values()))
+    group, rest = divmod(ranks, math.prod(given.values()))
     if rest:
         shape = " x ".join(f"{n} {name}" for name, n in given.items())
         raise ValueError(f"{shape} do not divide {ranks} ranks")
-    if rows is None and cols is None:
-        rows = next(r for r in range(math.isqrt(cells), 0, -1) if cells % r == 0)
-        return rows, cells // rows
-    return (cells, cols) if rows is None else (rows, cells)
+    if rows is not None or cols is not None:
+        return rows or group, cols or group
+    rows = next(r for r in range(math.isqrt(group), 0, -1) if group % r == 0)
+    return rows, group // rows
 
 
 def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     """Method and layout of ``METHOD[:RxC[xU]][@order]``.
 
-    Default shapes: as square as the ranks allow; a ring is rows.
+    Default shapes: the squarest that the method has.
 
     Raises
     ------
@@ -167,19 +168,20 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
         method = method_name(name)
     except ValueError as error:
         raise ValueError(f"{spec!r}: {error}, all or auto") from None
+    heads = int(heads or 1)
+    known = _shapes(method, ranks // max(1, heads))
     if rows is None:
-        shape = (ranks, 1) if method.endswith("ring") and method != "double ring" else None
-        rows, cols = shape or grid_shape(ranks)
+        # The squarest; if there is none, one to be refused.
+        rows, cols = min(known, key=lambda x: (abs(x[0] - x[1]), x), default=(ranks, 1))
     try:
-        layout = Layout(int(rows), int(cols), int(heads or 1), order or "rcu")
+        layout = Layout(int(rows), int(cols), heads, order or "rcu")
     except ValueError as error:
         raise ValueError(f"{spec!r}: {error}") from None
     if layout.size != ranks:
         raise ValueError(f"{spec!r}: {_shape(layout)} is not {ranks} ranks")
-    if method == "double ring" and min(layout.rows, layout.cols) < 2:
-        raise ValueError(f"{spec!r}: {_shape(layout)}, needs two rings of two ranks at least")
-    if method in ("ring", "striped ring") and layout.cols > 1:
-        raise ValueError(f"{spec!r}: a ring is {layout.positions}x1x{layout.heads}")
+    if (layout.rows, layout.cols) not in known:
+        others = " or ".join(f"{r}x{c}x{heads}" for r, c in known) or "nothing for so many ranks"
+        raise ValueError(f"{spec!r}: a {method} is {others}")
     return method, layout
 
 
@@ -240,6 +242,12 @@ def plans_for(
                 old = found.setdefault(new.name, new)
                 found[new.name] = replace(old, picked=old.picked or new.picked)
     return list(found.values())
+
+
+def _shapes(method: str, ranks: int) -> list[tuple[int, int]]:
+    """Rows and columns of a method's context groups of that many ranks."""
+    all_ = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
+    return [x for x in all_ if ranks == 1 or METHODS[method].suits(Layout(*x))]
 
 
 def _shape(layout: Layout) -> str:

@@ -1,0 +1,202 @@
+"""The job of drivers/bench.py: methods x grids x workloads, checked, timed in turn, kept."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from itertools import product
+from zlib import crc32
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+from tqdm import tqdm
+
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.atomic import refuse_same
+from a2d_mpi.core.dtypes import as_dtype
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.sizes import LARGEST, Layout, check_room
+from a2d_mpi.devices.protocol import Device
+from a2d_mpi.experiments.benchmark import add_results, start_benchmark
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.measure import SAMPLE, Measurement, open_device, origin_of, random_inputs
+from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.results import Result
+from a2d_mpi.experiments.summary import phases_of, summarise
+from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
+from a2d_mpi.experiments.timing import turns
+from a2d_mpi.planning.calibration import to_toml
+from a2d_mpi.planning.machine import Machine, parse_count, read_machine
+from a2d_mpi.schedules import METHODS
+
+OVERLAPS = {"on": True, "off": False}
+SPANS = ("all", "picked", "none")  # the planner's; they are most of a file
+
+
+def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Run what a file lacks, workload by workload; returns the exit code."""
+    prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
+    sweep, settings, machine, done = prepared
+    device = open_device(comm, args.device)
+    grids: dict[Layout, ProcessGrid] = {}
+    calls = args.trials + max(1, args.warmup)
+    skipped = [c for block in sweep for c in block if c.name in done]
+    blocks = [[c for c in block if c.name not in done] for block in sweep]
+    passed = all(done[c.name] for c in skipped)
+    with (
+        threadpool_limits(args.threads),
+        tqdm(total=calls * sum(map(len, blocks)), disable=comm.rank != 0, unit="call") as bar,
+    ):
+        if comm.rank == 0 and skipped:
+            bar.write(f"{len(skipped)} configurations are in {args.output} already")
+        for block in filter(None, blocks):
+            bar.set_description(block[0].case.name)
+            measured = _checked(comm, block, args, device, grids, bar.update)
+            # Only now, when nothing of it can be refused any more, there is a file.
+            together(comm, lambda: add_results(args.output, settings, {}), on=0)
+            results = _timed(comm, measured, args, device, machine, bar.update)
+            together(comm, lambda new=results: add_results(args.output, settings, new), on=0)
+            passed &= comm.bcast(all(result.passed for result in results.values()))
+            if comm.rank == 0:
+                bar.write(_table(results))
+    if comm.rank == 0:
+        print(f"written to {args.output}" + "; A CHECK FAILED" * (not passed), flush=True)
+    for grid in grids.values():
+        grid.free()
+    return 0 if passed else FAILED_CHECK
+
+
+def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
+    """Blocks of configurations, settings, machine, and what is done; on one rank."""
+    refuse_same(args.output, args.profile)
+    machine = read_machine(args.profile) if args.profile else None
+    overlaps = []
+    for x in _list(args.overlap.replace("both", "on,off")):
+        if x not in OVERLAPS:
+            raise ValueError(f"--overlap must be on, off or both, got {x!r}")
+        overlaps.append(OVERLAPS[x])
+    lists = (args.headdim, args.nheads, args.nheads_kv, args.seqlens)
+    # None: as many KV heads as query heads.
+    headdims, heads, heads_kv, seqlens = (
+        [None] if x is None else [parse_count(number) for number in _list(x)] for x in lists
+    )
+    cases = [
+        Case(mask, seqlen, h, h if h_kv is None else h_kv, headdim, dtype, args.backward)
+        for dtype, headdim, h, h_kv, seqlen, mask in product(
+            _list(args.dtypes), headdims, heads, heads_kv, seqlens, _list(args.masks)
+        )
+    ]
+    specs = _list(args.plans)
+    if not (cases and specs and overlaps):
+        raise ValueError("nothing to run: a list is empty")
+    for c in cases:  # before anything walks over all tokens
+        c.work()
+        sizes = (c.seqlen, c.nheads, c.nheads_kv, c.headdim, as_dtype(c.dtype).itemsize)
+        check_room(*sizes, ranks)
+    sweep = [
+        plans_for(case, specs, ranks, tuple(METHODS), overlaps, machine)
+        for case in dict.fromkeys(cases)
+    ]
+    names = ("trials", "warmup", "seed", "device", "kernel", "transfers", "threads")
+    settings = {name: getattr(args, name) for name in names}
+    settings["machine"] = machine.name if machine else "none"
+    # Predictions and picks of one file are those of one profile, whatever its name.
+    settings["profile"] = f"{crc32(to_toml(machine).encode()):08x}" if machine else "none"
+    return sweep, settings, machine, start_benchmark(args.output, settings, args.resume)
+
+
+def _checked(
+    comm: MPI.Intracomm,
+    block: list[Configuration],
+    args: argparse.Namespace,
+    device: Device,
+    grids: dict[Layout, ProcessGrid],
+    update: Callable[[int], object],
+) -> dict[Configuration, Measurement]:
+    """Make and check all plans of a workload."""
+    inputs: dict[bytes, dict[str, np.ndarray]] = {}
+    measured: dict[Configuration, Measurement] = {}
+    for c in block:
+        if c.layout not in grids:
+            shape = (c.layout.rows, c.layout.cols, c.layout.heads, c.layout.order)
+            grids[c.layout] = ProcessGrid(comm, *shape)
+        sizes = {x: getattr(c.case, x) for x in (*LARGEST, "dtype")}
+        engine = {x: getattr(args, x) for x in ("kernel", "transfers", "threads")}
+        mask = MASKS[c.case.mask]()
+        plan = make_plan(c.method, grids[c.layout], mask, overlap=c.overlap, **sizes, **engine)
+        known = inputs.get(plan.tokens.tobytes())  # plans whose shards are the same share them
+        made = together(
+            comm, lambda x=plan, y=known: y or random_inputs(x, args.backward, args.seed)
+        )
+        inputs[plan.tokens.tobytes()] = made
+        measured[c] = Measurement(plan, made, args.backward, device)
+        for _ in range(max(1, args.warmup)):
+            measured[c].call()
+            update(1)
+        measured[c].check(SAMPLE, args.seed)
+    return measured
+
+
+def _timed(
+    comm: MPI.Intracomm,
+    measured: dict[Configuration, Measurement],
+    args: argparse.Namespace,
+    device: Device,
+    machine: Machine | None,
+    update: Callable[[int], object],
+) -> dict[str, Result]:
+    """Time the plans of a workload in turn; the results, on rank 0."""
+    origin = origin_of(comm, device)
+    for run in turns(list(measured.values()), args.trials):
+        run.trial()
+        update(1)
+    results = {}
+    for c, run in measured.items():
+        run.finish()
+        config = {
+            "name": c.name,
+            "workload": c.case.name,
+            "method": c.method,
+            "ranks": comm.size,
+            "mask": c.case.mask,
+            "picked": c.picked,
+            "check": "sample",
+            **{x: getattr(args, x) for x in ("trials", "warmup", "seed", "threads", "kernel")},
+            "device": device.name,
+        }
+        seconds, figures = {}, {}
+        if comm.rank == 0:
+            seconds, figures = c.expected(machine, run.plan.distribution.name)
+        result = run.result(config, origin, predicted=seconds, figures=figures)
+        if result:
+            if args.spans == "none" or (args.spans == "picked" and not c.picked):
+                result.spans.clear()
+            results[c.name] = result
+        run.plan.free()
+    return results
+
+
+def _table(results: dict[str, Result]) -> str:
+    """One line for each plan and phase: the slowest rank in the median trial."""
+    first = next(iter(results.values()))
+    lines = [
+        first.config["workload"] + f", {first.config['ranks']} ranks",
+        f"  {'plan':<30} {'phase':<9}" + "       ms     wait predicted    received  checks",
+    ]
+    for result in results.values():
+        for phase in phases_of(result):
+            x = summarise(result, [phase])
+            predicted = "" if math.isnan(x.predicted) else f"{1e3 * x.predicted:.2f}"
+            lines.append(
+                f"  {x.plan:<30} {phase:<9}{1e3 * x.seconds:>9.2f}{1e3 * x.parts['wait']:>9.2f}"
+                f"{predicted:>10}{x.received:>12}  {'passed' if x.passed else 'FAILED'}"
+                f"{'  (picked)' if x.picked else ''}"
+            )
+    return "\n".join(lines)
+
+
+def _list(text: str) -> list[str]:
+    return [x.strip() for x in text.split(",") if x.strip()]

@@ -1,0 +1,166 @@
+"""The figures of drivers/bench_gpu.py."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.attention.methods import Attention2D
+from a2d_mpi.comm.gpus import bind_gpu, gpu_aware
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.sizes import flops
+from a2d_mpi.devices.protocol import Device
+from a2d_mpi.experiments.bench_tile import torch_calls
+from a2d_mpi.experiments.measure import Measurement, random_inputs
+from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.sweep import grid_shape
+from a2d_mpi.experiments.timing import in_turn
+
+MEBI = 1 << 20
+PHASES = ("forward", "backward")
+
+
+def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Run the benchmark that is asked for; returns the exit code."""
+    device, sharing = bind_gpu(comm)
+    if comm.rank == 0:
+        aware, why = gpu_aware(args.transfers)
+        how = f"{'device' if aware else 'host'} transfers ({why})"
+        print(f"{device.description}, {comm.size} ranks, {sharing} a GPU, {how}", flush=True)
+    return 0 if BENCHMARKS[args.what](comm, args, device) else FAILED_CHECK
+
+
+def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> bool:
+    """TFLOP/s of the library on one rank, and of torch; returns whether all is right."""
+    try:
+        import torch
+    except ImportError:
+        torch = None
+        print("torch is not installed: nothing to compare with")
+    right = True
+    for mask in ("full", "causal"):
+        with _problem(MPI.COMM_SELF, mask, args, device) as run:
+            calls = {f"{phase} ours": getattr(run, phase) for phase in PHASES}
+            if torch is not None:
+                calls |= _torch_calls(torch, run, mask == "causal")
+            seconds = _medians(calls, args.trials, comm, device)
+            right &= _passes(run)
+            area = run.plan.area()
+        for phase in PHASES:
+            work = flops(area, args.nheads, args.headdim, phase == "backward") / 1e12
+            ours = work / seconds.pop(f"{phase} ours")
+            theirs = {n: work / s for n, s in seconds.items() if n.startswith(phase)}
+            line = f"{mask:<7} {phase:<8} {ours:6.0f} TFLOP/s"
+            if theirs:
+                best = max(theirs, key=theirs.get)
+                line += f"   torch {theirs[best]:6.0f} ({best.split()[-1]})"
+                line += f"   ours/torch {ours / theirs[best]:.3f}"
+            print(line, flush=True)
+    return right
+
+
+def split(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> bool:
+    """Time of all ranks together over the time of one rank alone, causal."""
+    with (
+        _problem(comm, "causal", args, device) as shared,
+        _problem(MPI.COMM_SELF, "causal", args, device) as alone,
+    ):
+        calls: dict[str, Callable] = {}
+        for phase in PHASES:
+            calls[f"{phase} together"] = getattr(shared, phase)
+            calls[f"{phase} alone"] = getattr(alone, phase) if comm.rank == 0 else lambda: None
+        seconds = _medians(calls, args.trials, comm, device)
+        right = _passes(shared)
+        staged = comm.allreduce(shared.plan.staged_bytes)
+    if comm.rank == 0:
+        for phase in PHASES:
+            one, all_ = seconds[f"{phase} alone"], seconds[f"{phase} together"]
+            print(
+                f"{phase:<8} 1 rank {1e3 * one:8.2f} ms   {comm.size} ranks {1e3 * all_:8.2f} ms"
+                f"   ratio {all_ / one:.2f}"
+            )
+        print(f"copied through the host: {staged} bytes")
+    return right
+
+
+def transfers(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> bool:
+    """GB/s that each rank receives from the one before it."""
+    from a2d_mpi.comm.transport import DeviceTransport
+
+    transport = DeviceTransport(device, staged=not gpu_aware(args.transfers)[0])
+    before, after = ((comm.rank + i) % comm.size for i in (-1, 1))
+    right = True
+    for size in (MEBI, 16 * MEBI, 128 * MEBI):
+        sent = device.upload(np.full(size, comm.rank + 1, np.uint8))
+        received = device.empty((size,), np.uint8)
+
+        def shift(sent=sent, received=received):
+            messages = transport.receive(comm, received, before, 0)
+            messages += transport.send(comm, sent, after, 0)
+            transport.wait(messages)
+
+        seconds = _medians({"shift": shift}, args.trials, comm, device)["shift"]
+        right &= bool((device.download(received) == before + 1).all())
+        if comm.rank == 0:
+            print(f"{size // MEBI:4} MiB   {size / seconds / 1e9:6.1f} GB/s per rank", flush=True)
+    staged = comm.allreduce(transport.staged_bytes)
+    if comm.rank == 0:
+        print(f"copied through the host: {staged} bytes")
+    return comm.allreduce(right, MPI.LAND)
+
+
+BENCHMARKS = {"kernel": kernel, "split": split, "transfers": transfers}
+
+
+@contextmanager
+def _problem(
+    comm: MPI.Intracomm, mask: str, args: argparse.Namespace, device: Device
+) -> Iterator[Measurement]:
+    """A plan on the squarest grid, with random inputs on the device."""
+    grid = ProcessGrid(comm, *grid_shape(comm.size))
+    sizes = ("seqlen", "nheads", "nheads_kv", "headdim", "dtype", "kernel", "transfers")
+    plan = Attention2D(grid, MASKS[mask](), **{x: getattr(args, x) for x in sizes})
+    yield Measurement(plan, random_inputs(plan, True), True, device)
+    plan.free()
+    grid.free()
+
+
+def _medians(
+    calls: dict[str, Callable], trials: int, comm: MPI.Intracomm, device: Device
+) -> dict[str, float]:
+    seconds = in_turn(calls, trials, comm, warmup=2, device=device)
+    return {name: float(np.median(x)) for name, x in seconds.items()}
+
+
+def _passes(run: Measurement) -> bool:
+    """Compare a sample with float64."""
+    run.check(rows=8)
+    for name, check in run.checks.items():
+        if not check.passed and run.plan.grid.comm.rank == 0:
+            print(f"{name} is off by {check.error:.2e}, allowed are {check.bound:.2e}")
+    return all(check.passed for check in run.checks.values())
+
+
+def _torch_calls(torch, run: Measurement, causal: bool) -> dict[str, Callable]:
+    """Calls of torch on the same tensors, by phase and backend, where the backend takes them."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    dtype = getattr(torch, run.plan.dtype.name)
+    names = ("q", "k", "v", "dout")
+    tensors = [torch.from_dlpack(run.tensors[x].view(np.int16)).view(dtype) for x in names]
+    shared = {"enable_gqa": True} if run.plan.nheads != run.plan.nheads_kv else {}
+    calls = {}
+    for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
+        backend = partial(sdpa_kernel, getattr(SDPBackend, name))
+        try:
+            found = torch_calls(torch, *tensors, causal, backend, torch.cuda.synchronize, **shared)
+        except RuntimeError:
+            continue
+        calls |= {f"{phase} {name.split('_')[0]}": found[phase] for phase in PHASES}
+    return calls

@@ -1,0 +1,290 @@
+"""The job of drivers/calibrate.py: kernels, links, memory and Python measured on all ranks.
+
+`a2d_mpi.planning.calibration` fits the profile to the seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+
+from a2d_mpi.attention.methods import Attention2D, RingAttention
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.place import Place
+from a2d_mpi.core.atomic import check_writable
+from a2d_mpi.core.config import Workload
+from a2d_mpi.core.dtypes import as_dtype
+from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.merge import merge
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.clock import Clock, kernel_calls
+from a2d_mpi.experiments.timing import in_turn
+from a2d_mpi.planning.calibration import (
+    STEADY,
+    disturbance,
+    fit_kernel,
+    fit_link,
+    fit_steps,
+    write_machine,
+)
+from a2d_mpi.planning.machine import PHASES, Link, Machine
+
+# Queries, keys, nheads, nheads_kv, headdim, mask: few and many of each.
+SHAPES = (
+    (16, 16, 16, 16, 16, Full()),
+    (16, 16, 2, 2, 64, Full()),
+    (16, 128, 16, 16, 32, Full()),
+    (32, 128, 16, 2, 32, Causal()),
+    (64, 64, 8, 8, 32, Full()),
+    (512, 16, 8, 8, 32, Full()),
+    (64, 64, 4, 1, 32, Full()),
+    (64, 64, 1, 1, 128, Causal()),
+    (64, 1024, 2, 2, 64, Full()),
+    (1024, 64, 2, 2, 64, Full()),
+    (256, 256, 4, 4, 32, Causal()),
+    (256, 1024, 2, 1, 128, Full()),
+    (1024, 256, 4, 4, 64, Full()),
+    (1024, 1024, 2, 2, 64, Causal()),
+    (1024, 1024, 1, 1, 128, Full()),
+    (1536, 1536, 2, 2, 32, Full()),
+)
+FLOOD = 32  # tiny messages posted together
+LARGEST = 16 << 20  # bytes of a message
+HOPS = 8  # large messages that follow each other
+ATTEMPTS = 3  # measurements, until one is not disturbed
+
+
+def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Measure until nothing disturbs, and write the profile; returns the exit code."""
+    where = together(comm, lambda: _validated(args, Place(comm)))
+    together(comm, lambda: check_writable(args.output, 1 << 16), on=0)
+    attempts: list[Measured] = []
+    for _ in range(1 if args.accept_disturbed else ATTEMPTS):
+        attempts.append(_measure(comm, args, where))
+        best = min(attempts, key=lambda x: x.off)
+        steady = best.off <= STEADY
+        if steady:
+            break
+        if comm.rank == 0:
+            print(f"calibrate.py: {attempts[-1].disturbed}", file=sys.stderr, flush=True)
+    agree(comm, None if steady or args.accept_disturbed else
+          f"{best.disturbed}; nothing was written (--accept-disturbed would)")  # fmt: skip
+    lines = [
+        f"Measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC by drivers/calibrate.py",
+        f"{comm.size} ranks on {len(where.hosts)} nodes: {', '.join(where.hosts[:8])}",
+        f"{MPI.Get_library_version().splitlines()[0][:60]}; numpy {np.__version__}",
+        *best.notes,
+        f"steady within {100 * best.off:.0f} %" if steady else best.disturbed,
+        *(f"link.{x} was not measured: these ranks have none" for x in ("inside", "between")
+          if x not in where.partners),
+    ]  # fmt: skip
+
+    machine = fit_steps(best.machine, comm.size, *best.tiny)
+    together(comm, lambda: write_machine(args.output, machine, "\n".join(lines)), on=0)
+    if comm.rank == 0:
+        print("\n".join((*best.notes, f"written to {args.output}")), flush=True)
+    return 0
+
+
+class Measured(NamedTuple):
+    """A machine without its steps, what else is known of them, and by how much it may be off."""
+
+    machine: Machine
+    notes: list[str]
+    tiny: tuple[Workload, float, float]
+    off: float
+
+    @property
+    def disturbed(self) -> str:
+        """A sentence for the user."""
+        return f"disturbed by other work: figures off by up to {100 * self.off:.0f} %"
+
+
+def _measure(comm: MPI.Intracomm, args: argparse.Namespace, where: Place) -> Measured:
+    """One measurement, the same on all ranks."""
+    dtypes = args.dtype or ["float32"]
+    with threadpool_limits(args.threads):
+        clock = Clock(comm, where.share, max(0.02 / where.share, 0.01 * args.seconds))
+        kernels, notes = {}, []
+        for dtype in dtypes:
+            found = _kernels(clock, where, dtype, 0.5 * args.seconds / len(dtypes))
+            kernels[dtype] = {phase: kernel for phase, (kernel, _) in found.items()}
+            notes += [f"{dtype} {phase}: fitted within {100 * worst:.0f} %"
+                      for phase, (_, worst) in found.items()]  # fmt: skip
+        links = {}
+        for name in where.partners:
+            links[name] = _link(clock, where, name, 0.15 * args.seconds)
+            clock.look()
+        copy, merging = _memory_rates(clock, 0.05 * args.seconds)
+        # Until the last rank is on its way: a barrier right after another one.
+        start = float(np.median(in_turn({"": comm.Barrier}, 20, comm)[""]))
+        tiny = _tiny(clock, dtypes[0])
+        clock.look()
+    machine = Machine(
+        args.name,
+        links.get("inside"),
+        links.get("between"),
+        kernels,
+        where.ranks_per_node,
+        where.cores_per_node,
+        where.memory,
+        start=start,
+        copy=copy / where.share,
+        merge=merging / where.share,
+    )
+    return Measured(machine, notes, tiny, disturbance(clock.shares, clock.seconds))
+
+
+def _validated(args: argparse.Namespace, where: Place) -> Place:
+    if not 0 < args.seconds <= 86400:
+        raise ValueError(f"--seconds must be positive, at most a day, got {args.seconds}")
+    if args.name is None:
+        args.name = where.hosts[0]
+    Machine(args.name, None, None, {})  # or say what is wrong with it
+    if not where.even:
+        raise ValueError("the nodes have different numbers of ranks")
+    return where
+
+
+def _kernels(clock: Clock, where: Place, dtype: str, seconds: float) -> dict:
+    """Kernel and largest relative error of the fit, by phase."""
+    left, calls, repeats, samples = clock.until(seconds), {}, {}, {}
+    for phase, shape in product(PHASES, SHAPES):
+        by_phase, samples[phase, shape] = kernel_calls(dtype, shape)
+        # Long enough that ranks on one core have taken turns.
+        once = clock.mean(by_phase[phase])
+        repeats[phase, shape] = n = min(200, max(1, math.ceil(0.02 / where.share / once)))
+        calls[phase, shape] = lambda call=by_phase[phase], n=n: [call() for _ in range(n)]
+    rounds = []
+    while not rounds or left():
+        rounds.append(in_turn(calls, 1, clock.comm, warmup=0))
+        clock.look()
+    for x, sample in samples.items():
+        taken = float(np.median([seconds[x] for seconds in rounds])) / repeats[x]
+        samples[x] = replace(sample, seconds=taken * where.share)
+    return {
+        phase: fit_kernel([samples[phase, x] for x in SHAPES], phase == "backward")
+        for phase in PHASES
+    }
+
+
+def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
+    """All ranks send to the next rank or node, and get from the one before, at once.
+
+    Of many messages each goes to another rank, as in a gather: to one, TCP would join them.
+    """
+    comm, peers = clock.comm, where.partners[name]
+    buffers = np.zeros((2, LARGEST), np.uint8)
+
+    def post(nbytes: int, number: int = 1) -> list[MPI.Request]:
+        sent, received = buffers[:, :nbytes]
+        turns = [(i, i % len(peers)) for i in range(number)]
+        return [
+            *(comm.Irecv(received, peers[-1 - turn], i) for i, turn in turns),
+            *(comm.Isend(sent, peers[turn], i) for i, turn in turns),
+        ]
+
+    def hop(nbytes: int, mute: bool = False) -> float:
+        """Seconds of a message among others that follow each other, as in a ring."""
+
+        def chain(hops: int) -> None:
+            for _ in range(0 if mute else hops):
+                MPI.Request.Waitall(post(nbytes))
+
+        return clock.step(chain, HOPS, 3 * HOPS)
+
+    hop(8)
+    sizes, times, left = [8], [hop(8)], clock.until(0.4 * seconds)
+    # The first connects the ranks.
+    posted = [clock.mean(lambda: MPI.Request.Waitall(post(8, FLOOD))) for _ in range(6)][1:]
+    while sizes[-1] < LARGEST and (len(sizes) < 2 or (left() and times[-1] < 0.002 * seconds)):
+        sizes.append(max(1 << 15, 4 * sizes[-1]))
+        times.append(hop(sizes[-1]))
+    nbytes, taken = sizes[-1], times[-1]
+    nics = 1
+    if name == "between" and where.ranks_per_node > 1:
+        alone = hop(nbytes, mute=not where.first_of_node) * comm.size / len(where.hosts)
+        # NICs that a rank alone cannot fill.
+        nics = max(1, round(where.ranks_per_node * alone / taken))
+    link = fit_link(sizes, times, (FLOOD, float(np.median(posted))), nics=nics)
+    hidden, late = _busy(clock, post, nbytes, taken)
+    rate = link.bandwidth * (where.ranks_per_node / nics if name == "between" else 1)
+    return Link(rate, link.latency + late, link.overhead, nics, hidden)
+
+
+def _busy(clock: Clock, post: Callable, nbytes: int, taken: float) -> tuple[float, float]:
+    """Behaviour of a link while its ranks compute.
+
+    Returns the share of a large transfer that goes on while its ranks compute one and a half
+    times as long; and how much later, s, a message comes when they compute for a third of its
+    time, because nobody looks for it at once.
+    """
+    comm = clock.comm
+    calls, _ = kernel_calls(
+        "float32", (128, 128, 1, 1, 64, Full()), lambda: comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+    )
+
+    def compute(number: int) -> None:
+        for _ in range(number):
+            calls["forward"]()
+
+    def both(number: int, most: int) -> float:
+        """Seconds of a step that computes and transfers."""
+
+        def steps(repeats: int) -> None:
+            for _ in range(repeats):
+                requests = post(nbytes)
+                compute(number)
+                MPI.Request.Waitall(requests)
+
+        return clock.step(steps, 1, most)
+
+    repeats = math.ceil(0.02 / clock.mean(lambda: compute(1)))
+    once = clock.step(compute, repeats, 2 * repeats)
+    number, few = max(1, math.ceil(1.5 * taken / once)), max(1, round(taken / 3 / once))
+    lost = both(number, 3) - max(number * once, taken)
+    hidden = float(np.clip(1 - lost / min(number * once, taken), 0, 1))
+    late = both(few, HOPS) - max(taken, few * once + (1 - hidden) * taken)
+    # Somebody looks after each kernel; what is more is time of a core that others took.
+    return hidden, float(np.clip(late, 0, once))
+
+
+def _tiny(clock: Clock, dtype: str) -> tuple[Workload, float, float]:
+    """Forward passes on tiny shards: their workload, and seconds.
+
+    On a grid of one column, where a rank gets all keys at once, and on a ring.
+    """
+    ranks = clock.comm.size
+    work = Workload(2 * ranks, 2, 16, dtype=dtype)
+    q, k, v = np.zeros((3, 2, work.nheads, work.headdim), as_dtype(dtype))
+    grid = ProcessGrid(clock.comm, ranks, 1)
+    sizes = {"seqlen": work.seqlen, "nheads": work.nheads, "headdim": work.headdim, "dtype": dtype}
+    plans = [kind(grid, work.mask, **sizes) for kind in (Attention2D, RingAttention)]
+    calls = {i: lambda plan=plan: plan.forward(q, k, v) for i, plan in enumerate(plans)}
+    seconds = in_turn(calls, 9, clock.comm)
+    grid.free()
+    return work, *(float(np.median(x)) for x in seconds.values())
+
+
+def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:
+    """Bytes/s of copies, and of partial outs merged, by one rank."""
+    rng = np.random.default_rng(0)
+    out, out2 = (rng.standard_normal((16384, 4, 64), np.float32) for _ in range(2))
+    lse, lse2 = (rng.standard_normal((16384, 4)).astype(np.float32) for _ in range(2))
+    rest = np.zeros_like(lse)
+    copies, merges, left = [], [], clock.until(seconds)
+    while not copies or left():
+        copies.append(clock.mean(lambda: [np.copyto(out2, out) for _ in range(10)]) / 10)
+        merges.append(clock.mean(lambda: merge(out, lse, rest, out2, lse2)))
+    return out.nbytes / float(np.median(copies)), out.nbytes / float(np.median(merges))

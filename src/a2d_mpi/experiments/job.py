@@ -1,0 +1,177 @@
+"""The job of drivers/attention.py: one input file, one plan, one result."""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+from tqdm import tqdm
+
+from a2d_mpi.attention.methods import DoubleRingAttention, make_plan
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.atomic import check_writable, refuse_same
+from a2d_mpi.core.config import Workload
+from a2d_mpi.core.dtypes import as_dtype
+from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.sizes import check_room, flops
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.measure import (
+    SAMPLE,
+    Measurement,
+    open_device,
+    origin_of,
+    random_rows,
+    refuse_nan,
+)
+from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.results import InputInfo, Result, inspect_input, read_shard, write_result
+from a2d_mpi.experiments.summary import phases_of
+from a2d_mpi.experiments.sweep import grid_shape
+from a2d_mpi.planning.machine import read_machine
+
+
+def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Check, time and report one plan; returns the exit code."""
+    info = together(comm, lambda: _validated(args, comm.size))
+    agree(comm, None, {"dout in the input file": info.has_dout})
+    if args.output:
+        together(comm, lambda: check_writable(args.output, _output_bytes(args, info)), on=0)
+    device = open_device(comm, args.device)
+    grid = _grid(comm, args, info)
+    chosen = {name: getattr(args, name) for name in ("inner", "distribution")}
+    plan = make_plan(
+        args.method,
+        grid,
+        MASKS[args.mask](),
+        seqlen=args.seqlen,
+        nheads=info.nheads,
+        nheads_kv=info.nheads_kv,
+        headdim=info.headdim,
+        dtype=args.dtype,
+        overlap=not args.no_overlap,
+        kernel=args.kernel,
+        transfers=args.transfers,
+        threads=args.threads,
+        **{name: x for name, x in chosen.items() if x is not None},
+    )
+    tensors = together(comm, lambda: _read(args, info, plan))
+    if args.check != "none":
+        refuse_nan(comm, tensors)
+    measured = Measurement(plan, tensors, args.backward, device)
+    with threadpool_limits(args.threads):
+        # Checked before it is timed: the timed runs must then repeat the checked one bit for bit.
+        for _ in range(max(args.warmup, args.check != "none")):
+            measured.call()
+        if args.check != "none":
+            measured.check(None if args.check == "full" else SAMPLE, args.seed)
+        for _ in tqdm(range(args.trials), "trials", disable=comm.rank != 0, leave=False):
+            measured.trial()
+        measured.finish()
+    config = {"method": args.method, "mask": args.mask, "device": device.name}
+    same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
+    config |= {name: getattr(args, name) for name in same}
+    outputs = measured.outputs() if args.save_outputs else {}
+    result = measured.result(config, origin_of(comm, device), outputs=outputs)
+    try:
+        if args.output:
+            together(comm, lambda: write_result(args.output, result), on=0)
+    finally:  # what cannot be kept is shown at least
+        if comm.rank == 0:
+            _report(result, plan)
+    if comm.rank == 0 and args.output:
+        print(f"written to {args.output}", flush=True)
+    passed = comm.bcast(comm.rank == 0 and result.passed)
+    plan.free()
+    grid.free()
+    return 0 if passed else FAILED_CHECK
+
+
+def _validated(args: argparse.Namespace, ranks: int) -> InputInfo:
+    """Refuse what no plan will see, inspect the input file, and default to its length."""
+    if (args.grid == "auto") != (args.profile is not None):
+        raise ValueError("--grid auto and --profile need each other")
+    if args.grid and (args.rows, args.cols, args.heads, args.order) != (None, None, 1, "rcu"):
+        raise ValueError("--grid auto leaves no choice of --rows, --cols, --heads and --order")
+    if args.save_outputs and not args.output:
+        raise ValueError("--save-outputs needs --output")
+    double = DoubleRingAttention.method
+    if args.inner is not None and args.method != double:
+        raise ValueError(f"--inner needs --method {double.replace(' ', '_')}")
+    info = inspect_input(args.input)
+    if args.output:
+        refuse_same(args.output, *info.files, args.profile)
+    if args.seqlen is None:
+        args.seqlen = info.seqlen
+    if args.seqlen > info.seqlen:
+        raise ValueError(
+            f"--seqlen must be between 1 and the {info.seqlen} tokens of {args.input}, "
+            f"got {args.seqlen}"
+        )
+    sizes = (args.seqlen, info.nheads, info.nheads_kv, info.headdim)
+    check_room(*sizes, as_dtype(args.dtype).itemsize, ranks)
+    return info
+
+
+def _output_bytes(args: argparse.Namespace, info: InputInfo) -> int:
+    if not args.save_outputs:
+        return 1 << 20
+    q = args.seqlen * info.nheads * info.headdim
+    kv = q // info.nheads * info.nheads_kv
+    return 8 * (2 * q + 2 * kv + q // info.headdim) + (1 << 20)
+
+
+def _grid(comm: MPI.Intracomm, args: argparse.Namespace, info: InputInfo) -> ProcessGrid:
+    """The grid that is asked for; the grid itself refuses misfits."""
+    if args.grid == "auto":
+        machine = together(comm, lambda: read_machine(args.profile))
+        sizes = (args.seqlen, info.nheads, info.headdim, info.nheads_kv)
+        work = Workload(*sizes, MASKS[args.mask](), args.dtype, args.backward, not args.no_overlap)
+        return ProcessGrid.auto(comm, machine, work, method=args.method)
+    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
+    return ProcessGrid(comm, rows, cols, args.heads, args.order)
+
+
+def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dict[str, np.ndarray]:
+    """This rank's shard of the inputs."""
+    rank = plan.grid.comm.rank
+    names = ["q", "k", "v"] + ["dout"] * (args.backward and info.has_dout)
+    tensors = {name: read_shard(info, name, plan.distribution, rank, plan.dtype) for name in names}
+    if args.backward and not info.has_dout:
+        shape = (info.nheads, info.headdim)
+        tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
+    return tensors
+
+
+def _report(result: Result, plan: AttentionPlan) -> None:
+    """Print the short table."""
+    c = result.config
+    print(
+        f"{c['method']} on {c['rows']} x {c['cols']}"
+        f"{' x ' + str(c['heads']) if c['heads'] > 1 else ''} ranks, {c['mask']} mask, "
+        f"{c['distribution']} distribution, {c['dtype']}, {result.provenance['device']}\n"
+        f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
+        f"headdim {c['headdim']}; {c['trials']} trials; "
+        f"tile area max/mean {result.area.max() / result.area.mean():.3f}\n"
+    )
+    print("milliseconds        min    median       max   over trials and ranks")
+    for name, seconds in result.timings.items():
+        low, middle, high = (1e3 * f(seconds) for f in (np.min, np.median, np.max))
+        print(f"{name:<17}{low:>8.2f}{middle:>10.2f}{high:>10.2f}")
+    for phase in phases_of(result):
+        heads = plan.nheads // plan.grid.heads  # of those areas
+        work = flops(int(result.area.sum()), heads, plan.headdim, phase == "backward")
+        slowest = np.median(result.timings[f"{phase}/total"].max(axis=1))
+        print(f"{phase}: {work / slowest / 1e9:.1f} GFLOP/s by the slowest rank")
+    if result.traffic:
+        print("\nbytes of one rank       sent  predicted  received  predicted   (largest)")
+        for name, x in result.traffic.items():
+            columns = ("sent", "predicted_sent", "received", "predicted_received")
+            print(f"{name:<17}" + "".join(f"{int(x[col].max()):>11}" for col in columns))
+    print("\nchecked             error     bound      rows")
+    for name, check in result.checks.items():
+        numbers = f"{check.error:>10.2e}{check.bound:>10.2e}{check.rows:>10}"
+        print(f"{name:<15}{numbers}   {check.verdict}")

@@ -1,0 +1,349 @@
+"""The figures of drivers/plot.py; no MPI import."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from itertools import cycle
+from pathlib import Path
+
+import numpy as np
+
+from a2d_mpi.core.atomic import replacing
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
+from a2d_mpi.experiments.results import Result
+from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, phases_of, summarise
+from a2d_mpi.schedules import METHODS
+
+# Of each method, alone and with a head axis.  Okabe and Ito: told apart by colour-blind readers
+# too; the markers and hatches without colours.
+_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#009E73", "#999999")
+_LINES = [line for line in ("-", "--", "-.", ":") for _ in range(2)]
+_FAMILIES = [method + heads for method in METHODS for heads in ("", " + heads")]
+STYLES = dict(zip(_FAMILIES, zip(cycle(_COLOURS), cycle("oDsp^<v>*"), cycle(_LINES))))
+FILLS = {"compute": ("#0072B2", ""), "merge": ("#009E73", "...."), "wait": ("#E69F00", "////"),
+         "other": ("#DDDDDD", "")}  # fmt: skip
+SETTINGS = {
+    "font.size": 7, "legend.fontsize": 6.5, "axes.titlesize": 7, "savefig.dpi": 300,
+    "lines.linewidth": 1.2, "lines.markersize": 4, "lines.markerfacecolor": "none",
+    "hatch.linewidth": 0.4, "axes.spines.top": False, "axes.spines.right": False,
+}  # fmt: skip
+PHASES = {"forward": ["forward"], "backward": ["backward"], "both": None}
+WIDTH = 8 / 2.54  # inches
+MOST_PLANS = 12  # bars of one figure
+Figure = Callable[[Summary], float]  # one number of a result
+
+
+def plot(args: argparse.Namespace) -> int:
+    """Draw the figures that are asked for; returns the exit code."""
+    names, formats = ([x.strip() for x in text.split(",")] for text in (args.what, args.format))
+    for given, known in ((names, FIGURES), (formats, ("png", "svg"))):
+        if unknown := [x for x in given if x not in known]:
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
+    chosen = Choice(args)
+    plt = pyplot(**SETTINGS)
+    os.makedirs(args.output, exist_ok=True)
+    missing = []
+    for name in names:
+        try:
+            figure = FIGURES[name](plt, chosen)
+        except NothingToDraw as error:
+            missing.append(f"{name}: {error}")
+            continue
+        for kind in formats:
+            path = Path(args.output, f"{name}.{kind}")
+            # Without dates and versions: the same figure is the same file.
+            nothing = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}[kind]
+            with replacing(path) as (target, temporary):
+                figure.savefig(temporary, format=kind, metadata=nothing)
+                os.replace(temporary, target)
+            print(path)
+        plt.close(figure)
+    if len(missing) == len(names):
+        raise ValueError("; ".join(missing))
+    for what in missing:
+        print(f"plot.py: not drawn: {what}", file=sys.stderr)
+    return 0
+
+
+class NothingToDraw(ValueError):
+    """The file holds nothing for a figure."""
+
+
+class Choice:
+    """The results of a file that are to be drawn.
+
+    Attributes
+    ----------
+    all : list of Summary
+        Of the phase that was asked for.
+    these : list of Summary
+        Of one workload.
+    ranks : int
+    run : Result
+        For the timeline.
+    """
+
+    def __init__(self, args) -> None:
+        results, phases = read_benchmark(args.results), PHASES[args.phase]
+        usable = [x for x in results.values() if set(phases or ()) <= set(phases_of(x))]
+        if not usable:
+            raise ValueError(f"{args.results} has no result to plot")
+        self.all = [summarise(result, phases) for result in usable]
+        counts = Counter(name for name, _ in {(x.workload, x.ranks) for x in self.all})
+        of_each = Counter(x.workload for x in self.all)
+        usual = max(counts, key=lambda x: (counts[x], of_each[x], x))
+        self.workload = usual if args.workload is None else args.workload
+        self.these = [x for x in self.all if x.workload == self.workload]
+        if not self.these:
+            raise ValueError(f"no workload {self.workload!r}: {', '.join(sorted(counts))}")
+        most = max(x.ranks for x in self.these)
+        self.ranks, self.phase = most if args.ranks is None else args.ranks, args.phase
+        here = [x for x in self.these if x.ranks == self.ranks]
+        if not here:
+            raise ValueError(f"{self.workload} was not run on {self.ranks} ranks")
+        first = next(iter(METHODS))
+
+        def rank(x: Summary) -> tuple:
+            return not results[x.name].spans, x.method != first, not x.overlap, x.seconds
+
+        fastest = min(here, key=rank)
+        name = fastest.name if args.run is None else args.run
+        if name not in results:
+            raise ValueError(f"no run {name!r} in {args.results}")
+        self.run: Result = results[name]
+        # What names the workload, even if the timeline is of another one.
+        self.config = next(results[x.name].config for x in self.these)
+
+    def families(self, key: Figure, fewest: int = 1) -> dict[str, list[Summary]]:
+        """By method: the plan of least `key` at every number of ranks from `fewest` on."""
+        # Those that communicate and compute in turn are left to `phases`, where both were run.
+        whole = [x for x in self.these if x.overlap] or self.these
+        found = best_of_families((x for x in whole if x.ranks >= fewest), key)
+        return {name: found[name] for name in STYLES if name in found}
+
+    @property
+    def title(self) -> str:
+        """The workload in words."""
+        c = self.config
+        heads = f"{c['nheads']} heads" + f"/{c['nheads_kv']}" * (c["nheads"] != c["nheads_kv"])
+        phase = {"both": "fwd + bwd" if c["backward"] else "fwd"}.get(self.phase, self.phase)
+        shape = f"{c['seqlen']} tokens, {heads} x {c['headdim']}"
+        return f"{c['mask']}, {shape}, {c['dtype']}, {phase}"
+
+
+def draw_scaling(plt, choice: Choice):
+    """Time by number of ranks."""
+    families = choice.families(lambda x: x.seconds)
+    if len({x.ranks for xs in families.values() for x in xs}) == 1:
+        return _bars(plt, choice, families, lambda x: 1e3 * x.seconds, "time, ms")
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.95 * WIDTH))
+    fewest = min(xs[0].ranks for xs in families.values())
+    base = min(xs[0].seconds for xs in families.values() if xs[0].ranks == fewest)
+    everyone = sorted({x.ranks for xs in families.values() for x in xs})
+    ideal = {ranks: 1e3 * base * fewest / ranks for ranks in everyone}
+    axes.plot(everyone, list(ideal.values()), color="black", linewidth=0.8, label="ideal")
+    labels = {}
+    for name, xs in families.items():
+        _line(axes, name, [x.ranks for x in xs], [1e3 * x.seconds for x in xs])
+        for x in xs:
+            if x.ranks > fewest:
+                labels.setdefault(x.ranks, []).append((x.seconds, STYLES[name][0]))
+    for ranks, of_ranks in labels.items():
+        # The best and the worst: more would not be readable.
+        for (seconds, colour), up in {min(of_ranks): -1, max(of_ranks): 1}.items():
+            text = f"{ideal[ranks] / 10 / seconds:.0f} %"
+            axes.annotate(text, (ranks, 1e3 * seconds), (0, 8 * up), fontsize=6, color=colour,
+                          textcoords="offset points", ha="center", va="center")  # fmt: skip
+    _log_ranks(axes, everyone)
+    axes.set_yscale("log")
+    _plain_ticks(axes.yaxis)
+    axes.margins(y=0.15)
+    axes.set_ylabel("time, ms (% of ideal)")
+    return _finish(figure, axes, choice.title)
+
+
+def draw_phases(plt, choice: Choice):
+    """Bars of one workload at one number of ranks."""
+    xs = sorted((x for x in choice.these if x.ranks == choice.ranks), key=lambda x: x.seconds)
+    shown = xs[:MOST_PLANS]
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.35 * WIDTH + 0.17 * len(shown)))
+    left, where = np.zeros(len(shown)), np.arange(len(shown))
+    for part in PARTS:
+        lengths = np.array([1e3 * x.parts[part] for x in shown])
+        colour, hatch = FILLS[part]
+        label = {"wait": "exposed wait"}.get(part, part)
+        axes.barh(where, lengths, 0.72, left, color=colour, hatch=hatch, label=label,
+                  edgecolor="white", linewidth=0.3)  # fmt: skip
+        left += lengths
+    axes.set_yticks(where, [x.plan.removesuffix("@rcu") for x in shown], fontsize=6)
+    axes.invert_yaxis()
+    best = f" (best {len(shown)} of {len(xs)})" * (len(shown) < len(xs))
+    axes.set_xlabel(f"slowest of {choice.ranks} ranks, ms{best}")
+    axes.xaxis.set_major_locator(plt.MaxNLocator(5))  # five digits have room
+    return _finish(figure, axes, choice.title, columns=4)
+
+
+def draw_bytes(plt, choice: Choice):
+    """Bytes by number of ranks."""
+    if not (families := choice.families(lambda x: x.received, fewest=2)):
+        raise NothingToDraw("no run on more than one rank")
+    everyone = sorted({x.ranks for xs in families.values() for x in xs})
+    bounds = {x.ranks: x.bound for xs in families.values() for x in xs if x.bound > 0}
+    if len(everyone) == 1:
+        bound = bounds.get(everyone[0], math.nan) / 1e6
+        return _bars(plt, choice, families, lambda x: x.received / 1e6, "MB received by a rank",
+                     lambda x: x.formula / 1e6, bound)  # fmt: skip
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.95 * WIDTH))
+    axes.set_yscale("log")
+    for name, xs in families.items():
+        colour, marker, line = STYLES[name]
+        ranks = [x.ranks for x in xs]
+        axes.plot(ranks, [x.formula / 1e6 for x in xs], color=colour, linestyle=line)
+        received = [x.received / 1e6 for x in xs]
+        axes.plot(ranks, received, color=colour, marker=marker, linestyle="none")
+        _line(axes, name, [], [])
+    if bounds:
+        # It may be next to nothing on few ranks: then the line leaves below.
+        axes.set_ylim(bottom=min(x.formula for xs in families.values() for x in xs) / 5e6)
+        axes.plot(sorted(bounds), [bounds[x] / 1e6 for x in sorted(bounds)], color="black",
+                  linewidth=0.8, label="bound without heads")  # fmt: skip
+    _log_ranks(axes, everyone)
+    _plain_ticks(axes.yaxis)
+    axes.set_ylabel("MB received by a rank\n(points counted, lines formula)")
+    return _finish(figure, axes, choice.title)
+
+
+def draw_model(plt, choice: Choice):
+    """Predicted against measured."""
+    if not (known := [x for x in choice.all if not math.isnan(x.predicted)]):
+        raise NothingToDraw("no predictions in the file (bench.py --profile)")
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.95 * WIDTH))
+    both = [1e3 * y for x in known for y in (x.seconds, x.predicted)]
+    ends = np.array([min(both) / 1.5, max(both) * 1.5])
+    for band, grey in ((0.3, "#EEEEEE"), (0.15, "#CCCCCC")):
+        axes.fill_between(ends, ends * (1 - band), ends * (1 + band), color=grey, linewidth=0)
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for name, (colour, marker, _) in STYLES.items():
+        these = [(1e3 * x.seconds, 1e3 * x.predicted) for x in known if x.family == name]
+        if these:
+            axes.scatter(*zip(*these), 9, "none", marker=marker, edgecolors=colour, label=name)
+    off = np.array([abs(x.predicted / x.seconds - 1) for x in known])
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms")
+    axes.set_ylabel("predicted, ms")
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain_ticks(axis)
+    within = ", ".join(f"{100 * np.mean(off <= x):.0f} % within {100 * x:.0f} %"
+                       for x in (0.15, 0.3))  # fmt: skip
+    return _finish(figure, axes, f"{len(known)} runs: {within}")
+
+
+def draw_timeline(plt, choice: Choice):
+    """Spans of every rank."""
+    result, c = choice.run, choice.run.config
+    if not result.spans:
+        raise NothingToDraw(f"{c['name']} was kept without spans (bench.py --spans)")
+    phases, ranks = phases_of(result), int(c["ranks"])
+    figure, all_axes = plt.subplots(
+        1, len(phases), figsize=(WIDTH, 0.45 * WIDTH + min(0.16 * ranks, 4.0)),
+        sharey=True, squeeze=False,
+    )  # fmt: skip
+    for phase, axes in zip(phases, all_axes[0]):
+        spans = result.spans[phase]
+        for part in ("other", "compute", "merge", "wait"):
+            code = SPAN_PARTS.index("total" if part == "other" else part)
+            colour, hatch = FILLS[part]
+            for rank in range(ranks):
+                these = spans[(spans["rank"] == rank) & (spans["part"] == code)]
+                bars = [(1e3 * x["start"], 1e3 * (x["end"] - x["start"])) for x in these]
+                label = part if rank == 0 and phase == "forward" else None
+                axes.broken_barh(bars, (rank - 0.4, 0.8), facecolor=colour, hatch=hatch,
+                                 edgecolor="white", linewidth=0, label=label)  # fmt: skip
+        axes.set_xlabel(f"{phase}, ms")
+        axes.set_xlim(0, 1e3 * spans["end"].max())
+        axes.set_ylim(ranks - 0.4, -0.6)
+    all_axes[0, 0].set_ylabel("rank")
+    all_axes[0, 0].yaxis.set_major_locator(plt.MaxNLocator(8, integer=True))
+    title = f"{summarise(result).plan.removesuffix('@rcu')}, {c['mask']}, {c['seqlen']} tokens"
+    return _finish(figure, all_axes[0, 0], title, columns=4)
+
+
+_DRAWN = (draw_scaling, draw_phases, draw_bytes, draw_model, draw_timeline)
+FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
+
+
+def pyplot(**settings: object):
+    """matplotlib.pyplot for files, without the user's settings; ValueError if it is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("needs matplotlib: pip install -e '.[plot]'") from None
+    matplotlib.use("agg")
+    matplotlib.rcdefaults()
+    # The same picture is the same file.
+    matplotlib.rcParams.update({"svg.hashsalt": "a2d_mpi", **settings})
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def _line(axes, name: str, x: list[float], y: list[float]) -> None:
+    colour, marker, line = STYLES[name]
+    axes.plot(x, y, color=colour, marker=marker, linestyle=line, label=name)
+
+
+def _bars(
+    plt, choice: Choice, families: dict[str, list[Summary]], value: Figure, unit: str,
+    formula: Figure | None = None, bound: float = math.nan,
+):  # fmt: skip
+    """A bar for the plan of each method, least first, where there is one number of ranks."""
+    xs = sorted(((value(x), name, x) for name, (x,) in families.items()), key=lambda x: x[:2])
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.4 * WIDTH + 0.2 * len(xs)))
+    for y, (length, name, x) in enumerate(xs):
+        axes.barh(y, length, 0.7, color=STYLES[name][0])
+        times = f" ({length / xs[0][0]:.2f}x)" if xs[0][0] else ""
+        axes.annotate(f" {length:.3g}{times}", (length, y), va="center", fontsize=6)
+        if formula:
+            axes.plot(formula(x), y, "|", color="black", label="formula" if y == 0 else None)
+    if not math.isnan(bound):
+        axes.axvline(bound, color="black", linewidth=0.8, label="bound without heads")
+    axes.set_yticks(range(len(xs)), [x.plan.removesuffix("@rcu") for *_, x in xs], fontsize=6)
+    axes.invert_yaxis()
+    axes.margins(x=0.3)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(plt.MaxNLocator(4))
+    axes.set_xlabel(f"{unit}\n(run on {xs[0][2].ranks} ranks only)")
+    return _finish(figure, axes, choice.title)
+
+
+def _log_ranks(axes, ranks: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(x) for x in ranks])
+    axes.minorticks_off()
+    axes.set_xlim(ranks[0] / 1.15, ranks[-1] * 1.15)
+    axes.set_xlabel("ranks")
+
+
+def _plain_ticks(axis) -> None:
+    """1, 2, 5, 10, ... rather than powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _finish(figure, axes, title: str, columns: int = 2):
+    """Title and legend above, so that they hide nothing."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.set_layout_engine("constrained")
+    figure.legend(
+        handles, labels, title=title, loc="outside upper center", ncols=columns, frameon=False,
+        columnspacing=1.2, handlelength=2.2, borderaxespad=0.1, title_fontsize=6.5,
+    )  # fmt: skip
+    return figure
