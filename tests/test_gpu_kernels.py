@@ -112,14 +112,9 @@ def test_plain_kernel(cupy, dtype, kind):
         exact = plain(q, k, v, dout, intervals, scale, np.float64)
         kernel = plain_kernel(cupy, DTYPES[dtype], scale)
         for wide, fresh in ((True, False), (False, True)):
-<<<<<<< HEAD:tests/test_gpu_kernels.py
             found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
-            bad += [(shape, wide, x) for x in failures(found, q, k, v, dout, intervals, scale)]
-=======
-            found = run(cupy, tile, q, k, v, dout, intervals, exact, wide, fresh)
             wrong = failures(found, q, k, v, dout, intervals, scale, exact)
             bad += [(shape, wide, x) for x in wrong]
->>>>>>> help1:tests/test_gpu_tiles.py
     assert not bad
 
 
@@ -152,16 +147,9 @@ def test_cudnn(cupy, dtype, heads, mask, gradients):
     intervals, bad = shapes_of_runs(mask, nq, nk), []
     exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
     for wide, fresh in ((True, False), (False, True)):
-<<<<<<< HEAD:tests/test_gpu_kernels.py
-        exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
         kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), gradients=gradients)
         found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
-        bad += failures(found, q, k, v, dout, intervals, 0.2, q.dtype)
-=======
-        tile = cudnn_tile(cupy, kernel(cupy, q.dtype, 0.2), gradients=gradients)
-        found = run(cupy, tile, q, k, v, dout, intervals, exact, wide, fresh)
         bad += failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
->>>>>>> help1:tests/test_gpu_tiles.py
         if cupy.kind == "emulated":
             launched = {block.shape for block in kernel._graphs.launched}
             shapes = {x.shape for x in runs(intervals, 64)} - {"general"}
@@ -186,16 +174,10 @@ def test_cudnn_without_a_kernel(cupy):
     q, k, v, dout = make((80, 90, 4, 2, 32), DTYPES["bfloat16"])
     intervals = Causal().intervals(np.arange(80), np.arange(90))
     exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-<<<<<<< HEAD:tests/test_gpu_kernels.py
     kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), refuse=("causal",))
     found = run(cupy, kernel, q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 0.2) and not kernel._graphs.launched
-=======
-    tile = cudnn_tile(cupy, kernel(cupy, q.dtype, 0.2), refuse=("causal",))
-    found = run(cupy, tile, q, k, v, dout, intervals, exact)
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
-    assert not tile._graphs.launched
->>>>>>> help1:tests/test_gpu_tiles.py
+    assert not kernel._graphs.launched
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -8,7 +8,7 @@ from a2d_mpi.schedules.steps import WIDE, Attend, Rows, Schedule
 def forward(s: Schedule) -> None:
     """Write down the forward pass of rank ``s.rank``."""
     q, kv = (Rows(s.array(f"own {x}", x, (s.rank,), "given"), s.rank) for x in ("q", "kv"))
-    out = Rows(s.array("out", "out", (s.rank,), "result"), s.rank)
+    out = Rows(s.array("out", "out", (s.rank,), "result", wide=("lse",)), s.rank)
     s.add(Attend(q, kv, out))
     s.results = {"out": out}
 

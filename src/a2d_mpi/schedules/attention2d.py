@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.steps import KINDS, Attend, Merge, Message, Ranks, Rows, Schedule, Zero
+from a2d_mpi.schedules.steps import Attend, Merge, Message, Ranks, Rows, Schedule, Zero
 
 
 class Tile:
@@ -91,7 +91,7 @@ def forward(s: Schedule) -> None:
     """Write down the forward pass of rank ``s.rank``."""
     tile = Tile(s)
     tile.gather("q")
-    out = s.array("out", "out", (s.rank,), "result", wide=KINDS["out"])
+    out = s.array("out", "out", (s.rank,), "result")
     coming = s.partials("row", "out", tile.row_peers)
     for queries, keys in tile.blocks(by_query=True):
         if queries.owner is s.rank:

@@ -28,7 +28,6 @@ from collections.abc import Iterator
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.steps import (
-    KINDS,
     Attend,
     Copy,
     Merge,
@@ -100,7 +99,7 @@ class Ring:
 def forward(s: Schedule) -> None:
     """Write down the forward pass of rank ``s.rank``."""
     q = Rows(s.array("own q", "q", (s.rank,), "given"), s.rank)
-    out = Rows(s.array("out", "out", (s.rank,), "result", wide=KINDS["out"]), s.rank)
+    out = Rows(s.array("out", "out", (s.rank,), "result"), s.rank)
     for _, _, block in Ring(s).blocks():
         s.add(Attend(q, block, out))
     s.results = {"out": out}

@@ -235,8 +235,11 @@ class Schedule:
         role: str = "buffer",
         **others: Any,
     ) -> str:
-        """Declare an array; returns its name."""
-        self.arrays.setdefault(name, Array(kind, tuple(owners), role, **others))
+        """Declare an array; returns its name.  All tensors of results are wide by default."""
+        if name not in self.arrays:
+            if role == "result":
+                others = {"wide": KINDS[kind], **others}
+            self.arrays[name] = Array(kind, tuple(owners), role, **others)
         return name
 
     def add(self, *steps: Step) -> None:
