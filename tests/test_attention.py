@@ -294,7 +294,7 @@ def test_order_of_ranks(comm, order):
 
 def test_planned_grid(comm):
     machine = read_machine(PROFILES / "h100-64x1.toml")
-    work = Workload(1 << 16, NHEADS, 64, NHEADS, Causal())
+    work = Workload(1 << 16, NHEADS, 64, mask=Causal())
     grid = ProcessGrid.auto(comm, machine, work)
     best = best_plan(machine, comm.size, work, methods=("attention2d",))
     assert_all(comm, grid.layout == best.layout, f"{grid.layout}, planned {best.layout}")

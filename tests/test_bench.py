@@ -328,7 +328,7 @@ def test_parse_plan():
 def test_auto(tmp_path):
     (tmp_path / "test.toml").write_text(PROFILE)
     machine = read_machine(tmp_path / "test.toml")
-    case = Case("causal", 64, 8, 8, 16, "float32", True)
+    case = Case(64, 8, 16, mask="causal", backward=True)
     found = plans_for(case, ["auto:3", "ring"], 4, METHODS, (True,), machine)
     best = planner.plans(machine, 4, case.work())[:3]
     assert [(c.method, c.layout) for c in found[:3]] == [(x.method, x.layout) for x in best]
@@ -352,7 +352,7 @@ def test_names_are_different():
         for kv in (8, 1)
         for ranks in (4, 8)
         for c in plans_for(
-            Case(mask, 64, 8, kv, 16, "float32", backward),
+            Case(64, 8, 16, kv, mask=mask, backward=backward),
             ["all", "ring", "attention2d"],
             ranks,
             METHODS,

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from a2d_mpi.comm import transport
 from a2d_mpi.core import chunks
+from a2d_mpi.core.config import AttentionConfig, Problem
 from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
 from a2d_mpi.core.masks import Causal, Full, IntervalMask
 from a2d_mpi.core.pairs import visible_pairs
-from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, Problem, flops, misfit
+from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, flops, misfit
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS
 
@@ -34,7 +35,12 @@ def traffic_heads(sizes, heads, rank):
 
 
 def problem(ranks):
-    return Problem((N,) * ranks, H, HKV, D, itemsize=4, compute_itemsize=4)
+    return with_counts((N,) * ranks)
+
+
+def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D):
+    sizes = max(1, sum(counts)), nheads, headdim, nheads_kv
+    return Problem(tuple(counts), AttentionConfig(*sizes, dtype=dtype))
 
 
 @pytest.mark.parametrize("rows, cols", [(1, 1), (1, 4), (4, 1), (2, 3), (8, 8)])
@@ -88,7 +94,7 @@ def test_double_ring_of_equal_parts(outer, inner):
 
 def test_uneven_parts_lose_nothing():
     """What all ranks send is what all ranks receive."""
-    sizes = Problem((3, 0, 5, 2, 9, 1), H, HKV, D, 8, 8)
+    sizes = with_counts((3, 0, 5, 2, 9, 1), dtype="float64")
     for moved in (
         [traffic_2d(sizes, 2, 3, rank) for rank in range(6)],
         [traffic_ring(sizes, rank) for rank in range(6)],
@@ -108,7 +114,7 @@ def test_every_byte_sent_is_received(shape, method, data):
     layout = Layout(rows, cols, heads)
     counts = data.draw(st.lists(st.integers(0, 9), min_size=layout.size, max_size=layout.size))
     for nheads_kv in (1, 2 * heads, 12 * heads):
-        sizes = Problem(tuple(counts), 12 * heads, nheads_kv, D, 2, 4)
+        sizes = with_counts(counts, 12 * heads, nheads_kv, "bfloat16")
         for count in (cost.traffic, cost.messages):
             moved = [count(method, layout, sizes, rank) for rank in range(layout.size)]
             for key in {key for rank in moved for key in rank}:
@@ -120,7 +126,8 @@ def test_every_byte_sent_is_received(shape, method, data):
 def test_double_ring(outer, inner):
     """As much as the ring forward; dK, dV one inner hop a round more, and then home."""
     counts = (3, 0, 5, 2, 9, 1)[: outer * inner]
-    sizes = Problem(counts, H, HKV, D, 2, 4)
+    sizes = with_counts(counts, dtype="bfloat16")
+    kv_bytes, dkv_bytes = (2 * sizes.config.nbytes("k", wide) for wide in (False, True))
     for rank in range(outer * inner):
         double = traffic_double_ring(sizes, outer, inner, rank)
         single = traffic_ring(sizes, rank)
@@ -129,23 +136,23 @@ def test_double_ring(outer, inner):
         # The blocks that I begin with: each goes to the next ring in each pass, the last home.
         mine = sum(counts[rank % inner :: inner])
         kv, dkv = mine - counts[rank], mine * (outer > 1)
-        expected = kv * sizes.kv + dkv * sizes.dkv
+        expected = kv * kv_bytes + dkv * dkv_bytes
         assert double.get(("backward", "outer"), [0, 0])[1] == expected
         around = sum(counts) * (inner > 1)
-        expected = (around - mine * (inner > 1)) * sizes.kv + around * sizes.dkv
+        expected = (around - mine * (inner > 1)) * kv_bytes + around * dkv_bytes
         assert double.get(("backward", "inner"), [0, 0])[1] == expected
 
 
 def test_exchange_of_heads():
     """With all kv heads shared out: what a rank owns leaves it but for its own share."""
-    sizes = Problem((N,) * 4, 8, 4, D, 2, 4)
+    sizes = with_counts((N,) * 4, 8, 4, "bfloat16")
     for rank in range(4):
         moved = traffic_heads(sizes, 4, rank)
         q, kv, lse = 3 * N * 2 * D * 2, 3 * N * 2 * D * 2, 3 * N * 2 * 4
         assert moved["forward", "head"] == [2 * q + kv + lse] * 2
         assert moved["backward", "head"] == [3 * q + 2 * lse + 2 * kv] * 2
     # One kv head for four layers: all get it, and its gradients come back in the compute dtype.
-    shared = Problem((N,) * 4, 8, 1, D, 2, 4)
+    shared = with_counts((N,) * 4, 8, 1, "bfloat16")
     moved = traffic_heads(shared, 4, 0)
     assert moved["forward", "head"][0] == 2 * q + 3 * N * 2 * D * 2 + lse
     assert moved["backward", "head"][0] == 3 * q + 2 * lse + 3 * N * 2 * D * (2 + 4)
@@ -157,7 +164,7 @@ def test_exchange_of_heads():
 ])  # fmt: skip
 def test_which_head_axes_fit(nheads, nheads_kv, heads, fits):
     assert (misfit(nheads, nheads_kv, heads) is None) == fits
-    sizes = Problem((1,) * heads, nheads, nheads_kv, D, 2, 4)
+    sizes = with_counts((1,) * heads, nheads, nheads_kv)
     if not fits:
         with pytest.raises(ValueError, match=str(nheads)):
             sizes.context_group(heads)
@@ -166,7 +173,7 @@ def test_which_head_axes_fit(nheads, nheads_kv, heads, fits):
     group = nheads // nheads_kv
     for u in range(heads):
         first, last = (u * nheads // heads) // group, ((u + 1) * nheads // heads - 1) // group
-        assert last - first + 1 == sizes.context_group(heads).nheads_kv
+        assert last - first + 1 == sizes.config.context_group(heads).nheads_kv
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -226,7 +233,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
         for rows in (r for r in range(1, ranks + 1) if ranks % r == 0):
             for method in METHODS:
                 layout = Layout(rows, ranks // rows)
-                sizes = Problem((100,) * ranks, 6, nheads_kv, D, 4, 4)
+                sizes = with_counts((100,) * ranks, 6, nheads_kv)
                 moved = cost.moves(method, layout, sizes, np.arange(ranks), phases)
                 nbytes = [x.tokens * sum(x.tensors) for x in moved if not x.sent]
                 received = sum(int(np.broadcast_to(x, ranks).sum()) for x in nbytes)
@@ -247,7 +254,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
 
 
 def test_messages():
-    sizes = Problem((10, 0, 10, 10), H, HKV, D, 4, 4)
+    sizes = with_counts((10, 0, 10, 10))
     assert cost.messages("attention2d", Layout(2, 2), sizes, 0) == {
         # q to rank 1, and its empty part costs nothing; k and v to rank 2 and back.
         ("forward", "row"): [1, 2],
@@ -255,7 +262,7 @@ def test_messages():
         ("backward", "row"): [4, 1],
         ("backward", "col"): [4, 4],
     }
-    large = Problem((1 << 20,) * 2, 1, 1, 512, 4, 4)  # 2 GiB a tensor
+    large = with_counts((1 << 20,) * 2, 1, 1, headdim=512)  # 2 GiB a tensor
     assert cost.messages("ring", Layout(2, 1), large, 0)["forward", "ring"] == [4, 4]
     assert MAX_MESSAGE == transport.MAX_MESSAGE
 

@@ -95,7 +95,7 @@ def test_killed_at_any_moment(tmp_path):
         c.name
         for n in range(256, 260)
         for mask in ("causal", "full")
-        for c in plans_for(Case(mask, n, 4, 4, 8, "float32", True), ["all"], 2, METHODS)
+        for c in plans_for(Case(n, 4, 8, mask=mask, backward=True), ["all"], 2, METHODS)
         if c.method in {result.config["method"] for result in found.values()}
     }
     assert set(found) == names

@@ -29,7 +29,7 @@ CAUSAL = Causal()
 
 
 def work(seqlen=1 << 16, nheads=96, nheads_kv=None, mask=CAUSAL, backward=True):
-    return Workload(seqlen, nheads, 128, nheads_kv, mask, "bfloat16", backward)
+    return Workload(seqlen, nheads, 128, nheads_kv, mask=mask, backward=backward)
 
 
 def test_all_shapes_are_there():

@@ -1,4 +1,4 @@
-"""Arrays that a schedule names: the caller's, new results, and buffers of the plan."""
+"""Arrays of a schedule: the caller's tensors, new results, and buffers of the plan."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import numpy as np
 
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.core.chunks import chunks
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.sizes import Layout, Problem
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.schedules.accounts import is_of_keys, sorted_arrays, tensor_shape
+from a2d_mpi.schedules.accounts import sorted_arrays
 from a2d_mpi.schedules.steps import FIRST, KINDS, Copy, Merge, Rows, Schedule
 from a2d_mpi.schedules.steps import Array as Described
 
@@ -23,28 +24,28 @@ class Arrays:
     ----------
     schedule : Schedule
     layout : Layout
-    problem : Problem
-        Of all ranks and heads.
+    config : AttentionConfig
+        With all heads.
     shards : Distribution
         Of the ranks of the schedule.
     splits : mapping of bool to list of slices
-        Of this rank's own queries (False) and keys (True): the slices that are computed first,
-        and last, where the schedule has both.
+        Slices of this rank's own queries (False) and keys (True) that are computed first and
+        last, where the schedule has both.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         layout: Layout,
-        problem: Problem,
+        config: AttentionConfig,
         shards: Distribution,
         splits: Mapping[bool, list[slice]],
     ) -> None:
         self._schedule, self._described = schedule, schedule.arrays
-        self._problem, self._group = problem, problem.context_group(layout.heads)
+        self._config, self._group = config, config.context_group(layout.heads)
         self._heads, self._shards, self._splits = layout.heads, shards, splits
         self._counts = schedule.sizes.counts
-        self.orders = {  # what sorts the tokens of arrays that a kernel needs sorted
+        self.orders = {  # of arrays that a kernel needs in the order of tokens: (tokens,) int64
             name: order
             for name in sorted_arrays(schedule)
             if (order := self._order(name)) is not None
@@ -54,7 +55,7 @@ class Arrays:
         self._version: object = None
 
     def begin(self, engine: Engine, given: Mapping[str, Array]) -> None:
-        """Begin a call, with the caller's arrays and new results."""
+        """Begin a call with the caller's arrays and new results."""
         self._engine, self._given = engine, given
         if self._version is not engine.work.version:  # buffers were made anew
             self._views, self._version = {}, engine.work.version
@@ -64,7 +65,7 @@ class Arrays:
         self._in_order: set[str] = set()
 
     def end(self) -> dict[str, Array]:
-        """Results; the caller's arrays are not kept."""
+        """End the call, keep none of the caller's arrays, and return the results by name."""
         found = {
             x: y
             for rows in self._schedule.results.values()
@@ -74,11 +75,11 @@ class Arrays:
         return found
 
     def free(self) -> None:
-        """Keep no buffer of the plan."""
+        """Forget the buffers of the plan."""
         self._views = {}
 
     def kind(self, name: str) -> str:
-        """One of `KINDS`."""
+        """Kind of an array, one of `KINDS`."""
         return self._described[name].kind
 
     def tensors(self, rows: Rows) -> list[Array]:
@@ -95,25 +96,25 @@ class Arrays:
         else:
             tokens = self._count(rows)
             whole = [self._buffer(rows.array, x, tokens, x in array.wide) for x in names]
+        # Each of `whole` is (tokens of all owners, heads, headdim), or (.., heads) for statistics.
         found = whole if where == slice(None) else [x[where] for x in whole]
         if array.role == "buffer":
             self._views[rows] = found
         return found
 
     def travelling(self, rows: Rows) -> list[Array]:
-        """Rows as they travel: a packed array in one message."""
-        return (
-            [self._parcel(rows)[0]] if self._described[rows.array].packed else self.tensors(rows)
-        )
+        """Rows in the messages that carry them: one for all tensors of a packed array."""
+        packed = self._described[rows.array].packed
+        return [self._parcel(rows)[0]] if packed else self.tensors(rows)
 
     def keys(self, rows: Rows) -> list[Array]:
-        """Keys, or their gradients; those of several owners in the order of tokens."""
+        """Rows of keys or of their gradients; those of several owners in the order of tokens."""
         name = rows.array
         if rows.owner is not None or name not in self.orders:
             return self.tensors(rows)
         found = self.sorted(name)
         if self.kind(name) == "kv" and name not in self._in_order:
-            self._in_order.add(name)  # they have come, and are sorted once
+            self._in_order.add(name)  # all have arrived: sorted once a call
             with self._engine.clock("merge"):
                 order = self._engine.upload(self.orders[name])
                 for to, x in zip(found, self.tensors(rows)):
@@ -121,7 +122,7 @@ class Arrays:
         return found
 
     def sorted(self, name: str) -> list[Array]:
-        """The array again, for rows in the order of tokens; none if they are anyway."""
+        """Second buffers of an array, in the order of tokens; empty if the first are in it."""
         array = self._described[name]
         if name not in self.orders:
             return []
@@ -131,13 +132,16 @@ class Arrays:
         ]
 
     def own_partials(self, rows: Rows) -> list[Array]:
-        """Buffers for a partial out of some of this rank's rows."""
+        """Buffers of a partial out and lse for some of this rank's rows."""
         n, where = self._counts[self._schedule.rank], self.slice(rows)
-        return [self._buffer("own", x, n, wide=True)[where] for x in KINDS["out"]]
+        return [  # (rows, nheads, headdim), (rows, nheads)
+            self._buffer("own", x, n, wide=True)[where] for x in KINDS["out"]
+        ]
 
     def compensation(self, rows: Rows | None = None) -> Array:
-        """What merges of this rank's lse, or of some of its rows, have lost."""
-        whole = self._buffer("rest", "lse", self._counts[self._schedule.rank], wide=True)
+        """Rounding lost by the merges of this rank's lse, or of some of its rows."""
+        own = self._counts[self._schedule.rank]
+        whole = self._buffer("rest", "lse", own, wide=True)  # (own, nheads)
         return whole if rows is None else whole[self.slice(rows)]
 
     def tokens(self, rows: Rows, order: np.ndarray | None = None) -> np.ndarray:
@@ -147,7 +151,7 @@ class Arrays:
         return tokens[self._find(rows)] if order is None else tokens[order]
 
     def places(self, step: Copy | Merge) -> np.ndarray | None:
-        """Places of an owner's rows in an array in the order of tokens; None: it has none."""
+        """Places of an owner's rows in an array by token; None if neither array is by token."""
         for rows in (step.to, step.rows):
             array = self._described[rows.array]
             if array.by_token and rows.owner is not None:
@@ -156,13 +160,12 @@ class Arrays:
         return None
 
     def first_head(self, name: str, rank: int) -> int:
-        """The first head of a tensor that a rank of the head group computes."""
+        """First head of a tensor among those that a rank of the head group computes."""
         first = rank % self._heads * self._group.nheads
-        each = self._problem.nheads // self._problem.nheads_kv
-        return first // each if is_of_keys(name) else first
+        return first * self._config.shape(name)[0] // self._config.nheads
 
     def slice(self, rows: Rows) -> slice:
-        """Where rows lie in their array."""
+        """Place of rows in their array."""
         if rows not in self._slices:
             self._slices[rows] = self._find(rows)
         return self._slices[rows]
@@ -170,7 +173,7 @@ class Arrays:
     def _find(self, rows: Rows) -> slice:
         owners, by_token = self._described[rows.array].owners, self._described[rows.array].by_token
         if rows.owner is None or by_token:
-            return slice(None)  # those of one owner: see `places`
+            return slice(None)  # rows of one owner: see `places`
         first, n = 0, self._counts[rows.owner]
         if owners:
             first = sum(self._counts[p] for p in owners[: owners.index(rows.owner)])
@@ -191,29 +194,29 @@ class Arrays:
         return sum(self._counts[p] for p in owners)
 
     def _parcel(self, rows: Rows) -> tuple[Array, list[Array]]:
-        """A packed array: all of it, and its tensors."""
-        array, engine = self._described[rows.array], self._engine
+        """A packed array as bytes, and its tensors: (tokens, heads, headdim) each."""
+        array, tokens = self._described[rows.array], self._count(rows)
         like = [
-            ((self._count(rows), *tensor_shape(self._group, x)), engine.dtypes[x in array.wide])
+            ((tokens, *self._group.shape(x)), self._group.dtype_of(x, x in array.wide))
             for x in KINDS[array.kind]
         ]
-        return engine.work.parcel((rows.array, "all"), like)
+        return self._engine.work.parcel((rows.array, "all"), like)
 
     def _new(self, array: Described) -> dict[str, Array]:
-        """New arrays for results."""
+        """New arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
         tokens = sum(self._counts[p] for p in array.owners)
-        of, engine = (self._problem if array.all_heads else self._group), self._engine
+        config, empty = self._config if array.all_heads else self._group, self._engine.device.empty
         return {
-            x: engine.device.empty((tokens, *tensor_shape(of, x)), engine.dtypes[x in array.wide])
+            x: empty((tokens, *config.shape(x)), config.dtype_of(x, x in array.wide))
             for x in KINDS[array.kind]
         }
 
     def _buffer(self, key: object, name: str, tokens: int, wide: bool) -> Array:
-        """The plan's buffer `key` for tokens of a tensor, as the caller has it or computed."""
-        shape = (tokens, *tensor_shape(self._group, name))
-        return self._engine.work.get((key, name), shape, self._engine.dtypes[wide])
+        """Buffer `key` of the plan for so many tokens of a tensor; `wide` as of `dtype_of`."""
+        shape = tokens, *self._group.shape(name)
+        return self._engine.work.get((key, name), shape, self._group.dtype_of(name, wide))
 
 
 def of_keys(schedule: Schedule, rows: Rows) -> bool:
-    """Whether rows are of keys."""
+    """Tell whether rows are of keys or of their gradients."""
     return schedule.arrays[rows.array].kind in ("kv", "dkv")

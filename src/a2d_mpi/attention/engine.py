@@ -1,4 +1,4 @@
-"""Engine of a plan: the device of the arrays, a kernel, buffers, a way to MPI, clocks."""
+"""Engine of a plan: device of the arrays, kernel, buffers, transport to MPI, clocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.rendezvous import Call, Rendezvous
 from a2d_mpi.comm.threads import BlasThreads
 from a2d_mpi.comm.transport import PROGRESS, DeviceTransport, HostTransport, Transport
-from a2d_mpi.core.dtypes import compute_dtype
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Remembered, Workspace
@@ -22,30 +22,27 @@ from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
 
 
 class Engine:
-    """Everything of a plan that depends on where the arrays are.
+    """Parts of a plan that depend on the device of the arrays.
 
     Parameters
     ----------
     kernel : str
         One of `a2d_mpi.kernels.KERNELS`.
-    dtype : dtype
-    softmax_scale : float
+    config : AttentionConfig
     transfers : {"auto", "device", "host"}
     progress : str
         One of `a2d_mpi.comm.transport.PROGRESS`.
     polls : Intracomm or None
-        On which kernels that hold the core call MPI between their blocks.
+        Communicator that kernels on the host poll between their blocks; None: no polling.
     threads : BlasThreads
         Of kernels on the host.
 
     Attributes
     ----------
-    dtypes : (dtype, dtype)
-        Of tensors as they are sent, and as they are computed.
     device, kernel, work, transport
-        None, but for `work`, before the first call has brought its arrays.
+        All but `work` are None until the first call.
     waits : dict of str to list of (float, float)
-        From when to when inside MPI waits, by phase; by `time.perf_counter`.
+        Start and end of each MPI wait, by phase; seconds of `time.perf_counter`.
 
     Raises
     ------
@@ -56,22 +53,21 @@ class Engine:
     def __init__(
         self,
         kernel: str,
-        dtype: np.dtype,
-        softmax_scale: float,
+        config: AttentionConfig,
         transfers: str,
         progress: str,
         polls: MPI.Intracomm | None,
         threads: BlasThreads,
     ) -> None:
-        check_kernel(kernel, dtype)
+        self._options = config.dtype_of("q"), config.softmax_scale
+        check_kernel(kernel, self._options[0])
         if progress not in PROGRESS:
             raise ValueError(f"overlap must be true, false or one of {PROGRESS}, got {progress!r}")
         if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap by a thread needs MPI_THREAD_MULTIPLE")
         gpu_aware(transfers)
-        self.dtypes = dtype, compute_dtype(dtype)
-        self._name, self._options = kernel, (dtype, softmax_scale)
-        self._transfers, self._progress, self._threads = transfers, progress, threads
+        self._name, self._transfers = kernel, transfers
+        self._progress, self._threads = progress, threads
         self._polls = _Polls(polls)
         self.device: Device | None = None
         self.kernel: Kernel | None = None
@@ -82,7 +78,7 @@ class Engine:
         self._phase = ""
 
     def move_to(self, device: Device) -> None:
-        """Use this device from now on: its kernels and buffers."""
+        """Use a device, its kernels and its buffers from now on."""
         if device is self.device:
             return
         work = Workspace(device)
@@ -92,7 +88,7 @@ class Engine:
 
     @property
     def way(self) -> str:
-        """How tensors could get to MPI from here: as "host" or "device" memory, or "staged"."""
+        """Way of this rank's tensors to MPI: as "host" or "device" memory, or "staged"."""
         if self.device is HOST:
             return "host"
         return "device" if gpu_aware(self._transfers)[0] else "staged"
@@ -109,7 +105,7 @@ class Engine:
         rendezvous : Rendezvous
         call : Call
         problem : str or None
-            What is wrong on this rank.
+            Error of this rank.
         finite : bool
             Whether no element of this rank's arrays is known to be NaN or infinite.
 
@@ -120,7 +116,7 @@ class Engine:
             of some are on the host and those of others on a device.
         """
         way = "" if problem else self.way
-        # Bits: something is wrong, what ways to MPI the ranks would take, something not finite.
+        # Bits: an error; each rank's way to MPI; an element that is not finite.
         bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
         found = rendezvous.meet(call, bits | (not finite) << 4)
         if found & 1:
@@ -135,7 +131,7 @@ class Engine:
             self.transport = DeviceTransport(self.device, staged)
 
     def upload(self, x: np.ndarray) -> Array:
-        """A constant array of the plan, on the device."""
+        """Copy a constant array of the plan to the device, once."""
         return self._constants.get(x, lambda: self.device.upload(x))
 
     @contextmanager
@@ -145,7 +141,7 @@ class Engine:
         with (
             self.clock("total"),
             self._threads.limited() if self.device is HOST else nullcontext(),
-            # What overflows or is NaN shows in the results; every rank would warn of it.
+            # Overflows and NaN show in the results; every rank would warn of them.
             np.errstate(over="ignore", invalid="ignore"),
         ):
             yield
@@ -174,7 +170,7 @@ class Engine:
         return found
 
     def spans(self, phase: str) -> list[tuple[str, float, float]]:
-        """What was done when in the latest call, in the order of time.
+        """Parts of the latest call of a phase, in the order of time.
 
         Returns
         -------
@@ -199,7 +195,7 @@ class Engine:
 
     @property
     def transport(self) -> Transport | None:
-        """How arrays get to MPI."""
+        """Transport of the arrays to MPI."""
         return self._polls.transport
 
     @transport.setter
@@ -213,12 +209,13 @@ class Engine:
 
 
 class _Polls:
-    """Lets messages advance; apart from the engine, which its kernel must not refer back to."""
+    """Polling of MPI by a kernel, which must not refer back to the engine."""
 
     def __init__(self, comm: MPI.Intracomm | None) -> None:
         self._comm = comm
         self.transport: Transport | None = None
 
     def poll(self) -> None:
+        """Let messages advance."""
         if self._comm is not None:
             self.transport.poll(self._comm)

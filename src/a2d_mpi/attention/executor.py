@@ -1,4 +1,4 @@
-"""Runs schedules: their messages, kernel calls and merges, with the arrays of a device."""
+"""Executor of schedules: their messages, kernel calls and merges, on the arrays of a device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from a2d_mpi.attention.arrays import Arrays, of_keys
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.core.chunks import split_own_shard, splits_own_shard
+from a2d_mpi.core.config import Problem
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask, keys_per_query, queries_per_key
-from a2d_mpi.core.sizes import Layout, Problem
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import merged_at_once, merges_partials
@@ -43,7 +44,7 @@ def executors(
     distribution: str,
     mask: Mask,
 ) -> list[Executor]:
-    """Everything that a logical rank does in a phase, one after the other.
+    """Executors of a logical rank in one phase, to be run one after the other.
 
     Parameters
     ----------
@@ -52,12 +53,13 @@ def executors(
     distribution : str
     mask : Mask
     """
-    whole = Distribution(distribution, sum(problem.counts), layout.size, layout.heads)
-    inside = Distribution(distribution, sum(problem.counts), layout.positions)
+    config = problem.config
+    whole = Distribution(distribution, config.seqlen, layout.size, layout.heads)
+    inside = Distribution(distribution, config.seqlen, layout.positions)
     splits: dict[bool, list[slice]] = {}
 
     def cuts(schedule: Schedule, own: Rows, others: Rows, ranks: int) -> bool:
-        """Split this rank's own rows by the pairs that they make with the others."""
+        """Split this rank's own rows by their visible pairs with the others."""
         shard = inside.tokens(schedule.rank)
         if not splits_own_shard(len(shard), ranks):
             return False
@@ -72,17 +74,14 @@ def executors(
 
     found = write(method, phase, layout, problem, rank, overlap, cuts=cuts)
     return [
-        Executor(
-            x, Arrays(x, layout, problem, whole if "head" in x.channels else inside, splits), mask
-        )
+        Executor(x, Arrays(x, layout, config, shards, splits), mask)
         for x in found
+        for shards in [whole if "head" in x.channels else inside]
     ]
 
 
 class Executor:
-    """One schedule of one rank.
-
-    All that follows from the schedule and the mask is found out when it is made.
+    """One schedule of one rank, compiled for its mask when it is made.
 
     Parameters
     ----------
@@ -93,18 +92,18 @@ class Executor:
 
     def __init__(self, schedule: Schedule, arrays: Arrays, mask: Mask) -> None:
         self.schedule, self._arrays, self._mask = schedule, arrays, mask
-        schedule.cuts = None  # which could refer back
+        schedule.cuts = None  # it may refer back to the schedule
         self._compensated = merges_partials(schedule)
         self._program = self._compiled()
 
     @property
     def in_buffers(self) -> bool:
-        """Whether results lie in buffers of the plan."""
+        """Whether results are in buffers of the plan."""
         arrays = self.schedule.arrays
         return any(arrays[x.array].role == "buffer" for x in self.schedule.results.values())
 
     def area(self) -> int:
-        """Visible pairs that this rank computes, for each head of the group."""
+        """Visible pairs that this rank computes for each head of its context group."""
         tokens = self._arrays.tokens
         return sum(
             self._mask.area(tokens(x.queries), np.sort(tokens(x.keys)))
@@ -115,7 +114,7 @@ class Executor:
     def run(
         self, engine: Engine, channels: Mapping[str, Channel], given: Mapping[str, Array]
     ) -> dict[str, Array]:
-        """Do all steps.
+        """Run all steps.
 
         Parameters
         ----------
@@ -145,18 +144,18 @@ class Executor:
         return self._arrays.end()
 
     def free(self) -> None:
-        """Keep no buffer of the plan."""
+        """Forget the buffers of the plan."""
         self._arrays.free()
 
     def _compiled(self) -> list[tuple]:
-        """The steps as functions, for methods would refer back, and their operands."""
+        """Steps as (function, operands); bound methods would refer back to the executor."""
         program: list[tuple] = []
         arrays, channels = self._arrays, self.schedule.channels
         merges = iter(merged_at_once(self.schedule))
         folds = {name for name in arrays.orders if arrays.kind(name) == "dkv"}
         for step in self.schedule.steps:
             if isinstance(step, Message | Merge) and step.rows.array in folds:
-                # Whole gradients are in the order of tokens; owners get theirs.
+                # Gradients of several owners are in the order of tokens: back to that of owners.
                 folds.remove(step.rows.array)
                 program.append((Executor._fold, step.rows.array))
             if isinstance(step, Message):
@@ -200,7 +199,7 @@ class Executor:
             self._engine.device.put(to, x)
 
     def _moves(self, step: Copy | Merge) -> bool:
-        """Whether a copy is of some heads, or of tokens that do not follow each other."""
+        """Tell whether a copy is of some heads, or of tokens that do not follow each other."""
         return not (step.rows.heads is step.to.heads is None and self._arrays.places(step) is None)
 
     def _move(self, step: Copy | Merge, places: np.ndarray | None) -> None:
@@ -227,8 +226,9 @@ class Executor:
 
     def _attend(self, step: Attend, intervals: tuple, merges: bool) -> None:
         arrays, engine, into = self._arrays, self._engine, self._arrays.tensors(step.into)
-        target = arrays.own_partials(step.into) if merges else into
-        q, (k, v) = arrays.tensors(step.queries)[0], arrays.keys(step.keys)
+        target = arrays.own_partials(step.into) if merges else into  # partial out and lse
+        q = arrays.tensors(step.queries)[0]  # (queries, nheads, headdim)
+        k, v = arrays.keys(step.keys)  # (keys, nheads_kv, headdim)
         with engine.clock("compute"):
             engine.kernel.forward(q, k, v, intervals, *target)
         if merges:
@@ -237,9 +237,9 @@ class Executor:
 
     def _attend_backward(self, step: Attend, intervals: tuple) -> None:
         arrays, kernel = self._arrays, self._engine.kernel
-        dout, q, lse, delta = arrays.tensors(step.queries)
-        k, v = arrays.keys(step.keys)
-        gradients = *arrays.tensors(step.into), *arrays.keys(step.keys_into)
+        dout, q, lse, delta = arrays.tensors(step.queries)  # q: (queries, nheads, headdim)
+        k, v = arrays.keys(step.keys)  # (keys, nheads_kv, headdim)
+        gradients = *arrays.tensors(step.into), *arrays.keys(step.keys_into)  # as q, k, v
         with self._engine.clock("compute"):
             kernel.backward(dout, q, k, v, lse, delta, intervals, *gradients, fresh=step.fresh)
 
@@ -263,4 +263,5 @@ class Executor:
 
 
 def _three(x: Array) -> Array:
+    """A view as (tokens, heads, elements)."""
     return x if x.ndim == 3 else x.reshape(*x.shape, 1)

@@ -1,7 +1,4 @@
-"""The plans that users hold: a method's name, and the arguments that are its own.
-
-The steps of a method are written down in `a2d_mpi.schedules`.
-"""
+"""Plans by method: a name of `a2d_mpi.schedules.METHODS`, and the method's own arguments."""
 
 from __future__ import annotations
 
@@ -16,22 +13,22 @@ from a2d_mpi.core.sizes import Layout
 
 
 class Attention2D(AttentionPlan):
-    """Attention on a process grid, one tile per rank: `a2d_mpi.schedules.attention2d`.
+    """Attention on a process grid, one tile a rank; see `a2d_mpi.schedules.attention2d`.
 
     Parameters, attributes and methods are those of `AttentionPlan`.
 
     Notes
     -----
-    Between `forward` and `backward` nothing gathered is kept: backward gathers q, dout, lse and
-    delta along the row and k, v along the column anew, so what lives between them is O(N / P).
-    With a head axis all this happens in each context group, for some of the heads.
+    Gathered tensors are not kept between `forward` and `backward`: backward gathers q, dout, lse
+    and delta along the row and k, v along the column anew, so that memory between the phases is
+    O(N / P).  With a head axis each context group does this for its share of the heads.
     """
 
     method = "attention2d"
 
 
 class RingAttention(AttentionPlan):
-    """The baseline: attention on a ring of all ranks of a context group, whatever its shape.
+    """Baseline: attention on a ring of all ranks of a context group, whatever its shape.
 
     Parameters, attributes and methods are those of `AttentionPlan`.  With a head axis it is USP
     (arXiv:2405.07719).
@@ -41,7 +38,7 @@ class RingAttention(AttentionPlan):
 
 
 class DoubleRingAttention(AttentionPlan):
-    """The baseline: rings of `inner` consecutive ranks and a ring of these rings.
+    """Baseline: rings of `inner` consecutive ranks and a ring of these rings.
 
     All parameters, attributes and methods but one are those of `AttentionPlan`.  With a head axis
     every context group is a double ring.  See `a2d_mpi.schedules.ring`.
@@ -78,9 +75,9 @@ class DoubleRingAttention(AttentionPlan):
 
 
 def plan_class(method: str) -> type[AttentionPlan]:
-    """The class of the plans of a method of `a2d_mpi.schedules.METHODS`.
+    """Class of the plans of a method of `a2d_mpi.schedules.METHODS`.
 
-    A method without arguments of its own needs none above: it is made here.
+    A method without arguments of its own needs no class above: this function makes it.
     """
     known = {x.method: x for x in AttentionPlan.__subclasses__()}
     name = "".join(word.capitalize() for word in method.split()) + "Attention"
@@ -88,5 +85,5 @@ def plan_class(method: str) -> type[AttentionPlan]:
 
 
 def make_plan(method: str, grid: ProcessGrid, mask: Mask, **options: Any) -> AttentionPlan:
-    """The plan of a method, by its name; other arguments as of `AttentionPlan`."""
+    """Make the plan of a method by its name; other arguments as of `AttentionPlan`."""
     return plan_class(method)(grid, mask, **options)

@@ -151,6 +151,23 @@ class ProcessGrid:
         layout = comm.bcast(layout)
         return cls(comm, layout.rows, layout.cols, layout.heads, layout.order)
 
+    def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
+        """Communicator of a channel: this rank's head group, context group, row or column.
+
+        Parameters
+        ----------
+        channel : str
+            "head": the head group.
+        ranks : tuple of int
+            Of the channel, in its order; but for "head", ranks of the context group.
+        """
+        if channel == "head":
+            return self.head_comm
+        known = {tuple(range(self.group_comm.size)): self.group_comm}
+        known[tuple(self.row * self.cols + c for c in range(self.cols))] = self.row_comm
+        known[tuple(r * self.cols + self.col for r in range(self.rows))] = self.col_comm
+        return known[ranks]
+
     def free(self) -> None:
         """Free the communicators.  Collective; the grid cannot be used afterwards."""
         while self._comms:

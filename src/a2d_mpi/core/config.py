@@ -1,53 +1,201 @@
-"""What is to be computed, on however many ranks: one frozen description."""
+"""One frozen description of an attention problem: sizes, shapes and dtypes of its tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+import math
+import os
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
 
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.dtypes import as_dtype, compute_dtype
+from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.core.masks import Full, Mask
-from a2d_mpi.core.sizes import LARGEST, Layout, Problem, check_sizes
+from a2d_mpi.core.sizes import Layout, misfit
 
 PHASES = ("forward", "backward")
+# Beyond these the pairs of a sequence, and the bytes of a tensor, are no 64-bit integers.
+LARGEST = {"seqlen": 1 << 31, "nheads": 1 << 16, "nheads_kv": 1 << 16, "headdim": 1 << 16}
+_OF_KEYS = ("k", "v", "dk", "dv")
+_STATISTICS = ("lse", "delta")
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What is to be computed: the arguments of an `AttentionPlan`, by the same names.
+class AttentionConfig:
+    """Sizes, dtype and scale of one sequence's attention, on however many ranks.
 
-    `backward`: also the gradients.
+    Tensors are named ``q k v out lse dout delta dq dk dv``.
+
+    Parameters
+    ----------
+    seqlen : int
+        N, tokens of the whole sequence.
+    nheads, headdim : int
+        H query heads of D elements.
+    nheads_kv : int, optional
+        KV heads, a divisor of nheads.  Default: nheads.
+    dtype : {"float32", "float64", "float16", "bfloat16"} or dtype
+        Of all tensors but lse and delta; kept by its name.
+    softmax_scale : float, optional
+        Default: ``1 / sqrt(headdim)``.
+
+    Raises
+    ------
+    ValueError
+        If a value is not of these, too large, or not finite.
     """
 
     seqlen: int
     nheads: int
     headdim: int
     nheads_kv: int | None = None
-    mask: Mask = field(default_factory=Full)
+    _: KW_ONLY
+    dtype: str = "float32"
+    softmax_scale: float | None = None
+
+    def __post_init__(self) -> None:
+        checked: dict[str, object] = {}
+        for name, most in LARGEST.items():
+            value = getattr(self, name)
+            if value is None and name == "nheads_kv":
+                value = self.nheads
+            checked[name] = _size(name, value, most)
+        if checked["nheads"] % checked["nheads_kv"]:
+            raise ValueError(
+                f"nheads_kv must divide nheads, got {self.nheads_kv} and {self.nheads}"
+            )
+        checked["dtype"] = as_dtype(self.dtype).name
+        scale = self.softmax_scale
+        checked["softmax_scale"] = 1 / math.sqrt(self.headdim) if scale is None else float(scale)
+        if not math.isfinite(checked["softmax_scale"]):
+            raise ValueError(f"softmax_scale must be finite, got {scale!r}")
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def arguments(self) -> dict[str, object]:
+        """The parameters by name, as keyword arguments of a plan."""
+        return {x.name: getattr(self, x.name) for x in fields(AttentionConfig)}
+
+    @cached_property
+    def compute_dtype(self) -> np.dtype:
+        """Dtype of lse, delta, products and sums: float32 or float64."""
+        return compute_dtype(DTYPES[self.dtype])
+
+    @property
+    def narrow(self) -> bool:
+        """Whether tensors are narrower than the dtype of the computation."""
+        return DTYPES[self.dtype].itemsize < self.compute_dtype.itemsize
+
+    def dtype_of(self, name: str, wide: bool = False) -> np.dtype:
+        """Dtype of a tensor as the caller has it or, if `wide`, as it is computed."""
+        return self.compute_dtype if wide or name in _STATISTICS else DTYPES[self.dtype]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one token of a tensor: (heads, headdim), of lse and delta (heads,)."""
+        heads = self.nheads_kv if name in _OF_KEYS else self.nheads
+        return (heads,) if name in _STATISTICS else (heads, self.headdim)
+
+    def nbytes(self, name: str, wide: bool = False) -> int:
+        """Bytes of one token of a tensor; `wide` as of `dtype_of`."""
+        return math.prod(self.shape(name)) * self.dtype_of(name, wide).itemsize
+
+    def context_group(self, heads: int) -> AttentionConfig:
+        """The config of one context group, which has 1/`heads` of the heads.
+
+        Raises
+        ------
+        ValueError
+            If the heads cannot be divided among `heads` ranks.
+        """
+        why = misfit(self.nheads, self.nheads_kv, heads)
+        if why:
+            raise ValueError(why)
+        return replace(
+            self, nheads=self.nheads // heads, nheads_kv=max(1, self.nheads_kv // heads)
+        )
+
+    def check_room(self, ranks: int) -> None:
+        """Refuse a problem that cannot fit, before any code walks over all tokens.
+
+        Raises
+        ------
+        ValueError
+            If q, k and v of a rank, at most a third of its need, fill the memory of its node.
+        """
+        nbytes = -(-self.seqlen // ranks) * sum(map(self.nbytes, "qkv"))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if nbytes > memory:
+            raise ValueError(
+                f"{self.seqlen} tokens on {ranks} ranks: q, k and v of one take "
+                f"{nbytes / 2**30:.4g} GiB, its node has {memory / 2**30:.4g} GiB"
+            )
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A config with the tokens of every rank: all that traffic depends on.
+
+    Parameters
+    ----------
+    counts : tuple of int
+        Tokens of every rank's shard, before any exchange of heads, by logical rank.  The U ranks
+        of a head group follow each other.
+    config : AttentionConfig
+    """
+
+    counts: tuple[int, ...]
+    config: AttentionConfig
+
+    def context_group(self, heads: int) -> Problem:
+        """The problem of one context group: all tokens of its head groups, 1/`heads` of the heads.
+
+        Raises
+        ------
+        ValueError
+            If the heads cannot be divided among `heads` ranks.
+        """
+        config = self.config.context_group(heads)
+        return Problem(tuple(np.reshape(self.counts, (-1, heads)).sum(axis=1).tolist()), config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(AttentionConfig):
+    """A config with a mask and the phases to run: the subject of a plan or a prediction.
+
+    Parameters are those of `AttentionConfig`, and those of an `AttentionPlan`, by the same names.
+    `backward`: also the gradients.
+    """
+
     dtype: str = "bfloat16"
+    mask: Mask = field(default_factory=Full)
     backward: bool = False
     overlap: bool = True
 
-    def __post_init__(self) -> None:
-        if self.nheads_kv is None:
-            object.__setattr__(self, "nheads_kv", self.nheads)
-        check_sizes(**{name: getattr(self, name) for name in LARGEST})
-        as_dtype(self.dtype)
-
     @property
     def phases(self) -> tuple[str, ...]:
-        """What is timed."""
+        """The phases that are run."""
         return PHASES if self.backward else PHASES[:1]
 
     def problem(self, layout: Layout, distribution: str) -> Problem:
         """Sizes for `a2d_mpi.planning.cost`."""
         whole = Distribution(distribution, self.seqlen, layout.size, layout.heads)
-        sizes = (self.nheads, self.nheads_kv, self.headdim)
-        dtype = as_dtype(self.dtype)
-        return Problem(_counts(whole), *sizes, dtype.itemsize, compute_dtype(dtype).itemsize)
+        return Problem(_counts(whole), self)
 
 
 @lru_cache(maxsize=64)
 def _counts(whole: Distribution) -> tuple[int, ...]:
     return whole.counts
+
+
+def _size(name: str, value: object, most: int) -> int:
+    """A size, if it is a whole number from 1 to `most`; ValueError otherwise."""
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if value > most:
+        digits = int(value).bit_length() * math.log10(2)
+        shown = value if digits < 30 else f"one of {digits:.0f} digits"
+        raise ValueError(f"{name} must be at most {most}, got {shown}")
+    return int(value)

@@ -16,9 +16,8 @@ from tqdm import tqdm
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import refuse_same
-from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.masks import MASKS
-from a2d_mpi.core.sizes import LARGEST, Layout, check_room
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
@@ -84,7 +83,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
         [None] if x is None else [parse_count(number) for number in _list(x)] for x in lists
     )
     cases = [
-        Case(mask, seqlen, h, h if h_kv is None else h_kv, headdim, dtype, args.backward)
+        Case(seqlen, h, headdim, h_kv, dtype=dtype, mask=mask, backward=args.backward)
         for dtype, headdim, h, h_kv, seqlen, mask in product(
             _list(args.dtypes), headdims, heads, heads_kv, seqlens, _list(args.masks)
         )
@@ -94,8 +93,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
         raise ValueError("nothing to run: a list is empty")
     for c in cases:  # before anything walks over all tokens
         c.work()
-        sizes = (c.seqlen, c.nheads, c.nheads_kv, c.headdim, as_dtype(c.dtype).itemsize)
-        check_room(*sizes, ranks)
+        c.check_room(ranks)
     sweep = [
         plans_for(case, specs, ranks, tuple(METHODS), overlaps, machine)
         for case in dict.fromkeys(cases)
@@ -123,10 +121,11 @@ def _checked(
         if c.layout not in grids:
             shape = (c.layout.rows, c.layout.cols, c.layout.heads, c.layout.order)
             grids[c.layout] = ProcessGrid(comm, *shape)
-        sizes = {x: getattr(c.case, x) for x in (*LARGEST, "dtype")}
         engine = {x: getattr(args, x) for x in ("kernel", "transfers", "threads")}
         mask = MASKS[c.case.mask]()
-        plan = make_plan(c.method, grids[c.layout], mask, overlap=c.overlap, **sizes, **engine)
+        plan = make_plan(
+            c.method, grids[c.layout], mask, overlap=c.overlap, **c.case.arguments, **engine
+        )
         known = inputs.get(plan.tokens.tobytes())  # plans whose shards are the same share them
         made = together(
             comm, lambda x=plan, y=known: y or random_inputs(x, args.backward, args.seed)

@@ -10,8 +10,9 @@ from contextlib import nullcontext
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.masks import MASKS
-from a2d_mpi.core.sizes import check_room, check_sizes, flops
+from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.options import BadOption
 from a2d_mpi.experiments.timing import in_turn
@@ -24,8 +25,7 @@ def shapes(text: str) -> list[tuple[int, int, int]]:
     for shape in text.split(","):
         try:
             seqlen, nheads, headdim = map(int, shape.split("x"))
-            check_sizes(seqlen=seqlen, nheads=nheads, nheads_kv=nheads, headdim=headdim)
-            check_room(seqlen, nheads, nheads, headdim, 4, 1)
+            AttentionConfig(seqlen, nheads, headdim).check_room(1)
         except ValueError as error:
             raise BadOption(
                 f"must be like 4096x4x128,8192x2x64, got {shape[:40]!r}: {error}"

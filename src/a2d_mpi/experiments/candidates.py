@@ -31,10 +31,10 @@ def plan(args: argparse.Namespace) -> int:
         args.nheads,
         args.headdim,
         args.nheads_kv,
-        MASKS[args.mask](),
-        args.dtype,
-        args.backward,
-        not args.no_overlap,
+        dtype=args.dtype,
+        mask=MASKS[args.mask](),
+        backward=args.backward,
+        overlap=not args.no_overlap,
     )
     if args.ranks * work.seqlen * work.nheads * work.headdim >= 1 << 57:
         raise ValueError(

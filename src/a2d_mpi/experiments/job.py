@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 import numpy as np
 from mpi4py import MPI
@@ -14,12 +15,12 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import check_writable, refuse_same
-from a2d_mpi.core.config import Workload
-from a2d_mpi.core.dtypes import as_dtype
+from a2d_mpi.core.config import AttentionConfig, Workload
 from a2d_mpi.core.masks import MASKS
-from a2d_mpi.core.sizes import check_room, flops
+from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import (
+    RESULTS,
     SAMPLE,
     Measurement,
     open_device,
@@ -36,22 +37,18 @@ from a2d_mpi.planning.machine import read_machine
 
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Check, time and report one plan; returns the exit code."""
-    info = together(comm, lambda: _validated(args, comm.size))
+    info, config = together(comm, lambda: _validated(args, comm.size))
     agree(comm, None, {"dout in the input file": info.has_dout})
     if args.output:
-        together(comm, lambda: check_writable(args.output, _output_bytes(args, info)), on=0)
+        together(comm, lambda: check_writable(args.output, _output_bytes(args, config)), on=0)
     device = open_device(comm, args.device)
-    grid = _grid(comm, args, info)
+    grid = _grid(comm, args, config)
     chosen = {name: getattr(args, name) for name in ("inner", "distribution")}
     plan = make_plan(
         args.method,
         grid,
         MASKS[args.mask](),
-        seqlen=args.seqlen,
-        nheads=info.nheads,
-        nheads_kv=info.nheads_kv,
-        headdim=info.headdim,
-        dtype=args.dtype,
+        **config.arguments,
         overlap=not args.no_overlap,
         kernel=args.kernel,
         transfers=args.transfers,
@@ -90,7 +87,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     return 0 if passed else FAILED_CHECK
 
 
-def _validated(args: argparse.Namespace, ranks: int) -> InputInfo:
+def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, AttentionConfig]:
     """Refuse what no plan will see, inspect the input file, and default to its length."""
     if (args.grid == "auto") != (args.profile is not None):
         raise ValueError("--grid auto and --profile need each other")
@@ -111,25 +108,29 @@ def _validated(args: argparse.Namespace, ranks: int) -> InputInfo:
             f"--seqlen must be between 1 and the {info.seqlen} tokens of {args.input}, "
             f"got {args.seqlen}"
         )
-    sizes = (args.seqlen, info.nheads, info.nheads_kv, info.headdim)
-    check_room(*sizes, as_dtype(args.dtype).itemsize, ranks)
-    return info
+    sizes = (args.seqlen, info.nheads, info.headdim, info.nheads_kv)
+    config = AttentionConfig(*sizes, dtype=args.dtype)
+    config.check_room(ranks)
+    return info, config
 
 
-def _output_bytes(args: argparse.Namespace, info: InputInfo) -> int:
+def _output_bytes(args: argparse.Namespace, config: AttentionConfig) -> int:
     if not args.save_outputs:
         return 1 << 20
-    q = args.seqlen * info.nheads * info.headdim
-    kv = q // info.nheads * info.nheads_kv
-    return 8 * (2 * q + 2 * kv + q // info.headdim) + (1 << 20)
+    elements = sum(math.prod(config.shape(name)) for name in RESULTS)
+    return 8 * config.seqlen * elements + (1 << 20)
 
 
-def _grid(comm: MPI.Intracomm, args: argparse.Namespace, info: InputInfo) -> ProcessGrid:
+def _grid(comm: MPI.Intracomm, args: argparse.Namespace, config: AttentionConfig) -> ProcessGrid:
     """The grid that is asked for; the grid itself refuses misfits."""
     if args.grid == "auto":
         machine = together(comm, lambda: read_machine(args.profile))
-        sizes = (args.seqlen, info.nheads, info.headdim, info.nheads_kv)
-        work = Workload(*sizes, MASKS[args.mask](), args.dtype, args.backward, not args.no_overlap)
+        work = Workload(
+            **config.arguments,
+            mask=MASKS[args.mask](),
+            backward=args.backward,
+            overlap=not args.no_overlap,
+        )
         return ProcessGrid.auto(comm, machine, work, method=args.method)
     rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
     return ProcessGrid(comm, rows, cols, args.heads, args.order)
@@ -141,7 +142,7 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
     names = ["q", "k", "v"] + ["dout"] * (args.backward and info.has_dout)
     tensors = {name: read_shard(info, name, plan.distribution, rank, plan.dtype) for name in names}
     if args.backward and not info.has_dout:
-        shape = (info.nheads, info.headdim)
+        shape = plan.config.shape("dout")
         tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
     return tensors
 

@@ -71,10 +71,9 @@ def random_rows(
 
 def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[str, np.ndarray]:
     """This rank's shards of q, k, v and perhaps dout, `random_rows` each."""
-    heads = {"dout": plan.nheads, "q": plan.nheads, "k": plan.nheads_kv, "v": plan.nheads_kv}
     return {
-        name: random_rows(plan.tokens.tolist(), (h, plan.headdim), plan.dtype, seed, stream)
-        for stream, (name, h) in enumerate(heads.items())
+        name: random_rows(plan.tokens.tolist(), plan.config.shape(name), plan.dtype, seed, stream)
+        for stream, name in enumerate(("dout", "q", "k", "v"))
         if name != "dout" or backward
     }
 
@@ -267,13 +266,12 @@ class Measurement:
 
 
 def _config(plan: AttentionPlan) -> dict[str, object]:
-    sizes = ("seqlen", "nheads", "nheads_kv", "headdim", "softmax_scale", "overlap")
     return {
         **{x: getattr(plan.grid, x) for x in ("rows", "cols", "heads")},
-        **{x: getattr(plan, x) for x in sizes},
+        **plan.config.arguments,
+        "overlap": plan.overlap,
         "order": plan.grid.layout.order,
         "distribution": plan.distribution.name,
-        "dtype": plan.dtype.name,
         # How tensors got to MPI: from memory as they are, or copied to the host.
         "transfers": "host" if plan.staged_bytes else "direct",
     }

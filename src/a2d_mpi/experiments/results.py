@@ -18,8 +18,8 @@ import h5py
 import numpy as np
 
 from a2d_mpi.core.atomic import Sink, replacing
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.sizes import check_sizes
 from a2d_mpi.experiments.hdf5 import arrays, member, needed, plain, reading
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
@@ -101,7 +101,7 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
     if nheads % nheads_kv:
         raise ValueError(f"{path}: the {nheads_kv} heads of k must divide the {nheads} of q")
     try:
-        check_sizes(seqlen=seqlen, nheads=nheads, nheads_kv=nheads_kv, headdim=headdim)
+        AttentionConfig(seqlen, nheads, headdim, nheads_kv)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return info

@@ -19,7 +19,7 @@ from a2d_mpi.experiments.summary import Summary, phases_of, summarise, usual_tri
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import read_machine
 from a2d_mpi.planning.model import predict
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules import METHODS, distribution_of
 
 GRID, RING, *_ = METHODS  # the paper compares these two
 PAPER = {"64x1": "h100-64x1.toml", "16x4": "a100-16x4.toml"}
@@ -133,10 +133,10 @@ def _matches(machines: Path, path: str, results: dict[str, Result], xs: Sequence
     link = read_machine(profile).links(int(c["ranks"]))[1]
     here = compute / (received / link.bandwidth)
     paper = read_machine(machines / PAPER[Path(path).stem])
-    work = Workload(LENGTH, 96, 128, 96 * int(c["nheads_kv"]) // int(c["nheads"]),
-                    MASKS[str(c["mask"])](), "bfloat16")  # fmt: skip
+    nheads_kv = 96 * int(c["nheads_kv"]) // int(c["nheads"])
+    work = Workload(LENGTH, 96, 128, nheads_kv, mask=MASKS[str(c["mask"])]())
     layout = Layout(int(c["ranks"]), 1)
-    moved = cost.traffic(RING, layout, work.problem(layout, work.distribution(RING)), 0)
+    moved = cost.traffic(RING, layout, work.problem(layout, distribution_of(RING, work.mask)), 0)
     received = sum(x[1] for (phase, _), x in moved.items() if phase == "forward")
     transfer = received / paper.between.bandwidth
     there = float(predict(paper, RING, layout, work)["forward"].compute.mean()) / transfer

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from a2d_mpi.core.config import Workload
-from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.config import AttentionConfig, Workload
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.experiments.options import method_name
@@ -29,21 +28,16 @@ _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
 
-@dataclass(frozen=True)
-class Case:
-    """A workload by names and numbers; `Workload` has the same with a mask."""
+@dataclass(frozen=True, kw_only=True)
+class Case(AttentionConfig):
+    """A config with the name of a mask, and whether there is a backward phase."""
 
     mask: str
-    seqlen: int
-    nheads: int
-    nheads_kv: int
-    headdim: int
-    dtype: str
     backward: bool
 
     @property
     def name(self) -> str:
-        """All of it: no two workloads have the same."""
+        """Name in files and messages: no two cases have the same."""
         passes = "backward" if self.backward else "forward"
         return (
             f"{self.mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}"
@@ -56,13 +50,13 @@ class Case:
         Raises
         ------
         ValueError
-            If a size does not make sense.
+            If there is no such mask.
         """
-        for name, value, known in (("mask", self.mask, MASKS), ("dtype", self.dtype, DTYPES)):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {tuple(known)}, got {value!r}")
-        sizes = (self.seqlen, self.nheads, self.headdim, self.nheads_kv)
-        return Workload(*sizes, MASKS[self.mask](), self.dtype, self.backward, overlap)
+        if self.mask not in MASKS:
+            raise ValueError(f"mask must be one of {tuple(MASKS)}, got {self.mask!r}")
+        return Workload(
+            **self.arguments, mask=MASKS[self.mask](), backward=self.backward, overlap=overlap
+        )
 
 
 @dataclass(frozen=True)

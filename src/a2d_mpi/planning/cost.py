@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout, Problem
+from a2d_mpi.core.config import PHASES, Problem
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import messages as messages_of
 from a2d_mpi.schedules.accounts import number_of_messages
@@ -75,7 +75,7 @@ def moves(
 
     `sent`: only those that are sent, or only those that are received.
     """
-    group = problem.context_group(layout.heads)
+    group = problem.config.context_group(layout.heads)
     for phase in phases:
         for schedule in write(method, phase, layout, problem, rank):
             for message, tokens, tensors in messages_of(schedule, group, sent):
@@ -92,8 +92,8 @@ def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = F
     touches q, dout, dq and k, v, dk, dv: ``4 sqrt(3) D sqrt(H Hkv area)``.  Elements count
     `itemsize` bytes; lse and delta are not counted.
     """
-    p = problem
-    per_q, per_k = (3 * p.q, 2 * p.kv) if backward else (2 * p.q, p.kv)
+    q, kv = problem.config.nbytes("q"), 2 * problem.config.nbytes("k")
+    per_q, per_k = (3 * q, 2 * kv) if backward else (2 * q, kv)
     return max(0.0, 2 * math.sqrt(per_q * per_k * area) - tokens * (per_q + per_k))
 
 

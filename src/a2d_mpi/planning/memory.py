@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import Layout, Problem
+from a2d_mpi.core.config import PHASES, Problem
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import buffers as schedule_buffers
-from a2d_mpi.schedules.accounts import results, tensor_bytes
+from a2d_mpi.schedules.accounts import results
 from a2d_mpi.schedules.steps import KINDS
 
 
@@ -34,18 +34,18 @@ def peak_memory(
     """
     held = buffers(method, layout, problem, rank, distribution, backward)
     own, phase = problem.counts[rank], PHASES[backward]
-    group, p = problem.context_group(layout.heads), problem
+    config, group = problem.config, problem.config.context_group(layout.heads)
     chain = write(method, phase, layout, problem, rank)
-    # Given: q, k, v; dout, out, lse and delta too.
-    held += own * (p.q + p.kv + (2 * p.q + 2 * p.lse) * backward)
-    held += sum(results(schedule, group, problem) for schedule in chain)
+    given = ("q", "k", "v", *("dout", "out", "lse", "delta") * backward)
+    held += own * sum(map(config.nbytes, given))
+    held += sum(results(schedule, group, config) for schedule in chain)
     # New once more: results that lie in buffers or have the dtype of the computation.
     last = [chain[-1].arrays[rows.array] for rows in chain[-1].results.values()]
     for array in last:
         for name in KINDS[array.kind]:
-            wide = name in array.wide and p.itemsize < p.compute_itemsize
+            wide = name in array.wide and config.narrow
             if name != "lse" and (array.role == "buffer" or wide):
-                held += own * tensor_bytes(problem, name, wide=False)
+                held += own * config.nbytes(name)
     return held
 
 
@@ -78,7 +78,7 @@ def buffers(
     Exact, but for parts of one token, which are never out of order.  `backward`: after a backward
     call.
     """
-    group = problem.context_group(layout.heads)
+    group = problem.config.context_group(layout.heads)
     held: dict[object, int] = {}
     for phase in PHASES[: 1 + backward]:
         for schedule in write(method, phase, layout, problem, rank):

@@ -15,11 +15,11 @@ from functools import lru_cache
 import numpy as np
 
 from a2d_mpi.core.chunks import FIRST_SHARE, splits_own_shard
-from a2d_mpi.core.config import Workload
+from a2d_mpi.core.config import AttentionConfig, Workload
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.pairs import by_rows, visible_pairs
-from a2d_mpi.core.sizes import Layout, Problem
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.clock import Clock, Links
 from a2d_mpi.planning.machine import KernelModel, Machine
 from a2d_mpi.schedules import distribution_of, write
@@ -107,7 +107,7 @@ class _Ranks:
     ) -> None:
         self._machine, self._phase, self._layout, self._work = machine, phase, layout, work
         self._problem = work.problem(layout, distribution)
-        self._group = self._problem.context_group(layout.heads)
+        self._group = work.context_group(layout.heads)
         self._clock = Clock(layout.size, spans)
         self._links = Links(machine, layout, self._clock)
         self._in_order = distribution == "contiguous"
@@ -121,8 +121,8 @@ class _Ranks:
         spend, problem = self._clock.spend, self._problem
         spend("other", self._machine.start)
         if self._phase == "backward":  # delta
-            spend("compute", self._copying(2 * np.array(problem.counts) * problem.q))
-        least = min(self._group.counts)
+            spend("compute", self._copying(2 * np.array(problem.counts) * self._work.nbytes("q")))
+        least = min(problem.context_group(self._layout.heads).counts)
         schedules = write(
             *(method, self._phase, self._layout, problem, np.arange(self._layout.size)),
             overlap=self._work.overlap,
@@ -193,7 +193,8 @@ class _Ranks:
 
     def _merging(self, tokens: np.ndarray | float) -> np.ndarray | float:
         """Seconds to merge a partial out."""
-        return tokens * self._group.dq / self._machine.merge / self._machine.share
+        seconds = tokens * self._group.nbytes("dq", wide=True) / self._machine.merge
+        return seconds / self._machine.share
 
 
 def _turns(schedule: Schedule) -> set[Message]:
@@ -223,7 +224,7 @@ class _KernelCalls:
     mask : Mask
     shards : Distribution
         Of the ranks of the context group.
-    group : Problem
+    group : AttentionConfig
     phase : str
     """
 
@@ -233,7 +234,7 @@ class _KernelCalls:
         share: float,
         mask: Mask,
         shards: Distribution,
-        group: Problem,
+        group: AttentionConfig,
         phase: str,
     ) -> None:
         self._heads = group.nheads, group.nheads_kv, group.headdim

@@ -16,10 +16,10 @@ from itertools import permutations
 
 import numpy as np
 
-from a2d_mpi.core.config import PHASES, Workload
+from a2d_mpi.core.config import PHASES, Problem, Workload
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.pairs import visible_pairs
-from a2d_mpi.core.sizes import Layout, Problem, misfit
+from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.clock import PARTS
 from a2d_mpi.planning.machine import Machine

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from a2d_mpi.core.config import Problem
 from a2d_mpi.core.masks import Mask
-from a2d_mpi.core.sizes import Layout, Problem
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import alone, attention2d, heads, ring
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.steps import Ranks, Schedule, Sizes
@@ -65,19 +66,20 @@ def write(
         raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
     known, back, u = METHODS[method], phase == "backward", layout.heads
     group = problem.context_group(u)
+    whole, own = problem.config, group.config
     rows, cols, inner = known.shape(layout)
     alike = {
         "overlap": overlap,
-        "narrow": problem.itemsize < problem.compute_itemsize,
-        "shares_kv": problem.nheads_kv < u,
+        "narrow": whole.narrow,
+        "shares_kv": whole.nheads_kv < u,
     }
-    sizes = Sizes(rows, cols, group.counts, group.nheads, group.nheads_kv, inner=inner, **alike)
+    sizes = Sizes(rows, cols, group.counts, own.nheads, own.nheads_kv, inner=inner, **alike)
     inside = Schedule(rank // u, sizes, (u, rank % u), **others)
     of = known if layout.positions > 1 else alone
     (of.backward if back else of.forward)(inside)
     if u == 1:
         return [inside]
-    sizes = Sizes(1, u, problem.counts, problem.nheads, problem.nheads_kv, **alike)
+    sizes = Sizes(1, u, problem.counts, whole.nheads, whole.nheads_kv, **alike)
     before, after = (Schedule(rank, sizes) for _ in range(2))
     heads.share(before, back)
     heads.collect(after, back)

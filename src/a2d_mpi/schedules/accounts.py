@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
 
 from a2d_mpi.core.chunks import FIRST_SHARE, chunks
-from a2d_mpi.core.sizes import MAX_MESSAGE, Problem
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.schedules.steps import (
     FIRST,
     KINDS,
@@ -22,26 +22,9 @@ from a2d_mpi.schedules.steps import (
 )
 
 
-def is_of_keys(name: str) -> bool:
-    """Whether a tensor has KV heads."""
-    return name in ("k", "v", "dk", "dv")
-
-
-def tensor_shape(group: Problem, name: str) -> tuple[int, ...]:
-    """Shape of one token of a tensor."""
-    heads = group.nheads_kv if is_of_keys(name) else group.nheads
-    return (heads,) if name in ("lse", "delta") else (heads, group.headdim)
-
-
-def tensor_bytes(group: Problem, name: str, wide: bool) -> int:
-    """Bytes of a token of a tensor, as the caller has it or, with `wide`, as it is computed."""
-    element = group.compute_itemsize if wide else group.itemsize
-    return math.prod(tensor_shape(group, name)) * element
-
-
-def array_bytes(group: Problem, array: Array) -> list[int]:
+def array_bytes(group: AttentionConfig, array: Array) -> list[int]:
     """Bytes of a token of each tensor of an array; of a packed one, of all together."""
-    sizes = [tensor_bytes(group, name, name in array.wide) for name in KINDS[array.kind]]
+    sizes = [group.nbytes(name, name in array.wide) for name in KINDS[array.kind]]
     return [sum(sizes)] if array.packed else sizes
 
 
@@ -92,7 +75,7 @@ class Tokens:
 
 
 def messages(
-    schedule: Schedule, group: Problem, sent: bool | None = None
+    schedule: Schedule, group: AttentionConfig, sent: bool | None = None
 ) -> Iterator[tuple[Message, Ranks, list[int]]]:
     """Every message, or only those that are sent or received.
 
@@ -111,13 +94,13 @@ def number_of_messages(nbytes: Ranks) -> Ranks:
     return -(-nbytes // MAX_MESSAGE)
 
 
-def buffers(schedule: Schedule, group: Problem, contiguous: bool) -> dict[object, int]:
+def buffers(schedule: Schedule, group: AttentionConfig, contiguous: bool) -> dict[object, int]:
     """Bytes of every buffer that a plan keeps for the schedule of one rank.
 
     Parameters
     ----------
     schedule : Schedule
-    group : Problem
+    group : AttentionConfig
     contiguous : bool
         Whether the shards, one after the other, are in the order of tokens.
     """
@@ -132,9 +115,9 @@ def buffers(schedule: Schedule, group: Problem, contiguous: bool) -> dict[object
     own = counts[schedule.rank]
     if any(merged_at_once(schedule)):
         for x in KINDS["out"]:
-            found["own", x] = own * tensor_bytes(group, x, wide=True)
+            found["own", x] = own * group.nbytes(x, wide=True)
     if merges_partials(schedule):
-        found["rest", "lse"] = own * tensor_bytes(group, "lse", wide=True)
+        found["rest", "lse"] = own * group.nbytes("lse")
     if not contiguous:
         for name in sorted_arrays(schedule):
             array = schedule.arrays[name]
@@ -144,16 +127,16 @@ def buffers(schedule: Schedule, group: Problem, contiguous: bool) -> dict[object
     return found
 
 
-def _named(group: Problem, array: Array) -> Iterator[tuple[str, int]]:
+def _named(group: AttentionConfig, array: Array) -> Iterator[tuple[str, int]]:
     """Names of an array's buffers, and bytes of a token in each."""
     return zip(("all",) if array.packed else KINDS[array.kind], array_bytes(group, array))
 
 
-def results(schedule: Schedule, group: Problem, problem: Problem) -> int:
+def results(schedule: Schedule, group: AttentionConfig, whole: AttentionConfig) -> int:
     """Bytes of the new arrays that one rank makes for the results of a schedule."""
     return sum(
         sum(schedule.sizes.counts[p] for p in array.owners)
-        * sum(array_bytes(problem if array.all_heads else group, array))
+        * sum(array_bytes(whole if array.all_heads else group, array))
         for array in schedule.arrays.values()
         if array.role == "result"
     )

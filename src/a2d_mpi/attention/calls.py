@@ -1,0 +1,152 @@
+"""Calls of a plan: the check of the tensors, the meeting of all ranks, the run of a phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+
+from a2d_mpi.attention.engine import Engine
+from a2d_mpi.attention.executor import Executor
+from a2d_mpi.comm.channel import Channel, Traffic
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.rendezvous import Call
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.devices import device_of
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Array
+
+
+class Calls:
+    """Calls of one plan on this rank, one after the other.
+
+    Parameters
+    ----------
+    name : str
+        Of the plan's class.
+    number : int
+        Of the plan among those of the grid.
+    grid : ProcessGrid
+    config : AttentionConfig
+    tokens : int
+        n, tokens of this rank's shard.
+    engine : Engine
+    executors : mapping of str to list of Executor
+        By phase; those of a phase are run one after the other.
+    traffic : Traffic
+        Counts all messages.
+    check_finite : bool
+        Refuse NaN and infinite elements.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        grid: ProcessGrid,
+        config: AttentionConfig,
+        tokens: int,
+        engine: Engine,
+        executors: Mapping[str, list[Executor]],
+        traffic: Traffic,
+        check_finite: bool,
+    ) -> None:
+        self._name, self._number, self._made = name, number, 0
+        self._grid, self._config, self._tokens = grid, config, tokens
+        self._engine, self._executors = engine, executors
+        self._broken, self._check_finite = False, check_finite
+        described = [x.schedule.channels for x in chain.from_iterable(executors.values())]
+        self._channels = {
+            name: Channel(grid.comm_of(name, ranks), name, traffic)
+            for channels in described
+            for name, ranks in channels.items()
+        }
+
+    def run(self, phase: str, arrays: dict[str, Array]) -> tuple[Array, ...]:
+        """Run one call; collective over the ranks of the grid.
+
+        Parameters
+        ----------
+        phase : {"forward", "backward"}
+        arrays : dict of str to arrays
+            The caller's shards by tensor name, (n, heads, headdim), of lse (n, heads).
+
+        Returns
+        -------
+        tuple of arrays
+            Results as the caller gets them, in the order of `a2d_mpi.schedules.steps.KINDS`.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if an array is wrong on any of them.
+        """
+        engine, rendezvous = self._engine, self._grid.rendezvous
+        with rendezvous.turn() as problem:
+            tensors, finite = {}, True
+            try:
+                tensors, finite = self._checked(arrays)
+            except Exception as error:  # of any kind: the other ranks must hear of it
+                problem = problem or str(error) or type(error).__name__
+            call = Call(phase, self._number, self._made + 1, self._name)
+            engine.connect(rendezvous, call, problem, finite)
+            self._made += 1
+            for channel in self._channels.values():
+                channel.start(phase, engine.transport, rendezvous.watch)
+            self._broken = True  # messages are under way until the end
+            with engine.transport.progressing(self._grid.comm), engine.running(phase):
+                results = self._computed(phase, tensors)
+            self._broken = False
+            engine.waits[phase] = [
+                wait for channel in self._channels.values() for wait in channel.waits
+            ]
+            return results
+
+    def free(self) -> None:
+        """Release the buffers."""
+        self._engine.work.clear()
+        for executor in chain.from_iterable(self._executors.values()):
+            executor.free()
+
+    def _computed(self, phase: str, tensors: dict[str, Array]) -> tuple[Array, ...]:
+        """Results of a phase, in arrays of their own and in the caller's dtypes."""
+        engine, executors = self._engine, self._executors[phase]
+        if phase == "backward":
+            with engine.clock("compute"):  # delta: (n, nheads)
+                tensors["delta"] = engine.device.delta(tensors["dout"], tensors.pop("out"))
+        for executor in executors:
+            tensors = executor.run(engine, self._channels, tensors)
+        for name, x in tensors.items():
+            dtype = self._config.dtype_of(name)
+            if x.dtype != dtype or executors[-1].in_buffers:
+                tensors[name] = engine.device.empty(x.shape, dtype)  # (n, heads, headdim)
+                with engine.clock("merge"):
+                    engine.device.put(tensors[name], x)
+        return tuple(tensors.values())
+
+    def _checked(self, arrays: dict[str, Array]) -> tuple[dict[str, Array], bool]:
+        """The arrays, C-contiguous, and whether no element is known to be NaN or infinite."""
+        devices, engine = [], self._engine
+        if self._broken:
+            raise ValueError("an earlier call was interrupted: make a new grid and a new plan")
+        for name, x in arrays.items():
+            shape, dtype = (self._tokens, *self._config.shape(name)), self._config.dtype_of(name)
+            try:
+                devices.append(device_of(x))
+            except TypeError as error:
+                raise ValueError(f"{name} {error}") from None
+            if x.shape != shape or x.dtype != dtype:
+                raise ValueError(
+                    f"{name} has shape {x.shape} and dtype {x.dtype}, "
+                    f"this shard needs {shape} and {dtype}"
+                )
+            if not devices[0].owns(x):
+                raise ValueError(f"{name} is not on the device that is current")
+        engine.move_to(devices[0])
+        found = {name: engine.device.contiguous(x) for name, x in arrays.items()}
+        if not self._check_finite and engine.device is not HOST:
+            return found, True  # the check would wait for the GPU
+        # A query that sees no key has lse -inf.
+        bad = [x for x, y in found.items() if not engine.device.finite(y, lowest=x == "lse")]
+        if bad and self._check_finite:
+            raise ValueError(f"{', '.join(bad)}: NaN or infinite elements (check_finite)")
+        return found, not bad
