@@ -28,8 +28,8 @@ from a2d_mpi.core import chunks
 from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.experiments.check import check_attention
-from a2d_mpi.planning.machine import read_machine
 from a2d_mpi.planning.planner import best_plan
+from a2d_mpi.planning.profile import read_machine
 
 PROFILES = Path(__file__).parents[1] / "data" / "machines"
 

@@ -18,7 +18,7 @@ from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.results import PARTS
 from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
 from a2d_mpi.planning import planner
-from a2d_mpi.planning.machine import read_machine
+from a2d_mpi.planning.profile import read_machine
 
 ROOT = Path(__file__).parents[1]
 METHODS = ("attention2d", "ring", "striped ring", "double ring")

@@ -30,20 +30,18 @@ from a2d_mpi.planning.calibration import (
     fit_kernel,
     fit_link,
     fit_steps,
-    to_toml,
-    write_machine,
 )
 from a2d_mpi.planning.clock import PARTS
-from a2d_mpi.planning.machine import (
-    KernelModel,
-    Link,
-    Machine,
+from a2d_mpi.planning.machine import KernelModel, Link, Machine
+from a2d_mpi.planning.memory import peak_memory
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.profile import (
     parse_count,
     parse_size,
     read_machine,
+    to_toml,
+    write_machine,
 )
-from a2d_mpi.planning.memory import peak_memory
-from a2d_mpi.planning.model import predict
 from a2d_mpi.schedules import METHODS, distribution_of
 
 ROOT = Path(__file__).parents[1]

@@ -15,9 +15,10 @@ from a2d_mpi.core.config import Workload
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.machine import Link, read_machine
+from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import peak_memory
 from a2d_mpi.planning.planner import best_plan, layouts, plans, why_not
+from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import METHODS
 
 ROOT = Path(__file__).parents[1]

@@ -218,7 +218,7 @@ class AttentionPlan:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all buffers but the kernel's; `a2d_mpi.planning.memory.buffers` predicts them."""
+        """Bytes of all buffers but the kernel's; predicted by `planning.memory.buffers`."""
         return self._engine.work.nbytes(apart="kernel")
 
     @property

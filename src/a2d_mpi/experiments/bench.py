@@ -27,8 +27,8 @@ from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.summary import phases_of, summarise
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.timing import turns
-from a2d_mpi.planning.calibration import to_toml
-from a2d_mpi.planning.machine import Machine, parse_count, read_machine
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.profile import parse_count, read_machine, to_toml
 from a2d_mpi.schedules import METHODS
 
 OVERLAPS = {"on": True, "off": False}

@@ -23,7 +23,7 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.core.config import Workload
+from a2d_mpi.core.config import PHASES, Workload
 from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.merge import merge
@@ -36,9 +36,9 @@ from a2d_mpi.planning.calibration import (
     fit_kernel,
     fit_link,
     fit_steps,
-    write_machine,
 )
-from a2d_mpi.planning.machine import PHASES, Link, Machine
+from a2d_mpi.planning.machine import Link, Machine
+from a2d_mpi.planning.profile import write_machine
 
 # Queries, keys, nheads, nheads_kv, headdim, mask: few and many of each.
 SHAPES = (

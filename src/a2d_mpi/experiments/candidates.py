@@ -10,8 +10,9 @@ from tqdm import tqdm
 from a2d_mpi.core.config import Workload
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import misfit
-from a2d_mpi.planning.machine import Machine, one_line, parse_count, parse_size, read_machine
+from a2d_mpi.planning.machine import Machine, one_line
 from a2d_mpi.planning.planner import Plan, duration, plans, why_not
+from a2d_mpi.planning.profile import parse_count, parse_size, read_machine
 from a2d_mpi.schedules import METHODS
 
 RANKS = 16384  # at most: the model keeps figures of every pair of ranks, 2 GiB each with so many

@@ -32,7 +32,7 @@ from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import InputInfo, Result, inspect_input, read_shard, write_result
 from a2d_mpi.experiments.summary import phases_of
 from a2d_mpi.experiments.sweep import grid_shape
-from a2d_mpi.planning.machine import read_machine
+from a2d_mpi.planning.profile import read_machine
 
 
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:

@@ -17,8 +17,8 @@ from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.summary import Summary, phases_of, summarise, usual_trial
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.machine import read_machine
 from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import METHODS, distribution_of
 
 GRID, RING, *_ = METHODS  # the paper compares these two

@@ -18,8 +18,9 @@ import numpy as np
 from a2d_mpi.core.masks import Interval, Run, runs
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Remembered, Workspace
+from a2d_mpi.kernels.cudnn_blocks import Block, supported
 from a2d_mpi.kernels.cupy import CupyKernel
-from a2d_mpi.kernels.graphs import Block, Graphs, NotSupported, supported
+from a2d_mpi.kernels.graphs import Graphs, NotSupported
 
 SHORTEST = 64  # queries of a run: the plain kernel does several shorter ones in one launch
 

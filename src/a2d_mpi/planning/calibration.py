@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 
 import numpy as np
 
-from a2d_mpi.core.atomic import replacing
 from a2d_mpi.core.config import Workload
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.planning.machine import KernelModel, Link, Machine, kernel_terms, one_line
+from a2d_mpi.planning.machine import KernelModel, Link, Machine, kernel_terms
 from a2d_mpi.planning.model import predict
 
 STEADY = 0.2  # a measurement is disturbed if its figures may be off by more
@@ -139,48 +135,3 @@ def disturbance(shares: Sequence[float], seconds: Sequence[float]) -> float:
     """
     fast, slow = np.quantile(seconds, (0.1, 0.9))
     return float(max(1 / max(np.quantile(shares, 0.1), 1e-3), slow / fast) - 1)
-
-
-def to_toml(machine: Machine, comment: str = "") -> str:
-    """The profile as text that `a2d_mpi.planning.machine.read_machine` reads back.
-
-    Each line of the comment becomes one, with escapes for characters that TOML does not take.
-    """
-    lines = [f"# {one_line(line)}".rstrip() for line in comment.split("\n") if comment]
-    skip = {"inside", "between", "kernels"}
-    top = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name not in skip}
-    lines += _table(top)
-    for name in ("inside", "between"):
-        if link := getattr(machine, name):
-            lines += ["", f"[link.{name}]", *_table(vars(link))]
-    for dtype, by_phase in machine.kernels.items():
-        for phase, kernel in by_phase.items():
-            lines += ["", f"[kernel.{dtype}.{phase}]", *_table(vars(kernel))]
-    return "\n".join(lines) + "\n"
-
-
-def write_machine(path: str | os.PathLike[str], machine: Machine, comment: str = "") -> None:
-    """Write a profile, whole or not at all.
-
-    Raises
-    ------
-    OSError
-    """
-    with replacing(path) as (target, temporary):
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(to_toml(machine, comment))
-        os.replace(temporary, target)
-
-
-def _table(values: dict[str, object]) -> list[str]:
-    lines = []
-    for name, value in values.items():
-        if isinstance(value, str):
-            # JSON's escapes are TOML's, which wants one for DEL, too.
-            quoted = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            lines.append(f"{name} = {quoted}")
-        elif isinstance(value, int):
-            lines.append(f"{name} = {value}")
-        elif value is not None and value < math.inf:
-            lines.append(f"{name} = {value:.4g}")
-    return lines

@@ -1,55 +1,18 @@
-"""What a machine can do: links, kernels, memory, read from a TOML profile.
+"""A machine: its links, kernels and memory, as numbers that a prediction needs.
 
-A profile holds measured (``drivers/calibrate.py``) or quoted figures, in SI units::
-
-    name = "two nodes"
-    ranks_per_node = 4
-    cores_per_node = 4            # cores (or GPUs) that the ranks of a node share
-    memory = "80GB"               # of one rank
-    reserved = "4GB"              # of that, what is not ours: runtime, kernels, MPI
-    start = 2e-5                  # s: all ranks setting out, once a phase
-    step = 1e-4                   # s of a core beside each kernel call: Python, cold caches
-    turn = 1e-4                   # likewise beside each hop of a ring: every one is waited for
-    copy = 1e10                   # bytes/s of copies, sums and zeros, by one core
-    merge = 2e9                   # bytes/s of partial outs merged, by one core
-
-    [link.inside]                 # between ranks of a node
-    latency = 2e-6                # s until a message arrives, however short
-    overhead = 1e-6               # s that its sender, and its receiver, spend on it
-    bandwidth = 5e9               # bytes/s of one rank, each way
-    hidden = 0.9                  # share of a transfer that a computing rank need not attend to
-
-    [link.between]                # between nodes: here bandwidth is that of one NIC
-    nics = 1                      # NICs of a node, shared by its ranks
-
-    [kernel.float32.forward]      # see KernelModel; likewise backward, and other dtypes
-    flops = 95e9
-
-A link that was not measured is left out: such a profile does for ranks that do not need it.
+Profiles (`a2d_mpi.planning.profile`) hold these numbers, and describe them.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import re
-import sys
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import flops
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover
-    import tomli as tomllib
-
-# Bytes of a profile and of a line: the parser's time grows with the square of what a line holds.
-LONGEST, LONGEST_LINE = 1 << 16, 1000
 LONGEST_NAME = 100
 # The least and the most that a value may be: beyond these a prediction need not be finite, or is
 # 0.  Values that are not here are seconds.
@@ -66,11 +29,6 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "reserved": (0, 1 << 62),
 }
 _SECONDS = (0, 1e6)
-_SUFFIXES = {"": 1} | {
-    prefix + i: (1024 if i else 1000) ** power
-    for power, prefix in enumerate("KMGT", 1)
-    for i in ("", "i")
-}
 
 
 @dataclass(frozen=True)
@@ -163,7 +121,7 @@ def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int], backward: bool)
 
 @dataclass(frozen=True)
 class Machine:
-    """A profile; see the head of this module for the units and the meaning of its values.
+    """A machine; see `a2d_mpi.planning.profile` for the units and the meaning of its values.
 
     `inside` or `between` is None where it was not measured.
     """
@@ -188,7 +146,7 @@ class Machine:
         )  # not bytes of other codes
         if not whole or len(self.name) > LONGEST_NAME:
             raise ValueError(
-                f"name must be UTF-8, at most {LONGEST_NAME} characters, got {_shown(self.name)}"
+                f"name must be UTF-8, at most {LONGEST_NAME} characters, got {shown(self.name)}"
             )
         _check(self)
 
@@ -233,118 +191,6 @@ class Machine:
         return self.kernels[dtype][phase]
 
 
-def read_machine(path: str | Path) -> Machine:
-    """Read a profile.
-
-    Raises
-    ------
-    ValueError
-        If it is no TOML, or a key is missing, unknown, of the wrong type or out of bounds, with
-        its name.
-    OSError
-        If it cannot be read.
-    """
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(f"{path} is not a regular file")
-    try:
-        with open(path, "rb") as file:
-            text = file.read(LONGEST + 1)
-        if len(text) > LONGEST:
-            raise ValueError(f"it has more than {LONGEST} bytes")
-        if max(map(len, text.splitlines()), default=0) > LONGEST_LINE:
-            raise ValueError(f"a line has more than {LONGEST_LINE} bytes")
-        data = tomllib.loads(text.decode().replace("\r\n", "\n"))
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError too
-        raise ValueError(one_line(f"{path} is no TOML profile: {error}")) from error
-    try:
-        links = _table(data.pop("link", {}), "link")
-        if unknown := links.keys() - {"inside", "between"}:
-            raise ValueError(f"unknown link.{min(unknown)}")
-        found = {}
-        for dtype, by_phase in _table(data.pop("kernel", {}), "kernel").items():
-            if set(_table(by_phase, f"kernel.{dtype}")) != set(PHASES):
-                raise ValueError(f"kernel.{dtype} must have forward and backward")
-            found[dtype] = {
-                phase: _make(KernelModel, x, f"kernel.{dtype}.{phase}")
-                for phase, x in by_phase.items()
-            }
-        for name in ("memory", "reserved"):
-            if isinstance(data.get(name), (str, float)):
-                data[name] = parse_size(data[name], name)
-        given = {
-            name: _make(Link, links[name], f"link.{name}") if name in links else None
-            for name in ("inside", "between")
-        }
-        return _make(Machine, data, "", given | {"kernels": found})
-    except ValueError as error:
-        raise ValueError(one_line(f"{path}: {error}")) from error
-
-
-def one_line(text: str) -> str:
-    """The text with escapes for all that is not printed as a character: line ends, too."""
-    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
-
-
-def parse_size(text: str | float, name: str = "") -> int:
-    """Bytes from "80GB" (80e9), "80GiB" (80 * 2**30), "4e9" or a number.
-
-    Raises
-    ------
-    ValueError
-        If it is none of these, negative or infinite; it says what has that `name`.
-    """
-    found = re.fullmatch(r"\s*([\d.]+(?:[eE]\+?\d+)?)\s*([KMGT]?i?)B?\s*", str(text))
-    try:
-        return round(float(found[1]) * _SUFFIXES[found[2]])
-    except (TypeError, ValueError, KeyError, OverflowError):
-        where = f"{name}: " if name else ""
-        raise ValueError(f"{where}{_shown(text)} is no size; write 80GB or 80GiB") from None
-
-
-def parse_count(text: str) -> int:
-    """Number of tokens from "1M" (1048576), "64K" (65536) or "1000": powers of 1024.
-
-    Raises
-    ------
-    ValueError
-    """
-    found = re.fullmatch(r"(\d{1,1000})([KMG]?)", str(text))
-    if not found:
-        raise ValueError(f"{_shown(text)} is no number of tokens; write 1048576, 1024K or 1M")
-    return int(found[1]) * _SUFFIXES[found[2] + "i" * bool(found[2])]
-
-
-def _table(value: object, where: str) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{where} must be a table, got {_shown(value)}")
-    return value
-
-
-def _make(kind: type, values: object, where: str, given: Mapping[str, object] = {}) -> object:
-    """A dataclass from a TOML table; every key must be known and numbers must be numbers."""
-    prefix = f"{where}." if where else ""
-    known = {f.name: f for f in fields(kind) if f.name not in given}
-    if unknown := _table(values, where).keys() - known.keys():
-        raise ValueError(f"unknown {prefix}{min(unknown)}; known are {sorted(known)}")
-    for name, field in known.items():
-        if name not in values:
-            if field.default is MISSING:
-                raise ValueError(f"it lacks {prefix}{name}")
-            continue
-        value, wanted, called = values[name], (int, float), "a number"
-        if name == "name":
-            wanted, called = str, "text"
-        elif name in ("nics", "ranks_per_node", "memory", "reserved"):
-            wanted, called = int, "a whole number"
-        finite = not isinstance(value, float) or math.isfinite(value)
-        if isinstance(value, bool) or not isinstance(value, wanted) or not finite:
-            raise ValueError(f"{prefix}{name} must be {called}, got {_shown(value)}")
-    try:
-        return kind(**values, **given)
-    except ValueError as error:
-        raise ValueError(f"{prefix}{error}") from error
-
-
 def _check(values: Link | KernelModel | Machine) -> None:
     """Raise ValueError, with the name, for a number that is out of bounds."""
     for field in fields(values):
@@ -354,14 +200,19 @@ def _check(values: Link | KernelModel | Machine) -> None:
             continue
         if not least <= value <= most:
             raise ValueError(
-                f"{field.name} must be from {least:g} to {most:g}, got {_shown(value)}"
+                f"{field.name} must be from {least:g} to {most:g}, got {shown(value)}"
             )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Text of a value that is short enough for a message."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a number of {value.bit_length() * math.log10(2):.0f} digits"
     if isinstance(value, (int, float, str)):
         return repr(value) if len(str(value)) < 80 else f"{str(value)[:60]!r}..."
     return f"a {type(value).__name__}"
+
+
+def one_line(text: str) -> str:
+    """The text with escapes for all that is not printed as a character: line ends, too."""
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)

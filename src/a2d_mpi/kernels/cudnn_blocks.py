@@ -1,0 +1,103 @@
+"""Blocks that cuDNN attention computes, by compute capability; needs no cuDNN.
+
+For the sources of these facts see `a2d_mpi.kernels.graphs`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SHAPES = ("full", "causal", "band")
+
+
+@dataclass(frozen=True)
+class Block:
+    """The work of one launch: attention of `nq` queries over `nk` keys.
+
+    Attributes
+    ----------
+    dtype : {"float16", "bfloat16"}
+        Of all tensors but the statistics.
+    nheads, nheads_kv, headdim : int
+    nq, nk : int
+    shape : {"full", "causal", "band"}
+        Mask shape.  Causal: the last query sees all keys, the one before it one fewer, and so on;
+        needs ``nq <= nk``.  Band: of these, each query sees only its last `window` keys.
+    scale : float
+        Factor of the logits.
+    window : int
+    """
+
+    dtype: str
+    nheads: int
+    nheads_kv: int
+    headdim: int
+    nq: int
+    nk: int
+    shape: str
+    scale: float
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float16", "bfloat16"):
+            raise ValueError(f"cuDNN computes in float16 or bfloat16, got {self.dtype!r}")
+        if min(self.nheads, self.nheads_kv, self.headdim, self.nq, self.nk) < 1:
+            raise ValueError(f"all sizes must be positive, got {self}")
+        if self.nheads % self.nheads_kv:
+            raise ValueError(f"nheads must be a multiple of nheads_kv, got {self}")
+        if self.shape not in SHAPES:
+            raise ValueError(f"shape must be one of {SHAPES}, got {self.shape!r}")
+        if self.shape != "full" and self.nq > self.nk:
+            raise ValueError(f"a {self.shape} block needs nq <= nk, got {self.nq} and {self.nk}")
+        if (self.shape == "band") != (self.window > 0):
+            raise ValueError(f"a band, and only a band, has a window > 0, got {self}")
+
+
+def supported(
+    block: Block,
+    capability: tuple[int, int],
+    backward: bool = True,
+    gradients: str = "native",
+    deterministic: bool = False,
+) -> str | None:
+    """Give the reason that cuDNN does not compute `block`; None if it does.
+
+    Parameters
+    ----------
+    block : Block
+    capability : (int, int)
+        Compute capability of the device.
+    backward : bool
+        Also the gradients; False asks about the forward pass only.
+    gradients : {"native", "float32"}
+        Dtype of the gradients.
+    deterministic : bool
+        As for `Graphs`.
+
+    Notes
+    -----
+    Blocks that are not known to work are refused.  A block that passes may still raise
+    `NotSupported` when its graph is built.
+    """
+    major, d = capability[0], block.headdim
+    if major not in (8, 9, 10, 12):
+        return f"cuDNN attention is not known for compute capability {capability}"
+    if d % 8:
+        return f"cuDNN needs a headdim that is a multiple of 8, got {d}"
+    # Elsewhere the manual says 128 for gradients and for a single query, though plans for a
+    # single query do build.
+    most = 256 if major == 9 or not (backward or block.nq == 1) else 128
+    if d > most:
+        return f"cuDNN's limit of headdim is {most} for capability {capability}, got {d}"
+    if not backward:
+        return None
+    if block.nq == block.nk == 1:
+        return "cuDNN has no gradients for one query and one key"
+    # Each query head's gradient of a shared KV head is kept in the 16-bit dtype before the sum:
+    # no kernel writes that sum in float32.
+    if gradients == "float32" and block.nheads != block.nheads_kv:
+        return "cuDNN has no float32 gradients where query heads share a KV head"
+    # The plan that is built has no workspace of scores: dq is accumulated in place.
+    if gradients == "float32" and deterministic:
+        return "cuDNN's float32 gradients are not known to be deterministic"
+    return None
