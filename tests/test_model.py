@@ -276,7 +276,8 @@ def test_fit_finds_what_steps_and_turns_take(step, turn):
     tiny, layout = Workload(16, 2, 16, dtype="float32"), Layout(8, 1)
     there = replace(here, step=step, turn=turn)
     seconds = [total(there, method, layout, tiny) for method in ("attention2d", "ring")]
-    found = fit_steps(here, 8, tiny, *seconds)
+    measured = dict(zip(("step", "turn"), zip(("attention2d", "ring"), seconds)))
+    found = fit_steps(here, 8, tiny, measured)
     again = [total(found, method, layout, tiny) for method in ("attention2d", "ring")]
     assert again == pytest.approx(seconds, rel=0.005)
     assert found.step == pytest.approx(step, rel=0.01, abs=1e-6)
@@ -285,7 +286,8 @@ def test_fit_finds_what_steps_and_turns_take(step, turn):
 
 def test_one_rank_has_no_turns():
     here = machine(Link(1e6))
-    assert fit_steps(here, 1, Workload(2, 2, 16, dtype="float32"), 0.5, 0.7).turn == 0
+    tiny = Workload(2, 2, 16, dtype="float32")
+    assert fit_steps(here, 1, tiny, {"turn": ("ring", 0.7)}).turn == 0
 
 
 def test_a_profile_is_read_as_written(tmp_path):
