@@ -19,10 +19,12 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.masks import MASKS, Causal, Full
 from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.sizes import Layout, flops
 from a2d_mpi.experiments import calibrate
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.calibration import (
     Sample,
@@ -47,6 +49,7 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.schedules import METHODS, distribution_of
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "data" / "results"
 PROFILES = sorted((ROOT / "data" / "machines").glob("*.toml"))
 KERNEL = KernelModel(1e11, call=1e-5)
 SLOW, FAST = Link(1e6, latency=1e-3, overhead=1e-5), Link(1e9, latency=1e-5)
@@ -438,6 +441,21 @@ def test_links_that_are_needed(tmp_path):
                 predict(here, "ring", Layout(ranks, 1), job)
     spread = machine(SLOW, None)
     assert total(spread, "ring", Layout(8, 1), job) == total(machine(), "ring", Layout(8, 1), job)
+
+
+@pytest.mark.parametrize("cluster", ["16x1", "16x4", "64x1"])
+def test_the_study_is_predicted(cluster):
+    """Measured seconds of the committed results, by the profile that was calibrated with them."""
+    here, off = read_machine(RESULTS / f"{cluster}.toml"), []
+    for result in read_benchmark(RESULTS / f"{cluster}.h5").values():
+        c = result.config
+        layout = Layout(*(int(c[x]) for x in ("rows", "cols", "heads")), c["order"])
+        sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
+        options = MASKS[c["mask"]](), c["dtype"], bool(c["backward"]), bool(c["overlap"])
+        job = Workload(*sizes, *options)
+        phases = predict(here, c["method"], layout, job, c["distribution"]).values()
+        off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
+    assert np.median(np.abs(off)) < 0.05 and np.max(np.abs(off)) < 0.22
 
 
 def test_sizes():
