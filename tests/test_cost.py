@@ -263,7 +263,7 @@ def test_messages():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="unknown method"):
         cost.traffic("ulysses", Layout(1, 1), problem(1), 0)
-    with pytest.raises(ValueError, match="4 parts for 6 ranks"):
+    with pytest.raises(ValueError, match="4 shards for 6 ranks"):
         cost.traffic("ring", Layout(6, 1), problem(4), 0)
 
 

@@ -163,14 +163,14 @@ class Links:
         self._clock.wait(done, work)
 
     def finish(self) -> None:
-        """Every rank waits for what it has sent and not waited for."""
+        """Every rank waits until all its messages have left."""
         self.depart()
         done = [post.done for message, post in self._posts.items() if message.sent]
         if done:
             self._clock.wait(np.max(done, axis=0), 0.0)
 
     def depart(self) -> None:
-        """What was posted since the last time leaves, together."""
+        """Let the messages leave, together, that were posted since the last time."""
         if not self._batch:
             return
         self._clock.spend("other", self._overheads)

@@ -65,7 +65,7 @@ def write(
         If there is no such method, or the problem does not fit the layout.
     """
     if len(problem.counts) != layout.size:
-        raise ValueError(f"{len(problem.counts)} parts for {layout.size} ranks")
+        raise ValueError(f"{len(problem.counts)} shards for {layout.size} ranks")
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
     known, back, u = METHODS[method], phase == "backward", layout.heads

@@ -80,7 +80,7 @@ class Ring:
         return self.s.exchange(received, self.s.send(channel, after, rows))
 
     def blocks(self) -> Iterator[tuple[int, int, Rows]]:
-        """Round, step and rows of k and v of every block, this rank's own first."""
+        """Yield round, step and k, v of every block, (n, Hkv, D) each; this rank's own first."""
         first = Rows("own kv", self.s.rank)
         for r in range(self.groups):
             block, leaving = first, []
