@@ -234,7 +234,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
             for method in METHODS:
                 layout = Layout(rows, ranks // rows)
                 sizes = with_counts((100,) * ranks, 6, nheads_kv)
-                moved = cost.moves(method, layout, sizes, np.arange(ranks), phases)
+                moved = cost.moves(method, layout, sizes, None, phases)
                 nbytes = [x.tokens * sum(x.tensors) for x in moved if not x.sent]
                 received = sum(int(np.broadcast_to(x, ranks).sum()) for x in nbytes)
                 bound = cost.lower_bound(sizes, whole / ranks, 100, backward)
@@ -270,7 +270,7 @@ def test_messages():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="unknown method"):
         cost.traffic("ulysses", Layout(1, 1), problem(1), 0)
-    with pytest.raises(ValueError, match="4 parts for 6 ranks"):
+    with pytest.raises(ValueError, match="4 shards for 6 ranks"):
         cost.traffic("ring", Layout(6, 1), problem(4), 0)
 
 

@@ -181,7 +181,7 @@ class Workload(AttentionConfig):
     def problem(self, layout: Layout, distribution: str) -> Problem:
         """Sizes for `a2d_mpi.planning.cost`."""
         whole = Distribution(distribution, self.seqlen, layout.size, layout.heads)
-        return Problem(_counts(whole), self)
+        return Problem(_counts(whole), AttentionConfig(**self.arguments))
 
 
 @lru_cache(maxsize=64)

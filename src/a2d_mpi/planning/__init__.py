@@ -1,1 +1,1 @@
-"""What a method needs on a machine: bytes, memory, seconds.  No module here imports MPI."""
+"""Needs of a method on a machine: bytes, memory, seconds.  No module here imports MPI."""

@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import Problem
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.sizes import Layout
@@ -61,18 +66,14 @@ def write(
         If there is no such method, or the problem does not fit the layout.
     """
     if len(problem.counts) != layout.size:
-        raise ValueError(f"{len(problem.counts)} parts for {layout.size} ranks")
+        raise ValueError(f"{len(problem.counts)} shards for {layout.size} ranks")
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
     known, back, u = METHODS[method], phase == "backward", layout.heads
     group = problem.context_group(u)
     whole, own = problem.config, group.config
     rows, cols, inner = known.shape(layout)
-    alike = {
-        "overlap": overlap,
-        "narrow": whole.narrow,
-        "shares_kv": whole.nheads_kv < u,
-    }
+    alike = {"overlap": overlap, "narrow": whole.narrow, "shares_kv": whole.nheads_kv < u}
     sizes = Sizes(rows, cols, group.counts, own.nheads, own.nheads_kv, inner=inner, **alike)
     inside = Schedule(rank // u, sizes, (u, rank % u), **others)
     of = known if layout.positions > 1 else alone
@@ -84,3 +85,24 @@ def write(
     heads.share(before, back)
     heads.collect(after, back)
     return [before, inside, after]
+
+
+def write_all(
+    method: str, phase: str, layout: Layout, problem: Problem, overlap: bool = True
+) -> list[Schedule]:
+    """The schedules of all logical ranks at once; see `write`.  The latest are remembered.
+
+    All keep some work on their own shard for the end, or none does.
+    """
+    return _write_all(method, phase, replace(layout, order="rcu"), problem, overlap)
+
+
+@lru_cache(maxsize=2)  # both phases of layouts that differ in their order only
+def _write_all(
+    method: str, phase: str, layout: Layout, problem: Problem, overlap: bool
+) -> list[Schedule]:
+    least = min(problem.context_group(layout.heads).counts)
+    return write(
+        *(method, phase, layout, problem, np.arange(layout.size), overlap),
+        cuts=lambda schedule, own, others, ranks: splits_own_shard(least, ranks),
+    )

@@ -1,4 +1,4 @@
-"""What a schedule sends, receives and holds, read off its steps."""
+"""Bytes, messages and buffers of a schedule, read off its steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def array_bytes(group: AttentionConfig, array: Array) -> list[int]:
 
 
 class Tokens:
-    """How many tokens rows have: an int, or an array with an entry for each rank.
+    """Numbers of tokens of rows: an int, or an array with an entry for each rank.
 
     Parameters
     ----------
@@ -77,9 +77,9 @@ class Tokens:
 def messages(
     schedule: Schedule, group: AttentionConfig, sent: bool | None = None
 ) -> Iterator[tuple[Message, Ranks, list[int]]]:
-    """Every message, or only those that are sent or received.
+    """Yield every message, or only those that are sent or received.
 
-    With the tokens that it brings (an int if those of all ranks are as many), and the bytes of a
+    With the number of its tokens (an int if it is the same for all ranks), and the bytes of a
     token in each of its tensors.
     """
     tokens = Tokens(schedule)
@@ -143,14 +143,14 @@ def results(schedule: Schedule, group: AttentionConfig, whole: AttentionConfig) 
 
 
 def merges_partials(schedule: Schedule) -> bool:
-    """Whether partial results with an lse are merged, which a compensation goes with."""
+    """Tell whether partial results with an lse are merged: then lse has a compensation."""
     arrays = schedule.arrays
     into_out = (isinstance(x, Merge) and arrays[x.to.array].kind == "out" for x in schedule.steps)
     return any(merged_at_once(schedule)) or any(into_out)
 
 
 def merged_at_once(schedule: Schedule) -> list[bool]:
-    """Of each kernel call, in order, whether its rows hold a partial result already (forward)."""
+    """Flags of the kernel calls in order: the rows hold a partial result already (forward)."""
     written: set[tuple] = set()
     found = []
     for step in schedule.steps:

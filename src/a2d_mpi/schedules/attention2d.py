@@ -44,7 +44,7 @@ class Tile:
         self.k, self.k_coming = s.all_gather("col", "kv", own_k, self.col_peers)
 
     def blocks(self, by_query: bool) -> Iterator[tuple[Rows, Rows]]:
-        """Queries and keys of each kernel call, when these are here.
+        """Yield the queries and keys of each kernel call, when these are here.
 
         By query: the first part of this rank's own queries meets the keys of each owner as they
         come; then the others' queries, as they come, meet all keys at once; the rest of its own
@@ -74,7 +74,7 @@ class Tile:
             yield pair(Rows(x, s.rank, part), Rows(y))
 
     def place(self, queries: Rows) -> int:
-        """Of their owner among the peers of the row, from 1."""
+        """Place of their owner among the peers of the row, from 1."""
         return next(i for i, p in enumerate(self.row_peers, 1) if p is queries.owner)
 
     def _as_they_come(
@@ -90,9 +90,9 @@ class Tile:
 def forward(s: Schedule) -> None:
     """Write down the forward pass of rank ``s.rank``."""
     tile = Tile(s)
-    tile.gather("q")
-    out = s.array("out", "out", (s.rank,), "result")
-    coming = s.partials("row", "out", tile.row_peers)
+    tile.gather("q")  # q: (C n, H, D); k, v: (R n, Hkv, D)
+    out = s.array("out", "out", (s.rank,), "result")  # (n, H, D), and lse (n, H)
+    coming = s.partials("row", "out", tile.row_peers)  # as large, from each of C - 1 peers
     for queries, keys in tile.blocks(by_query=True):
         if queries.owner is s.rank:
             s.add(Attend(queries, keys, Rows(out, s.rank, queries.part)))
@@ -111,9 +111,9 @@ def forward(s: Schedule) -> None:
 def backward(s: Schedule) -> None:
     """Write down the backward pass of rank ``s.rank``."""
     tile, sizes = Tile(s), s.sizes
-    tile.gather("qd")
-    dq = s.array("dq", "dq", s.channels["row"])
-    dkv = s.array("dkv", "dkv", s.channels["col"])
+    tile.gather("qd")  # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
+    dq = s.array("dq", "dq", s.channels["row"])  # (C n, H, D)
+    dkv = s.array("dkv", "dkv", s.channels["col"])  # dk, dv: (R n, Hkv, D)
     s.add(Zero(Rows(dq)), Zero(Rows(dkv)))
     dq_coming = s.partials("row", "dq", tile.row_peers)
     dkv_coming = s.partials("col", "dkv", tile.col_peers)

@@ -10,7 +10,7 @@ from a2d_mpi.schedules.steps import Schedule
 
 
 class Method(NamedTuple):
-    """How a method computes, inside one context group.
+    """A method: the schedules of its phases inside one context group.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""The words that schedules are written in: what a rank sends, receives, computes and merges.
+"""Steps of schedules: sends, receives, kernel calls and merges of a rank, in order.
 
 A schedule is data: a list of steps, in order, without MPI, devices or times.  Others read it: the
 executor (`a2d_mpi.attention.executor`) and the accounts (`a2d_mpi.schedules.accounts`).  It is of
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,12 +42,12 @@ class Rows(NamedTuple):
     ----------
     array : str
     owner : Ranks or None
-        Whose tokens; None: those of all whose tokens the array has.
+        Owner of the tokens; None: all owners of the array.
     part : (int, int), "first", "rest" or None
         Of the owner's shard: the i-th of the chunks in which it travels along n ranks, each in a
-        message; what its owner computes first, or last; None: all.
+        message; the share that its owner computes first, or last; None: all.
     heads : Ranks or None
-        Of an array with all heads: those that this rank of the head group computes.
+        Of an array with all heads: those of this rank of the head group.
     """
 
     array: str
@@ -64,9 +65,9 @@ class Array:
     kind : str
         One of `KINDS`.
     owners : tuple of Ranks
-        Empty: of whichever owner's tokens it holds at a time, one at once.
+        Empty: one owner at a time.
     role : {"given", "result", "buffer"}
-        From the caller, for the caller, or the plan's.
+        From the caller, for the caller, or a buffer of the plan.
     wide : tuple of str
         Tensors that have the dtype of the computation, not that of the caller.
     all_heads : bool
@@ -96,7 +97,7 @@ class Message:
         Or received.
     channel : str
     peer : Ranks
-        To whom, or from whom.
+        Receiver of what is sent, or sender.
     rows : Rows
     """
 
@@ -160,7 +161,7 @@ Step = Message | Wait | Copy | Zero | Attend | Merge
 
 @dataclass(frozen=True)
 class Sizes:
-    """What schedules depend on, of a context group of R x C ranks.
+    """Sizes that schedules depend on, of a context group of R x C ranks.
 
     Attributes
     ----------
@@ -192,13 +193,18 @@ class Sizes:
 
     def chunks(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
         """Chunks in which an owner's shard travels along a row or column of so many ranks."""
-        tokens = self.counts[owner] if isinstance(owner, int) else max(self.counts)
+        tokens = self.counts[owner] if isinstance(owner, int) else self.most
         return [(chunk, ranks) for chunk in range(len(chunks(tokens, ranks)))]
+
+    @cached_property
+    def most(self) -> int:
+        """Tokens of the largest shard."""
+        return max(self.counts)
 
 
 @dataclass
 class Schedule:
-    """What a rank does in one phase.
+    """The steps of a rank in one phase.
 
     Attributes
     ----------
@@ -211,10 +217,11 @@ class Schedule:
     arrays : dict of str to Array
     steps : list of Step
     results : dict of str to Rows
-        Where the results of this rank's shard are in the end, by kind.
+        Rows that hold the results of this rank's shard in the end, by kind.
     cuts : callable
-        Whether this rank's own rows, which meet such others, are computed in two parts: from the
-        schedule so far, both, and the number of ranks among which the partial results travel.
+        Tells whether a rank's own rows are computed in two parts, of which one comes last.  Its
+        arguments: the schedule so far, own rows, the rows that these meet, and the number of ranks
+        among which partial results travel.
     """
 
     rank: Ranks
@@ -262,21 +269,21 @@ class Schedule:
             self.add(Wait(tuple(messages)))
 
     def exchange(self, *messages: Message) -> list[Message]:
-        """Messages that were posted together; in turn, they are waited for at once."""
+        """Messages that were posted together; without overlap, these are waited for at once."""
         if not self.sizes.overlap:
             self.wait(messages)
             return []
         return list(messages)
 
     def give(self, channel: str, owner: Ranks, rows: Rows) -> None:
-        """Send a finished partial result to its owner; in turn, when all are finished."""
+        """Send a finished partial result to its owner; without overlap, when all are finished."""
         if self.sizes.overlap:
             self.send(channel, owner, rows)
         else:
             self._held.append(Message(True, channel, owner, rows))
 
     def release(self, channel: str) -> None:
-        """Send what was held for a channel."""
+        """Send all that was held for a channel."""
         self.add(*(m for m in self._held if m.channel == channel))
         self._held = [m for m in self._held if m.channel != channel]
 
@@ -306,7 +313,7 @@ class Schedule:
     def partials(
         self, channel: str, kind: str, peers: Sequence[Ranks]
     ) -> list[tuple[Rows, list[Message]]]:
-        """Post the receives of what each peer contributes to this rank's rows."""
+        """Post the receives of every peer's contributions to this rank's rows."""
         found = []
         for i, p in enumerate(peers, 1):
             name = self.array(f"{kind} from {channel} {i}", kind)
@@ -320,5 +327,5 @@ class Schedule:
         return rank * self.axis[0] + self.axis[1]
 
     def parts(self, own: Rows, others: Rows, ranks: int) -> tuple[str | None, ...]:
-        """Of this rank's own rows, which meet others: what it computes first, and last."""
+        """Parts of this rank's own rows, which meet others: computed first, and last."""
         return (FIRST, REST) if self.cuts(self, own, others, ranks) else (None,)
