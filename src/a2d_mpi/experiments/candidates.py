@@ -11,7 +11,7 @@ from a2d_mpi.core.config import Workload
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.planning.machine import Machine, one_line, parse_count, parse_size, read_machine
-from a2d_mpi.planning.planner import Plan, duration, plans, why_not
+from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
 from a2d_mpi.schedules import METHODS
 
 RANKS = 16384  # at most: the model keeps figures of every pair of ranks, 2 GiB each with so many
@@ -45,7 +45,7 @@ def plan(args: argparse.Namespace) -> int:
     memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
     # On a terminal, and if it takes long.
     progress = partial(tqdm, desc="plans", disable=None, delay=2, leave=False)
-    found = plans(machine, args.ranks, work, memory, tuple(args.method or METHODS), progress)
+    found = candidates(machine, args.ranks, work, memory, tuple(args.method or METHODS), progress)
     if not found:
         raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
     _print(found, machine, work, memory, args.top)
@@ -55,7 +55,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _print(
-    found: list[Plan], machine: Machine, work: Workload, memory: int | None, top: int
+    found: list[Candidate], machine: Machine, work: Workload, memory: int | None, top: int
 ) -> None:
     """The table, and what is not in it."""
     room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"
