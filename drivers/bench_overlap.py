@@ -8,6 +8,13 @@ phases without overlap reach), and of the whole with and without overlap, by who
 the kernels run (`a2d_mpi.comm.transport.PROGRESS`).  Medians over the trials of the slowest rank;
 the variants take turns.  "hidden": the share of the shorter one of compute and transfer that ran
 beside the other.
+
+    bash jobs/emulate.sh 2 1 600mbit -- python drivers/bench_overlap.py --refinements --seqlen 8192
+
+With --refinements, instead: the whole with every refinement of the schedules, and without each one
+of them: shards that travel between two ranks in one message, instead of two; own work done first,
+instead of a share of it last, while partial results travel; the other one of the two reductions
+of the backward pass finished block by block.  Medians, and by how much they are slower.
 """
 
 from mpi4py import MPI
@@ -26,6 +33,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--nheads", type=whole(1), default=8)
     add("--headdim", type=whole(1), default=64)
     add("--mask", choices=MASKS, default="causal")
+    add("--refinements", action="store_true", help="leave out each refinement of the schedules")
     add("--trials", type=TRIALS, default=5)
     return parser
 

@@ -19,10 +19,12 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.masks import MASKS, Causal, Full
 from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.sizes import Layout, flops
 from a2d_mpi.experiments import calibrate
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.calibration import (
     Sample,
@@ -47,6 +49,7 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.schedules import METHODS, distribution_of
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "data" / "results"
 PROFILES = sorted((ROOT / "data" / "machines").glob("*.toml"))
 KERNEL = KernelModel(1e11, call=1e-5)
 SLOW, FAST = Link(1e6, latency=1e-3, overhead=1e-5), Link(1e9, latency=1e-5)
@@ -276,7 +279,8 @@ def test_fit_finds_what_steps_and_turns_take(step, turn):
     tiny, layout = Workload(16, 2, 16, dtype="float32"), Layout(8, 1)
     there = replace(here, step=step, turn=turn)
     seconds = [total(there, method, layout, tiny) for method in ("attention2d", "ring")]
-    found = fit_steps(here, 8, tiny, *seconds)
+    measured = dict(zip(("step", "turn"), zip(("attention2d", "ring"), seconds)))
+    found = fit_steps(here, 8, tiny, measured)
     again = [total(found, method, layout, tiny) for method in ("attention2d", "ring")]
     assert again == pytest.approx(seconds, rel=0.005)
     assert found.step == pytest.approx(step, rel=0.01, abs=1e-6)
@@ -285,7 +289,8 @@ def test_fit_finds_what_steps_and_turns_take(step, turn):
 
 def test_one_rank_has_no_turns():
     here = machine(Link(1e6))
-    assert fit_steps(here, 1, Workload(2, 2, 16, dtype="float32"), 0.5, 0.7).turn == 0
+    tiny = Workload(2, 2, 16, dtype="float32")
+    assert fit_steps(here, 1, tiny, {"turn": ("ring", 0.7)}).turn == 0
 
 
 def test_a_profile_is_read_as_written(tmp_path):
@@ -436,6 +441,21 @@ def test_links_that_are_needed(tmp_path):
                 predict(here, "ring", Layout(ranks, 1), job)
     spread = machine(SLOW, None)
     assert total(spread, "ring", Layout(8, 1), job) == total(machine(), "ring", Layout(8, 1), job)
+
+
+@pytest.mark.parametrize("cluster", ["16x1", "16x4", "64x1"])
+def test_the_study_is_predicted(cluster):
+    """Measured seconds of the committed results, by the profile that was calibrated with them."""
+    here, off = read_machine(RESULTS / f"{cluster}.toml"), []
+    for result in read_benchmark(RESULTS / f"{cluster}.h5").values():
+        c = result.config
+        layout = Layout(*(int(c[x]) for x in ("rows", "cols", "heads")), c["order"])
+        sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
+        options = MASKS[c["mask"]](), c["dtype"], bool(c["backward"]), bool(c["overlap"])
+        job = Workload(*sizes, *options)
+        phases = predict(here, c["method"], layout, job, c["distribution"]).values()
+        off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
+    assert np.median(np.abs(off)) < 0.05 and np.max(np.abs(off)) < 0.22
 
 
 def test_sizes():

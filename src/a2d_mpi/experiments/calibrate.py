@@ -90,7 +90,9 @@ def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
           if x not in where.partners),
     ]  # fmt: skip
 
-    machine = fit_steps(best.machine, comm.size, *best.tiny)
+    work, grid, ring = best.tiny
+    measured = {"step": (Attention2D.method, grid), "turn": (RingAttention.method, ring)}
+    machine = fit_steps(best.machine, comm.size, work, measured)
     together(comm, lambda: write_machine(args.output, machine, "\n".join(lines)), on=0)
     if comm.rank == 0:
         print("\n".join((*best.notes, f"written to {args.output}")), flush=True)

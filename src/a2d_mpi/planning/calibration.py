@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import combinations
 
@@ -95,29 +95,31 @@ def fit_link(
     return Link(1 / per_byte, latency, overhead, **others)
 
 
-def fit_steps(machine: Machine, ranks: int, work: Workload, grid: float, ring: float) -> Machine:
-    """The machine with the `step` and the `turn` that explain how long two forward passes take.
+def fit_steps(
+    machine: Machine, ranks: int, work: Workload, measured: Mapping[str, tuple[str, float]]
+) -> Machine:
+    """The machine with constants that explain how long tiny forward passes take.
 
     Parameters
     ----------
     machine : Machine
-        Without these.
+        Without these constants.
     ranks : int
     work : Workload
         So small that it is computing, latencies and what steps there are.
-    grid, ring : float
-        Seconds of the slowest rank, on a grid of one column and on a ring.
+    measured : mapping of str to (str, float)
+        By constant, `step` or `turn`, which are found one after the other: a method whose passes
+        have many of these, and the seconds of the slowest rank on a layout of one column.
     """
-    layout = Layout(ranks, 1)
-    for name, method, seconds, times in (
-        ("step", "attention2d", grid, ranks),
-        ("turn", "ring", ring, ranks - 1),
-    ):
-        found = 0.0
-        for _ in range(30 if times else 0):  # hidden behind latencies, it must grow to count
-            predicted = predict(replace(machine, **{name: found}), method, layout, work)["forward"]
-            missing = (seconds - predicted.total.max()) * machine.share
-            found = max(0.0, float(found + missing / times))
+    for name, (method, seconds) in measured.items():
+
+        def total(value: float, machine=machine, name=name, method=method) -> float:
+            there = replace(machine, **{name: value})
+            return float(predict(there, method, Layout(ranks, 1), work)["forward"].total.max())
+
+        found, slope = 0.0, (total(1e3) - total(0.0)) / 1e3
+        for _ in range(30 if slope else 0):  # hidden behind latencies, it must grow to count
+            found = max(0.0, found + (seconds - total(found)) / slope)
         machine = replace(machine, **{name: found})
     return machine
 

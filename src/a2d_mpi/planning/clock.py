@@ -42,6 +42,7 @@ class Clock:
 
     def spend(self, part: str, seconds: np.ndarray | float) -> None:
         """Every rank is busy."""
+        self.parts[part] += seconds
         self._go(part, self.now + seconds)
 
     def wait(self, done: np.ndarray, work: np.ndarray | float) -> None:
@@ -49,13 +50,16 @@ class Clock:
 
         It has done that work while it was waiting for this, or for what came before.
         """
-        self._idle = self._idle + np.maximum(done - self.now, 0)
-        paid = np.minimum(self._idle, work)
-        self._idle = self._idle - paid
-        self._go("wait", np.maximum(self.now, done) + work - paid)
+        ready = np.maximum(self.now, done)
+        self._idle = self._idle + (ready - self.now)
+        if np.ndim(work) or work:
+            paid = np.minimum(self._idle, work)
+            self._idle = self._idle - paid
+            ready += work - paid
+        self.parts["wait"] += ready - self.now
+        self._go("wait", ready)
 
     def _go(self, part: str, to: np.ndarray) -> None:
-        self.parts[part] += to - self.now
         if self._spans is not None:
             self._spans.append((part, self.now, to))
         self.now = to
@@ -91,7 +95,7 @@ class Post:
 
     route: Route  # to the peer
     nbytes: Ranks
-    when: np.ndarray
+    when: np.ndarray | None = None
     done: np.ndarray | None = None
     work: np.ndarray | float = 0.0  # s of the receiver's core
 
@@ -128,8 +132,9 @@ class Links:
         self._schedule, self._nbytes, self._known = schedule, nbytes, {}
         self._posts: dict[Message, Post] = {}
         self._batch: list[Message] = []
-        self._sent: dict[tuple, list[Post]] = defaultdict(list)
-        self._expected: dict[tuple, list[Post]] = defaultdict(list)
+        self._overheads: np.ndarray | float = 0.0
+        # Posted by one side only: those to be received, and those sent.
+        self._open: tuple[dict[tuple, list[Post]], ...] = ({}, {})
         crossing = np.zeros(self._size)
         for message, size in nbytes.items():
             if message.sent:
@@ -142,12 +147,11 @@ class Links:
         self._rate[1] = np.minimum(alone, link.bandwidth * link.nics * fair)
 
     def post(self, message: Message, tensors: int) -> None:
-        """Every rank posts a message of so many tensors."""
+        """Every rank posts a message of so many tensors, which leaves with those posted next."""
         route = self._route(message.peer)
-        self._clock.spend("other", tensors * self._overhead[route.kind])
-        post = Post(route, self._nbytes[message], self._clock.now)
-        self._posts[message] = post
+        self._posts[message] = Post(route, self._nbytes[message])
         self._batch.append(message)
+        self._overheads = self._overheads + tensors * self._overhead[route.kind]
 
     def wait(self, messages: Sequence[Message]) -> None:
         """Every rank waits for messages."""
@@ -169,48 +173,64 @@ class Links:
         """What was posted since the last time leaves, together."""
         if not self._batch:
             return
-        flows: dict[Route, list[tuple[Post, Post]]] = defaultdict(list)
-        for message in self._batch:
-            post = self._posts[message]
-            # Both sides know a message by its channel, its rows and the way that it takes.
-            way = post.route if message.sent else self._back(post.route)
-            kind = self._schedule.arrays[message.rows.array].kind
-            key = message.channel, kind, message.rows.part, way
-            here, there = self._sent[key], self._expected[key]
-            if not message.sent:
-                here, there = there, here
-            if there:
-                other = there.pop(0)
-                flows[way].append((post, other) if message.sent else (other, post))
-            else:
-                here.append(post)
-        self._batch = []
+        self._clock.spend("other", self._overheads)
+        flows = self._flows()
+        self._batch, self._overheads = [], 0.0
         # Alike: as many bytes in the same messages, which are looked at once.
         alike: dict[tuple, list[Route]] = defaultdict(list)
         for route, pairs in flows.items():
             alike[tuple(_same(sent.nbytes) for sent, _ in pairs)].append(route)
-        totals = {x: sum(s.nbytes for s, _ in flows[routes[0]]) for x, routes in alike.items()}
-        counts = self._counts(alike) if len(flows) > 1 else None
+        crowd = []  # bytes to a peer, and how many peers inside a rank's node, and in others
+        if len(flows) > 1:
+            for routes in alike.values():
+                far = sum(route.kind for route in routes)
+                size = sum(sent.nbytes for sent, _ in flows[routes[0]])
+                crowd.append((size, (len(routes) - far, far)))
         last = self._free.copy()
         for routes in alike.values():
             ahead: Ranks = 0
             for i, (first, _) in enumerate(flows[routes[0]]):
                 ahead = ahead + first.nbytes
-                moved = [ahead, ahead]
-                if counts is not None:  # to all peers, until these have got so much
-                    moved = [
-                        sum(counts[x][kind] * np.minimum(totals[x], ahead) for x in alike)
-                        for kind in (0, 1)
-                    ]
-                seconds = [np.broadcast_to(moved[kind], self._size) / self._rate[kind]
-                           for kind in (0, 1)]  # fmt: skip
+                seconds: dict[int, np.ndarray] = {}
                 for route in routes:
+                    for kind in (0, 1) if np.ndim(route.kind) else (route.kind,):
+                        if kind not in seconds:
+                            # The link carries as much to all peers, or all that there is.
+                            moved = ahead
+                            if crowd:
+                                moved = sum(n[kind] * np.minimum(x, ahead) for x, n in crowd)
+                            seconds[kind] = moved / self._rate[kind]
                     self._arrive(route, *flows[route][i], seconds, last)
         self._free = last
 
+    def _flows(self) -> dict[Route, list[tuple[Post, Post]]]:
+        """The messages to each peer that both sides have posted now: as sent, and as received."""
+        flows: dict[Route, list[tuple[Post, Post]]] = {}
+        for message in self._batch:
+            post = self._posts[message]
+            post.when = self._clock.now
+            # Both sides know a message by its channel, its rows and the way that it takes.
+            way = post.route if message.sent else self._back(post.route)
+            kind = self._schedule.arrays[message.rows.array].kind
+            key = message.channel, kind, message.rows.part, way
+            others = self._open[not message.sent].get(key)
+            if others:
+                other = others.pop(0)
+                pair = (post, other) if message.sent else (other, post)
+                flows.setdefault(way, []).append(pair)
+            else:
+                self._open[message.sent].setdefault(key, []).append(post)
+        return flows
+
     def _arrive(
-        self, route: Route, sent: Post, received: Post, seconds: list[np.ndarray], last: np.ndarray
+        self,
+        route: Route,
+        sent: Post,
+        received: Post,
+        seconds: dict[int, np.ndarray],
+        last: np.ndarray,
     ) -> None:
+        """A message of every rank arrives, after so many seconds on the links of each kind."""
         kind, index = route.kind, route.index
         taken = seconds[kind] if isinstance(kind, int) else np.where(kind, seconds[1], seconds[0])
         begin = np.maximum(np.maximum(sent.when, received.when[route.to]), self._free[index])
@@ -219,16 +239,9 @@ class Links:
         sent.done = left + self._latency[kind]
         came_from = self._back(route).to
         received.done = sent.done[came_from]
-        work = self._unhidden[kind] * (sent.nbytes / self._rate[index])
-        received.work = work[came_from] if np.ndim(work) else work
-
-    def _counts(self, alike: dict[tuple, list[Route]]) -> dict[tuple, list[Ranks]]:
-        """Of each set of flows, how many of a rank's go inside its node, and between nodes."""
-        found = {}
-        for key, routes in alike.items():
-            far = sum(route.kind for route in routes)
-            found[key] = [len(routes) - far, far]
-        return found
+        if self._unhidden.any():
+            work = self._unhidden[kind] * (sent.nbytes / self._rate[index])
+            received.work = work[came_from]
 
     def _route(self, peer: Ranks) -> Route:
         """The links to a peer of the schedule."""

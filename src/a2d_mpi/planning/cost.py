@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, Problem
-from a2d_mpi.schedules import write
+from a2d_mpi.schedules import write, write_all
 from a2d_mpi.schedules.accounts import messages as messages_of
 from a2d_mpi.schedules.accounts import number_of_messages
 from a2d_mpi.schedules.steps import Ranks
@@ -67,17 +67,21 @@ def moves(
     method: str,
     layout: Layout,
     problem: Problem,
-    rank: Ranks,
+    rank: int | None,
     phases: Sequence[str] = PHASES,
     sent: bool | None = None,
 ) -> Iterator[Move]:
-    """All messages of a logical rank, or of an array of ranks: then bytes and peers are arrays.
+    """All messages of a logical rank, or of all ranks (None): then bytes and peers are arrays.
 
     `sent`: only those that are sent, or only those that are received.
     """
     group = problem.context_group(layout.heads)
     for phase in phases:
-        for schedule in write(method, phase, layout, problem, rank):
+        if rank is None:
+            chain = write_all(method, phase, layout, problem)
+        else:
+            chain = write(method, phase, layout, problem, rank)
+        for schedule in chain:
             for message, tokens, tensors in messages_of(schedule, group, sent):
                 peer = schedule.logical(message.peer)
                 yield Move(phase, message.channel, message.sent, tokens, tensors, peer)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 from a2d_mpi.core.config import PHASES
@@ -9,7 +11,7 @@ from a2d_mpi.core.sizes import Layout, Problem
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import buffers as schedule_buffers
 from a2d_mpi.schedules.accounts import results, tensor_bytes
-from a2d_mpi.schedules.steps import KINDS
+from a2d_mpi.schedules.steps import KINDS, Schedule
 
 
 def peak_memory(
@@ -32,16 +34,15 @@ def peak_memory(
         Unless contiguous, the keys of a column are held twice: as they came, and sorted.
     backward : bool
     """
-    held = buffers(method, layout, problem, rank, distribution, backward)
-    own, phase = problem.counts[rank], PHASES[backward]
-    group, p = problem.context_group(layout.heads), problem
-    chain = write(method, phase, layout, problem, rank)
+    phases = _phases(method, layout, problem, rank, backward)
+    held = _buffers(phases, layout, problem, distribution)
+    own, p, last = problem.counts[rank], problem, phases[-1]
     # Given: q, k, v; dout, out, lse and delta too.
     held += own * (p.q + p.kv + (2 * p.q + 2 * p.lse) * backward)
-    held += sum(results(schedule, group, problem) for schedule in chain)
+    group = problem.context_group(layout.heads)
+    held += sum(results(schedule, group, problem) for schedule in last)
     # New once more: results that lie in buffers or have the dtype of the computation.
-    last = [chain[-1].arrays[rows.array] for rows in chain[-1].results.values()]
-    for array in last:
+    for array in (last[-1].arrays[rows.array] for rows in last[-1].results.values()):
         for name in KINDS[array.kind]:
             wide = name in array.wide and p.itemsize < p.compute_itemsize
             if name != "lse" and (array.role == "buffer" or wide):
@@ -78,11 +79,23 @@ def buffers(
     Exact, but for parts of one token, which are never out of order.  `backward`: after a backward
     call.
     """
-    group = problem.context_group(layout.heads)
+    return _buffers(
+        _phases(method, layout, problem, rank, backward), layout, problem, distribution
+    )
+
+
+def _phases(
+    method: str, layout: Layout, problem: Problem, rank: int, backward: bool
+) -> list[list[Schedule]]:
+    return [write(method, x, layout, problem, rank) for x in PHASES[: 1 + backward]]
+
+
+def _buffers(
+    phases: list[list[Schedule]], layout: Layout, problem: Problem, distribution: str
+) -> int:
+    group, in_order = problem.context_group(layout.heads), distribution == "contiguous"
     held: dict[object, int] = {}
-    for phase in PHASES[: 1 + backward]:
-        for schedule in write(method, phase, layout, problem, rank):
-            in_order = distribution == "contiguous"
-            for key, nbytes in schedule_buffers(schedule, group, in_order).items():
-                held[key] = max(nbytes, held.get(key, 0))
+    for schedule in chain.from_iterable(phases):
+        for key, nbytes in schedule_buffers(schedule, group, in_order).items():
+            held[key] = max(nbytes, held.get(key, 0))
     return sum(held.values())

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from a2d_mpi.core.chunks import FIRST_SHARE, splits_own_shard
+from a2d_mpi.core.chunks import FIRST_SHARE
 from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask
@@ -22,7 +22,7 @@ from a2d_mpi.core.pairs import by_rows, visible_pairs
 from a2d_mpi.core.sizes import Layout, Problem
 from a2d_mpi.planning.clock import Clock, Links
 from a2d_mpi.planning.machine import KernelModel, Machine
-from a2d_mpi.schedules import distribution_of, write
+from a2d_mpi.schedules import distribution_of, write_all
 from a2d_mpi.schedules.accounts import Tokens, array_bytes, merged_at_once, sorted_arrays
 from a2d_mpi.schedules.steps import (
     FIRST,
@@ -122,12 +122,8 @@ class _Ranks:
         spend("other", self._machine.start)
         if self._phase == "backward":  # delta
             spend("compute", self._copying(2 * np.array(problem.counts) * problem.q))
-        least = min(self._group.counts)
-        schedules = write(
-            *(method, self._phase, self._layout, problem, np.arange(self._layout.size)),
-            overlap=self._work.overlap,
-            cuts=lambda schedule, mine, others, ranks: splits_own_shard(least, ranks),
-        )
+        overlap = self._work.overlap
+        schedules = write_all(method, self._phase, self._layout, problem, overlap)
         for schedule in schedules:
             self._walk(schedule)
         if len(schedules) == 1:  # results that are in buffers
@@ -165,6 +161,7 @@ class _Ranks:
             if isinstance(step, Message):
                 links.post(step, len(sizes[step.rows.array]))
                 if step in turns:
+                    links.depart()
                     spend("other", self._machine.turn / self._machine.share)
             elif isinstance(step, Wait):
                 links.wait(step.messages)

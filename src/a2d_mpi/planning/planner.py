@@ -265,8 +265,7 @@ def _needs(
     received: dict[int, list] = {}
     messages: Ranks = 0
     phases = PHASES[: 1 + backward]
-    ranks = np.arange(layout.size)
-    for move in cost.moves(method, layout, problem, ranks, phases, sent=False):
+    for move in cost.moves(method, layout, problem, None, phases, sent=False):
         found = received.setdefault(int(move.peer[0]), [move.peer, 0])
         found[1] = found[1] + move.tokens * sum(move.tensors)
         for size in set(move.tensors):

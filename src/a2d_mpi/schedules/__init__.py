@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.sizes import Layout, Problem
 from a2d_mpi.schedules import alone, attention2d, heads, ring
@@ -82,3 +87,24 @@ def write(
     heads.share(before, back)
     heads.collect(after, back)
     return [before, inside, after]
+
+
+def write_all(
+    method: str, phase: str, layout: Layout, problem: Problem, overlap: bool = True
+) -> list[Schedule]:
+    """The schedules of all logical ranks at once; see `write`.  The latest are remembered.
+
+    All keep some work on their own shard for the end, or none does.
+    """
+    return _write_all(method, phase, replace(layout, order="rcu"), problem, overlap)
+
+
+@lru_cache(maxsize=2)  # both phases of layouts that differ in their order only
+def _write_all(
+    method: str, phase: str, layout: Layout, problem: Problem, overlap: bool
+) -> list[Schedule]:
+    least = min(problem.context_group(layout.heads).counts)
+    return write(
+        *(method, phase, layout, problem, np.arange(layout.size), overlap),
+        cuts=lambda schedule, own, others, ranks: splits_own_shard(least, ranks),
+    )

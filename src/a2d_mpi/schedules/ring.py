@@ -52,6 +52,7 @@ class Ring:
         self.groups, self.places = s.sizes.rows, s.sizes.cols
         self.group, self.place = s.rank // self.places, s.rank % self.places
         ranks = tuple(range(self.groups * self.places))
+        self._owners: dict[tuple[int, int], Ranks] = {(0, 0): s.rank}
         # The rank before this one, and the one after it.
         self.around = {self.inner: (self.owner(0, 1), self.owner(0, -1))}
         s.channels[self.inner] = ranks
@@ -62,10 +63,11 @@ class Ring:
 
     def owner(self, round_: int, step: int) -> Ranks:
         """Owner of the block that this rank has at a step: so many places before it."""
-        if round_ % self.groups == step % self.places == 0:
-            return self.s.rank
-        place = (self.place - step) % self.places
-        return (self.group - round_) % self.groups * self.places + place
+        back = round_ % self.groups, step % self.places
+        if back not in self._owners:  # each once: equal owners are the same object
+            place = (self.place - back[1]) % self.places
+            self._owners[back] = (self.group - back[0]) % self.groups * self.places + place
+        return self._owners[back]
 
     def slot(self, kind: str, use: str, turn: int, owner: Ranks) -> Rows:
         """One of two arrays in turn, for a block of the owner."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,8 +193,13 @@ class Sizes:
 
     def chunks(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
         """Chunks in which an owner's shard travels along a row or column of so many ranks."""
-        tokens = self.counts[owner] if isinstance(owner, int) else max(self.counts)
+        tokens = self.counts[owner] if isinstance(owner, int) else self.most
         return [(chunk, ranks) for chunk in range(len(chunks(tokens, ranks)))]
+
+    @cached_property
+    def most(self) -> int:
+        """Tokens of the largest shard."""
+        return max(self.counts)
 
 
 @dataclass
