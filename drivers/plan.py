@@ -10,9 +10,7 @@ that exact attention needs without a head axis, the memory of a rank, and what e
 the first.  Nothing is run; no MPI is needed.  Exit code 2: bad input, or no plan fits.
 """
 
-from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.core.masks import MASKS
-from a2d_mpi.experiments.candidates import RANKS, plan
+from a2d_mpi.experiments.candidates import RANKS, add_problem, plan
 from a2d_mpi.experiments.options import Parser, run_serial
 from a2d_mpi.schedules import METHODS
 
@@ -20,20 +18,10 @@ from a2d_mpi.schedules import METHODS
 def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plan.py", __doc__)
+    add_problem(parser, RANKS)
     add = parser.add_argument
-    add("--profile", required=True, help="TOML file; see data/machines and drivers/calibrate.py")
-    add("--ranks", type=int, required=True, help=f"at most {RANKS}")
-    add("--seqlen", required=True, help="tokens: 1048576, 1024K or 1M")
-    add("--nheads", type=int, required=True)
-    add("--nheads-kv", type=int, help="default: as many as --nheads")
-    add("--headdim", type=int, default=128, help="default %(default)s")
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--mask", choices=MASKS, default="full")
-    add("--backward", action="store_true", help="also the gradients")
-    add("--no-overlap", action="store_true", help="communicate and compute in turn")
     add("--method", choices=METHODS, action="append", help="only this one; may be repeated")
     add("--memory", help="of a rank: 80GB, 80GiB; default: what the profile says")
-    add("--ranks-per-node", type=int, help="default: what the profile says")
     add("--top", type=int, default=20, help="lines to print, 0: all (default %(default)s)")
     return parser
 

@@ -5,20 +5,17 @@ python drivers/plot_grid.py data/figures/grid.png --rows 2 --cols 3
 """
 
 import argparse
-import os
 from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.core.atomic import check_writable, replacing
 from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.experiments.options import Parser, run_serial
-from a2d_mpi.experiments.plots import pyplot
+from a2d_mpi.experiments.pictures import check_picture, pyplot, save
 
 # Okabe and Ito: told apart by colour-blind readers too.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
-FORMATS = ("png", "svg", "pdf")
 LONGEST = 4096  # tokens: every pair of them is a pixel
 
 
@@ -42,10 +39,7 @@ def draw(args: argparse.Namespace) -> int:
         raise ValueError(f"--rows x --cols must be 1 to {len(COLOURS)} ranks, got {rows} x {cols}")
     if not 1 <= n <= LONGEST:
         raise ValueError(f"--seqlen must be 1 to {LONGEST}, got {n}")
-    kind = args.output.suffix[1:].lower()
-    if kind not in FORMATS:
-        raise ValueError(f"{args.output} must end with .{', .'.join(FORMATS)}")
-    check_writable(args.output)
+    check_picture(args.output)
     plt = pyplot()
     from matplotlib.colors import ListedColormap, to_rgb
 
@@ -87,9 +81,7 @@ def draw(args: argparse.Namespace) -> int:
     right.axis("off")
     right.set_title(f"{rows} x {cols} grid of ranks", fontsize=10)
     figure.tight_layout()
-    with replacing(args.output) as (target, temporary):
-        figure.savefig(temporary, format=kind, dpi=110)
-        os.replace(temporary, target)
+    save(figure, args.output, dpi=110)
     return 0
 
 

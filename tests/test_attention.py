@@ -28,7 +28,7 @@ from a2d_mpi.core import chunks
 from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.experiments.check import check_attention
-from a2d_mpi.planning.planner import best_plan
+from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine
 
 PROFILES = Path(__file__).parents[1] / "data" / "machines"
@@ -296,7 +296,7 @@ def test_planned_grid(comm):
     machine = read_machine(PROFILES / "h100-64x1.toml")
     work = Workload(1 << 16, NHEADS, 64, mask=Causal())
     grid = ProcessGrid.auto(comm, machine, work)
-    best = best_plan(machine, comm.size, work, methods=("attention2d",))
+    best = best_candidate(machine, comm.size, work, methods=("attention2d",))
     assert_all(comm, grid.layout == best.layout, f"{grid.layout}, planned {best.layout}")
     grid.free()
     with pytest.raises(ValueError, match="no plan fits"):

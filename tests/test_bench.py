@@ -330,12 +330,12 @@ def test_auto(tmp_path):
     machine = read_machine(tmp_path / "test.toml")
     case = Case(64, 8, 16, mask="causal", backward=True)
     found = plans_for(case, ["auto:3", "ring"], 4, METHODS, (True,), machine)
-    best = planner.plans(machine, 4, case.work())[:3]
+    best = planner.candidates(machine, 4, case.work())[:3]
     assert [(c.method, c.layout) for c in found[:3]] == [(x.method, x.layout) for x in best]
     assert [c.picked for c in found] == [True, *[False] * (len(found) - 1)]
     each = plans_for(case, ["auto:each"], 4, METHODS, (True,), machine)
     assert [c.method for c in each] == list(
-        dict.fromkeys(x.method for x in planner.plans(machine, 4, case.work()))
+        dict.fromkeys(x.method for x in planner.candidates(machine, 4, case.work()))
     )
     assert {c.method for c in each} == set(METHODS)
     assert [c.picked for c in each] == [True, False, False, False] and each[0] == found[0]

@@ -17,7 +17,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import peak_memory
-from a2d_mpi.planning.planner import best_plan, layouts, plans, why_not
+from a2d_mpi.planning.planner import best_candidate, candidates, layouts, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import METHODS
 
@@ -58,7 +58,7 @@ def test_orders_differ_in_who_shares_a_node():
 
 def test_the_paper_s_machine():
     """64 nodes of one H100, GPT-3's heads: the ring loses to grids and to head axes."""
-    found = plans(H100, 64, work())
+    found = candidates(H100, 64, work())
     best = {
         (method, headless): next(
             p for p in found if p.method == method and (p.layout.heads == 1) == headless
@@ -76,7 +76,7 @@ def test_the_paper_s_machine():
 
 def test_one_axis_inside_the_nodes():
     """The A100 nodes: orders differ, and what crosses the nodes is what the layout says."""
-    found = plans(A100, 64, work(backward=False, mask=Full()), methods=("attention2d",))
+    found = candidates(A100, 64, work(backward=False, mask=Full()), methods=("attention2d",))
     by_order = {p.layout.order: p for p in found if (p.layout.rows, p.layout.cols) == (8, 8)}
     assert len(by_order) == 2
     n, p = 1024, 96 * 128 * 2
@@ -88,7 +88,7 @@ def test_one_axis_inside_the_nodes():
 
 def test_sorted_and_consistent():
     for machine in (H100, A100):
-        found = plans(machine, 8, work(1 << 14))
+        found = candidates(machine, 8, work(1 << 14))
         assert all(a.seconds <= b.seconds for a, b in pairwise(p for p in found if p.fits))
         for plan in found:
             assert sum(plan.split.values()) == pytest.approx(plan.seconds)
@@ -109,7 +109,7 @@ def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv):
     """What the planner says of the busiest rank and node, from the messages of each rank."""
     job = work(seqlen, 6, nheads_kv)
     machine = replace(A100, ranks_per_node=5)
-    for plan in plans(machine, 12, job):
+    for plan in candidates(machine, 12, job):
         method, layout = plan.method, plan.layout
         sizes = job.problem(layout, plan.distribution)
         node = layout.physical() // 5
@@ -134,33 +134,37 @@ def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv):
 def test_many_ranks_take_seconds():
     """Before, 512 ranks took a minute: each rank's messages and the pairs of each layout."""
     start, steps = time.process_time(), []
-    found = plans(H100, 512, work(1 << 20), progress=lambda xs: (steps.append(1) or x for x in xs))
+    found = candidates(
+        H100, 512, work(1 << 20), progress=lambda xs: (steps.append(1) or x for x in xs)
+    )
     assert time.process_time() - start < SECONDS
     assert len(steps) == len(found) > 80
 
 
 def test_memory_limits():
     job = work()
-    free = plans(H100, 64, job, memory=None)
+    free = candidates(H100, 64, job, memory=None)
     limit = sorted(p.memory for p in free)[len(free) // 2] + H100.reserved
-    found = plans(H100, 64, job, memory=limit)
+    found = candidates(H100, 64, job, memory=limit)
     assert len(found) == len(free)
     fitting = [p for p in found if p.fits]
     assert 0 < len(fitting) < len(found) and found[: len(fitting)] == fitting
     assert all(p.memory + H100.reserved <= limit for p in fitting)
     assert why_not(found[-1], found[0]) == "does not fit in memory"
-    assert best_plan(H100, 64, job, limit).layout == fitting[0].layout
+    assert best_candidate(H100, 64, job, limit).layout == fitting[0].layout
     with pytest.raises(ValueError, match="the smallest needs"):
-        best_plan(H100, 64, job, 1000)
+        best_candidate(H100, 64, job, 1000)
     with pytest.raises(ValueError, match="no plan for 7 ranks with double ring"):
-        best_plan(H100, 7, job, methods=("double ring",))
+        best_candidate(H100, 7, job, methods=("double ring",))
 
 
 def test_slow_links_favour_fewer_bytes():
     slow = replace(H100, between=Link(1e6), inside=Link(1e6))
     for nheads_kv in (96, 8):
         job = work(nheads_kv=nheads_kv, mask=Full(), backward=False)
-        grids = [p for p in plans(slow, 64, job, methods=("attention2d",)) if p.layout.heads == 1]
+        grids = [
+            p for p in candidates(slow, 64, job, methods=("attention2d",)) if p.layout.heads == 1
+        ]
         assert grids[0].received == min(p.received for p in grids)
         if nheads_kv == 96:
             assert grids[0].layout == Layout(8, 8)
@@ -168,8 +172,8 @@ def test_slow_links_favour_fewer_bytes():
 
 def test_no_ranks():
     with pytest.raises(ValueError, match="at least 1"):
-        plans(H100, 0, work())
-    assert plans(H100, 1, work())[0].received == 0
+        candidates(H100, 0, work())
+    assert candidates(H100, 1, work())[0].received == 0
 
 
 def run(*options):

@@ -48,7 +48,8 @@ class TestOtherCalls:
         mine = comm.rank % 2
         text = message_of(comm, lambda: plans[mine].forward(*x))
         a, b = (
-            f"forward of plan {plan._number} ({type(plan).__name__}), call 1" for plan in plans
+            f"forward of plan {plan._calls.number} ({type(plan).__name__}), call 1"
+            for plan in plans
         )
         even, odd = (name_ranks(range(i, comm.size, 2)) for i in range(2))
         assert text == f"ranks disagree on the call: {a} on {even}; {b} on {odd}"
@@ -83,7 +84,7 @@ class TestOtherCalls:
                 plan.forward(*x)
 
         text = message_of(comm, call)
-        assert f"making of plan {plan._number + 1} (Attention2D) on rank 1" in text
+        assert f"making of plan {plan._calls.number + 1} (Attention2D) on rank 1" in text
         plan.forward(*x)
         other = Attention2D(grid, Full(), **GOOD)
         other.forward(*inputs(other))

@@ -6,9 +6,10 @@ import pytest
 from helpers import assert_all_refused, drive
 
 GRID, SAMPLE = "plot_grid.py", "../data/make_sample.py"
+PROGRAMS = ["plan.py", "plot.py", "plot_schedule.py", GRID, "study.py", SAMPLE]
 
 
-@pytest.mark.parametrize("program", ["plan.py", "plot.py", GRID, "study.py", SAMPLE])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_help(program):
     done = drive(program, 0, "--help")
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")

@@ -50,7 +50,7 @@ class Calls:
         traffic: Traffic,
         check_finite: bool,
     ) -> None:
-        self._name, self._number, self._made = name, number, 0
+        self._name, self.number, self._made = name, number, 0
         self._grid, self._config, self._tokens = grid, config, tokens
         self._engine, self._executors = engine, executors
         self._broken, self._check_finite = False, check_finite
@@ -87,7 +87,7 @@ class Calls:
                 tensors, finite = self._checked(arrays)
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = problem or str(error) or type(error).__name__
-            call = Call(phase, self._number, self._made + 1, self._name)
+            call = Call(phase, self.number, self._made + 1, self._name)
             engine.connect(rendezvous, call, problem, finite)
             self._made += 1
             for channel in self._channels.values():

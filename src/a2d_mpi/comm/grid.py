@@ -139,12 +139,12 @@ class ProcessGrid:
         ValueError
             On all ranks, if no grid fits.
         """
-        from a2d_mpi.planning.planner import best_plan
+        from a2d_mpi.planning.planner import best_candidate
 
         layout, problem = None, None
         if comm.rank == 0:
             try:
-                layout = best_plan(machine, comm.size, work, memory, (method,)).layout
+                layout = best_candidate(machine, comm.size, work, memory, (method,)).layout
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = str(error) or type(error).__name__
         agree(comm, problem)

@@ -8,45 +8,75 @@ from functools import partial
 from tqdm import tqdm
 
 from a2d_mpi.core.config import Workload
+from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.sizes import misfit
+from a2d_mpi.experiments.options import Parser
+from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.planning.machine import Machine, one_line
-from a2d_mpi.planning.planner import Plan, duration, plans, why_not
+from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
 from a2d_mpi.planning.profile import parse_count, parse_size, read_machine
 from a2d_mpi.schedules import METHODS
 
 RANKS = 16384  # at most: the model keeps figures of every pair of ranks, 2 GiB each with so many
 
 
+def add_problem(parser: Parser, ranks: int) -> None:
+    """Add the options of a problem on at most so many ranks of a machine; see `read_problem`."""
+    add = parser.add_argument
+    add("--profile", required=True, help="TOML file; see data/machines and drivers/calibrate.py")
+    add("--ranks", type=int, required=True, help=f"at most {ranks}")
+    add("--seqlen", required=True, help="tokens: 1048576, 1024K or 1M")
+    add("--nheads", type=int, required=True)
+    add("--nheads-kv", type=int, help="default: as many as --nheads")
+    add("--headdim", type=int, default=128, help="default %(default)s")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--mask", choices=MASKS, default="full")
+    add("--backward", action="store_true", help="also the gradients")
+    add("--no-overlap", action="store_true", help="communicate and compute in turn")
+    add("--ranks-per-node", type=int, help="default: what the profile says")
+
+
+def read_problem(args: argparse.Namespace, ranks: int) -> tuple[Machine, Case]:
+    """The machine and the workload of the options of `add_problem`.
+
+    Raises
+    ------
+    ValueError
+        If one of them does not make sense.
+    OSError
+        If the profile cannot be read.
+    """
+    if not 1 <= args.ranks <= ranks:
+        raise ValueError(f"--ranks must be at least 1 and at most {ranks}, got {args.ranks}")
+    machine = read_machine(args.profile)
+    if args.ranks_per_node is not None:
+        machine = machine.with_ranks_per_node(args.ranks_per_node)
+    case = Case(
+        *(parse_count(args.seqlen), args.nheads, args.headdim, args.nheads_kv),
+        dtype=args.dtype,
+        mask=args.mask,
+        backward=args.backward,
+    )
+    if args.ranks * case.seqlen * case.nheads * case.headdim >= 1 << 57:
+        raise ValueError(
+            f"{args.ranks} ranks x {case.seqlen} tokens x {case.nheads} heads x {case.headdim}: "
+            "the bytes that all receive are no 64-bit integer"
+        )
+    machine.links(args.ranks), machine.kernel(args.dtype, "forward")  # or say what it lacks
+    return machine, case
+
+
 def plan(args: argparse.Namespace) -> int:
     """Print the table; returns the exit code."""
     if args.top < 0:
         raise ValueError(f"--top must be at least 0, got {args.top}")
-    if not 1 <= args.ranks <= RANKS:
-        raise ValueError(f"--ranks must be at least 1 and at most {RANKS}, got {args.ranks}")
-    machine = read_machine(args.profile)
-    if args.ranks_per_node is not None:
-        machine = machine.with_ranks_per_node(args.ranks_per_node)
-    work = Workload(
-        parse_count(args.seqlen),
-        args.nheads,
-        args.headdim,
-        args.nheads_kv,
-        dtype=args.dtype,
-        mask=MASKS[args.mask](),
-        backward=args.backward,
-        overlap=not args.no_overlap,
-    )
-    if args.ranks * work.seqlen * work.nheads * work.headdim >= 1 << 57:
-        raise ValueError(
-            f"{args.ranks} ranks x {work.seqlen} tokens x {work.nheads} heads x {work.headdim}: "
-            "the bytes that all receive are no 64-bit integer"
-        )
-    machine.links(args.ranks), machine.kernel(args.dtype, "forward")  # or say what it lacks
+    machine, case = read_problem(args, RANKS)
+    work = case.work(not args.no_overlap)
     memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
     # On a terminal, and if it takes long.
     progress = partial(tqdm, desc="plans", disable=None, delay=2, leave=False)
-    found = plans(machine, args.ranks, work, memory, tuple(args.method or METHODS), progress)
+    found = candidates(machine, args.ranks, work, memory, tuple(args.method or METHODS), progress)
     if not found:
         raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
     _print(found, machine, work, memory, args.top)
@@ -56,7 +86,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _print(
-    found: list[Plan], machine: Machine, work: Workload, memory: int | None, top: int
+    found: list[Candidate], machine: Machine, work: Workload, memory: int | None, top: int
 ) -> None:
     """The table, and what is not in it."""
     room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"

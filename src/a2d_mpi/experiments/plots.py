@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.core.atomic import replacing
 from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.pictures import FILLS, pyplot, save
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, phases_of, summarise
@@ -26,8 +26,6 @@ _COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#
 _LINES = [line for line in ("-", "--", "-.", ":") for _ in range(2)]
 _FAMILIES = [method + heads for method in METHODS for heads in ("", " + heads")]
 STYLES = dict(zip(_FAMILIES, zip(cycle(_COLOURS), cycle("oDsp^<v>*"), cycle(_LINES))))
-FILLS = {"compute": ("#0072B2", ""), "merge": ("#009E73", "...."), "wait": ("#E69F00", "////"),
-         "other": ("#DDDDDD", "")}  # fmt: skip
 SETTINGS = {
     "font.size": 7, "legend.fontsize": 6.5, "axes.titlesize": 7, "savefig.dpi": 300,
     "lines.linewidth": 1.2, "lines.markersize": 4, "lines.markerfacecolor": "none",
@@ -57,11 +55,7 @@ def plot(args: argparse.Namespace) -> int:
             continue
         for kind in formats:
             path = Path(args.output, f"{name}.{kind}")
-            # Without dates and versions: the same figure is the same file.
-            nothing = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}[kind]
-            with replacing(path) as (target, temporary):
-                figure.savefig(temporary, format=kind, metadata=nothing)
-                os.replace(temporary, target)
+            save(figure, path)
             print(path)
         plt.close(figure)
     if len(missing) == len(names):
@@ -275,21 +269,6 @@ def draw_timeline(plt, choice: Choice):
 
 _DRAWN = (draw_scaling, draw_phases, draw_bytes, draw_model, draw_timeline)
 FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
-
-
-def pyplot(**settings: object):
-    """matplotlib.pyplot for files, without the user's settings; ValueError if it is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("needs matplotlib: pip install -e '.[plot]'") from None
-    matplotlib.use("agg")
-    matplotlib.rcdefaults()
-    # The same picture is the same file.
-    matplotlib.rcParams.update({"svg.hashsalt": "a2d_mpi", **settings})
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def _line(axes, name: str, x: list[float], y: list[float]) -> None:

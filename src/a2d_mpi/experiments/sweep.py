@@ -21,7 +21,7 @@ from a2d_mpi.planning.clock import PARTS
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.planner import best_plans, layouts
+from a2d_mpi.planning.planner import best_candidates, layouts
 from a2d_mpi.schedules import METHODS
 
 _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
@@ -220,7 +220,7 @@ def plans_for(
                 if machine is None:
                     raise ValueError("auto needs --profile")
                 number = None if best[1] == "each" else int(best[1] or 1)
-                fit = best_plans(machine, ranks, work, number, methods=tuple(methods))
+                fit = best_candidates(machine, ranks, work, number, methods=tuple(methods))
                 chosen = [(x.method, x.layout) for x in fit]
             elif spec == "all":
                 node = ranks if machine is None else machine.ranks_per_node

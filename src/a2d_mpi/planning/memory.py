@@ -56,7 +56,7 @@ def most_memory(
     """`peak_memory` of the rank that holds the most."""
     shape = (layout.rows, layout.cols, layout.heads)
     own = np.reshape(problem.counts, shape)
-    # It follows from the tokens of a rank, its cell, its row and its column.
+    # It follows from the tokens of a rank, its head group, its row and its column.
     sizes = [own, *(own.sum(axis=axes, keepdims=True) for axes in (2, (1, 2), (0, 2)))]
     alike = [np.broadcast_to(x, shape).ravel() for x in sizes]
     _, ranks = np.unique(alike, axis=1, return_index=True)

@@ -4,7 +4,7 @@
 
     machine = read_machine("data/machines/h100-64x1.toml")
     work = Workload(1 << 20, nheads=96, headdim=128, mask=Causal(), backward=True)
-    best = best_plan(machine, 64, work)
+    best = best_candidate(machine, 64, work)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from a2d_mpi.schedules.steps import Ranks
 
 
 @dataclass(frozen=True)
-class Plan:
+class Candidate:
     """One way to compute, and what it costs.
 
     Attributes
@@ -84,15 +84,15 @@ class Plan:
         return METHODS[self.method].known_as(self.layout)
 
 
-def plans(
+def candidates(
     machine: Machine,
     ranks: int,
     work: Workload,
     memory: int | None = None,
     methods: Sequence[str] = tuple(METHODS),
     progress: Callable[[Sequence], Iterable] = iter,
-) -> list[Plan]:
-    """All plans for that many ranks: those that fit, fastest first, then those that do not.
+) -> list[Candidate]:
+    """All candidates for that many ranks: those that fit, fastest first, then those that do not.
 
     Parameters
     ----------
@@ -115,58 +115,58 @@ def plans(
         raise ValueError(f"ranks must be at least 1, got {ranks}")
     limit = memory if memory is not None else machine.memory
     room = None if limit is None else limit - machine.reserved
-    candidates = [
+    shapes = [
         (method, layout)
         for method in methods
         for layout in layouts(method, ranks, work, machine.ranks_per_node)
     ]
-    # Those after each other that share the matrices between all cells.
-    alike = sorted(candidates, key=lambda x: (distribution_of(x[0], work.mask), x[1].heads))
-    found = {x: _plan(machine, *x, work, room) for x in progress(alike)}
-    return sorted((found[x] for x in candidates), key=lambda plan: (not plan.fits, plan.seconds))
+    # Those after each other that share the matrices of visible pairs.
+    alike = sorted(shapes, key=lambda x: (distribution_of(x[0], work.mask), x[1].heads))
+    found = {x: _candidate(machine, *x, work, room) for x in progress(alike)}
+    return sorted((found[x] for x in shapes), key=lambda x: (not x.fits, x.seconds))
 
 
-def best_plans(
+def best_candidates(
     machine: Machine,
     ranks: int,
     work: Workload,
     number: int | None,
     memory: int | None = None,
     methods: Sequence[str] = tuple(METHODS),
-) -> list[Plan]:
-    """The fastest plans that fit, fastest first: so many or fewer; None: that of each method.
+) -> list[Candidate]:
+    """The fastest candidates that fit, fastest first: so many or fewer; None: that of each method.
 
-    Other arguments as for `plans`.
+    Other arguments as for `candidates`.
 
     Raises
     ------
     ValueError
         If none fits, with the least memory that one needs.
     """
-    found = plans(machine, ranks, work, memory, methods)
+    found = candidates(machine, ranks, work, memory, methods)
     if not found:
         raise ValueError(f"no plan for {ranks} ranks with {', '.join(methods)}")
     if not found[0].fits:
-        least = min(plan.memory for plan in found) + machine.reserved
+        least = min(candidate.memory for candidate in found) + machine.reserved
         raise ValueError(f"no plan fits: the smallest needs {least} bytes a rank")
-    fit = [plan for plan in found if plan.fits]
+    fit = [x for x in found if x.fits]
     if number is not None:
         return fit[:number]
-    first: dict[str, Plan] = {}
-    for plan in fit:
-        first.setdefault(plan.method, plan)
+    first: dict[str, Candidate] = {}
+    for candidate in fit:
+        first.setdefault(candidate.method, candidate)
     return list(first.values())
 
 
-def best_plan(
+def best_candidate(
     machine: Machine,
     ranks: int,
     work: Workload,
     memory: int | None = None,
     methods: Sequence[str] = tuple(METHODS),
-) -> Plan:
-    """The fastest plan that fits; see `best_plans`."""
-    return best_plans(machine, ranks, work, 1, memory, methods)[0]
+) -> Candidate:
+    """The fastest candidate that fits; see `best_candidates`."""
+    return best_candidates(machine, ranks, work, 1, memory, methods)[0]
 
 
 def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:
@@ -178,9 +178,9 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
     for heads in _divisors(ranks):
         if misfit(work.nheads, work.nheads_kv, heads):
             continue
-        cells = ranks // heads
-        for rows in _divisors(cells):
-            cols = cells // rows
+        positions = ranks // heads
+        for rows in _divisors(positions):
+            cols = positions // rows
             for order in map("".join, permutations("rcu")):
                 layout = Layout(rows, cols, heads, order)
                 if not known.suits(layout):
@@ -195,24 +195,26 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
                     yield layout
 
 
-def why_not(plan: Plan, best: Plan) -> str:
-    """Why a plan is not the best one, in a few words."""
-    if not plan.fits:
+def why_not(candidate: Candidate, best: Candidate) -> str:
+    """Say in a few words why a candidate is not the best one."""
+    if not candidate.fits:
         return "does not fit in memory"
-    if plan.seconds <= best.seconds:
-        return "" if plan is best else "as fast"
-    mine, theirs = plan.split, best.split
-    part = max(PARTS, key=lambda x: mine[x] - theirs[x])
-    lost = mine[part] - theirs[part]
-    text = f"+{_percent(plan.seconds / best.seconds - 1)}: {part} +{duration(lost)}"
-    for name, ours, other in (
-        ("between nodes", plan.crossing, best.crossing),
-        ("received", plan.received, best.received),
+    if candidate.seconds <= best.seconds:
+        return "" if candidate is best else "as fast"
+    ours, theirs = candidate.split, best.split
+    part = max(PARTS, key=lambda x: ours[x] - theirs[x])
+    lost = ours[part] - theirs[part]
+    text = f"+{_percent(candidate.seconds / best.seconds - 1)}: {part} +{duration(lost)}"
+    for name, one, other in (
+        ("between nodes", candidate.crossing, best.crossing),
+        ("received", candidate.received, best.received),
     ):
-        if part == "wait" and ours > 1.05 * other:
-            return text + (f", {ours / other:.1f}x {name}" if other else f", bytes {name}")
+        if part == "wait" and one > 1.05 * other:
+            return text + (f", {one / other:.1f}x {name}" if other else f", bytes {name}")
     if part == "compute":
-        tile = "other tiles" if plan.layout.heads == best.layout.heads else "fewer heads a rank"
+        tile = (
+            "other tiles" if candidate.layout.heads == best.layout.heads else "fewer heads a rank"
+        )
         return f"{text}, {tile}"
     return text
 
@@ -229,7 +231,9 @@ def _percent(x: float) -> str:
     return f"{100 * x:.0f} %" if x < 9.995 else f"{x + 1:.0f}x"
 
 
-def _plan(machine: Machine, method: str, layout: Layout, work: Workload, room: int | None) -> Plan:
+def _candidate(
+    machine: Machine, method: str, layout: Layout, work: Workload, room: int | None
+) -> Candidate:
     name = distribution_of(method, work.mask)
     problem = work.problem(layout, name)
     received, number, memory = _needs(
@@ -238,7 +242,7 @@ def _plan(machine: Machine, method: str, layout: Layout, work: Workload, room: i
     node = layout.physical() // machine.ranks_per_node
     whole = sum((nbytes for _, nbytes in received), np.zeros(layout.size, np.int64))
     crossing = sum((nbytes * (node[source] != node) for source, nbytes in received), 0 * whole)
-    return Plan(
+    return Candidate(
         method,
         layout,
         name,

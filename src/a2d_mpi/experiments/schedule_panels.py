@@ -1,0 +1,127 @@
+"""What pictures of schedules show: who computes what, who talks to whom, and when; no MPI import.
+
+Read off the schedules, like everything else: no method is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from a2d_mpi.core.chunks import chunks
+from a2d_mpi.core.config import Problem, Workload
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.model import predict
+from a2d_mpi.schedules import distribution_of, write
+from a2d_mpi.schedules.steps import Attend, Rows, Schedule
+
+TOKENS = 72  # drawn, about: with more of them the slices of a rank are not seen
+Spans = list[list[tuple[str, float, float]]]
+
+
+@dataclass(frozen=True)
+class Panels:
+    """What one row of the picture shows; ranks are physical ones, neighbours share nodes.
+
+    Attributes
+    ----------
+    title : str
+    computes : (U, n, n) int
+        By slice of the heads, query and key: the rank that computes the pair; -1: it is hidden.
+    received : dict of str to (P, P) float64
+        By phase: bytes that a rank (row) receives from a rank (column).
+    spans : dict of str to list of list of (str, float, float)
+        By phase and rank: the part, begin and end in seconds of all that it does.
+    """
+
+    title: str
+    computes: np.ndarray
+    received: dict[str, np.ndarray]
+    spans: dict[str, Spans]
+
+
+def panels(machine: Machine, method: str, layout: Layout, work: Workload) -> Panels:
+    """Read everything that is drawn of one plan off its schedules."""
+    physical = layout.physical()
+    logical = np.argsort(physical)
+    name = distribution_of(method, work.mask)
+    problem = work.problem(layout, name)
+    received, spans = {}, spans_of(machine, method, layout, work)
+    for phase in work.phases:
+        matrix = bytes_received(method, phase, layout, problem)
+        received[phase] = matrix[np.ix_(logical, logical)]
+        spans[phase] = [spans[phase][rank] for rank in logical]
+    shape = f"{layout.rows} x {layout.cols}" + f" x {layout.heads}" * (layout.heads > 1)
+    order = f" @{layout.order}" * (layout.order != "rcu")
+    drawn = min(work.seqlen, 2 * layout.size * max(2, TOKENS // (2 * layout.size)))
+    work.mask.check(drawn)  # one of a fixed length cannot be drawn smaller
+    computes = who_computes(method, layout, replace(work, seqlen=drawn))
+    computes = np.where(computes < 0, -1, physical[computes])
+    return Panels(f"{method} {shape}{order}, {name}", computes, received, spans)
+
+
+def blocks(
+    method: str, phase: str, layout: Layout, work: Workload
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Every kernel call of all ranks: the logical rank, and the tokens of queries and keys."""
+    name = distribution_of(method, work.mask)
+    problem = work.problem(layout, name)
+    shards = Distribution(name, work.seqlen, layout.positions)
+
+    def tokens(schedule: Schedule, rows: Rows) -> np.ndarray:
+        of_all = schedule.arrays[rows.array].owners
+        owners = of_all if rows.owner is None else (rows.owner,)
+        found = [shards.tokens(owner) for owner in owners]
+        if rows.part is not None:  # a schedule without cuts knows no others than chunks
+            chunk, ranks = rows.part
+            found = [x[chunks(len(x), ranks)[chunk]] for x in found]
+        return np.concatenate(found)
+
+    for rank in range(layout.size):
+        for schedule in write(method, phase, layout, problem, rank, work.overlap):
+            for step in schedule.steps:
+                if isinstance(step, Attend):
+                    yield rank, tokens(schedule, step.queries), tokens(schedule, step.keys)
+
+
+def who_computes(method: str, layout: Layout, work: Workload) -> np.ndarray:
+    """The logical rank that computes each pair, (U, seqlen, seqlen); -1: it is hidden.
+
+    The U ranks of a head group compute the same pairs, each for its slice of the heads.
+    """
+    n = work.seqlen
+    found = np.full((layout.heads, n, n), -1)
+    for rank, queries, keys in blocks(method, work.phases[0], layout, work):
+        found[rank % layout.heads][np.ix_(queries, keys)] = rank
+    found[:, ~work.mask.dense(np.arange(n), np.arange(n))] = -1
+    return found
+
+
+def bytes_received(method: str, phase: str, layout: Layout, problem: Problem) -> np.ndarray:
+    """Bytes that each logical rank (row) receives from each (column), (P, P) float64."""
+    found = np.zeros((layout.size, layout.size))
+    for rank in range(layout.size):
+        for move in cost.moves(method, layout, problem, rank, (phase,), sent=False):
+            found[rank, move.peer] += move.tokens * sum(move.tensors)
+    return found
+
+
+def spans_of(machine: Machine, method: str, layout: Layout, work: Workload) -> dict[str, Spans]:
+    """The predicted part, begin and end of all that each logical rank does, by phase."""
+    steps: dict[str, list] = {}
+    predict(machine, method, layout, work, spans=steps)
+    found = {}
+    for phase, of_all in steps.items():
+        found[phase] = [[] for _ in range(layout.size)]
+        for part, begins, ends in of_all:
+            for of_rank, begin, end in zip(found[phase], begins.tolist(), ends.tolist()):
+                if of_rank and of_rank[-1][0] == part:
+                    of_rank[-1] = part, of_rank[-1][1], end
+                elif end > begin or not of_rank:
+                    of_rank.append((part, begin, end))
+    return found

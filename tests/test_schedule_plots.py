@@ -1,0 +1,122 @@
+"""drivers/plot_schedule.py: what its panels show is what the schedules say."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import test_schedules as toy
+from helpers import assert_all_refused, drive, parser_of
+
+from a2d_mpi.core.config import PHASES, Workload
+from a2d_mpi.core.masks import Causal, Full, IntervalMask
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments import schedule_panels, schedule_plots
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.schedules import METHODS, Method, distribution_of
+
+MACHINE = Path(__file__).parents[1] / "data" / "machines" / "a100-16x4.toml"
+PROBLEM = ["--profile", MACHINE, "--seqlen", "1000", "--nheads", "4", "--mask", "causal"]
+NAMES = [*METHODS, "toy"]
+
+
+@pytest.fixture(autouse=True)
+def _with_toy(monkeypatch):
+    """A method that is not in the package is drawn like the others."""
+    shape = lambda layout: (layout.rows, layout.cols, "")  # noqa: E731
+    monkeypatch.setitem(METHODS, "toy", Method(toy.forward, toy.backward, shape))
+
+
+def work(seqlen=61, mask=None, **others):
+    return Workload(seqlen, 4, 8, 2, mask or Causal(), backward=True, **others)
+
+
+def packed(seqlen):
+    """Documents of 20 tokens; the first 3 tokens see nothing."""
+    begin = np.arange(seqlen) // 20 * 20
+    return IntervalMask(begin, np.where(np.arange(seqlen) < 3, 0, np.minimum(begin + 20, seqlen)))
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("method", NAMES)
+def test_every_visible_pair_is_computed_once(method, heads):
+    """By one of the ranks that have a slice of the heads; in both phases."""
+    # 515 tokens travel in several chunks between two ranks; 3 tokens leave empty shards.
+    cases = [(2, 3, 61), (3, 2, 61), (2, 2, 515), (1, 2, 515), (4, 1, 61), (2, 2, 3), (1, 1, 9)]
+    for (rows, cols, n), overlap in zip(cases, [True, False] * len(cases)):
+        layout = Layout(rows, cols, heads)
+        for mask in (Full(), Causal(), packed(n)):
+            problem, seen = work(n, mask, overlap=overlap), mask.dense(np.arange(n), np.arange(n))
+            calls = {phase: np.zeros((heads, n, n), int) for phase in PHASES}
+            for phase, found in calls.items():
+                for rank, q, k in schedule_panels.blocks(method, phase, layout, problem):
+                    found[rank % heads][np.ix_(q, k)] += 1
+                assert (found == 1)[:, seen].all(), (layout, mask, phase)
+            shown = schedule_panels.who_computes(method, layout, problem)
+            assert ((shown >= 0) == seen).all(), (layout, mask)
+            assert (shown[:, seen] % heads == np.arange(heads)[:, None]).all(), (layout, mask)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 3), Layout(2, 2, 2, "ucr"), Layout(1, 2), Layout(1, 1)]
+)
+@pytest.mark.parametrize("method", NAMES)
+def test_panels(method, layout):
+    """Bytes are those of the cost model, times those of the model in seconds, ranks physical."""
+    machine, problem = read_machine(MACHINE), work(700)
+    shown = schedule_panels.panels(machine, method, layout, problem)
+    sizes = problem.problem(layout, distribution_of(method, problem.mask))
+    predicted = predict(machine, method, layout, problem)
+    assert shown.received.keys() == shown.spans.keys() == set(PHASES)
+    for rank, place in enumerate(layout.physical()):
+        traffic = cost.traffic(method, layout, sizes, rank)
+        for phase in PHASES:
+            both = [sum(x[i] for key, x in traffic.items() if key[0] == phase) for i in (0, 1)]
+            bytes_ = shown.received[phase]
+            assert [bytes_[:, place].sum(), bytes_[place].sum()] == both, (phase, rank)
+            spans, expected = shown.spans[phase][place], predicted[phase]
+            assert spans[0][1] == 0 and spans[-1][2] == pytest.approx(expected.total[rank])
+            assert all(a[2] == b[1] and a[0] != b[0] for a, b in zip(spans, spans[1:]))
+            for part in ("compute", "merge", "wait", "other"):
+                seconds = sum(end - begin for x, begin, end in spans if x == part)
+                assert seconds == pytest.approx(getattr(expected, part)[rank]), (phase, part)
+    assert shown.computes.max() == layout.size - 1 and len(shown.computes) == layout.heads
+
+
+@pytest.mark.parametrize("plans", ["toy:2x2,toy:1x2x2@ucr", "auto:each"])
+def test_toy_method_is_drawn(tmp_path, plans):
+    options = [tmp_path / "a.png", *PROBLEM, "--ranks", 4, "--plans", plans]
+    args = parser_of("drivers/plot_schedule.py").parse_args([str(x) for x in options])
+    assert schedule_plots.plot_schedule(args) == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_schedules_are_drawn(tmp_path):
+    done = drive(
+        "plot_schedule.py", 0, tmp_path / "a.svg", *PROBLEM, "--ranks", 8, "--backward",
+        "--plans", "attention2d:2x2x2,double ring",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    text = (tmp_path / "a.svg").read_text()
+    for title in ("attention2d 2 x 2 x 2, zigzag", "double ring 2 x 4, zigzag", "backward: "):
+        assert f"<!-- {title}" in text
+
+
+def test_bad_schedule_pictures(tmp_path):
+    common = [tmp_path / "a.png", *PROBLEM]
+    assert_all_refused("plot_schedule.py", 0, [
+        (options, [], text)
+        for options, text in (
+            ([tmp_path / "a.gif", *PROBLEM, "--ranks", 4], "a.gif must end with .png, .svg, .pdf"),
+            (["/nowhere/a.png", *PROBLEM, "--ranks", 4], "cannot write /nowhere/a.png"),
+            ([*common, "--ranks", 65], "--ranks must be at least 1 and at most 64, got 65"),
+            ([*common, "--ranks", 4, "--plans", ","], "--plans must be 1 to 8 plans, got 0"),
+            ([*common, "--ranks", 16, "--plans", "all"], "--plans must be 1 to 8 plans, got "),
+            ([*common, "--ranks", 4, "--plans", "ring:2x2"], "'ring:2x2': a ring is 4x1x1"),
+            ([*common, "--ranks", 4, "--plans", "spiral"], "no method 'spiral'"),
+            ([*common, "--ranks", 8, "--plans", "ring:1x1x8"], "8 does not divide 4 heads"),
+        )
+    ])  # fmt: skip
+    assert os.listdir(tmp_path) == []
