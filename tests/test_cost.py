@@ -43,6 +43,38 @@ def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D):
     return Problem(tuple(counts), AttentionConfig(*sizes, dtype=dtype))
 
 
+def test_config():
+    """Shapes, dtypes and bytes of one token, as the caller has it and as it is computed."""
+    config = AttentionConfig(np.int64(7), 6, 16, 2, dtype=np.dtype("float16"))
+    sizes = {"seqlen": 7, "nheads": 6, "headdim": 16, "nheads_kv": 2}
+    assert config.arguments == sizes | {"dtype": "float16", "softmax_scale": 0.25}
+    for name, shape, narrow, wide in (
+        *((x, (6, 16), 2, 4) for x in ("q", "out", "dout", "dq")),
+        *((x, (2, 16), 2, 4) for x in ("k", "v", "dk", "dv")),
+        *((x, (6,), 4, 4) for x in ("lse", "delta")),
+    ):
+        assert config.shape(name) == shape
+        sizes = [config.nbytes(name, x) // np.prod(shape) for x in (False, True)]
+        assert sizes == [narrow, wide] == [config.dtype_of(name, x).itemsize for x in (0, 1)]
+    group = config.context_group(6)
+    assert (group.nheads, group.nheads_kv, group.softmax_scale) == (1, 1, 0.25)
+    assert hash(config) == hash(AttentionConfig(7, 6, 16, 2, dtype="float16"))
+
+
+@pytest.mark.parametrize("bad, told", [
+    ({"seqlen": 0}, "seqlen must be a positive integer, got 0"),
+    ({"nheads": True}, "nheads must be a positive integer, got True"),
+    ({"headdim": 10**40}, "headdim must be at most 65536, got one of 40 digits"),
+    ({"nheads_kv": 4}, "nheads_kv must divide nheads, got 4 and 6"),
+    ({"dtype": "int8"}, "dtype must be one of"),
+    ({"softmax_scale": np.inf}, "softmax_scale must be finite, got inf"),
+    ({"seqlen": 1 << 31, "headdim": 1 << 16}, "q, k and v of one take"),
+])  # fmt: skip
+def test_bad_configs(bad, told):
+    with pytest.raises(ValueError, match=told):
+        AttentionConfig(**{"seqlen": 7, "nheads": 6, "headdim": 16, **bad}).check_room(1)
+
+
 @pytest.mark.parametrize("rows, cols", [(1, 1), (1, 4), (4, 1), (2, 3), (8, 8)])
 def test_equal_parts(rows, cols):
     r, c = rows, cols

@@ -30,7 +30,7 @@ def _with_toy(monkeypatch):
 
 
 def work(seqlen=61, mask=None, **others):
-    return Workload(seqlen, 4, 8, 2, mask or Causal(), backward=True, **others)
+    return Workload(seqlen, 4, 8, 2, mask=mask or Causal(), backward=True, **others)
 
 
 def packed(seqlen):
