@@ -52,13 +52,15 @@ class Arrays:
         }
         self._slices: dict[Rows, slice] = {}
         self._views: dict[Rows, list[Array]] = {}
+        self._parcels: dict[Rows, list[Array]] = {}
         self._version: object = None
 
     def begin(self, engine: Engine, given: Mapping[str, Array]) -> None:
         """Begin a call with the caller's arrays and new results."""
         self._engine, self._given = engine, given
         if self._version is not engine.work.version:  # buffers were made anew
-            self._views, self._version = {}, engine.work.version
+            self._version = engine.work.version
+            self.free()
         self._results = {
             name: self._new(x) for name, x in self._described.items() if x.role == "result"
         }
@@ -76,7 +78,7 @@ class Arrays:
 
     def free(self) -> None:
         """Forget the buffers of the plan."""
-        self._views = {}
+        self._views, self._parcels = {}, {}
 
     def kind(self, name: str) -> str:
         """Kind of an array, one of `KINDS`."""
@@ -104,8 +106,11 @@ class Arrays:
 
     def travelling(self, rows: Rows) -> list[Array]:
         """Rows in the messages that carry them: one for all tensors of a packed array."""
-        packed = self._described[rows.array].packed
-        return [self._parcel(rows)[0]] if packed else self.tensors(rows)
+        if not self._described[rows.array].packed:
+            return self.tensors(rows)
+        if rows not in self._parcels:
+            self._parcels[rows] = [self._parcel(rows)[0]]
+        return self._parcels[rows]
 
     def keys(self, rows: Rows) -> list[Array]:
         """Rows of keys or of their gradients; those of several owners in the order of tokens."""

@@ -169,8 +169,8 @@ class Executor:
                     program.append((Executor._attend_backward, step, intervals))
                 else:
                     program.append((Executor._attend, step, intervals, next(merges)))
-            elif isinstance(step, Copy | Merge) and self._moves(step):
-                program.append((Executor._move, step, arrays.places(step)))
+            elif isinstance(step, Copy | Merge) and (mover := self._mover(step)):
+                program.append(mover)
             elif isinstance(step, Merge):
                 is_sum = arrays.kind(step.to.array) != "out"
                 program.append((Executor._add if is_sum else Executor._merge, step.rows, step.to))
@@ -198,27 +198,45 @@ class Executor:
         for to, x in zip(self._arrays.tensors(step.to), self._arrays.tensors(step.rows)):
             self._engine.device.put(to, x)
 
-    def _moves(self, step: Copy | Merge) -> bool:
-        """Tell whether a copy is of some heads, or of tokens that do not follow each other."""
-        return not (step.rows.heads is step.to.heads is None and self._arrays.places(step) is None)
+    def _mover(self, step: Copy | Merge) -> tuple | None:
+        """The copy of some heads, or of tokens that do not follow each other; else None."""
+        arrays, to = self._arrays, self.schedule.arrays[step.to.array]
+        places = arrays.places(step)
+        names, ends = KINDS[to.kind], (step.rows, step.to)
+        for rows in ends:
+            if rows.heads is not None:
+                firsts = [arrays.first_head(x, rows.heads) for x in names]
+                if rows is step.rows:
+                    return Executor._take_heads, *ends, firsts
+                sums = [isinstance(step, Merge) and x in to.wide for x in names]
+                return Executor._put_heads, *ends, firsts, sums
+        if places is None:
+            return None
+        return Executor._put_at if to.by_token else Executor._take, *ends, places
 
-    def _move(self, step: Copy | Merge, places: np.ndarray | None) -> None:
-        arrays, device, to = self._arrays, self._engine.device, self.schedule.arrays[step.to.array]
+    def _take_heads(self, rows: Rows, to: Rows, firsts: list[int]) -> None:
         with self._engine.clock("merge"):
-            order = places if places is None else self._engine.upload(places)
-            tensors = arrays.tensors(step.rows), arrays.tensors(step.to)
-            for name, x, y in zip(KINDS[to.kind], *tensors):
-                if step.rows.heads is not None:
-                    first = arrays.first_head(name, step.rows.heads)
-                    device.take_heads(_three(y), _three(x), first)
-                elif step.to.heads is not None:
-                    first = arrays.first_head(name, step.to.heads)
-                    add = isinstance(step, Merge) and name in to.wide
-                    device.put_heads(_three(y), _three(x), first, add)
-                elif to.by_token:
-                    device.put_at(y, x, order)
-                else:
-                    device.take(y, x, order)
+            tensors = self._arrays.tensors(rows), self._arrays.tensors(to)
+            for x, y, first in zip(*tensors, firsts):
+                self._engine.device.take_heads(_three(y), _three(x), first)
+
+    def _put_heads(self, rows: Rows, to: Rows, firsts: list[int], sums: list[bool]) -> None:
+        with self._engine.clock("merge"):
+            tensors = self._arrays.tensors(rows), self._arrays.tensors(to)
+            for x, y, first, add in zip(*tensors, firsts, sums):
+                self._engine.device.put_heads(_three(y), _three(x), first, add)
+
+    def _put_at(self, rows: Rows, to: Rows, places: np.ndarray) -> None:
+        with self._engine.clock("merge"):
+            order = self._engine.upload(places)
+            for x, y in zip(self._arrays.tensors(rows), self._arrays.tensors(to)):
+                self._engine.device.put_at(y, x, order)
+
+    def _take(self, rows: Rows, to: Rows, places: np.ndarray) -> None:
+        with self._engine.clock("merge"):
+            order = self._engine.upload(places)
+            for x, y in zip(self._arrays.tensors(rows), self._arrays.tensors(to)):
+                self._engine.device.take(y, x, order)
 
     def _zero(self, step: Zero) -> None:
         for x in self._arrays.tensors(step.rows) + self._arrays.sorted(step.rows.array):
