@@ -113,3 +113,14 @@ def test_a_registry_names_each_method_once():
     }
     assert found.pop("attention/methods.py")  # the public classes
     assert not found
+
+
+def test_files_and_classes_can_be_read_at_a_sitting():
+    long = []
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        text = path.read_text()
+        if text.count("\n") > 350:
+            long.append(path.name)
+        classes = (x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.ClassDef))
+        long += [f"{path.name}: {x.name}" for x in classes if x.end_lineno - x.lineno >= 250]
+    assert not long

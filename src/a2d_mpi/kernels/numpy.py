@@ -19,23 +19,22 @@ n the rows of a query block (tokens x g), m those of a cache block, b its keys, 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
-from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.blocks import Blocker
+from a2d_mpi.kernels.packing import Packing
 
 BLOCK_Q = 512  # rows of a cache block: query tokens x query heads per KV head
 BLOCK_K = 512  # keys of a cache block
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
 
 
-class NumpyKernel:
+class NumpyKernel(Packing):
     """Attention of some queries over some keys, forward and backward.
 
     Parameters
@@ -73,17 +72,8 @@ class NumpyKernel:
         block_k: int = BLOCK_K,
         work: Workspace | None = None,
     ) -> None:
-        self.dtype = compute_dtype(np.dtype(dtype))
-        self.softmax_scale = softmax_scale
+        super().__init__(dtype, softmax_scale, Blocker(block_q, block_k), work or Workspace())
         self.poll = poll or (lambda: None)
-        self.careful = False
-        self._work = work or Workspace()
-        self._blocker = Blocker(block_q, block_k)
-        # exp(+-half) and its products with values between low and high stay in range.
-        info = np.finfo(self.dtype)
-        self._half = math.log(info.max) / 2
-        self._high = math.exp(self._half)
-        self._low = float(info.tiny / info.eps) * self._high
 
     def forward(
         self,
@@ -249,75 +239,6 @@ class NumpyKernel:
                 _put(dq_of[:, i0:i1], dqb.reshape(c, i1 - i0, g, d), fresh)
             _put(dk[:, heads_kv].swapaxes(0, 1), dkh, fresh)
             _put(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
-
-    def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return self._work.get(("kernel", name), shape, self.dtype)
-
-    def _product(
-        self, weights: np.ndarray, x: np.ndarray, hidden: np.ndarray | None, out: np.ndarray
-    ) -> None:
-        """Compute ``out = weights x``; if careful, with NaN in rows that see bad elements of x."""
-        bad = ~np.isfinite(x) if self.careful and hidden is not None else None
-        if bad is None or not bad.any():
-            np.matmul(weights, x, out=out)
-            return
-        np.matmul(weights, np.where(bad, 0, x), out=out)
-        seen = (~hidden).astype(x.dtype) @ bad.astype(x.dtype)
-        np.copyto(out, np.nan, where=seen > 0)
-
-    def _batches(self, nheads_kv: int, rows: int, nk: int, d: int) -> Iterator[tuple[int, int]]:
-        """KV heads that are done at once, as (first, number).
-
-        One head of a large block.  In small blocks the overhead of NumPy's calls would prevail:
-        each call does as many heads as stay in the cache together with their buffers.
-        """
-        elements = rows * min(nk, self._blocker.block_k) + 2 * (rows + nk) * (d + 1)
-        most = max(1, self._blocker.block_q * self._blocker.block_k // max(1, elements))
-        for first in range(0, nheads_kv, most):
-            yield first, min(most, nheads_kv - first)
-
-    def _keys(
-        self, name: str, x: np.ndarray, hide: np.ndarray, columns: int | None = None
-    ) -> np.ndarray:
-        """Copy (keys, heads, d) to (heads, keys, columns), 0 where `hide`; default: d and ones."""
-        keys, heads, d = x.shape
-        packed = self._get(name, (heads, keys, columns or d + 1))
-        packed[..., :d] = x.swapaxes(0, 1)
-        packed[..., d:] = 1
-        if hide.any():
-            packed[:, hide, :d] = 0
-        return packed
-
-    def _pack(
-        self, name: str, x: np.ndarray, factor: float, column: np.ndarray | float, hide: np.ndarray
-    ) -> np.ndarray:
-        """Copy (heads, tokens, group, d) times `factor` to (heads, tokens x group, d + 1).
-
-        `column`, the last one, is (heads, tokens, group) or a number.  Rows of the tokens where
-        `hide` is true become 0.
-        """
-        heads, tokens, group, d = x.shape
-        packed = self._get(name, (heads, tokens, group, d + 1))
-        np.multiply(x, self.dtype.type(factor), out=packed[..., :d])
-        packed[..., d] = column
-        if hide.any():
-            packed[:, hide] = 0
-        return packed.reshape(heads, tokens * group, d + 1)
-
-    def _bounded(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> bool:
-        """Prove that exp(logit) and its products with v stay in range without a shift.
-
-        The first axis of q, k and v is the KV head.
-        """
-        if not (q.size and k.size):
-            return True
-        norm2 = [float(np.einsum("...d,...d->...", x, x, dtype=self.dtype).max()) for x in (q, k)]
-        largest = math.sqrt(norm2[0]) * math.sqrt(norm2[1]) * abs(self.softmax_scale)
-        # NaN fails the comparisons and takes the general path.
-        return largest <= self._half and all(
-            size == 0 or self._low < size < self._high / k.shape[1]
-            for size in np.abs(v).max(axis=(1, 2)).tolist()
-        )
 
 
 def _by_head(x: np.ndarray, heads: int) -> np.ndarray:
