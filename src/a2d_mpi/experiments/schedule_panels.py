@@ -1,4 +1,4 @@
-"""What pictures of schedules show: who computes what, who talks to whom, and when; no MPI import.
+"""Panels of a picture of schedules: computing, messages and times of every rank; no MPI import.
 
 Read off the schedules, like everything else: no method is named here.
 """
@@ -26,7 +26,7 @@ Spans = list[list[tuple[str, float, float]]]
 
 @dataclass(frozen=True)
 class Panels:
-    """What one row of the picture shows; ranks are physical ones, neighbours share nodes.
+    """One row of the picture; ranks are physical ones, neighbours share nodes.
 
     Attributes
     ----------
