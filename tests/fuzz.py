@@ -29,9 +29,9 @@ from mpi4py import MPI
 import a2d_mpi.core.merge
 from a2d_mpi import ProcessGrid
 from a2d_mpi.attention.executor import Executor
+from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.masks import Mask
-from a2d_mpi.experiments.measure import make_plan
 from a2d_mpi.kernels.numpy import NumpyKernel
 
 TOO_MANY = 3  # failures, after which there is no use in going on
@@ -203,8 +203,8 @@ def _merge_off_by_a_little():
 def _dropped_partial():
     right = Executor._compiled
 
-    def wrong(self, backward):
-        program = right(self, backward)
+    def wrong(self):
+        program = right(self)
         first = next((x for x in program if x[0] in (Executor._merge, Executor._add)), None)
         return [x for x in program if x is not first]
 

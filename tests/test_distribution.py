@@ -69,8 +69,8 @@ def test_refuses(args):
         Distribution(*args)
 
 
-def test_refuses_a_part_that_is_not_there():
-    with pytest.raises(ValueError, match="part 3"):
+def test_refuses_a_shard_that_is_not_there():
+    with pytest.raises(ValueError, match="shard 3"):
         Distribution("striped", 10, 3).tokens(3)
 
 
