@@ -172,6 +172,13 @@ sweep_mpi() {
   comm -23 <(sort -u <<<"$left") <(sort -u <<<"$used") | tr '\n' '\0' | xargs -0 -r rm -f || true
 }
 
+# checkout_then COMMIT: another commit's files in $folder/then; $folder goes when the script ends.
+checkout_then() {
+  folder=$(mktemp -d)
+  trap 'git worktree remove --force "$folder/then"; rm -rf "$folder"' EXIT
+  git worktree add --quiet --detach "$folder/then" "$1"
+}
+
 # run_mpi RANKS SECONDS COMMAND...
 run_mpi() {
   local ranks=$1 seconds=$2

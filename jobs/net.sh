@@ -10,9 +10,7 @@ source jobs/env.sh
 
 (($# == 1)) || { echo "usage: net.sh COMMIT" >&2 && exit 2; }
 use_env any pytest
-folder=$(mktemp -d)
-trap 'git worktree remove --force "$folder/then"; rm -rf "$folder"' EXIT
-git worktree add --quiet --detach "$folder/then" "$1"
+checkout_then "$1"
 PYTHONPATH="$folder/then/src${PYTHONPATH:+:$PYTHONPATH}" run_mpi 6 300 python tests/net.py "$folder/then.json"
 PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" run_mpi 6 300 python tests/net.py "$folder/now.json"
 python - "$folder/then.json" "$folder/now.json" <<'EOF'

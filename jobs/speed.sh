@@ -12,11 +12,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
 
-(($# == 2)) || { echo "usage: speed.sh COMMIT local|16x1|64x1" >&2 && exit 2; }
+[[ $# == 2 && $2 =~ ^(local|16x1|64x1)$ ]] || { echo "usage: speed.sh COMMIT local|16x1|64x1" >&2 && exit 2; }
 use_env any pytest
-folder=$(mktemp -d)
-trap 'git worktree remove --force "$folder/then"; rm -rf "$folder"' EXIT
-git worktree add --quiet --detach "$folder/then" "$1"
+checkout_then "$1"
 for ((i = 0; i < ${LAUNCHES:-7}; i++)); do
   for tree in then now; do
     path=$PWD
@@ -30,14 +28,13 @@ for ((i = 0; i < ${LAUNCHES:-7}; i++)); do
         ;;
       16x1)
         bash jobs/emulate.sh 16 1 10mbit -- python tests/speed.py "$folder/$tree.$i.json" \
-          768,16,16 3 attention2d:1x1x16 attention2d:4x4x1 ring:16x1x1 2>"$folder/log"
+          768,16,16 3 attention2d:1x1x16 attention2d:4x4x1 ring:16x1x1
         ;;
       64x1)
         bash jobs/emulate.sh 64 1 2.5mbit -- python tests/speed.py "$folder/$tree.$i.json" \
-          768,16,16 1 attention2d:2x2x16 attention2d:8x8x1 ring:64x1x1 2>"$folder/log"
+          768,16,16 1 attention2d:2x2x16 attention2d:8x8x1 ring:64x1x1
         ;;
-      *) echo "speed.sh: local, 16x1 or 64x1, got $2" >&2 && exit 2 ;;
-    esac
+    esac 2>"$folder/log" || { cat "$folder/log" >&2 && exit 1; } # what failed, and no more
   done
 done
 python - "$folder" <<'EOF'

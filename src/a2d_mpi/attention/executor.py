@@ -98,7 +98,7 @@ class Executor:
 
     @property
     def in_buffers(self) -> bool:
-        """Whether results are in buffers of the plan."""
+        """True if results are in buffers of the plan."""
         arrays = self.schedule.arrays
         return any(arrays[x.array].role == "buffer" for x in self.schedule.results.values())
 
@@ -201,18 +201,16 @@ class Executor:
     def _mover(self, step: Copy | Merge) -> tuple | None:
         """The copy of some heads, or of tokens that do not follow each other; else None."""
         arrays, to = self._arrays, self.schedule.arrays[step.to.array]
-        places = arrays.places(step)
         names, ends = KINDS[to.kind], (step.rows, step.to)
-        for rows in ends:
-            if rows.heads is not None:
-                firsts = [arrays.first_head(x, rows.heads) for x in names]
-                if rows is step.rows:
-                    return Executor._take_heads, *ends, firsts
-                sums = [isinstance(step, Merge) and x in to.wide for x in names]
-                return Executor._put_heads, *ends, firsts, sums
-        if places is None:
+        if (heads := step.rows.heads) is not None:
+            return Executor._take_heads, *ends, [arrays.first_head(x, heads) for x in names]
+        if (heads := step.to.heads) is not None:
+            firsts = [arrays.first_head(x, heads) for x in names]
+            sums = [isinstance(step, Merge) and x in to.wide for x in names]
+            return Executor._put_heads, *ends, firsts, sums
+        if (places := arrays.places(step)) is None:
             return None
-        return Executor._put_at if to.by_token else Executor._take, *ends, places
+        return Executor._reorder, *ends, "put_at" if to.by_token else "take", places
 
     def _take_heads(self, rows: Rows, to: Rows, firsts: list[int]) -> None:
         with self._engine.clock("merge"):
@@ -226,17 +224,13 @@ class Executor:
             for x, y, first, add in zip(*tensors, firsts, sums):
                 self._engine.device.put_heads(_three(y), _three(x), first, add)
 
-    def _put_at(self, rows: Rows, to: Rows, places: np.ndarray) -> None:
+    def _reorder(self, rows: Rows, to: Rows, how: str, places: np.ndarray) -> None:
+        """Copy to places, or from them; `how`: the device's "put_at" or "take"."""
+        move = getattr(self._engine.device, how)
         with self._engine.clock("merge"):
             order = self._engine.upload(places)
             for x, y in zip(self._arrays.tensors(rows), self._arrays.tensors(to)):
-                self._engine.device.put_at(y, x, order)
-
-    def _take(self, rows: Rows, to: Rows, places: np.ndarray) -> None:
-        with self._engine.clock("merge"):
-            order = self._engine.upload(places)
-            for x, y in zip(self._arrays.tensors(rows), self._arrays.tensors(to)):
-                self._engine.device.take(y, x, order)
+                move(y, x, order)
 
     def _zero(self, step: Zero) -> None:
         for x in self._arrays.tensors(step.rows) + self._arrays.sorted(step.rows.array):

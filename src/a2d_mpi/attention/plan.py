@@ -17,7 +17,7 @@ from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules import METHODS, distribution_of
 
 
 class AttentionPlan:
@@ -223,7 +223,7 @@ class AttentionPlan:
 
     @property
     def deterministic(self) -> bool:
-        """Whether gradients of the latest call's kernel repeat bit for bit; out and lse do."""
+        """True if gradients of the latest call's kernel repeat bit for bit; out and lse do."""
         return getattr(self._engine.kernel, "deterministic", True)
 
     @property
@@ -286,9 +286,8 @@ def _distribution(
     method: str, name: str | None, config: AttentionConfig, mask: Mask, grid: ProcessGrid
 ) -> Distribution:
     """The distribution of that name, by default the method's own or the one for the mask."""
-    only = METHODS[method].distribution
-    name = name or only or mask.default_distribution
-    if only and name != only:
+    name = name or distribution_of(method, mask)
+    if METHODS[method].distribution not in (None, name):
         raise ValueError(f"a {method} has no {name} distribution")
     return Distribution(name, config.seqlen, grid.comm.size, grid.heads)
 

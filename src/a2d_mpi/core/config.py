@@ -85,7 +85,7 @@ class AttentionConfig:
 
     @property
     def narrow(self) -> bool:
-        """Whether tensors are narrower than the dtype of the computation."""
+        """True if tensors are narrower than the dtype of the computation."""
         return DTYPES[self.dtype].itemsize < self.compute_dtype.itemsize
 
     def dtype_of(self, name: str, wide: bool = False) -> np.dtype:

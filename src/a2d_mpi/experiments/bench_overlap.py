@@ -86,10 +86,12 @@ def _without(refinement: str) -> Iterator[None]:
 def _measured(grid: ProcessGrid, args: argparse.Namespace) -> dict[str, Measurement]:
     """All trials of every variant."""
     runs = {}
-    for name in REFINEMENTS if args.refinements else ("off", *PROGRESS):
-        sizes = {x: getattr(args, x) for x in ("seqlen", "nheads", "headdim")}
-        overlap = name != "off" if args.refinements or name == "off" else name
-        with _without(name if args.refinements else "all"):
+    variants = {"off": ("all", False), **{x: ("all", x) for x in PROGRESS}}
+    if args.refinements:
+        variants = {x: (x, True) for x in REFINEMENTS}
+    sizes = {x: getattr(args, x) for x in ("seqlen", "nheads", "headdim")}
+    for name, (refinement, overlap) in variants.items():
+        with _without(refinement):
             plan = Attention2D(grid, MASKS[args.mask](), overlap=overlap, threads=1, **sizes)
             runs[name] = Measurement(plan, random_inputs(plan, True), backward=True)
             runs[name].call()  # warms up

@@ -271,8 +271,7 @@ def _tiny(clock: Clock, dtype: str) -> tuple[Workload, float, float]:
     work = Workload(2 * ranks, 2, 16, dtype=dtype)
     q, k, v = np.zeros((3, 2, work.nheads, work.headdim), as_dtype(dtype))
     grid = ProcessGrid(clock.comm, ranks, 1)
-    sizes = {"seqlen": work.seqlen, "nheads": work.nheads, "headdim": work.headdim, "dtype": dtype}
-    plans = [kind(grid, work.mask, **sizes) for kind in (Attention2D, RingAttention)]
+    plans = [kind(grid, work.mask, **work.arguments) for kind in (Attention2D, RingAttention)]
     calls = {i: lambda plan=plan: plan.forward(q, k, v) for i, plan in enumerate(plans)}
     seconds = in_turn(calls, 9, clock.comm)
     grid.free()

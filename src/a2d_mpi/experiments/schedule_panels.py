@@ -104,10 +104,9 @@ def who_computes(method: str, layout: Layout, work: Workload) -> np.ndarray:
 
 def bytes_received(method: str, phase: str, layout: Layout, problem: Problem) -> np.ndarray:
     """Bytes that each logical rank (row) receives from each (column), (P, P) float64."""
-    found = np.zeros((layout.size, layout.size))
-    for rank in range(layout.size):
-        for move in cost.moves(method, layout, problem, rank, (phase,), sent=False):
-            found[rank, move.peer] += move.tokens * sum(move.tensors)
+    found, ranks = np.zeros((layout.size, layout.size)), np.arange(layout.size)
+    for move in cost.moves(method, layout, problem, None, (phase,), sent=False):
+        found[ranks, move.peer] += move.tokens * sum(move.tensors)
     return found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.schedules.steps import Message, Ranks, Schedule
+from a2d_mpi.schedules.steps import Message, Ranks, Schedule, identity
 
 PARTS = ("compute", "merge", "wait", "other")
 
@@ -179,7 +179,7 @@ class Links:
         # Alike: as many bytes in the same messages, which are looked at once.
         alike: dict[tuple, list[Route]] = defaultdict(list)
         for route, pairs in flows.items():
-            alike[tuple(_same(sent.nbytes) for sent, _ in pairs)].append(route)
+            alike[tuple(identity(sent.nbytes) for sent, _ in pairs)].append(route)
         crowd = []  # bytes to a peer, and how many peers inside a rank's node, and in others
         if len(flows) > 1:
             for routes in alike.values():
@@ -262,7 +262,3 @@ class Links:
             route.back = self._to(np.argsort(route.to))
             route.back.back = route
         return route.back
-
-
-def _same(nbytes: Ranks) -> int:
-    return nbytes if isinstance(nbytes, int) else id(nbytes)

@@ -35,6 +35,7 @@ from a2d_mpi.schedules.steps import (
     Schedule,
     Wait,
     Zero,
+    identity,
 )
 
 
@@ -126,12 +127,11 @@ class _Ranks:
         schedules = write_all(method, self._phase, self._layout, problem, overlap)
         for schedule in schedules:
             self._walk(schedule)
-        if len(schedules) == 1:  # results that are in buffers
-            for rows in schedule.results.values():
-                array = schedule.arrays[rows.array]
-                if array.role == "buffer":
-                    n = Tokens(schedule).of(rows) * sum(array_bytes(self._group, array))
-                    spend("other", self._copying(n))
+        for rows in schedules[-1].results.values():
+            array = schedules[-1].arrays[rows.array]
+            if array.role == "buffer":  # the caller gets copies
+                n = Tokens(schedules[-1]).of(rows) * sum(array_bytes(self._group, array))
+                spend("other", self._copying(n))
         return self._clock.parts
 
     def _walk(self, schedule: Schedule) -> None:
@@ -141,7 +141,7 @@ class _Ranks:
 
         def nbytes(rows: Rows) -> np.ndarray | float:
             n, kind = tokens.of(rows), schedule.arrays[rows.array].kind
-            key = id(n) if np.ndim(n) else n, kind, schedule.arrays[rows.array].wide
+            key = identity(n), kind, schedule.arrays[rows.array].wide
             if key not in known:  # equal ones are the same object, which links look at once
                 known[key] = n * sum(sizes[rows.array])
             return known[key]

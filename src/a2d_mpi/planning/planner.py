@@ -1,4 +1,4 @@
-"""Which method, grid and rank order is the fastest on a machine; no MPI import.
+"""Search for the fastest method, grid and rank order on a machine; no MPI import.
 
 ::
 

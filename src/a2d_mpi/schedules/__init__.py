@@ -29,9 +29,13 @@ METHODS: dict[str, Method] = {
 
 def distribution_of(method: str, mask: Mask) -> str:
     """The distribution that a method takes for a mask."""
+    return _known(method).distribution or mask.default_distribution
+
+
+def _known(method: str) -> Method:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
-    return METHODS[method].distribution or mask.default_distribution
+    return METHODS[method]
 
 
 def write(
@@ -67,9 +71,7 @@ def write(
     """
     if len(problem.counts) != layout.size:
         raise ValueError(f"{len(problem.counts)} shards for {layout.size} ranks")
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
-    known, back, u = METHODS[method], phase == "backward", layout.heads
+    known, back, u = _known(method), phase == "backward", layout.heads
     group = problem.context_group(u)
     whole, own = problem.config, group.config
     rows, cols, inner = known.shape(layout)

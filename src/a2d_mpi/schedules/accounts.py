@@ -19,6 +19,7 @@ from a2d_mpi.schedules.steps import (
     Ranks,
     Rows,
     Schedule,
+    identity,
 )
 
 
@@ -45,10 +46,7 @@ class Tokens:
 
     def of(self, rows: Rows) -> Ranks:
         """Tokens of rows; equal ones are the same object."""
-        if rows.owner is None:
-            key = rows.array, None
-        else:
-            key = id(rows.owner) if self._all else rows.owner, rows.part
+        key = (rows.array, None) if rows.owner is None else (identity(rows.owner), rows.part)
         if key not in self._found:
             self._found[key] = self._count(rows), rows.owner
         return self._found[key][0]
@@ -155,8 +153,7 @@ def merged_at_once(schedule: Schedule) -> list[bool]:
     found = []
     for step in schedule.steps:
         if isinstance(step, Attend):
-            into = step.into
-            key = into.array, id(into.owner) if np.ndim(schedule.rank) else into.owner, into.part
+            key = step.into.array, identity(step.into.owner), step.into.part
             found.append(step.keys_into is None and key in written)
             written.add(key)
     return found

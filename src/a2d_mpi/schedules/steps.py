@@ -32,6 +32,13 @@ KINDS = {
     "gradients": ("dq", "dk", "dv"),
 }
 WIDE = ("lse", "delta", "dq", "dk", "dv")  # sent as they are computed: sums, and statistics
+
+
+def identity(x: Ranks) -> int | float:
+    """Key of ranks, or of a number for each of them: arrays are told apart by what they are."""
+    return id(x) if isinstance(x, np.ndarray) else x
+
+
 FIRST, REST = "first", "rest"  # parts of a rank's own shard: what it computes first, and last
 
 
