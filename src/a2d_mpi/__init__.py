@@ -17,6 +17,7 @@ _HOMES = {
     "Mask": "a2d_mpi.core.masks",
     "ProcessGrid": "a2d_mpi.comm.grid",
     "RingAttention": "a2d_mpi.attention.methods",
+    "TriangleAttention": "a2d_mpi.attention.methods",
 }
 
 __all__ = list(_HOMES)

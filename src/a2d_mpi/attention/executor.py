@@ -17,18 +17,9 @@ from a2d_mpi.core.masks import Mask, keys_per_query, queries_per_key
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules import write
-from a2d_mpi.schedules.accounts import merged_at_once, merges_partials
-from a2d_mpi.schedules.steps import (
-    KINDS,
-    Attend,
-    Copy,
-    Merge,
-    Message,
-    Rows,
-    Schedule,
-    Wait,
-    Zero,
-)
+from a2d_mpi.schedules.accounts import merged_at_once, merged_rows
+from a2d_mpi.schedules.sizes import Span
+from a2d_mpi.schedules.steps import KINDS, Attend, Copy, Merge, Message, Rows, Schedule, Wait, Zero
 
 _TAGS = {kind: 4 * i for i, kind in enumerate(KINDS)}
 _NEXT_CHUNK = 4 * len(KINDS)
@@ -93,7 +84,7 @@ class Executor:
     def __init__(self, schedule: Schedule, arrays: Arrays, mask: Mask) -> None:
         self.schedule, self._arrays, self._mask = schedule, arrays, mask
         schedule.cuts = None  # it may refer back to the schedule
-        self._compensated = merges_partials(schedule)
+        self._merged = merged_rows(schedule)
         self._program = self._compiled()
 
     @property
@@ -132,8 +123,8 @@ class Executor:
         self._engine, self._channels = engine, channels
         self._arrays.begin(engine, given)
         self._pending: dict[Message, list[Any]] = {}
-        if self._compensated:
-            engine.device.zero(self._arrays.compensation())
+        for rows in self._merged:
+            engine.device.zero(self._arrays.compensation(rows))
         for do, *operands in self._program:
             do(self, *operands)
         for name in self.schedule.channels:
@@ -162,9 +153,8 @@ class Executor:
                 peer = channels[step.channel].index(step.peer)
                 program.append((Executor._post, step, peer, self._tag(step.rows)))
             elif isinstance(step, Attend):
-                order = arrays.orders.get(step.keys.array) if step.keys.owner is None else None
-                keys = arrays.tokens(step.keys, order)
-                intervals = self._mask.intervals(arrays.tokens(step.queries), keys)
+                found = arrays.tokens(step.queries), arrays.tokens(step.keys)
+                intervals = self._mask.intervals(*found)
                 if step.keys_into is not None:
                     program.append((Executor._attend_backward, step, intervals))
                 else:
@@ -182,7 +172,8 @@ class Executor:
     def _tag(self, rows: Rows) -> int:
         tag = _TAGS[self._arrays.kind(rows.array)]
         # Chunks may overtake each other.
-        return tag if rows.part is None else tag + _NEXT_CHUNK * rows.part[0]
+        whole = rows.part is None or isinstance(rows.part, Span)
+        return tag if whole else tag + _NEXT_CHUNK * rows.part[0]
 
     def _post(self, message: Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]
