@@ -144,7 +144,7 @@ def test_mean_bytes(t, h, hkv):
 
 
 @pytest.mark.parametrize(
-    "t, share", [(4, 0.75), (5, 0.70), (6, 0.75), (8, 0.723), (12, 0.70)]
+    "t, share", [(4, 0.83), (5, 0.65), (6, 0.75), (8, 0.72), (12, 0.72)]
 )  # 6, 10, 15, 28, 66 ranks
 def test_the_largest_rank_moves_less_than_in_the_best_grid(t, share):
     ranks = t * (t - 1) // 2
@@ -175,7 +175,7 @@ def test_balance(t, seqlen):
     assert max(areas) / np.mean(areas) <= 1 + 3 * layout.size / seqlen
 
 
-@pytest.mark.mpi(min_size=6)
+@pytest.mark.mpi(min_size=4)
 @pytest.mark.multirank
 @pytest.mark.one_mpi
 def test_same_as_the_grid(comm):

@@ -151,7 +151,7 @@ class Executor:
                 program.append((Executor._fold, step.rows.array))
             if isinstance(step, Message):
                 peer = channels[step.channel].index(step.peer)
-                program.append((Executor._post, step, peer, self._tag(step.rows)))
+                program.append((Executor._post, step, peer, self._tag(step)))
             elif isinstance(step, Attend):
                 found = arrays.tokens(step.queries), arrays.tokens(step.keys)
                 intervals = self._mask.intervals(*found)
@@ -169,11 +169,14 @@ class Executor:
                 program.append((do, step))
         return program
 
-    def _tag(self, rows: Rows) -> int:
-        tag = _TAGS[self._arrays.kind(rows.array)]
-        # Chunks may overtake each other.
-        whole = rows.part is None or isinstance(rows.part, Span)
-        return tag if whole else tag + _NEXT_CHUNK * rows.part[0]
+    def _tag(self, message: Message) -> int:
+        """Tag of the first tensor: chunks, and rows of several owners, may overtake each other."""
+        rows, place = message.rows, 0
+        if isinstance(rows.part, Span):
+            place = self.schedule.channels[message.channel].index(rows.owner)
+        elif rows.part is not None:
+            place = rows.part[0]
+        return _TAGS[self._arrays.kind(rows.array)] + _NEXT_CHUNK * place
 
     def _post(self, message: Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]

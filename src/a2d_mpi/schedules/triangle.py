@@ -11,30 +11,30 @@ all is at hand (`a2d_mpi.core.triangle`).  What it meets, its own slices include
     queries i, B lower   visible        visible       all visible
     queries i, B upper   visible        visible
 
-Queries are needed by the row members of a segment, keys by its column members.  Both travel round
-rings of these members: an owner sends its slice once, and who gets it passes it on.  So no owner
-of early keys, which most ranks need, sends more than others.  Partial results follow the queries,
-one step behind, are merged on the way, and go from the last member to the owner; in the backward
-pass dk and dv follow the keys.  Mean elements received forward, all heads KV heads:
-4 (T-2) / (T (T-1)) of N H D, two thirds of those of the best grid for even T.
+Queries are needed by the row members of a segment, keys by its column members.  Partial results of
+queries go back to their owners, merged; in the backward pass also those of keys.  All of them
+travel along trees that spread the sending and the receiving evenly (`a2d_mpi.schedules.trees`).
+Mean elements received forward, all heads KV heads: 4 (T-2) / (T (T-1)) of N H D, two thirds of
+those of the best grid for even T.
 
-The partition into pairs of segments is that of parallel symmetric rank-k updates (Al Daas et al.,
-"Parallel memory-independent communication bounds for SYRK", arXiv:2305.01197); diagonal, rings and
-backward pass are ours.
+Symmetric matrix products are partitioned into pairs of segments in the same way (Al Daas, Ballard,
+Grigori, Kumar and Rouse, "Parallel Memory-Independent Communication Bounds for SYRK", SPAA 2023).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import zip_longest
 
 from a2d_mpi.core import triangle
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.sizes import Span
 from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Rows, Schedule, Zero
+from a2d_mpi.schedules.trees import trees
 
 
-class Ring:
-    """The way of a segment's queries round its row members, or of its keys round the column ones.
+class Side:
+    """The queries, or the keys, of a segment, as this rank meets them: on their way to members.
 
     Parameters
     ----------
@@ -43,104 +43,106 @@ class Ring:
         "row" or "col": the team of the segment.
     of_keys : bool
     segment : int
+    sizes : (int, int)
+        Of slices of queries and keys, when they are gathered.
+    back : (int, int)
+        Of their results.
 
     Attributes
     ----------
     span : Span
         Tokens of the segment.
     others : list of int
-        Owners of the rows, but for this rank: those whose rows come first are first.
+        Owners of rows that this rank needs from others: those whose rows come first are first.
     """
 
-    def __init__(self, s: Schedule, channel: str, of_keys: bool, segment: int) -> None:
+    def __init__(
+        self,
+        s: Schedule,
+        channel: str,
+        of_keys: bool,
+        segment: int,
+        sizes: tuple[int, int],
+        back: tuple[int, int],
+    ) -> None:
         shards = s.sizes.shards
         t = triangle.segments(shards.nshards)
-        rows, columns = triangle.row_members(segment), triangle.column_members(segment, t)
-        members, feeders = (columns, rows) if of_keys else (rows, columns)
-        self.s, self.channel = s, channel
+        members = [triangle.row_members(segment), triangle.column_members(segment, t)]
+        self.s, self.channel, self.members = s, channel, members[of_keys]
         self.bounds = triangle.segment(shards.seqlen, t, segment)
         self.span = Span(self.bounds.begin, self.bounds.end)
-        self.members = members
-        s.channels[channel] = tuple(sorted(rows + columns))
-        # Place on the ring where a slice enters.  Chosen among simple rules: with these the
-        # largest rank sends least (0.70 to 0.75 of the best grid for 6 to 66 ranks).
-        self._entry = {p: x for x, p in enumerate(members)}
-        for x, p in enumerate(feeders if members else ()):
-            self._entry[p] = (-x - 1 if of_keys else x + 1) % len(members)
-        order = sorted(self._entry, key=lambda p: (self.distance(p), p not in members))
-        self.others = [p for p in order if p != s.rank]
+        team = tuple(sorted(members[0] + members[1]))
+        s.channels[channel] = team
+        self._there = {p: trees(t, *sizes)[segment, of_keys, p] for p in team}
+        self._back = {p: trees(t, *back)[segment, of_keys, p] for p in team}
+        self._after = {p: (team.index(p) - team.index(s.rank)) % len(team) for p in team}
+        needed = [p for p in team if p != s.rank and s.rank in self.members]
+        # Straight from the owner; then through others.  Owners nearest before this rank first.
+        self.others = sorted(needed, key=lambda p: (self._there[p][s.rank] != p, -self._after[p]))
 
-    def distance(self, owner: int) -> int:
-        """Members that have the owner's rows before this rank gets them."""
-        if self.s.rank not in self.members:
-            return 0
-        return (self.members.index(self.s.rank) - self._entry[owner]) % len(self.members)
+    def heirs(self, owner: int) -> list[int]:
+        """To whom this rank sends an owner's rows: who passes them on first, nearest following."""
+        tree = self._there[owner]
+        passing = set(tree.values())
+        found = [x for x, parent in tree.items() if parent == self.s.rank]
+        return sorted(found, key=lambda x: (x not in passing, self._after[x]))
 
-    def neighbour(self, step: int) -> int:
-        """The member after this one (1), or before it (-1)."""
-        place = self.members.index(self.s.rank)
-        return self.members[(place + step) % len(self.members)]
+    def helpers(self, owner: int) -> list[int]:
+        """From whom this rank gets partial results of an owner's rows, to merge them."""
+        found = [x for x, parent in self._back[owner].items() if parent == self.s.rank]
+        return sorted(found, key=lambda x: -self._after[x])
 
-    def source(self, owner: int) -> int:
-        """Where an owner's rows come from."""
-        return self.neighbour(-1) if self.distance(owner) else owner
-
-    def passes_on(self, owner: int) -> bool:
-        """Tell whether the member after this one needs an owner's rows from it."""
-        return self.distance(owner) < len(self.members) - 1
-
-    def first(self) -> int | None:
-        """To whom this rank sends its own rows; None: nobody else needs them."""
-        if self.s.rank in self.members:
-            return self.neighbour(1) if len(self.members) > 1 else None
-        return self.members[self._entry[self.s.rank]] if self.members else None
-
-    def last(self) -> int | None:
-        """From whom the results for this rank's own rows come; None: from nobody."""
-        if self.s.rank in self.members:
-            return self.neighbour(-1) if len(self.members) > 1 else None
-        return self.members[self._entry[self.s.rank] - 1] if self.members else None
-
-    def post(self, kind: str, owners: list[tuple[int, Span]]) -> str:
+    def post(self, kind: str, pieces: list[tuple[int, Span]]) -> str:
         """Post the receives of all rows of a kind; returns the array that will have them."""
         s = self.s
         whole = f"{self.channel} {kind}"
-        s.array(whole, kind, [p for p, _ in owners], spans=tuple(x for _, x in owners))
-        self.coming = {
-            p: s.receive(self.channel, self.source(p), Rows(whole, p, self.span))
+        s.array(whole, kind, [p for p, _ in pieces], spans=tuple(x for _, x in pieces))
+        self._coming = {
+            p: s.receive(self.channel, self._there[p][s.rank], Rows(whole, p, self.span))
             for p in self.others
         }
         return whole
 
-    def arrivals(self) -> Iterator[Rows]:
-        """Yield the others' rows as they come, passed on already."""
-        for p, message in self.coming.items():
-            self.s.wait([message])
-            if self.passes_on(p):
-                self.s.send(self.channel, self.neighbour(1), message.rows)
-            yield message.rows
+    def send(self, rows: Rows) -> None:
+        """Send an owner's rows to those who get them from this rank."""
+        for p in self.heirs(rows.owner):
+            self.s.send(self.channel, p, rows)
+
+    def arrive(self, owner: int) -> Rows:
+        """Wait for an owner's rows, and pass them on."""
+        message = self._coming[owner]
+        self.s.wait([message])
+        self.send(message.rows)
+        return message.rows
 
     def post_partials(self, kind: str) -> None:
-        """Post the receives of what members before this one add to the others' results."""
-        self._before: dict[int, Message] = {}
-        for p in self.others:
-            # The owner of rows keeps its own contribution.
-            if self.distance(p) and self.source(p) != p:
-                rows = Rows(self.s.array(f"{kind} of {p}", kind, (p,), spans=(self.span,)), p)
-                rows = rows._replace(part=self.span)
-                self._before[p] = self.s.receive(self.channel, self.neighbour(-1), rows)
+        """Post the receives of all partial results that this rank merges."""
+        s = self.s
+        self._partials: dict[int, list[Message]] = {}
+        for p in [*self.others, s.rank]:
+            for i, x in enumerate(self.helpers(p)):
+                name = f"{kind} {self.channel} {i} of {p}"
+                rows = Rows(s.array(name, kind, (p,), spans=(self.span,)), p, self.span)
+                self._partials.setdefault(p, []).append(s.receive(self.channel, x, rows))
+
+    def is_helped(self, owner: int) -> bool:
+        """Tell whether others give this rank their partial results for an owner's rows."""
+        return owner in self._partials
+
+    def merge(self, to: Rows) -> None:
+        """Merge what came for an owner's rows."""
+        for message in self._partials.get(to.owner, []):
+            self.s.wait([message])
+            self.s.add(Merge(message.rows, to))
 
     def give(self, partial: Rows) -> None:
-        """Add to an owner's partial result what came with it, and send it on, at last home."""
-        s, p = self.s, partial.owner
-        if p in self._before:
-            s.wait([self._before[p]])
-            s.add(Merge(self._before[p].rows, partial))
-        s.send(self.channel, self.neighbour(1) if self.passes_on(p) else p, partial)
+        """Merge what came for an owner's rows with this rank's own part, and send it on."""
+        self.merge(partial)
+        self.s.send(self.channel, self._back[partial.owner][self.s.rank], partial)
 
 
 class Block:
-    """The rings around rank (i, j), and the kernel calls of its block and its diagonal shares.
+    """What rank (i, j) meets, and the kernel calls of its block and its shares of the diagonal.
 
     By query, keys are met first, one owner after the other, by this rank's own queries; then the
     others' queries meet all keys at once, and their results are finished.  By key: the same with
@@ -148,11 +150,18 @@ class Block:
     """
 
     def __init__(self, s: Schedule, kind: str, by_query: bool) -> None:
-        self.s = s
-        i, j = triangle.pair(s.rank)
-        self.q, self.k = Ring(s, "row", False, i), Ring(s, "col", True, j)
-        # Rings of others that need this rank's slices: its queries of j, its keys of i.
-        self._fed_q, self._fed_k = Ring(s, "col", False, j), Ring(s, "row", True, i)
+        self.s, (i, j) = s, triangle.pair(s.rank)
+        q, kv = s.sizes.nheads, 2 * s.sizes.nheads_kv
+        sizes, back = ((q, kv), (q, 0)) if kind == "q" else ((2 * q, kv), (q, kv))
+        self.q, self.k = (
+            Side(s, "row", False, i, sizes, back),
+            Side(s, "col", True, j, sizes, back),
+        )
+        # Others need this rank's slices, too: its queries of j, and its keys of i.
+        self.fed_q, self.fed_k = (
+            Side(s, "col", False, j, sizes, back),
+            Side(s, "row", True, i, sizes, back),
+        )
         self.own_q = s.array(f"own {kind}", kind, (s.rank,), "given")
         self.own_k = s.array("own kv", "kv", (s.rank,), "given")
         self.early, self.late = (self.k, self.q) if by_query else (self.q, self.k)
@@ -165,12 +174,10 @@ class Block:
         }
         self.all_k = self.k.post("kv", pieces[self.k])
         self.all_q = self.q.post(kind, pieces[self.q])
-        for ring, array in (
-            *((self.k, self.own_k), (self._fed_k, self.own_k)),
-            *((self.q, self.own_q), (self._fed_q, self.own_q)),
-        ):
-            if ring.first() is not None:
-                s.send(ring.channel, ring.first(), Rows(array, s.rank, ring.span))
+        for side in (self.k, self.fed_k):
+            side.send(Rows(self.own_k, s.rank, side.span))
+        for side in (self.q, self.fed_q):
+            side.send(Rows(self.own_q, s.rank, side.span))
         given, whole = (self.own_k, self.all_k) if by_query else (self.own_q, self.all_q)
         for p, span in own:
             s.add(Copy(Rows(given, p, span), Rows(whole, p, span)))
@@ -178,15 +185,15 @@ class Block:
     def calls(self) -> Iterator[tuple[Rows, Rows, bool]]:
         """Yield queries and keys of each kernel call, and whether late rows have met all."""
         s = self.s
-        arrived = ((ring, rows) for ring in (self.early, self.late) for rows in ring.arrivals())
+        arrived = self._arrivals()
         if not s.sizes.overlap:
             arrived = iter(list(arrived))
         yield Rows(self.own_q, s.rank), Rows(self.own_k, s.rank), False
         low, high = self.k.bounds, self.q.bounds
-        for ring, rows in arrived:
-            late, fed = ring is self.late, rows.owner not in ring.members
+        for side, rows in arrived:
+            late, fed = side is self.late, rows.owner not in side.members
             owner = None if late else s.rank
-            if ring is self.k:
+            if side is self.k:
                 array = self.all_q if late else self.own_q
                 # Keys of A: not for this rank's own queries of B's lower half.
                 queries = Rows(array, owner, Span(low.half, high.end) if fed else None)
@@ -199,23 +206,25 @@ class Block:
                     upper = rows._replace(part=Span(high.half, high.end))
                     yield upper, Rows(array, owner, self.k.span), late
 
-    def returns(self, kind: str, of_keys: bool) -> list[Message]:
-        """Post the receives of a kind of results: what others add to others' and to own ones."""
-        s, found = self.s, []
-        ring, fed = (self.k, self._fed_k) if of_keys else (self.q, self._fed_q)
-        ring.post_partials(kind)
-        for x in (ring, fed):
-            if x.last() is not None:
-                name = s.array(f"{kind} home, {x.channel}", kind, (s.rank,), spans=(x.span,))
-                found.append(s.receive(x.channel, x.last(), Rows(name, s.rank, x.span)))
-        return found
+    def _arrivals(self) -> Iterator[tuple[Side, Rows]]:
+        """Pass all rows on as they come; yield early ones at once, then the late ones."""
+        held = []
+        for early, late in zip_longest(self.early.others, self.late.others):
+            if early is not None:
+                yield self.early, self.early.arrive(early)
+            if late is not None:
+                held.append(self.late.arrive(late))
+        for rows in held:
+            yield self.late, rows
 
 
 def forward(s: Schedule) -> None:
     """Write down the forward pass of rank ``s.rank``."""
     block = Block(s, "q", by_query=True)
     out = s.array("out", "out", (s.rank,), "result")
-    home, held = block.returns("out", of_keys=False), []
+    for side in (block.q, block.fed_q):
+        side.post_partials("out")
+    held = []
     for queries, keys, done in block.calls():
         into, p = Rows(out, s.rank, queries.part), queries.owner
         if p != s.rank:
@@ -223,12 +232,11 @@ def forward(s: Schedule) -> None:
             into = Rows(name, p, queries.part)
         s.add(Attend(queries, keys, into))
         if done:
-            held.append(into._replace(part=block.q.span))
-            if s.sizes.overlap:
-                block.q.give(held.pop())
-    for partial in held:
-        block.q.give(partial)
-    _add(s, home, out)
+            held.append((block.q, into._replace(part=block.q.span)))
+            _give(held, s.sizes.overlap)
+    _give(held, True, True)
+    for side in (block.q, block.fed_q):
+        side.merge(Rows(out, s.rank, side.span))
     s.results = {"out": Rows(out, s.rank)}
 
 
@@ -243,33 +251,36 @@ def backward(s: Schedule) -> None:
         like = s.arrays[rows]
         gradient[rows] = s.array(f"all {kind}", kind, like.owners, spans=like.spans)
     s.add(*(Zero(Rows(name)) for name in gradient.values()))
-    home_q, home_k = block.returns("dq", of_keys=False), block.returns("dkv", of_keys=True)
+    home = ((block.q, "dq"), (block.fed_q, "dq"), (block.k, "dkv"), (block.fed_k, "dkv"))
+    for side, kind in home:
+        side.post_partials(kind)
     held = []
     for queries, keys, done in block.calls():
         into, keys_into = (x._replace(array=gradient[x.array]) for x in (queries, keys))
         s.add(Attend(queries, keys, into, keys_into))
         if done:
             late = into if block.late is block.q else keys_into
-            held.append(late._replace(part=block.late.span))
-            if s.sizes.overlap:
-                block.late.give(held.pop())
-    for partial in held:
-        block.late.give(partial)
+            held.append((block.late, late._replace(part=block.late.span)))
+            _give(held, s.sizes.overlap)
     kept, own = (block.all_k, dkv) if by_query else (block.all_q, dq)
-    for p in block.early.others:
-        block.early.give(Rows(gradient[kept], p, block.early.span))
+    early = block.early
+    held += [(early, Rows(gradient[kept], p, early.span)) for p in early.others]
+    _give(held, True)
+    _give(held, True, True)
     for span in (block.k.span, block.q.span):
         s.add(Merge(Rows(gradient[kept], s.rank, span), Rows(own, s.rank, span)))
-    _add(s, home_q, dq)
-    _add(s, home_k, dkv)
+    for side, kind in home:
+        side.merge(Rows(dq if kind == "dq" else dkv, s.rank, side.span))
     s.results = {"dq": Rows(dq, s.rank), "dkv": Rows(dkv, s.rank)}
 
 
-def _add(s: Schedule, home: list[Message], result: str) -> None:
-    """Add what comes home to this rank's results."""
-    for message in home:
-        s.wait([message])
-        s.add(Merge(message.rows, message.rows._replace(array=result)))
+def _give(held: list[tuple[Side, Rows]], now: bool, merging: bool = False) -> None:
+    """Send finished partial results; those with which others are merged only if `merging`."""
+    for x in held[:] if now else ():
+        side, partial = x
+        if merging or not side.is_helped(partial.owner):
+            side.give(partial)
+            held.remove(x)
 
 
 METHOD = Method(
