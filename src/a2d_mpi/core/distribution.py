@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -70,6 +71,9 @@ class Distribution:
 
     def runs(self, shard: int) -> tuple[range, ...]:
         """The tokens of `shard`, in order; runs may be empty."""
+        return _runs(self, shard)
+
+    def _runs(self, shard: int) -> tuple[range, ...]:
         n, p = self.seqlen, self.nshards
         if not 0 <= shard < p:
             raise ValueError(f"shard {shard} is not in [0, {p})")
@@ -96,7 +100,7 @@ class Distribution:
 
     def place(self, shard: int, token: int) -> int:
         """Number of tokens of `shard` before a token of the sequence."""
-        return sum(_before(r, token) for r in self.runs(shard))
+        return _place(self, shard, token)
 
     def within(self, shard: int, begin: int, end: int) -> list[range]:
         """The tokens of `shard` in [begin, end), in order, as runs; none is empty."""
@@ -115,6 +119,15 @@ class Distribution:
             if len(r):
                 yield slice(done, done + len(r)), slice(r.start, r.stop, r.step)
                 done += len(r)
+
+
+# Planners ask for those of all ranks, again and again.
+_runs = lru_cache(maxsize=1 << 14)(Distribution._runs)
+
+
+@lru_cache(maxsize=1 << 16)
+def _place(shards: Distribution, shard: int, token: int) -> int:
+    return sum(_before(r, token) for r in shards.runs(shard))
 
 
 def _share(pieces: tuple[range, ...], place: int, places: int) -> tuple[range, ...]:

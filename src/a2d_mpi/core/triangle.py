@@ -56,8 +56,13 @@ def segments(shards: int) -> int:
 
 def fits(shards: int) -> bool:
     """Tell whether a triangle, of three segments at least, has so many shards."""
+    return shards > 1 and largest(shards) == shards
+
+
+def largest(shards: int) -> int:
+    """The most shards of a triangle that are no more than these."""
     t = (1 + math.isqrt(1 + 8 * shards)) // 2
-    return t > 2 and t * (t - 1) == 2 * shards
+    return t * (t - 1) // 2
 
 
 def pair(rank: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
 from a2d_mpi.planning.profile import parse_count, parse_size, read_machine
 from a2d_mpi.schedules import METHODS
 
+IDLE, IDLE_RANKS = 0.1, 256  # share of ranks that may be idle; of so many: larger ones take long
 RANKS = 16384  # at most: the model keeps figures of every pair of ranks, 2 GiB each with so many
 
 
@@ -76,21 +77,27 @@ def plan(args: argparse.Namespace) -> int:
     memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
     # On a terminal, and if it takes long.
     progress = partial(tqdm, desc="plans", disable=None, delay=2, leave=False)
-    found = candidates(machine, args.ranks, work, memory, tuple(args.method or METHODS), progress)
+    methods = tuple(args.method or METHODS)
+    idle = IDLE if args.ranks <= IDLE_RANKS else 0.0
+    found = candidates(machine, args.ranks, work, memory, methods, progress, idle)
     if not found:
         raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
-    _print(found, machine, work, memory, args.top)
+    _print(found, args.ranks, machine, work, memory, args.top)
     if not found[0].fits:
         raise ValueError(f"no plan fits in {_bytes(memory)} a rank")
     return 0
 
 
 def _print(
-    found: list[Candidate], machine: Machine, work: Workload, memory: int | None, top: int
+    found: list[Candidate],
+    ranks: int,
+    machine: Machine,
+    work: Workload,
+    memory: int | None,
+    top: int,
 ) -> None:
     """The table, and what is not in it."""
     room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"
-    ranks = found[0].layout.size
     print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} a node, {room}"
           + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
     fitting = [plan for plan in found if plan.fits]
@@ -110,13 +117,21 @@ def _print(
         print(
             f"{plan.method:<13} {grid:<10} {layout.order:<5}{times}  {_bytes(plan.received):>8}"
             f"{_bytes(plan.crossing):>11}{plan.over_bound:>9.2f}{_bytes(plan.memory):>10}  "
-            + "; ".join(x for x in (plan.known_as, why_not(plan, found[0])) if x)
+            + "; ".join(
+                x for x in (plan.known_as, _idle(plan, ranks), why_not(plan, found[0])) if x
+            )
         )
     if len(shown) < len(found):
         print(f"... {len(found) - len(shown)} more: --top 0")
     for heads in (x for x in range(2, ranks + 1) if ranks % x == 0):
         if why := misfit(work.nheads, work.nheads_kv, heads):
             print(f"no plan with {heads} ranks that share the heads: {why}")
+
+
+def _idle(plan: Candidate, ranks: int) -> str:
+    """How many ranks a plan leaves idle."""
+    used = plan.layout.size
+    return f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
 
 
 def _bytes(n: int) -> str:

@@ -91,6 +91,7 @@ def candidates(
     memory: int | None = None,
     methods: Sequence[str] = tuple(METHODS),
     progress: Callable[[Sequence], Iterable] = iter,
+    idle: float = 0.0,
 ) -> list[Candidate]:
     """All candidates for that many ranks: those that fit, fastest first, then those that do not.
 
@@ -105,6 +106,8 @@ def candidates(
     methods : tuple of str
     progress : callable
         Shows how far it is: it is given a sequence and iterates over it, as ``tqdm`` does.
+    idle : float
+        Share of the ranks that may be left idle, for methods that cannot have any number.
 
     Raises
     ------
@@ -118,7 +121,8 @@ def candidates(
     shapes = [
         (method, layout)
         for method in methods
-        for layout in layouts(method, ranks, work, machine.ranks_per_node)
+        for number in (ranks, *_fewer(method, ranks, work, idle))
+        for layout in layouts(method, number, work, machine.ranks_per_node)
     ]
     # Those after each other that share the matrices of visible pairs.
     alike = sorted(shapes, key=lambda x: (distribution_of(x[0], work.mask), x[1].heads))
@@ -195,6 +199,13 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
                 if key not in seen:
                     seen.add(key)
                     yield layout
+
+
+def _fewer(method: str, ranks: int, work: Workload, idle: float) -> list[int]:
+    """Numbers of ranks, somewhat fewer, with which a method has larger context groups."""
+    axes = (u for u in range(1, ranks + 1) if not misfit(work.nheads, work.nheads_kv, u))
+    numbers = {u * METHODS[method].whole(ranks // u) for u in axes}
+    return sorted(x for x in numbers if (1 - idle) * ranks <= x < ranks)
 
 
 def why_not(candidate: Candidate, best: Candidate) -> str:

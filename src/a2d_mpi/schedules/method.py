@@ -22,6 +22,8 @@ class Method(NamedTuple):
         The only one that makes it this method; None: the one that balances the mask.
     suits : callable
         Whether a layout of more than one rank is worth a try: no two give the same schedule.
+    whole : callable
+        The most positions, of so many at most, that a context group can have.
     causal : bool
         Whether it is for the causal mask only.
     at_once : bool
@@ -36,6 +38,7 @@ class Method(NamedTuple):
     shape: Callable[[Layout], tuple[int, int, str]]
     distribution: str | None = None
     suits: Callable[[Layout], bool] = lambda layout: True
+    whole: Callable[[int], int] = lambda positions: positions
     causal: bool = False
     at_once: bool = True
     known_as: Callable[[Layout], str] = lambda layout: ""

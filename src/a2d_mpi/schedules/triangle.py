@@ -289,6 +289,7 @@ METHOD = Method(
     shape=lambda layout: (1, layout.positions, ""),
     distribution="triangle",
     suits=lambda layout: layout.cols == 1 and triangle.fits(layout.positions),
+    whole=triangle.largest,
     causal=True,
     at_once=False,
 )
