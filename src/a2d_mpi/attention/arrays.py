@@ -143,11 +143,11 @@ class Arrays:
             self._buffer("own", x, n, wide=True)[where] for x in KINDS["out"]
         ]
 
-    def compensation(self, rows: Rows | None = None) -> Array:
-        """Rounding lost by the merges of this rank's lse, or of some of its rows."""
-        own = self._counts[self._schedule.rank]
-        whole = self._buffer("rest", "lse", own, wide=True)  # (own, nheads)
-        return whole if rows is None else whole[self.slice(rows)]
+    def compensation(self, rows: Rows) -> Array:
+        """Rounding lost by merges into the lse of an owner's rows."""
+        tokens = self._counts[rows.owner]
+        whole = self._buffer(("rest", rows.array), "lse", tokens, wide=True)  # (tokens, nheads)
+        return whole[self.slice(rows)]
 
     def tokens(self, rows: Rows, order: np.ndarray | None = None) -> np.ndarray:
         """Global indices of rows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from a2d_mpi.core.masks import Mask, keys_per_query, queries_per_key
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules import write
-from a2d_mpi.schedules.accounts import merged_at_once, merges_partials
+from a2d_mpi.schedules.accounts import merged_at_once, merged_rows
 from a2d_mpi.schedules.steps import (
     KINDS,
     Attend,
@@ -32,6 +33,8 @@ from a2d_mpi.schedules.steps import (
 
 _TAGS = {kind: 4 * i for i, kind in enumerate(KINDS)}
 _NEXT_CHUNK = 4 * len(KINDS)
+_STRIDE = 2 * _NEXT_CHUNK
+_TURNS = 32000 // _STRIDE  # MPI has 32767 tags at least
 
 
 def executors(
@@ -93,7 +96,7 @@ class Executor:
     def __init__(self, schedule: Schedule, arrays: Arrays, mask: Mask) -> None:
         self.schedule, self._arrays, self._mask = schedule, arrays, mask
         schedule.cuts = None  # it may refer back to the schedule
-        self._compensated = merges_partials(schedule)
+        self._compensated = merged_rows(schedule)
         self._program = self._compiled()
 
     @property
@@ -132,8 +135,8 @@ class Executor:
         self._engine, self._channels = engine, channels
         self._arrays.begin(engine, given)
         self._pending: dict[Message, list[Any]] = {}
-        if self._compensated:
-            engine.device.zero(self._arrays.compensation())
+        for rows in self._compensated:
+            engine.device.zero(self._arrays.compensation(rows))
         for do, *operands in self._program:
             do(self, *operands)
         for name in self.schedule.channels:
@@ -150,6 +153,7 @@ class Executor:
     def _compiled(self) -> list[tuple]:
         """Steps as (function, operands); bound methods would refer back to the executor."""
         program: list[tuple] = []
+        sent: Counter[tuple] = Counter()  # messages of the same kind to or from the same peer
         arrays, channels = self._arrays, self.schedule.channels
         merges = iter(merged_at_once(self.schedule))
         folds = {name for name in arrays.orders if arrays.kind(name) == "dkv"}
@@ -160,7 +164,11 @@ class Executor:
                 program.append((Executor._fold, step.rows.array))
             if isinstance(step, Message):
                 peer = channels[step.channel].index(step.peer)
-                program.append((Executor._post, step, peer, self._tag(step.rows)))
+                tag = self._tag(step.rows)
+                way = step.sent, step.channel, peer, tag
+                # A transport may send the later of two first, so that they need tags.
+                program.append((Executor._post, step, peer, tag + sent[way] % _TURNS * _STRIDE))
+                sent[way] += 1
             elif isinstance(step, Attend):
                 order = arrays.orders.get(step.keys.array) if step.keys.owner is None else None
                 keys = arrays.tokens(step.keys, order)

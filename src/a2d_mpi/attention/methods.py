@@ -27,6 +27,16 @@ class Attention2D(AttentionPlan):
     method = "attention2d"
 
 
+class NodeAwareAttention(AttentionPlan):
+    """Attention2D that sends a chunk to a node once; see `a2d_mpi.schedules.node_aware`.
+
+    Parameters, attributes and methods are those of `AttentionPlan`.  Which ranks share a node is
+    the grid's: `a2d_mpi.core.sizes.Layout.nodes`.
+    """
+
+    method = "node aware"
+
+
 class RingAttention(AttentionPlan):
     """Baseline: attention on a ring of all ranks of a context group, whatever its shape.
 

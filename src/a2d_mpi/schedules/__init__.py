@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,12 +14,13 @@ from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import Problem
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import alone, attention2d, heads, ring
+from a2d_mpi.schedules import alone, attention2d, heads, node_aware, ring
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.steps import Ranks, Schedule, Sizes
 
 METHODS: dict[str, Method] = {
     "attention2d": attention2d.METHOD,
+    "node aware": node_aware.METHOD,
     "ring": ring.RING,
     "striped ring": ring.STRIPED_RING,
     "double ring": ring.DOUBLE_RING,
@@ -76,7 +76,12 @@ def write(
     whole, own = problem.config, group.config
     rows, cols, inner = known.shape(layout)
     alike = {"overlap": overlap, "narrow": whole.narrow, "shares_kv": whole.nheads_kv < u}
-    sizes = Sizes(rows, cols, group.counts, own.nheads, own.nheads_kv, inner=inner, **alike)
+    nodes = None
+    if known.knows_nodes:
+        nodes = layout.nodes_of_group(None if np.ndim(rank) else rank % u)
+    sizes = Sizes(
+        *(rows, cols, group.counts, own.nheads, own.nheads_kv), inner=inner, nodes=nodes, **alike
+    )
     inside = Schedule(rank // u, sizes, (u, rank % u), **others)
     of = known if layout.positions > 1 else alone
     (of.backward if back else of.forward)(inside)
@@ -96,10 +101,16 @@ def write_all(
 
     All keep some work on their own shard for the end, or none does.
     """
-    return _write_all(method, phase, replace(layout, order="rcu"), problem, overlap)
+    return _write_all(method, phase, essence(method, layout), problem, overlap)
 
 
-@lru_cache(maxsize=2)  # both phases of layouts that differ in their order only
+def essence(method: str, layout: Layout) -> Layout:
+    """The layout without what the method's schedules do not depend on."""
+    nodes = layout.nodes if _known(method).knows_nodes else None
+    return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes)
+
+
+@lru_cache(maxsize=2)  # both phases of layouts that differ in what is not their essence
 def _write_all(
     method: str, phase: str, layout: Layout, problem: Problem, overlap: bool
 ) -> list[Schedule]:

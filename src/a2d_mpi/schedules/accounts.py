@@ -114,8 +114,8 @@ def buffers(schedule: Schedule, group: AttentionConfig, contiguous: bool) -> dic
     if any(merged_at_once(schedule)):
         for x in KINDS["out"]:
             found["own", x] = own * group.nbytes(x, wide=True)
-    if merges_partials(schedule):
-        found["rest", "lse"] = own * group.nbytes("lse")
+    for rows in merged_rows(schedule):
+        found["rest", rows.array] = counts[rows.owner] * group.nbytes("lse")
     if not contiguous:
         for name in sorted_arrays(schedule):
             array = schedule.arrays[name]
@@ -140,11 +140,16 @@ def results(schedule: Schedule, group: AttentionConfig, whole: AttentionConfig) 
     )
 
 
-def merges_partials(schedule: Schedule) -> bool:
-    """Tell whether partial results with an lse are merged: then lse has a compensation."""
-    arrays = schedule.arrays
-    into_out = (isinstance(x, Merge) and arrays[x.to.array].kind == "out" for x in schedule.steps)
-    return any(merged_at_once(schedule)) or any(into_out)
+def merged_rows(schedule: Schedule) -> list[Rows]:
+    """Rows with an lse into which partial results are merged: it has a compensation."""
+    calls, arrays = iter(merged_at_once(schedule)), schedule.arrays
+    found = {}
+    for step in schedule.steps:
+        if isinstance(step, Attend) and next(calls):
+            found[step.into.array] = step.into
+        elif isinstance(step, Merge) and arrays[step.to.array].kind == "out":
+            found[step.to.array] = step.to
+    return [rows._replace(part=None) for rows in found.values()]
 
 
 def merged_at_once(schedule: Schedule) -> list[bool]:

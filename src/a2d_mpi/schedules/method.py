@@ -24,6 +24,8 @@ class Method(NamedTuple):
         Whether a layout of more than one rank is worth a try: no two give the same schedule.
     known_as : callable
         Name under which the literature knows it on a layout, or "".
+    knows_nodes : bool
+        Whether its schedules depend on `Layout.nodes`.
     """
 
     forward: Callable[[Schedule], None]
@@ -32,3 +34,4 @@ class Method(NamedTuple):
     distribution: str | None = None
     suits: Callable[[Layout], bool] = lambda layout: True
     known_as: Callable[[Layout], str] = lambda layout: ""
+    knows_nodes: bool = False

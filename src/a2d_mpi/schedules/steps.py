@@ -186,6 +186,8 @@ class Sizes:
         Whether the caller's dtype is narrower than that of the computation.
     shares_kv : bool
         Whether several context groups share a KV head.
+    nodes : tuple of int, optional
+        Node of every rank; None: each is alone on its node.
     """
 
     rows: int
@@ -197,6 +199,7 @@ class Sizes:
     inner: str = ""
     narrow: bool = False
     shares_kv: bool = False
+    nodes: tuple[int, ...] | None = None
 
     def chunks(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
         """Chunks in which an owner's shard travels along a row or column of so many ranks."""
