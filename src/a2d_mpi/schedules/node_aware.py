@@ -12,6 +12,7 @@ node" and "col node".
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -73,7 +74,7 @@ class Line:
         self._own = own
         self._whole = whole = own if self.ranks == 1 else s.array(self.name, kind, self.members)
         self._fetched = [
-            [m for p, e in node if not e for m in self._from(self.name, p, p)] for node in self.far
+            [self._from(self.name, p, p) for p, e in node if not e] for node in self.far
         ]
         self._near = [self._from(self.inside, p, p) for p in self.near]
         self._passed_on = [
@@ -96,8 +97,7 @@ class Line:
         far: list[list[Message]] = []
         for fetched, passed_on in zip(self._fetched, self._passed_on):
             # What this rank fetched is here first; what it sums for its node may be done last.
-            one = [[m] for m in fetched]
-            far += passed_on + one if far_first else one + passed_on
+            far += passed_on + fetched if far_first else fetched + passed_on
         return dict(enumerate(far + self._near if far_first else self._near + far))
 
     def send(self, channel: str) -> None:
@@ -120,7 +120,7 @@ class Line:
     def pass_on(self, nodes: int) -> None:
         """Pass the chunks of so many other nodes on, when they are here."""
         for fetched in self._fetched[self._passed : nodes]:
-            for message in fetched:
+            for message in chain.from_iterable(fetched):
                 self.s.wait([message])
                 self._here.add(message)
                 for p in reversed(self.near):
