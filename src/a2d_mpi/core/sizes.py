@@ -11,6 +11,10 @@ import numpy as np
 MAX_MESSAGE = 1 << 30  # bytes
 
 
+class UnlikeRanks(ValueError):
+    """Ranks whose steps are not the same: their schedules are not written all at once."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Ranks as rows x cols head groups of `heads` ranks each, and their places in the machine.
@@ -60,6 +64,11 @@ class Layout:
         """P = R C U."""
         return self.positions * self.heads
 
+    @property
+    def numbering(self) -> str:
+        """The order and, after a slash, the blocks if they are larger than a rank: "rcu/2x2"."""
+        return self.order + f"/{self.block[0]}x{self.block[1]}" * (self.block != (1, 1))
+
     def physical(self) -> np.ndarray:
         """Physical rank of every logical rank, (P,) int64."""
         br, bc = self.block
@@ -73,7 +82,7 @@ class Layout:
 
         Raises
         ------
-        ValueError
+        UnlikeRanks
             If that is asked of all groups, and they differ.
         """
         if self.nodes is None:
@@ -84,7 +93,7 @@ class Layout:
         names = [np.unique(x, return_index=True, return_inverse=True)[1:] for x in groups]
         found = {tuple(first[inverse].tolist()) for first, inverse in names}
         if len(found) > 1:
-            raise ValueError("the context groups are not divided among the nodes alike")
+            raise UnlikeRanks("the context groups are not divided among the nodes alike")
         return found.pop()
 
     def on_nodes(self, node: Sequence[int] | np.ndarray) -> Layout:

@@ -100,6 +100,11 @@ def write_all(
     """The schedules of all logical ranks at once; see `write`.  The latest are remembered.
 
     All keep some work on their own shard for the end, or none does.
+
+    Raises
+    ------
+    UnlikeRanks
+        If the ranks' steps are not the same.
     """
     return _write_all(method, phase, essence(method, layout), problem, overlap)
 

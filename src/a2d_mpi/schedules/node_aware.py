@@ -16,7 +16,7 @@ from itertools import chain
 
 import numpy as np
 
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.schedules.attention2d import Tile, gradients_by_query
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.steps import (
@@ -164,7 +164,7 @@ def _by_equal_node(
 ) -> tuple[list[list[tuple[Ranks, int]]], list[Ranks]]:
     """The same of all ranks at once, which see the same numbers of ranks and nodes."""
     if not (b := equal_share(node)):
-        raise ValueError("the nodes do not divide all rows and columns of the grid alike")
+        raise UnlikeRanks("the nodes do not divide all rows and columns of the grid alike")
     order = np.argsort(node, axis=1, kind="stable")
     table = np.take_along_axis(grid, order, axis=1).reshape(len(grid), -1, b)
     j, i = np.divmod(np.argsort(order, axis=1)[line, at], b)
@@ -364,7 +364,7 @@ def _suits(layout: Layout) -> bool:
     """Whether a row or column has nodes of several ranks, and all are cut by nodes alike."""
     try:
         nodes = layout.nodes_of_group()
-    except ValueError:
+    except UnlikeRanks:
         return False
     if nodes is None:
         return False
