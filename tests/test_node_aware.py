@@ -234,8 +234,9 @@ def test_any_nodes(shape, node, overlap):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape, node", [
-    ((4, 4, 1), np.arange(16) // 4), ((2, 8, 2), np.arange(32) // 4), ((1, 6, 1), (0, 0, 0, 1, 2, 2)),
-    ((3, 4, 1), np.arange(12) // 5), ((4, 2, 2), (0, 0, 1, 0, 2, 2, 1, 1, 1, 0, 0, 2, 2, 1, 0, 0)),
+    ((4, 4, 1), np.arange(16) // 4), ((2, 8, 2), np.arange(32) // 4),
+    ((1, 6, 1), (0, 0, 0, 1, 2, 2)), ((3, 4, 1), np.arange(12) // 5),
+    ((4, 2, 2), (0, 0, 1, 0, 2, 2, 1, 1, 1, 0, 0, 2, 2, 1, 0, 0)),
 ])  # fmt: skip
 def test_most_memory(shape, node, dtype):
     """Of the rank that holds the most, which need not be the one with the most tokens."""
