@@ -160,7 +160,7 @@ def test_refuses_to_mix(finished, tmp_path):
 
 
 BAD = [
-    (["--plans", "ring:3"], "a plan is METHOD[:RxC[xU]][@order], all or auto, got 'ring:3'"),
+    (["--plans", "ring:3"], "a plan is METHOD[:RxC[xU]][@order][/RxC], all or auto, got 'ring:3'"),
     (["--plans", "ring:1x2"], "'ring:1x2': a ring is 2x1x1"),
     (["--plans", "star"], "no method 'star'"),
     (["--plans", "attention2d:2x2"], "'attention2d:2x2': 2x2x1 is not 2 ranks"),

@@ -20,10 +20,10 @@ from a2d_mpi.schedules.steps import Ranks, Schedule, Sizes
 
 METHODS: dict[str, Method] = {
     "attention2d": attention2d.METHOD,
-    "node aware": node_aware.METHOD,
     "ring": ring.RING,
     "striped ring": ring.STRIPED_RING,
     "double ring": ring.DOUBLE_RING,
+    "node aware": node_aware.METHOD,
 }
 
 
