@@ -7,15 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cases import NHEADS, SIZE, TENSORS, checked_both_ways, failures, inputs, run
-from helpers import assert_all, distance
+from helpers import assert_all, assert_all_refused, distance, drive
 from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
+from test_bench import PROFILE
 
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.core import chunks
 from a2d_mpi.core.config import PHASES, Workload
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.memory import most_memory, peak_memory
 from a2d_mpi.planning.model import predict
@@ -282,3 +285,35 @@ def test_the_pick_where_the_network_is_slow():
         best.setdefault(x.method if x.layout.heads == 1 else "heads", x)
     aware, plain = best["node aware"].seconds, best["attention2d"].seconds
     assert 48 / 88 < aware / plain < 48 / 88 / 0.9
+
+
+@pytest.mark.launches
+def test_drivers(tmp_path):
+    """Blocks in names and options; predictions for the nodes that are there, not the profile's."""
+    profile, output, run = (tmp_path / x for x in ("test.toml", "bench.h5", "run.h5"))
+    profile.write_text(PROFILE.replace('"test"', '"test"\nranks_per_node = 2'))
+    sizes = ["--seqlens", 61, "--nheads", 4, "--headdim", 8, "--backward", "--trials", 2]
+    plans = ["--plans", "node_aware:2x2/2x1,attention2d:2x2/2x1", "--profile", profile]
+    done = drive("bench.py", 4, "--output", output, *sizes, *plans)
+    assert done.returncode == 0, done.stderr
+    case = "causal-n61-h4-kv4-d8-float32-backward-overlap"
+    found = read_benchmark(output)
+    assert set(found) == {f"{x}-2x2x1-rcu_2x1-{case}" for x in ("node_aware", "attention2d")}
+    for name, result in found.items():
+        assert (result.config["block"], result.config["nodes"]) == ("2x1", "0 0 0 0")
+        assert result.passed and result.predicted["forward/total"].shape == (4,)
+        assert summarise(result).shape == "2x2x1@rcu/2x1"
+        inside = name.startswith("node") and {"forward/row node", "forward/col node"}
+        assert not inside or inside <= result.traffic.keys()
+    options = ["data/minilm_l3_1536.h5", "--method", "node_aware", "--block", "1x2"]
+    done = drive(
+        "attention.py", 4, ROOT / options[0], *options[1:], "--seqlen", 99, "--output", run
+    )
+    assert done.returncode == 0, done.stderr
+    assert_all_refused("attention.py", 4, [
+        ([ROOT / options[0], "--block", "2"], [], "--block must be ROWSxCOLUMNS, got '2'"),
+        ([ROOT / options[0], "--block", "3x1"], [], "no 3x1 blocks make a grid of 2 x 2"),
+        ([ROOT / options[0], "--block", "2x2"], ["--block", "1x1"], "ranks disagree on --block"),
+        ([ROOT / options[0], "--grid", "auto", "--profile", profile, "--block", "2x1"], [],
+         "leaves no choice of --rows, --cols, --heads, --order and --block"),
+    ])  # fmt: skip
