@@ -232,14 +232,10 @@ def test_blocks(order):
     ranks = np.argsort(layout.physical()).reshape(-1, 2, 3)  # by block
     r, c, u = ranks // 12, ranks // 2 % 6, ranks % 2
     assert (r - r[:, :1, :1] == [[0], [1]]).all() and (c - c[:, :1, :1] == [0, 1, 2]).all()
-    assert (
-        (r[:, 0, 0] % 2 == 0).all() and (c[:, 0, 0] % 3 == 0).all() and (u == u[:, :1, :1]).all()
-    )
+    assert not (r[:, 0, 0] % 2).any() and not (c[:, 0, 0] % 3).any()
+    assert (u == u[:, :1, :1]).all()
     second = {"r": r, "c": c, "u": u}[order[-1]][1, 0, 0]
     assert second == {"r": 2, "c": 3, "u": 1}[order[-1]]
-    assert np.array_equal(
-        Layout(4, 6, 2, order).physical(), Layout(4, 6, 2, order, (1, 1)).physical()
-    )
     node = layout.on_nodes(np.arange(48) // 6 + 100).nodes
     assert node[:6] == (0, 1, 0, 1, 0, 1) if order != "urc" else node[0] == node[2] == node[14]
     assert Layout(2, 2).on_nodes([7, 5, 3, 1]) == Layout(2, 2)

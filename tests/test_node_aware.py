@@ -46,7 +46,7 @@ NODES = {
         ((2, 3), (0, 1, 0, 0, 1, 1)),
         ((1, 6, 1, "rcu", (1, 2)), (0, 0, 0, 0, 1, 1)),
     ],
-}.get(SIZE, [])
+}.get(SIZE, [((1, SIZE), (0, 0, *[1] * (SIZE - 2)))])
 
 
 @mpi
@@ -290,7 +290,7 @@ def test_the_pick_where_the_network_is_slow():
 @pytest.mark.launches
 def test_drivers(tmp_path):
     """Blocks in names and options; predictions for the nodes that are there, not the profile's."""
-    profile, output, run = (tmp_path / x for x in ("test.toml", "bench.h5", "run.h5"))
+    profile, output = (tmp_path / x for x in ("test.toml", "bench.h5"))
     profile.write_text(PROFILE.replace('"test"', '"test"\nranks_per_node = 2'))
     sizes = ["--seqlens", 61, "--nheads", 4, "--headdim", 8, "--backward", "--trials", 2]
     plans = ["--plans", "node_aware:2x2/2x1,attention2d:2x2/2x1", "--profile", profile]
@@ -305,15 +305,13 @@ def test_drivers(tmp_path):
         assert summarise(result).shape == "2x2x1@rcu/2x1"
         inside = name.startswith("node") and {"forward/row node", "forward/col node"}
         assert not inside or inside <= result.traffic.keys()
-    options = ["data/minilm_l3_1536.h5", "--method", "node_aware", "--block", "1x2"]
-    done = drive(
-        "attention.py", 4, ROOT / options[0], *options[1:], "--seqlen", 99, "--output", run
-    )
+    data, options = ROOT / "data" / "minilm_l3_1536.h5", ["--method", "node_aware"]
+    done = drive("attention.py", 4, data, *options, "--block", "1x2", "--seqlen", 99)
     assert done.returncode == 0, done.stderr
     assert_all_refused("attention.py", 4, [
-        ([ROOT / options[0], "--block", "2"], [], "--block must be ROWSxCOLUMNS, got '2'"),
-        ([ROOT / options[0], "--block", "3x1"], [], "no 3x1 blocks make a grid of 2 x 2"),
-        ([ROOT / options[0], "--block", "2x2"], ["--block", "1x1"], "ranks disagree on --block"),
-        ([ROOT / options[0], "--grid", "auto", "--profile", profile, "--block", "2x1"], [],
+        ([data, "--block", "2"], [], "--block must be ROWSxCOLUMNS, got '2'"),
+        ([data, "--block", "3x1"], [], "no 3x1 blocks make a grid of 2 x 2"),
+        ([data, "--block", "2x2"], ["--block", "1x1"], "ranks disagree on --block"),
+        ([data, "--grid", "auto", "--profile", profile, "--block", "2x1"], [],
          "leaves no choice of --rows, --cols, --heads, --order and --block"),
     ])  # fmt: skip

@@ -211,6 +211,7 @@ class ProcessGrid:
 
 def _whole(name: str, found: Sequence[int], length: int) -> tuple[int, ...]:
     """So many whole numbers; ValueError otherwise."""
-    if np.shape(found) != (length,) or not np.issubdtype(np.asarray(found).dtype, np.integer):
+    numbers = np.array(found, dtype=object)  # of any size
+    if numbers.shape != (length,) or not all(isinstance(x, (int, np.integer)) for x in numbers):
         raise ValueError(f"{name} must be {length} whole numbers, got {found!r}")
-    return tuple(np.asarray(found).tolist())
+    return tuple(map(int, numbers))
