@@ -208,6 +208,18 @@ def drive_each(
     return done, found + [(-1, "")] * (len(cases) - len(found))
 
 
+def runs_on(method: str, layout: object, mask: object) -> bool:
+    """Whether a method can be run on a layout, with a mask."""
+    from a2d_mpi.core import triangle
+    from a2d_mpi.core.masks import Causal
+    from a2d_mpi.schedules import METHODS
+
+    if not METHODS[method].causal:
+        return True
+    ranks = layout.positions
+    return isinstance(mask, Causal) and (ranks == 1 or triangle.fits(ranks))
+
+
 def assert_refused(done: subprocess.CompletedProcess, text: str) -> None:
     """A driver ended soon, with exit code 2 and one line on stderr that says why."""
     assert done.returncode == 2, done.stderr

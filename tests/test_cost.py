@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers import runs_on
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,7 +141,7 @@ def test_uneven_parts_lose_nothing():
 shapes = st.tuples(*(st.integers(1, 4) for _ in range(3)))
 
 
-@given(shapes, st.sampled_from(list(METHODS)), st.data())
+@given(shapes, st.sampled_from([x for x in METHODS if not METHODS[x].causal]), st.data())
 def test_every_byte_sent_is_received(shape, method, data):
     rows, cols, heads = shape
     layout = Layout(rows, cols, heads)
@@ -250,6 +251,7 @@ def test_blocks(order):
     st.sampled_from(DISTRIBUTIONS), st.integers(1, 60), st.integers(1, 7), st.sampled_from("fcw")
 )
 def test_areas(name, seqlen, parts, kind):
+    parts = {1: 1, 2: 1, 3: 3, 4: 3, 5: 3}.get(parts, 6) if name == "triangle" else parts
     tokens = np.arange(seqlen)
     window = IntervalMask(np.maximum(0, tokens - 5), tokens + 1)
     mask = {"f": Full(), "c": Causal(), "w": window}[kind]
@@ -259,7 +261,7 @@ def test_areas(name, seqlen, parts, kind):
         for j in range(parts):
             q, k = distribution.tokens(i), distribution.tokens(j)
             assert area[i, j] == mask.area(q, k)
-            if name != "zigzag":  # whose parts are two runs
+            if name not in ("zigzag", "triangle"):  # whose parts are several runs
                 seen = sum(end - begin for begin, end in mask.intervals(q, k))
                 assert cut[i, j] == np.sum((seen > 0) & (seen < len(k)))
 
@@ -286,6 +288,8 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
         for rows in (r for r in range(1, ranks + 1) if ranks % r == 0):
             for method in METHODS:
                 layout = Layout(rows, ranks // rows)
+                if not runs_on(method, layout, mask):
+                    continue
                 sizes = with_counts((100,) * ranks, 6, nheads_kv)
                 moved = cost.moves(method, layout, sizes, None, phases)
                 nbytes = [x.tokens * sum(x.tensors) for x in moved if not x.sent]

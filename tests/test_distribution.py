@@ -7,21 +7,39 @@ from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
 from a2d_mpi.core.masks import Causal
 
 sizes = st.one_of(st.integers(0, 40), st.integers(0, 5000))
+# Names with numbers of shards that they have.
+kinds = st.one_of(
+    st.tuples(st.sampled_from(DISTRIBUTIONS[:-1]), st.integers(1, 40)),
+    st.tuples(st.just("triangle"), st.integers(2, 9).map(lambda t: t * (t - 1) // 2)),
+)
 
 
-@given(st.sampled_from(DISTRIBUTIONS), sizes, st.integers(1, 40))
-def test_every_token_has_one_owner(name, seqlen, nshards):
+@given(kinds, sizes)
+def test_every_token_has_one_owner(kind, seqlen):
+    name, nshards = kind
     d = Distribution(name, seqlen, nshards)
     parts = [d.tokens(p) for p in range(nshards)]
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(seqlen))
     for part, count in zip(parts, d.counts, strict=True):
         assert len(part) == count
         assert (np.diff(part) > 0).all()
-    assert max(d.counts) - min(d.counts) <= 2
+    assert max(d.counts) - min(d.counts) <= (4 if name == "triangle" else 2)
 
 
-@given(st.sampled_from(DISTRIBUTIONS), sizes, st.integers(1, 40))
-def test_slices_cover_the_part(name, seqlen, nshards):
+@given(kinds, sizes, st.integers(0, 5000), st.integers(0, 5000))
+def test_tokens_of_a_span(kind, seqlen, begin, end):
+    d = Distribution(kind[0], seqlen, kind[1])
+    for p in range(d.nshards):
+        tokens = d.tokens(p)
+        here = tokens[d.place(p, begin) : d.place(p, end)] if begin < end else tokens[:0]
+        runs = [np.arange(x.start, x.stop, x.step) for x in d.within(p, begin, end)]
+        assert np.array_equal(np.concatenate([tokens[:0], *runs]), here)
+        assert all(len(x) for x in runs)
+
+
+@given(kinds, sizes)
+def test_slices_cover_the_part(kind, seqlen):
+    name, nshards = kind
     d = Distribution(name, seqlen, nshards)
     everything = np.arange(seqlen)
     for p in range(nshards):
@@ -30,7 +48,7 @@ def test_slices_cover_the_part(name, seqlen, nshards):
         for mine, whole in pieces:
             part[mine] = everything[whole]
         assert np.array_equal(part, d.tokens(p))
-        assert len(pieces) <= 2
+        assert len(pieces) <= (4 if name == "triangle" else 2)
 
 
 def tile_areas(rows, cols, seqlen):
@@ -69,6 +87,14 @@ def test_refuses(args):
         Distribution(*args)
 
 
+@pytest.mark.parametrize(
+    "shards, group, near", [(4, 1, "3 or 6"), (8, 2, "3 or 6"), (2, 1, "1 or 3")]
+)
+def test_refuses_shards_that_are_no_triangle(shards, group, near):
+    with pytest.raises(ValueError, match=f"{near}, not {shards // group}"):
+        Distribution("triangle", 10, shards, group)
+
+
 def test_refuses_a_shard_that_is_not_there():
     with pytest.raises(ValueError, match="shard 3"):
         Distribution("striped", 10, 3).tokens(3)
@@ -76,4 +102,6 @@ def test_refuses_a_shard_that_is_not_there():
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_narrow_integers_do_not_overflow(name):
-    assert Distribution(name, np.int16(20_000), np.int8(4)).counts == (5000,) * 4
+    shards = 3 if name == "triangle" else 4
+    found = Distribution(name, np.int16(20_000), np.int8(shards)).counts
+    assert sum(found) == 20_000 and max(found) - min(found) <= 4

@@ -194,7 +194,7 @@ def test_all_ranks_at_once_as_one_by_one(layout, ranks_per_node):
         return x
 
     for phase in PHASES:
-        everyone = write_all("node aware", phase, layout, problem(layout))[layout.heads > 1]
+        everyone = write_all("node aware", phase, layout, problem(layout))[0][layout.heads > 1]
         for rank in range(layout.size):
             one = write("node aware", phase, layout, problem(layout), rank)[layout.heads > 1]
             steps = [of_rank(x, rank) for x in everyone.steps]

@@ -18,6 +18,7 @@ _HOMES = {
     "NodeAwareAttention": "a2d_mpi.attention.methods",
     "ProcessGrid": "a2d_mpi.comm.grid",
     "RingAttention": "a2d_mpi.attention.methods",
+    "TriangleAttention": "a2d_mpi.attention.methods",
 }
 
 __all__ = list(_HOMES)

@@ -13,6 +13,7 @@ from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules.accounts import sorted_arrays
+from a2d_mpi.schedules.sizes import Span
 from a2d_mpi.schedules.steps import FIRST, KINDS, Copy, Merge, Rows, Schedule
 from a2d_mpi.schedules.steps import Array as Described
 
@@ -44,7 +45,7 @@ class Arrays:
         self._schedule, self._described = schedule, schedule.arrays
         self._config, self._group = config, config.context_group(layout.heads)
         self._heads, self._shards, self._splits = layout.heads, shards, splits
-        self._counts = schedule.sizes.counts
+        self._sizes, self._counts = schedule.sizes, schedule.sizes.counts
         self.orders = {  # of arrays that a kernel needs in the order of tokens: (tokens,) int64
             name: order
             for name in sorted_arrays(schedule)
@@ -117,14 +118,14 @@ class Arrays:
         name = rows.array
         if rows.owner is not None or name not in self.orders:
             return self.tensors(rows)
-        found = self.sorted(name)
+        where, found = self.slice(rows), self.sorted(name)
         if self.kind(name) == "kv" and name not in self._in_order:
             self._in_order.add(name)  # all have arrived: sorted once a call
             with self._engine.clock("merge"):
                 order = self._engine.upload(self.orders[name])
-                for to, x in zip(found, self.tensors(rows)):
+                for to, x in zip(found, self.tensors(Rows(name))):
                     self._engine.device.take(to, x, order)
-        return found
+        return found if where == slice(None) else [x[where] for x in found]
 
     def sorted(self, name: str) -> list[Array]:
         """Second buffers of an array, in the order of tokens; empty if the first are in it."""
@@ -144,16 +145,16 @@ class Arrays:
         ]
 
     def compensation(self, rows: Rows) -> Array:
-        """Rounding lost by merges into the lse of an owner's rows."""
-        tokens = self._counts[rows.owner]
-        whole = self._buffer(("rest", rows.array), "lse", tokens, wide=True)  # (tokens, nheads)
+        """Rounding lost by the merges of the lse of rows: (rows, nheads)."""
+        whole = self._buffer((rows.array, "rest"), "lse", self._count(rows), wide=True)
         return whole[self.slice(rows)]
 
-    def tokens(self, rows: Rows, order: np.ndarray | None = None) -> np.ndarray:
-        """Global indices of rows."""
-        owners = self._described[rows.array].owners or (rows.owner,)
-        tokens = np.concatenate([self._shards.tokens(p) for p in owners])
-        return tokens[self._find(rows)] if order is None else tokens[order]
+    def tokens(self, rows: Rows) -> np.ndarray:
+        """Global indices of rows; those of keys of several owners in the order of tokens."""
+        whole = self._whole(rows)
+        if rows.owner is None and rows.array in self.orders:
+            whole = whole[self.orders[rows.array]]
+        return whole[self._find(rows)]
 
     def places(self, step: Copy | Merge) -> np.ndarray | None:
         """Places of an owner's rows in an array by token; None if neither array is by token."""
@@ -176,27 +177,59 @@ class Arrays:
         return self._slices[rows]
 
     def _find(self, rows: Rows) -> slice:
-        owners, by_token = self._described[rows.array].owners, self._described[rows.array].by_token
-        if rows.owner is None or by_token:
+        array = self._described[rows.array]
+        if array.by_token:
             return slice(None)  # rows of one owner: see `places`
-        first, n = 0, self._counts[rows.owner]
-        if owners:
-            first = sum(self._counts[p] for p in owners[: owners.index(rows.owner)])
+        if rows.owner is None:
+            return self._within(rows)
+        if rows.part is None and len(array.owners) < 2:
+            return slice(None)
+        first = 0
+        for owner, span in array.pieces or [(rows.owner, None)]:
+            whole = self._sizes.within(owner, span)
+            if owner == rows.owner and (where := self._part(rows, whole, span)) is not None:
+                return slice(first + where.start, first + where.stop)
+            first += whole.stop - whole.start
+        raise AssertionError(f"{rows} are in no array")
+
+    def _part(self, rows: Rows, whole: slice, span: Span | None) -> slice | None:
+        """Place of a part of an owner's rows in the piece of the array that has it, if it has."""
+        n = whole.stop - whole.start
+        if isinstance(rows.part, Span):
+            if span is not None and not span.begin <= rows.part.begin <= rows.part.end <= span.end:
+                return None
+            where = self._sizes.within(rows.owner, rows.part)
+            return slice(where.start - whole.start, where.stop - whole.start)
         if isinstance(rows.part, str):
-            part = self._splits[of_keys(self._schedule, rows)][rows.part != FIRST]
-        elif rows.part is not None:
-            part = chunks(n, rows.part[1])[rows.part[0]]
-        else:
-            return slice(None) if len(owners) < 2 else slice(first, first + n)
-        return slice(first + part.start, first + part.stop)
+            return self._splits[of_keys(self._schedule, rows)][rows.part != FIRST]
+        return slice(0, n) if rows.part is None else chunks(n, rows.part[1])[rows.part[0]]
+
+    def _within(self, rows: Rows) -> slice:
+        """Place of the tokens of a span among those of all owners."""
+        if rows.part is None:
+            return slice(None)
+        tokens = self._whole(rows)
+        if rows.array in self.orders:
+            tokens = tokens[self.orders[rows.array]]
+        found = np.flatnonzero((tokens >= rows.part.begin) & (tokens < rows.part.end))
+        assert len(found) == 0 or found[-1] - found[0] == len(found) - 1, "rows are scattered"
+        return slice(found[0], found[-1] + 1) if len(found) else slice(0, 0)
+
+    def _whole(self, rows: Rows) -> np.ndarray:
+        """Global indices of all rows of an array, as it lies in memory."""
+        pieces = self._described[rows.array].pieces or [(rows.owner, None)]
+        return np.concatenate(
+            [self._shards.tokens(p)[self._sizes.within(p, x)] for p, x in pieces]
+        )
 
     def _order(self, name: str) -> np.ndarray | None:
-        order = np.argsort(self.tokens(Rows(name)))
+        order = np.argsort(self._whole(Rows(name)))
         return None if (np.diff(order) == 1).all() else order
 
     def _count(self, rows: Rows) -> int:
-        owners = self._described[rows.array].owners or (rows.owner,)
-        return sum(self._counts[p] for p in owners)
+        pieces = self._described[rows.array].pieces or [(rows.owner, None)]
+        found = (self._sizes.within(*piece) for piece in pieces)
+        return sum(where.stop - where.start for where in found)
 
     def _parcel(self, rows: Rows) -> tuple[Array, list[Array]]:
         """A packed array as bytes, and its tensors: (tokens, heads, headdim) each."""
@@ -209,7 +242,7 @@ class Arrays:
 
     def _new(self, array: Described) -> dict[str, Array]:
         """New arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
-        tokens = sum(self._counts[p] for p in array.owners)
+        tokens = sum(self._counts[p] for p in array.owners)  # results have whole shards
         config, empty = self._config if array.all_heads else self._group, self._engine.device.empty
         return {
             x: empty((tokens, *config.shape(x)), config.dtype_of(x, x in array.wide))

@@ -54,12 +54,15 @@ class Calls:
         self._grid, self._config, self._tokens = grid, config, tokens
         self._engine, self._executors = engine, executors
         self._broken, self._check_finite = False, check_finite
-        described = [x.schedule.channels for x in chain.from_iterable(executors.values())]
-        self._channels = {
-            name: Channel(grid.comm_of(name, ranks), name, traffic)
-            for channels in described
-            for name, ranks in channels.items()
-        }
+        self._traffic, self._channels = traffic, {}
+
+    def connect(self) -> None:
+        """Get the communicators of all channels; collective over the ranks of the grid."""
+        described = [x.schedule.channels for x in chain.from_iterable(self._executors.values())]
+        channels = {name: ranks for found in described for name, ranks in found.items()}
+        # In an order that is the same on all ranks: the grid may have to make communicators.
+        for name, ranks in sorted(channels.items(), key=lambda x: x[1]):
+            self._channels[name] = Channel(self._grid.comm_of(name, ranks), name, self._traffic)
 
     def run(self, phase: str, arrays: dict[str, Array]) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.

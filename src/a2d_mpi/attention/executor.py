@@ -19,17 +19,8 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import merged_at_once, merged_rows
-from a2d_mpi.schedules.steps import (
-    KINDS,
-    Attend,
-    Copy,
-    Merge,
-    Message,
-    Rows,
-    Schedule,
-    Wait,
-    Zero,
-)
+from a2d_mpi.schedules.sizes import Span
+from a2d_mpi.schedules.steps import KINDS, Attend, Copy, Merge, Message, Rows, Schedule, Wait, Zero
 
 _TAGS = {kind: 4 * i for i, kind in enumerate(KINDS)}
 _NEXT_CHUNK = 4 * len(KINDS)
@@ -96,7 +87,7 @@ class Executor:
     def __init__(self, schedule: Schedule, arrays: Arrays, mask: Mask) -> None:
         self.schedule, self._arrays, self._mask = schedule, arrays, mask
         schedule.cuts = None  # it may refer back to the schedule
-        self._compensated = merged_rows(schedule)
+        self._merged = merged_rows(schedule)
         self._program = self._compiled()
 
     @property
@@ -135,7 +126,7 @@ class Executor:
         self._engine, self._channels = engine, channels
         self._arrays.begin(engine, given)
         self._pending: dict[Message, list[Any]] = {}
-        for rows in self._compensated:
+        for rows in self._merged:
             engine.device.zero(self._arrays.compensation(rows))
         for do, *operands in self._program:
             do(self, *operands)
@@ -170,9 +161,8 @@ class Executor:
                 program.append((Executor._post, step, peer, tag + sent[way] % _TURNS * _STRIDE))
                 sent[way] += 1
             elif isinstance(step, Attend):
-                order = arrays.orders.get(step.keys.array) if step.keys.owner is None else None
-                keys = arrays.tokens(step.keys, order)
-                intervals = self._mask.intervals(arrays.tokens(step.queries), keys)
+                found = arrays.tokens(step.queries), arrays.tokens(step.keys)
+                intervals = self._mask.intervals(*found)
                 if step.keys_into is not None:
                     program.append((Executor._attend_backward, step, intervals))
                 else:
@@ -190,7 +180,8 @@ class Executor:
     def _tag(self, rows: Rows) -> int:
         tag = _TAGS[self._arrays.kind(rows.array)]
         # Chunks may overtake each other.
-        return tag if rows.part is None else tag + _NEXT_CHUNK * rows.part[0]
+        whole = rows.part is None or isinstance(rows.part, Span)
+        return tag if whole else tag + _NEXT_CHUNK * rows.part[0]
 
     def _post(self, message: Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]

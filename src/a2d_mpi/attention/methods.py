@@ -86,6 +86,17 @@ class DoubleRingAttention(AttentionPlan):
         return Layout(size // int(inner), int(inner), grid.heads, grid.layout.order)
 
 
+class TriangleAttention(AttentionPlan):
+    """Causal attention, partitioned so that all ranks have the same area and no half-empty tile.
+
+    Parameters, attributes and methods are those of `AttentionPlan`.  A context group, whatever the
+    shape of the grid, has T (T-1) / 2 ranks: 1, 3, 6, 10, 15, ...  See
+    `a2d_mpi.schedules.triangle`.
+    """
+
+    method = "triangle"
+
+
 def plan_class(method: str) -> type[AttentionPlan]:
     """Class of the plans of a method of `a2d_mpi.schedules.METHODS`.
 

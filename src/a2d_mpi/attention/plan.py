@@ -13,7 +13,7 @@ from a2d_mpi.comm.rendezvous import Call
 from a2d_mpi.comm.threads import BlasThreads
 from a2d_mpi.core.config import PHASES, AttentionConfig, Problem
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.masks import Mask
+from a2d_mpi.core.masks import Causal, Mask
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.planning import cost
@@ -43,7 +43,7 @@ class AttentionPlan:
         outs: a merge is a convex combination and does not amplify their rounding.  They are
         computed in float32, and so are lse and the partial gradients on the wire, which are
         summed.
-    distribution : {"contiguous", "zigzag", "striped"}, optional
+    distribution : {"contiguous", "zigzag", "striped", "triangle"}, optional
         Owner of each token.  Default: the one that balances the mask.
     softmax_scale : float, optional
         Default: ``1 / sqrt(headdim)``.
@@ -142,6 +142,7 @@ class AttentionPlan:
             grid.rendezvous.meet(Call("making", number, 0, name))
             grid.rendezvous.agree(problem, arguments)
             grid.rendezvous.plans = number
+            self._calls.connect()
 
     def _describe(self, config: AttentionConfig, distribution: Distribution) -> None:
         """Set the attributes that need no communication."""
@@ -286,6 +287,11 @@ def _distribution(
     method: str, name: str | None, config: AttentionConfig, mask: Mask, grid: ProcessGrid
 ) -> Distribution:
     """The distribution of that name, by default the method's own or the one for the mask."""
+    if METHODS[method].causal and not isinstance(mask, Causal):
+        raise ValueError(
+            f"a {method} needs a causal mask, got {type(mask).__name__}: it leaves out the pairs "
+            "of a query and a later key"
+        )
     name = name or distribution_of(method, mask)
     if METHODS[method].distribution not in (None, name):
         raise ValueError(f"a {method} has no {name} distribution")

@@ -122,6 +122,11 @@ class ProcessGrid:
         self.row_comm = self._keep(self.group_comm.Split, self.row, self.col)
         self.col_comm = self._keep(self.group_comm.Split, self.col, self.row)
         self.head_comm = self._keep(self.comm.Split, position, self.head)
+        self._known = {
+            tuple(range(self.group_comm.size)): self.group_comm,
+            tuple(self.row * self.cols + c for c in range(self.cols)): self.row_comm,
+            tuple(r * self.cols + self.col for r in range(self.rows)): self.col_comm,
+        }
         node = self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED)
         self.cores = cores_of_rank(node)
         # A node is called by the first of its ranks.
@@ -174,6 +179,8 @@ class ProcessGrid:
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
         """Communicator of a channel: this rank's head group, context group, row or column.
 
+        One of other ranks is made when it is first asked for; collective over these.
+
         Parameters
         ----------
         channel : str
@@ -183,10 +190,11 @@ class ProcessGrid:
         """
         if channel == "head":
             return self.head_comm
-        known = {tuple(range(self.group_comm.size)): self.group_comm}
-        known[tuple(self.row * self.cols + c for c in range(self.cols))] = self.row_comm
-        known[tuple(r * self.cols + self.col for r in range(self.rows))] = self.col_comm
-        return known[ranks]
+        if ranks not in self._known:
+            whole = self.group_comm
+            made = self._keep(lambda: whole.Create_group(whole.group.Incl(ranks)))
+            self._known[ranks] = made
+        return self._known[ranks]
 
     def free(self) -> None:
         """Free the communicators.  Collective; the grid cannot be used afterwards."""

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DISTRIBUTIONS = ("contiguous", "zigzag", "striped")
+from a2d_mpi.core import triangle
+
+DISTRIBUTIONS = ("contiguous", "zigzag", "striped", "triangle")
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,14 @@ class Distribution:
 
     Parameters
     ----------
-    name : {"contiguous", "zigzag", "striped"}
+    name : {"contiguous", "zigzag", "striped", "triangle"}
         * contiguous: shard p is ``[N p / P, N (p+1) / P)``.
         * zigzag: cut ``[0, N)`` into 2P slices at ``N i / (2P)``; shard p is the slices p and
           ``2P-1-p``.  With row-major ranks it balances the causal mask on *every* grid: counted
           in pairs of slices, rank (r, c) of an R x C grid does ``C r + C - c - 1/2`` for its lower
           queries and ``C R + C (R-1-r) + c + 1/2`` for its upper ones, ``2 C R`` in all.
         * striped: shard p is the tokens p, p+P, ... (Striped Attention, arXiv:2311.09431).
+        * triangle: four pieces a shard, see `a2d_mpi.core.triangle`.  P / U is T (T-1) / 2.
     seqlen : int
         N, the number of tokens.
     nshards : int
@@ -41,7 +44,8 @@ class Distribution:
     Raises
     ------
     ValueError
-        For an unknown name, a negative seqlen, no shards, or a `group` that does not divide them.
+        For an unknown name, a negative seqlen, no shards, a `group` that does not divide them, or
+        shards that are no triangle.
     """
 
     name: str
@@ -61,8 +65,11 @@ class Distribution:
             )
         if self.group < 1 or self.nshards % self.group:
             raise ValueError(f"head groups of {self.group} do not divide {self.nshards} shards")
+        if self.name == "triangle":
+            triangle.segments(self.nshards // self.group)
 
-    def _ranges(self, shard: int) -> tuple[range, ...]:
+    def runs(self, shard: int) -> tuple[range, ...]:
+        """The tokens of `shard`, in order; runs may be empty."""
         n, p = self.seqlen, self.nshards
         if not 0 <= shard < p:
             raise ValueError(f"shard {shard} is not in [0, {p})")
@@ -71,17 +78,30 @@ class Distribution:
         if self.name == "striped":
             position, place = divmod(shard, self.group)
             return (range(position + place * (p // self.group), n, p),)
+        if self.name == "triangle":
+            position, place = divmod(shard, self.group)
+            whole = triangle.pieces(n, triangle.segments(p // self.group), position)
+            return _share(whole, place, self.group)
         return tuple(
             range(n * i // (2 * p), n * (i + 1) // (2 * p)) for i in (shard, 2 * p - 1 - shard)
         )
 
     def tokens(self, shard: int) -> np.ndarray:
         """Global indices of the tokens of `shard`: sorted, (counts[shard],) int64."""
-        return np.concatenate([np.arange(r.start, r.stop, r.step) for r in self._ranges(shard)])
+        return np.concatenate([np.arange(r.start, r.stop, r.step) for r in self.runs(shard)])
 
     def count(self, shard: int) -> int:
         """Number of tokens of `shard`, without listing them."""
-        return sum(map(len, self._ranges(shard)))
+        return sum(map(len, self.runs(shard)))
+
+    def place(self, shard: int, token: int) -> int:
+        """Number of tokens of `shard` before a token of the sequence."""
+        return sum(_before(r, token) for r in self.runs(shard))
+
+    def within(self, shard: int, begin: int, end: int) -> list[range]:
+        """The tokens of `shard` in [begin, end), in order, as runs; none is empty."""
+        found = (r[_before(r, begin) : _before(r, end)] for r in self.runs(shard))
+        return [x for x in found if x]
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -91,7 +111,22 @@ class Distribution:
     def slices(self, shard: int) -> Iterator[tuple[slice, slice]]:
         """Few pairs (slice of the shard, slice of the sequence) that cover the shard."""
         done = 0
-        for r in self._ranges(shard):
+        for r in self.runs(shard):
             if len(r):
                 yield slice(done, done + len(r)), slice(r.start, r.stop, r.step)
                 done += len(r)
+
+
+def _share(pieces: tuple[range, ...], place: int, places: int) -> tuple[range, ...]:
+    """One of several equal shares of the tokens of some pieces, one piece after the other."""
+    n, before, found = sum(map(len, pieces)), 0, []
+    begin, end = n * place // places, n * (place + 1) // places
+    for piece in pieces:
+        found.append(piece[max(0, begin - before) : max(0, end - before)])
+        before += len(piece)
+    return tuple(found)
+
+
+def _before(tokens: range, token: int) -> int:
+    """Number of tokens before another one."""
+    return len(range(tokens.start, min(tokens.stop, token), tokens.step))

@@ -6,7 +6,7 @@ sum over entries of one (shards, shards) matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import product
 
@@ -54,6 +54,42 @@ def _visible_pairs(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, 
 _small, _large = lru_cache(maxsize=64)(_visible_pairs), lru_cache(maxsize=1)(_visible_pairs)
 
 
+def pairs_of_runs(mask: Mask, queries: list[range], keys: list[range]) -> tuple[int, int]:
+    """Visible pairs between runs of queries and of keys, and queries that need a mask.
+
+    As the entries of `visible_pairs`, for runs of consecutive tokens, in order.
+    """
+    if isinstance(mask, Full):
+        return sum(map(len, queries)) * sum(map(len, keys)), 0
+    if not isinstance(mask, Causal):
+        tokens = (np.concatenate([[0][:0], *x]).astype(np.int64) for x in (queries, keys))
+        seen = sum(end - begin for begin, end in mask.intervals(*tokens))
+        return int(np.sum(seen)), int(np.sum((seen > 0) & (seen < sum(map(len, keys)))))
+    area = cut = 0
+    for q, k in product(queries, keys):
+        first = q.start - k.start  # query i of the run sees clip(i + first + 1, 0, n) keys
+        m, n = len(q), len(k)
+        whole, rest = (_sum(m + x) - _sum(x) for x in (first, first - n))
+        area += whole - rest
+        cut += max(min(m, n - first - 1) - max(-first, 0), 0)
+    return area, cut
+
+
+def merged(runs: Iterable[range]) -> list[range]:
+    """Runs of consecutive tokens in order, those that touch as one, none empty."""
+    found: list[range] = []
+    for run in sorted((x for x in runs if x), key=lambda x: x.start):
+        if found and found[-1].stop == run.start:
+            found[-1] = range(found[-1].start, run.stop)
+        else:
+            found.append(run)
+    return found
+
+
+def _sum(x: int) -> int:
+    return x * (x + 1) // 2 if x > 0 else 0
+
+
 def by_rows(shards: int) -> Iterator[slice]:
     """Rows of a (shards, shards) matrix, few enough at a time for intermediates in caches."""
     step = max(1, (1 << 15) // shards)
@@ -66,7 +102,8 @@ def _causal(distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
     runs = [[s for _, s in distribution.slices(shard)] for shard in range(shards)]
     step = distribution.nshards if distribution.name == "striped" else 1
     pairs, cut = (np.zeros((shards, shards), np.int64) for _ in range(2))
-    starts, counts = np.zeros((2, shards), np.int64), np.zeros((2, shards), np.int64)
+    slots = max(map(len, runs))
+    starts, counts = np.zeros((slots, shards), np.int64), np.zeros((slots, shards), np.int64)
     for shard, slices in enumerate(runs):
         for slot, s in enumerate(slices):
             starts[slot, shard], counts[slot, shard] = s.start, len(range(s.start, s.stop, s.step))

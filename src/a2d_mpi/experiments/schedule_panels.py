@@ -18,6 +18,7 @@ from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import predict
 from a2d_mpi.schedules import distribution_of, write
+from a2d_mpi.schedules.sizes import Span
 from a2d_mpi.schedules.steps import Attend, Rows, Schedule
 
 TOKENS = 72  # drawn, about: with more of them the slices of a rank are not seen
@@ -74,12 +75,14 @@ def blocks(
     shards = Distribution(name, work.seqlen, layout.positions)
 
     def tokens(schedule: Schedule, rows: Rows) -> np.ndarray:
-        of_all = schedule.arrays[rows.array].owners
-        owners = of_all if rows.owner is None else (rows.owner,)
-        found = [shards.tokens(owner) for owner in owners]
-        if rows.part is not None:  # a schedule without cuts knows no others than chunks
-            chunk, ranks = rows.part
-            found = [x[chunks(len(x), ranks)[chunk]] for x in found]
+        pieces, part = [(rows.owner, None)], rows.part
+        if rows.owner is None:
+            pieces = schedule.arrays[rows.array].pieces
+        found = [shards.tokens(p)[schedule.sizes.within(p, span)] for p, span in pieces]
+        if isinstance(part, Span):
+            found = [x[(x >= part.begin) & (x < part.end)] for x in found]
+        elif part is not None:  # a schedule without cuts knows no others than chunks
+            found = [x[chunks(len(x), part[1])[part[0]]] for x in found]
         return np.concatenate(found)
 
     for rank in range(layout.size):
@@ -104,23 +107,14 @@ def who_computes(method: str, layout: Layout, work: Workload) -> np.ndarray:
 
 def bytes_received(method: str, phase: str, layout: Layout, problem: Problem) -> np.ndarray:
     """Bytes that each logical rank (row) receives from each (column), (P, P) float64."""
-    found, ranks = np.zeros((layout.size, layout.size)), np.arange(layout.size)
+    found = np.zeros((layout.size, layout.size))
     for move in cost.moves(method, layout, problem, None, (phase,), sent=False):
-        found[ranks, move.peer] += move.tokens * sum(move.tensors)
+        found[move.rank, move.peer] += move.tokens * sum(move.tensors)
     return found
 
 
 def spans_of(machine: Machine, method: str, layout: Layout, work: Workload) -> dict[str, Spans]:
     """The predicted part, begin and end of all that each logical rank does, by phase."""
-    steps: dict[str, list] = {}
-    predict(machine, method, layout, work, spans=steps)
-    found = {}
-    for phase, of_all in steps.items():
-        found[phase] = [[] for _ in range(layout.size)]
-        for part, begins, ends in of_all:
-            for of_rank, begin, end in zip(found[phase], begins.tolist(), ends.tolist()):
-                if of_rank and of_rank[-1][0] == part:
-                    of_rank[-1] = part, of_rank[-1][1], end
-                elif end > begin or not of_rank:
-                    of_rank.append((part, begin, end))
+    found: dict[str, Spans] = {}
+    predict(machine, method, layout, work, spans=found)
     return found

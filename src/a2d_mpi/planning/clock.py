@@ -14,8 +14,10 @@ import numpy as np
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.schedules.steps import Message, Ranks, Schedule, identity
+from a2d_mpi.schedules.sizes import Ranks, identity
+from a2d_mpi.schedules.steps import Message, Schedule
 
+Spans = list[tuple[str, float, float]]  # part, begin and end of all that a rank does, in order
 PARTS = ("compute", "merge", "wait", "other")
 
 
@@ -25,8 +27,8 @@ class Clock:
     Parameters
     ----------
     ranks : int
-    spans : list of (str, (P,), (P,)), optional
-        Gets the part, the begin and the end of everything, in order.
+    spans : list of Spans, optional
+        Gets everything, by rank.
 
     Attributes
     ----------
@@ -35,7 +37,7 @@ class Clock:
         The time that went to each of `PARTS`.
     """
 
-    def __init__(self, ranks: int, spans: list | None = None) -> None:
+    def __init__(self, ranks: int, spans: list[Spans] | None = None) -> None:
         self.now, self._idle = np.zeros(ranks), np.zeros(ranks)
         self.parts = {part: np.zeros(ranks) for part in PARTS}
         self._spans = spans
@@ -61,8 +63,17 @@ class Clock:
 
     def _go(self, part: str, to: np.ndarray) -> None:
         if self._spans is not None:
-            self._spans.append((part, self.now, to))
+            for spans, begin, end in zip(self._spans, self.now.tolist(), to.tolist()):
+                record(spans, part, begin, end)
         self.now = to
+
+
+def record(spans: Spans, part: str, begin: float, end: float) -> None:
+    """Add to a rank's spans, or prolong the last one."""
+    if spans and spans[-1][0] == part:
+        spans[-1] = part, spans[-1][1], end
+    elif end > begin or not spans:
+        spans.append((part, begin, end))
 
 
 @dataclass(eq=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from a2d_mpi.core.config import PHASES, Problem
@@ -14,7 +15,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import write, write_all
 from a2d_mpi.schedules.accounts import messages as messages_of
 from a2d_mpi.schedules.accounts import number_of_messages
-from a2d_mpi.schedules.steps import Ranks
+from a2d_mpi.schedules.sizes import Ranks
 
 Bytes = dict[tuple[str, str], list[int]]
 
@@ -30,8 +31,8 @@ class Move(NamedTuple):
     tokens : Ranks
     tensors : sequence of int
         Bytes of a token in each message.
-    peer : Ranks
-        Logical rank.
+    rank, peer : Ranks
+        Logical ranks.
     """
 
     phase: str
@@ -39,6 +40,7 @@ class Move(NamedTuple):
     sent: bool
     tokens: Ranks
     tensors: Sequence[int]
+    rank: Ranks
     peer: Ranks
 
 
@@ -71,20 +73,20 @@ def moves(
     phases: Sequence[str] = PHASES,
     sent: bool | None = None,
 ) -> Iterator[Move]:
-    """All messages of a logical rank, or of all ranks (None): then bytes and peers are arrays.
+    """All messages of a logical rank, or of all ranks (None): then they may be arrays.
 
     `sent`: only those that are sent, or only those that are received.
     """
     group = problem.config.context_group(layout.heads)
     for phase in phases:
         if rank is None:
-            chain = write_all(method, phase, layout, problem)
+            chains = write_all(method, phase, layout, problem)
         else:
-            chain = write(method, phase, layout, problem, rank)
-        for schedule in chain:
+            chains = [write(method, phase, layout, problem, rank)]
+        for schedule in chain.from_iterable(chains):
             for message, tokens, tensors in messages_of(schedule, group, sent):
-                peer = schedule.logical(message.peer)
-                yield Move(phase, message.channel, message.sent, tokens, tensors, peer)
+                ends = (schedule.logical(x) for x in (schedule.rank, message.peer))
+                yield Move(phase, message.channel, message.sent, tokens, tensors, *ends)
 
 
 def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = False) -> float:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
 
 from a2d_mpi.core.config import PHASES, Problem
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import METHODS, write
+from a2d_mpi.schedules import METHODS, write, write_all
 from a2d_mpi.schedules.accounts import buffers as schedule_buffers
 from a2d_mpi.schedules.accounts import results
 from a2d_mpi.schedules.steps import KINDS, Schedule
@@ -35,6 +36,17 @@ def peak_memory(
     backward : bool
     """
     phases = _phases(method, layout, problem, rank, backward)
+    return _peak(phases, layout, problem, rank, distribution, backward)
+
+
+def _peak(
+    phases: Sequence[list[Schedule]],
+    layout: Layout,
+    problem: Problem,
+    rank: int,
+    distribution: str,
+    backward: bool,
+) -> int:
     held = _buffers(phases, layout, problem, distribution)
     own, config, last = problem.counts[rank], problem.config, phases[-1]
     given = ("q", "k", "v", *("dout", "out", "lse", "delta") * backward)
@@ -54,6 +66,10 @@ def most_memory(
     method: str, layout: Layout, problem: Problem, distribution: str, backward: bool = False
 ) -> int:
     """`peak_memory` of the rank that holds the most."""
+    if not METHODS[method].at_once:
+        phases = PHASES[: 1 + backward]
+        ranks = enumerate(zip(*(write_all(method, x, layout, problem) for x in phases)))
+        return max(_peak(x, layout, problem, rank, distribution, backward) for rank, x in ranks)
     shape = (layout.rows, layout.cols, layout.heads)
     own = np.reshape(problem.counts, shape)
     # It follows from the tokens of a rank, its head group, its row and its column, mostly.
@@ -111,7 +127,7 @@ def _phases(
 
 
 def _buffers(
-    phases: list[list[Schedule]], layout: Layout, problem: Problem, distribution: str
+    phases: Sequence[list[Schedule]], layout: Layout, problem: Problem, distribution: str
 ) -> int:
     group, in_order = problem.config.context_group(layout.heads), distribution == "contiguous"
     held: dict[object, int] = {}

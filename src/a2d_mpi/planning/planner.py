@@ -19,6 +19,7 @@ import numpy as np
 
 from a2d_mpi.core.config import PHASES, Problem, Workload
 from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.masks import Causal
 from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.planning import cost
@@ -28,7 +29,6 @@ from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import Phase, predict
 from a2d_mpi.schedules import METHODS, distribution_of, essence
 from a2d_mpi.schedules.accounts import number_of_messages
-from a2d_mpi.schedules.steps import Ranks
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,8 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
     known = METHODS[method]
     if known.distribution and work.mask.default_distribution == "contiguous":
         return  # for masks that see everything it is another method
+    if known.causal and not isinstance(work.mask, Causal):
+        return
     node, seen = np.arange(ranks) // ranks_per_node, set()
     for heads in _divisors(ranks):
         if misfit(work.nheads, work.nheads_kv, heads):
@@ -253,15 +255,17 @@ def _candidate(
         method, essence(method, layout), problem, name, work.backward
     )
     node = layout.physical() // machine.ranks_per_node
-    whole = sum((nbytes for _, nbytes in received), np.zeros(layout.size, np.int64))
-    crossing = sum((nbytes * (node[source] != node) for source, nbytes in received), 0 * whole)
+    ranks, sources, nbytes = received
+    whole = np.zeros(layout.size, np.int64)
+    np.add.at(whole, ranks, nbytes)
+    crosses = node[sources] != node[ranks]
     return Candidate(
         method,
         layout,
         name,
         predict(machine, method, layout, work, name),
         int(whole.max()),
-        int(np.bincount(node, crossing).max()),
+        int(np.bincount(node[ranks], nbytes * crosses, 1).max()),
         number,
         memory,
         _over_bound(int(whole.sum()), layout, work, problem),
@@ -272,24 +276,26 @@ def _candidate(
 @lru_cache(maxsize=1)
 def _needs(
     method: str, layout: Layout, problem: Problem, name: str, backward: bool
-) -> tuple[list[tuple[np.ndarray, np.ndarray]], int, int]:
-    """All that is received, (sources, bytes) by rank, and the most messages and memory of a rank.
+) -> tuple[tuple[np.ndarray, ...], int, int]:
+    """All that is received, (ranks, sources, bytes), and the most messages and memory of a rank.
 
     The same for layouts of the same essence.
     """
-    # Sources are neighbours at some distance along an axis: that of rank 0 tells them all.
-    received: dict[int, list] = {}
-    messages: Ranks = 0
+    received: dict[tuple, list] = {}
+    messages = np.zeros(layout.size, np.int64)
     phases = PHASES[: 1 + backward]
     for move in cost.moves(method, layout, problem, None, phases, sent=False):
-        found = received.setdefault(int(move.peer[0]), [move.peer, 0])
-        found[1] = found[1] + move.tokens * sum(move.tensors)
+        # Sources of all ranks are neighbours at some distance along an axis: rank 0's tells it.
+        first = np.ravel(move.peer)[0], None if np.ndim(move.rank) else move.rank
+        found = received.setdefault(first, [move.rank, move.peer, 0])
+        found[2] = found[2] + move.tokens * sum(move.tensors)
         for size in set(move.tensors):
             number = number_of_messages(move.tokens * size)
-            messages = messages + move.tensors.count(size) * number
+            messages[move.rank] += move.tensors.count(size) * number
     memory = most_memory(method, layout, problem, name, backward)
-    arrays = [(peer, np.broadcast_to(nbytes, layout.size)) for peer, nbytes in received.values()]
-    return arrays, int(np.max(messages)), memory
+    columns = zip(*(np.broadcast_arrays(*found) for found in received.values()))
+    arrays = tuple(np.concatenate([np.ravel(x) for x in column]) for column in columns)
+    return arrays or (np.zeros(0, np.int64),) * 3, int(messages.max()), memory
 
 
 def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:

@@ -12,17 +12,20 @@ import numpy as np
 
 from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import Problem
+from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import alone, attention2d, heads, node_aware, ring
+from a2d_mpi.schedules import alone, attention2d, heads, node_aware, ring, triangle
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.steps import Ranks, Schedule, Sizes
+from a2d_mpi.schedules.sizes import Ranks, Sizes
+from a2d_mpi.schedules.steps import Schedule
 
 METHODS: dict[str, Method] = {
     "attention2d": attention2d.METHOD,
     "ring": ring.RING,
     "striped ring": ring.STRIPED_RING,
     "double ring": ring.DOUBLE_RING,
+    "triangle": triangle.METHOD,
     "node aware": node_aware.METHOD,
 }
 
@@ -76,11 +79,14 @@ def write(
     whole, own = problem.config, group.config
     rows, cols, inner = known.shape(layout)
     alike = {"overlap": overlap, "narrow": whole.narrow, "shares_kv": whole.nheads_kv < u}
-    nodes = None
+    shards, nodes = None, None
+    if known.distribution:
+        shards = Distribution(known.distribution, whole.seqlen, layout.positions)
     if known.knows_nodes:
         nodes = layout.nodes_of_group(None if np.ndim(rank) else rank % u)
     sizes = Sizes(
-        *(rows, cols, group.counts, own.nheads, own.nheads_kv), inner=inner, nodes=nodes, **alike
+        *(rows, cols, group.counts, own.nheads, own.nheads_kv),
+        **{"inner": inner, "shards": shards, "nodes": nodes, **alike},
     )
     inside = Schedule(rank // u, sizes, (u, rank % u), **others)
     of = known if layout.positions > 1 else alone
@@ -96,15 +102,16 @@ def write(
 
 def write_all(
     method: str, phase: str, layout: Layout, problem: Problem, overlap: bool = True
-) -> list[Schedule]:
-    """The schedules of all logical ranks at once; see `write`.  The latest are remembered.
+) -> list[list[Schedule]]:
+    """The schedules of all logical ranks; see `write`.  The latest are remembered.
 
-    All keep some work on their own shard for the end, or none does.
+    Either one chain for all ranks at once, or one for each rank (`Method.at_once`).  In the former
+    all ranks keep some work on their own shard for the end, or none does.
 
     Raises
     ------
     UnlikeRanks
-        If the ranks' steps are not the same.
+        If the ranks' steps are to be the same, but are not.
     """
     return _write_all(method, phase, essence(method, layout), problem, overlap)
 
@@ -118,9 +125,13 @@ def essence(method: str, layout: Layout) -> Layout:
 @lru_cache(maxsize=2)  # both phases of layouts that differ in what is not their essence
 def _write_all(
     method: str, phase: str, layout: Layout, problem: Problem, overlap: bool
-) -> list[Schedule]:
+) -> list[list[Schedule]]:
+    if not _known(method).at_once:
+        ranks = range(layout.size)
+        return [write(method, phase, layout, problem, rank, overlap) for rank in ranks]
     least = min(problem.context_group(layout.heads).counts)
-    return write(
+    chain = write(
         *(method, phase, layout, problem, np.arange(layout.size), overlap),
         cuts=lambda schedule, own, others, ranks: splits_own_shard(least, ranks),
     )
+    return [chain]

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
 from a2d_mpi.core.chunks import FIRST_SHARE, chunks
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import MAX_MESSAGE
-from a2d_mpi.schedules.steps import (
-    FIRST,
-    KINDS,
-    Array,
-    Attend,
-    Merge,
-    Message,
-    Ranks,
-    Rows,
-    Schedule,
-    identity,
-)
+from a2d_mpi.schedules.sizes import Ranks, Span, identity
+from a2d_mpi.schedules.steps import FIRST, KINDS, Array, Attend, Merge, Message, Rows, Schedule
 
 
 def array_bytes(group: AttentionConfig, array: Array) -> list[int]:
@@ -46,21 +37,24 @@ class Tokens:
 
     def of(self, rows: Rows) -> Ranks:
         """Tokens of rows; equal ones are the same object."""
-        key = (rows.array, None) if rows.owner is None else (identity(rows.owner), rows.part)
+        key = (rows.array if rows.owner is None else identity(rows.owner), rows.part)
         if key not in self._found:
             self._found[key] = self._count(rows), rows.owner
         return self._found[key][0]
 
     def _count(self, rows: Rows) -> Ranks:
         if rows.owner is None:
-            owners = self._schedule.arrays[rows.array].owners
-            return sum(self._of_owner(p, None) for p in owners)
+            pieces = self._schedule.arrays[rows.array].pieces
+            return sum(self._of_owner(p, _common(span, rows.part)) for p, span in pieces)
         if isinstance(rows.part, str):
             share = FIRST_SHARE if rows.part == FIRST else 1 - FIRST_SHARE
             return share * self._of_owner(rows.owner, None)
         return self._of_owner(rows.owner, rows.part)
 
     def _of_owner(self, owner: Ranks, part: tuple[int, int] | None) -> Ranks:
+        if isinstance(part, Span):
+            where = self._schedule.sizes.within(owner, part)
+            return where.stop - where.start
         if part not in self._by_chunk:
             counts = self._counts
             if part is not None:
@@ -102,27 +96,34 @@ def buffers(schedule: Schedule, group: AttentionConfig, contiguous: bool) -> dic
     contiguous : bool
         Whether the shards, one after the other, are in the order of tokens.
     """
-    counts, found = schedule.sizes.counts, {}
+    counts, tokens, found = schedule.sizes.counts, Tokens(schedule), {}
     largest = _largest(schedule, counts)
     for name, array in schedule.arrays.items():
         if array.role == "buffer":
-            owners = array.owners
-            tokens = sum(counts[p] for p in owners) if owners else largest[name]
+            n = tokens.of(Rows(name)) if array.owners else largest[name]
             for x, nbytes in _named(group, array):
-                found[name, x] = tokens * nbytes
-    own = counts[schedule.rank]
+                found[name, x] = n * nbytes
     if any(merged_at_once(schedule)):
         for x in KINDS["out"]:
-            found["own", x] = own * group.nbytes(x, wide=True)
+            found["own", x] = counts[schedule.rank] * group.nbytes(x, wide=True)
     for rows in merged_rows(schedule):
-        found["rest", rows.array] = counts[rows.owner] * group.nbytes("lse")
+        found[rows.array, "rest"] = tokens.of(rows) * group.nbytes("lse")
     if not contiguous:
         for name in sorted_arrays(schedule):
-            array = schedule.arrays[name]
-            tokens = sum(counts[p] for p in array.owners)
-            for x, nbytes in _named(group, array):
-                found[name, x, "sorted"] = tokens * nbytes
+            if not _in_order(schedule, name):
+                for x, nbytes in _named(group, schedule.arrays[name]):
+                    found[name, x, "sorted"] = tokens.of(Rows(name)) * nbytes
     return found
+
+
+def _in_order(schedule: Schedule, name: str) -> bool:
+    """Tell whether the spans of an array are in the order of tokens; of whole shards, no."""
+    array = schedule.arrays[name]
+    if not array.spans:
+        return False
+    shards = schedule.sizes.shards
+    runs = [x for p, span in array.pieces for x in shards.within(p, *span)]
+    return all(a.stop <= b.start for a, b in pairwise(runs))
 
 
 def _named(group: AttentionConfig, array: Array) -> Iterator[tuple[str, int]]:
@@ -132,24 +133,30 @@ def _named(group: AttentionConfig, array: Array) -> Iterator[tuple[str, int]]:
 
 def results(schedule: Schedule, group: AttentionConfig, whole: AttentionConfig) -> int:
     """Bytes of the new arrays that one rank makes for the results of a schedule."""
+    tokens = Tokens(schedule)
     return sum(
-        sum(schedule.sizes.counts[p] for p in array.owners)
-        * sum(array_bytes(whole if array.all_heads else group, array))
-        for array in schedule.arrays.values()
+        tokens.of(Rows(name)) * sum(array_bytes(whole if array.all_heads else group, array))
+        for name, array in schedule.arrays.items()
         if array.role == "result"
     )
 
 
 def merged_rows(schedule: Schedule) -> list[Rows]:
-    """Rows with an lse into which partial results are merged: it has a compensation."""
-    calls, arrays = iter(merged_at_once(schedule)), schedule.arrays
-    found = {}
+    """Partial results, with an lse, that are merged with others: each array once, in order.
+
+    Their lse has a compensation for what merges round off.
+    """
+    merges, found = iter(merged_at_once(schedule)), {}
     for step in schedule.steps:
-        if isinstance(step, Attend) and next(calls):
-            found[step.into.array] = step.into
-        elif isinstance(step, Merge) and arrays[step.to.array].kind == "out":
-            found[step.to.array] = step.to
-    return [rows._replace(part=None) for rows in found.values()]
+        rows = None
+        if isinstance(step, Attend) and next(merges):
+            rows = step.into
+        elif isinstance(step, Merge) and schedule.arrays[step.to.array].kind == "out":
+            rows = step.to
+        if rows is not None:
+            owner = None if schedule.arrays[rows.array].owners else rows.owner
+            found[rows.array] = Rows(rows.array, owner)
+    return list(found.values())
 
 
 def merged_at_once(schedule: Schedule) -> list[bool]:
@@ -158,9 +165,10 @@ def merged_at_once(schedule: Schedule) -> list[bool]:
     found = []
     for step in schedule.steps:
         if isinstance(step, Attend):
-            key = step.into.array, identity(step.into.owner), step.into.part
-            found.append(step.keys_into is None and key in written)
-            written.add(key)
+            rows = step.into.array, identity(step.into.owner)
+            held = not written.isdisjoint({(*rows, None), (*rows, step.into.part)})
+            found.append(step.keys_into is None and held)
+            written.add((*rows, step.into.part))
     return found
 
 
@@ -171,6 +179,14 @@ def sorted_arrays(schedule: Schedule) -> set[str]:
         if isinstance(step, Attend) and step.keys.owner is None:
             found |= {x.array for x in (step.keys, step.keys_into) if x is not None}
     return {name for name in found if len(schedule.arrays[name].owners) > 1}
+
+
+def _common(span: Span | None, part: Span | None) -> Span | None:
+    """The tokens of a part among those that an array has of an owner; None: the whole shard."""
+    if span is None or part is None:
+        return part or span
+    begin = max(span.begin, part.begin)
+    return Span(begin, max(begin, min(span.end, part.end)))
 
 
 def _largest(schedule: Schedule, counts: tuple[int, ...]) -> dict[str, int]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from a2d_mpi.schedules.steps import Copy, Merge, Ranks, Rows, Schedule, Zero
+from a2d_mpi.schedules.sizes import Ranks
+from a2d_mpi.schedules.steps import Copy, Merge, Rows, Schedule, Zero
 
 
 def _peers(s: Schedule) -> list[Ranks]:

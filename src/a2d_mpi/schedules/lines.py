@@ -8,7 +8,8 @@ from itertools import chain
 import numpy as np
 
 from a2d_mpi.core.sizes import UnlikeRanks
-from a2d_mpi.schedules.steps import Copy, Message, Ranks, Rows, Schedule, identity
+from a2d_mpi.schedules.sizes import Ranks, identity
+from a2d_mpi.schedules.steps import Copy, Message, Rows, Schedule
 
 
 class Line:

@@ -22,6 +22,11 @@ class Method(NamedTuple):
         The only one that makes it this method; None: the one that balances the mask.
     suits : callable
         Whether a layout of more than one rank is worth a try: no two give the same schedule.
+    causal : bool
+        Whether it is for the causal mask only.
+    at_once : bool
+        Whether the schedules of all ranks can be written at once: all ranks do the same steps, and
+        each message step is a permutation of the ranks.
     known_as : callable
         Name under which the literature knows it on a layout, or "".
     knows_nodes : bool
@@ -33,5 +38,7 @@ class Method(NamedTuple):
     shape: Callable[[Layout], tuple[int, int, str]]
     distribution: str | None = None
     suits: Callable[[Layout], bool] = lambda layout: True
+    causal: bool = False
+    at_once: bool = True
     known_as: Callable[[Layout], str] = lambda layout: ""
     knows_nodes: bool = False

@@ -19,6 +19,7 @@ from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.schedules.attention2d import Tile, gradients_by_query
 from a2d_mpi.schedules.lines import Line, equal_share
 from a2d_mpi.schedules.method import Method
+from a2d_mpi.schedules.sizes import Ranks, identity
 from a2d_mpi.schedules.steps import (
     KINDS,
     WIDE,
@@ -26,11 +27,9 @@ from a2d_mpi.schedules.steps import (
     Copy,
     Merge,
     Message,
-    Ranks,
     Rows,
     Schedule,
     Zero,
-    identity,
 )
 
 

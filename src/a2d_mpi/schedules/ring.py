@@ -27,16 +27,8 @@ from collections.abc import Iterator
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.steps import (
-    Attend,
-    Copy,
-    Merge,
-    Message,
-    Ranks,
-    Rows,
-    Schedule,
-    Zero,
-)
+from a2d_mpi.schedules.sizes import Ranks
+from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Rows, Schedule, Zero
 
 
 class Ring:

@@ -10,14 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from a2d_mpi.core.chunks import chunks
-
-Ranks = int | np.ndarray  # a rank of the context group, or one for each rank
+from a2d_mpi.schedules.sizes import Ranks, Sizes, Span
 
 # The tensors of a kind of rows.
 KINDS = {
@@ -34,11 +29,6 @@ KINDS = {
 WIDE = ("lse", "delta", "dq", "dk", "dv")  # sent as they are computed: sums, and statistics
 
 
-def identity(x: Ranks) -> int | float:
-    """Key of ranks, or of a number for each of them: arrays are told apart by what they are."""
-    return id(x) if isinstance(x, np.ndarray) else x
-
-
 FIRST, REST = "first", "rest"  # parts of a rank's own shard: what it computes first, and last
 
 
@@ -50,16 +40,17 @@ class Rows(NamedTuple):
     array : str
     owner : Ranks or None
         Owner of the tokens; None: all owners of the array.
-    part : (int, int), "first", "rest" or None
+    part : (int, int), "first", "rest", Span or None
         Of the owner's shard: the i-th of the chunks in which it travels along n ranks, each in a
-        message; the share that its owner computes first, or last; None: all.
+        message; the share that its owner computes first, or last; its tokens in a span of the
+        sequence, which also selects among the tokens of all owners; None: all.
     heads : Ranks or None
         Of an array with all heads: those of this rank of the head group.
     """
 
     array: str
     owner: Ranks | None = None
-    part: tuple[int, int] | str | None = None
+    part: tuple[int, int] | str | Span | None = None
     heads: Ranks | None = None
 
 
@@ -83,6 +74,9 @@ class Array:
         Whether its tensors lie one after the other, and travel in one message.
     by_token : bool
         Whether its rows are in the order of tokens, not one owner after the other.
+    spans : tuple of Span
+        Of every owner, the tokens that the array has; empty: whole shards.  An owner may occur
+        with several spans.
     """
 
     kind: str
@@ -92,6 +86,12 @@ class Array:
     all_heads: bool = False
     packed: bool = False
     by_token: bool = False
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def pieces(self) -> list[tuple[Ranks, Span | None]]:
+        """Owners with their spans; None: whole shards."""
+        return list(zip(self.owners, self.spans or (None,) * len(self.owners)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,52 +164,6 @@ class Merge:
 
 
 Step = Message | Wait | Copy | Zero | Attend | Merge
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes that schedules depend on, of a context group of R x C ranks.
-
-    Attributes
-    ----------
-    rows, cols : int
-        R, C: rank p is at row ``p // C`` and column ``p % C``.
-    counts : tuple of int
-        Tokens of every rank's shard.
-    nheads, nheads_kv : int
-        That the group computes.
-    overlap : bool
-        Whether to compute while messages travel.
-    inner : str
-        Name of the channel of inner hops, of rings.
-    narrow : bool
-        Whether the caller's dtype is narrower than that of the computation.
-    shares_kv : bool
-        Whether several context groups share a KV head.
-    nodes : tuple of int, optional
-        Node of every rank; None: each is alone on its node.
-    """
-
-    rows: int
-    cols: int
-    counts: tuple[int, ...]
-    nheads: int
-    nheads_kv: int
-    overlap: bool = True
-    inner: str = ""
-    narrow: bool = False
-    shares_kv: bool = False
-    nodes: tuple[int, ...] | None = None
-
-    def chunks(self, owner: Ranks, ranks: int) -> list[tuple[int, int]]:
-        """Chunks in which an owner's shard travels along a row or column of so many ranks."""
-        tokens = self.counts[owner] if isinstance(owner, int) else self.most
-        return [(chunk, ranks) for chunk in range(len(chunks(tokens, ranks)))]
-
-    @cached_property
-    def most(self) -> int:
-        """Tokens of the largest shard."""
-        return max(self.counts)
 
 
 @dataclass

@@ -1,0 +1,100 @@
+"""Segments, teams and slices of the triangle partition of a causal mask.
+
+The sequence is cut into T segments; the P = T (T-1) / 2 ranks are the pairs i > j of segments, and
+rank ``i (i-1) / 2 + j`` computes the block of the queries of segment i and the keys of segment j.
+The T-1 ranks that have segment s in their pair are its *team*: its *row members* (s, j), which
+need all of its queries, and its *column members* (i, s), which need all of its keys.  A rank owns
+an equal slice of both of its segments.
+
+The diagonal block of a segment needs no message.  Row members own its first part A, column members
+the rest B, cut into a lower and an upper half::
+
+    queries   A         own keys of A: row members
+              B lower   own keys of A: row members   own queries: column members
+              B upper   own queries: column members
+                        keys A                       keys B
+
+A key of B is never seen by a query of A.  A slice of A is two pieces, mirrored at its middle, and
+a slice of B is one piece of each half, mirrored at their border: so all ranks have the same area.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Segment(NamedTuple):
+    """Bounds of a segment in the sequence: A is [begin, first), B is [first, end).
+
+    `half`: where the upper half of B begins.
+    """
+
+    begin: int
+    first: int
+    half: int
+    end: int
+
+
+def segments(shards: int) -> int:
+    """T, the number of segments of a triangle with so many shards.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    t = (1 + math.isqrt(1 + 8 * shards)) // 2
+    if t * (t - 1) != 2 * shards:
+        below, above = (x * (x - 1) // 2 for x in (t, t + 1))
+        raise ValueError(
+            f"a triangle has T (T-1) / 2 ranks (times those that share the heads): "
+            f"{below} or {above}, not {shards}"
+        )
+    return t
+
+
+def fits(shards: int) -> bool:
+    """Tell whether a triangle, of three segments at least, has so many shards."""
+    t = (1 + math.isqrt(1 + 8 * shards)) // 2
+    return t > 2 and t * (t - 1) == 2 * shards
+
+
+def pair(rank: int) -> tuple[int, int]:
+    """The segments i > j of a rank: it has the queries of i and the keys of j."""
+    i = (1 + math.isqrt(1 + 8 * rank)) // 2
+    return i, rank - i * (i - 1) // 2
+
+
+def row_members(s: int) -> list[int]:
+    """The s ranks that need the queries of segment s."""
+    return [s * (s - 1) // 2 + j for j in range(s)]
+
+
+def column_members(s: int, t: int) -> list[int]:
+    """The T-1-s ranks that need the keys of segment s."""
+    return [i * (i - 1) // 2 + s for i in range(s + 1, t)]
+
+
+def segment(seqlen: int, t: int, s: int) -> Segment:
+    """Bounds of segment s of T."""
+    begin, end = seqlen * s // t, seqlen * (s + 1) // t
+    first = begin + (end - begin) * s // (t - 1)
+    return Segment(begin, first, first + (end - first) // 2, end)
+
+
+def pieces(seqlen: int, t: int, rank: int) -> tuple[range, ...]:
+    """The tokens of a rank, in order: its slice of segment j, then that of segment i."""
+    i, j = pair(rank)
+    _, first, half, end = segment(seqlen, t, j)
+    place, members = i - j - 1, t - 1 - j
+    lower = _cut(first, half, place, members)
+    upper = _cut(half, end, members - 1 - place, members)
+    begin, first = segment(seqlen, t, i)[:2]
+    early, late = (_cut(begin, first, x, 2 * i) for x in (j, 2 * i - 1 - j))
+    return lower, upper, early, late
+
+
+def _cut(begin: int, end: int, place: int, places: int) -> range:
+    n = end - begin
+    return range(begin + n * place // places, begin + n * (place + 1) // places)

@@ -1,0 +1,201 @@
+"""The triangle partition: results, bytes, balance and refusals."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import NHEADS, SIZE, checked, checked_both_ways, expected, failures, inputs, run
+from helpers import assert_all, drive
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, TriangleAttention
+from a2d_mpi.attention.executor import executors
+from a2d_mpi.core.config import Workload
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning import cost
+from a2d_mpi.schedules import triangle
+
+SAMPLE = Path(__file__).parents[1] / "data" / "minilm_l3_1536.h5"
+# Ranks that take part, and those among them that share the heads.
+SHAPES = {1: [(1, 1)], 4: [(3, 1)], 5: [(3, 1)], 6: [(6, 1), (6, 2), (6, 6)]}.get(SIZE, [])
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda x: f"{x[0]} ranks, {x[1]} share heads")
+def grid(comm, request):
+    """A grid of some of the ranks; None on the others."""
+    ranks, heads = request.param
+    part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED)
+    grid = ProcessGrid(part, ranks // heads, 1, heads) if part != MPI.COMM_NULL else None
+    yield grid
+    if grid is not None:
+        grid.free()
+        part.Free()
+
+
+def reference(seqlen, nheads_kv, dtype="float32"):
+    """All ranks compute the float64 results, also those that do not take part."""
+    expected(Causal(), seqlen, nheads_kv, 16, 1.0, dtype, NHEADS)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("seqlen, nheads_kv", [(1009, 2), (61, 6), (3, 1), (1, 6)])
+def test_results_bytes_buffers(comm, grid, seqlen, nheads_kv):
+    sizes = {"seqlen": seqlen, "nheads": NHEADS, "nheads_kv": nheads_kv, "headdim": 16}
+    reference(seqlen, nheads_kv)
+    bad = []
+    if grid is not None:
+        bad = checked_both_ways(lambda **x: TriangleAttention(grid, Causal(), **sizes, **x))
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+def test_dtypes(comm, grid, dtype):
+    reference(301, 6, "float32" if dtype == "float64" else dtype)
+    bad = []
+    if grid is not None:
+        sizes = {"seqlen": 301, "nheads": NHEADS, "nheads_kv": 6, "headdim": 16, "dtype": dtype}
+        bad = checked(TriangleAttention(grid, Causal(), **sizes))[1]
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.multirank
+@pytest.mark.one_mpi
+def test_a_wrong_variant_fails(comm, grid, monkeypatch):
+    """Partial results that came on the way are not added."""
+    reference(61, NHEADS)
+    found = []
+    if grid is not None and grid.group_comm.size > 1:
+        monkeypatch.setattr(triangle, "Merge", lambda rows, to: triangle.Zero(rows))
+        plan = TriangleAttention(grid, Causal(), seqlen=61, nheads=NHEADS, headdim=16)
+        found = failures(plan, run(plan, *inputs(61, NHEADS, 16)), Causal(), 61, NHEADS, 16)
+    seen = comm.allreduce(len(found))
+    alone = comm.allreduce(grid is not None and grid.group_comm.size == 1)
+    assert_all(comm, seen > 0 or alone > 0, "nothing was found")
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.multirank
+@pytest.mark.one_mpi
+def test_refusals(comm):
+    sizes = {"seqlen": 61, "nheads": NHEADS, "headdim": 16}
+    for ranks, mask, options, text in (
+        (3, Full(), {}, "a triangle needs a causal mask, got Full"),
+        (4, Causal(), {}, "ranks (times those that share the heads): 3 or 6, not 4"),
+        (3, Causal(), {"distribution": "zigzag"}, "a triangle has no zigzag distribution"),
+    ):
+        part, said = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED), ""
+        if part != MPI.COMM_NULL:
+            grid = ProcessGrid(part, ranks, 1)
+            try:
+                TriangleAttention(grid, mask, **sizes, **options)
+            except ValueError as error:
+                said = str(error)
+            grid.free()
+            part.Free()
+        assert_all(comm, part == MPI.COMM_NULL or text in said, said)
+
+
+@pytest.mark.parametrize("ranks, heads", [(10, 1), (12, 2)])
+def test_on_more_ranks(tmp_path, ranks, heads):
+    done = drive(
+        "attention.py", ranks, SAMPLE, "--method", "triangle", "--heads", heads, "--seqlen", 301,
+        "--backward", "--check", "full", "--trials", 2, "--output", tmp_path / "out.h5",
+    )  # fmt: skip
+    assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout + done.stderr
+
+
+def busiest(method, layout, work, distribution):
+    """Bytes of the mean and the largest rank, sent or received, in the first phase of a workload.
+
+    In units of a token's q.
+    """
+    problem = work.problem(layout, distribution)
+    found = []
+    for rank in range(layout.size):
+        traffic = cost.traffic(method, layout, problem, rank).items()
+        moved = [both for (phase, _), both in traffic if phase == work.phases[0]]
+        found.append(np.sum(moved, axis=0))
+    return np.mean(found, axis=0)[1] / work.nbytes("q"), np.max(found) / work.nbytes("q")
+
+
+@pytest.mark.parametrize("t", [3, 4, 5, 6, 8, 12])
+@pytest.mark.parametrize("h, hkv", [(4, 4), (4, 1)])
+def test_mean_bytes(t, h, hkv):
+    """4 (T-2) / (T (T-1)) of N H D if all heads are KV heads, and as much lse as out."""
+    ranks, d = t * (t - 1) // 2, 8
+    seqlen = 2 * t * (t - 1) * 4  # all slices are equal
+    work = Workload(seqlen, h, d, hkv, mask=Causal(), dtype="float32", backward=True)
+    layout = Layout(ranks, 1)
+    problem = work.problem(layout, "triangle")
+    moved = [cost.traffic("triangle", layout, problem, rank) for rank in range(ranks)]
+    part = seqlen * (t - 2) / (t * (t - 1)) * 4  # bytes of what each rank misses of a segment
+    q, kv = h * d, 2 * hkv * d
+    for phase, elements in (
+        ("forward", q + kv + h * (d + 1)),
+        ("backward", 2 * q + 2 * h + kv + q + kv),
+    ):
+        received = [sum(x[1] for key, x in rank.items() if key[0] == phase) for rank in moved]
+        assert np.mean(received) == pytest.approx(part * elements, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "t, share", [(4, 0.75), (5, 0.70), (6, 0.75), (8, 0.723), (12, 0.70)]
+)  # 6, 10, 15, 28, 66 ranks
+def test_the_largest_rank_moves_less_than_in_the_best_grid(t, share):
+    ranks = t * (t - 1) // 2
+    work = Workload(2 * t * (t - 1) * ranks, 2, 64, mask=Causal(), dtype="float32")
+    grids = [
+        busiest("attention2d", Layout(r, ranks // r), work, "zigzag")[1]
+        for r in range(1, ranks + 1)
+        if ranks % r == 0
+    ]
+    largest = busiest("triangle", Layout(ranks, 1), work, "triangle")[1]
+    assert largest / min(grids) == pytest.approx(share, abs=0.01)
+
+
+@given(st.integers(3, 8), st.integers(1, 3000))
+@settings(max_examples=40, deadline=None)
+def test_balance(t, seqlen):
+    layout = Layout(t * (t - 1) // 2, 1)
+    work = Workload(seqlen, 1, 1, mask=Causal(), dtype="float32")
+    problem = work.problem(layout, "triangle")
+    areas = [
+        executor.area()
+        for rank in range(layout.size)
+        for executor in executors(
+            "triangle", "forward", layout, problem, rank, True, "triangle", Causal()
+        )
+    ]
+    assert sum(areas) == seqlen * (seqlen + 1) // 2
+    assert max(areas) / np.mean(areas) <= 1 + 3 * layout.size / seqlen
+
+
+@pytest.mark.mpi(min_size=6)
+@pytest.mark.multirank
+@pytest.mark.one_mpi
+def test_same_as_the_grid(comm):
+    """And less is received."""
+    if comm.size != 6:
+        return
+    x, sizes = inputs(601, NHEADS, 16), {"seqlen": 601, "nheads": NHEADS, "headdim": 16}
+    received, whole = [], []
+    for kind, grid in (
+        (TriangleAttention, ProcessGrid(comm, 6, 1)),
+        (Attention2D, ProcessGrid(comm, 2, 3)),
+    ):
+        plan = kind(grid, Causal(), **sizes)
+        found, bad = checked(plan)
+        assert_all(comm, not bad, "; ".join(bad))
+        mine = sum(both[1] for both in plan.traffic.bytes.values())
+        received.append(comm.allreduce(mine, op=MPI.MAX))
+        out = np.zeros((601, NHEADS, 16), np.float32)
+        out[plan.tokens] = found["out"]
+        whole.append(comm.allreduce(out))
+        grid.free()
+    assert np.abs(whole[0] - whole[1]).max() < 1e-5
+    assert received[0] < 0.85 * received[1] and len(x) == 4
