@@ -1,6 +1,7 @@
 """Grids that know their nodes: results, and what crosses the network, by other means."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +14,14 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 from test_bench import PROFILE
 
-from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid, schedules
 from a2d_mpi.core import chunks
 from a2d_mpi.core.config import PHASES, Workload
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import most_memory, peak_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import candidates, layouts
@@ -269,11 +271,38 @@ def test_layouts():
     assert not METHODS["node aware"].suits(Layout(4, 4))
     uneven = Layout(2, 4).on_nodes([0, 0, 0, 1, 1, 1, 2, 2])
     assert not METHODS["node aware"].suits(uneven)
-    with pytest.raises(UnlikeRanks, match="divide all rows and columns"):
-        write_all("node aware", "forward", uneven, problem(uneven))
+    assert len(write_all("node aware", "forward", uneven, problem(uneven))) == 8
     uneven = Layout(2, 1, 4).on_nodes([0, 0, 1, 1, 0, 1, 0, 1])
     with pytest.raises(UnlikeRanks, match="context groups"):
-        write_all("node aware", "forward", uneven, problem(uneven))
+        write("node aware", "forward", uneven, problem(uneven), np.arange(8))
+
+
+def test_seconds_of_uneven_nodes():
+    """Of ranks that are unlike: between those of whole nodes, and of none."""
+    slow = replace(A100, between=Link(1e6), inside=Link(1e12), ranks_per_node=4)
+    work = Workload(960, 12, 16, mask=Full(), dtype="bfloat16", backward=True)
+    nodes = np.arange(8) // 4, [0, 0, 0, 1, 1, 1, 1, 2], np.arange(8)
+    layouts = [Layout(1, 8).on_nodes(x) for x in nodes]
+    seconds = [
+        sum(x.total.max() for x in predict(slow, "node aware", layout, work).values())
+        for layout in layouts
+    ]
+    assert seconds == sorted(seconds) and seconds[0] < 0.9 * seconds[2]
+
+
+def test_seconds_rank_by_rank(monkeypatch):
+    """As of all ranks at once, but for the work that these keep for the end."""
+    slow = read_machine(ROOT / "data" / "results" / "16x4.toml")
+    work = Workload(4096, 8, 64, mask=Causal(), dtype="float32", backward=True)
+    layout = on_nodes(Layout(8, 8, 1, "rcu", (2, 2)), 4)
+    found = []
+    for at_once in (True, False):
+        schedules._write_all.cache_clear()
+        monkeypatch.setitem(METHODS, "node aware", METHODS["node aware"]._replace(at_once=at_once))
+        phases = predict(slow, "node aware", layout, work).values()
+        found.append([x.total.max() for x in phases])
+    schedules._write_all.cache_clear()
+    assert found[0] != found[1] and found[0] == pytest.approx(found[1], rel=0.02)
 
 
 def test_the_pick_where_the_network_is_slow():

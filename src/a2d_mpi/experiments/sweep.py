@@ -14,7 +14,7 @@ import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig, Workload
 from a2d_mpi.core.masks import MASKS
-from a2d_mpi.core.sizes import Layout, UnlikeRanks, misfit
+from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.experiments.options import method_name
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.clock import PARTS
@@ -112,10 +112,7 @@ class Configuration:
             )
         if machine is None:
             return {}, figures
-        try:
-            phases = predict(machine, self.method, layout, work, distribution)
-        except UnlikeRanks:  # on these nodes, not on those of the profile
-            return {}, figures
+        phases = predict(machine, self.method, layout, work, distribution)
         seconds = {
             f"{phase}/{part}": getattr(parts, part)
             for phase, parts in phases.items()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -14,7 +15,7 @@ from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import Problem
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.schedules import alone, attention2d, heads, node_aware, ring, triangle
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.sizes import Ranks, Sizes
@@ -105,13 +106,9 @@ def write_all(
 ) -> list[list[Schedule]]:
     """The schedules of all logical ranks; see `write`.  The latest are remembered.
 
-    Either one chain for all ranks at once, or one for each rank (`Method.at_once`).  In the former
-    all ranks keep some work on their own shard for the end, or none does.
-
-    Raises
-    ------
-    UnlikeRanks
-        If the ranks' steps are to be the same, but are not.
+    Either one chain for all ranks at once, or, if their steps differ (`Method.at_once`, or uneven
+    nodes), one for each rank.  In the former all ranks keep some work on their own shard for the
+    end, or none does.
     """
     return _write_all(method, phase, essence(method, layout), problem, overlap)
 
@@ -126,12 +123,13 @@ def essence(method: str, layout: Layout) -> Layout:
 def _write_all(
     method: str, phase: str, layout: Layout, problem: Problem, overlap: bool
 ) -> list[list[Schedule]]:
-    if not _known(method).at_once:
-        ranks = range(layout.size)
-        return [write(method, phase, layout, problem, rank, overlap) for rank in ranks]
     least = min(problem.context_group(layout.heads).counts)
-    chain = write(
-        *(method, phase, layout, problem, np.arange(layout.size), overlap),
-        cuts=lambda schedule, own, others, ranks: splits_own_shard(least, ranks),
-    )
-    return [chain]
+    if _known(method).at_once:
+        with suppress(UnlikeRanks):
+            chain = write(
+                *(method, phase, layout, problem, np.arange(layout.size), overlap),
+                cuts=lambda schedule, own, others, ranks: splits_own_shard(least, ranks),
+            )
+            return [chain]
+    ranks = range(layout.size)
+    return [write(method, phase, layout, problem, rank, overlap) for rank in ranks]
