@@ -15,11 +15,13 @@ from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.job import attention
 from a2d_mpi.experiments.measure import SAMPLE
 from a2d_mpi.experiments.options import (
+    BLOCK_HELP,
     METHOD_HELP,
     ORDER_HELP,
     SEED,
     TRIALS,
     WARMUP,
+    block,
     method_name,
     whole,
 )
@@ -34,6 +36,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
     add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
     add("--order", default="rcu", help=f"{ORDER_HELP} (default %(default)s)")
+    add("--block", type=block, default=(1, 1), help=f"{BLOCK_HELP}; default: 1x1")
     add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
     add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
     add("--method", type=method_name, default="attention2d", help=METHOD_HELP)

@@ -4,11 +4,11 @@
         --seqlens 2048,4096 --masks full,causal --nheads 8 --nheads-kv 8,1 --headdim 64 \
         --backward --trials 5 --profile here.toml --resume
 
-A plan is METHOD[:RxC[xU]][@order]: "attention2d:2x2", "ring", "ring:2x1x2" (2 ranks share the
-heads), "double ring:2x2" (2 outer steps over inner rings of 2), "striped ring"; "all": every
-layout that the planner knows; "auto": the planner's choice for --profile, "auto:5": and its
-next four, "auto:each": its choice of each method.  Lists are separated by commas, and every
-combination is run.
+A plan is METHOD[:RxC[xU]][@order][/RxC]: "attention2d:2x2", "ring", "ring:2x1x2" (2 ranks share
+the heads), "double ring:2x2" (2 outer steps over inner rings of 2), "striped ring", "node
+aware:4x4/2x2" (in blocks of 2x2 ranks, which are neighbours); "all": every layout that the planner
+knows; "auto": the planner's choice for --profile, "auto:5": and its next four, "auto:each": its
+choice of each method.  Lists are separated by commas, and every combination is run.
 
 All plans of a workload (mask, sizes, dtype) are made and checked first, then timed trial by
 trial in turn, so that they meet the same machine.  When a workload is done, a new file with its
@@ -25,7 +25,7 @@ from mpi4py import MPI
 from a2d_mpi.core.masks import MASKS
 from a2d_mpi.experiments.bench import SPANS, bench
 from a2d_mpi.experiments.cli import Parser, add_engine, run
-from a2d_mpi.experiments.options import METHOD_HELP, ORDER_HELP, SEED, TRIALS, WARMUP
+from a2d_mpi.experiments.options import BLOCK_HELP, METHOD_HELP, ORDER_HELP, SEED, TRIALS, WARMUP
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -37,8 +37,9 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add(
         "--plans",
         default="all",
-        help="METHOD[:RxC[xU]][@order], all, auto, auto:5, auto:each (default %(default)s); "
-        f"METHOD is {METHOD_HELP}; order, rcu by default: {ORDER_HELP}",
+        help="METHOD[:RxC[xU]][@order][/RxC], all, auto, auto:5, auto:each (default %(default)s); "
+        f"METHOD is {METHOD_HELP}; order, rcu by default: {ORDER_HELP}; after a slash: "
+        f"{BLOCK_HELP}",
     )
     add("--seqlens", default="2048", help="tokens: 4096, 64K, ... (default %(default)s)")
     add("--masks", default="causal", help=f"of {', '.join(MASKS)} (default %(default)s)")

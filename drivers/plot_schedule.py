@@ -15,7 +15,7 @@ ranks have shades of one colour.  Nothing is run; no MPI is needed.  Exit code 2
 from pathlib import Path
 
 from a2d_mpi.experiments.candidates import add_problem
-from a2d_mpi.experiments.options import METHOD_HELP, ORDER_HELP, Parser, run_serial
+from a2d_mpi.experiments.options import BLOCK_HELP, METHOD_HELP, ORDER_HELP, Parser, run_serial
 from a2d_mpi.experiments.schedule_plots import PLANS, RANKS, plot_schedule
 
 
@@ -27,8 +27,9 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--plans",
         default="auto:each",
-        help="METHOD[:RxC[xU]][@order], all, auto, auto:5, auto:each (default %(default)s), with "
-        f"commas, at most {PLANS}; METHOD is {METHOD_HELP}; order, rcu by default: {ORDER_HELP}",
+        help="METHOD[:RxC[xU]][@order][/RxC], all, auto, auto:5, auto:each (default %(default)s), "
+        f"with commas, at most {PLANS}; METHOD is {METHOD_HELP}; order, rcu by default: "
+        f"{ORDER_HELP}; after a slash: {BLOCK_HELP}",
     )
     return parser
 

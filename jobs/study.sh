@@ -3,6 +3,7 @@
 #
 #   bash jobs/study.sh results/study                      all of it, 85 minutes on two cores
 #   bash jobs/study.sh results/study 64x1 scaling         some of it
+#   bash jobs/study.sh results/study triangle nodes       the two partitions of docs/partitions.md
 #
 # Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
 # results and a profile for each.  What is there already is not run again.  Then
@@ -13,7 +14,7 @@
 # data/machines/; drivers/study.py works that out for each workload.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [scaling] [overlap]}
+output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [scaling] [overlap] [triangle] [nodes]}
 shift
 mkdir -p "$output"
 source jobs/env.sh
@@ -26,6 +27,12 @@ on() {
   EMULATE_TIMEOUT=3000 bash jobs/emulate.sh "${1%x*}" "${1#*x}" "$2" -- python "${@:3}"
 }
 
+# calibrated CLUSTER RATE
+calibrated() {
+  [[ -e $output/$1.toml ]] ||
+    on "$1" "$2" drivers/calibrate.py --output "$output/$1.toml" --name "$1 emulated, $2"
+}
+
 # bench CLUSTER RATE OPTIONS...
 bench() {
   on "$1" "$2" drivers/bench.py --output "$output/$1.h5" --profile "$output/$1.toml" "${sizes[@]}" \
@@ -36,8 +43,7 @@ bench() {
 # alone by the planner's choice, also of each method.
 cluster() {
   local mask plans
-  [[ -e $output/$1.toml ]] ||
-    on "$1" "$2" drivers/calibrate.py --output "$output/$1.toml" --name "$1 emulated, $2"
+  calibrated "$1" "$2"
   for mask in full causal; do
     plans=auto:4,auto:each,ring,$3
     # The striped ring differs for causal masks only.
@@ -75,13 +81,31 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
           --seqlens 512 --plans attention2d,ring --masks full --backward
       done
       ;;
+    triangle) # the best grids, the ring and what the planner picks beside it
+      for cluster in "6x1 10mbit 2x3" "10x1 10mbit 2x5" "15x1 10mbit 3x5" "28x1 5mbit 4x7" \
+        "12x1 10mbit 2x3x2" "24x1 5mbit 2x3x4"; do
+        read -r nodes rate grid <<<"$cluster"
+        calibrated "$nodes" "$rate"
+        heads=${grid#*x}
+        [[ $heads == *x* ]] && heads=${heads#*x} || heads=1
+        bench "$nodes" "$rate" --masks causal --seqlens 960 --trials 7 --backward \
+          --plans "auto:2,attention2d:$grid,triangle:$((${nodes%x*} / heads))x1x$heads,ring"
+      done
+      ;;
+    nodes) # node-aware grids beside the best plain ones
+      calibrated 16x4 5mbit
+      for mask in causal full; do
+        bench 16x4 5mbit --masks "$mask" --nheads-kv 16,2 --trials 7 --backward \
+          --plans "auto,attention2d:8x8,node_aware:8x8@rcu/2x2,node_aware:4x4x4,ring"
+      done
+      ;;
     overlap) # computing and communicating at once, and in turn, where both take as long
       on 16x1 100mbit drivers/bench.py --output "$output/overlap.h5" "${sizes[@]}" \
         --plans attention2d:4x4 --nheads 8 --headdim 64 --seqlens 16K --backward \
         --overlap both
       ;;
     *)
-      echo "study.sh: no part $name: 16x1, 64x1, 16x4, scaling, overlap" >&2
+      echo "study.sh: no part $name: 16x1, 64x1, 16x4, ratio, scaling, overlap, triangle, nodes" >&2
       exit 2
       ;;
   esac

@@ -96,9 +96,10 @@ def run(seeds: Sequence[int], verbose: bool = False) -> int:
 def _run(case: Case) -> dict[str, object]:
     """What this rank has and finds: results, tokens, area, and what is wrong."""
     rows, keys, align, grain = case.blocks
-    key = case.shape, case.order
+    nodes = case.nodes if case.method == "node aware" else None
+    key = case.shape, case.order, nodes
     if key not in _grids:
-        _grids[key] = ProcessGrid(COMM, *case.shape, order=case.order)
+        _grids[key] = ProcessGrid(COMM, *case.shape, order=case.order, nodes=nodes)
     defaults = (None, rows, keys, None)
     with (
         patch.object(NumpyKernel.__init__, "__defaults__", defaults),
@@ -131,6 +132,8 @@ def _run(case: Case) -> dict[str, object]:
                 bad.append(f"{x} is {y.dtype}")
         area, tokens = plan.area(), plan.tokens
         plan.free()
+    if nodes:  # there are more of them than MPI has communicators
+        _grids.pop(key).free()
     return {"results": results, "tokens": tokens, "area": area, "bad": bad}
 
 

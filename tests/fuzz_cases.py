@@ -15,7 +15,7 @@ from a2d_mpi import Causal, Full, IntervalMask, Mask
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.core.sizes import misfit
 
-METHODS = ("attention2d", "attention2d", "ring", "striped ring", "double ring")
+METHODS = ("attention2d", "attention2d", "node aware", "ring", "striped ring", "double ring")
 MASKS = (
     *("full", "causal", "anti-causal", "window", "documents", "causal documents", "prefix"),
     *("random", "beyond", "some empty", "hidden", "sink", "several"),
@@ -53,6 +53,7 @@ class Case:
     repeat: bool
     blocks: tuple[int, int, int, int]  # rows, keys, alignment of the kernel; grain of messages
     values: str
+    nodes: tuple[int, ...]
 
     def inputs(self) -> list[np.ndarray]:
         """q, k, v, dout of the whole sequence; what nobody sees is NaN, or large."""
@@ -114,6 +115,7 @@ def draw(seed: int, ranks: int) -> Case:
         pick("normal", "normal", "sparse", "padded", "padded")
         if dtype == "float16" or abs(options["softmax_scale"] or 0) > 100
         else pick("normal", "normal", "sparse", "padded", "padded", "large"),
+        tuple(rng.integers(1 + rng.integers(ranks), size=ranks).tolist()),
     )
 
 

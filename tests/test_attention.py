@@ -1,5 +1,6 @@
 """The distributed algorithms against float64, on every grid that the ranks of this run make."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -297,7 +298,8 @@ def test_planned_grid(comm):
     work = Workload(1 << 16, NHEADS, 64, mask=Causal())
     grid = ProcessGrid.auto(comm, machine, work)
     best = best_candidate(machine, comm.size, work, methods=("attention2d",))
-    assert_all(comm, grid.layout == best.layout, f"{grid.layout}, planned {best.layout}")
+    found = replace(grid.layout, nodes=None)  # which the method does not know
+    assert_all(comm, found == best.layout, f"{found}, planned {best.layout}")
     grid.free()
     with pytest.raises(ValueError, match="no plan fits"):
         ProcessGrid.auto(comm, machine, work, memory=1000)

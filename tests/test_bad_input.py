@@ -49,6 +49,30 @@ def test_grid_that_does_not_fit(comm, shape):
     assert f"{shape[0]} x {shape[1]} grid does not fit {comm.size} ranks" in text
 
 
+@pytest.mark.parametrize("wrong, text", [
+    ({"block": (1, 7)}, "no 1x7 blocks make a grid of 1 x "),
+    ({"block": (0, 1)}, "no 0x1 blocks"),
+    ({"block": "2x2"}, "block must be 2 whole numbers, got '2x2'"),
+    ({"block": (1, 1.0)}, "block must be 2 whole numbers, got (1, 1.0)"),
+    ({"nodes": [0] * 7}, " whole numbers, got [0, 0, 0, 0, 0, 0, 0]"),
+    ({"nodes": 1}, " whole numbers, got 1"),
+    ({"nodes": [[1], [2, 3]]}, "nodes must be "),
+    ({"nodes": [None] * 64}, "nodes must be "),
+])  # fmt: skip
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_blocks_and_nodes(comm, wrong, text, where):
+    wrong = wrong if where == "all" or comm.rank == comm.size - 1 else {}
+    assert text in message_of(comm, lambda: ProcessGrid(comm, 1, comm.size, **wrong))
+
+
+@pytest.mark.multirank
+@pytest.mark.mpi(min_size=4)
+def test_nodes_that_differ(comm):
+    nodes = [0] * comm.size if comm.rank != 1 else list(range(comm.size))
+    text = message_of(comm, lambda: ProcessGrid(comm, 1, comm.size, nodes=nodes))
+    assert text.startswith("ranks disagree on nodes: (0, 0, 0, 0")
+
+
 @pytest.mark.multirank
 @pytest.mark.mpi(min_size=4)
 def test_grids_that_differ(comm):

@@ -160,12 +160,14 @@ def test_refuses_to_mix(finished, tmp_path):
 
 
 BAD = [
-    (["--plans", "ring:3"], "a plan is METHOD[:RxC[xU]][@order], all or auto, got 'ring:3'"),
+    (["--plans", "ring:3"], "a plan is METHOD[:RxC[xU]][@order][/RxC], all or auto, got 'ring:3'"),
     (["--plans", "ring:1x2"], "'ring:1x2': a ring is 2x1x1"),
     (["--plans", "star"], "no method 'star'"),
     (["--plans", "attention2d:2x2"], "'attention2d:2x2': 2x2x1 is not 2 ranks"),
     (["--plans", "attention2d:1x1x2", "--nheads", "3"], "2 does not divide 3 heads"),
     (["--plans", "attention2d@xyz"], "order must be a permutation"),
+    (["--plans", "ring:2x1/2x2"], "'ring:2x1/2x2': no 2x2 blocks make a grid of 2 x 1"),
+    (["--plans", "ring:2x1/2"], "[@order][/RxC], all or auto, got 'ring:2x1/2'"),
     (["--plans", "auto"], "auto needs --profile"),
     (["--plans", ","], "a list is empty"),
     (["--masks", "causal,none"], "mask must be one of"),
@@ -321,6 +323,10 @@ def test_parse_plan():
         "striped ring",
         Layout(3, 1, 2, "ucr"),
     )
+    blocks = Layout(4, 6, 1, "cru", (2, 3))
+    assert parse_plan("node_aware:4x6@cru/2x3", 24) == ("node aware", blocks)
+    assert parse_plan("node aware:4x6@cru/2x3", 24)[1].numbering == "cru/2x3"
+    assert parse_plan("attention2d/1x1", 6) == ("attention2d", Layout(2, 3))
     with pytest.raises(ValueError, match="a double ring is 2x3x1 or 3x2x1"):
         parse_plan("double ring:1x6", 6)
 

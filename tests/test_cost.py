@@ -226,6 +226,27 @@ def test_layout(name, order):
         Layout(1, 1, 1, "rru")
 
 
+@pytest.mark.parametrize("order", ["rcu", "cru", "urc"])
+def test_blocks(order):
+    """Neighbours are the ranks of a block, row by row, and then those along the last axis."""
+    layout = Layout(4, 6, 2, order, (2, 3))
+    ranks = np.argsort(layout.physical()).reshape(-1, 2, 3)  # by block
+    r, c, u = ranks // 12, ranks // 2 % 6, ranks % 2
+    assert (r - r[:, :1, :1] == [[0], [1]]).all() and (c - c[:, :1, :1] == [0, 1, 2]).all()
+    assert not (r[:, 0, 0] % 2).any() and not (c[:, 0, 0] % 3).any()
+    assert (u == u[:, :1, :1]).all()
+    second = {"r": r, "c": c, "u": u}[order[-1]][1, 0, 0]
+    assert second == {"r": 2, "c": 3, "u": 1}[order[-1]]
+    node = layout.on_nodes(np.arange(48) // 6 + 100).nodes
+    assert node[:6] == (0, 1, 0, 1, 0, 1) if order != "urc" else node[0] == node[2] == node[14]
+    assert Layout(2, 2).on_nodes([7, 5, 3, 1]) == Layout(2, 2)
+    for block in ((3, 3), (2, 0), (8, 6)):
+        with pytest.raises(ValueError, match="blocks make a grid of 4 x 6"):
+            Layout(4, 6, 1, order, block)
+    with pytest.raises(ValueError, match="3 nodes are given for 4 ranks"):
+        Layout(2, 2, nodes=(0, 0, 0))
+
+
 @given(
     st.sampled_from(DISTRIBUTIONS), st.integers(1, 60), st.integers(1, 7), st.sampled_from("fcw")
 )

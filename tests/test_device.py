@@ -10,10 +10,10 @@ from pathlib import Path
 import helpers
 import numpy as np
 import pytest
-from cases import METHODS, OTHERS, TENSORS, failures, inputs, label, run
+from cases import METHODS, OTHERS, SIZE, TENSORS, failures, inputs, label, run
 from helpers import assert_all, assert_refused
 
-from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import MASKS
@@ -28,12 +28,16 @@ SIZES = {
 }
 
 
-@pytest.fixture(
-    scope="module", params=[METHODS[(len(METHODS) - 1) // 2], METHODS[-1], OTHERS[-1]], ids=label
-)
+KINDS = [METHODS[(len(METHODS) - 1) // 2], METHODS[-1], OTHERS[-1]]
+# A node passes several chunks of one kind on to the same rank.
+KINDS += [(NodeAwareAttention, (1, SIZE))] * (SIZE == 6)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=label)
 def method(request, comm):
     algorithm, shape = request.param
-    grid = ProcessGrid(comm, *shape)
+    nodes = np.arange(SIZE) // 2 if algorithm is NodeAwareAttention else None
+    grid = ProcessGrid(comm, *shape, nodes=nodes)
     yield lambda mask, **kwargs: algorithm(grid, mask, **kwargs)
     grid.free()
 

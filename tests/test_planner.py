@@ -105,14 +105,17 @@ def test_sorted_and_consistent():
 
 
 @pytest.mark.parametrize("seqlen, nheads_kv", [(29, 1), (1 << 13, 6)])  # with two units, too
-def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv):
+@pytest.mark.parametrize("node_size, methods", [(5, tuple(METHODS)), (4, ("node aware",))])
+def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv, node_size, methods):
     """What the planner says of the busiest rank and node, from the messages of each rank."""
     job = work(seqlen, 6, nheads_kv)
-    machine = replace(A100, ranks_per_node=5)
-    for plan in candidates(machine, 12, job):
+    machine = replace(A100, ranks_per_node=node_size)
+    found = candidates(machine, 12, job, methods=methods)
+    assert len(found) > 5
+    for plan in found:
         method, layout = plan.method, plan.layout
         sizes = job.problem(layout, plan.distribution)
-        node = layout.physical() // 5
+        node = layout.physical() // node_size
         received, messages, crossing = [0] * 12, [0] * 12, [0] * 3
         for rank in range(12):
             for move in cost.moves(method, layout, sizes, rank):

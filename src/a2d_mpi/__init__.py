@@ -15,6 +15,7 @@ _HOMES = {
     "Full": "a2d_mpi.core.masks",
     "IntervalMask": "a2d_mpi.core.masks",
     "Mask": "a2d_mpi.core.masks",
+    "NodeAwareAttention": "a2d_mpi.attention.methods",
     "ProcessGrid": "a2d_mpi.comm.grid",
     "RingAttention": "a2d_mpi.attention.methods",
     "TriangleAttention": "a2d_mpi.attention.methods",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from a2d_mpi.schedules.steps import KINDS, Attend, Copy, Merge, Message, Rows, S
 
 _TAGS = {kind: 4 * i for i, kind in enumerate(KINDS)}
 _NEXT_CHUNK = 4 * len(KINDS)
+_STRIDE = 2 * _NEXT_CHUNK
+_TURNS = 32000 // _STRIDE  # MPI has 32767 tags at least
 
 
 def executors(
@@ -141,6 +144,7 @@ class Executor:
     def _compiled(self) -> list[tuple]:
         """Steps as (function, operands); bound methods would refer back to the executor."""
         program: list[tuple] = []
+        sent: Counter[tuple] = Counter()  # messages of the same kind to or from the same peer
         arrays, channels = self._arrays, self.schedule.channels
         merges = iter(merged_at_once(self.schedule))
         folds = {name for name in arrays.orders if arrays.kind(name) == "dkv"}
@@ -151,7 +155,11 @@ class Executor:
                 program.append((Executor._fold, step.rows.array))
             if isinstance(step, Message):
                 peer = channels[step.channel].index(step.peer)
-                program.append((Executor._post, step, peer, self._tag(step)))
+                tag = self._tag(step)
+                way = step.sent, step.channel, peer, tag
+                # A transport may send the later of two first, so that they need tags.
+                program.append((Executor._post, step, peer, tag + sent[way] % _TURNS * _STRIDE))
+                sent[way] += 1
             elif isinstance(step, Attend):
                 found = arrays.tokens(step.queries), arrays.tokens(step.keys)
                 intervals = self._mask.intervals(*found)

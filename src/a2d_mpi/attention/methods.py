@@ -27,6 +27,16 @@ class Attention2D(AttentionPlan):
     method = "attention2d"
 
 
+class NodeAwareAttention(AttentionPlan):
+    """Attention2D that sends a chunk to a node once; see `a2d_mpi.schedules.node_aware`.
+
+    Parameters, attributes and methods are those of `AttentionPlan`.  Which ranks share a node is
+    the grid's: `a2d_mpi.core.sizes.Layout.nodes`.
+    """
+
+    method = "node aware"
+
+
 class RingAttention(AttentionPlan):
     """Baseline: attention on a ring of all ranks of a context group, whatever its shape.
 
@@ -71,6 +81,8 @@ class DoubleRingAttention(AttentionPlan):
         grid, size, inner = self.grid, self.grid.group_comm.size, self.inner
         if not isinstance(inner, (int, np.integer)) or inner < 1 or size % inner:
             raise ValueError(f"inner must be a divisor of the {size} ranks, got {inner!r}")
+        if inner == grid.cols:
+            return grid.layout
         return Layout(size // int(inner), int(inner), grid.heads, grid.layout.order)
 
 

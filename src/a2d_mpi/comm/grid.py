@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,11 @@ class ProcessGrid:
         A permutation of "rcu": these axes from the slowest to the fastest varying rank of `comm`.
         Neighbouring ranks of `comm` are usually on one node: with the default, "rcu", these are
         the ranks of a head group.  The grid's own ranks are numbered as above for every order.
+    block : (int, int)
+        Rows and columns of blocks of the grid: neighbouring ranks of `comm` are first those of a
+        block, row by row, and then those along the last axis of `order`.
+    nodes : sequence of int, optional
+        Node of every rank of `comm`.  Default: that of the memory which they share.
 
     Attributes
     ----------
@@ -74,11 +79,19 @@ class ProcessGrid:
     ------
     ValueError
         On all ranks, if rows x cols x heads is not the size of `comm`, if `order` is no such
-        permutation, or if an argument differs between ranks.
+        permutation, if the blocks do not fit the grid or the nodes the ranks, or if an argument
+        differs between ranks.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, rows: int, cols: int, heads: int = 1, order: str = "rcu"
+        self,
+        comm: MPI.Intracomm,
+        rows: int,
+        cols: int,
+        heads: int = 1,
+        order: str = "rcu",
+        block: tuple[int, int] = (1, 1),
+        nodes: Sequence[int] | None = None,
     ) -> None:
         problem, sizes, waiting = None, (rows, cols, heads), nullcontext()
         try:
@@ -88,14 +101,17 @@ class ProcessGrid:
                 raise ValueError(f"a {shape} grid does not fit {comm.size} ranks")
             if sorted(str(order)) != ["c", "r", "u"]:
                 raise ValueError(f"order must be a permutation of 'rcu', got {order!r}")
+            block = _whole("block", block, 2)
+            nodes = None if nodes is None else _whole("nodes", nodes, comm.size)
+            self.layout = Layout(int(rows), int(cols), int(heads), order, block)
             # The messages of `comm` are the caller's.
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
         except ValueError as error:
             problem = str(error)
         with waiting:
-            agree(comm, problem, {"rows": rows, "cols": cols, "heads": heads, "order": order})
-        self.layout = Layout(int(rows), int(cols), int(heads), order)
+            arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
+            agree(comm, problem, {**arguments, "block": block, "nodes": nodes})
         self.rows, self.cols, self.heads = (int(x) for x in sizes)
         logical = int(np.argsort(self.layout.physical())[comm.rank])
         position, self.head = divmod(logical, self.heads)
@@ -111,7 +127,11 @@ class ProcessGrid:
             tuple(self.row * self.cols + c for c in range(self.cols)): self.row_comm,
             tuple(r * self.cols + self.col for r in range(self.rows)): self.col_comm,
         }
-        self.cores = cores_of_rank(self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED))
+        node = self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED)
+        self.cores = cores_of_rank(node)
+        # A node is called by the first of its ranks.
+        nodes = nodes or comm.allgather(node.bcast(comm.rank))
+        self.layout = self.layout.on_nodes(nodes)
         self._comms.pop().Free()
         self.rendezvous = Rendezvous(self.comm)
 
@@ -154,7 +174,7 @@ class ProcessGrid:
                 problem = str(error) or type(error).__name__
         agree(comm, problem)
         layout = comm.bcast(layout)
-        return cls(comm, layout.rows, layout.cols, layout.heads, layout.order)
+        return cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
 
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
         """Communicator of a channel: this rank's head group, context group, row or column.
@@ -195,3 +215,11 @@ class ProcessGrid:
     def __repr__(self) -> str:
         heads = f" x {self.heads}" * (self.heads > 1)
         return f"ProcessGrid({self.rows} x {self.cols}{heads})"
+
+
+def _whole(name: str, found: Sequence[int], length: int) -> tuple[int, ...]:
+    """So many whole numbers; ValueError otherwise."""
+    numbers = np.array(found, dtype=object)  # of any size
+    if numbers.shape != (length,) or not all(isinstance(x, (int, np.integer)) for x in numbers):
+        raise ValueError(f"{name} must be {length} whole numbers, got {found!r}")
+    return tuple(map(int, numbers))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 # MPI counts are ints and some transports fail beyond 2 GiB: larger tensors go in several messages.
 MAX_MESSAGE = 1 << 30  # bytes
+
+
+class UnlikeRanks(ValueError):
+    """Ranks whose steps are not the same: their schedules are not written all at once."""
 
 
 @dataclass(frozen=True)
@@ -23,18 +28,31 @@ class Layout:
     order : str
         A permutation of "rcu": the axes from the slowest to the fastest varying physical rank.
         Nodes hold consecutive physical ranks.
+    block : (int, int)
+        Rows and columns of the blocks of the grid whose ranks are neighbours: inside a block the
+        physical ranks follow each other, row by row; `order` is that of the blocks and the heads.
+    nodes : tuple of int, optional
+        Node of every logical rank, for methods whose schedules depend on it; see `on_nodes`.
+        None: every rank is alone on its node.
     """
 
     rows: int
     cols: int
     heads: int = 1
     order: str = "rcu"
+    block: tuple[int, int] = (1, 1)
+    nodes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if min(self.rows, self.cols, self.heads) < 1:
             raise ValueError(f"no grid has {self.rows} x {self.cols} x {self.heads} ranks")
         if sorted(self.order) != ["c", "r", "u"]:
             raise ValueError(f"order must be a permutation of 'rcu', got {self.order!r}")
+        if min(self.block) < 1 or self.rows % self.block[0] or self.cols % self.block[1]:
+            block = "x".join(map(str, self.block))
+            raise ValueError(f"no {block} blocks make a grid of {self.rows} x {self.cols}")
+        if self.nodes is not None and len(self.nodes) != self.size:
+            raise ValueError(f"{len(self.nodes)} nodes are given for {self.size} ranks")
 
     @property
     def positions(self) -> int:
@@ -46,11 +64,45 @@ class Layout:
         """P = R C U."""
         return self.positions * self.heads
 
+    @property
+    def numbering(self) -> str:
+        """The order and, after a slash, the blocks if they are larger than a rank: "rcu/2x2"."""
+        return self.order + f"/{self.block[0]}x{self.block[1]}" * (self.block != (1, 1))
+
     def physical(self) -> np.ndarray:
         """Physical rank of every logical rank, (P,) int64."""
-        sizes = {"r": self.rows, "c": self.cols, "u": self.heads}
-        ranks = np.arange(self.size).reshape([sizes[axis] for axis in self.order])
-        return ranks.transpose([self.order.index(axis) for axis in "rcu"]).ravel()
+        br, bc = self.block
+        sizes = {"r": self.rows // br, "c": self.cols // bc, "u": self.heads}
+        ranks = np.arange(self.size).reshape([*(sizes[axis] for axis in self.order), br, bc])
+        r, c, u = (self.order.index(axis) for axis in "rcu")
+        return ranks.transpose(r, 3, c, 4, u).ravel()
+
+    def nodes_of_group(self, head: int | None = None) -> tuple[int, ...] | None:
+        """Nodes of the ranks of a context group; None: of every group.
+
+        Raises
+        ------
+        UnlikeRanks
+            If that is asked of all groups, and they differ.
+        """
+        if self.nodes is None:
+            return None
+        groups = np.reshape(self.nodes, (-1, self.heads)).T  # (heads, positions)
+        if head is not None:
+            return tuple(groups[head].tolist())
+        names = [np.unique(x, return_index=True, return_inverse=True)[1:] for x in groups]
+        found = {tuple(first[inverse].tolist()) for first, inverse in names}
+        if len(found) > 1:
+            raise UnlikeRanks("the context groups are not divided among the nodes alike")
+        return found.pop()
+
+    def on_nodes(self, node: Sequence[int] | np.ndarray) -> Layout:
+        """The layout with the node of every physical rank, whatever the nodes are called."""
+        _, first, names = np.unique(
+            np.asarray(node)[self.physical()], return_index=True, return_inverse=True
+        )
+        nodes = None if len(first) == self.size else tuple(first[names].tolist())
+        return replace(self, nodes=nodes)
 
 
 def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:

@@ -17,7 +17,6 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import refuse_same
 from a2d_mpi.core.masks import MASKS
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
@@ -40,7 +39,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
     sweep, settings, machine, done = prepared
     device = open_device(comm, args.device)
-    grids: dict[Layout, ProcessGrid] = {}
+    grids: dict[tuple, ProcessGrid] = {}
     calls = args.trials + max(1, args.warmup)
     skipped = [c for block in sweep for c in block if c.name in done]
     blocks = [[c for c in block if c.name not in done] for block in sweep]
@@ -111,20 +110,20 @@ def _checked(
     block: list[Configuration],
     args: argparse.Namespace,
     device: Device,
-    grids: dict[Layout, ProcessGrid],
+    grids: dict[tuple, ProcessGrid],
     update: Callable[[int], object],
 ) -> dict[Configuration, Measurement]:
     """Make and check all plans of a workload."""
     inputs: dict[bytes, dict[str, np.ndarray]] = {}
     measured: dict[Configuration, Measurement] = {}
     for c in block:
-        if c.layout not in grids:
-            shape = (c.layout.rows, c.layout.cols, c.layout.heads, c.layout.order)
-            grids[c.layout] = ProcessGrid(comm, *shape)
+        shape = tuple(getattr(c.layout, x) for x in ("rows", "cols", "heads", "order", "block"))
+        if shape not in grids:
+            grids[shape] = ProcessGrid(comm, *shape)
         engine = {x: getattr(args, x) for x in ("kernel", "transfers", "threads")}
         mask = MASKS[c.case.mask]()
         plan = make_plan(
-            c.method, grids[c.layout], mask, overlap=c.overlap, **c.case.arguments, **engine
+            c.method, grids[shape], mask, overlap=c.overlap, **c.case.arguments, **engine
         )
         known = inputs.get(plan.tokens.tobytes())  # plans whose shards are the same share them
         made = together(
@@ -168,7 +167,8 @@ def _timed(
         }
         seconds, figures = {}, {}
         if comm.rank == 0:
-            seconds, figures = c.expected(machine, run.plan.distribution.name)
+            plan = run.plan
+            seconds, figures = c.expected(machine, plan.layout, plan.distribution.name)
         result = run.result(config, origin, predicted=seconds, figures=figures)
         if result:
             if args.spans == "none" or (args.spans == "picked" and not c.picked):

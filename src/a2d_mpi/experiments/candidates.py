@@ -106,7 +106,7 @@ def _print(
         + f", {len(found) - len(fitting)} do not" * (len(found) > len(fitting))
     )
     print(
-        "\nmethod        grid       order       total   compute     merge      wait     other"
+        "\nmethod        grid       order          total   compute     merge      wait     other"
         "  received  by a node  x bound    memory"
     )
     shown = found[:top] if top else found
@@ -115,8 +115,9 @@ def _print(
         grid = f"{layout.rows}x{layout.cols}x{layout.heads}"
         times = "".join(f"{duration(x):>10}" for x in (plan.seconds, *split.values()))
         print(
-            f"{plan.method:<13} {grid:<10} {layout.order:<5}{times}  {_bytes(plan.received):>8}"
-            f"{_bytes(plan.crossing):>11}{plan.over_bound:>9.2f}{_bytes(plan.memory):>10}  "
+            f"{plan.method:<13} {grid:<10} {layout.numbering:<8}{times}"
+            f"  {_bytes(plan.received):>8}{_bytes(plan.crossing):>11}{plan.over_bound:>9.2f}"
+            f"{_bytes(plan.memory):>10}  "
             + "; ".join(
                 x for x in (plan.known_as, _idle(plan, ranks), why_not(plan, found[0])) if x
             )

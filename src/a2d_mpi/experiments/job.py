@@ -91,8 +91,11 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     """Refuse what no plan will see, inspect the input file, and default to its length."""
     if (args.grid == "auto") != (args.profile is not None):
         raise ValueError("--grid auto and --profile need each other")
-    if args.grid and (args.rows, args.cols, args.heads, args.order) != (None, None, 1, "rcu"):
-        raise ValueError("--grid auto leaves no choice of --rows, --cols, --heads and --order")
+    shape = args.rows, args.cols, args.heads, args.order, args.block
+    if args.grid and shape != (None, None, 1, "rcu", (1, 1)):
+        raise ValueError(
+            "--grid auto leaves no choice of --rows, --cols, --heads, --order and --block"
+        )
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
     double = DoubleRingAttention.method
@@ -133,7 +136,7 @@ def _grid(comm: MPI.Intracomm, args: argparse.Namespace, config: AttentionConfig
         )
         return ProcessGrid.auto(comm, machine, work, method=args.method)
     rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
-    return ProcessGrid(comm, rows, cols, args.heads, args.order)
+    return ProcessGrid(comm, rows, cols, args.heads, args.order, args.block)
 
 
 def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dict[str, np.ndarray]:

@@ -271,6 +271,9 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
         **plan.config.arguments,
         "overlap": plan.overlap,
         "order": plan.grid.layout.order,
+        "block": "x".join(map(str, plan.grid.layout.block)),
+        # Of every logical rank; empty: each is alone on its node.
+        "nodes": " ".join(map(str, plan.grid.layout.nodes or ())),
         "distribution": plan.distribution.name,
         # How tensors got to MPI: from memory as they are, or copied to the host.
         "transfers": "host" if plan.staged_bytes else "direct",

@@ -23,6 +23,8 @@ ORDER_HELP = (
     "along the last axis are neighbouring ranks, usually of one node"
 )
 
+BLOCK_HELP = "rows and columns of blocks of the grid whose ranks are neighbours: 2x2"
+
 
 class BadOption(ValueError, argparse.ArgumentTypeError):
     """The text of an option is wrong; the parser shows the message as it is."""
@@ -49,6 +51,14 @@ def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
 TRIALS, WARMUP = whole(1, 10**6), whole(0, 10**6)
 THREADS = whole(1, 1024)  # of one rank: no node has more cores
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
+
+
+def block(text: str) -> tuple[int, int]:
+    """Rows and columns of a block: "2x3"."""
+    found = re.fullmatch(r"\s*(\d{1,9})x(\d{1,9})\s*", text)
+    if not found:
+        raise BadOption(f"must be ROWSxCOLUMNS, got {text[:40]!r}")
+    return int(found[1]), int(found[2])
 
 
 def method_name(text: str) -> str:

@@ -58,7 +58,7 @@ def panels(machine: Machine, method: str, layout: Layout, work: Workload) -> Pan
         received[phase] = matrix[np.ix_(logical, logical)]
         spans[phase] = [spans[phase][rank] for rank in logical]
     shape = f"{layout.rows} x {layout.cols}" + f" x {layout.heads}" * (layout.heads > 1)
-    order = f" @{layout.order}" * (layout.order != "rcu")
+    order = f" @{layout.numbering}" * (layout.numbering != "rcu")
     drawn = min(work.seqlen, 2 * layout.size * max(2, TOKENS // (2 * layout.size)))
     work.mask.check(drawn)  # one of a fixed length cannot be drawn smaller
     computes = who_computes(method, layout, replace(work, seqlen=drawn))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ class Summary:
     Attributes
     ----------
     name, workload, method, shape : str
-        `shape`: rows x cols x heads @ order.
+        `shape`: rows x cols x heads @ order / block.
     family : str
         The method, and whether ranks share the heads too.
     ranks : int
@@ -91,7 +91,7 @@ def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
         str(c["name"]),
         str(c["workload"]),
         str(c["method"]),
-        f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}",
+        f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}" + _block(c),
         str(c["method"]) + " + heads" * (int(c["heads"]) > 1),
         int(c["ranks"]),
         seconds,
@@ -104,6 +104,12 @@ def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
         bool(c["overlap"]),
         result.passed,
     )
+
+
+def _block(config: Mapping[str, object]) -> str:
+    """As `a2d_mpi.core.sizes.Layout.numbering` has it; older files know no blocks."""
+    block = config.get("block", "1x1")
+    return f"/{block}" * (block != "1x1")
 
 
 def best_of_families(

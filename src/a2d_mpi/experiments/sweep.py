@@ -24,7 +24,7 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates, layouts
 from a2d_mpi.schedules import METHODS
 
-_SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?")
+_SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?")
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
 
@@ -85,19 +85,21 @@ class Configuration:
         """Of its entry; carries the number of ranks with the shape."""
         method, shape = self.method.replace(" ", "_"), _shape(self.layout)
         overlap = "overlap" if self.overlap else "in_turn"
-        return f"{method}-{shape}-{self.layout.order}-{self.case.name}-{overlap}"
+        order = self.layout.numbering.replace("/", "_")  # a name is no path
+        return f"{method}-{shape}-{order}-{self.case.name}-{overlap}"
 
     def expected(
-        self, machine: Machine | None, distribution: str
+        self, machine: Machine | None, layout: Layout, distribution: str
     ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
         """Predictions before it runs: `predicted` and `figures` of a result.
 
-        See `a2d_mpi.experiments.results.Result`.  Figures: ``memory``, bytes that a rank holds at
-        most; ``forward lower bound`` and ``backward lower bound``, bytes that a rank cannot do
-        without in balanced attention without a head axis; ``machine``, whose profile the predicted
-        seconds are for.
+        See `a2d_mpi.experiments.results.Result`.  `layout`: that of the plan that was made, with
+        the nodes that its ranks are on, whatever a profile says of these.  Figures: ``memory``,
+        bytes that a rank holds at most; ``forward lower bound`` and ``backward lower bound``,
+        bytes that a rank cannot do without in balanced attention without a head axis;
+        ``machine``, whose profile the predicted seconds are for.
         """
-        work, layout = self.case.work(self.overlap), self.layout
+        work = self.case.work(self.overlap)
         problem = work.problem(layout, distribution)
         figures: dict[str, object] = {
             "memory": most_memory(self.method, layout, problem, distribution, work.backward)
@@ -145,7 +147,7 @@ def grid_shape(
 
 
 def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
-    """Method and layout of ``METHOD[:RxC[xU]][@order]``.
+    """Method and layout of ``METHOD[:RxC[xU]][@order][/RxC]``.
 
     Default shapes: the squarest that the method has.
 
@@ -156,8 +158,8 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     """
     found = _SPEC.fullmatch(spec.strip())
     if not found:
-        raise ValueError(f"a plan is METHOD[:RxC[xU]][@order], all or auto, got {spec!r}")
-    name, rows, cols, heads, order = found.groups()
+        raise ValueError(f"a plan is METHOD[:RxC[xU]][@order][/RxC], all or auto, got {spec!r}")
+    name, rows, cols, heads, order, *block = found.groups()
     try:
         method = method_name(name)
     except ValueError as error:
@@ -168,7 +170,8 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
         # The squarest; if there is none, one to be refused.
         rows, cols = min(known, key=lambda x: (abs(x[0] - x[1]), x), default=(ranks, 1))
     try:
-        layout = Layout(int(rows), int(cols), heads, order or "rcu")
+        block = int(block[0] or 1), int(block[1] or 1)
+        layout = Layout(int(rows), int(cols), heads, order or "rcu", block)
     except ValueError as error:
         raise ValueError(f"{spec!r}: {error}") from None
     if layout.size != ranks:
@@ -226,10 +229,13 @@ def plans_for(
                 node = ranks if machine is None else machine.ranks_per_node
                 chosen = [(x, y) for x in methods for y in layouts(x, ranks, work, node)]
             else:
-                chosen = [parse_plan(spec, ranks)]
-                why = misfit(case.nheads, case.nheads_kv, chosen[0][1].heads)
+                method, layout = parse_plan(spec, ranks)
+                why = misfit(case.nheads, case.nheads_kv, layout.heads)
                 if why:
                     raise ValueError(f"{spec!r}: {why}")
+                if machine is not None and METHODS[method].knows_nodes:
+                    layout = layout.on_nodes(np.arange(ranks) // machine.ranks_per_node)
+                chosen = [(method, layout)]
             for place, (method, layout) in enumerate(chosen):
                 picked = best is not None and place == 0
                 new = Configuration(case, method, layout, overlap, picked)
@@ -241,7 +247,8 @@ def plans_for(
 def _shapes(method: str, ranks: int) -> list[tuple[int, int]]:
     """Rows and columns of a method's context groups of that many ranks."""
     all_ = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
-    return [x for x in all_ if ranks == 1 or METHODS[method].suits(Layout(*x))]
+    known = METHODS[method]  # nodes are not shapes
+    return [x for x in all_ if ranks == 1 or known.knows_nodes or known.suits(Layout(*x))]
 
 
 def _shape(layout: Layout) -> str:

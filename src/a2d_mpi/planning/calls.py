@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from a2d_mpi.core.chunks import FIRST_SHARE
+from a2d_mpi.core.chunks import FIRST_SHARE, chunks
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask
@@ -160,10 +160,23 @@ class SingleCalls:
             whole = Span(0, self._shards.seqlen)
             pieces = array.pieces if rows.owner is None else [(rows.owner, None)]
             found = [x for p, span in pieces for x in self._shards.within(p, *(span or whole))]
-            part = rows.part or whole
-            found = (range(max(x.start, part.begin), min(x.stop, part.end)) for x in found)
+            if rows.part is not None and not isinstance(rows.part, Span):
+                n, (chunk, ranks) = sum(map(len, found)), rows.part
+                found = _within(found, chunks(n, ranks)[chunk])
+            else:
+                part = rows.part or whole
+                found = (range(max(x.start, part.begin), min(x.stop, part.end)) for x in found)
             known[key] = merged(found)
         return known[key]
+
+
+def _within(runs: list[range], places: slice) -> list[range]:
+    """The numbers at these places of runs that follow each other."""
+    found, first = [], 0
+    for run in runs:
+        found.append(run[max(0, places.start - first) : max(0, places.stop - first)])
+        first += len(run)
+    return found
 
 
 @lru_cache(maxsize=2)  # both phases of layouts that differ in shape only

@@ -72,14 +72,34 @@ def most_memory(
         return max(_peak(x, layout, problem, rank, distribution, backward) for rank, x in ranks)
     shape = (layout.rows, layout.cols, layout.heads)
     own = np.reshape(problem.counts, shape)
-    # It follows from the tokens of a rank, its head group, its row and its column.
+    # It follows from the tokens of a rank, its head group, its row and its column, mostly.
     sizes = [own, *(own.sum(axis=axes, keepdims=True) for axes in (2, (1, 2), (0, 2)))]
     alike = [np.broadcast_to(x, shape).ravel() for x in sizes]
+    if METHODS[method].knows_nodes and layout.nodes is not None:
+        alike += _by_node(np.reshape(layout.nodes, shape), sizes[1])
     _, ranks = np.unique(alike, axis=1, return_index=True)
     return max(
         peak_memory(method, layout, problem, rank, distribution, backward)
         for rank in ranks.tolist()
     )
+
+
+def _by_node(node: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
+    """What else it follows from: ranks and tokens of other nodes that are fetched by a rank.
+
+    `node`: (rows, cols, heads); `tokens`: (rows, cols, 1), of a head group.
+    """
+    found = []
+    for axes in ((2, 0, 1), (2, 1, 0)):
+        lines = node.transpose(axes)  # (heads, lines, ranks of a line), and so are the next
+        others = np.broadcast_to(tokens, node.shape).transpose(axes)
+        near = lines[..., None] == lines[..., None, :]
+        members, place = near.sum(-1), np.tril(near, -1).sum(-1)
+        fetched = ~near & (place[..., None, :] % members[..., None] == place[..., None])
+        nodes = np.broadcast_to((place == 0).sum(-1, keepdims=True), place.shape)
+        of_line = members, nodes, fetched.sum(-1), (fetched * others[..., None, :]).sum(-1)
+        found += [x.transpose(np.argsort(axes)).ravel() for x in of_line]
+    return found
 
 
 def buffers(

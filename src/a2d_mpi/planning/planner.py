@@ -9,10 +9,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import permutations
+from itertools import permutations, product
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from a2d_mpi.planning.clock import PARTS
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import Phase, predict
-from a2d_mpi.schedules import METHODS, distribution_of
+from a2d_mpi.schedules import METHODS, distribution_of, essence
 from a2d_mpi.schedules.accounts import number_of_messages
 
 
@@ -180,23 +181,25 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
         return  # for masks that see everything it is another method
     if known.causal and not isinstance(work.mask, Causal):
         return
-    seen = set()
+    node, seen = np.arange(ranks) // ranks_per_node, set()
     for heads in _divisors(ranks):
         if misfit(work.nheads, work.nheads_kv, heads):
             continue
         positions = ranks // heads
         for rows in _divisors(positions):
             cols = positions // rows
-            for order in map("".join, permutations("rcu")):
-                layout = Layout(rows, cols, heads, order)
-                if not known.suits(layout):
-                    continue
+            for order, block in (
+                _node_blocks(rows, cols, heads, ranks_per_node)
+                if known.knows_nodes
+                else product(map("".join, permutations("rcu")), [(1, 1)])
+            ):
+                layout = Layout(rows, cols, heads, order, block)
                 # Who shares a node with whom, whatever the node is called.
-                _, first, node = np.unique(
-                    layout.physical() // ranks_per_node, return_index=True, return_inverse=True
-                )
-                key = (rows, cols, heads, tuple(first[node]))
-                if key not in seen:
+                there = layout.on_nodes(node)
+                if known.knows_nodes:
+                    layout = there
+                key = (rows, cols, heads, there.nodes)
+                if key not in seen and known.suits(layout):
                     seen.add(key)
                     yield layout
 
@@ -206,6 +209,16 @@ def _fewer(method: str, ranks: int, work: Workload, idle: float) -> list[int]:
     axes = (u for u in range(1, ranks + 1) if not misfit(work.nheads, work.nheads_kv, u))
     numbers = {u * METHODS[method].whole(ranks // u) for u in axes}
     return sorted(x for x in numbers if (1 - idle) * ranks <= x < ranks)
+
+
+def _node_blocks(
+    rows: int, cols: int, heads: int, ranks_per_node: int
+) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Orders and blocks for nodes that each have a block of the grid, and some of its heads."""
+    for shared in _divisors(math.gcd(heads, ranks_per_node)):
+        for height in _divisors(math.gcd(rows, size := ranks_per_node // shared)):
+            if cols % (size // height) == 0:
+                yield "rcu", (height, size // height)
 
 
 def why_not(candidate: Candidate, best: Candidate) -> str:
@@ -250,7 +263,7 @@ def _candidate(
     name = distribution_of(method, work.mask)
     problem = work.problem(layout, name)
     received, number, memory = _needs(
-        method, layout.rows, layout.cols, layout.heads, problem, name, work.backward
+        method, essence(method, layout), problem, name, work.backward
     )
     node = layout.physical() // machine.ranks_per_node
     ranks, sources, nbytes = received
@@ -273,13 +286,12 @@ def _candidate(
 
 @lru_cache(maxsize=1)
 def _needs(
-    method: str, rows: int, cols: int, heads: int, problem: Problem, name: str, backward: bool
+    method: str, layout: Layout, problem: Problem, name: str, backward: bool
 ) -> tuple[tuple[np.ndarray, ...], int, int]:
     """All that is received, (ranks, sources, bytes), and the most messages and memory of a rank.
 
-    The same for all rank orders.
+    The same for layouts of the same essence.
     """
-    layout = Layout(rows, cols, heads)
     received: dict[tuple, list] = {}
     messages = np.zeros(layout.size, np.int64)
     phases = PHASES[: 1 + backward]

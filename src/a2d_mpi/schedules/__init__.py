@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -15,8 +15,8 @@ from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import Problem
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask
-from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import alone, attention2d, heads, ring, triangle
+from a2d_mpi.core.sizes import Layout, UnlikeRanks
+from a2d_mpi.schedules import alone, attention2d, heads, node_aware, ring, triangle
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.sizes import Ranks, Sizes
 from a2d_mpi.schedules.steps import Schedule
@@ -27,6 +27,7 @@ METHODS: dict[str, Method] = {
     "striped ring": ring.STRIPED_RING,
     "double ring": ring.DOUBLE_RING,
     "triangle": triangle.METHOD,
+    "node aware": node_aware.METHOD,
 }
 
 
@@ -79,12 +80,14 @@ def write(
     whole, own = problem.config, group.config
     rows, cols, inner = known.shape(layout)
     alike = {"overlap": overlap, "narrow": whole.narrow, "shares_kv": whole.nheads_kv < u}
-    shards = None
+    shards, nodes = None, None
     if known.distribution:
         shards = Distribution(known.distribution, whole.seqlen, layout.positions)
+    if known.knows_nodes:
+        nodes = layout.nodes_of_group(None if np.ndim(rank) else rank % u)
     sizes = Sizes(
         *(rows, cols, group.counts, own.nheads, own.nheads_kv),
-        **{"inner": inner, "shards": shards, **alike},
+        **{"inner": inner, "shards": shards, "nodes": nodes, **alike},
     )
     inside = Schedule(rank // u, sizes, (u, rank % u), **others)
     of = known if layout.positions > 1 else alone
@@ -103,22 +106,30 @@ def write_all(
 ) -> list[list[Schedule]]:
     """The schedules of all logical ranks; see `write`.  The latest are remembered.
 
-    Either one chain for all ranks at once, or one for each rank (`Method.at_once`).  In the former
-    all ranks keep some work on their own shard for the end, or none does.
+    Either one chain for all ranks at once, or, if their steps differ (`Method.at_once`, or uneven
+    nodes), one for each rank.  In the former all ranks keep some work on their own shard for the
+    end, or none does.
     """
-    return _write_all(method, phase, replace(layout, order="rcu"), problem, overlap)
+    return _write_all(method, phase, essence(method, layout), problem, overlap)
 
 
-@lru_cache(maxsize=2)  # both phases of layouts that differ in their order only
+def essence(method: str, layout: Layout) -> Layout:
+    """The layout without what the method's schedules do not depend on."""
+    nodes = layout.nodes if _known(method).knows_nodes else None
+    return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes)
+
+
+@lru_cache(maxsize=2)  # both phases of layouts that differ in what is not their essence
 def _write_all(
     method: str, phase: str, layout: Layout, problem: Problem, overlap: bool
 ) -> list[list[Schedule]]:
-    if not _known(method).at_once:
-        ranks = range(layout.size)
-        return [write(method, phase, layout, problem, rank, overlap) for rank in ranks]
     least = min(problem.context_group(layout.heads).counts)
-    chain = write(
-        *(method, phase, layout, problem, np.arange(layout.size), overlap),
-        cuts=lambda schedule, own, others, ranks: splits_own_shard(least, ranks),
-    )
-    return [chain]
+    if _known(method).at_once:
+        with suppress(UnlikeRanks):
+            chain = write(
+                *(method, phase, layout, problem, np.arange(layout.size), overlap),
+                cuts=lambda schedule, own, others, ranks: splits_own_shard(least, ranks),
+            )
+            return [chain]
+    ranks = range(layout.size)
+    return [write(method, phase, layout, problem, rank, overlap) for rank in ranks]

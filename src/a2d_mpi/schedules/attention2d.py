@@ -12,7 +12,7 @@ what is finished, wait only for what is needed next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules.method import Method
@@ -55,7 +55,7 @@ class Tile:
         s = self.s
         if not s.sizes.overlap:
             for coming in (self.q_coming, self.k_coming):
-                s.wait([m for messages in coming.values() for m in messages])
+                self.wait([m for messages in coming.values() for m in messages])
         early = (self.q, self.q_coming, self.row_peers)
         late = (self.k, self.k_coming, self.col_peers)
         (x, x_coming, x_peers), (y, y_coming, y_peers) = (
@@ -74,6 +74,10 @@ class Tile:
         for part in rest:
             yield pair(Rows(x, s.rank, part), Rows(y))
 
+    def wait(self, messages: Sequence[Message]) -> None:
+        """Wait for messages that bring rows."""
+        self.s.wait(messages)
+
     def place(self, queries: Rows) -> int:
         """Place of their owner among the peers of the row, from 1."""
         return next(i for i, p in enumerate(self.row_peers, 1) if p is queries.owner)
@@ -84,7 +88,7 @@ class Tile:
         for i in range(len(peers)):
             for message in coming[i]:
                 if self.s.sizes.overlap:
-                    self.s.wait([message])
+                    self.wait([message])
                 yield message.rows
 
 

@@ -31,6 +31,8 @@ class Method(NamedTuple):
         each message step is a permutation of the ranks.
     known_as : callable
         Name under which the literature knows it on a layout, or "".
+    knows_nodes : bool
+        Whether its schedules depend on `Layout.nodes`.
     """
 
     forward: Callable[[Schedule], None]
@@ -42,3 +44,4 @@ class Method(NamedTuple):
     causal: bool = False
     at_once: bool = True
     known_as: Callable[[Layout], str] = lambda layout: ""
+    knows_nodes: bool = False

@@ -48,6 +48,8 @@ class Sizes:
         Whether several context groups share a KV head.
     shards : Distribution or None
         Tokens of every rank, of methods that ask for spans of them.
+    nodes : tuple of int, optional
+        Node of every rank; None: each is alone on its node.
     """
 
     rows: int
@@ -60,6 +62,7 @@ class Sizes:
     narrow: bool = False
     shares_kv: bool = False
     shards: Distribution | None = None
+    nodes: tuple[int, ...] | None = None
 
     def within(self, owner: int, span: Span | None) -> slice:
         """Place of the tokens of a span in their owner's shard."""

@@ -1,0 +1,168 @@
+"""Rows and columns of a grid, node by node: who fetches what, and the all-gather of their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from a2d_mpi.core.sizes import UnlikeRanks
+from a2d_mpi.schedules.sizes import Ranks, identity
+from a2d_mpi.schedules.steps import Copy, Message, Rows, Schedule
+
+
+class Line:
+    """A row or column, by node, as one of its ranks sees it, and its all-gather.
+
+    Parameters
+    ----------
+    s : Schedule
+    name : {"row", "col"}
+        Of its channel between nodes.
+
+    Attributes
+    ----------
+    inside : str
+        Channel inside a node.
+    near : list of Ranks
+        The other ranks of this rank's node, next first.
+    far : list of list of (Ranks, int)
+        The ranks of every other node, next node first, each with the distance of the member of
+        this rank's node that fetches its rows: `near` from 1; 0, this rank itself, comes last.
+    takers : list of Ranks
+        The rank of every other node that fetches this rank's rows.
+    """
+
+    def __init__(self, s: Schedule, name: str) -> None:
+        self.s, self.name, self.inside = s, name, f"{name} node"
+        (own, *self.far), self.takers = _by_node(s, name)
+        self.near = [p for p, distance in own if distance]
+        self.ways = {identity(p): (d, e) for d, x in enumerate((own, *self.far)) for p, e in x}
+        self.numbers = {key: n for n, key in enumerate(self.ways)}
+        self.ranks = len(self.ways)
+        if self.near:
+            s.channels[self.inside] = s.channels[name]
+        self._passed = 0 if self.near else len(self.far)  # nodes whose chunks were passed on
+        self._here: set[Message] = set()
+
+    def receive(self, kind: str, own: str) -> str:
+        """Post the receives of everyone's rows of an array; returns the array of all of them."""
+        s = self.s
+        self._own = own
+        self._whole = whole = own if self.ranks == 1 else s.array(self.name, kind, self.members)
+        self._fetched = [
+            [self._from(self.name, p, p) for p, e in node if not e] for node in self.far
+        ]
+        self._near = [self._from(self.inside, p, p) for p in self.near]
+        self._passed_on = [
+            [self._from(self.inside, self.near[e - 1], p) for p, e in node if e]
+            for node in self.far
+        ]
+        return whole
+
+    @property
+    def members(self) -> tuple[Ranks, ...]:
+        """All its ranks, in the order of the channel."""
+        return self.s.channels[self.name]
+
+    def _from(self, channel: str, peer: Ranks, owner: Ranks) -> list[Message]:
+        chunks = self.s.sizes.chunks(owner, self.ranks)
+        return [self.s.receive(channel, peer, Rows(self._whole, owner, x)) for x in chunks]
+
+    def coming(self, far_first: bool) -> dict[int, list[Message]]:
+        """Messages that bring the others' rows, in the order of their use."""
+        far: list[list[Message]] = []
+        for fetched, passed_on in zip(self._fetched, self._passed_on):
+            # What this rank fetched is here first; what it sums for its node may be done last.
+            far += passed_on + fetched if far_first else fetched + passed_on
+        return dict(enumerate(far + self._near if far_first else self._near + far))
+
+    def send(self, channel: str) -> None:
+        """Send this rank's rows to the others of its node, or to those that fetch them."""
+        # They are the first that the rank before this one needs, and the last of the next.
+        for p in reversed(self.takers if channel == self.name else self.near):
+            for x in self.s.sizes.chunks(self.s.rank, self.ranks):
+                self.s.send(channel, p, Rows(self._own, self.s.rank, x))
+
+    def keep(self) -> None:
+        """Put this rank's rows beside those of the others."""
+        if self.ranks > 1:
+            own = Rows(self._own, self.s.rank)
+            self.s.add(Copy(own, own._replace(array=self._whole)))
+
+    def node_of(self, message: Message) -> int:
+        """Of the owner of the rows that come: 0, this rank's own; others from 1."""
+        return self.ways[identity(message.rows.owner)][0]
+
+    def pass_on(self, nodes: int) -> None:
+        """Pass the chunks of so many other nodes on, when they are here."""
+        for fetched in self._fetched[self._passed : nodes]:
+            for message in chain.from_iterable(fetched):
+                self.s.wait([message])
+                self._here.add(message)
+                for p in reversed(self.near):
+                    self.s.send(self.inside, p, message.rows)
+        self._passed = max(self._passed, nodes)
+
+    def wait(self, messages: Sequence[Message]) -> None:
+        """Wait for messages; what this rank fetched was waited for when it was passed on."""
+        self.s.wait([m for m in messages if m not in self._here])
+
+
+def _by_node(s: Schedule, name: str) -> tuple[list[list[tuple[Ranks, int]]], list[Ranks]]:
+    """The ranks of a row or column by node, this rank's own first, and `Line.takers`.
+
+    With each rank the distance, in this rank's node, of the member that fetches its rows: place k
+    is fetched by place k mod b of b members.
+    """
+    cols = s.sizes.cols
+    grid = np.arange(s.sizes.rows * cols).reshape(-1, cols)
+    at, line = s.rank % cols, s.rank // cols
+    if name == "col":
+        grid, at, line = grid.T, line, at
+    node = grid if s.sizes.nodes is None else np.array(s.sizes.nodes)[grid]
+    if np.ndim(s.rank):
+        return _by_equal_node(grid, node, line, at)
+    own, groups = int(node[line, at]), {}
+    for p, x in zip(grid[line].tolist(), node[line].tolist()):
+        groups.setdefault(x, []).append(s.rank if p == s.rank else p)
+    names = sorted(groups)
+    names = names[names.index(own) :] + names[: names.index(own)]
+    b, i = len(groups[own]), groups[own].index(s.rank)
+    found = [
+        sorted(((p, (k - i) % b) for k, p in enumerate(groups[x])), key=lambda x: x[1] or b)
+        for x in names
+    ]
+    return found, [groups[x][i % len(groups[x])] for x in names[1:]]
+
+
+def _by_equal_node(
+    grid: np.ndarray, node: np.ndarray, line: np.ndarray, at: np.ndarray
+) -> tuple[list[list[tuple[Ranks, int]]], list[Ranks]]:
+    """The same of all ranks at once, which see the same numbers of ranks and nodes."""
+    if not (b := equal_share(node)):
+        raise UnlikeRanks("the nodes do not divide all rows and columns of the grid alike")
+    order = np.argsort(node, axis=1, kind="stable")
+    table = np.take_along_axis(grid, order, axis=1).reshape(len(grid), -1, b)
+    j, i = np.divmod(np.argsort(order, axis=1)[line, at], b)
+    nodes = range(table.shape[1])
+    found = [
+        [(table[line, (j + d) % len(nodes), (i + e) % b], e) for e in (*range(1, b), 0)]
+        for d in nodes
+    ]
+    return found, [x[-1][0] for x in found[1:]]
+
+
+def equal_share(node: np.ndarray) -> int:
+    """Ranks of a line in each node of it, if that is the same everywhere, else 0.
+
+    `node`: (lines, ranks of a line), the node of every rank.
+    """
+    sort = np.sort(node, axis=1)
+    b = int(np.sum(sort[0] == sort[0, 0]))
+    if sort.shape[1] % b:
+        return 0
+    parts = sort.reshape(len(sort), -1, b)
+    alike = (parts == parts[:, :, :1]).all() and (parts[:, 1:, 0] != parts[:, :-1, 0]).all()
+    return b * bool(alike)

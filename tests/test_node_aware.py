@@ -1,0 +1,346 @@
+"""Grids that know their nodes: results, and what crosses the network, by other means."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cases import NHEADS, SIZE, TENSORS, checked_both_ways, failures, inputs, run
+from helpers import assert_all, assert_all_refused, distance, drive
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi4py import MPI
+from test_bench import PROFILE
+
+from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid, schedules
+from a2d_mpi.core import chunks
+from a2d_mpi.core.config import PHASES, Workload
+from a2d_mpi.core.sizes import Layout, UnlikeRanks
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.machine import Link
+from a2d_mpi.planning.memory import most_memory, peak_memory
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.planner import candidates, layouts
+from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.schedules import METHODS, node_aware, write, write_all
+from a2d_mpi.schedules.steps import Copy, Message
+
+ROOT = Path(__file__).parents[1]
+A100 = read_machine(ROOT / "data" / "machines" / "a100-16x4.toml")
+mpi = pytest.mark.mpi(min_size=4)
+# Grids, with heads, and the node of every rank: 1, 2 and 4 ranks a node, and uneven ones.
+NODES = {
+    4: [
+        ((1, 4), (0, 0, 1, 1)),
+        ((4, 1), (0, 1, 1, 1)),
+        ((2, 2), (0, 0, 1, 1)),
+        ((2, 2, 1, "rcu", (2, 1)), (7, 7, 7, 7)),
+        ((1, 2, 2), (0, 1, 0, 1)),
+        ((1, 4, 1, "ucr"), (2, 0, 0, 0)),
+    ],
+    6: [
+        ((1, 6), (0, 0, 1, 1, 2, 2)),
+        ((6, 1), (0, 1, 1, 1, 2, 2)),
+        ((2, 3), (0, 1, 0, 0, 1, 1)),
+        ((1, 6, 1, "rcu", (1, 2)), (0, 0, 0, 0, 1, 1)),
+    ],
+}.get(SIZE, [((1, SIZE), (0, 0, *[1] * (SIZE - 2)))])
+
+
+@mpi
+@pytest.mark.multirank
+@pytest.mark.parametrize("shape, nodes", NODES, ids=str)
+def test_results(comm, monkeypatch, shape, nodes):
+    """Against float64, with and without overlap; counted, repeated, and cut in two chunks."""
+    grid, bad = ProcessGrid(comm, *shape, nodes=nodes), []
+    make = partial(NodeAwareAttention, grid, nheads=NHEADS, headdim=16)
+    for mask, seqlen, nheads_kv, dtype in (
+        (Causal(), 97, NHEADS, "float32"),
+        (Full(), 97, 2, "float64"),
+        (Causal(), 3, 1, "float64"),
+        (Causal(), 97, 1, "bfloat16"),
+        (Full(), 64, NHEADS, "float16"),
+    ):
+        if nheads_kv % grid.heads and grid.heads % nheads_kv:
+            continue
+        plan = partial(make, mask=mask, seqlen=seqlen, nheads_kv=nheads_kv, dtype=dtype)
+        bad += checked_both_ways(plan)
+    monkeypatch.setattr(chunks, "GRAIN", 4)
+    bad += checked_both_ways(partial(make, mask=Causal(), seqlen=101, nheads_kv=2))
+    plan = make(mask=Causal(), seqlen=97)
+    plain = Attention2D(grid, Causal(), seqlen=97, nheads=NHEADS, headdim=16)
+    first, again, other = (run(x, *inputs(97, NHEADS, 16)) for x in (plan, plan, plain))
+    bad += [f"{x} does not repeat" for x in TENSORS if first[x].tobytes() != again[x].tobytes()]
+    bad += [f"{x} is not the grid's" for x in TENSORS if distance(first[x], other[x]) > 1e-5]
+    totals = [sum(x[1] for x in p.traffic.bytes.values()) for p in (plan, plan, plain)]
+    if len(set(nodes)) in (1, comm.size) and totals[0] != 2 * totals[2]:
+        bad.append(f"{totals} bytes")
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@mpi
+@pytest.mark.multirank
+@pytest.mark.one_mpi
+def test_the_tests_can_tell(comm, monkeypatch):
+    """A member's partial results that do not get into its node's sum are missed."""
+    monkeypatch.setattr(node_aware, "Merge", lambda rows, to: Copy(rows, rows))
+    grid = ProcessGrid(comm, 1, comm.size, nodes=[0] * 2 + [1] * (comm.size - 2))
+    plan = NodeAwareAttention(grid, Causal(), seqlen=97, nheads=NHEADS, headdim=16)
+    bad = failures(plan, run(plan, *inputs(97, NHEADS, 16)), Causal(), 97, NHEADS, 16)
+    grid.free()
+    assert_all(comm, comm.allreduce(len(bad)) > 0, "sums without their parts passed")
+
+
+@mpi
+@pytest.mark.multirank
+def test_nodes_of_the_machine(comm):
+    """Ranks that share memory are on a node; what is said by the caller goes first."""
+    grids = [ProcessGrid(comm, 1, comm.size), ProcessGrid(comm, comm.size, 1, nodes=[5, 5, 3, 3] +
+             [8] * (comm.size - 4))]  # fmt: skip
+    found = [grid.layout.nodes for grid in grids]
+    for grid in grids:
+        grid.free()
+    shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    alone = shared.size == comm.size
+    shared.Free()
+    expected = (0,) * comm.size, (0, 0, 2, 2) + (4,) * (comm.size - 4)
+    assert_all(comm, not alone or tuple(found) == expected, f"{found}")
+
+
+# What needs no ranks.
+
+EVEN = [  # layouts, and the ranks of a node
+    (Layout(8, 8, 1, "rcu", (2, 2)), 4),
+    (Layout(2, 8, 1, "rcu", (1, 4)), 4),
+    (Layout(8, 4, 1, "cru", (4, 1)), 4),
+    (Layout(4, 4, 2, "rcu", (2, 1)), 4),
+    (Layout(4, 8, 1, "cru"), 4),
+    (Layout(4, 4, 2, "urc", (2, 2)), 4),
+    (Layout(3, 4), 1),
+    (Layout(2, 2), 4),
+]
+
+
+def on_nodes(layout, ranks_per_node):
+    return layout.on_nodes(np.arange(layout.size) // ranks_per_node)
+
+
+def problem(layout, dtype="float32", seqlen=None):
+    work = Workload(seqlen or 20 * layout.size, 12, 16, 4, dtype=dtype, backward=True)
+    return work.problem(layout, "contiguous")
+
+
+@pytest.mark.parametrize("layout, ranks_per_node", EVEN, ids=str)
+def test_equal_nodes(layout, ranks_per_node):
+    """Bytes between and inside nodes: a chunk comes to a node once, and goes on inside it."""
+    layout, rows, cols, u = (
+        on_nodes(layout, ranks_per_node),
+        layout.rows,
+        layout.cols,
+        layout.heads,
+    )
+    grid = np.reshape(layout.nodes or range(layout.size), (rows, cols, u))
+    nodes = len(set(grid[0, :, 0])), len(set(grid[:, 0, 0]))  # of a row, of a column
+    sizes = problem(layout, "bfloat16")
+    n, q, kv = 20 * u, 12 // u * 16, max(1, 4 // u) * 16
+    row = n * (4 * q + 4 * 12 // u), n * (8 * q + 8 * 12 // u)  # q and out, lse; and of backward
+    col = n * 4 * kv, n * (4 + 8) * kv
+    expected = {}
+    for x, ((far, name), ranks) in zip(
+        (row, col), zip(zip(nodes, ("row", "col")), (cols, rows)), strict=True
+    ):
+        for phase, nbytes in zip(PHASES, x, strict=True):
+            expected[phase, name] = (far - 1) * nbytes
+            expected[phase, f"{name} node"] = (ranks - far) * nbytes
+    expected = {key: [x, x] for key, x in expected.items() if x}
+    for rank in range(layout.size):
+        found = cost.traffic("node aware", layout, sizes, rank)
+        assert {k: x for k, x in found.items() if k[1] != "head"} == expected
+
+
+def test_the_nodes_of_the_issue():
+    """64 ranks, 16 nodes of 2 x 2: 48 chunks a NIC and forward pass; 88 of the plain grid."""
+    work = Workload(1 << 16, 96, 128, mask=Full())
+    n, p, lse = 1024, 96 * 128 * 2, 96 * 4
+    aware, plain = (
+        [x for x in candidates(A100, 64, work, methods=(method,))
+         if (x.layout.rows, x.layout.cols) == (8, 8)]
+        for method in ("node aware", "attention2d")
+    )  # fmt: skip
+    square = next(x for x in aware if x.layout.block == (2, 2))
+    assert square.crossing == n * (48 * p + 12 * lse)
+    assert square.crossing == min(x.crossing for x in aware)
+    assert min(x.crossing for x in plain) == n * (88 * p + 16 * lse)
+    assert square.received == plain[0].received and square.messages == plain[0].messages
+    # Blocks do not help a grid that does not know its nodes.
+    in_blocks = predict(A100, "attention2d", Layout(8, 8, 1, "rcu", (2, 2)), work)["forward"]
+    assert in_blocks.total.max() > min(x.seconds for x in plain)
+
+
+@pytest.mark.parametrize("layout, ranks_per_node", EVEN, ids=str)
+def test_all_ranks_at_once_as_one_by_one(layout, ranks_per_node):
+    layout = on_nodes(layout, ranks_per_node)
+
+    def of_rank(x, rank):
+        if isinstance(x, np.ndarray):
+            return int(x[rank])
+        if isinstance(x, tuple):
+            return tuple(of_rank(y, rank) for y in x)
+        if hasattr(x, "__dict__"):
+            return type(x), *(of_rank(y, rank) for y in vars(x).values())
+        return x
+
+    for phase in PHASES:
+        everyone = write_all("node aware", phase, layout, problem(layout))[0][layout.heads > 1]
+        for rank in range(layout.size):
+            one = write("node aware", phase, layout, problem(layout), rank)[layout.heads > 1]
+            steps = [of_rank(x, rank) for x in everyone.steps]
+            assert steps == [of_rank(x, rank) for x in one.steps]
+
+
+shapes = st.tuples(st.integers(1, 3), st.integers(1, 8))
+
+
+@given(shapes, st.lists(st.integers(0, 2), min_size=24, max_size=24), st.booleans())
+def test_any_nodes(shape, node, overlap):
+    """A chunk comes to each other node once, a sum from each; fetched evenly, in a fixed order."""
+    rows, cols = shape
+    node = node[: rows * cols]
+    layout = Layout(rows, cols).on_nodes(node)
+    ways, found, load = ({}, {}), Counter(), Counter()
+    for rank in range(layout.size):
+        steps = write("node aware", "backward", layout, problem(layout), rank, overlap)[0]
+        for x in (x for x in steps.steps if isinstance(x, Message)):
+            kind, owner = steps.arrays[x.rows.array].kind, x.rows.owner
+            assert x.channel.endswith("node") == (node[rank] == node[x.peer])
+            ends = (rank, x.peer) if x.sent else (x.peer, rank)
+            ways[x.sent].setdefault((*ends, x.channel, kind), []).append(owner)
+            if x.sent or node[rank] == node[x.peer]:
+                continue
+            fetched = kind in ("qd", "kv")
+            found[kind, owner, node[rank] if fetched else node[x.peer]] += 1
+            load[kind, rank, node[x.peer]] += fetched
+    assert ways[0] == ways[1]
+    grid, expected = np.arange(layout.size).reshape(shape), []
+    for kinds, lines in ((("qd", "dq"), grid), (("kv", "dkv"), grid.T)):
+        for line in lines.tolist():
+            size = Counter(node[p] for p in line)
+            expected += [(x, p, i) for p in line for i in size if i != node[p] for x in kinds]
+            for p in line:
+                most = [load[kinds[0], p, i] - -(-size[i] // size[node[p]]) for i in size]
+                assert max(most) <= 0
+    assert found == Counter(expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape, node", [
+    ((4, 4, 1), np.arange(16) // 4), ((2, 8, 2), np.arange(32) // 4),
+    ((1, 6, 1), (0, 0, 0, 1, 2, 2)), ((3, 4, 1), np.arange(12) // 5),
+    ((4, 2, 2), (0, 0, 1, 0, 2, 2, 1, 1, 1, 0, 0, 2, 2, 1, 0, 0)),
+])  # fmt: skip
+def test_most_memory(shape, node, dtype):
+    """Of the rank that holds the most, which need not be the one with the most tokens."""
+    layout = Layout(*shape).on_nodes(node)
+    for seqlen in (97, 1003):
+        sizes = problem(layout, dtype, seqlen)
+        held = [peak_memory("node aware", layout, sizes, rank, "zigzag", True)
+                for rank in range(layout.size)]  # fmt: skip
+        assert most_memory("node aware", layout, sizes, "zigzag", True) == max(held)
+
+
+def test_layouts():
+    """Those that have nodes of several ranks in some row or column, alike, once each."""
+    work = Workload(1 << 16, 96, 128, mask=Causal())
+    found = list(layouts("node aware", 64, work, 4))
+    assert len({(x.rows, x.cols, x.heads, x.nodes) for x in found}) == len(found) > 40
+    eight = [x for x in found if (x.rows, x.cols, x.heads) == (8, 8, 1)]
+    assert {x.block for x in eight} == {(1, 4), (2, 2), (4, 1)}
+    for x in found:
+        assert set(Counter(x.nodes).values()) == {4}
+        assert x == on_nodes(x, 4)
+        grid = np.reshape(x.nodes, (x.rows, x.cols, x.heads))[..., 0]
+        lines = [Counter(line) for line in (*grid.tolist(), *grid.T.tolist())]
+        assert any(len(line) > 1 and max(line.values()) > 1 for line in lines)
+    for ranks_per_node in (1, 5, 64):
+        assert not list(layouts("node aware", 64, work, ranks_per_node))
+    assert not METHODS["node aware"].suits(Layout(4, 4))
+    uneven = Layout(2, 4).on_nodes([0, 0, 0, 1, 1, 1, 2, 2])
+    assert not METHODS["node aware"].suits(uneven)
+    assert len(write_all("node aware", "forward", uneven, problem(uneven))) == 8
+    uneven = Layout(2, 1, 4).on_nodes([0, 0, 1, 1, 0, 1, 0, 1])
+    with pytest.raises(UnlikeRanks, match="context groups"):
+        write("node aware", "forward", uneven, problem(uneven), np.arange(8))
+
+
+def test_seconds_of_uneven_nodes():
+    """Of ranks that are unlike: between those of whole nodes, and of none."""
+    slow = replace(A100, between=Link(1e6), inside=Link(1e12), ranks_per_node=4)
+    work = Workload(960, 12, 16, mask=Full(), dtype="bfloat16", backward=True)
+    nodes = np.arange(8) // 4, [0, 0, 0, 1, 1, 1, 1, 2], np.arange(8)
+    layouts = [Layout(1, 8).on_nodes(x) for x in nodes]
+    seconds = [
+        sum(x.total.max() for x in predict(slow, "node aware", layout, work).values())
+        for layout in layouts
+    ]
+    assert seconds == sorted(seconds) and seconds[0] < 0.9 * seconds[2]
+
+
+def test_seconds_rank_by_rank(monkeypatch):
+    """As of all ranks at once, but for the work that these keep for the end."""
+    slow = read_machine(ROOT / "data" / "results" / "16x4.toml")
+    work = Workload(4096, 8, 64, mask=Causal(), dtype="float32", backward=True)
+    layout = on_nodes(Layout(8, 8, 1, "rcu", (2, 2)), 4)
+    found = []
+    for at_once in (True, False):
+        schedules._write_all.cache_clear()
+        monkeypatch.setitem(METHODS, "node aware", METHODS["node aware"]._replace(at_once=at_once))
+        phases = predict(slow, "node aware", layout, work).values()
+        found.append([x.total.max() for x in phases])
+    schedules._write_all.cache_clear()
+    assert found[0] != found[1] and found[0] == pytest.approx(found[1], rel=0.02)
+
+
+def test_the_pick_where_the_network_is_slow():
+    """16 nodes of 4: what the nodes know saves half of the time, and a ring's three quarters."""
+    slow = read_machine(ROOT / "data" / "results" / "16x4.toml")
+    work = Workload(4096, 8, 64, mask=Causal(), dtype="float32")
+    best = {}
+    for x in candidates(slow, 64, work):
+        best.setdefault(x.method if x.layout.heads == 1 else "heads", x)
+    aware, plain = best["node aware"].seconds, best["attention2d"].seconds
+    assert 48 / 88 < aware / plain < 48 / 88 / 0.9
+
+
+@pytest.mark.launches
+def test_drivers(tmp_path):
+    """Blocks in names and options; predictions for the nodes that are there, not the profile's."""
+    profile, output = (tmp_path / x for x in ("test.toml", "bench.h5"))
+    profile.write_text(PROFILE.replace('"test"', '"test"\nranks_per_node = 2'))
+    sizes = ["--seqlens", 61, "--nheads", 4, "--headdim", 8, "--backward", "--trials", 2]
+    plans = ["--plans", "node_aware:2x2/2x1,attention2d:2x2/2x1", "--profile", profile]
+    done = drive("bench.py", 4, "--output", output, *sizes, *plans)
+    assert done.returncode == 0, done.stderr
+    case = "causal-n61-h4-kv4-d8-float32-backward-overlap"
+    found = read_benchmark(output)
+    assert set(found) == {f"{x}-2x2x1-rcu_2x1-{case}" for x in ("node_aware", "attention2d")}
+    for name, result in found.items():
+        assert (result.config["block"], result.config["nodes"]) == ("2x1", "0 0 0 0")
+        assert result.passed and result.predicted["forward/total"].shape == (4,)
+        assert summarise(result).shape == "2x2x1@rcu/2x1"
+        inside = name.startswith("node") and {"forward/row node", "forward/col node"}
+        assert not inside or inside <= result.traffic.keys()
+    data, options = ROOT / "data" / "minilm_l3_1536.h5", ["--method", "node_aware"]
+    done = drive("attention.py", 4, data, *options, "--block", "1x2", "--seqlen", 99)
+    assert done.returncode == 0, done.stderr
+    assert_all_refused("attention.py", 4, [
+        ([data, "--block", "2"], [], "--block must be ROWSxCOLUMNS, got '2'"),
+        ([data, "--block", "3x1"], [], "no 3x1 blocks make a grid of 2 x 2"),
+        ([data, "--block", "2x2"], ["--block", "1x1"], "ranks disagree on --block"),
+        ([data, "--grid", "auto", "--profile", profile, "--block", "2x1"], [],
+         "leaves no choice of --rows, --cols, --heads, --order and --block"),
+    ])  # fmt: skip
