@@ -12,10 +12,14 @@ import numpy as np
 from helpers import distance
 
 from a2d_mpi import Causal, Full, IntervalMask, Mask
+from a2d_mpi.core import triangle
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.core.sizes import misfit
 
-METHODS = ("attention2d", "attention2d", "node aware", "ring", "striped ring", "double ring")
+METHODS = (
+    *("attention2d", "attention2d", "node aware", "triangle"),
+    *("ring", "striped ring", "double ring"),
+)
 MASKS = (
     *("full", "causal", "anti-causal", "window", "documents", "causal documents", "prefix"),
     *("random", "beyond", "some empty", "hidden", "sink", "several"),
@@ -83,7 +87,9 @@ def draw(seed: int, ranks: int) -> Case:
     divisors = [x for x in range(1, ranks + 1) if ranks % x == 0]
     shape = pick(*((r, c, ranks // r // c) for r in divisors for c in divisors
                    if ranks % (r * c) == 0))  # fmt: skip
-    method, dtype = pick(*METHODS), pick("float32", "float32", "float64", "float16", "bfloat16")
+    cells = shape[0] * shape[1]
+    method = pick(*(x for x in METHODS if x != "triangle" or triangle.fits(cells)))
+    dtype = pick("float32", "float32", "float64", "float16", "bfloat16")
     nheads = shape[2] * pick(1, 1, 2, 3, 4 if shape[2] < 4 else 1)
     nheads_kv = pick(*(x for x in range(1, nheads + 1)
                        if nheads % x == 0 and not misfit(nheads, x, shape[2])))  # fmt: skip
@@ -100,12 +106,11 @@ def draw(seed: int, ranks: int) -> Case:
         options["softmax_scale"] = pick(1, -1) * 3e3 / headdim**0.5
     elif rng.random() < 0.02:
         options["softmax_scale"] = 0.0
-    if method == "striped ring":
+    if method in ("striped ring", "triangle"):
         del options["distribution"]
-    cells = shape[0] * shape[1]
     if method == "double ring":
         options["inner"] = pick(None, *(x for x in range(1, cells + 1) if cells % x == 0))
-    name = pick(*MASKS)
+    name = "causal" if method == "triangle" else pick(*MASKS)
     mask, seen = _mask(name, seqlen, rng)
     sizes = {"seqlen": seqlen, "nheads": nheads, "nheads_kv": nheads_kv, "headdim": headdim}
     return Case(

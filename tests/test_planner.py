@@ -134,6 +134,31 @@ def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv, node_size, methods):
         assert found == expected, (method, layout)
 
 
+@pytest.mark.parametrize(
+    "machine, ranks, seqlen, heads, why",
+    [
+        (H100, 6, 1 << 20, 6, "computing hides all transfers"),
+        (H100, 10, 1 << 20, 8, "computing hides all transfers"),
+        (A100, 16, 1 << 16, 16, "as many heads as ranks"),
+        (A100, 12, 1 << 20, 12, "as many heads as ranks"),
+    ],
+)
+def test_where_other_partitions_do_not_help(machine, ranks, seqlen, heads, why):
+    job = Workload(seqlen, heads, 128, mask=Causal(), backward=True)
+    best = best_candidate(machine, ranks, job)
+    assert best.method not in ("triangle", "node aware"), why
+
+
+def test_where_the_triangle_helps():
+    """And ranks may be idle for it."""
+    machine = read_machine(ROOT / "data" / "results" / "64x1.toml")
+    job = Workload(768, 10, 16, mask=Causal(), dtype="float32", backward=True)
+    assert best_candidate(machine, 6, replace(job, nheads=1, nheads_kv=1)).method == "triangle"
+    best, *_ = candidates(machine, 64, job, idle=0.1, methods=("attention2d", "triangle"))
+    assert (best.method, best.layout.size, best.layout.heads) == ("triangle", 60, 10)
+    assert candidates(machine, 64, job, methods=("triangle",)) == []
+
+
 def test_many_ranks_take_seconds():
     """Before, 512 ranks took a minute: each rank's messages and the pairs of each layout."""
     start, steps = time.process_time(), []

@@ -43,7 +43,8 @@ def study(args: argparse.Namespace) -> int:
             whole = [x for x in these if x.overlap]
             print(f"  {workload}, {ranks} ranks, {len(whole)} plans")
             match = _matches(args.machines, path, results, whole)
-            for line in filter(None, (_against_ring(results, whole), _in_turn(these), match)):
+            others = _against_ring(results, whole), _in_turn(these), match
+            for line in filter(None, (*others, *_against_grid(results, whole))):
                 print(f"    {line}")
             if ratios := _pick(whole):
                 pick, ring, strangers, others = ratios
@@ -95,6 +96,47 @@ def _against_ring(results: dict[str, Result], xs: Sequence[Summary]) -> str:
 
 def _shape(result: Result) -> tuple[int, int]:
     return int(result.config["rows"]), int(result.config["cols"])
+
+
+def _against_grid(results: dict[str, Result], xs: Sequence[Summary]) -> list[str]:
+    """Seconds and bytes of the fastest grid over those of other plans with the same head axis.
+
+    Bytes: those of the busiest node, sent to other nodes or received from them.
+    """
+    lines = []
+    axis = {x.name: int(results[x.name].config["heads"]) for x in xs}
+    for x in (x for x in xs if x.method not in (GRID, RING) and "nodes" in results[x.name].config):
+        same = [y for y in xs if y.method == GRID and axis[y.name] == axis[x.name]]
+        parts = []
+        for phases in dict.fromkeys([("forward",), phases_of(results[x.name])]) if same else ():
+            of = {y.name: summarise(results[y.name], phases).seconds for y in (x, *same)}
+            grid = min(same, key=lambda y: of[y.name])
+            seconds = of[grid.name] / of[x.name]
+            moved = _busiest_node(results[grid.name], phases) / _busiest_node(
+                results[x.name], phases
+            )
+            parts.append(f"{' + '.join(phases)} {seconds:.2f} in time, {moved:.2f} in bytes "
+                         f"({seconds / moved:.2f})")  # fmt: skip
+        if parts:
+            lines.append(f"{grid.plan} / {x.plan}: " + "; ".join(parts))
+    return lines
+
+
+def _busiest_node(result: Result, phases: Sequence[str]) -> int:
+    """Bytes that a node sends to others, or receives from them, at most in each phase."""
+    c = result.config
+    nodes = tuple(int(x) for x in str(c["nodes"]).split()) or tuple(range(int(c["ranks"])))
+    layout = Layout(*(int(c[x]) for x in ("rows", "cols", "heads")), nodes=nodes)
+    sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
+    problem = Workload(*sizes, dtype=str(c["dtype"])).problem(layout, str(c["distribution"]))
+    node, most = np.array(nodes), 0
+    for phase in phases:
+        crossing = np.zeros((2, max(nodes) + 1), np.int64)
+        for move in cost.moves(str(c["method"]), layout, problem, None, (phase,)):
+            nbytes = move.tokens * sum(move.tensors) * (node[move.rank] != node[move.peer])
+            np.add.at(crossing[int(move.sent)], node[move.rank], nbytes)
+        most += int(crossing.max())
+    return most
 
 
 def _in_turn(xs: Sequence[Summary]) -> str:

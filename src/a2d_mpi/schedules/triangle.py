@@ -232,9 +232,8 @@ def forward(s: Schedule) -> None:
             into = Rows(name, p, queries.part)
         s.add(Attend(queries, keys, into))
         if done:
-            held.append((block.q, into._replace(part=block.q.span)))
-            _give(held, s.sizes.overlap)
-    _give(held, True, True)
+            held += _given(block.q, into._replace(part=block.q.span))
+    _give(held)
     for side in (block.q, block.fed_q):
         side.merge(Rows(out, s.rank, side.span))
     s.results = {"out": Rows(out, s.rank)}
@@ -260,13 +259,11 @@ def backward(s: Schedule) -> None:
         s.add(Attend(queries, keys, into, keys_into))
         if done:
             late = into if block.late is block.q else keys_into
-            held.append((block.late, late._replace(part=block.late.span)))
-            _give(held, s.sizes.overlap)
+            held += _given(block.late, late._replace(part=block.late.span))
     kept, own = (block.all_k, dkv) if by_query else (block.all_q, dq)
     early = block.early
     held += [(early, Rows(gradient[kept], p, early.span)) for p in early.others]
-    _give(held, True)
-    _give(held, True, True)
+    _give(held)
     for span in (block.k.span, block.q.span):
         s.add(Merge(Rows(gradient[kept], s.rank, span), Rows(own, s.rank, span)))
     for side, kind in home:
@@ -274,13 +271,21 @@ def backward(s: Schedule) -> None:
     s.results = {"dq": Rows(dq, s.rank), "dkv": Rows(dkv, s.rank)}
 
 
-def _give(held: list[tuple[Side, Rows]], now: bool, merging: bool = False) -> None:
-    """Send finished partial results; those with which others are merged only if `merging`."""
-    for x in held[:] if now else ():
-        side, partial = x
-        if merging or not side.is_helped(partial.owner):
-            side.give(partial)
-            held.remove(x)
+Partials = list[tuple[Side, Rows]]
+
+
+def _given(side: Side, partial: Rows) -> Partials:
+    """Send a finished partial result at once, or return it: others are to be merged with it."""
+    if side.s.sizes.overlap and not side.is_helped(partial.owner):
+        side.give(partial)
+        return []
+    return [(side, partial)]
+
+
+def _give(held: Partials) -> None:
+    """Send partial results; last those that wait for others."""
+    for side, partial in sorted(held, key=lambda x: x[0].is_helped(x[1].owner)):
+        side.give(partial)
 
 
 METHOD = Method(
