@@ -24,7 +24,6 @@ Grigori, Kumar and Rouse, "Parallel Memory-Independent Communication Bounds for 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import zip_longest
 
 from a2d_mpi.core import triangle
 from a2d_mpi.schedules.method import Method
@@ -207,13 +206,22 @@ class Block:
                     yield upper, Rows(array, owner, self.k.span), late
 
     def _arrivals(self) -> Iterator[tuple[Side, Rows]]:
-        """Pass all rows on as they come; yield early ones at once, then the late ones."""
-        held = []
-        for early, late in zip_longest(self.early.others, self.late.others):
-            if early is not None:
-                yield self.early, self.early.arrive(early)
-            if late is not None:
-                held.append(self.late.arrive(late))
+        """Pass all rows on as they come; yield early ones at once, then the late ones.
+
+        Rows that others wait for are first, early and late ones in turn.
+        """
+        sides, held = (self.early, self.late), []
+        order = [
+            (not side.heirs(p), i, side is self.late, side)
+            for side in sides
+            for i, p in enumerate(side.others)
+        ]
+        for _, i, late, side in sorted(order, key=lambda x: x[:3]):
+            rows = side.arrive(side.others[i])
+            if late:
+                held.append(rows)
+            else:
+                yield side, rows
         for rows in held:
             yield self.late, rows
 
