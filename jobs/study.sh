@@ -89,15 +89,16 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
         calibrated "$nodes" "$rate"
         heads=${grid#*x}
         [[ $heads == *x* ]] && heads=${heads#*x} || heads=1
-        bench "$nodes" "$rate" --masks causal --seqlens 960 --trials 7 --backward \
+        bench "$nodes" "$rate" --masks causal --seqlens 960 --trials 7 --spans none --backward \
           --plans "auto:2,attention2d:$grid,triangle:$((${nodes%x*} / heads))x1x$heads,ring"
       done
       ;;
     nodes) # node-aware grids beside the best plain ones
       calibrated 16x4 5mbit
       for mask in causal full; do
-        bench 16x4 5mbit --masks "$mask" --nheads-kv 16,2 --trials 7 --backward \
-          --plans "auto,attention2d:8x8,node_aware:8x8@rcu/2x2,node_aware:4x4x4,ring"
+        on 16x4 5mbit drivers/bench.py --output "$output/nodes.h5" --profile "$output/16x4.toml" \
+          "${sizes[@]}" --trials 7 --spans none --masks "$mask" --nheads-kv 16,2 --backward \
+          --plans "auto,attention2d:8x8,node_aware:8x8@rcu/2x2,node_aware:16x2x2@rcu/2x2,ring"
       done
       ;;
     overlap) # computing and communicating at once, and in turn, where both take as long
