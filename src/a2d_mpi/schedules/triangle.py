@@ -79,7 +79,7 @@ class Side:
         # Straight from the owner; then through others.  Owners nearest before this rank first.
         self.others = sorted(needed, key=lambda p: (self._there[p][s.rank] != p, -self._after[p]))
 
-    def heirs(self, owner: int) -> list[int]:
+    def children(self, owner: int) -> list[int]:
         """To whom this rank sends an owner's rows: who passes them on first, nearest following."""
         tree = self._there[owner]
         passing = set(tree.values())
@@ -104,7 +104,7 @@ class Side:
 
     def send(self, rows: Rows) -> None:
         """Send an owner's rows to those who get them from this rank."""
-        for p in self.heirs(rows.owner):
+        for p in self.children(rows.owner):
             self.s.send(self.channel, p, rows)
 
     def arrive(self, owner: int) -> Rows:
@@ -212,7 +212,7 @@ class Block:
         """
         sides, held = (self.early, self.late), []
         order = [
-            (not side.heirs(p), i, side is self.late, side)
+            (not side.children(p), i, side is self.late, side)
             for side in sides
             for i, p in enumerate(side.others)
         ]
