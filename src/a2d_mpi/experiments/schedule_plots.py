@@ -52,7 +52,9 @@ def draw(rows: list[Panels], ranks_per_node: int):
     )  # fmt: skip
     for row, (first, *others) in zip(rows, all_axes):
         _computes(first, row.computes, colours)
-        first.set_title(row.title, loc="left", fontweight="bold")
+        # A long one would run into the next panel.
+        title = row.title.replace(", ", ",\n") if len(row.title) > 28 else row.title
+        first.set_title(title, loc="left", fontweight="bold")
         for phase, matrix, time in zip(phases, others, others[len(phases) :]):
             most = max(x.received[phase].max() for x in rows)
             _received(figure, matrix, row.received[phase], most, colours, ranks_per_node)
