@@ -119,7 +119,8 @@ class Watch:
         if self._aborts:
             line += "; aborting the job (A2D_MPI_STALL_ABORT)"
         seconds = time.monotonic() - min(since for since, _ in self._heard.values())
-        print(f"a2d_mpi: waiting for {seconds:.0f} s: {line}", file=sys.stderr, flush=True)
+        line = f"a2d_mpi: waiting for {seconds:.0f} s: {line}\n"
+        print(line, end="", file=sys.stderr, flush=True)  # at once: other ranks print, too
         if self._aborts:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
                 self._comm.Abort(_ABORTED)

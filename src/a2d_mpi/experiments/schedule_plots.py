@@ -53,7 +53,7 @@ def draw(rows: list[Panels], ranks_per_node: int):
     for row, (first, *others) in zip(rows, all_axes):
         _computes(first, row.computes, colours)
         # A long one would run into the next panel.
-        title = row.title.replace(", ", ",\n") if len(row.title) > 28 else row.title
+        title = row.title.replace(", ", ",\n") if len(row.title) > 30 else row.title
         first.set_title(title, loc="left", fontweight="bold")
         for phase, matrix, time in zip(phases, others, others[len(phases) :]):
             most = max(x.received[phase].max() for x in rows)

@@ -112,9 +112,8 @@ def _against_grid(results: dict[str, Result], xs: Sequence[Summary]) -> list[str
             of = {y.name: summarise(results[y.name], phases).seconds for y in (x, *same)}
             grid = min(same, key=lambda y: of[y.name])
             seconds = of[grid.name] / of[x.name]
-            moved = _busiest_node(results[grid.name], phases) / _busiest_node(
-                results[x.name], phases
-            )
+            both = [_busiest_node(results[y.name], phases) for y in (grid, x)]
+            moved = both[0] / both[1] if both[1] else math.nan  # one node has all ranks
             parts.append(f"{' + '.join(phases)} {seconds:.2f} in time, {moved:.2f} in bytes "
                          f"({seconds / moved:.2f})")  # fmt: skip
         if parts:
