@@ -54,6 +54,7 @@ class Arrays:
         self._slices: dict[Rows, slice] = {}
         self._views: dict[Rows, list[Array]] = {}
         self._parcels: dict[Rows, list[Array]] = {}
+        self._rests: dict[Rows, Array] = {}
         self._version: object = None
 
     def begin(self, engine: Engine, given: Mapping[str, Array]) -> None:
@@ -79,7 +80,7 @@ class Arrays:
 
     def free(self) -> None:
         """Forget the buffers of the plan."""
-        self._views, self._parcels = {}, {}
+        self._views, self._parcels, self._rests = {}, {}, {}
 
     def kind(self, name: str) -> str:
         """Kind of an array, one of `KINDS`."""
@@ -146,8 +147,10 @@ class Arrays:
 
     def compensation(self, rows: Rows) -> Array:
         """Rounding lost by the merges of the lse of rows: (rows, nheads)."""
-        whole = self._buffer((rows.array, "rest"), "lse", self._count(rows), wide=True)
-        return whole[self.slice(rows)]
+        if rows not in self._rests:
+            whole = self._buffer((rows.array, "rest"), "lse", self._count(rows), wide=True)
+            self._rests[rows] = whole[self.slice(rows)]
+        return self._rests[rows]
 
     def tokens(self, rows: Rows) -> np.ndarray:
         """Global indices of rows; those of keys of several owners in the order of tokens."""
