@@ -28,7 +28,17 @@ from collections.abc import Iterator
 from a2d_mpi.core import triangle
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.sizes import Span
-from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Rows, Schedule, Zero
+from a2d_mpi.schedules.steps import (
+    KINDS,
+    WIDE,
+    Attend,
+    Copy,
+    Merge,
+    Message,
+    Rows,
+    Schedule,
+    Zero,
+)
 from a2d_mpi.schedules.trees import trees
 
 
@@ -136,8 +146,15 @@ class Side:
 
     def give(self, partial: Rows) -> None:
         """Merge what came for an owner's rows with this rank's own part, and send it on."""
+        s, array = self.s, self.s.arrays[partial.array]
         self.merge(partial)
-        self.s.send(self.channel, self._back[partial.owner][self.s.rank], partial)
+        if s.sizes.narrow and array.wide != WIDE:  # merged as it is computed, rounded once
+            name = s.array(
+                f"{partial.array}, rounded", array.kind, array.owners, spans=array.spans
+            )
+            s.add(Copy(partial, rounded := partial._replace(array=name)))
+            partial = rounded
+        s.send(self.channel, self._back[partial.owner][s.rank], partial)
 
 
 class Block:
@@ -236,7 +253,8 @@ def forward(s: Schedule) -> None:
     for queries, keys, done in block.calls():
         into, p = Rows(out, s.rank, queries.part), queries.owner
         if p != s.rank:
-            name = s.array(f"out to {p}", "out", (p,), spans=(block.q.span,))
+            wide = KINDS["out"] if block.q.is_helped(p) else WIDE
+            name = s.array(f"out to {p}", "out", (p,), spans=(block.q.span,), wide=wide)
             into = Rows(name, p, queries.part)
         s.add(Attend(queries, keys, into))
         if done:
