@@ -154,10 +154,7 @@ class Arrays:
 
     def tokens(self, rows: Rows) -> np.ndarray:
         """Global indices of rows; those of keys of several owners in the order of tokens."""
-        whole = self._whole(rows)
-        if rows.owner is None and rows.array in self.orders:
-            whole = whole[self.orders[rows.array]]
-        return whole[self._find(rows)]
+        return self._ordered(rows)[self._find(rows)]
 
     def places(self, step: Copy | Merge) -> np.ndarray | None:
         """Places of an owner's rows in an array by token; None if neither array is by token."""
@@ -211,12 +208,17 @@ class Arrays:
         """Place of the tokens of a span among those of all owners."""
         if rows.part is None:
             return slice(None)
-        tokens = self._whole(rows)
-        if rows.array in self.orders:
-            tokens = tokens[self.orders[rows.array]]
+        tokens = self._ordered(rows)
         found = np.flatnonzero((tokens >= rows.part.begin) & (tokens < rows.part.end))
         assert len(found) == 0 or found[-1] - found[0] == len(found) - 1, "rows are scattered"
         return slice(found[0], found[-1] + 1) if len(found) else slice(0, 0)
+
+    def _ordered(self, rows: Rows) -> np.ndarray:
+        """Global indices of all rows of an array, as a kernel that asks for these meets them."""
+        whole = self._whole(rows)
+        if rows.owner is None and rows.array in self.orders:
+            return whole[self.orders[rows.array]]
+        return whole
 
     def _whole(self, rows: Rows) -> np.ndarray:
         """Global indices of all rows of an array, as it lies in memory."""

@@ -13,7 +13,7 @@ from a2d_mpi.comm.rendezvous import Call
 from a2d_mpi.comm.threads import BlasThreads
 from a2d_mpi.core.config import PHASES, AttentionConfig, Problem
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.masks import Causal, Mask
+from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.planning import cost
@@ -287,7 +287,7 @@ def _distribution(
     method: str, name: str | None, config: AttentionConfig, mask: Mask, grid: ProcessGrid
 ) -> Distribution:
     """The distribution of that name, by default the method's own or the one for the mask."""
-    if METHODS[method].causal and not isinstance(mask, Causal):
+    if not METHODS[method].takes(mask):
         raise ValueError(
             f"a {method} needs a causal mask, got {type(mask).__name__}: it leaves out the pairs "
             "of a query and a later key"

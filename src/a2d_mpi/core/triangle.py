@@ -44,7 +44,7 @@ def segments(shards: int) -> int:
     ValueError
         If there is none.
     """
-    t = (1 + math.isqrt(1 + 8 * shards)) // 2
+    t = _segments(shards)
     if t * (t - 1) != 2 * shards:
         below, above = (x * (x - 1) // 2 for x in (t, t + 1))
         raise ValueError(
@@ -61,13 +61,13 @@ def fits(shards: int) -> bool:
 
 def largest(shards: int) -> int:
     """The most shards of a triangle that are no more than these."""
-    t = (1 + math.isqrt(1 + 8 * shards)) // 2
+    t = _segments(shards)
     return t * (t - 1) // 2
 
 
 def pair(rank: int) -> tuple[int, int]:
     """The segments i > j of a rank: it has the queries of i and the keys of j."""
-    i = (1 + math.isqrt(1 + 8 * rank)) // 2
+    i = _segments(rank)
     return i, rank - i * (i - 1) // 2
 
 
@@ -98,6 +98,11 @@ def pieces(seqlen: int, t: int, rank: int) -> tuple[range, ...]:
     begin, first = segment(seqlen, t, i)[:2]
     early, late = (_cut(begin, first, x, 2 * i) for x in (j, 2 * i - 1 - j))
     return lower, upper, early, late
+
+
+def _segments(shards: int) -> int:
+    """The most segments whose triangle has no more shards."""
+    return (1 + math.isqrt(1 + 8 * shards)) // 2
 
 
 def _cut(begin: int, end: int, place: int, places: int) -> range:

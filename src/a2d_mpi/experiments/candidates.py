@@ -130,7 +130,7 @@ def _print(
 
 
 def _idle(plan: Candidate, ranks: int) -> str:
-    """How many ranks a plan leaves idle."""
+    """The ranks that a plan leaves idle, in words."""
     used = plan.layout.size
     return f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
 

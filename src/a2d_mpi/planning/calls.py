@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +13,13 @@ from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.pairs import by_rows, merged, pairs_of_runs, visible_pairs
 from a2d_mpi.planning.machine import KernelModel
-from a2d_mpi.schedules.accounts import Tokens
+from a2d_mpi.schedules.accounts import Tokens, common
 from a2d_mpi.schedules.sizes import Span
 from a2d_mpi.schedules.steps import FIRST, REST, Attend, Rows, Schedule
 
 
-class KernelCalls:
-    """Seconds of kernel calls on shards of a context group, by rank.
+class _Calls:
+    """Seconds of the kernel calls of a phase.
 
     Parameters
     ----------
@@ -43,8 +44,17 @@ class KernelCalls:
     ) -> None:
         self._heads = group.nheads, group.nheads_kv, group.headdim
         self._kernel, self._share, self._back = kernel, share, phase == "backward"
-        self._area, self._cut = visible_pairs(mask, shards)
-        self._pair = _pair_seconds(kernel, mask, shards, self._heads, self._back, share)
+        self._mask, self._shards = mask, shards
+
+
+class KernelCalls(_Calls):
+    """Calls on shards of a context group, of all ranks at once; arguments as of `_Calls`."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._area, self._cut = visible_pairs(self._mask, self._shards)
+        shards = self._mask, self._shards, self._heads
+        self._pair = _pair_seconds(self._kernel, *shards, self._back, self._share)
 
     def begin(self, schedule: Schedule, tokens: Tokens) -> None:
         """Set out on a schedule."""
@@ -114,24 +124,8 @@ class KernelCalls:
         return self._sums[key]
 
 
-class SingleCalls:
-    """Seconds of kernel calls of one rank after the other, whose schedules differ.
-
-    Parameters are those of `KernelCalls`.
-    """
-
-    def __init__(
-        self,
-        kernel: KernelModel,
-        share: float,
-        mask: Mask,
-        shards: Distribution,
-        group: AttentionConfig,
-        phase: str,
-    ) -> None:
-        self._heads = group.nheads, group.nheads_kv, group.headdim
-        self._kernel, self._share, self._back = kernel, share, phase == "backward"
-        self._mask, self._shards = mask, shards
+class SingleCalls(_Calls):
+    """Calls of one rank after the other, whose schedules differ; arguments as of `_Calls`."""
 
     def begin(self, schedule: Schedule, tokens: Tokens) -> None:
         """Set out on a schedule of one rank."""
@@ -157,15 +151,14 @@ class SingleCalls:
         array = self._schedule.arrays[rows.array]
         key = rows.array if rows.owner is None else None, rows.owner, rows.part
         if key not in known:
-            whole = Span(0, self._shards.seqlen)
+            whole, part = Span(0, self._shards.seqlen), rows.part
+            wanted = part if isinstance(part, Span) else whole
             pieces = array.pieces if rows.owner is None else [(rows.owner, None)]
-            found = [x for p, span in pieces for x in self._shards.within(p, *(span or whole))]
-            if rows.part is not None and not isinstance(rows.part, Span):
-                n, (chunk, ranks) = sum(map(len, found)), rows.part
-                found = _within(found, chunks(n, ranks)[chunk])
-            else:
-                part = rows.part or whole
-                found = (range(max(x.start, part.begin), min(x.stop, part.end)) for x in found)
+            spans = [(p, common(span, wanted)) for p, span in pieces]
+            found = [x for p, span in spans for x in self._shards.within(p, *span)]
+            if part is not None and wanted is whole:
+                chunk, ranks = part
+                found = _within(found, chunks(sum(map(len, found)), ranks)[chunk])
             known[key] = merged(found)
         return known[key]
 

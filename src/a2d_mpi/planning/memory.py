@@ -85,7 +85,7 @@ def most_memory(
 
 
 def _by_node(node: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
-    """What else it follows from: ranks and tokens of other nodes that are fetched by a rank.
+    """Further numbers that tell: ranks and tokens of other nodes that are fetched by a rank.
 
     `node`: (rows, cols, heads); `tokens`: (rows, cols, 1), of a head group.
     """

@@ -19,7 +19,6 @@ import numpy as np
 
 from a2d_mpi.core.config import PHASES, Problem, Workload
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.masks import Causal
 from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.planning import cost
@@ -179,7 +178,7 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
     known = METHODS[method]
     if known.distribution and work.mask.default_distribution == "contiguous":
         return  # for masks that see everything it is another method
-    if known.causal and not isinstance(work.mask, Causal):
+    if not known.takes(work.mask):
         return
     node, seen = np.arange(ranks) // ranks_per_node, set()
     for heads in _divisors(ranks):

@@ -45,7 +45,7 @@ class Tokens:
     def _count(self, rows: Rows) -> Ranks:
         if rows.owner is None:
             pieces = self._schedule.arrays[rows.array].pieces
-            return sum(self._of_owner(p, _common(span, rows.part)) for p, span in pieces)
+            return sum(self._of_owner(p, common(span, rows.part)) for p, span in pieces)
         if isinstance(rows.part, str):
             share = FIRST_SHARE if rows.part == FIRST else 1 - FIRST_SHARE
             return share * self._of_owner(rows.owner, None)
@@ -181,7 +181,7 @@ def sorted_arrays(schedule: Schedule) -> set[str]:
     return {name for name in found if len(schedule.arrays[name].owners) > 1}
 
 
-def _common(span: Span | None, part: Span | None) -> Span | None:
+def common(span: Span | None, part: Span | None) -> Span | None:
     """The tokens of a part among those that an array has of an owner; None: the whole shard."""
     if span is None or part is None:
         return part or span

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from a2d_mpi.core.masks import Causal, Mask
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules.steps import Schedule
 
@@ -45,3 +46,7 @@ class Method(NamedTuple):
     at_once: bool = True
     known_as: Callable[[Layout], str] = lambda layout: ""
     knows_nodes: bool = False
+
+    def takes(self, mask: Mask) -> bool:
+        """Tell whether the method is for a mask."""
+        return isinstance(mask, Causal) or not self.causal

@@ -205,7 +205,7 @@ def backward(s: Schedule) -> None:
 
 
 def _suits(layout: Layout) -> bool:
-    """Whether a row or column has nodes of several ranks, and all are cut by nodes alike."""
+    """Tell whether a row or column has nodes of several ranks, and all are cut by nodes alike."""
     try:
         nodes = layout.nodes_of_group()
     except UnlikeRanks:

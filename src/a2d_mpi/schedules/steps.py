@@ -27,8 +27,6 @@ KINDS = {
     "gradients": ("dq", "dk", "dv"),
 }
 WIDE = ("lse", "delta", "dq", "dk", "dv")  # sent as they are computed: sums, and statistics
-
-
 FIRST, REST = "first", "rest"  # parts of a rank's own shard: what it computes first, and last
 
 

@@ -23,6 +23,7 @@ Grigori, Kumar and Rouse, "Parallel Memory-Independent Communication Bounds for 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from a2d_mpi.core import triangle
@@ -82,9 +83,12 @@ class Side:
         self.span = Span(self.bounds.begin, self.bounds.end)
         team = tuple(sorted(members[0] + members[1]))
         s.channels[channel] = team
-        self._there = {p: trees(t, *sizes)[segment, of_keys, p] for p in team}
-        self._back = {p: trees(t, *back)[segment, of_keys, p] for p in team}
-        self._after = {p: (team.index(p) - team.index(s.rank)) % len(team) for p in team}
+        self._there, self._back = (
+            {p: found[segment, of_keys, p] for p in team}
+            for found in (trees(t, *sizes), trees(t, *back))
+        )
+        place = team.index(s.rank)
+        self._after = {p: (x - place) % len(team) for x, p in enumerate(team)}
         needed = [p for p in team if p != s.rank and s.rank in self.members]
         # Straight from the owner; then through others.  Owners nearest before this rank first.
         self.others = sorted(needed, key=lambda p: (self._there[p][s.rank] != p, -self._after[p]))
@@ -158,7 +162,7 @@ class Side:
 
 
 class Block:
-    """What rank (i, j) meets, and the kernel calls of its block and its shares of the diagonal.
+    """The sides that rank (i, j) meets, and the calls of its block and its diagonal shares.
 
     By query, keys are met first, one owner after the other, by this rank's own queries; then the
     others' queries meet all keys at once, and their results are finished.  By key: the same with
@@ -169,15 +173,10 @@ class Block:
         self.s, (i, j) = s, triangle.pair(s.rank)
         q, kv = s.sizes.nheads, 2 * s.sizes.nheads_kv
         sizes, back = ((q, kv), (q, 0)) if kind == "q" else ((2 * q, kv), (q, kv))
-        self.q, self.k = (
-            Side(s, "row", False, i, sizes, back),
-            Side(s, "col", True, j, sizes, back),
-        )
+        side = functools.partial(Side, s, sizes=sizes, back=back)
+        self.q, self.k = side("row", False, i), side("col", True, j)
         # Others need this rank's slices, too: its queries of j, and its keys of i.
-        self.fed_q, self.fed_k = (
-            Side(s, "col", False, j, sizes, back),
-            Side(s, "row", True, i, sizes, back),
-        )
+        self.fed_q, self.fed_k = side("col", False, j), side("row", True, i)
         self.own_q = s.array(f"own {kind}", kind, (s.rank,), "given")
         self.own_k = s.array("own kv", "kv", (s.rank,), "given")
         self.early, self.late = (self.k, self.q) if by_query else (self.q, self.k)
