@@ -173,7 +173,7 @@ def accounts(plan, backward):
         expected = {key: both for key, both in expected.items() if key[0] in phases}
         if counted != expected:
             bad.append(f"{counted} {what} but predicted {expected}")
-    held = buffers(*sizes, plan.distribution.name, backward)
+    held = buffers(*sizes, backward)
     counts = plan.problem.counts
     if plan.buffer_bytes > held or (min(counts) > 1 and plan.buffer_bytes < held):
         bad.append(f"{plan.buffer_bytes} bytes of buffers but predicted {held}")

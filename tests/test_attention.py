@@ -27,7 +27,7 @@ from helpers import assert_all
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi.core import chunks
 from a2d_mpi.core import distribution as distributions
-from a2d_mpi.core.config import Workload
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine

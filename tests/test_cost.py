@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from a2d_mpi.comm import transport
 from a2d_mpi.core import chunks
-from a2d_mpi.core.config import AttentionConfig, Problem
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
 from a2d_mpi.core.masks import Causal, Full, IntervalMask
 from a2d_mpi.core.pairs import visible_pairs
@@ -41,7 +42,10 @@ def problem(ranks):
 
 def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D):
     sizes = max(1, sum(counts)), nheads, headdim, nheads_kv
-    return Problem(tuple(counts), AttentionConfig(*sizes, dtype=dtype))
+    ends = np.cumsum([0, *counts]).tolist()
+    runs = tuple((range(a, b),) for a, b in zip(ends, ends[1:]))
+    shards = Distribution("balanced", sum(counts), len(counts), listed=runs)
+    return Problem(AttentionConfig(*sizes, dtype=dtype), shards)
 
 
 def test_config():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
-from a2d_mpi.core.config import Workload
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import MASKS, Causal, Full
 from a2d_mpi.core.pairs import visible_pairs

@@ -16,7 +16,8 @@ from test_bench import PROFILE
 
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid, schedules
 from a2d_mpi.core import chunks
-from a2d_mpi.core.config import PHASES, Workload
+from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.summary import summarise

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import SECONDS, assert_all_refused
 
-from a2d_mpi.core.config import Workload
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost

@@ -8,7 +8,8 @@ import pytest
 import test_schedules as toy
 from helpers import assert_all_refused, drive, parser_of, runs_on
 
-from a2d_mpi.core.config import PHASES, Workload
+from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.masks import Causal, Full, IntervalMask
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import schedule_panels, schedule_plots

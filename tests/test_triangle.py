@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, TriangleAttention
 from a2d_mpi.attention.executor import executors
-from a2d_mpi.core.config import Workload
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import triangle

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from a2d_mpi.attention.engine import Engine
-from a2d_mpi.core.chunks import chunks
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.schedules.accounts import sorted_arrays
-from a2d_mpi.schedules.sizes import Span
-from a2d_mpi.schedules.steps import FIRST, KINDS, Copy, Merge, Rows, Schedule
+from a2d_mpi.schedules.accounts import packed
+from a2d_mpi.schedules.places import Places, sorted_arrays
+from a2d_mpi.schedules.steps import KINDS, Copy, Merge, Rows, Schedule
 from a2d_mpi.schedules.steps import Array as Described
 
 
@@ -27,31 +25,21 @@ class Arrays:
     layout : Layout
     config : AttentionConfig
         With all heads.
-    shards : Distribution
-        Of the ranks of the schedule.
-    splits : mapping of bool to list of slices
-        Slices of this rank's own queries (False) and keys (True) that are computed first and
-        last, where the schedule has both.
+    places : Places
     """
 
     def __init__(
-        self,
-        schedule: Schedule,
-        layout: Layout,
-        config: AttentionConfig,
-        shards: Distribution,
-        splits: Mapping[bool, list[slice]],
+        self, schedule: Schedule, layout: Layout, config: AttentionConfig, places: Places
     ) -> None:
         self._schedule, self._described = schedule, schedule.arrays
         self._config, self._group = config, config.context_group(layout.heads)
-        self._heads, self._shards, self._splits = layout.heads, shards, splits
-        self._sizes, self._counts = schedule.sizes, schedule.sizes.counts
+        self._heads, self.places = layout.heads, places
         self.orders = {  # of arrays that a kernel needs in the order of tokens: (tokens,) int64
             name: order
             for name in sorted_arrays(schedule)
-            if (order := self._order(name)) is not None
+            if (order := places.order(name)) is not None
         }
-        self._slices: dict[Rows, slice] = {}
+        self._packed = {x: number for number, x in enumerate(packed(schedule, places))}
         self._views: dict[Rows, list[Array]] = {}
         self._parcels: dict[Rows, list[Array]] = {}
         self._rests: dict[Rows, Array] = {}
@@ -87,27 +75,41 @@ class Arrays:
         return self._described[name].kind
 
     def tensors(self, rows: Rows) -> list[Array]:
-        """Rows of each tensor of an array."""
+        """Rows of each tensor of an array, which lie side by side."""
         if rows in self._views:
             return self._views[rows]
-        array = self._described[rows.array]
-        names, where = KINDS[array.kind], self.slice(rows)
-        if array.role != "buffer":
-            known = self._given if array.role == "given" else self._results[rows.array]
-            whole = [known[x] for x in names]
-        elif array.packed:
-            whole = self._parcel(rows)[1]
-        else:
-            tokens = self._count(rows)
-            whole = [self._buffer(rows.array, x, tokens, x in array.wide) for x in names]
-        # Each of `whole` is (tokens of all owners, heads, headdim), or (.., heads) for statistics.
-        found = whole if where == slice(None) else [x[where] for x in whole]
-        if array.role == "buffer":
+        where = self.slice(rows)
+        found = self.whole(rows)
+        if where != slice(None):
+            found = [x[where] for x in found]
+        if self._described[rows.array].role == "buffer":
             self._views[rows] = found
         return found
 
+    def runs(self, rows: Rows) -> list[list[Array]]:
+        """Rows of each tensor of an array, run by run of those that lie side by side."""
+        return [[x[where] for x in self.whole(rows)] for where in self.places.slices(rows)]
+
+    def whole(self, rows: Rows) -> list[Array]:
+        """All rows of each tensor of an array."""
+        array = self._described[rows.array]
+        names = KINDS[array.kind]
+        if array.role != "buffer":
+            known = self._given if array.role == "given" else self._results[rows.array]
+            return [known[x] for x in names]
+        if array.packed:
+            return self._parcel(rows)[1]
+        tokens, room = self.places.total(rows), array.room or rows.array
+        # Each is (tokens of all owners, heads, headdim), or (.., heads) for statistics.
+        return [self._buffer(room, x, tokens, x in array.wide) for x in names]
+
     def travelling(self, rows: Rows) -> list[Array]:
-        """Rows in the messages that carry them: one for all tensors of a packed array."""
+        """Rows in the messages that carry them: one for all tensors of a packed array.
+
+        Rows that are sent and do not lie side by side are copied first.
+        """
+        if rows in self._packed:
+            return self._side_by_side(rows)
         if not self._described[rows.array].packed:
             return self.tensors(rows)
         if rows not in self._parcels:
@@ -133,14 +135,14 @@ class Arrays:
         array = self._described[name]
         if name not in self.orders:
             return []
-        tokens = self._count(Rows(name))
+        tokens = self.places.total(Rows(name))
         return [
             self._buffer((name, "sorted"), x, tokens, x in array.wide) for x in KINDS[array.kind]
         ]
 
     def own_partials(self, rows: Rows) -> list[Array]:
         """Buffers of a partial out and lse for some of this rank's rows."""
-        n, where = self._counts[self._schedule.rank], self.slice(rows)
+        n, where = self._schedule.sizes.counts(False)[self._schedule.rank], self.slice(rows)
         return [  # (rows, nheads, headdim), (rows, nheads)
             self._buffer("own", x, n, wide=True)[where] for x in KINDS["out"]
         ]
@@ -148,21 +150,30 @@ class Arrays:
     def compensation(self, rows: Rows) -> Array:
         """Rounding lost by the merges of the lse of rows: (rows, nheads)."""
         if rows not in self._rests:
-            whole = self._buffer((rows.array, "rest"), "lse", self._count(rows), wide=True)
-            self._rests[rows] = whole[self.slice(rows)]
+            self._rests[rows] = self._rest(rows)[self.slice(rows)]
         return self._rests[rows]
+
+    def compensations(self, rows: Rows) -> list[Array]:
+        """The same, run by run."""
+        return [self._rest(rows)[where] for where in self.places.slices(rows)]
+
+    def _rest(self, rows: Rows) -> Array:
+        tokens = self.places.total(rows)
+        return self._buffer((rows.array, "rest"), "lse", tokens, wide=True)
 
     def tokens(self, rows: Rows) -> np.ndarray:
         """Global indices of rows; those of keys of several owners in the order of tokens."""
-        return self._ordered(rows)[self._find(rows)]
+        found = self.places.tokens(rows)
+        return np.sort(found) if rows.owner is None and rows.array in self.orders else found
 
-    def places(self, step: Copy | Merge) -> np.ndarray | None:
+    def reordered(self, step: Copy | Merge) -> np.ndarray | None:
         """Places of an owner's rows in an array by token; None if neither array is by token."""
         for rows in (step.to, step.rows):
             array = self._described[rows.array]
             if array.by_token and rows.owner is not None:
-                tokens = np.sort(np.concatenate([self._shards.tokens(p) for p in array.owners]))
-                return np.searchsorted(tokens, self._shards.tokens(rows.owner))
+                shards = self._schedule.sizes.shards(array.of_keys)
+                tokens = np.sort(np.concatenate([shards.tokens(p) for p in array.owners]))
+                return np.searchsorted(tokens, shards.tokens(rows.owner))
         return None
 
     def first_head(self, name: str, rank: int) -> int:
@@ -171,74 +182,40 @@ class Arrays:
         return first * self._config.shape(name)[0] // self._config.nheads
 
     def slice(self, rows: Rows) -> slice:
-        """Place of rows in their array."""
-        if rows not in self._slices:
-            self._slices[rows] = self._find(rows)
-        return self._slices[rows]
-
-    def _find(self, rows: Rows) -> slice:
-        array = self._described[rows.array]
-        if array.by_token:
-            return slice(None)  # rows of one owner: see `places`
+        """Place of rows that lie side by side in their array."""
+        if self._described[rows.array].by_token:
+            return slice(None)  # rows of one owner: see `reordered`
         if rows.owner is None:
             return self._within(rows)
-        if rows.part is None and len(array.owners) < 2:
-            return slice(None)
-        first = 0
-        for owner, span in array.pieces or [(rows.owner, None)]:
-            whole = self._sizes.within(owner, span)
-            if owner == rows.owner and (where := self._part(rows, whole, span)) is not None:
-                return slice(first + where.start, first + where.stop)
-            first += whole.stop - whole.start
-        raise AssertionError(f"{rows} are in no array")
-
-    def _part(self, rows: Rows, whole: slice, span: Span | None) -> slice | None:
-        """Place of a part of an owner's rows in the piece of the array that has it, if it has."""
-        n = whole.stop - whole.start
-        if isinstance(rows.part, Span):
-            if span is not None and not span.begin <= rows.part.begin <= rows.part.end <= span.end:
-                return None
-            where = self._sizes.within(rows.owner, rows.part)
-            return slice(where.start - whole.start, where.stop - whole.start)
-        if isinstance(rows.part, str):
-            return self._splits[of_keys(self._schedule, rows)][rows.part != FIRST]
-        return slice(0, n) if rows.part is None else chunks(n, rows.part[1])[rows.part[0]]
+        (found,) = self.places.slices(rows)
+        return found
 
     def _within(self, rows: Rows) -> slice:
         """Place of the tokens of a span among those of all owners."""
         if rows.part is None:
             return slice(None)
-        tokens = self._ordered(rows)
+        tokens = self.tokens(rows._replace(part=None))
         found = np.flatnonzero((tokens >= rows.part.begin) & (tokens < rows.part.end))
         assert len(found) == 0 or found[-1] - found[0] == len(found) - 1, "rows are scattered"
         return slice(found[0], found[-1] + 1) if len(found) else slice(0, 0)
 
-    def _ordered(self, rows: Rows) -> np.ndarray:
-        """Global indices of all rows of an array, as a kernel that asks for these meets them."""
-        whole = self._whole(rows)
-        if rows.owner is None and rows.array in self.orders:
-            return whole[self.orders[rows.array]]
-        return whole
-
-    def _whole(self, rows: Rows) -> np.ndarray:
-        """Global indices of all rows of an array, as it lies in memory."""
-        pieces = self._described[rows.array].pieces or [(rows.owner, None)]
-        return np.concatenate(
-            [self._shards.tokens(p)[self._sizes.within(p, x)] for p, x in pieces]
-        )
-
-    def _order(self, name: str) -> np.ndarray | None:
-        order = np.argsort(self._whole(Rows(name)))
-        return None if (np.diff(order) == 1).all() else order
-
-    def _count(self, rows: Rows) -> int:
-        pieces = self._described[rows.array].pieces or [(rows.owner, None)]
-        found = (self._sizes.within(*piece) for piece in pieces)
-        return sum(where.stop - where.start for where in found)
+    def _side_by_side(self, rows: Rows) -> list[Array]:
+        """Copies of rows, (tokens, heads, headdim) each."""
+        array, key = self._described[rows.array], ("packed", self._packed[rows])
+        tokens, runs = self.places.count(rows), self.runs(rows)
+        found = [self._buffer(key, x, tokens, x in array.wide) for x in KINDS[array.kind]]
+        with self._engine.clock("merge"):
+            first = 0
+            for tensors in runs:
+                last = first + len(tensors[0])
+                for to, x in zip(found, tensors):
+                    self._engine.device.put(to[first:last], x)
+                first = last
+        return found
 
     def _parcel(self, rows: Rows) -> tuple[Array, list[Array]]:
         """A packed array as bytes, and its tensors: (tokens, heads, headdim) each."""
-        array, tokens = self._described[rows.array], self._count(rows)
+        array, tokens = self._described[rows.array], self.places.total(rows)
         like = [
             ((tokens, *self._group.shape(x)), self._group.dtype_of(x, x in array.wide))
             for x in KINDS[array.kind]
@@ -247,7 +224,8 @@ class Arrays:
 
     def _new(self, array: Described) -> dict[str, Array]:
         """New arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
-        tokens = sum(self._counts[p] for p in array.owners)  # results have whole shards
+        counts = self._schedule.sizes.counts(array.of_keys)
+        tokens = sum(counts[p] for p in array.owners)  # results have whole shards
         config, empty = self._config if array.all_heads else self._group, self._engine.device.empty
         return {
             x: empty((tokens, *config.shape(x)), config.dtype_of(x, x in array.wide))
@@ -258,8 +236,3 @@ class Arrays:
         """Buffer `key` of the plan for so many tokens of a tensor; `wide` as of `dtype_of`."""
         shape = tokens, *self._group.shape(name)
         return self._engine.work.get((key, name), shape, self._group.dtype_of(name, wide))
-
-
-def of_keys(schedule: Schedule, rows: Rows) -> bool:
-    """Tell whether rows are of keys or of their gradients."""
-    return schedule.arrays[rows.array].kind in ("kv", "dkv")

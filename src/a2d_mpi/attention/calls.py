@@ -10,7 +10,7 @@ from a2d_mpi.attention.executor import Executor
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
-from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.config import OF_KEYS, AttentionConfig
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
@@ -27,8 +27,8 @@ class Calls:
         Of the plan among those of the grid.
     grid : ProcessGrid
     config : AttentionConfig
-    tokens : int
-        n, tokens of this rank's shard.
+    tokens, tokens_kv : int
+        n, m: tokens of this rank's shards of queries and of keys.
     engine : Engine
     executors : mapping of str to list of Executor
         By phase; those of a phase are run one after the other.
@@ -45,13 +45,14 @@ class Calls:
         grid: ProcessGrid,
         config: AttentionConfig,
         tokens: int,
+        tokens_kv: int,
         engine: Engine,
         executors: Mapping[str, list[Executor]],
         traffic: Traffic,
         check_finite: bool,
     ) -> None:
         self._name, self.number, self._made = name, number, 0
-        self._grid, self._config, self._tokens = grid, config, tokens
+        self._grid, self._config, self._tokens = grid, config, (tokens, tokens_kv)
         self._engine, self._executors = engine, executors
         self._broken, self._check_finite = False, check_finite
         self._traffic, self._channels = traffic, {}
@@ -132,7 +133,8 @@ class Calls:
         if self._broken:
             raise ValueError("an earlier call was interrupted: make a new grid and a new plan")
         for name, x in arrays.items():
-            shape, dtype = (self._tokens, *self._config.shape(name)), self._config.dtype_of(name)
+            tokens, dtype = self._tokens[name in OF_KEYS], self._config.dtype_of(name)
+            shape = tokens, *self._config.shape(name)
             try:
                 devices.append(device_of(x))
             except TypeError as error:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from a2d_mpi.attention.arrays import Arrays, of_keys
+from a2d_mpi.attention.arrays import Arrays
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.core.chunks import split_own_shard, splits_own_shard
-from a2d_mpi.core.config import Problem
-from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask, keys_per_query, queries_per_key
+from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import merged_at_once, merged_rows
-from a2d_mpi.schedules.sizes import Span
+from a2d_mpi.schedules.places import Places
+from a2d_mpi.schedules.sizes import Meets, Span, chunk_of
 from a2d_mpi.schedules.steps import KINDS, Attend, Copy, Merge, Message, Rows, Schedule, Wait, Zero
 
 _TAGS = {kind: 4 * i for i, kind in enumerate(KINDS)}
-_NEXT_CHUNK = 4 * len(KINDS)
+_NEXT_TAG = 4 * len(KINDS)
+_NEXT_CHUNK = 4 * _NEXT_TAG
 _STRIDE = 2 * _NEXT_CHUNK
 _TURNS = 32000 // _STRIDE  # MPI has 32767 tags at least
 
@@ -35,8 +37,6 @@ def executors(
     problem: Problem,
     rank: int,
     overlap: bool,
-    distribution: str,
-    mask: Mask,
 ) -> list[Executor]:
     """Executors of a logical rank in one phase, to be run one after the other.
 
@@ -44,22 +44,19 @@ def executors(
     ----------
     method, phase, layout, problem, rank, overlap
         As for `a2d_mpi.schedules.write`.
-    distribution : str
-    mask : Mask
     """
-    config = problem.config
-    whole = Distribution(distribution, config.seqlen, layout.size, layout.heads)
-    inside = Distribution(distribution, config.seqlen, layout.positions)
     splits: dict[bool, list[slice]] = {}
+    mask = problem.mask
 
     def cuts(schedule: Schedule, own: Rows, others: Rows, ranks: int) -> bool:
         """Split this rank's own rows by their visible pairs with the others."""
-        shard = inside.tokens(schedule.rank)
+        side, sizes = schedule.arrays[own.array].of_keys, schedule.sizes
+        shard = sizes.shards(side).tokens(schedule.rank)
         if not splits_own_shard(len(shard), ranks):
             return False
         owners = schedule.arrays[others.array].owners
-        tokens = np.concatenate([inside.tokens(p) for p in owners])
-        if side := of_keys(schedule, own):
+        tokens = np.concatenate([sizes.shards(not side).tokens(p) for p in owners])
+        if side:
             areas = queries_per_key(mask.intervals(tokens, shard), len(shard))
         else:
             areas = keys_per_query(mask.intervals(shard, np.sort(tokens)))
@@ -67,11 +64,8 @@ def executors(
         return len(splits[side]) > 1
 
     found = write(method, phase, layout, problem, rank, overlap, cuts=cuts)
-    return [
-        Executor(x, Arrays(x, layout, config, shards, splits), mask)
-        for x in found
-        for shards in [whole if "head" in x.channels else inside]
-    ]
+    config = problem.config
+    return [Executor(x, Arrays(x, layout, config, Places(x, splits)), mask) for x in found]
 
 
 class Executor:
@@ -163,10 +157,12 @@ class Executor:
             elif isinstance(step, Attend):
                 found = arrays.tokens(step.queries), arrays.tokens(step.keys)
                 intervals = self._mask.intervals(*found)
+                hidden = not any((end > begin).any() for begin, end in intervals)
                 if step.keys_into is not None:
-                    program.append((Executor._attend_backward, step, intervals))
-                else:
-                    program.append((Executor._attend, step, intervals, next(merges)))
+                    if step.fresh or not hidden:
+                        program += self._by_run(step, intervals)
+                elif not (merged := next(merges)) or not hidden:
+                    program.append((Executor._attend, step, intervals, merged))
             elif isinstance(step, Copy | Merge) and (mover := self._mover(step)):
                 program.append(mover)
             elif isinstance(step, Merge):
@@ -177,14 +173,33 @@ class Executor:
                 program.append((do, step))
         return program
 
+    def _by_run(self, step: Attend, intervals: tuple) -> list[tuple]:
+        """Backward calls: one, or one a run of keys that lie side by side in both arrays."""
+        call, places = Executor._attend_backward, self._arrays.places
+        if step.keys.owner is None or not isinstance(step.keys.part, Meets):
+            return [(call, step, intervals, None)]
+        runs = [places.slices(x) for x in (step.keys, step.keys_into)]
+        if len(runs[0]) == len(runs[1]) == 1:
+            return [(call, step, intervals, None)]
+        ends = np.unique([y for x in runs for y in np.cumsum([0, *(z.stop - z.start for z in x)])])
+        where = [np.concatenate([np.r_[z] for z in x]) for x in runs]
+        found = []
+        for a, b in pairwise(ends.tolist()):
+            part = tuple(
+                (np.clip(x - a, 0, b - a), np.clip(y - a, 0, b - a)) for x, y in intervals
+            )
+            found.append((call, step, part, [slice(x[a], x[b - 1] + 1) for x in where]))
+        return found
+
     def _tag(self, message: Message) -> int:
         """Tag of the first tensor: chunks, and rows of several owners, may overtake each other."""
         rows, place = message.rows, 0
         if isinstance(rows.part, Span):
             place = self.schedule.channels[message.channel].index(rows.owner)
-        elif rows.part is not None:
-            place = rows.part[0]
-        return _TAGS[self._arrays.kind(rows.array)] + _NEXT_CHUNK * place
+        elif (part := chunk_of(rows.part)) is not None:
+            place = part[0]
+        tag = _TAGS[self._arrays.kind(rows.array)] + _NEXT_TAG * message.tag
+        return tag + _NEXT_CHUNK * place
 
     def _post(self, message: Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]
@@ -210,7 +225,7 @@ class Executor:
             firsts = [arrays.first_head(x, heads) for x in names]
             sums = [isinstance(step, Merge) and x in to.wide for x in names]
             return Executor._put_heads, *ends, firsts, sums
-        if (places := arrays.places(step)) is None:
+        if (places := arrays.reordered(step)) is None:
             return None
         return Executor._reorder, *ends, "put_at" if to.by_token else "take", places
 
@@ -249,25 +264,39 @@ class Executor:
             with engine.clock("merge"):
                 engine.device.merge(*into, arrays.compensation(step.into), *target)
 
-    def _attend_backward(self, step: Attend, intervals: tuple) -> None:
+    def _attend_backward(self, step: Attend, intervals: tuple, runs: list[slice] | None) -> None:
+        """`runs`: places of the keys and of their gradients, if these are not all of the rows."""
         arrays, kernel = self._arrays, self._engine.kernel
         dout, q, lse, delta = arrays.tensors(step.queries)  # q: (queries, nheads, headdim)
-        k, v = arrays.keys(step.keys)  # (keys, nheads_kv, headdim)
-        gradients = *arrays.tensors(step.into), *arrays.keys(step.keys_into)  # as q, k, v
+        if runs is None:
+            k, v = arrays.keys(step.keys)  # (keys, nheads_kv, headdim)
+            dkv = arrays.keys(step.keys_into)
+        else:
+            (k, v), dkv = (
+                [x[run] for x in arrays.whole(rows)]
+                for rows, run in zip((step.keys, step.keys_into), runs)
+            )
+        gradients = *arrays.tensors(step.into), *dkv  # as q, k, v
         with self._engine.clock("compute"):
             kernel.backward(dout, q, k, v, lse, delta, intervals, *gradients, fresh=step.fresh)
 
     def _merge(self, rows: Rows, to: Rows) -> None:
-        arrays = self._arrays
+        arrays, first = self._arrays, 0
+        given = arrays.tensors(rows)
         with self._engine.clock("merge"):
-            self._engine.device.merge(
-                *arrays.tensors(to), arrays.compensation(to), *arrays.tensors(rows)
-            )
+            for held, rest in zip(arrays.runs(to), arrays.compensations(to)):
+                last = first + len(rest)
+                self._engine.device.merge(*held, rest, *(x[first:last] for x in given))
+                first = last
 
     def _add(self, rows: Rows, to: Rows) -> None:
+        given, first = self._arrays.tensors(rows), 0
         with self._engine.clock("merge"):
-            for x, contribution in zip(self._arrays.tensors(to), self._arrays.tensors(rows)):
-                self._engine.device.put(x, contribution, add=True)
+            for held in self._arrays.runs(to):
+                last = first + len(held[0])
+                for x, contribution in zip(held, given):
+                    self._engine.device.put(x, contribution[first:last], add=True)
+                first = last
 
     def _fold(self, name: str) -> None:
         with self._engine.clock("merge"):

@@ -11,13 +11,13 @@ from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
 from a2d_mpi.comm.threads import BlasThreads
-from a2d_mpi.core.config import PHASES, AttentionConfig, Problem
-from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.masks import Mask
+from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import METHODS, distribution_of
+from a2d_mpi.schedules import METHODS, problem_of
 
 
 class AttentionPlan:
@@ -38,13 +38,18 @@ class AttentionPlan:
     nheads_kv : int, optional
         KV heads, a divisor of nheads; query head h reads KV head ``h // (nheads // nheads_kv)``.
         Default: nheads.
+    seqlen_kv : int, optional
+        M, tokens of k and v, if they are of another sequence (cross-attention).  Masks are aligned
+        so that the last query and the last key belong together.  Default: seqlen.
     dtype : {"float32", "float64", "float16", "bfloat16"}
         Of q, k, v, out and their gradients.  16-bit tensors travel as they are, also partial
         outs: a merge is a convex combination and does not amplify their rounding.  They are
         computed in float32, and so are lse and the partial gradients on the wire, which are
         summed.
-    distribution : {"contiguous", "zigzag", "striped", "triangle"}, optional
+    distribution : {"contiguous", "zigzag", "striped", "triangle", "balanced"}, optional
         Owner of each token.  Default: the one that balances the mask.
+    distribution_kv : str, optional
+        Likewise, of k and v in cross-attention.  Default: as `distribution`.
     softmax_scale : float, optional
         Default: ``1 / sqrt(headdim)``.
     kernel : str
@@ -68,6 +73,8 @@ class AttentionPlan:
     ----------
     tokens : (n,) int64
         Sorted global indices of this rank's shard.
+    tokens_kv : (m,) int64
+        Those of its keys and values; the same in self-attention.
     config : AttentionConfig
         Sizes, shapes and dtypes; also as `seqlen`, `nheads`, `nheads_kv`, `headdim`, `dtype`,
         `compute_dtype` and `softmax_scale`.
@@ -105,8 +112,10 @@ class AttentionPlan:
         nheads: int,
         headdim: int,
         nheads_kv: int | None = None,
+        seqlen_kv: int | None = None,
         dtype: np.typing.DTypeLike = "float32",
         distribution: str | None = None,
+        distribution_kv: str | None = None,
         softmax_scale: float | None = None,
         kernel: str = "auto",
         overlap: bool | str = True,
@@ -122,19 +131,22 @@ class AttentionPlan:
                 if not isinstance(mask, Mask):
                     raise ValueError(f"mask must be a Mask, got {mask!r}")
                 sizes = seqlen, nheads, headdim, nheads_kv
-                config = AttentionConfig(*sizes, dtype=dtype, softmax_scale=softmax_scale)
+                others = {"softmax_scale": softmax_scale, "seqlen_kv": seqlen_kv}
+                config = AttentionConfig(*sizes, dtype=dtype, **others)
                 _check_fit(config, mask, grid, threads)
-                owners = _distribution(self.method, distribution, config, mask, grid)
-                self._describe(config, owners)
+                named = distribution, distribution_kv
+                _check_method(self.method, mask, config, named)
+                self._describe(problem_of(self.method, self.layout, config, mask, *named))
                 self._engine = _engine(grid, config, kernel, overlap, transfers, threads)
                 chains = {phase: self._chain(phase, grid.comm.rank) for phase in PHASES}
                 self._calls = Calls(
-                    *(name, number, grid, config, len(self.tokens)),
+                    *(name, number, grid, config, len(self.tokens), len(self.tokens_kv)),
                     *(self._engine, chains, self.traffic, check_finite),
                 )
                 arguments = {"method": name, **config.arguments}
                 arguments["mask"] = f"{type(mask).__name__} (digest {mask.digest(self.seqlen)})"
                 arguments["distribution"] = self.distribution.name
+                arguments["distribution_kv"] = self.problem.shards_kv.name
                 arguments |= {"kernel": kernel, "overlap": overlap, "transfers": transfers}
                 arguments |= self._options
             except Exception as error:  # of any kind: the other ranks must hear of it
@@ -144,14 +156,15 @@ class AttentionPlan:
             grid.rendezvous.plans = number
             self._calls.connect()
 
-    def _describe(self, config: AttentionConfig, distribution: Distribution) -> None:
+    def _describe(self, problem: Problem) -> None:
         """Set the attributes that need no communication."""
-        self.config, self.distribution = config, distribution
+        self.problem, self.config, self.distribution = problem, problem.config, problem.shards
+        config, rank = problem.config, self.grid.comm.rank
         self.seqlen, self.nheads, self.nheads_kv = config.seqlen, config.nheads, config.nheads_kv
         self.headdim, self.softmax_scale = config.headdim, config.softmax_scale
         self.dtype, self.compute_dtype = config.dtype_of("q"), config.compute_dtype
-        self.problem = Problem(distribution.counts, config)
-        self.tokens = distribution.tokens(self.grid.comm.rank)  # (n,)
+        self.tokens = problem.shards.tokens(rank)  # (n,)
+        self.tokens_kv = self.tokens if problem.keys is None else problem.keys.tokens(rank)  # (m,)
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """Compute ``out = softmax(softmax_scale q k^T) v`` over the visible keys.
@@ -160,8 +173,8 @@ class AttentionPlan:
         ----------
         q : (n, nheads, headdim) dtype
             Shard of this rank: row i is the token ``tokens[i]``.
-        k, v : (n, nheads_kv, headdim) dtype
-            Shard of this rank.
+        k, v : (m, nheads_kv, headdim) dtype
+            Shard of this rank: row i is the token ``tokens_kv[i]``.
 
         Returns
         -------
@@ -192,7 +205,7 @@ class AttentionPlan:
         Returns
         -------
         dq : (n, nheads, headdim) dtype
-        dk, dv : (n, nheads_kv, headdim) dtype
+        dk, dv : (m, nheads_kv, headdim) dtype
             Shards of this rank.
 
         Raises
@@ -264,10 +277,7 @@ class AttentionPlan:
 
     def _chain(self, phase: str, rank: int) -> list[Executor]:
         """Executors of a rank in a phase, to be run one after the other."""
-        return executors(
-            *(self.method, phase, self.layout, self.problem, rank, self.overlap),
-            *(self.distribution.name, self.mask),
-        )
+        return executors(self.method, phase, self.layout, self.problem, rank, self.overlap)
 
 
 def _check_fit(
@@ -283,19 +293,23 @@ def _check_fit(
         raise ValueError(f"threads must be a positive integer, got {threads!r}")
 
 
-def _distribution(
-    method: str, name: str | None, config: AttentionConfig, mask: Mask, grid: ProcessGrid
-) -> Distribution:
-    """The distribution of that name, by default the method's own or the one for the mask."""
-    if not METHODS[method].takes(mask):
+def _check_method(
+    method: str, mask: Mask, config: AttentionConfig, named: tuple[str | None, str | None]
+) -> None:
+    """Raise ValueError for a mask, lengths or distributions that are not for a method."""
+    known = METHODS[method]
+    if not known.takes(mask):
         raise ValueError(
             f"a {method} needs a causal mask, got {type(mask).__name__}: it leaves out the pairs "
             "of a query and a later key"
         )
-    name = name or distribution_of(method, mask)
-    if METHODS[method].distribution not in (None, name):
-        raise ValueError(f"a {method} has no {name} distribution")
-    return Distribution(name, config.seqlen, grid.comm.size, grid.heads)
+    if known.causal and config.seqlen_kv != config.seqlen:
+        raise ValueError(
+            f"a {method} has one sequence, got {config.seqlen} queries and {config.seqlen_kv} keys"
+        )
+    for name in named:
+        if known.distribution and name not in (None, known.distribution):
+            raise ValueError(f"a {method} has no {name} distribution")
 
 
 def _engine(

@@ -18,7 +18,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
-    from a2d_mpi.core.config import Workload
+    from a2d_mpi.core.problem import Workload
     from a2d_mpi.planning.machine import Machine
 
 

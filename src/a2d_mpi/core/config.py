@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 
-from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
-from a2d_mpi.core.masks import Full, Mask
-from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.core.sizes import misfit
 
 PHASES = ("forward", "backward")
 # Beyond these the pairs of a sequence, and the bytes of a tensor, are no 64-bit integers.
-LARGEST = {"seqlen": 1 << 31, "nheads": 1 << 16, "nheads_kv": 1 << 16, "headdim": 1 << 16}
-_OF_KEYS = ("k", "v", "dk", "dv")
+LARGEST = {
+    "seqlen": 1 << 31,
+    "nheads": 1 << 16,
+    "headdim": 1 << 16,
+    "nheads_kv": 1 << 16,
+    "seqlen_kv": 1 << 31,
+}
+_DEFAULTS = {"nheads_kv": "nheads", "seqlen_kv": "seqlen"}
+OF_KEYS = ("k", "v", "dk", "dv")
 _STATISTICS = ("lse", "delta")
 
 
@@ -39,6 +44,8 @@ class AttentionConfig:
         Of all tensors but lse and delta; kept by its name.
     softmax_scale : float, optional
         Default: ``1 / sqrt(headdim)``.
+    seqlen_kv : int, optional
+        Tokens of k and v, of another sequence in cross-attention.  Default: seqlen.
 
     Raises
     ------
@@ -53,13 +60,14 @@ class AttentionConfig:
     _: KW_ONLY
     dtype: str = "float32"
     softmax_scale: float | None = None
+    seqlen_kv: int | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {}
         for name, most in LARGEST.items():
             value = getattr(self, name)
-            if value is None and name == "nheads_kv":
-                value = self.nheads
+            if value is None and name in _DEFAULTS:
+                value = getattr(self, _DEFAULTS[name])
             checked[name] = _size(name, value, most)
         if checked["nheads"] % checked["nheads_kv"]:
             raise ValueError(
@@ -94,7 +102,7 @@ class AttentionConfig:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one token of a tensor: (heads, headdim), of lse and delta (heads,)."""
-        heads = self.nheads_kv if name in _OF_KEYS else self.nheads
+        heads = self.nheads_kv if name in OF_KEYS else self.nheads
         return (heads,) if name in _STATISTICS else (heads, self.headdim)
 
     def nbytes(self, name: str, wide: bool = False) -> int:
@@ -131,62 +139,6 @@ class AttentionConfig:
                 f"{self.seqlen} tokens on {ranks} ranks: q, k and v of one take "
                 f"{nbytes / 2**30:.4g} GiB, its node has {memory / 2**30:.4g} GiB"
             )
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A config with the tokens of every rank: all that traffic depends on.
-
-    Parameters
-    ----------
-    counts : tuple of int
-        Tokens of every rank's shard, before any exchange of heads, by logical rank.  The U ranks
-        of a head group follow each other.
-    config : AttentionConfig
-    """
-
-    counts: tuple[int, ...]
-    config: AttentionConfig
-
-    def context_group(self, heads: int) -> Problem:
-        """The problem of one context group: all tokens of its head groups, 1/`heads` of the heads.
-
-        Raises
-        ------
-        ValueError
-            If the heads cannot be divided among `heads` ranks.
-        """
-        config = self.config.context_group(heads)
-        return Problem(tuple(np.reshape(self.counts, (-1, heads)).sum(axis=1).tolist()), config)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload(AttentionConfig):
-    """A config with a mask and the phases to run: the subject of a plan or a prediction.
-
-    Parameters are those of `AttentionConfig`, and those of an `AttentionPlan`, by the same names.
-    `backward`: also the gradients.
-    """
-
-    dtype: str = "bfloat16"
-    mask: Mask = field(default_factory=Full)
-    backward: bool = False
-    overlap: bool = True
-
-    @property
-    def phases(self) -> tuple[str, ...]:
-        """The phases that are run."""
-        return PHASES if self.backward else PHASES[:1]
-
-    def problem(self, layout: Layout, distribution: str) -> Problem:
-        """Sizes for `a2d_mpi.planning.cost`."""
-        whole = Distribution(distribution, self.seqlen, layout.size, layout.heads)
-        return Problem(_counts(whole), AttentionConfig(**self.arguments))
-
-
-@lru_cache(maxsize=64)
-def _counts(whole: Distribution) -> tuple[int, ...]:
-    return whole.counts
 
 
 def _size(name: str, value: object, most: int) -> int:

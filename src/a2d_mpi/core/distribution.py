@@ -8,14 +8,16 @@ tokens, and some may be empty.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
 
 from a2d_mpi.core import triangle
 
-DISTRIBUTIONS = ("contiguous", "zigzag", "striped", "triangle")
+DISTRIBUTIONS = ("contiguous", "zigzag", "striped", "triangle", "balanced")
+LISTED = ("balanced", "blocks")  # those whose runs are given: they depend on a mask
+Runs = tuple[tuple[range, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Distribution:
 
     Parameters
     ----------
-    name : {"contiguous", "zigzag", "striped", "triangle"}
+    name : {"contiguous", "zigzag", "striped", "triangle", "balanced", "blocks"}
         * contiguous: shard p is ``[N p / P, N (p+1) / P)``.
         * zigzag: cut ``[0, N)`` into 2P slices at ``N i / (2P)``; shard p is the slices p and
           ``2P-1-p``.  With row-major ranks it balances the causal mask on *every* grid: counted
@@ -32,6 +34,7 @@ class Distribution:
           queries and ``C R + C (R-1-r) + c + 1/2`` for its upper ones, ``2 C R`` in all.
         * striped: shard p is the tokens p, p+P, ... (Striped Attention, arXiv:2311.09431).
         * triangle: four pieces a shard, see `a2d_mpi.core.triangle`.  P / U is T (T-1) / 2.
+        * balanced, blocks: those of `listed`.
     seqlen : int
         N, the number of tokens.
     nshards : int
@@ -41,24 +44,27 @@ class Distribution:
         ``P / U`` shards of the same distribution without head groups.  For striped ones shard p
         then is the token ``p // U + (p % U) P / U`` and every P-th token after it; the other
         distributions have this property anyway.
+    listed : tuple of tuple of range, optional
+        Runs of every shard, in order, of step 1.
 
     Raises
     ------
     ValueError
-        For an unknown name, a negative seqlen, no shards, a `group` that does not divide them, or
-        shards that are no triangle.
+        For an unknown name, a negative seqlen, no shards, a `group` that does not divide them,
+        shards that are no triangle, or listed runs that are missing or of another size.
     """
 
     name: str
     seqlen: int
     nshards: int
     group: int = 1
+    listed: Runs | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         # NumPy's integers would overflow in the products below.
         object.__setattr__(self, "seqlen", int(self.seqlen))
         object.__setattr__(self, "nshards", int(self.nshards))
-        if self.name not in DISTRIBUTIONS:
+        if self.name not in (*DISTRIBUTIONS, *LISTED):
             raise ValueError(f"unknown distribution {self.name!r}; one of {DISTRIBUTIONS}")
         if self.seqlen < 0 or self.nshards < 1:
             raise ValueError(
@@ -68,6 +74,31 @@ class Distribution:
             raise ValueError(f"head groups of {self.group} do not divide {self.nshards} shards")
         if self.name == "triangle":
             triangle.segments(self.nshards // self.group)
+        if (self.name in LISTED) != (self.listed is not None):
+            raise ValueError(f"a {self.name} distribution, and its runs are {self.listed!r}")
+        if self.listed is not None:
+            found = len(self.listed), sum(len(r) for runs in self.listed for r in runs)
+            if found != (self.nshards, self.seqlen):
+                raise ValueError(
+                    f"the runs of {found[0]} shards with {found[1]} tokens are listed for "
+                    f"{self.nshards} shards and {self.seqlen} tokens"
+                )
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.seqlen, self.nshards, self.group))  # lists may be long
+
+    def positions(self, heads: int) -> Distribution:
+        """The distribution of head groups of so many ranks: the shards of each together."""
+        listed, u = self.listed, heads
+        if u == 1:
+            return self
+        if listed is not None:
+            groups = (listed[i : i + u] for i in range(0, self.nshards, u))
+            listed = tuple(
+                tuple(sorted((r for runs in x for r in runs), key=lambda r: r.start))
+                for x in groups
+            )
+        return Distribution(self.name, self.seqlen, self.nshards // u, listed=listed)
 
     def runs(self, shard: int) -> tuple[range, ...]:
         """The tokens of `shard`, in order; runs may be empty."""
@@ -77,6 +108,8 @@ class Distribution:
         n, p = self.seqlen, self.nshards
         if not 0 <= shard < p:
             raise ValueError(f"shard {shard} is not in [0, {p})")
+        if self.listed is not None:
+            return self.listed[shard]
         if self.name == "contiguous":
             return (range(n * shard // p, n * (shard + 1) // p),)
         if self.name == "striped":
@@ -92,7 +125,8 @@ class Distribution:
 
     def tokens(self, shard: int) -> np.ndarray:
         """Global indices of the tokens of `shard`: sorted, (counts[shard],) int64."""
-        return np.concatenate([np.arange(r.start, r.stop, r.step) for r in self.runs(shard)])
+        runs = (np.arange(r.start, r.stop, r.step) for r in self.runs(shard))
+        return np.concatenate([np.zeros(0, np.int64), *runs])
 
     def count(self, shard: int) -> int:
         """Number of tokens of `shard`, without listing them."""

@@ -47,6 +47,10 @@ class Mask:
     def check(self, seqlen: int) -> None:
         """Raise ValueError if the mask cannot be used on a sequence of `seqlen` tokens."""
 
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        """The mask of queries that are the last tokens of the keys' sequence."""
+        return self
+
     def digest(self, seqlen: int) -> str:
         """Short text that follows from the visible keys of `seqlen` queries; ranks compare it."""
         digest = hashlib.sha256()

@@ -15,20 +15,24 @@ import numpy as np
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Causal, Full, Mask
 
-SAMPLE = 512  # query tokens of a shard that are looked at where there is no closed form
+SAMPLE = 512  # queries of a shard that are looked at, if all of them would be too many
+EXACT = 1 << 27  # queries times shards that take a second or two
 LARGE = 512  # shards: the matrices of more take megabytes
 
 
-def visible_pairs(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
-    """Count the visible pairs between every two shards.
+def visible_pairs(
+    mask: Mask, queries: Distribution, keys: Distribution | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Count the visible pairs between every shard of queries and every shard of keys.
 
     Parameters
     ----------
     mask : Mask
-        `Full` and `Causal` have closed forms.  The pairs of other masks are counted by
-        ``mask.intervals``: all of them in shards of up to `SAMPLE` tokens, and those of a sample
-        of the queries in larger shards.
-    distribution : Distribution
+        `Full` has a closed form, and so has `Causal` in self-attention.  The pairs of other masks
+        are counted: all of them if there are no more than `EXACT` queries and shards of keys, and
+        otherwise those of a sample, `SAMPLE` queries a shard.
+    queries, keys : Distribution
+        Default of the keys: the queries' distribution.
 
     Returns
     -------
@@ -38,17 +42,20 @@ def visible_pairs(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, n
         Queries of shard i whose visible keys begin or end strictly inside a run of shard j:
         queries for which a kernel needs a mask.
     """
-    return (_large if distribution.nshards > LARGE else _small)(mask, distribution)
+    keys = queries if keys is None else keys
+    return (_large if queries.nshards > LARGE else _small)(mask, queries, keys)
 
 
-def _visible_pairs(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
-    shards = distribution.nshards
+def _visible_pairs(
+    mask: Mask, queries: Distribution, keys: Distribution
+) -> tuple[np.ndarray, np.ndarray]:
+    shards = queries.nshards
     if isinstance(mask, Full):
-        counts = np.array(distribution.counts, np.int64)
-        return np.outer(counts, counts), np.zeros((shards, shards), np.int64)
-    if isinstance(mask, Causal):
-        return _causal(distribution)
-    return _by_intervals(mask, distribution)
+        counts = (np.array(x.counts, np.int64) for x in (queries, keys))
+        return np.outer(*counts), np.zeros((shards, shards), np.int64)
+    if isinstance(mask, Causal) and queries == keys and queries.listed is None:
+        return _causal(queries)
+    return _counted(mask, queries, keys)
 
 
 _small, _large = lru_cache(maxsize=64)(_visible_pairs), lru_cache(maxsize=1)(_visible_pairs)
@@ -125,15 +132,26 @@ def _stairs(x: np.ndarray) -> np.ndarray:
     return x * (x + 1) // 2
 
 
-def _by_intervals(mask: Mask, distribution: Distribution) -> tuple[np.ndarray, np.ndarray]:
-    shards = distribution.nshards
-    tokens = [distribution.tokens(shard) for shard in range(shards)]
+def _counted(
+    mask: Mask, queries: Distribution, keys: Distribution
+) -> tuple[np.ndarray, np.ndarray]:
+    n, shards = queries.seqlen, queries.nshards
+    owner = np.zeros(n, np.int64)
+    for shard in range(shards):
+        for _, where in queries.slices(shard):
+            owner[where] = shard
+    step = 1 if n * shards <= EXACT else max(1, n // (SAMPLE * shards))
+    tokens, owner = np.arange(n)[::step], owner[::step]
+    scale = np.array(queries.counts) / np.maximum(1, np.bincount(owner, minlength=shards))
+    visible = np.array(mask.visible(tokens)).clip(0, keys.seqlen)
     pairs, cut = (np.zeros((shards, shards), np.int64) for _ in range(2))
-    for i, q in enumerate(tokens):
-        sample = q[:: max(1, len(q) // SAMPLE)]
-        scale = len(q) / max(1, len(sample))
-        for j, k in enumerate(tokens):
-            seen = sum(end - begin for begin, end in mask.intervals(sample, k))
-            pairs[i, j] = round(int(np.sum(seen)) * scale)
-            cut[i, j] = round(int(np.sum((seen > 0) & (seen < len(k)))) * scale)
+    for shard in range(shards):
+        before = np.zeros(keys.seqlen + 1, np.int64)  # keys of the shard before each token
+        for _, where in keys.slices(shard):
+            before[1:][where] = 1
+        np.cumsum(before, out=before)
+        seen = sum(np.maximum(before[end] - before[begin], 0) for begin, end in visible)
+        masked = (seen > 0) & (seen < before[-1])
+        for found, x in ((pairs, seen), (cut, masked)):
+            found[:, shard] = np.rint(np.bincount(owner, x, shards) * scale)
     return pairs, cut

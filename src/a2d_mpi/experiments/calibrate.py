@@ -23,10 +23,11 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.core.config import PHASES, Workload
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.merge import merge
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.clock import Clock, kernel_calls
 from a2d_mpi.experiments.timing import in_turn

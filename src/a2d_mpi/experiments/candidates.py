@@ -7,9 +7,9 @@ from functools import partial
 
 from tqdm import tqdm
 
-from a2d_mpi.core.config import Workload
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.options import Parser
 from a2d_mpi.experiments.sweep import Case

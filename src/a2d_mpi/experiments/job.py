@@ -15,8 +15,9 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import check_writable, refuse_same
-from a2d_mpi.core.config import AttentionConfig, Workload
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import (

@@ -10,16 +10,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from a2d_mpi.core.chunks import chunks
-from a2d_mpi.core.config import Problem, Workload
-from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.problem import Problem, Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import predict
-from a2d_mpi.schedules import distribution_of, write
-from a2d_mpi.schedules.sizes import Span
-from a2d_mpi.schedules.steps import Attend, Rows, Schedule
+from a2d_mpi.schedules import distribution_of, problem_of, write
+from a2d_mpi.schedules.places import Places
+from a2d_mpi.schedules.steps import Attend
 
 TOKENS = 72  # drawn, about: with more of them the slices of a rank are not seen
 Spans = list[list[tuple[str, float, float]]]
@@ -51,7 +49,7 @@ def panels(machine: Machine, method: str, layout: Layout, work: Workload) -> Pan
     physical = layout.physical()
     logical = np.argsort(physical)
     name = distribution_of(method, work.mask)
-    problem = work.problem(layout, name)
+    problem = problem_of(method, layout, work, work.mask, name)
     received, spans = {}, spans_of(machine, method, layout, work)
     for phase in work.phases:
         matrix = bytes_received(method, phase, layout, problem)
@@ -70,26 +68,13 @@ def blocks(
     method: str, phase: str, layout: Layout, work: Workload
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """Every kernel call of all ranks: the logical rank, and the tokens of queries and keys."""
-    name = distribution_of(method, work.mask)
-    problem = work.problem(layout, name)
-    shards = Distribution(name, work.seqlen, layout.positions)
-
-    def tokens(schedule: Schedule, rows: Rows) -> np.ndarray:
-        pieces, part = [(rows.owner, None)], rows.part
-        if rows.owner is None:
-            pieces = schedule.arrays[rows.array].pieces
-        found = [shards.tokens(p)[schedule.sizes.within(p, span)] for p, span in pieces]
-        if isinstance(part, Span):
-            found = [x[(x >= part.begin) & (x < part.end)] for x in found]
-        elif part is not None:  # a schedule without cuts knows no others than chunks
-            found = [x[chunks(len(x), part[1])[part[0]]] for x in found]
-        return np.concatenate(found)
-
+    problem = problem_of(method, layout, work, work.mask)
     for rank in range(layout.size):
         for schedule in write(method, phase, layout, problem, rank, work.overlap):
+            places = Places(schedule)
             for step in schedule.steps:
                 if isinstance(step, Attend):
-                    yield rank, tokens(schedule, step.queries), tokens(schedule, step.keys)
+                    yield rank, *(places.tokens(x) for x in (step.queries, step.keys))
 
 
 def who_computes(method: str, layout: Layout, work: Workload) -> np.ndarray:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.core.config import Workload
 from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.options import FAILED_CHECK
@@ -19,7 +19,7 @@ from a2d_mpi.experiments.summary import Summary, phases_of, summarise, usual_tri
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules import METHODS, distribution_of
+from a2d_mpi.schedules import METHODS, problem_of
 
 GRID, RING, *_ = METHODS  # the paper compares these two
 PAPER = {"64x1": "h100-64x1.toml", "16x4": "a100-16x4.toml"}
@@ -127,11 +127,13 @@ def _busiest_node(result: Result, phases: Sequence[str]) -> int:
     nodes = tuple(int(x) for x in str(c["nodes"]).split()) or tuple(range(int(c["ranks"])))
     layout = Layout(*(int(c[x]) for x in ("rows", "cols", "heads")), nodes=nodes)
     sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
-    problem = Workload(*sizes, dtype=str(c["dtype"])).problem(layout, str(c["distribution"]))
+    work = Workload(*sizes, dtype=str(c["dtype"]), mask=MASKS[str(c["mask"])]())
+    method = str(c["method"])
+    problem = problem_of(method, layout, work, work.mask, str(c["distribution"]))
     node, most = np.array(nodes), 0
     for phase in phases:
         crossing = np.zeros((2, max(nodes) + 1), np.int64)
-        for move in cost.moves(str(c["method"]), layout, problem, None, (phase,)):
+        for move in cost.moves(method, layout, problem, None, (phase,)):
             nbytes = move.tokens * sum(move.tensors) * (node[move.rank] != node[move.peer])
             np.add.at(crossing[int(move.sent)], node[move.rank], nbytes)
         most += int(crossing.max())
@@ -177,7 +179,7 @@ def _matches(machines: Path, path: str, results: dict[str, Result], xs: Sequence
     nheads_kv = 96 * int(c["nheads_kv"]) // int(c["nheads"])
     work = Workload(LENGTH, 96, 128, nheads_kv, mask=MASKS[str(c["mask"])]())
     layout = Layout(int(c["ranks"]), 1)
-    moved = cost.traffic(RING, layout, work.problem(layout, distribution_of(RING, work.mask)), 0)
+    moved = cost.traffic(RING, layout, problem_of(RING, layout, work, work.mask), 0)
     received = sum(x[1] for (phase, _), x in moved.items() if phase == "forward")
     transfer = received / paper.between.bandwidth
     there = float(predict(paper, RING, layout, work)["forward"].compute.mean()) / transfer

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from a2d_mpi.core.config import AttentionConfig, Workload
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.experiments.options import method_name
 from a2d_mpi.planning import cost
@@ -22,7 +23,7 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates, layouts
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules import METHODS, problem_of
 
 _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?")
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
@@ -100,9 +101,9 @@ class Configuration:
         ``machine``, whose profile the predicted seconds are for.
         """
         work = self.case.work(self.overlap)
-        problem = work.problem(layout, distribution)
+        problem = problem_of(self.method, layout, work, work.mask, distribution)
         figures: dict[str, object] = {
-            "memory": most_memory(self.method, layout, problem, distribution, work.backward)
+            "memory": most_memory(self.method, layout, problem, work.backward)
         }
         tokens = np.arange(work.seqlen)
         area = work.mask.area(tokens, tokens) / layout.size

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
-from a2d_mpi.core.config import Workload
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import KernelModel, Link, Machine, kernel_terms
 from a2d_mpi.planning.model import predict

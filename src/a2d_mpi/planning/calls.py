@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core.chunks import FIRST_SHARE, chunks
-from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.chunks import FIRST_SHARE
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.pairs import by_rows, merged, pairs_of_runs, visible_pairs
+from a2d_mpi.core.problem import Problem
 from a2d_mpi.planning.machine import KernelModel
-from a2d_mpi.schedules.accounts import Tokens, common
-from a2d_mpi.schedules.sizes import Span
+from a2d_mpi.schedules.accounts import Tokens
+from a2d_mpi.schedules.places import Places
+from a2d_mpi.schedules.sizes import chunk_of
 from a2d_mpi.schedules.steps import FIRST, REST, Attend, Rows, Schedule
 
 
@@ -26,25 +27,16 @@ class _Calls:
     kernel : KernelModel
     share : float
         Of a core that a rank has.
-    mask : Mask
-    shards : Distribution
-        Of the ranks of the context group.
-    group : AttentionConfig
+    group : Problem
+        Of the context group.
     phase : str
     """
 
-    def __init__(
-        self,
-        kernel: KernelModel,
-        share: float,
-        mask: Mask,
-        shards: Distribution,
-        group: AttentionConfig,
-        phase: str,
-    ) -> None:
-        self._heads = group.nheads, group.nheads_kv, group.headdim
+    def __init__(self, kernel: KernelModel, share: float, group: Problem, phase: str) -> None:
+        config = group.config
+        self._heads = config.nheads, config.nheads_kv, config.headdim
         self._kernel, self._share, self._back = kernel, share, phase == "backward"
-        self._mask, self._shards = mask, shards
+        self._shards = group.mask, group.shards, group.shards_kv
 
 
 class KernelCalls(_Calls):
@@ -52,9 +44,9 @@ class KernelCalls(_Calls):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._area, self._cut = visible_pairs(self._mask, self._shards)
-        shards = self._mask, self._shards, self._heads
-        self._pair = _pair_seconds(self._kernel, *shards, self._back, self._share)
+        self._area, self._cut = visible_pairs(*self._shards)
+        sizes = *self._shards, self._heads
+        self._pair = _pair_seconds(self._kernel, *sizes, self._back, self._share)
 
     def begin(self, schedule: Schedule, tokens: Tokens) -> None:
         """Set out on a schedule."""
@@ -76,7 +68,7 @@ class KernelCalls(_Calls):
             area, cut, which = self._summed(step.queries.array, of_keys=False)
             area, cut = k_share * area[which, k], cut[which, k]
         found = self._kernel.seconds(area, nq, nk, np.minimum(nq, cut), self._heads, self._back)
-        return found / self._share
+        return np.where(area > 0, found, 0.0) / self._share
 
     def _owner(self, rows: Rows) -> np.ndarray | None:
         """The one whose tokens they are; None: there are several."""
@@ -86,12 +78,13 @@ class KernelCalls(_Calls):
         return rows.owner
 
     def _part(self, rows: Rows) -> float:
-        """The share of the owner's tokens that these are, about."""
+        """The share of the owner's visible pairs that these have, about."""
         if isinstance(rows.part, str):
             return {FIRST: FIRST_SHARE, REST: 1 - FIRST_SHARE}[rows.part]
-        if rows.part is None:
-            return 1.0
-        return 1 / len(self._schedule.sizes.chunks(rows.owner, rows.part[1]))
+        if (chunk := chunk_of(rows.part)) is None:
+            return 1.0  # all that meet others
+        of_keys = self._schedule.arrays[rows.array].of_keys
+        return 1 / len(self._schedule.sizes.chunks(rows.owner, chunk[1], of_keys))
 
     def _summed(self, array: str, of_keys: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Areas and cut queries with all rows of an array, by set of owners, and each rank's set.
@@ -132,11 +125,10 @@ class SingleCalls(_Calls):
         self._schedule, self._seconds = schedule, iter(())
         calls = [x for x in schedule.steps if isinstance(x, Attend)]
         if calls:  # all at once: NumPy takes as long for one
-            known: dict[tuple, list[range]] = {}
-            found = []
+            places, found = Places(schedule), []
             for x in calls:
-                q, k = (self._runs(rows, known) for rows in (x.queries, x.keys))
-                area, cut = pairs_of_runs(self._mask, q, k)
+                q, k = (merged(places.runs(rows)) for rows in (x.queries, x.keys))
+                area, cut = pairs_of_runs(self._shards[0], q, k)
                 found.append((area, sum(map(len, q)), sum(map(len, k)), cut))
             sizes = np.array(found, float).T
             seconds = self._kernel.seconds(*sizes, self._heads, self._back) / self._share
@@ -146,46 +138,23 @@ class SingleCalls(_Calls):
         """Of the next call."""
         return next(self._seconds)
 
-    def _runs(self, rows: Rows, known: dict[tuple, list[range]]) -> list[range]:
-        """Tokens of rows, as few runs."""
-        array = self._schedule.arrays[rows.array]
-        key = rows.array if rows.owner is None else None, rows.owner, rows.part
-        if key not in known:
-            whole, part = Span(0, self._shards.seqlen), rows.part
-            wanted = part if isinstance(part, Span) else whole
-            pieces = array.pieces if rows.owner is None else [(rows.owner, None)]
-            spans = [(p, common(span, wanted)) for p, span in pieces]
-            found = [x for p, span in spans for x in self._shards.within(p, *span)]
-            if part is not None and wanted is whole:
-                chunk, ranks = part
-                found = _within(found, chunks(sum(map(len, found)), ranks)[chunk])
-            known[key] = merged(found)
-        return known[key]
-
-
-def _within(runs: list[range], places: slice) -> list[range]:
-    """The numbers at these places of runs that follow each other."""
-    found, first = [], 0
-    for run in runs:
-        found.append(run[max(0, places.start - first) : max(0, places.stop - first)])
-        first += len(run)
-    return found
-
 
 @lru_cache(maxsize=2)  # both phases of layouts that differ in shape only
 def _pair_seconds(
     kernel: KernelModel,
     mask: Mask,
-    shards: Distribution,
+    queries: Distribution,
+    keys: Distribution,
     heads: tuple[int, int, int],
     backward: bool,
     share: float,
 ) -> np.ndarray:
     """Of the kernel for queries of one shard and keys of another, by share of a core."""
-    area, cut = visible_pairs(mask, shards)
-    counts = np.array(shards.counts)
+    area, cut = visible_pairs(mask, queries, keys)
+    nq, nk = np.array(queries.counts), np.array(keys.counts)
     found = np.empty(area.shape)
-    for rows in by_rows(shards.nshards):
-        sizes = area[rows], counts[rows, None], counts[None, :], cut[rows]
-        found[rows] = kernel.seconds(*sizes, heads, backward) / share
+    for rows in by_rows(queries.nshards):
+        sizes = area[rows], nq[rows, None], nk[None, :], cut[rows]
+        seconds = kernel.seconds(*sizes, heads, backward) / share
+        found[rows] = np.where(area[rows] > 0, seconds, 0.0)  # left out
     return found

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.schedules.sizes import Ranks, identity
+from a2d_mpi.schedules.sizes import chunk_of, identity
 from a2d_mpi.schedules.steps import Message, Schedule
 
 Spans = list[tuple[str, float, float]]  # part, begin and end of all that a rank does, in order
+FEW = 8  # messages, of different sizes, that are summed one by one
 PARTS = ("compute", "merge", "wait", "other")
 
 
@@ -100,6 +102,39 @@ class Route:
         return self.kind, slice(None) if whole else np.arange(len(self.to))
 
 
+class _Crowd:
+    """Messages that leave together: a link carries as much to all peers, or all that there is."""
+
+    def __init__(self) -> None:
+        # Bytes to a peer, and the number of such peers inside a rank's node and in others.
+        self.sizes: list[Ranks] = []
+        self._peers: list[tuple[Ranks, Ranks]] = []
+        self._sorted: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def add(self, size: Ranks, peers: tuple[Ranks, Ranks]) -> None:
+        """Add messages of one size."""
+        self.sizes.append(size)
+        self._peers.append(peers)
+
+    def moved(self, kind: int, ahead: Ranks) -> Ranks:
+        """Bytes that have left by a kind of link once every peer got so many, or all of its."""
+        if len(self.sizes) <= FEW:
+            return sum(n[kind] * np.minimum(x, ahead) for x, n in zip(self.sizes, self._peers))
+        if kind not in self._sorted:
+            columns = np.broadcast_arrays(*self.sizes, *(n[kind] for n in self._peers))
+            sizes, peers = np.array(columns, float).reshape(2, len(self.sizes), -1)
+            order = np.argsort(sizes, axis=0)
+            sizes, peers = (np.take_along_axis(x, order, axis=0) for x in (sizes, peers))
+            none = np.zeros_like(sizes[:1])
+            gone = np.concatenate([none, np.cumsum(sizes * peers, axis=0)])
+            left = peers.sum(axis=0) - np.concatenate([none, np.cumsum(peers, axis=0)])
+            self._sorted[kind] = sizes, gone, left
+        sizes, gone, left = self._sorted[kind]
+        done = (sizes < ahead).sum(axis=0, keepdims=True)
+        gone, left = (np.take_along_axis(x, done, axis=0)[0] for x in (gone, left))
+        return gone + left * ahead
+
+
 @dataclass(eq=False)
 class Post:
     """A message of every rank that was posted: to whom it goes, or from whom it comes."""
@@ -162,7 +197,9 @@ class Links:
         route = self._route(message.peer)
         self._posts[message] = Post(route, self._nbytes[message])
         self._batch.append(message)
-        self._overheads = self._overheads + tensors * self._overhead[route.kind]
+        # A rank without bytes has no message.
+        overhead = tensors * self._overhead[route.kind] * (np.asarray(self._nbytes[message]) > 0)
+        self._overheads = self._overheads + overhead
 
     def wait(self, messages: Sequence[Message]) -> None:
         """Every rank waits for messages."""
@@ -191,12 +228,12 @@ class Links:
         alike: dict[tuple, list[Route]] = defaultdict(list)
         for route, pairs in flows.items():
             alike[tuple(identity(sent.nbytes) for sent, _ in pairs)].append(route)
-        crowd = []  # bytes to a peer, and how many peers inside a rank's node, and in others
+        crowd = _Crowd()
         if len(flows) > 1:
             for routes in alike.values():
                 far = sum(route.kind for route in routes)
                 size = sum(sent.nbytes for sent, _ in flows[routes[0]])
-                crowd.append((size, (len(routes) - far, far)))
+                crowd.add(size, (len(routes) - far, far))
         last = self._free.copy()
         for routes in alike.values():
             ahead: Ranks = 0
@@ -206,10 +243,7 @@ class Links:
                 for route in routes:
                     for kind in (0, 1) if np.ndim(route.kind) else (route.kind,):
                         if kind not in seconds:
-                            # The link carries as much to all peers, or all that there is.
-                            moved = ahead
-                            if crowd:
-                                moved = sum(n[kind] * np.minimum(x, ahead) for x, n in crowd)
+                            moved = crowd.moved(kind, ahead) if crowd.sizes else ahead
                             seconds[kind] = moved / self._rate[kind]
                     self._arrive(route, *flows[route][i], seconds, last)
         self._free = last
@@ -223,7 +257,7 @@ class Links:
             # Both sides know a message by its channel, its rows and the way that it takes.
             way = post.route if message.sent else self._back(post.route)
             kind = self._schedule.arrays[message.rows.array].kind
-            key = message.channel, kind, message.rows.part, way
+            key = message.channel, message.tag, kind, chunk_of(message.rows.part), way
             others = self._open[not message.sent].get(key)
             if others:
                 other = others.pop(0)
@@ -245,9 +279,10 @@ class Links:
         kind, index = route.kind, route.index
         taken = seconds[kind] if isinstance(kind, int) else np.where(kind, seconds[1], seconds[0])
         begin = np.maximum(np.maximum(sent.when, received.when[route.to]), self._free[index])
-        left = begin + taken
+        is_one = np.asarray(sent.nbytes) > 0
+        left = (begin + taken) * is_one
         last[index] = np.maximum(last[index], left)
-        sent.done = left + self._latency[kind]
+        sent.done = left + self._latency[kind] * is_one
         came_from = self._back(route).to
         received.done = sent.done[came_from]
         if self._unhidden.any():

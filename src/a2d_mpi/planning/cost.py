@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from a2d_mpi.core.config import PHASES, Problem
+from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.meetings import Ranks
+from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import write, write_all
 from a2d_mpi.schedules.accounts import messages as messages_of
 from a2d_mpi.schedules.accounts import number_of_messages
-from a2d_mpi.schedules.sizes import Ranks
 
 Bytes = dict[tuple[str, str], list[int]]
 

@@ -16,6 +16,7 @@ import numpy as np
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.clock import PARTS, Spans, record
 from a2d_mpi.planning.machine import Machine
+from a2d_mpi.schedules.sizes import Meets, chunk_of
 from a2d_mpi.schedules.steps import Message, Schedule
 
 
@@ -73,8 +74,10 @@ class Program:
         schedule, rows = self._schedule, message.rows
         peer = schedule.logical(message.peer)
         ends = (self._rank, peer) if message.sent else (peer, self._rank)
-        kind = schedule.arrays[rows.array].kind
-        key = (self._chain, *ends, kind, schedule.logical(rows.owner), rows.part)
+        kind, part = schedule.arrays[rows.array].kind, rows.part
+        part = chunk_of(part) if isinstance(part, Meets) else part
+        owner = schedule.logical(rows.owner)
+        key = (self._chain, *ends, message.tag, kind, owner, part)
         transfer = self._events.transfer(key, *ends, self._nbytes[message])
         self._transfers[message] = transfer
         self._batch.append(transfer)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
-from a2d_mpi.core.config import PHASES, Problem
+from a2d_mpi.core.config import OF_KEYS, PHASES
+from a2d_mpi.core.masks import Full
+from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import METHODS, write, write_all
 from a2d_mpi.schedules.accounts import buffers as schedule_buffers
 from a2d_mpi.schedules.accounts import results
 from a2d_mpi.schedules.steps import KINDS, Schedule
 
+EXACT = 64  # ranks: each has buffers of its own size where the mask hides pairs
+
 
 def peak_memory(
-    method: str,
-    layout: Layout,
-    problem: Problem,
-    rank: int,
-    distribution: str,
-    backward: bool = False,
+    method: str, layout: Layout, problem: Problem, rank: int, backward: bool = False
 ) -> int:
     """Bytes of the caller's arrays, the results and the plan's buffers on a logical rank.
 
@@ -31,26 +31,19 @@ def peak_memory(
     ----------
     method, layout, problem, rank
         As in `a2d_mpi.planning.cost.traffic`.
-    distribution : str
-        Unless contiguous, the keys of a column are held twice: as they came, and sorted.
     backward : bool
     """
     phases = _phases(method, layout, problem, rank, backward)
-    return _peak(phases, layout, problem, rank, distribution, backward)
+    return _peak(phases, layout, problem, rank, backward)
 
 
 def _peak(
-    phases: Sequence[list[Schedule]],
-    layout: Layout,
-    problem: Problem,
-    rank: int,
-    distribution: str,
-    backward: bool,
+    phases: Sequence[list[Schedule]], layout: Layout, problem: Problem, rank: int, backward: bool
 ) -> int:
-    held = _buffers(phases, layout, problem, distribution)
-    own, config, last = problem.counts[rank], problem.config, phases[-1]
+    held = _buffers(phases, layout, problem)
+    own, config, last = (problem.counts[rank], problem.counts_kv[rank]), problem.config, phases[-1]
     given = ("q", "k", "v", *("dout", "out", "lse", "delta") * backward)
-    held += own * sum(map(config.nbytes, given))
+    held += sum(own[x in OF_KEYS] * config.nbytes(x) for x in given)
     group = config.context_group(layout.heads)
     held += sum(results(schedule, group, config) for schedule in last)
     # New once more: results that lie in buffers or have the dtype of the computation.
@@ -58,18 +51,23 @@ def _peak(
         for name in KINDS[array.kind]:
             wide = name in array.wide and config.narrow
             if name != "lse" and (array.role == "buffer" or wide):
-                held += own * config.nbytes(name)
+                held += own[name in OF_KEYS] * config.nbytes(name)
     return held
 
 
-def most_memory(
-    method: str, layout: Layout, problem: Problem, distribution: str, backward: bool = False
-) -> int:
-    """`peak_memory` of the rank that holds the most."""
+def most_memory(method: str, layout: Layout, problem: Problem, backward: bool = False) -> int:
+    """`peak_memory` of the rank that holds the most.
+
+    Of more than `EXACT` ranks an upper bound: as if the mask let all tokens meet.
+    """
     if not METHODS[method].at_once:
         phases = PHASES[: 1 + backward]
         ranks = enumerate(zip(*(write_all(method, x, layout, problem) for x in phases)))
-        return max(_peak(x, layout, problem, rank, distribution, backward) for rank, x in ranks)
+        return max(_peak(x, layout, problem, rank, backward) for rank, x in ranks)
+    if problem.meetings is not None and layout.size <= EXACT:
+        ranks = range(layout.size)
+        return max(peak_memory(method, layout, problem, rank, backward) for rank in ranks)
+    problem = replace(problem, mask=Full())
     shape = (layout.rows, layout.cols, layout.heads)
     own = np.reshape(problem.counts, shape)
     # It follows from the tokens of a rank, its head group, its row and its column, mostly.
@@ -78,10 +76,7 @@ def most_memory(
     if METHODS[method].knows_nodes and layout.nodes is not None:
         alike += _by_node(np.reshape(layout.nodes, shape), sizes[1])
     _, ranks = np.unique(alike, axis=1, return_index=True)
-    return max(
-        peak_memory(method, layout, problem, rank, distribution, backward)
-        for rank in ranks.tolist()
-    )
+    return max(peak_memory(method, layout, problem, rank, backward) for rank in ranks.tolist())
 
 
 def _by_node(node: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
@@ -107,7 +102,6 @@ def buffers(
     layout: Layout,
     problem: Problem,
     rank: int,
-    distribution: str,
     backward: bool = False,
 ) -> int:
     """Bytes that a plan keeps between calls (`AttentionPlan.buffer_bytes`); see `peak_memory`.
@@ -115,9 +109,7 @@ def buffers(
     Exact, but for parts of one token, which are never out of order.  `backward`: after a backward
     call.
     """
-    return _buffers(
-        _phases(method, layout, problem, rank, backward), layout, problem, distribution
-    )
+    return _buffers(_phases(method, layout, problem, rank, backward), layout, problem)
 
 
 def _phases(
@@ -126,12 +118,10 @@ def _phases(
     return [write(method, x, layout, problem, rank) for x in PHASES[: 1 + backward]]
 
 
-def _buffers(
-    phases: Sequence[list[Schedule]], layout: Layout, problem: Problem, distribution: str
-) -> int:
-    group, in_order = problem.config.context_group(layout.heads), distribution == "contiguous"
+def _buffers(phases: Sequence[list[Schedule]], layout: Layout, problem: Problem) -> int:
+    group = problem.config.context_group(layout.heads)
     held: dict[object, int] = {}
     for schedule in chain.from_iterable(phases):
-        for key, nbytes in schedule_buffers(schedule, group, in_order).items():
+        for key, nbytes in schedule_buffers(schedule, group).items():
             held[key] = max(nbytes, held.get(key, 0))
     return sum(held.values())

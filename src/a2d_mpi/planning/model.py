@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi.core.config import Workload
-from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.problem import Problem, Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.calls import KernelCalls, SingleCalls
 from a2d_mpi.planning.clock import Clock, Links, Spans
 from a2d_mpi.planning.events import Events, Program
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.schedules import METHODS, distribution_of, write_all
-from a2d_mpi.schedules.accounts import Tokens, array_bytes, merged_at_once, sorted_arrays
+from a2d_mpi.schedules import METHODS, distribution_of, problem_of, write_all
+from a2d_mpi.schedules.accounts import Tokens, array_bytes, merged_at_once
+from a2d_mpi.schedules.places import sorted_arrays
 from a2d_mpi.schedules.sizes import identity
 from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Rows, Schedule, Wait, Zero
 
@@ -79,7 +79,8 @@ def predict(
     found = {}
     for phase in work.phases:
         trace = None if spans is None else [[] for _ in range(layout.size)]
-        found[phase] = Phase(**_Ranks(machine, layout, work, name, phase).go(method, trace))
+        problem = problem_of(method, layout, work, work.mask, name)
+        found[phase] = Phase(**_Ranks(machine, layout, work, problem, phase).go(method, trace))
         if spans is not None:
             spans[phase] = trace
     return found
@@ -89,20 +90,19 @@ class _Ranks:
     """All ranks in one phase."""
 
     def __init__(
-        self, machine: Machine, layout: Layout, work: Workload, distribution: str, phase: str
+        self, machine: Machine, layout: Layout, work: Workload, problem: Problem, phase: str
     ) -> None:
         self._machine, self._phase, self._layout, self._work = machine, phase, layout, work
-        self._problem = work.problem(layout, distribution)
-        self._group = work.context_group(layout.heads)
-        self._in_order = distribution == "contiguous"
-        self._shards = Distribution(distribution, work.seqlen, layout.positions)
+        self._problem, self._inside = problem, problem.context_group(layout.heads)
+        self._group = self._inside.config
+        self._in_order = problem.shards_kv.name == "contiguous"
 
     def go(self, method: str, spans: list[Spans] | None) -> dict[str, np.ndarray]:
         """Go through the whole phase; returns the seconds of each part."""
         machine, layout, work = self._machine, self._layout, self._work
         chains = write_all(method, self._phase, layout, self._problem, work.overlap)
         model = machine.kernel(work.dtype, self._phase)
-        of_calls = machine.share, work.mask, self._shards, self._group, self._phase
+        of_calls = machine.share, self._inside, self._phase
         if len(chains) == 1 and METHODS[method].at_once:
             clock = Clock(layout.size, spans)
             links, calls = Links(machine, layout, clock), KernelCalls(model, *of_calls)

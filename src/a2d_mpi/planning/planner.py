@@ -17,16 +17,17 @@ from itertools import permutations, product
 
 import numpy as np
 
-from a2d_mpi.core.config import PHASES, Problem, Workload
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.pairs import visible_pairs
+from a2d_mpi.core.problem import Problem, Workload
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.clock import PARTS
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import Phase, predict
-from a2d_mpi.schedules import METHODS, distribution_of, essence
+from a2d_mpi.schedules import METHODS, distribution_of, essence, problem_of
 from a2d_mpi.schedules.accounts import number_of_messages
 
 
@@ -260,10 +261,8 @@ def _candidate(
     machine: Machine, method: str, layout: Layout, work: Workload, room: int | None
 ) -> Candidate:
     name = distribution_of(method, work.mask)
-    problem = work.problem(layout, name)
-    received, number, memory = _needs(
-        method, essence(method, layout), problem, name, work.backward
-    )
+    problem = problem_of(method, layout, work, work.mask, name)
+    received, number, memory = _needs(method, essence(method, layout), problem, work.backward)
     node = layout.physical() // machine.ranks_per_node
     ranks, sources, nbytes = received
     whole = np.zeros(layout.size, np.int64)
@@ -285,7 +284,7 @@ def _candidate(
 
 @lru_cache(maxsize=1)
 def _needs(
-    method: str, layout: Layout, problem: Problem, name: str, backward: bool
+    method: str, layout: Layout, problem: Problem, backward: bool
 ) -> tuple[tuple[np.ndarray, ...], int, int]:
     """All that is received, (ranks, sources, bytes), and the most messages and memory of a rank.
 
@@ -302,7 +301,7 @@ def _needs(
         for size in set(move.tensors):
             number = number_of_messages(move.tokens * size)
             messages[move.rank] += move.tensors.count(size) * number
-    memory = most_memory(method, layout, problem, name, backward)
+    memory = most_memory(method, layout, problem, backward)
     columns = zip(*(np.broadcast_arrays(*found) for found in received.values()))
     arrays = tuple(np.concatenate([np.ravel(x) for x in column]) for column in columns)
     return arrays or (np.zeros(0, np.int64),) * 3, int(messages.max()), memory
@@ -310,8 +309,8 @@ def _needs(
 
 def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:
     """Of balanced attention, whose ranks all have the same area and tokens."""
-    whole = Distribution("contiguous", work.seqlen, 1)
-    area = int(visible_pairs(work.mask, whole)[0].sum()) / layout.size
+    whole = (Distribution("contiguous", n, 1) for n in (work.seqlen, work.seqlen_kv))
+    area = int(visible_pairs(problem.mask, *whole)[0].sum()) / layout.size
     least = sum(
         cost.lower_bound(problem, area, work.seqlen / layout.size, phase == "backward")
         for phase in work.phases

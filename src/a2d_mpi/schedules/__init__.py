@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from a2d_mpi.core.chunks import splits_own_shard
-from a2d_mpi.core.config import Problem
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Mask
+from a2d_mpi.core.meetings import Ranks
+from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.schedules import alone, attention2d, heads, node_aware, ring, triangle
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.sizes import Ranks, Sizes
+from a2d_mpi.schedules.sizes import Sizes
 from a2d_mpi.schedules.steps import Schedule
 
 METHODS: dict[str, Method] = {
@@ -34,6 +36,41 @@ METHODS: dict[str, Method] = {
 def distribution_of(method: str, mask: Mask) -> str:
     """The distribution that a method takes for a mask."""
     return _known(method).distribution or mask.default_distribution
+
+
+def problem_of(
+    method: str,
+    layout: Layout,
+    config: AttentionConfig,
+    mask: Mask,
+    distribution: str | None = None,
+    distribution_kv: str | None = None,
+) -> Problem:
+    """The problem of a method on a layout, with the owner of each token.
+
+    Parameters
+    ----------
+    method : str
+        One of `METHODS`.
+    layout : Layout
+    config : AttentionConfig
+    mask : Mask
+    distribution : str, optional
+        Of the queries and, in self-attention, the keys; default: the one that the method takes.
+    distribution_kv : str, optional
+        Of the keys, in cross-attention; default: that of the queries.
+
+    Raises
+    ------
+    ValueError
+        If there is no such method or distribution, or it does not fit.
+    """
+    name, sizes = distribution or distribution_of(method, mask), (layout.size, layout.heads)
+    aligned = mask.aligned(config.seqlen, config.seqlen_kv)
+    shards, keys = Distribution(name, config.seqlen, *sizes), None
+    if config.seqlen_kv != config.seqlen or distribution_kv not in (None, name):
+        keys = Distribution(distribution_kv or name, config.seqlen_kv, *sizes)
+    return Problem(AttentionConfig(**config.arguments), shards, aligned, keys)
 
 
 def _known(method: str) -> Method:
@@ -73,28 +110,23 @@ def write(
     ValueError
         If there is no such method, or the problem does not fit the layout.
     """
-    if len(problem.counts) != layout.size:
-        raise ValueError(f"{len(problem.counts)} shards for {layout.size} ranks")
+    if problem.shards.nshards != layout.size:
+        raise ValueError(f"{problem.shards.nshards} shards for {layout.size} ranks")
     known, back, u = _known(method), phase == "backward", layout.heads
     group = problem.context_group(u)
-    whole, own = problem.config, group.config
+    whole = problem.config
     rows, cols, inner = known.shape(layout)
     alike = {"overlap": overlap, "narrow": whole.narrow, "shares_kv": whole.nheads_kv < u}
-    shards, nodes = None, None
-    if known.distribution:
-        shards = Distribution(known.distribution, whole.seqlen, layout.positions)
+    nodes = None
     if known.knows_nodes:
         nodes = layout.nodes_of_group(None if np.ndim(rank) else rank % u)
-    sizes = Sizes(
-        *(rows, cols, group.counts, own.nheads, own.nheads_kv),
-        **{"inner": inner, "shards": shards, "nodes": nodes, **alike},
-    )
+    sizes = Sizes(rows, cols, group, **{"inner": inner, "nodes": nodes, **alike})
     inside = Schedule(rank // u, sizes, (u, rank % u), **others)
     of = known if layout.positions > 1 else alone
     (of.backward if back else of.forward)(inside)
     if u == 1:
         return [inside]
-    sizes = Sizes(1, u, problem.counts, whole.nheads, whole.nheads_kv, **alike)
+    sizes = Sizes(1, u, problem, **alike)
     before, after = (Schedule(rank, sizes) for _ in range(2))
     heads.share(before, back)
     heads.collect(after, back)

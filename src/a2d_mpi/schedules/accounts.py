@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import numpy as np
 
 from a2d_mpi.core.chunks import FIRST_SHARE, chunks
 from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.meetings import Others, Ranks
 from a2d_mpi.core.sizes import MAX_MESSAGE
-from a2d_mpi.schedules.sizes import Ranks, Span, identity
+from a2d_mpi.schedules.places import Places, sorted_arrays
+from a2d_mpi.schedules.sizes import Meets, identity
 from a2d_mpi.schedules.steps import FIRST, KINDS, Array, Attend, Merge, Message, Rows, Schedule
 
 
@@ -26,44 +27,74 @@ class Tokens:
     Parameters
     ----------
     schedule : Schedule
+    places : Places, optional
+        Of the schedule of one rank.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self._counts = schedule, schedule.sizes.counts
+    def __init__(self, schedule: Schedule, places: Places | None = None) -> None:
+        self._schedule, self._sizes = schedule, schedule.sizes
         self._all = np.ndim(schedule.rank) > 0
-        self._even = len(set(self._counts)) == 1
-        self._by_chunk: dict[tuple[int, int] | None, Ranks] = {}
-        self._found: dict[tuple, tuple[Ranks, Ranks]] = {}
+        self._places = None if self._all else places or Places(schedule)
+        self._by_chunk: dict[tuple[bool, tuple[int, int] | None], Ranks] = {}
+        self._found: dict[tuple, tuple[Ranks, Rows]] = {}
 
     def of(self, rows: Rows) -> Ranks:
         """Tokens of rows; equal ones are the same object."""
-        key = (rows.array if rows.owner is None else identity(rows.owner), rows.part)
+        array = self._schedule.arrays[rows.array]
+        alike = rows.array if rows.owner is None or array.meets or array.spans else array.of_keys
+        key = alike, None if rows.owner is None else identity(rows.owner), rows.part
         if key not in self._found:
-            self._found[key] = self._count(rows), rows.owner
+            self._found[key] = self._count(rows, array), rows  # kept: no other gets the same id
         return self._found[key][0]
 
-    def _count(self, rows: Rows) -> Ranks:
-        if rows.owner is None:
-            pieces = self._schedule.arrays[rows.array].pieces
-            return sum(self._of_owner(p, common(span, rows.part)) for p, span in pieces)
+    def _count(self, rows: Rows, array: Array) -> Ranks:
         if isinstance(rows.part, str):
             share = FIRST_SHARE if rows.part == FIRST else 1 - FIRST_SHARE
-            return share * self._of_owner(rows.owner, None)
-        return self._of_owner(rows.owner, rows.part)
+            return share * self.of(rows._replace(part=None))
+        if self._places is not None:
+            return self._places.count(rows)
+        if rows.owner is None:
+            return sum(self._held(array, p) for p in array.owners)
+        if isinstance(rows.part, Meets):
+            found = self._meeting(array.of_keys, rows.owner, rows.part.others)
+            for others, some in ((rows.part.provided, True), (rows.part.unless, False)):
+                if others is not None:
+                    found = found * (
+                        (self._meeting(array.of_keys, rows.owner, others) > 0) == some
+                    )
+            return found if rows.part.chunk is None else _chunk(found, rows.part.chunk)
+        if array.meets is None:
+            return self._shards(array.of_keys, rows.owner, rows.part)
+        held = self._held(array, rows.owner)
+        return held if rows.part is None else _chunk(held, rows.part)
 
-    def _of_owner(self, owner: Ranks, part: tuple[int, int] | None) -> Ranks:
-        if isinstance(part, Span):
-            where = self._schedule.sizes.within(owner, part)
-            return where.stop - where.start
-        if part not in self._by_chunk:
-            counts = self._counts
-            if part is not None:
-                i, ranks = part
-                cuts = [chunks(n, ranks) for n in counts]
-                counts = [x[i].stop - x[i].start if i < len(x) else 0 for x in cuts]
-            self._by_chunk[part] = np.array(counts) if self._all else counts
-        counts = self._by_chunk[part]
-        return int(counts[0]) if self._even else counts[owner]
+    def _held(self, array: Array, owner: Ranks) -> Ranks:
+        """Tokens that an array has of an owner."""
+        whole = self._shards(array.of_keys, owner)
+        if array.meets is None or (array.owners and owner is self._schedule.rank):
+            return whole
+        found = self._meeting(array.of_keys, owner, array.meets)
+        return np.where(owner == self._schedule.rank, whole, found) if array.owners else found
+
+    def _meeting(self, of_keys: bool, owner: Ranks, others: Others) -> Ranks:
+        return self._sizes.problem.meetings.count(of_keys, owner, others)
+
+    def _shards(self, of_keys: bool, owner: Ranks, part: tuple[int, int] | None = None) -> Ranks:
+        """Tokens of whole shards, or of a chunk of each."""
+        key = of_keys, part
+        if key not in self._by_chunk:
+            counts = np.array(self._sizes.counts(of_keys))
+            self._by_chunk[key] = counts if part is None else _chunk(counts, part)
+        counts = self._by_chunk[key]
+        return int(counts[0]) if (counts == counts[0]).all() else counts[owner]
+
+
+def _chunk(tokens: np.ndarray, part: tuple[int, int]) -> np.ndarray:
+    """Tokens of the i-th of the chunks in which so many tokens travel."""
+    i, ranks = part
+    different, which = np.unique(tokens, return_inverse=True)
+    cuts = [chunks(n, ranks) for n in different.tolist()]
+    return np.array([x[i].stop - x[i].start if i < len(x) else 0 for x in cuts])[which]
 
 
 def messages(
@@ -86,44 +117,40 @@ def number_of_messages(nbytes: Ranks) -> Ranks:
     return -(-nbytes // MAX_MESSAGE)
 
 
-def buffers(schedule: Schedule, group: AttentionConfig, contiguous: bool) -> dict[object, int]:
-    """Bytes of every buffer that a plan keeps for the schedule of one rank.
+def buffers(schedule: Schedule, group: AttentionConfig) -> dict[object, int]:
+    """Bytes of every buffer that a plan keeps for the schedule of one rank."""
+    places, found = Places(schedule), {}
+    tokens = Tokens(schedule, places)
 
-    Parameters
-    ----------
-    schedule : Schedule
-    group : AttentionConfig
-    contiguous : bool
-        Whether the shards, one after the other, are in the order of tokens.
-    """
-    counts, tokens, found = schedule.sizes.counts, Tokens(schedule), {}
-    largest = _largest(schedule, counts)
+    def add(key: object, nbytes: int) -> None:
+        found[key] = max(nbytes, found.get(key, 0))
+
+    largest = _largest(schedule, places)
     for name, array in schedule.arrays.items():
         if array.role == "buffer":
-            n = tokens.of(Rows(name)) if array.owners else largest[name]
+            n = tokens.of(Rows(name)) if array.owners else largest.get(name, 0)
             for x, nbytes in _named(group, array):
-                found[name, x] = n * nbytes
+                add((array.room or name, x), n * nbytes)
     if any(merged_at_once(schedule)):
         for x in KINDS["out"]:
-            found["own", x] = counts[schedule.rank] * group.nbytes(x, wide=True)
+            own = schedule.sizes.counts(False)[schedule.rank]
+            add(("own", x), own * group.nbytes(x, wide=True))
     for rows in merged_rows(schedule):
-        found[rows.array, "rest"] = tokens.of(rows) * group.nbytes("lse")
-    if not contiguous:
-        for name in sorted_arrays(schedule):
-            if not _in_order(schedule, name):
-                for x, nbytes in _named(group, schedule.arrays[name]):
-                    found[name, x, "sorted"] = tokens.of(Rows(name)) * nbytes
+        add((rows.array, "rest"), places.total(rows) * group.nbytes("lse"))
+    for name in sorted_arrays(schedule):
+        if places.order(name) is not None:
+            for x, nbytes in _named(group, schedule.arrays[name]):
+                add((name, x, "sorted"), tokens.of(Rows(name)) * nbytes)
+    for number, rows in enumerate(packed(schedule, places)):
+        for x, nbytes in _named(group, schedule.arrays[rows.array]):
+            add(("packed", number, x), tokens.of(rows) * nbytes)
     return found
 
 
-def _in_order(schedule: Schedule, name: str) -> bool:
-    """Tell whether the spans of an array are in the order of tokens; of whole shards, no."""
-    array = schedule.arrays[name]
-    if not array.spans:
-        return False
-    shards = schedule.sizes.shards
-    runs = [x for p, span in array.pieces for x in shards.within(p, *span)]
-    return all(a.stop <= b.start for a, b in pairwise(runs))
+def packed(schedule: Schedule, places: Places) -> list[Rows]:
+    """Rows that are sent, in order, and do not lie side by side."""
+    sent = (x.rows for x in schedule.steps if isinstance(x, Message) and x.sent)
+    return [x for x in sent if x.owner is not None and len(places.slices(x)) > 1]
 
 
 def _named(group: AttentionConfig, array: Array) -> Iterator[tuple[str, int]]:
@@ -172,28 +199,11 @@ def merged_at_once(schedule: Schedule) -> list[bool]:
     return found
 
 
-def sorted_arrays(schedule: Schedule) -> set[str]:
-    """Arrays of keys of several owners that a kernel call needs, or adds to, as a whole."""
-    found = set()
-    for step in schedule.steps:
-        if isinstance(step, Attend) and step.keys.owner is None:
-            found |= {x.array for x in (step.keys, step.keys_into) if x is not None}
-    return {name for name in found if len(schedule.arrays[name].owners) > 1}
-
-
-def common(span: Span | None, part: Span | None) -> Span | None:
-    """The tokens of a part among those that an array has of an owner; None: the whole shard."""
-    if span is None or part is None:
-        return part or span
-    begin = max(span.begin, part.begin)
-    return Span(begin, max(begin, min(span.end, part.end)))
-
-
-def _largest(schedule: Schedule, counts: tuple[int, ...]) -> dict[str, int]:
+def _largest(schedule: Schedule, places: Places) -> dict[str, int]:
     """Tokens of the largest owner whose rows an array holds at a time, by its name."""
     found: dict[str, int] = {}
     for step in schedule.steps:
         for rows in vars(step).values():
             if isinstance(rows, Rows) and rows.owner is not None:
-                found[rows.array] = max(found.get(rows.array, 0), counts[rows.owner])
+                found[rows.array] = max(found.get(rows.array, 0), places.total(rows))
     return found

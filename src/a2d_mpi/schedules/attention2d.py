@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.sizes import Ranks
 from a2d_mpi.schedules.steps import Attend, Merge, Message, Rows, Schedule, Zero
 
 
@@ -35,14 +35,18 @@ class Tile:
         self.col_peers = [at(r + i, c) for i in range(1, rows)]
         s.channels["row"] = tuple(at(r, j) for j in range(cols))
         s.channels["col"] = tuple(at(i, c) for i in range(rows))
+        # The keys that queries meet on this rank and on each peer of its row, and the queries that
+        # keys meet on this rank and on each peer of its column, by their owners.
+        self.columns = [tuple(at(i, c + j) for i in range(rows)) for j in range(cols)]
+        self.rows = [tuple(at(r + i, j) for j in range(cols)) for i in range(rows)]
 
     def gather(self, kind: str) -> None:
         """Gather the rows of queries along the row, those of keys along the column."""
         s = self.s
         own_q = s.array(f"own {kind}", kind, (s.rank,), "given")
         own_k = s.array("own kv", "kv", (s.rank,), "given")
-        self.q, self.q_coming = s.all_gather("row", kind, own_q, self.row_peers)
-        self.k, self.k_coming = s.all_gather("col", "kv", own_k, self.col_peers)
+        self.q, self.q_coming = s.all_gather("row", kind, own_q, self.row_peers, self.columns)
+        self.k, self.k_coming = s.all_gather("col", "kv", own_k, self.col_peers, self.rows)
 
     def blocks(self, by_query: bool) -> Iterator[tuple[Rows, Rows]]:
         """Yield the queries and keys of each kernel call, when these are here.
@@ -97,19 +101,19 @@ def forward(s: Schedule) -> None:
     tile = Tile(s)
     tile.gather("q")  # q: (C n, H, D); k, v: (R n, Hkv, D)
     out = s.array("out", "out", (s.rank,), "result")  # (n, H, D), and lse (n, H)
-    coming = s.partials("row", "out", tile.row_peers)  # as large, from each of C - 1 peers
+    coming = s.partials("row", "out", tile.row_peers, tile.columns)  # as large, from C - 1 peers
     for queries, keys in tile.blocks(by_query=True):
         if queries.owner is s.rank:
             s.add(Attend(queries, keys, Rows(out, s.rank, queries.part)))
         else:
-            name = s.array(f"out to {tile.place(queries)}", "out")
+            name = s.array(f"out to {tile.place(queries)}", "out", meets=tile.columns[0])
             partial = Rows(name, queries.owner, queries.part)
             s.add(Attend(queries, keys, partial))
             s.give("row", queries.owner, partial)
     s.release("row")
-    for rows, messages in coming:
+    for rows, messages, part in coming:
         s.wait(messages)
-        s.add(Merge(rows, Rows(out, s.rank)))
+        s.add(Merge(rows, Rows(out, s.rank, part)))
     s.results = {"out": Rows(out, s.rank)}
 
 
@@ -117,11 +121,11 @@ def backward(s: Schedule) -> None:
     """Write down the backward pass of rank ``s.rank``."""
     tile, sizes = Tile(s), s.sizes
     tile.gather("qd")  # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
-    dq = s.array("dq", "dq", s.channels["row"])  # (C n, H, D)
-    dkv = s.array("dkv", "dkv", s.channels["col"])  # dk, dv: (R n, Hkv, D)
+    dq = s.array("dq", "dq", s.channels["row"], meets=tile.columns[0])  # (C n, H, D)
+    dkv = s.array("dkv", "dkv", s.channels["col"], meets=tile.rows[0])  # dk, dv: (R n, Hkv, D)
     s.add(Zero(Rows(dq)), Zero(Rows(dkv)))
-    dq_coming = s.partials("row", "dq", tile.row_peers)
-    dkv_coming = s.partials("col", "dkv", tile.col_peers)
+    dq_coming = s.partials("row", "dq", tile.row_peers, tile.columns)
+    dkv_coming = s.partials("col", "dkv", tile.col_peers, tile.rows)
     by_query = gradients_by_query(sizes.rows, sizes.cols, sizes.nheads, sizes.nheads_kv)
     for queries, keys in tile.blocks(by_query):
         into, keys_into = queries._replace(array=dq), keys._replace(array=dkv)
@@ -131,16 +135,18 @@ def backward(s: Schedule) -> None:
             s.give("row", queries.owner, into)
         elif queries.owner is None and keys.owner is not s.rank:
             s.give("col", keys.owner, keys_into)
-    late = ("col", dkv, tile.col_peers) if by_query else ("row", dq, tile.row_peers)
-    channel, array, peers = late
+    late = ("row", dq, tile.row_peers, tile.columns)
+    if by_query:
+        late = ("col", dkv, tile.col_peers, tile.rows)
+    channel, array, peers, (here, *_) = late
     for p in peers:
-        for chunk in sizes.chunks(p, len(peers) + 1):
+        for chunk in sizes.chunks(p, len(peers) + 1, by_query, here):
             s.give(channel, p, Rows(array, p, chunk))
     for channel, array, coming in (("row", dq, dq_coming), ("col", dkv, dkv_coming)):
         s.release(channel)
-        for rows, messages in coming:
+        for rows, messages, part in coming:
             s.wait(messages)
-            s.add(Merge(rows, Rows(array, s.rank)))
+            s.add(Merge(rows, Rows(array, s.rank, part)))
     s.results = {"dq": Rows(dq, s.rank), "dkv": Rows(dkv, s.rank)}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from a2d_mpi.schedules.sizes import Ranks
+from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.schedules.steps import Copy, Merge, Rows, Schedule, Zero
 
 

@@ -7,8 +7,9 @@ from itertools import chain
 
 import numpy as np
 
+from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.sizes import UnlikeRanks
-from a2d_mpi.schedules.sizes import Ranks, identity
+from a2d_mpi.schedules.sizes import identity
 from a2d_mpi.schedules.steps import Copy, Message, Rows, Schedule
 
 
@@ -36,6 +37,7 @@ class Line:
 
     def __init__(self, s: Schedule, name: str) -> None:
         self.s, self.name, self.inside = s, name, f"{name} node"
+        self.of_keys = name == "col"
         (own, *self.far), self.takers = _by_node(s, name)
         self.near = [p for p, distance in own if distance]
         self.ways = {identity(p): (d, e) for d, x in enumerate((own, *self.far)) for p, e in x}
@@ -67,7 +69,7 @@ class Line:
         return self.s.channels[self.name]
 
     def _from(self, channel: str, peer: Ranks, owner: Ranks) -> list[Message]:
-        chunks = self.s.sizes.chunks(owner, self.ranks)
+        chunks = self.s.sizes.chunks(owner, self.ranks, self.of_keys)
         return [self.s.receive(channel, peer, Rows(self._whole, owner, x)) for x in chunks]
 
     def coming(self, far_first: bool) -> dict[int, list[Message]]:
@@ -82,7 +84,7 @@ class Line:
         """Send this rank's rows to the others of its node, or to those that fetch them."""
         # They are the first that the rank before this one needs, and the last of the next.
         for p in reversed(self.takers if channel == self.name else self.near):
-            for x in self.s.sizes.chunks(self.s.rank, self.ranks):
+            for x in self.s.sizes.chunks(self.s.rank, self.ranks, self.of_keys):
                 self.s.send(channel, p, Rows(self._own, self.s.rank, x))
 
     def keep(self) -> None:

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.schedules.attention2d import Tile, gradients_by_query
 from a2d_mpi.schedules.lines import Line, equal_share
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.sizes import Ranks, identity
+from a2d_mpi.schedules.sizes import identity
 from a2d_mpi.schedules.steps import (
     KINDS,
     WIDE,
@@ -97,7 +98,7 @@ class Sums:
     def _receive(self, name: str, channel: str, peer: Ranks, owner: Ranks) -> list[Message]:
         line = self.line
         array = line.s.array(f"{line.name} {self.kind} {name}", self.kind)
-        chunks = line.s.sizes.chunks(owner, line.ranks)
+        chunks = line.s.sizes.chunks(owner, line.ranks, line.of_keys)
         return [line.s.receive(channel, peer, Rows(array, owner, x)) for x in chunks]
 
     def partial(self, rows: Rows) -> Rows:
@@ -129,7 +130,9 @@ class Sums:
         line = self.line
         owners = [*(p for node in line.far for p, _ in node), *line.near]
         return [
-            Rows(self._array, p, x) for p in owners for x in line.s.sizes.chunks(p, line.ranks)
+            Rows(self._array, p, x)
+            for p in owners
+            for x in line.s.sizes.chunks(p, line.ranks, line.of_keys)
         ]
 
     def finish(self, own: Rows) -> None:

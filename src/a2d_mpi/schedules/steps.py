@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from a2d_mpi.schedules.sizes import Ranks, Sizes, Span
+from a2d_mpi.core.meetings import Others, Ranks, is_none
+from a2d_mpi.schedules.sizes import Meets, Sizes, Span
 
 # The tensors of a kind of rows.
 KINDS = {
@@ -26,6 +27,7 @@ KINDS = {
     "qkvd": ("dout", "q", "k", "v", "lse", "delta"),
     "gradients": ("dq", "dk", "dv"),
 }
+OF_KEYS = ("kv", "dkv")  # kinds whose rows are keys; those of the others are queries
 WIDE = ("lse", "delta", "dq", "dk", "dv")  # sent as they are computed: sums, and statistics
 FIRST, REST = "first", "rest"  # parts of a rank's own shard: what it computes first, and last
 
@@ -38,17 +40,18 @@ class Rows(NamedTuple):
     array : str
     owner : Ranks or None
         Owner of the tokens; None: all owners of the array.
-    part : (int, int), "first", "rest", Span or None
-        Of the owner's shard: the i-th of the chunks in which it travels along n ranks, each in a
-        message; the share that its owner computes first, or last; its tokens in a span of the
-        sequence, which also selects among the tokens of all owners; None: all.
+    part : (int, int), "first", "rest", Span, Meets or None
+        Of the tokens that the array has of the owner: the i-th of the chunks in which they travel
+        along n ranks, each in a message; the share that their owner computes first, or last; those
+        in a span of the sequence, which also selects among the tokens of all owners; those that
+        meet others; None: all.
     heads : Ranks or None
         Of an array with all heads: those of this rank of the head group.
     """
 
     array: str
     owner: Ranks | None = None
-    part: tuple[int, int] | str | Span | None = None
+    part: tuple[int, int] | str | Span | Meets | None = None
     heads: Ranks | None = None
 
 
@@ -75,6 +78,11 @@ class Array:
     spans : tuple of Span
         Of every owner, the tokens that the array has; empty: whole shards.  An owner may occur
         with several spans.
+    meets : Others, optional
+        The array has those tokens of an owner that meet these others, and the whole shard of its
+        own rank where `owners` are given; None: whole shards.
+    room : str
+        Buffer that it shares with other arrays, at other times; default: one of its own.
     """
 
     kind: str
@@ -85,6 +93,13 @@ class Array:
     packed: bool = False
     by_token: bool = False
     spans: tuple[Span, ...] = ()
+    meets: Others | None = None
+    room: str = ""
+
+    @property
+    def of_keys(self) -> bool:
+        """Whether its rows are keys, not queries."""
+        return self.kind in OF_KEYS
 
     @property
     def pieces(self) -> list[tuple[Ranks, Span | None]]:
@@ -104,12 +119,15 @@ class Message:
     peer : Ranks
         Receiver of what is sent, or sender.
     rows : Rows
+    tag : int
+        Tells apart messages of one kind that both sides may post in different orders: 0 to 3.
     """
 
     sent: bool
     channel: str
     peer: Ranks
     rows: Rows
+    tag: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,6 +226,8 @@ class Schedule:
         if name not in self.arrays:
             if role == "result":
                 others = {"wide": KINDS[kind], **others}
+            if self.sizes.problem.meetings is None:
+                others.pop("meets", None)
             self.arrays[name] = Array(kind, tuple(owners), role, **others)
         return name
 
@@ -215,14 +235,14 @@ class Schedule:
         """Append steps."""
         self.steps += steps
 
-    def receive(self, channel: str, peer: Ranks, rows: Rows) -> Message:
+    def receive(self, channel: str, peer: Ranks, rows: Rows, tag: int = 0) -> Message:
         """Append a message from a peer."""
-        self.add(message := Message(False, channel, peer, rows))
+        self.add(message := Message(False, channel, peer, rows, tag))
         return message
 
-    def send(self, channel: str, peer: Ranks, rows: Rows) -> Message:
+    def send(self, channel: str, peer: Ranks, rows: Rows, tag: int = 0) -> Message:
         """Append a message to a peer."""
-        self.add(message := Message(True, channel, peer, rows))
+        self.add(message := Message(True, channel, peer, rows, tag))
         return message
 
     def wait(self, messages: Sequence[Message]) -> None:
@@ -249,39 +269,89 @@ class Schedule:
         self.add(*(m for m in self._held if m.channel == channel))
         self._held = [m for m in self._held if m.channel != channel]
 
-    def all_gather(
-        self, channel: str, kind: str, own: str, peers: Sequence[Ranks]
-    ) -> tuple[str, dict[int, list[Message]]]:
-        """Gather everyone's rows of an array; `peers`: nearest following first.
+    def chosen(
+        self, others: Others | None, chunk: tuple[int, int] | None = None
+    ) -> Meets | tuple[int, int] | None:
+        """Choose the part of a shard that meets others, or a chunk of it."""
+        if others is None or self.sizes.problem.meetings is None:
+            return chunk
+        return Meets(others, chunk)
 
-        Returns the array that will have them, in the order of the channel's ranks, and the
-        messages that bring each peer's rows, by the peer's place in `peers`.
+    def some(
+        self,
+        name: str,
+        owner: Ranks,
+        others: Others,
+        provided: Others | None = None,
+        unless: Others | None = None,
+    ) -> Rows | None:
+        """Rows of an owner that meet others; None if there are none.  See `Meets`."""
+        meetings, of_keys = self.sizes.problem.meetings, self.arrays[name].of_keys
+        if is_none(others) or (provided is not None and is_none(provided)):
+            return None
+        if unless is not None and is_none(unless):
+            unless = None
+        if meetings is None:
+            return None if unless else Rows(name, owner)
+        if isinstance(owner, int) and not (
+            meetings.count(of_keys, owner, others)
+            and (provided is None or meetings.count(of_keys, owner, provided))
+            and (unless is None or not meetings.count(of_keys, owner, unless))
+        ):
+            return None
+        return Rows(name, owner, Meets(others, None, provided, unless))
+
+    def all_gather(
+        self, channel: str, kind: str, own: str, peers: Sequence[Ranks], lines: Sequence[Others]
+    ) -> tuple[str, dict[int, list[Message]]]:
+        """Gather everyone's rows of an array, as far as they are needed.
+
+        Parameters
+        ----------
+        channel, kind, own : str
+        peers : sequence of Ranks
+            Nearest following first.
+        lines : sequence of Others
+            Owners of the tokens that are to meet these: first on this rank, then on each peer.
+
+        Returns
+        -------
+        The array that will have them, in the order of the channel's ranks, and the messages that
+        bring each peer's rows, by the peer's place in `peers`.
         """
         if not peers:
             return own, {}
-        ranks = len(peers) + 1
-        whole = self.array(channel, kind, self.channels[channel])
+        ranks, of_keys, here = len(peers) + 1, kind in OF_KEYS, lines[0]
+        whole = self.array(channel, kind, self.channels[channel], meets=here)
         coming = {
-            i: [self.receive(channel, p, Rows(whole, p, x)) for x in self.sizes.chunks(p, ranks)]
+            i: [
+                self.receive(channel, p, Rows(whole, p, x))
+                for x in self.sizes.chunks(p, ranks, of_keys, here)
+            ]
             for i, p in enumerate(peers)
         }
         # This rank's rows are the first that the rank before it needs, and the last of the next.
-        for p in reversed(peers):
-            for x in self.sizes.chunks(self.rank, ranks):
-                self.send(channel, p, Rows(own, self.rank, x))
+        for p, there in reversed(list(zip(peers, lines[1:]))):
+            for x in self.sizes.chunks(self.rank, ranks, of_keys, there):
+                self.send(channel, p, Rows(own, self.rank, self.chosen(there, x)))
         self.add(Copy(Rows(own, self.rank), Rows(whole, self.rank)))
         return whole, coming
 
     def partials(
-        self, channel: str, kind: str, peers: Sequence[Ranks]
-    ) -> list[tuple[Rows, list[Message]]]:
-        """Post the receives of every peer's contributions to this rank's rows."""
+        self, channel: str, kind: str, peers: Sequence[Ranks], lines: Sequence[Others]
+    ) -> list[tuple[Rows, list[Message], Meets | None]]:
+        """Post the receives of every peer's contributions to this rank's rows.
+
+        `lines` as of `all_gather`.  Returns the rows of each contribution, the messages that bring
+        them, and the part of this rank's shard that they are for.
+        """
         found = []
-        for i, p in enumerate(peers, 1):
-            name = self.array(f"{kind} from {channel} {i}", kind)
-            chunks = self.sizes.chunks(self.rank, len(peers) + 1)
+        for i, (p, there) in enumerate(zip(peers, lines[1:]), 1):
+            name = self.array(f"{kind} from {channel} {i}", kind, meets=there)
+            chunks = self.sizes.chunks(self.rank, len(peers) + 1, kind in OF_KEYS, there)
             messages = [self.receive(channel, p, Rows(name, self.rank, x)) for x in chunks]
-            found.append((Rows(name, self.rank), messages))
+            if messages:
+                found.append((Rows(name, self.rank), messages, self.chosen(there)))
         return found
 
     def logical(self, rank: Ranks) -> Ranks:

@@ -75,7 +75,7 @@ class Side:
         sizes: tuple[int, int],
         back: tuple[int, int],
     ) -> None:
-        shards = s.sizes.shards
+        shards = s.sizes.problem.shards
         t = triangle.segments(shards.nshards)
         members = [triangle.row_members(segment), triangle.column_members(segment, t)]
         self.s, self.channel, self.members = s, channel, members[of_keys]

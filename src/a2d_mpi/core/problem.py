@@ -1,0 +1,89 @@
+"""Problems: a config with a mask and the owner of each token, and workloads before that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from a2d_mpi.core.config import PHASES, AttentionConfig
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.masks import Full, Mask
+from a2d_mpi.core.meetings import Meetings, meetings
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A config with a mask and the tokens of every rank: all that traffic depends on.
+
+    Parameters
+    ----------
+    config : AttentionConfig
+    shards : Distribution
+        Of the queries and, if `keys` is not given, of the keys, before any exchange of heads, by
+        logical rank.  The U ranks of a head group follow each other.
+    mask : Mask
+        Aligned for both sequences (`a2d_mpi.core.masks.Mask.aligned`).
+    keys : Distribution, optional
+        Shards of the keys, if they are of another sequence.
+    """
+
+    config: AttentionConfig
+    shards: Distribution
+    mask: Mask = field(default_factory=Full)
+    keys: Distribution | None = None
+
+    @property
+    def shards_kv(self) -> Distribution:
+        """Shards of the keys."""
+        return self.shards if self.keys is None else self.keys
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of every rank's shard of queries."""
+        return self.shards.counts
+
+    @cached_property
+    def counts_kv(self) -> tuple[int, ...]:
+        """Tokens of every rank's shard of keys."""
+        return self.counts if self.keys is None else self.keys.counts
+
+    @property
+    def meetings(self) -> Meetings | None:
+        """Which tokens of each shard have to travel to whom; None: all."""
+        return meetings(self.mask, self.shards, self.shards_kv)
+
+    def context_group(self, heads: int) -> Problem:
+        """The problem of one context group: all tokens of its head groups, 1/`heads` of the heads.
+
+        Raises
+        ------
+        ValueError
+            If the heads cannot be divided among `heads` ranks.
+        """
+        keys = None if self.keys is None else self.keys.positions(heads)
+        shards = self.shards.positions(heads)
+        return Problem(self.config.context_group(heads), shards, self.mask, keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(AttentionConfig):
+    """A config with a mask and the phases to run: the subject of a plan or a prediction.
+
+    Parameters are those of `AttentionConfig`, and those of an `AttentionPlan`, by the same names.
+    `backward`: also the gradients.
+    """
+
+    dtype: str = "bfloat16"
+    mask: Mask = field(default_factory=Full)
+    backward: bool = False
+    overlap: bool = True
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases that are run."""
+        return PHASES if self.backward else PHASES[:1]
+
+    @property
+    def config(self) -> AttentionConfig:
+        """The config alone."""
+        return AttentionConfig(**self.arguments)
