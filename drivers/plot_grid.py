@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
-from a2d_mpi.core.masks import MASKS
-from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.core.patterns import make_mask
+from a2d_mpi.experiments.options import MASK_HELP, Parser, mask_text, run_serial
 from a2d_mpi.experiments.pictures import check_picture, pyplot, save
 
 # Okabe and Ito: told apart by colour-blind readers too.
@@ -26,7 +26,7 @@ def build_parser() -> Parser:
     add("output", type=Path, help="PNG, SVG or PDF file")
     add("--rows", type=int, default=2, help="default %(default)s")
     add("--cols", type=int, default=3, help="default %(default)s")
-    add("--mask", choices=MASKS, default="causal", help="default %(default)s")
+    add("--mask", type=mask_text, default="causal", help=f"{MASK_HELP} (default %(default)s)")
     add("--distribution", choices=DISTRIBUTIONS, help="default: the mask's own")
     add("--seqlen", type=int, default=72, help=f"default %(default)s, at most {LONGEST}")
     return parser
@@ -43,7 +43,7 @@ def draw(args: argparse.Namespace) -> int:
     plt = pyplot()
     from matplotlib.colors import ListedColormap, to_rgb
 
-    mask = MASKS[args.mask]()
+    mask = make_mask(args.mask, n)
     shards = Distribution(args.distribution or mask.default_distribution, n, rows * cols)
     owner = np.empty(n, np.int8)
     for rank in range(rows * cols):

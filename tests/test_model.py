@@ -19,8 +19,9 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import Workload
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.masks import MASKS, Causal, Full
+from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.pairs import visible_pairs
+from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.sizes import Layout, flops
 from a2d_mpi.experiments import calibrate
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -453,7 +454,7 @@ def test_the_study_is_predicted(cluster):
         layout = Layout(*(int(c[x]) for x in ("rows", "cols", "heads")), c["order"])
         sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
         options = {"dtype": c["dtype"], **{x: bool(c[x]) for x in ("backward", "overlap")}}
-        job = Workload(*sizes, mask=MASKS[c["mask"]](), **options)
+        job = Workload(*sizes, mask=make_mask(c["mask"], int(c["seqlen"])), **options)
         phases = predict(here, c["method"], layout, job, c["distribution"]).values()
         off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
     assert np.median(np.abs(off)) < 0.05 and np.max(np.abs(off)) < 0.22

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.core.config import Workload
-from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.options import FAILED_CHECK
@@ -175,7 +175,7 @@ def _matches(machines: Path, path: str, results: dict[str, Result], xs: Sequence
     here = compute / (received / link.bandwidth)
     paper = read_machine(machines / PAPER[Path(path).stem])
     nheads_kv = 96 * int(c["nheads_kv"]) // int(c["nheads"])
-    work = Workload(LENGTH, 96, 128, nheads_kv, mask=MASKS[str(c["mask"])]())
+    work = Workload(LENGTH, 96, 128, nheads_kv, mask=make_mask(str(c["mask"]), LENGTH))
     layout = Layout(int(c["ranks"]), 1)
     moved = cost.traffic(RING, layout, work.problem(layout, distribution_of(RING, work.mask)), 0)
     received = sum(x[1] for (phase, _), x in moved.items() if phase == "forward")
