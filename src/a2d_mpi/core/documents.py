@@ -8,6 +8,7 @@ nothing and are not seen.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -89,9 +90,13 @@ class _Packed(ArrayMask):
         Tokens after the last document are in another one, which has no keys.
         """
         document = np.searchsorted(self.cu_seqlens, q, side="right") - 1
+        return document, self._bounds[document], self._bounds[document + 1]
+
+    @cached_property
+    def _bounds(self) -> np.ndarray:
+        """First key of each document, and of a last one without keys, whose end comes last."""
         bounds = self.cu_seqlens if self.cu_seqlens_kv is None else self.cu_seqlens_kv
-        bounds = np.append(bounds, bounds[-1])
-        return document, bounds[document], bounds[document + 1]
+        return np.append(bounds, bounds[-1])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -122,12 +127,15 @@ class Documents(_Packed):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.inside is None:
-            object.__setattr__(self, "inside", Causal() if self.causal else Full())
-        elif self.causal or not isinstance(self.inside, Mask):
+        inside = self.inside
+        if inside is None:
+            inside = Causal() if self.causal else Full()
+        if not isinstance(inside, Mask) or (self.causal and inside != Causal()):
             raise ValueError(
-                f"inside must be a Mask, without causal, got {self.inside!r}, causal={self.causal}"
+                f"inside must be a Mask, without causal, got {inside!r}, causal={self.causal}"
             )
+        object.__setattr__(self, "inside", inside)
+        object.__setattr__(self, "causal", inside == Causal())
 
     def __repr__(self) -> str:
         return f"Documents({self.ndocuments} documents, inside={self.inside!r})"
@@ -219,13 +227,12 @@ class SharedQuestion(_Packed):
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         (own,) = super().visible(q_tokens)
-        bounds = self.cu_seqlens if self.cu_seqlens_kv is None else self.cu_seqlens_kv
         document = self._keys_of(np.asarray(q_tokens, np.int64))[0]
         # The latest question up to this document; before the first and after the last: none.
         known = np.array((-1, *self.questions))
         question = known[np.searchsorted(known, document, side="right") - 1]
         none = (question < 0) | (question == document) | (document == self.ndocuments)
-        shared = (np.where(none, 0, x) for x in (bounds[question], bounds[question + 1]))
+        shared = (np.where(none, 0, self._bounds[question + x]) for x in (0, 1))
         return tuple(shared), own
 
 
