@@ -243,7 +243,8 @@ class ArrayMask(Mask):
 
     def _set(self, **arrays: np.ndarray) -> None:
         """Keep arrays, which nobody can change any more."""
-        for name, array in arrays.items():
+        for name, given in arrays.items():
+            array = np.ascontiguousarray(given)
             array.setflags(write=False)
             object.__setattr__(self, name, array)
 
