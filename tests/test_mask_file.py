@@ -1,4 +1,4 @@
-"""Masks by name or from a file, in drivers: what is run and recorded, and what is refused."""
+"""Masks by name or from a file, in drivers: run, recorded, or refused."""
 
 import h5py
 import numpy as np

@@ -82,7 +82,7 @@ def test_interval_mask_takes_large_unsigned_numbers():
 
 @st.composite
 def several(draw):
-    """Disjoint intervals of a few queries in any order, some empty, and what they show."""
+    """Disjoint intervals of a few queries in any order, some empty, and the visible pairs."""
     nq, m, nk = draw(st.integers(0, 5)), draw(st.integers(1, 4)), 12
     seen, rows = np.zeros((nq, nk), bool), []
     for i in range(nq):
@@ -109,7 +109,7 @@ def test_several_intervals_a_query(case):
         assert shown == list(zip(steps[::2].tolist(), steps[1::2].tolist()))  # as few as can be
         assert pairs[: len(shown)] == shown  # empty ones come last
     assert len(found) == 1 or any(b < e for b, e in zip(*found[-1]))
-    # What they see counts, not in how many intervals.
+    # Visible keys count, not the number of intervals.
     assert mask.digest(nq, nk) == IntervalMask(begin[::-1], end[::-1]).digest(nq, nk)
     assert mask == IntervalMask(begin.tolist(), end) if nq else True
 

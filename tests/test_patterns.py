@@ -195,7 +195,7 @@ def test_masks_of_documents(case, data):
         assert_shows(mask, seqlen, of_document(condition))
 
 
-# By name, with arguments: what query i sees of 24 tokens.
+# By name, with arguments: the keys j that query i sees, of 24 tokens.
 CU = [0, 5, 5, 6, 13, 20]
 D = [document_of(CU, i) for i in range(24)]
 
@@ -245,6 +245,11 @@ def test_the_fourteen():
     for name in (*drawn, "prefix_lm_causal"):
         assert make_mask(name, 5000) == make_mask(f"{name}:seed=0", 5000)
         assert make_mask(name, 5000) != make_mask(f"{name}:seed=1", 5000)
+
+
+def test_texts_for_more_keys():
+    assert make_mask("sliding_window_causal:3", 5, 8) == SlidingWindow(3).aligned(5, 8)
+    assert make_mask("full", 5, 8) == Full()
 
 
 def test_distributions():
@@ -332,6 +337,8 @@ def test_equal_masks_are_equal_keys():
             lambda: make_mask("full_document:0,4,seed=1", 9),
             "either documents or a seed, got [0, 4",
         ),
+        (lambda: make_mask("prefix_lm_causal:3,seed=1", 9), "either a prefix or a seed, got 3"),
+        (lambda: make_mask("full_document", 9, 12), "to align 9 queries with 12 keys"),
         (lambda: make_mask("full_document:0,4,12", 9), "ends at 12, the sequence has 9 tokens"),
         (lambda: make_mask("full_document:0,4,3", 9), "begins at 4 and ends at 3"),
     ],

@@ -1,9 +1,8 @@
 """Masks by name: ``sliding_window:256``, ``full_document:seed=3``, ``full_document:0,100,400``.
 
-The fourteen patterns are those of LongCA-bench (arXiv:2510.17896).  What the benchmark draws at
-random (lengths of documents, prefixes) is drawn here from ``seed``, 0 by default.  Sizes that it
-fixes (windows and blocks of 1024 tokens) are those of its sequences; for sequences of less than
-16384 tokens they are a 16th of the sequence.
+The fourteen patterns are those of LongCA-bench (arXiv:2510.17896).  Random sizes of the benchmark
+(lengths of documents, prefixes) are drawn from ``seed``, 0 by default.  Its fixed sizes, windows
+and blocks of 1024 tokens, are a 16th of a sequence of less than 16384 tokens.
 """
 
 from __future__ import annotations
@@ -139,6 +138,8 @@ def _causal_blockwise(seqlen, *cu_seqlens, seed=None):
 
 
 def _prefix_lm_causal(seqlen, prefix=None, *, seed=None):
+    if prefix is not None and seed is not None:
+        raise ValueError(f"either a prefix or a seed, got {prefix} and seed={seed}")
     # Uniform, as the benchmark draws it.
     return PrefixLM(_drawn(1, seqlen, seed) if prefix is None else prefix)
 
@@ -237,7 +238,7 @@ def check_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
     return name, arguments, named
 
 
-def make_mask(text: str, seqlen: int) -> Mask:
+def make_mask(text: str, seqlen: int, seqlen_kv: int | None = None) -> Mask:
     """The mask of a name with arguments, for a sequence of `seqlen` tokens.
 
     Parameters
@@ -246,6 +247,8 @@ def make_mask(text: str, seqlen: int) -> Mask:
         As of `check_mask`: "causal", "sliding_window_causal:256", "causal_document:0,100,400".
     seqlen : int
         Tokens of the sequence, from which sizes that are not given follow.
+    seqlen_kv : int, optional
+        Keys, with whose end the queries are aligned.  Default: as many as queries.
 
     Returns
     -------
@@ -259,10 +262,9 @@ def make_mask(text: str, seqlen: int) -> Mask:
     name, arguments, named = check_mask(text)
     try:
         mask = PATTERNS[name](seqlen, *arguments, **named)
-        mask.check(seqlen)
+        return mask.aligned(seqlen, seqlen if seqlen_kv is None else seqlen_kv)
     except ValueError as error:
         raise ValueError(f"mask {name}: {error}") from None
-    return mask
 
 
 def split_masks(text: str) -> list[str]:
