@@ -202,7 +202,8 @@ def test_all_masks_of_a_benchmark(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_benchmark(output).values()
     assert {x.config["mask"] for x in found} == set(PATTERNS) and len(found) == 14
-    done = drive("plot.py", 0, output, "--output", tmp_path / "figures", "--what", "phases,bytes")
+    plot = ["--output", tmp_path / "figures", "--what", "phases", "--format", "svg"]
+    done = drive("plot.py", 0, output, *plot)
     assert done.returncode == 0, done.stderr
     more = ["ring", "--masks", "sliding_window:3,1,causal_document:seed=4", "--resume"]
     done = drive("bench.py", 2, *options, *more, "--output", output)

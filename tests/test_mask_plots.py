@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from helpers import assert_all_refused, drive
+from helpers import assert_all_refused, drive, parser_of
 
 from a2d_mpi.core.config import Workload
 from a2d_mpi.core.patterns import PATTERNS, make_mask
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.mask_plots import tiling
+from a2d_mpi.experiments.mask_plots import plot_masks, tiling
 from a2d_mpi.experiments.schedule_panels import who_computes
 
 PROBLEM = [
@@ -30,8 +30,8 @@ def test_picture(tmp_path):
     first, second = tmp_path / "a.png", tmp_path / "b.png"
     for path in (first, second):
         masks = ["--masks", "sliding_window:3,1,causal_document:0,4,4,9", "--seqlen", "12"]
-        done = drive("plot_masks.py", 0, path, *masks)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        args = parser_of("drivers/plot_masks.py").parse_args([str(path), *masks])
+        assert plot_masks(args) == 0
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes().startswith(b"\x89PNG")
 
