@@ -10,18 +10,19 @@ from mpi4py import MPI
 
 from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.core.masks import MASKS
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.job import attention
 from a2d_mpi.experiments.measure import SAMPLE
 from a2d_mpi.experiments.options import (
     BLOCK_HELP,
+    MASK_HELP,
     METHOD_HELP,
     ORDER_HELP,
     SEED,
     TRIALS,
     WARMUP,
     block,
+    mask_text,
     method_name,
     whole,
 )
@@ -41,7 +42,13 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
     add("--method", type=method_name, default="attention2d", help=METHOD_HELP)
     add("--inner", type=whole(1), help="ranks of an inner ring of a double one; default: columns")
-    add("--mask", choices=MASKS, default="causal")
+    masks = parser.add_mutually_exclusive_group()
+    masks.add_argument(
+        "--mask", type=mask_text, default="causal", help=f"{MASK_HELP}; default: causal"
+    )
+    masks.add_argument(
+        "--mask-file", help="HDF5 file with begin and end, or cu_seqlens and causal"
+    )
     add("--distribution", choices=DISTRIBUTIONS, help="default: what balances the mask")
     add("--dtype", choices=DTYPES, default="float32")
     add("--seqlen", type=whole(1), help="use the first tokens of the file only; default: all")
@@ -63,5 +70,5 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
 
 
 if __name__ == "__main__":
-    # Nodes may have the file in different places.
-    run(MPI.COMM_WORLD, build_parser, attention, apart=("input",))
+    # Nodes may have the files in different places.
+    run(MPI.COMM_WORLD, build_parser, attention, apart=("input", "mask_file"))

@@ -22,10 +22,17 @@ the output cannot be written.
 
 from mpi4py import MPI
 
-from a2d_mpi.core.masks import MASKS
 from a2d_mpi.experiments.bench import SPANS, bench
 from a2d_mpi.experiments.cli import Parser, add_engine, run
-from a2d_mpi.experiments.options import BLOCK_HELP, METHOD_HELP, ORDER_HELP, SEED, TRIALS, WARMUP
+from a2d_mpi.experiments.options import (
+    BLOCK_HELP,
+    MASK_HELP,
+    METHOD_HELP,
+    ORDER_HELP,
+    SEED,
+    TRIALS,
+    WARMUP,
+)
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -42,7 +49,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         f"{BLOCK_HELP}",
     )
     add("--seqlens", default="2048", help="tokens: 4096, 64K, ... (default %(default)s)")
-    add("--masks", default="causal", help=f"of {', '.join(MASKS)} (default %(default)s)")
+    add("--masks", default="causal", help=f"all, or {MASK_HELP} (default %(default)s)")
     add("--nheads", default="8", help="query heads (default %(default)s)")
     add("--nheads-kv", help="KV heads; default: as many as query heads")
     add("--headdim", default="64", help="elements of a head (default %(default)s)")

@@ -19,10 +19,9 @@ of the backward pass finished block by block.  Medians, and by how much they are
 
 from mpi4py import MPI
 
-from a2d_mpi.core.masks import MASKS
 from a2d_mpi.experiments.bench_overlap import bench_overlap
 from a2d_mpi.experiments.cli import Parser, run
-from a2d_mpi.experiments.options import TRIALS, whole
+from a2d_mpi.experiments.options import MASK_HELP, TRIALS, mask_text, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -32,7 +31,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--seqlen", type=whole(1), default=4096)
     add("--nheads", type=whole(1), default=8)
     add("--headdim", type=whole(1), default=64)
-    add("--mask", choices=MASKS, default="causal")
+    add("--mask", type=mask_text, default="causal", help=f"{MASK_HELP} (default %(default)s)")
     add("--refinements", action="store_true", help="leave out each refinement of the schedules")
     add("--trials", type=TRIALS, default=5)
     return parser

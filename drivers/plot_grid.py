@@ -9,13 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
-from a2d_mpi.core.masks import MASKS
-from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.core.distribution import DISTRIBUTIONS
+from a2d_mpi.experiments.mask_plots import COLOURS, tiling
+from a2d_mpi.experiments.options import MASK_HELP, Parser, mask_text, run_serial
 from a2d_mpi.experiments.pictures import check_picture, pyplot, save
 
-# Okabe and Ito: told apart by colour-blind readers too.
-COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 LONGEST = 4096  # tokens: every pair of them is a pixel
 
 
@@ -26,7 +24,7 @@ def build_parser() -> Parser:
     add("output", type=Path, help="PNG, SVG or PDF file")
     add("--rows", type=int, default=2, help="default %(default)s")
     add("--cols", type=int, default=3, help="default %(default)s")
-    add("--mask", choices=MASKS, default="causal", help="default %(default)s")
+    add("--mask", type=mask_text, default="causal", help=f"{MASK_HELP} (default %(default)s)")
     add("--distribution", choices=DISTRIBUTIONS, help="default: the mask's own")
     add("--seqlen", type=int, default=72, help=f"default %(default)s, at most {LONGEST}")
     return parser
@@ -43,28 +41,20 @@ def draw(args: argparse.Namespace) -> int:
     plt = pyplot()
     from matplotlib.colors import ListedColormap, to_rgb
 
-    mask = MASKS[args.mask]()
-    shards = Distribution(args.distribution or mask.default_distribution, n, rows * cols)
-    owner = np.empty(n, np.int8)
-    for rank in range(rows * cols):
-        owner[shards.tokens(rank)] = rank
-    # Rank (r, c) computes the queries of row r against the keys of column c.
-    computes = (owner // cols)[:, None] * cols + (owner % cols)[None, :]
-    visible = mask.dense(np.arange(n), np.arange(n))
-    areas = np.bincount(computes[visible], minlength=rows * cols)
+    found = tiling(args.mask, n, rows, cols, args.distribution)
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.2), width_ratios=(1, 1.1))
     palette = ListedColormap(COLOURS[: rows * cols])
-    shown = np.ma.masked_where(~visible, computes)
+    shown = np.ma.masked_less(found.ranks, 0)
     left.imshow(shown, cmap=palette, vmin=-0.5, vmax=rows * cols - 0.5, interpolation="nearest")
     left.set(xlabel="key token", ylabel="query token", xticks=[0, n - 1], yticks=[0, n - 1])
-    left.set_title(f"{args.mask}, {shards.name}: who computes which pair", fontsize=10)
+    left.set_title(f"{args.mask}, {found.distribution}: who computes which pair", fontsize=10)
 
-    for rank, area in enumerate(areas):
+    for rank, area in enumerate(found.areas):
         r, c = divmod(rank, cols)
         box = plt.Rectangle((c, r), 0.84, 0.7, facecolor=COLOURS[rank], edgecolor="black")
         right.add_patch(box)
-        label = f"rank {rank}\nwork {area / areas.mean():.2f}"
+        label = f"rank {rank}\nwork {area / found.areas.mean():.2f}"
         dark = sum(to_rgb(COLOURS[rank])) < 1.3
         right.text(c + 0.42, r + 0.35, label, ha="center", va="center",
                    fontsize=10, color="white" if dark else "black")  # fmt: skip

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from helpers import distance
 
-from a2d_mpi import Causal, Full, IntervalMask, Mask
+from a2d_mpi import Causal, Documents, Full, IntervalMask, Mask, PrefixLM, SlidingWindow
 from a2d_mpi.core import triangle
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.core.sizes import misfit
@@ -125,7 +125,10 @@ def draw(seed: int, ranks: int) -> Case:
 
 
 def _mask(name: str, n: int, rng: np.random.Generator) -> tuple[Mask, np.ndarray]:
-    """A mask, and whether query i sees key j."""
+    """A mask, and whether query i sees key j.
+
+    The same kinds come as arrays, and for sequences of odd length as masks of their own classes.
+    """
     tokens = np.arange(n)
     zero, i, j = 0 * tokens, tokens[:, None], tokens[None, :]
     if name == "full":
@@ -136,18 +139,22 @@ def _mask(name: str, n: int, rng: np.random.Generator) -> tuple[Mask, np.ndarray
         return IntervalMask(tokens, zero + n), j >= i
     if name == "window":  # begins before the first key, ends beyond the last
         a, b = rng.integers(0, n + 1, 2)
-        return IntervalMask(tokens - a, tokens + b + 1), (i - j <= a) & (j - i <= b)
+        mask = SlidingWindow(a, b) if n % 2 else IntervalMask(tokens - a, tokens + b + 1)
+        return mask, (i - j <= a) & (j - i <= b)
     if name.endswith("documents"):
         document = np.cumsum(rng.random(n) < rng.choice([0.02, 0.1, 0.5]))
         first = np.array([np.flatnonzero(document == x)[0] for x in document])
         last = np.array([np.flatnonzero(document == x)[-1] for x in document])
         same = document[:, None] == document[None, :]
-        if name == "documents":
-            return IntervalMask(first, last + 1), same
-        return IntervalMask(first, tokens + 1), same & (j <= i)
+        causal = name != "documents"
+        mask = IntervalMask(first, tokens + 1 if causal else last + 1)
+        if n % 2:
+            mask = Documents(np.append(np.unique(first), n), causal)
+        return mask, same & (j <= i) if causal else same
     if name == "prefix":
         prefix = rng.integers(0, n + 1)
-        return IntervalMask(zero, np.maximum(tokens + 1, prefix)), (j < prefix) | (j <= i)
+        mask = IntervalMask(zero, np.maximum(tokens + 1, prefix))
+        return PrefixLM(prefix) if n % 2 else mask, (j < prefix) | (j <= i)
     if name in ("random", "beyond", "some empty"):
         slack = 5 if name == "beyond" else 0
         begin, end = np.sort(rng.integers(-slack, n + 1 + slack, (2, n)), axis=0)

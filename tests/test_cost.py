@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from a2d_mpi.comm import transport
 from a2d_mpi.core import chunks
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
 from a2d_mpi.core.masks import Causal, Full, IntervalMask
 from a2d_mpi.core.pairs import visible_pairs
+from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, flops, misfit
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS

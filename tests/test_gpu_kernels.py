@@ -19,7 +19,8 @@ from test_kernels import TENSORS, dense, plain, random_intervals, tensors
 
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
-from a2d_mpi.core.masks import Causal, runs
+from a2d_mpi.core.masks import Causal
+from a2d_mpi.core.shapes import runs
 
 SHAPES = {
     "emulated": [(1, 1, 1, 1, 5), (3, 70, 4, 2, 40), (75, 34, 2, 1, 32)],

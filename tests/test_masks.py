@@ -78,3 +78,56 @@ def test_interval_mask_keeps_its_own_copy():
 def test_interval_mask_takes_large_unsigned_numbers():
     end = np.full(3, np.iinfo(np.uint64).max)
     assert IntervalMask(np.zeros(3, np.uint64), end).area(np.arange(3), np.arange(3)) == 9
+
+
+@st.composite
+def several(draw):
+    """Disjoint intervals of a few queries in any order, some empty, and the visible pairs."""
+    nq, m, nk = draw(st.integers(0, 5)), draw(st.integers(1, 4)), 12
+    seen, rows = np.zeros((nq, nk), bool), []
+    for i in range(nq):
+        points = sorted(draw(st.lists(st.integers(0, nk), min_size=2 * m, max_size=2 * m)))
+        pairs = draw(st.permutations([tuple(points[2 * x : 2 * x + 2]) for x in range(m)]))
+        for a, b in pairs:
+            seen[i, a:b] = True
+        rows.append([(b, a) if draw(st.booleans()) and a == b else (a, b) for a, b in pairs])
+    begin, end = np.array(rows, int).reshape(nq, m, 2).transpose(2, 1, 0)
+    return begin, end, seen
+
+
+@given(several())
+def test_several_intervals_a_query(case):
+    begin, end, seen = case
+    mask, (nq, nk) = IntervalMask(begin, end), seen.shape
+    mask.check(nq)
+    assert np.array_equal(mask.dense(np.arange(nq), np.arange(nk)), seen)
+    found = mask.intervals(np.arange(nq), np.arange(nk))
+    for row in range(nq):
+        steps = np.flatnonzero(np.diff([0, *seen[row].astype(int), 0]))
+        pairs = [(int(b[row]), int(e[row])) for b, e in found]
+        shown = [x for x in pairs if x[0] < x[1]]
+        assert shown == list(zip(steps[::2].tolist(), steps[1::2].tolist()))  # as few as can be
+        assert pairs[: len(shown)] == shown  # empty ones come last
+    assert len(found) == 1 or any(b < e for b, e in zip(*found[-1]))
+    # Visible keys count, not the number of intervals.
+    assert mask.digest(nq, nk) == IntervalMask(begin[::-1], end[::-1]).digest(nq, nk)
+    assert mask == IntervalMask(begin.tolist(), end) if nq else True
+
+
+def test_overlapping_intervals_are_refused():
+    with pytest.raises(
+        ValueError, match=r"intervals \[1, 5\] and \[4, 6\] of query 70001 overlap"
+    ):
+        begin = np.tile([[4], [1], [9]], 70_003)
+        end = begin + 2
+        begin[:, :70_001], end[1, 70_001] = 0, 5
+        end[:, :70_001] = 0  # many equal empty ones
+        IntervalMask(begin, end)
+    with pytest.raises(ValueError, match="begin has 2 x 3 rows, end has 3 x 2 rows"):
+        IntervalMask(np.zeros((2, 3), int), np.zeros((3, 2), int))
+    with pytest.raises(ValueError, match=r"got shape \(1, 1, 1\)"):
+        IntervalMask([[[1]]], [[[2]]])
+    with pytest.raises(ValueError, match="3 rows for a sequence of 2"):
+        IntervalMask(np.zeros((2, 3), int), np.zeros((2, 3), int)).aligned(2, 5)
+    mask = IntervalMask(np.zeros((2, 3), int), np.zeros((2, 3), int))
+    assert mask.aligned(3, 5) is mask  # its intervals are of keys, however many

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.masks import MASKS, Causal, Full
+from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.pairs import visible_pairs
+from a2d_mpi.core.patterns import make_mask
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, flops
 from a2d_mpi.experiments import calibrate
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -44,7 +45,7 @@ from a2d_mpi.planning.profile import (
     to_toml,
     write_machine,
 )
-from a2d_mpi.schedules import METHODS, distribution_of
+from a2d_mpi.schedules import METHODS, distribution_of, problem_of
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "data" / "results"
@@ -87,7 +88,7 @@ def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
     here = machine(Link(1e6), Link(1e6))
     job = work(seqlen, mask=mask, overlap=overlap)
     name = distribution_of(method, job.mask)
-    sizes = job.problem(layout, name)
+    sizes = problem_of(method, layout, job, job.mask, name)
     area, _ = visible_pairs(mask, Distribution(name, seqlen, layout.positions))
     for phase, found in predict(here, method, layout, job).items():
         assert np.all(found.compute >= 0) and np.all(found.wait >= 0)
@@ -133,7 +134,7 @@ def test_two_ranks_hide_all_but_the_ends(layout):
     job = Workload(8192, 8, 64, mask=CAUSAL, dtype="float32", backward=True)
     for phase in job.phases:
         compute = flops(8192 * 8193 // 4, 8, 64, phase == "backward") / KERNEL.flops
-        problem = job.problem(layout, distribution_of("attention2d", job.mask))
+        problem = problem_of("attention2d", layout, job, job.mask)
         moved = cost.traffic("attention2d", layout, problem, 0)
         inwards = sum(both[1] for key, both in moved.items() if key[0] == phase)
         here = machine(Link(1.5 * inwards / compute))
@@ -192,7 +193,7 @@ def test_head_axis():
     job = work(1600, mask=Full())
     slow = machine(Link(1e5), Link(1e5))
     layout = Layout(1, 1, 4)
-    sizes = job.problem(layout, "contiguous")
+    sizes = problem_of("attention2d", layout, job, job.mask, "contiguous")
     for phase, found in predict(slow, "attention2d", layout, job).items():
         nbytes = cost.traffic("attention2d", Layout(1, 1, 4), sizes, 0)[phase, "head"][1]
         assert found.total.max() == pytest.approx(nbytes / 1e5, rel=0.01)
@@ -205,15 +206,13 @@ def test_memory():
     for method in METHODS:
         layout = Layout(3, 1, 2)
         name = distribution_of(method, job.mask)
-        sizes = job.problem(layout, name)
-        forward, backward = (peak_memory(method, layout, sizes, 0, name, x) for x in (False, True))
+        sizes = problem_of(method, layout, job, job.mask, name)
+        forward, backward = (peak_memory(method, layout, sizes, 0, x) for x in (False, True))
         own = sizes.counts[0] * sum(map(job.nbytes, ("q", "k", "v", "out", "lse")))
         assert own < forward < backward
     # Gathering all keys needs more room than a ring.
-    sizes = job.problem(Layout(16, 1), "zigzag")
-    grid, ring = (
-        peak_memory(x, Layout(16, 1), sizes, 3, "zigzag") for x in ("attention2d", "ring")
-    )
+    sizes = problem_of("ring", Layout(16, 1), job, job.mask, "zigzag")
+    grid, ring = (peak_memory(x, Layout(16, 1), sizes, 3) for x in ("attention2d", "ring"))
     assert grid > 2 * ring
 
 
@@ -453,7 +452,7 @@ def test_the_study_is_predicted(cluster):
         layout = Layout(*(int(c[x]) for x in ("rows", "cols", "heads")), c["order"])
         sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
         options = {"dtype": c["dtype"], **{x: bool(c[x]) for x in ("backward", "overlap")}}
-        job = Workload(*sizes, mask=MASKS[c["mask"]](), **options)
+        job = Workload(*sizes, mask=make_mask(c["mask"], int(c["seqlen"])), **options)
         phases = predict(here, c["method"], layout, job, c["distribution"]).values()
         off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
     assert np.median(np.abs(off)) < 0.05 and np.max(np.abs(off)) < 0.22

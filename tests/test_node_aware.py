@@ -27,7 +27,7 @@ from a2d_mpi.planning.memory import most_memory, peak_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import candidates, layouts
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules import METHODS, node_aware, write, write_all
+from a2d_mpi.schedules import METHODS, node_aware, problem_of, write, write_all
 from a2d_mpi.schedules.steps import Copy, Message
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +133,7 @@ def on_nodes(layout, ranks_per_node):
 
 def problem(layout, dtype="float32", seqlen=None):
     work = Workload(seqlen or 20 * layout.size, 12, 16, 4, dtype=dtype, backward=True)
-    return work.problem(layout, "contiguous")
+    return problem_of("node aware", layout, work, work.mask, "contiguous")
 
 
 @pytest.mark.parametrize("layout, ranks_per_node", EVEN, ids=str)
@@ -249,9 +249,9 @@ def test_most_memory(shape, node, dtype):
     layout = Layout(*shape).on_nodes(node)
     for seqlen in (97, 1003):
         sizes = problem(layout, dtype, seqlen)
-        held = [peak_memory("node aware", layout, sizes, rank, "zigzag", True)
+        held = [peak_memory("node aware", layout, sizes, rank, True)
                 for rank in range(layout.size)]  # fmt: skip
-        assert most_memory("node aware", layout, sizes, "zigzag", True) == max(held)
+        assert most_memory("node aware", layout, sizes, True) == max(held)
 
 
 def test_layouts():

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from helpers import SECONDS, assert_all_refused
 
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import peak_memory
 from a2d_mpi.planning.planner import best_candidate, candidates, layouts, why_not
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules import METHODS, problem_of
 
 ROOT = Path(__file__).parents[1]
 MACHINES = ROOT / "data" / "machines"
@@ -92,7 +92,9 @@ def test_sorted_and_consistent():
         assert all(a.seconds <= b.seconds for a, b in pairwise(p for p in found if p.fits))
         for plan in found:
             assert sum(plan.split.values()) == pytest.approx(plan.seconds)
-            sizes = work(1 << 14).problem(plan.layout, plan.distribution)
+            sizes = problem_of(
+                plan.method, plan.layout, work(1 << 14), work(1 << 14).mask, plan.distribution
+            )
             received = [
                 sum(x[1] for x in cost.traffic(plan.method, plan.layout, sizes, rank).values())
                 for rank in range(8)
@@ -114,7 +116,7 @@ def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv, node_size, methods):
     assert len(found) > 5
     for plan in found:
         method, layout = plan.method, plan.layout
-        sizes = job.problem(layout, plan.distribution)
+        sizes = problem_of(plan.method, layout, job, job.mask, plan.distribution)
         node = layout.physical() // node_size
         received, messages, crossing = [0] * 12, [0] * 12, [0] * 3
         for rank in range(12):
@@ -126,9 +128,7 @@ def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv, node_size, methods):
                     crossing[node[rank]] += nbytes * (node[rank] != node[move.peer])
             counted = cost.messages(method, layout, sizes, rank)
             messages[rank] = sum(both[1] for both in counted.values())
-        held = [
-            peak_memory(method, layout, sizes, rank, plan.distribution, True) for rank in range(12)
-        ]
+        held = [peak_memory(method, layout, sizes, rank, True) for rank in range(12)]
         expected = max(received), max(crossing), max(messages), max(held)
         found = plan.received, plan.crossing, plan.messages, plan.memory
         assert found == expected, (method, layout)

@@ -12,6 +12,7 @@ import pytest
 from helpers import launch, parser_of
 
 import a2d_mpi
+from a2d_mpi.core.patterns import PATTERNS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -114,8 +115,8 @@ def test_every_page_is_listed():
 
 
 def test_reference_has_all_public_names_and_drivers():
-    classes = re.findall(r"autoclass:: ([\w.]+)$", read("docs/api.rst"), re.MULTILINE)
-    assert set(a2d_mpi.__all__) == {x for x in classes if "." not in x}
+    names = re.findall(r"auto(?:class|function):: ([\w.]+)$", read("docs/api.rst"), re.MULTILINE)
+    assert set(a2d_mpi.__all__) == {x for x in names if "." not in x}
     shown = re.findall(r"driver-help:: (\w+)$", read("docs/drivers.rst"), re.MULTILINE)
     assert {f"drivers/{x}.py" for x in shown} == set(DRIVERS)
 
@@ -142,6 +143,14 @@ def test_getting_started(tmp_path):
 
 def test_planning():
     assert "Layout(rows=" in run("\n".join(blocks("docs/planning.md", "python")))
+
+
+def test_masks(tmp_path):
+    printed = run("\n".join(blocks("docs/masks.md", "python")), tmp_path)
+    assert printed == f"{sum(n * (n + 1) // 2 for n in (100, 300, 600))} visible pairs\n"
+    assert (tmp_path / "masks.h5").exists()
+    named = re.findall(r"^\| `(\w+)` \|", read("docs/masks.md"), re.MULTILINE)
+    assert named[: len(PATTERNS)] == list(PATTERNS)
 
 
 def test_adding_a_mask():

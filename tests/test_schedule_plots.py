@@ -9,14 +9,14 @@ import test_schedules as toy
 from helpers import assert_all_refused, drive, parser_of, runs_on
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.masks import Causal, Full, IntervalMask
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import schedule_panels, schedule_plots
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules import METHODS, Method, distribution_of
+from a2d_mpi.schedules import METHODS, Method, problem_of
 
 MACHINE = Path(__file__).parents[1] / "data" / "machines" / "a100-16x4.toml"
 PROBLEM = ["--profile", MACHINE, "--seqlen", "1000", "--nheads", "4", "--mask", "causal"]
@@ -73,7 +73,7 @@ def test_panels(method, layout):
     """Bytes are those of the cost model, times those of the model in seconds, ranks physical."""
     machine, problem = read_machine(MACHINE), work(700)
     shown = schedule_panels.panels(machine, method, layout, problem)
-    sizes = problem.problem(layout, distribution_of(method, problem.mask))
+    sizes = problem_of(method, layout, problem, problem.mask)
     predicted = predict(machine, method, layout, problem)
     assert shown.received.keys() == shown.spans.keys() == set(PHASES)
     for rank, place in enumerate(layout.physical()):

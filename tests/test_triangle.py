@@ -15,7 +15,7 @@ from a2d_mpi.attention.executor import executors
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import triangle
+from a2d_mpi.schedules import problem_of, triangle
 
 SAMPLE = Path(__file__).parents[1] / "data" / "minilm_l3_1536.h5"
 # Ranks that take part, and those among them that share the heads.
@@ -114,7 +114,7 @@ def busiest(method, layout, work, distribution):
 
     In units of a token's q.
     """
-    problem = work.problem(layout, distribution)
+    problem = problem_of(method, layout, work, work.mask, distribution)
     found = []
     for rank in range(layout.size):
         traffic = cost.traffic(method, layout, problem, rank).items()
@@ -131,7 +131,7 @@ def test_mean_bytes(t, h, hkv):
     seqlen = 2 * t * (t - 1) * 4  # all slices are equal
     work = Workload(seqlen, h, d, hkv, mask=Causal(), dtype="float32", backward=True)
     layout = Layout(ranks, 1)
-    problem = work.problem(layout, "triangle")
+    problem = problem_of("triangle", layout, work, work.mask)
     moved = [cost.traffic("triangle", layout, problem, rank) for rank in range(ranks)]
     part = seqlen * (t - 2) / (t * (t - 1)) * 4  # bytes of what each rank misses of a segment
     q, kv = h * d, 2 * hkv * d
@@ -163,7 +163,7 @@ def test_the_largest_rank_moves_less_than_in_the_best_grid(t, share):
 def test_balance(t, seqlen):
     layout = Layout(t * (t - 1) // 2, 1)
     work = Workload(seqlen, 1, 1, mask=Causal(), dtype="float32")
-    problem = work.problem(layout, "triangle")
+    problem = problem_of("triangle", layout, work, work.mask)
     areas = [
         executor.area()
         for rank in range(layout.size)

@@ -9,15 +9,26 @@ from importlib.metadata import PackageNotFoundError, version
 
 _HOMES = {
     "Attention2D": "a2d_mpi.attention.methods",
+    "BlockCausal": "a2d_mpi.core.windows",
+    "BlockCausalDocuments": "a2d_mpi.core.documents",
     "Causal": "a2d_mpi.core.masks",
+    "CausalBlockwise": "a2d_mpi.core.documents",
     "Distribution": "a2d_mpi.core.distribution",
+    "Documents": "a2d_mpi.core.documents",
     "DoubleRingAttention": "a2d_mpi.attention.methods",
     "Full": "a2d_mpi.core.masks",
+    "GlobalSlidingWindow": "a2d_mpi.core.windows",
+    "Intersection": "a2d_mpi.core.masks",
     "IntervalMask": "a2d_mpi.core.masks",
+    "make_mask": "a2d_mpi.core.patterns",
     "Mask": "a2d_mpi.core.masks",
     "NodeAwareAttention": "a2d_mpi.attention.methods",
+    "PrefixLM": "a2d_mpi.core.windows",
+    "PrefixLMDocuments": "a2d_mpi.core.documents",
     "ProcessGrid": "a2d_mpi.comm.grid",
     "RingAttention": "a2d_mpi.attention.methods",
+    "SharedQuestion": "a2d_mpi.core.documents",
+    "SlidingWindow": "a2d_mpi.core.windows",
     "TriangleAttention": "a2d_mpi.attention.methods",
 }
 

@@ -144,7 +144,8 @@ class AttentionPlan:
                     *(self._engine, chains, self.traffic, check_finite),
                 )
                 arguments = {"method": name, **config.arguments}
-                arguments["mask"] = f"{type(mask).__name__} (digest {mask.digest(self.seqlen)})"
+                digest = self.problem.mask.digest(config.seqlen, config.seqlen_kv)
+                arguments["mask"] = f"{type(mask).__name__} (digest {digest})"
                 arguments["distribution"] = self.distribution.name
                 arguments["distribution_kv"] = self.problem.shards_kv.name
                 arguments |= {"kernel": kernel, "overlap": overlap, "transfers": transfers}
@@ -285,7 +286,7 @@ def _check_fit(
 ) -> None:
     """Raise ValueError for arguments that do not fit each other, the grid or the machine."""
     config.check_room(grid.comm.size)
-    mask.check(config.seqlen)
+    mask.aligned(config.seqlen, config.seqlen_kv)
     why = misfit(config.nheads, config.nheads_kv, grid.heads)
     if why:
         raise ValueError(f"a head axis of {grid.heads} ranks: {why}")

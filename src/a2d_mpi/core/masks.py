@@ -3,30 +3,41 @@
 A mask gives every query one visible interval ``[begin, end)`` of keys, or a tuple of disjoint
 ones.  An interval restricted to any *sorted* subset of the keys is again an interval, found by
 two ``searchsorted`` calls.  So every mask works with every distribution and on every grid.
+
+Windows, prefixes and block-causal masks are in `a2d_mpi.core.windows`, packed documents in
+`a2d_mpi.core.documents`, all of them by name in `a2d_mpi.core.patterns`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import product
 
 import numpy as np
 
-Interval = tuple[np.ndarray, np.ndarray]
+from a2d_mpi.core.intervals import EVERYTHING, Interval, tidy
 
-_EVERYTHING = np.iinfo(np.int64).max
+_STEP = 1 << 16  # queries that are looked at together where there may be many
 
 
 class Mask:
     """Base of all masks: subclasses define `visible`, and the other methods follow from it.
 
+    ``a & b`` shows the keys that both masks show (`Intersection`).
+
     Attributes
     ----------
     default_distribution : str
         The distribution that balances this mask best on every grid.
+    positional : bool
+        Whether a query is given by its position among the keys: token i of the queries is token i
+        of the keys.  Only such masks can be aligned with keys of another length.
     """
 
     default_distribution = "striped"
+    positional = False
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         """Visible keys of each query, in global indices.
@@ -44,20 +55,53 @@ class Mask:
         """
         raise NotImplementedError
 
-    def check(self, seqlen: int) -> None:
-        """Raise ValueError if the mask cannot be used on a sequence of `seqlen` tokens."""
+    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
+        """Raise ValueError if the mask cannot be used on `seqlen` queries and `seqlen_kv` keys.
+
+        Default: as many keys as queries.
+        """
 
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
-        """The mask of queries that are the last tokens of the keys' sequence."""
+        """The mask for `seqlen` queries that end where `seqlen_kv` keys end.
+
+        Bottom-right alignment, as in FlashAttention: query i has the position
+        ``i + seqlen_kv - seqlen`` among the keys.
+
+        Parameters
+        ----------
+        seqlen, seqlen_kv : int
+            Queries and keys.
+
+        Returns
+        -------
+        Mask
+            This one if there are as many queries as keys, or if it says itself which keys each
+            query sees, whatever their number.
+
+        Raises
+        ------
+        ValueError
+            If the mask has no meaning for these lengths.
+        """
+        if seqlen != seqlen_kv:
+            if not self.positional:
+                raise ValueError(
+                    f"{type(self).__name__} cannot align {seqlen} queries with {seqlen_kv} keys"
+                )
+            return Aligned(self, seqlen_kv - seqlen)
+        self.check(seqlen, seqlen_kv)
         return self
 
-    def digest(self, seqlen: int) -> str:
+    def digest(self, seqlen: int, seqlen_kv: int | None = None) -> str:
         """Short text that follows from the visible keys of `seqlen` queries; ranks compare it."""
-        digest = hashlib.sha256()
-        for start in range(0, seqlen, 1 << 16):
-            for pair in self.visible(np.arange(start, min(start + (1 << 16), seqlen))):
+        digest, nk = hashlib.sha256(), seqlen if seqlen_kv is None else seqlen_kv
+        for start in range(0, seqlen, _STEP):
+            found = self.visible(np.arange(start, min(start + _STEP, seqlen)))
+            clipped = [tuple(np.asarray(x, np.int64).clip(0, nk) for x in pair) for pair in found]
+            for pair in tidy(clipped):
+                empty = pair[1] <= pair[0]
                 for x in pair:
-                    digest.update(np.ascontiguousarray(x, np.int64).clip(0, seqlen))
+                    digest.update(np.where(empty, 0, x))
         return digest.hexdigest()[:12]
 
     def intervals(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> tuple[Interval, ...]:
@@ -73,13 +117,14 @@ class Mask:
         Returns
         -------
         tuple of (begin, end), each (nq,) int64
-            ``0 <= begin <= end <= nk``.
+            ``0 <= begin <= end <= nk``.  As few as possible: intervals that touch in `k_tokens`
+            are one, and empty ones come last.
         """
         found = []
         for begin, end in self.visible(q_tokens):
             first = np.searchsorted(k_tokens, begin)
             found.append((first, np.maximum(first, np.searchsorted(k_tokens, end))))
-        return tuple(found)
+        return tidy(found)
 
     def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
         """Number of visible (query, key) pairs, from which balance and FLOP figures come."""
@@ -93,6 +138,9 @@ class Mask:
             seen |= (k >= begin[:, None]) & (k < end[:, None])
         return seen
 
+    def __and__(self, other: Mask) -> Mask:
+        return Intersection(self, other) if isinstance(other, Mask) else NotImplemented
+
 
 @dataclass(frozen=True)
 class Full(Mask):
@@ -103,7 +151,10 @@ class Full(Mask):
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         n = len(q_tokens)
-        return ((np.zeros(n, np.int64), np.full(n, _EVERYTHING)),)
+        return ((np.zeros(n, np.int64), np.full(n, EVERYTHING)),)
+
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        return self
 
 
 @dataclass(frozen=True)
@@ -111,25 +162,108 @@ class Causal(Mask):
     """A query sees itself and the keys before it."""
 
     default_distribution = "zigzag"
+    positional = True
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         return ((np.zeros(len(q_tokens), np.int64), np.asarray(q_tokens, np.int64) + 1),)
 
 
-@dataclass(frozen=True, eq=False)
-class IntervalMask(Mask):
-    """Any mask whose rows each see one interval: sliding windows, packed documents, prefixes.
+@dataclass(frozen=True)
+class Aligned(Mask):
+    """A positional mask whose query i stands at the position ``i + offset`` among the keys.
+
+    `Mask.aligned` makes these.
 
     Parameters
     ----------
-    begin, end : (seqlen,) integers
-        Query ``i`` sees the keys ``begin[i] <= j < end[i]``; none where ``end[i] <= begin[i]``.
-        Every rank passes the whole arrays (16 bytes a token).
+    mask : Mask
+    offset : int
+        Keys minus queries.
+    """
+
+    mask: Mask
+    offset: int
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        return self.mask.visible(np.asarray(q_tokens, np.int64) + self.offset)
+
+    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
+        nk = seqlen if seqlen_kv is None else seqlen_kv
+        if nk - seqlen != self.offset:
+            raise ValueError(
+                f"a mask for {self.offset} more keys than queries, got {seqlen} queries, {nk} keys"
+            )
+
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        return self.mask.aligned(seqlen, seqlen_kv)
+
+
+@dataclass(frozen=True)
+class Intersection(Mask):
+    """A query sees the keys that both masks show: ``SlidingWindow(255) & Documents(cu_seqlens)``.
+
+    Parameters
+    ----------
+    first, second : Mask
+    """
+
+    first: Mask
+    second: Mask
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        both = product(self.first.visible(q_tokens), self.second.visible(q_tokens))
+        return tuple((np.maximum(a, c), np.minimum(b, d)) for (a, b), (c, d) in both)
+
+    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
+        self.first.check(seqlen, seqlen_kv)
+        self.second.check(seqlen, seqlen_kv)
+
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        both = (x.aligned(seqlen, seqlen_kv) for x in (self.first, self.second))
+        return Intersection(*both)
+
+
+class ArrayMask(Mask):
+    """Base of frozen dataclasses that hold arrays: masks of the same contents are equal."""
+
+    @cached_property
+    def _key(self) -> tuple:
+        """Type and contents; arrays by shape and digest."""
+        values = (getattr(self, x.name) for x in fields(self))
+        return type(self), *(
+            (x.shape, hashlib.sha256(x).digest()) if isinstance(x, np.ndarray) else x
+            for x in values
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ArrayMask) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def _set(self, **arrays: np.ndarray) -> None:
+        """Keep arrays, which nobody can change any more."""
+        for name, given in arrays.items():
+            array = np.ascontiguousarray(given)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalMask(ArrayMask):
+    """Any mask, as arrays of the intervals that each query sees.
+
+    Parameters
+    ----------
+    begin, end : (seqlen,) or (m, seqlen) integers
+        Query ``i`` sees the keys ``begin[i] <= j < end[i]``, none where ``end[i] <= begin[i]``; of
+        m rows, those of every row: the m intervals of a query must not overlap.  Every rank passes
+        the whole arrays (16 bytes a token and interval).
 
     Raises
     ------
     ValueError
-        If the arrays are not one-dimensional integers of one length.
+        If the arrays are not integers of one such shape, or intervals of a query overlap.
     """
 
     begin: np.ndarray
@@ -138,30 +272,54 @@ class IntervalMask(Mask):
     def __post_init__(self) -> None:
         for name in ("begin", "end"):
             array = np.array(getattr(self, name))
-            if array.ndim != 1 or array.dtype.kind not in "iu":
+            if (
+                array.ndim not in (1, 2)
+                or array.shape[:-1] == (0,)
+                or array.dtype.kind not in "iu"
+            ):
                 raise ValueError(
-                    f"IntervalMask: {name} must be a one-dimensional integer array, "
+                    f"IntervalMask: {name} must be a (seqlen,) or (m, seqlen) integer array, "
                     f"got shape {array.shape} of {array.dtype}"
                 )
-            array = array.clip(max=_EVERYTHING).astype(np.int64)  # uint64 holds larger numbers
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
-        if len(self.begin) != len(self.end):
-            raise ValueError(
-                f"IntervalMask: begin has {len(self.begin)} rows, end has {len(self.end)}"
-            )
+            array = array.clip(max=EVERYTHING).astype(np.int64)  # uint64 holds larger numbers
+            self._set(**{name: array})
+        if self.begin.shape != self.end.shape:
+            rows = (f"{' x '.join(map(str, x.shape))} rows" for x in (self.begin, self.end))
+            raise ValueError("IntervalMask: begin has {}, end has {}".format(*rows))
+        if self.begin.ndim == 2:
+            self._refuse_overlaps()
+
+    def _refuse_overlaps(self) -> None:
+        for start in range(0, self.begin.shape[1], _STEP):
+            begin, end = (x[:, start : start + _STEP] for x in (self.begin, self.end))
+            # Empty ones become [most, most), which overlaps nothing.
+            begin = np.where(end > begin, begin, EVERYTHING)
+            order = np.argsort(begin, axis=0)
+            begin, end = (np.take_along_axis(x, order, 0) for x in (begin, end))
+            bad = np.argwhere(end[:-1] > begin[1:])
+            bad = bad[begin[1:][tuple(bad.T)] < EVERYTHING]
+            if len(bad):
+                row, i = bad[0]
+                a, b = ((int(begin[x, i]), int(end[x, i])) for x in (row, row + 1))
+                raise ValueError(
+                    f"IntervalMask: intervals {list(a)} and {list(b)} of query {start + i} overlap"
+                )
 
     def __repr__(self) -> str:
-        return f"IntervalMask({len(self.begin)} rows)"
+        return f"IntervalMask({' x '.join(map(str, self.begin.shape))} rows)"
 
-    def check(self, seqlen: int) -> None:
-        if len(self.begin) != seqlen:
-            raise ValueError(
-                f"IntervalMask has {len(self.begin)} rows for a sequence of {seqlen} tokens"
-            )
+    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
+        rows = self.begin.shape[-1]
+        if rows != seqlen:
+            raise ValueError(f"IntervalMask has {rows} rows for a sequence of {seqlen} tokens")
+
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        self.check(seqlen, seqlen_kv)
+        return self
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
-        return ((self.begin[q_tokens], self.end[q_tokens]),)
+        both = (np.atleast_2d(x)[:, q_tokens] for x in (self.begin, self.end))
+        return tuple(zip(*both))
 
 
 def keys_per_query(intervals: tuple[Interval, ...]) -> np.ndarray:
@@ -176,87 +334,3 @@ def queries_per_key(intervals: tuple[Interval, ...], nk: int) -> np.ndarray:
         for begin, end in intervals
     )
     return np.cumsum(steps)[:nk]
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """Consecutive queries that see one mask shape.
-
-    Attributes
-    ----------
-    rows : slice
-        The queries.
-    shape : str
-        The mask shape.  "full": all queries see the same keys.  "causal": the last query sees all
-        of `keys`, each one before it one key fewer.  "band": like causal, and each query sees
-        `window` keys.  "general": any other shape, the empty one included.
-    keys : slice
-        The keys that any of the queries sees; empty for a general shape.
-    window : int
-        Keys that each query sees, for a band.
-    intervals : tuple of (begin, end)
-        Visible keys of these queries, as positions among all keys of the block.
-    """
-
-    rows: slice
-    shape: str
-    keys: slice
-    window: int
-    intervals: tuple[Interval, ...]
-
-
-def runs(intervals: tuple[Interval, ...], shortest: int = 1) -> list[Run]:
-    """Cut a block into runs of queries, each of one mask shape.
-
-    Kernels without a general mask compute runs of simple shapes.
-
-    Parameters
-    ----------
-    intervals : tuple of (begin, end), each (nq,) int
-        Visible keys of each query, as positions among the keys of the block.
-    shortest : int
-        Neighbouring runs of fewer queries make one general run: a launch each would cost more.
-    """
-    nq = len(intervals[0][0])
-    begin, end = (np.asarray(x, np.int64) for x in intervals[0])
-    # The step from each query to the next: none, the end by one, or both ends by one.
-    step = np.diff(begin) * 4 + np.diff(end)
-    shapes = {0: "full", 1: "causal", 5: "band"}
-    step[(np.abs(np.diff(begin)) > 1) | ~np.isin(step, list(shapes))] = -1
-    simple = end > begin
-    for other_begin, other_end in intervals[1:]:
-        simple &= other_end <= other_begin
-    step[simple[1:] != simple[:-1]] = -1
-    step[~simple[1:] & ~simple[:-1]] = 9  # neighbours of no simple shape stay together
-    cuts = np.flatnonzero(np.diff(step)) + 1  # places where the step changes
-    found: list[tuple[int, int, str]] = []
-    first = 0
-    while first < nq:
-        code = step[first] if first < nq - 1 else 0
-        last = first + 1
-        if code != -1 and first < nq - 1:
-            following = np.searchsorted(cuts, first, side="right")
-            last = (int(cuts[following]) if following < len(cuts) else nq - 1) + 1
-        shape = shapes.get(int(code), "full") if simple[first] else "general"
-        short = last - first < shortest
-        if found and (short or shape == "general"):
-            a, b, before = found[-1]
-            if before == "general" or b - a < shortest:
-                found[-1] = (a, last, "general")
-                first = last
-                continue
-        found.append((first, last, shape))
-        first = last
-    return [
-        Run(
-            slice(a, b),
-            shape,
-            slice(int(begin[a]), int(end[b - 1])) if shape != "general" else slice(0, 0),
-            int(end[a] - begin[a]) if shape == "band" else 0,
-            tuple((x[a:b], y[a:b]) for x, y in intervals),
-        )
-        for a, b, shape in found
-    ]
-
-
-MASKS = {"full": Full, "causal": Causal}

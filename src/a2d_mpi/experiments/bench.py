@@ -16,7 +16,7 @@ from tqdm import tqdm
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import refuse_same
-from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.patterns import split_masks
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
@@ -84,7 +84,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     cases = [
         Case(seqlen, h, headdim, h_kv, dtype=dtype, mask=mask, backward=args.backward)
         for dtype, headdim, h, h_kv, seqlen, mask in product(
-            _list(args.dtypes), headdims, heads, heads_kv, seqlens, _list(args.masks)
+            _list(args.dtypes), headdims, heads, heads_kv, seqlens, split_masks(args.masks)
         )
     ]
     specs = _list(args.plans)
@@ -121,7 +121,7 @@ def _checked(
         if shape not in grids:
             grids[shape] = ProcessGrid(comm, *shape)
         engine = {x: getattr(args, x) for x in ("kernel", "transfers", "threads")}
-        mask = MASKS[c.case.mask]()
+        mask = c.case.work().mask
         plan = make_plan(
             c.method, grids[shape], mask, overlap=c.overlap, **c.case.arguments, **engine
         )

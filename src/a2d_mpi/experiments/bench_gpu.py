@@ -13,7 +13,7 @@ from mpi4py import MPI
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.comm.gpus import bind_gpu, gpu_aware
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.bench_tile import torch_calls
@@ -125,7 +125,7 @@ def _problem(
     """A plan on the squarest grid, with random inputs on the device."""
     grid = ProcessGrid(comm, *grid_shape(comm.size))
     sizes = ("seqlen", "nheads", "nheads_kv", "headdim", "dtype", "kernel", "transfers")
-    plan = Attention2D(grid, MASKS[mask](), **{x: getattr(args, x) for x in sizes})
+    plan = Attention2D(grid, make_mask(mask, args.seqlen), **{x: getattr(args, x) for x in sizes})
     yield Measurement(plan, random_inputs(plan, True), True, device)
     plan.free()
     grid.free()

@@ -14,7 +14,7 @@ from a2d_mpi.attention import arrays, executor
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.transport import PROGRESS
-from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.experiments.measure import Measurement, random_inputs
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.schedules import attention2d, steps
@@ -92,7 +92,9 @@ def _measured(grid: ProcessGrid, args: argparse.Namespace) -> dict[str, Measurem
     sizes = {x: getattr(args, x) for x in ("seqlen", "nheads", "headdim")}
     for name, (refinement, overlap) in variants.items():
         with _without(refinement):
-            plan = Attention2D(grid, MASKS[args.mask](), overlap=overlap, threads=1, **sizes)
+            plan = Attention2D(
+                grid, make_mask(args.mask, args.seqlen), overlap=overlap, threads=1, **sizes
+            )
             runs[name] = Measurement(plan, random_inputs(plan, True), backward=True)
             runs[name].call()  # warms up
     for run in turns(list(runs.values()), args.trials):

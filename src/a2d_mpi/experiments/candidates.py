@@ -8,10 +8,9 @@ from functools import partial
 from tqdm import tqdm
 
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.core.masks import MASKS
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import misfit
-from a2d_mpi.experiments.options import Parser
+from a2d_mpi.experiments.options import MASK_HELP, Parser, mask_text
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.planning.machine import Machine, one_line
 from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
@@ -32,7 +31,7 @@ def add_problem(parser: Parser, ranks: int) -> None:
     add("--nheads-kv", type=int, help="default: as many as --nheads")
     add("--headdim", type=int, default=128, help="default %(default)s")
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--mask", choices=MASKS, default="full")
+    add("--mask", type=mask_text, default="full", help=f"{MASK_HELP} (default %(default)s)")
     add("--backward", action="store_true", help="also the gradients")
     add("--no-overlap", action="store_true", help="communicate and compute in turn")
     add("--ranks-per-node", type=int, help="default: what the profile says")

@@ -17,8 +17,12 @@ import numpy as np
 
 
 @contextmanager
-def reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h5py.File]:
+def reading(
+    path: str | os.PathLike[str], schema: tuple[str, int], needs_schema: bool = True
+) -> Iterator[h5py.File]:
     """An open file of the given schema; whatever h5py raises for a bad one becomes one line.
+
+    Without `needs_schema` also one of no schema, which people write by hand.
 
     Raises
     ------
@@ -32,7 +36,7 @@ def reading(path: str | os.PathLike[str], schema: tuple[str, int]) -> Iterator[h
         with _opened(path) as file:
             root = plain(file.attrs)
             found = (root.get("schema"), root.get("schema_version"))
-            if found != schema:
+            if found != schema and (needs_schema or found != (None, None)):
                 raise ValueError(f"{path} has schema, version {found}, must have {schema}")
             yield file
     except (OSError, KeyError, RuntimeError, TypeError) as error:

@@ -16,10 +16,12 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import check_writable, refuse_same
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.masks import Mask
+from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.mask_file import read_mask
 from a2d_mpi.experiments.measure import (
     RESULTS,
     SAMPLE,
@@ -38,17 +40,19 @@ from a2d_mpi.planning.profile import read_machine
 
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Check, time and report one plan; returns the exit code."""
-    info, config = together(comm, lambda: _validated(args, comm.size))
-    agree(comm, None, {"dout in the input file": info.has_dout})
+    info, config, mask = together(comm, lambda: _validated(args, comm.size))
+    # Before a grid is chosen for it: nodes may have other files under the same path.
+    digest = args.mask_file and f"a mask with digest {mask.digest(config.seqlen)}"
+    agree(comm, None, {"dout in the input file": info.has_dout, "--mask-file": digest})
     if args.output:
         together(comm, lambda: check_writable(args.output, _output_bytes(args, config)), on=0)
     device = open_device(comm, args.device)
-    grid = _grid(comm, args, config)
+    grid = _grid(comm, args, config, mask)
     chosen = {name: getattr(args, name) for name in ("inner", "distribution")}
     plan = make_plan(
         args.method,
         grid,
-        MASKS[args.mask](),
+        mask,
         **config.arguments,
         overlap=not args.no_overlap,
         kernel=args.kernel,
@@ -69,7 +73,8 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         for _ in tqdm(range(args.trials), "trials", disable=comm.rank != 0, leave=False):
             measured.trial()
         measured.finish()
-    config = {"method": args.method, "mask": args.mask, "device": device.name}
+    shown = f"file:{args.mask_file}" if args.mask_file else args.mask
+    config = {"method": args.method, "mask": shown, "device": device.name}
     same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
     config |= {name: getattr(args, name) for name in same}
     outputs = measured.outputs() if args.save_outputs else {}
@@ -88,8 +93,10 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     return 0 if passed else FAILED_CHECK
 
 
-def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, AttentionConfig]:
-    """Refuse what no plan will see, inspect the input file, and default to its length."""
+def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, AttentionConfig, Mask]:
+    """Refuse what no plan will see, inspect the input file, default to its length, and make the
+    mask.
+    """
     if (args.grid == "auto") != (args.profile is not None):
         raise ValueError("--grid auto and --profile need each other")
     shape = args.rows, args.cols, args.heads, args.order, args.block
@@ -104,7 +111,7 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
         raise ValueError(f"--inner needs --method {double.replace(' ', '_')}")
     info = inspect_input(args.input)
     if args.output:
-        refuse_same(args.output, *info.files, args.profile)
+        refuse_same(args.output, *info.files, args.profile, args.mask_file)
     if args.seqlen is None:
         args.seqlen = info.seqlen
     if args.seqlen > info.seqlen:
@@ -115,7 +122,9 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     sizes = (args.seqlen, info.nheads, info.headdim, info.nheads_kv)
     config = AttentionConfig(*sizes, dtype=args.dtype)
     config.check_room(ranks)
-    return info, config
+    if args.mask_file:
+        return info, config, read_mask(args.mask_file, config.seqlen)
+    return info, config, make_mask(args.mask, config.seqlen)
 
 
 def _output_bytes(args: argparse.Namespace, config: AttentionConfig) -> int:
@@ -125,13 +134,15 @@ def _output_bytes(args: argparse.Namespace, config: AttentionConfig) -> int:
     return 8 * config.seqlen * elements + (1 << 20)
 
 
-def _grid(comm: MPI.Intracomm, args: argparse.Namespace, config: AttentionConfig) -> ProcessGrid:
+def _grid(
+    comm: MPI.Intracomm, args: argparse.Namespace, config: AttentionConfig, mask: Mask
+) -> ProcessGrid:
     """The grid that is asked for; the grid itself refuses misfits."""
     if args.grid == "auto":
         machine = together(comm, lambda: read_machine(args.profile))
         work = Workload(
             **config.arguments,
-            mask=MASKS[args.mask](),
+            mask=mask,
             backward=args.backward,
             overlap=not args.no_overlap,
         )

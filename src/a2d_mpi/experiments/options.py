@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+from a2d_mpi.core.patterns import PATTERNS, check_mask
 from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ ORDER_HELP = (
     "r (rows), c (columns) and u (ranks that share the heads) from the slowest to the fastest: "
     "along the last axis are neighbouring ranks, usually of one node"
 )
-
+MASK_HELP = f"NAME[:ARGUMENTS], see docs/masks.md; NAME is one of: {', '.join(PATTERNS)}"
 BLOCK_HELP = "rows and columns of blocks of the grid whose ranks are neighbours: 2x2"
 
 
@@ -73,6 +74,21 @@ def method_name(text: str) -> str:
     if name not in METHODS:
         raise BadOption(f"no method {text[:40]!r}: must be one of {', '.join(METHODS)}")
     return name
+
+
+def mask_text(text: str) -> str:
+    """The text of a mask, as `a2d_mpi.core.patterns.make_mask` takes it.
+
+    Raises
+    ------
+    BadOption
+        If there is no such mask, or it takes no such arguments.
+    """
+    try:
+        check_mask(text)
+    except ValueError as error:
+        raise BadOption(str(error).removeprefix("mask ")) from None
+    return text.strip()
 
 
 class Parser(argparse.ArgumentParser):

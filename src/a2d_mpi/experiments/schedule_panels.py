@@ -5,11 +5,12 @@ Read off the schedules, like everything else: no method is named here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.problem import Problem, Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
@@ -44,8 +45,17 @@ class Panels:
     spans: dict[str, Spans]
 
 
-def panels(machine: Machine, method: str, layout: Layout, work: Workload) -> Panels:
-    """Read everything that is drawn of one plan off its schedules."""
+def panels(
+    machine: Machine,
+    method: str,
+    layout: Layout,
+    work: Workload,
+    mask_of: Callable[[int], Mask] | None = None,
+) -> Panels:
+    """Read everything that is drawn of one plan off its schedules.
+
+    `mask_of`: makes the mask of the few tokens whose pairs are drawn; default: the workload's own.
+    """
     physical = layout.physical()
     logical = np.argsort(physical)
     name = distribution_of(method, work.mask)
@@ -58,8 +68,9 @@ def panels(machine: Machine, method: str, layout: Layout, work: Workload) -> Pan
     shape = f"{layout.rows} x {layout.cols}" + f" x {layout.heads}" * (layout.heads > 1)
     order = f" @{layout.numbering}" * (layout.numbering != "rcu")
     drawn = min(work.seqlen, 2 * layout.size * max(2, TOKENS // (2 * layout.size)))
-    work.mask.check(drawn)  # one of a fixed length cannot be drawn smaller
-    computes = who_computes(method, layout, replace(work, seqlen=drawn))
+    mask = mask_of(drawn) if mask_of else work.mask
+    mask.check(drawn)  # one of a fixed length cannot be drawn smaller
+    computes = who_computes(method, layout, replace(work, seqlen=drawn, mask=mask))
     computes = np.where(computes < 0, -1, physical[computes])
     return Panels(f"{method} {shape}{order}, {name}", computes, received, spans)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import numpy as np
 
+from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.experiments.candidates import read_problem
 from a2d_mpi.experiments.pictures import FILLS, check_picture, pyplot, save
 from a2d_mpi.experiments.schedule_panels import Panels, Spans, panels
@@ -34,7 +36,8 @@ def plot_schedule(args: argparse.Namespace) -> int:
     found = plans_for(case, specs, args.ranks, tuple(METHODS), (not args.no_overlap,), machine)
     if not 1 <= len(found) <= PLANS:
         raise ValueError(f"--plans must be 1 to {PLANS} plans, got {len(found)}")
-    rows = [panels(machine, x.method, x.layout, case.work(x.overlap)) for x in found]
+    small = partial(make_mask, case.mask)
+    rows = [panels(machine, x.method, x.layout, case.work(x.overlap), small) for x in found]
     save(draw(rows, machine.ranks_per_node), args.output)
     return 0
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.masks import MASKS
+from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.experiments.options import method_name
@@ -31,7 +31,7 @@ _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Case(AttentionConfig):
-    """A config with the name of a mask, and whether there is a backward phase."""
+    """A config with the text of a mask, and whether there is a backward phase."""
 
     mask: str
     backward: bool
@@ -51,13 +51,10 @@ class Case(AttentionConfig):
         Raises
         ------
         ValueError
-            If there is no such mask.
+            If there is no such mask, or it does not fit the sequence.
         """
-        if self.mask not in MASKS:
-            raise ValueError(f"mask must be one of {tuple(MASKS)}, got {self.mask!r}")
-        return Workload(
-            **self.arguments, mask=MASKS[self.mask](), backward=self.backward, overlap=overlap
-        )
+        mask = make_mask(self.mask, self.seqlen)
+        return Workload(**self.arguments, mask=mask, backward=self.backward, overlap=overlap)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The kernel of cuDNN, the fastest one, for 16-bit tensors.
 
 cuDNN knows three mask shapes: full, causal and band.  A block is cut into runs of queries that see
-one shape each (`a2d_mpi.core.masks.runs`), and cuDNN is launched once for each run.  The plain
+one shape each (`a2d_mpi.core.shapes.runs`), and cuDNN is launched once for each run.  The plain
 kernel computes the other runs.
 
 cuDNN's backward pass computes delta from the out of the queries over *all* keys, which only the
@@ -15,7 +15,8 @@ from typing import Any
 import cupy
 import numpy as np
 
-from a2d_mpi.core.masks import Interval, Run, runs
+from a2d_mpi.core.masks import Interval
+from a2d_mpi.core.shapes import Run, runs
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Remembered, Workspace
 from a2d_mpi.kernels.cudnn_blocks import Block, supported

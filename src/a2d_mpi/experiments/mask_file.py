@@ -1,0 +1,103 @@
+"""The file of a mask: intervals of every query, or packed documents; no MPI import.
+
+::
+
+    /begin, /end   (seqlen,) or (m, seqlen) integers: of query i the keys [begin[i], end[i]), or of
+                   m rows those of every row; none where end <= begin
+    or
+    /cu_seqlens    (documents + 1,) integers: first tokens of packed documents, and the last end
+    /              attribute causal, true or false: inside the documents
+
+Attributes schema ("a2d_mpi mask") and schema_version (1) may be there or not.
+"""
+
+from __future__ import annotations
+
+import os
+
+import h5py
+import numpy as np
+
+from a2d_mpi.core.documents import Documents
+from a2d_mpi.core.masks import IntervalMask
+from a2d_mpi.experiments.hdf5 import member, plain, reading
+
+SCHEMA = ("a2d_mpi mask", 1)
+
+
+def read_mask(
+    path: str | os.PathLike[str], seqlen: int, seqlen_kv: int | None = None
+) -> IntervalMask | Documents:
+    """Read the mask of `seqlen` queries and as many keys, or `seqlen_kv`.
+
+    Any number of processes may, at once.
+
+    Raises
+    ------
+    OSError
+        If the file is missing, unreadable, not HDF5, cut short, or its numbers are elsewhere.
+    ValueError
+        If datasets are missing, of a wrong type or shape, or do not fit the sequence.
+    """
+    nk = seqlen if seqlen_kv is None else seqlen_kv
+    with reading(path, SCHEMA, needs_schema=False) as file:
+        names = [name for name in ("begin", "end", "cu_seqlens") if member(file, name) is not None]
+        if names not in (["begin", "end"], ["cu_seqlens"]):
+            raise ValueError(
+                f"{path} must have datasets begin and end, or cu_seqlens; it has "
+                + (" and ".join(names) or "none of them")
+            )
+        packed = names == ["cu_seqlens"]
+        found = {name: _integers(file, path, name, None if packed else seqlen) for name in names}
+        attributes = plain(file.attrs)
+    try:
+        if packed:
+            mask = Documents(**found, causal=_causal(attributes))
+        else:
+            _check_range(nk, **found)
+            mask = IntervalMask(**found)
+        mask.check(seqlen, seqlen_kv)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return mask
+
+
+def _integers(
+    file: h5py.File, path: str | os.PathLike[str], name: str, seqlen: int | None
+) -> np.ndarray:
+    """The numbers of a dataset, which has rows of `seqlen`, or is a single row of any length."""
+    data = member(file, name)
+    if not isinstance(data, h5py.Dataset):
+        raise ValueError(f"{path}: {name} is no dataset")
+    if data.is_virtual:
+        raise OSError(f"{name} is a virtual dataset: a mask file holds its numbers itself")
+    if data.dtype.kind not in "iu":
+        raise ValueError(f"{path}: {name} is {data.dtype}, must be integers")
+    shape = data.shape or ()
+    if seqlen is None:
+        fits, wanted = len(shape) == 1 and shape[0] > 0, "(documents + 1,)"
+    else:  # no query has more intervals than tokens
+        fits = shape == (seqlen,) or (len(shape) == 2 and 0 < shape[0] <= seqlen == shape[1])
+        wanted = f"({seqlen},) or (m, {seqlen})"
+    if not fits:
+        raise ValueError(f"{path}: {name} has shape {shape}, must be {wanted}")
+    return data[()]
+
+
+def _causal(attributes: dict[str, object]) -> bool:
+    """The attribute of that name, a truth value in one of the ways that programs write it."""
+    value = attributes.get("causal")
+    if value not in (False, True):  # also 0 and 1
+        shown = "it has none" if value is None else f"got {value!r}"
+        raise ValueError(f"cu_seqlens need the attribute causal, true or false: {shown}")
+    return bool(value)
+
+
+def _check_range(nk: int, **arrays: np.ndarray) -> None:
+    """Refuse intervals that are not within `nk` keys."""
+    for name, x in arrays.items():
+        wrong = np.argwhere((x < 0) | (x > nk))
+        if len(wrong):
+            place = tuple(wrong[0])
+            index = ", ".join(map(str, place))
+            raise ValueError(f"{name}[{index}] must be 0 to {nk}, got {x[place]}")

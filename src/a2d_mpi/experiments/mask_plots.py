@@ -1,0 +1,124 @@
+"""The picture of drivers/plot_masks.py; no MPI import."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import numpy as np
+
+from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.patterns import make_mask, split_masks
+from a2d_mpi.experiments.pictures import check_picture, pyplot, save
+
+# Okabe and Ito: told apart by colour-blind readers too.
+COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
+RANKS = len(COLOURS)  # at most
+LONGEST = 1024  # tokens: every pair of them is a dot
+MASKS = 32  # of one picture
+_SEEN, _HIDDEN = "#444444", "#F4F4F4"
+_COLUMNS = 2  # masks beside each other
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """The pairs of a mask, by the rank that computes them.
+
+    Attributes
+    ----------
+    text : str
+        Of the mask.
+    distribution : str
+    ranks : (seqlen, seqlen) int
+        By query and key; -1: the pair is hidden.
+    areas : (ranks,) int
+        Visible pairs of each rank.
+    """
+
+    text: str
+    distribution: str
+    ranks: np.ndarray
+    areas: np.ndarray
+
+    @property
+    def imbalance(self) -> float:
+        """Largest area over the mean; 1 if nothing is visible."""
+        return float(self.areas.max() / self.areas.mean()) if self.areas.any() else 1.0
+
+
+def tiling(text: str, seqlen: int, rows: int, cols: int, distribution: str | None) -> Tiling:
+    """The ranks of an R x C grid that compute the pairs of a mask.
+
+    Parameters
+    ----------
+    text : str
+        Of the mask.
+    seqlen, rows, cols : int
+    distribution : str, optional
+        Default: the mask's own.
+
+    Raises
+    ------
+    ValueError
+        If the mask is unknown or does not fit.
+    """
+    mask, tokens = make_mask(text, seqlen), np.arange(seqlen)
+    name = distribution or mask.default_distribution
+    shards, owner = Distribution(name, seqlen, rows * cols), np.empty(seqlen, int)
+    for rank in range(rows * cols):
+        owner[shards.tokens(rank)] = rank
+    visible = mask.dense(tokens, tokens)
+    # The row of the query's owner, the column of the key's.
+    ranks = (owner // cols)[:, None] * cols + (owner % cols)[None, :]
+    areas = np.bincount(ranks[visible], minlength=rows * cols)
+    return Tiling(text, name, np.where(visible, ranks, -1), areas)
+
+
+def plot_masks(args: argparse.Namespace) -> int:
+    """Draw the masks that are asked for; returns the exit code."""
+    if args.rows * args.cols > RANKS:
+        raise ValueError(
+            f"--rows x --cols must be 1 to {RANKS} ranks, got {args.rows} x {args.cols}"
+        )
+    check_picture(args.output)
+    texts = split_masks(args.masks)
+    if not 1 <= len(texts) <= MASKS:
+        raise ValueError(f"--masks must be 1 to {MASKS} masks, got {len(texts)}")
+    grid = args.rows, args.cols
+    tilings = [tiling(text, args.seqlen, *grid, args.distribution) for text in texts]
+    save(draw(tilings, *grid), args.output, dpi=120)
+    return 0
+
+
+def draw(tilings: list[Tiling], rows: int, cols: int):
+    """Draw two panels for each mask; returns the figure."""
+    plt = pyplot(**{"font.size": 7, "axes.titlesize": 7, "axes.linewidth": 0.4})
+    from matplotlib.colors import ListedColormap
+
+    columns = min(_COLUMNS, len(tilings))
+    lines = -(-len(tilings) // columns)
+    figure, axes = plt.subplots(
+        lines, 2 * columns, figsize=(3.4 * columns, 1.8 * lines + 0.4), squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    palettes = ListedColormap([_HIDDEN, _SEEN]), ListedColormap([_HIDDEN, *COLOURS[: rows * cols]])
+    for x in axes.flat:
+        x.axis("off")
+    for i, found in enumerate(tilings):
+        left, right = axes[i // columns, 2 * (i % columns) :][:2]
+        images = np.minimum(found.ranks, 0), found.ranks
+        titles = found.text, f"{found.distribution}, max/mean {found.imbalance:.2f}"
+        for panel, image, palette, title in zip((left, right), images, palettes, titles):
+            panel.axis("on")
+            panel.imshow(image + 1, cmap=palette, vmin=-0.5, vmax=palette.N - 0.5,
+                         interpolation="nearest")  # fmt: skip
+            panel.set(xticks=[], yticks=[])
+            panel.set_title(title, loc="left", fontweight="bold" if panel is left else "normal")
+        left.set_ylabel("query")
+        left.set_xlabel("key")
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, facecolor=COLOURS[rank], label=f"rank {rank}")
+        for rank in range(rows * cols)
+    ]
+    figure.legend(handles=handles, loc="outside upper right", ncols=rows * cols, frameon=False)
+    return figure

@@ -1,0 +1,212 @@
+"""Masks by name or from a file, in drivers: run, recorded, or refused."""
+
+import h5py
+import numpy as np
+import pytest
+from helpers import assert_all_refused, drive, drive_each
+from test_driver import SAMPLE
+
+from a2d_mpi import Documents, IntervalMask
+from a2d_mpi.core.patterns import PATTERNS
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.mask_file import read_mask
+from a2d_mpi.experiments.results import read_result
+
+N = 40
+TOKENS = np.arange(N)
+# Two intervals a query: the first two keys, and a window of four.
+BEGIN = np.stack([0 * TOKENS, np.maximum(TOKENS - 3, 2)])
+END = np.stack([np.minimum(TOKENS + 1, 2), TOKENS + 1])
+CU = np.array([0, 7, 7, 30])
+
+
+def write(path, attributes=(), **datasets):
+    with h5py.File(path, "w") as file:
+        file.attrs.update(dict(attributes))
+        for name, x in datasets.items():
+            if callable(x):
+                x(file, name)
+            else:
+                file[name] = x
+    return path
+
+
+GOOD = {
+    "one": ({}, {"begin": 0 * TOKENS, "end": TOKENS + 1}, IntervalMask(0 * TOKENS, TOKENS + 1)),
+    "several": ({}, {"begin": BEGIN.astype("u2"), "end": END}, IntervalMask(BEGIN, END)),
+    "chunks": (
+        {},
+        {
+            "begin": lambda f, name: f.create_dataset(name, data=BEGIN, compression="gzip"),
+            "end": END,
+        },
+        IntervalMask(BEGIN, END),
+    ),
+    "empty rows": ({}, {"begin": TOKENS, "end": 0 * TOKENS}, IntervalMask(TOKENS, 0 * TOKENS)),
+    "causal": ({"causal": True}, {"cu_seqlens": CU}, Documents(CU, causal=True)),
+    "full": ({"causal": 0}, {"cu_seqlens": CU.astype("i4")}, Documents(CU)),
+    "schema": (
+        {"schema": "a2d_mpi mask", "schema_version": 1, "causal": np.True_},
+        {"cu_seqlens": CU},
+        Documents(CU, causal=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_files(tmp_path, name):
+    attributes, datasets, expected = GOOD[name]
+    found = read_mask(write(tmp_path / "mask.h5", attributes, **datasets), N)
+    assert found == expected
+    assert np.array_equal(found.dense(TOKENS, TOKENS), expected.dense(TOKENS, TOKENS))
+
+
+def external(file, name):
+    file.create_dataset(name, (N,), "i4", external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)])
+
+
+def virtual(file, name):
+    layout = h5py.VirtualLayout((N,), "i8")
+    layout[:] = h5py.VirtualSource("other.h5", name, (N,))
+    file.create_virtual_dataset(name, layout)
+
+
+def linked(file, name):
+    file[name] = h5py.ExternalLink("other.h5", "/begin")
+
+
+def unwritten(file, name):
+    file.create_dataset(name, (N,), "i8")
+
+
+def grown(array, place, value):
+    found = array.copy()
+    found[place] = value
+    return found
+
+
+BAD = {
+    "nothing": ({}, {}, "must have datasets begin and end, or cu_seqlens; it has none of them"),
+    "half": ({}, {"begin": BEGIN}, "or cu_seqlens; it has begin"),
+    "both": ({}, {"begin": BEGIN, "end": END, "cu_seqlens": CU}, "it has begin and end and cu_"),
+    "schema": ({"schema": "a2d_mpi input"}, {"begin": BEGIN, "end": END}, "must have ('a2d_mpi m"),
+    "group": ({}, {"begin": lambda f, x: f.create_group(x), "end": END}, "begin is no dataset"),
+    "floats": ({}, {"begin": BEGIN, "end": END * 1.0}, "end is float64, must be integers"),
+    "short": (
+        {}, {"begin": BEGIN[:, 1:], "end": END[:, 1:]},
+        f"begin has shape (2, {N - 1}), must be ({N},) or (m, {N})",
+    ),
+    "scalar": ({}, {"begin": 1, "end": 2}, "begin has shape (), must be"),
+    "null": ({}, {"begin": h5py.Empty("i8"), "end": END}, "begin has shape (), must be"),
+    "other shapes": ({}, {"begin": BEGIN[0], "end": END}, f"begin has {N} rows, end has 2 x {N}"),
+    "negative": ({}, {"begin": grown(BEGIN, (1, 5), -1), "end": END},
+                 f"begin[1, 5] must be 0 to {N}, got -1"),
+    "beyond": ({}, {"begin": BEGIN[1], "end": grown(END[1], 9, N + 1)},
+               f"end[9] must be 0 to {N}, got {N + 1}"),
+    "overlap": ({}, {"begin": grown(BEGIN, (1, 1), 1), "end": grown(END, (1, 1), 4)},
+                "intervals [0, 2] and [1, 4] of query 1 overlap"),
+    "unsorted": ({"causal": True}, {"cu_seqlens": CU[::-1][:-1]}, "must begin with 0, got 30"),
+    "backwards": ({"causal": True}, {"cu_seqlens": [0, 9, 8, 12]}, "begins at 9 and ends at 8"),
+    "too long": ({"causal": True}, {"cu_seqlens": [0, 9, 41]}, "ends at 41, the sequence has 40"),
+    "two rows": ({"causal": True}, {"cu_seqlens": [CU, CU]}, "shape (2, 4), must be (documents +"),
+    "no causal": ({}, {"cu_seqlens": CU}, "the attribute causal, true or false: it has none"),
+    "causal?": ({"causal": "no"}, {"cu_seqlens": CU}, "true or false: got 'no'"),
+    "external": ({}, {"begin": external, "end": END}, "begin are in other files (external"),
+    "virtual": ({}, {"begin": virtual, "end": END}, "begin is virtual, made of begin in other.h5"),
+    "link": ({}, {"begin": linked, "end": END}, "begin is a link to another place"),
+    "unwritten": ({}, {"begin": unwritten, "end": END}, "begin has 0 of the 320 bytes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files(tmp_path, name):
+    attributes, datasets, text = BAD[name]
+    path = write(tmp_path / "mask.h5", attributes, **datasets)
+    with pytest.raises((ValueError, OSError)) as error:
+        read_mask(path, N)
+    assert text in str(error.value) and str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_virtual_datasets_are_refused(tmp_path):
+    write(tmp_path / "other.h5", begin=TOKENS)
+    with pytest.raises(OSError, match="begin is a virtual dataset: a mask file holds"):
+        read_mask(write(tmp_path / "mask.h5", begin=virtual, end=TOKENS), N)
+
+
+def test_no_file(tmp_path):
+    for path, text in ((tmp_path / "none.h5", "No such file"), (tmp_path, "as HDF5")):
+        with pytest.raises(OSError, match=text):
+            read_mask(path, N)
+
+
+SMALL = [SAMPLE, "--seqlen", N, "--trials", "1", "--check", "full"]
+
+
+@pytest.mark.launches
+def test_masks_of_a_run(tmp_path):
+    """By name with arguments, and from files: checked, and recorded in the result."""
+    for name in ("several", "causal"):
+        write(tmp_path / f"{name}.h5", GOOD[name][0], **GOOD[name][1])
+    runs = {
+        "sliding_window:3,2": ["--mask", "sliding_window:3,2", "--backward"],
+        "causal_document:0,7,7,30": ["--mask", " causal_document:0,7,7,30 "],
+        f"file:{tmp_path}/several.h5": ["--mask-file", tmp_path / "several.h5", "--backward"],
+        f"file:{tmp_path}/causal.h5": ["--mask-file", tmp_path / "causal.h5"],
+    }
+    output = tmp_path / "run.h5"
+    done, found = drive_each(
+        [("attention.py", [*SMALL, *x, "--save-outputs", "--output", f"{output}{i}"], [])
+         for i, x in enumerate(runs.values())], 2
+    )  # fmt: skip
+    assert [code for code, _ in found] == [0] * len(runs), done.stderr + done.stdout
+    results = [read_result(f"{output}{i}") for i in range(len(runs))]
+    assert [x.config["mask"] for x in results] == list(runs)
+    areas = [int(x.area.sum()) for x in results]
+    window = sum(min(i + 2, N - 1) - max(i - 3, 0) + 1 for i in range(N))
+    documents = sum(n * (n + 1) // 2 for n in (7, 23))
+    assert areas == [window, documents, int((END - BEGIN).clip(0).sum()), documents]
+    assert np.array_equal(results[1].outputs["out"], results[3].outputs["out"])
+    assert (results[1].outputs["out"][30:] == 0).all()  # tokens after the last document
+
+
+@pytest.mark.launches
+def test_bad_masks_of_a_run(tmp_path):
+    good = write(tmp_path / "good.h5", begin=BEGIN, end=END)
+    other = write(tmp_path / "other.h5", begin=BEGIN, end=grown(END, (1, 39), 39))
+    text = "must be one of full, causal, full_document"
+    assert_all_refused("attention.py", 2, [
+        ([*SMALL, *options], more, text)
+        for options, more, text in (
+            (["--mask", "sparse:1"], [], f"--mask {text}"),
+            (["--mask", "causal:1"], [], "--mask must be causal, got 'causal:1'"),
+            (["--mask", "full_document:x"], [], "argument --mask: full_document: 'x' is no whole"),
+            (["--mask", "full_document:0,50"], [], "ends at 50, the sequence has 40 tokens"),
+            (["--mask", "full", "--mask-file", good], [], "not allowed with argument --mask"),
+            (["--mask-file", good, "--seqlen", "39"], [], f"has shape (2, {N}), must be (39,)"),
+            (["--mask-file", tmp_path / "none"], [], "No such file"),
+            (["--mask-file", good, "--output", good], [], f"{good}: it is the input"),
+            (["--mask-file", good], ["--mask-file", str(other)],
+             "ranks disagree on --mask-file: a mask with digest"),
+            (["--mask-file", good], ["--mask-file", str(tmp_path / "none")], "(on rank 1)"),
+            ([], ["--mask-file", str(good)], "ranks disagree on --mask-file: None on rank 0"),
+        )
+    ])  # fmt: skip
+
+
+@pytest.mark.launches
+def test_all_masks_of_a_benchmark(tmp_path):
+    output = tmp_path / "bench.h5"
+    options = ["--nheads", "2", "--headdim", "4", "--trials", "1", "--seqlens", "33", "--plans"]
+    done = drive("bench.py", 2, *options, "attention2d", "--masks", "all", "--output", output)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = read_benchmark(output).values()
+    assert {x.config["mask"] for x in found} == set(PATTERNS) and len(found) == 14
+    plot = ["--output", tmp_path / "figures", "--what", "phases", "--format", "svg"]
+    done = drive("plot.py", 0, output, *plot)
+    assert done.returncode == 0, done.stderr
+    more = ["ring", "--masks", "sliding_window:3,1,causal_document:seed=4", "--resume"]
+    done = drive("bench.py", 2, *options, *more, "--output", output)
+    assert done.returncode == 0, done.stdout + done.stderr
+    masks = [x.config["mask"] for x in read_benchmark(output).values()]
+    assert {"sliding_window:3,1", "causal_document:seed=4"} < set(masks)

@@ -1,0 +1,60 @@
+"""drivers/plot_masks.py, and masks in the other programs that need no MPI."""
+
+import numpy as np
+import pytest
+from helpers import assert_all_refused, drive, parser_of
+
+from a2d_mpi.core.problem import Workload
+from a2d_mpi.core.patterns import PATTERNS, make_mask
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.mask_plots import plot_masks, tiling
+from a2d_mpi.experiments.schedule_panels import who_computes
+
+PROBLEM = [
+    "--profile", "data/machines/h100-64x1.toml", "--ranks", "6", "--seqlen", "64K",
+    "--nheads", "8", "--headdim", "64", "--mask",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PATTERNS)
+def test_tiles_are_those_of_the_schedule(text):
+    found = tiling(text, 60, 2, 3, None)
+    work = Workload(60, 4, 8, mask=make_mask(text, 60))
+    computes = who_computes("attention2d", Layout(2, 3), work)[0]
+    assert np.array_equal(found.ranks, computes)
+    assert found.areas.tolist() == [(computes == rank).sum() for rank in range(6)]
+    assert found.distribution == work.mask.default_distribution
+
+
+def test_picture(tmp_path):
+    first, second = tmp_path / "a.png", tmp_path / "b.png"
+    for path in (first, second):
+        masks = ["--masks", "sliding_window:3,1,causal_document:0,4,4,9", "--seqlen", "12"]
+        args = parser_of("drivers/plot_masks.py").parse_args([str(path), *masks])
+        assert plot_masks(args) == 0
+    assert first.read_bytes() == second.read_bytes()
+    assert first.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_pictures(tmp_path):
+    assert_all_refused("plot_masks.py", 0, [
+        ([tmp_path / "a.png", *options], [], text)
+        for options, text in (
+            (["--masks", "sparse"], "mask must be one of full, causal"),
+            (["--masks", ","], "--masks must be 1 to 32 masks, got 0"),
+            (["--masks", "causal_document:0,99"], "ends at 99, the sequence has 96 tokens"),
+            (["--rows", "3", "--cols", "3"], "must be 1 to 8 ranks, got 3 x 3"),
+            (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
+        )
+    ])  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_planner_and_pictures_of_schedules(tmp_path):
+    done = drive("plan.py", 0, *PROBLEM, "causal_document:seed=2")
+    assert done.returncode == 0 and "attention2d" in done.stdout, done.stderr
+    plans = ["--plans", "attention2d:2x3"]
+    done = drive("plot_schedule.py", 0, tmp_path / "a.png", *PROBLEM, "share_question", *plans)
+    assert done.returncode == 0, done.stderr
+    done = drive("plot_grid.py", 0, tmp_path / "b.png", "--mask", "global_sliding_window")
+    assert done.returncode == 0, done.stderr

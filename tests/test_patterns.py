@@ -1,0 +1,366 @@
+"""Every mask against its definition, written once more here in conditions on i and j."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from a2d_mpi import (
+    BlockCausal,
+    BlockCausalDocuments,
+    Causal,
+    CausalBlockwise,
+    Documents,
+    Full,
+    GlobalSlidingWindow,
+    PrefixLM,
+    PrefixLMDocuments,
+    SharedQuestion,
+    SlidingWindow,
+    make_mask,
+)
+from a2d_mpi.core.patterns import PATTERNS, documents, long_documents, split_masks
+
+sizes = st.integers(0, 12)
+
+
+def matrix(seqlen, condition, seqlen_kv=None):
+    nk = seqlen if seqlen_kv is None else seqlen_kv
+    return np.array([[bool(condition(i, j)) for j in range(nk)] for i in range(seqlen)]).reshape(
+        seqlen, nk
+    )
+
+
+def document_of(cu_seqlens, i):
+    """The document of a token, None after the last."""
+    for d, (a, b) in enumerate(zip(cu_seqlens, cu_seqlens[1:])):
+        if a <= i < b:
+            return d
+    return None
+
+
+def assert_shows(mask, seqlen, condition, seqlen_kv=None):
+    """A mask shows these pairs, to references and, on a subset of the keys, to kernels."""
+    nk = seqlen if seqlen_kv is None else seqlen_kv
+    mask.check(seqlen, seqlen_kv)
+    assert mask.aligned(seqlen, nk) == mask or seqlen != nk
+    expected = matrix(seqlen, condition, seqlen_kv)
+    q, k = np.arange(seqlen), np.arange(nk)
+    assert np.array_equal(mask.dense(q, k), expected), mask
+    some = k[k % 3 != 1]
+    found = np.zeros((seqlen, len(some)), int)
+    for begin, end in mask.intervals(q, some):
+        for row, (b, e) in enumerate(zip(begin, end)):
+            found[row, b:e] += 1
+    assert np.array_equal(found, expected[:, some]), mask
+
+
+@st.composite
+def packed(draw, most=6, longest=8):
+    """cu_seqlens with empty documents and documents of one token, and a length of sequence."""
+    lengths = draw(st.lists(st.integers(0, longest), max_size=most))
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
+    return cu_seqlens, int(cu_seqlens[-1]) + draw(st.integers(0, 3))
+
+
+POSITIONAL = {
+    Causal: lambda i, j: j <= i,
+    SlidingWindow: lambda i, j, left, right: i - left <= j <= i + right,
+    GlobalSlidingWindow: lambda i, j, tokens, left, right: (
+        0 <= i < tokens or j < tokens or i - left <= j <= i + right
+    ),
+    PrefixLM: lambda i, j, prefix: j < prefix or j <= i,
+    BlockCausal: lambda i, j, block: j // block <= i // block,
+}
+
+
+@st.composite
+def positional(draw):
+    """A mask by position, and its condition."""
+    kind = draw(st.sampled_from(list(POSITIONAL)))
+    n = {Causal: 0, SlidingWindow: 2, GlobalSlidingWindow: 3}.get(kind, 1)
+    numbers = [draw(sizes) + (kind is BlockCausal) for _ in range(n)]
+    return kind(*numbers), lambda i, j: POSITIONAL[kind](i, j, *numbers)
+
+
+@given(positional(), st.integers(0, 25))
+def test_masks_by_position(case, seqlen):
+    assert_shows(case[0], seqlen, case[1])
+
+
+@given(positional(), st.integers(0, 20), st.integers(0, 20))
+def test_alignment_at_the_end(case, seqlen, seqlen_kv):
+    mask, shows = case
+    moved = mask.aligned(seqlen, seqlen_kv)
+    assert_shows(moved, seqlen, lambda i, j: shows(i + seqlen_kv - seqlen, j), seqlen_kv)
+    assert moved == mask.aligned(seqlen, seqlen_kv) == moved.aligned(seqlen, seqlen_kv)
+    assert moved.aligned(seqlen, seqlen) == mask
+    assert Full().aligned(seqlen, seqlen_kv) == Full()
+    if seqlen != seqlen_kv:
+        with pytest.raises(ValueError, match=f"got {seqlen} queries, {seqlen} keys"):
+            moved.check(seqlen)
+        with pytest.raises(ValueError, match=f"align {seqlen} queries with {seqlen_kv} keys"):
+            Documents([0]).aligned(seqlen, seqlen_kv)
+
+
+@given(packed(), positional(), st.booleans())
+def test_documents(case, inner, causal):
+    cu_seqlens, seqlen = case
+    mask, shows = inner
+
+    def same(i, j):
+        return document_of(cu_seqlens, i) == document_of(cu_seqlens, j) is not None
+
+    def inside(i, j):
+        first = cu_seqlens[document_of(cu_seqlens, i)] if same(i, j) else 0
+        return same(i, j) and shows(i - first, j - first)
+
+    assert_shows(
+        Documents(cu_seqlens, causal), seqlen, lambda i, j: same(i, j) and (j <= i or not causal)
+    )
+    assert_shows(Documents(cu_seqlens, inside=mask), seqlen, inside)
+    both = mask & Documents(cu_seqlens, causal)
+    assert_shows(both, seqlen, lambda i, j: same(i, j) and shows(i, j) and (j <= i or not causal))
+
+
+@given(packed(), st.data())
+def test_documents_of_queries_and_of_keys(case, data):
+    cu_seqlens, seqlen = case
+    lengths = [data.draw(st.integers(0, 8)) for _ in cu_seqlens[1:]]
+    cu_kv = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
+    seqlen_kv = int(cu_kv[-1]) + data.draw(st.integers(0, 2))
+
+    def shows(causal):
+        def condition(i, j):
+            d = document_of(cu_seqlens, i)
+            if d is None or d != document_of(cu_kv, j):
+                return False
+            # Counted from the ends of the document: the last query is beside the last key.
+            return not causal or cu_kv[d + 1] - j >= cu_seqlens[d + 1] - i
+
+        return condition
+
+    for causal in (False, True):
+        mask = Documents(cu_seqlens, causal, cu_seqlens_kv=cu_kv)
+        assert_shows(mask, seqlen, shows(causal), seqlen_kv)
+    assert mask.aligned(seqlen, seqlen_kv) is mask
+    with pytest.raises(ValueError, match="the last document ends at"):
+        mask.check(seqlen, int(cu_kv[-1]) - 1)
+    window = (SlidingWindow(3) & mask).aligned(seqlen, seqlen_kv)
+    offset = seqlen_kv - seqlen
+    assert_shows(
+        window,
+        seqlen,
+        lambda i, j: shows(True)(i, j) and i + offset - 3 <= j <= i + offset,
+        seqlen_kv,
+    )
+
+
+@given(packed(), st.data())
+def test_masks_of_documents(case, data):
+    cu, seqlen = case
+    n = len(cu) - 1
+    prefixes = [data.draw(sizes) for _ in range(n)]
+    block, one = 1 + data.draw(sizes), data.draw(sizes)
+    questions = data.draw(st.lists(st.integers(0, max(0, n - 1)), max_size=3))
+    last = max((d for d in range(n) if cu[d + 1] > cu[d]), default=None)
+
+    def question_of(d):
+        return max((x for x in questions if x <= d), default=None)
+
+    def of_document(condition):
+        def shows(i, j):
+            d, e = document_of(cu, i), document_of(cu, j)
+            return d is not None and e is not None and condition(i, j, d, e)
+
+        return shows
+
+    cases = {
+        PrefixLMDocuments(cu, np.array(prefixes, int)): lambda i, j, d, e: (
+            d == e and (j <= i or j - cu[d] < prefixes[d])
+        ),
+        PrefixLMDocuments(cu, one): lambda i, j, d, e: d == e and (j <= i or j - cu[d] < one),
+        BlockCausalDocuments(cu, block): lambda i, j, d, e: (
+            d == e and (j - cu[d]) // block <= (i - cu[d]) // block
+        ),
+        SharedQuestion(cu): lambda i, j, d, e: (d == e and j <= i) or e == 0 < d,
+        SharedQuestion(cu, questions=questions): lambda i, j, d, e: (
+            (d == e and j <= i) or (d != e == question_of(d))
+        ),
+        CausalBlockwise(cu): lambda i, j, d, e: j <= i and d in (e, last),
+    }
+    for mask, condition in cases.items():
+        assert_shows(mask, seqlen, of_document(condition))
+
+
+# By name, with arguments: the keys j that query i sees, of 24 tokens.
+CU = [0, 5, 5, 6, 13, 20]
+D = [document_of(CU, i) for i in range(24)]
+
+
+def packed_as(condition):
+    return lambda i, j: D[i] is not None and D[j] is not None and condition(i, j)
+
+
+TEXTS = {
+    "full": lambda i, j: True,
+    "causal": lambda i, j: j <= i,
+    "full_document:0,5,5,6,13,20": packed_as(lambda i, j: D[i] == D[j]),
+    "causal_document:0,5,5,6,13,20": packed_as(lambda i, j: D[i] == D[j] and j <= i),
+    "share_question:0,5,5,6,13,20": packed_as(lambda i, j: j <= i and D[j] in (0, D[i])),
+    "causal_blockwise:0,5,5,6,13,20": packed_as(lambda i, j: j <= i and (D[j] == D[i] or i >= 13)),
+    "prefix_lm_causal:7": lambda i, j: j <= i or j < 7,
+    "prefix_lm_document:0,5,5,6,13,20,prefix=3": packed_as(
+        lambda i, j: D[i] == D[j] and (j <= i or j - CU[D[i]] < 3)
+    ),
+    "sliding_window:3": lambda i, j: abs(i - j) <= 3,
+    "sliding_window:3,1": lambda i, j: -1 <= i - j <= 3,
+    "sliding_window_causal:3": lambda i, j: 0 <= i - j <= 3,
+    "global_sliding_window:2": lambda i, j: i < 2 or j < 2 or abs(i - j) <= 2,
+    "global_sliding_window:2,4,1": lambda i, j: i < 2 or j < 2 or -1 <= i - j <= 4,
+    "block_causal_document:0,5,5,6,13,20,block=2": packed_as(
+        lambda i, j: D[i] == D[j] and (j - CU[D[i]]) // 2 <= (i - CU[D[i]]) // 2
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts(text):
+    assert_shows(make_mask(text, 24), 24, TEXTS[text])
+
+
+def test_the_fourteen():
+    assert len(PATTERNS) == 14 and {x.split(":")[0] for x in TEXTS} == {
+        x for x in PATTERNS if not x.endswith("_long")
+    }
+    for seqlen in (1, 2, 17, 300):
+        for name in PATTERNS:
+            mask = make_mask(name, seqlen)
+            seen = mask.dense(np.arange(seqlen), np.arange(seqlen))
+            assert seen.diagonal().all()  # of these, every query sees itself
+            assert mask == make_mask(name, seqlen) and hash(mask) == hash(make_mask(name, seqlen))
+    drawn = [x for x in PATTERNS if "document" in x or x in ("share_question", "causal_blockwise")]
+    for name in (*drawn, "prefix_lm_causal"):
+        assert make_mask(name, 5000) == make_mask(f"{name}:seed=0", 5000)
+        assert make_mask(name, 5000) != make_mask(f"{name}:seed=1", 5000)
+
+
+def test_texts_for_more_keys():
+    assert make_mask("sliding_window_causal:3", 5, 8) == SlidingWindow(3).aligned(5, 8)
+    assert make_mask("full", 5, 8) == Full()
+
+
+def test_distributions():
+    found = {name: make_mask(name, 64).default_distribution for name in PATTERNS}
+    assert {x for x, y in found.items() if y == "contiguous"} == {
+        *("full", "sliding_window", "sliding_window_causal")
+    }
+    assert [x for x, y in found.items() if y == "zigzag"] == ["causal"]
+
+
+def test_drawn_documents():
+    cu = documents(1 << 20, seed=3)
+    lengths = np.diff(cu)
+    assert cu[0] == 0 and cu[-1] == 1 << 20 and lengths.min() > 0
+    assert 400 < np.median(lengths) < 650 and 1200 < lengths.mean() < 2100
+    assert lengths.max() > 20 * np.median(lengths)  # a heavy tail
+    assert np.array_equal(cu, documents(1 << 20, seed=3))
+    assert documents(1).tolist() == [0, 1] and documents(0).tolist() == [0]
+    lengths = np.diff(long_documents(1 << 20, seed=1))
+    long = lengths[lengths >= 8192]
+    assert 0.5 < long.sum() / (1 << 20) < 0.8 and long.max() <= 1 << 16
+    small = np.diff(long_documents(1 << 13, seed=1))  # a sixteenth of all lengths
+    assert small.sum() == 1 << 13 and 480 < small.max() <= 1920
+
+
+def test_equal_masks_are_equal_keys():
+    cu = np.array([0, 3, 9])
+    same = Documents(cu, causal=True), Documents(cu.astype(np.int32).tolist(), inside=Causal())
+    assert same[0] == same[1] and len({*same}) == 1
+    others = (
+        Documents(cu), Documents([0, 4, 9], True), Documents(cu, True, cu_seqlens_kv=cu),
+        PrefixLMDocuments(cu, 0), PrefixLMDocuments(cu, [0, 1]), SharedQuestion(cu),
+        SharedQuestion(cu, questions=(1,)), CausalBlockwise(cu), BlockCausalDocuments(cu, 1),
+        SlidingWindow(3), SlidingWindow(3, 1), SlidingWindow(3) & Documents(cu), Causal(),
+    )  # fmt: skip
+    assert len({same[0], *others}) == 1 + len(others)
+    cu[1] = 7  # the mask has its own
+    assert same[0].cu_seqlens.tolist() == [0, 3, 9]
+    with pytest.raises(ValueError, match="read-only"):
+        same[0].cu_seqlens[1] = 7
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: Documents([0, 5, 3]), "document 1 begins at 5 and ends at 3"),
+        (lambda: Documents([2, 5]), "must begin with 0, got 2"),
+        (lambda: Documents([-1, 5]), "must begin with 0, got -1"),
+        (lambda: Documents([]), "got shape (0,) of float64"),
+        (lambda: Documents([[0, 5]]), "got shape (1, 2) of int64"),
+        (lambda: Documents([0, 2.5]), "got shape (2,) of float64"),
+        (lambda: Documents([0, 5], cu_seqlens_kv=[0, 2, 5]), "has 2 numbers, cu_seqlens_kv has 3"),
+        (lambda: Documents([0, 5], cu_seqlens_kv=[0, 5, 4]), "cu_seqlens_kv must be sorted"),
+        (lambda: Documents([0, 5], True, inside=Full()), "without causal, got Full()"),
+        (lambda: Documents([0, 5], inside="causal"), "must be a Mask"),
+        (lambda: Documents([0, 5]).check(4), "the last document ends at 5, the sequence has 4"),
+        (
+            lambda: Documents(np.array([0, 1 << 63], np.uint64)).check(4),
+            "ends at 9223372036854775807",
+        ),
+        (lambda: PrefixLMDocuments([0, 5], -1), "got shape () of int64, the least -1"),
+        (lambda: PrefixLMDocuments([0, 5], [1, 2]), "one or 1 whole numbers"),
+        (lambda: PrefixLMDocuments([0, 5], 0.5), "of float64"),
+        (lambda: BlockCausalDocuments([0, 5], 0), "block must be a whole number of at least 1"),
+        (lambda: SharedQuestion([0, 5], questions=(1,)), "questions must be of 1 documents"),
+        (lambda: SlidingWindow(-1), "left must be a whole number of at least 0, got -1"),
+        (lambda: SlidingWindow(1, 0.5), "right must be a whole number of at least 0, got 0.5"),
+        (lambda: PrefixLM(True), "prefix must be a whole number of at least 0, got True"),
+        (lambda: make_mask("causal:3", 9), "mask must be causal, got 'causal:3'"),
+        (lambda: make_mask("sparse", 9), "mask must be one of full, causal, full_document"),
+        (lambda: make_mask("sliding_window:", 9), "mask sliding_window: '' is no whole number"),
+        (lambda: make_mask("sliding_window:1,2,3", 9), "must be sliding_window[:left,right], got"),
+        (lambda: make_mask("sliding_window:1.5", 9), "'1.5' is no whole number"),
+        (lambda: make_mask("sliding_window:-2", 9), "left must be a whole number of at least 0"),
+        (
+            lambda: make_mask("sliding_window:left=1,left=2", 9),
+            "'left=2' is one argument too many",
+        ),
+        (
+            lambda: make_mask("full_document:sead=1", 9),
+            "full_document[:cu_seqlens,...,seed=], got",
+        ),
+        (lambda: make_mask("full_document:seed=-1", 9), "seed must be at least 0, got -1"),
+        (
+            lambda: make_mask("full_document:0,4,seed=1", 9),
+            "either documents or a seed, got [0, 4",
+        ),
+        (lambda: make_mask("prefix_lm_causal:3,seed=1", 9), "either a prefix or a seed, got 3"),
+        (lambda: make_mask("full_document", 9, 12), "to align 9 queries with 12 keys"),
+        (lambda: make_mask("full_document:0,4,12", 9), "ends at 12, the sequence has 9 tokens"),
+        (lambda: make_mask("full_document:0,4,3", 9), "begins at 4 and ends at 3"),
+    ],
+)
+def test_bad_input(make, text):
+    with pytest.raises(ValueError) as error:
+        make()
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+def test_lists_of_texts():
+    texts = ["full", "sliding_window:8,4", "causal_document:0,3,9", "prefix_lm_causal:seed=2"]
+    assert split_masks(", ".join(texts)) == texts
+    assert split_masks("all") == list(PATTERNS)
+    assert split_masks("causal,none") == ["causal", "none"]  # to be refused by name
+    assert split_masks(" , ") == []
+
+
+def test_a_million_queries_are_fast():
+    tokens = np.arange(10**6)
+    for name in PATTERNS:
+        mask = make_mask(name, len(tokens))
+        start = time.perf_counter()
+        mask.visible(tokens)
+        assert time.perf_counter() - start < 1, name  # seen: 0.06 s at most
