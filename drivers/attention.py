@@ -42,6 +42,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--method", type=method_name, default="attention2d", help=METHOD_HELP)
     add("--inner", type=whole(1), help="ranks of an inner ring of a double one; default: columns")
     add("--mask", choices=MASKS, default="causal")
+    add("--softcap", type=float, help="c: logits s become c tanh(s / c); default: no soft-cap")
+    add("--sink", action="store_true", help="a logit per head, from --seed, in the denominator")
     add("--distribution", choices=DISTRIBUTIONS, help="default: what balances the mask")
     add("--dtype", choices=DTYPES, default="float32")
     add("--seqlen", type=whole(1), help="use the first tokens of the file only; default: all")

@@ -47,8 +47,13 @@ class AttentionPlan:
         Owner of each token.  Default: the one that balances the mask.
     softmax_scale : float, optional
         Default: ``1 / sqrt(headdim)``.
+    logit_softcap : float, optional
+        c > 0: scaled logits s become ``c tanh(s / c)``.  Default: they stay as they are.
+    dropout : float, optional
+        0 or None: dropout of probabilities is out of scope.
     kernel : str
-        One of `a2d_mpi.kernels.KERNELS`; "auto": the fastest for the arrays' device and the dtype.
+        One of `a2d_mpi.kernels.KERNELS`; "auto": the fastest for the arrays' device, the dtype
+        and the soft-cap.
     overlap : bool or str
         Compute while messages travel.  False: phase by phase, with the same results bit for bit.
         One of `a2d_mpi.comm.transport.PROGRESS` names the caller of MPI meanwhile; True is the
@@ -70,7 +75,7 @@ class AttentionPlan:
         Sorted global indices of this rank's shard.
     config : AttentionConfig
         Sizes, shapes and dtypes; also as `seqlen`, `nheads`, `nheads_kv`, `headdim`, `dtype`,
-        `compute_dtype` and `softmax_scale`.
+        `compute_dtype`, `softmax_scale` and `logit_softcap`.
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator.
     timings : dict of str to float
@@ -108,6 +113,8 @@ class AttentionPlan:
         dtype: np.typing.DTypeLike = "float32",
         distribution: str | None = None,
         softmax_scale: float | None = None,
+        logit_softcap: float | None = None,
+        dropout: float | None = None,
         kernel: str = "auto",
         overlap: bool | str = True,
         transfers: str = "auto",
@@ -122,7 +129,10 @@ class AttentionPlan:
                 if not isinstance(mask, Mask):
                     raise ValueError(f"mask must be a Mask, got {mask!r}")
                 sizes = seqlen, nheads, headdim, nheads_kv
-                config = AttentionConfig(*sizes, dtype=dtype, softmax_scale=softmax_scale)
+                if dropout:
+                    raise ValueError(f"dropout is out of scope: it must be 0, got {dropout!r}")
+                logits = {"softmax_scale": softmax_scale, "logit_softcap": logit_softcap}
+                config = AttentionConfig(*sizes, dtype=dtype, **logits)
                 _check_fit(config, mask, grid, threads)
                 owners = _distribution(self.method, distribution, config, mask, grid)
                 self._describe(config, owners)
@@ -149,11 +159,14 @@ class AttentionPlan:
         self.config, self.distribution = config, distribution
         self.seqlen, self.nheads, self.nheads_kv = config.seqlen, config.nheads, config.nheads_kv
         self.headdim, self.softmax_scale = config.headdim, config.softmax_scale
+        self.logit_softcap = config.logit_softcap
         self.dtype, self.compute_dtype = config.dtype_of("q"), config.compute_dtype
         self.problem = Problem(distribution.counts, config)
         self.tokens = distribution.tokens(self.grid.comm.rank)  # (n,)
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def forward(
+        self, q: Array, k: Array, v: Array, sink: Array | None = None
+    ) -> tuple[Array, Array]:
         """Compute ``out = softmax(softmax_scale q k^T) v`` over the visible keys.
 
         Parameters
@@ -162,25 +175,36 @@ class AttentionPlan:
             Shard of this rank: row i is the token ``tokens[i]``.
         k, v : (n, nheads_kv, headdim) dtype
             Shard of this rank.
+        sink : (nheads,) compute_dtype, optional
+            A logit per head in the denominator of the softmax, the same on all ranks (values are
+            not compared): that of a key which all queries see and whose value is 0; -inf: none.
 
         Returns
         -------
         out : (n, nheads, headdim) dtype
             Shard of this rank; 0 for a query that sees no key.
         lse : (n, nheads) float32 or wider
-            Log-sum-exp of the scaled logits, nats; -inf for a query that sees no key.
+            Log-sum-exp of the logits, scaled and capped, and of the sink, nats; -inf, or the sink,
+            for a query that sees no key.
 
         Raises
         ------
         ValueError
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
-        return self._calls.run("forward", {"q": q, "k": k, "v": v})
+        return self._calls.run("forward", {"q": q, "k": k, "v": v}, sink)
 
     def backward(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array
-    ) -> tuple[Array, Array, Array]:
-        """Compute the gradients of a loss with respect to q, k and v.
+        self,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        sink: Array | None = None,
+    ) -> tuple[Array, ...]:
+        """Compute the gradients of a loss with respect to q, k and v, and perhaps the sink.
 
         Parameters
         ----------
@@ -188,12 +212,18 @@ class AttentionPlan:
             Gradient with respect to out, shard of this rank.
         q, k, v, out, lse
             Arguments and results of `forward`.
+        sink : (nheads,) compute_dtype, optional
+            That of `forward`, if its gradient is wanted; dq, dk and dv do not need it, as it
+            counts in lse.
 
         Returns
         -------
         dq : (n, nheads, headdim) dtype
         dk, dv : (n, nheads_kv, headdim) dtype
             Shards of this rank.
+        dsink : (nheads,) compute_dtype
+            Only with a sink: the share of this rank's tokens.  As for any weight that all ranks
+            have, the gradient is the sum over the ranks of ``grid.comm``, left to the caller.
 
         Raises
         ------
@@ -201,7 +231,7 @@ class AttentionPlan:
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        return self._calls.run("backward", given)
+        return self._calls.run("backward", given, sink)
 
     @property
     def timings(self) -> dict[str, float]:

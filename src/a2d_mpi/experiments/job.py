@@ -69,7 +69,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             measured.trial()
         measured.finish()
     config = {"method": args.method, "mask": args.mask, "device": device.name}
-    same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
+    same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel", "sink")
     config |= {name: getattr(args, name) for name in same}
     outputs = measured.outputs() if args.save_outputs else {}
     result = measured.result(config, origin_of(comm, device), outputs=outputs)
@@ -112,7 +112,7 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
             f"got {args.seqlen}"
         )
     sizes = (args.seqlen, info.nheads, info.headdim, info.nheads_kv)
-    config = AttentionConfig(*sizes, dtype=args.dtype)
+    config = AttentionConfig(*sizes, dtype=args.dtype, logit_softcap=args.softcap)
     config.check_room(ranks)
     return info, config
 
@@ -147,6 +147,9 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
     if args.backward and not info.has_dout:
         shape = plan.config.shape("dout")
         tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
+    if args.sink:  # another stream than those of `random_inputs`
+        sinks = random_rows([0], plan.config.shape("lse"), plan.compute_dtype, args.seed, stream=4)
+        tensors["sink"] = sinks[0]  # (nheads,)
     return tensors
 
 

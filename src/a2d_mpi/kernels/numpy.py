@@ -6,6 +6,7 @@ to vanish beside them:
 * every product is written into a preallocated buffer;
 * the subtraction of the running maximum, of lse and of delta is one more column of the first
   products (a column of ones beside k and v), and sums of exponentials are products with ones;
+  under a soft-cap, which comes between the product and the subtraction, the latter is a pass;
 * the query heads that share a KV head are rows of one product;
 * visibility is decided per cache block (`a2d_mpi.kernels.blocks`), for all heads at once;
 * with small blocks one call of NumPy does many heads;
@@ -49,6 +50,8 @@ class NumpyKernel(Packing):
         Rows and keys of a cache block, at most.
     work : Workspace, optional
         Holds the buffers of the kernel.
+    logit_softcap : float, optional
+        c: scaled logits s become ``c tanh(s / c)``, with the derivative ``1 - tanh(s / c)^2``.
 
     Attributes
     ----------
@@ -71,8 +74,10 @@ class NumpyKernel(Packing):
         block_q: int = BLOCK_Q,
         block_k: int = BLOCK_K,
         work: Workspace | None = None,
+        logit_softcap: float | None = None,
     ) -> None:
-        super().__init__(dtype, softmax_scale, Blocker(block_q, block_k), work or Workspace())
+        blocker = Blocker(block_q, block_k)
+        super().__init__(dtype, softmax_scale, blocker, work or Workspace(), logit_softcap)
         self.poll = poll or (lambda: None)
 
     def forward(
@@ -126,9 +131,13 @@ class NumpyKernel(Packing):
                 for rows, j0, j1, hidden in cache_blocks:
                     m, b = rows.stop - rows.start, j1 - j0
                     s, partial = get("scores", (c, m, b)), get("partial", (c, m, d))
-                    columns = d if bounded else d + 1
+                    columns = d if bounded or self.logit_softcap is not None else d + 1
                     q_rows, kt = qb[:, rows, :columns], _t(kh[:, j0:j1, :columns])
                     np.matmul(q_rows, kt, out=s)  # (c, m, b) = (c, m, d) @ (c, d, b)
+                    if self.logit_softcap is not None:
+                        self._cap(s)
+                        if not bounded:
+                            s -= shift[:, rows, None]
                     if hidden is not None:
                         np.copyto(s, -np.inf, where=hidden)
                     if not (bounded or (sees[:, rows].all() and s.max() <= SLACK)):
@@ -187,7 +196,8 @@ class NumpyKernel(Packing):
         Notes
         -----
         ``p = exp(s - lse)``, ``ds = p (dout v^T - delta)``, ``dv += p^T dout``,
-        ``dk += scale ds^T q``, ``dq += scale ds k`` (FlashAttention-2, arXiv:2307.08691, alg. 2).
+        ``dk += scale ds^T q``, ``dq += scale ds k`` (FlashAttention-2, arXiv:2307.08691, alg. 2);
+        under a soft-cap ds has its derivative as a factor.
         """
         nheads, d = q.shape[1:]
         nk, nheads_kv = k.shape[:2]
@@ -218,7 +228,13 @@ class NumpyKernel(Packing):
                     p, ds = get("scores", (c, m, b)), get("dscores", (c, m, b))
                     # One buffer: each sum is added before the next one is written.
                     partial_k, partial_q = get("partial", (c, b, d)), get("partial", (c, m, d))
-                    np.matmul(qb[:, rows], _t(kh[:, keys]), out=p)  # (c, m, b): s - lse
+                    if self.logit_softcap is None:
+                        np.matmul(qb[:, rows], _t(kh[:, keys]), out=p)  # (c, m, b): s - lse
+                    else:
+                        np.matmul(qb[:, rows, :d], _t(kh[:, keys, :d]), out=p)  # (c, m, b): s
+                        slope = get("slope", (c, m, b))
+                        self._cap(p, slope)
+                        p += qb[:, rows, d:]
                     if hidden is not None:
                         np.copyto(p, -np.inf, where=hidden)
                     np.exp(p, out=p)  # (c, m, b)
@@ -227,6 +243,8 @@ class NumpyKernel(Packing):
                     dvh[:, keys] += partial_k  # (c, b, d)
                     np.matmul(db[:, rows], _t(vh[:, keys]), out=ds)  # (c, m, b): dp - delta
                     ds *= p
+                    if self.logit_softcap is not None:
+                        ds *= slope
                     if self.careful and hidden is not None:
                         np.copyto(ds, 0, where=hidden)
                     # The packed q carries softmax_scale already.

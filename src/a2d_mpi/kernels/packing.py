@@ -23,6 +23,7 @@ class Packing:
     blocker : Blocker
     work : Workspace
         Holds the buffers.
+    logit_softcap : float or None
 
     Attributes
     ----------
@@ -37,9 +38,10 @@ class Packing:
         softmax_scale: float,
         blocker: Blocker,
         work: Workspace,
+        logit_softcap: float | None,
     ) -> None:
         self.dtype = compute_dtype(np.dtype(dtype))
-        self.softmax_scale, self.careful = softmax_scale, False
+        self.softmax_scale, self.logit_softcap, self.careful = softmax_scale, logit_softcap, False
         self._work, self._blocker = work, blocker
         # exp(+-half) and its products with values between low and high stay in range.
         info = np.finfo(self.dtype)
@@ -61,6 +63,16 @@ class Packing:
         np.matmul(weights, np.where(bad, 0, x), out=out)
         seen = (~hidden).astype(x.dtype) @ bad.astype(x.dtype)
         np.copyto(out, np.nan, where=seen > 0)
+
+    def _cap(self, s: np.ndarray, slope: np.ndarray | None = None) -> None:
+        """Apply the soft-cap to logits; its derivative goes to `slope`."""
+        cap = self.dtype.type(self.logit_softcap)
+        s /= cap
+        np.tanh(s, out=s)
+        if slope is not None:
+            np.multiply(s, s, out=slope)
+            np.subtract(1, slope, out=slope)
+        s *= cap
 
     def _batches(self, nheads_kv: int, rows: int, nk: int, d: int) -> Iterator[tuple[int, int]]:
         """KV heads that are done at once, as (first, number).
@@ -110,6 +122,8 @@ class Packing:
             return True
         norm2 = [float(np.einsum("...d,...d->...", x, x, dtype=self.dtype).max()) for x in (q, k)]
         largest = math.sqrt(norm2[0]) * math.sqrt(norm2[1]) * abs(self.softmax_scale)
+        if self.logit_softcap is not None and not math.isnan(largest):
+            largest = min(largest, self.logit_softcap)
         # NaN fails the comparisons and takes the general path.
         return largest <= self._half and all(
             size == 0 or self._low < size < self._high / k.shape[1]
