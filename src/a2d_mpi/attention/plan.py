@@ -7,6 +7,7 @@ import numpy as np
 from a2d_mpi.attention.calls import Calls
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.attention.executor import Executor, executors
+from a2d_mpi.attention.figures import Figures
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
@@ -20,7 +21,7 @@ from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS, distribution_of
 
 
-class AttentionPlan:
+class AttentionPlan(Figures):
     """Exact self-attention of one sequence that is spread over the ranks of a grid.
 
     A plan checks its arguments on all ranks together, keeps its buffers, and can be called many
@@ -232,35 +233,6 @@ class AttentionPlan:
         """
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
         return self._calls.run("backward", given, sink)
-
-    @property
-    def timings(self) -> dict[str, float]:
-        """See the attributes of the class."""
-        return self._engine.timings
-
-    @property
-    def staged_bytes(self) -> int:
-        """See the attributes of the class."""
-        return self._engine.staged_bytes
-
-    def spans(self, phase: str) -> list[tuple[str, float, float]]:
-        """Parts of the latest call of a phase on this rank, with their times: `Engine.spans`."""
-        return self._engine.spans(phase)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of all buffers but the kernel's; predicted by `planning.memory.buffers`."""
-        return self._engine.work.nbytes(apart="kernel")
-
-    @property
-    def deterministic(self) -> bool:
-        """True if gradients of the latest call's kernel repeat bit for bit; out and lse do."""
-        return getattr(self._engine.kernel, "deterministic", True)
-
-    @property
-    def product_dtype(self) -> np.dtype:
-        """Dtype to which the latest call's kernel rounds probabilities before products."""
-        return getattr(self._engine.kernel, "product_dtype", self.compute_dtype)
 
     @property
     def layout(self) -> Layout:
