@@ -128,7 +128,7 @@ class NumpyKernel(Packing):
                 shift, total = get("shift", (c, n)), get("total", (c, n))
                 acc[:] = shift[:] = total[:] = 0
                 sees = np.zeros((c, n), bool)  # rows whose shift is set by a visible key
-                for rows, j0, j1, hidden in cache_blocks:
+                for rows, j0, j1, differ, hidden in cache_blocks:
                     m, b = rows.stop - rows.start, j1 - j0
                     s, partial = get("scores", (c, m, b)), get("partial", (c, m, d))
                     columns = d if bounded or self.logit_softcap is not None else d + 1
@@ -139,7 +139,7 @@ class NumpyKernel(Packing):
                         if not bounded:
                             s -= shift[:, rows, None]
                     if hidden is not None:
-                        np.copyto(s, -np.inf, where=hidden)
+                        np.copyto(s[:, differ], -np.inf, where=hidden)
                     if not (bounded or (sees[:, rows].all() and s.max() <= SLACK)):
                         rise = s.max(axis=-1)  # (c, m)
                         new = ~sees[:, rows] & ~np.isneginf(rise)
@@ -154,7 +154,8 @@ class NumpyKernel(Packing):
                         acc[:, rows] *= scale[..., None]
                         total[:, rows] *= scale
                     np.exp(s, out=s)  # (c, m, b): p
-                    self._product(s, vh[:, j0:j1], hidden, partial)  # (c, m, d) = p @ v
+                    shown = self._shown(m, b, differ, hidden)
+                    self._product(s, vh[:, j0:j1], shown, partial)  # (c, m, d) = p @ v
                     acc[:, rows] += partial
                     total[:, rows] += np.matmul(s, ones[:b])  # (c, m)
                     self.poll()
@@ -223,7 +224,7 @@ class NumpyKernel(Packing):
                 db = self._pack("dout", dout_of[:, i0:i1], 1, delta_b, hide)  # (c, n, d + 1)
                 dqb = get("dq", (c, n, d))
                 dqb[:] = 0
-                for rows, j0, j1, hidden in cache_blocks:
+                for rows, j0, j1, differ, hidden in cache_blocks:
                     m, b, keys = rows.stop - rows.start, j1 - j0, slice(j0, j1)
                     p, ds = get("scores", (c, m, b)), get("dscores", (c, m, b))
                     # One buffer: each sum is added before the next one is written.
@@ -236,21 +237,22 @@ class NumpyKernel(Packing):
                         self._cap(p, slope)
                         p += qb[:, rows, d:]
                     if hidden is not None:
-                        np.copyto(p, -np.inf, where=hidden)
+                        np.copyto(p[:, differ], -np.inf, where=hidden)
                     np.exp(p, out=p)  # (c, m, b)
-                    hidden_t = None if hidden is None else hidden.T
-                    self._product(_t(p), db[:, rows, :d], hidden_t, partial_k)  # p.T @ dout
+                    shown = self._shown(m, b, differ, hidden)
+                    shown_t = None if shown is None else shown.T
+                    self._product(_t(p), db[:, rows, :d], shown_t, partial_k)  # p.T @ dout
                     dvh[:, keys] += partial_k  # (c, b, d)
                     np.matmul(db[:, rows], _t(vh[:, keys]), out=ds)  # (c, m, b): dp - delta
                     ds *= p
                     if self.logit_softcap is not None:
                         ds *= slope
                     if self.careful and hidden is not None:
-                        np.copyto(ds, 0, where=hidden)
+                        np.copyto(ds[:, differ], 0, where=hidden)
                     # The packed q carries softmax_scale already.
-                    self._product(_t(ds), qb[:, rows, :d], hidden_t, partial_k)  # ds.T @ q
+                    self._product(_t(ds), qb[:, rows, :d], shown_t, partial_k)  # ds.T @ q
                     dkh[:, keys] += partial_k  # (c, b, d)
-                    self._product(ds, kh[:, keys, :d], hidden, partial_q)  # ds @ k
+                    self._product(ds, kh[:, keys, :d], shown, partial_q)  # ds @ k
                     dqb[:, rows] += partial_q  # (c, m, d)
                     self.poll()
                 dqb *= self.dtype.type(self.softmax_scale)  # (c, n, d)

@@ -52,17 +52,26 @@ class Packing:
     def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return self._work.get(("kernel", name), shape, self.dtype)
 
+    def _shown(
+        self, rows: int, keys: int, differ: slice | None, hidden: np.ndarray | None
+    ) -> np.ndarray | None:
+        """Visible pairs of a cache block, 1 or 0; None where nothing is hidden, or not careful."""
+        if not self.careful or hidden is None:
+            return None
+        shown = np.ones((rows, keys), self.dtype)
+        shown[differ] = ~hidden
+        return shown
+
     def _product(
-        self, weights: np.ndarray, x: np.ndarray, hidden: np.ndarray | None, out: np.ndarray
+        self, weights: np.ndarray, x: np.ndarray, shown: np.ndarray | None, out: np.ndarray
     ) -> None:
         """Compute ``out = weights x``; if careful, with NaN in rows that see bad elements of x."""
-        bad = ~np.isfinite(x) if self.careful and hidden is not None else None
+        bad = None if shown is None else ~np.isfinite(x)
         if bad is None or not bad.any():
             np.matmul(weights, x, out=out)
             return
         np.matmul(weights, np.where(bad, 0, x), out=out)
-        seen = (~hidden).astype(x.dtype) @ bad.astype(x.dtype)
-        np.copyto(out, np.nan, where=seen > 0)
+        np.copyto(out, np.nan, where=shown @ bad.astype(x.dtype) > 0)
 
     def _cap(self, s: np.ndarray, slope: np.ndarray | None = None) -> None:
         """Apply the soft-cap to logits; its derivative goes to `slope`."""
@@ -127,5 +136,5 @@ class Packing:
         # NaN fails the comparisons and takes the general path.
         return largest <= self._half and all(
             size == 0 or self._low < size < self._high / k.shape[1]
-            for size in np.abs(v).max(axis=(1, 2)).tolist()
+            for size in np.maximum(v.max(axis=(1, 2)), -v.min(axis=(1, 2))).tolist()
         )
