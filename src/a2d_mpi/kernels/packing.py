@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.blocks import Blocker
+from a2d_mpi.kernels.blocks import Blocker, CacheBlock
+
+PACKED = 9 << 19  # elements of a tensor that are packed at once, if they are of several heads
 
 
 class Packing:
@@ -83,22 +85,42 @@ class Packing:
             np.subtract(1, slope, out=slope)
         s *= cap
 
-    def _batches(self, nheads_kv: int, rows: int, nk: int, d: int) -> Iterator[tuple[int, int]]:
-        """KV heads that are done at once, as (first, number).
+    def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> Iterator[tuple[int, int]]:
+        """KV heads whose keys and queries are packed at once, as (first, number).
 
-        One head of a large block.  In small blocks the overhead of NumPy's calls would prevail:
-        each call does as many heads as stay in the cache together with their buffers.
+        A token's heads lie side by side: to pack them one by one takes twice as long.
         """
-        elements = rows * min(nk, self._blocker.block_k) + 2 * (rows + nk) * (d + 1)
-        most = max(1, self._blocker.block_q * self._blocker.block_k // max(1, elements))
-        for first in range(0, nheads_kv, most):
-            yield first, min(most, nheads_kv - first)
+        most = max(1, PACKED // max(1, (rows + nk) * d))
+        count = -(-nheads_kv // most)
+        bounds = [nheads_kv * i // count for i in range(count + 1)]
+        for first, last in zip(bounds, bounds[1:], strict=False):
+            yield first, last - first
+
+    def _parts(
+        self, cache_blocks: Iterable[CacheBlock], heads: int, d: int
+    ) -> Iterator[tuple[slice, CacheBlock]]:
+        """Cache blocks, each with some of the heads of a group at a time.
+
+        One head of a large cache block.  In small ones the overhead of NumPy's calls would
+        prevail: each call does as many heads as stay in the cache together with their buffers.
+        """
+        room = self._blocker.block_q * self._blocker.block_k
+        for block in cache_blocks:
+            m, b = block.rows.stop - block.rows.start, block.j1 - block.j0
+            most = max(1, room // (m * b + 2 * (m + b) * (d + 1)))
+            for first in range(0, heads, most):
+                yield slice(first, min(first + most, heads)), block
 
     def _keys(
         self, name: str, x: np.ndarray, hide: np.ndarray, columns: int | None = None
     ) -> np.ndarray:
-        """Copy (keys, heads, d) to (heads, keys, columns), 0 where `hide`; default: d and ones."""
+        """Copy (keys, heads, d) to (heads, keys, columns), 0 where `hide`; default: d and ones.
+
+        A view where nothing would change: BLAS reads the rows of one head as fast as packed ones.
+        """
         keys, heads, d = x.shape
+        if columns == d and x.dtype == self.dtype and not hide.any():
+            return x.swapaxes(0, 1)
         packed = self._get(name, (heads, keys, columns or d + 1))
         packed[..., :d] = x.swapaxes(0, 1)
         packed[..., d:] = 1
