@@ -69,8 +69,8 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             measured.trial()
         measured.finish()
     config = {"method": args.method, "mask": args.mask, "device": device.name}
-    same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel", "sink")
-    config |= {name: getattr(args, name) for name in same}
+    same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
+    config |= {name: getattr(args, name) for name in (*same, "sink")}
     outputs = measured.outputs() if args.save_outputs else {}
     result = measured.result(config, origin_of(comm, device), outputs=outputs)
     try:
