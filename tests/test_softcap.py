@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from helpers import bounds_for, distance
+from helpers import DRIVERS, assert_all_refused, bounds_for, distance, drive
 from test_kernels import dense, random_intervals, tensors
 
 from a2d_mpi import IntervalMask
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.devices.host import HOST
+from a2d_mpi.experiments.results import read_result
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.numpy import NumpyKernel
 
@@ -236,3 +237,24 @@ def test_plain_gpu_kernel(cupy, dtype, kind):
         kernel.logit_softcap = cap if right else None
         found = gpu.run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
         assert bool(out_of_bounds(found, exact, largest)) != right
+
+
+SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
+
+
+@pytest.mark.parametrize(
+    "options", [["--softcap", 5, "--sink"], ["--sink", "--dtype", "bfloat16"]]
+)
+def test_driver(tmp_path, options):
+    output = tmp_path / "run.h5"
+    common = ["--seqlen", 60, "--backward", "--check", "full", "--trials", 1, "--output", output]
+    done = drive("attention.py", 2, SAMPLE, *common, *options)
+    assert done.returncode == 0, done.stderr
+    result = read_result(output)
+    assert result.passed and {"dsink", "repeat"} <= {*result.checks}
+    assert result.config["sink"] and result.config["logit_softcap"] == 5 * ("--softcap" in options)
+
+
+def test_driver_refuses():
+    text = "logit_softcap must be between 1e-30 and 1e30, got -5.0"
+    assert_all_refused("attention.py", 2, [([SAMPLE, "--softcap", -5], [], text)])
