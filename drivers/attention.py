@@ -53,6 +53,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--dtype", choices=DTYPES, default="float32")
     add("--seqlen", type=whole(1), help="use the first tokens of the file only; default: all")
     add("--backward", action="store_true", help="also the gradients")
+    add("--softcap", type=float, help="c: logits s become c tanh(s / c); default: no soft-cap")
+    add("--sink", action="store_true", help="a logit per head, from --seed, in the denominator")
     add("--no-overlap", action="store_true", help="communicate and compute in turn")
     add("--trials", type=TRIALS, default=5, help="timed runs (default %(default)s)")
     add("--warmup", type=WARMUP, default=1, help="runs before them (default %(default)s)")

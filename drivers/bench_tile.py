@@ -3,18 +3,24 @@
     pip install -e '.[bench]'  # torch; its CPU build is enough
     python drivers/bench_tile.py
     python drivers/bench_tile.py --shapes 16x16x16,64x16x16 --trials 300
+    python drivers/bench_tile.py --masks all  # without torch
 
 Both run in this process, in turn, trial by trial, single-threaded, float32; the backward pass is
 timed against torch's autograd.  Prints GFLOP/s (4 operations per pair, head and element forward,
 10 backward; masked pairs are not counted) as the median over the trials, and the median of the
 ratios.  "general" is our kernel with the shortcut for moderate logits turned off.
+
+With --masks: nanoseconds of CPU time that the NumPy kernel takes for each visible pair and head
+under these masks, and their ratio to the full mask's, of up to 2048 queries, in turn.
 Exit code 1: a result is wrong.  2: bad input, or torch is missing.
 """
+
+import argparse
 
 from a2d_mpi.experiments.bench_tile import bench_tile, shapes
 from a2d_mpi.experiments.options import TRIALS, Parser, run_serial
 
-SHAPES = "4096x4x128,8192x2x64"
+SHAPES, SHAPES_OF_MASKS = "4096x4x128,8192x2x64", "16384x8x64"
 
 
 def build_parser() -> Parser:
@@ -24,11 +30,22 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--shapes",
         type=shapes,
-        default=shapes(SHAPES),
-        help=f"seqlen x heads x headdim, separated by commas (default {SHAPES})",
+        help=f"seqlen x heads x headdim, separated by commas (default {SHAPES}; "
+        f"with --masks {SHAPES_OF_MASKS})",
     )
+    parser.add_argument("--masks", help="names of masks, separated by commas, or all")
     return parser
 
 
+def bench(args: argparse.Namespace) -> int:
+    """Run the benchmark that the options ask for; returns the exit code."""
+    args.shapes = args.shapes or shapes(SHAPES_OF_MASKS if args.masks else SHAPES)
+    if not args.masks:
+        return bench_tile(args)
+    from a2d_mpi.experiments.bench_masks import bench_masks
+
+    return bench_masks(args)
+
+
 if __name__ == "__main__":
-    run_serial(build_parser, bench_tile)
+    run_serial(build_parser, bench)

@@ -52,7 +52,11 @@ def test_config():
     """Shapes, dtypes and bytes of one token, as the caller has it and as it is computed."""
     config = AttentionConfig(np.int64(7), 6, 16, 2, dtype=np.dtype("float16"))
     sizes = {"seqlen": 7, "nheads": 6, "headdim": 16, "nheads_kv": 2}
-    assert config.arguments == sizes | {"dtype": "float16", "softmax_scale": 0.25}
+    assert config.arguments == sizes | {
+        "dtype": "float16",
+        "softmax_scale": 0.25,
+        "logit_softcap": None,
+    }
     for name, shape, narrow, wide in (
         *((x, (6, 16), 2, 4) for x in ("q", "out", "dout", "dq")),
         *((x, (2, 16), 2, 4) for x in ("k", "v", "dk", "dv")),
@@ -73,6 +77,10 @@ def test_config():
     ({"nheads_kv": 4}, "nheads_kv must divide nheads, got 4 and 6"),
     ({"dtype": "int8"}, "dtype must be one of"),
     ({"softmax_scale": np.inf}, "softmax_scale must be finite, got inf"),
+    ({"logit_softcap": 0}, "logit_softcap must be between 1e-30 and 1e30, got 0"),
+    ({"logit_softcap": -30.0}, "logit_softcap must be between 1e-30 and 1e30, got -30.0"),
+    ({"logit_softcap": np.inf}, "got inf"),
+    ({"logit_softcap": np.nan}, "got nan"),
     ({"seqlen": 1 << 31, "headdim": 1 << 16}, "q, k and v of one take"),
 ])  # fmt: skip
 def test_bad_configs(bad, told):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from helpers import assert_all_refused, drive, parser_of
 
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.patterns import PATTERNS, make_mask
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.mask_plots import plot_masks, tiling
 from a2d_mpi.experiments.schedule_panels import who_computes

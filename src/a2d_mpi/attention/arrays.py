@@ -45,14 +45,14 @@ class Arrays:
         self._rests: dict[Rows, Array] = {}
         self._version: object = None
 
-    def begin(self, engine: Engine, given: Mapping[str, Array]) -> None:
-        """Begin a call with the caller's arrays and new results."""
+    def begin(self, engine: Engine, given: Mapping[str, Array], wide: bool = False) -> None:
+        """Begin a call with the caller's arrays and new results; `wide`: as of `dtype_of`."""
         self._engine, self._given = engine, given
         if self._version is not engine.work.version:  # buffers were made anew
             self._version = engine.work.version
             self.free()
         self._results = {
-            name: self._new(x) for name, x in self._described.items() if x.role == "result"
+            name: self._new(x, wide) for name, x in self._described.items() if x.role == "result"
         }
         self._in_order: set[str] = set()
 
@@ -222,13 +222,13 @@ class Arrays:
         ]
         return self._engine.work.parcel((rows.array, "all"), like)
 
-    def _new(self, array: Described) -> dict[str, Array]:
+    def _new(self, array: Described, wide: bool) -> dict[str, Array]:
         """New arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
         counts = self._schedule.sizes.counts(array.of_keys)
         tokens = sum(counts[p] for p in array.owners)  # results have whole shards
         config, empty = self._config if array.all_heads else self._group, self._engine.device.empty
         return {
-            x: empty((tokens, *config.shape(x)), config.dtype_of(x, x in array.wide))
+            x: empty((tokens, *config.shape(x)), config.dtype_of(x, wide or x in array.wide))
             for x in KINDS[array.kind]
         }
 

@@ -65,7 +65,9 @@ class Calls:
         for name, ranks in sorted(channels.items(), key=lambda x: x[1]):
             self._channels[name] = Channel(self._grid.comm_of(name, ranks), name, self._traffic)
 
-    def run(self, phase: str, arrays: dict[str, Array]) -> tuple[Array, ...]:
+    def run(
+        self, phase: str, arrays: dict[str, Array], sink: Array | None = None
+    ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
 
         Parameters
@@ -73,11 +75,13 @@ class Calls:
         phase : {"forward", "backward"}
         arrays : dict of str to arrays
             The caller's shards by tensor name, (n, heads, headdim), of lse (n, heads).
+        sink : (nheads,) array, optional
 
         Returns
         -------
         tuple of arrays
-            Results as the caller gets them, in the order of `a2d_mpi.schedules.steps.KINDS`.
+            Results as the caller gets them, in the order of `a2d_mpi.schedules.steps.KINDS`, and
+            in the backward pass the gradient of a sink.
 
         Raises
         ------
@@ -89,16 +93,17 @@ class Calls:
             tensors, finite = {}, True
             try:
                 tensors, finite = self._checked(arrays)
+                sink = self._checked_sink(sink)
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = problem or str(error) or type(error).__name__
             call = Call(phase, self.number, self._made + 1, self._name)
-            engine.connect(rendezvous, call, problem, finite)
+            engine.connect(rendezvous, call, problem, finite, sink is not None)
             self._made += 1
             for channel in self._channels.values():
                 channel.start(phase, engine.transport, rendezvous.watch)
             self._broken = True  # messages are under way until the end
             with engine.transport.progressing(self._grid.comm), engine.running(phase):
-                results = self._computed(phase, tensors)
+                results = self._computed(phase, tensors, sink)
             self._broken = False
             engine.waits[phase] = [
                 wait for channel in self._channels.values() for wait in channel.waits
@@ -111,21 +116,58 @@ class Calls:
         for executor in chain.from_iterable(self._executors.values()):
             executor.free()
 
-    def _computed(self, phase: str, tensors: dict[str, Array]) -> tuple[Array, ...]:
+    def _computed(
+        self, phase: str, tensors: dict[str, Array], sink: Array | None
+    ) -> tuple[Array, ...]:
         """Results of a phase, in arrays of their own and in the caller's dtypes."""
-        engine, executors = self._engine, self._executors[phase]
+        engine, executors, more = self._engine, self._executors[phase], ()
+        # The last executor but an exchange of heads: its out is yet to be rounded.
+        attends = [x for x in executors if "head" not in x.schedule.channels][-1]
         if phase == "backward":
             with engine.clock("compute"):  # delta: (n, nheads)
                 tensors["delta"] = engine.device.delta(tensors["dout"], tensors.pop("out"))
+                if sink is not None:
+                    more = (engine.device.sink_gradient(tensors["lse"], tensors["delta"], sink),)
         for executor in executors:
-            tensors = executor.run(engine, self._channels, tensors)
+            sinks = sink is not None and phase == "forward" and executor is attends
+            tensors = executor.run(engine, self._channels, tensors, wide=sinks)
+            if sinks:
+                with engine.clock("merge"):
+                    engine.device.add_sink(*tensors.values(), self._own_heads(sink))
         for name, x in tensors.items():
             dtype = self._config.dtype_of(name)
             if x.dtype != dtype or executors[-1].in_buffers:
                 tensors[name] = engine.device.empty(x.shape, dtype)  # (n, heads, headdim)
                 with engine.clock("merge"):
                     engine.device.put(tensors[name], x)
-        return tuple(tensors.values())
+        return *tensors.values(), *more
+
+    def _own_heads(self, sink: Array) -> Array:
+        """The part of a sink that belongs to this rank's context group."""
+        n = len(sink) // self._grid.heads
+        return sink[self._grid.head * n :][:n]
+
+    def _checked_sink(self, sink: Array | None) -> Array | None:
+        """The sink, C-contiguous; after the arrays, whose device it must be on."""
+        if sink is None:
+            return None
+        try:
+            device_of(sink)
+        except TypeError as error:
+            raise ValueError(f"sink {error}") from None
+        shape, dtype = (self._config.nheads,), self._config.compute_dtype
+        if sink.shape != shape or sink.dtype != dtype:
+            raise ValueError(
+                f"sink has shape {sink.shape} and dtype {sink.dtype}, "
+                f"this plan needs {shape} and {dtype}"
+            )
+        device = self._engine.device
+        if not device.owns(sink):
+            raise ValueError("sink is not on the device of q, k and v")
+        sink = device.contiguous(sink)
+        if self._check_finite and not device.finite(sink, lowest=True):
+            raise ValueError("sink: NaN or infinite elements (check_finite)")
+        return sink
 
     def _checked(self, arrays: dict[str, Array]) -> tuple[dict[str, Array], bool]:
         """The arrays, C-contiguous, and whether no element is known to be NaN or infinite."""

@@ -60,7 +60,8 @@ class Engine:
         threads: BlasThreads,
     ) -> None:
         self._options = config.dtype_of("q"), config.softmax_scale
-        check_kernel(kernel, self._options[0])
+        self._softcap = config.logit_softcap
+        check_kernel(kernel, self._options[0], self._softcap)
         if progress not in PROGRESS:
             raise ValueError(f"overlap must be true, false or one of {PROGRESS}, got {progress!r}")
         if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -82,7 +83,9 @@ class Engine:
         if device is self.device:
             return
         work = Workspace(device)
-        self.kernel = make_kernel(self._name, device, *self._options, self._polls.poll, work)
+        self.kernel = make_kernel(
+            self._name, device, *self._options, self._polls.poll, work, self._softcap
+        )
         self.device, self.work, self.transport = device, work, None
         self._constants, self._spans = Remembered(), {}
 
@@ -94,7 +97,7 @@ class Engine:
         return "device" if gpu_aware(self._transfers)[0] else "staged"
 
     def connect(
-        self, rendezvous: Rendezvous, call: Call, problem: str | None, finite: bool
+        self, rendezvous: Rendezvous, call: Call, problem: str | None, finite: bool, sink: bool
     ) -> None:
         """Meet all ranks before a call, and agree on a way to MPI.
 
@@ -108,21 +111,25 @@ class Engine:
             Error of this rank.
         finite : bool
             Whether no element of this rank's arrays is known to be NaN or infinite.
+        sink : bool
+            Whether this rank's call has a sink.
 
         Raises
         ------
         ValueError
-            If anything is wrong on any rank, the ranks do not make the same call, or the arrays
-            of some are on the host and those of others on a device.
+            If anything is wrong on any rank, the ranks do not make the same call, the arrays of
+            some are on the host and those of others on a device, or only some have a sink.
         """
         way = "" if problem else self.way
-        # Bits: an error; each rank's way to MPI; an element that is not finite.
+        # Bits: an error; each rank's way to MPI; an element that is not finite; a sink, or none.
         bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
-        found = rendezvous.meet(call, bits | (not finite) << 4)
+        found = rendezvous.meet(call, bits | (not finite) << 4 | 1 << (5 if sink else 6))
         if found & 1:
             rendezvous.agree(problem)
         if found & 2 and found & 12:
             raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
+        if found & 32 and found & 64:
+            raise CollectiveError("ranks disagree on the sink: given on some, None on others")
         staged = bool(found & 8)
         if self.device is HOST:
             self.transport = self.transport or HostTransport(self._progress)

@@ -100,7 +100,11 @@ class Executor:
         )
 
     def run(
-        self, engine: Engine, channels: Mapping[str, Channel], given: Mapping[str, Array]
+        self,
+        engine: Engine,
+        channels: Mapping[str, Channel],
+        given: Mapping[str, Array],
+        wide: bool = False,
     ) -> dict[str, Array]:
         """Run all steps.
 
@@ -111,6 +115,8 @@ class Executor:
             By the names of the schedule.
         given : mapping of str to arrays
             This rank's shard of the tensors that the schedule reads.
+        wide : bool
+            Results have the dtype of the computation, whatever the schedule says.
 
         Returns
         -------
@@ -118,7 +124,7 @@ class Executor:
             This rank's shard of the results.
         """
         self._engine, self._channels = engine, channels
-        self._arrays.begin(engine, given)
+        self._arrays.begin(engine, given, wide)
         self._pending: dict[Message, list[Any]] = {}
         for rows in self._merged:
             engine.device.zero(self._arrays.compensation(rows))

@@ -7,6 +7,7 @@ import numpy as np
 from a2d_mpi.attention.calls import Calls
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.attention.executor import Executor, executors
+from a2d_mpi.attention.figures import Figures
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
@@ -20,7 +21,7 @@ from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS, problem_of
 
 
-class AttentionPlan:
+class AttentionPlan(Figures):
     """Exact self-attention of one sequence that is spread over the ranks of a grid.
 
     A plan checks its arguments on all ranks together, keeps its buffers, and can be called many
@@ -52,8 +53,13 @@ class AttentionPlan:
         Likewise, of k and v in cross-attention.  Default: as `distribution`.
     softmax_scale : float, optional
         Default: ``1 / sqrt(headdim)``.
+    logit_softcap : float, optional
+        c > 0: scaled logits s become ``c tanh(s / c)``.  Default: they stay as they are.
+    dropout : float, optional
+        0 or None: dropout of probabilities is out of scope.
     kernel : str
-        One of `a2d_mpi.kernels.KERNELS`; "auto": the fastest for the arrays' device and the dtype.
+        One of `a2d_mpi.kernels.KERNELS`; "auto": the fastest for the arrays' device, the dtype
+        and the soft-cap.
     overlap : bool or str
         Compute while messages travel.  False: phase by phase, with the same results bit for bit.
         One of `a2d_mpi.comm.transport.PROGRESS` names the caller of MPI meanwhile; True is the
@@ -77,7 +83,7 @@ class AttentionPlan:
         Those of its keys and values; the same in self-attention.
     config : AttentionConfig
         Sizes, shapes and dtypes; also as `seqlen`, `nheads`, `nheads_kv`, `headdim`, `dtype`,
-        `compute_dtype` and `softmax_scale`.
+        `compute_dtype`, `softmax_scale` and `logit_softcap`.
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator.
     timings : dict of str to float
@@ -117,6 +123,8 @@ class AttentionPlan:
         distribution: str | None = None,
         distribution_kv: str | None = None,
         softmax_scale: float | None = None,
+        logit_softcap: float | None = None,
+        dropout: float | None = None,
         kernel: str = "auto",
         overlap: bool | str = True,
         transfers: str = "auto",
@@ -131,7 +139,12 @@ class AttentionPlan:
                 if not isinstance(mask, Mask):
                     raise ValueError(f"mask must be a Mask, got {mask!r}")
                 sizes = seqlen, nheads, headdim, nheads_kv
-                others = {"softmax_scale": softmax_scale, "seqlen_kv": seqlen_kv}
+                if dropout:
+                    raise ValueError(f"dropout is out of scope: it must be 0, got {dropout!r}")
+                others = {
+                    "softmax_scale": softmax_scale, "logit_softcap": logit_softcap,
+                    "seqlen_kv": seqlen_kv,
+                }
                 config = AttentionConfig(*sizes, dtype=dtype, **others)
                 _check_fit(config, mask, grid, threads)
                 named = distribution, distribution_kv
@@ -163,11 +176,14 @@ class AttentionPlan:
         config, rank = problem.config, self.grid.comm.rank
         self.seqlen, self.nheads, self.nheads_kv = config.seqlen, config.nheads, config.nheads_kv
         self.headdim, self.softmax_scale = config.headdim, config.softmax_scale
+        self.logit_softcap = config.logit_softcap
         self.dtype, self.compute_dtype = config.dtype_of("q"), config.compute_dtype
         self.tokens = problem.shards.tokens(rank)  # (n,)
         self.tokens_kv = self.tokens if problem.keys is None else problem.keys.tokens(rank)  # (m,)
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    def forward(
+        self, q: Array, k: Array, v: Array, sink: Array | None = None
+    ) -> tuple[Array, Array]:
         """Compute ``out = softmax(softmax_scale q k^T) v`` over the visible keys.
 
         Parameters
@@ -176,25 +192,36 @@ class AttentionPlan:
             Shard of this rank: row i is the token ``tokens[i]``.
         k, v : (m, nheads_kv, headdim) dtype
             Shard of this rank: row i is the token ``tokens_kv[i]``.
+        sink : (nheads,) compute_dtype, optional
+            A logit per head in the denominator of the softmax, the same on all ranks (values are
+            not compared): that of a key which all queries see and whose value is 0; -inf: none.
 
         Returns
         -------
         out : (n, nheads, headdim) dtype
             Shard of this rank; 0 for a query that sees no key.
         lse : (n, nheads) float32 or wider
-            Log-sum-exp of the scaled logits, nats; -inf for a query that sees no key.
+            Log-sum-exp of the logits, scaled and capped, and of the sink, nats; -inf, or the sink,
+            for a query that sees no key.
 
         Raises
         ------
         ValueError
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
-        return self._calls.run("forward", {"q": q, "k": k, "v": v})
+        return self._calls.run("forward", {"q": q, "k": k, "v": v}, sink)
 
     def backward(
-        self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array
-    ) -> tuple[Array, Array, Array]:
-        """Compute the gradients of a loss with respect to q, k and v.
+        self,
+        dout: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        out: Array,
+        lse: Array,
+        sink: Array | None = None,
+    ) -> tuple[Array, ...]:
+        """Compute the gradients of a loss with respect to q, k and v, and perhaps the sink.
 
         Parameters
         ----------
@@ -202,12 +229,18 @@ class AttentionPlan:
             Gradient with respect to out, shard of this rank.
         q, k, v, out, lse
             Arguments and results of `forward`.
+        sink : (nheads,) compute_dtype, optional
+            That of `forward`, if its gradient is wanted; dq, dk and dv do not need it, as it
+            counts in lse.
 
         Returns
         -------
         dq : (n, nheads, headdim) dtype
         dk, dv : (m, nheads_kv, headdim) dtype
             Shards of this rank.
+        dsink : (nheads,) compute_dtype
+            Only with a sink: the share of this rank's tokens.  As for any weight that all ranks
+            have, the gradient is the sum over the ranks of ``grid.comm``, left to the caller.
 
         Raises
         ------
@@ -215,36 +248,7 @@ class AttentionPlan:
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        return self._calls.run("backward", given)
-
-    @property
-    def timings(self) -> dict[str, float]:
-        """See the attributes of the class."""
-        return self._engine.timings
-
-    @property
-    def staged_bytes(self) -> int:
-        """See the attributes of the class."""
-        return self._engine.staged_bytes
-
-    def spans(self, phase: str) -> list[tuple[str, float, float]]:
-        """Parts of the latest call of a phase on this rank, with their times: `Engine.spans`."""
-        return self._engine.spans(phase)
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of all buffers but the kernel's; predicted by `planning.memory.buffers`."""
-        return self._engine.work.nbytes(apart="kernel")
-
-    @property
-    def deterministic(self) -> bool:
-        """True if gradients of the latest call's kernel repeat bit for bit; out and lse do."""
-        return getattr(self._engine.kernel, "deterministic", True)
-
-    @property
-    def product_dtype(self) -> np.dtype:
-        """Dtype to which the latest call's kernel rounds probabilities before products."""
-        return getattr(self._engine.kernel, "product_dtype", self.compute_dtype)
+        return self._calls.run("backward", given, sink)
 
     @property
     def layout(self) -> Layout:

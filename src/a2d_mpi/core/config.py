@@ -46,6 +46,8 @@ class AttentionConfig:
         Default: ``1 / sqrt(headdim)``.
     seqlen_kv : int, optional
         Tokens of k and v, of another sequence in cross-attention.  Default: seqlen.
+    logit_softcap : float, optional
+        c > 0: scaled logits s become ``c tanh(s / c)``.  Default: they stay as they are.
 
     Raises
     ------
@@ -61,6 +63,7 @@ class AttentionConfig:
     dtype: str = "float32"
     softmax_scale: float | None = None
     seqlen_kv: int | None = None
+    logit_softcap: float | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {}
@@ -78,6 +81,10 @@ class AttentionConfig:
         checked["softmax_scale"] = 1 / math.sqrt(self.headdim) if scale is None else float(scale)
         if not math.isfinite(checked["softmax_scale"]):
             raise ValueError(f"softmax_scale must be finite, got {scale!r}")
+        cap = self.logit_softcap
+        checked["logit_softcap"] = None if cap is None else float(cap)
+        if cap is not None and not 1e-30 <= checked["logit_softcap"] <= 1e30:
+            raise ValueError(f"logit_softcap must be between 1e-30 and 1e30, got {cap!r}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 

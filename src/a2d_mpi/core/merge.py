@@ -51,3 +51,39 @@ def merge(
     out *= (weight / total).astype(out.dtype)[..., None]  # (tokens, nheads, headdim)
     out2 *= (weight2 / total).astype(out.dtype)[..., None]  # (tokens, nheads, headdim)
     out += out2
+
+
+def add_sink(out: np.ndarray, lse: np.ndarray, sink: np.ndarray) -> None:
+    """Merge a sink into (out, lse), in place: a key of that logit whose value is 0.
+
+    Parameters
+    ----------
+    out : (tokens, nheads, headdim) float
+        Over all keys; 0 in masked rows.
+    lse : (tokens, nheads) float32 or wider
+        Receives ``logaddexp(lse, sink)``.
+    sink : (nheads,) float
+        -inf: none.
+    """
+    exact, shift = lse.astype(np.float64), np.maximum(lse, sink, dtype=np.float64)
+    shift[np.isneginf(shift)] = 0
+    weight = np.exp(exact - shift)  # (tokens, nheads)
+    total = weight + np.exp(sink - shift)  # (tokens, nheads), 0 in masked rows without a sink
+    with np.errstate(divide="ignore"):
+        lse[...] = np.log(total) + shift
+    total[total == 0] = 1
+    out *= (weight / total).astype(out.dtype)[..., None]  # (tokens, nheads, headdim)
+
+
+def sink_gradient(lse: np.ndarray, delta: np.ndarray, sink: np.ndarray) -> np.ndarray:
+    """Gradient of a sink from some tokens: ``-sum(exp(sink - lse) delta)``, (nheads,).
+
+    Parameters
+    ----------
+    lse, delta : (tokens, nheads) float32 or wider
+        The sink counts in lse.
+    sink : (nheads,) float
+    """
+    exact = np.where(np.isneginf(lse), np.inf, lse).astype(np.float64)  # (tokens, nheads)
+    p = np.exp(sink - exact)  # (tokens, nheads)
+    return -np.einsum("th,th->h", p, delta).astype(sink.dtype)

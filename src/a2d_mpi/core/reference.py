@@ -18,6 +18,9 @@ def attention(
     softmax_scale: float,
     dtype: np.typing.DTypeLike = np.float64,
     products: np.typing.DTypeLike | None = None,
+    *,
+    logit_softcap: float | None = None,
+    sink: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute ``softmax(softmax_scale q k^T) v`` over the visible keys.
 
@@ -34,25 +37,30 @@ def attention(
     products : float dtype, optional
         Dtype to which probabilities (in the backward pass also their gradients) are rounded before
         they are multiplied: tensor cores take 16-bit factors.  Default: no rounding.
+    logit_softcap : float, optional
+        c: scaled logits s become ``c tanh(s / c)``.
+    sink : (nheads,) float, optional
+        A logit per head, of a key whose value is 0: it counts in the denominator and in lse.
 
     Returns
     -------
     out : (nq, nheads, headdim) dtype
     lse : (nq, nheads) dtype, nats
-        out is 0 and lse is -inf in masked rows.
+        out is 0 in masked rows; lse is -inf there, or the sink.
     """
     q, k, v = (np.asarray(x, dtype) for x in (q, k, v))
     group = q.shape[1] // max(k.shape[1], 1)
     out = np.zeros(q.shape, dtype)
     lse = np.full(q.shape[:2], -np.inf, dtype)
+    sinks = np.full(q.shape[1], -np.inf, dtype) if sink is None else np.asarray(sink, dtype)
     for h in range(q.shape[1]):
         g = h // group
-        s = _logits(q[:, h], k[:, g], visible, softmax_scale)  # (nq, nk)
-        shift = s.max(axis=1, initial=-np.inf)  # (nq,)
+        s, _ = _logits(q[:, h], k[:, g], visible, softmax_scale, logit_softcap)  # (nq, nk)
+        shift = s.max(axis=1, initial=sinks[h])  # (nq,)
         shift[np.isneginf(shift)] = 0
         p = np.exp(s - shift[:, None])  # (nq, nk)
-        total = p.sum(axis=1)  # (nq,)
-        seen = total > 0  # (nq,), False in masked rows
+        total = p.sum(axis=1) + np.exp(sinks[h] - shift)  # (nq,)
+        seen = total > 0  # (nq,), False in masked rows without a sink
         out[seen, h] = (_rounded(p[seen], products) @ v[:, g]) / total[seen, None]  # (nq, headdim)
         lse[seen, h] = shift[seen] + np.log(total[seen])  # (nq,)
     return out, lse
@@ -69,6 +77,8 @@ def attention_backward(
     softmax_scale: float,
     dtype: np.typing.DTypeLike = np.float64,
     products: np.typing.DTypeLike | None = None,
+    *,
+    logit_softcap: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Gradients of `attention` with respect to q, k and v.
 
@@ -77,10 +87,12 @@ def attention_backward(
     dout, q : (nq, nheads, headdim) float
     k, v : (nk, nheads_kv, headdim) float
     lse, delta : (nq, nheads) float
-        Over *all* keys that the query sees; delta is ``rowsum(dout * out)``.
+        Over *all* keys that the query sees, and the sink; delta is ``rowsum(dout * out)``.
     visible : (nq, nk) bool
     softmax_scale : float
     dtype, products : float dtypes
+        As in `attention`.
+    logit_softcap : float, optional
         As in `attention`.
 
     Returns
@@ -95,11 +107,11 @@ def attention_backward(
     dq, dk, dv = np.zeros(q.shape, dtype), np.zeros(k.shape, dtype), np.zeros(v.shape, dtype)
     for h in range(q.shape[1]):
         g = h // group
-        s = _logits(q[:, h], k[:, g], visible, softmax_scale)  # (nq, nk)
+        s, slope = _logits(q[:, h], k[:, g], visible, softmax_scale, logit_softcap)  # (nq, nk)
         # A masked row has lse -inf and only hidden keys: any finite shift gives p = 0.
         shift = np.where(np.isneginf(lse[:, h]), 0, lse[:, h])  # (nq,)
         p = np.exp(s - shift[:, None])  # (nq, nk)
-        ds = p * (dout[:, h] @ v[:, g].T - delta[:, h, None])  # (nq, nk)
+        ds = p * (dout[:, h] @ v[:, g].T - delta[:, h, None]) * slope  # (nq, nk)
         p, ds = _rounded(p, products), _rounded(ds, products)
         dv[:, g] += p.T @ dout[:, h]  # (nk, headdim)
         dq[:, h] = softmax_scale * (ds @ k[:, g])  # (nq, headdim)
@@ -107,11 +119,45 @@ def attention_backward(
     return dq, dk, dv
 
 
+def sink_gradient(
+    lse: np.ndarray,
+    delta: np.ndarray,
+    sink: np.ndarray,
+    dtype: np.typing.DTypeLike = np.float64,
+) -> np.ndarray:
+    """Gradient of `attention` with respect to the sink, from some of the queries: (nheads,).
+
+    Parameters
+    ----------
+    lse, delta : (nq, nheads) float
+        As in `attention_backward`; the sink counts in lse.
+    sink : (nheads,) float
+    dtype : float dtype
+        As in `attention`.
+    """
+    lse, delta, sink = (np.asarray(x, dtype) for x in (lse, delta, sink))
+    # Without a key and with a sink of -inf, lse is -inf too.
+    p = np.exp(sink - np.where(np.isneginf(lse), 0, lse))  # (nq, nheads)
+    # The value of the sink is 0: its dp is, and its ds is p (0 - delta).
+    return -(p * delta).sum(axis=0)
+
+
 def _rounded(x: np.ndarray, dtype: np.typing.DTypeLike | None) -> np.ndarray:
     return x if dtype is None else x.astype(dtype).astype(x.dtype)
 
 
-def _logits(q: np.ndarray, k: np.ndarray, visible: np.ndarray, softmax_scale: float) -> np.ndarray:
-    s = (q @ k.T) * q.dtype.type(softmax_scale)  # (nq, nk)
+def _logits(
+    q: np.ndarray,
+    k: np.ndarray,
+    visible: np.ndarray,
+    softmax_scale: float,
+    logit_softcap: float | None,
+) -> tuple[np.ndarray, np.ndarray | float]:
+    """Logits, -inf where hidden, and their derivatives by the scaled products of q and k."""
+    s, slope = (q @ k.T) * q.dtype.type(softmax_scale), 1.0  # (nq, nk)
+    if logit_softcap is not None:
+        cap = q.dtype.type(logit_softcap)
+        tanh = np.tanh(s / cap)  # (nq, nk)
+        s, slope = cap * tanh, 1 - tanh**2
     s[~visible] = -np.inf
-    return s
+    return s, slope

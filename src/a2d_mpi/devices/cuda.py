@@ -106,6 +106,15 @@ class Cuda:
         tensor, _, wide = _types(out, out2)
         self._rows("merge", tensor, out, lse, rest, out2, wide, lse2, out.shape)
 
+    def add_sink(self, out: Array, lse: Array, sink: Array) -> None:
+        self._rows("add_sink", out.dtype, out, lse, sink, len(sink), out.shape)
+
+    def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
+        found = cupy.empty(sink.shape, sink.dtype)
+        self.zero(found)
+        self._rows("sink_gradient", lse.dtype, lse, delta, sink, found, lse.shape[::-1], outer=1)
+        return found
+
     def delta(self, dout: Array, out: Array) -> Array:
         delta = cupy.empty(out.shape[:2], compute_dtype(out.dtype))
         self._rows("delta_of", out.dtype, dout, out, delta, out.shape)
@@ -159,12 +168,20 @@ class Cuda:
         event.record(self.copies)
         return event
 
-    def attention(self, name: str, dtype: np.dtype, headdim: int, grid: tuple, *args) -> None:
+    def attention(
+        self,
+        name: str,
+        dtype: np.dtype,
+        headdim: int,
+        logit_softcap: float | None,
+        grid: tuple,
+        *args: Any,
+    ) -> None:
         """Launch "forward", "backward_q" or "backward_kv" of kernels.cu."""
         padded = -(-headdim // LANES) * LANES
         rows = BLOCK_ROWS * padded * (1 if name == "forward" else 2)
         shared = (rows + LANES * (padded + 1)) * compute_dtype(dtype).itemsize
-        kernel = _kernel(self.index, name, dtype, padded)
+        kernel = _kernel(self.index, name, dtype, padded, logit_softcap)
         if shared > 48 << 10:
             kernel.max_dynamic_shared_size_bytes = shared
         kernel(grid, (LANES * WARPS,), args, shared_mem=shared)
@@ -194,14 +211,18 @@ def _device(index: int) -> Cuda:
 
 
 @cache
-def _kernel(index: int, name: str, dtype: np.dtype, headdim: int) -> Any:
+def _kernel(
+    index: int, name: str, dtype: np.dtype, headdim: int, logit_softcap: float | None = None
+) -> Any:
     # The index is part of the key: a compiled module belongs to one GPU.
-    return _module(index, dtype, headdim).get_function(name)
+    return _module(index, dtype, headdim, logit_softcap).get_function(name)
 
 
 @cache
-def _module(index: int, dtype: np.dtype, headdim: int) -> Any:
+def _module(index: int, dtype: np.dtype, headdim: int, logit_softcap: float | None) -> Any:
     element = list(DTYPES.values()).index(dtype)
     source = files("a2d_mpi").joinpath("kernels", "kernels.cu").read_text()
     options = ("--std=c++17", f"-DELEMENT={element}", f"-DHEADDIM={headdim}")
+    if logit_softcap is not None:
+        options += (f"-DSOFTCAP={logit_softcap!r}",)
     return cupy.RawModule(code=source, options=options)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from a2d_mpi.core.dtypes import compute_dtype
-from a2d_mpi.core.merge import merge
+from a2d_mpi.core.merge import add_sink, merge, sink_gradient
 from a2d_mpi.devices.protocol import Array
 
 
@@ -64,6 +64,12 @@ class Host:
 
     def merge(self, out: Array, lse: Array, rest: Array, out2: Array, lse2: Array) -> None:
         merge(out, lse, rest, out2, lse2)
+
+    def add_sink(self, out: Array, lse: Array, sink: Array) -> None:
+        add_sink(out, lse, sink)
+
+    def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
+        return sink_gradient(lse, delta, sink)
 
     def delta(self, dout: Array, out: Array) -> Array:
         return np.einsum("thd,thd->th", dout, out, dtype=compute_dtype(out.dtype))

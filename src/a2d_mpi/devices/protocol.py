@@ -65,6 +65,12 @@ class Device(Protocol):
     def merge(self, out: Array, lse: Array, rest: Array, out2: Array, lse2: Array) -> None:
         """Merge (out2, lse2) into (out, lse): see `a2d_mpi.core.merge.merge`."""
 
+    def add_sink(self, out: Array, lse: Array, sink: Array) -> None:
+        """Merge a sink into (out, lse): see `a2d_mpi.core.merge.add_sink`."""
+
+    def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
+        """Gradient of a sink, (nheads,): see `a2d_mpi.core.merge.sink_gradient`."""
+
     def delta(self, dout: Array, out: Array) -> Array:
         """``rowsum(dout * out)``, (tokens, nheads) in the compute dtype."""
 

@@ -20,13 +20,25 @@ class Remembered:
     def __init__(self) -> None:
         self._made: dict[tuple[object, ...], tuple[object, Any]] = {}
 
-    def get(self, x: object, make: Callable[[], Any], *options: int) -> Any:
-        """Result of `make` for `x` and these options, from now or from an earlier call."""
+    def get(
+        self,
+        x: object,
+        make: Callable[[], Any],
+        *options: int,
+        keep: Callable[[], bool] = lambda: True,
+    ) -> Any:
+        """Result of `make` for `x` and these options, from now or from an earlier call.
+
+        It is remembered if `keep` then says so.
+        """
         key = id(x), *options
         if key not in self._made:
+            made = make()
+            if not keep():
+                return made
             if len(self._made) == KEPT:  # a caller who has new objects at every call
                 self._made.clear()
-            self._made[key] = x, make()  # x is kept, too: no other object gets its id
+            self._made[key] = x, made  # x is kept, too: no other object gets its id
         return self._made[key][1]
 
 

@@ -35,7 +35,8 @@ def check_attention(
     ----------
     plan : AttentionPlan
     tensors : mapping of str to arrays
-        This rank's shards of q, k, v, out, lse; for the gradients also dout, dq, dk, dv.
+        This rank's shards of q, k, v, out, lse; for the gradients also dout, dq, dk, dv.  With a
+        sink also "sink" and, for its gradient, "dsink", the share of this rank.
     rows : int, optional
         Number of sampled query rows (out, lse, dq) and, independently, of sampled key rows (dk,
         dv).  Default: all rows.  The first and the last token are always among them.
@@ -59,14 +60,15 @@ def check_attention(
     local = dict(tensors)
     errors = _Errors(comm, plan, local)
     sampled = rows is not None and rows < plan.seqlen
-    ran_backward = "dq" in local
+    ran_backward, sink = "dq" in local, local.get("sink")
+    softcap = {"logit_softcap": plan.logit_softcap}
     # The reference, and the plain computation in the run's precision, if that is another; a list:
     # all ranks must go through it in the same order.
     kinds = list(dict.fromkeys((np.dtype(np.float64), plan.compute_dtype)))
 
-    def rounding(kind: np.dtype) -> dict:
-        """The rounding of factors by the run's kernel; the reference has none."""
-        return {} if kind == np.float64 else {"products": plan.product_dtype}
+    def options(kind: np.dtype) -> dict:
+        """The rounding of factors by the run's kernel, which the reference has not; the cap."""
+        return softcap | ({} if kind == np.float64 else {"products": plan.product_dtype})
 
     def stored(x: np.ndarray, kind: np.dtype) -> np.ndarray:
         """A result as the run's dtype keeps it; exact ones are kept in float64."""
@@ -75,26 +77,29 @@ def check_attention(
     k, v = local["k"], local["v"]
     # Gradients of this rank's keys, complete once all query rows have passed.
     dk, dv = ({kind: np.zeros(k.shape, kind) for kind in kinds} for _ in "kv")
+    dsink = dict.fromkeys(kinds, 0.0)  # of all tokens, on every rank
     for tokens in _blocks(plan.seqlen, rows, seed):
         own, order, q_rows, *dout_rows = _share(plan, tokens, local, "q", "dout")
         visible = plan.mask.dense(tokens[order], plan.tokens)
         found = {}
         for kind in kinds:
             out, lse = reference.attention(
-                q_rows, k, v, visible, plan.softmax_scale, kind, **rounding(kind)
+                q_rows, k, v, visible, plan.softmax_scale, kind, **options(kind)
             )
-            out, lse = _merge(comm, out, lse)
+            out, lse = _merge(comm, out, lse, sink)
             out = stored(out, kind)
             found[kind] = {"out": out, "lse": lse}
             if ran_backward:
                 delta = (np.asarray(dout_rows[0], kind) * out).sum(axis=-1)
                 dq, dk_rows, dv_rows = reference.attention_backward(
                     *(dout_rows[0], q_rows, k, v, lse, delta, visible, plan.softmax_scale, kind),
-                    **rounding(kind),
+                    **options(kind),
                 )
                 found[kind]["dq"] = stored(_sum(comm, dq), kind)
                 dk[kind] += dk_rows
                 dv[kind] += dv_rows
+                if sink is not None and not sampled:
+                    dsink[kind] += reference.sink_gradient(lse, delta, sink, kind)
         where = np.searchsorted(plan.tokens, tokens[order][own])
         for name in found[plan.compute_dtype]:
             values = {kind: found[kind][name][own] for kind in kinds}
@@ -112,13 +117,19 @@ def check_attention(
             for kind in kinds:
                 _, dk_rows, dv_rows = reference.attention_backward(
                     *(dout, q, k_rows, v_rows, lse, delta, visible, plan.softmax_scale, kind),
-                    **rounding(kind),
+                    **options(kind),
                 )
                 for name, x in (("dk", dk_rows), ("dv", dv_rows)):
                     values[name][kind] = stored(_sum(comm, x)[own], kind)
             where = np.searchsorted(plan.tokens, tokens[order][own])
             for name in ("dk", "dv"):
                 errors.add(name, local[name][where], values[name])
+    if ran_backward and sink is not None:
+        if sampled:
+            delta = (local["dout"].astype(np.float64) * local["out"]).sum(-1)
+            for kind in kinds:
+                dsink[kind] = _sum(comm, reference.sink_gradient(local["lse"], delta, sink, kind))
+        errors.add("dsink", _sum(comm, local["dsink"]), dsink)
     return errors.checks()
 
 
@@ -137,9 +148,10 @@ def error_bounds(
         Of the tensors of the run.
     softmax_scale : float
     norms : mapping of str to float
-        Largest Euclidean norm of a (token, head) row of q, k, v and, for gradients, dout.
+        Largest Euclidean norm of a (token, head) row of q, k, v and, for gradients, dout; with a
+        sink also "dsink", the largest sum over tokens of ``exp(sink - lse) |dout| |out|``.
     largest : mapping of str to float
-        Largest absolute value of the float64 reference, by result (out, lse, dq, dk, dv).
+        Largest absolute value of the float64 reference, by result (out, lse, dq, dk, dv, dsink).
     same_precision : mapping of str to float
         Largest error, by result, of the plain dense computation (in float32 for 16-bit tensors)
         whose results are kept in `dtype`.
@@ -162,7 +174,7 @@ def error_bounds(
         told of these is that they are small beside their terms.
     """
     dp = abs(softmax_scale) * norms["v"] * norms.get("dout", 0.0)
-    terms = {"dq": dp * norms["k"], "dk": dp * norms["q"]}
+    terms = {"dq": dp * norms["k"], "dk": dp * norms["q"], "dsink": norms.get("dsink", 0.0)}
     eps = float(np.finfo(compute_dtype(dtype)).eps)
     half_of_digits = math.sqrt(ml_dtypes.finfo(dtype).eps)
     bounds = {}
@@ -170,7 +182,7 @@ def error_bounds(
         size = 1.0 if name == "lse" else value
         first = 1e-12 * value if dtype == np.float64 else 2 * same_precision[name]
         bound = first + eps * ((2 + largest["lse"]) * size + terms.get(name, 0.0))
-        if dtype.itemsize == 2 and name != "lse":
+        if dtype.itemsize == 2 and name not in ("lse", "dsink"):
             bound += float(ml_dtypes.finfo(dtype).eps) / 4 * size
         term = {"out": norms["v"], "dv": norms.get("dout", 0.0), **terms}.get(name, 0.0)
         says = math.isfinite(bound) and bound <= max(size / 10, half_of_digits * term)
@@ -192,6 +204,10 @@ class _Errors:
             for name in ("q", "k", "v", "dout")
             if name in local
         }
+        if "dsink" in local:
+            sizes = (np.linalg.norm(local[x].astype(np.float64), axis=-1) for x in ("dout", "out"))
+            largest = -reference.sink_gradient(local["lse"], np.multiply(*sizes), local["sink"])
+            self._norms["dsink"] = float(_sum(comm, largest).max())
 
     def add(self, name: str, computed: np.ndarray, values: Mapping[np.dtype, np.ndarray]) -> None:
         exact, computed = values[np.dtype(np.float64)], computed.astype(np.float64)
@@ -259,13 +275,19 @@ def _sum(comm: MPI.Intracomm, x: np.ndarray) -> np.ndarray:
     return total
 
 
-def _merge(comm: MPI.Intracomm, out: np.ndarray, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Attention over all keys from attention over each rank's."""
+def _merge(
+    comm: MPI.Intracomm, out: np.ndarray, lse: np.ndarray, sink: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention over all keys and the sink from attention over each rank's keys."""
     shift = np.empty_like(lse)
     comm.Allreduce(lse, shift, op=MPI.MAX)
+    if sink is not None:
+        shift = np.maximum(shift, sink.astype(lse.dtype))
     shift[np.isneginf(shift)] = 0
     weight = np.exp(lse - shift)
     total = _sum(comm, weight)
+    if sink is not None:
+        total += np.exp(sink.astype(lse.dtype) - shift)
     out = _sum(comm, out * weight[..., None])
     lse = np.log(total) + shift
     return out / np.where(total > 0, total, 1)[..., None], lse

@@ -76,7 +76,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     shown = f"file:{args.mask_file}" if args.mask_file else args.mask
     config = {"method": args.method, "mask": shown, "device": device.name}
     same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
-    config |= {name: getattr(args, name) for name in same}
+    config |= {name: getattr(args, name) for name in (*same, "sink")}
     outputs = measured.outputs() if args.save_outputs else {}
     result = measured.result(config, origin_of(comm, device), outputs=outputs)
     try:
@@ -120,7 +120,7 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
             f"got {args.seqlen}"
         )
     sizes = (args.seqlen, info.nheads, info.headdim, info.nheads_kv)
-    config = AttentionConfig(*sizes, dtype=args.dtype)
+    config = AttentionConfig(*sizes, dtype=args.dtype, logit_softcap=args.softcap)
     config.check_room(ranks)
     if args.mask_file:
         return info, config, read_mask(args.mask_file, config.seqlen)
@@ -159,6 +159,9 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
     if args.backward and not info.has_dout:
         shape = plan.config.shape("dout")
         tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
+    if args.sink:  # another stream than those of `random_inputs`
+        sinks = random_rows([0], plan.config.shape("lse"), plan.compute_dtype, args.seed, stream=4)
+        tensors["sink"] = sinks[0]  # (nheads,)
     return tensors
 
 

@@ -100,7 +100,8 @@ class Measurement:
     ----------
     plan : AttentionPlan
     tensors : dict of arrays
-        This rank's shards of q, k, v and, for the backward pass, dout; NumPy arrays.
+        This rank's shards of q, k, v and, for the backward pass, dout, and perhaps the "sink";
+        NumPy arrays.
     backward : bool
         Also the gradients.
     device : Device
@@ -139,13 +140,14 @@ class Measurement:
     def forward(self) -> None:
         """Run the forward pass; out and lse go to `tensors`."""
         t = self.tensors
-        t["out"], t["lse"] = self.plan.forward(t["q"], t["k"], t["v"])
+        t["out"], t["lse"] = self.plan.forward(t["q"], t["k"], t["v"], t.get("sink"))
 
     def backward(self) -> None:
         """Run the backward pass on the latest out and lse; the gradients go to `tensors`."""
         t = self.tensors
         given = (t[name] for name in ("dout", "q", "k", "v", "out", "lse"))
-        t["dq"], t["dk"], t["dv"] = self.plan.backward(*given)
+        gradients = self.plan.backward(*given, t.get("sink"))
+        t |= zip(("dq", "dk", "dv", "dsink"), gradients)  # dsink only with a sink
 
     def call(self) -> None:
         """Run all phases, each begun by all ranks together."""
@@ -171,7 +173,8 @@ class Measurement:
             so_far.append(timings[name])
         self._spans.append({phase: self.plan.spans(phase) for phase in self.phases})
         if self._checked is not None:
-            names, found = RESULTS if self.plan.deterministic else ("out", "lse"), self.on_host()
+            found = self.on_host()
+            names = (*RESULTS, "dsink") if self.plan.deterministic else ("out", "lse")
             self._differ += sum(
                 self._checked[name].tobytes() != found[name].tobytes()
                 for name in names
@@ -269,6 +272,7 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
     return {
         **{x: getattr(plan.grid, x) for x in ("rows", "cols", "heads")},
         **plan.config.arguments,
+        "logit_softcap": plan.logit_softcap or 0.0,  # 0: none
         "overlap": plan.overlap,
         "order": plan.grid.layout.order,
         "block": "x".join(map(str, plan.grid.layout.block)),

@@ -56,12 +56,14 @@ class Kernel(Protocol):
         """Add the block's gradients to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
 
 
-def check_kernel(kernel: str, dtype: np.dtype) -> None:
-    """Raise ValueError if there is no such kernel, or the kernel does not take the dtype."""
+def check_kernel(kernel: str, dtype: np.dtype, logit_softcap: float | None = None) -> None:
+    """Raise ValueError if there is no such kernel, or it does not take the dtype or a soft-cap."""
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; one of {KERNELS}")
     if kernel.startswith("cudnn") and dtype.itemsize != 2:
         raise ValueError(f"kernel {kernel!r} takes float16 and bfloat16, not {dtype}")
+    if kernel.startswith("cudnn") and logit_softcap is not None:
+        raise ValueError(f"kernel {kernel!r} has no soft-cap, got logit_softcap {logit_softcap}")
 
 
 def make_kernel(
@@ -71,26 +73,28 @@ def make_kernel(
     softmax_scale: float,
     poll: Callable[[], object] | None = None,
     work: Workspace | None = None,
+    logit_softcap: float | None = None,
 ) -> Kernel:
-    """Make the kernel of that name on that device ("auto": the fastest for the dtype).
+    """Make the kernel of that name on that device ("auto": the fastest for the problem).
 
     Raises
     ------
     ValueError
-        If there is no such kernel, or the kernel does not take arrays of this device or dtype.
+        If there is no such kernel, or the kernel does not take arrays of this device or dtype, or
+        a soft-cap.
     ImportError
         If cuDNN is asked for by name and not installed.
     """
-    check_kernel(kernel, dtype)
+    check_kernel(kernel, dtype, logit_softcap)
     if (device is HOST) != (kernel == "numpy") and kernel != "auto":
         arrays = "NumPy" if device is HOST else "CuPy"
         raise ValueError(f"kernel {kernel!r} does not take {arrays} arrays")
     if device is HOST:
-        return NumpyKernel(dtype, softmax_scale, poll, work=work)
+        return NumpyKernel(dtype, softmax_scale, poll, work=work, logit_softcap=logit_softcap)
     from a2d_mpi.kernels.cupy import CupyKernel
 
-    plain = CupyKernel(device, dtype, softmax_scale)
-    if kernel == "cupy" or dtype.itemsize != 2:
+    plain = CupyKernel(device, dtype, softmax_scale, logit_softcap)
+    if kernel == "cupy" or dtype.itemsize != 2 or logit_softcap is not None:
         return plain
     from a2d_mpi.kernels.cudnn import CudnnKernel
 

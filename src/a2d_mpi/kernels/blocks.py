@@ -16,8 +16,29 @@ from a2d_mpi.devices.workspace import Remembered
 
 ALIGN = 32  # keys: unmasked cache blocks begin and end at multiples of it if an interval allows
 
-# Rows of the query block, keys [j0, j1) that they see, and the hidden pairs, if there are any.
-CacheBlock = tuple[slice, int, int, "np.ndarray | None"]
+SLICES = 8  # of the keys of a triangle (bench_tile.py --masks: 4 are slower by 5 %)
+SHARED = 16  # rows: fewer make no cache block of their own
+ROOM = 1 << 24  # bytes of hidden pairs that are remembered
+
+
+class CacheBlock(NamedTuple):
+    """Rows of a query block and keys [j0, j1) that they see.
+
+    Attributes
+    ----------
+    rows : slice
+    j0, j1 : int
+    differ : slice or None
+        Among these rows, those that do not see all of the keys; None: all rows see all keys.
+    hidden : (rows of differ, j1 - j0) bool or None
+        The hidden pairs.
+    """
+
+    rows: slice
+    j0: int
+    j1: int
+    differ: slice | None = None
+    hidden: np.ndarray | None = None
 
 
 class Blocking(NamedTuple):
@@ -48,6 +69,8 @@ class Blocker:
     def __init__(self, block_q: int, block_k: int) -> None:
         self.block_q, self.block_k = block_q, block_k
         self._blockings = Remembered()
+        self._patterns: dict[tuple[int, int, bytes], np.ndarray] = {}
+        self._room, self._complete = ROOM, True
 
     def blocking(self, intervals: tuple[Interval, ...], nk: int, group: int) -> Blocking:
         """Cut one block.
@@ -55,18 +78,18 @@ class Blocker:
         Parameters
         ----------
         intervals : tuple of (begin, end), each (nq,) int
-            Visible keys of each query.  They must not change: the blocking of a block as small as
-            one cache block is remembered by their identity, as making it takes longer than
-            computing the block.
+            Visible keys of each query.  They must not change: the blocking is remembered by their
+            identity, as making that of a small block takes longer than computing the block.
         nk : int
             Keys.
         group : int
             Query heads per KV head.
         """
-        if len(intervals[0][0]) * group * nk > self.block_q * self.block_k:
-            return self._blocking(intervals, nk, group)
+        small = len(intervals[0][0]) * group * nk <= self.block_q * self.block_k
+        self._complete = True
         return self._blockings.get(
-            intervals, lambda: self._blocking(intervals, nk, group), nk, group
+            *(intervals, lambda: self._blocking(intervals, nk, group), nk, group),
+            keep=lambda: small or self._complete,
         )
 
     def _blocking(self, intervals: tuple[Interval, ...], nk: int, group: int) -> Blocking:
@@ -80,42 +103,100 @@ class Blocker:
         for start, stop in zip(cuts, cuts[1:], strict=False):
             for i0 in range(start, stop, step):
                 i1 = min(i0 + step, stop)
-                cache_blocks = self._cache_blocks(ends[:, i0:i1], 0, 0, nk, group)
+                cache_blocks = self._cache_blocks(ends[:, i0:i1], nk, group)
                 query_blocks.append((i0, i1, list(cache_blocks)))
         return Blocking(query_blocks, min(step, nq) * group, *_outside(intervals, nk))
 
-    def _cache_blocks(
-        self, ends: np.ndarray, row: int, a: int, b: int, group: int
-    ) -> Iterator[CacheBlock]:
-        """Cache blocks of the query tokens of `ends`, from `row` on, with the keys [a, b)."""
+    def _cache_blocks(self, ends: np.ndarray, nk: int, group: int) -> Iterator[CacheBlock]:
+        """Cache blocks of a query block, whose intervals are `ends`."""
         begins, stops = ends[0::2], ends[1::2]  # (intervals, tokens)
         tokens = ends.shape[1]
         # Between two neighbouring edges all rows see all keys, or none, or they differ.  The
-        # edges of keys that all rows see move inwards to a round number, for even products.
-        inner = np.concatenate([-(-begins.max(axis=1) // ALIGN), stops.min(axis=1) // ALIGN])
+        # edges of keys that all rows see move inwards to a round number, for even products, if
+        # these rows differ there.
         outer = np.concatenate([begins.min(axis=1), stops.max(axis=1)])
-        edges = np.unique(np.concatenate([[a, b], inner * ALIGN, outer]).clip(a, b)).tolist()
-        for x, y in zip(edges, edges[1:], strict=False):
-            full = ((begins <= x) & (stops >= y)).any(axis=0).all()
-            if not (full or ((begins < y) & (stops > x)).any()):
+        inner = np.concatenate([begins.max(axis=1), stops.min(axis=1)])
+        up = np.repeat([ALIGN - 1, 0], len(begins))
+        inner = np.where(inner == outer, inner, (inner + up) // ALIGN * ALIGN)
+        edges = np.unique(np.concatenate([[0, nk], inner, outer]).clip(0, nk)).tolist()
+        seen_by_all = None  # first of the keys before x that all rows see
+        for x, y in zip(edges, [*edges[1:], None], strict=True):
+            full = y is not None and ((begins <= x) & (stops >= y)).any(axis=0).all()
+            if full:
+                seen_by_all = x if seen_by_all is None else seen_by_all
                 continue
-            if not full and tokens * group > self.block_q // 4 and tokens > 1:
-                # Fewer rows differ less: less work is thrown away.
-                half = tokens // 2
-                yield from self._cache_blocks(ends[:, :half], row, x, y, group)
-                yield from self._cache_blocks(ends[:, half:], row + half, x, y, group)
-                continue
-            count = -(-(y - x) // self.block_k)
-            bounds = [x + (y - x) * i // count for i in range(count + 1)]
-            for j0, j1 in zip(bounds, bounds[1:], strict=False):
-                hidden = None
-                if not full:
-                    keys = np.arange(j0, j1)
-                    seen = np.zeros((tokens, j1 - j0), bool)
-                    for begin, end in zip(begins, stops, strict=True):
-                        seen |= (keys >= begin[:, None]) & (keys < end[:, None])
-                    hidden = np.repeat(~seen, group, axis=0)  # (tokens x group, j1 - j0)
-                yield slice(row * group, (row + tokens) * group), j0, j1, hidden
+            if seen_by_all is not None:
+                for j0, j1 in _even(seen_by_all, x, self.block_k):
+                    yield CacheBlock(slice(0, tokens * group), j0, j1)
+                seen_by_all = None
+            if y is not None and ((begins < y) & (stops > x)).any():
+                yield from self._differing(begins, stops, x, y, group)
+
+    def _differing(
+        self, begins: np.ndarray, stops: np.ndarray, x: int, y: int, group: int
+    ) -> Iterator[CacheBlock]:
+        """Cache blocks with the keys [x, y), of which rows see different ones.
+
+        Few keys each, as few rows differ on few keys, and as many rows as see any of them:
+        products of many rows and few keys are as fast as those of large blocks.
+        """
+        tokens = begins.shape[1]
+        # Ends that rows share, such as those of documents, part keys that all of some rows see.
+        shared, rows = np.unique(np.concatenate([begins, stops]), return_counts=True)
+        shared = shared[(rows >= SHARED) & (shared > x) & (shared < y)]
+        cuts = [x, *shared.tolist(), y]
+        width = min(self.block_k, max(ALIGN, tokens // SLICES))
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            for j0, j1 in _even(start, stop, width):
+                seen = ((begins < j1) & (stops > j0) & (begins < stops)).any(axis=0)  # (tokens,)
+                whole = ((begins <= j0) & (stops >= j1)).any(axis=0)  # (tokens,)
+                for i0, i1 in _stretches(seen):
+                    rows = slice(i0 * group, i1 * group)
+                    differ = np.flatnonzero(~whole[i0:i1])
+                    if not len(differ):
+                        yield CacheBlock(rows, j0, j1)
+                        continue
+                    a, b = int(differ[0]), int(differ[-1]) + 1
+                    ends = np.stack([begins[:, i0 + a : i0 + b], stops[:, i0 + a : i0 + b]])
+                    hidden = self._hidden(ends.clip(j0, j1) - j0, j1 - j0, group)
+                    yield CacheBlock(rows, j0, j1, slice(a * group, b * group), hidden)
+
+    def _hidden(self, ends: np.ndarray, nk: int, group: int) -> np.ndarray:
+        """Hidden pairs, (tokens x group, nk), of intervals (begins or stops, intervals, tokens).
+
+        Those of many cache blocks are the same, and kept once.
+        """
+        ends = ends.astype(np.int32)
+        key = nk, group, ends.tobytes()
+        if key in self._patterns:
+            return self._patterns[key]
+        keys, shown = np.arange(nk, dtype=np.int32), np.zeros((ends.shape[2], nk), bool)
+        for begin, end in ends.swapaxes(0, 1)[..., None]:
+            shown |= (keys >= begin) & (keys < end)
+        hidden = np.repeat(~shown, group, axis=0)
+        if hidden.nbytes > self._room:
+            self._complete = False
+            return hidden
+        self._room -= hidden.nbytes
+        self._patterns[key] = hidden
+        return hidden
+
+
+def _even(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut a range into equal ones, none longer than `most`."""
+    count = -(-(stop - start) // most)
+    bounds = [start + (stop - start) * i // count for i in range(count + 1)]
+    return zip(bounds, bounds[1:], strict=False)
+
+
+def _stretches(seen: np.ndarray) -> list[tuple[int, int]]:
+    """Stretches of rows that see something, over gaps of less than `SHARED` rows."""
+    found = np.flatnonzero(seen)
+    if not len(found):
+        return []
+    gaps = np.flatnonzero(np.diff(found) > SHARED)
+    firsts, lasts = np.append(0, gaps + 1), np.append(gaps, len(found) - 1)
+    return list(zip(found[firsts].tolist(), (found[lasts] + 1).tolist(), strict=True))
 
 
 def _outside(intervals: tuple[Interval, ...], nk: int) -> tuple[np.ndarray, np.ndarray]:

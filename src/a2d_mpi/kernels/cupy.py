@@ -24,10 +24,19 @@ class CupyKernel:
     dtype : dtype
         Of the tensors; float16 and bfloat16 are computed in float32.
     softmax_scale : float
+    logit_softcap : float, optional
+        Compiled in: kernels without a soft-cap take no time for it.
     """
 
-    def __init__(self, device: Cuda, dtype: np.dtype, softmax_scale: float) -> None:
+    def __init__(
+        self,
+        device: Cuda,
+        dtype: np.dtype,
+        softmax_scale: float,
+        logit_softcap: float | None = None,
+    ) -> None:
         self.device, self.dtype, self.softmax_scale = device, np.dtype(dtype), softmax_scale
+        self.logit_softcap = logit_softcap
         # A plan passes the same tuples at every call: they are uploaded once.
         self._uploaded = Remembered()
 
@@ -88,4 +97,4 @@ class CupyKernel:
             raise ValueError(f"headdim can be at most {HEADDIM_MAX} on a GPU, got {q.shape[2]}")
         heads = k.shape[1] if name == "backward_kv" else q.shape[1]
         grid = (math.ceil(rows / BLOCK_ROWS), heads)
-        self.device.attention(name, self.dtype, q.shape[2], grid, *args)
+        self.device.attention(name, self.dtype, q.shape[2], self.logit_softcap, grid, *args)

@@ -5,6 +5,7 @@
 
      ELEMENT    dtype of q, k, v, out: 0 float16, 1 bfloat16, 2 float32, 3 float64
      HEADDIM    headdim, rounded up to a multiple of 32
+     SOFTCAP    c: scaled logits s become c tanh(s / c); undefined: they stay as they are
 
    by NVRTC without any header, or by nvcc.  Tensors are token-major, (tokens, heads, headdim), and
    contiguous.  `wide`: a result is of the compute type rather than the element's.  `fresh`: a
@@ -133,6 +134,16 @@ __device__ int meets(const int *ends, int intervals, int nq, int i, int from, in
   return met;
 }
 
+#ifdef SOFTCAP
+#define CAP ((Compute)(SOFTCAP))
+__device__ Compute capped(Compute s) { return CAP * tanh(s / CAP); }
+/* The derivative, of the capped logit. */
+__device__ Compute slope(Compute s) { return 1 - s / CAP * (s / CAP); }
+#else
+__device__ Compute capped(Compute s) { return s; }
+__device__ Compute slope(Compute) { return 1; }
+#endif
+
 /* acc[r] += weight of row j of the panel (held by lane j, by row r) times that row. */
 __device__ void add_products(Compute acc[ROWS][SHARE], const Compute weight[ROWS],
                              const Compute *panel) {
@@ -188,6 +199,7 @@ extern "C" __global__ void forward(const Element *q, const Element *k, const Ele
     __syncthreads();
     for (int r = 0; r < ROWS; ++r) {
       int seen = warp_first + r < nq && sees(ends, intervals, nq, nk, warp_first + r, j0 + lane);
+      weight[r] = capped(weight[r]);
       Compute largest = max_of_warp(seen ? weight[r] : MINUS_INFINITY);
       if (top[r] > largest) largest = top[r];
       /* A row that has seen nothing yet keeps -inf, and -inf less -inf would be NaN. */
@@ -242,7 +254,9 @@ extern "C" __global__ void backward_q(const Element *dout, const Element *q, con
     for (int r = 0; r < ROWS; ++r) {
       long long row = (long long)(warp_first + r) * nheads + head;
       int seen = warp_first + r < nq && sees(ends, intervals, nq, nk, warp_first + r, j0 + lane);
-      p[r] = seen ? exp(p[r] - lse[row]) * (dp[r] - delta[row]) * (Compute)scale : (Compute)0;
+      Compute s = capped(p[r]);
+      p[r] = seen ? exp(s - lse[row]) * (dp[r] - delta[row]) * slope(s) * (Compute)scale
+                  : (Compute)0;
     }
     add_products(acc, p, panel);
   }
@@ -276,21 +290,24 @@ extern "C" __global__ void backward_kv(const Element *dout, const Element *q, co
     if (!__syncthreads_or(i < nq && meets(ends, intervals, nq, i, first, last))) continue;
     for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
       long long row = (long long)i * nheads + head;
-      Compute p[ROWS], ds[ROWS];
+      Compute p[ROWS], ds[ROWS], slopes[ROWS];
       __syncthreads(); /* the panel of the head before is still in use */
       load_rows(panel, STRIDE, LANES, q, i0, nq, head, nheads, headdim, 1);
       __syncthreads();
       dot_products(p, rows_k + warp * ROWS * HEADDIM, panel);
       for (int r = 0; r < ROWS; ++r) {
         int seen = i < nq && sees(ends, intervals, nq, nk, i, warp_first + r);
-        p[r] = seen ? exp(p[r] - lse[row]) : (Compute)0;
+        Compute s = capped(p[r]);
+        slopes[r] = slope(s);
+        p[r] = seen ? exp(s - lse[row]) : (Compute)0;
       }
       __syncthreads();
       load_rows(panel, STRIDE, LANES, dout, i0, nq, head, nheads, headdim, 1);
       __syncthreads();
       dot_products(ds, rows_v + warp * ROWS * HEADDIM, panel);
       for (int r = 0; r < ROWS; ++r)
-        ds[r] = p[r] == 0 ? (Compute)0 : p[r] * (ds[r] - delta[row]) * (Compute)scale;
+        ds[r] = p[r] == 0 ? (Compute)0
+                          : p[r] * (ds[r] - delta[row]) * slopes[r] * (Compute)scale;
       add_products(acc_v, p, panel);
       __syncthreads();
       load_rows(panel, STRIDE, LANES, q, i0, nq, head, nheads, headdim, 1);
@@ -334,6 +351,37 @@ extern "C" __global__ void merge(Compute *out, Compute *lse, Compute *rest, cons
       long long at = row * width + d;
       out[at] = out[at] * share + get(out2, wide2, at) * share2;
     }
+  }
+}
+
+/* See merge.py: a logit per head in the denominator, in place; a row is one token and head. */
+extern "C" __global__ void add_sink(Compute *out, Compute *lse, const Compute *sink, int nheads,
+                                    long long rows, int width) {
+  FOR_EACH_ROW(row) {
+    double a = lse[row], b = sink[row % nheads];
+    double shift = a > b || a != a ? a : b;
+    if (shift == MINUS_INFINITY) shift = 0;
+    double weight = exp(a - shift), total = weight + exp(b - shift);
+    __syncwarp(); /* all lanes have read: one writes now */
+    if (threadIdx.x % LANES == 0) lse[row] = (Compute)(log(total) + shift);
+    Compute share = (Compute)(weight / (total == 0 ? 1 : total));
+    FOR_EACH_COLUMN(d) out[row * width + d] *= share;
+  }
+}
+
+/* grad[h] = - sum over tokens of exp(sink[h] - lse) delta; a row is one head, a column a token. */
+extern "C" __global__ void sink_gradient(const Compute *lse, const Compute *delta,
+                                         const Compute *sink, Compute *grad, long long rows,
+                                         int width) {
+  FOR_EACH_ROW(row) {
+    double sum = 0;
+    FOR_EACH_COLUMN(d) {
+      double l = lse[d * rows + row];
+      if (l != MINUS_INFINITY) /* a query without a key or sink */
+        sum -= exp((double)sink[row] - l) * (double)delta[d * rows + row];
+    }
+    Compute total = sum_of_warp((Compute)sum);
+    if (threadIdx.x % LANES == 0) grad[row] = total;
   }
 }
 

@@ -6,15 +6,17 @@ to vanish beside them:
 * every product is written into a preallocated buffer;
 * the subtraction of the running maximum, of lse and of delta is one more column of the first
   products (a column of ones beside k and v), and sums of exponentials are products with ones;
+  under a soft-cap, which comes between the product and the subtraction, the latter is a pass;
 * the query heads that share a KV head are rows of one product;
 * visibility is decided per cache block (`a2d_mpi.kernels.blocks`), for all heads at once;
-* with small blocks one call of NumPy does many heads;
+* in small cache blocks one call of NumPy does many heads;
 * where ``max|q| max|k|`` proves that no exponential can overflow (Cauchy-Schwarz), no maximum
   is taken.  Otherwise the shift of a row is raised only when some logit exceeds it by more than
   `SLACK`, which costs one scalar maximum a cache block.
 
-In the comments on shapes, c is the number of KV heads done at once, g the query heads per KV head,
-n the rows of a query block (tokens x g), m those of a cache block, b its keys, d the headdim.
+In the comments on shapes, c is the number of KV heads that are packed at once, x that of those
+which one call of NumPy does, g the query heads per KV head, n the rows of a query block
+(tokens x g), m those of a cache block, b its keys, d the headdim.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ class NumpyKernel(Packing):
         Rows and keys of a cache block, at most.
     work : Workspace, optional
         Holds the buffers of the kernel.
+    logit_softcap : float, optional
+        c: scaled logits s become ``c tanh(s / c)``, with the derivative ``1 - tanh(s / c)^2``.
 
     Attributes
     ----------
@@ -71,8 +75,10 @@ class NumpyKernel(Packing):
         block_q: int = BLOCK_Q,
         block_k: int = BLOCK_K,
         work: Workspace | None = None,
+        logit_softcap: float | None = None,
     ) -> None:
-        super().__init__(dtype, softmax_scale, Blocker(block_q, block_k), work or Workspace())
+        blocker = Blocker(block_q, block_k)
+        super().__init__(dtype, softmax_scale, blocker, work or Workspace(), logit_softcap)
         self.poll = poll or (lambda: None)
 
     def forward(
@@ -104,15 +110,19 @@ class NumpyKernel(Packing):
         get = self._get
         ones = get("ones", (self._blocker.block_k,))
         ones[:] = 1
-        for first, c in self._batches(nheads_kv, most, nk, d):
+        for first, c in self._groups(nheads_kv, most, nk, d):
             heads = slice(first * g, (first + c) * g)
-            kh = self._keys("k", k[:, first : first + c], unseen)  # (c, nk, d + 1)
-            vh = self._keys("v", v[:, first : first + c], unseen, columns=d)  # (c, nk, d)
+            heads_kv = slice(first, first + c)
+            kh, vh = (
+                self._keys(x, y[:, heads_kv], unseen, columns=d) for x, y in (("k", k), ("v", v))
+            )  # (c, nk, d)
             q_of, out_of, lse_of = (
                 _by_head(x[:, heads], c) for x in (q, out, lse)
             )  # (c, nq, g, d), and (c, nq, g)
             seeing = q_of[:, ~masked] if masked.any() else q_of
-            bounded = self._bounded(seeing, kh[..., :d], vh)
+            bounded = self._bounded(seeing, kh, vh)
+            if not bounded:
+                kh = self._keys("k", k[:, heads_kv], unseen)  # (c, nk, d + 1)
             for i0, i1, cache_blocks in query_blocks:
                 n = (i1 - i0) * g
                 # The last column is minus the shift.
@@ -123,31 +133,37 @@ class NumpyKernel(Packing):
                 shift, total = get("shift", (c, n)), get("total", (c, n))
                 acc[:] = shift[:] = total[:] = 0
                 sees = np.zeros((c, n), bool)  # rows whose shift is set by a visible key
-                for rows, j0, j1, hidden in cache_blocks:
-                    m, b = rows.stop - rows.start, j1 - j0
-                    s, partial = get("scores", (c, m, b)), get("partial", (c, m, d))
-                    columns = d if bounded else d + 1
-                    q_rows, kt = qb[:, rows, :columns], _t(kh[:, j0:j1, :columns])
-                    np.matmul(q_rows, kt, out=s)  # (c, m, b) = (c, m, d) @ (c, d, b)
+                for part, (rows, j0, j1, differ, hidden) in self._parts(cache_blocks, c, d):
+                    at, x, b = (part, rows), part.stop - part.start, j1 - j0
+                    m = rows.stop - rows.start
+                    s, partial = get("scores", (x, m, b)), get("partial", (x, m, d))
+                    columns = d if bounded or self.logit_softcap is not None else d + 1
+                    q_rows, kt = qb[at][..., :columns], _t(kh[part, j0:j1, :columns])
+                    np.matmul(q_rows, kt, out=s)  # (x, m, b) = (x, m, d) @ (x, d, b)
+                    if self.logit_softcap is not None:
+                        self._cap(s)
+                        if not bounded:
+                            s -= shift[at][..., None]
                     if hidden is not None:
-                        np.copyto(s, -np.inf, where=hidden)
-                    if not (bounded or (sees[:, rows].all() and s.max() <= SLACK)):
-                        rise = s.max(axis=-1)  # (c, m)
-                        new = ~sees[:, rows] & ~np.isneginf(rise)
-                        sees[:, rows] |= new
+                        np.copyto(s[:, differ], -np.inf, where=hidden)
+                    if not (bounded or (sees[at].all() and s.max() <= SLACK)):
+                        rise = s.max(axis=-1)  # (x, m)
+                        new = ~sees[at] & ~np.isneginf(rise)
+                        sees[at] |= new
                         # The first key that a row sees sets its shift; later ones only raise it.
                         rise[~new] = np.maximum(rise[~new], 0)
-                        rise[~sees[:, rows]] = 0
+                        rise[~sees[at]] = 0
                         s -= rise[..., None]
-                        shift[:, rows] += rise
-                        qb[:, rows, d] = -shift[:, rows]
-                        scale = np.exp(-np.maximum(rise, 0))  # (c, m)
-                        acc[:, rows] *= scale[..., None]
-                        total[:, rows] *= scale
-                    np.exp(s, out=s)  # (c, m, b): p
-                    self._product(s, vh[:, j0:j1], hidden, partial)  # (c, m, d) = p @ v
-                    acc[:, rows] += partial
-                    total[:, rows] += np.matmul(s, ones[:b])  # (c, m)
+                        shift[at] += rise
+                        qb[at][..., d] = -shift[at]
+                        scale = np.exp(-np.maximum(rise, 0))  # (x, m)
+                        acc[at] *= scale[..., None]
+                        total[at] *= scale
+                    np.exp(s, out=s)  # (x, m, b): p
+                    shown = self._shown(m, b, differ, hidden)
+                    self._product(s, vh[part, j0:j1], shown, partial)  # (x, m, d) = p @ v
+                    acc[at] += partial
+                    total[at] += np.matmul(s, ones[:b])  # (x, m)
                     self.poll()
                 with np.errstate(divide="ignore"):
                     lse_of[:, i0:i1] = (np.log(total) + shift).reshape(c, i1 - i0, g)
@@ -187,14 +203,15 @@ class NumpyKernel(Packing):
         Notes
         -----
         ``p = exp(s - lse)``, ``ds = p (dout v^T - delta)``, ``dv += p^T dout``,
-        ``dk += scale ds^T q``, ``dq += scale ds k`` (FlashAttention-2, arXiv:2307.08691, alg. 2).
+        ``dk += scale ds^T q``, ``dq += scale ds k`` (FlashAttention-2, arXiv:2307.08691, alg. 2);
+        under a soft-cap ds has its derivative as a factor.
         """
         nheads, d = q.shape[1:]
         nk, nheads_kv = k.shape[:2]
         g = nheads // nheads_kv
         query_blocks, most, masked, unseen = self._blocker.blocking(intervals, nk, g)
         get = self._get
-        for first, c in self._batches(nheads_kv, most, nk, d):
+        for first, c in self._groups(nheads_kv, most, nk, d):
             heads, heads_kv = slice(first * g, (first + c) * g), slice(first, first + c)
             kh, vh = (
                 self._keys(x, y[:, heads_kv], unseen) for x, y in (("k", k), ("v", v))
@@ -213,27 +230,37 @@ class NumpyKernel(Packing):
                 db = self._pack("dout", dout_of[:, i0:i1], 1, delta_b, hide)  # (c, n, d + 1)
                 dqb = get("dq", (c, n, d))
                 dqb[:] = 0
-                for rows, j0, j1, hidden in cache_blocks:
-                    m, b, keys = rows.stop - rows.start, j1 - j0, slice(j0, j1)
-                    p, ds = get("scores", (c, m, b)), get("dscores", (c, m, b))
+                for part, (rows, j0, j1, differ, hidden) in self._parts(cache_blocks, c, d):
+                    at, keys, x = (part, rows), (part, slice(j0, j1)), part.stop - part.start
+                    m, b = rows.stop - rows.start, j1 - j0
+                    p, ds = get("scores", (x, m, b)), get("dscores", (x, m, b))
                     # One buffer: each sum is added before the next one is written.
-                    partial_k, partial_q = get("partial", (c, b, d)), get("partial", (c, m, d))
-                    np.matmul(qb[:, rows], _t(kh[:, keys]), out=p)  # (c, m, b): s - lse
+                    partial_k, partial_q = get("partial", (x, b, d)), get("partial", (x, m, d))
+                    if self.logit_softcap is None:
+                        np.matmul(qb[at], _t(kh[keys]), out=p)  # (x, m, b): s - lse
+                    else:
+                        np.matmul(qb[at][..., :d], _t(kh[keys][..., :d]), out=p)  # (x, m, b): s
+                        slope = get("slope", (x, m, b))
+                        self._cap(p, slope)
+                        p += qb[at][..., d:]
                     if hidden is not None:
-                        np.copyto(p, -np.inf, where=hidden)
-                    np.exp(p, out=p)  # (c, m, b)
-                    hidden_t = None if hidden is None else hidden.T
-                    self._product(_t(p), db[:, rows, :d], hidden_t, partial_k)  # p.T @ dout
-                    dvh[:, keys] += partial_k  # (c, b, d)
-                    np.matmul(db[:, rows], _t(vh[:, keys]), out=ds)  # (c, m, b): dp - delta
+                        np.copyto(p[:, differ], -np.inf, where=hidden)
+                    np.exp(p, out=p)  # (x, m, b)
+                    shown = self._shown(m, b, differ, hidden)
+                    shown_t = None if shown is None else shown.T
+                    self._product(_t(p), db[at][..., :d], shown_t, partial_k)  # p.T @ dout
+                    dvh[keys] += partial_k  # (x, b, d)
+                    np.matmul(db[at], _t(vh[keys]), out=ds)  # (x, m, b): dp - delta
                     ds *= p
+                    if self.logit_softcap is not None:
+                        ds *= slope
                     if self.careful and hidden is not None:
-                        np.copyto(ds, 0, where=hidden)
+                        np.copyto(ds[:, differ], 0, where=hidden)
                     # The packed q carries softmax_scale already.
-                    self._product(_t(ds), qb[:, rows, :d], hidden_t, partial_k)  # ds.T @ q
-                    dkh[:, keys] += partial_k  # (c, b, d)
-                    self._product(ds, kh[:, keys, :d], hidden, partial_q)  # ds @ k
-                    dqb[:, rows] += partial_q  # (c, m, d)
+                    self._product(_t(ds), qb[at][..., :d], shown_t, partial_k)  # ds.T @ q
+                    dkh[keys] += partial_k  # (x, b, d)
+                    self._product(ds, kh[keys][..., :d], shown, partial_q)  # ds @ k
+                    dqb[at] += partial_q  # (x, m, d)
                     self.poll()
                 dqb *= self.dtype.type(self.softmax_scale)  # (c, n, d)
                 _put(dq_of[:, i0:i1], dqb.reshape(c, i1 - i0, g, d), fresh)

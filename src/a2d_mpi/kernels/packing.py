@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.blocks import Blocker
+from a2d_mpi.kernels.blocks import Blocker, CacheBlock
+
+PACKED = 9 << 19  # elements of a tensor that are packed at once, if they are of several heads
 
 
 class Packing:
@@ -23,6 +25,7 @@ class Packing:
     blocker : Blocker
     work : Workspace
         Holds the buffers.
+    logit_softcap : float or None
 
     Attributes
     ----------
@@ -37,9 +40,10 @@ class Packing:
         softmax_scale: float,
         blocker: Blocker,
         work: Workspace,
+        logit_softcap: float | None,
     ) -> None:
         self.dtype = compute_dtype(np.dtype(dtype))
-        self.softmax_scale, self.careful = softmax_scale, False
+        self.softmax_scale, self.logit_softcap, self.careful = softmax_scale, logit_softcap, False
         self._work, self._blocker = work, blocker
         # exp(+-half) and its products with values between low and high stay in range.
         info = np.finfo(self.dtype)
@@ -50,34 +54,73 @@ class Packing:
     def _get(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         return self._work.get(("kernel", name), shape, self.dtype)
 
+    def _shown(
+        self, rows: int, keys: int, differ: slice | None, hidden: np.ndarray | None
+    ) -> np.ndarray | None:
+        """Visible pairs of a cache block, 1 or 0; None where nothing is hidden, or not careful."""
+        if not self.careful or hidden is None:
+            return None
+        shown = np.ones((rows, keys), self.dtype)
+        shown[differ] = ~hidden
+        return shown
+
     def _product(
-        self, weights: np.ndarray, x: np.ndarray, hidden: np.ndarray | None, out: np.ndarray
+        self, weights: np.ndarray, x: np.ndarray, shown: np.ndarray | None, out: np.ndarray
     ) -> None:
         """Compute ``out = weights x``; if careful, with NaN in rows that see bad elements of x."""
-        bad = ~np.isfinite(x) if self.careful and hidden is not None else None
+        bad = None if shown is None else ~np.isfinite(x)
         if bad is None or not bad.any():
             np.matmul(weights, x, out=out)
             return
         np.matmul(weights, np.where(bad, 0, x), out=out)
-        seen = (~hidden).astype(x.dtype) @ bad.astype(x.dtype)
-        np.copyto(out, np.nan, where=seen > 0)
+        np.copyto(out, np.nan, where=shown @ bad.astype(x.dtype) > 0)
 
-    def _batches(self, nheads_kv: int, rows: int, nk: int, d: int) -> Iterator[tuple[int, int]]:
-        """KV heads that are done at once, as (first, number).
+    def _cap(self, s: np.ndarray, slope: np.ndarray | None = None) -> None:
+        """Apply the soft-cap to logits; its derivative goes to `slope`."""
+        cap = self.dtype.type(self.logit_softcap)
+        s /= cap
+        np.tanh(s, out=s)
+        if slope is not None:
+            np.multiply(s, s, out=slope)
+            np.subtract(1, slope, out=slope)
+        s *= cap
 
-        One head of a large block.  In small blocks the overhead of NumPy's calls would prevail:
-        each call does as many heads as stay in the cache together with their buffers.
+    def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> Iterator[tuple[int, int]]:
+        """KV heads whose keys and queries are packed at once, as (first, number).
+
+        A token's heads lie side by side: to pack them one by one takes twice as long.
         """
-        elements = rows * min(nk, self._blocker.block_k) + 2 * (rows + nk) * (d + 1)
-        most = max(1, self._blocker.block_q * self._blocker.block_k // max(1, elements))
-        for first in range(0, nheads_kv, most):
-            yield first, min(most, nheads_kv - first)
+        most = max(1, PACKED // max(1, (rows + nk) * d))
+        count = -(-nheads_kv // most)
+        bounds = [nheads_kv * i // count for i in range(count + 1)]
+        for first, last in zip(bounds, bounds[1:], strict=False):
+            yield first, last - first
+
+    def _parts(
+        self, cache_blocks: Iterable[CacheBlock], heads: int, d: int
+    ) -> Iterator[tuple[slice, CacheBlock]]:
+        """Cache blocks, each with some of the heads of a group at a time.
+
+        One head of a large cache block.  In small ones the overhead of NumPy's calls would
+        prevail: each call does as many heads as stay in the cache together with their buffers.
+        """
+        room = self._blocker.block_q * self._blocker.block_k
+        for block in cache_blocks:
+            m, b = block.rows.stop - block.rows.start, block.j1 - block.j0
+            most = max(1, room // (m * b + 2 * (m + b) * (d + 1)))
+            for first in range(0, heads, most):
+                yield slice(first, min(first + most, heads)), block
 
     def _keys(
         self, name: str, x: np.ndarray, hide: np.ndarray, columns: int | None = None
     ) -> np.ndarray:
-        """Copy (keys, heads, d) to (heads, keys, columns), 0 where `hide`; default: d and ones."""
+        """Copy (keys, heads, d) to (heads, keys, columns), 0 where `hide`; default: d and ones.
+
+        A view where nothing would change: BLAS reads the rows of one head as fast as packed ones.
+        """
         keys, heads, d = x.shape
+        if columns == d and x.dtype == self.dtype and not hide.any():
+            return x.swapaxes(0, 1)
         packed = self._get(name, (heads, keys, columns or d + 1))
         packed[..., :d] = x.swapaxes(0, 1)
         packed[..., d:] = 1
@@ -110,8 +153,10 @@ class Packing:
             return True
         norm2 = [float(np.einsum("...d,...d->...", x, x, dtype=self.dtype).max()) for x in (q, k)]
         largest = math.sqrt(norm2[0]) * math.sqrt(norm2[1]) * abs(self.softmax_scale)
+        if self.logit_softcap is not None and not math.isnan(largest):
+            largest = min(largest, self.logit_softcap)
         # NaN fails the comparisons and takes the general path.
         return largest <= self._half and all(
             size == 0 or self._low < size < self._high / k.shape[1]
-            for size in np.abs(v).max(axis=(1, 2)).tolist()
+            for size in np.maximum(v.max(axis=(1, 2)), -v.min(axis=(1, 2))).tolist()
         )

@@ -1,0 +1,260 @@
+"""Logit soft-cap and attention sink: kernels and plans against float64."""
+
+import numpy as np
+import pytest
+from helpers import DRIVERS, assert_all_refused, bounds_for, distance, drive
+from test_kernels import dense, random_intervals, tensors
+
+from a2d_mpi import IntervalMask
+from a2d_mpi.core import reference
+from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.experiments.results import read_result
+from a2d_mpi.kernels import make_kernel
+from a2d_mpi.kernels.numpy import NumpyKernel
+
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dsink")
+
+
+def plain(inputs, visible, scale, cap, sink, dtype=np.float64, kept=None, products=None):
+    """All results of the dense computation in `dtype`; out is kept in `kept`."""
+    q, k, v, dout = (x.astype(dtype) for x in inputs)
+    logits = {"products": products, "logit_softcap": cap}
+    out, lse = reference.attention(q, k, v, visible, scale, dtype, sink=sink, **logits)
+    if kept is not None:
+        out = out.astype(kept).astype(dtype)
+    delta = (dout * out).sum(-1)
+    gradients = reference.attention_backward(
+        dout, q, k, v, lse, delta, visible, scale, dtype, **logits
+    )
+    found = dict(zip(TENSORS, (out, lse, *gradients)))
+    return found if sink is None else found | {
+        "dsink": reference.sink_gradient(lse, delta, sink, dtype)
+    }  # fmt: skip
+
+
+def bounds(inputs, visible, scale, cap, sink, exact, dtype):
+    """Largest errors that results of a run in `dtype` may have."""
+    same = plain(inputs, visible, scale, cap, sink, compute_dtype(dtype), dtype)
+    narrow = {x: y if x in ("lse", "dsink") else y.astype(dtype) for x, y in same.items()}
+    errors = {x: distance(y, exact[x]) for x, y in narrow.items()}
+    found = bounds_for(dtype, scale, inputs, exact, errors)
+    if sink is not None:
+        p = np.exp(sink - np.where(np.isneginf(exact["lse"]), 0, exact["lse"]))
+        sizes = [np.linalg.norm(x.astype(float), axis=-1) for x in (inputs[3], exact["out"])]
+        term = float((p * sizes[0] * sizes[1]).sum(0).max())
+        found["dsink"] = 2 * errors["dsink"] + np.finfo(compute_dtype(dtype)).eps * (
+            (2 + distance(np.nan_to_num(exact["lse"], neginf=0), 0)) * term
+        )
+        if dtype == np.float64:
+            found["dsink"] += 1e-12 * distance(exact["dsink"], 0)
+    return found
+
+
+def out_of_bounds(found, exact, largest):
+    errors = {x: distance(found[x], exact[x]) for x in exact}
+    return [
+        f"{x}: {errors[x]:.2e} > {largest[x]:.2e}" for x in exact if not errors[x] <= largest[x]
+    ]
+
+
+@pytest.mark.parametrize("cap, sinks", [(0.8, None), (None, True), (1.5, True)])
+def test_reference_by_differences(cap, sinks):
+    """Gradients with respect to q, k, v and the sink; the first query sees nothing."""
+    rng = np.random.default_rng(0)
+    q, dout = (rng.standard_normal((5, 4, 3)) for _ in range(2))
+    k, v = (rng.standard_normal((6, 2, 3)) for _ in range(2))
+    sink = rng.standard_normal(4) if sinks else None
+    visible = IntervalMask(np.array([0, 2, 4, 1, 3]), np.array([0, 6, 4, 3, 9])).dense(
+        np.arange(5), np.arange(6)
+    )
+    exact = plain((q, k, v, dout), visible, 0.7, cap, sink)
+    if sinks:
+        assert (exact["out"][0] == 0).all() and (exact["lse"][0] == sink).all()
+    for name, x in zip(("dq", "dk", "dv", "dsink"), (q, k, v, sink)):
+        if x is None:
+            continue
+        numeric, step = np.zeros_like(x), 1e-6
+        for index in np.ndindex(x.shape):
+            value, both = x[index], []
+            for sign in (1, -1):
+                x[index] = value + sign * step
+                both.append((plain((q, k, v, dout), visible, 0.7, cap, sink)["out"] * dout).sum())
+            x[index] = value
+            numeric[index] = (both[0] - both[1]) / (2 * step)
+        assert exact[name] == pytest.approx(numeric, abs=1e-8), name
+
+
+def test_sink_is_a_key_without_a_value():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((4, 1, 3)) for _ in range(3))
+    q[..., 0], k[0], v[0] = 1, (0.4, 0, 0), 0  # the first key has the same logit for all queries
+    whole = reference.attention(q, k, v, np.ones((4, 4), bool), 1.0)
+    rest = reference.attention(q, k[1:], v[1:], np.ones((4, 3), bool), 1.0, sink=np.array([0.4]))
+    assert all(np.allclose(x, y, atol=1e-14) for x, y in zip(whole, rest))
+
+
+def kernel_results(kernel, inputs, intervals, exact, dtype):
+    """Results of a kernel, with the statistics of `exact`; see test_kernels.run."""
+    q, k, v, dout = (x.astype(dtype) for x in inputs)
+    out, lse = np.empty_like(q), np.empty(q.shape[:2], dtype)
+    kernel.forward(q, k, v, intervals, out, lse)
+    delta = (dout * exact["out"]).sum(-1).astype(dtype)
+    gradients = [np.zeros_like(x) for x in (q, k, v)]
+    kernel.backward(dout, q, k, v, exact["lse"].astype(dtype), delta, intervals, *gradients)
+    return dict(zip(TENSORS, (out, lse, *gradients)))
+
+
+# Caps below and above the largest logit whose exponential needs no shift.
+@pytest.mark.parametrize("cap, size", [(1.5, 1.0), (30.0, 40.0), (500.0, 1.0), (500.0, 2500.0)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("kind", ["full", "causal", "two"])
+def test_numpy_kernel(cap, size, dtype, kind):
+    inputs = tensors(60, 90, 4, 2, 8, dtype, size)
+    intervals = random_intervals(np.random.default_rng(1), 60, 90, kind)
+    visible, scale = dense(intervals, 90), 8**-0.5
+    exact = plain(inputs, visible, scale, cap, None)
+    largest = bounds(inputs, visible, scale, cap, None, exact, np.dtype(dtype))
+    for options in ({}, {"block_q": 16, "block_k": 16}):
+        kernel = NumpyKernel(dtype, scale, logit_softcap=cap, **options)
+        found = kernel_results(kernel, inputs, intervals, exact, dtype)
+        assert not out_of_bounds(found, exact, largest)
+    general = NumpyKernel(dtype, scale, logit_softcap=cap, block_q=16, block_k=16)
+    general._bounded = lambda *_: False
+    assert not out_of_bounds(
+        kernel_results(general, inputs, intervals, exact, dtype), exact, largest
+    )
+
+
+@pytest.mark.parametrize("wrong", ["no cap", "another cap", "after the scale of k", "no slope"])
+def test_wrong_caps_are_found(wrong, monkeypatch):
+    inputs = tensors(40, 50, 2, 2, 8, np.float32)
+    intervals = random_intervals(np.random.default_rng(1), 40, 50, "causal")
+    visible, scale, cap = dense(intervals, 50), 8**-0.5, 2.0
+    exact = plain(inputs, visible, scale, cap, None)
+    largest = bounds(inputs, visible, scale, cap, None, exact, np.dtype(np.float32))
+    caps = {"no cap": None, "another cap": cap * 1.001, "after the scale of k": cap / scale}
+    kernel = NumpyKernel(np.float32, scale, logit_softcap=caps.get(wrong, cap))
+    if wrong == "no slope":
+        right = kernel._cap
+
+        def no_slope(s, slope=None):
+            right(s, slope)
+            if slope is not None:
+                slope[:] = 1
+
+        monkeypatch.setattr(kernel, "_cap", no_slope)
+    found = kernel_results(kernel, inputs, intervals, exact, np.float32)
+    bad = {x.split(":")[0] for x in out_of_bounds(found, exact, largest)}
+    assert bad >= ({"dq", "dk"} if wrong == "no slope" else {"out", "lse", "dq", "dk"})
+
+
+def test_careful_kernel_with_a_cap():
+    """NaN in a hidden key stays with the queries that see it."""
+    q, k, v, dout = tensors(30, 40, 1, 1, 8, np.float32)
+    intervals = ((np.zeros(30, int), np.arange(30) + 1),)
+    visible = dense(intervals, 40)
+    exact = plain((q, k, v, dout), visible, 0.3, 2.0, None)
+    k[20], v[20] = np.nan, np.nan
+    kernel = NumpyKernel(np.float32, 0.3, logit_softcap=2.0)
+    kernel.careful = True
+    found = kernel_results(kernel, (q, k, v, dout), intervals, exact, np.float32)
+    assert np.isnan(found["out"][20:]).all()
+    for name in ("out", "lse", "dq"):
+        assert distance(found[name][:20], exact[name][:20]) < 1e-5, name
+
+
+def test_kernels_without_a_cap():
+    for kernel in ("cudnn", "cudnn-deterministic"):
+        with pytest.raises(ValueError, match=f"kernel '{kernel}' has no soft-cap, got .* 30.0"):
+            make_kernel(kernel, HOST, DTYPES["bfloat16"], 1.0, logit_softcap=30.0)
+    assert make_kernel("auto", HOST, DTYPES["bfloat16"], 1.0, logit_softcap=30.0).logit_softcap
+
+
+SINKS = [-np.inf, -50.0, 0.3, 4000.0]
+
+
+def statistics(dtype):
+    """Out, lse and delta for every sink: ordinary, huge and masked rows."""
+    rng = np.random.default_rng(0)
+    lse = np.repeat(np.array([-np.inf, -3e3, 0.1, 4001.5, 9e4])[:, None], 4, 1)
+    out = rng.standard_normal((5, 4, 6)) * (lse > -np.inf)[..., None]
+    delta = rng.standard_normal((5, 4)) * (lse > -np.inf)
+    return [x.astype(dtype) for x in (out, lse, delta, np.array(SINKS))]
+
+
+def assert_sinks(out, lse, gradient, delta, given):
+    """The device's results against their formulas."""
+    old_out, old_lse, sink = (x.astype(float) for x in given)
+    exact = np.logaddexp(old_lse, sink)
+    with np.errstate(over="ignore", invalid="ignore"):
+        weight = np.nan_to_num(1 / (1 + np.exp(sink - old_lse)))  # inf - inf: NaN
+    eps = np.finfo(lse.dtype).eps
+    assert distance(lse, exact) <= eps * 9e4
+    assert distance(out, old_out * weight[..., None]) <= 4 * eps * np.abs(old_out).max()
+    shown = lse.astype(float)
+    p = np.exp(sink - np.where(np.isneginf(shown), np.inf, shown))
+    assert distance(gradient, -(p * delta).sum(0)) <= 20 * eps
+    assert np.isfinite(gradient).all() and np.isneginf(lse[0, 0]) and lse[0, 2] == sink[2]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sinks_of_the_host(dtype):
+    out, lse, delta, sink = statistics(dtype)
+    given = out.copy(), lse.copy(), sink
+    HOST.add_sink(out, lse, sink)
+    assert_sinks(out, lse, HOST.sink_gradient(lse, delta, sink), delta, given)
+    assert HOST.sink_gradient(lse[:0], delta[:0], sink).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sinks_of_a_gpu(cupy, dtype):
+    from a2d_mpi.devices.cuda import Cuda
+
+    out, lse, delta, sink = statistics(dtype)
+    x, y, z, s = map(cupy.asarray, (out, lse, delta, sink))
+    Cuda.current().add_sink(x, y, s)
+    gradient = Cuda.current().sink_gradient(y, z, s)
+    found = map(cupy.asnumpy, (x, y, gradient))
+    assert_sinks(*found, delta, (out, lse, sink))
+    none = Cuda.current().sink_gradient(y[:0], z[:0], s)
+    assert cupy.asnumpy(none).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["causal", "two"])
+def test_plain_gpu_kernel(cupy, dtype, kind):
+    import test_gpu_kernels as gpu
+
+    shape = (40, 70, 4, 2, 40) if cupy.kind == "emulated" else (509, 1009, 4, 2, 128)
+    q, k, v, dout = gpu.make(shape, DTYPES[dtype], 3.0)
+    intervals = random_intervals(np.random.default_rng(1), *shape[:2], kind)
+    visible, scale, cap = dense(intervals, shape[1]), shape[-1] ** -0.5, 5.0
+    exact = plain((q, k, v, dout), visible, scale, cap, None)
+    largest = bounds((q, k, v, dout), visible, scale, cap, None, exact, q.dtype)
+    kernel = gpu.plain_kernel(cupy, DTYPES[dtype], scale)
+    for right in (False, True):
+        kernel.logit_softcap = cap if right else None
+        found = gpu.run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
+        assert bool(out_of_bounds(found, exact, largest)) != right
+
+
+SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
+
+
+@pytest.mark.parametrize(
+    "options", [["--softcap", 5, "--sink"], ["--sink", "--dtype", "bfloat16"]]
+)
+def test_driver(tmp_path, options):
+    output = tmp_path / "run.h5"
+    common = ["--seqlen", 60, "--backward", "--check", "full", "--trials", 1, "--output", output]
+    done = drive("attention.py", 2, SAMPLE, *common, *options)
+    assert done.returncode == 0, done.stderr
+    result = read_result(output)
+    assert result.passed and {"dsink", "repeat"} <= {*result.checks}
+    assert result.config["sink"] and result.config["logit_softcap"] == 5 * ("--softcap" in options)
+
+
+def test_driver_refuses():
+    text = "logit_softcap must be between 1e-30 and 1e30, got -5.0"
+    assert_all_refused("attention.py", 2, [([SAMPLE, "--softcap", -5], [], text)])

@@ -1,0 +1,197 @@
+"""Plans with a logit soft-cap and an attention sink, against float64."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from cases import NHEADS, OTHERS, SIZE, label
+from helpers import assert_all
+from test_bad_input import message_of
+from test_softcap import TENSORS, bounds, out_of_bounds, plain
+
+from a2d_mpi import (
+    Attention2D,
+    Causal,
+    Full,
+    IntervalMask,
+    NodeAwareAttention,
+    ProcessGrid,
+    RingAttention,
+)
+from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.experiments.check import check_attention
+
+pytestmark = pytest.mark.mpi
+
+N, D = 61, 16
+HIDDEN = IntervalMask(np.arange(N) // 20 * 20, np.where(np.arange(N) % 7, np.arange(N) + 1, 0))
+ONE = {1: (1, 1), 4: (2, 2), 5: (1, 5), 6: (2, 3)}.get(SIZE, (1, SIZE))
+PLANS = [(Attention2D, ONE), (RingAttention, (1, SIZE)), OTHERS[-1]]
+PLANS += [(NodeAwareAttention, (1, SIZE))] * (SIZE == 4)
+
+
+@cache
+def problem(mask, dtype, cap, sinks, nheads_kv):
+    """Inputs, sink, exact results and their bounds."""
+    rng, kept = np.random.default_rng(3), DTYPES[dtype]
+    heads = (NHEADS, nheads_kv, nheads_kv, NHEADS)
+    inputs = [rng.standard_normal((N, h, D)).astype(kept).astype(float) for h in heads]
+    sink = rng.standard_normal(NHEADS).astype(compute_dtype(kept)) + 1 if sinks else None
+    visible = mask.dense(np.arange(N), np.arange(N))
+    exact = plain(inputs, visible, D**-0.5, cap, sink)
+    return inputs, sink, exact, bounds(inputs, visible, D**-0.5, cap, sink, exact, kept)
+
+
+def results(plan, inputs, sink, upload=np.asarray, download=np.asarray):
+    """All results of a plan; dsink is summed over the ranks."""
+    q, k, v, dout = (upload(x[plan.tokens].astype(plan.dtype)) for x in inputs)
+    s = None if sink is None else upload(sink)
+    out, lse = plan.forward(q, k, v, s)
+    found = dict(
+        zip(TENSORS, map(download, (out, lse, *plan.backward(dout, q, k, v, out, lse, s))))
+    )
+    if sink is not None:
+        found["dsink"] = plan.grid.comm.allreduce(found["dsink"])
+    return found
+
+
+def wrong_with(plan, found, exact, largest):
+    """What is out of bounds on this rank, or of another dtype, in words."""
+    mine = {x: y if x == "dsink" else y[plan.tokens] for x, y in exact.items()}
+    narrow = {x for x, y in found.items() if y.dtype != plan.dtype} - {"lse", "dsink"}
+    return out_of_bounds(found, mine, largest) + [f"{x} is wide" for x in narrow]
+
+
+@pytest.mark.parametrize("method", PLANS, ids=label)
+@pytest.mark.parametrize("cap, sinks", [(2.0, False), (None, True), (2.0, True)])
+def test_plans(comm, method, cap, sinks):
+    grid, bad = ProcessGrid(comm, *method[1]), []
+    for mask, dtype, nheads_kv in (
+        (Full(), "float32", NHEADS), (Causal(), "float64", 1), (HIDDEN, "float32", 2),
+        (Causal(), "bfloat16", NHEADS), (HIDDEN, "float16", 1),
+    ):  # fmt: skip
+        inputs, sink, exact, largest = problem(mask, dtype, cap, sinks, nheads_kv)
+        plan = method[0](
+            grid, mask, seqlen=N, nheads=NHEADS, nheads_kv=nheads_kv, headdim=D, dtype=dtype,
+            logit_softcap=cap,
+        )  # fmt: skip
+        found = results(plan, inputs, sink)
+        bad += [f"{dtype} {x}" for x in wrong_with(plan, found, exact, largest)]
+        if plan.traffic.bytes != plan.predicted_traffic():
+            bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
+        plan.free()
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_out_in_16_bits_is_rounded_once(comm):
+    """Equal keys: out is their value times a number that float32 knows to the last digit."""
+    grids = [ONE] + [(1, 1, SIZE)] * (NHEADS % SIZE == 0) + [(2, 1, 2)] * (SIZE == 4)
+    v = np.linspace(1, 2, N * NHEADS * D).reshape(N, NHEADS, D).astype(DTYPES["bfloat16"])
+    v[:] = v[:1]
+    zeros, sink = np.zeros_like(v), np.linspace(2, 3, NHEADS).astype(np.float32)
+    share = (N / (N + np.exp(sink.astype(float))))[:, None]
+    exact = (v[0].astype(float) * share).astype(np.float32).astype(DTYPES["bfloat16"])
+    bad = []
+    for shape in grids:
+        grid = ProcessGrid(comm, *shape)
+        plan = Attention2D(
+            grid, Full(), seqlen=N, nheads=NHEADS, headdim=D, dtype="bfloat16",
+        )  # fmt: skip
+        mine = [x[plan.tokens] for x in (zeros, zeros, v)]
+        # Partial outs of other ranks are rounded on the wire; those of one value are exact.
+        out, _ = plan.forward(*mine, sink)
+        off = (out.astype(float) != exact.astype(float)).mean() if len(out) else 0
+        # float32 products and sums may move a value across the middle of two neighbours.
+        if off > 0.02:
+            bad.append(f"{shape}: {100 * off:.1f} % are not rounded as the exact ones")
+        grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.parametrize("change", ["nothing", "sink", "cap", "dsink of one rank"])
+def test_check_of_a_run(comm, change):
+    """`check_attention` passes what is right, and nothing else, in a sample too."""
+    grid, cap = ProcessGrid(comm, *ONE), 3.0
+    plan = Attention2D(grid, Causal(), seqlen=N, nheads=NHEADS, headdim=D, logit_softcap=cap)
+    inputs, sink, *_ = problem(Causal(), "float32", 3.0, True, NHEADS)
+    q, k, v, dout = (x[plan.tokens].astype(np.float32) for x in inputs)
+    out, lse = plan.forward(q, k, v, sink)
+    dq, dk, dv, dsink = plan.backward(dout, q, k, v, out, lse, sink)
+    local = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse, "sink": sink}
+    local |= {"dq": dq, "dk": dk, "dv": dv, "dsink": dsink}
+    if change == "sink":
+        local["sink"] = sink + np.float32(1e-3)
+    elif change == "cap":
+        plan.logit_softcap = 3.01
+    elif change == "dsink of one rank" and comm.rank == 0:
+        local["dsink"] = dsink * np.float32(1.001)
+    for rows in (None, 8):
+        checks = check_attention(plan, local, rows)
+        failed = {x for x, y in checks.items() if not y.passed}
+        expected = {
+            "nothing": set(), "sink": {"out", "lse", "dsink"}, "cap": {"out", "lse"},
+            "dsink of one rank": {"dsink"},
+        }[change]  # fmt: skip
+        ok = failed >= expected and (failed == expected or change in ("sink", "cap"))
+        assert_all(comm, ok, f"{rows} rows: {failed} failed")
+    grid.free()
+
+
+@pytest.mark.one_mpi
+def test_plan_on_a_gpu(comm, cupy):
+    from a2d_mpi.comm.gpus import bind_gpu
+
+    bind_gpu(comm)
+    grid, bad = ProcessGrid(comm, *OTHERS[-1][1]), []
+    for dtype in ("float32", "bfloat16"):
+        inputs, sink, exact, largest = problem(HIDDEN, dtype, 2.0, True, 2)
+        plan = OTHERS[-1][0](
+            grid, HIDDEN, seqlen=N, nheads=NHEADS, nheads_kv=2, headdim=D, dtype=dtype,
+            logit_softcap=2.0,
+        )  # fmt: skip
+        found = results(plan, inputs, sink, cupy.asarray, cupy.asnumpy)
+        bad += wrong_with(plan, found, exact, largest)
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+GOOD = {"seqlen": 40, "nheads": 4, "headdim": 8}
+
+
+@pytest.mark.parametrize("where", ["all", "last"])
+def test_bad_input(comm, where):
+    """One error on all ranks."""
+    grid = ProcessGrid(comm, 1, comm.size)
+    here = where == "all" or comm.rank == comm.size - 1
+    for wrong, text in (
+        ({"logit_softcap": 0.0}, "logit_softcap must be between 1e-30 and 1e30, got 0.0"),
+        ({"logit_softcap": 1.0, "kernel": "cudnn", "dtype": "bfloat16"}, "has no soft-cap"),
+        ({"dropout": 0.1}, "dropout is out of scope: it must be 0, got 0.1"),
+    ):
+        more = wrong if here else {x: y for x, y in wrong.items() if x in ("dtype",)}
+        found = message_of(comm, lambda more=more: Attention2D(grid, Full(), **GOOD, **more))
+        assert_all(comm, text in found, found)
+    if comm.size > 1 and where == "last":
+        cap = 2.0 if here else 3.0
+        found = message_of(
+            comm, lambda: Attention2D(grid, Full(), **GOOD, logit_softcap=cap, dropout=0)
+        )
+        assert_all(comm, "ranks disagree on logit_softcap: 3.0 on rank 0" in found, found)
+    plan = Attention2D(grid, Full(), **GOOD, dropout=None)
+    x, sink = np.ones((len(plan.tokens), 4, 8), np.float32), np.zeros(4, np.float32)
+    for wrong, text in (
+        (sink[:3], "sink has shape (3,) and dtype float32, this plan needs (4,) and float32"),
+        (sink.astype(float), "sink has shape (4,) and dtype float64"),
+        ([0.0] * 4, "sink "),
+    ):
+        found = message_of(
+            comm, lambda wrong=wrong: plan.forward(x, x, x, wrong if here else sink)
+        )
+        assert_all(comm, text in found, found)
+    if comm.size > 1 and where == "last":
+        found = message_of(comm, lambda: plan.forward(x, x, x, sink if here else None))
+        assert_all(comm, "ranks disagree on the sink" in found, found)
+    out, _ = plan.forward(x, x, x, sink)  # the plan still works
+    assert_all(comm, np.allclose(out, 40 * np.exp(8**0.5) / (40 * np.exp(8**0.5) + 1)), "wrong")
+    grid.free()
