@@ -150,13 +150,13 @@ def _gathered(pairs: np.ndarray, piece: np.ndarray, pieces: int) -> np.ndarray:
 
 
 def _starts(sort: np.ndarray, positions: int) -> list[np.ndarray]:
-    """Owners of pieces of each sort: contiguous, zigzag, and in turns there and back."""
+    """Owners of pieces of each sort: zigzag, contiguous, and in turns there and back."""
     number = np.count_nonzero(sort == sort[0])
     run, each = np.arange(len(sort)) % number, number // positions
     found = [run // each]
     if each > 1:
         piece = run // (each // 2)
-        found.append(np.minimum(piece, 2 * positions - 1 - piece))
+        found.insert(0, np.minimum(piece, 2 * positions - 1 - piece))
     if each > 2:
         turn, place = np.divmod(run, positions)
         found.append(np.where(turn % 2, positions - 1 - place, place))
@@ -188,10 +188,11 @@ def _exchange(
     Notes
     -----
     With the indicators X of the rows and Y of the columns the areas are ``M = X^T W Y``.  Let run
-    a at (r1, c1) and run b at (r2, c2) change places; with ``x = e_r2 - e_r1``, ``y = e_c2 - e_c1``,
-    ``p = (W_a - W_b) Y``, ``t = X^T (W^a - W^b)`` for the rows W_a and columns W^a of W, and
-    ``s = W_aa - W_ab - W_ba + W_bb``, the areas change by ``x (p + s y)^T + t y^T``.  The change of
-    the sum of their squares is computed for all b at once.
+    a at (r1, c1) and run b at (r2, c2) change places.  With ``x = e_r2 - e_r1``,
+    ``y = e_c2 - e_c1``, ``p = (W_a - W_b) Y``, ``t = X^T (W^a - W^b)`` for the rows W_a and the
+    columns W^a of W, and ``s = W_aa - W_ab - W_ba + W_bb``, the areas change by
+    ``x (p + s y)^T + t y^T``.  The change of the sum of their squares is computed for all b at
+    once.
     """
     row, col = (x.copy() for x in np.divmod(owner, cols))
     transposed = np.ascontiguousarray(pairs.T)

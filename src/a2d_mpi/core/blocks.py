@@ -60,3 +60,47 @@ def visible_pairs(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarr
                 total += sign * weight.reshape(number.shape)
     below = np.cumsum(number, axis=1)[:, : nk + 1] * keys - np.cumsum(total, axis=1)[:, : nk + 1]
     return np.rint(np.diff(below, axis=1)).astype(np.int64)
+
+
+def borders(mask: Mask, seqlen: int) -> np.ndarray:
+    """Find the places of the sequence that no visible pair crosses, such as ends of documents.
+
+    Returns
+    -------
+    (n,) int64
+        Ascending, 0 and `seqlen` among them.  No query before such a place sees a key behind it,
+        and no query behind it a key before.
+    """
+    steps = np.zeros(seqlen + 1, np.int64)
+    for tokens, intervals in chunks(mask, 0, seqlen):
+        for begin, end in intervals:
+            begin, end = np.clip(begin, 0, seqlen), np.clip(end, 0, seqlen)
+            some = end > begin
+            first = np.minimum(begin, tokens)[some]
+            last = np.maximum(end - 1, tokens)[some]
+            steps += np.bincount(first + 1, minlength=seqlen + 1)
+            steps -= np.bincount(last + 1, minlength=seqlen + 1)
+    return np.union1d(np.flatnonzero(np.cumsum(steps) == 0), [0, seqlen]).astype(np.int64)
+
+
+def along_documents(mask: Mask, seqlen: int, nblocks: int) -> np.ndarray:
+    """Bounds of about `nblocks` blocks that follow the borders of the documents of a mask.
+
+    A long document is cut into equal blocks; short ones share a block.  No block has more than
+    ``seqlen / nblocks`` tokens, rounded up; there are fewer than twice `nblocks`.
+    """
+    most = max(1, -(-seqlen // nblocks))
+    bounds, last = [0], 0
+    for border in borders(mask, seqlen)[1:].tolist():
+        length = border - last
+        if length > most:
+            if last > bounds[-1]:
+                bounds.append(last)
+            pieces = -(-length // most)
+            bounds += [last + length * i // pieces for i in range(1, pieces + 1)]
+        elif border - bounds[-1] > most:
+            bounds.append(last)
+        last = border
+    if seqlen > bounds[-1]:
+        bounds.append(seqlen)
+    return np.array(bounds, np.int64)
