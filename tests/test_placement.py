@@ -24,6 +24,13 @@ from a2d_mpi.core.placement import place
 N = 16384
 
 
+@pytest.fixture(autouse=True)
+def little_search():
+    """A tenth of the search that `place` makes: the bars of these tests are wider, too."""
+    with patch.object(placement, "_BUDGET", 3_000_000):
+        yield
+
+
 def figures(mask, seqlen, found, kv_share):
     """Visible pairs, elements received and sent of every rank, from the dense mask."""
     seen = mask.dense(np.arange(seqlen), np.arange(seqlen))
@@ -67,7 +74,7 @@ def checked(found, name=""):
     return found
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     st.integers(0, 2**32 - 1),
     st.integers(0, 60),
@@ -79,7 +86,7 @@ def test_every_pair_is_computed_once(seed, seqlen, ranks, nblocks, kv_share):
     """Intervals may be out of range, but those of one query do not overlap."""
     a, b, c, d = np.random.default_rng(seed).integers(-3, 65, (4, seqlen))
     mask = Intervals((a, b), (np.maximum(c, np.maximum(a, b)), d))
-    with patch.object(placement, "_BUDGET", 100_000):
+    with patch.object(placement, "_BUDGET", 60_000):
         found = place(mask, seqlen, ranks, nblocks, kv_share)
         again = place(mask, seqlen, ranks, nblocks, kv_share)
     owners_of(found.runs(), seqlen)
@@ -92,13 +99,12 @@ def test_every_pair_is_computed_once(seed, seqlen, ranks, nblocks, kv_share):
         assert (getattr(found, name) == getattr(again, name)).all()
 
 
-@pytest.mark.parametrize("kv_share", [1, 0.25])
 @pytest.mark.parametrize("name", list(many_masks(64, 0, 8)))
-def test_traffic_is_counted_to_the_token(name, kv_share):
+def test_traffic_is_counted_to_the_token(name):
     mask = many_masks(1024, 3, 16)[name]
-    with patch.object(placement, "_BUDGET", 3_000_000):
-        found = place(mask, 1024, 6, 24, kv_share)
-    work, received, sent = figures(mask, 1024, found, kv_share)
+    with patch.object(placement, "_BUDGET", 300_000):
+        found = place(mask, 1024, 6, 24, 0.25)
+    work, received, sent = figures(mask, 1024, found, 0.25)
     assert (found.work == work).all()
     np.testing.assert_allclose(found.received, received)
     np.testing.assert_allclose(found.sent, sent)
@@ -107,13 +113,12 @@ def test_traffic_is_counted_to_the_token(name, kv_share):
 @pytest.mark.parametrize("name", list(many_masks(64, 0, 8)))
 def test_even_work_and_no_more_traffic_than_grids(name):
     mask = many_masks(N, 0)[name]
-    with patch.object(placement, "_BUDGET", 8_000_000):
-        found = checked(place(mask, N, 16), name)
+    found = checked(place(mask, N, 16), name)
     grids = min(best_grid(mask, N, 16, x(N, 16)) for x in (contiguous, zigzag))
     assert largest(found) <= 1.01 * grids, f"{name}: {largest(found) / grids:.3f} of the best grid"
 
 
-@pytest.mark.parametrize("ranks, share", [(8, 0.88), (16, 0.88), (64, 0.9)])
+@pytest.mark.parametrize("ranks, share", [(8, 0.9), (16, 0.9), (64, 0.9)])
 def test_causal(ranks, share):
     found = checked(place(Causal(), N, ranks))
     grid = best_grid(Causal(), N, ranks, zigzag(N, ranks))
@@ -142,8 +147,7 @@ def test_heavy_tailed_documents(seed):
 def test_hypergraph():
     pytest.importorskip("mtkahypar")
     mask = documents(heavy_tailed(N, 1))
-    with patch.object(placement, "_BUDGET", 3_000_000):
-        found, again = (checked(place(mask, N, 6, partitioner="hypergraph")) for _ in range(2))
+    found, again = (checked(place(mask, N, 6, partitioner="hypergraph")) for _ in range(2))
     assert (found.rank == again.rank).all()
 
 
