@@ -26,12 +26,14 @@ PARTITIONERS = ("greedy", "hypergraph")
 _BLOCKS_EACH = 4
 _BLOCKS = 128
 # Elements looked at by all steps of refinement together, some 150 ns each: 5 s on one core.  A
-# step looks at as many as there are pairs, and takes as long as for _STEP more.
+# step looks at as many as there are pairs, and takes as long as for so many more, and for so many
+# more a rank; a random change takes as long as _KICK steps.
 _BUDGET = 30_000_000
-_STEP = 6000
+_STEP, _STEP_RANK = 6000, 150
+_KICK = 20
 # Starts that are kept in the first stages of refinement, where there is time for many and for few.
-_KEPT = (8, 4, 2), (2, 1, 1)
-_MANY = 1200
+_KEPT = (8, 4, 2), (3, 2, 1)
+_MANY = 1700
 # Documents are short that have at most these shares of a rank's mean tokens and work.
 _SMALL = (0.25, 0.5, 1.0, 2.0)
 # Bisections try these shares of the ranks besides halves.
@@ -180,7 +182,7 @@ def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
     trials = _starts(x, ranks, partitioner)
     for trial in trials:
         move_owners(trial, 16)
-    left = steps = _BUDGET // (len(x.row) + _STEP)
+    left = steps = _BUDGET // (len(x.row) + _STEP + _STEP_RANK * ranks)
     for kept, stage in zip(_KEPT[0] if steps > _MANY else _KEPT[1], STAGES):
         found = []
         for trial in sorted(trials, key=_promise)[:kept]:
@@ -190,14 +192,15 @@ def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
         trials = found
     best, used = refine(min(trials, key=merit), steps // (3 * len(STAGES)))
     left -= used
-    if best.uneven > EVEN:
-        best, used = refine(best, max(steps // 3, 4 * ranks), (STRICT,))
-        left -= used
+    for _ in range(3):
+        if best.uneven > EVEN:
+            best, used = refine(best, max(steps // 3, 8 * ranks), (STRICT,))
+            left -= used
     # What is left is spent on random changes of the best assignment, each refined.
     rng = np.random.default_rng(0)
     while left > 0 and best.largest > 0:
         trial, used = refine(kicked(best, rng), left, STAGES[1:])
-        left -= used + 1
+        left -= used + _KICK
         best = min(best, trial, key=merit)
     return best
 
