@@ -1,0 +1,221 @@
+"""Placement of blocks of tokens, and of the attention between them, for any mask and ranks.
+
+Tokens are cut into blocks, which follow the borders of documents.  Each block has an owner, which
+has its rows of q, k, v and out.  Each pair of a block of queries and a block of keys in which any
+query sees any key is computed by one rank: it receives the queries that see a key there and
+returns their partials, and it receives the keys and values that are seen.  The largest rank's
+traffic is made small while visible pairs and tokens stay within 5 % of even.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from a2d_mpi.core import hypergraph, starts
+from a2d_mpi.core.assignment import Assignment
+from a2d_mpi.core.blocks import along_documents
+from a2d_mpi.core.demand import Demand, demand
+from a2d_mpi.core.masks import Mask
+from a2d_mpi.core.refinement import EVEN, STAGES, STRICT, kicked, merit, move_owners, refine
+
+PARTITIONERS = ("greedy", "hypergraph")
+# Blocks a rank, and in all, unless told: few long blocks make few kernel calls; with fewer blocks
+# one pair has several percent of a rank's work.
+_BLOCKS_EACH = 4
+_BLOCKS = 128
+# Elements looked at by all steps of refinement together, some 150 ns each: 5 s on one core.  A
+# step looks at as many as there are pairs, and takes as long as for so many more, and for so many
+# more a rank; a random change takes as long as _KICK steps.
+_BUDGET = 30_000_000
+_STEP, _STEP_RANK = 6000, 150
+_KICK = 20
+# Starts that are kept in the first stages of refinement, where there is time for many and for few.
+_KEPT = (8, 4, 2), (3, 2, 1)
+_MANY = 1700
+# Documents are short that have at most these shares of a rank's mean tokens and work.
+_SMALL = (0.25, 0.5, 1.0, 2.0)
+# Bisections try these shares of the ranks besides halves.
+_UNEVEN = ((3, 4), (4,), (3, 5))
+# So many grids are tried, those with work that refinement can make even.
+_GRIDS, _GRID_UNEVEN = 2, 1.5
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Owners of blocks of tokens, and the ranks that compute the pairs of blocks.
+
+    Attributes
+    ----------
+    ranks : int
+        P.
+    bounds : (B + 1,) int64
+        Block b is the tokens ``[bounds[b], bounds[b + 1])``.
+    owner : (B,) int64
+        The rank that owns each block.
+    pairs : (n, 2) int64
+        Block of queries and block of keys, for all pairs in which a query sees a key; ordered.
+    rank : (n,) int64
+        The rank that computes each pair.
+    visible : (n,) int64
+        Number of visible pairs of tokens of each pair of blocks.
+    received, sent : (P,) float64
+        Elements that each rank receives and sends in a forward pass, in units of the
+        ``nheads headdim`` elements of one query; partials without their lse.
+    """
+
+    ranks: int
+    bounds: np.ndarray
+    owner: np.ndarray
+    pairs: np.ndarray
+    rank: np.ndarray
+    visible: np.ndarray
+    received: np.ndarray
+    sent: np.ndarray
+
+    @property
+    def blocks(self) -> tuple[range, ...]:
+        """The tokens of every block."""
+        ends = self.bounds.tolist()
+        return tuple(range(a, b) for a, b in zip(ends, ends[1:]))
+
+    @property
+    def work(self) -> np.ndarray:
+        """Visible pairs of every rank: (P,) int64."""
+        found = np.zeros(self.ranks, np.int64)
+        np.add.at(found, self.rank, self.visible)
+        return found
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Number of tokens that every rank owns: (P,) int64."""
+        found = np.zeros(self.ranks, np.int64)
+        np.add.at(found, self.owner, np.diff(self.bounds))
+        return found
+
+    def runs(self) -> tuple[tuple[range, ...], ...]:
+        """The tokens of every rank in order, neighbouring blocks as one run."""
+        found: list[list[range]] = [[] for _ in range(self.ranks)]
+        for owner, block in zip(self.owner.tolist(), self.blocks):
+            here = found[owner]
+            if here and here[-1].stop == block.start:
+                here[-1] = range(here[-1].start, block.stop)
+            elif block:
+                here.append(block)
+        return tuple(tuple(x) for x in found)
+
+
+def place(
+    mask: Mask,
+    seqlen: int,
+    ranks: int,
+    nblocks: int | None = None,
+    kv_share: float = 1.0,
+    partitioner: str = "greedy",
+) -> Placement:
+    """Place the blocks of a sequence and their pairs on ranks.
+
+    Parameters
+    ----------
+    mask : Mask
+    seqlen : int
+        N, the number of tokens.
+    ranks : int
+        P, the number of ranks.
+    nblocks : int, optional
+        About the number of blocks: at least so many, and fewer than twice as many where documents
+        end inside of them.  By default four a rank, 128 at least, and more where single pairs
+        are too large for even work.
+    kv_share : float
+        ``nheads_kv / nheads``.
+    partitioner : {"greedy", "hypergraph"}
+        "hypergraph" tries a start by mtkahypar, too, which must be installed.
+
+    Returns
+    -------
+    Placement
+        The same for the same arguments on machines of one kind; where ranks differ in their
+        processors, let one rank place and share the result.
+
+    Raises
+    ------
+    ValueError
+        For no ranks or blocks, a negative seqlen, an unknown partitioner, `kv_share` outside of
+        (0, 1], or a mask of another length.
+    """
+    if ranks < 1 or seqlen < 0 or (nblocks is not None and nblocks < 1):
+        raise ValueError(
+            f"need seqlen >= 0, and at least one rank and one block, "
+            f"got {seqlen}, {ranks} and {nblocks}"
+        )
+    if not 0 < kv_share <= 1:
+        raise ValueError(f"kv_share is nheads_kv / nheads, in (0, 1]; got {kv_share}")
+    if partitioner not in PARTITIONERS:
+        raise ValueError(f"unknown partitioner {partitioner!r}; one of {PARTITIONERS}")
+    mask.check(seqlen)
+    if not seqlen:
+        none, zero = np.zeros(0, np.int64), np.zeros(ranks)
+        return Placement(
+            ranks, np.zeros(1, np.int64), none, none.reshape(0, 2), none, none, zero, zero
+        )
+    number = nblocks or max(_BLOCKS, _BLOCKS_EACH * ranks)
+    while True:
+        bounds = along_documents(mask, seqlen, min(number, seqlen))
+        trial = _best(demand(mask, bounds, kv_share), ranks, partitioner)
+        finer = 2 * number <= min(seqlen, 4 * max(_BLOCKS, _BLOCKS_EACH * ranks))
+        if nblocks or trial.uneven <= EVEN or not finer:
+            break
+        number *= 2
+    x = trial.demand
+    pairs = np.stack([x.row, x.col], axis=1)
+    return Placement(
+        ranks, bounds, trial.owner, pairs, trial.rank, x.visible, trial.received, trial.sent
+    )
+
+
+def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
+    """Refine several starts a little, fewer of them more, and the best one to the end."""
+    if not len(x.row) or ranks == 1:
+        owner = starts.contiguous(x, ranks)
+        return Assignment(x, ranks, owner, owner[x.col])
+    trials = _starts(x, ranks, partitioner)
+    for trial in trials:
+        move_owners(trial, 16)
+    left = steps = _BUDGET // (len(x.row) + _STEP + _STEP_RANK * ranks)
+    for kept, stage in zip(_KEPT[0] if steps > _MANY else _KEPT[1], STAGES):
+        found = []
+        for trial in sorted(trials, key=_promise)[:kept]:
+            trial, used = refine(trial, steps // (3 * kept), (stage,))
+            found.append(trial)
+            left -= used
+        trials = found
+    best, used = refine(min(trials, key=merit), steps // (3 * len(STAGES)))
+    left -= used
+    for _ in range(3):
+        if best.uneven > EVEN:
+            best, used = refine(best, max(steps // 3, 8 * ranks), (STRICT,))
+            left -= used
+    # What is left is spent on random changes of the best assignment, each refined.
+    rng = np.random.default_rng(0)
+    while left > 0 and best.largest > 0:
+        trial, used = refine(kicked(best, rng), left, STAGES[1:])
+        left -= used + _KICK
+        best = min(best, trial, key=merit)
+    return best
+
+
+def _promise(trial: Assignment) -> float:
+    """Traffic that refinement may come to: it levels ranks, and uneven work costs traffic."""
+    return (trial.largest + trial.received.mean()) * (0.5 + 0.5 * max(trial.uneven, EVEN))
+
+
+def _starts(x: Demand, ranks: int, partitioner: str) -> list[Assignment]:
+    """Starts that differ from each other."""
+    trials = [starts.packed(x, ranks, s) for s in _SMALL]
+    trials += [starts.packed(x, ranks, 0.5, u) for u in _UNEVEN]
+    trials += sorted(starts.grids(x, ranks, _GRID_UNEVEN), key=_promise)[:_GRIDS]
+    if partitioner == "hypergraph":
+        trials.append(hypergraph.partitioned(x, ranks))
+    different = {t.rank.tobytes(): t for t in trials}
+    return list(different.values())

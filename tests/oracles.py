@@ -1,0 +1,135 @@
+"""Work and traffic counted token by token, independently of the package's counts; masks to try."""
+
+import numpy as np
+
+from a2d_mpi.core.masks import Causal, Full, IntervalMask, Mask
+
+
+class Intervals(Mask):
+    """A mask of several intervals a query, given as arrays."""
+
+    def __init__(self, *intervals):
+        self.arrays = [tuple(np.asarray(x, np.int64) for x in pair) for pair in intervals]
+
+    def visible(self, q_tokens):
+        return tuple((begin[q_tokens], end[q_tokens]) for begin, end in self.arrays)
+
+
+def heavy_tailed(seqlen, seed, shortest=128):
+    """Lengths of documents from a Pareto distribution of index 1, the last one cut at the end."""
+    rng = np.random.default_rng(seed)
+    lengths = []
+    while (left := seqlen - sum(lengths)) > 0:
+        lengths.append(min(left, int(shortest / (1 - rng.random()))))
+    return np.array(lengths)
+
+
+def documents(lengths, causal=True):
+    """Packed documents."""
+    ends = np.cumsum(lengths)
+    first, last = np.repeat(ends - lengths, lengths), np.repeat(ends, lengths)
+    return IntervalMask(first, np.arange(ends[-1]) + 1 if causal else last)
+
+
+def many_masks(seqlen, seed, shortest=128):
+    """Masks like the patterns of LongCA (arXiv:2510.17896): name -> mask."""
+    i = np.arange(seqlen)
+    lengths = heavy_tailed(seqlen, seed, shortest)
+    causal, full = documents(lengths), documents(lengths, causal=False)
+    begin, end = full.begin, full.end
+    window, few, question = seqlen // 32, seqlen // 64, int(lengths[0])
+    shared = i < question
+    sees_all = i >= seqlen - lengths[-1]
+    widely = i < few
+    bits = np.maximum(lengths // 4, 1)[np.repeat(np.arange(len(lengths)), lengths)]
+    return {
+        "full": Full(),
+        "causal": Causal(),
+        "full_document": full,
+        "causal_document": causal,
+        "share_question": Intervals(
+            (0 * i, np.where(shared, i + 1, question)),
+            (np.where(shared, 0, begin), np.where(shared, 0, i + 1)),
+        ),
+        "causal_blockwise": IntervalMask(np.where(sees_all, 0, begin), i + 1),
+        "prefix_lm_causal": IntervalMask(0 * i, np.maximum(seqlen // 4, i + 1)),
+        "prefix_lm_document": IntervalMask(begin, np.maximum(begin + bits, i + 1)),
+        "sliding_window": IntervalMask(
+            np.maximum(i - window, 0), np.minimum(i + window + 1, seqlen)
+        ),
+        "sliding_window_causal": IntervalMask(np.maximum(i - window + 1, 0), i + 1),
+        "global_sliding_window": Intervals(
+            (0 * i, np.where(widely, seqlen, few)),
+            (
+                np.where(widely, 0, np.maximum(i - window, few)),
+                np.where(widely, 0, np.minimum(i + window + 1, seqlen)),
+            ),
+        ),
+        "block_causal_document": IntervalMask(
+            begin, np.minimum(end, begin + ((i - begin) // 64 + 1) * 64)
+        ),
+    }
+
+
+def owners_of(shards, seqlen):
+    """Owner of every token, from the runs of every rank; each token must have one."""
+    owner = np.full(seqlen, -1)
+    for rank, runs in enumerate(shards):
+        for run in runs:
+            assert (owner[run.start : run.stop] == -1).all()
+            owner[run.start : run.stop] = rank
+    assert (owner >= 0).all()
+    return owner
+
+
+def zigzag(seqlen, ranks):
+    piece = np.searchsorted(
+        np.arange(1, 2 * ranks) * seqlen // (2 * ranks), np.arange(seqlen), "right"
+    )
+    return np.minimum(piece, 2 * ranks - 1 - piece)
+
+
+def contiguous(seqlen, ranks):
+    return np.searchsorted(np.arange(1, ranks) * seqlen // ranks, np.arange(seqlen), "right")
+
+
+def grid_figures(mask, owner, rows, cols, kv_share=1.0):
+    """Visible pairs, and elements received and sent, of every rank of a grid.
+
+    The traffic follows the mask: a rank receives only queries that see a key of its column, whose
+    partials it returns, and only keys that a query of its row sees.
+    """
+    seqlen, ranks = len(owner), rows * cols
+    row, col = np.divmod(owner, cols)
+    visible = [
+        (np.clip(begin, 0, seqlen), np.clip(np.maximum(begin, end), 0, seqlen))
+        for begin, end in mask.visible(np.arange(seqlen))
+    ]
+    area, received, sent = np.zeros((3, ranks))
+    for c in range(cols):
+        before = np.concatenate(([0], np.cumsum(col == c)))
+        keys = sum(before[end] - before[begin] for begin, end in visible)
+        area += np.bincount(row * cols + c, keys, ranks)
+        moved = (keys > 0) & (col != c)
+        at, of = (
+            np.bincount(row[moved] * cols + c, None, ranks),
+            np.bincount(owner[moved], None, ranks),
+        )
+        received += at + of
+        sent += of + at
+    for r in range(rows):
+        steps = np.zeros(seqlen + 1)
+        for begin, end in visible:
+            some = (row == r) & (end > begin)
+            steps += np.bincount(begin[some], None, seqlen + 1)
+            steps -= np.bincount(end[some], None, seqlen + 1)
+        moved = (np.cumsum(steps)[:-1] > 0) & (row != r)
+        received += 2 * kv_share * np.bincount(r * cols + col[moved], None, ranks)
+        sent += 2 * kv_share * np.bincount(owner[moved], None, ranks)
+    return area, received, sent
+
+
+def best_grid(mask, seqlen, ranks, owner):
+    """Fewest elements that the largest rank of a grid of any shape moves."""
+    shapes = [(r, ranks // r) for r in range(1, ranks + 1) if ranks % r == 0]
+    return min(max(x.max() for x in grid_figures(mask, owner, *s)[1:]) for s in shapes)

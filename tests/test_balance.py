@@ -1,0 +1,103 @@
+"""The balanced distribution: every token once, even tiles, the same on every call."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import Intervals, grid_figures, heavy_tailed, many_masks, owners_of
+
+from a2d_mpi.core.balance import balanced
+from a2d_mpi.core.blocks import borders, visible_pairs
+from a2d_mpi.core.masks import Causal, Full, IntervalMask
+
+N = 16384
+NAMES = list(many_masks(64, 0, 8))
+
+
+def uneven(mask, shards, rows, cols, heads=1):
+    """Largest over mean area of the tiles."""
+    owner = owners_of(shards, sum(len(x) for runs in shards for x in runs)) // heads
+    area = grid_figures(mask, owner, rows, cols)[0]
+    return area.max() / area.mean()
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (8, 8), (2, 3), (16, 1), (1, 6)], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_are_even(name, shape):
+    mask = many_masks(N, 1)[name]
+    found = uneven(mask, balanced(mask, N, *shape), *shape)
+    assert found <= 1.05, f"{name} on {shape}: {found:.3f}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_short_documents_beside_long_ones(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.permutation(np.concatenate([heavy_tailed(N // 4, seed, 16), [N // 2, N // 4]]))
+    begin = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    mask = IntervalMask(begin, np.arange(N) + 1)
+    assert uneven(mask, balanced(mask, N, 4, 4), 4, 4) <= 1.03
+
+
+def test_plain_masks_keep_their_distributions():
+    assert balanced(Full(), 64, 2, 2) == tuple((range(16 * p, 16 * p + 16),) for p in range(4))
+    zigzag = tuple((range(8 * p, 8 * p + 8), range(56 - 8 * p, 64 - 8 * p)) for p in range(3))
+    assert balanced(Causal(), 64, 2, 2)[:3] == zigzag
+    assert balanced(Causal(), 64, 2, 2)[3] == (range(24, 40),)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(0, 90), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_every_token_has_one_owner(data, seqlen, rows, cols, heads):
+    ends = st.lists(st.integers(-3, 95), min_size=4 * seqlen, max_size=4 * seqlen)
+    mask = Intervals(*np.array(data.draw(ends), np.int64).reshape(2, 2, seqlen))
+    shards = balanced(mask, seqlen, rows, cols, heads)
+    owners_of(shards, seqlen)
+    assert shards == balanced(mask, seqlen, rows, cols, heads)
+    assert len(shards) == rows * cols * heads
+    for runs in shards:
+        assert all(len(x) for x in runs)
+        assert all(a.stop <= b.start for a, b in zip(runs, runs[1:]))
+    counts = [sum(map(len, runs)) for runs in shards]
+    longest = -(-seqlen // (rows * cols))
+    assert max(counts) - min(counts) <= longest
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_heads_share_the_runs_of_a_position(heads):
+    mask = many_masks(N, 2)["causal_document"]
+    alone = owners_of(balanced(mask, N, 2, 3), N)
+    shared = balanced(mask, N, 2, 3, heads)
+    assert (owners_of(shared, N) // heads == alone).all()
+    counts = [sum(map(len, runs)) for runs in shared]
+    assert max(counts) - min(counts) <= 4
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.integers(1, 40))
+def test_visible_pairs_and_borders(data, seqlen):
+    """Intervals may be out of range, but those of one query do not overlap."""
+    array = st.lists(st.integers(-3, 45), min_size=seqlen, max_size=seqlen)
+    a, b, c, d = (np.array(data.draw(array)) for _ in range(4))
+    mask = Intervals((a, b), (np.maximum(c, np.maximum(a, b)), d))
+    cuts = st.lists(st.integers(0, seqlen), max_size=5).map(
+        lambda x: np.array([0, *sorted(x), seqlen])
+    )
+    q, k = data.draw(cuts), data.draw(cuts)
+    seen = mask.dense(np.arange(seqlen), np.arange(seqlen))
+    found = visible_pairs(mask, q, k)
+    for i in range(len(q) - 1):
+        for j in range(len(k) - 1):
+            assert found[i, j] == seen[q[i] : q[i + 1], k[j] : k[j + 1]].sum()
+    free = [x for x in range(seqlen + 1) if not (seen[x:, :x].any() or seen[:x, x:].any())]
+    assert borders(mask, seqlen).tolist() == free
+
+
+@pytest.mark.parametrize("sizes", [(-1, 1, 1, 1), (4, 0, 1, 1), (4, 1, 0, 1), (4, 1, 1, 0)])
+def test_bad_sizes(sizes):
+    with pytest.raises(ValueError, match="need seqlen"):
+        balanced(Causal(), *sizes)
+
+
+def test_mask_of_another_length():
+    with pytest.raises(ValueError, match="4 rows for a sequence of 5"):
+        balanced(IntervalMask(np.zeros(4, int), np.ones(4, int)), 5, 2, 2)
