@@ -36,7 +36,7 @@ class Mask:
         of the keys.  Only such masks can be aligned with keys of another length.
     """
 
-    default_distribution = "striped"
+    default_distribution = "balanced"
     positional = False
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from a2d_mpi.core.balance import balanced
 from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.masks import Mask
+from a2d_mpi.core.masks import Full, Mask
 from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
@@ -65,12 +66,21 @@ def problem_of(
     ValueError
         If there is no such method or distribution, or it does not fit.
     """
-    name, sizes = distribution or distribution_of(method, mask), (layout.size, layout.heads)
-    aligned = mask.aligned(config.seqlen, config.seqlen_kv)
-    shards, keys = Distribution(name, config.seqlen, *sizes), None
-    if config.seqlen_kv != config.seqlen or distribution_kv not in (None, name):
-        keys = Distribution(distribution_kv or name, config.seqlen_kv, *sizes)
-    return Problem(AttentionConfig(**config.arguments), shards, aligned, keys)
+    name, n, m = distribution or distribution_of(method, mask), config.seqlen, config.seqlen_kv
+    sizes = *_known(method).tiles(layout), layout.heads
+    shards, keys = _distributed(name, mask if n == m else Full(), n, *sizes), None
+    if n != m or distribution_kv not in (None, name):
+        keys = _distributed(distribution_kv or name, Full(), m, *sizes)
+    return Problem(AttentionConfig(**config.arguments), shards, mask.aligned(n, m), keys)
+
+
+@lru_cache(maxsize=64)
+def _distributed(
+    name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int
+) -> Distribution:
+    """Distribution of one sequence on ranks that compute so many rows and columns of tiles."""
+    listed = balanced(mask, seqlen, rows, cols, heads) if name == "balanced" else None
+    return Distribution(name, seqlen, rows * cols * heads, heads, listed)
 
 
 def _known(method: str) -> Method:

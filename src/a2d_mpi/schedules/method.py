@@ -23,6 +23,9 @@ class Method(NamedTuple):
         The only one that makes it this method; None: the one that balances the mask.
     suits : callable
         Whether a layout of more than one rank is worth a try: no two give the same schedule.
+    tiles : callable
+        Rows and columns of the tiles that the ranks of a layout compute: those that the balanced
+        distribution makes even.
     whole : callable
         The most positions, of so many at most, that a context group can have.
     causal : bool
@@ -41,6 +44,7 @@ class Method(NamedTuple):
     shape: Callable[[Layout], tuple[int, int, str]]
     distribution: str | None = None
     suits: Callable[[Layout], bool] = lambda layout: True
+    tiles: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
     whole: Callable[[int], int] = lambda positions: positions
     causal: bool = False
     at_once: bool = True

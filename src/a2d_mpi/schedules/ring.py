@@ -232,6 +232,11 @@ class Gradients:
         self._leaving = ring.shift("outer", total, self._total)
 
 
+def _tiles(layout: Layout) -> tuple[int, int]:
+    """Give every rank its queries and all keys."""
+    return layout.positions, 1
+
+
 def _double(layout: Layout) -> tuple[int, int, str]:
     if layout.cols == 1:  # groups of one rank are themselves one ring, whose hops are outer ones
         return 1, layout.positions, "outer"
@@ -249,7 +254,8 @@ RING = Method(
     backward,
     shape=lambda layout: (1, layout.positions, "ring"),
     suits=lambda layout: layout.cols == 1 < layout.rows,
+    tiles=_tiles,
     known_as=lambda layout: "USP" if layout.heads > 1 else "",
 )
 STRIPED_RING = RING._replace(distribution="striped", known_as=lambda layout: "")
-DOUBLE_RING = Method(forward, backward, _double, suits=_suits_double)
+DOUBLE_RING = Method(forward, backward, _double, suits=_suits_double, tiles=_tiles)
