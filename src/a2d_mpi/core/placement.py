@@ -192,12 +192,15 @@ def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
         trials = found
     best, used = refine(min(trials, key=merit), steps // (3 * len(STAGES)))
     left -= used
-    for _ in range(3):
-        if best.uneven > EVEN:
-            best, used = refine(best, max(steps // 3, 8 * ranks), (STRICT,))
-            left -= used
-    # What is left is spent on random changes of the best assignment, each refined.
     rng = np.random.default_rng(0)
+    for attempt in range(8):
+        if best.uneven <= EVEN:
+            break
+        trial = kicked(best, rng) if attempt else best
+        trial, used = refine(trial, max(steps // 6, 8 * ranks), (STRICT,))
+        left -= used
+        best = min(best, trial, key=merit)
+    # What is left is spent on random changes of the best assignment, each refined.
     while left > 0 and best.largest > 0:
         trial, used = refine(kicked(best, rng), left, STAGES[1:])
         left -= used + _KICK

@@ -16,7 +16,7 @@ from a2d_mpi.core.demand import Classes
 STAGES = ((8, 10.0, 1.04), (8, 60.0, 1.04), (16, 400.0, 1.045), (16, 3000.0, 1.045))
 EVEN = 1.05
 # The last resort where work is still uneven.
-STRICT = (16, 1e5, 1.03)
+STRICT = (8, 1e6, 1.04)
 # A rank owns at most this many times the mean number of tokens, where blocks allow it.
 _TOKENS = 1.05
 _TRIES = 6
