@@ -167,7 +167,9 @@ class Executor:
                 if step.keys_into is not None:
                     if step.fresh or not hidden:
                         program += self._by_run(step, intervals)
-                elif not (merged := next(merges)) or not hidden:
+                elif (merged := next(merges)) and hidden:
+                    program.append((Executor._reserve, step))
+                else:
                     program.append((Executor._attend, step, intervals, merged))
             elif isinstance(step, Copy | Merge) and (mover := self._mover(step)):
                 program.append(mover)
@@ -187,8 +189,13 @@ class Executor:
         runs = [places.slices(x) for x in (step.keys, step.keys_into)]
         if len(runs[0]) == len(runs[1]) == 1:
             return [(call, step, intervals, None)]
-        ends = np.unique([y for x in runs for y in np.cumsum([0, *(z.stop - z.start for z in x)])])
-        where = [np.concatenate([np.r_[z] for z in x]) for x in runs]
+        where = [
+            np.concatenate([np.arange(places.total(rows))[z] for z in x])
+            for rows, x in zip((step.keys, step.keys_into), runs)
+        ]
+        # A run ends where the next key is no neighbour in one of the arrays.
+        ends = np.flatnonzero(np.any([np.diff(x) != 1 for x in where], axis=0)) + 1
+        ends = np.array([0, *ends, len(where[0])])
         found = []
         for a, b in pairwise(ends.tolist()):
             part = tuple(
@@ -258,6 +265,10 @@ class Executor:
     def _zero(self, step: Zero) -> None:
         for x in self._arrays.tensors(step.rows) + self._arrays.sorted(step.rows.array):
             self._engine.device.zero(x)
+
+    def _reserve(self, step: Attend) -> None:
+        """Leave a hidden block out; what a plan keeps does not depend on which ones are hidden."""
+        self._arrays.own_partials(step.into)
 
     def _attend(self, step: Attend, intervals: tuple, merges: bool) -> None:
         arrays, engine, into = self._arrays, self._engine, self._arrays.tensors(step.into)

@@ -142,7 +142,8 @@ class AttentionPlan(Figures):
                 if dropout:
                     raise ValueError(f"dropout is out of scope: it must be 0, got {dropout!r}")
                 others = {
-                    "softmax_scale": softmax_scale, "logit_softcap": logit_softcap,
+                    "softmax_scale": softmax_scale,
+                    "logit_softcap": logit_softcap,
                     "seqlen_kv": seqlen_kv,
                 }
                 config = AttentionConfig(*sizes, dtype=dtype, **others)

@@ -21,6 +21,9 @@ Ranks = int | np.ndarray  # a rank, or one for each rank
 # Pieces of a shard, beyond which those of all shards are counted as if all of it met the others:
 # shards as scattered as striped ones meet nearly everything.
 MOST_PIECES = 64
+# Members of all ranks' different sets of others, beyond which these are not counted either; the
+# rows, or columns, of a grid have as many as there are ranks.
+MOST_MEMBERS = 1 << 12
 
 
 class Around(NamedTuple):
@@ -46,7 +49,7 @@ def is_none(others: Others) -> bool:
 @lru_cache(maxsize=8)
 def meetings(mask: Mask, queries: Distribution, keys: Distribution) -> Meetings | None:
     """The meetings of the shards of queries and keys; None if all tokens meet.  Remembered."""
-    return None if isinstance(mask, Full) else Meetings(mask, queries, keys)
+    return None if type(mask) is Full else Meetings(mask, queries, keys)
 
 
 class Meetings:
@@ -94,7 +97,7 @@ class Meetings:
         """Number of these tokens, for an owner or for one of every rank.
 
         Of every rank's it is exact if no shard has more than `MOST_PIECES` pieces that the mask
-        tells apart, and the whole shards otherwise.
+        tells apart, and the others are not too many (`MOST_MEMBERS`); else the whole shards.
         """
         if np.ndim(owner) == 0:
             return size(self.places(of_keys, owner, others))
@@ -119,7 +122,7 @@ class Meetings:
     def _keys_of(self, shard: int) -> np.ndarray:
         """Keys that queries of a shard see."""
         n, tokens = self._shards[1].seqlen, self._shards[0].tokens(shard)
-        if isinstance(self._mask, Causal):  # the others see no more than the last one
+        if type(self._mask) is Causal:  # the others see no more than the last one
             return _run(0, max(self._mask.visible(tokens[-1:])[0][1], default=0), n)
         edges = np.zeros(n + 2, np.int64)
         for begin, end in self._mask.visible(tokens):
@@ -132,7 +135,7 @@ class Meetings:
     def _queries_of(self, shard: int) -> np.ndarray:
         """Queries that see keys of a shard."""
         (n, nk), tokens = (x.seqlen for x in self._shards), self._shards[1].tokens(shard)
-        if isinstance(self._mask, Causal):  # who sees others sees the first one, too
+        if type(self._mask) is Causal:  # who sees others sees the first one, too
             least = tokens[:1] + 1 - self._mask.visible(np.zeros(1, np.int64))[0][1]
             return _run(min(least, default=n), n, n)
         if self._visible is None:
@@ -192,6 +195,11 @@ class _Pieces:
         most = max(sum(map(len, which[a:b])) for a, b in zip(counts, counts[1:]))
         self._whole = np.array(shards.counts)
         self.exact = most <= MOST_PIECES
+        random = np.random.default_rng(0)
+        self._numbers = random.integers(1 << 40, size=len(runs))
+        self._known: dict[tuple[int, ...], tuple[Others, np.ndarray | None]] = {}
+        self._rows: dict[int, int] = {}
+        self._of_sets = np.zeros((64, len(runs)), np.int64)
         if self.exact:
             self._which, self._sizes = np.zeros((2, shards.nshards, most), np.int64)
             for p, (a, b) in enumerate(zip(counts, counts[1:])):
@@ -204,12 +212,36 @@ class _Pieces:
         """Tokens of each owner that meet others."""
         if not self.exact:
             return self._whole[owner]
-        which = self._which[owner]  # (P, pieces of a shard)
         if isinstance(others, Around):
+            which = self._which[owner]  # (P, pieces of a shard)
             first = np.asarray(others.first)[:, None] % len(self._meets)
             meets = self._before[first + others.number, which] > self._before[first, which]
-        else:
-            meets = np.zeros(which.shape, bool)
-            for p in others:
-                meets |= self._meets[np.asarray(p)[..., None], which]
-        return (self._sizes[owner] * meets).sum(axis=1)
+            return (self._sizes[owner] * meets).sum(axis=1)
+        sets = self._sets(others)
+        return self._whole[owner] if sets is None else self._of_sets[sets, owner]
+
+    def _sets(self, others: tuple[np.ndarray, ...]) -> np.ndarray | None:
+        """Each rank's set of others, by its row in `_of_sets`; None if they are too many."""
+        key = tuple(map(id, others))
+        if key not in self._known:
+            # The same members have the same sum of random numbers.
+            numbers, first, which = np.unique(
+                sum(self._numbers[p] for p in others), return_index=True, return_inverse=True
+            )
+            rows = None
+            if len(first) * len(others) <= max(len(self._meets), MOST_MEMBERS):
+                rows = np.array([self._row(int(x), others, i) for x, i in zip(numbers, first)])
+                rows = rows[which]
+            self._known[key] = others, rows  # kept with them: no others get the same id
+        return self._known[key][1]
+
+    def _row(self, number: int, others: tuple[np.ndarray, ...], rank: int) -> int:
+        """Row of a rank's set of others in `_of_sets`, whose elements are tokens of each owner."""
+        if number not in self._rows:
+            meets = self._meets[[p[rank] for p in others]].any(axis=0)
+            found = (self._sizes * meets[self._which]).sum(axis=1)
+            self._rows[number] = len(self._rows)
+            if len(self._of_sets) < len(self._rows):
+                self._of_sets = np.concatenate([self._of_sets, np.zeros_like(self._of_sets)])
+            self._of_sets[self._rows[number]] = found
+        return self._rows[number]

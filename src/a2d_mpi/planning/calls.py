@@ -14,7 +14,6 @@ from a2d_mpi.core.pairs import by_rows, merged, pairs_of_runs, visible_pairs
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.planning.machine import KernelModel
 from a2d_mpi.schedules.accounts import Tokens
-from a2d_mpi.schedules.places import Places
 from a2d_mpi.schedules.sizes import chunk_of
 from a2d_mpi.schedules.steps import FIRST, REST, Attend, Rows, Schedule
 
@@ -125,7 +124,7 @@ class SingleCalls(_Calls):
         self._schedule, self._seconds = schedule, iter(())
         calls = [x for x in schedule.steps if isinstance(x, Attend)]
         if calls:  # all at once: NumPy takes as long for one
-            places, found = Places(schedule), []
+            places, found = tokens.places, []
             for x in calls:
                 q, k = (merged(places.runs(rows)) for rows in (x.queries, x.keys))
                 area, cut = pairs_of_runs(self._shards[0], q, k)

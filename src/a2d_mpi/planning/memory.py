@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
-from a2d_mpi.core.masks import Full
+from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import METHODS, write, write_all
+from a2d_mpi.schedules import write, write_all
 from a2d_mpi.schedules.accounts import buffers as schedule_buffers
 from a2d_mpi.schedules.accounts import results
 from a2d_mpi.schedules.steps import KINDS, Schedule
-
-EXACT = 64  # ranks: each has buffers of its own size where the mask hides pairs
 
 
 def peak_memory(
@@ -34,14 +31,15 @@ def peak_memory(
     backward : bool
     """
     phases = _phases(method, layout, problem, rank, backward)
-    return _peak(phases, layout, problem, rank, backward)
+    return int(_peak(phases, layout, problem, rank, backward))
 
 
 def _peak(
-    phases: Sequence[list[Schedule]], layout: Layout, problem: Problem, rank: int, backward: bool
-) -> int:
+    phases: Sequence[list[Schedule]], layout: Layout, problem: Problem, rank: Ranks, backward: bool
+) -> Ranks:
     held = _buffers(phases, layout, problem)
-    own, config, last = (problem.counts[rank], problem.counts_kv[rank]), problem.config, phases[-1]
+    config, last = problem.config, phases[-1]
+    own = [np.array(x)[rank] for x in (problem.counts, problem.counts_kv)]
     given = ("q", "k", "v", *("dout", "out", "lse", "delta") * backward)
     held += sum(own[x in OF_KEYS] * config.nbytes(x) for x in given)
     group = config.context_group(layout.heads)
@@ -56,45 +54,17 @@ def _peak(
 
 
 def most_memory(method: str, layout: Layout, problem: Problem, backward: bool = False) -> int:
-    """`peak_memory` of the rank that holds the most.
+    """`peak_memory` of the rank that holds the most, about.
 
-    Of more than `EXACT` ranks an upper bound: as if the mask let all tokens meet.
+    See `a2d_mpi.schedules.accounts.buffers` for what it leaves out where it reads the schedules of
+    all ranks at once.
     """
-    if not METHODS[method].at_once:
-        phases = PHASES[: 1 + backward]
-        ranks = enumerate(zip(*(write_all(method, x, layout, problem) for x in phases)))
-        return max(_peak(x, layout, problem, rank, backward) for rank, x in ranks)
-    if problem.meetings is not None and layout.size <= EXACT:
-        ranks = range(layout.size)
-        return max(peak_memory(method, layout, problem, rank, backward) for rank in ranks)
-    problem = replace(problem, mask=Full())
-    shape = (layout.rows, layout.cols, layout.heads)
-    own = np.reshape(problem.counts, shape)
-    # It follows from the tokens of a rank, its head group, its row and its column, mostly.
-    sizes = [own, *(own.sum(axis=axes, keepdims=True) for axes in (2, (1, 2), (0, 2)))]
-    alike = [np.broadcast_to(x, shape).ravel() for x in sizes]
-    if METHODS[method].knows_nodes and layout.nodes is not None:
-        alike += _by_node(np.reshape(layout.nodes, shape), sizes[1])
-    _, ranks = np.unique(alike, axis=1, return_index=True)
-    return max(peak_memory(method, layout, problem, rank, backward) for rank in ranks.tolist())
-
-
-def _by_node(node: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
-    """Further numbers that tell: ranks and tokens of other nodes that are fetched by a rank.
-
-    `node`: (rows, cols, heads); `tokens`: (rows, cols, 1), of a head group.
-    """
-    found = []
-    for axes in ((2, 0, 1), (2, 1, 0)):
-        lines = node.transpose(axes)  # (heads, lines, ranks of a line), and so are the next
-        others = np.broadcast_to(tokens, node.shape).transpose(axes)
-        near = lines[..., None] == lines[..., None, :]
-        members, place = near.sum(-1), np.tril(near, -1).sum(-1)
-        fetched = ~near & (place[..., None, :] % members[..., None] == place[..., None])
-        nodes = np.broadcast_to((place == 0).sum(-1, keepdims=True), place.shape)
-        of_line = members, nodes, fetched.sum(-1), (fetched * others[..., None, :]).sum(-1)
-        found += [x.transpose(np.argsort(axes)).ravel() for x in of_line]
-    return found
+    phases = PHASES[: 1 + backward]
+    chains = list(zip(*(write_all(method, x, layout, problem) for x in phases)))
+    ranks = [np.arange(layout.size)] if len(chains) == 1 else range(layout.size)
+    return max(
+        int(np.max(_peak(x, layout, problem, rank, backward))) for rank, x in zip(ranks, chains)
+    )
 
 
 def buffers(
@@ -109,7 +79,7 @@ def buffers(
     Exact, but for parts of one token, which are never out of order.  `backward`: after a backward
     call.
     """
-    return _buffers(_phases(method, layout, problem, rank, backward), layout, problem)
+    return int(_buffers(_phases(method, layout, problem, rank, backward), layout, problem))
 
 
 def _phases(
@@ -118,10 +88,10 @@ def _phases(
     return [write(method, x, layout, problem, rank) for x in PHASES[: 1 + backward]]
 
 
-def _buffers(phases: Sequence[list[Schedule]], layout: Layout, problem: Problem) -> int:
+def _buffers(phases: Sequence[list[Schedule]], layout: Layout, problem: Problem) -> Ranks:
     group = problem.config.context_group(layout.heads)
     held: dict[object, int] = {}
     for schedule in chain.from_iterable(phases):
         for key, nbytes in schedule_buffers(schedule, group).items():
-            held[key] = max(nbytes, held.get(key, 0))
+            held[key] = np.maximum(nbytes, held.get(key, 0))
     return sum(held.values())

@@ -22,7 +22,7 @@ from a2d_mpi.planning.clock import Clock, Links, Spans
 from a2d_mpi.planning.events import Events, Program
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.schedules import METHODS, distribution_of, problem_of, write_all
-from a2d_mpi.schedules.accounts import Tokens, array_bytes, merged_at_once
+from a2d_mpi.schedules.accounts import array_bytes, merged_at_once, tokens_of
 from a2d_mpi.schedules.places import sorted_arrays
 from a2d_mpi.schedules.sizes import identity
 from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Rows, Schedule, Wait, Zero
@@ -132,7 +132,7 @@ class _Ranks:
         for rows in chain[-1].results.values():
             array = chain[-1].arrays[rows.array]
             if array.role == "buffer":  # the caller gets copies
-                n = Tokens(chain[-1]).of(rows) * sum(array_bytes(self._group, array))
+                n = tokens_of(chain[-1]).of(rows) * sum(array_bytes(self._group, array))
                 spend("other", self._copying(n))
 
     def _steps(
@@ -142,7 +142,7 @@ class _Ranks:
         links: Links | Program,
         calls: KernelCalls | SingleCalls,
     ) -> None:
-        tokens = Tokens(schedule)
+        tokens = tokens_of(schedule)
         sizes = {name: array_bytes(self._group, x) for name, x in schedule.arrays.items()}
         known: dict[tuple, np.ndarray] = {}
 

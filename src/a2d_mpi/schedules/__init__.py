@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from a2d_mpi.core.balance import balanced
 from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.masks import Full, Mask
+from a2d_mpi.core.masks import Causal, Full, Mask
 from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
@@ -32,6 +33,8 @@ METHODS: dict[str, Method] = {
     "triangle": triangle.METHOD,
     "node aware": node_aware.METHOD,
 }
+
+MOST_EXACT = 128
 
 
 def distribution_of(method: str, mask: Mask) -> str:
@@ -150,7 +153,8 @@ def write_all(
 
     Either one chain for all ranks at once, or, if their steps differ (`Method.at_once`, or uneven
     nodes), one for each rank.  In the former all ranks keep some work on their own shard for the
-    end, or none does.
+    end, or none does; and under a causal mask more than `MOST_EXACT` ranks are taken to send whole
+    shards, as the busiest of them does: to tell who needs less takes minutes.
     """
     return _write_all(method, phase, essence(method, layout), problem, overlap)
 
@@ -167,6 +171,8 @@ def _write_all(
 ) -> list[list[Schedule]]:
     least = min(problem.context_group(layout.heads).counts)
     if _known(method).at_once:
+        if layout.size > MOST_EXACT and type(problem.mask) is Causal:
+            problem = replace(problem, mask=Full())
         with suppress(UnlikeRanks):
             chain = write(
                 *(method, phase, layout, problem, np.arange(layout.size), overlap),

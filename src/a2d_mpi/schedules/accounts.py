@@ -27,14 +27,16 @@ class Tokens:
     Parameters
     ----------
     schedule : Schedule
-    places : Places, optional
+
+    Attributes
+    ----------
+    places : Places or None
         Of the schedule of one rank.
     """
 
-    def __init__(self, schedule: Schedule, places: Places | None = None) -> None:
+    def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._sizes = schedule, schedule.sizes
-        self._all = np.ndim(schedule.rank) > 0
-        self._places = None if self._all else places or Places(schedule)
+        self.places = None if np.ndim(schedule.rank) else Places(schedule)
         self._by_chunk: dict[tuple[bool, tuple[int, int] | None], Ranks] = {}
         self._found: dict[tuple, tuple[Ranks, Rows]] = {}
 
@@ -51,8 +53,8 @@ class Tokens:
         if isinstance(rows.part, str):
             share = FIRST_SHARE if rows.part == FIRST else 1 - FIRST_SHARE
             return share * self.of(rows._replace(part=None))
-        if self._places is not None:
-            return self._places.count(rows)
+        if self.places is not None:
+            return self.places.count(rows)
         if rows.owner is None:
             return sum(self._held(array, p) for p in array.owners)
         if isinstance(rows.part, Meets):
@@ -89,6 +91,13 @@ class Tokens:
         return int(counts[0]) if (counts == counts[0]).all() else counts[owner]
 
 
+def tokens_of(schedule: Schedule) -> Tokens:
+    """The numbers of tokens of the rows of a schedule; kept, as several readers want them."""
+    if schedule.counted is None:
+        schedule.counted = Tokens(schedule)
+    return schedule.counted
+
+
 def _chunk(tokens: np.ndarray, part: tuple[int, int]) -> np.ndarray:
     """Tokens of the i-th of the chunks in which so many tokens travel."""
     i, ranks = part
@@ -105,7 +114,7 @@ def messages(
     With the number of its tokens (an int if it is the same for all ranks), and the bytes of a
     token in each of its tensors.
     """
-    tokens = Tokens(schedule)
+    tokens = tokens_of(schedule)
     sizes = {name: array_bytes(group, array) for name, array in schedule.arrays.items()}
     for step in schedule.steps:
         if isinstance(step, Message) and sent in (None, step.sent):
@@ -117,31 +126,35 @@ def number_of_messages(nbytes: Ranks) -> Ranks:
     return -(-nbytes // MAX_MESSAGE)
 
 
-def buffers(schedule: Schedule, group: AttentionConfig) -> dict[object, int]:
-    """Bytes of every buffer that a plan keeps for the schedule of one rank."""
-    places, found = Places(schedule), {}
-    tokens = Tokens(schedule, places)
+def buffers(schedule: Schedule, group: AttentionConfig) -> dict[object, Ranks]:
+    """Bytes of every buffer that a plan keeps for a schedule.
 
-    def add(key: object, nbytes: int) -> None:
-        found[key] = max(nbytes, found.get(key, 0))
+    Of all ranks at once: as if keys were in the order of tokens only where all shards are
+    contiguous, and without copies of rows that are sent and do not lie side by side.
+    """
+    tokens, found = tokens_of(schedule), {}
+    places = tokens.places
 
-    largest = _largest(schedule, places)
-    for name, array in schedule.arrays.items():
+    def add(key: object, nbytes: Ranks) -> None:
+        found[key] = np.maximum(nbytes, found.get(key, 0))
+
+    for rows in _held(schedule):
+        array = schedule.arrays[rows.array]
         if array.role == "buffer":
-            n = tokens.of(Rows(name)) if array.owners else largest.get(name, 0)
             for x, nbytes in _named(group, array):
-                add((array.room or name, x), n * nbytes)
+                add((array.room or rows.array, x), tokens.of(rows) * nbytes)
     if any(merged_at_once(schedule)):
+        own = tokens.of(Rows(schedule.results["out"].array))
         for x in KINDS["out"]:
-            own = schedule.sizes.counts(False)[schedule.rank]
             add(("own", x), own * group.nbytes(x, wide=True))
     for rows in merged_rows(schedule):
-        add((rows.array, "rest"), places.total(rows) * group.nbytes("lse"))
+        add((rows.array, "rest"), tokens.of(rows) * group.nbytes("lse"))
     for name in sorted_arrays(schedule):
-        if places.order(name) is not None:
+        unsorted = schedule.sizes.shards(True).name != "contiguous"
+        if unsorted if places is None else places.order(name) is not None:
             for x, nbytes in _named(group, schedule.arrays[name]):
                 add((name, x, "sorted"), tokens.of(Rows(name)) * nbytes)
-    for number, rows in enumerate(packed(schedule, places)):
+    for number, rows in enumerate(packed(schedule, places) if places else ()):
         for x, nbytes in _named(group, schedule.arrays[rows.array]):
             add(("packed", number, x), tokens.of(rows) * nbytes)
     return found
@@ -160,7 +173,7 @@ def _named(group: AttentionConfig, array: Array) -> Iterator[tuple[str, int]]:
 
 def results(schedule: Schedule, group: AttentionConfig, whole: AttentionConfig) -> int:
     """Bytes of the new arrays that one rank makes for the results of a schedule."""
-    tokens = Tokens(schedule)
+    tokens = tokens_of(schedule)
     return sum(
         tokens.of(Rows(name)) * sum(array_bytes(whole if array.all_heads else group, array))
         for name, array in schedule.arrays.items()
@@ -199,11 +212,12 @@ def merged_at_once(schedule: Schedule) -> list[bool]:
     return found
 
 
-def _largest(schedule: Schedule, places: Places) -> dict[str, int]:
-    """Tokens of the largest owner whose rows an array holds at a time, by its name."""
-    found: dict[str, int] = {}
+def _held(schedule: Schedule) -> list[Rows]:
+    """All that arrays hold: of an array without owners, the rows of each owner in turn."""
+    found = {name: Rows(name) for name, array in schedule.arrays.items() if array.owners}
     for step in schedule.steps:
         for rows in vars(step).values():
-            if isinstance(rows, Rows) and rows.owner is not None:
-                found[rows.array] = max(found.get(rows.array, 0), places.total(rows))
-    return found
+            if isinstance(rows, Rows) and rows.array not in found:
+                key = rows.array, identity(rows.owner)
+                found.setdefault(key, Rows(rows.array, rows.owner))
+    return list(found.values())

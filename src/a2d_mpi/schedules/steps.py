@@ -212,6 +212,7 @@ class Schedule:
     arrays: dict[str, Array] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     results: dict[str, Rows] = field(default_factory=dict)
+    counted: Any = None  # its `a2d_mpi.schedules.accounts.Tokens`, once these were asked for
     _held: list[Message] = field(default_factory=list)
 
     def array(
