@@ -3,13 +3,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.core.distribution import FORMULAS, Distribution
 from a2d_mpi.core.masks import Causal
 
 sizes = st.one_of(st.integers(0, 40), st.integers(0, 5000))
 # Names with numbers of shards that they have.
 kinds = st.one_of(
-    st.tuples(st.sampled_from(DISTRIBUTIONS[:-1]), st.integers(1, 40)),
+    st.tuples(st.sampled_from(FORMULAS[:-1]), st.integers(1, 40)),
     st.tuples(st.just("triangle"), st.integers(2, 9).map(lambda t: t * (t - 1) // 2)),
 )
 
@@ -100,7 +100,7 @@ def test_refuses_a_shard_that_is_not_there():
         Distribution("striped", 10, 3).tokens(3)
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", FORMULAS)
 def test_narrow_integers_do_not_overflow(name):
     shards = 3 if name == "triangle" else 4
     found = Distribution(name, np.int16(20_000), np.int8(shards)).counts

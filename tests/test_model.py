@@ -256,10 +256,9 @@ def test_steps_are_counted_by_kernel_calls(method, layout, calls):
 
 
 @pytest.mark.parametrize(("method", "layout", "hops"), [
-    ("ring", Layout(5, 1), (4, 4 + 5)), ("double ring", Layout(4, 1), (3, 3 + 4)),
-    # Gradients go one hop further than keys in each inner ring; of the outer hops only the last
-    # is waited for at once.
-    ("double ring", Layout(2, 3), (2 * 2, 2 * 2 + 2 * 3 + 1)),
+    ("ring", Layout(5, 1), (4, 4 + 4)), ("double ring", Layout(4, 1), (3, 3 + 3)),
+    # Of the outer hops only the last is waited for at once.
+    ("double ring", Layout(2, 3), (2 * 2, 2 * 2 + 2 * 2 + 1)),
     ("attention2d", Layout(3, 2), (0, 0)),
 ])  # fmt: skip
 def test_turns_are_counted_by_hops(method, layout, hops):
@@ -453,9 +452,21 @@ def test_the_study_is_predicted(cluster):
         sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
         options = {"dtype": c["dtype"], **{x: bool(c[x]) for x in ("backward", "overlap")}}
         job = Workload(*sizes, mask=make_mask(c["mask"], int(c["seqlen"])), **options)
+        problem = problem_of(c["method"], layout, job, job.mask, c["distribution"])
+        received = sum(
+            x["received"].sum()
+            for key, x in result.traffic.items()
+            if key.split("/")[0] in job.phases
+        )
+        now = sum(
+            np.sum(x.tokens * np.ones(layout.size if np.ndim(x.rank) else 1)) * sum(x.tensors)
+            for x in cost.moves(c["method"], layout, problem, None, job.phases, sent=False)
+        )
+        if received != now:
+            continue  # measured when whole shards travelled, whatever the mask hides
         phases = predict(here, c["method"], layout, job, c["distribution"]).values()
         off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
-    assert np.median(np.abs(off)) < 0.05 and np.max(np.abs(off)) < 0.22
+    assert len(off) >= 20 and np.median(np.abs(off)) < 0.05 and np.max(np.abs(off)) < 0.22
 
 
 def test_sizes():

@@ -16,7 +16,7 @@ import pytest
 
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.core.distribution import DISTRIBUTIONS, Distribution
+from a2d_mpi.core.distribution import FORMULAS, Distribution
 from a2d_mpi.experiments import origin
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import (
@@ -163,7 +163,7 @@ def test_damaged_numbers_are_found_when_they_are_read(tmp_path):
     assert text.startswith(f"cannot read {path} as HDF5: ")
 
 
-@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("name", FORMULAS)
 @pytest.mark.parametrize(("seqlen", "nshards"), [(29, 1), (29, 4), (17, 5), (3, 7)])
 @pytest.mark.parametrize("dtype", ["f4", "f8"])
 def test_parts(tmp_path, name, seqlen, nshards, dtype):
@@ -185,7 +185,7 @@ def test_parts_of_the_compressed_sample():
     info = inspect_input(SAMPLE)
     with h5py.File(SAMPLE) as file:
         q = file["q"][()]
-    for name in DISTRIBUTIONS:
+    for name in FORMULAS:
         d = Distribution(name, 1000, 3)
         for part in range(3):
             rows = read_shard(info, "q", d, part, "f4")

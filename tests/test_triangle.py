@@ -167,9 +167,7 @@ def test_balance(t, seqlen):
     areas = [
         executor.area()
         for rank in range(layout.size)
-        for executor in executors(
-            "triangle", "forward", layout, problem, rank, True, "triangle", Causal()
-        )
+        for executor in executors("triangle", "forward", layout, problem, rank, True)
     ]
     assert sum(areas) == seqlen * (seqlen + 1) // 2
     assert max(areas) / np.mean(areas) <= 1 + 3 * layout.size / seqlen

@@ -12,7 +12,8 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules.accounts import packed
 from a2d_mpi.schedules.places import Places, sorted_arrays
-from a2d_mpi.schedules.steps import KINDS, Copy, Merge, Rows, Schedule
+from a2d_mpi.schedules.schedule import Schedule
+from a2d_mpi.schedules.steps import KINDS, Copy, Merge, Rows
 from a2d_mpi.schedules.steps import Array as Described
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,9 @@ from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import merged_at_once, merged_rows
 from a2d_mpi.schedules.places import Places
-from a2d_mpi.schedules.sizes import Meets, Span, chunk_of
-from a2d_mpi.schedules.steps import KINDS, Attend, Copy, Merge, Message, Rows, Schedule, Wait, Zero
+from a2d_mpi.schedules.schedule import Schedule
+from a2d_mpi.schedules.sizes import Span, chunk_of
+from a2d_mpi.schedules.steps import KINDS, Attend, Copy, Merge, Message, Rows, Wait, Zero
 
 _TAGS = {kind: 4 * i for i, kind in enumerate(KINDS)}
 _NEXT_TAG = 4 * len(KINDS)
@@ -155,7 +155,7 @@ class Executor:
                 program.append((Executor._fold, step.rows.array))
             if isinstance(step, Message):
                 peer = channels[step.channel].index(step.peer)
-                tag = self._tag(step)
+                tag = _tag(self.schedule, step)
                 way = step.sent, step.channel, peer, tag
                 # A transport may send the later of two first, so that they need tags.
                 program.append((Executor._post, step, peer, tag + sent[way] % _TURNS * _STRIDE))
@@ -183,36 +183,13 @@ class Executor:
 
     def _by_run(self, step: Attend, intervals: tuple) -> list[tuple]:
         """Backward calls: one, or one a run of keys that lie side by side in both arrays."""
-        call, places = Executor._attend_backward, self._arrays.places
-        if step.keys.owner is None or not isinstance(step.keys.part, Meets):
-            return [(call, step, intervals, None)]
-        runs = [places.slices(x) for x in (step.keys, step.keys_into)]
-        if len(runs[0]) == len(runs[1]) == 1:
-            return [(call, step, intervals, None)]
-        where = [
-            np.concatenate([np.arange(places.total(rows))[z] for z in x])
-            for rows, x in zip((step.keys, step.keys_into), runs)
-        ]
-        # A run ends where the next key is no neighbour in one of the arrays.
-        ends = np.flatnonzero(np.any([np.diff(x) != 1 for x in where], axis=0)) + 1
-        ends = np.array([0, *ends, len(where[0])])
-        found = []
-        for a, b in pairwise(ends.tolist()):
+        call, found = Executor._attend_backward, []
+        for a, b, *where in self._arrays.places.common_runs(step.keys, step.keys_into):
             part = tuple(
                 (np.clip(x - a, 0, b - a), np.clip(y - a, 0, b - a)) for x, y in intervals
             )
-            found.append((call, step, part, [slice(x[a], x[b - 1] + 1) for x in where]))
-        return found
-
-    def _tag(self, message: Message) -> int:
-        """Tag of the first tensor: chunks, and rows of several owners, may overtake each other."""
-        rows, place = message.rows, 0
-        if isinstance(rows.part, Span):
-            place = self.schedule.channels[message.channel].index(rows.owner)
-        elif (part := chunk_of(rows.part)) is not None:
-            place = part[0]
-        tag = _TAGS[self._arrays.kind(rows.array)] + _NEXT_TAG * message.tag
-        return tag + _NEXT_CHUNK * place
+            found.append((call, step, part, where))
+        return found or [(call, step, intervals, None)]
 
     def _post(self, message: Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]
@@ -325,3 +302,14 @@ class Executor:
 def _three(x: Array) -> Array:
     """A view as (tokens, heads, elements)."""
     return x if x.ndim == 3 else x.reshape(*x.shape, 1)
+
+
+def _tag(schedule: Schedule, message: Message) -> int:
+    """Tag of the first tensor: chunks, and rows of several owners, may overtake each other."""
+    rows, place = message.rows, 0
+    if isinstance(rows.part, Span):
+        place = schedule.channels[message.channel].index(rows.owner)
+    elif (part := chunk_of(rows.part)) is not None:
+        place = part[0]
+    tag = _TAGS[schedule.arrays[rows.array].kind] + _NEXT_TAG * message.tag
+    return tag + _NEXT_CHUNK * place

@@ -1,16 +1,27 @@
-"""Figures of a plan's calls: times, bytes of its buffers, properties of its kernel."""
+"""Figures of a plan: work, traffic and buffers, and the times and kernel of its calls."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
 from a2d_mpi.attention.engine import Engine
+from a2d_mpi.attention.executor import Executor
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.problem import Problem
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning import cost
 
 
 class Figures:
-    """The figures that a plan's engine knows; base of `a2d_mpi.attention.plan.AttentionPlan`."""
+    """What a plan tells of itself; base of `a2d_mpi.attention.plan.AttentionPlan`."""
 
+    method: str
+    grid: ProcessGrid
+    problem: Problem
     _engine: Engine
+    _chain: Callable[[str, int], list[Executor]]
     compute_dtype: np.dtype
 
     @property
@@ -41,3 +52,24 @@ class Figures:
     def product_dtype(self) -> np.dtype:
         """Dtype to which the latest call's kernel rounds probabilities before products."""
         return getattr(self._engine.kernel, "product_dtype", self.compute_dtype)
+
+    @property
+    def layout(self) -> Layout:
+        """Shape of the grid and order of its ranks, as `a2d_mpi.planning` takes them."""
+        return self.grid.layout
+
+    def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
+        """Bytes [sent, received] by one forward and one backward call of `rank`.
+
+        By `a2d_mpi.planning.cost`; the keys are those of ``traffic.bytes``.
+        """
+        rank = self.grid.comm.rank if rank is None else rank
+        return cost.traffic(self.method, self.layout, self.problem, rank)
+
+    def area(self, rank: int | None = None) -> int:
+        """Visible (query, key) pairs that `rank` (default: this one) computes.
+
+        For each of the heads of its context group: ``nheads / grid.heads``.
+        """
+        rank = self.grid.comm.rank if rank is None else rank
+        return sum(executor.area() for executor in self._chain("forward", rank))

@@ -15,9 +15,8 @@ from a2d_mpi.comm.threads import BlasThreads
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.problem import Problem
-from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.core.sizes import misfit
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS, problem_of
 
 
@@ -250,27 +249,6 @@ class AttentionPlan(Figures):
         """
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
         return self._calls.run("backward", given, sink)
-
-    @property
-    def layout(self) -> Layout:
-        """Shape of the grid and order of its ranks, as `a2d_mpi.planning` takes them."""
-        return self.grid.layout
-
-    def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
-        """Bytes [sent, received] by one forward and one backward call of `rank`.
-
-        By `a2d_mpi.planning.cost`; the keys are those of ``traffic.bytes``.
-        """
-        rank = self.grid.comm.rank if rank is None else rank
-        return cost.traffic(self.method, self.layout, self.problem, rank)
-
-    def area(self, rank: int | None = None) -> int:
-        """Visible (query, key) pairs that `rank` (default: this one) computes.
-
-        For each of the heads of its context group: ``nheads / grid.heads``.
-        """
-        rank = self.grid.comm.rank if rank is None else rank
-        return sum(executor.area() for executor in self._chain("forward", rank))
 
     def free(self) -> None:
         """Release the buffers.  The grid stays.  Local."""

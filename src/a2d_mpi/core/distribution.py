@@ -15,7 +15,8 @@ import numpy as np
 
 from a2d_mpi.core import triangle
 
-DISTRIBUTIONS = ("contiguous", "zigzag", "striped", "triangle", "balanced")
+FORMULAS = ("contiguous", "zigzag", "striped", "triangle")
+DISTRIBUTIONS = (*FORMULAS, "balanced")
 LISTED = ("balanced", "blocks")  # those whose runs are given: they depend on a mask
 Runs = tuple[tuple[range, ...], ...]
 

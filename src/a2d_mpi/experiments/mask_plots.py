@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.patterns import make_mask, split_masks
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.pictures import check_picture, pyplot, save
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules import distribute
 
 # Okabe and Ito: told apart by colour-blind readers too.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
@@ -66,8 +64,7 @@ def tiling(text: str, seqlen: int, rows: int, cols: int, distribution: str | Non
     """
     mask, tokens = make_mask(text, seqlen), np.arange(seqlen)
     name = distribution or mask.default_distribution
-    sizes = Layout(rows, cols), AttentionConfig(seqlen, 1, 1)
-    shards, owner = problem_of("attention2d", *sizes, mask, name).shards, np.empty(seqlen, int)
+    shards, owner = distribute(name, mask, seqlen, rows, cols), np.empty(seqlen, int)
     for rank in range(rows * cols):
         owner[shards.tokens(rank)] = rank
     visible = mask.dense(tokens, tokens)

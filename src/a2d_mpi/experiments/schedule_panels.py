@@ -70,7 +70,9 @@ def panels(
     drawn = min(work.seqlen, 2 * layout.size * max(2, TOKENS // (2 * layout.size)))
     mask = mask_of(drawn) if mask_of else work.mask
     mask.check(drawn)  # one of a fixed length cannot be drawn smaller
-    computes = who_computes(method, layout, replace(work, seqlen=drawn, mask=mask))
+    computes = who_computes(
+        method, layout, replace(work, seqlen=drawn, seqlen_kv=drawn, mask=mask)
+    )
     computes = np.where(computes < 0, -1, physical[computes])
     return Panels(f"{method} {shape}{order}, {name}", computes, received, spans)
 

@@ -14,8 +14,9 @@ from a2d_mpi.core.pairs import by_rows, merged, pairs_of_runs, visible_pairs
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.planning.machine import KernelModel
 from a2d_mpi.schedules.accounts import Tokens
+from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import chunk_of
-from a2d_mpi.schedules.steps import FIRST, REST, Attend, Rows, Schedule
+from a2d_mpi.schedules.steps import FIRST, REST, Attend, Rows
 
 
 class _Calls:

@@ -15,8 +15,9 @@ import numpy as np
 from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
+from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import chunk_of, identity
-from a2d_mpi.schedules.steps import Message, Schedule
+from a2d_mpi.schedules.steps import Message
 
 Spans = list[tuple[str, float, float]]  # part, begin and end of all that a rank does, in order
 FEW = 8  # messages, of different sizes, that are summed one by one

@@ -16,8 +16,9 @@ import numpy as np
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.clock import PARTS, Spans, record
 from a2d_mpi.planning.machine import Machine
+from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import Meets, chunk_of
-from a2d_mpi.schedules.steps import Message, Schedule
+from a2d_mpi.schedules.steps import Message
 
 
 @dataclass(eq=False)

@@ -14,7 +14,8 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import write, write_all
 from a2d_mpi.schedules.accounts import buffers as schedule_buffers
 from a2d_mpi.schedules.accounts import results
-from a2d_mpi.schedules.steps import KINDS, Schedule
+from a2d_mpi.schedules.schedule import Schedule
+from a2d_mpi.schedules.steps import KINDS
 
 
 def peak_memory(

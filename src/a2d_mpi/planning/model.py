@@ -24,8 +24,9 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.schedules import METHODS, distribution_of, problem_of, write_all
 from a2d_mpi.schedules.accounts import array_bytes, merged_at_once, tokens_of
 from a2d_mpi.schedules.places import sorted_arrays
+from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import identity
-from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Rows, Schedule, Wait, Zero
+from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Rows, Wait, Zero
 
 
 @dataclass(frozen=True)

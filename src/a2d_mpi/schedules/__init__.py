@@ -22,8 +22,8 @@ from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.schedules import alone, attention2d, heads, node_aware, ring, triangle
 from a2d_mpi.schedules.method import Method
+from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import Sizes
-from a2d_mpi.schedules.steps import Schedule
 
 METHODS: dict[str, Method] = {
     "attention2d": attention2d.METHOD,
@@ -71,17 +71,20 @@ def problem_of(
     """
     name, n, m = distribution or distribution_of(method, mask), config.seqlen, config.seqlen_kv
     sizes = *_known(method).tiles(layout), layout.heads
-    shards, keys = _distributed(name, mask if n == m else Full(), n, *sizes), None
+    shards, keys = distribute(name, mask if n == m else Full(), n, *sizes), None
     if n != m or distribution_kv not in (None, name):
-        keys = _distributed(distribution_kv or name, Full(), m, *sizes)
+        keys = distribute(distribution_kv or name, Full(), m, *sizes)
     return Problem(AttentionConfig(**config.arguments), shards, mask.aligned(n, m), keys)
 
 
 @lru_cache(maxsize=64)
-def _distributed(
-    name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int
+def distribute(
+    name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1
 ) -> Distribution:
-    """Distribution of one sequence on ranks that compute so many rows and columns of tiles."""
+    """Distribution of one sequence on ranks that compute so many rows and columns of tiles.
+
+    Remembered: a balanced one takes a second or two.
+    """
     listed = balanced(mask, seqlen, rows, cols, heads) if name == "balanced" else None
     return Distribution(name, seqlen, rows * cols * heads, heads, listed)
 

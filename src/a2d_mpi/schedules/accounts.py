@@ -11,8 +11,9 @@ from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.meetings import Others, Ranks
 from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.schedules.places import Places, sorted_arrays
+from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import Meets, identity
-from a2d_mpi.schedules.steps import FIRST, KINDS, Array, Attend, Merge, Message, Rows, Schedule
+from a2d_mpi.schedules.steps import FIRST, KINDS, Array, Attend, Merge, Message, Rows
 
 
 def array_bytes(group: AttentionConfig, array: Array) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from a2d_mpi.schedules.steps import WIDE, Attend, Rows, Schedule
+from a2d_mpi.schedules.schedule import Schedule
+from a2d_mpi.schedules.steps import WIDE, Attend, Rows
 
 
 def forward(s: Schedule) -> None:

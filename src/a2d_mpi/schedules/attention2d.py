@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.steps import Attend, Merge, Message, Rows, Schedule, Zero
+from a2d_mpi.schedules.schedule import Schedule
+from a2d_mpi.schedules.steps import Attend, Merge, Message, Rows, Zero
 
 
 class Tile:

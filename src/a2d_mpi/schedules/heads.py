@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from a2d_mpi.core.meetings import Ranks
-from a2d_mpi.schedules.steps import Copy, Merge, Rows, Schedule, Zero
+from a2d_mpi.schedules.schedule import Schedule
+from a2d_mpi.schedules.steps import Copy, Merge, Rows, Zero
 
 
 def _peers(s: Schedule) -> list[Ranks]:

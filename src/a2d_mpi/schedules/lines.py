@@ -9,8 +9,9 @@ import numpy as np
 
 from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.sizes import UnlikeRanks
+from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import identity
-from a2d_mpi.schedules.steps import Copy, Message, Rows, Schedule
+from a2d_mpi.schedules.steps import Copy, Message, Rows
 
 
 class Line:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from a2d_mpi.core.masks import Causal, Mask
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules.steps import Schedule
+from a2d_mpi.schedules.schedule import Schedule
 
 
 class Method(NamedTuple):

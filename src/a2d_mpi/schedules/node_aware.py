@@ -20,18 +20,9 @@ from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.schedules.attention2d import Tile, gradients_by_query
 from a2d_mpi.schedules.lines import Line, equal_share
 from a2d_mpi.schedules.method import Method
+from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import identity
-from a2d_mpi.schedules.steps import (
-    KINDS,
-    WIDE,
-    Attend,
-    Copy,
-    Merge,
-    Message,
-    Rows,
-    Schedule,
-    Zero,
-)
+from a2d_mpi.schedules.steps import KINDS, WIDE, Attend, Copy, Merge, Message, Rows, Zero
 
 
 class NodeTile(Tile):

@@ -9,8 +9,9 @@ import numpy as np
 
 from a2d_mpi.core.chunks import chunks
 from a2d_mpi.core.meetings import size
+from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import Meets, Span
-from a2d_mpi.schedules.steps import FIRST, Array, Attend, Rows, Schedule
+from a2d_mpi.schedules.steps import FIRST, Array, Attend, Rows
 
 # Some tokens of a shard: first and last place of each run of neighbours, (2 runs,) int64.
 Edges = np.ndarray
@@ -85,6 +86,28 @@ class Places:
         if rows not in self._slices:
             self._slices[rows] = self._found(rows)
         return self._slices[rows]
+
+    def common_runs(self, rows: Rows, others: Rows) -> list[tuple[int, int, slice, slice]]:
+        """Runs of the same tokens in two arrays that lie side by side in both of them.
+
+        The first and last token of each run, among all of them, and its places in both arrays.
+        Empty if there is only one run, or if the rows are of several owners.
+        """
+        if rows.owner is None:
+            return []
+        found = [self.slices(x) for x in (rows, others)]
+        if len(found[0]) == len(found[1]) == 1:
+            return []
+        where = [
+            np.concatenate([np.arange(self.total(x))[part] for part in parts])
+            for x, parts in zip((rows, others), found)
+        ]
+        # A run ends where the next token is no neighbour in one of the arrays.
+        ends = np.flatnonzero(np.any([np.diff(x) != 1 for x in where], axis=0)) + 1
+        return [
+            (a, b, *(slice(x[a], x[b - 1] + 1) for x in where))
+            for a, b in pairwise([0, *ends.tolist(), len(where[0])])
+        ]
 
     def _found(self, rows: Rows) -> list[slice]:
         first, found, pieces = 0, [], self.pieces(rows)

@@ -32,7 +32,8 @@ from collections.abc import Iterator
 from a2d_mpi.core.meetings import Around, Others, Ranks
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Rows, Schedule, Zero
+from a2d_mpi.schedules.schedule import Schedule
+from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Rows, Zero
 
 BACK = 1  # tag of gradients on their way back
 

@@ -28,18 +28,9 @@ from collections.abc import Iterator
 
 from a2d_mpi.core import triangle
 from a2d_mpi.schedules.method import Method
+from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import Span
-from a2d_mpi.schedules.steps import (
-    KINDS,
-    WIDE,
-    Attend,
-    Copy,
-    Merge,
-    Message,
-    Rows,
-    Schedule,
-    Zero,
-)
+from a2d_mpi.schedules.steps import KINDS, WIDE, Attend, Copy, Merge, Message, Rows, Zero
 from a2d_mpi.schedules.trees import trees
 
 

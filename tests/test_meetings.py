@@ -1,0 +1,159 @@
+"""Traffic follows the mask: what travels is what some query on the other side sees, no more."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracles import documents, grid_figures, heavy_tailed, many_masks, owners_of
+
+from a2d_mpi import Causal, Full
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.masks import IntervalMask
+from a2d_mpi.core.meetings import Around, meetings, size
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning import cost
+from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules.places import Places
+from a2d_mpi.schedules.steps import Attend, Merge, Message
+
+SEQLEN, RANKS = 2048, 6
+MASKS = {
+    **many_masks(SEQLEN, 3, 40),
+    "window": IntervalMask(np.arange(SEQLEN) - 30, np.arange(SEQLEN) + 1),
+    "nothing": IntervalMask(np.full(SEQLEN, 5), np.full(SEQLEN, 5)),
+}
+NAMES = ("contiguous", "zigzag", "striped", "balanced")
+
+
+def problem(method, layout, mask, name):
+    config = AttentionConfig(SEQLEN, 4, 8, 2, dtype="float64")
+    return problem_of(method, layout, config, mask, name)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_of_grids(mask, name):
+    """Of every rank, as an oracle counts them token by token; lse counted apart."""
+    for rows, cols in ((1, 6), (2, 3), (6, 1)):
+        layout = Layout(rows, cols)
+        sizes = problem("attention2d", layout, MASKS[mask], name)
+        owner = (
+            owners_of([sizes.shards.runs(p) for p in range(RANKS)], SEQLEN)
+            if (name != "striped")
+            else np.arange(SEQLEN) % RANKS
+        )
+        _, received, sent = grid_figures(MASKS[mask], owner, rows, cols, kv_share=0.5)
+        for rank in range(RANKS):
+            both = np.zeros(2)
+            for move in cost.moves("attention2d", layout, sizes, rank, ("forward",)):
+                elements = [x for x in move.tensors if x > 4 * 8]  # lse has 4 float64 a token
+                both[int(not move.sent)] += move.tokens * sum(elements) / (4 * 8 * 8)
+            assert both.tolist() == [sent[rank], received[rank]]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("method", [x for x in METHODS if x not in ("triangle", "node aware")])
+def test_nothing_is_received_in_vain(mask, method):
+    """Every key that comes is seen by a query, here or at a rank to which it is passed on.
+
+    And every query that comes sees a key of the column, every gradient is of a key that is seen.
+    """
+    layout, mask = Layout(2, 3), MASKS[mask]
+    sizes = problem(method, layout, mask, METHODS[method].distribution or "zigzag")
+    seen = {p: mask.dense(sizes.shards.tokens(p), np.arange(SEQLEN)) for p in range(RANKS)}
+    for phase in ("forward", "backward"):
+        for rank in range(RANKS):
+            (schedule,) = write(method, phase, layout, sizes, rank)
+            places = Places(schedule)
+            for step in schedule.steps:
+                if not isinstance(step, Message) or step.sent:
+                    continue
+                tokens = places.tokens(step.rows)
+                assert len(tokens), step
+                kind = schedule.arrays[step.rows.array].kind
+                if kind == "kv":
+                    others = range(rank // 3 * 3, rank // 3 * 3 + 3)
+                    if method != "attention2d":
+                        others = [p for p in range(RANKS) if p != step.rows.owner]
+                    assert np.any([seen[p][:, tokens].any(axis=0) for p in others], axis=0).all()
+                elif kind in ("q", "qd"):
+                    keys = np.concatenate(
+                        [sizes.shards.tokens(p) for p in (rank % 3, rank % 3 + 3)]
+                    )
+                    assert mask.dense(tokens, keys).any(axis=1).all()
+
+
+def test_merges_meet_what_was_computed():
+    """Every partial result of the schedule of a rank covers the rows that its calls compute."""
+    layout = Layout(2, 3)
+    sizes = problem("attention2d", layout, MASKS["causal_document"], "zigzag")
+    for rank in range(RANKS):
+        (schedule,) = write("attention2d", "forward", layout, sizes, rank)
+        places = Places(schedule)
+        for step in schedule.steps:
+            if isinstance(step, Attend):
+                assert places.count(step.queries) == places.count(step.into)
+            elif isinstance(step, Merge):
+                assert places.tokens(step.rows).tolist() == places.tokens(step.to).tolist()
+
+
+@given(st.data())
+def test_meetings_are_the_definition(data):
+    """Of any mask, shards and others; for all ranks at once as one by one."""
+    n, ranks = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 5))
+    ends = st.lists(st.integers(-2, n + 2), min_size=n, max_size=n)
+    drawn = IntervalMask(np.array(data.draw(ends)), np.array(data.draw(ends)))
+    mask = data.draw(st.sampled_from([drawn, Causal(), documents(heavy_tailed(n, 1, 3))]))
+    config = AttentionConfig(n, 1, 1)
+    name = data.draw(st.sampled_from(NAMES))
+    shards = problem_of("attention2d", Layout(1, ranks), config, mask, name).shards
+    found = meetings(mask, shards, shards)
+    tokens = [shards.tokens(p) for p in range(ranks)]
+    visible = mask.dense(np.arange(n), np.arange(n))
+    owners = np.array(data.draw(st.permutations(range(ranks))))
+    sets = [np.array(data.draw(st.permutations(range(ranks)))) for _ in range(2)]
+    around = Around(owners, data.draw(st.integers(0, ranks)))
+    for of_keys in (False, True):
+        seen = visible.T if of_keys else visible
+        for others in (tuple(sets), around):
+            counted = found.count(of_keys, owners, others)
+            for i, owner in enumerate(owners.tolist()):
+                if isinstance(others, Around):
+                    members = Around(int(others.first[i]), others.number)
+                    listed = [(members.first + j) % ranks for j in range(members.number)]
+                else:
+                    listed = members = tuple(int(x[i]) for x in others)
+                if not listed:
+                    continue
+                keys = np.concatenate([tokens[p] for p in listed])
+                wanted = np.flatnonzero(seen[np.ix_(tokens[owner], keys)].any(axis=1))
+                edges = found.places(of_keys, owner, members)
+                where = np.concatenate([[], *map(np.arange, edges[::2], edges[1::2])])
+                assert where.tolist() == wanted.tolist()
+                assert counted[i] == size(edges) == len(wanted)
+
+
+def test_all_tokens_meet():
+    shards = problem("attention2d", Layout(2, 3), Full(), "contiguous").shards
+    assert meetings(Full(), shards, shards) is None
+
+
+def test_equal_documents_move_nothing():
+    """64 documents of equal length on 16 ranks, each within a rank."""
+    mask = documents(np.full(64, SEQLEN // 64))
+    for method, layout in (("attention2d", Layout(4, 4)), ("ring", Layout(16, 1))):
+        config = AttentionConfig(SEQLEN, 4, 8)
+        sizes = problem_of(method, layout, config, mask, "contiguous")
+        assert not any(cost.traffic(method, layout, sizes, rank) for rank in range(16))
+
+
+def test_window_moves_little():
+    """A causal window of N / 64 on 16 ranks: N headdim / 64 of keys and values each, not more."""
+    n = 1 << 13
+    mask = IntervalMask(np.arange(n) - n // 64 + 1, np.arange(n) + 1)
+    layout, config = Layout(16, 1), AttentionConfig(n, 1, 8, dtype="float64")
+    for method in ("attention2d", "ring"):
+        sizes = problem_of(method, layout, config, mask, "contiguous")
+        moved = [cost.traffic(method, layout, sizes, rank) for rank in range(16)]
+        largest = max(max(x) for y in moved for (phase, _), x in y.items() if phase == "forward")
+        assert largest <= 2 * n / 64 * 8 * 8
