@@ -96,7 +96,7 @@ def draw(seed: int, ranks: int) -> Case:
     seqlen = int(pick(rng.integers(1, ranks + 2), pick(*PRIMES), *rng.integers(1, 151, 3)))
     headdim = pick(1, 2, 3, 5, 8, 8, 16, 17, 32, 33, 64)
     options = {
-        "distribution": pick(None, "contiguous", "zigzag", "striped"),
+        "distribution": pick(None, "contiguous", "zigzag", "striped", "balanced"),
         "overlap": pick(True, True, False, "poll", "none", "thread"),
         "kernel": pick("auto", "numpy"),
         "softmax_scale": pick(None, None, None, None, float(rng.standard_normal()), -0.2, 1e-3),

@@ -170,7 +170,8 @@ class _Ranks:
                 links.post(step, len(sizes[step.rows.array]))
                 if step in turns:
                     links.depart()
-                    spend("other", self._machine.turn / self._machine.share)
+                    some = np.asarray(nbytes(step.rows)) > 0
+                    spend("other", some * self._machine.turn / self._machine.share)
             elif isinstance(step, Wait):
                 links.wait(step.messages)
             elif isinstance(step, Attend):
