@@ -31,7 +31,7 @@ def test_bad_pictures(tmp_path):
             ([*common, "--rows", "0"], "must be 1 to 8 ranks, got 0 x 3"),
             ([kept, "--cols", "-1"], "must be 1 to 8 ranks, got 2 x -1"),
             ([*common, "--cols", "9" * 30], "must be 1 to 8 ranks"),
-            ([*common, "--mask", "none"], "invalid choice"),
+            ([*common, "--mask", "none"], "--mask must be one of full, causal"),
             ([*common, "--rows", "x"], "invalid int value"),
         )
     ])  # fmt: skip

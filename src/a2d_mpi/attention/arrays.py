@@ -56,6 +56,7 @@ class Arrays:
             name: self._new(x, wide) for name, x in self._described.items() if x.role == "result"
         }
         self._in_order: set[str] = set()
+        self._copied: set[Rows] = set()
 
     def end(self) -> dict[str, Array]:
         """End the call, keep none of the caller's arrays, and return the results by name."""
@@ -205,6 +206,9 @@ class Arrays:
         array, key = self._described[rows.array], ("packed", self._packed[rows])
         tokens, runs = self.places.count(rows), self.runs(rows)
         found = [self._buffer(key, x, tokens, x in array.wide) for x in KINDS[array.kind]]
+        if rows in self._copied:
+            return found  # on their way to another rank, too
+        self._copied.add(rows)
         with self._engine.clock("merge"):
             first = 0
             for tensors in runs:

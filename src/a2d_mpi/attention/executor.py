@@ -65,7 +65,9 @@ def executors(
 
     found = write(method, phase, layout, problem, rank, overlap, cuts=cuts)
     config = problem.config
-    return [Executor(x, Arrays(x, layout, config, Places(x, splits)), mask) for x in found]
+    return [
+        Executor(x, Arrays(x, layout, config, Places(x, splits)), x.mask or mask) for x in found
+    ]
 
 
 class Executor:

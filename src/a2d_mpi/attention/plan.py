@@ -161,6 +161,9 @@ class AttentionPlan(Figures):
                 arguments["mask"] = f"{type(mask).__name__} (digest {digest})"
                 arguments["distribution"] = self.distribution.name
                 arguments["distribution_kv"] = self.problem.shards_kv.name
+                if digest := METHODS[self.method].digest:
+                    group = self.problem.context_group(grid.heads)
+                    arguments["placement"] = f"a placement with digest {digest(group)}"
                 arguments |= {"kernel": kernel, "overlap": overlap, "transfers": transfers}
                 arguments |= self._options
             except Exception as error:  # of any kind: the other ranks must hear of it
@@ -287,7 +290,7 @@ def _check_method(
             f"a {method} needs a causal mask, got {type(mask).__name__}: it leaves out the pairs "
             "of a query and a later key"
         )
-    if known.causal and config.seqlen_kv != config.seqlen:
+    if (known.causal or known.place) and config.seqlen_kv != config.seqlen:
         raise ValueError(
             f"a {method} has one sequence, got {config.seqlen} queries and {config.seqlen_kv} keys"
         )

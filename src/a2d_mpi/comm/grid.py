@@ -153,7 +153,7 @@ class ProcessGrid:
         comm : Intracomm
             Its ranks fill the machine's nodes one after the other.
         machine : a2d_mpi.planning.machine.Machine
-        work : a2d_mpi.core.config.Workload
+        work : a2d_mpi.core.problem.Workload
         memory : int, optional
             Bytes of a rank; default: those of the machine.
         method : str

@@ -67,7 +67,7 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
     found = []
     for position in range(rows * cols):
         runs = _joined(bounds, np.flatnonzero(owner == position))
-        found.extend(_shares(runs, heads))
+        found.extend(shares(runs, heads))
     return tuple(found)
 
 
@@ -278,7 +278,7 @@ def _joined(bounds: np.ndarray, runs: np.ndarray) -> Runs:
     return tuple(found)
 
 
-def _shares(runs: Runs, shares: int) -> list[Runs]:
+def shares(runs: Runs, shares: int) -> list[Runs]:
     """Equal shares of some runs, one run after the other."""
     n, found = sum(map(len, runs)), []
     for share in range(shares):

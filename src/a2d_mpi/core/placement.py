@@ -23,12 +23,14 @@ from a2d_mpi.core.refinement import EVEN, STAGES, STRICT, kicked, merit, move_ow
 PARTITIONERS = ("greedy", "hypergraph")
 # Blocks a rank, and in all, unless told: few long blocks make few kernel calls; with fewer blocks
 # one pair has several percent of a rank's work.
-_BLOCKS_EACH = 4
+_BLOCKS_EACH, _MOST_EACH = 4, 8
 _BLOCKS = 128
 # Elements looked at by all steps of refinement together, some 150 ns each: 5 s on one core.  A
 # step looks at as many as there are pairs, and takes as long as for so many more, and for so many
 # more a rank; a random change takes as long as _KICK steps.
 _BUDGET = 30_000_000
+# And so many a token: what a placement may save grows with the length.
+_BUDGET_TOKEN = 1000
 _STEP, _STEP_RANK = 6000, 150
 _KICK = 20
 # Starts that are kept in the first stages of refinement, where there is time for many and for few.
@@ -125,8 +127,8 @@ def place(
         P, the number of ranks.
     nblocks : int, optional
         About the number of blocks: at least so many, and fewer than twice as many where documents
-        end inside of them.  By default four a rank, 128 at least, and more where single pairs
-        are too large for even work.
+        end inside of them.  By default four a rank, eight up to 128 in all, and more where single
+        pairs are too large for even work.
     kv_share : float
         ``nheads_kv / nheads``.
     partitioner : {"greedy", "hypergraph"}
@@ -159,11 +161,12 @@ def place(
         return Placement(
             ranks, np.zeros(1, np.int64), none, none.reshape(0, 2), none, none, zero, zero
         )
-    number = nblocks or max(_BLOCKS, _BLOCKS_EACH * ranks)
+    usual = max(_BLOCKS_EACH * ranks, min(_BLOCKS, _MOST_EACH * ranks))
+    number = nblocks or usual
     while True:
         bounds = along_documents(mask, seqlen, min(number, seqlen))
         trial = _best(demand(mask, bounds, kv_share), ranks, partitioner)
-        finer = 2 * number <= min(seqlen, 4 * max(_BLOCKS, _BLOCKS_EACH * ranks))
+        finer = 2 * number <= min(seqlen, 4 * usual)
         if nblocks or trial.uneven <= EVEN or not finer:
             break
         number *= 2
@@ -182,7 +185,8 @@ def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
     trials = _starts(x, ranks, partitioner)
     for trial in trials:
         move_owners(trial, 16)
-    left = steps = _BUDGET // (len(x.row) + _STEP + _STEP_RANK * ranks)
+    budget = min(_BUDGET, _BUDGET_TOKEN * int(x.tokens.sum()))
+    left = steps = budget // (len(x.row) + _STEP + _STEP_RANK * ranks)
     for kept, stage in zip(_KEPT[0] if steps > _MANY else _KEPT[1], STAGES):
         found = []
         for trial in sorted(trials, key=_promise)[:kept]:

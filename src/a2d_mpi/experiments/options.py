@@ -24,7 +24,7 @@ ORDER_HELP = (
     "along the last axis are neighbouring ranks, usually of one node"
 )
 MASK_HELP = f"NAME[:ARGUMENTS], see docs/masks.md; NAME is one of: {', '.join(PATTERNS)}"
-BLOCK_HELP = "rows and columns of blocks of the grid whose ranks are neighbours: 2x2"
+BLOCK_HELP = "rows and columns of a block of the grid whose ranks are neighbours: 2x2"
 
 
 class BadOption(ValueError, argparse.ArgumentTypeError):

@@ -79,15 +79,16 @@ def panels(
 
 def blocks(
     method: str, phase: str, layout: Layout, work: Workload
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Every kernel call of all ranks: the logical rank, and the tokens of queries and keys."""
+) -> Iterator[tuple[int, np.ndarray, np.ndarray, Mask]]:
+    """Every kernel call of all ranks: the logical rank, tokens of queries and keys, the mask."""
     problem = problem_of(method, layout, work, work.mask)
     for rank in range(layout.size):
         for schedule in write(method, phase, layout, problem, rank, work.overlap):
             places = Places(schedule)
             for step in schedule.steps:
                 if isinstance(step, Attend):
-                    yield rank, *(places.tokens(x) for x in (step.queries, step.keys))
+                    tokens = (places.tokens(x) for x in (step.queries, step.keys))
+                    yield rank, *tokens, schedule.mask or problem.mask
 
 
 def who_computes(method: str, layout: Layout, work: Workload) -> np.ndarray:
@@ -97,9 +98,10 @@ def who_computes(method: str, layout: Layout, work: Workload) -> np.ndarray:
     """
     n = work.seqlen
     found = np.full((layout.heads, n, n), -1)
-    for rank, queries, keys in blocks(method, work.phases[0], layout, work):
-        found[rank % layout.heads][np.ix_(queries, keys)] = rank
-    found[:, ~work.mask.dense(np.arange(n), np.arange(n))] = -1
+    for rank, queries, keys, mask in blocks(method, work.phases[0], layout, work):
+        tile = found[rank % layout.heads][np.ix_(queries, keys)]
+        tile[mask.dense(queries, keys)] = rank
+        found[rank % layout.heads][np.ix_(queries, keys)] = tile
     return found
 
 

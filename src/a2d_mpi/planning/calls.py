@@ -128,7 +128,7 @@ class SingleCalls(_Calls):
             places, found = tokens.places, []
             for x in calls:
                 q, k = (merged(places.runs(rows)) for rows in (x.queries, x.keys))
-                area, cut = pairs_of_runs(self._shards[0], q, k)
+                area, cut = pairs_of_runs(schedule.mask or self._shards[0], q, k)
                 found.append((area, sum(map(len, q)), sum(map(len, k)), cut))
             sizes = np.array(found, float).T
             seconds = self._kernel.seconds(*sizes, self._heads, self._back) / self._share

@@ -17,7 +17,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.clock import PARTS, Spans, record
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.schedules.schedule import Schedule
-from a2d_mpi.schedules.sizes import Meets, chunk_of
+from a2d_mpi.schedules.sizes import Span, chunk_of
 from a2d_mpi.schedules.steps import Message
 
 
@@ -76,7 +76,7 @@ class Program:
         peer = schedule.logical(message.peer)
         ends = (self._rank, peer) if message.sent else (peer, self._rank)
         kind, part = schedule.arrays[rows.array].kind, rows.part
-        part = chunk_of(part) if isinstance(part, Meets) else part
+        part = part if isinstance(part, Span) else chunk_of(part)
         owner = schedule.logical(rows.owner)
         key = (self._chain, *ends, message.tag, kind, owner, part)
         transfer = self._events.transfer(key, *ends, self._nbytes[message])

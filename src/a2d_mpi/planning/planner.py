@@ -177,7 +177,10 @@ def best_candidate(
 def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:
     """All layouts that suit a method and differ in shape or in who shares a node."""
     known = METHODS[method]
-    if known.distribution and work.mask.default_distribution == "contiguous":
+    if known.place:
+        if work.mask.default_distribution != "balanced" or work.seqlen_kv != work.seqlen:
+            return  # others are as good, and a placement takes seconds
+    elif known.distribution and work.mask.default_distribution == "contiguous":
         return  # for masks that see everything it is another method
     if not known.takes(work.mask):
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core.balance import balanced
+from a2d_mpi.core.balance import balanced, shares
 from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import Distribution
@@ -20,7 +20,7 @@ from a2d_mpi.core.masks import Causal, Full, Mask
 from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
-from a2d_mpi.schedules import alone, attention2d, heads, node_aware, ring, triangle
+from a2d_mpi.schedules import alone, attention2d, blocks, heads, node_aware, ring, triangle
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import Sizes
@@ -32,6 +32,7 @@ METHODS: dict[str, Method] = {
     "double ring": ring.DOUBLE_RING,
     "triangle": triangle.METHOD,
     "node aware": node_aware.METHOD,
+    "blocks": blocks.METHOD,
 }
 
 MOST_EXACT = 128
@@ -70,8 +71,15 @@ def problem_of(
         If there is no such method or distribution, or it does not fit.
     """
     name, n, m = distribution or distribution_of(method, mask), config.seqlen, config.seqlen_kv
-    sizes = *_known(method).tiles(layout), layout.heads
-    shards, keys = distribute(name, mask if n == m else Full(), n, *sizes), None
+    known, keys = _known(method), None
+    if known.place:
+        own = config.context_group(layout.heads)
+        runs = known.place(mask, n, layout.positions, own.nheads_kv / own.nheads)
+        listed = tuple(x for whole in runs for x in shares(whole, layout.heads))
+        shards = Distribution(name, n, layout.size, layout.heads, listed)
+        return Problem(AttentionConfig(**config.arguments), shards, mask)
+    sizes = *known.tiles(layout), layout.heads
+    shards = distribute(name, mask if n == m else Full(), n, *sizes)
     if n != m or distribution_kv not in (None, name):
         keys = distribute(distribution_kv or name, Full(), m, *sizes)
     return Problem(AttentionConfig(**config.arguments), shards, mask.aligned(n, m), keys)

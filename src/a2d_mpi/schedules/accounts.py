@@ -162,8 +162,8 @@ def buffers(schedule: Schedule, group: AttentionConfig) -> dict[object, Ranks]:
 
 
 def packed(schedule: Schedule, places: Places) -> list[Rows]:
-    """Rows that are sent, in order, and do not lie side by side."""
-    sent = (x.rows for x in schedule.steps if isinstance(x, Message) and x.sent)
+    """Rows that are sent, to however many ranks, and do not lie side by side: each once."""
+    sent = dict.fromkeys(x.rows for x in schedule.steps if isinstance(x, Message) and x.sent)
     return [x for x in sent if x.owner is not None and len(places.slices(x)) > 1]
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from a2d_mpi.core.distribution import Runs
 from a2d_mpi.core.masks import Causal, Mask
+from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules.schedule import Schedule
 
@@ -26,6 +28,12 @@ class Method(NamedTuple):
     tiles : callable
         Rows and columns of the tiles that the ranks of a layout compute: those that the balanced
         distribution makes even.
+    place : callable or None
+        Gives the runs of tokens of every rank of a context group, for a mask, the number of
+        tokens, that of ranks, and the share of KV heads; None: `distribution` is a formula, or
+        that of the mask.
+    digest : callable or None
+        Text that tells placements of a problem apart, on which ranks agree.
     whole : callable
         The most positions, of so many at most, that a context group can have.
     causal : bool
@@ -45,6 +53,8 @@ class Method(NamedTuple):
     distribution: str | None = None
     suits: Callable[[Layout], bool] = lambda layout: True
     tiles: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
+    place: Callable[[Mask, int, int, float], Runs] | None = None
+    digest: Callable[[Problem], str] | None = None
     whole: Callable[[int], int] = lambda positions: positions
     causal: bool = False
     at_once: bool = True

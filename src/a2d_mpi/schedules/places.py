@@ -10,7 +10,7 @@ import numpy as np
 from a2d_mpi.core.chunks import chunks
 from a2d_mpi.core.meetings import size
 from a2d_mpi.schedules.schedule import Schedule
-from a2d_mpi.schedules.sizes import Meets, Span
+from a2d_mpi.schedules.sizes import Chosen, Meets, Span
 from a2d_mpi.schedules.steps import FIRST, Array, Attend, Rows
 
 # Some tokens of a shard: first and last place of each run of neighbours, (2 runs,) int64.
@@ -144,6 +144,8 @@ class Places:
         if isinstance(part, Span):
             place = self._sizes.shards(of_keys).place
             return _common(held, place(p, part.begin), place(p, part.end))
+        if isinstance(part, Chosen):
+            return np.array(part.edges, np.int64)
         if isinstance(part, Meets):
             held, part = self._meetings.places(of_keys, p, part.others), part.chunk
         if isinstance(part, str):
@@ -154,10 +156,12 @@ class Places:
             return _cut(held, found.start, found.stop)
         return held
 
-    def _held(self, array: Array, owner: int, span: Span | None) -> Edges:
+    def _held(self, array: Array, owner: int, span: Span | Chosen | None) -> Edges:
         """Tokens of an owner's shard that an array has."""
         own = bool(array.owners) and owner == self._schedule.rank
         others = None if own else array.meets
+        if isinstance(span, Chosen):
+            return np.array(span.edges, np.int64)
         if span is None and others is not None:
             return self._meetings.places(array.of_keys, owner, others)
         key = array.of_keys, owner, span

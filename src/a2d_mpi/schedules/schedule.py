@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.meetings import Others, Ranks, is_none
 from a2d_mpi.schedules.sizes import Meets, Sizes
 from a2d_mpi.schedules.steps import (
@@ -38,6 +39,8 @@ class Schedule:
     steps : list of Step
     results : dict of str to Rows
         Rows that hold the results of this rank's shard in the end, by kind.
+    mask : Mask or None
+        Of the pairs that this rank computes, if its tiles hold pairs that others compute.
     cuts : callable
         Tells whether a rank's own rows are computed in two parts, of which one comes last.  Its
         arguments: the schedule so far, own rows, the rows that these meet, and the number of ranks
@@ -48,6 +51,7 @@ class Schedule:
     sizes: Sizes
     axis: tuple[int, Ranks] = (1, 0)
     cuts: Callable[[Schedule, Rows, Rows, int], bool] = lambda *_: False
+    mask: Mask | None = None
     channels: dict[str, tuple[Ranks, ...]] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)

@@ -25,6 +25,12 @@ class Span(NamedTuple):
     end: int
 
 
+class Chosen(NamedTuple):
+    """Some tokens of a shard: the places in it where each run of them begins and ends."""
+
+    edges: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Meets:
     """Of an owner's tokens those that meet shards of others through the mask.

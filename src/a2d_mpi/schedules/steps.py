@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from a2d_mpi.core.meetings import Others, Ranks
-from a2d_mpi.schedules.sizes import Meets, Span
+from a2d_mpi.schedules.sizes import Chosen, Meets, Span
 
 # The tensors of a kind of rows.
 KINDS = {
@@ -39,18 +39,18 @@ class Rows(NamedTuple):
     array : str
     owner : Ranks or None
         Owner of the tokens; None: all owners of the array.
-    part : (int, int), "first", "rest", Span, Meets or None
+    part : (int, int), "first", "rest", Span, Chosen, Meets or None
         Of the tokens that the array has of the owner: the i-th of the chunks in which they travel
         along n ranks, each in a message; the share that their owner computes first, or last; those
-        in a span of the sequence, which also selects among the tokens of all owners; those that
-        meet others; None: all.
+        in a span of the sequence, which also selects among the tokens of all owners; those at
+        some places of the shard; those that meet others; None: all.
     heads : Ranks or None
         Of an array with all heads: those of this rank of the head group.
     """
 
     array: str
     owner: Ranks | None = None
-    part: tuple[int, int] | str | Span | Meets | None = None
+    part: tuple[int, int] | str | Span | Chosen | Meets | None = None
     heads: Ranks | None = None
 
 
@@ -74,7 +74,7 @@ class Array:
         Whether its tensors lie one after the other, and travel in one message.
     by_token : bool
         Whether its rows are in the order of tokens, not one owner after the other.
-    spans : tuple of Span
+    spans : tuple of Span or Chosen
         Of every owner, the tokens that the array has; empty: whole shards.  An owner may occur
         with several spans.
     meets : Others, optional
@@ -91,7 +91,7 @@ class Array:
     all_heads: bool = False
     packed: bool = False
     by_token: bool = False
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Span | Chosen, ...] = ()
     meets: Others | None = None
     room: str = ""
 
@@ -101,7 +101,7 @@ class Array:
         return self.kind in OF_KEYS
 
     @property
-    def pieces(self) -> list[tuple[Ranks, Span | None]]:
+    def pieces(self) -> list[tuple[Ranks, Span | Chosen | None]]:
         """Owners with their spans; None: whole shards."""
         return list(zip(self.owners, self.spans or (None,) * len(self.owners)))
 
