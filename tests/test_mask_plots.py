@@ -58,3 +58,14 @@ def test_planner_and_pictures_of_schedules(tmp_path):
     assert done.returncode == 0, done.stderr
     done = drive("plot_grid.py", 0, tmp_path / "b.png", "--mask", "global_sliding_window")
     assert done.returncode == 0, done.stderr
+
+
+def test_table(tmp_path):
+    """The bytes of each partition, at the same balance as its distribution says."""
+    done = drive("mask_table.py", 0, "--ranks", "4", "--seqlen", "512", "--masks", "full,causal")
+    assert done.returncode == 0, done.stderr
+    head, full, causal = (x.split(" | ") for x in done.stdout.splitlines()[2:])
+    assert len(head) == len(full) == len(causal) == 6
+    # 2 x 2: a quarter of q and of out from another rank, and of k and v; lse is 2 / 128 of out.
+    assert full[1].startswith("1.0039 (1.000, 2x2)")
+    assert causal[2].startswith("1.0039 (1.000, 2x2)")

@@ -11,6 +11,7 @@ _HOMES = {
     "Attention2D": "a2d_mpi.attention.methods",
     "BlockCausal": "a2d_mpi.core.windows",
     "BlockCausalDocuments": "a2d_mpi.core.documents",
+    "BlocksAttention": "a2d_mpi.attention.methods",
     "Causal": "a2d_mpi.core.masks",
     "CausalBlockwise": "a2d_mpi.core.documents",
     "Distribution": "a2d_mpi.core.distribution",

@@ -97,6 +97,17 @@ class TriangleAttention(AttentionPlan):
     method = "triangle"
 
 
+class BlocksAttention(AttentionPlan):
+    """Attention by blocks of tokens that an optimiser placed, for any mask and number of ranks.
+
+    Parameters, attributes and methods are those of `AttentionPlan`; `distribution` is that of the
+    placement.  The grid's shape does not matter, its head axis does.  Every rank places the blocks
+    by itself, which takes up to some seconds.  See `a2d_mpi.schedules.blocks`.
+    """
+
+    method = "blocks"
+
+
 def plan_class(method: str) -> type[AttentionPlan]:
     """Class of the plans of a method of `a2d_mpi.schedules.METHODS`.
 
