@@ -29,8 +29,8 @@ _BLOCKS = 128
 # step looks at as many as there are pairs, and takes as long as for so many more, and for so many
 # more a rank; a random change takes as long as _KICK steps.
 _BUDGET = 30_000_000
-# And so many a token: what a placement may save grows with the length.
-_BUDGET_TOKEN = 1000
+# And so many a token, but no less than this: what a placement may save grows with the length.
+_BUDGET_TOKEN, _BUDGET_LEAST = 1000, 4_000_000
 _STEP, _STEP_RANK = 6000, 150
 _KICK = 20
 # Starts that are kept in the first stages of refinement, where there is time for many and for few.
@@ -185,7 +185,7 @@ def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
     trials = _starts(x, ranks, partitioner)
     for trial in trials:
         move_owners(trial, 16)
-    budget = min(_BUDGET, _BUDGET_TOKEN * int(x.tokens.sum()))
+    budget = min(_BUDGET, max(_BUDGET_LEAST, _BUDGET_TOKEN * int(x.tokens.sum())))
     left = steps = budget // (len(x.row) + _STEP + _STEP_RANK * ranks)
     for kept, stage in zip(_KEPT[0] if steps > _MANY else _KEPT[1], STAGES):
         found = []
@@ -196,6 +196,8 @@ def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
         trials = found
     best, used = refine(min(trials, key=merit), steps // (3 * len(STAGES)))
     left -= used
+    # With two ranks refinement may give all to one of them.
+    best = min([best, *_starts(x, ranks, partitioner)], key=merit)
     rng = np.random.default_rng(0)
     for attempt in range(8):
         if best.uneven <= EVEN:

@@ -104,9 +104,9 @@ def print_table(args: argparse.Namespace) -> int:
                 "blocks",
             ]
             print(
-                f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank over"
+                f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,"
             )
-            print("those of q; in parentheses its visible pairs over the mean, and the grid")
+            print("over those of q; in parentheses its visible pairs over the mean, and the grid")
             print(" | ".join(heads), flush=True)
         cells = [
             f"{x.moved:.4f} ({x.uneven:.3f}, {x.plan.split()[0].split(':')[1]})" for x in rows

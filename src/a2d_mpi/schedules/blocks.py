@@ -107,7 +107,7 @@ class Exchange:
         }
         self.own_q = Rows(own[False], s.rank)
         # Others' keys that this rank needs, beside all of its own, in the order of ranks.
-        owners = sorted([s.rank, *(p for p in self.peers if self._wanted(True, p))])
+        owners = sorted([s.rank, *(p for p in self.peers if self._wanted(True, p).edges)])
         whole = Chosen((0, s.sizes.counts(True)[s.rank]))
         spans = tuple(whole if p == s.rank else self._wanted(True, p) for p in owners)
         self.keys = s.array("all kv", "kv", owners, spans=spans)
@@ -118,7 +118,7 @@ class Exchange:
         self.q_coming = {
             p: s.receive("all", p, Rows(self.of_owner(kind, "from", p), p))
             for p in self.peers
-            if self._wanted(False, p)
+            if self._wanted(False, p).edges
         }
         for p in reversed(self.peers):  # keys first: they are needed first
             self._give(True, own[True], p)
