@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
-from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.patterns import make_mask
@@ -89,7 +88,7 @@ def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
     job = work(seqlen, mask=mask, overlap=overlap)
     name = distribution_of(method, job.mask)
     sizes = problem_of(method, layout, job, job.mask, name)
-    area, _ = visible_pairs(mask, Distribution(name, seqlen, layout.positions))
+    area, _ = visible_pairs(mask, sizes.context_group(layout.heads).shards)
     for phase, found in predict(here, method, layout, job).items():
         assert np.all(found.compute >= 0) and np.all(found.wait >= 0)
         parts = sum(getattr(found, part) for part in PARTS)

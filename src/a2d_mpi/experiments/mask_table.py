@@ -103,9 +103,7 @@ def print_table(args: argparse.Namespace) -> int:
                 "ring",
                 "blocks",
             ]
-            print(
-                f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,"
-            )
+            print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,")
             print("over those of q; in parentheses its visible pairs over the mean, and the grid")
             print(" | ".join(heads), flush=True)
         cells = [

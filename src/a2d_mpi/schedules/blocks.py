@@ -46,6 +46,8 @@ class Needs:
 
     def __init__(self, problem: Problem) -> None:
         config, self._shards = problem.config, problem.shards
+        if self._shards.name != "blocks":
+            raise ValueError(f"blocks have no {self._shards.name} distribution")
         share = config.nheads_kv / config.nheads
         self.placement = placed(problem.mask, config.seqlen, self._shards.nshards, share)
         self._mask, self._found = problem.mask, {}
