@@ -2,13 +2,19 @@
 
     python drivers/mask_table.py --ranks 16 --seqlen 131072 --masks all
 
-For each mask and distribution the grid of any shape whose largest rank moves the fewest bytes in a
-forward pass, the ring and the blocks with the distributions that they take.  No MPI is needed.
+For each mask and plan, METHOD or METHOD/DISTRIBUTION, the grid of any shape whose largest rank
+moves the fewest bytes in a forward pass.  No MPI is needed.
 Exit code 2: bad input.
 """
 
 from a2d_mpi.experiments.mask_table import print_table
 from a2d_mpi.experiments.options import MASK_HELP, Parser, run_serial, whole
+
+PLANS = [
+    *(f"attention2d/{name}" for name in ("contiguous", "zigzag", "balanced")),
+    "ring",
+    "blocks",
+]
 
 
 def build_parser() -> Parser:
@@ -16,8 +22,14 @@ def build_parser() -> Parser:
     parser = Parser("mask_table.py", __doc__)
     add = parser.add_argument
     add("--masks", default="all", help=f"all, or {MASK_HELP} (default %(default)s)")
-    add("--ranks", type=whole(1, 1024), default=16, help="default %(default)s")
+    add("--ranks", type=whole(2, 1024), default=16, help="default %(default)s")
     add("--seqlen", type=whole(1), default=131072, help="tokens (default %(default)s)")
+    add(
+        "--plans",
+        type=lambda text: text.split(","),
+        default=PLANS,
+        help="default: " + ",".join(PLANS),
+    )
     return parser
 
 

@@ -24,8 +24,7 @@ MASKS = ("causal", "causal_document:0,3,3,50,90,97", "share_question:seed=1", "f
 @pytest.mark.parametrize("heads", [1, 2])
 def test_results(comm, mask, heads):
     """Against float64, with and without overlap; bytes, messages and buffers as predicted."""
-    if comm.size % heads:
-        pytest.skip("the ranks do not share heads")
+    heads = heads if comm.size % heads == 0 else 1
     grid, bad = ProcessGrid(comm, comm.size // heads, 1, heads), []
     for nheads_kv, dtype, overlap in ((6, "float32", True), (1, "float64", False)):
         sizes = {"seqlen": 97, "nheads": 6, "nheads_kv": nheads_kv, "headdim": 16}

@@ -196,8 +196,6 @@ def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
         trials = found
     best, used = refine(min(trials, key=merit), steps // (3 * len(STAGES)))
     left -= used
-    # With two ranks refinement may give all to one of them.
-    best = min([best, *_starts(x, ranks, partitioner)], key=merit)
     rng = np.random.default_rng(0)
     for attempt in range(8):
         if best.uneven <= EVEN:
@@ -206,6 +204,8 @@ def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
         trial, used = refine(trial, max(steps // 6, 8 * ranks), (STRICT,))
         left -= used
         best = min(best, trial, key=merit)
+    if best.uneven > EVEN:  # with two ranks refinement may give all to one of them
+        best = min([best, *_starts(x, ranks, partitioner)], key=merit)
     # What is left is spent on random changes of the best assignment, each refined.
     while left > 0 and best.largest > 0:
         trial, used = refine(kicked(best, rng), left, STAGES[1:])

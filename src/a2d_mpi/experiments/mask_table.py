@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.distribution import FORMULAS
 from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.patterns import make_mask, split_masks
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.options import method_name
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS, problem_of, write
 from a2d_mpi.schedules.places import Places
@@ -20,19 +20,18 @@ from a2d_mpi.schedules.steps import Attend
 
 
 class Figures(NamedTuple):
-    """One way to compute a mask.
+    """One way to compute a mask on a grid.
 
     Attributes
     ----------
-    plan : str
-        Method, grid and distribution.
+    grid : str
     uneven : float
         Visible pairs of the largest rank over their mean.
     moved : float
         Bytes that the largest rank sends, or receives, in a forward pass, over those of all of q.
     """
 
-    plan: str
+    grid: str
     uneven: float
     moved: float
 
@@ -45,8 +44,8 @@ def figures(method: str, layout: Layout, problem: Problem) -> Figures:
             most[int(move.sent), move.rank] += move.tokens * sum(move.tensors)
     areas = _tiles(method, layout, problem) if at_once else _calls(method, layout, problem)
     whole = problem.config.seqlen * problem.config.nbytes("q")
-    plan = f"{method}:{layout.rows}x{layout.cols} {problem.shards.name}"
-    return Figures(plan, float(areas.max() / max(areas.mean(), 1)), float(most.max() / whole))
+    grid = f"{layout.rows}x{layout.cols}"
+    return Figures(grid, float(areas.max() / max(areas.mean(), 1)), float(most.max() / whole))
 
 
 def _tiles(method: str, layout: Layout, problem: Problem) -> np.ndarray:
@@ -70,44 +69,29 @@ def _calls(method: str, layout: Layout, problem: Problem) -> np.ndarray:
     return found
 
 
-def compared(text: str, seqlen: int, ranks: int) -> list[Figures]:
-    """The best grid of each distribution by its bytes, the ring, and the blocks."""
+def best_of(method: str, distribution: str | None, text: str, seqlen: int, ranks: int) -> Figures:
+    """The grid whose largest rank moves the fewest bytes, of all shapes that suit a method."""
     mask, found = make_mask(text, seqlen), []
     config = AttentionConfig(seqlen, 16, 128, dtype="bfloat16")
-    shapes = [Layout(r, ranks // r) for r in range(1, ranks + 1) if ranks % r == 0]
-    names = [x for x in FORMULAS if x not in ("triangle", "striped")]
-    for name in (*names, "balanced"):
-        grids = [
-            figures("attention2d", x, problem_of("attention2d", x, config, mask, name))
-            for x in shapes
-        ]
-        found.append(min(grids, key=lambda x: (x.moved, x.uneven)))
-    for method in ("ring", "blocks"):
-        problem = problem_of(method, shapes[-1], config, mask)
-        found.append(figures(method, shapes[-1], problem))
-    return found
+    for rows in (x for x in range(1, ranks + 1) if ranks % x == 0):
+        layout = Layout(rows, ranks // rows)
+        if METHODS[method].suits(layout):
+            problem = problem_of(method, layout, config, mask, distribution)
+            found.append(figures(method, layout, problem))
+    return min(found, key=lambda x: (x.moved, x.uneven))
 
 
 def print_table(args: argparse.Namespace) -> int:
     """Print the table of all masks that are asked for; returns the exit code."""
     texts = split_masks(args.masks)
-    heads: list[str] = []
+    plans = [
+        (method_name(m), name or None) for m, _, name in (x.partition("/") for x in args.plans)
+    ]
+    print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,")
+    print("over those of q; in parentheses its visible pairs over the mean, and the grid")
+    print(" | ".join(["mask", *(f"{m}/{name}" if name else m for m, name in plans)]), flush=True)
     for text in texts:
-        rows = compared(text, args.seqlen, args.ranks)
-        if not heads:
-            heads = [
-                "mask",
-                "grid, contiguous",
-                "grid, zigzag",
-                "grid, balanced",
-                "ring",
-                "blocks",
-            ]
-            print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,")
-            print("over those of q; in parentheses its visible pairs over the mean, and the grid")
-            print(" | ".join(heads), flush=True)
-        cells = [
-            f"{x.moved:.4f} ({x.uneven:.3f}, {x.plan.split()[0].split(':')[1]})" for x in rows
-        ]
+        rows = [best_of(*plan, text, args.seqlen, args.ranks) for plan in plans]
+        cells = [f"{x.moved:.4f} ({x.uneven:.3f}, {x.grid})" for x in rows]
         print(" | ".join([text, *cells]), flush=True)
     return 0
