@@ -40,7 +40,7 @@ one_mpi = pytest.mark.one_mpi
 # few tokens in 16 bits.  One rank has all tokens, whatever the distribution.
 ALL = SIZE == 4
 # The triangle's is for its own numbers of ranks: see test_triangle.
-DISTRIBUTIONS = [x for x in distributions.DISTRIBUTIONS if x != "triangle"]
+DISTRIBUTIONS = [x for x in distributions.FORMULAS if x != "triangle"]
 SHARED_OUT = DISTRIBUTIONS if SIZE > 1 else ["contiguous"]
 LARGE = 1009
 
@@ -190,7 +190,7 @@ def test_queries_that_see_nothing(comm, method, distribution, seqlen):
     assert_all(comm, silent and not bad, "; ".join(bad) or "a masked row is not silent")
 
 
-@pytest.mark.parametrize("distribution", numbers(DISTRIBUTIONS, ["zigzag"]))
+@pytest.mark.parametrize("distribution", numbers([*DISTRIBUTIONS, "balanced"], ["zigzag"]))
 def test_same_bits_every_time_and_without_overlap(comm, method, distribution):
     runs = []
     for overlap in (True, True, False):
