@@ -15,7 +15,7 @@ from a2d_mpi.planning import cost
 
 
 class Figures:
-    """What a plan tells of itself; base of `a2d_mpi.attention.plan.AttentionPlan`."""
+    """Figures that a plan tells of itself; base of `a2d_mpi.attention.plan.AttentionPlan`."""
 
     method: str
     grid: ProcessGrid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from a2d_mpi.core.masks import Interval, Mask
+from a2d_mpi.core.meetings import run_edges
 
 
 class Assigned(Mask):
@@ -77,5 +78,5 @@ class Assigned(Mask):
         else:
             for begin, end in self.visible(np.arange(first, last)):
                 meets[:-1] += end > begin
-        edges = np.flatnonzero(np.diff(meets > 0, prepend=False)) + first
+        edges = run_edges(meets > 0) + first
         return list(zip(edges[::2].tolist(), edges[1::2].tolist()))

@@ -12,7 +12,9 @@ from __future__ import annotations
 import numpy as np
 
 from a2d_mpi.core.blocks import cuts, visible_pairs
+from a2d_mpi.core.distribution import share
 from a2d_mpi.core.masks import Mask
+from a2d_mpi.core.pairs import merged
 
 # Runs are halved until the largest area is at most this times the mean one, ...
 _EVEN = 1.02
@@ -267,27 +269,9 @@ def _largest_traffic(seen: np.ndarray, owner: np.ndarray, rows: int, cols: int) 
 
 def _joined(bounds: np.ndarray, runs: np.ndarray) -> Runs:
     """Neighbouring runs as one, empty ones left out."""
-    found: list[range] = []
-    for begin, end in zip(bounds[runs].tolist(), bounds[runs + 1].tolist()):
-        if begin == end:
-            continue
-        if found and found[-1].stop == begin:
-            found[-1] = range(found[-1].start, end)
-        else:
-            found.append(range(begin, end))
-    return tuple(found)
+    return tuple(merged(map(range, bounds[runs].tolist(), bounds[runs + 1].tolist())))
 
 
 def shares(runs: Runs, shares: int) -> list[Runs]:
-    """Equal shares of some runs, one run after the other."""
-    n, found = sum(map(len, runs)), []
-    for share in range(shares):
-        begin, end = n * share // shares, n * (share + 1) // shares
-        before, here = 0, []
-        for run in runs:
-            part = run[max(0, begin - before) : max(0, end - before)]
-            before += len(run)
-            if part:
-                here.append(part)
-        found.append(tuple(here))
-    return found
+    """Equal shares of some runs, one run after the other, empty ones left out."""
+    return [tuple(filter(None, share(runs, i, shares))) for i in range(shares)]

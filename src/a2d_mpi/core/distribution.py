@@ -119,7 +119,7 @@ class Distribution:
         if self.name == "triangle":
             position, place = divmod(shard, self.group)
             whole = triangle.pieces(n, triangle.segments(p // self.group), position)
-            return _share(whole, place, self.group)
+            return share(whole, place, self.group)
         return tuple(
             range(n * i // (2 * p), n * (i + 1) // (2 * p)) for i in (shard, 2 * p - 1 - shard)
         )
@@ -165,7 +165,7 @@ def _place(shards: Distribution, shard: int, token: int) -> int:
     return sum(_before(r, token) for r in shards.runs(shard))
 
 
-def _share(pieces: tuple[range, ...], place: int, places: int) -> tuple[range, ...]:
+def share(pieces: tuple[range, ...], place: int, places: int) -> tuple[range, ...]:
     """One of several equal shares of the tokens of some pieces, one piece after the other."""
     n, before, found = sum(map(len, pieces)), 0, []
     begin, end = n * place // places, n * (place + 1) // places

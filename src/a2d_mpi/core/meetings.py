@@ -90,7 +90,7 @@ class Meetings:
             tokens = self._shards[of_keys].tokens(owner)
             met = _union([self._runs(of_keys, p) for p in members])
             meets = np.searchsorted(met, tokens, side="right") % 2 == 1
-            self._places[key] = _edges(np.append(meets, False))
+            self._places[key] = run_edges(np.append(meets, False))
         return self._places[key]
 
     def count(self, of_keys: bool, owner: Ranks, others: Others) -> Ranks:
@@ -130,7 +130,7 @@ class Meetings:
             seen = end > begin
             np.add.at(edges, begin[seen], 1)
             np.add.at(edges, end[seen], -1)
-        return _edges(np.cumsum(edges[:-1]) > 0)
+        return run_edges(np.cumsum(edges[:-1]) > 0)
 
     def _queries_of(self, shard: int) -> np.ndarray:
         """Queries that see keys of a shard."""
@@ -147,7 +147,7 @@ class Meetings:
         meets = np.zeros(n + 1, bool)
         for begin, end in self._visible:
             meets[:-1] |= before[end] > before[begin]
-        return _edges(meets)
+        return run_edges(meets)
 
 
 def _run(begin: int, end: int, n: int) -> np.ndarray:
@@ -156,7 +156,7 @@ def _run(begin: int, end: int, n: int) -> np.ndarray:
     return np.array([begin, end] if begin < end else [], np.int64)
 
 
-def _edges(covered: np.ndarray) -> np.ndarray:
+def run_edges(covered: np.ndarray) -> np.ndarray:
     """Begin and end of each run of true elements; the last element is false."""
     return np.flatnonzero(np.diff(covered, prepend=False))
 

@@ -18,6 +18,7 @@ from a2d_mpi.core.assignment import Assignment
 from a2d_mpi.core.blocks import along_documents
 from a2d_mpi.core.demand import Demand, demand
 from a2d_mpi.core.masks import Mask
+from a2d_mpi.core.pairs import merged
 from a2d_mpi.core.refinement import EVEN, STAGES, STRICT, kicked, merit, move_owners, refine
 
 PARTITIONERS = ("greedy", "hypergraph")
@@ -100,12 +101,8 @@ class Placement:
         """The tokens of every rank in order, neighbouring blocks as one run."""
         found: list[list[range]] = [[] for _ in range(self.ranks)]
         for owner, block in zip(self.owner.tolist(), self.blocks):
-            here = found[owner]
-            if here and here[-1].stop == block.start:
-                here[-1] = range(here[-1].start, block.stop)
-            elif block:
-                here.append(block)
-        return tuple(tuple(x) for x in found)
+            found[owner].append(block)
+        return tuple(tuple(merged(x)) for x in found)
 
 
 def place(

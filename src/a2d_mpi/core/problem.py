@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def meetings(self) -> Meetings | None:
-        """Which tokens of each shard have to travel to whom; None: all."""
+        """The tokens of each shard that have to travel, and to whom; None: all."""
         return meetings(self.mask, self.shards, self.shards_kv)
 
     def context_group(self, heads: int) -> Problem:

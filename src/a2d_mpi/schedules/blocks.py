@@ -90,12 +90,12 @@ class Needs:
 
 @lru_cache(maxsize=4)
 def needs_of(problem: Problem) -> Needs:
-    """What all ranks need; remembered, as the planner asks for the schedules of all ranks."""
+    """Needs of all ranks; remembered, as the planner asks for the schedules of all ranks."""
     return Needs(problem)
 
 
 class Exchange:
-    """What a rank gets and gives, and the rows that its kernel calls need."""
+    """Rows that a rank gets and gives, and those that its kernel calls need."""
 
     def __init__(self, s: Schedule, kind: str) -> None:
         self.s, n = s, s.sizes.problem.shards.nshards
@@ -138,8 +138,9 @@ class Exchange:
         return self.needs.of(of_keys, self.s.rank, peer)
 
     def _give(self, of_keys: bool, array: str, peer: int) -> None:
-        if part := self.given(of_keys, peer).edges:
-            self.s.send("all", peer, Rows(array, self.s.rank, Chosen(part)))
+        part = self.given(of_keys, peer)
+        if part.edges:
+            self.s.send("all", peer, Rows(array, self.s.rank, part))
 
     def of_owner(self, kind: str, way: str, owner: int) -> str:
         """An array for those of an owner's queries that this rank computes with."""

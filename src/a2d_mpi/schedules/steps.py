@@ -97,7 +97,7 @@ class Array:
 
     @property
     def of_keys(self) -> bool:
-        """Whether its rows are keys, not queries."""
+        """True if its rows are keys, not queries."""
         return self.kind in OF_KEYS
 
     @property
