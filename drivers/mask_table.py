@@ -1,20 +1,28 @@
 """Compare grids, the ring and placed blocks under many masks: bytes and balance; nothing is run.
 
     python drivers/mask_table.py --ranks 16 --seqlen 131072 --masks all
+    python drivers/mask_table.py --output table.csv --picture table.png
 
 For each mask and plan, METHOD or METHOD/DISTRIBUTION, the grid of any shape whose largest rank
-moves the fewest bytes in a forward pass.  No MPI is needed.
+moves the fewest bytes in a forward pass.  What the table in --output has already is not computed
+again; --picture draws all that is in it.  No MPI is needed.
 Exit code 2: bad input.
 """
 
+from pathlib import Path
+
 from a2d_mpi.experiments.mask_table import print_table
-from a2d_mpi.experiments.options import MASK_HELP, Parser, run_serial, whole
+from a2d_mpi.experiments.options import MASK_HELP, SEED, Parser, run_serial, whole
 
 PLANS = [
     *(f"attention2d/{name}" for name in ("contiguous", "zigzag", "balanced")),
     "ring",
     "blocks",
 ]
+
+
+def _seeds(text: str) -> list[int]:
+    return [SEED(x) for x in text.split(",")]
 
 
 def build_parser() -> Parser:
@@ -30,6 +38,10 @@ def build_parser() -> Parser:
         default=PLANS,
         help="default: " + ",".join(PLANS),
     )
+    add("--seeds", type=_seeds, default=[0],
+        help="of masks that are drawn and name no seed: 0,1,2 (default 0)")  # fmt: skip
+    add("--output", type=Path, help="CSV file with the table, which is completed")
+    add("--picture", type=Path, help="PNG, SVG or PDF file")
     return parser
 
 

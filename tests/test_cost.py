@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from helpers import runs_on
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from a2d_mpi.comm import transport
@@ -150,7 +150,7 @@ def test_uneven_parts_lose_nothing():
             assert sent == received > 0
 
 
-shapes = st.tuples(*(st.integers(1, 4) for _ in range(3)))
+shapes = st.tuples(*(st.integers(1, 3) for _ in range(3)))
 
 
 @given(
@@ -158,17 +158,18 @@ shapes = st.tuples(*(st.integers(1, 4) for _ in range(3)))
     st.sampled_from([x for x in METHODS if not METHODS[x].causal and not METHODS[x].place]),
     st.data(),
 )
+@settings(max_examples=50)
 def test_every_byte_sent_is_received(shape, method, data):
     rows, cols, heads = shape
     layout = Layout(rows, cols, heads)
     counts = data.draw(st.lists(st.integers(0, 9), min_size=layout.size, max_size=layout.size))
-    for nheads_kv in (1, 2 * heads, 12 * heads):
-        sizes = with_counts(counts, 12 * heads, nheads_kv, "bfloat16")
-        for count in (cost.traffic, cost.messages):
-            moved = [count(method, layout, sizes, rank) for rank in range(layout.size)]
-            for key in {key for rank in moved for key in rank}:
-                sent, received = map(sum, zip(*(rank.get(key, (0, 0)) for rank in moved)))
-                assert sent == received > 0, key
+    nheads_kv = data.draw(st.sampled_from([1, 2 * heads, 12 * heads]))
+    sizes = with_counts(counts, 12 * heads, nheads_kv, "bfloat16")
+    for count in (cost.traffic, cost.messages):
+        moved = [count(method, layout, sizes, rank) for rank in range(layout.size)]
+        for key in {key for rank in moved for key in rank}:
+            sent, received = map(sum, zip(*(rank.get(key, (0, 0)) for rank in moved)))
+            assert sent == received > 0, key
 
 
 @pytest.mark.parametrize("outer, inner", [(1, 4), (4, 1), (2, 3), (3, 2)])
@@ -298,7 +299,7 @@ def test_areas_of_long_sequences():
 @pytest.mark.parametrize("mask", [Full(), Causal()])
 def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
     phases = ("forward", "backward")[backward : backward + 1]
-    for ranks in (4, 6, 16, 64):
+    for ranks in (4, 6, 16):
         seqlen = 100 * ranks
         whole = mask.area(np.arange(seqlen), np.arange(seqlen))
         ratios = {}
@@ -309,7 +310,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
                     continue
                 sizes = with_counts((100,) * ranks, 6, nheads_kv)
                 if METHODS[method].place:
-                    if layout.cols > 1 or ranks > 16:
+                    if layout.cols > 1:
                         continue
                     sizes = problem_of(method, layout, sizes.config, mask)
                 moved = cost.moves(method, layout, sizes, None, phases)
@@ -325,7 +326,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
             ideal = np.sqrt(ranks * 6 / nheads_kv)
             nearest = sorted(ratios, key=lambda r: abs(np.log(r / ideal)))[:2]
             assert best in nearest
-            if nheads_kv == 6 and ranks in (4, 16, 64):
+            if nheads_kv == 6 and ranks in (4, 16):
                 assert best**2 == ranks
                 if isinstance(mask, Full):  # but for lse nothing could be saved
                     assert ratios[best] / (ranks * bound) == pytest.approx(1, abs=0.05)

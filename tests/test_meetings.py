@@ -113,15 +113,18 @@ def test_meetings_are_the_definition(data):
     visible = mask.dense(np.arange(n), np.arange(n))
     owners = np.array(data.draw(st.permutations(range(ranks))))
     sets = [np.array(data.draw(st.permutations(range(ranks)))) for _ in range(2)]
-    around = Around(owners, data.draw(st.integers(0, ranks)))
+    ring = data.draw(st.sampled_from([x for x in range(1, ranks + 1) if ranks % x == 0]))
+    around = Around(owners, data.draw(st.integers(0, ring)), ring)
     for of_keys in (False, True):
         seen = visible.T if of_keys else visible
         for others in (tuple(sets), around):
             counted = found.count(of_keys, owners, others)
             for i, owner in enumerate(owners.tolist()):
                 if isinstance(others, Around):
-                    members = Around(int(others.first[i]), others.number)
-                    listed = [(members.first + j) % ranks for j in range(members.number)]
+                    members = Around(int(others.first[i]), others.number, ring)
+                    in_ring = [p for p in range(ranks) if p // ring == members.first // ring]
+                    place = in_ring.index(members.first)
+                    listed = (in_ring[place:] + in_ring[:place])[: members.number]
                 else:
                     listed = members = tuple(int(x[i]) for x in others)
                 if not listed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -142,7 +142,7 @@ class Distribution:
         found = (r[_before(r, begin) : _before(r, end)] for r in self.runs(shard))
         return [x for x in found if x]
 
-    @property
+    @cached_property
     def counts(self) -> tuple[int, ...]:
         """Number of tokens of every shard."""
         return tuple(self.count(p) for p in range(self.nshards))

@@ -27,10 +27,11 @@ MOST_MEMBERS = 1 << 12
 
 
 class Around(NamedTuple):
-    """So many ranks from the first one on, after the last one again the first of all."""
+    """So many ranks from the first one on, in rings of `ring` ranks: after its last its first."""
 
     first: Ranks
     number: int
+    ring: int
 
 
 Others = tuple[Ranks, ...] | Around
@@ -108,8 +109,8 @@ class Meetings:
 
     def _listed(self, others: Others) -> Sequence[int]:
         if isinstance(others, Around):
-            ranks = self._shards[0].nshards
-            return [(others.first + i) % ranks for i in range(others.number)]
+            begin = others.first // others.ring * others.ring
+            return [begin + (others.first + i) % others.ring for i in range(others.number)]
         return others
 
     def _runs(self, of_keys: bool, shard: int) -> np.ndarray:
@@ -182,8 +183,8 @@ class _Pieces:
         meets = [np.searchsorted(x, edges[:-1], side="right") % 2 for x in runs]
         self._meets = np.array(meets, bool).reshape(len(runs), -1)  # (shards, pieces)
         # How many of all ranks before one meet a piece.
-        self._before = np.zeros((2 * len(runs) + 1, self._meets.shape[1]), np.int32)
-        self._before[1:] = np.cumsum(np.tile(self._meets, (2, 1)), axis=0)
+        self._before = np.zeros((len(runs) + 1, self._meets.shape[1]), np.int32)
+        self._before[1:] = np.cumsum(self._meets, axis=0)
         which, sizes = [], []
         for x in found:
             for r in x:
@@ -214,8 +215,12 @@ class _Pieces:
             return self._whole[owner]
         if isinstance(others, Around):
             which = self._which[owner]  # (P, pieces of a shard)
-            first = np.asarray(others.first)[:, None] % len(self._meets)
-            meets = self._before[first + others.number, which] > self._before[first, which]
+            first = np.asarray(others.first)[:, None]
+            begin = first // others.ring * others.ring
+            end = np.minimum(first + others.number, begin + others.ring)
+            again = begin + first + others.number - end  # past the end of the ring
+            before = [self._before[x, which] for x in (first, end, begin, again)]
+            meets = (before[1] > before[0]) | (before[3] > before[2])
             return (self._sizes[owner] * meets).sum(axis=1)
         sets = self._sets(others)
         return self._whole[owner] if sets is None else self._of_sets[sets, owner]

@@ -47,7 +47,7 @@ class Problem:
         """Tokens of every rank's shard of keys."""
         return self.counts if self.keys is None else self.keys.counts
 
-    @property
+    @cached_property
     def meetings(self) -> Meetings | None:
         """The tokens of each shard that have to travel, and to whom; None: all."""
         return meetings(self.mask, self.shards, self.shards_kv)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from a2d_mpi.core.atomic import check_writable, replacing
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.pairs import visible_pairs
-from a2d_mpi.core.patterns import make_mask, split_masks
+from a2d_mpi.core.patterns import PATTERNS, make_mask, split_masks, usage
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.mask_plots import COLOURS
 from a2d_mpi.experiments.options import method_name
+from a2d_mpi.experiments.pictures import check_picture, pyplot, save
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS, problem_of, write
 from a2d_mpi.schedules.places import Places
@@ -82,16 +88,123 @@ def best_of(method: str, distribution: str | None, text: str, seqlen: int, ranks
 
 
 def print_table(args: argparse.Namespace) -> int:
-    """Print the table of all masks that are asked for; returns the exit code."""
-    texts = split_masks(args.masks)
+    """Print the table of all masks that are asked for, keep and draw it; returns the exit code."""
+    texts = [x for text in split_masks(args.masks) for x in _seeded(text, args.seeds)]
     plans = [
         (method_name(m), name or None) for m, _, name in (x.partition("/") for x in args.plans)
     ]
+    known = read_table(args.output) if args.output and args.output.exists() else {}
+    for path, check in ((args.output, check_writable), (args.picture, check_picture)):
+        if path:
+            check(path)
     print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,")
     print("over those of q; in parentheses its visible pairs over the mean, and the grid")
-    print(" | ".join(["mask", *(f"{m}/{name}" if name else m for m, name in plans)]), flush=True)
+    print(" | ".join(["mask", *args.plans]), flush=True)
     for text in texts:
-        rows = [best_of(*plan, text, args.seqlen, args.ranks) for plan in plans]
-        cells = [f"{x.moved:.4f} ({x.uneven:.3f}, {x.grid})" for x in rows]
+        cells = []
+        for name, plan in zip(args.plans, plans):
+            key = args.ranks, args.seqlen, text, name
+            if key not in known:
+                known[key] = best_of(*plan, text, args.seqlen, args.ranks)
+            found = known[key]
+            cells.append(f"{found.moved:.4f} ({found.uneven:.3f}, {found.grid})")
         print(" | ".join([text, *cells]), flush=True)
+        if args.output:
+            _write_table(args.output, known)
+    if args.picture:
+        save(draw(known), args.picture, dpi=120)
     return 0
+
+
+def _seeded(text: str, seeds: list[int]) -> list[str]:
+    """A mask with each of the seeds, if what it is made of is drawn."""
+    if ":" in text or "seed=" not in usage(text):
+        return [text]
+    return [f"{text}:seed={seed}" for seed in seeds]
+
+
+Table = dict[tuple[int, int, str, str], Figures]  # by ranks, tokens, mask and plan
+_COLUMNS = ("ranks", "seqlen", "mask", "plan", *Figures._fields)
+
+
+def read_table(path: Path) -> Table:
+    """Read a table that `print_table` wrote.
+
+    Raises
+    ------
+    ValueError
+        If the file is no such table.
+    """
+    with open(path, newline="") as file:
+        rows = csv.reader(file)
+        if tuple(next(rows, ())) != _COLUMNS:
+            raise ValueError(f"{path} is no table of masks: its first line is not {_COLUMNS}")
+        return {
+            (int(ranks), int(seqlen), *names): Figures(grid, float(uneven), float(moved))
+            for ranks, seqlen, *names, grid, uneven, moved in rows
+        }
+
+
+def _write_table(path: Path, table: Table) -> None:
+    with replacing(path) as (target, temporary):
+        with open(temporary, "w", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(_COLUMNS)
+            rows.writerows(
+                (*key, x.grid, f"{x.uneven:.4f}", f"{x.moved:.5f}")
+                for key, x in sorted(table.items())
+            )
+        os.replace(temporary, target)
+
+
+def draw(table: Table):
+    """Draw bytes and balance of all plans by mask, medians and ranges of all seeds."""
+    plt = pyplot(**{"font.size": 7, "axes.titlesize": 8})
+    ranks = sorted({key[0] for key in table})
+    masks = [x for x in PATTERNS if any(key[2].partition(":")[0] == x for key in table)]
+    plans = list(dict.fromkeys(key[3] for key in table))
+    figure, axes = plt.subplots(
+        len(ranks), 2, figsize=(7.2, 0.8 + 3.2 * len(ranks)), sharey=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    for line, number in zip(axes, ranks):
+        for panel, what, unit in (
+            (line[0], "moved", "bytes of the largest rank / bytes of q"),
+            (line[1], "uneven", "visible pairs of the largest rank / mean"),
+        ):
+            for i, plan in enumerate(plans):
+                _points(panel, table, (number, masks, plan, what), i, len(plans))
+            panel.set(xscale="log" if what == "uneven" else "symlog", xlabel=unit)
+            panel.set_title(f"{number} ranks", loc="left")
+            panel.grid(axis="x", linewidth=0.3)
+        line[0].set_xscale("symlog", linthresh=0.01)
+        line[0].set_yticks(range(len(masks)), masks)
+        line[0].set_ylim(len(masks) - 0.5, -0.5)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center",
+                  ncols=len(plans), frameon=False)  # fmt: skip
+    return figure
+
+
+def _points(panel, table: Table, chosen: tuple, i: int, plans: int) -> None:
+    """Draw one plan: the median of the seeds of each mask, and a line over all of them."""
+    number, masks, plan, what = chosen
+    found = [
+        [
+            getattr(x, what)
+            for (ranks, _, text, name), x in table.items()
+            if (ranks, name, text.partition(":")[0]) == (number, plan, mask)
+        ]
+        for mask in masks
+    ]
+    height = np.arange(len(masks)) + 0.7 * ((i + 0.5) / plans - 0.5)
+    colour = COLOURS[i % len(COLOURS)]
+    there = [j for j, x in enumerate(found) if x]
+    panel.hlines(
+        height[there],
+        [min(found[j]) for j in there],
+        [max(found[j]) for j in there],
+        color=colour,
+        linewidth=1,
+    )
+    medians = [np.median(found[j]) for j in there]
+    panel.plot(medians, height[there], "o", color=colour, markersize=3, label=plan)

@@ -68,16 +68,15 @@ class Ring:
             self._ranks[key] = (self.group + key[0]) % self.groups * self.places + place
         return self._ranks[key]
 
-    def line(self, first: int, number: int) -> Others:
+    def line(self, first: int, number: int) -> Around:
         """So many ranks of this group, the first of them so many places after this one."""
-        if self.groups == 1:
-            return Around(self.at(0, first), number)
-        return tuple(self.at(0, first + i) for i in range(number))
+        return Around(self.at(0, first), number, self.places)
 
-    def all_of(self, first: int, number: int) -> Others:
+    def all_of(self, first: int, number: int) -> Around:
         """All ranks of so many groups, the first of them so many groups after this one."""
-        groups = range(first, first + number)
-        return tuple(self.at(g, i) for g in groups for i in range(self.places))
+        whole = self.groups * self.places
+        first_rank = (self.group + first) % self.groups * self.places
+        return Around(first_rank, number * self.places, whole)
 
     def slot(self, kind: str, use: str, turn: int, meets: Others | None = None) -> str:
         """An array for the tokens of a block that meet others, in one of two buffers in turn."""
