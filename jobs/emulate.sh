@@ -15,6 +15,8 @@
 #
 #   EMULATE_TIMEOUT=600   seconds for COMMAND; 0 for no limit
 #   EMULATE_LINKS=FILE    write what crossed each node's link: node, bytes sent, bytes received
+#   EMULATE_CORES=0.1     of a core for each node, no more even if others are idle: ranks then compute
+#                         as if on machines of their own, and the one with the most work is the last
 #   EMULATE_BURST=8k, EMULATE_QUEUE=8m   bytes sent at once, and waiting at most, for each limit
 #
 # Needs Linux, root, iproute2 and util-linux; paths are relative to the repository's root.
@@ -40,6 +42,11 @@ export EMULATE_BURST=${EMULATE_BURST:-8k} EMULATE_QUEUE=${EMULATE_QUEUE:-8m}
 for name in EMULATE_BURST EMULATE_QUEUE; do
   [[ ${!name} =~ ^[1-9][0-9]*[km]?$ ]] || refuse "$name must be bytes like 32k, got ${!name}"
 done
+export EMULATE_CORES=${EMULATE_CORES:-}
+if [[ -n $EMULATE_CORES ]]; then
+  [[ $EMULATE_CORES =~ ^[0-9]{0,3}(\.[0-9]{1,3})?$ && $EMULATE_CORES == *[1-9]* ]] ||
+    refuse "EMULATE_CORES must be a number of cores like 0.1, got $EMULATE_CORES"
+fi
 ((EUID == 0)) || refuse "only root can make network namespaces"
 missing=()
 for tool in ip tc unshare nsenter setpriv setsid mount; do
@@ -78,6 +85,9 @@ end() {
 # What mpiexec leaves in /tmp when it is killed, here or in an emulation before: the topology of a
 # node.  A rank that misses it, of another emulation, finds out by itself.
 sweep() {
+  # Limits of cores, empty when their emulation has ended.
+  find /sys/fs/cgroup /sys/fs/cgroup/cpu -maxdepth 2 -depth -path '*/a2d_emulated*' -type d \
+    -exec rmdir {} + 2>/dev/null || true
   grep -sl 'name="HostName" value="node[0-9]*"' /tmp/hydra_hwloc_xmlfile_* | xargs -r rm -f || true
 }
 sweep

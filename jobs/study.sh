@@ -4,6 +4,7 @@
 #   bash jobs/study.sh results/study                      all of it, 85 minutes on two cores
 #   bash jobs/study.sh results/study 64x1 scaling         some of it
 #   bash jobs/study.sh results/study triangle nodes       the two partitions of docs/partitions.md
+#   bash jobs/study.sh results/study masks                four masks of docs/masks.md
 #
 # Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
 # results and a profile for each.  What is there already is not run again.  Then
@@ -14,7 +15,7 @@
 # data/machines/; drivers/study.py works that out for each workload.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [scaling] [overlap] [triangle] [nodes]}
+output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [scaling] [overlap] [triangle] [nodes] [masks]}
 shift
 mkdir -p "$output"
 source jobs/env.sh
@@ -27,17 +28,23 @@ on() {
   EMULATE_TIMEOUT=3000 bash jobs/emulate.sh "${1%x*}" "${1#*x}" "$2" -- python "${@:3}"
 }
 
+# stem CLUSTER: of the files of its results.
+stem() {
+  echo "$output/$1${EMULATE_CORES:+-$EMULATE_CORES}"
+}
+
 # calibrated CLUSTER RATE: more ranks than cores disturb each other, here and when they compute.
 calibrated() {
-  [[ -e $output/$1.toml ]] ||
-    on "$1" "$2" drivers/calibrate.py --output "$output/$1.toml" --name "$1 emulated, $2" \
+  local name="$1 emulated, $2${EMULATE_CORES:+, $EMULATE_CORES cores a node}"
+  [[ -e $(stem "$1").toml ]] ||
+    on "$1" "$2" drivers/calibrate.py --output "$(stem "$1").toml" --name "$name" \
       --accept-disturbed
 }
 
 # bench CLUSTER RATE OPTIONS...
 bench() {
-  on "$1" "$2" drivers/bench.py --output "$output/$1.h5" --profile "$output/$1.toml" "${sizes[@]}" \
-    --spans picked "${@:3}"
+  on "$1" "$2" drivers/bench.py --output "$(stem "$1").h5" --profile "$(stem "$1").toml" \
+    "${sizes[@]}" --spans picked "${@:3}"
 }
 
 # cluster NAME RATE PLANS [MORE]: forward with gradients by all (MORE with full masks only), forward
@@ -101,13 +108,25 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
           --plans "auto,attention2d:8x8,node_aware:8x8@rcu/2x2,node_aware:16x2x2@rcu/2x2,ring"
       done
       ;;
+    masks) # heads that others cannot share; where transfers decide, and where computing does
+      for cluster in "16x1 10mbit 2K 4x4" "16x1 500mbit 8K 4x4 0.1" "64x1 2.5mbit 2K 8x8" \
+        "64x1 200mbit 8K 8x8 0.03"; do
+        read -r nodes rate seqlen grid cores <<<"$cluster"
+        export EMULATE_CORES=$cores
+        calibrated "$nodes" "$rate"
+        bench "$nodes" "$rate" --nheads 2 --headdim 64 --seqlens "$seqlen" --spans none --backward \
+          --masks causal,causal_document,share_question,sliding_window_causal \
+          --plans "auto:2,auto:each,attention2d:$grid,ring,blocks"
+      done
+      unset EMULATE_CORES
+      ;;
     overlap) # computing and communicating at once, and in turn, where both take as long
       on 16x1 100mbit drivers/bench.py --output "$output/overlap.h5" "${sizes[@]}" \
         --plans attention2d:4x4 --nheads 8 --headdim 64 --seqlens 16K --backward \
         --overlap both
       ;;
     *)
-      echo "study.sh: no part $name: 16x1, 64x1, 16x4, ratio, scaling, overlap, triangle, nodes" >&2
+      echo "study.sh: no part $name: 16x1, 64x1, 16x4, ratio, scaling, overlap, triangle, nodes, masks" >&2
       exit 2
       ;;
   esac

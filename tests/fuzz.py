@@ -31,6 +31,7 @@ from a2d_mpi import ProcessGrid
 from a2d_mpi.attention.executor import Executor
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.agreement import CollectiveError
+from a2d_mpi.core.config import OF_KEYS
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.kernels.numpy import NumpyKernel
 
@@ -110,7 +111,8 @@ def _run(case: Case) -> dict[str, object]:
         plan = make_plan(
             case.method, _grids[key], case.mask, **case.sizes, dtype=case.dtype, **case.options
         )
-        q, k, v, dout = (x[plan.tokens] for x in case.inputs())
+        of_ranks = plan.tokens, plan.tokens_kv, plan.tokens_kv, plan.tokens
+        q, k, v, dout = (x[own] for x, own in zip(case.inputs(), of_ranks))
 
         def call():
             out, lse = plan.forward(q, k, v)
@@ -130,27 +132,28 @@ def _run(case: Case) -> dict[str, object]:
         for x, y in results.items():
             if y.dtype != (plan.compute_dtype if x == "lse" else plan.dtype):
                 bad.append(f"{x} is {y.dtype}")
-        area, tokens = plan.area(), plan.tokens
+        area, tokens, tokens_kv = plan.area(), plan.tokens, plan.tokens_kv
         plan.free()
     if nodes:  # there are more of them than MPI has communicators
         _grids.pop(key).free()
-    return {"results": results, "tokens": tokens, "area": area, "bad": bad}
+    return {"results": results, "tokens": (tokens, tokens_kv), "area": area, "bad": bad}
 
 
 def _judge(case: Case, records: list[dict], verbose: bool) -> list[str]:
     """What is wrong with a case, in words."""
-    tokens = np.concatenate([x["tokens"] for x in records])
-    if not np.array_equal(np.sort(tokens), np.arange(case.sizes["seqlen"])):
-        return [f"tokens {tokens}"]
+    for length, owned in zip(case.seen.shape, zip(*(x["tokens"] for x in records))):
+        if not np.array_equal(np.sort(np.concatenate(owned)), np.arange(length)):
+            return [f"tokens {owned}"]
     bad, pairs = [], int(case.seen.sum()) * case.shape[2]  # every layer has its heads' pairs
     area = sum(x["area"] for x in records)
     if area != pairs:
         bad.append(f"areas add up to {area}, not {pairs}")
     found = {}
     for name, part in records[0]["results"].items():
-        found[name] = np.empty((len(tokens), *part.shape[1:]))
+        of_keys = name in OF_KEYS
+        found[name] = np.empty((case.seen.shape[of_keys], *part.shape[1:]))
         for x in records:
-            found[name][x["tokens"]] = x["results"][name]
+            found[name][x["tokens"][of_keys]] = x["results"][name]
     exact, same, whole = solve(case, found["out"])
     scale = case.options["softmax_scale"]
     scale = case.sizes["headdim"] ** -0.5 if scale is None else scale

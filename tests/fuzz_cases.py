@@ -18,8 +18,15 @@ from a2d_mpi.core.sizes import misfit
 
 METHODS = (
     *("attention2d", "attention2d", "node aware", "triangle"),
-    *("ring", "striped ring", "double ring"),
+    *("ring", "striped ring", "double ring", "blocks"),
 )
+CROSS = (
+    "attention2d",
+    "node aware",
+    "ring",
+    "double ring",
+)  # for queries and keys of two sequences
+LISTS = ("documents", "causal documents", "prefix", "sink")  # masks of one sequence
 MASKS = (
     *("full", "causal", "anti-causal", "window", "documents", "causal documents", "prefix"),
     *("random", "beyond", "some empty", "hidden", "sink", "several"),
@@ -38,6 +45,9 @@ class Several(Mask):
     def visible(self, q_tokens):
         return tuple((begin[q_tokens], end[q_tokens]) for begin, end in self._pairs)
 
+    def aligned(self, seqlen, seqlen_kv):
+        return self
+
 
 @dataclass
 class Case:
@@ -48,7 +58,7 @@ class Case:
     shape: tuple[int, int, int]
     order: str
     mask: Mask = field(repr=False)
-    seen: np.ndarray = field(repr=False)  # (seqlen, seqlen) bool
+    seen: np.ndarray = field(repr=False)  # (seqlen, seqlen_kv) bool
     mask_name: str
     sizes: dict[str, int]
     dtype: np.dtype
@@ -60,11 +70,11 @@ class Case:
     nodes: tuple[int, ...]
 
     def inputs(self) -> list[np.ndarray]:
-        """q, k, v, dout of the whole sequence; what nobody sees is NaN, or large."""
+        """q, k, v, dout of whole sequences; what nobody sees is NaN, or large."""
         rng = np.random.default_rng([self.seed, 1])
-        n, d = self.sizes["seqlen"], self.sizes["headdim"]
-        heads, heads_kv = self.sizes["nheads"], self.sizes["nheads_kv"]
-        found = [rng.standard_normal((n, h, d)) for h in (heads, heads_kv, heads_kv, heads)]
+        (n, m), d = self.seen.shape, self.sizes["headdim"]
+        shapes = (n, self.sizes["nheads"]), (m, self.sizes["nheads_kv"])
+        found = [rng.standard_normal((*shapes[x], d)) for x in (0, 1, 1, 0)]
         if self.values == "sparse":
             found = [x * (rng.random(x.shape) < 0.1) for x in found]
         elif self.values == "large":
@@ -101,18 +111,28 @@ def draw(seed: int, ranks: int) -> Case:
         "kernel": pick("auto", "numpy"),
         "softmax_scale": pick(None, None, None, None, float(rng.standard_normal()), -0.2, 1e-3),
     }
+    if method in CROSS and rng.random() < 0.2:
+        lengths = {"seqlen_kv": int(pick(1, *rng.integers(1, 151, 3)))}
+        options["distribution_kv"] = pick(None, "contiguous", "zigzag", "striped")
+    else:
+        lengths = {}
+    if rng.random() < 0.2:
+        options["logit_softcap"] = pick(0.5, 5.0, 50.0)
     # Logits of 1e4: float16 has no room for their gradients.
     if dtype != "float16" and rng.random() < 0.1:
         options["softmax_scale"] = pick(1, -1) * 3e3 / headdim**0.5
     elif rng.random() < 0.02:
         options["softmax_scale"] = 0.0
-    if method in ("striped ring", "triangle"):
+    if method in ("striped ring", "triangle", "blocks"):
         del options["distribution"]
     if method == "double ring":
         options["inner"] = pick(None, *(x for x in range(1, cells + 1) if cells % x == 0))
     name = "causal" if method == "triangle" else pick(*MASKS)
-    mask, seen = _mask(name, seqlen, rng)
+    if lengths and name in LISTS:
+        name = "random"
+    mask, seen = _mask(name, seqlen, lengths.get("seqlen_kv", seqlen), rng)
     sizes = {"seqlen": seqlen, "nheads": nheads, "nheads_kv": nheads_kv, "headdim": headdim}
+    sizes |= lengths
     return Case(
         *(seed, method, shape, pick("rcu", "ruc", "cru", "cur", "urc", "ucr"), mask, seen, name),
         *(sizes, DTYPES[dtype], options, rng.random() < 0.75, rng.random() < 0.5),
@@ -124,23 +144,23 @@ def draw(seed: int, ranks: int) -> Case:
     )
 
 
-def _mask(name: str, n: int, rng: np.random.Generator) -> tuple[Mask, np.ndarray]:
-    """A mask, and whether query i sees key j.
+def _mask(name: str, n: int, m: int, rng: np.random.Generator) -> tuple[Mask, np.ndarray]:
+    """A mask, and whether query i of n sees key j of m; masks of classes are aligned bottom-right.
 
     The same kinds come as arrays, and for sequences of odd length as masks of their own classes.
     """
-    tokens = np.arange(n)
-    zero, i, j = 0 * tokens, tokens[:, None], tokens[None, :]
+    tokens, last = np.arange(n), np.arange(n) + m - n
+    zero, i, j = 0 * tokens, tokens[:, None], np.arange(m)[None, :]
     if name == "full":
-        return Full(), np.ones((n, n), bool)
+        return Full(), np.ones((n, m), bool)
     if name == "causal":
-        return Causal(), j <= i
+        return Causal(), j <= last[:, None]
     if name == "anti-causal":
-        return IntervalMask(tokens, zero + n), j >= i
+        return IntervalMask(tokens, zero + m), j >= i
     if name == "window":  # begins before the first key, ends beyond the last
         a, b = rng.integers(0, n + 1, 2)
-        mask = SlidingWindow(a, b) if n % 2 else IntervalMask(tokens - a, tokens + b + 1)
-        return mask, (i - j <= a) & (j - i <= b)
+        mask = SlidingWindow(a, b) if n % 2 else IntervalMask(last - a, last + b + 1)
+        return mask, (last[:, None] - j <= a) & (j - last[:, None] <= b)
     if name.endswith("documents"):
         document = np.cumsum(rng.random(n) < rng.choice([0.02, 0.1, 0.5]))
         first = np.array([np.flatnonzero(document == x)[0] for x in document])
@@ -157,7 +177,7 @@ def _mask(name: str, n: int, rng: np.random.Generator) -> tuple[Mask, np.ndarray
         return PrefixLM(prefix) if n % 2 else mask, (j < prefix) | (j <= i)
     if name in ("random", "beyond", "some empty"):
         slack = 5 if name == "beyond" else 0
-        begin, end = np.sort(rng.integers(-slack, n + 1 + slack, (2, n)), axis=0)
+        begin, end = np.sort(rng.integers(-slack, m + 1 + slack, (2, n)), axis=0)
         if name == "beyond":
             begin[rng.random(n) < 0.2], end[rng.random(n) < 0.2] = -FAR, FAR
         elif name == "some empty":  # the wrong way round
@@ -165,14 +185,14 @@ def _mask(name: str, n: int, rng: np.random.Generator) -> tuple[Mask, np.ndarray
             begin[empty], end[empty] = end[empty] + rng.integers(0, 3), begin[empty]
         return IntervalMask(begin, end), (j >= begin[:, None]) & (j < end[:, None])
     if name == "hidden":
-        begin = rng.integers(-3, n + 3, n)
-        return IntervalMask(begin, begin - rng.integers(0, 4, n)), np.zeros((n, n), bool)
+        begin = rng.integers(-3, m + 3, n)
+        return IntervalMask(begin, begin - rng.integers(0, 4, n)), np.zeros((n, m), bool)
     if name == "sink":
         sink, window = rng.integers(0, n + 1, 2)
         first = np.maximum(tokens - window, 0)
         pairs = [(zero, np.minimum(sink, first)), (first, tokens + 1)]
         return Several(*pairs[:: rng.choice([1, -1])]), (j <= i) & ((j < sink) | (i - j <= window))
-    points = np.sort(rng.integers(0, n + 1, (2 * rng.integers(2, 5), n)), axis=0)
+    points = np.sort(rng.integers(0, m + 1, (2 * rng.integers(2, 5), n)), axis=0)
     pairs = [tuple(points[x : x + 2]) for x in range(0, len(points), 2)]
     seen = (points[:, :, None] <= j).sum(axis=0) % 2 == 1  # inside after an odd number of points
     return Several(*(pairs[x] for x in rng.permutation(len(pairs)))), seen
@@ -219,9 +239,9 @@ def _dense(
     k, v = (np.repeat(x, group, axis=0) for x in (k, v))
     scale = case.options["softmax_scale"]
     scale = kind.type(d**-0.5 if scale is None else scale)
-    keys, elements = np.arange(n), np.arange(d)
+    keys, elements = np.arange(k.shape[1]), np.arange(d)
     if rng is not None:
-        keys, elements = rng.permutation(n), rng.permutation(d)
+        keys, elements = rng.permutation(keys), rng.permutation(d)
     k, v, seen = k[:, keys], v[:, keys], case.seen[:, keys]
 
     def times(a, b):
@@ -231,6 +251,10 @@ def _dense(
         return x if rng is None else x.astype(case.dtype).astype(kind)
 
     s = times(q * scale, k) if scale_q else times(q, k) * scale
+    slope, cap = kind.type(1), case.options.get("logit_softcap")
+    if cap:
+        s = kind.type(cap) * (slope := np.tanh(s / kind.type(cap)))
+        slope = 1 - slope**2
     s = np.where(seen, s, -np.inf)
     top = s.max(axis=2, keepdims=True)
     top[np.isneginf(top)] = 0
@@ -247,8 +271,10 @@ def _dense(
     if case.backward:
         if given is not None:
             out = given.swapaxes(0, 1).astype(kind)
-        ds = p * (times(dout, v) - (dout * out).sum(axis=2, keepdims=True))
+        ds = slope * p * (times(dout, v) - (dout * out).sum(axis=2, keepdims=True))
         results["dq"] = kept(scale * (ds @ k))
         for name, x in (("dk", scale * (ds.swapaxes(1, 2) @ q)), ("dv", p.swapaxes(1, 2) @ dout)):
-            results[name] = kept(x[:, np.argsort(keys)].reshape(-1, group, n, d).sum(axis=1))
+            results[name] = kept(
+                x[:, np.argsort(keys)].reshape(-1, group, len(keys), d).sum(axis=1)
+            )
     return {x: y.swapaxes(0, 1).astype(float) for x, y in results.items()}

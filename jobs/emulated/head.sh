@@ -67,6 +67,29 @@ for i in "${!names[@]}"; do
   limit "port$i" "$rate" # what the node receives; node.sh limits what it sends
 done | tc -batch - || fail "cannot limit the links"
 
+# limit_cores NODE: all that runs on it gets EMULATE_CORES of a core; see on.sh.
+limit_cores() {
+  local groups=/sys/fs/cgroup folder quota=1000 period
+  period=$(awk -v cores="$EMULATE_CORES" -v quota="$quota" 'BEGIN { print int(quota / cores) }')
+  ((period <= 1000000)) || fail "EMULATE_CORES must be at least 0.001, got $EMULATE_CORES"
+  # Periods of a node with many cores must not be too short.
+  while ((period < 1000)); do quota=$((2 * quota)) period=$((2 * period)); done
+  [[ -e $groups/cgroup.controllers ]] || groups+=/cpu
+  folder=$groups/a2d_emulated.$cluster.$1
+  mkdir "$folder" 2>/dev/null || fail "cannot limit cores: no cgroup can be made in $groups"
+  if [[ -e $folder/cpu.cfs_quota_us ]]; then
+    echo "$period" >"$folder/cpu.cfs_period_us" && echo "$quota" >"$folder/cpu.cfs_quota_us"
+  else
+    echo +cpu >"$groups/cgroup.subtree_control" && echo "$quota $period" >"$folder/cpu.max"
+  fi || fail "cannot limit cores by $folder"
+  echo "$folder/cgroup.procs" >"$dir/$1.cores"
+}
+if [[ -n $EMULATE_CORES ]]; then
+  cluster=$RANDOM$RANDOM
+  for name in "${names[@]}"; do limit_cores "$name"; done
+  export A2D_MPI_NODE_CORES=$EMULATE_CORES # no rank can see it: its /sys is of its own node
+fi
+
 # count: bytes sent and received so far, a line for each node.
 count() {
   local pid

@@ -69,6 +69,8 @@ refused "RATE must" "${emulate[@]}" 2 1 0mbit -- true
 refused "after RATE" "${emulate[@]}" 2 1 10mbit true -- true
 refused EMULATE_TIMEOUT env EMULATE_TIMEOUT=1.5 "${emulate[@]}" 2 1 10mbit -- true
 refused EMULATE_BURST env EMULATE_BURST=no "${emulate[@]}" 2 1 10mbit -- true
+refused EMULATE_CORES env EMULATE_CORES=0.0 "${emulate[@]}" 2 1 10mbit -- true
+refused EMULATE_CORES env EMULATE_CORES=few "${emulate[@]}" 2 1 10mbit -- true
 refused EMULATE_LINKS env EMULATE_LINKS="$tmp/no/links" "${emulate[@]}" 2 1 10mbit -- true
 
 # A machine that cannot.
@@ -125,6 +127,18 @@ passed "2x2: shared memory of a node is its own, and its ranks'"
 links 1 4 1mbit 2
 ((link < 100000)) || failed "1x4: $link bytes over the link"
 passed "1x4: nothing over the link but the start, $link bytes"
+
+# A tenth of a core for each node, though there are more.
+run 0 env EMULATE_CORES=0.1 "${emulate[@]}" 2 1 none -- python -c '
+import os, time
+while time.process_time() < 0.5: pass
+start = time.perf_counter()
+while time.process_time() < 0.7: pass
+print(os.environ["A2D_MPI_NODE_CORES"], time.perf_counter() - start)'
+awk '$1 != "0.1" || $2 < 1.8 || $2 > 3 { exit 1 } END { exit NR != 2 }' "$out" ||
+  failed "0.2 s of a tenth of a core took: $(<"$out")"
+[[ -z $(find /sys/fs/cgroup -maxdepth 2 -name 'a2d_emulated*') ]] || failed "limits of cores are left"
+passed "a tenth of a core a node: 0.2 s took $(awk '{ print $2 }' "$out" | paste -sd ' ') s"
 
 # Every way to end.
 say='import os; print(os.readlink("/proc/self/ns/pid"), flush=True)'

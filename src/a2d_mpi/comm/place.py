@@ -19,7 +19,8 @@ class Place:
     even : bool
         True if all nodes have as many ranks; else `partners` is empty.
     ranks_per_node, cores_per_node : int, float
-        Namespaces of one host share its cores.
+        Namespaces of one host share its cores.  ``A2D_MPI_NODE_CORES`` in the environment says how
+        many a node may use, where a limit of CPU time (a cgroup's) leaves it fewer.
     share : float
         Part of a core that each rank has.
     memory : int
@@ -46,7 +47,8 @@ class Place:
         self.even = len({len(ranks) for ranks in nodes}) == 1
         self.ranks_per_node = len(nodes[0])
         cores = {(boot, core) for _, boot, found, _ in everyone for core in found}
-        self.cores_per_node = len(cores) / len(nodes)
+        limit = float(os.environ.get("A2D_MPI_NODE_CORES") or "inf")
+        self.cores_per_node = min(len(cores) / len(nodes), limit)
         self.memory = own[3] // sum(x[1] == own[1] for x in everyone)
         self.share = min(1.0, self.cores_per_node / self.ranks_per_node)
         node = self.hosts.index(own[0])

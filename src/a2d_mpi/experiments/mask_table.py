@@ -174,10 +174,10 @@ def draw(table: Table):
         ):
             for i, plan in enumerate(plans):
                 _points(panel, table, (number, masks, plan, what), i, len(plans))
-            panel.set(xscale="log" if what == "uneven" else "symlog", xlabel=unit)
+            panel.set_xlabel(unit)
             panel.set_title(f"{number} ranks", loc="left")
             panel.grid(axis="x", linewidth=0.3)
-        line[0].set_xscale("symlog", linthresh=0.01)
+        line[0].set_xscale("symlog", linthresh=0.01)  # equal documents move nothing
         line[0].set_yticks(range(len(masks)), masks)
         line[0].set_ylim(len(masks) - 0.5, -0.5)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center",

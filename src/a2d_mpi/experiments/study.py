@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +44,7 @@ def study(args: argparse.Namespace) -> int:
             print(f"  {workload}, {ranks} ranks, {len(whole)} plans")
             match = _matches(args.machines, path, results, whole)
             others = _against_ring(results, whole), _in_turn(these), match
+            others += (_against_causal(results, rows, whole),)
             for line in filter(None, (*others, *_against_grid(results, whole))):
                 print(f"    {line}")
             if ratios := _pick(whole):
@@ -119,6 +120,32 @@ def _against_grid(results: dict[str, Result], xs: Sequence[Summary]) -> list[str
         if parts:
             lines.append(f"{grid.plan} / {x.plan}: " + "; ".join(parts))
     return lines
+
+
+def _against_causal(
+    results: dict[str, Result], rows: dict[str, Summary], xs: Sequence[Summary]
+) -> str:
+    """Seconds of the fastest causal grid over those of this mask's plans: what a mask saves."""
+    config, best = results[xs[0].name].config, min(xs, key=lambda x: x.seconds)
+    whole = [
+        x
+        for x in rows.values()
+        if _but_mask(results[x.name].config) == _but_mask(config)
+        and phases_of(results[x.name]) == phases_of(results[xs[0].name])
+        and (results[x.name].config["mask"], x.method, x.overlap) == ("causal", GRID, True)
+        and int(results[x.name].config["heads"]) == 1
+    ]
+    if config["mask"] in ("full", "causal") or not whole:
+        return ""
+    grid = min(whole, key=lambda x: x.seconds)
+    pick = next((x for x in xs if x.picked), best)
+    ratios = (f"{grid.seconds / x.seconds:.2f} ({x.plan})" for x in dict.fromkeys((pick, best)))
+    return f"causal {grid.plan}, whatever the mask / pick, fastest: {', '.join(ratios)}"
+
+
+def _but_mask(config: Mapping[str, object]) -> list[str]:
+    """What makes a workload, but for its mask."""
+    return [str(config[x]) for x in ("seqlen", "nheads", "nheads_kv", "headdim", "dtype", "ranks")]
 
 
 def _busiest_node(result: Result, phases: Sequence[str]) -> int:
