@@ -234,7 +234,7 @@ def _dense(
 ) -> dict[str, np.ndarray]:
     """Softmax attention and its gradients; exact, or with `rng` as the kernels round."""
     q, k, v, dout = (x.astype(kind).swapaxes(0, 1) for x in whole)  # (heads, tokens, headdim)
-    nheads, n, d = q.shape
+    nheads, _, d = q.shape
     group = nheads // len(k)
     k, v = (np.repeat(x, group, axis=0) for x in (k, v))
     scale = case.options["softmax_scale"]
