@@ -1,0 +1,109 @@
+"""Layers of a transformer, forward and backward, on the rows of one rank.
+
+Arrays are NumPy's or CuPy's.  Rows are tokens: n of them.  A forward function returns its result,
+and what the backward one needs; that returns the gradient of the input and adds those of the
+parameters to arrays that it is given.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+Array = Any
+EPSILON = 1e-5  # of LayerNorm, as GPT-2
+ROTARY_BASE = 10000.0
+
+
+def module_of(x: Array) -> Any:
+    """NumPy, or CuPy for its arrays."""
+    if isinstance(x, np.ndarray):
+        return np
+    import cupy
+
+    return cupy
+
+
+def linear_backward(dy: Array, x: Array, weight: Array, dweight: Array, dbias: Array) -> Array:
+    """Of ``y = x @ weight + bias``: x (n, E), weight (E, M), dy (n, M); returns dx."""
+    dweight += x.T @ dy  # (E, M)
+    dbias += dy.sum(axis=0)  # (M,)
+    return dy @ weight.T  # (n, E)
+
+
+def layer_norm(x: Array, weight: Array, bias: Array) -> tuple[Array, tuple[Array, Array]]:
+    """LayerNorm of rows (Ba et al., arXiv:1607.06450), x (n, E)."""
+    mean = x.mean(axis=1, keepdims=True)
+    rstd = ((x - mean) ** 2).mean(axis=1, keepdims=True)
+    rstd = 1 / (rstd + EPSILON) ** 0.5  # (n, 1)
+    normal = (x - mean) * rstd  # (n, E)
+    return normal * weight + bias, (normal, rstd)
+
+
+def layer_norm_backward(
+    dy: Array, kept: tuple[Array, Array], weight: Array, dweight: Array, dbias: Array
+) -> Array:
+    """Gradient of the rows, (n, E)."""
+    normal, rstd = kept
+    dweight += (dy * normal).sum(axis=0)
+    dbias += dy.sum(axis=0)
+    dnormal = dy * weight
+    mean = dnormal.mean(axis=1, keepdims=True)
+    along = (dnormal * normal).mean(axis=1, keepdims=True)
+    return rstd * (dnormal - mean - normal * along)
+
+
+_ROOT = math.sqrt(2 / math.pi)
+_CUBE = 0.044715
+
+
+def gelu(x: Array) -> Array:
+    """GELU by tanh (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    return 0.5 * x * (1 + module_of(x).tanh(_ROOT * (x + _CUBE * x**3)))
+
+
+def gelu_backward(dy: Array, x: Array) -> Array:
+    """Gradient of x."""
+    tanh = module_of(x).tanh(_ROOT * (x + _CUBE * x**3))
+    slope = 0.5 * x * (1 - tanh**2) * _ROOT * (1 + 3 * _CUBE * x**2)
+    return dy * (0.5 * (1 + tanh) + slope)
+
+
+def rotation(positions: Array, headdim: int, dtype: np.dtype) -> tuple[Array, Array]:
+    """Cosine and sine, (n, 1, D / 2), of the angles by which heads at positions are rotated."""
+    xp = module_of(positions)
+    rates = ROTARY_BASE ** (-2.0 * xp.arange(headdim // 2) / headdim)
+    angles = positions[:, None, None] * rates
+    return xp.cos(angles).astype(dtype), xp.sin(angles).astype(dtype)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate x, (n, H, D): element i of a head with element i + D / 2.  By -sin: back."""
+    half = x.shape[2] // 2
+    first, second = x[..., :half], x[..., half:]
+    parts = first * cos - second * sin, second * cos + first * sin
+    return module_of(x).concatenate(parts, axis=2)
+
+
+def cross_entropy(logits: Array, targets: Array) -> tuple[float, Array]:
+    """Sum of the losses of rows, in nats, and its gradient.
+
+    Parameters
+    ----------
+    logits : (n, V)
+    targets : (n,) int64
+        Token of each row; rows with -1 count nothing.
+    """
+    xp = module_of(logits)
+    rows = xp.flatnonzero(targets >= 0)
+    wanted = targets[rows]
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    exp = xp.exp(shifted)  # (n, V)
+    total = exp.sum(axis=1, keepdims=True)
+    # In float64: a mean over many tokens should not depend on how they are shared out.
+    losses = xp.log(total[rows, 0]).astype(np.float64) - shifted[rows, wanted]
+    dlogits = exp / total * (targets >= 0)[:, None].astype(logits.dtype)
+    dlogits[rows, wanted] -= 1
+    return float(losses.sum()), dlogits

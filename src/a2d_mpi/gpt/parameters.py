@@ -1,0 +1,78 @@
+"""Parameters of a GPT: one flat array, and its parts by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from a2d_mpi.gpt.config import GPTConfig
+
+Array = Any
+SPREAD = 0.02  # standard deviation of initial weights, as GPT-2
+
+
+class Parameters:
+    """Named parts of one flat array: weights, their gradients, or an optimizer's moments.
+
+    Parameters
+    ----------
+    config : GPTConfig
+    flat : (config.parameters,) array
+        NumPy or CuPy; the parts are views of it.
+
+    Attributes
+    ----------
+    named : dict of str to array
+        By the names of `GPTConfig.shapes`.
+    """
+
+    def __init__(self, config: GPTConfig, flat: Array) -> None:
+        if flat.shape != (config.parameters,):
+            raise ValueError(f"{flat.shape} elements for {config.parameters} parameters")
+        self.config, self.flat, self.named = config, flat, {}
+        self._begins = {}
+        begin = 0
+        for name, shape in config.shapes.items():
+            self._begins[name] = begin
+            end = begin + math.prod(shape)
+            self.named[name] = flat[begin:end].reshape(shape)
+            begin = end
+
+    def block(self, i: int) -> dict[str, Array]:
+        """Parameters of block i, by their names in it."""
+        prefix = f"h{i}."
+        return {x[len(prefix) :]: y for x, y in self.named.items() if x.startswith(prefix)}
+
+    def buckets(self) -> Iterator[slice]:
+        """Parts of the flat array in the order in which a backward pass finishes their gradients.
+
+        The last block with the final LayerNorm, the blocks before it, the embeddings.
+        """
+        begins = [self._begins[f"h{i}.ln1.weight"] for i in range(self.config.layers)]
+        end = len(self.flat)
+        for begin in (*reversed(begins), 0):
+            yield slice(begin, end)
+            end = begin
+
+
+def initial(config: GPTConfig, seed: int, dtype: np.typing.DTypeLike) -> np.ndarray:
+    """Draw the initial weights of GPT-2, flat: the same for any number of ranks.
+
+    Weights are normal with a standard deviation of 0.02, those that add to the residual stream
+    with 0.02 / sqrt(2 layers); biases are 0, LayerNorms 1.
+    """
+    flat = np.zeros(config.parameters, dtype)
+    rng = np.random.default_rng(seed)
+    for name, part in Parameters(config, flat).named.items():
+        if name.endswith("bias"):
+            continue
+        if ".ln" in name or name.startswith("ln"):
+            part[:] = 1
+            continue
+        residual = name.endswith(("proj.weight", "out.weight"))
+        spread = SPREAD / math.sqrt(2 * config.layers) if residual else SPREAD
+        part[:] = spread * rng.standard_normal(part.shape)
+    return flat
