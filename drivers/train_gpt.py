@@ -1,0 +1,54 @@
+"""Train a GPT on a text, byte by byte, its sequence spread over the ranks.
+
+    mpiexec -n 4 python drivers/train_gpt.py TEXT --preset tiny --folder results/tiny \
+        --rows 2 --cols 2 --steps 200 --output results/tiny.h5
+
+Packed documents do not see each other; they are cut at --separator.  Checkpoints in --folder:
+--resume goes on to the same bits as a run that was not interrupted.
+Exit code 2: bad input, or nothing can be written.
+"""
+
+from pathlib import Path
+
+from mpi4py import MPI
+
+from a2d_mpi.experiments.cli import Parser, run
+from a2d_mpi.experiments.options import METHOD_HELP, SEED, THREADS, method_name, whole
+from a2d_mpi.experiments.train_gpt import train
+from a2d_mpi.gpt.config import POSITIONS, PRESETS
+
+
+def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+    """The options of this driver."""
+    parser = Parser("train_gpt.py", __doc__, comm)
+    add = parser.add_argument
+    add("text", type=Path, help="text file; its bytes are the tokens")
+    add("--folder", type=Path, required=True, help="of checkpoints")
+    add("--output", type=Path, help="HDF5 file for losses, seconds and traffic")
+    add("--resume", action="store_true", help="go on from the latest whole checkpoint")
+    add("--preset", choices=PRESETS, default="tiny", help="default %(default)s")
+    for name in ("layers", "width", "nheads", "nheads-kv"):
+        add(f"--{name}", type=whole(1, 1 << 20), help="default: the preset's")
+    add("--positions", choices=POSITIONS, help="default: the preset's")
+    add("--seqlen", type=whole(2), default=1024, help="tokens of a step (default %(default)s)")
+    add("--separator", default=r"\n\n\n", help=r"of documents (default \n\n\n); empty: none")
+    add("--method", type=method_name, default="attention2d", help=METHOD_HELP)
+    add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
+    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
+    add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
+    add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
+    add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
+    add("--dtype", choices=("float32", "float64"), default="float32")
+    add("--steps", type=whole(1), default=200, help="of the whole run (default %(default)s)")
+    add("--until", type=whole(1), help="stop after so many steps of them; default: all")
+    add("--every", type=whole(1), default=50, help="steps between checkpoints (%(default)s)")
+    add("--rate", type=float, default=1e-3, help="highest learning rate (default %(default)s)")
+    add("--warmup", type=whole(1), default=20, help="steps (default %(default)s)")
+    add("--recompute", action="store_true", help="keep less of each block, compute it again")
+    add("--seed", type=SEED, default=0, help="of weights and batches (default %(default)s)")
+    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    run(MPI.COMM_WORLD, build_parser, train)

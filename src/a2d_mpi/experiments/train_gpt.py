@@ -1,0 +1,278 @@
+"""The job of drivers/train_gpt.py: a GPT, trained on a text by all ranks together."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+from tqdm import tqdm
+
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.documents import Documents
+from a2d_mpi.core.masks import Causal, Mask
+from a2d_mpi.core.problem import Workload
+from a2d_mpi.experiments.checkpoint import State, latest, save
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.measure import origin_of
+from a2d_mpi.experiments.results import new_file, set_attributes
+from a2d_mpi.experiments.sweep import grid_shape
+from a2d_mpi.gpt.adam import Adam, Schedule
+from a2d_mpi.gpt.config import PRESETS, GPTConfig
+from a2d_mpi.gpt.gradients import GradientSum, total
+from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.parameters import Parameters, initial
+from a2d_mpi.gpt.text import VOCAB, Batch, Text
+from a2d_mpi.planning.profile import read_machine
+
+SCHEMA = ("a2d_mpi.training", 1)
+PARTS = ("attention", "wait", "gradients", "other")  # of a step's seconds
+# Options that a run must go on with.
+SAME = ("text", "seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator")
+
+
+def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Train, or go on; returns the exit code."""
+    text, config = together(comm, lambda: _validated(args))
+    grid = _grid(comm, args, config)
+    state = _resumed(comm, args, config)
+    with threadpool_limits(args.threads):
+        trainer = Trainer(comm, grid, args, config, text, state)
+        steps = range(state.step, args.until or args.steps)
+        with tqdm(steps, "steps", disable=comm.rank != 0, leave=False) as shown:
+            for step in shown:
+                loss = trainer.step()
+                shown.set_postfix(loss=f"{loss:.3f}")
+                if (step + 1) % args.every == 0 or step + 1 == steps.stop:
+                    together(comm, lambda: trainer.keep(args.folder), on=0)
+    origin = origin_of(comm)
+    traffic = comm.gather(trainer.traffic())
+    if comm.rank == 0:
+        _report(trainer, text, args)
+    if args.output:
+        together(comm, lambda: write(args.output, trainer, origin, traffic), on=0)
+    trainer.free()
+    grid.free()
+    return 0
+
+
+class Trainer:
+    """A training run on all ranks.
+
+    Parameters
+    ----------
+    comm : Intracomm
+    grid : ProcessGrid
+    args : Namespace
+        Of drivers/train_gpt.py.
+    config : GPTConfig
+    text : Text
+    state : State
+        To go on from; its arrays become the run's.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        grid: ProcessGrid,
+        args: argparse.Namespace,
+        config: GPTConfig,
+        text: Text,
+        state: State,
+    ) -> None:
+        self._comm, self._grid, self._args, self._text = comm, grid, args, text
+        self.config, self.done, self._run = config, state.step, state.run
+        self._weights = Parameters(config, state.weights)
+        self._gradients = Parameters(config, np.zeros_like(state.weights))
+        self._adam = Adam(self._weights, state.moments)
+        self._adam.step = state.step
+        self._rates = Schedule(args.rate, args.warmup, args.steps)
+        self._sum = GradientSum(comm, self._gradients.flat)
+        self._plan: AttentionPlan | None = None
+        self._bytes: dict[str, np.ndarray] = {}
+        self.losses, self.seconds = list(state.losses), list(state.seconds)
+        self.parts: list[list[float]] = []  # of this rank, by step and `PARTS`
+
+    def step(self) -> float:
+        """One step; returns the loss before it.  Collective."""
+        start = time.perf_counter()
+        args = self._args
+        batch = self._text.batch(args.seqlen, args.seed, self.done, not args.separator)
+        plan = self._plan_for(batch)
+        own, before = plan.tokens, self._clock()
+        timed = _Timed(plan)
+        model = GPT(self._weights, timed, batch.positions[own], args.recompute)
+        count = max(1, int((batch.targets >= 0).sum()))
+        loss = model.loss(
+            *(batch.tokens[own], batch.targets[own], count, self._gradients, self._sum.start)
+        )
+        waiting = time.perf_counter()
+        self._sum.finish()
+        waited = time.perf_counter() - waiting
+        loss = total(self._comm, loss)
+        self._adam.update(self._gradients, self._rates.at(self.done))
+        seconds = time.perf_counter() - start
+        self.done += 1
+        self.losses.append(loss)
+        self.seconds.append(seconds)
+        attention = timed.seconds - timed.wait
+        self.parts.append([attention, timed.wait, waited, seconds - timed.seconds - waited])
+        return loss
+
+    def _clock(self) -> float:
+        return time.perf_counter()
+
+    def _plan_for(self, batch: Batch) -> AttentionPlan:
+        """The plan of a batch: the same again if its mask is."""
+        if self._plan and not self._args.separator:
+            return self._plan
+        mask: Mask = Causal()
+        if self._args.separator:
+            mask = Documents(batch.cu_seqlens, causal=True)
+        self._forget()
+        args, c = self._args, self.config
+        self._plan = make_plan(
+            *(args.method, self._grid, mask),
+            seqlen=args.seqlen,
+            nheads=c.nheads,
+            nheads_kv=c.nheads_kv,
+            headdim=c.headdim,
+            dtype=args.dtype,
+            threads=args.threads,
+        )
+        return self._plan
+
+    def _forget(self) -> None:
+        if self._plan:
+            for key, counts in self._plan.traffic.bytes.items():
+                found = self._bytes.setdefault("/".join(key), np.zeros(2, np.int64))
+                found += counts
+            self._plan.free()
+            self._plan = None
+
+    def traffic(self) -> dict[str, np.ndarray]:
+        """Bytes that this rank has sent and received, by phase and communicator."""
+        self._forget()
+        return {**self._bytes, "gradients/all": np.array([self._sum.nbytes] * 2)}
+
+    def keep(self, folder: Path) -> None:
+        """Write a checkpoint."""
+        arrays = self._weights.flat, self._adam.moments, np.array(self.losses)
+        save(folder, State(self.config, self._run, self.done, *arrays, np.array(self.seconds)))
+
+    def free(self) -> None:
+        """Free plan and communicators.  Collective."""
+        self._forget()
+        self._sum.free()
+
+
+class _Timed:
+    """A plan, and the seconds that its calls take."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._plan, self.tokens = plan, plan.tokens
+        self.seconds = self.wait = 0.0
+
+    def forward(self, *tensors: np.ndarray) -> tuple:
+        return self._called("forward", tensors)
+
+    def backward(self, *tensors: np.ndarray) -> tuple:
+        return self._called("backward", tensors)
+
+    def _called(self, phase: str, tensors: Sequence[np.ndarray]) -> tuple:
+        start = time.perf_counter()
+        found = getattr(self._plan, phase)(*tensors)
+        self.seconds += time.perf_counter() - start
+        self.wait += self._plan.timings[f"{phase}/wait"]
+        return found
+
+
+def _validated(args: argparse.Namespace) -> tuple[Text, GPTConfig]:
+    """Read the text, and fill in the sizes of the model."""
+    if (args.grid == "auto") != (args.profile is not None):
+        raise ValueError("--grid auto and --profile need each other")
+    if args.grid and (args.rows, args.cols, args.heads) != (None, None, 1):
+        raise ValueError("--grid auto leaves no choice of --rows, --cols and --heads")
+    config = PRESETS[args.preset]
+    names = ("layers", "width", "nheads", "nheads_kv", "positions")
+    given = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
+    if {"width", "nheads"} & given.keys():
+        given = {"mlp": None, "nheads_kv": None, **given}
+    config = replace(config, vocab=VOCAB, seqlen=args.seqlen, **given)
+    args.separator = args.separator.encode().decode("unicode_escape").encode("latin-1")
+    text = Text(args.text, args.separator)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    return text, config
+
+
+def _grid(comm: MPI.Intracomm, args: argparse.Namespace, config: GPTConfig) -> ProcessGrid:
+    if args.grid == "auto":
+        machine = together(comm, lambda: read_machine(args.profile))
+        sizes = args.seqlen, config.nheads, config.headdim, config.nheads_kv
+        work = Workload(*sizes, dtype=args.dtype, mask=Causal(), backward=True)
+        return ProcessGrid.auto(comm, machine, work, method=args.method)
+    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
+    return ProcessGrid(comm, rows, cols, args.heads)
+
+
+def _resumed(comm: MPI.Intracomm, args: argparse.Namespace, config: GPTConfig) -> State:
+    """The state to go on from: rank 0 reads it, all get it."""
+    run = {x: str(getattr(args, x)) for x in SAME}
+    state, refused = None, []
+    if args.resume and comm.rank == 0:
+        state, refused = latest(args.folder)
+    for why in refused:
+        print(f"refused: {why}", flush=True)
+    state = comm.bcast(state)
+    problem = None
+    if state is not None:
+        found, wanted = ({**asdict(c), **r} for c, r in ((state.config, state.run), (config, run)))
+        differ = [f"{x} was {found[x]}, is {wanted[x]}" for x in wanted if found[x] != wanted[x]]
+        problem = f"the run in {args.folder} is another: {'; '.join(differ)}" if differ else None
+    elif not args.resume and latest(args.folder)[0] is not None:
+        problem = f"{args.folder} has checkpoints; --resume goes on from the latest"
+    agree(comm, problem)
+    if state is None:
+        weights = initial(config, args.seed, args.dtype)
+        moments = np.zeros((2, config.parameters), args.dtype)
+        state = State(config, run, 0, weights, moments, np.zeros(0), np.zeros(0))
+    return state
+
+
+def write(path: Path, trainer: Trainer, origin: dict, traffic: list[dict]) -> None:
+    """Write losses, seconds and traffic of a run."""
+    with new_file(path) as file:
+        set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **origin})
+        config = file.create_group("config")
+        set_attributes(config, asdict(trainer.config) | trainer._run)
+        file["loss"] = np.array(trainer.losses)
+        file["seconds/total"] = np.array(trainer.seconds)
+        for name, x in zip(PARTS, np.array(trainer.parts).reshape(-1, len(PARTS)).T):
+            file[f"seconds/{name}"] = x  # rank 0's, of the steps of this start
+        for name in traffic[0]:
+            both = np.array([x[name] for x in traffic])  # (ranks, 2)
+            file[f"traffic/{name}/sent"], file[f"traffic/{name}/received"] = both.T
+
+
+def _report(trainer: Trainer, text: Text, args: argparse.Namespace) -> None:
+    """Print the short table."""
+    if not trainer.parts:
+        print(f"nothing to do: {trainer.done} steps were done before")
+        return
+    losses, last = np.array(trainer.losses), slice(-min(20, len(trainer.losses)), None)
+    seconds = np.median(trainer.seconds[-len(trainer.parts) :])
+    print(f"{trainer.config.parameters} parameters, {trainer.done} steps of {args.seqlen} tokens; "
+          f"{args.seqlen / seconds:.0f} tokens/s\n"
+          f"loss {losses[0]:.4f} at first, {losses[last].mean():.4f} in the last "
+          f"{len(losses[last])} steps; unigram entropy of the text {text.entropy():.4f} nats\n"
+          "seconds of a step (median, rank 0): "
+          + ", ".join(f"{name} {x:.3f}"
+                      for name, x in zip(PARTS, np.median(trainer.parts, axis=0))))  # fmt: skip
