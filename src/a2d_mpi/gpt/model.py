@@ -145,12 +145,16 @@ class GPT:
         finished(next(buckets))
         return loss / count
 
-    def logits(self, tokens: Array) -> Array:
-        """Logits of this rank's tokens, (n, V).  Collective."""
+    def hidden(self, tokens: Array) -> Array:
+        """What the logits of this rank's tokens are made of, (n, E).  Collective."""
         x, w = self._embed(tokens), self.weights.named
         for i in range(self.config.layers):
             x, _ = self._block(i, x)
-        return layer_norm(x, w["ln_f.weight"], w["ln_f.bias"])[0] @ w["wte"].T
+        return layer_norm(x, w["ln_f.weight"], w["ln_f.bias"])[0]
+
+    def logits(self, hidden: Array) -> Array:
+        """Logits of such rows, (n, V)."""
+        return hidden @ self.weights.named["wte"].T
 
     def _embed(self, tokens: Array) -> Array:
         w = self.weights.named

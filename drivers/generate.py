@@ -1,0 +1,46 @@
+"""Generate text from a checkpoint of drivers/train_gpt.py, the cache spread over the ranks.
+
+    mpiexec -n 4 python drivers/generate.py results/tiny --prompt "To be" --prompt "The " \
+        --tokens 200 --temperature 0.8 --top-k 40
+
+Keys and values of all requests lie in blocks on all ranks; --room limits the blocks of each rank,
+and a rank without room borrows it from others.  What there is no room for now waits.
+Exit code 1: a request was refused, because it fits nowhere; 2: bad input.
+"""
+
+from pathlib import Path
+
+from mpi4py import MPI
+
+from a2d_mpi.experiments.cli import Parser, run
+from a2d_mpi.experiments.generate import generate
+from a2d_mpi.experiments.options import METHOD_HELP, SEED, THREADS, method_name, whole
+
+
+def _rooms(text: str) -> list[int]:
+    number = whole(0)
+    return [number(x) for x in text.split(",")]
+
+
+def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+    """The options of this driver."""
+    parser = Parser("generate.py", __doc__, comm)
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="file, or folder of which the latest is taken")
+    add("--prompt", action="append", help="text; may be given several times")
+    add("--prompts", type=Path, help="file with a prompt in each line")
+    add("--tokens", type=whole(1), default=100, help="new ones a prompt (default %(default)s)")
+    add("--temperature", type=float, default=0.0, help="0: the likeliest (default)")
+    add("--top-k", type=whole(1), help="draw from so many likeliest ones; default: all")
+    add("--seed", type=SEED, default=0, help="of what is drawn (default %(default)s)")
+    add("--room", type=_rooms, help="blocks on each rank: 10,10,4,10; default: no limit")
+    add("--block", type=whole(1), default=16, help="tokens of a block (default %(default)s)")
+    add("--method", type=method_name, default="attention2d", help=f"for prompts: {METHOD_HELP}")
+    add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
+    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows")
+    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    run(MPI.COMM_WORLD, build_parser, generate)

@@ -1,0 +1,87 @@
+"""The job of drivers/generate.py: text from a checkpoint, its cache spread over all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.experiments.checkpoint import State, latest, load
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.sweep import grid_shape
+from a2d_mpi.gpt.decode import Decoder, sample, serve
+from a2d_mpi.gpt.parameters import Parameters
+
+
+def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Generate; returns the exit code: 1 if a request was refused."""
+    prompts = together(comm, lambda: _prompts(args))
+    state = comm.bcast(together(comm, lambda: _state(args.checkpoint), on=0))
+    agree(comm, None if state else f"{args.checkpoint} has no checkpoint that is whole")
+    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols))
+    grid = ProcessGrid(comm, rows, cols)
+    weights = Parameters(state.config, state.weights)
+    rooms = args.room if args.room is not None else [1 << 30] * comm.size
+    decoder = together(comm, lambda: _same_length(rooms, comm.size)) and Decoder(
+        grid, weights, rooms, args.block, args.method
+    )
+    new = dict.fromkeys(prompts, args.tokens)
+
+    def choose(name: int, length: int, logits: np.ndarray) -> int:
+        return sample(logits, args.temperature, args.top_k, (args.seed, name, length))
+
+    start, refused, tokens = time.perf_counter(), 0, 0
+    with threadpool_limits(args.threads):
+        for name, found in serve(decoder, prompts, new, choose):
+            if isinstance(found, ValueError):
+                refused += 1
+                shown = f"refused: {found}"
+            else:
+                tokens += len(found)
+                shown = repr((_text(prompts[name]) + _text(found)))
+            if comm.rank == 0:
+                print(f"{name}: {shown}", flush=True)
+    seconds = time.perf_counter() - start
+    if comm.rank == 0:
+        print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s; "
+              f"{decoder.sent} bytes sent by rank 0 in decoding steps")  # fmt: skip
+    decoder.free()
+    grid.free()
+    return FAILED_CHECK if refused else 0
+
+
+def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
+    """Bytes of each prompt."""
+    texts = [x.encode() for x in args.prompt or ()]
+    if args.prompts:
+        texts += [x for x in args.prompts.read_bytes().split(b"\n") if x]
+    if not texts or not all(texts):
+        raise ValueError("there must be prompts, by --prompt or --prompts, and none may be empty")
+    return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in enumerate(texts)}
+
+
+def _state(path: Path) -> State | None:
+    """The checkpoint of a file, or the latest whole one of a folder."""
+    if not path.is_dir():
+        return load(path)
+    state, refused = latest(path)
+    for why in refused:
+        print(f"refused: {why}", flush=True)
+    return state
+
+
+def _same_length(rooms: list[int], ranks: int) -> bool:
+    if len(rooms) != ranks:
+        raise ValueError(f"--room must be a number for each of the {ranks} ranks, got {rooms}")
+    return True
+
+
+def _text(tokens: np.ndarray) -> str:
+    return bytes(tokens.tolist()).decode(errors="replace")

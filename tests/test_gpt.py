@@ -1,0 +1,235 @@
+"""The GPT: gradients, the same losses whatever the ranks, and runs that go on."""
+
+from argparse import Namespace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import assert_all, assert_all_refused, drive
+from mpi4py import MPI
+
+from a2d_mpi import Causal, Documents, ProcessGrid
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.experiments.checkpoint import State, latest, load
+from a2d_mpi.experiments.train_gpt import Trainer
+from a2d_mpi.gpt.adam import Adam, Schedule
+from a2d_mpi.gpt.config import PRESETS, GPTConfig
+from a2d_mpi.gpt.gradients import GradientSum, total
+from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.parameters import Parameters, initial
+from a2d_mpi.gpt.text import Text
+
+ROOT = Path(__file__).parents[1]
+
+
+def small(positions="learned", nheads_kv=1):
+    return GPTConfig(17, 2, 12, 3, 40, nheads_kv, 20, positions)
+
+
+def shaken(config, seed=0):
+    """Weights that are nothing special: no zeros, no ones."""
+    flat = initial(config, seed, "float64")
+    return Parameters(config, flat + 0.3 * np.random.default_rng(seed).standard_normal(len(flat)))
+
+
+def alone(config, mask, seqlen, dtype="float64"):
+    grid = ProcessGrid(MPI.COMM_SELF, 1, 1)
+    sizes = {"nheads": config.nheads, "nheads_kv": config.nheads_kv, "headdim": config.headdim}
+    return make_plan("attention2d", grid, mask, seqlen=seqlen, dtype=dtype, **sizes)
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_gradients(positions):
+    """Against differences, of every kind of parameter; the same bits with checkpointing."""
+    config, rng = small(positions), np.random.default_rng(1)
+    weights, mask = shaken(config), Documents([0, 4, 9], causal=True)
+    tokens, targets = rng.integers(0, 17, (2, 9))
+    targets[3] = -1
+    found = []
+    for checkpoint in (False, True):
+        model = GPT(weights, alone(config, mask, 9), np.arange(9) % 5, checkpoint)
+        gradients, parts = Parameters(config, np.ones(config.parameters)), []
+        model.loss(tokens, targets, 8, gradients, parts.append)
+        found.append(gradients.flat.tobytes())
+        ends = [(x.start, x.stop) for x in parts]
+        assert ends[0][1] == config.parameters and ends[-1][0] == 0
+        assert all(a[0] == b[1] for a, b in zip(ends, ends[1:]))
+    assert found[0] == found[1]
+    for name, part in weights.named.items():
+        flat, slope = part.reshape(-1), gradients.named[name].reshape(-1)
+        for i in rng.integers(0, len(flat), 4):
+            both, value = [], flat[i]
+            for step in (1e-6, -1e-6):
+                flat[i] = value + step
+                both.append(model.loss(tokens, targets, 8))
+            flat[i] = value
+            assert (both[0] - both[1]) / 2e-6 == pytest.approx(slope[i], abs=1e-8, rel=1e-6), name
+
+
+def test_config():
+    assert PRESETS["gpt3-175b"].parameters == pytest.approx(175e9, rel=0.01)
+    assert PRESETS["gpt3-125m"].parameters == pytest.approx(125e6, rel=0.02)
+    for bad, told in (
+        ({"layers": 0}, "layers must be a positive integer, got 0"),
+        ({"nheads": 5}, "width 12, nheads 5"),
+        ({"nheads_kv": 2}, "nheads_kv 2"),
+        ({"positions": "rotary", "nheads": 4}, "even headdim, got 3"),
+        ({"positions": "none"}, "got 'none'"),
+    ):
+        sizes = {"vocab": 17, "layers": 2, "width": 12, "nheads": 3, "seqlen": 40}
+        with pytest.raises(ValueError, match=told):
+            GPTConfig(**{**sizes, **bad})
+
+
+def test_initial_loss():
+    """About the logarithm of the vocabulary, as any text has it for a model that knows nothing."""
+    config = GPTConfig(256, 2, 32, 2, 64)
+    weights = Parameters(config, initial(config, 0, "float32"))
+    tokens, targets = np.random.default_rng(0).integers(0, 256, (2, 64))
+    loss = GPT(weights, alone(config, Causal(), 64, "float32")).loss(tokens, targets, 64)
+    assert loss == pytest.approx(np.log(256), abs=0.05)
+
+
+def test_adam():
+    """Against the formulas, written out for one number."""
+    config = GPTConfig(1, 1, 1, 1, 1)
+    weights = Parameters(config, np.full(config.parameters, 0.5))
+    gradients = Parameters(config, np.zeros(config.parameters))
+    adam = Adam(weights, np.zeros((2, config.parameters)), clip=1e9)
+    w, m, v = 0.5, 0.0, 0.0
+    for step, g in enumerate((0.3, -2.0, 0.1), 1):
+        gradients.flat[:] = g
+        adam.update(gradients, 0.01)
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        w = w * (1 - 0.01 * 0.1) - 0.01 * (m / (1 - 0.9**step)) / (
+            (v / (1 - 0.95**step)) ** 0.5 + 1e-8
+        )
+        assert weights.named["wte"][0, 0] == pytest.approx(w, rel=1e-12)
+    clipped = Adam(weights, np.zeros((2, config.parameters)), clip=1.0)
+    gradients.flat[:] = 10.0
+    assert clipped.update(gradients, 0.0) == pytest.approx(10 * config.parameters**0.5)
+    assert (gradients.flat**2).sum() == pytest.approx(1)
+    rates = Schedule(1.0, 2, 10)
+    assert [rates.at(x) for x in (0, 1, 2, 10)] == pytest.approx([0.5, 1.0, 1.0, 0.1])
+
+
+def test_text(tmp_path):
+    """Documents, targets and positions of a batch, also where the text begins anew."""
+    (path := tmp_path / "text").write_bytes(b"ab--cdefg--h")
+    text, seen = Text(path, b"--"), set()
+    assert bytes(text.bytes.astype(np.uint8)) == b"abcdefgh" and text.begins.tolist() == [0, 2, 7, 8]
+    document = np.repeat([0, 1, 2], [2, 5, 1])
+    for step in range(40):
+        batch = text.batch(11, 0, step)
+        start = next(i for i in range(8) if (np.roll(text.bytes, -i)[:8] == batch.tokens[:8]).all())
+        seen.add(start)
+        where = (start + np.arange(12)) % 8
+        same = (document[where[1:]] == document[where[:-1]]) & (where[1:] > 0)
+        assert (batch.targets == np.where(same, text.bytes[where[1:]], -1)).all()
+        ends = np.append(np.flatnonzero(~same[:-1]) + 1, 11)
+        assert batch.cu_seqlens.tolist() == [0, *ends]
+        assert (batch.positions == np.arange(11) - np.repeat([0, *ends[:-1]], np.diff([0, *ends]))).all()
+    assert len(seen) == 8
+    assert (text.batch(11, 0, 0, True).targets >= 0).all()
+    (tmp_path / "empty").write_bytes(b"----")
+    with pytest.raises(ValueError, match="has no text"):
+        Text(tmp_path / "empty", b"--")
+
+
+def losses(comm, grid, method, dtype, steps, separator=b" "):
+    """Losses of a training run of a small model."""
+    config = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2)
+    args = Namespace(rate=3e-3, warmup=5, steps=steps, seqlen=61, seed=1, separator=separator,
+                     method=method, dtype=dtype, threads=1, recompute=method == "ring")  # fmt: skip
+    weights, moments = initial(config, 0, dtype), np.zeros((2, config.parameters), dtype)
+    state = State(config, {}, 0, weights, moments, np.zeros(0), np.zeros(0))
+    trainer = Trainer(comm, grid, args, config, Text(ROOT / "README.md", separator), state)
+    found = [trainer.step() for _ in range(steps)]
+    trainer.free()
+    return np.array(found), weights
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("float64", 1e-10)])
+def test_same_losses(comm, dtype, bound):
+    """After each of 50 steps, on any grid and ring as on one rank; the same weights on all."""
+    one = ProcessGrid(MPI.COMM_SELF, 1, 1)
+    expected, _ = losses(MPI.COMM_SELF, one, "attention2d", dtype, 50)
+    shapes = [(r, comm.size // r) for r in range(1, comm.size + 1) if comm.size % r == 0]
+    bad = []
+    for method, shape in [*product(["attention2d"], shapes), ("ring", (comm.size, 1))]:
+        grid = ProcessGrid(comm, *shape)
+        found, weights = losses(comm, grid, method, dtype, 50)
+        error = np.abs(found / expected - 1).max()
+        if not error <= bound:
+            bad.append(f"{method} on {shape}: {error:.1e}")
+        if len(set(comm.allgather(weights.tobytes()))) > 1:
+            bad.append(f"{method} on {shape}: weights differ")
+        grid.free()
+    assert expected[-1] < expected[0] - 0.5
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums(comm, dtype):
+    """In the order of ranks, to the bit, of parts that no number of ranks divides."""
+    of_ranks = [np.random.default_rng(p).standard_normal(103).astype(dtype) for p in range(comm.size)]
+    flat = of_ranks[comm.rank].copy()
+    sums = GradientSum(comm, flat)
+    for part in (slice(100, 103), slice(1, 100), slice(0, 1)):
+        sums.start(part)
+    sums.finish()
+    expected = of_ranks[0].copy()
+    for x in of_ranks[1:]:
+        expected += x
+    assert_all(comm, flat.tobytes() == expected.tobytes(), "another sum")
+    shares = sum(-(-n // comm.size) for n in (3, 99, 1))
+    assert sums.nbytes == 2 * (comm.size - 1) * shares * flat.itemsize * (comm.size > 1)
+    assert total(comm, 0.1 * comm.rank) == sum(0.1 * p for p in range(comm.size))
+    sums.free()
+
+
+OPTIONS = ["--layers", 1, "--width", 8, "--nheads", 2, "--seqlen", 40, "--steps", 9, "--every", 2,
+           "--separator", " "]  # fmt: skip
+
+
+@pytest.mark.launches
+def test_goes_on(tmp_path):
+    """To the same bits as a run that was not interrupted, also if the latest file is damaged."""
+    text, whole, parts = ROOT / "README.md", tmp_path / "whole", tmp_path / "parts"
+
+    def trained(folder, *more):
+        done = drive("train_gpt.py", 2, text, "--folder", folder, *OPTIONS, *more)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    trained(whole, "--output", tmp_path / "log.h5")
+    trained(parts, "--until", 5)
+    assert [x.name for x in sorted(parts.iterdir())] == ["step-000000004.h5", "step-000000005.h5"]
+    damaged = parts / "step-000000005.h5"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    shown = trained(parts, "--resume")
+    assert "refused:" in shown and "step-000000005.h5" in shown
+    first, second = (load(x / "step-000000009.h5") for x in (whole, parts))
+    assert first.weights.tobytes() == second.weights.tobytes()
+    assert first.moments.tobytes() == second.moments.tobytes()
+    assert first.losses.tolist() == second.losses.tolist() and len(first.losses) == 9
+    assert latest(whole)[0].step == 9 and not latest(whole)[1]
+    # Numbers of a whole HDF5 file that are others.
+    import h5py
+
+    with h5py.File(whole / "step-000000009.h5", "r+") as file:
+        file["weights"][3] += 1
+    with pytest.raises(OSError, match="its checksum is another"):
+        load(whole / "step-000000009.h5")
+    assert latest(whole)[0].step == 8
+    assert_all_refused("train_gpt.py", 2, [
+        ([text, "--folder", parts, *OPTIONS], [], "has checkpoints; --resume goes on"),
+        ([text, "--folder", parts, *OPTIONS, "--resume", "--rate", 1], [], "rate was 0.001, is 1.0"),
+        ([text, "--folder", parts, *OPTIONS, "--resume", "--width", 16], [], "width was 8, is 16"),
+        ([tmp_path / "none", "--folder", parts, *OPTIONS], [], "No such file"),
+        ([text, "--folder", parts, *OPTIONS], ["--seed", 3], "ranks disagree on --seed"),
+    ])  # fmt: skip

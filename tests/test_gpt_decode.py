@@ -1,0 +1,200 @@
+"""Inference with a GPT: the cache, borrowed room, and the same tokens as from the whole context."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from helpers import assert_all, drive
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi4py import MPI
+from test_gpt import alone, shaken
+
+from a2d_mpi import Causal, ProcessGrid
+from a2d_mpi.gpt.cache import Cache, Table
+from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.decode import Decoder, sample, serve, step_bytes
+from a2d_mpi.gpt.model import GPT
+
+CONFIG = GPTConfig(23, 2, 24, 6, 256, nheads_kv=2, mlp=24, positions="rotary")
+LENGTHS, NEW = (1, 5, 17, 40), 200
+
+
+@cache
+def prompts():
+    rng = np.random.default_rng(3)
+    return {i: rng.integers(0, CONFIG.vocab, n) for i, n in enumerate(LENGTHS)}
+
+
+@cache
+def greedy(name, new):
+    """Tokens after a prompt, the whole context computed again at each step, on one rank."""
+    weights, tokens = shaken(CONFIG), list(prompts()[name])
+    for _ in range(new):
+        model = GPT(weights, alone(CONFIG, Causal(), len(tokens)))
+        tokens.append(int(model.logits(model.hidden(np.array(tokens))[-1:])[0].argmax()))
+    return tokens[LENGTHS[name] :]
+
+
+def decoder(comm, rooms=None, **options):
+    grid = ProcessGrid(comm, 1, comm.size)
+    return Decoder(grid, shaken(CONFIG), rooms or [1000] * comm.size, **options), grid
+
+
+def likeliest(name, length, logits):
+    return int(logits.argmax())
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("method", ["attention2d", "ring"])
+def test_same_tokens(comm, method):
+    """Greedy, ragged, more than one rank has room for: as from the whole context each time."""
+    count = NEW if method == "attention2d" else 30
+    needed = sum(-(-(n + count - 1) // 8) for n in LENGTHS)
+    rooms = [needed // comm.size // 3, *[needed] * (comm.size - 1)] if comm.size > 1 else [needed]
+    whole, grid = decoder(comm, rooms, block=8, method=method)
+    found = dict(serve(whole, prompts(), dict.fromkeys(prompts(), count), likeliest))
+    bad = []
+    for name in prompts():
+        if found[name].tolist() != greedy(name, count):
+            bad.append(f"request {name}: {found[name]}, not {greedy(name, count)}")
+    if whole.cache.nbytes or whole.table.free != rooms:
+        bad.append(f"{whole.cache.nbytes} bytes are left, room {whole.table.free}")
+    whole.free()
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+def test_requests_come_and_go(comm):
+    """Those without room wait, those that fit nowhere are refused, the others go on."""
+    whole, grid = decoder(comm, [4] * comm.size, block=4)
+    new = {0: 3, 1: 16 * comm.size, 2: 5, 3: 2}  # request 1 has 5 tokens, and no place anywhere
+    order = list(serve(whole, prompts(), new, likeliest))
+    found, bad = dict(order), []
+    for name in (0, 2, 3):
+        fits = -(-(LENGTHS[name] + new[name] - 1) // 4) <= 4 * comm.size
+        if fits != (not isinstance(found[name], ValueError)):
+            bad.append(f"request {name}: {found[name]}")
+        elif fits and found[name].tolist() != greedy(name, new[name]):
+            bad.append(f"request {name}: {found[name]}, not {greedy(name, new[name])}")
+    if f"have room for {4 * comm.size}" not in str(found[1]):
+        bad.append(f"request 1: {found[1]}")
+    with pytest.raises(ValueError, match="request 9: a prompt of 0 tokens"):
+        whole.prefill({0: prompts()[0], 9: np.zeros(0, int)}, {0: 2, 9: 2})
+    if whole.table.requests or whole.cache.nbytes:
+        bad.append("something is left")
+    whole.free()
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+def test_bytes(comm):
+    """Of a step, counted and predicted: the same for short and long contexts."""
+    whole, grid = decoder(comm, block=8)
+    whole.prefill({0: prompts()[0], 3: prompts()[3]}, {0: 250, 3: 250})
+    sent = []
+    for _ in range(60):
+        before = whole.sent
+        whole.step({0: 1, 3: 2})
+        sent.append(whole.sent - before)
+    assert_all(comm, set(sent) == {step_bytes(CONFIG, comm.size, 2, 8)}, f"{set(sent)}")
+    held = comm.allgather(whole.cache.nbytes)
+    assert_all(comm, max(held) - min(held) <= 2 * max(held) // comm.size, f"{held}")
+    whole.release(0)
+    whole.release(3)
+    whole.free()
+    grid.free()
+
+
+@given(st.data())
+def test_table(data):
+    """Blocks are dealt evenly while there is room, room is never exceeded nor lost."""
+    rooms = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
+    block = data.draw(st.integers(1, 4))
+    table, kept = Table(rooms, block), {}
+    for name in range(data.draw(st.integers(1, 12))):
+        if kept and data.draw(st.booleans()):
+            table.release(gone := data.draw(st.sampled_from(sorted(kept))))
+            del kept[gone]
+        most, before = data.draw(st.integers(1, 12)), table.unclaimed
+        if -(-most // block) > before:
+            with pytest.raises(ValueError, match="are free on all"):
+                table.admit(name, most)
+            assert table.unclaimed == before
+            continue
+        table.admit(name, most)
+        kept[name] = []
+        for part in (1, most - 1):
+            kept[name] += table.append(name, part)
+        with pytest.raises(ValueError, match="has room for"):
+            table.append(name, 1)
+        assert all(len(set(kept[name][i : i + block])) == 1 for i in range(0, most, block))
+    used = [sum(x.owners.count(p) for x in table.requests.values()) for p in range(len(rooms))]
+    assert [a + b for a, b in zip(used, table.free)] == rooms and min(table.free) >= 0
+    for name in list(kept):
+        table.release(name)
+    assert table.free == rooms and table.unclaimed == sum(rooms)
+
+
+def test_blocks_are_dealt_in_turn():
+    table = Table([100] * 4, 2)
+    for name in range(2):
+        table.admit(name, 20)
+        table.append(name, 20)
+    assert table.requests[0].owners == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert table.requests[1].owners == [1, 2, 3, 0, 1, 2, 3, 0, 1, 2]
+    with pytest.raises(ValueError, match="is there already"):
+        table.admit(0, 1)
+    with pytest.raises(ValueError, match="blocks of 0 tokens"):
+        Table([1], 0)
+
+
+def test_cache():
+    """What was put in comes out, whatever the blocks."""
+    table = Table([10], 4)
+    table.admit(7, 11)
+    table.append(7, 11)
+    held, rng = Cache(table, 0, (2, 3, 5), "float32"), np.random.default_rng(0)
+    assert held.get(0, 7)[0].shape == (0, 3, 5)
+    k, v = rng.standard_normal((2, 11, 3, 5)).astype("float32")
+    for places in (np.arange(6), np.arange(6, 11)):
+        held.put(1, 7, places, k[places], v[places])
+    assert (held.get(1, 7)[0] == k).all() and (held.get(1, 7)[1] == v).all()
+    assert not held.get(0, 7)[0].any()
+    assert held.nbytes == 3 * 2 * 2 * 4 * 15 * 4
+    held.release(7)
+    assert held.nbytes == 0
+
+
+def test_sample():
+    logits = np.array([0.0, 3.0, 2.9, -1.0])
+    assert sample(logits) == 1
+    drawn = [sample(logits, 1.0, 2, (i,)) for i in range(400)]
+    assert set(drawn) == {1, 2}
+    assert drawn.count(1) / 400 == pytest.approx(1 / (1 + np.exp(-0.1)), abs=0.08)
+    assert drawn == [sample(logits, 1.0, 2, (i,)) for i in range(400)]
+    assert {sample(logits, 50.0, None, (i,)) for i in range(100)} == {0, 1, 2, 3}
+
+
+@pytest.mark.launches
+def test_driver(tmp_path):
+    sizes = ["--layers", 1, "--width", 8, "--nheads", 2, "--seqlen", 64, "--steps", 3]
+    text = tmp_path / "text"
+    text.write_bytes(b"to be or not to be " * 20)
+    done = drive("train_gpt.py", 2, text, "--folder", tmp_path / "run", *sizes, "--separator", "")
+    assert done.returncode == 0, done.stderr
+    options = ["--prompt", "to be", "--prompt", "or", "--tokens", 20, "--block", 4]
+    shown = []
+    for ranks in (1, 2):
+        done = drive("generate.py", ranks, tmp_path / "run", *options)
+        assert done.returncode == 0, done.stderr
+        shown.append(sorted(done.stdout.splitlines()[:2]))
+    assert shown[0] == shown[1] and shown[0][0].startswith("0: 'to be")
+    done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3,2")
+    assert done.returncode == 1 and "have room for 5" in done.stdout, done.stderr
+    done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3")
+    assert done.returncode == 2 and "a number for each of the 2 ranks" in done.stderr
