@@ -1,7 +1,8 @@
 """Rows and columns of a grid, node by node: who fetches what, and the all-gather of their rows.
 
-A shard goes to a node as far as any of its ranks needs it, and from the rank that fetches it to
-each of the others as far as that one does.
+Of a shard those rows go to a node that any of its ranks needs, and from the rank that fetches them
+to each of the others those that this one needs.  The fetcher computes on all that it holds: the
+mask hides the rest from it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class Line:
         this rank's node that fetches its rows: `near` from 1; 0, this rank itself, comes last.
     takers : list of Ranks
         The rank of every other node that fetches this rank's rows.
+
+    Which rows a rank or a node needs, and holds, is said by the ranks on the other side of the
+    tiles: the rows that meet theirs (`a2d_mpi.core.meetings`).
     """
 
     def __init__(self, s: Schedule, name: str) -> None:
@@ -71,7 +75,7 @@ class Line:
         return whole
 
     def array(self, name: str, kind: str) -> str:
-        """Declare an array of this rank's rows, and of those of the others that it holds."""
+        """Declare an array of this rank's rows and those that it holds of the others."""
         owners = [p for p, _ in chain(*self._nodes)]
         if not np.ndim(self.s.rank):
             owners.sort()  # as the tokens of contiguous shards
@@ -79,7 +83,7 @@ class Line:
         return self.s.array(name, kind, owners, spans=tuple(spans) if any(spans) else ())
 
     def needs(self, member: Ranks) -> Others:
-        """The ranks on the other side of a member's tile: it needs the rows that meet theirs."""
+        """Ranks across a member's tile: of this line's rows it needs those that meet theirs."""
         if (key := identity(member)) not in self._across:
             rows, cols = self.s.sizes.rows, self.s.sizes.cols
             if self.of_keys:
@@ -90,16 +94,16 @@ class Line:
         return self._across[key]
 
     def needed_in(self, node: int) -> Others:
-        """The same of all members in a node together; 0: this rank's."""
+        """The same of all members in a node together; 0: in this rank's."""
         return tuple(chain.from_iterable(self.needs(p) for p, _ in self._nodes[node]))
 
     def held(self, owner: Ranks) -> Others:
-        """The same of the rows that this rank holds, its own need or that of its node."""
+        """The same for the rows of an owner that this rank holds, for itself or for its node."""
         node, distance = self.ways[identity(owner)]
         return self.needs(self.s.rank) if distance or not node else self.needed_in(0)
 
     def chunks(self, owner: Ranks, others: Others) -> list[tuple[int, int]]:
-        """Chunks in which those of an owner's rows travel that meet others."""
+        """Chunks in which the rows of an owner travel that meet others."""
         return self.s.sizes.chunks(owner, self.ranks, self.of_keys, others)
 
     def _from(self, channel: str, peer: Ranks, owner: Ranks) -> list[Message]:

@@ -4,6 +4,7 @@ The tiles are those of `a2d_mpi.schedules.attention2d`.  But where a row or a co
 nodes with several ranks each, one rank of a node fetches a chunk from another node and passes it
 on to the others, and the partial results of a node for an owner elsewhere are summed by the rank
 that fetched the owner's rows, before they leave.  The ranks of a node share this work evenly.
+Rows travel as far as the mask makes somebody need them (`a2d_mpi.schedules.lines`).
 
 Messages between nodes go through the channels "row" and "col", those inside a node through "row
 node" and "col node".
