@@ -1,5 +1,7 @@
 """Traffic follows the mask: what travels is what some query on the other side sees, no more."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -128,29 +130,34 @@ def test_tokens_on_nodes(shape, node, seqlen_kv, distribution):
         for phase in ("forward", "backward"):
             returned = {key: phase == "backward" or key[:2] != (True, True) for key in traffic}
             expected = {key: x * returned[key] for key, x in traffic.items()}
-            found = {key: 0 * x for key, x in expected.items()}
+            found, ways = {key: 0 * x for key, x in expected.items()}, (Counter(), Counter())
             for rank in range(layout.size):
                 (schedule,) = write(method, phase, layout, sizes, rank)
-                for key, rows in received(schedule):
-                    np.add.at(found[key][rank], Places(schedule).tokens(rows), 1)
+                for key, x in travelling(schedule):
+                    tokens, ends = Places(schedule).tokens(x.rows), (rank, x.peer)
+                    ways[x.sent][key, ends if x.sent else ends[::-1], tokens.tobytes()] += 1
+                    if not x.sent:
+                        np.add.at(found[key][rank], tokens, 1)
+            assert ways[0] == ways[1]
             for key, x in found.items():
                 assert np.array_equal(x, expected[key]), (mask, phase, key)
             (everyone, *_) = write_all(method, phase, layout, sizes)
             if np.ndim(everyone[0].rank) and distribution != "striped":
                 totals = dict.fromkeys(expected, 0)
-                for key, rows in received(everyone[0]):
-                    totals[key] = totals[key] + tokens_of(everyone[0]).of(rows)
+                for key, x in travelling(everyone[0]):
+                    if not x.sent:
+                        totals[key] = totals[key] + tokens_of(everyone[0]).of(x.rows)
                 for key, x in totals.items():
                     assert np.array_equal(expected[key].sum(axis=1), x + 0 * expected[key][:, 0])
 
 
-def received(schedule):
-    """Rows that come, with the keys of `node_traffic`."""
+def travelling(schedule):
+    """Messages, with the keys of `node_traffic`."""
     for x in schedule.steps:
-        if isinstance(x, Message) and not x.sent:
+        if isinstance(x, Message):
             array = schedule.arrays[x.rows.array]
             key = array.of_keys, array.kind in ("out", "dq", "dkv"), x.channel.endswith("node")
-            yield key, x.rows
+            yield key, x
 
 
 @given(st.data())

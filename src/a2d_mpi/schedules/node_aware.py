@@ -71,8 +71,8 @@ class Sums:
 
     def __init__(self, line: Line, kind: str, array: str | None = None) -> None:
         self.line, self.kind, self._array = line, kind, array
-        # What is to be added to an owner's rows: of this node's members for other nodes, and of
-        # all others for this rank.
+        # What is to be added to an owner's rows: by this node's members to those of other nodes,
+        # by all others to this rank's.
         self._parts: dict[int | float, list[tuple[list[Message], Others]]] = {}
         self._held: dict[int, list[Rows]] = {}  # by node of the owner
         for d, node in enumerate(line.far, 1):
