@@ -64,7 +64,7 @@ def test_results(comm, monkeypatch, shape, nodes):
     i = np.arange(97)
     window, packed = IntervalMask(i - 9, i + 1), documents(heavy_tailed(97, 1, 9))
     irregular = IntervalMask(np.where(i % 5, i - 30, 60), np.where(i % 7, i + 5, 20))
-    for mask, seqlen, nheads_kv, dtype, distribution in (
+    for mask, seqlen, nheads_kv, dtype, name in (
         (Causal(), 97, NHEADS, "float32", None),
         (Full(), 97, 2, "float64", None),
         (Causal(), 3, 1, "float64", None),
@@ -75,11 +75,8 @@ def test_results(comm, monkeypatch, shape, nodes):
         (irregular, 97, 1, "float32", "zigzag"),
         (irregular, 97, 2, "float64", "striped"),
     ):
-        if nheads_kv % grid.heads and grid.heads % nheads_kv:
-            continue
-        plan = partial(make, mask=mask, seqlen=seqlen, nheads_kv=nheads_kv, dtype=dtype)
-        plan = partial(plan, distribution=distribution)
-        bad += checked_both_ways(plan)
+        sizes = {"seqlen": seqlen, "nheads_kv": nheads_kv, "dtype": dtype}
+        bad += checked_both_ways(partial(make, mask=mask, distribution=name, **sizes))
     monkeypatch.setattr(chunks, "GRAIN", 4)
     bad += checked_both_ways(partial(make, mask=Causal(), seqlen=101, nheads_kv=2))
     plan = make(mask=Causal(), seqlen=97)
@@ -149,12 +146,8 @@ def problem(layout, dtype="float32", seqlen=None):
 @pytest.mark.parametrize("layout, ranks_per_node", EVEN, ids=str)
 def test_equal_nodes(layout, ranks_per_node):
     """Bytes between and inside nodes: a chunk comes to a node once, and goes on inside it."""
-    layout, rows, cols, u = (
-        on_nodes(layout, ranks_per_node),
-        layout.rows,
-        layout.cols,
-        layout.heads,
-    )
+    rows, cols, u = layout.rows, layout.cols, layout.heads
+    layout = on_nodes(layout, ranks_per_node)
     grid = np.reshape(layout.nodes or range(layout.size), (rows, cols, u))
     nodes = len(set(grid[0, :, 0])), len(set(grid[:, 0, 0]))  # of a row, of a column
     sizes = problem(layout, "bfloat16")
@@ -162,9 +155,8 @@ def test_equal_nodes(layout, ranks_per_node):
     row = n * (4 * q + 4 * 12 // u), n * (8 * q + 8 * 12 // u)  # q and out, lse; and of backward
     col = n * 4 * kv, n * (4 + 8) * kv
     expected = {}
-    for x, ((far, name), ranks) in zip(
-        (row, col), zip(zip(nodes, ("row", "col")), (cols, rows)), strict=True
-    ):
+    lines = (row, nodes[0], "row", cols), (col, nodes[1], "col", rows)
+    for x, far, name, ranks in lines:
         for phase, nbytes in zip(PHASES, x, strict=True):
             expected[phase, name] = (far - 1) * nbytes
             expected[phase, f"{name} node"] = (ranks - far) * nbytes
@@ -303,10 +295,7 @@ def test_seconds_of_uneven_nodes():
 
 @pytest.mark.parametrize("mask, near", [(Full(), 0.01), (Causal(), 0.04)], ids=str)
 def test_seconds_rank_by_rank(monkeypatch, mask, near):
-    """As of all ranks at once, but for the work that these keep for the end.
-
-    Messages of different sizes tell the two apart as well, on plain grids, too.
-    """
+    """As of all ranks at once, but for work that is kept for the end, and messages' sizes."""
     slow = read_machine(ROOT / "data" / "results" / "16x4.toml")
     work = Workload(4096, 8, 64, mask=mask, dtype="float32", backward=True)
     layout = on_nodes(Layout(8, 8, 1, "rcu", (2, 2)), 4)
