@@ -196,13 +196,22 @@ def test_blocks_are_cut_once_and_few_are_kept(monkeypatch):
     masks = [IntervalMask(0 * tokens, tokens + 1).intervals(tokens, tokens) for _ in range(3)]
     first = [blocker.blocking(x, 8, 1) for x in masks[:2]]
     assert all(blocker.blocking(x, 8, 1) is y for x, y in zip(masks, first))
-    assert (
-        blocker.blocking(masks[0], 8, 2) is not first[0]
-    )  # another group: all before is forgotten
-    assert (
-        blocker.blocking(masks[2], 8, 1).rows == 8
-        and blocker.blocking(masks[0], 8, 1) is not first[0]
-    )
+    # Another group: all before is forgotten.
+    assert blocker.blocking(masks[0], 8, 2) is not first[0]
+    assert blocker.blocking(masks[2], 8, 1).rows == 8
+    assert blocker.blocking(masks[0], 8, 1) is not first[0]
+
+
+@given(st.lists(st.integers(0, 6), min_size=8, max_size=8))
+def test_equal_numbers_of_different_intervals(ends):
+    """One interval of each of four queries, and two of each of two: they hide different pairs."""
+    blocker = Blocker(16, 16)
+    for number in (1, 2):
+        intervals = np.reshape(ends, (2, number, -1)).swapaxes(0, 1)
+        for x in blocker.blocking(tuple(map(tuple, intervals)), 6, 1).query_blocks[0][2]:
+            keys = np.arange(x.j0, x.j1)
+            shown = np.any([(keys >= b[:, None]) & (keys < e[:, None]) for b, e in intervals], 0)
+            assert x.hidden is None or np.array_equal(x.hidden, ~shown[x.rows][x.differ])
 
 
 @pytest.mark.parametrize("mask", ["causal", "window", "two runs"])
