@@ -129,6 +129,45 @@ def grid_figures(mask, owner, rows, cols, kv_share=1.0):
     return area, received, sent
 
 
+def node_traffic(visible, owners, rows, cols, node):
+    """How often every rank of a grid receives the rows of each token, where nodes fetch them once.
+
+    A node gets of a shard what its members of the row or column need, all together: the k-th
+    member of a node is fetched by the k-th of another, counted around.  The fetcher gives each
+    other member what that one needs.  Partial results take the same way back.
+
+    visible: (n, m) bool; owners: of queries (n,), and of keys (m,); node: (ranks,).
+    Returns (ranks, tokens) int64 by (of keys, on the way back, inside a node).
+    """
+    grid, both = np.arange(rows * cols).reshape(rows, cols), (False, True)
+    found = {
+        (of_keys, back, inside): np.zeros((rows * cols, len(owners[of_keys])), np.int64)
+        for of_keys in both for back in both for inside in both
+    }  # fmt: skip
+    for of_keys, lines, across in ((False, grid, grid.T), (True, grid.T, grid)):
+        meets = visible.T if of_keys else visible
+        needs = {
+            p: meets[:, np.isin(owners[not of_keys], line)].any(axis=1)
+            for line in across for p in line
+        }  # fmt: skip
+        for line in lines:
+            groups = {x: [p for p in line if node[p] == x] for x in {node[p] for p in line}}
+            for p in line:
+                own, place = owners[of_keys] == p, groups[node[p]].index(p)
+                for x, members in groups.items():
+                    source = p
+                    if x != node[p]:
+                        source = members[place % len(members)]
+                        union = own & np.any([needs[m] for m in members], axis=0)
+                        found[of_keys, False, False][source] += union
+                        found[of_keys, True, False][p] += union
+                    for m in members:
+                        if m != source:
+                            found[of_keys, False, True][m] += own & needs[m]
+                            found[of_keys, True, True][source] += own & needs[m]
+    return found
+
+
 def best_grid(mask, seqlen, ranks, owner):
     """Fewest elements that the largest rank of a grid of any shape moves."""
     shapes = [(r, ranks // r) for r in range(1, ranks + 1) if ranks % r == 0]

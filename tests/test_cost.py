@@ -310,7 +310,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
                     continue
                 sizes = with_counts((100,) * ranks, 6, nheads_kv)
                 if METHODS[method].place:
-                    if layout.cols > 1:
+                    if layout.cols > 1 or ranks > 6:
                         continue
                     sizes = problem_of(method, layout, sizes.config, mask)
                 moved = cost.moves(method, layout, sizes, None, phases)

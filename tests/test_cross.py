@@ -74,12 +74,13 @@ def test_results(comm, mask, lengths):
     if comm.size % 2 == 0:
         shapes += [(2, comm.size // 2), (1, comm.size // 2, 2)]
     for shape in shapes:
-        grid = ProcessGrid(comm, *shape)
+        grid = ProcessGrid(comm, *shape, nodes=[p // 2 for p in range(comm.size)])
         for method, names in (
             ("attention2d", (None, None)),
             ("ring", ("contiguous", "zigzag")),
             ("double ring", ("zigzag", "striped")),
             ("attention2d", ("striped", "balanced")),
+            ("node aware", ("zigzag", "contiguous")),
         ):
             sizes = {"seqlen": n, "seqlen_kv": m, "nheads": NHEADS, "headdim": HEADDIM}
             options = dict(zip(("distribution", "distribution_kv"), names))

@@ -1,5 +1,7 @@
 """drivers/plot_masks.py, and masks in the other programs that need no MPI."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from helpers import assert_all_refused, drive, parser_of
@@ -8,10 +10,12 @@ from a2d_mpi.core.patterns import PATTERNS, make_mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.mask_plots import plot_masks, tiling
+from a2d_mpi.experiments.mask_table import Figures, best_of, read_table
 from a2d_mpi.experiments.schedule_panels import who_computes
 
+ROOT = Path(__file__).parents[1]
 PROBLEM = [
-    "--profile", "data/machines/h100-64x1.toml", "--ranks", "6", "--seqlen", "64K",
+    "--profile", "data/machines/h100-64x1.toml", "--ranks", "6", "--seqlen", "8K",
     "--nheads", "8", "--headdim", "64", "--mask",
 ]  # fmt: skip
 
@@ -69,3 +73,39 @@ def test_table(tmp_path):
     # 2 x 2: a quarter of q and of out from another rank, and of k and v; lse is 2 / 128 of out.
     assert full[1].startswith("1.0039 (1.000, 2x2)")
     assert causal[2].startswith("1.0039 (1.000, 2x2)")
+
+
+@pytest.mark.parametrize("text, plan", [
+    ("causal", "attention2d/contiguous"), ("causal_document:seed=4", "attention2d/zigzag"),
+    ("share_question:seed=2", "ring"), ("sliding_window", "attention2d/contiguous"),
+])  # fmt: skip
+def test_committed_table(text, plan):
+    """The table behind the picture of docs/masks.md is of this code."""
+    known = read_table(ROOT / "data" / "results" / "masks.csv")
+    method, _, name = plan.partition("/")
+    found = best_of(method, name or None, text, 131072, 16)
+    rounded = Figures(found.grid, round(found.uneven, 4), round(found.moved, 5))
+    assert known[16, 131072, text, plan] == rounded
+
+
+def test_table_is_completed(tmp_path):
+    """What is there is kept, what is not is added; a file that is no table is refused."""
+    path, picture = tmp_path / "table.csv", tmp_path / "table.png"
+    options = ["--ranks", "2", "--seqlen", "64", "--output", path, "--masks"]
+    done = drive("mask_table.py", 0, *options, "full,causal_document", "--seeds", "1,2")
+    assert done.returncode == 0, done.stderr
+    text = path.read_text().replace("full,ring,2x1,1.0000,1.00000", "full,ring,2x1,1.0000,9.00000")
+    assert "9.00000" in text
+    path.write_text(text)
+    done = drive("mask_table.py", 0, *options, "full,causal", "--picture", picture)
+    assert done.returncode == 0 and "9.0000 (1.000, 2x1)" in done.stdout, done.stderr
+    table = read_table(path)
+    assert {x[2] for x in table} == {
+        "full",
+        "causal",
+        *(f"causal_document:seed={i}" for i in (1, 2)),
+    }
+    assert len(table) == 4 * 5 and picture.read_bytes().startswith(b"\x89PNG")
+    path.write_text("no table")
+    assert_all_refused("mask_table.py", 0, [([*options, "full"], [], "is no table of masks")])
+    assert path.read_text() == "no table"

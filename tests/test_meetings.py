@@ -1,10 +1,12 @@
 """Traffic follows the mask: what travels is what some query on the other side sees, no more."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import documents, grid_figures, heavy_tailed, many_masks, owners_of
+from oracles import documents, grid_figures, heavy_tailed, many_masks, node_traffic, owners_of
 
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
@@ -12,7 +14,8 @@ from a2d_mpi.core.masks import IntervalMask
 from a2d_mpi.core.meetings import Around, meetings, size
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules import METHODS, problem_of, write, write_all
+from a2d_mpi.schedules.accounts import tokens_of
 from a2d_mpi.schedules.places import Places
 from a2d_mpi.schedules.steps import Attend, Merge, Message
 
@@ -52,13 +55,13 @@ def test_bytes_of_grids(mask, name):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("method", [x for x in METHODS if x not in ("triangle", "node aware")])
+@pytest.mark.parametrize("method", [x for x in METHODS if x != "triangle"])
 def test_nothing_is_received_in_vain(mask, method):
     """Every key that comes is seen by a query, here or at a rank to which it is passed on.
 
     And every query that comes sees a key of the column, every gradient is of a key that is seen.
     """
-    layout, mask = Layout(2, 3), MASKS[mask]
+    layout, mask, grids = Layout(2, 3), MASKS[mask], ("attention2d", "node aware")
     sizes = problem(method, layout, mask, METHODS[method].distribution or "zigzag")
     seen = {p: mask.dense(sizes.shards.tokens(p), np.arange(SEQLEN)) for p in range(RANKS)}
     for phase in ("forward", "backward"):
@@ -73,29 +76,88 @@ def test_nothing_is_received_in_vain(mask, method):
                 kind = schedule.arrays[step.rows.array].kind
                 if kind == "kv":
                     others = range(rank // 3 * 3, rank // 3 * 3 + 3)
-                    if method != "attention2d":
+                    if method not in grids:
                         # A rank may compute what is another's, queries and keys.
                         apart = step.rows.owner if method != "blocks" else None
                         others = [p for p in range(RANKS) if p != apart]
                     assert np.any([seen[p][:, tokens].any(axis=0) for p in others], axis=0).all()
                 elif kind in ("q", "qd"):
-                    column = (rank % 3, rank % 3 + 3) if method == "attention2d" else range(RANKS)
+                    column = (rank % 3, rank % 3 + 3) if method in grids else range(RANKS)
                     keys = np.sort(np.concatenate([sizes.shards.tokens(p) for p in column]))
                     assert mask.dense(tokens, keys).any(axis=1).all()
 
 
-def test_merges_meet_what_was_computed():
+@pytest.mark.parametrize("nodes", [None, (0, 0, 0, 1, 1, 1), (0, 1, 1, 0, 0, 1)])
+def test_merges_meet_what_was_computed(nodes):
     """Every partial result of the schedule of a rank covers the rows that its calls compute."""
-    layout = Layout(2, 3)
-    sizes = problem("attention2d", layout, MASKS["causal_document"], "zigzag")
+    layout, method = Layout(2, 3, nodes=nodes), "node aware" if nodes else "attention2d"
+    sizes = problem(method, layout, MASKS["causal_document"], "zigzag")
     for rank in range(RANKS):
-        (schedule,) = write("attention2d", "forward", layout, sizes, rank)
+        (schedule,) = write(method, "forward", layout, sizes, rank)
         places = Places(schedule)
         for step in schedule.steps:
             if isinstance(step, Attend):
                 assert places.count(step.queries) == places.count(step.into)
             elif isinstance(step, Merge):
                 assert places.tokens(step.rows).tolist() == places.tokens(step.to).tolist()
+
+
+@pytest.mark.parametrize("distribution", NAMES)
+@pytest.mark.parametrize("seqlen_kv", [240, 151])
+@pytest.mark.parametrize("shape, node", [
+    ((2, 2), (0, 0, 1, 1)), ((2, 2), (0, 1, 1, 1)), ((1, 6), (0, 0, 0, 1, 2, 2)),
+    ((4, 4), (0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3, 2, 2, 3, 3)),
+    ((4, 3), (0, 0, 1, 0, 2, 2, 1, 1, 1, 0, 0, 2)),
+])  # fmt: skip
+def test_tokens_on_nodes(shape, node, seqlen_kv, distribution):
+    """Each is received as often as an oracle says; all ranks at once are one by one."""
+    n, layout, method = 240, Layout(*shape, nodes=node), "node aware"
+    i, ends = np.arange(n), np.random.default_rng(1).integers(-40, seqlen_kv + 40, (2, n))
+    config = AttentionConfig(n, 4, 8, 2, seqlen_kv=seqlen_kv)
+    for mask in (
+        Causal(),
+        IntervalMask(i - 30, i + 1),
+        documents(heavy_tailed(n, 1, 20)),
+        IntervalMask(*np.where(i % 3, np.sort(ends, axis=0), 7)),
+    ):
+        sizes = problem_of(method, layout, config, mask, distribution)
+        owners = [np.empty(x, int) for x in (n, seqlen_kv)]
+        for owner, shards in zip(owners, (sizes.shards, sizes.shards_kv)):
+            for p in range(layout.size):
+                owner[shards.tokens(p)] = p
+        visible = sizes.mask.dense(i, np.arange(seqlen_kv))
+        traffic = node_traffic(visible, owners, *shape, node)
+        for phase in ("forward", "backward"):
+            returned = {key: phase == "backward" or key[:2] != (True, True) for key in traffic}
+            expected = {key: x * returned[key] for key, x in traffic.items()}
+            found, ways = {key: 0 * x for key, x in expected.items()}, (Counter(), Counter())
+            for rank in range(layout.size):
+                (schedule,) = write(method, phase, layout, sizes, rank)
+                for key, x in travelling(schedule):
+                    tokens, ends = Places(schedule).tokens(x.rows), (rank, x.peer)
+                    ways[x.sent][key, ends if x.sent else ends[::-1], tokens.tobytes()] += 1
+                    if not x.sent:
+                        np.add.at(found[key][rank], tokens, 1)
+            assert ways[0] == ways[1]
+            for key, x in found.items():
+                assert np.array_equal(x, expected[key]), (mask, phase, key)
+            (everyone, *_) = write_all(method, phase, layout, sizes)
+            if np.ndim(everyone[0].rank) and distribution != "striped":
+                totals = dict.fromkeys(expected, 0)
+                for key, x in travelling(everyone[0]):
+                    if not x.sent:
+                        totals[key] = totals[key] + tokens_of(everyone[0]).of(x.rows)
+                for key, x in totals.items():
+                    assert np.array_equal(expected[key].sum(axis=1), x + 0 * expected[key][:, 0])
+
+
+def travelling(schedule):
+    """Messages, with the keys of `node_traffic`."""
+    for x in schedule.steps:
+        if isinstance(x, Message):
+            array = schedule.arrays[x.rows.array]
+            key = array.of_keys, array.kind in ("out", "dq", "dkv"), x.channel.endswith("node")
+            yield key, x
 
 
 @given(st.data())

@@ -12,11 +12,13 @@ from helpers import assert_all, assert_all_refused, distance, drive
 from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
+from oracles import documents, heavy_tailed
 from test_bench import PROFILE
 
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid, schedules
 from a2d_mpi.core import chunks
 from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.masks import IntervalMask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -59,21 +61,26 @@ def test_results(comm, monkeypatch, shape, nodes):
     """Against float64, with and without overlap; counted, repeated, and cut in two chunks."""
     grid, bad = ProcessGrid(comm, *shape, nodes=nodes), []
     make = partial(NodeAwareAttention, grid, nheads=NHEADS, headdim=16)
-    for mask, seqlen, nheads_kv, dtype in (
-        (Causal(), 97, NHEADS, "float32"),
-        (Full(), 97, 2, "float64"),
-        (Causal(), 3, 1, "float64"),
-        (Causal(), 97, 1, "bfloat16"),
-        (Full(), 64, NHEADS, "float16"),
+    i = np.arange(97)
+    window, packed = IntervalMask(i - 9, i + 1), documents(heavy_tailed(97, 1, 9))
+    irregular = IntervalMask(np.where(i % 5, i - 30, 60), np.where(i % 7, i + 5, 20))
+    for mask, seqlen, nheads_kv, dtype, name in (
+        (Causal(), 97, NHEADS, "float32", None),
+        (Full(), 97, 2, "float64", None),
+        (Causal(), 3, 1, "float64", None),
+        (Causal(), 97, 1, "bfloat16", "striped"),
+        (Full(), 64, NHEADS, "float16", None),
+        (window, 97, 2, "bfloat16", "contiguous"),
+        (packed, 97, NHEADS, "float64", "balanced"),
+        (irregular, 97, 1, "float32", "zigzag"),
+        (irregular, 97, 2, "float64", "striped"),
     ):
-        if nheads_kv % grid.heads and grid.heads % nheads_kv:
-            continue
-        plan = partial(make, mask=mask, seqlen=seqlen, nheads_kv=nheads_kv, dtype=dtype)
-        bad += checked_both_ways(plan)
+        sizes = {"seqlen": seqlen, "nheads_kv": nheads_kv, "dtype": dtype}
+        bad += checked_both_ways(partial(make, mask=mask, distribution=name, **sizes))
     monkeypatch.setattr(chunks, "GRAIN", 4)
     bad += checked_both_ways(partial(make, mask=Causal(), seqlen=101, nheads_kv=2))
-    plan = make(mask=Full(), seqlen=97)
-    plain = Attention2D(grid, Full(), seqlen=97, nheads=NHEADS, headdim=16)
+    plan = make(mask=Causal(), seqlen=97)
+    plain = Attention2D(grid, Causal(), seqlen=97, nheads=NHEADS, headdim=16)
     first, again, other = (run(x, *inputs(97, NHEADS, 16)) for x in (plan, plan, plain))
     bad += [f"{x} does not repeat" for x in TENSORS if first[x].tobytes() != again[x].tobytes()]
     bad += [f"{x} is not the grid's" for x in TENSORS if distance(first[x], other[x]) > 1e-5]
@@ -139,12 +146,8 @@ def problem(layout, dtype="float32", seqlen=None):
 @pytest.mark.parametrize("layout, ranks_per_node", EVEN, ids=str)
 def test_equal_nodes(layout, ranks_per_node):
     """Bytes between and inside nodes: a chunk comes to a node once, and goes on inside it."""
-    layout, rows, cols, u = (
-        on_nodes(layout, ranks_per_node),
-        layout.rows,
-        layout.cols,
-        layout.heads,
-    )
+    rows, cols, u = layout.rows, layout.cols, layout.heads
+    layout = on_nodes(layout, ranks_per_node)
     grid = np.reshape(layout.nodes or range(layout.size), (rows, cols, u))
     nodes = len(set(grid[0, :, 0])), len(set(grid[:, 0, 0]))  # of a row, of a column
     sizes = problem(layout, "bfloat16")
@@ -152,9 +155,8 @@ def test_equal_nodes(layout, ranks_per_node):
     row = n * (4 * q + 4 * 12 // u), n * (8 * q + 8 * 12 // u)  # q and out, lse; and of backward
     col = n * 4 * kv, n * (4 + 8) * kv
     expected = {}
-    for x, ((far, name), ranks) in zip(
-        (row, col), zip(zip(nodes, ("row", "col")), (cols, rows)), strict=True
-    ):
+    lines = (row, nodes[0], "row", cols), (col, nodes[1], "col", rows)
+    for x, far, name, ranks in lines:
         for phase, nbytes in zip(PHASES, x, strict=True):
             expected[phase, name] = (far - 1) * nbytes
             expected[phase, f"{name} node"] = (ranks - far) * nbytes
@@ -291,10 +293,11 @@ def test_seconds_of_uneven_nodes():
     assert seconds == sorted(seconds) and seconds[0] < 0.9 * seconds[2]
 
 
-def test_seconds_rank_by_rank(monkeypatch):
-    """As of all ranks at once, but for the work that these keep for the end."""
+@pytest.mark.parametrize("mask, near", [(Full(), 0.01), (Causal(), 0.04)], ids=str)
+def test_seconds_rank_by_rank(monkeypatch, mask, near):
+    """As of all ranks at once, but for work that is kept for the end, and messages' sizes."""
     slow = read_machine(ROOT / "data" / "results" / "16x4.toml")
-    work = Workload(4096, 8, 64, mask=Causal(), dtype="float32", backward=True)
+    work = Workload(4096, 8, 64, mask=mask, dtype="float32", backward=True)
     layout = on_nodes(Layout(8, 8, 1, "rcu", (2, 2)), 4)
     found = []
     for at_once in (True, False):
@@ -303,7 +306,7 @@ def test_seconds_rank_by_rank(monkeypatch):
         phases = predict(slow, "node aware", layout, work).values()
         found.append([x.total.max() for x in phases])
     schedules._write_all.cache_clear()
-    assert found[0] != found[1] and found[0] == pytest.approx(found[1], rel=0.02)
+    assert found[0] != found[1] and found[0] == pytest.approx(found[1], rel=near)
 
 
 def test_the_pick_where_the_network_is_slow():

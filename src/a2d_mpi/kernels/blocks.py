@@ -69,7 +69,7 @@ class Blocker:
     def __init__(self, block_q: int, block_k: int) -> None:
         self.block_q, self.block_k = block_q, block_k
         self._blockings = Remembered()
-        self._patterns: dict[tuple[int, int, bytes], np.ndarray] = {}
+        self._patterns: dict[tuple, np.ndarray] = {}
         self._room, self._complete = ROOM, True
 
     def blocking(self, intervals: tuple[Interval, ...], nk: int, group: int) -> Blocking:
@@ -167,7 +167,7 @@ class Blocker:
         Those of many cache blocks are the same, and kept once.
         """
         ends = ends.astype(np.int32)
-        key = nk, group, ends.tobytes()
+        key = nk, group, ends.shape, ends.tobytes()
         if key in self._patterns:
             return self._patterns[key]
         keys, shown = np.arange(nk, dtype=np.int32), np.zeros((ends.shape[2], nk), bool)

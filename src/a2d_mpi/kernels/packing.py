@@ -138,7 +138,9 @@ class Packing:
         """
         heads, tokens, group, d = x.shape
         packed = self._get(name, (heads, tokens, group, d + 1))
-        np.multiply(x, self.dtype.type(factor), out=packed[..., :d])
+        # Token by token, as they lie in memory: head by head takes twice as long.
+        to = packed[..., :d].swapaxes(0, 1)
+        np.multiply(x.swapaxes(0, 1), self.dtype.type(factor), out=to)
         packed[..., d] = column
         if hide.any():
             packed[:, hide] = 0
@@ -158,5 +160,5 @@ class Packing:
         # NaN fails the comparisons and takes the general path.
         return largest <= self._half and all(
             size == 0 or self._low < size < self._high / k.shape[1]
-            for size in np.maximum(v.max(axis=(1, 2)), -v.min(axis=(1, 2))).tolist()
+            for size in np.maximum(v.max(axis=1), -v.min(axis=1)).max(axis=1).tolist()
         )

@@ -93,7 +93,7 @@ class KernelCalls(_Calls):
         """
         key = array, of_keys
         if key not in self._sums:
-            owners = np.array(self._schedule.arrays[array].owners)  # (owners, P)
+            owners = np.sort(self._schedule.arrays[array].owners, axis=0)  # (owners, P)
             # Ranks with the same owners have the same sum of owners' random numbers.
             numbers = np.random.default_rng(0).integers(
                 1 << 63, size=len(self._area), dtype=np.uint64

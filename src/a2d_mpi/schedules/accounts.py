@@ -66,7 +66,7 @@ class Tokens:
                         (self._meeting(array.of_keys, rows.owner, others) > 0) == some
                     )
             return found if rows.part.chunk is None else _chunk(found, rows.part.chunk)
-        if array.meets is None:
+        if array.meets is None and not array.spans:
             return self._shards(array.of_keys, rows.owner, rows.part)
         held = self._held(array, rows.owner)
         return held if rows.part is None else _chunk(held, rows.part)
@@ -74,6 +74,9 @@ class Tokens:
     def _held(self, array: Array, owner: Ranks) -> Ranks:
         """Tokens that an array has of an owner."""
         whole = self._shards(array.of_keys, owner)
+        if array.spans:
+            (span,) = (x for p, x in array.pieces if p is owner)
+            return whole if span is None else self._meeting(array.of_keys, owner, span.others)
         if array.meets is None or (array.owners and owner is self._schedule.rank):
             return whole
         found = self._meeting(array.of_keys, owner, array.meets)

@@ -1,4 +1,9 @@
-"""Rows and columns of a grid, node by node: who fetches what, and the all-gather of their rows."""
+"""Rows and columns of a grid, node by node: who fetches what, and the all-gather of their rows.
+
+Of a shard those rows go to a node that any of its ranks needs, and from the rank that fetches them
+to each of the others those that this one needs.  The fetcher computes on all that it holds: the
+mask hides the rest from it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from a2d_mpi.core.meetings import Ranks
+from a2d_mpi.core.meetings import Others, Ranks
 from a2d_mpi.core.sizes import UnlikeRanks
 from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import identity
@@ -34,28 +39,33 @@ class Line:
         this rank's node that fetches its rows: `near` from 1; 0, this rank itself, comes last.
     takers : list of Ranks
         The rank of every other node that fetches this rank's rows.
+
+    Which rows a rank or a node needs, and holds, is said by the ranks on the other side of the
+    tiles: the rows that meet theirs (`a2d_mpi.core.meetings`).
     """
 
     def __init__(self, s: Schedule, name: str) -> None:
         self.s, self.name, self.inside = s, name, f"{name} node"
         self.of_keys = name == "col"
-        (own, *self.far), self.takers = _by_node(s, name)
+        self._nodes, self.takers = _by_node(s, name)
+        own, *self.far = self._nodes
+        own[-1] = s.rank, 0  # the same numbers, and the same object
         self.near = [p for p, distance in own if distance]
         self.ways = {identity(p): (d, e) for d, x in enumerate((own, *self.far)) for p, e in x}
         self.numbers = {key: n for n, key in enumerate(self.ways)}
         self.ranks = len(self.ways)
         if self.near:
             s.channels[self.inside] = s.channels[name]
+        self._across: dict[int, Others] = {}
         self._passed = 0 if self.near else len(self.far)  # nodes whose chunks were passed on
         self._here: set[Message] = set()
 
     def receive(self, kind: str, own: str) -> str:
         """Post the receives of everyone's rows of an array; returns the array of all of them."""
-        s = self.s
         self._own = own
-        self._whole = whole = own if self.ranks == 1 else s.array(self.name, kind, self.members)
+        self._whole = whole = own if self.ranks == 1 else self.array(self.name, kind)
         self._fetched = [
-            [self._from(self.name, p, p) for p, e in node if not e] for node in self.far
+            [(p, self._from(self.name, p, p)) for p, e in node if not e] for node in self.far
         ]
         self._near = [self._from(self.inside, p, p) for p in self.near]
         self._passed_on = [
@@ -64,19 +74,47 @@ class Line:
         ]
         return whole
 
-    @property
-    def members(self) -> tuple[Ranks, ...]:
-        """All its ranks, in the order of the channel."""
-        return self.s.channels[self.name]
+    def array(self, name: str, kind: str) -> str:
+        """Declare an array of this rank's rows and those that it holds of the others."""
+        owners = [p for p, _ in chain(*self._nodes)]
+        if not np.ndim(self.s.rank):
+            owners.sort()  # as the tokens of contiguous shards
+        spans = [None if p is self.s.rank else self.s.chosen(self.held(p)) for p in owners]
+        return self.s.array(name, kind, owners, spans=tuple(spans) if any(spans) else ())
+
+    def needs(self, member: Ranks) -> Others:
+        """Ranks across a member's tile: of this line's rows it needs those that meet theirs."""
+        if (key := identity(member)) not in self._across:
+            rows, cols = self.s.sizes.rows, self.s.sizes.cols
+            if self.of_keys:
+                found = tuple(member // cols * cols + j for j in range(cols))
+            else:
+                found = tuple(member % cols + i * cols for i in range(rows))
+            self._across[key] = found
+        return self._across[key]
+
+    def needed_in(self, node: int) -> Others:
+        """The same of all members in a node together; 0: in this rank's."""
+        return tuple(chain.from_iterable(self.needs(p) for p, _ in self._nodes[node]))
+
+    def held(self, owner: Ranks) -> Others:
+        """The same for the rows of an owner that this rank holds, for itself or for its node."""
+        node, distance = self.ways[identity(owner)]
+        return self.needs(self.s.rank) if distance or not node else self.needed_in(0)
+
+    def chunks(self, owner: Ranks, others: Others) -> list[tuple[int, int]]:
+        """Chunks in which the rows of an owner travel that meet others."""
+        return self.s.sizes.chunks(owner, self.ranks, self.of_keys, others)
 
     def _from(self, channel: str, peer: Ranks, owner: Ranks) -> list[Message]:
-        chunks = self.s.sizes.chunks(owner, self.ranks, self.of_keys)
+        chunks = self.chunks(owner, self.held(owner))
         return [self.s.receive(channel, peer, Rows(self._whole, owner, x)) for x in chunks]
 
     def coming(self, far_first: bool) -> dict[int, list[Message]]:
         """Messages that bring the others' rows, in the order of their use."""
         far: list[list[Message]] = []
-        for fetched, passed_on in zip(self._fetched, self._passed_on):
+        for owners, passed_on in zip(self._fetched, self._passed_on):
+            fetched = [messages for _, messages in owners]
             # What this rank fetched is here first; what it sums for its node may be done last.
             far += passed_on + fetched if far_first else fetched + passed_on
         return dict(enumerate(far + self._near if far_first else self._near + far))
@@ -84,9 +122,16 @@ class Line:
     def send(self, channel: str) -> None:
         """Send this rank's rows to the others of its node, or to those that fetch them."""
         # They are the first that the rank before this one needs, and the last of the next.
-        for p in reversed(self.takers if channel == self.name else self.near):
-            for x in self.s.sizes.chunks(self.s.rank, self.ranks, self.of_keys):
-                self.s.send(channel, p, Rows(self._own, self.s.rank, x))
+        if channel == self.name:
+            peers = [(p, self.needed_in(d)) for d, p in enumerate(self.takers, 1)]
+        else:
+            peers = [(p, self.needs(p)) for p in self.near]
+        for p, others in reversed(peers):
+            self._send(channel, p, Rows(self._own, self.s.rank), others)
+
+    def _send(self, channel: str, peer: Ranks, rows: Rows, others: Others) -> None:
+        for x in self.chunks(rows.owner, others):
+            self.s.send(channel, peer, rows._replace(part=self.s.chosen(others, x)))
 
     def keep(self) -> None:
         """Put this rank's rows beside those of the others."""
@@ -100,12 +145,11 @@ class Line:
 
     def pass_on(self, nodes: int) -> None:
         """Pass the chunks of so many other nodes on, when they are here."""
-        for fetched in self._fetched[self._passed : nodes]:
-            for message in chain.from_iterable(fetched):
-                self.s.wait([message])
-                self._here.add(message)
-                for p in reversed(self.near):
-                    self.s.send(self.inside, p, message.rows)
+        for owner, messages in chain.from_iterable(self._fetched[self._passed : nodes]):
+            self.s.wait(messages)
+            self._here.update(messages)
+            for p in reversed(self.near):
+                self._send(self.inside, p, Rows(self._whole, owner), self.needs(p))
         self._passed = max(self._passed, nodes)
 
     def wait(self, messages: Sequence[Message]) -> None:
@@ -129,7 +173,7 @@ def _by_node(s: Schedule, name: str) -> tuple[list[list[tuple[Ranks, int]]], lis
         return _by_equal_node(grid, node, line, at)
     own, groups = int(node[line, at]), {}
     for p, x in zip(grid[line].tolist(), node[line].tolist()):
-        groups.setdefault(x, []).append(s.rank if p == s.rank else p)
+        groups.setdefault(x, []).append(p)
     names = sorted(groups)
     names = names[names.index(own) :] + names[: names.index(own)]
     b, i = len(groups[own]), groups[own].index(s.rank)

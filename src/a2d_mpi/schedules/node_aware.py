@@ -4,6 +4,7 @@ The tiles are those of `a2d_mpi.schedules.attention2d`.  But where a row or a co
 nodes with several ranks each, one rank of a node fetches a chunk from another node and passes it
 on to the others, and the partial results of a node for an owner elsewhere are summed by the rank
 that fetched the owner's rows, before they leave.  The ranks of a node share this work evenly.
+Rows travel as far as the mask makes somebody need them (`a2d_mpi.schedules.lines`).
 
 Messages between nodes go through the channels "row" and "col", those inside a node through "row
 node" and "col node".
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from a2d_mpi.core.meetings import Ranks
+from a2d_mpi.core.meetings import Others, Ranks
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.schedules.attention2d import Tile, gradients_by_query
 from a2d_mpi.schedules.lines import Line, equal_share
@@ -70,27 +71,26 @@ class Sums:
 
     def __init__(self, line: Line, kind: str, array: str | None = None) -> None:
         self.line, self.kind, self._array = line, kind, array
-        self._parts: dict[tuple, list[Message]] = {}  # of this node's members, for other nodes
+        # What is to be added to an owner's rows: by this node's members to those of other nodes,
+        # by all others to this rank's.
+        self._parts: dict[int | float, list[tuple[list[Message], Others]]] = {}
         self._held: dict[int, list[Rows]] = {}  # by node of the owner
         for d, node in enumerate(line.far, 1):
             for n, (p, distance) in enumerate(node):
                 for e, member in enumerate(line.near if distance == 0 else (), 1):
-                    for m in self._receive(f"{d}.{n} from node {e}", line.inside, member, p):
-                        self._parts.setdefault((identity(p), m.rows.part), []).append(m)
-        own = line.s.rank
-        self._own = [
-            *(
-                self._receive(f"from node {e}", line.inside, p, own)
-                for e, p in enumerate(line.near, 1)
-            ),
-            *(self._receive(f"from {d}", line.name, p, own) for d, p in enumerate(line.takers, 1)),
-        ]
+                    name = f"{d}.{n} from node {e}"
+                    self._receive(name, line.inside, member, p, line.needs(member))
+        for e, p in enumerate(line.near, 1):
+            self._receive(f"from node {e}", line.inside, p, line.s.rank, line.needs(p))
+        for d, p in enumerate(line.takers, 1):
+            self._receive(f"from {d}", line.name, p, line.s.rank, line.needed_in(d))
 
-    def _receive(self, name: str, channel: str, peer: Ranks, owner: Ranks) -> list[Message]:
-        line = self.line
-        array = line.s.array(f"{line.name} {self.kind} {name}", self.kind)
-        chunks = line.s.sizes.chunks(owner, line.ranks, line.of_keys)
-        return [line.s.receive(channel, peer, Rows(array, owner, x)) for x in chunks]
+    def _receive(self, name: str, channel: str, peer: Ranks, owner: Ranks, others: Others) -> None:
+        s, line = self.line.s, self.line
+        array = s.array(f"{line.name} {self.kind} {name}", self.kind, meets=others)
+        chunks = line.chunks(owner, others)
+        if messages := [s.receive(channel, peer, Rows(array, owner, x)) for x in chunks]:
+            self._parts.setdefault(identity(owner), []).append((messages, others))
 
     def partial(self, rows: Rows) -> Rows:
         """Rows for the partial result for some of an owner's rows."""
@@ -100,8 +100,8 @@ class Sums:
         summed = bool(node and not distance and self.line.near)
         # A rank's own sums are as wide as they are computed.
         name = self._name("sum" if summed else "to", rows.owner)
-        wide = KINDS[self.kind] if summed else WIDE
-        return rows._replace(array=self.line.s.array(name, self.kind, wide=wide))
+        wide, meets = KINDS[self.kind] if summed else WIDE, self.line.held(rows.owner)
+        return rows._replace(array=self.line.s.array(name, self.kind, wide=wide, meets=meets))
 
     def give(self, rows: Rows) -> None:
         """Send a finished partial result on its way."""
@@ -120,11 +120,7 @@ class Sums:
         """Rows of all others, those of the other nodes first, in the chunks in which they go."""
         line = self.line
         owners = [*(p for node in line.far for p, _ in node), *line.near]
-        return [
-            Rows(self._array, p, x)
-            for p in owners
-            for x in line.s.sizes.chunks(p, line.ranks, line.of_keys)
-        ]
+        return [Rows(self._array, p, x) for p in owners for x in line.chunks(p, line.held(p))]
 
     def finish(self, own: Rows) -> None:
         """Send what is left, and add the others' partial results to this rank's own rows."""
@@ -132,25 +128,30 @@ class Sums:
         s.release(line.inside)
         self._leave()
         s.release(line.name)
-        for messages in self._own:
-            s.wait(messages)
-            s.add(Merge(messages[0].rows._replace(part=None), own))
+        self._add(own)
 
     def _leave(self, apart: int | None = None) -> None:
         """Add what this node's members have for the other nodes, but one, and send the sums."""
         s = self.line.s
         nodes = sorted(self._held.keys() - {apart})
         for rows in [x for node in nodes for x in self._held.pop(node)]:
-            for message in self._parts.get((identity(rows.owner), rows.part), ()):
-                s.wait([message])
-                s.add(Merge(message.rows, rows))
+            self._add(rows)
             wide = s.arrays[rows.array].wide != WIDE
             if wide and s.sizes.narrow:
                 name = self._name("rounded", rows.owner)
-                rounded = rows._replace(array=s.array(name, self.kind))
+                meets = self.line.held(rows.owner)
+                rounded = rows._replace(array=s.array(name, self.kind, meets=meets))
                 s.add(Copy(rows, rounded))
                 rows = rounded
             s.give(self.line.name, rows.owner, rows)
+
+    def _add(self, rows: Rows) -> None:
+        """Add the others' partial results to all rows of an owner, where they have some."""
+        s = self.line.s
+        for messages, others in self._parts.get(identity(rows.owner), ()):
+            s.wait(messages)
+            part = messages[0].rows._replace(part=None)
+            s.add(Merge(part, rows._replace(part=s.chosen(others))))
 
     def _name(self, what: str, owner: Ranks) -> str:
         return f"{self.line.name} {self.kind} {what} {self.line.numbers[identity(owner)]}"
@@ -178,8 +179,7 @@ def backward(s: Schedule) -> None:
     by_query = gradients_by_query(sizes.rows, sizes.cols, sizes.nheads, sizes.nheads_kv)
     tile = NodeTile(s, by_query)
     tile.gather("qd")
-    dq = s.array("dq", "dq", s.channels["row"])
-    dkv = s.array("dkv", "dkv", s.channels["col"])
+    dq, dkv = tile.row.array("dq", "dq"), tile.col.array("dkv", "dkv")
     s.add(Zero(Rows(dq)), Zero(Rows(dkv)))
     of_q, of_k = Sums(tile.row, "dq", dq), Sums(tile.col, "dkv", dkv)
     for queries, keys in tile.blocks(by_query):

@@ -156,13 +156,13 @@ class Places:
             return _cut(held, found.start, found.stop)
         return held
 
-    def _held(self, array: Array, owner: int, span: Span | Chosen | None) -> Edges:
+    def _held(self, array: Array, owner: int, span: Span | Chosen | Meets | None) -> Edges:
         """Tokens of an owner's shard that an array has."""
         own = bool(array.owners) and owner == self._schedule.rank
-        others = None if own else array.meets
         if isinstance(span, Chosen):
             return np.array(span.edges, np.int64)
-        if span is None and others is not None:
+        others = span.others if isinstance(span, Meets) else None if own else array.meets
+        if others is not None:
             return self._meetings.places(array.of_keys, owner, others)
         key = array.of_keys, owner, span
         if key not in self._edges:

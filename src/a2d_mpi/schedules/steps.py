@@ -74,9 +74,9 @@ class Array:
         Whether its tensors lie one after the other, and travel in one message.
     by_token : bool
         Whether its rows are in the order of tokens, not one owner after the other.
-    spans : tuple of Span or Chosen
-        Of every owner, the tokens that the array has; empty: whole shards.  An owner may occur
-        with several spans.
+    spans : tuple of Span, Chosen, Meets or None
+        Of every owner, the tokens that the array has; empty, or None: whole shards.  An owner may
+        occur with several spans.
     meets : Others, optional
         The array has those tokens of an owner that meet these others, and the whole shard of its
         own rank where `owners` are given; None: whole shards.
@@ -91,7 +91,7 @@ class Array:
     all_heads: bool = False
     packed: bool = False
     by_token: bool = False
-    spans: tuple[Span | Chosen, ...] = ()
+    spans: tuple[Span | Chosen | Meets | None, ...] = ()
     meets: Others | None = None
     room: str = ""
 
@@ -101,7 +101,7 @@ class Array:
         return self.kind in OF_KEYS
 
     @property
-    def pieces(self) -> list[tuple[Ranks, Span | Chosen | None]]:
+    def pieces(self) -> list[tuple[Ranks, Span | Chosen | Meets | None]]:
         """Owners with their spans; None: whole shards."""
         return list(zip(self.owners, self.spans or (None,) * len(self.owners)))
 
