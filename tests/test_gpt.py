@@ -118,18 +118,27 @@ def test_text(tmp_path):
     """Documents, targets and positions of a batch, also where the text begins anew."""
     (path := tmp_path / "text").write_bytes(b"ab--cdefg--h")
     text, seen = Text(path, b"--"), set()
-    assert bytes(text.bytes.astype(np.uint8)) == b"abcdefgh" and text.begins.tolist() == [0, 2, 7, 8]
+    assert bytes(text.bytes.astype(np.uint8)) == b"abcdefgh" and text.begins.tolist() == [
+        0,
+        2,
+        7,
+        8,
+    ]
     document = np.repeat([0, 1, 2], [2, 5, 1])
     for step in range(40):
         batch = text.batch(11, 0, step)
-        start = next(i for i in range(8) if (np.roll(text.bytes, -i)[:8] == batch.tokens[:8]).all())
+        start = next(
+            i for i in range(8) if (np.roll(text.bytes, -i)[:8] == batch.tokens[:8]).all()
+        )
         seen.add(start)
         where = (start + np.arange(12)) % 8
         same = (document[where[1:]] == document[where[:-1]]) & (where[1:] > 0)
         assert (batch.targets == np.where(same, text.bytes[where[1:]], -1)).all()
         ends = np.append(np.flatnonzero(~same[:-1]) + 1, 11)
         assert batch.cu_seqlens.tolist() == [0, *ends]
-        assert (batch.positions == np.arange(11) - np.repeat([0, *ends[:-1]], np.diff([0, *ends]))).all()
+        assert (
+            batch.positions == np.arange(11) - np.repeat([0, *ends[:-1]], np.diff([0, *ends]))
+        ).all()
     assert len(seen) == 8
     assert (text.batch(11, 0, 0, True).targets >= 0).all()
     (tmp_path / "empty").write_bytes(b"----")
@@ -141,7 +150,8 @@ def losses(comm, grid, method, dtype, steps, separator=b" "):
     """Losses of a training run of a small model."""
     config = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2)
     args = Namespace(rate=3e-3, warmup=5, steps=steps, seqlen=61, seed=1, separator=separator,
-                     method=method, dtype=dtype, threads=1, recompute=method == "ring")  # fmt: skip
+                     method=method, dtype=dtype, threads=1,
+                     recompute=method == "ring")  # fmt: skip
     weights, moments = initial(config, 0, dtype), np.zeros((2, config.parameters), dtype)
     state = State(config, {}, 0, weights, moments, np.zeros(0), np.zeros(0))
     trainer = Trainer(comm, grid, args, config, Text(ROOT / "README.md", separator), state)
@@ -176,7 +186,9 @@ def test_same_losses(comm, dtype, bound):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_sums(comm, dtype):
     """In the order of ranks, to the bit, of parts that no number of ranks divides."""
-    of_ranks = [np.random.default_rng(p).standard_normal(103).astype(dtype) for p in range(comm.size)]
+    of_ranks = [
+        np.random.default_rng(p).standard_normal(103).astype(dtype) for p in range(comm.size)
+    ]
     flat = of_ranks[comm.rank].copy()
     sums = GradientSum(comm, flat)
     for part in (slice(100, 103), slice(1, 100), slice(0, 1)):
@@ -228,7 +240,8 @@ def test_goes_on(tmp_path):
     assert latest(whole)[0].step == 8
     assert_all_refused("train_gpt.py", 2, [
         ([text, "--folder", parts, *OPTIONS], [], "has checkpoints; --resume goes on"),
-        ([text, "--folder", parts, *OPTIONS, "--resume", "--rate", 1], [], "rate was 0.001, is 1.0"),
+        ([text, "--folder", parts, *OPTIONS, "--resume", "--rate", 1], [],
+         "rate was 0.001, is 1.0"),
         ([text, "--folder", parts, *OPTIONS, "--resume", "--width", 16], [], "width was 8, is 16"),
         ([tmp_path / "none", "--folder", parts, *OPTIONS], [], "No such file"),
         ([text, "--folder", parts, *OPTIONS], ["--seed", 3], "ranks disagree on --seed"),

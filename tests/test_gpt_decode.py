@@ -1,4 +1,4 @@
-"""Inference with a GPT: the cache, borrowed room, and the same tokens as from the whole context."""
+"""Inference with a GPT: the cache, borrowed room, the same tokens as from the whole context."""
 
 from functools import cache
 
@@ -7,7 +7,6 @@ import pytest
 from helpers import assert_all, drive
 from hypothesis import given
 from hypothesis import strategies as st
-from mpi4py import MPI
 from test_gpt import alone, shaken
 
 from a2d_mpi import Causal, ProcessGrid

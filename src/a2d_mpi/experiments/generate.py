@@ -45,7 +45,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 shown = f"refused: {found}"
             else:
                 tokens += len(found)
-                shown = repr((_text(prompts[name]) + _text(found)))
+                shown = repr(_text(prompts[name]) + _text(found))
             if comm.rank == 0:
                 print(f"{name}: {shown}", flush=True)
     seconds = time.perf_counter() - start

@@ -107,8 +107,7 @@ class Trainer:
         args = self._args
         batch = self._text.batch(args.seqlen, args.seed, self.done, not args.separator)
         plan = self._plan_for(batch)
-        own, before = plan.tokens, self._clock()
-        timed = _Timed(plan)
+        own, timed = plan.tokens, _Timed(plan)
         model = GPT(self._weights, timed, batch.positions[own], args.recompute)
         count = max(1, int((batch.targets >= 0).sum()))
         loss = model.loss(
@@ -126,9 +125,6 @@ class Trainer:
         attention = timed.seconds - timed.wait
         self.parts.append([attention, timed.wait, waited, seconds - timed.seconds - waited])
         return loss
-
-    def _clock(self) -> float:
-        return time.perf_counter()
 
     def _plan_for(self, batch: Batch) -> AttentionPlan:
         """The plan of a batch: the same again if its mask is."""

@@ -9,6 +9,7 @@ others, then all get all heads.  The bytes of a step do not depend on the length
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -140,9 +141,9 @@ class Decoder:
                 f"tokens; all {self._comm.size} ranks together have room for {self.table.total}"
             )
 
-    def agreed(self, choose: Callable[[], list[int]]) -> list[int]:
+    def agreed(self, choices: Mapping[int, Callable[[], int]]) -> dict[int, int]:
         """Choices of the first rank, on all."""
-        return self._comm.bcast(choose() if self.rank == 0 else None)
+        return self._comm.bcast({x: y() for x, y in choices.items()} if self.rank == 0 else None)
 
     def _plan(self, cu_seqlens: np.ndarray) -> AttentionPlan:
         c = self._weights.config
@@ -194,19 +195,18 @@ class Decoder:
         if ranks == 1:
             return out
         share = -(-h // ranks)
-        partial = np.zeros((ranks, b, share, d + 1), out.dtype)
-        whole = partial.transpose(1, 0, 2, 3).reshape(b, ranks * share, d + 1)
+        whole = np.zeros((b, ranks * share, d + 1), out.dtype)
         whole[:, :h, :d], whole[:, :h, d] = out, lse
-        partial = np.ascontiguousarray(whole.reshape(b, ranks, share, d + 1).swapaxes(0, 1))
-        received = np.empty_like(partial)
-        self._comm.Alltoall(partial, received)
+        given = np.ascontiguousarray(whole.reshape(b, ranks, share, d + 1).swapaxes(0, 1))
+        received = np.empty_like(given)  # (ranks, B, heads of this rank, D + 1)
+        self._comm.Alltoall(given, received)
         weights = received[..., d] - received[..., d].max(axis=0)
         np.exp(weights, out=weights)  # (ranks, B, heads of this rank)
         merged = (weights[..., None] * received[..., :d]).sum(axis=0)
         merged /= weights.sum(axis=0)[..., None]
         heads = np.empty((ranks, *merged.shape), out.dtype)
         self._comm.Allgather(np.ascontiguousarray(merged), heads)
-        self.sent += partial.nbytes - partial[0].nbytes + heads.nbytes - merged.nbytes
+        self.sent += given.nbytes - given[0].nbytes + heads.nbytes - merged.nbytes
         return np.ascontiguousarray(heads.swapaxes(0, 1).reshape(b, ranks * share, d)[:, :h])
 
 
@@ -220,7 +220,10 @@ def step_bytes(config: GPTConfig, ranks: int, requests: int, itemsize: int) -> i
 
 
 def sample(
-    logits: np.ndarray, temperature: float = 0.0, top_k: int | None = None, seed: Sequence[int] = ()
+    logits: np.ndarray,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    seed: Sequence[int] = (),
 ) -> int:
     """Draw a token: the likeliest at temperature 0, else one of the `top_k` likeliest."""
     if temperature == 0:
@@ -275,9 +278,11 @@ def serve(
         if taken:
             after = decoder.prefill({x: prompts[x] for x in taken}, taken)
             logits |= dict(zip(taken, after))
-        lengths = {x: len(found.setdefault(x, [])) for x in logits}
-        chosen = decoder.agreed(lambda: [choose(x, lengths[x], y) for x, y in logits.items()])
-        running = dict(zip(logits, chosen))
+        for name in taken:
+            found[name] = []
+        running = decoder.agreed(
+            {x: partial(choose, x, len(found[x]), y) for x, y in logits.items()}
+        )
         for name, token in list(running.items()):
             found[name].append(token)
             if len(found[name]) == new[name]:
