@@ -1,5 +1,6 @@
 """drivers/plot_masks.py, and masks in the other programs that need no MPI."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -109,3 +110,16 @@ def test_table_is_completed(tmp_path):
     path.write_text("no table")
     assert_all_refused("mask_table.py", 0, [([*options, "full"], [], "is no table of masks")])
     assert path.read_text() == "no table"
+
+
+def test_study_of_masks():
+    """The figures of docs/masks.md, from the committed results."""
+    done = drive("study.py", 0, ROOT / "data" / "results" / "masks" / "16x1.h5")
+    assert done.returncode == 0, done.stderr
+    assert "picks within 10 % of the fastest: 4 of 4" in done.stdout
+    shown = re.findall(r"whatever the mask / pick, fastest: (.*)", done.stdout)
+    assert sorted(shown) == [
+        "2.18 (blocks 16x1x1@rcu)",
+        "3.11 (blocks 16x1x1@rcu)",
+        "5.02 (attention2d 1x16x1@rcu)",
+    ]

@@ -441,8 +441,10 @@ def test_links_that_are_needed(tmp_path):
     assert total(spread, "ring", Layout(8, 1), job) == total(machine(), "ring", Layout(8, 1), job)
 
 
-@pytest.mark.parametrize("cluster", ["16x1", "16x4", "64x1"])
-def test_the_study_is_predicted(cluster):
+@pytest.mark.parametrize("cluster, median, worst", [
+    ("16x1", 0.05, 0.22), ("16x4", 0.05, 0.22), ("64x1", 0.05, 0.22), ("masks/16x1", 0.15, 0.4),
+])  # fmt: skip
+def test_the_study_is_predicted(cluster, median, worst):
     """Measured seconds of the committed results, by the profile that was calibrated with them."""
     here, off = read_machine(RESULTS / f"{cluster}.toml"), []
     for result in read_benchmark(RESULTS / f"{cluster}.h5").values():
@@ -465,7 +467,8 @@ def test_the_study_is_predicted(cluster):
             continue  # measured when whole shards travelled, whatever the mask hides
         phases = predict(here, c["method"], layout, job, c["distribution"]).values()
         off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
-    assert len(off) >= 20 and np.median(np.abs(off)) < 0.05 and np.max(np.abs(off)) < 0.22
+    assert len(off) >= 20
+    assert np.median(np.abs(off)) < median and np.max(np.abs(off)) < worst
 
 
 def test_sizes():

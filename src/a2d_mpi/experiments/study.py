@@ -139,7 +139,8 @@ def _against_causal(
         return ""
     grid = min(whole, key=lambda x: x.seconds)
     pick = next((x for x in xs if x.picked), best)
-    ratios = (f"{grid.seconds / x.seconds:.2f} ({x.plan})" for x in dict.fromkeys((pick, best)))
+    both = [pick] if pick is best else [pick, best]
+    ratios = (f"{grid.seconds / x.seconds:.2f} ({x.plan})" for x in both)
     return f"causal {grid.plan}, whatever the mask / pick, fastest: {', '.join(ratios)}"
 
 
