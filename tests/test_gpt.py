@@ -1,6 +1,7 @@
 """The GPT: gradients, the same losses whatever the ranks, and runs that go on."""
 
 from argparse import Namespace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -33,10 +34,15 @@ def shaken(config, seed=0):
     return Parameters(config, flat + 0.3 * np.random.default_rng(seed).standard_normal(len(flat)))
 
 
+@cache
+def lone():
+    return ProcessGrid(MPI.COMM_SELF, 1, 1)
+
+
 def alone(config, mask, seqlen, dtype="float64"):
-    grid = ProcessGrid(MPI.COMM_SELF, 1, 1)
+    """A plan of one rank."""
     sizes = {"nheads": config.nheads, "nheads_kv": config.nheads_kv, "headdim": config.headdim}
-    return make_plan("attention2d", grid, mask, seqlen=seqlen, dtype=dtype, **sizes)
+    return make_plan("attention2d", lone(), mask, seqlen=seqlen, dtype=dtype, **sizes)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
@@ -146,7 +152,7 @@ def test_text(tmp_path):
         Text(tmp_path / "empty", b"--")
 
 
-def losses(comm, grid, method, dtype, steps, separator=b" "):
+def losses(comm, grid, method, dtype, steps, separator):
     """Losses of a training run of a small model."""
     config = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2)
     args = Namespace(rate=3e-3, warmup=5, steps=steps, seqlen=61, seed=1, separator=separator,
@@ -162,23 +168,25 @@ def losses(comm, grid, method, dtype, steps, separator=b" "):
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-@pytest.mark.parametrize("dtype, bound", [("float32", 1e-5), ("float64", 1e-10)])
-def test_same_losses(comm, dtype, bound):
-    """After each of 50 steps, on any grid and ring as on one rank; the same weights on all."""
-    one = ProcessGrid(MPI.COMM_SELF, 1, 1)
-    expected, _ = losses(MPI.COMM_SELF, one, "attention2d", dtype, 50)
+@pytest.mark.parametrize("dtype, bound, steps, separator", [
+    ("float32", 1e-5, 50, b""), ("float64", 1e-10, 50, b""), ("float64", 1e-10, 8, b" "),
+])  # fmt: skip
+def test_same_losses(comm, dtype, bound, steps, separator):
+    """After each step, on any grid and ring as on one rank; the same weights on all."""
+    run = dtype, steps if comm.size in (4, 6) else 4, separator
+    expected, _ = losses(MPI.COMM_SELF, lone(), "attention2d", *run)
     shapes = [(r, comm.size // r) for r in range(1, comm.size + 1) if comm.size % r == 0]
-    bad = []
-    for method, shape in [*product(["attention2d"], shapes), ("ring", (comm.size, 1))]:
+    plans, bad = [*product(["attention2d"], shapes), ("ring", (comm.size, 1))], []
+    for method, shape in [("attention2d", (2, 3))] if comm.size == 6 else plans:
         grid = ProcessGrid(comm, *shape)
-        found, weights = losses(comm, grid, method, dtype, 50)
+        found, weights = losses(comm, grid, method, *run)
         error = np.abs(found / expected - 1).max()
         if not error <= bound:
             bad.append(f"{method} on {shape}: {error:.1e}")
         if len(set(comm.allgather(weights.tobytes()))) > 1:
             bad.append(f"{method} on {shape}: weights differ")
         grid.free()
-    assert expected[-1] < expected[0] - 0.5
+    assert expected[-1] < expected[0]
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -204,8 +212,10 @@ def test_sums(comm, dtype):
     sums.free()
 
 
-OPTIONS = ["--layers", 1, "--width", 8, "--nheads", 2, "--seqlen", 40, "--steps", 9, "--every", 2,
-           "--separator", " "]  # fmt: skip
+OPTIONS = [
+    *("--layers", "1", "--width", "8", "--nheads", "2", "--seqlen", "40"),
+    *("--steps", "9", "--every", "2", "--separator", " "),
+]
 
 
 @pytest.mark.launches
@@ -240,9 +250,10 @@ def test_goes_on(tmp_path):
     assert latest(whole)[0].step == 8
     assert_all_refused("train_gpt.py", 2, [
         ([text, "--folder", parts, *OPTIONS], [], "has checkpoints; --resume goes on"),
-        ([text, "--folder", parts, *OPTIONS, "--resume", "--rate", 1], [],
+        ([text, "--folder", parts, *OPTIONS, "--resume", "--rate", "1"], [],
          "rate was 0.001, is 1.0"),
-        ([text, "--folder", parts, *OPTIONS, "--resume", "--width", 16], [], "width was 8, is 16"),
+        ([text, "--folder", parts, *OPTIONS, "--resume", "--width", "16"], [],
+         "width was 8, is 16"),
         ([tmp_path / "none", "--folder", parts, *OPTIONS], [], "No such file"),
-        ([text, "--folder", parts, *OPTIONS], ["--seed", 3], "ranks disagree on --seed"),
+        ([text, "--folder", parts, *OPTIONS], ["--seed", "3"], "ranks disagree on --seed"),
     ])  # fmt: skip

@@ -16,7 +16,7 @@ from a2d_mpi.gpt.decode import Decoder, sample, serve, step_bytes
 from a2d_mpi.gpt.model import GPT
 
 CONFIG = GPTConfig(23, 2, 24, 6, 256, nheads_kv=2, mlp=24, positions="rotary")
-LENGTHS, NEW = (1, 5, 17, 40), 200
+LENGTHS, NEW = (1, 5, 40), 200
 
 
 @cache
@@ -49,7 +49,7 @@ def likeliest(name, length, logits):
 @pytest.mark.parametrize("method", ["attention2d", "ring"])
 def test_same_tokens(comm, method):
     """Greedy, ragged, more than one rank has room for: as from the whole context each time."""
-    count = NEW if method == "attention2d" else 30
+    count = NEW if method == "attention2d" and comm.size == 4 else 20
     needed = sum(-(-(n + count - 1) // 8) for n in LENGTHS)
     rooms = [needed // comm.size // 3, *[needed] * (comm.size - 1)] if comm.size > 1 else [needed]
     whole, grid = decoder(comm, rooms, block=8, method=method)
@@ -70,10 +70,10 @@ def test_same_tokens(comm, method):
 def test_requests_come_and_go(comm):
     """Those without room wait, those that fit nowhere are refused, the others go on."""
     whole, grid = decoder(comm, [4] * comm.size, block=4)
-    new = {0: 3, 1: 16 * comm.size, 2: 5, 3: 2}  # request 1 has 5 tokens, and no place anywhere
+    new = {0: 3, 1: 16 * comm.size, 2: 5}  # request 1 has 5 tokens, and no place anywhere
     order = list(serve(whole, prompts(), new, likeliest))
     found, bad = dict(order), []
-    for name in (0, 2, 3):
+    for name in (0, 2):
         fits = -(-(LENGTHS[name] + new[name] - 1) // 4) <= 4 * comm.size
         if fits != (not isinstance(found[name], ValueError)):
             bad.append(f"request {name}: {found[name]}")
@@ -94,17 +94,18 @@ def test_requests_come_and_go(comm):
 def test_bytes(comm):
     """Of a step, counted and predicted: the same for short and long contexts."""
     whole, grid = decoder(comm, block=8)
-    whole.prefill({0: prompts()[0], 3: prompts()[3]}, {0: 250, 3: 250})
+    whole.prefill({0: prompts()[0], 2: prompts()[2]}, {0: 250, 2: 250})
     sent = []
     for _ in range(60):
         before = whole.sent
-        whole.step({0: 1, 3: 2})
+        whole.step({0: 1, 2: 2})
         sent.append(whole.sent - before)
     assert_all(comm, set(sent) == {step_bytes(CONFIG, comm.size, 2, 8)}, f"{set(sent)}")
     held = comm.allgather(whole.cache.nbytes)
-    assert_all(comm, max(held) - min(held) <= 2 * max(held) // comm.size, f"{held}")
+    block = CONFIG.layers * 2 * 8 * CONFIG.nheads_kv * CONFIG.headdim * 8
+    assert_all(comm, max(held) - min(held) <= 2 * block, f"{held}")  # a block of each request
     whole.release(0)
-    whole.release(3)
+    whole.release(2)
     whole.free()
     grid.free()
 

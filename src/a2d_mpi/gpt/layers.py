@@ -26,6 +26,11 @@ def module_of(x: Array) -> Any:
     return cupy
 
 
+def flat(x: Array) -> Array:
+    """Rows of one dimension, (n, H D) of (n, H, D); there may be none."""
+    return x.reshape(len(x), math.prod(x.shape[1:]))
+
+
 def linear_backward(dy: Array, x: Array, weight: Array, dweight: Array, dbias: Array) -> Array:
     """Of ``y = x @ weight + bias``: x (n, E), weight (E, M), dy (n, M); returns dx."""
     dweight += x.T @ dy  # (E, M)

@@ -19,6 +19,7 @@ import numpy as np
 
 from a2d_mpi.gpt.layers import (
     cross_entropy,
+    flat,
     gelu,
     gelu_backward,
     layer_norm,
@@ -197,7 +198,7 @@ class GPT:
         if self._rotation:
             cos, sin = self._rotation
             dq, dk = rotate(dq, cos, -sin), rotate(dk, cos, -sin)
-        rows = [x.reshape(len(x), -1) for x in (dq, dk, dv)]
+        rows = [flat(x) for x in (dq, dk, dv)]
         joined = module_of(dq).concatenate(rows, axis=1)  # (n, (H + 2 Hkv) D)
         dh = linear_backward(joined, h, w["qkv.weight"], d["qkv.weight"], d["qkv.bias"])
         return layer_norm_backward(dh, of_norm, w["ln1.weight"], d["ln1.weight"], d["ln1.bias"])
@@ -214,7 +215,7 @@ class GPT:
 
     def _after(self, w: dict[str, Array], x: Array, out: Array) -> tuple[Array, tuple]:
         """The rest of a block after attention, (n, E), and what its backward pass needs."""
-        y = x + out.reshape(len(x), -1) @ w["proj.weight"] + w["proj.bias"]
+        y = x + flat(out) @ w["proj.weight"] + w["proj.bias"]
         h, of_norm = layer_norm(y, w["ln2.weight"], w["ln2.bias"])
         hidden = h @ w["fc.weight"] + w["fc.bias"]  # (n, M)
         return y + gelu(hidden) @ w["out.weight"] + w["out.bias"], (h, of_norm, hidden)
@@ -230,6 +231,5 @@ class GPT:
         dh = linear_backward(dhidden, h, w["fc.weight"], d["fc.weight"], d["fc.bias"])
         norm = w["ln2.weight"], d["ln2.weight"], d["ln2.bias"]
         dy = dz + layer_norm_backward(dh, of_norm, *norm)
-        flat = out.reshape(len(out), -1)
-        dout = linear_backward(dy, flat, w["proj.weight"], d["proj.weight"], d["proj.bias"])
+        dout = linear_backward(dy, flat(out), w["proj.weight"], d["proj.weight"], d["proj.bias"])
         return dy, dout.reshape(out.shape)
