@@ -22,6 +22,7 @@ from a2d_mpi.experiments.options import BAD_INPUT, THREADS, Parser, open_streams
 from a2d_mpi.kernels import KERNELS
 
 T = TypeVar("T")
+IDLE = 0.002  # s between looks of a rank that waits for a long step of another
 
 
 def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) -> T | None:
@@ -41,8 +42,17 @@ def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) 
             value = step()
         except (ValueError, OSError, MemoryError) as error:
             problem = str(error) or type(error).__name__
+    if on is not None:
+        _wait_idly(comm)
     agree(comm, problem)
     return value
+
+
+def _wait_idly(comm: MPI.Intracomm) -> None:
+    """A barrier whose waiting ranks sleep: one that works for minutes may share their cores."""
+    arrived = comm.Ibarrier()
+    while not arrived.Test():
+        time.sleep(IDLE)
 
 
 def add_engine(parser: Parser) -> None:
