@@ -10,20 +10,15 @@ from mpi4py import MPI
 
 from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.experiments.cli import Parser, add_engine, run
+from a2d_mpi.experiments.cli import Parser, add_engine, add_grid, run
 from a2d_mpi.experiments.job import attention
 from a2d_mpi.experiments.measure import SAMPLE
 from a2d_mpi.experiments.options import (
-    BLOCK_HELP,
     MASK_HELP,
-    METHOD_HELP,
-    ORDER_HELP,
     SEED,
     TRIALS,
     WARMUP,
-    block,
     mask_text,
-    method_name,
     whole,
 )
 
@@ -33,14 +28,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     parser = Parser("attention.py", __doc__, comm)
     add = parser.add_argument
     add("input", help="HDF5 file with q, k, v and perhaps dout (see data/README.md)")
-    add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
-    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
-    add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
-    add("--order", default="rcu", help=f"{ORDER_HELP} (default %(default)s)")
-    add("--block", type=block, default=(1, 1), help=f"{BLOCK_HELP}; default: 1x1")
-    add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
-    add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
-    add("--method", type=method_name, default="attention2d", help=METHOD_HELP)
+    add_grid(parser)
     add("--inner", type=whole(1), help="ranks of an inner ring of a double one; default: columns")
     masks = parser.add_mutually_exclusive_group()
     masks.add_argument(

@@ -14,12 +14,7 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.generate import generate
-from a2d_mpi.experiments.options import METHOD_HELP, SEED, THREADS, method_name, whole
-
-
-def _rooms(text: str) -> list[int]:
-    number = whole(0)
-    return [number(x) for x in text.split(",")]
+from a2d_mpi.experiments.options import METHOD_HELP, SEED, THREADS, listed, method_name, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -33,7 +28,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--temperature", type=float, default=0.0, help="0: the likeliest (default)")
     add("--top-k", type=whole(1), help="draw from so many likeliest ones; default: all")
     add("--seed", type=SEED, default=0, help="of what is drawn (default %(default)s)")
-    add("--room", type=_rooms, help="blocks on each rank: 10,10,4,10; default: no limit")
+    add("--room", type=listed(whole(0)), help="blocks on each rank: 10,10,4,10; default: no limit")
     add("--block", type=whole(1), default=16, help="tokens of a block (default %(default)s)")
     add("--method", type=method_name, default="attention2d", help=f"for prompts: {METHOD_HELP}")
     add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")

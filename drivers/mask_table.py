@@ -12,17 +12,13 @@ Exit code 2: bad input.
 from pathlib import Path
 
 from a2d_mpi.experiments.mask_table import print_table
-from a2d_mpi.experiments.options import MASK_HELP, SEED, Parser, run_serial, whole
+from a2d_mpi.experiments.options import MASK_HELP, SEED, Parser, listed, run_serial, whole
 
 PLANS = [
     *(f"attention2d/{name}" for name in ("contiguous", "zigzag", "balanced")),
     "ring",
     "blocks",
 ]
-
-
-def _seeds(text: str) -> list[int]:
-    return [SEED(x) for x in text.split(",")]
 
 
 def build_parser() -> Parser:
@@ -38,7 +34,7 @@ def build_parser() -> Parser:
         default=PLANS,
         help="default: " + ",".join(PLANS),
     )
-    add("--seeds", type=_seeds, default=[0],
+    add("--seeds", type=listed(SEED), default=[0],
         help="of masks that are drawn and name no seed: 0,1,2 (default 0)")  # fmt: skip
     add("--output", type=Path, help="CSV file with the table, which is completed")
     add("--picture", type=Path, help="PNG, SVG or PDF file")

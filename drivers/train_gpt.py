@@ -12,8 +12,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, run
-from a2d_mpi.experiments.options import METHOD_HELP, SEED, THREADS, method_name, whole
+from a2d_mpi.experiments.cli import Parser, add_grid, run
+from a2d_mpi.experiments.options import SEED, THREADS, whole
 from a2d_mpi.experiments.train_gpt import train
 from a2d_mpi.gpt.config import POSITIONS, PRESETS
 
@@ -32,12 +32,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--positions", choices=POSITIONS, help="default: the preset's")
     add("--seqlen", type=whole(2), default=1024, help="tokens of a step (default %(default)s)")
     add("--separator", default=r"\n\n\n", help=r"of documents (default \n\n\n); empty: none")
-    add("--method", type=method_name, default="attention2d", help=METHOD_HELP)
-    add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
-    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
-    add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
-    add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
-    add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
+    add_grid(parser)
     add("--dtype", choices=("float32", "float64"), default="float32")
     add("--steps", type=whole(1), default=200, help="of the whole run (default %(default)s)")
     add("--until", type=whole(1), help="stop after so many steps of them; default: all")

@@ -14,7 +14,7 @@ from a2d_mpi import Causal, Documents, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.experiments.checkpoint import State, latest, load
 from a2d_mpi.experiments.train_gpt import Trainer
-from a2d_mpi.gpt.adam import Adam, Schedule
+from a2d_mpi.gpt.adam import Adam, LearningRate
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.gradients import GradientSum, total
 from a2d_mpi.gpt.model import GPT
@@ -116,7 +116,7 @@ def test_adam():
     gradients.flat[:] = 10.0
     assert clipped.update(gradients, 0.0) == pytest.approx(10 * config.parameters**0.5)
     assert (gradients.flat**2).sum() == pytest.approx(1)
-    rates = Schedule(1.0, 2, 10)
+    rates = LearningRate(1.0, 2, 10)
     assert [rates.at(x) for x in (0, 1, 2, 10)] == pytest.approx([0.5, 1.0, 1.0, 0.1])
 
 

@@ -73,7 +73,7 @@ def save(folder: Path, state: State) -> Path:
         for name in _ARRAYS:
             file[name] = getattr(state, name)
     remove_leftovers(path)
-    for old in _found(folder)[KEPT:]:
+    for old in _paths(folder)[KEPT:]:
         old.unlink()
     return path
 
@@ -104,7 +104,7 @@ def load(path: Path) -> State:
 def latest(folder: Path) -> tuple[State | None, list[str]]:
     """The latest checkpoint of a folder that is whole, and why later ones were refused."""
     refused = []
-    for path in _found(folder):
+    for path in _paths(folder):
         try:
             return load(path), refused
         except (OSError, ValueError) as error:
@@ -112,6 +112,14 @@ def latest(folder: Path) -> tuple[State | None, list[str]]:
     return None, refused
 
 
-def _found(folder: Path) -> list[Path]:
+def newest(folder: Path) -> State | None:
+    """`latest`, with a line on stdout for each that was refused."""
+    state, refused = latest(folder)
+    for why in refused:
+        print(f"refused: {why}", flush=True)
+    return state
+
+
+def _paths(folder: Path) -> list[Path]:
     """Checkpoints, the latest first."""
     return sorted((x for x in folder.glob("step-*.h5") if _NAME.fullmatch(x.name)), reverse=True)

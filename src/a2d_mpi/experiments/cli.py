@@ -18,8 +18,20 @@ from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.gpus import TRANSFERS
-from a2d_mpi.experiments.options import BAD_INPUT, THREADS, Parser, open_streams
+from a2d_mpi.experiments.options import (
+    BAD_INPUT,
+    BLOCK_HELP,
+    METHOD_HELP,
+    ORDER_HELP,
+    THREADS,
+    Parser,
+    block,
+    method_name,
+    open_streams,
+    whole,
+)
 from a2d_mpi.kernels import KERNELS
+from a2d_mpi.schedules import METHODS
 
 T = TypeVar("T")
 IDLE = 0.002  # s between looks of a rank that waits for a long step of another
@@ -53,6 +65,19 @@ def _wait_idly(comm: MPI.Intracomm) -> None:
     arrived = comm.Ibarrier()
     while not arrived.Test():
         time.sleep(IDLE)
+
+
+def add_grid(parser: Parser) -> None:
+    """Add the options of a method and its grid; see `a2d_mpi.experiments.measure.open_grid`."""
+    add = parser.add_argument
+    add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
+    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
+    add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
+    add("--order", default="rcu", help=f"{ORDER_HELP} (default %(default)s)")
+    add("--block", type=block, default=(1, 1), help=f"{BLOCK_HELP}; default: 1x1")
+    add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
+    add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
+    add("--method", type=method_name, default=next(iter(METHODS)), help=METHOD_HELP)
 
 
 def add_engine(parser: Parser) -> None:

@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.experiments.checkpoint import State, latest, load
+from a2d_mpi.experiments.checkpoint import State, load, newest
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import grid_shape
@@ -39,13 +39,13 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
     start, refused, tokens = time.perf_counter(), 0, 0
     with threadpool_limits(args.threads):
-        for name, found in serve(decoder, prompts, new, choose):
-            if isinstance(found, ValueError):
+        for name, answer in serve(decoder, prompts, new, choose):
+            if isinstance(answer, ValueError):
                 refused += 1
-                shown = f"refused: {found}"
+                shown = f"refused: {answer}"
             else:
-                tokens += len(found)
-                shown = repr(_text(prompts[name]) + _text(found))
+                tokens += len(answer)
+                shown = repr(_text(prompts[name]) + _text(answer))
             if comm.rank == 0:
                 print(f"{name}: {shown}", flush=True)
     seconds = time.perf_counter() - start
@@ -69,12 +69,7 @@ def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
 
 def _state(path: Path) -> State | None:
     """The checkpoint of a file, or the latest whole one of a folder."""
-    if not path.is_dir():
-        return load(path)
-    state, refused = latest(path)
-    for why in refused:
-        print(f"refused: {why}", flush=True)
-    return state
+    return newest(path) if path.is_dir() else load(path)
 
 
 def _same_length(rooms: list[int], ranks: int) -> bool:

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from a2d_mpi.attention.methods import DoubleRingAttention, make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
-from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import check_writable, refuse_same
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.masks import Mask
@@ -26,7 +25,9 @@ from a2d_mpi.experiments.measure import (
     RESULTS,
     SAMPLE,
     Measurement,
+    check_grid,
     open_device,
+    open_grid,
     origin_of,
     random_rows,
     refuse_nan,
@@ -34,8 +35,6 @@ from a2d_mpi.experiments.measure import (
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import InputInfo, Result, inspect_input, read_shard, write_result
 from a2d_mpi.experiments.summary import phases_of
-from a2d_mpi.experiments.sweep import grid_shape
-from a2d_mpi.planning.profile import read_machine
 
 
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -47,7 +46,8 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if args.output:
         together(comm, lambda: check_writable(args.output, _output_bytes(args, config)), on=0)
     device = open_device(comm, args.device)
-    grid = _grid(comm, args, config, mask)
+    phases = {"backward": args.backward, "overlap": not args.no_overlap}
+    grid = open_grid(comm, args, Workload(**config.arguments, mask=mask, **phases))
     chosen = {name: getattr(args, name) for name in ("inner", "distribution")}
     plan = make_plan(
         args.method,
@@ -97,13 +97,7 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     """Refuse what no plan will see, inspect the input file, default to its length, and make the
     mask.
     """
-    if (args.grid == "auto") != (args.profile is not None):
-        raise ValueError("--grid auto and --profile need each other")
-    shape = args.rows, args.cols, args.heads, args.order, args.block
-    if args.grid and shape != (None, None, 1, "rcu", (1, 1)):
-        raise ValueError(
-            "--grid auto leaves no choice of --rows, --cols, --heads, --order and --block"
-        )
+    check_grid(args)
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
     double = DoubleRingAttention.method
@@ -132,23 +126,6 @@ def _output_bytes(args: argparse.Namespace, config: AttentionConfig) -> int:
         return 1 << 20
     elements = sum(math.prod(config.shape(name)) for name in RESULTS)
     return 8 * config.seqlen * elements + (1 << 20)
-
-
-def _grid(
-    comm: MPI.Intracomm, args: argparse.Namespace, config: AttentionConfig, mask: Mask
-) -> ProcessGrid:
-    """The grid that is asked for; the grid itself refuses misfits."""
-    if args.grid == "auto":
-        machine = together(comm, lambda: read_machine(args.profile))
-        work = Workload(
-            **config.arguments,
-            mask=mask,
-            backward=args.backward,
-            overlap=not args.no_overlap,
-        )
-        return ProcessGrid.auto(comm, machine, work, method=args.method)
-    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
-    return ProcessGrid(comm, rows, cols, args.heads, args.order, args.block)
 
 
 def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dict[str, np.ndarray]:

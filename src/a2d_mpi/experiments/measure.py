@@ -14,6 +14,7 @@ All functions and methods are collective over the plan's ranks.
 
 from __future__ import annotations
 
+import argparse
 import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -24,12 +25,17 @@ from mpi4py import MPI
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.gpus import bind_gpu
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import PARTS, SPAN, Check, Result
 from a2d_mpi.experiments.summary import usual_trial
+from a2d_mpi.experiments.sweep import grid_shape
+from a2d_mpi.planning.profile import read_machine
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 SAMPLE = 16  # query rows and key rows that are looked at in a sampled check
@@ -41,6 +47,26 @@ def open_device(comm: MPI.Intracomm, name: str) -> Device:
         return HOST if name == "cpu" else bind_gpu(comm)[0]
     except CollectiveError as error:
         raise CollectiveError(f"--device {name}: {error}") from None
+
+
+def check_grid(args: argparse.Namespace) -> None:
+    """Refuse options of a grid that exclude each other."""
+    if (args.grid == "auto") != (args.profile is not None):
+        raise ValueError("--grid auto and --profile need each other")
+    shape = args.rows, args.cols, args.heads, args.order, args.block
+    if args.grid and shape != (None, None, 1, "rcu", (1, 1)):
+        raise ValueError(
+            "--grid auto leaves no choice of --rows, --cols, --heads, --order and --block"
+        )
+
+
+def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> ProcessGrid:
+    """The grid that the options of `add_grid` ask for; the grid itself refuses misfits."""
+    if args.grid == "auto":
+        machine = together(comm, lambda: read_machine(args.profile))
+        return ProcessGrid.auto(comm, machine, work, method=args.method)
+    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
+    return ProcessGrid(comm, rows, cols, args.heads, args.order, args.block)
 
 
 def random_rows(

@@ -49,6 +49,11 @@ def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
     return number
 
 
+def listed(number: Callable[[str], int]) -> Callable[[str], list[int]]:
+    """A type of options: several of a type of whole numbers, with commas between them."""
+    return lambda text: [number(x) for x in text.split(",")]
+
+
 TRIALS, WARMUP = whole(1, 10**6), whole(0, 10**6)
 THREADS = whole(1, 1024)  # of one rank: no node has more cores
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it

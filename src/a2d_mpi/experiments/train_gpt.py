@@ -15,23 +15,20 @@ from tqdm import tqdm
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.documents import Documents
 from a2d_mpi.core.masks import Causal, Mask
 from a2d_mpi.core.problem import Workload
-from a2d_mpi.experiments.checkpoint import State, latest, save
+from a2d_mpi.experiments.checkpoint import State, newest, save
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.measure import origin_of
+from a2d_mpi.experiments.measure import check_grid, open_grid, origin_of
 from a2d_mpi.experiments.results import new_file, set_attributes
-from a2d_mpi.experiments.sweep import grid_shape
-from a2d_mpi.gpt.adam import Adam, Schedule
+from a2d_mpi.gpt.adam import Adam, LearningRate
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.gradients import GradientSum, total
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
-from a2d_mpi.planning.profile import read_machine
 
 SCHEMA = ("a2d_mpi.training", 1)
 PARTS = ("attention", "wait", "gradients", "other")  # of a step's seconds
@@ -42,7 +39,8 @@ SAME = ("text", "seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train, or go on; returns the exit code."""
     text, config = together(comm, lambda: _validated(args))
-    grid = _grid(comm, args, config)
+    sizes = {"seqlen": args.seqlen, "dtype": args.dtype, **config.heads}
+    grid = open_grid(comm, args, Workload(**sizes, mask=Causal(), backward=True))
     state = _resumed(comm, args, config)
     with threadpool_limits(args.threads):
         trainer = Trainer(comm, grid, args, config, text, state)
@@ -94,7 +92,7 @@ class Trainer:
         self._gradients = Parameters(config, np.zeros_like(state.weights))
         self._adam = Adam(self._weights, state.moments)
         self._adam.step = state.step
-        self._rates = Schedule(args.rate, args.warmup, args.steps)
+        self._rates = LearningRate(args.rate, args.warmup, args.steps)
         self._sum = GradientSum(comm, self._gradients.flat)
         self._plan: AttentionPlan | None = None
         self._bytes: dict[str, np.ndarray] = {}
@@ -134,13 +132,11 @@ class Trainer:
         if self._args.separator:
             mask = Documents(batch.cu_seqlens, causal=True)
         self._forget()
-        args, c = self._args, self.config
+        args = self._args
         self._plan = make_plan(
             *(args.method, self._grid, mask),
             seqlen=args.seqlen,
-            nheads=c.nheads,
-            nheads_kv=c.nheads_kv,
-            headdim=c.headdim,
+            **self.config.heads,
             dtype=args.dtype,
             threads=args.threads,
         )
@@ -184,19 +180,15 @@ class _Timed:
         return self._called("backward", tensors)
 
     def _called(self, phase: str, tensors: Sequence[np.ndarray]) -> tuple:
-        start = time.perf_counter()
         found = getattr(self._plan, phase)(*tensors)
-        self.seconds += time.perf_counter() - start
+        self.seconds += self._plan.timings[f"{phase}/total"]
         self.wait += self._plan.timings[f"{phase}/wait"]
         return found
 
 
 def _validated(args: argparse.Namespace) -> tuple[Text, GPTConfig]:
     """Read the text, and fill in the sizes of the model."""
-    if (args.grid == "auto") != (args.profile is not None):
-        raise ValueError("--grid auto and --profile need each other")
-    if args.grid and (args.rows, args.cols, args.heads) != (None, None, 1):
-        raise ValueError("--grid auto leaves no choice of --rows, --cols and --heads")
+    check_grid(args)
     config = PRESETS[args.preset]
     names = ("layers", "width", "nheads", "nheads_kv", "positions")
     given = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
@@ -209,37 +201,28 @@ def _validated(args: argparse.Namespace) -> tuple[Text, GPTConfig]:
     return text, config
 
 
-def _grid(comm: MPI.Intracomm, args: argparse.Namespace, config: GPTConfig) -> ProcessGrid:
-    if args.grid == "auto":
-        machine = together(comm, lambda: read_machine(args.profile))
-        sizes = args.seqlen, config.nheads, config.headdim, config.nheads_kv
-        work = Workload(*sizes, dtype=args.dtype, mask=Causal(), backward=True)
-        return ProcessGrid.auto(comm, machine, work, method=args.method)
-    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
-    return ProcessGrid(comm, rows, cols, args.heads)
-
-
 def _resumed(comm: MPI.Intracomm, args: argparse.Namespace, config: GPTConfig) -> State:
     """The state to go on from: rank 0 reads it, all get it."""
     run = {x: str(getattr(args, x)) for x in SAME}
-    state, refused = None, []
-    if args.resume and comm.rank == 0:
-        state, refused = latest(args.folder)
-    for why in refused:
-        print(f"refused: {why}", flush=True)
-    state = comm.bcast(state)
-    problem = None
-    if state is not None:
-        found, wanted = ({**asdict(c), **r} for c, r in ((state.config, state.run), (config, run)))
-        differ = [f"{x} was {found[x]}, is {wanted[x]}" for x in wanted if found[x] != wanted[x]]
-        problem = f"the run in {args.folder} is another: {'; '.join(differ)}" if differ else None
-    elif not args.resume and latest(args.folder)[0] is not None:
-        problem = f"{args.folder} has checkpoints; --resume goes on from the latest"
-    agree(comm, problem)
+    state = comm.bcast(together(comm, lambda: _earlier(args, config, run), on=0))
     if state is None:
         weights = initial(config, args.seed, args.dtype)
         moments = np.zeros((2, config.parameters), args.dtype)
         state = State(config, run, 0, weights, moments, np.zeros(0), np.zeros(0))
+    return state
+
+
+def _earlier(args: argparse.Namespace, config: GPTConfig, run: dict[str, object]) -> State | None:
+    """The state of the latest checkpoint, if it is of this run and this is to go on."""
+    state = newest(args.folder)
+    if state is None:
+        return None
+    if not args.resume:
+        raise ValueError(f"{args.folder} has checkpoints; --resume goes on from the latest")
+    was, wanted = ({**asdict(c), **r} for c, r in ((state.config, state.run), (config, run)))
+    differ = [f"{x} was {was[x]}, is {wanted[x]}" for x in wanted if was[x] != wanted[x]]
+    if differ:
+        raise ValueError(f"the run in {args.folder} is another: {'; '.join(differ)}")
     return state
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
+from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.parameters import Parameters
-
-Array = Any
 
 
 @dataclass(frozen=True)
-class Schedule:
+class LearningRate:
     """Learning rate by step: linear warm-up, then a cosine down to a tenth, as GPT-3.
 
     Attributes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,6 +65,11 @@ class GPTConfig:
         return self.width // self.nheads
 
     @property
+    def heads(self) -> dict[str, int]:
+        """Heads and their dimension, as a plan takes them."""
+        return {"nheads": self.nheads, "nheads_kv": self.nheads_kv, "headdim": self.headdim}
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter, in the order in which their gradients are finished, backwards.
 
@@ -91,10 +97,7 @@ class GPTConfig:
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        total = 0
-        for shape in self.shapes.values():
-            total += shape[0] * (shape[1] if len(shape) > 1 else 1)
-        return total
+        return sum(map(math.prod, self.shapes.values()))
 
 
 def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:

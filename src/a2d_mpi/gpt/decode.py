@@ -146,13 +146,10 @@ class Decoder:
         return self._comm.bcast({x: y() for x, y in choices.items()} if self.rank == 0 else None)
 
     def _plan(self, cu_seqlens: np.ndarray) -> AttentionPlan:
-        c = self._weights.config
         return make_plan(
             *(self._method, self._grid, Documents(cu_seqlens, causal=True)),
             seqlen=int(cu_seqlens[-1]),
-            nheads=c.nheads,
-            nheads_kv=c.nheads_kv,
-            headdim=c.headdim,
+            **self._weights.config.heads,
             dtype=self._dtype,
         )
 

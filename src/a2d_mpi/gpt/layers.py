@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-Array = Any
+from a2d_mpi.devices.protocol import Array
+
 EPSILON = 1e-5  # of LayerNorm, as GPT-2
 ROTARY_BASE = 10000.0
 

@@ -13,10 +13,11 @@ that communicates.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.layers import (
     cross_entropy,
     flat,
@@ -30,8 +31,6 @@ from a2d_mpi.gpt.layers import (
     rotation,
 )
 from a2d_mpi.gpt.parameters import Parameters
-
-Array = Any
 
 
 class Attention(Protocol):

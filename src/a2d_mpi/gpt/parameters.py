@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
+from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.config import GPTConfig
 
-Array = Any
 SPREAD = 0.02  # standard deviation of initial weights, as GPT-2
 
 
@@ -34,17 +33,20 @@ class Parameters:
             raise ValueError(f"{flat.shape} elements for {config.parameters} parameters")
         self.config, self.flat, self.named = config, flat, {}
         self._begins = {}
+        self._blocks: list[dict[str, Array]] = [{} for _ in range(config.layers)]
         begin = 0
         for name, shape in config.shapes.items():
             self._begins[name] = begin
             end = begin + math.prod(shape)
             self.named[name] = flat[begin:end].reshape(shape)
             begin = end
+            block, _, inner = name.partition(".")
+            if block[1:].isdigit():
+                self._blocks[int(block[1:])][inner] = self.named[name]
 
     def block(self, i: int) -> dict[str, Array]:
         """Parameters of block i, by their names in it."""
-        prefix = f"h{i}."
-        return {x[len(prefix) :]: y for x, y in self.named.items() if x.startswith(prefix)}
+        return self._blocks[i]
 
     def buckets(self) -> Iterator[slice]:
         """Parts of the flat array in the order in which a backward pass finishes their gradients.
