@@ -12,9 +12,9 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, run
+from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.generate import generate
-from a2d_mpi.experiments.options import METHOD_HELP, SEED, THREADS, listed, method_name, whole
+from a2d_mpi.experiments.options import METHOD_HELP, SEED, listed, method_name, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -29,11 +29,13 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--top-k", type=whole(1), help="draw from so many likeliest ones; default: all")
     add("--seed", type=SEED, default=0, help="of what is drawn (default %(default)s)")
     add("--room", type=listed(whole(0)), help="blocks on each rank: 10,10,4,10; default: no limit")
+    add("--arrive", type=listed(whole(0)), help="steps at which prompts come: 0,0,7; default: 0")
     add("--block", type=whole(1), default=16, help="tokens of a block (default %(default)s)")
     add("--method", type=method_name, default="attention2d", help=f"for prompts: {METHOD_HELP}")
     add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
-    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows")
-    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
+    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
+    add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
+    add_engine(parser)
     return parser
 
 

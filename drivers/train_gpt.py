@@ -12,8 +12,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, add_grid, run
-from a2d_mpi.experiments.options import SEED, THREADS, whole
+from a2d_mpi.experiments.cli import Parser, add_engine, add_grid, run
+from a2d_mpi.experiments.options import SEED, whole
 from a2d_mpi.experiments.train_gpt import train
 from a2d_mpi.gpt.config import POSITIONS, PRESETS
 
@@ -41,7 +41,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--warmup", type=whole(1), default=20, help="steps (default %(default)s)")
     add("--recompute", action="store_true", help="keep less of each block, compute it again")
     add("--seed", type=SEED, default=0, help="of weights and batches (default %(default)s)")
-    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
+    add_engine(parser)
     return parser
 
 

@@ -156,7 +156,7 @@ def losses(comm, grid, method, dtype, steps, separator):
     """Losses of a training run of a small model."""
     config = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2)
     args = Namespace(rate=3e-3, warmup=5, steps=steps, seqlen=61, seed=1, separator=separator,
-                     method=method, dtype=dtype, threads=1,
+                     method=method, dtype=dtype, threads=1, kernel="auto", transfers="auto",
                      recompute=method == "ring")  # fmt: skip
     weights, moments = initial(config, 0, dtype), np.zeros((2, config.parameters), dtype)
     state = State(config, {}, 0, weights, moments, np.zeros(0), np.zeros(0))

@@ -14,10 +14,12 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.experiments.checkpoint import State, load, newest
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import grid_shape
-from a2d_mpi.gpt.decode import Decoder, sample, serve
+from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters
+from a2d_mpi.gpt.serve import sample, serve
 
 
 def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -25,13 +27,16 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     prompts = together(comm, lambda: _prompts(args))
     state = comm.bcast(together(comm, lambda: _state(args.checkpoint), on=0))
     agree(comm, None if state else f"{args.checkpoint} has no checkpoint that is whole")
-    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols))
-    grid = ProcessGrid(comm, rows, cols)
-    weights = Parameters(state.config, state.weights)
-    rooms = args.room if args.room is not None else [1 << 30] * comm.size
-    decoder = together(comm, lambda: _same_length(rooms, comm.size)) and Decoder(
-        grid, weights, rooms, args.block, args.method
-    )
+    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
+    device = open_device(comm, args.device)
+    grid = ProcessGrid(comm, rows, cols, args.heads)
+    weights = Parameters(state.config, device.upload(state.weights))
+    rooms = args.room if args.room is not None else [1 << 30] * (rows * cols)
+    arrive = args.arrive if args.arrive is not None else [0] * len(prompts)
+    wrong = f"--arrive must be a number for each of the {len(prompts)} prompts, got {arrive}"
+    agree(comm, wrong if len(arrive) != len(prompts) else None)
+    options = args.block, args.method, args.transfers, args.kernel
+    decoder = Decoder(grid, weights, rooms, *options)
     new = dict.fromkeys(prompts, args.tokens)
 
     def choose(name: int, length: int, logits: np.ndarray) -> int:
@@ -39,7 +44,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
     start, refused, tokens = time.perf_counter(), 0, 0
     with threadpool_limits(args.threads):
-        for name, answer in serve(decoder, prompts, new, choose):
+        for name, answer in serve(decoder, prompts, new, choose, dict(enumerate(arrive))):
             if isinstance(answer, ValueError):
                 refused += 1
                 shown = f"refused: {answer}"
@@ -51,7 +56,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     if comm.rank == 0:
         print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s; "
-              f"{decoder.sent} bytes sent by rank 0 in decoding steps")  # fmt: skip
+              f"{decoder.sent[0]} bytes in {decoder.sent[1]} messages sent by rank 0 in decoding steps")  # fmt: skip
     decoder.free()
     grid.free()
     return FAILED_CHECK if refused else 0
@@ -70,12 +75,6 @@ def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
 def _state(path: Path) -> State | None:
     """The checkpoint of a file, or the latest whole one of a folder."""
     return newest(path) if path.is_dir() else load(path)
-
-
-def _same_length(rooms: list[int], ranks: int) -> bool:
-    if len(rooms) != ranks:
-        raise ValueError(f"--room must be a number for each of the {ranks} ranks, got {rooms}")
-    return True
 
 
 def _text(tokens: np.ndarray) -> str:

@@ -19,9 +19,11 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.documents import Documents
 from a2d_mpi.core.masks import Causal, Mask
 from a2d_mpi.core.problem import Workload
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.checkpoint import State, newest, save
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.measure import check_grid, open_grid, origin_of
+from a2d_mpi.experiments.measure import check_grid, open_device, open_grid, origin_of
 from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.gpt.adam import Adam, LearningRate
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
@@ -40,10 +42,11 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train, or go on; returns the exit code."""
     text, config = together(comm, lambda: _validated(args))
     sizes = {"seqlen": args.seqlen, "dtype": args.dtype, **config.heads}
+    device = open_device(comm, args.device)
     grid = open_grid(comm, args, Workload(**sizes, mask=Causal(), backward=True))
     state = _resumed(comm, args, config)
     with threadpool_limits(args.threads):
-        trainer = Trainer(comm, grid, args, config, text, state)
+        trainer = Trainer(comm, grid, args, config, text, state, device)
         steps = range(state.step, args.until or args.steps)
         with tqdm(steps, "steps", disable=comm.rank != 0, leave=False) as shown:
             for step in shown:
@@ -51,7 +54,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 shown.set_postfix(loss=f"{loss:.3f}")
                 if (step + 1) % args.every == 0 or step + 1 == steps.stop:
                     together(comm, lambda: trainer.keep(args.folder), on=0)
-    origin = origin_of(comm)
+    origin = origin_of(comm, device)
     traffic = comm.gather(trainer.traffic())
     if comm.rank == 0:
         _report(trainer, text, args)
@@ -74,7 +77,9 @@ class Trainer:
     config : GPTConfig
     text : Text
     state : State
-        To go on from; its arrays become the run's.
+        To go on from; on the host, its arrays become the run's.
+    device : Device
+        Of weights and activations.
     """
 
     def __init__(
@@ -85,15 +90,17 @@ class Trainer:
         config: GPTConfig,
         text: Text,
         state: State,
+        device: Device = HOST,
     ) -> None:
         self._comm, self._grid, self._args, self._text = comm, grid, args, text
+        self._device = device
         self.config, self.done, self._run = config, state.step, state.run
-        self._weights = Parameters(config, state.weights)
-        self._gradients = Parameters(config, np.zeros_like(state.weights))
-        self._adam = Adam(self._weights, state.moments)
+        self._weights = Parameters(config, device.upload(state.weights))
+        self._gradients = Parameters(config, device.upload(np.zeros_like(state.weights)))
+        self._adam = Adam(self._weights, device.upload(state.moments))
         self._adam.step = state.step
         self._rates = LearningRate(args.rate, args.warmup, args.steps)
-        self._sum = GradientSum(comm, self._gradients.flat)
+        self._sum = GradientSum(comm, self._gradients.flat, args.transfers)
         self._plan: AttentionPlan | None = None
         self._bytes: dict[str, np.ndarray] = {}
         self.losses, self.seconds = list(state.losses), list(state.seconds)
@@ -108,9 +115,8 @@ class Trainer:
         own, timed = plan.tokens, _Timed(plan)
         model = GPT(self._weights, timed, batch.positions[own], args.recompute)
         count = max(1, int((batch.targets >= 0).sum()))
-        loss = model.loss(
-            *(batch.tokens[own], batch.targets[own], count, self._gradients, self._sum.start)
-        )
+        tokens, targets = (self._device.upload(x[own]) for x in (batch.tokens, batch.targets))
+        loss = model.loss(tokens, targets, count, self._gradients, self._sum.start)
         waiting = time.perf_counter()
         self._sum.finish()
         waited = time.perf_counter() - waiting
@@ -139,6 +145,8 @@ class Trainer:
             **self.config.heads,
             dtype=args.dtype,
             threads=args.threads,
+            kernel=args.kernel,
+            transfers=args.transfers,
         )
         return self._plan
 
@@ -157,8 +165,9 @@ class Trainer:
 
     def keep(self, folder: Path) -> None:
         """Write a checkpoint."""
-        arrays = self._weights.flat, self._adam.moments, np.array(self.losses)
-        save(folder, State(self.config, self._run, self.done, *arrays, np.array(self.seconds)))
+        arrays = (self._device.download(x) for x in (self._weights.flat, self._adam.moments))
+        log = np.array(self.losses), np.array(self.seconds)
+        save(folder, State(self.config, self._run, self.done, *arrays, *log))
 
     def free(self) -> None:
         """Free plan and communicators.  Collective."""

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.gpt.layers import module_of
+
 
 @dataclass
 class Request:
@@ -24,12 +27,15 @@ class Request:
         Tokens in the cache.
     most : int
         Tokens that it may have in the end; room for them is set aside.
+    held : list of int
+        Of these, tokens that each rank keeps.
     owners : list of int
         Rank of each block.
     """
 
     length: int
     most: int
+    held: list[int]
     owners: list[int] = field(default_factory=list)
 
 
@@ -84,7 +90,7 @@ class Table:
                 f"request {name} needs {needed} blocks of {self.block} tokens for its {most} "
                 f"tokens; {self.unclaimed} are free on all {len(self.free)} ranks together"
             )
-        self.requests[name] = Request(0, most)
+        self.requests[name] = Request(0, most, [0] * len(self.free))
 
     def append(self, name: int, tokens: int) -> list[int]:
         """Add tokens to a request; returns the rank that keeps each of them."""
@@ -102,7 +108,10 @@ class Table:
             self.free[rank] -= 1
             request.owners.append(rank)
         where = range(request.length - tokens, request.length)
-        return [request.owners[x // self.block] for x in where]
+        ranks = [request.owners[x // self.block] for x in where]
+        for rank in ranks:
+            request.held[rank] += 1
+        return ranks
 
     def release(self, name: int) -> None:
         """Forget a request."""
@@ -111,51 +120,54 @@ class Table:
 
 
 class Cache:
-    """The blocks of one rank.
+    """Keys and values of the blocks of one rank, those of a request and layer side by side.
 
     Parameters
     ----------
     table : Table
     rank : int
+        Of the table.
     shape : tuple of int
-        (layers, heads of keys and values, headdim).
-    dtype : dtype
+        (layers, Hkv, D); Hkv: heads of keys and values that are kept here.
+    like : array
+        Keys and values are on its device, of its dtype.
     """
 
-    def __init__(
-        self, table: Table, rank: int, shape: tuple[int, int, int], dtype: np.typing.DTypeLike
-    ) -> None:
-        self.table, self._rank, self._shape, self._dtype = table, rank, shape, dtype
-        self._blocks: dict[int, dict[int, np.ndarray]] = {}  # of requests, by place
+    def __init__(self, table: Table, rank: int, shape: tuple[int, int, int], like: Array) -> None:
+        self.table, self.rank, self._shape, self._like = table, rank, shape, like
+        self._kept: dict[int, Array] = {}  # of requests: (layers, 2, Hkv, room, D)
 
-    def put(self, layer: int, name: int, places: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-        """Keep the keys and values, (n, Hkv, D), of tokens at these places of a request."""
-        blocks = self._blocks.setdefault(name, {})
-        layers, *heads = self._shape
-        number, within = np.divmod(places, self.table.block)
-        for i in np.unique(number):
-            if i not in blocks:
-                shape = layers, 2, self.table.block, *heads
-                blocks[i] = np.zeros(shape, self._dtype)
-            here = number == i
-            blocks[i][layer, 0, within[here]] = k[here]
-            blocks[i][layer, 1, within[here]] = v[here]
+    def put(self, layer: int, name: int, k: Array, v: Array) -> None:
+        """Keep keys and values, (n, Hkv, D), of the last n tokens that the table gave this rank."""
+        end = self.table.requests[name].held[self.rank]
+        kept = self._with_room(name, end)
+        for i, x in enumerate((k, v)):
+            kept[layer, i, :, end - len(x) : end] = x.swapaxes(0, 1)
 
-    def get(self, layer: int, name: int) -> tuple[np.ndarray, np.ndarray]:
-        """Keys and values of a request on this rank, (n, Hkv, D) each; any order will do."""
-        length, found = self.table.requests[name].length, []
-        for i, x in self._blocks.get(name, {}).items():
-            found.append(x[layer, :, : max(0, length - i * self.table.block)])
-        if not found:
-            return (np.zeros((0, *self._shape[1:]), self._dtype),) * 2
-        k, v = np.concatenate(found, axis=1)
-        return k, v
+    def get(self, layer: int, name: int) -> Array:
+        """Keys and values of a request on this rank, (2, Hkv, n, D): a view, not a copy."""
+        kept = self._with_room(name, n := self.table.requests[name].held[self.rank])
+        return kept[layer, :, :, :n]
 
     def release(self, name: int) -> None:
         """Free the memory of a request."""
-        self._blocks.pop(name, None)
+        self._kept.pop(name, None)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all blocks of this rank."""
-        return sum(x.nbytes for of in self._blocks.values() for x in of.values())
+        """Bytes of this rank's arrays."""
+        return sum(x.nbytes for x in self._kept.values())
+
+    def _with_room(self, name: int, tokens: int) -> Array:
+        """The array of a request, with room for so many tokens; it grows by a quarter at least."""
+        had = self._kept.get(name)
+        if had is not None and had.shape[3] >= tokens:
+            return had
+        (layers, heads, headdim), block = self._shape, self.table.block
+        room = self.table.blocks(max(tokens, 0 if had is None else had.shape[3] * 5 // 4)) * block
+        shape = layers, 2, heads, room, headdim
+        made = module_of(self._like).zeros(shape, self._like.dtype)
+        if had is not None:
+            made[:, :, :, : had.shape[3]] = had
+        self._kept[name] = made
+        return made

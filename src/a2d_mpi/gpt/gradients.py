@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 from mpi4py import MPI
+
+from a2d_mpi.comm.channel import Traffic
+from a2d_mpi.devices import device_of
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.gpt.exchange import Exchange
+from a2d_mpi.gpt.layers import module_of
 
 
 class GradientSum:
@@ -11,54 +16,63 @@ class GradientSum:
 
     Each rank gets its share of a part from all others, adds these up in the order of ranks, and
     sends the sums to all: 2 (P-1) / P of the bytes, as a ring all-reduce.  `MPI_Iallreduce` would
-    move as many, but in an order of its own.  Collective; parts must be started in the same order
-    on all ranks.
+    move as many, but in an order of its own, and not from device memory.  Collective; parts must
+    be started in the same order on all ranks.
 
     Parameters
     ----------
     comm : Intracomm
         Of the caller; a duplicate is used, until `free`.
-    flat : (n,) ndarray
-        Float32 or float64.
+    flat : (n,) array
+        Float32 or float64, NumPy or CuPy.
+    transfers : {"auto", "device", "host"}
+        Way of CuPy arrays to MPI, as of a plan.
     """
 
-    def __init__(self, comm: MPI.Intracomm, flat: np.ndarray) -> None:
-        self._comm, self._flat = comm.Dup(), flat
-        self._started: list[tuple[slice, np.ndarray, np.ndarray, MPI.Request]] = []
-        self.nbytes = 0  # sent by this rank so far
+    def __init__(self, comm: MPI.Intracomm, flat: Array, transfers: str = "auto") -> None:
+        self._flat, self._traffic = flat, Traffic()
+        self._exchange = Exchange(
+            *(comm, "gradients", "all", self._traffic, device_of(flat), transfers)
+        )
+        self._started: list[tuple[slice, Array, Array, list]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return sum(sent for sent, _ in self._traffic.bytes.values())
 
     def start(self, part: slice) -> None:
         """Send a part of the array, which must not change until `finish`."""
-        ranks = self._comm.size
+        ranks = self._exchange.comm.size
         if ranks == 1:
             return
         whole = self._flat[part]
         share = -(-len(whole) // ranks)
-        padded = np.zeros((ranks, share), whole.dtype)
-        padded.ravel()[: len(whole)] = whole
-        received = np.empty_like(padded)
-        request = self._comm.Ialltoall(padded, received)
-        self._started.append((part, padded, received, request))
-        self.nbytes += 2 * (ranks - 1) * share * whole.itemsize
+        padded = module_of(whole).zeros((ranks, share), whole.dtype)
+        padded.reshape(-1)[: len(whole)] = whole
+        received = module_of(whole).empty_like(padded)
+        self._exchange.poll()
+        messages = self._exchange.all_to_all(padded, received, len(self._started))
+        self._started.append((part, padded, received, messages))
 
     def finish(self) -> None:
         """Wait until all parts that were started hold their sums."""
         sent = []
-        for part, padded, received, request in self._started:
-            request.Wait()
+        for tag, (part, padded, received, messages) in enumerate(self._started):
+            self._exchange.wait(messages)
             total = received[0].copy()
-            for x in received[1:]:
-                total += x
-            sent.append((part, padded, total, self._comm.Iallgather(total, padded)))
-        for part, padded, _, request in sent:
-            request.Wait()
+            for rank in range(1, len(received)):
+                total += received[rank]
+            sent.append((part, padded, total, self._exchange.all_gather(total, padded, tag)))
+        for part, padded, _, messages in sent:
+            self._exchange.wait(messages)
             whole = self._flat[part]
-            whole[:] = padded.ravel()[: len(whole)]
+            whole[:] = padded.reshape(-1)[: len(whole)]
         self._started = []
 
     def free(self) -> None:
         """Free the communicator.  Collective."""
-        self._comm.Free()
+        self._exchange.free()
 
 
 def total(comm: MPI.Intracomm, value: float) -> float:

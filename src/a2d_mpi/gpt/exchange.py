@@ -1,0 +1,85 @@
+"""Arrays that all ranks exchange: posted early, counted, from the memory of any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from a2d_mpi.comm.channel import Channel, Traffic
+from a2d_mpi.comm.gpus import gpu_aware
+from a2d_mpi.comm.transport import DeviceTransport, HostTransport, Transport
+from a2d_mpi.comm.watch import Watch
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Array, Device
+
+
+class Exchange:
+    """All-to-all and all-gather of the arrays of a device, a message for each pair of ranks.
+
+    Collective; all ranks start the same exchanges in the same order.
+
+    Parameters
+    ----------
+    comm : Intracomm
+        Of the caller; a duplicate is used, until `free`.
+    phase, name : str
+        Of the messages in `traffic`.
+    traffic : Traffic
+    device : Device
+        Of the arrays.
+    transfers : {"auto", "device", "host"}
+        Way of a GPU's arrays to MPI, as of a plan.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        phase: str,
+        name: str,
+        traffic: Traffic,
+        device: Device = HOST,
+        transfers: str = "auto",
+    ) -> None:
+        self.comm, self._device = comm.Dup(), device
+        self._channel = Channel(self.comm, name, traffic)
+        self._transport: Transport = HostTransport()
+        if device is not HOST:
+            staged = not all(comm.allgather(gpu_aware(transfers)[0]))
+            self._transport = DeviceTransport(device, staged)
+        watch = Watch(self.comm, f"{phase} of a GPT", talks=False)
+        self._channel.start(phase, self._transport, watch)
+
+    def all_to_all(self, given: Sequence[Array], received: Sequence[Array], tag: int = 0) -> list:
+        """Start to send ``given[p]`` to each rank p, and to receive ``received[p]`` from it.
+
+        Both are C-contiguous; returns messages for `wait`.  Exchanges that are under way at the
+        same time have different tags.
+        """
+        found: list[Any] = []
+        for peer in self._channel.peers:
+            found += self._channel.irecv([received[peer]], peer, tag)
+        for peer in self._channel.peers:
+            found += self._channel.isend([given[peer]], peer, tag)
+        own = self.comm.rank
+        if given[own].size:
+            self._device.put(received[own], given[own])
+        return found
+
+    def all_gather(self, own: Array, received: Sequence[Array], tag: int = 0) -> list:
+        """Start to send an array to all ranks; ``received[p]`` gets rank p's."""
+        return self.all_to_all([own] * self.comm.size, received, tag)
+
+    def wait(self, messages: list) -> None:
+        """Complete messages and empty the list."""
+        self._channel.wait(messages)
+        self._channel.waits.clear()
+
+    def poll(self) -> None:
+        """Let messages advance."""
+        self._transport.poll(self.comm)
+
+    def free(self) -> None:
+        """Free the communicator.  Collective."""
+        self.comm.Free()
