@@ -55,8 +55,9 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 print(f"{name}: {shown}", flush=True)
     seconds = time.perf_counter() - start
     if comm.rank == 0:
-        print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s; "
-              f"{decoder.sent[0]} bytes in {decoder.sent[1]} messages sent by rank 0 in decoding steps")  # fmt: skip
+        nbytes, messages = decoder.sent
+        print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s; rank 0 sent "
+              f"{nbytes} bytes in {messages} messages in decoding steps")  # fmt: skip
     decoder.free()
     grid.free()
     return FAILED_CHECK if refused else 0

@@ -138,7 +138,7 @@ class Cache:
         self._kept: dict[int, Array] = {}  # of requests: (layers, 2, Hkv, room, D)
 
     def put(self, layer: int, name: int, k: Array, v: Array) -> None:
-        """Keep keys and values, (n, Hkv, D), of the last n tokens that the table gave this rank."""
+        """Keep keys and values, (n, Hkv, D), of the last n tokens that are for this rank."""
         end = self.table.requests[name].held[self.rank]
         kept = self._with_room(name, end)
         for i, x in enumerate((k, v)):

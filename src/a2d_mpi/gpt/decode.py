@@ -20,7 +20,6 @@ from a2d_mpi.core.sizes import misfit
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.cache import Cache, Table
-from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.exchange import Exchange
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT

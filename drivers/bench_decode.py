@@ -1,0 +1,37 @@
+"""Seconds, bytes and messages of a decoding step, by length of context and number of ranks.
+
+    mpiexec -n 4 python drivers/bench_decode.py --output results/decode.h5
+
+The caches of all ranks are filled with random keys and values, there is no prompt to compute.
+Attention of one request is checked against float64, all bytes and messages against the prediction.
+Exit code 1: a check failed; 2: bad input.
+"""
+
+from mpi4py import MPI
+
+from a2d_mpi.experiments.bench_decode import bench_decode
+from a2d_mpi.experiments.cli import Parser, run
+from a2d_mpi.experiments.options import SEED, THREADS, TRIALS, listed, whole
+
+
+def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
+    """The options of this driver."""
+    parser = Parser("bench_decode.py", __doc__, comm)
+    add = parser.add_argument
+    contexts = [1024, 4096, 16384, 65536]
+    add("--contexts", type=listed(whole(1)), default=contexts, help="default: 1024 to 65536")
+    add("--ranks", type=listed(whole(1)), help="default: 1, 2, 4, ... times --heads")
+    add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
+    add("--requests", type=whole(1), default=4, help="rows of a step (default %(default)s)")
+    for name, default in (("layers", 2), ("width", 512), ("nheads", 8), ("nheads-kv", 2)):
+        add(f"--{name}", type=whole(1), default=default, help="default %(default)s")
+    add("--block", type=whole(1), default=16, help="tokens of a block (default %(default)s)")
+    add("--trials", type=TRIALS, default=15, help="timed steps (default %(default)s)")
+    add("--seed", type=SEED, default=0, help="default %(default)s")
+    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
+    add("--output", help="HDF5 file")
+    return parser
+
+
+if __name__ == "__main__":
+    run(MPI.COMM_WORLD, build_parser, bench_decode)
