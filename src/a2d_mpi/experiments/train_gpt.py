@@ -163,9 +163,13 @@ class Trainer:
         self._forget()
         return {**self._bytes, "gradients/all": np.array([self._sum.nbytes] * 2)}
 
+    def weights(self) -> np.ndarray:
+        """The weights, flat, on the host."""
+        return self._device.download(self._weights.flat)
+
     def keep(self, folder: Path) -> None:
         """Write a checkpoint."""
-        arrays = (self._device.download(x) for x in (self._weights.flat, self._adam.moments))
+        arrays = self.weights(), self._device.download(self._adam.moments)
         log = np.array(self.losses), np.array(self.seconds)
         save(folder, State(self.config, self._run, self.done, *arrays, *log))
 

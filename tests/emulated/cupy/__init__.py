@@ -10,12 +10,13 @@ from __future__ import annotations
 import numpy as np
 
 from . import cuda
+from .arithmetic import Arithmetic, functions, garbage
 from .kernels import RawModule
 
 __all__ = ["RawModule", "asarray", "ascontiguousarray", "asnumpy", "cuda", "empty", "ndarray"]
 
 
-class ndarray:
+class ndarray(Arithmetic):
     """An array in "device" memory."""
 
     def __init__(self, host):
@@ -29,13 +30,6 @@ class ndarray:
     nbytes = property(lambda self: self._host.nbytes)
     device = property(lambda self: cuda.Device())
     data = property(lambda self: cuda.MemoryPointer(self._host))
-
-    def __len__(self):
-        return len(self._host)
-
-    def __getitem__(self, index):
-        assert isinstance(index, (slice, tuple)), "views only"
-        return ndarray(self._host[index])
 
     def reshape(self, *shape):
         found = self._host.reshape(*shape)
@@ -55,13 +49,12 @@ class ndarray:
 
 
 def empty(shape, dtype=float):
-    found = np.empty(shape, dtype)
-    # Garbage, not the zeros that a fresh page holds.
-    found.reshape(-1).view(np.uint8).fill(0xFF)
-    return ndarray(found)
+    return ndarray(garbage(shape, dtype))
 
 
 def asarray(x):
+    if isinstance(x, ndarray):
+        return x
     assert type(x) is np.ndarray
     return ndarray(np.array(x, order="C"))
 
@@ -77,3 +70,6 @@ def ascontiguousarray(x):
     to = ndarray(np.empty(x.shape, x.dtype))
     cuda.get_current_stream()._enqueue(lambda: np.copyto(to._host, x._host))
     return to
+
+
+globals().update(functions(ndarray))
