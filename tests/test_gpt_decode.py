@@ -2,6 +2,7 @@
 
 from functools import cache
 
+import h5py
 import numpy as np
 import pytest
 from helpers import assert_all, drive
@@ -114,6 +115,59 @@ def test_bytes(comm):
     grid.free()
 
 
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+def test_head_axis(comm):
+    """The same tokens; each rank keeps its share of the heads, and sends what was predicted."""
+    bad, traffic, group = [], {}, CONFIG.nheads // CONFIG.nheads_kv
+    for heads in (x for x in range(1, comm.size + 1) if comm.size % x == 0):
+        positions = comm.size // heads
+        grid = ProcessGrid(comm, 1, positions, heads)
+        if CONFIG.nheads % heads or ((own := CONFIG.nheads // heads) % group and group % own):
+            with pytest.raises(ValueError, match=f"a head axis of {heads} ranks"):
+                Decoder(grid, shaken(CONFIG), [1000] * positions)
+            grid.free()
+            continue
+        whole = Decoder(grid, shaken(CONFIG), [1000] * positions, block=4)
+        tokens = whole.prefill(prompts(), dict.fromkeys(prompts(), 60)).argmax(axis=1)
+        found, before = [tokens], whole.sent
+        for _ in range(5):
+            tokens = whole.step(dict(zip(prompts(), tokens.tolist()))).argmax(axis=1)
+            found.append(tokens)
+        if np.array(found).T.tolist() != [greedy(name, 6) for name in prompts()]:
+            bad.append(f"{grid}: {found}")
+        traffic[heads] = tuple((b - a) / 5 for a, b in zip(before, whole.sent))
+        if traffic[heads] != step_traffic(CONFIG, positions, heads, len(LENGTHS), 8):
+            bad.append(f"{grid}: {traffic[heads]} bytes and messages")
+        layers, _, heads_kv, *_ = whole.cache.get(0, 2).base.shape
+        if (layers, heads_kv) != (CONFIG.layers, max(1, CONFIG.nheads_kv // heads)):
+            bad.append(f"{grid}: {heads_kv} heads are kept")
+        whole.free()
+        grid.free()
+    if comm.size in (4, 6) and not traffic[2] < traffic[1]:
+        bad.append(f"more with a head axis: {traffic}")
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+def test_later_requests(comm):
+    """One that comes while others decode, and one when all are done: as if alone."""
+    whole, grid = decoder(comm, block=4)
+    new, taken, steps = {0: 9, 1: 4, 2: 3}, [], []
+    prefill, step = whole.prefill, whole.step
+    whole.prefill = lambda new, most: taken.append((len(steps), [*new])) or prefill(new, most)
+    whole.step = lambda tokens: steps.append(tokens) or step(tokens)
+    found = dict(serve(whole, prompts(), new, likeliest, {0: 0, 1: 30, 2: 4}))
+    bad = [f"{x}: {y}" for x, y in found.items() if y.tolist() != greedy(x, new[x])]
+    # Request 0 takes eight steps after its prompt.
+    if taken != [(0, [0]), (4, [2]), (8, [1])]:
+        bad.append(f"taken in after so many steps: {taken}")
+    whole.free()
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
 @given(st.data())
 def test_table(data):
     """Blocks are dealt evenly while there is room, room is never exceeded nor lost."""
@@ -202,3 +256,27 @@ def test_driver(tmp_path):
     assert done.returncode == 1 and "have room for 5" in done.stdout, done.stderr
     done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3")
     assert done.returncode == 2 and "a number for each of the 2 positions" in done.stderr
+
+
+@pytest.mark.launches
+def test_bench(tmp_path):
+    """A wrong result is told."""
+    sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--contexts", "40,90", "--trials", 2]
+    output = tmp_path / "decode.h5"
+    done = drive("bench_decode.py", 2, *sizes, "--output", output)
+    assert done.returncode == 0, done.stderr
+    with h5py.File(output) as file:
+        runs = {x: [dict(y.attrs) for y in of.values()] for x, of in file["runs"].items()}
+        assert file["runs/2/90/seconds"].shape == (2, 2, 3)
+    assert list(runs) == ["1", "2"] and [x["sent_bytes"] for x in runs["1"]] == [0, 0]
+    sent = {x["sent_bytes"] for x in runs["2"]} | {x["predicted_bytes"] for x in runs["2"]}
+    assert sent == {4 * 2 * (2 * 4 + 1) * 4}  # requests, heads, elements of out, lse and out
+    wrong = """
+import a2d_mpi.gpt.steps as steps
+right = steps.attention
+steps.attention = lambda q, k, v: tuple(1.001 * x for x in right(q, k, v))
+"""
+    done = drive("bench_decode.py", 2, *sizes, sabotage=wrong)
+    assert done.returncode == 1 and "FAILED 2 ranks, 90 tokens, out" in done.stdout, done.stderr
+    done = drive("bench_decode.py", 2, *sizes, "--ranks", 3)
+    assert done.returncode == 2 and "at most 2, got [3]" in done.stderr
