@@ -163,7 +163,7 @@ class Decoder:
         if self.table.blocks(most) > self.table.total:
             raise ValueError(
                 f"request {name} needs {self.table.blocks(most)} blocks of {self.table.block} "
-                f"tokens; all {self._grid.comm.size} ranks together have room for "
+                f"tokens; all {len(self.table.free)} ranks together have room for "
                 f"{self.table.total}"
             )
 
