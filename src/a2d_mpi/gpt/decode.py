@@ -85,9 +85,8 @@ class Decoder:
         self.cache = Cache(self.table, grid.group_comm.rank, shape, weights.flat)
         device = device_of(weights.flat)
         self._upload, self._download = device.upload, device.download
-        way = self.traffic, device, transfers
-        self.attention = SpreadAttention(grid, c, self.cache, *way)
-        self._exchange = Exchange(grid.comm, "prefill", "all", *way)
+        self._way = self.traffic, device, transfers
+        self.attention = SpreadAttention(grid, c, self.cache, *self._way)
 
     def prefill(self, prompts: Mapping[int, np.ndarray], most: Mapping[int, int]) -> np.ndarray:
         """Take in prompts, packed as documents; returns the logits after each, (requests, V).
@@ -145,7 +144,6 @@ class Decoder:
     def free(self) -> None:
         """Free the communicators.  Collective."""
         self.attention.free()
-        self._exchange.free()
 
     def check(self, name: int, prompt: int, most: int) -> None:
         """Check a request: a prompt of so many tokens, and so many in all.
@@ -200,6 +198,7 @@ class Decoder:
         sent = [self._upload(x) for x in sent for _ in heads]  # by rank
         coming = [x[to[x] == self.cache.rank] for x in comm.allgather(own)]
         order = self._upload(np.argsort(np.concatenate(coming)))
+        exchange = Exchange(comm, "prefill", "all", *self._way)  # keeps no buffers of these sizes
         for layer, both in enumerate(keeping.kept):
             xp, shape = module_of(both[0]), (heads[0].stop, config.headdim)
             given = [
@@ -207,7 +206,7 @@ class Decoder:
                 for p, rows in enumerate(sent)
             ]  # (2, tokens, heads that are kept there, D)
             found = [xp.empty((2, len(x), *shape), both[0].dtype) for x in coming]
-            self._exchange.wait(self._exchange.all_to_all(given, found))
+            exchange.wait(exchange.all_to_all(given, found))
             k, v = xp.concatenate(found, axis=1)[:, order]  # by request and place
             begin = 0
             for name, length in zip(prompts, lengths):
@@ -215,6 +214,7 @@ class Decoder:
                     end = begin + length
                     self.cache.put(layer, name, k[begin:end], v[begin:end])
                     begin = end
+        exchange.free()
 
 
 class _Keeping:

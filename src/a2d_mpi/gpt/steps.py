@@ -137,8 +137,8 @@ def heads_kv_of(config: GPTConfig, ranks: int, rank: int) -> slice:
 def attention(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     """Attention of one row of scaled queries, (Hkv, group, D), to all of k and v, (Hkv, n, D).
 
-    The kernels are made for many queries.  Of one to 16384 keys of 8 heads of 64 (AMD EPYC, float32)
-    the NumPy kernel takes 43 ms, these two products 5, as long as reading the keys and values.
+    The kernels are made for many queries.  For one and 16384 keys of 8 heads of 64 (AMD EPYC) the
+    NumPy kernel takes 43 ms, these two products 5, as long as reading the keys and values.
     """
     xp = module_of(q)
     s = q @ k.swapaxes(1, 2)  # (Hkv, group, n)
