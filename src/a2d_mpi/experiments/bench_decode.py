@@ -26,7 +26,7 @@ from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.steps import step_traffic
 
 SCHEMA = ("a2d_mpi decoding", 1)
-PARTS = ("attention", "merge", "other")  # of a step's seconds
+PARTS = ("attention", "merge", "other", "cpu")  # of a step's seconds; cpu: of attention's
 SIZES = ("layers", "width", "nheads", "nheads_kv", "requests", "block", "heads", "trials", "seed")
 
 
@@ -110,8 +110,9 @@ def _measured(
         start = time.perf_counter()
         decoder.step(dict.fromkeys(names, 1))
         whole = time.perf_counter() - start
-        parts = [decoder.attention.seconds[x] - before[x] for x in PARTS[:2]]
-        seconds.append([*parts, whole - sum(parts)])
+        parts = {x: y - before[x] for x, y in decoder.attention.seconds.items()}
+        parts["other"] = whole - parts["attention"] - parts["merge"]
+        seconds.append([parts[x] for x in PARTS])
         sent.add(tuple(b - a for a, b in zip(counted, decoder.sent)))
     predicted = step_traffic(config, positions, grid.heads, args.requests, 4)
     off = max(abs(a - b) for x in sent for a, b in zip(x, predicted))
@@ -155,7 +156,7 @@ def _checked(
 
 def _line(run: Measured) -> str:
     usual = 1e3 * np.median(run.seconds.mean(axis=1), axis=0)  # (parts,)
-    step = 1e3 * np.median(run.seconds.sum(axis=2).max(axis=1))
+    step = 1e3 * np.median(run.seconds[..., :3].sum(axis=2).max(axis=1))
     return (f"{run.ranks:>5}{run.context:>9}{step:>9.2f}" + "".join(f"{x:>11.2f}" for x in usual)
             + f"{run.sent[0]:>12}{run.sent[1]:>10}{run.nbytes / 1e6:>10.1f}")  # fmt: skip
 

@@ -41,8 +41,8 @@ class SpreadAttention:
     heads_kv : slice
         Heads of keys and values that this rank keeps.
     seconds : dict of str to float
-        So far, by "attention" (to this rank's blocks) and "merge" (exchanges and sums).  On a GPU:
-        of the host.
+        So far, by "attention" (to this rank's blocks), of these "cpu" (also where ranks share
+        cores), and "merge" (exchanges and sums).  On a GPU: of the host.
     tokens : (requests,) int64
         Positions of the rows.
     """
@@ -61,7 +61,7 @@ class SpreadAttention:
         way = traffic, device, transfers
         self._merging = Exchange(grid.group_comm, "decode", "context", *way)
         self._joining = Exchange(grid.comm, "decode", "all", *way)
-        self.seconds = {"attention": 0.0, "merge": 0.0}
+        self.seconds = {"attention": 0.0, "cpu": 0.0, "merge": 0.0}
 
     def begin(self, names: Sequence[int], positions: np.ndarray, owners: Sequence[int]) -> None:
         """Begin a step of requests; `owners` keep the new keys and values."""
@@ -83,8 +83,9 @@ class SpreadAttention:
 
     def attend(self, layer: int, names: Sequence[int], q: Array) -> Array:
         """Attention of a row for each request to all its keys, (requests, H, D)."""
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.thread_time()
         whole = self._partial(layer, names, q)
+        self.seconds["cpu"] += time.thread_time() - cpu
         middle = time.perf_counter()
         found = self._merged(whole, q.shape[1])
         self.seconds["attention"] += middle - start
