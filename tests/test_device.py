@@ -3,6 +3,7 @@
 On the emulated GPU of tests/emulated always, on a real one where there is one.
 """
 
+import os
 import shutil
 from itertools import product
 from pathlib import Path
@@ -159,7 +160,7 @@ def drive(monkeypatch, program, ranks, *options, gpus=1):
     """A driver on the emulated GPU."""
     if shutil.which("g++") is None:
         pytest.skip("no GPU emulation: g++ is not installed")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"), prepend=os.pathsep)
     monkeypatch.setenv("EMULATED_GPUS", str(gpus))
     return helpers.drive(program, ranks, *options, timeout=120)
 
