@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,15 +22,15 @@ from a2d_mpi.experiments.checkpoint import State, newest, save
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import check_grid, open_grid, origin_of
 from a2d_mpi.experiments.results import new_file, set_attributes
-from a2d_mpi.gpt.adam import Adam, LearningRate
+from a2d_mpi.gpt.adam import LearningRate
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
-from a2d_mpi.gpt.gradients import GradientSum, total
-from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
+from a2d_mpi.gpt.training import PARTS as STEP_PARTS
+from a2d_mpi.gpt.training import Training
 
 SCHEMA = ("a2d_mpi.training", 1)
-PARTS = ("attention", "wait", "gradients", "other")  # of a step's seconds
+PARTS = (*STEP_PARTS, "plan")  # of a step's seconds
 # Options that a run must go on with.
 SAME = ("text", "seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator")
 
@@ -88,12 +87,10 @@ class Trainer:
     ) -> None:
         self._comm, self._grid, self._args, self._text = comm, grid, args, text
         self.config, self.done, self._run = config, state.step, state.run
-        self._weights = Parameters(config, state.weights)
-        self._gradients = Parameters(config, np.zeros_like(state.weights))
-        self._adam = Adam(self._weights, state.moments)
-        self._adam.step = state.step
+        self._training = Training(
+            comm, Parameters(config, state.weights), state.moments, state.step, args.recompute
+        )
         self._rates = LearningRate(args.rate, args.warmup, args.steps)
-        self._sum = GradientSum(comm, self._gradients.flat)
         self._plan: AttentionPlan | None = None
         self._bytes: dict[str, np.ndarray] = {}
         self.losses, self.seconds = list(state.losses), list(state.seconds)
@@ -101,27 +98,16 @@ class Trainer:
 
     def step(self) -> float:
         """One step; returns the loss before it.  Collective."""
-        start = time.perf_counter()
         args = self._args
         batch = self._text.batch(args.seqlen, args.seed, self.done, not args.separator)
+        start = time.perf_counter()
         plan = self._plan_for(batch)
-        own, timed = plan.tokens, _Timed(plan)
-        model = GPT(self._weights, timed, batch.positions[own], args.recompute)
-        count = max(1, int((batch.targets >= 0).sum()))
-        loss = model.loss(
-            *(batch.tokens[own], batch.targets[own], count, self._gradients, self._sum.start)
-        )
-        waiting = time.perf_counter()
-        self._sum.finish()
-        waited = time.perf_counter() - waiting
-        loss = total(self._comm, loss)
-        self._adam.update(self._gradients, self._rates.at(self.done))
-        seconds = time.perf_counter() - start
+        planned = time.perf_counter() - start
+        loss, parts = self._training.step(plan, batch, self._rates.at(self.done))
         self.done += 1
         self.losses.append(loss)
-        self.seconds.append(seconds)
-        attention = timed.seconds - timed.wait
-        self.parts.append([attention, timed.wait, waited, seconds - timed.seconds - waited])
+        self.seconds.append(planned + sum(parts.values()))
+        self.parts.append([*parts.values(), planned])
         return loss
 
     def _plan_for(self, batch: Batch) -> AttentionPlan:
@@ -153,37 +139,18 @@ class Trainer:
     def traffic(self) -> dict[str, np.ndarray]:
         """Bytes that this rank has sent and received, by phase and communicator."""
         self._forget()
-        return {**self._bytes, "gradients/all": np.array([self._sum.nbytes] * 2)}
+        return {**self._bytes, "gradients/all": np.array([self._training.sum.nbytes] * 2)}
 
     def keep(self, folder: Path) -> None:
         """Write a checkpoint."""
-        arrays = self._weights.flat, self._adam.moments, np.array(self.losses)
+        training = self._training
+        arrays = training.weights.flat, training.adam.moments, np.array(self.losses)
         save(folder, State(self.config, self._run, self.done, *arrays, np.array(self.seconds)))
 
     def free(self) -> None:
         """Free plan and communicators.  Collective."""
         self._forget()
-        self._sum.free()
-
-
-class _Timed:
-    """A plan, and the seconds that its calls take."""
-
-    def __init__(self, plan: AttentionPlan) -> None:
-        self._plan, self.tokens = plan, plan.tokens
-        self.seconds = self.wait = 0.0
-
-    def forward(self, *tensors: np.ndarray) -> tuple:
-        return self._called("forward", tensors)
-
-    def backward(self, *tensors: np.ndarray) -> tuple:
-        return self._called("backward", tensors)
-
-    def _called(self, phase: str, tensors: Sequence[np.ndarray]) -> tuple:
-        found = getattr(self._plan, phase)(*tensors)
-        self.seconds += self._plan.timings[f"{phase}/total"]
-        self.wait += self._plan.timings[f"{phase}/wait"]
-        return found
+        self._training.free()
 
 
 def _validated(args: argparse.Namespace) -> tuple[Text, GPTConfig]:

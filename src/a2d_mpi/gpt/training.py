@@ -1,0 +1,103 @@
+"""A step of training, by all ranks together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.gpt.adam import Adam
+from a2d_mpi.gpt.gradients import GradientSum, total
+from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.parameters import Parameters
+from a2d_mpi.gpt.text import Batch
+
+PARTS = ("attention", "wait", "gradients", "adam", "other")  # of a step's seconds
+
+
+class Training:
+    """Weights of a GPT, their gradients and Adam's moments, the same on all ranks.
+
+    Parameters
+    ----------
+    comm : Intracomm
+        Of all ranks of the plans; a duplicate is used, until `free`.
+    weights : Parameters
+    moments : (2, parameters) array
+    done : int
+        Steps so far.
+    recompute : bool
+        See `checkpoint` of `a2d_mpi.gpt.model.GPT`.
+
+    Attributes
+    ----------
+    weights, gradients : Parameters
+    adam : Adam
+    sum : GradientSum
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        weights: Parameters,
+        moments: np.ndarray,
+        done: int = 0,
+        recompute: bool = False,
+    ) -> None:
+        self._comm, self._recompute = comm, recompute
+        self.weights = weights
+        self.gradients = Parameters(weights.config, np.zeros_like(weights.flat))
+        self.adam = Adam(weights, moments)
+        self.adam.step = done
+        self.sum = GradientSum(comm, self.gradients.flat)
+
+    def step(self, plan: AttentionPlan, batch: Batch, rate: float) -> tuple[float, dict]:
+        """Do a step; returns the loss before it, and this rank's seconds by part.  Collective.
+
+        Seconds of `PARTS`: attention without waiting for its messages, that, waiting for sums of
+        gradients, Adam, and all else.
+        """
+        start = time.perf_counter()
+        own, timed = plan.tokens, _Timed(plan)
+        model = GPT(self.weights, timed, batch.positions[own], self._recompute)
+        count = max(1, int((batch.targets >= 0).sum()))
+        targets = batch.targets[own]
+        loss = model.loss(batch.tokens[own], targets, count, self.gradients, self.sum.start)
+        marks = [time.perf_counter()]
+        self.sum.finish()
+        marks.append(time.perf_counter())
+        loss = total(self._comm, loss)
+        marks.append(time.perf_counter())
+        self.adam.update(self.gradients, rate)
+        marks.append(time.perf_counter())
+        waited, agreed, adam = np.diff(marks).tolist()
+        attention = timed.seconds - timed.wait
+        other = marks[0] - start - timed.seconds
+        return loss, dict(zip(PARTS, (attention, timed.wait, waited + agreed, adam, other)))
+
+    def free(self) -> None:
+        """Free the communicator.  Collective."""
+        self.sum.free()
+
+
+class _Timed:
+    """A plan, and the seconds that its calls take."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._plan, self.tokens = plan, plan.tokens
+        self.seconds = self.wait = 0.0
+
+    def forward(self, *tensors: np.ndarray) -> tuple:
+        return self._called("forward", tensors)
+
+    def backward(self, *tensors: np.ndarray) -> tuple:
+        return self._called("backward", tensors)
+
+    def _called(self, phase: str, tensors: Sequence[np.ndarray]) -> tuple:
+        found = getattr(self._plan, phase)(*tensors)
+        self.seconds += self._plan.timings[f"{phase}/total"]
+        self.wait += self._plan.timings[f"{phase}/wait"]
+        return found
