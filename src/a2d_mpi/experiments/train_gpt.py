@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +21,13 @@ from a2d_mpi.core.problem import Workload
 from a2d_mpi.experiments.checkpoint import State, newest, save
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.measure import check_grid, open_grid, origin_of
+from a2d_mpi.experiments.options import model_of
 from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.gpt.adam import LearningRate
-from a2d_mpi.gpt.config import PRESETS, GPTConfig
+from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
-from a2d_mpi.gpt.training import PARTS as STEP_PARTS
 from a2d_mpi.gpt.training import Training
 
 SCHEMA = ("a2d_mpi.training", 1)
@@ -156,12 +157,7 @@ class Trainer:
 def _validated(args: argparse.Namespace) -> tuple[Text, GPTConfig]:
     """Read the text, and fill in the sizes of the model."""
     check_grid(args)
-    config = PRESETS[args.preset]
-    names = ("layers", "width", "nheads", "nheads_kv", "positions")
-    given = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
-    if {"width", "nheads"} & given.keys():
-        given = {"mlp": None, "nheads_kv": None, **given}
-    config = replace(config, vocab=VOCAB, seqlen=args.seqlen, **given)
+    config = model_of(args, vocab=VOCAB, seqlen=args.seqlen)
     args.separator = args.separator.encode().decode("unicode_escape").encode("latin-1")
     text = Text(args.text, args.separator)
     args.folder.mkdir(parents=True, exist_ok=True)

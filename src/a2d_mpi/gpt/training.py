@@ -10,12 +10,11 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.gpt.adam import Adam
+from a2d_mpi.gpt.cost import PARTS
 from a2d_mpi.gpt.gradients import GradientSum, total
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
 from a2d_mpi.gpt.text import Batch
-
-PARTS = ("attention", "wait", "gradients", "adam", "other")  # of a step's seconds
 
 
 class Training:
@@ -57,8 +56,8 @@ class Training:
     def step(self, plan: AttentionPlan, batch: Batch, rate: float) -> tuple[float, dict]:
         """Do a step; returns the loss before it, and this rank's seconds by part.  Collective.
 
-        Seconds of `PARTS`: attention without waiting for its messages, that, waiting for sums of
-        gradients, Adam, and all else.
+        By `a2d_mpi.gpt.cost.PARTS`: attention without waiting for its messages, that, waiting for
+        sums of gradients, Adam, and all else.
         """
         start = time.perf_counter()
         own, timed = plan.tokens, _Timed(plan)
