@@ -34,6 +34,7 @@ from a2d_mpi.experiments.hdf5 import reading
 from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs
 from a2d_mpi.experiments.options import FAILED_CHECK, model_of
 from a2d_mpi.experiments.results import new_file, set_attributes
+from a2d_mpi.experiments.step_plots import SCHEMA, Steps
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.gpt.config import GPTConfig
@@ -46,7 +47,6 @@ from a2d_mpi.planning.planner import candidate, duration
 from a2d_mpi.planning.profile import parse_count, read_machine
 from a2d_mpi.schedules import METHODS
 
-SCHEMA = ("a2d_mpi training steps", 1)
 BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # of loss and gradients, relative
 
 
@@ -280,18 +280,13 @@ def _write(path: str, origin: dict, found: dict) -> None:
 def _report(found: dict) -> None:
     """Print the table: medians of the slowest rank; in brackets what was predicted."""
     print("plan                       step      " + "".join(f"{x:>20}" for x in PARTS)
-          + "      operator  activations   error")  # fmt: skip
+          + "      operator  activations    error")  # fmt: skip
     for attributes, arrays in found.values():
-        a, seconds = attributes, arrays["seconds"]
-        slowest = seconds.sum(axis=2).argmax(axis=1)  # (trials,)
-        parts = np.median(seconds[np.arange(len(seconds)), slowest], axis=0)
-        whole = np.median(seconds.sum(axis=2).max(axis=1))
-        known = "predicted/wait" in a
-        shown = [f"{duration(x)}" + (f" ({duration(a['predicted/' + n])})" if known else "")
-                 for n, x in zip(PARTS, parts)]  # fmt: skip
-        plan = f"{a['method']} {a['rows']}x{a['cols']}x{a['heads']}" + " again" * a["recompute"]
-        print(f"{plan:<26}{duration(whole):>9} " + "".join(f"{x:>20}" for x in shown)
-              + f"{duration(np.median(arrays['operator'].max(axis=1))):>14}"
-              + f"{arrays['activations'].max() / 1e6:10.2f} MB"
-              + f"{max(a['loss error'], a['gradient error']):9.1e}"
-              + " FAILED" * (not a["passed"]))  # fmt: skip
+        run = Steps(attributes, arrays)
+        shown = [duration(x) + (f" ({duration(run.predicted[name])})" if run.predicted else "")
+                 for name, x in run.parts.items()]  # fmt: skip
+        error = max(attributes["loss error"], attributes["gradient error"])
+        plan = run.plan + " again" * attributes["recompute"]
+        print(f"{plan:<26}{duration(run.seconds):>9} " + "".join(f"{x:>20}" for x in shown)
+              + f"{duration(run.operator):>14}{arrays['activations'].max() / 1e6:10.2f} MB"
+              + f"{error:9.1e}" + " FAILED" * (not attributes["passed"]))  # fmt: skip
