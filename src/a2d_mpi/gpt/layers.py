@@ -39,13 +39,14 @@ def linear_backward(dy: Array, x: Array, weight: Array, dweight: Array, dbias: A
     return dy @ weight.T  # (n, E)
 
 
-def layer_norm(x: Array, weight: Array, bias: Array) -> tuple[Array, tuple[Array, Array]]:
+def layer_norm(
+    x: Array, weight: Array, bias: Array, epsilon: float = EPSILON
+) -> tuple[Array, tuple[Array, Array]]:
     """LayerNorm of rows (Ba et al., arXiv:1607.06450), x (n, E)."""
-    mean = x.mean(axis=1, keepdims=True)
-    rstd = ((x - mean) ** 2).mean(axis=1, keepdims=True)
-    rstd = 1 / (rstd + EPSILON) ** 0.5  # (n, 1)
-    normal = (x - mean) * rstd  # (n, E)
-    return normal * weight + bias, (normal, rstd)
+    centred = x - x.mean(axis=1, keepdims=True)
+    spread = ((centred**2).mean(axis=1, keepdims=True) + epsilon) ** 0.5  # (n, 1)
+    normal = centred / spread  # (n, E)
+    return normal * weight + bias, (normal, 1 / spread)
 
 
 def layer_norm_backward(
