@@ -1,4 +1,4 @@
-"""Draw the measurements of drivers/bench.py; reads nothing else.
+"""Draw the measurements of drivers/bench.py, or the losses of drivers/train_gpt.py.
 
     python drivers/plot.py results/bench.h5 --output results/figures --what scaling,bytes
 
@@ -7,6 +7,7 @@ phases    where the time of each plan goes: compute, merge, wait (communication 
 bytes     what a rank receives by number of ranks: counted, by the formula, and the lower bound
 model     predicted against measured time, of all runs in the file
 timeline  what every rank of one run did when
+training  loss by tokens, of a file of drivers/train_gpt.py; only if it is asked for, alone
 
 Each is written as PNG and as SVG, 8 cm wide.  Of the plans of a method the fastest one at each
 number of ranks stands for it (in bytes, the one that receives least).  With one number of ranks
@@ -22,9 +23,9 @@ def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plot.py", __doc__)
     add = parser.add_argument
-    add("results", help="HDF5 file of drivers/bench.py")
+    add("results", help="HDF5 file of drivers/bench.py, or train_gpt.py")
     add("--output", default="results/figures", help="folder (default %(default)s)")
-    add("--what", default=",".join(FIGURES), help="default %(default)s")
+    add("--what", default=",".join(FIGURES), help="default %(default)s; or: training")
     add("--workload", help="its name in the file; default: that of the most rank counts and runs")
     add("--ranks", type=int, help="of phases and timeline; default: the most")
     add("--phase", choices=PHASES, default="both", help="to plot (default %(default)s)")

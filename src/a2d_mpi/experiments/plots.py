@@ -18,6 +18,7 @@ from a2d_mpi.experiments.pictures import FILLS, pyplot, save
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, phases_of, summarise
+from a2d_mpi.experiments.training import Training, draw_training, read_training
 from a2d_mpi.schedules import METHODS
 
 # Of each method, alone and with a head axis.  Okabe and Ito: told apart by colour-blind readers
@@ -40,16 +41,18 @@ Figure = Callable[[Summary], float]  # one number of a result
 def plot(args: argparse.Namespace) -> int:
     """Draw the figures that are asked for; returns the exit code."""
     names, formats = ([x.strip() for x in text.split(",")] for text in (args.what, args.format))
-    for given, known in ((names, FIGURES), (formats, ("png", "svg"))):
+    alone = names == ["training"]  # of a file of its own kind
+    figures = {"training": _draw_training} if alone else FIGURES
+    for given, known in ((names, figures), (formats, ("png", "svg"))):
         if unknown := [x for x in given if x not in known]:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
-    chosen = Choice(args)
+    chosen = read_training(args.results) if alone else Choice(args)
     plt = pyplot(**SETTINGS)
     os.makedirs(args.output, exist_ok=True)
     missing = []
     for name in names:
         try:
-            figure = FIGURES[name](plt, chosen)
+            figure = figures[name](plt, chosen)
         except NothingToDraw as error:
             missing.append(f"{name}: {error}")
             continue
@@ -265,6 +268,11 @@ def draw_timeline(plt, choice: Choice):
     all_axes[0, 0].yaxis.set_major_locator(plt.MaxNLocator(8, integer=True))
     title = f"{summarise(result).plan.removesuffix('@rcu')}, {c['mask']}, {c['seqlen']} tokens"
     return _finish(figure, all_axes[0, 0], title, columns=4)
+
+
+def _draw_training(plt, run: Training):
+    """Losses of a training run."""
+    return _finish(*draw_training(plt, run, WIDTH))
 
 
 _DRAWN = (draw_scaling, draw_phases, draw_bytes, draw_model, draw_timeline)
