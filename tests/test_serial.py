@@ -6,7 +6,8 @@ import pytest
 from helpers import assert_all_refused, drive
 
 GRID, SAMPLE = "plot_grid.py", "../data/make_sample.py"
-PROGRAMS = ["plan.py", "plot.py", "plot_schedule.py", GRID, "study.py", SAMPLE]
+TEXT = "../data/make_text.py"
+PROGRAMS = ["plan.py", "plot.py", "plot_schedule.py", GRID, "study.py", SAMPLE, TEXT]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
