@@ -225,7 +225,7 @@ def test_training_killed_while_writing(tmp_path):
         ("whole", "", 9),
         ("filling", "import h5py\n" + KILL.format("h5py.File.__setitem__", 11), 4),
         ("before the replacement", KILL.format("os.replace", 3), 4),
-        ("after it", KILL.format("os.unlink", 3), 6),
+        ("after it", KILL.format("os.unlink", 4), 6),
         ("losses", KILL.format("os.replace", 6), 9),
     ):
         case = *options, *files(tmp_path / name)

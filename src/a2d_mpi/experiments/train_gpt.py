@@ -165,6 +165,11 @@ class Trainer:
             self._plan.free()
             self._plan = None
 
+    def layout(self) -> dict[str, object]:
+        """The method and its grid, as result files name them."""
+        names = ("rows", "cols", "heads")
+        return {"method": self._args.method, **{x: getattr(self._grid, x) for x in names}}
+
     def traffic(self) -> dict[str, np.ndarray]:
         """Bytes that this rank has sent and received, by phase and communicator."""
         self._forget()
@@ -268,7 +273,7 @@ def write(
     with new_file(path) as file:
         set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **origin})
         config = file.create_group("config")
-        set_attributes(config, asdict(trainer.config) | trainer._run)
+        set_attributes(config, trainer._run | asdict(trainer.config) | trainer.layout())
         for name, x in zip(("text", "held_out"), texts):
             set_attributes(file.create_group(name), x)
         file["loss"] = np.array(trainer.losses)
