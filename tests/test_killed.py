@@ -224,7 +224,6 @@ def test_training_killed_while_writing(tmp_path):
     for name, sabotage, step in (
         ("whole", "", 9),
         ("filling", "import h5py\n" + KILL.format("h5py.File.__setitem__", 11), 4),
-        ("before the replacement", KILL.format("os.replace", 3), 4),
         ("after it", KILL.format("os.unlink", 4), 6),
         ("losses", KILL.format("os.replace", 6), 9),
     ):
