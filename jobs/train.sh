@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the GPT `tiny` on 2 x 2 ranks on the King James Version's New Testament, generates some text
-# with it and draws the loss: ten minutes on two cores.  What is there already goes on, so it may be
-# stopped at any time.  Further options go to the training:
+# with it and draws the loss: a quarter of an hour on two busy cores.  A run that was stopped, at any
+# time, goes on.  Further options go to the training:
 #
 #   bash jobs/train.sh results/training
 #   bash jobs/train.sh results/short --steps 100

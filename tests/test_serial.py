@@ -69,3 +69,4 @@ def test_bad_samples(tmp_path):
         )
     ])  # fmt: skip
     assert not output.exists() and text.read_text() == "kept"
+    assert_all_refused(TEXT, 0, [(["/nowhere/text"], [], "cannot write /nowhere/text")])

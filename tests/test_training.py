@@ -177,6 +177,7 @@ def test_the_committed_run():
     sizes = {"layers": 4, "width": 128, "nheads": 4, "seqlen": 1024, "rows": 2, "cols": 2}
     assert sizes.items() <= run.config.items()
     assert run.text["sha256"] == hashlib.sha256(BOOK.read_bytes()).hexdigest()
+    assert run.text["sha256"] in (ROOT / "data" / "README.md").read_text()
     documents = BOOK.read_bytes().split(b"\n\n\n")
     assert len(documents) == run.text["documents"] + run.held_out["documents"] == 260
     held = b"".join(x for i, x in enumerate(documents) if i % 20 == 19)
