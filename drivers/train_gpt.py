@@ -28,6 +28,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add_model(parser, "tiny")
     add("--seqlen", type=whole(2), default=1024, help="tokens of a step (default %(default)s)")
     add("--separator", default=r"\n\n\n", help=r"of documents (default \n\n\n); empty: none")
+    add("--validate", type=float, default=0.0, metavar="SHARE",
+        help="of the documents: held out, and evaluated at the end (default: none)")  # fmt: skip
     add_grid(parser)
     add("--dtype", choices=("float32", "float64"), default="float32")
     add("--steps", type=whole(1), default=200, help="of the whole run (default %(default)s)")
