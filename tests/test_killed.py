@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from a2d_mpi.experiments.loss_plots import read_losses
 from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, drive, named
 from test_bench import METHODS, SMALL, bench
 
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.checkpoint import latest
+from a2d_mpi.experiments.loss_plots import read_losses
 from a2d_mpi.experiments.sweep import Case, plans_for
 
 launches = pytest.mark.launches

@@ -45,7 +45,7 @@ def plot(args: argparse.Namespace) -> int:
     read, figures = Choice, FIGURES
     if len(names) == 1 and names[0] in OTHERS:
         read, draw = OTHERS[names[0]]
-        figures = {names[0]: lambda plt, found: _finish(*draw(plt, found, WIDTH))}
+        figures = {names[0]: lambda plt, found: _finish(*draw(plt, found, WIDTH), columns=3)}
     for given, known in ((names, figures), (formats, ("png", "svg"))):
         if unknown := [x for x in given if x not in known]:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
