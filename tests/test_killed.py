@@ -233,7 +233,7 @@ def test_training_killed_while_writing(tmp_path):
             assert step_of(tmp_path / name) == step
             if sabotage:
                 assert done.returncode not in (0, 1, 2), done.stderr
-                done = drive("train_gpt.py", 1, *case, "--every", "3", "--resume")
+                done = drive("train_gpt.py", 1, *case, "--every", "5", "--resume")
             assert done.returncode == 0, done.stderr
             found = ended(tmp_path / name)
             assert found == (expected := expected or found)
