@@ -253,6 +253,8 @@ def write(
 
 def _report(trainer: Trainer, text: Text, held_out: dict, args: argparse.Namespace) -> None:
     """Print the short table."""
+    for name in held_out and ("loss", "unigram_entropy"):
+        print(f"held-out text: {name.replace('_', ' ')} {held_out[name]:.4f} nats")
     if not trainer.parts:
         print(f"nothing to do: {trainer.done} steps were done before")
         return
@@ -265,5 +267,3 @@ def _report(trainer: Trainer, text: Text, held_out: dict, args: argparse.Namespa
           "seconds of a step (median, rank 0): "
           + ", ".join(f"{name} {x:.3f}"
                       for name, x in zip(PARTS, np.median(trainer.parts, axis=0))))  # fmt: skip
-    for name in held_out and ("loss", "unigram_entropy"):
-        print(f"held-out text: {name.replace('_', ' ')} {held_out[name]:.4f} nats")
