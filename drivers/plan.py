@@ -12,6 +12,7 @@ the first.  Nothing is run; no MPI is needed.  Exit code 2: bad input, or no pla
 
 from a2d_mpi.experiments.candidates import RANKS, add_problem, plan
 from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.gpt.config import PRESETS
 from a2d_mpi.schedules import METHODS
 
 
@@ -22,6 +23,8 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--method", choices=METHODS, action="append", help="only this one; may be repeated")
     add("--memory", help="of a rank: 80GB, 80GiB; default: what the profile says")
+    add("--gpt", choices=PRESETS, help="also training steps of this model, whose heads these are")
+    add("--recompute", action="store_true", help="with --gpt: blocks keep less")
     add("--top", type=int, default=20, help="lines to print, 0: all (default %(default)s)")
     return parser
 

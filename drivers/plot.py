@@ -1,4 +1,4 @@
-"""Draw the measurements of drivers/bench.py; reads nothing else.
+"""Draw the measurements of drivers/bench.py, bench_train.py or train_gpt.py.
 
     python drivers/plot.py results/bench.h5 --output results/figures --what scaling,bytes
 
@@ -8,6 +8,11 @@ bytes     what a rank receives by number of ranks: counted, by the formula, and 
 model     predicted against measured time, of all runs in the file
 timeline  what every rank of one run did when
 
+Alone, of files of other drivers:
+training     loss by tokens (drivers/train_gpt.py)
+steps        seconds of training steps by part, measured and predicted (drivers/bench_train.py)
+activations  memory by number of ranks (drivers/bench_train.py)
+
 Each is written as PNG and as SVG, 8 cm wide.  Of the plans of a method the fastest one at each
 number of ranks stands for it (in bytes, the one that receives least).  With one number of ranks
 scaling and bytes are bars.  A figure for which the file holds nothing is left out, with a line on
@@ -15,16 +20,16 @@ stderr.  Exit code 2: bad input, or nothing could be drawn.
 """
 
 from a2d_mpi.experiments.options import Parser, run_serial
-from a2d_mpi.experiments.plots import FIGURES, PHASES, plot
+from a2d_mpi.experiments.plots import FIGURES, OTHERS, PHASES, plot
 
 
 def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plot.py", __doc__)
     add = parser.add_argument
-    add("results", help="HDF5 file of drivers/bench.py")
+    add("results", help="HDF5 file of a driver")
     add("--output", default="results/figures", help="folder (default %(default)s)")
-    add("--what", default=",".join(FIGURES), help="default %(default)s")
+    add("--what", default=",".join(FIGURES), help=f"default %(default)s; or {', '.join(OTHERS)}")
     add("--workload", help="its name in the file; default: that of the most rank counts and runs")
     add("--ranks", type=int, help="of phases and timeline; default: the most")
     add("--phase", choices=PHASES, default="both", help="to plot (default %(default)s)")

@@ -13,9 +13,8 @@ from pathlib import Path
 from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_engine, add_grid, run
-from a2d_mpi.experiments.options import SEED, whole
+from a2d_mpi.experiments.options import SEED, add_model, whole
 from a2d_mpi.experiments.train_gpt import train
-from a2d_mpi.gpt.config import POSITIONS, PRESETS
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -26,12 +25,11 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--folder", type=Path, required=True, help="of checkpoints")
     add("--output", type=Path, help="HDF5 file for losses, seconds and traffic")
     add("--resume", action="store_true", help="go on from the latest whole checkpoint")
-    add("--preset", choices=PRESETS, default="tiny", help="default %(default)s")
-    for name in ("layers", "width", "nheads", "nheads-kv"):
-        add(f"--{name}", type=whole(1, 1 << 20), help="default: the preset's")
-    add("--positions", choices=POSITIONS, help="default: the preset's")
+    add_model(parser, "tiny")
     add("--seqlen", type=whole(2), default=1024, help="tokens of a step (default %(default)s)")
     add("--separator", default=r"\n\n\n", help=r"of documents (default \n\n\n); empty: none")
+    add("--validate", type=float, default=0.0, metavar="SHARE",
+        help="of the documents: held out, and evaluated at the end (default: none)")  # fmt: skip
     add_grid(parser)
     add("--dtype", choices=("float32", "float64"), default="float32")
     add("--steps", type=whole(1), default=200, help="of the whole run (default %(default)s)")
@@ -39,7 +37,6 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--every", type=whole(1), default=50, help="steps between checkpoints (%(default)s)")
     add("--rate", type=float, default=1e-3, help="highest learning rate (default %(default)s)")
     add("--warmup", type=whole(1), default=20, help="steps (default %(default)s)")
-    add("--recompute", action="store_true", help="keep less of each block, compute it again")
     add("--seed", type=SEED, default=0, help="of weights and batches (default %(default)s)")
     add_engine(parser)
     return parser

@@ -5,6 +5,7 @@
 #   bash jobs/study.sh results/study 64x1 scaling         some of it
 #   bash jobs/study.sh results/study triangle nodes       the two partitions of docs/partitions.md
 #   bash jobs/study.sh results/study masks                four masks of docs/masks.md
+#   bash jobs/study.sh results/study train                training steps of docs/gpt.md
 #
 # Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
 # results and a profile for each.  What is there already is not run again.  Then
@@ -15,7 +16,7 @@
 # data/machines/; drivers/study.py works that out for each workload.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [scaling] [overlap] [triangle] [nodes] [masks]}
+output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [scaling] [overlap] [triangle] [nodes] [masks] [train]}
 shift
 mkdir -p "$output"
 source jobs/env.sh
@@ -120,13 +121,23 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
       done
       unset EMULATE_CORES
       ;;
+    train) # activations by ranks, here; then a layer on nodes, as long for its width as GPT-3's with 128K
+      for ranks in 1 2 4 8; do
+        run_mpi "$ranks" 900 python drivers/bench_train.py --output "$output/memory.h5" --resume \
+          --preset tiny --seqlen 4K --recompute --trials 1 --plans attention2d
+      done
+      calibrated 16x1 10mbit
+      on 16x1 10mbit drivers/bench_train.py --output "$output/train.h5" --resume \
+        --profile "$output/16x1.toml" --preset gpt3-175b-layer --width 192 --nheads 12 \
+        --positions rotary --seqlen 2K --plans auto:2,attention2d:4x4,ring --trials 7
+      ;;
     overlap) # computing and communicating at once, and in turn, where both take as long
       on 16x1 100mbit drivers/bench.py --output "$output/overlap.h5" "${sizes[@]}" \
         --plans attention2d:4x4 --nheads 8 --headdim 64 --seqlens 16K --backward \
         --overlap both
       ;;
     *)
-      echo "study.sh: no part $name: 16x1, 64x1, 16x4, ratio, scaling, overlap, triangle, nodes, masks" >&2
+      echo "study.sh: no part $name: 16x1, 64x1, 16x4, ratio, scaling, overlap, triangle, nodes, masks, train" >&2
       exit 2
       ;;
   esac

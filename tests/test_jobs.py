@@ -27,6 +27,8 @@ SCRIPTS = [".ci/run", *below("jobs")]
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 # A program and the rest of its command.
 PROGRAM = re.compile(r"\b((?:drivers|data|jobs)/\w+\.(?:py|sh))([^\n;|&)]*)")
+PASS_ON = {"jobs/local.sh": "drivers/attention.py", "jobs/gpu_local.sh": "drivers/attention.py",
+           "jobs/train.sh": "drivers/train_gpt.py"}  # fmt: skip
 OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
 
 
@@ -40,8 +42,7 @@ def commands(text):
 @cache
 def options(program):
     """The options that a program knows."""
-    if program in ("jobs/local.sh", "jobs/gpu_local.sh"):  # pass them on
-        program = "drivers/attention.py"
+    program = PASS_ON.get(program, program)
     if program.endswith(".sh"):  # compare them in a test
         return set(re.findall(r"== (--[a-z-]+)", (ROOT / program).read_text()))
     return set(parser_of(program)._option_string_actions)

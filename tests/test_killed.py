@@ -1,4 +1,5 @@
-"""drivers/bench.py, whoever is killed and when: nothing that was finished is lost."""
+"""Whoever is killed and when: nothing that drivers/bench.py has finished is lost, and a training
+run goes on to the same bits."""
 
 import os
 import random
@@ -11,10 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import DRIVERS, ENVIRONMENT, MPIEXEC
+from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, drive, named
 from test_bench import METHODS, SMALL, bench
 
 from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.checkpoint import latest
+from a2d_mpi.experiments.loss_plots import read_losses
 from a2d_mpi.experiments.sweep import Case, plans_for
 
 launches = pytest.mark.launches
@@ -22,9 +25,9 @@ launches = pytest.mark.launches
 SWEEP = ["--seqlens", "256,257,258,259", "--masks", "causal,full", "--plans", "all", "--backward"]
 
 
-def start(ranks, *options):
+def start(ranks, *options, program="bench.py"):
     return subprocess.Popen(
-        [str(x) for x in (MPIEXEC, "-n", ranks, sys.executable, DRIVERS / "bench.py", *options)],
+        [str(x) for x in (MPIEXEC, "-n", ranks, sys.executable, DRIVERS / program, *options)],
         env=os.environ | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -151,3 +154,86 @@ def test_rank_that_is_killed_is_named(tmp_path, victim):
     assert job.returncode not in (0, 1, 2)
     assert re.search(rf"bench.py: rank {victim} was killed \(PID \d+ on ", stderr), stderr
     assert read_benchmark(output) == {}
+
+
+TRAINING = [
+    *(DRIVERS.parent / "README.md", "--separator", "", "--layers", "1", "--width", "8"),
+    *("--nheads", "2", "--seqlen", "40", "--warmup", "5"),
+]
+
+
+def ended(folder):
+    """What a training run has come to, its losses on file too; nothing else may be left."""
+    assert sorted(os.listdir(folder)) == ["checkpoints", "log.h5"]
+    state, refused = latest(folder / "checkpoints")
+    assert not refused and len(os.listdir(folder / "checkpoints")) == 2
+    losses = read_losses(folder / "log.h5").loss
+    assert losses.tolist() == state.losses.tolist()
+    return state.step, state.weights.tobytes(), state.moments.tobytes(), losses.tobytes()
+
+
+def files(folder):
+    folder.mkdir(exist_ok=True)
+    return ["--folder", folder / "checkpoints", "--output", folder / "log.h5"]
+
+
+def test_training_killed_at_any_moment(tmp_path):
+    """The launcher and all ranks, again and again, before and after any step."""
+    options = [*TRAINING, "--steps", "150", "--every", "3"]
+    expected = drive("train_gpt.py", 2, *options, *files(tmp_path / "whole"))
+    assert expected.returncode == 0, expected.stderr
+    folder, moments, seen = tmp_path / "killed", random.Random(0), []
+    for _ in range(2):
+        job = start(2, *options, *files(folder), "--resume", program="train_gpt.py")
+        try:
+            deadline = time.monotonic() + 60
+            before = step_of(folder)
+            while step_of(folder) == before:
+                assert time.monotonic() < deadline and job.poll() is None
+                time.sleep(0.01)
+            time.sleep(moments.uniform(0, 0.2))
+        finally:
+            kill(ranks_below(job.pid)[0])
+            job.communicate(timeout=30)
+        seen.append(step_of(folder))
+        assert not (folder / "log.h5").exists()
+    assert seen == sorted(set(seen)) and seen[-1] < 150
+    done = drive("train_gpt.py", 2, *options, *files(folder), "--resume")
+    assert done.returncode == 0, done.stderr
+    assert ended(folder) == ended(tmp_path / "whole")
+
+
+def step_of(folder):
+    """The step of the latest checkpoint."""
+    return max((int(x.stem[5:]) for x in folder.glob("checkpoints/step-*.h5")), default=0)
+
+
+KILL = """
+old, calls = {0}, []
+def counted(*x):
+    calls.append(0)
+    if len(calls) == {1}: os.kill(os.getpid(), 9)
+    old(*x)
+{0} = counted
+"""
+
+
+def test_training_killed_while_writing(tmp_path):
+    """Checkpoints after steps 2, 4, 6, 8 and 9, then losses; it goes on with others."""
+    options, expected = [*TRAINING, "--steps", "9"], None
+    for name, sabotage, step in (
+        ("whole", "", 9),
+        ("filling", "import h5py\n" + KILL.format("h5py.File.__setitem__", 11), 4),
+        ("after it", KILL.format("os.unlink", 4), 6),
+        ("losses", KILL.format("os.replace", 6), 9),
+    ):
+        case = *options, *files(tmp_path / name)
+        done = drive("train_gpt.py", 1, *case, "--every", "2", sabotage=sabotage)
+        with named(name):
+            assert step_of(tmp_path / name) == step
+            if sabotage:
+                assert done.returncode not in (0, 1, 2), done.stderr
+                done = drive("train_gpt.py", 1, *case, "--every", "5", "--resume")
+            assert done.returncode == 0, done.stderr
+            found = ended(tmp_path / name)
+            assert found == (expected := expected or found)

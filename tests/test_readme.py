@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = ["README.md", "data/README.md", *(f"docs/{x.name}" for x in sorted(DOCS.glob("*.md")))]
 DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
-PROGRAMS = [*DRIVERS, "data/make_sample.py"]
+PROGRAMS = [*DRIVERS, "data/make_sample.py", "data/make_text.py"]
 # Where variables and options of jobs stand.
 SOURCES = "".join(x.read_text() for y in ("src", "jobs") for x in (ROOT / y).rglob("*.[ps][yh]"))
 PROGRAM = re.compile(r"(drivers|data|jobs|tests)/[\w/]+\.(py|sh)")

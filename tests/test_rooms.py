@@ -56,7 +56,7 @@ import a2d_mpi
 from a2d_mpi import Causal, Distribution, Full, IntervalMask, devices, kernels
 from a2d_mpi.core import pairs, atomic, dtypes, merge, chunks, reference, sizes
 from a2d_mpi.experiments import bench_tile, benchmark, candidates, options, plots, results
-from a2d_mpi.experiments import schedule_plots, study, summary, sweep, timing
+from a2d_mpi.experiments import pretrained, schedule_plots, study, summary, sweep, timing
 from a2d_mpi.planning import calibration, cost, memory, model, planner
 try:
     a2d_mpi.Attention2D

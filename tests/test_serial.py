@@ -6,7 +6,8 @@ import pytest
 from helpers import assert_all_refused, drive
 
 GRID, SAMPLE = "plot_grid.py", "../data/make_sample.py"
-PROGRAMS = ["plan.py", "plot.py", "plot_schedule.py", GRID, "study.py", SAMPLE]
+TEXT = "../data/make_text.py"
+PROGRAMS = ["plan.py", "plot.py", "plot_schedule.py", GRID, "study.py", SAMPLE, TEXT]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -68,3 +69,4 @@ def test_bad_samples(tmp_path):
         )
     ])  # fmt: skip
     assert not output.exists() and text.read_text() == "kept"
+    assert_all_refused(TEXT, 0, [(["/nowhere/text"], [], "cannot write /nowhere/text")])

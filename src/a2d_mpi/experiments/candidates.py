@@ -12,6 +12,9 @@ from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.options import MASK_HELP, Parser, mask_text
 from a2d_mpi.experiments.sweep import Case
+from a2d_mpi.gpt.config import PRESETS, GPTConfig
+from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
+from a2d_mpi.gpt.cost import predict_step
 from a2d_mpi.planning.machine import Machine, one_line
 from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
 from a2d_mpi.planning.profile import parse_count, parse_size, read_machine
@@ -27,7 +30,7 @@ def add_problem(parser: Parser, ranks: int) -> None:
     add("--profile", required=True, help="TOML file; see data/machines and drivers/calibrate.py")
     add("--ranks", type=int, required=True, help=f"at most {ranks}")
     add("--seqlen", required=True, help="tokens: 1048576, 1024K or 1M")
-    add("--nheads", type=int, required=True)
+    add("--nheads", type=int, help="there must be one, unless a --gpt has it")
     add("--nheads-kv", type=int, help="default: as many as --nheads")
     add("--headdim", type=int, default=128, help="default %(default)s")
     add("--dtype", choices=DTYPES, default="bfloat16")
@@ -49,6 +52,13 @@ def read_problem(args: argparse.Namespace, ranks: int) -> tuple[Machine, Case]:
     """
     if not 1 <= args.ranks <= ranks:
         raise ValueError(f"--ranks must be at least 1 and at most {ranks}, got {args.ranks}")
+    if getattr(args, "gpt", None):
+        if args.nheads or args.nheads_kv:
+            raise ValueError("--gpt leaves no choice of --nheads and --nheads-kv")
+        config, args.backward = PRESETS[args.gpt], True
+        args.nheads, args.nheads_kv, args.headdim = config.heads.values()
+    if args.nheads is None:
+        raise ValueError("there must be --nheads")
     machine = read_machine(args.profile)
     if args.ranks_per_node is not None:
         machine = machine.with_ranks_per_node(args.ranks_per_node)
@@ -82,6 +92,8 @@ def plan(args: argparse.Namespace) -> int:
     if not found:
         raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
     _print(found, args.ranks, machine, work, memory, args.top)
+    if args.gpt:
+        _print_steps(found[: args.top or None], machine, PRESETS[args.gpt], args)
     if not found[0].fits:
         raise ValueError(f"no plan fits in {_bytes(memory)} a rank")
     return 0
@@ -126,6 +138,28 @@ def _print(
     for heads in (x for x in range(2, ranks + 1) if ranks % x == 0):
         if why := misfit(work.nheads, work.nheads_kv, heads):
             print(f"no plan with {heads} ranks that share the heads: {why}")
+
+
+def _print_steps(
+    found: list[Candidate], machine: Machine, config: GPTConfig, args: argparse.Namespace
+) -> None:
+    """The training steps of a model by these plans."""
+    seqlen = parse_count(args.seqlen)
+    again = ", all but attention computed again" * args.recompute
+    print(
+        f"\ntraining steps of {args.gpt}{again}: {config.layers} layers of width {config.width}, "
+        f"{config.parameters} parameters on every rank"
+        "\n\nmethod        grid            total" + "".join(f"{x:>11}" for x in STEP_PARTS)
+        + "   tokens/s    memory"
+    )  # fmt: skip
+    for plan in found:
+        step = predict_step(machine, plan, config, seqlen, args.dtype, args.recompute)
+        layout, times = plan.layout, (step.total, *step.seconds.values())
+        print(
+            f"{plan.method:<13} {f'{layout.rows}x{layout.cols}x{layout.heads}':<10}"
+            + "".join(f"{duration(x):>11}" for x in times)
+            + f"{seqlen / step.total:>11.4g}{_bytes(step.memory):>10}"
+        )
 
 
 def _idle(plan: Candidate, ranks: int) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from a2d_mpi.core.atomic import remove_leftovers
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
 from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.gpt.config import GPTConfig
@@ -72,8 +71,8 @@ def save(folder: Path, state: State) -> Path:
         set_attributes(file, {"sha256": state.digest()})
         for name in _ARRAYS:
             file[name] = getattr(state, name)
-    remove_leftovers(path)
-    for old in _paths(folder)[KEPT:]:
+    leftovers = folder.glob(".step-*.h5.*.tmp")  # of writers that were killed
+    for old in (*_paths(folder)[KEPT:], *leftovers):
         old.unlink()
     return path
 

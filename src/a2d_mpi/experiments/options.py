@@ -8,9 +8,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from a2d_mpi.core.patterns import PATTERNS, check_mask
+from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
@@ -122,6 +124,31 @@ class Parser(argparse.ArgumentParser):
         """Raise ValueError: whether the options are good is for all ranks to agree on."""
         message = re.sub(r"^argument (\S+): (?=must )", r"\1 ", message)  # as a sentence
         raise ValueError(f"{message} (see --help)")
+
+
+def add_model(parser: Parser, default: str | None) -> None:
+    """Add the options of a GPT's sizes; see `model_of`."""
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default=default, help="default %(default)s")
+    for name in ("layers", "width", "nheads", "nheads-kv"):
+        add(f"--{name}", type=whole(1, 1 << 20), help="default: the preset's")
+    add("--positions", choices=POSITIONS, help="default: the preset's")
+    add("--recompute", action="store_true", help="keep less of each block, compute it again")
+
+
+def model_of(args: argparse.Namespace, **sizes: int) -> GPTConfig:
+    """The sizes of the options of `add_model`, and these.
+
+    Raises
+    ------
+    ValueError
+        If they do not fit each other.
+    """
+    names = ("layers", "width", "nheads", "nheads_kv", "positions")
+    given = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
+    if {"width", "nheads"} & given.keys():
+        given = {"mlp": None, "nheads_kv": None, **given}
+    return replace(PRESETS[args.preset], **sizes, **given)
 
 
 class _Unread(io.FileIO):

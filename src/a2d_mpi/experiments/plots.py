@@ -14,9 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.loss_plots import draw_losses, read_losses
 from a2d_mpi.experiments.pictures import FILLS, pyplot, save
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result
+from a2d_mpi.experiments.step_plots import DRAWN, read_steps
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, phases_of, summarise
 from a2d_mpi.schedules import METHODS
 
@@ -40,16 +42,20 @@ Figure = Callable[[Summary], float]  # one number of a result
 def plot(args: argparse.Namespace) -> int:
     """Draw the figures that are asked for; returns the exit code."""
     names, formats = ([x.strip() for x in text.split(",")] for text in (args.what, args.format))
-    for given, known in ((names, FIGURES), (formats, ("png", "svg"))):
+    read, figures = Choice, FIGURES
+    if len(names) == 1 and names[0] in OTHERS:
+        read, draw = OTHERS[names[0]]
+        figures = {names[0]: lambda plt, found: _finish(*draw(plt, found, WIDTH), columns=3)}
+    for given, known in ((names, figures), (formats, ("png", "svg"))):
         if unknown := [x for x in given if x not in known]:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
-    chosen = Choice(args)
+    chosen = read(args)
     plt = pyplot(**SETTINGS)
     os.makedirs(args.output, exist_ok=True)
     missing = []
     for name in names:
         try:
-            figure = FIGURES[name](plt, chosen)
+            figure = figures[name](plt, chosen)
         except NothingToDraw as error:
             missing.append(f"{name}: {error}")
             continue
@@ -269,6 +275,11 @@ def draw_timeline(plt, choice: Choice):
 
 _DRAWN = (draw_scaling, draw_phases, draw_bytes, draw_model, draw_timeline)
 FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
+# Of files of other kinds: how to read them, and how to draw.
+OTHERS = {
+    "training": (lambda args: read_losses(args.results), draw_losses),
+    **{x: (lambda args: read_steps(args.results), draw) for x, draw in DRAWN.items()},
+}
 
 
 def _line(axes, name: str, x: list[float], y: list[float]) -> None:

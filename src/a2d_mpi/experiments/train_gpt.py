@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from tqdm import tqdm
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.atomic import check_writable, refuse_same, remove_leftovers
 from a2d_mpi.core.documents import Documents
 from a2d_mpi.core.masks import Causal, Mask
 from a2d_mpi.core.problem import Workload
@@ -23,28 +23,31 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.checkpoint import State, newest, save
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.loss_plots import SCHEMA
 from a2d_mpi.experiments.measure import check_grid, open_device, open_grid, origin_of
+from a2d_mpi.experiments.options import model_of
 from a2d_mpi.experiments.results import new_file, set_attributes
-from a2d_mpi.gpt.adam import Adam, LearningRate
-from a2d_mpi.gpt.config import PRESETS, GPTConfig
-from a2d_mpi.gpt.gradients import GradientSum, total
+from a2d_mpi.gpt.adam import LearningRate
+from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
+from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
+from a2d_mpi.gpt.training import Training
 
-SCHEMA = ("a2d_mpi.training", 1)
-PARTS = ("attention", "wait", "gradients", "other")  # of a step's seconds
+PARTS = (*STEP_PARTS, "plan")  # of a step's seconds
 # Options that a run must go on with.
-SAME = ("text", "seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator")
+SAME = ("seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator", "validate")
 
 
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train, or go on; returns the exit code."""
-    text, config = together(comm, lambda: _validated(args))
+    text, held, config = together(comm, lambda: _validated(args))
     sizes = {"seqlen": args.seqlen, "dtype": args.dtype, **config.heads}
     device = open_device(comm, args.device)
     grid = open_grid(comm, args, Workload(**sizes, mask=Causal(), backward=True))
-    state = _resumed(comm, args, config)
+    state = _resumed(comm, args, config, text)
     with threadpool_limits(args.threads):
         trainer = Trainer(comm, grid, args, config, text, state, device)
         steps = range(state.step, args.until or args.steps)
@@ -54,12 +57,14 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 shown.set_postfix(loss=f"{loss:.3f}")
                 if (step + 1) % args.every == 0 or step + 1 == steps.stop:
                     together(comm, lambda: trainer.keep(args.folder), on=0)
+        traffic = comm.gather(trainer.traffic())  # of the steps
+        held_out = {"loss": trainer.evaluate(held), **held.sizes()} if held else {}
     origin = origin_of(comm, device)
-    traffic = comm.gather(trainer.traffic())
     if comm.rank == 0:
-        _report(trainer, text, args)
+        _report(trainer, text, held_out, args)
     if args.output:
-        together(comm, lambda: write(args.output, trainer, origin, traffic), on=0)
+        texts = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}, held_out
+        together(comm, lambda: write(args.output, trainer, origin, texts, traffic), on=0)
     trainer.free()
     grid.free()
     return 0
@@ -95,12 +100,12 @@ class Trainer:
         self._comm, self._grid, self._args, self._text = comm, grid, args, text
         self._device = device
         self.config, self.done, self._run = config, state.step, state.run
-        self._weights = Parameters(config, device.upload(state.weights))
-        self._gradients = Parameters(config, device.upload(np.zeros_like(state.weights)))
-        self._adam = Adam(self._weights, device.upload(state.moments))
-        self._adam.step = state.step
+        weights = Parameters(config, device.upload(state.weights))
+        moments = device.upload(state.moments)
+        self._training = Training(
+            comm, weights, moments, state.step, args.recompute, args.transfers
+        )
         self._rates = LearningRate(args.rate, args.warmup, args.steps)
-        self._sum = GradientSum(comm, self._gradients.flat, args.transfers)
         self._plan: AttentionPlan | None = None
         self._bytes: dict[str, np.ndarray] = {}
         self.losses, self.seconds = list(state.losses), list(state.seconds)
@@ -108,27 +113,30 @@ class Trainer:
 
     def step(self) -> float:
         """One step; returns the loss before it.  Collective."""
-        start = time.perf_counter()
         args = self._args
         batch = self._text.batch(args.seqlen, args.seed, self.done, not args.separator)
+        start = time.perf_counter()
         plan = self._plan_for(batch)
-        own, timed = plan.tokens, _Timed(plan)
-        model = GPT(self._weights, timed, batch.positions[own], args.recompute)
-        count = max(1, int((batch.targets >= 0).sum()))
-        tokens, targets = (self._device.upload(x[own]) for x in (batch.tokens, batch.targets))
-        loss = model.loss(tokens, targets, count, self._gradients, self._sum.start)
-        waiting = time.perf_counter()
-        self._sum.finish()
-        waited = time.perf_counter() - waiting
-        loss = total(self._comm, loss)
-        self._adam.update(self._gradients, self._rates.at(self.done))
-        seconds = time.perf_counter() - start
+        planned = time.perf_counter() - start
+        loss, parts = self._training.step(plan, batch, self._rates.at(self.done))
         self.done += 1
         self.losses.append(loss)
-        self.seconds.append(seconds)
-        attention = timed.seconds - timed.wait
-        self.parts.append([attention, timed.wait, waited, seconds - timed.seconds - waited])
+        self.seconds.append(planned + sum(parts.values()))
+        self.parts.append([*parts.values(), planned])
         return loss
+
+    def evaluate(self, text: Text) -> float:
+        """Mean loss of a text, in sequences that follow each other.  Collective."""
+        seqlen, loss, count = self._args.seqlen, 0.0, 0
+        for begin in range(0, len(text.bytes) - seqlen + 1, seqlen):
+            batch = text.at(begin, seqlen, not self._args.separator)
+            plan = self._plan_for(batch)
+            own = plan.tokens
+            model = GPT(self._training.weights, plan, batch.positions[own])
+            tokens, targets = (self._device.upload(x[own]) for x in (batch.tokens, batch.targets))
+            loss += total(self._comm, model.loss(tokens, targets, 1))
+            count += int((batch.targets >= 0).sum())
+        return loss / max(1, count)
 
     def _plan_for(self, batch: Batch) -> AttentionPlan:
         """The plan of a batch: the same again if its mask is."""
@@ -158,65 +166,58 @@ class Trainer:
             self._plan.free()
             self._plan = None
 
+    def layout(self) -> dict[str, object]:
+        """The method and its grid, as result files name them."""
+        names = ("rows", "cols", "heads")
+        return {"method": self._args.method, **{x: getattr(self._grid, x) for x in names}}
+
     def traffic(self) -> dict[str, np.ndarray]:
         """Bytes that this rank has sent and received, by phase and communicator."""
         self._forget()
-        return {**self._bytes, "gradients/all": np.array([self._sum.nbytes] * 2)}
+        return {**self._bytes, "gradients/all": np.array([self._training.sum.nbytes] * 2)}
 
     def weights(self) -> np.ndarray:
         """The weights, flat, on the host."""
-        return self._device.download(self._weights.flat)
+        return self._device.download(self._training.weights.flat)
 
     def keep(self, folder: Path) -> None:
         """Write a checkpoint."""
-        arrays = self.weights(), self._device.download(self._adam.moments)
+        arrays = self.weights(), self._device.download(self._training.adam.moments)
         log = np.array(self.losses), np.array(self.seconds)
         save(folder, State(self.config, self._run, self.done, *arrays, *log))
 
     def free(self) -> None:
         """Free plan and communicators.  Collective."""
         self._forget()
-        self._sum.free()
+        self._training.free()
 
 
-class _Timed:
-    """A plan, and the seconds that its calls take."""
-
-    def __init__(self, plan: AttentionPlan) -> None:
-        self._plan, self.tokens = plan, plan.tokens
-        self.seconds = self.wait = 0.0
-
-    def forward(self, *tensors: np.ndarray) -> tuple:
-        return self._called("forward", tensors)
-
-    def backward(self, *tensors: np.ndarray) -> tuple:
-        return self._called("backward", tensors)
-
-    def _called(self, phase: str, tensors: Sequence[np.ndarray]) -> tuple:
-        found = getattr(self._plan, phase)(*tensors)
-        self.seconds += self._plan.timings[f"{phase}/total"]
-        self.wait += self._plan.timings[f"{phase}/wait"]
-        return found
-
-
-def _validated(args: argparse.Namespace) -> tuple[Text, GPTConfig]:
-    """Read the text, and fill in the sizes of the model."""
+def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
+    """Read the text, and the part that is held out, and fill in the sizes of the model."""
     check_grid(args)
-    config = PRESETS[args.preset]
-    names = ("layers", "width", "nheads", "nheads_kv", "positions")
-    given = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
-    if {"width", "nheads"} & given.keys():
-        given = {"mlp": None, "nheads_kv": None, **given}
-    config = replace(config, vocab=VOCAB, seqlen=args.seqlen, **given)
+    config = model_of(args, vocab=VOCAB, seqlen=args.seqlen)
     args.separator = args.separator.encode().decode("unicode_escape").encode("latin-1")
-    text = Text(args.text, args.separator)
+    if not 0 <= args.validate < 1:
+        raise ValueError(
+            f"--validate must be a share of at least 0 and less than 1, got {args.validate}"
+        )
+    text, held = Text(args.text, args.separator, args.validate), None
+    if args.validate:
+        held = Text(args.text, args.separator, args.validate, held_out=True)
+        if len(held.bytes) < args.seqlen:
+            raise ValueError(
+                f"--validate {args.validate} holds out {len(held.bytes)} bytes, fewer than "
+                f"--seqlen {args.seqlen}"
+            )
     args.folder.mkdir(parents=True, exist_ok=True)
-    return text, config
+    return text, held, config
 
 
-def _resumed(comm: MPI.Intracomm, args: argparse.Namespace, config: GPTConfig) -> State:
+def _resumed(
+    comm: MPI.Intracomm, args: argparse.Namespace, config: GPTConfig, text: Text
+) -> State:
     """The state to go on from: rank 0 reads it, all get it."""
-    run = {x: str(getattr(args, x)) for x in SAME}
+    run = {"text_sha256": text.sha256, **{x: str(getattr(args, x)) for x in SAME}}
     state = comm.bcast(together(comm, lambda: _earlier(args, config, run), on=0))
     if state is None:
         weights = initial(config, args.seed, args.dtype)
@@ -227,24 +228,35 @@ def _resumed(comm: MPI.Intracomm, args: argparse.Namespace, config: GPTConfig) -
 
 def _earlier(args: argparse.Namespace, config: GPTConfig, run: dict[str, object]) -> State | None:
     """The state of the latest checkpoint, if it is of this run and this is to go on."""
+    if args.output:
+        refuse_same(args.output, args.text)
+        check_writable(args.output)
     state = newest(args.folder)
     if state is None:
         return None
     if not args.resume:
         raise ValueError(f"{args.folder} has checkpoints; --resume goes on from the latest")
     was, wanted = ({**asdict(c), **r} for c, r in ((state.config, state.run), (config, run)))
-    differ = [f"{x} was {was[x]}, is {wanted[x]}" for x in wanted if was[x] != wanted[x]]
+    differ = [f"{x} was {was.get(x)}, is {wanted[x]}" for x in wanted if was.get(x) != wanted[x]]
     if differ:
         raise ValueError(f"the run in {args.folder} is another: {'; '.join(differ)}")
     return state
 
 
-def write(path: Path, trainer: Trainer, origin: dict, traffic: list[dict]) -> None:
-    """Write losses, seconds and traffic of a run."""
+def write(
+    path: Path,
+    trainer: Trainer,
+    origin: dict,
+    texts: tuple[dict, dict],
+    traffic: list[dict],
+) -> None:
+    """Write losses, seconds and traffic of a run; `texts`: trained on, and held out."""
     with new_file(path) as file:
         set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **origin})
         config = file.create_group("config")
-        set_attributes(config, asdict(trainer.config) | trainer._run)
+        set_attributes(config, trainer._run | asdict(trainer.config) | trainer.layout())
+        for name, x in zip(("text", "held_out"), texts):
+            set_attributes(file.create_group(name), x)
         file["loss"] = np.array(trainer.losses)
         file["seconds/total"] = np.array(trainer.seconds)
         for name, x in zip(PARTS, np.array(trainer.parts).reshape(-1, len(PARTS)).T):
@@ -252,10 +264,13 @@ def write(path: Path, trainer: Trainer, origin: dict, traffic: list[dict]) -> No
         for name in traffic[0]:
             both = np.array([x[name] for x in traffic])  # (ranks, 2)
             file[f"traffic/{name}/sent"], file[f"traffic/{name}/received"] = both.T
+    remove_leftovers(path)
 
 
-def _report(trainer: Trainer, text: Text, args: argparse.Namespace) -> None:
+def _report(trainer: Trainer, text: Text, held_out: dict, args: argparse.Namespace) -> None:
     """Print the short table."""
+    for name in held_out and ("loss", "unigram_entropy"):
+        print(f"held-out text: {name.replace('_', ' ')} {held_out[name]:.4f} nats")
     if not trainer.parts:
         print(f"nothing to do: {trainer.done} steps were done before")
         return

@@ -19,6 +19,7 @@ import numpy as np
 
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.layers import (
+    add_rows,
     cross_entropy,
     flat,
     gelu,
@@ -119,31 +120,41 @@ class GPT:
             Told of each part of the flat gradient that is finished, in the same order on all
             ranks.
         """
-        x, w = self._embed(tokens), self.weights.named
-        kept = []
+        x, kept = self._embed(tokens), []
         for i in range(self.config.layers):
             x, of_block = self._block(i, x)
             kept.append(of_block if gradients is not None else None)
-        h, of_norm = layer_norm(x, w["ln_f.weight"], w["ln_f.bias"])
-        loss, dlogits = cross_entropy(h @ w["wte"].T, targets)  # (n, V)
+        if gradients is not None:
+            gradients.flat[:] = 0
+        loss, dx = self._last(x, targets, count, gradients)
         if gradients is None:
-            return loss / count
-        gradients.flat[:] = 0
-        d = gradients.named
-        dlogits *= 1 / count
-        d["wte"] += dlogits.T @ h
-        dh = dlogits @ w["wte"]
-        dx = layer_norm_backward(dh, of_norm, w["ln_f.weight"], d["ln_f.weight"], d["ln_f.bias"])
+            return loss
         buckets = gradients.buckets()
         for i in reversed(range(self.config.layers)):
             dx = self._block_backward(i, dx, kept.pop(), gradients)
             finished(next(buckets))
-        xp = module_of(dx)
-        xp.add.at(d["wte"], tokens, dx)
+        d = gradients.named
+        add_rows(d["wte"], tokens, dx)
         if "wpe" in d:
-            xp.add.at(d["wpe"], self._positions, dx)
+            add_rows(d["wpe"], self._positions, dx)
         finished(next(buckets))
-        return loss / count
+        return loss
+
+    def _last(
+        self, x: Array, targets: Array, count: int, gradients: Parameters | None
+    ) -> tuple[float, Array | None]:
+        """Loss of the last block's output, and its gradient; the logits are soon gone."""
+        w = self.weights.named
+        h, of_norm = layer_norm(x, w["ln_f.weight"], w["ln_f.bias"])
+        dlogits = h @ w["wte"].T  # (n, V)
+        loss = cross_entropy(dlogits, targets) / count
+        if gradients is None:
+            return loss, None
+        d = gradients.named
+        dlogits *= 1 / count
+        d["wte"] += dlogits.T @ h
+        norm = w["ln_f.weight"], d["ln_f.weight"], d["ln_f.bias"]
+        return loss, layer_norm_backward(dlogits @ w["wte"], of_norm, *norm)
 
     def hidden(self, tokens: Array) -> Array:
         """What the logits of this rank's tokens are made of, (n, E).  Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,20 +37,46 @@ class Text:
     path : Path
     separator : bytes
         Between documents; empty: the text is one.
+    share : float
+        Share of the documents that is held out: evenly spaced ones.
+    held_out : bool
+        These, and not the others.
+
+    Attributes
+    ----------
+    bytes : (n,) int64
+        All documents, one after the other.
+    begins : (documents + 1,) int64
+        Where they begin, and the end of the last one.
+    sha256 : str
+        Of the file.
 
     Raises
     ------
     ValueError
-        If the text is empty.
+        If there is no text, or no document is held out.
     OSError
         If it cannot be read.
     """
 
-    def __init__(self, path: Path, separator: bytes = b"\n\n\n") -> None:
+    def __init__(
+        self,
+        path: Path,
+        separator: bytes = b"\n\n\n",
+        share: float = 0.0,
+        held_out: bool = False,
+    ) -> None:
         whole = Path(path).read_bytes()
         parts = [x for x in whole.split(separator) if x] if separator else [whole]
         if not any(parts):
             raise ValueError(f"{path} has no text")
+        count = len(parts)
+        parts = [
+            x for i, x in enumerate(parts) if held_out == (int((i + 1) * share) > int(i * share))
+        ]
+        if not parts:
+            raise ValueError(f"{path} has {count} documents: a share of {share} is none or all")
+        self.sha256 = hashlib.sha256(whole).hexdigest()
         self.bytes = np.frombuffer(b"".join(parts), np.uint8).astype(np.int64)
         self.begins = np.cumsum([0, *map(len, parts)])  # of documents, and the end
 
@@ -59,8 +86,12 @@ class Text:
         `one_document`: as if it were one.
         """
         rng = np.random.default_rng([seed, step])
+        return self.at(int(rng.integers(len(self.bytes))), seqlen, one_document)
+
+    def at(self, begin: int, seqlen: int, one_document: bool = False) -> Batch:
+        """The sequence of `seqlen` bytes from a place on, round the end."""
         n = len(self.bytes)
-        where = (int(rng.integers(n)) + np.arange(seqlen + 1)) % n
+        where = (begin + np.arange(seqlen + 1)) % n
         tokens = self.bytes[where]
         if one_document:
             starts = np.zeros(1, np.int64)
@@ -77,6 +108,15 @@ class Text:
                 targets[-1] = -1
         positions = np.arange(seqlen) - np.repeat(starts, ends - starts)
         return Batch(tokens[:-1], targets, positions, np.append(starts, seqlen))
+
+    def sizes(self) -> dict[str, object]:
+        """Documents, bytes and unigram entropy, as result files name them."""
+        documents = len(self.begins) - 1
+        return {
+            "documents": documents,
+            "bytes": len(self.bytes),
+            "unigram_entropy": self.entropy(),
+        }
 
     def entropy(self) -> float:
         """Nats a byte of the bytes' frequencies: the loss of the best model without context."""

@@ -127,7 +127,7 @@ def candidates(
     ]
     # Those after each other that share the matrices of visible pairs.
     alike = sorted(shapes, key=lambda x: (distribution_of(x[0], work.mask), x[1].heads))
-    found = {x: _candidate(machine, *x, work, room) for x in progress(alike)}
+    found = {x: candidate(machine, *x, work, room) for x in progress(alike)}
     return sorted((found[x] for x in shapes), key=lambda x: (not x.fits, x.seconds))
 
 
@@ -260,9 +260,10 @@ def _percent(x: float) -> str:
     return f"{100 * x:.0f} %" if x < 9.995 else f"{x + 1:.0f}x"
 
 
-def _candidate(
-    machine: Machine, method: str, layout: Layout, work: Workload, room: int | None
+def candidate(
+    machine: Machine, method: str, layout: Layout, work: Workload, room: int | None = None
 ) -> Candidate:
+    """What one plan costs; `room`: bytes that a rank has for it, default: any number."""
     name = distribution_of(method, work.mask)
     problem = problem_of(method, layout, work, work.mask, name)
     received, number, memory = _needs(method, essence(method, layout), problem, work.backward)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 import numpy as np
 
 from . import cuda
 
-OPERATORS = ("add", "sub", "mul", "truediv", "pow", "matmul", "ge", "neg")
+OPERATORS = ("add", "sub", "mul", "truediv", "pow", "matmul", "ge", "ne", "neg")
 METHODS = ("astype", "copy", "max", "mean", "sum")
 VIEWS = ("swapaxes", "transpose")
-FUNCTIONS = ("cos", "exp", "log", "sin", "tanh", "concatenate", "stack")
-MADE = ("arange", "zeros", "empty_like", "zeros_like")
+FUNCTIONS = ("argsort", "concatenate", "cos", "exp", "log", "sin", "stack", "tanh")
+MADE = ("arange", "ones", "zeros", "empty_like", "zeros_like")
 
 
 class Arithmetic:
@@ -75,12 +76,15 @@ def functions(cls):
         return function
 
     def computed(name):
-        def function(first, *args, **options):
-            parts = list(first) if isinstance(first, (list, tuple)) else [first]
+        def function(first, out=None, **options):
             many = isinstance(first, (list, tuple))
             f = getattr(np, name)
-            call = (lambda *x: f(x, *args, **options)) if many else f
-            return lazy(cls, call, *parts)
+            call = (lambda *x: f(x, **options)) if many else partial(f, **options)
+            found = lazy(cls, call, *(first if many else [first]))
+            if out is None:
+                return found
+            out[...] = found
+            return out
 
         return function
 
@@ -90,9 +94,8 @@ def functions(cls):
 
     class add:
         @staticmethod
-        def at(x, index, value):
-            to, index, value = x._host, _known(index), _known(value)
-            _queue(lambda: np.add.at(to, index, value))
+        def reduceat(x, indices, axis=0):
+            return lazy(cls, lambda *both: np.add.reduceat(*both, axis=axis), x, indices)
 
     return (
         {x: made(x) for x in MADE}

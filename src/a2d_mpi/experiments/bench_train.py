@@ -1,0 +1,292 @@
+"""The job of drivers/bench_train.py: training steps by several plans, checked and timed in turn.
+
+::
+
+    /                 attributes: schema, schema_version
+    /runs/<name>      attributes: ranks, plan, model, predicted/<part>, predicted/memory, ...
+        seconds       (trials, ranks, parts) of steps; attribute parts
+        operator      (trials, ranks) of attention alone, forward and backward, once
+        sent          (ranks, 2) bytes of a step: of attention, of sums of gradients
+        activations   (ranks,) bytes at most in a step; attention's buffers are apart: buffers
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core import reference
+from a2d_mpi.core.atomic import check_writable
+from a2d_mpi.core.masks import Mask
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.hdf5 import reading
+from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs
+from a2d_mpi.experiments.options import FAILED_CHECK, model_of
+from a2d_mpi.experiments.results import new_file, set_attributes
+from a2d_mpi.experiments.step_plots import SCHEMA, Steps
+from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
+from a2d_mpi.experiments.timing import turns
+from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.cost import PARTS, predict_step
+from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.parameters import Parameters, initial
+from a2d_mpi.gpt.text import Batch
+from a2d_mpi.gpt.training import Training
+from a2d_mpi.planning.planner import candidate, duration
+from a2d_mpi.planning.profile import parse_count, read_machine
+from a2d_mpi.schedules import METHODS
+
+BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # of loss and gradients, relative
+
+
+def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Measure what a file lacks; returns the exit code."""
+    config, plans, machine, done = together(comm, lambda: _prepare(args, comm.size))
+    together(comm, lambda: check_writable(args.output, 1 << 16), on=0)
+    ways = (False, True) if args.recompute else (False,)
+    model = f"-{config.layers}x{config.width}"
+    named = {c.name + model + "-recompute" * x: (c, x) for c in plans for x in ways}
+    todo = {x: y for x, y in named.items() if x not in done}
+    if not todo:
+        if comm.rank == 0:
+            print(f"all of it is in {args.output} already")
+        return 0
+    weights = initial(config, args.seed, args.dtype)
+    batch = _batch(config, args.seed)
+    mask = plans[0].case.work().mask
+    wanted = comm.bcast(_expected(config, weights, batch, mask) if comm.rank == 0 else None)
+    with threadpool_limits(args.threads):
+        runs = {
+            name: _opened(comm, config, c, again, weights, batch)
+            for name, (c, again) in todo.items()
+        }
+        for run in runs.values():
+            run.check(wanted, BOUNDS[args.dtype])
+        for run in turns(list(runs.values()), args.trials):
+            run.trial()
+    origin, failed = origin_of(comm), 0
+    found = {name: run.result(machine) for name, run in runs.items()}
+    for run in runs.values():
+        failed += not run.passed
+        run.free()
+    together(comm, lambda: _write(args.output, origin, found), on=0)
+    if comm.rank == 0:
+        _report(found)
+    return FAILED_CHECK if failed else 0
+
+
+def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
+    """Sizes, plans and machine, and the names of what a file has."""
+    seqlen = parse_count(args.seqlen)
+    config = model_of(args, vocab=args.vocab, seqlen=seqlen)
+    machine = read_machine(args.profile) if args.profile else None
+    sizes = {"nheads": config.nheads, "headdim": config.headdim, "nheads_kv": config.nheads_kv}
+    case = Case(seqlen=seqlen, **sizes, dtype=args.dtype, mask=args.mask, backward=True)
+    specs = [x for x in args.plans.split(",") if x.strip()]
+    plans = plans_for(case, specs, ranks, tuple(METHODS), machine=machine)
+    if not plans:
+        raise ValueError("nothing to run: --plans is empty")
+    done: set[str] = set()
+    if os.path.exists(args.output):
+        if not args.resume:
+            raise ValueError(f"{args.output} exists: --resume adds to it, or remove it")
+        with reading(args.output, SCHEMA) as file:
+            done = set(file["runs"])
+    return config, plans, machine, done
+
+
+def _batch(config: GPTConfig, seed: int) -> Batch:
+    n = config.seqlen
+    tokens = np.random.default_rng([seed, 1]).integers(0, config.vocab, n + 1)
+    return Batch(tokens[:-1], tokens[1:], np.arange(n), np.array([0, n]))
+
+
+class _Textbook:
+    """Attention of one rank in float64, by its definition."""
+
+    def __init__(self, config: GPTConfig, mask: Mask) -> None:
+        self.tokens = np.arange(config.seqlen)
+        self._args = mask.dense(self.tokens, self.tokens), config.headdim**-0.5
+
+    def forward(self, *qkv: np.ndarray) -> tuple:
+        return reference.attention(*qkv, *self._args)
+
+    def backward(self, dout, q, k, v, out, lse) -> tuple:
+        delta = (dout * out).sum(axis=2)
+        return reference.attention_backward(dout, q, k, v, lse, delta, *self._args)
+
+
+def _expected(
+    config: GPTConfig, weights: np.ndarray, batch: Batch, mask: Mask
+) -> tuple[float, np.ndarray]:
+    """Loss and gradient in float64 on this rank."""
+    wide = Parameters(config, weights.astype("f8"))
+    gradients = Parameters(config, np.zeros(config.parameters))
+    model = GPT(wide, _Textbook(config, mask), batch.positions)
+    loss = model.loss(batch.tokens, batch.targets, len(batch.tokens), gradients)
+    return loss, gradients.flat
+
+
+@dataclass
+class _Run:
+    """A plan in a model, and what was measured."""
+
+    comm: MPI.Intracomm
+    configuration: Configuration
+    recompute: bool
+    plan: AttentionPlan
+    training: Training
+    batch: Batch
+    operator: Measurement
+    seconds: list = field(default_factory=list)
+    passed: bool = True
+    errors: tuple[float, float] = (0.0, 0.0)
+
+    def step(self) -> float:
+        self.comm.Barrier()
+        loss, parts = self.training.step(self.plan, self.batch, 0.0)
+        self.seconds.append(list(parts.values()))
+        return loss
+
+    def check(self, wanted: tuple[float, np.ndarray], bound: float) -> None:
+        """Do a first step, check it, and count what it holds and sends."""
+        self.first = self.step()
+        flat = self.training.gradients.flat
+        # Adam has clipped them: to the norm that the wanted ones are clipped to.
+        norm = np.linalg.norm(wanted[1])
+        gradient = wanted[1] * min(1.0, 1.0 / norm)
+        self.errors = (
+            abs(self.first - wanted[0]) / abs(wanted[0]),
+            float(np.linalg.norm(flat - gradient) / np.linalg.norm(gradient)),
+        )
+        self.passed = max(self.errors) <= bound
+        self.activations = self._activations()
+        self.operator.call()
+        self.plan.traffic.clear()
+        before = self.training.sum.nbytes
+        self.step()
+        attention = sum(x[0] for x in self.plan.traffic.bytes.values())
+        self.sent = attention, self.training.sum.nbytes - before
+        self.seconds = []
+
+    def trial(self) -> None:
+        self.passed &= self.step() == self.first
+        self.operator.trial()
+
+    def _activations(self) -> int:
+        """Bytes that loss and gradients allocate at most."""
+        own, gradients = self.plan.tokens, self.training.gradients
+        model = GPT(self.training.weights, self.plan, self.batch.positions[own], self.recompute)
+        with _peak() as peak:
+            n = len(self.batch.tokens)
+            model.loss(self.batch.tokens[own], self.batch.targets[own], n, gradients)
+        return peak[0]
+
+    def result(self, machine) -> tuple[dict, dict]:
+        """Attributes and arrays of all ranks, on the first; collective."""
+        c, config = self.configuration, self.training.weights.config
+        gathered = self.comm.gather((
+            *(self.seconds, self.sent, self.activations, self.plan.buffer_bytes),
+            np.sum([self.operator.seconds[f"{x}/total"] for x in self.operator.phases], axis=0),
+        ))  # fmt: skip
+        passed = self.comm.allreduce(self.passed, MPI.LAND)
+        attributes = {
+            "method": c.method, "rows": c.layout.rows, "cols": c.layout.cols,
+            "heads": c.layout.heads, "order": c.layout.numbering, "picked": c.picked,
+            "ranks": self.comm.size, "mask": c.case.mask, "dtype": c.case.dtype,
+            "recompute": self.recompute, "passed": passed,
+            "distribution": self.plan.distribution.name,
+            "loss error": self.errors[0], "gradient error": self.errors[1],
+            **asdict(config),
+        }  # fmt: skip
+        if machine is not None:
+            plan = candidate(machine, c.method, c.layout, c.case.work())
+            step = predict_step(machine, plan, config, config.seqlen, c.case.dtype, self.recompute)
+            attributes |= {f"predicted/{x}": y for x, y in step.seconds.items()}
+            attributes |= {"predicted/memory": step.memory, "machine": machine.name}
+            attributes["predicted/operator"] = plan.seconds
+        if gathered is None:
+            return {}, {}
+        seconds, sent, activations, buffers, operator = map(np.array, zip(*gathered))
+        arrays = {"seconds": seconds.swapaxes(0, 1), "operator": operator.T, "sent": sent}
+        return attributes, {**arrays, "activations": activations, "buffers": buffers}
+
+    def free(self) -> None:
+        self.training.free()
+        self.plan.free()
+        self.plan.grid.free()
+
+
+@contextmanager
+def _peak() -> Iterator[list[int]]:
+    """Bytes that are allocated at most, beside those that were before."""
+    found = [0]
+    tracemalloc.start()
+    try:
+        yield found
+        found[0] = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def _opened(
+    comm: MPI.Intracomm,
+    config: GPTConfig,
+    c: Configuration,
+    recompute: bool,
+    weights: np.ndarray,
+    batch: Batch,
+) -> _Run:
+    """Make grid, plan and model of a run."""
+    layout = c.layout
+    grid = ProcessGrid(
+        *(comm, layout.rows, layout.cols),
+        heads=layout.heads,
+        order=layout.order,
+        block=layout.block,
+    )
+    work = c.case.work()
+    plan = make_plan(c.method, grid, work.mask, **work.arguments, threads=1)
+    moments = np.zeros((2, len(weights)), weights.dtype)
+    training = Training(comm, Parameters(config, weights.copy()), moments, 0, recompute)
+    operator = Measurement(plan, random_inputs(plan, True), backward=True)
+    return _Run(comm, c, recompute, plan, training, batch, operator)
+
+
+def _write(path: str, origin: dict, found: dict) -> None:
+    there = os.path.exists(path)
+    with new_file(path, extend=there) as file:
+        if not there:
+            set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1]})
+            file.create_group("runs")
+        for name, (attributes, arrays) in found.items():
+            group = file["runs"].create_group(name)
+            set_attributes(group, {**origin, **attributes})
+            for x, y in arrays.items():
+                group[x] = y
+
+
+def _report(found: dict) -> None:
+    """Print the table: medians of the slowest rank; in brackets what was predicted."""
+    print("plan                       step      " + "".join(f"{x:>20}" for x in PARTS)
+          + "      operator  activations    error")  # fmt: skip
+    for attributes, arrays in found.values():
+        run = Steps(attributes, arrays)
+        shown = [duration(x) + (f" ({duration(run.predicted[name])})" if run.predicted else "")
+                 for name, x in run.parts.items()]  # fmt: skip
+        error = max(attributes["loss error"], attributes["gradient error"])
+        plan = run.plan + " again" * attributes["recompute"]
+        print(f"{plan:<26}{duration(run.seconds):>9} " + "".join(f"{x:>20}" for x in shown)
+              + f"{duration(run.operator):>14}{arrays['activations'].max() / 1e6:10.2f} MB"
+              + f"{error:9.1e}" + " FAILED" * (not attributes["passed"]))  # fmt: skip

@@ -1,0 +1,226 @@
+"""The job of drivers/encode.py: embeddings of texts, their attention spread over all ranks."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.core.atomic import check_writable, refuse_same
+from a2d_mpi.core.documents import Documents
+from a2d_mpi.core.problem import Workload
+from a2d_mpi.core.reference import attention
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.measure import check_grid, open_grid, origin_of
+from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.pretrained import (
+    INSIDE,
+    describe_model,
+    find_model,
+    load_model,
+    read_text,
+    windows,
+)
+from a2d_mpi.experiments.results import new_file, set_attributes
+from a2d_mpi.gpt.encoder import Encoder
+from a2d_mpi.gpt.gradients import GradientSum
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SCHEMA = ("a2d_mpi.embeddings", 1)
+BOUND = 1e-5  # of an element's error, where embeddings have norm 1
+SHOWN = 70  # characters of a text
+
+
+class Packed(NamedTuple):
+    """Documents in one sequence.
+
+    Attributes
+    ----------
+    texts : list of str
+    tokens : (seqlen,) int64
+    cu_seqlens : (documents + 1,) int64
+    """
+
+    texts: list[str]
+    tokens: np.ndarray
+    cu_seqlens: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document."""
+        return np.diff(self.cu_seqlens)
+
+    @property
+    def places(self) -> np.ndarray:
+        """Place of each token in its document, (seqlen,)."""
+        return np.arange(len(self.tokens)) - np.repeat(self.cu_seqlens[:-1], self.lengths)
+
+
+def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
+    """Encode; returns the exit code: 1 if a check failed."""
+    together(comm, lambda: check_grid(args))
+    encoder, packed, attributes = comm.bcast(together(comm, lambda: _prepared(args), on=0))
+    queries = len(args.query or ())
+    mask = Documents(packed.cu_seqlens)
+    sizes = {"seqlen": len(packed.tokens), "dtype": "float32", **encoder.heads}
+    grid = open_grid(comm, args, Workload(**sizes, mask=mask))
+    plan = make_plan(args.method, grid, mask, **sizes, threads=args.threads)
+    with threadpool_limits(args.threads):
+        comm.Barrier()
+        start = time.perf_counter()
+        found = embeddings(plan, encoder, packed)
+        seconds = time.perf_counter() - start
+        documents = len(packed.texts) - queries
+        if comm.rank == 0:
+            print(f"{documents} documents, {queries} queries, {len(packed.tokens)} tokens: "
+                  f"{len(packed.tokens) / seconds:.0f} tokens/s on {comm.size} ranks")  # fmt: skip
+            _show_nearest(packed.texts, found, queries, args.nearest)
+        error = 0.0
+        if args.check:
+            error = comm.bcast(together(comm, lambda: _error(encoder, packed, found), on=0))
+    origin = origin_of(comm)
+    if args.output:
+        attributes |= origin
+        together(comm, lambda: write(args.output, packed, found, queries, attributes), on=0)
+    plan.free()
+    grid.free()
+    return 0 if error <= BOUND else FAILED_CHECK
+
+
+def pack(
+    texts: Sequence[str], queries: Sequence[str], tokenizer: Tokenizer, most: int | None = None
+) -> Packed:
+    """Tokenise texts, cut those that are longer than an input of the model, put queries last.
+
+    Parameters
+    ----------
+    texts, queries : sequence of str
+        Texts without tokens are left out.
+    tokenizer : Tokenizer
+    most : int, optional
+        Documents, without the queries.  Default: all.
+
+    Raises
+    ------
+    ValueError
+        If there are no texts, or a query is empty or too long.
+    """
+    pieces, inputs = [], []
+    for text in texts:
+        if most is not None and len(inputs) >= most:
+            break
+        found = tokenizer.encode(text, add_special_tokens=False)
+        for i, tokens in enumerate(windows(found.ids, tokenizer)):
+            inside = found.offsets[i * INSIDE :][: len(tokens) - 2]
+            pieces.append(text[inside[0][0] : inside[-1][1]])
+            inputs.append(tokens)
+    pieces, inputs = pieces[:most], inputs[:most]
+    if not inputs:
+        raise ValueError("the text has no documents")
+    for query in queries:
+        ids = tokenizer.encode(query, add_special_tokens=False).ids
+        if not 0 < len(ids) <= INSIDE:
+            raise ValueError(f"a query must have 1 to {INSIDE} tokens, got {len(ids)}")
+        inputs += windows(ids, tokenizer)
+    cu_seqlens = np.cumsum([0, *map(len, inputs)])
+    return Packed([*pieces, *queries], np.concatenate(inputs), cu_seqlens)
+
+
+def embeddings(plan: AttentionPlan, encoder: Encoder, packed: Packed) -> np.ndarray:
+    """Embeddings of documents, as sentence-transformers: means of their tokens, of norm 1.
+
+    Collective over the plan's ranks.  Sums are taken in their order: all get the same bits.
+
+    Returns
+    -------
+    (documents, E) float64
+    """
+    own = plan.tokens
+    hidden = encoder.hidden(
+        packed.tokens[own], packed.places[own], lambda *qkv: plan.forward(*qkv)[0]
+    )
+    documents = np.searchsorted(packed.cu_seqlens, own, side="right") - 1
+    sums = np.zeros((len(packed.texts), hidden.shape[1]))
+    np.add.at(sums, documents, hidden)
+    over_ranks = GradientSum(plan.grid.comm, sums.reshape(-1))
+    over_ranks.start(slice(None))
+    over_ranks.finish()
+    over_ranks.free()
+    return _normal(sums)  # of norm 1, a sum is a mean
+
+
+def reference(encoder: Encoder, packed: Packed) -> np.ndarray:
+    """The same of one document after the other, in float64, by dense attention."""
+    weights = {x: y.astype(np.float64) for x, y in encoder.weights.items()}
+    exact, found = Encoder(encoder.config, weights), []
+
+    def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+        seen = np.ones((len(q), len(k)), bool)
+        return attention(q, k, v, seen, q.shape[2] ** -0.5)[0]
+
+    for tokens in np.split(packed.tokens, packed.cu_seqlens[1:-1]):
+        found.append(exact.hidden(tokens, np.arange(len(tokens)), attend).mean(axis=0))
+    return _normal(np.array(found))
+
+
+def _normal(x: np.ndarray) -> np.ndarray:
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def nearest(found: np.ndarray, queries: int, count: int) -> list[list[tuple[int, float]]]:
+    """The documents nearest to each of the last `queries` ones, with their cosines."""
+    documents, asked = np.split(found, [len(found) - queries])
+    cosines = asked @ documents.T  # (queries, documents)
+    return [[(int(i), x[i]) for i in np.argsort(-x, kind="stable")[:count]] for x in cosines]
+
+
+def _show_nearest(texts: Sequence[str], found: np.ndarray, queries: int, count: int) -> None:
+    asked = texts[len(texts) - queries :]
+    for query, best in zip(asked, nearest(found, queries, count)):
+        print(f"nearest to {query!r}:")
+        for i, cosine in best:
+            print(f"  {cosine:.4f}  document {i}: {' '.join(texts[i].split())[:SHOWN]}")
+
+
+def _error(encoder: Encoder, packed: Packed, found: np.ndarray) -> float:
+    """Largest difference to `reference`, printed."""
+    error = float(np.abs(found - reference(encoder, packed)).max())
+    print(f"largest difference to one document after the other in float64: {error:.1e} "
+          f"({'passed' if error <= BOUND else 'FAILED'}, bound {BOUND:.0e})")  # fmt: skip
+    return error
+
+
+def _prepared(args: argparse.Namespace) -> tuple[Encoder, Packed, dict[str, object]]:
+    """The model, what it is to encode, and attributes that say what these are."""
+    if args.output:
+        check_writable(args.output)
+        refuse_same(args.output, args.text)
+    folder = args.model or find_model()
+    encoder, tokenizer = load_model(folder)
+    text, attributes = read_text(args.text)
+    separator = args.separator.encode().decode("unicode_escape").encode("latin-1").decode()
+    texts = text.split(separator) if separator else [text]
+    packed = pack(texts, args.query or (), tokenizer, args.documents)
+    return encoder, packed, {**describe_model(folder, args.model is None), **attributes}
+
+
+def write(
+    path: Path, packed: Packed, found: np.ndarray, queries: int, attributes: dict[str, object]
+) -> None:
+    """Write embeddings, texts and lengths of documents, without the queries."""
+    documents = slice(len(found) - queries)
+    with new_file(path) as file:
+        set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **attributes})
+        file["embeddings"] = found[documents].astype(np.float32)
+        file["texts"] = [x.replace("\0", "") for x in packed.texts[documents]]
+        file["lengths"] = packed.lengths[documents]

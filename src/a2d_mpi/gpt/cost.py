@@ -1,0 +1,145 @@
+"""What a training step costs a rank: operations, bytes of activations, seconds.  No MPI import.
+
+Attention's part is the planner's (`a2d_mpi.planning`).  Of the rest, products of matrices run at
+the rate of the attention kernel's large blocks, and a function of elements costs as many copies of
+its array as was measured with NumPy (``drivers/bench_train.py`` says how far off that is).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.planner import Candidate
+
+PARTS = ("attention", "wait", "gradients", "adam", "other")  # of a step's seconds
+# Copies, forward and backward; backward with what is computed again.
+LAYER_NORM, GELU, ROTARY = (8, 10), (16, 38), (6, 6)
+CROSS_ENTROPY, UPDATE = 12, 18
+
+
+def product_flops(config: GPTConfig, recompute: bool = False) -> int:
+    """Floating-point operations a token of a step's products of matrices, without attention."""
+    c = config
+    qkv = (c.nheads + 2 * c.nheads_kv) * c.headdim
+    blocks = 2 * c.layers * c.width * (qkv + c.width + 2 * c.mlp)
+    return (3 + recompute) * blocks + 3 * 2 * c.width * c.vocab
+
+
+def copied_elements(config: GPTConfig, recompute: bool = False) -> int:
+    """Elements a token that a step's other operations would copy in the same time."""
+    c, once = config, 1 + recompute
+    qkv = (c.nheads + 2 * c.nheads_kv) * c.headdim
+    turned = (c.nheads + c.nheads_kv) * c.headdim * (c.positions == "rotary")
+    # Besides the functions: biases, residuals, heads cut and joined.
+    forward = 2 * LAYER_NORM[0] * c.width + GELU[0] * c.mlp + ROTARY[0] * turned
+    forward += 2 * qkv + 4 * c.width + c.mlp
+    backward = 2 * LAYER_NORM[1] * c.width + GELU[1] * c.mlp + ROTARY[1] * turned
+    backward += 2 * qkv + 4 * c.width + c.mlp
+    ends = (sum(LAYER_NORM) + 6) * c.width + CROSS_ENTROPY * c.vocab
+    return c.layers * (once * forward + backward) + ends
+
+
+def activations(config: GPTConfig, recompute: bool = False) -> int:
+    """Elements a token that a step holds at most, but for attention's buffers.
+
+    Those that all blocks keep (`a2d_mpi.gpt.model.Kept`), and the larger of what the logits, and
+    the backward pass of a block, need at once.
+    """
+    c = config
+    qkv = (c.nheads + 2 * c.nheads_kv) * c.headdim
+    kept = 2 * c.width + c.nheads  # x, out, lse
+    inside = qkv + 4 * c.width + c.mlp  # q, k, v, two LayerNorms, the MLP's hidden layer
+    logits = 3 * c.width + c.vocab
+    block = 4 * c.width + 6 * c.mlp + inside * recompute
+    return c.layers * (kept + inside * (not recompute)) + max(logits, block)
+
+
+def sum_seconds(machine: Machine, ranks: int, parts: list[int]) -> list[float]:
+    """Seconds in which half of the bytes of each sum of gradients (bytes) travel.
+
+    Every rank sends each other one its share, in either half (`a2d_mpi.gpt.gradients`).
+    """
+    inside, between = machine.links(ranks)
+    near = min(ranks, machine.ranks_per_node)
+    rate = between.bandwidth * between.nics / near  # of a rank, when all of a node send
+    found = []
+    for nbytes in parts:
+        share = nbytes / ranks
+        wire = max((near - 1) * share / inside.bandwidth, (ranks - near) * share / rate)
+        calls = 2 * ((near - 1) * inside.overhead + (ranks - near) * between.overhead)
+        found.append(wire + calls + max(inside.latency, between.latency) if ranks > 1 else 0.0)
+    return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """Prediction of a training step on the slowest rank.
+
+    Attributes
+    ----------
+    seconds : dict of str to float
+        By `PARTS`.
+    memory : int
+        Bytes of a rank: weights, gradients, moments, activations, attention's buffers.
+    """
+
+    seconds: dict[str, float]
+    memory: int
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return sum(self.seconds.values())
+
+
+def predict_step(
+    machine: Machine,
+    plan: Candidate,
+    config: GPTConfig,
+    seqlen: int,
+    dtype: str,
+    recompute: bool = False,
+) -> Step:
+    """Predict a step with a plan, which was made for one layer, with backward.
+
+    Sums of gradients go on while earlier blocks compute; that both use the same links while they
+    do is left out.
+
+    Raises
+    ------
+    ValueError
+        If the plan has no backward phase, or the machine no kernel for the dtype.
+    """
+    if "backward" not in plan.phases:
+        raise ValueError("a training step needs a plan with a backward phase")
+    size, ranks = 2 if dtype.endswith("16") else np.dtype(dtype).itemsize, plan.layout.size
+    tokens = -(-seqlen // ranks)
+    rate = machine.kernel(dtype, "forward").flops * machine.share
+    copy = machine.copy * machine.share / size  # elements/s
+    split = plan.split
+    attention = config.layers * (sum(split.values()) - split["wait"])
+    other = tokens * product_flops(config, recompute) / rate
+    other += tokens * copied_elements(config, recompute) / copy
+    # Half of it is backward or more; the last sum, of the embeddings, can begin at the end only.
+    block = (plan.phases["backward"].total.max() + 0.6 * other / config.layers).item()
+    inner = sum(math.prod(x) for n, x in config.shapes.items() if n.startswith("h0."))
+    ends = config.parameters - config.layers * inner
+    halves = sum_seconds(machine, ranks, [*[inner * size] * config.layers, ends * size])
+    free = begun = 0.0
+    for i, half in enumerate(halves):
+        begun = block * min(i, config.layers - 1)
+        free = max(free, begun) + half
+    seconds = {
+        "attention": attention,
+        "wait": config.layers * split["wait"],
+        "gradients": free - begun + sum(halves),
+        "adam": UPDATE * config.parameters / copy,
+        "other": other,
+    }
+    memory = 4 * config.parameters * size + plan.memory
+    return Step(seconds, memory + tokens * activations(config, recompute) * size)

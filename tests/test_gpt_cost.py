@@ -1,0 +1,168 @@
+"""What a training step costs: counts, predictions, and the benchmark that checks them."""
+
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from helpers import assert_all, drive, drive_each
+from mpi4py import MPI
+
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.masks import Causal
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.sweep import Case
+from a2d_mpi.gpt.config import PRESETS, GPTConfig
+from a2d_mpi.gpt.cost import PARTS, activations, predict_step, product_flops, sum_seconds
+from a2d_mpi.gpt.gradients import GradientSum
+from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.parameters import Parameters, initial
+from a2d_mpi.planning.machine import KernelModel, Link, Machine
+from a2d_mpi.planning.planner import candidate
+
+ROOT = Path(__file__).parents[1]
+MODEL = GPTConfig(64, 5, 96, 4, 384, nheads_kv=2)
+
+
+@pytest.mark.parametrize("name", ["gpt3-125m", "gpt3-6.7b", "gpt3-175b"])
+def test_products_are_six_operations_a_weight(name):
+    """Two forward and four backward (Kaplan et al., arXiv:2001.08361), with those of logits."""
+    config = PRESETS[name]
+    matrices = {x: y for x, y in config.shapes.items() if len(y) == 2 and x != "wpe"}
+    weights = sum(int(np.prod(x)) for x in matrices.values())
+    assert product_flops(config) == 6 * weights
+    blocks = weights - config.vocab * config.width
+    assert product_flops(config, recompute=True) == 6 * weights + 2 * blocks
+
+
+def peak(config, recompute):
+    """Bytes that loss and gradients allocate on one rank."""
+    grid = ProcessGrid(MPI.COMM_SELF, 1, 1)
+    plan = make_plan("attention2d", grid, Causal(), seqlen=config.seqlen, **config.heads)
+    weights = Parameters(config, initial(config, 0, "f4"))
+    gradients = Parameters(config, np.zeros_like(weights.flat))
+    model = GPT(weights, plan, checkpoint=recompute)
+    tokens = np.arange(config.seqlen) % config.vocab
+    model.loss(tokens, tokens, len(tokens), gradients)
+    tracemalloc.start()
+    model.loss(tokens, tokens, len(tokens), gradients)
+    found = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    plan.free()
+    grid.free()
+    return found
+
+
+@pytest.mark.parametrize("vocab", [64, 2048])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations(recompute, vocab):
+    config = replace(MODEL, vocab=vocab)
+    predicted = 4 * config.seqlen * activations(config, recompute)
+    assert peak(config, recompute) == pytest.approx(predicted, rel=0.15)
+
+
+def machine(**links):
+    kernel = KernelModel(1e11)
+    kernels = {"float32": {"forward": kernel, "backward": kernel}}
+    return Machine("m", links.get("inside"), links.get("between"), kernels, copy=1e10,
+                   ranks_per_node=links.get("node", 1))  # fmt: skip
+
+
+@pytest.mark.mpi
+def test_sums_move_what_is_predicted(comm):
+    """With a link of a byte a second, seconds are bytes."""
+    link = Link(1.0)
+    flat = np.ones(40 * comm.size, np.float32)
+    gradients = GradientSum(comm, flat)
+    gradients.start(slice(None))
+    gradients.finish()
+    [half] = sum_seconds(machine(between=link), comm.size, [flat.nbytes])
+    gradients.free()
+    assert_all(comm, 2 * half == pytest.approx(gradients.nbytes), half)
+    assert_all(comm, (flat == comm.size).all(), flat)
+
+
+def test_prediction_adds_up():
+    """More ranks share the rest; sums of gradients hide behind layers, but for the last."""
+    fast, slow = (machine(between=Link(x)) for x in (1e12, 1e7))
+    config = replace(PRESETS["gpt3-125m"], seqlen=4096)
+    case = Case(seqlen=4096, **config.heads, mask="causal", backward=True)
+    steps = {}
+    for ranks in (1, 4):
+        for name, here in (("fast", fast), ("slow", slow)):
+            plan = candidate(here, "ring", Layout(ranks, 1), case.work())
+            steps[name, ranks] = predict_step(here, plan, config, 4096, "float32")
+    assert steps["fast", 1].seconds["gradients"] == steps["fast", 1].seconds["wait"] == 0
+    for name in ("fast", "slow"):
+        for part in ("other", "attention"):
+            ratio = steps[name, 1].seconds[part] / steps[name, 4].seconds[part]
+            assert ratio == pytest.approx(4, rel=0.05)  # calls have a price
+    assert steps["fast", 4].total < steps["fast", 1].total < steps["slow", 4].total
+    assert list(steps["slow", 4].seconds) == list(PARTS)
+    # All of the second half, and at least the last of the first.
+    whole = 2 * 0.75 * 4 * config.parameters / 1e7
+    assert whole / 2 < steps["slow", 4].seconds["gradients"] <= whole
+    assert steps["fast", 4].memory < steps["fast", 1].memory
+
+
+OPTIONS = ("--width", 32, "--nheads", 4, "--seqlen", 64, "--trials", 2,
+           "--plans", "attention2d,ring")  # fmt: skip
+
+
+def test_benchmark(tmp_path):
+    """Checked, repeated, added to."""
+    output = tmp_path / "step.h5"
+    options = ["--output", output, *OPTIONS, "--profile", ROOT / "data/results/16x1.toml"]
+    again = [*options, "--resume", "--recompute"]
+    refused = [*options, "--preset", "tiny"]
+    cases = [("bench_train.py", x, []) for x in (options, again, refused)]
+    done, found = drive_each(cases, 2)
+    assert [code for code, _ in found] == [0, 0, 2], done.stderr
+    assert "exists" in done.stderr
+    with h5py.File(output) as file:
+        assert len(file["runs"]) == 4
+        for run in file["runs"].values():
+            assert run.attrs["passed"] and run["seconds"].shape == (2, 2, len(PARTS))
+            assert run.attrs["gradient error"] < 1e-5
+            sizes = GPTConfig(256, 1, 32, 4, 64).parameters
+            assert (run["sent"][:, 1] == sizes * 4).all()  # two halves, to the other rank
+
+
+def test_benchmark_fails(tmp_path):
+    """If the model computes what the textbook does not."""
+    sabotage = """
+from a2d_mpi.experiments import bench_train
+right = bench_train._Textbook.forward
+def wrong(*args):
+    out, lse = right(*args)
+    return out * 1.001, lse
+bench_train._Textbook.forward = wrong
+"""
+    output = tmp_path / "step.h5"
+    done = drive("bench_train.py", 1, "--output", output, *OPTIONS, sabotage=sabotage)
+    assert done.returncode == FAILED_CHECK and "FAILED" in done.stdout
+
+
+def test_plan_of_steps():
+    """The planner's table of steps; models leave no choice of heads."""
+    common = ["--profile", ROOT / "data/machines/h100-64x1.toml", "--ranks", 4, "--seqlen", "8K"]
+    model = ["--gpt", "gpt3-125m"]
+    options = [*model, "--recompute", "--top", 2], [*model, "--nheads", 4], []
+    cases = [("plan.py", [*common, *x], []) for x in options]
+    done, found = drive_each(cases, 0)
+    assert [code for code, _ in found] == [0, 2, 2]
+    table = found[0][1].split("training steps of gpt3-125m")[1].splitlines()
+    assert "12 layers of width 768" in table[0]
+    assert len(table) == 5 and table[2].split() == [
+        "method",
+        "grid",
+        "total",
+        *PARTS,
+        "tokens/s",
+        "memory",
+    ]
+    assert "--gpt leaves no choice" in done.stderr and "there must be --nheads" in done.stderr

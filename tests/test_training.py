@@ -1,0 +1,217 @@
+"""Training a GPT: what it learns, the text that is held out, the grid, files and pictures."""
+
+import hashlib
+from argparse import Namespace
+from collections import Counter
+from math import log
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from helpers import assert_all, assert_all_refused, drive
+from mpi4py import MPI
+from test_gpt import ROOT, alone, lone, shaken
+
+from a2d_mpi import Documents, ProcessGrid
+from a2d_mpi.experiments.checkpoint import State, latest
+from a2d_mpi.experiments.loss_plots import read_losses
+from a2d_mpi.experiments.train_gpt import Trainer
+from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.parameters import Parameters, initial
+from a2d_mpi.gpt.text import Text
+
+README, BOOK = ROOT / "README.md", ROOT / "data" / "new_testament.txt"
+COMMITTED = ROOT / "data" / "results" / "training" / "tiny.h5"
+SMALL = [
+    "--layers",
+    "1",
+    "--width",
+    "16",
+    "--seqlen",
+    "40",
+    "--separator",
+    r"\n\n",
+    "--warmup",
+    "2",
+]
+PROFILE = """
+name = "slow links"
+ranks_per_node = 1
+[link.between]
+bandwidth = 1e6
+latency = 1e-6
+[kernel.float32.forward]
+flops = 1e12
+[kernel.float32.backward]
+flops = 1e12
+"""
+
+
+def trainer_of(comm, grid, config, text, weights, **options):
+    args = Namespace(**{"rate": 1e-2, "warmup": 5, "steps": 60, "seqlen": config.seqlen, "seed": 0,
+                        "separator": b"\n", "method": "attention2d", "dtype": "float64",
+                        "threads": 1, "recompute": False, **options})  # fmt: skip
+    moments = np.zeros((2, config.parameters))
+    return Trainer(comm, grid, args, config, text, State(config, {}, 0, weights, moments,
+                                                         np.zeros(0), np.zeros(0)))  # fmt: skip
+
+
+def entropy(data):
+    """Nats a byte of the frequencies of bytes."""
+    return -sum(n / len(data) * log(n / len(data)) for n in Counter(data).values())
+
+
+def test_learns(tmp_path):
+    """Far below the unigram entropy, where the next byte follows from the one before."""
+    (path := tmp_path / "text").write_bytes(b"\n".join([b"abcdefgh" * 12] * 20))
+    text, config = Text(path, b"\n"), GPTConfig(256, 1, 16, 2, 48)
+    trainer = trainer_of(MPI.COMM_SELF, lone(), config, text, initial(config, 0, "float64"))
+    assert text.entropy() == pytest.approx(log(8))
+    for _ in range(60):
+        trainer.step()
+    assert trainer.losses[0] > log(200) and np.mean(trainer.losses[-5:]) < log(8) / 2
+    trainer.free()
+
+
+def test_held_out_documents(tmp_path):
+    """Evenly spaced, and no others; of all documents each is in one of both parts."""
+    documents = [bytes([65 + i]) * (i + 1) for i in range(21)]
+    (path := tmp_path / "text").write_bytes(b"--".join(documents))
+    for share, expected in ((0.1, [9, 19]), (0.25, [3, 7, 11, 15, 19])):
+        trained, held = (Text(path, b"--", share, x) for x in (False, True))
+        assert bytes(held.bytes.tolist()) == b"".join(documents[i] for i in expected)
+        rest = b"".join(x for i, x in enumerate(documents) if i not in expected)
+        assert bytes(trained.bytes.tolist()) == rest
+        assert trained.sizes() == {"documents": 21 - len(expected), "bytes": len(rest),
+                                   "unigram_entropy": pytest.approx(entropy(rest))}  # fmt: skip
+        assert trained.sha256 == held.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    with pytest.raises(ValueError, match=r"has 21 documents: a share of 0\.01 is none or all"):
+        Text(path, b"--", 0.01, held_out=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+def test_evaluation(comm):
+    """The mean of -log p of all bytes, sequence after sequence, in float64 on one rank."""
+    config = GPTConfig(256, 1, 12, 6, 61, nheads_kv=2)
+    weights, text = shaken(config), Text(README, b"\n\n")
+    text.bytes, text.begins = text.bytes[:200], np.append(text.begins[text.begins < 200], 200)
+    trainer = trainer_of(
+        comm, ProcessGrid(comm, 1, comm.size), config, text, weights.flat.copy(), separator=b"\n\n"
+    )
+    found, losses = trainer.evaluate(text), []
+    for begin in range(0, 183, 61)[: 200 // 61]:
+        inside = text.begins[(text.begins > begin) & (text.begins < begin + 61)] - begin
+        starts = np.array([0, *inside])
+        tokens = text.bytes[begin : begin + 61]
+        mask = Documents([*starts, 61], causal=True)
+        positions = np.arange(61) - starts[np.searchsorted(starts, np.arange(61), "right") - 1]
+        model = GPT(Parameters(config, weights.flat), alone(config, mask, 61), positions)
+        logits = model.logits(model.hidden(tokens))
+        logs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        for i in range(61):
+            if begin + i + 1 not in text.begins:
+                losses.append(-logs[i, text.bytes[begin + i + 1]])
+    assert_all(comm, abs(found / np.mean(losses) - 1) < 1e-12, f"{found}, not {np.mean(losses)}")
+    trainer.free()
+
+
+@pytest.fixture
+def profile(tmp_path):
+    (path := tmp_path / "machine.toml").write_text(PROFILE)
+    return path
+
+
+def test_grid_auto(tmp_path, profile):
+    """With few KV heads, keys are gathered: another grid than the default, with its bits."""
+    options = [README, *SMALL, "--nheads", "4", "--nheads-kv", "1", "--steps", "4"]
+    states, grids = [], []
+    for name, chosen in (
+        ("auto", ["--grid", "auto", "--profile", profile]),
+        ("same", ["--rows", "2", "--cols", "1"]),
+        ("default", []),
+    ):
+        output = tmp_path / f"{name}.h5"
+        case = "--folder", tmp_path / name, "--output", output
+        done = drive("train_gpt.py", 2, *options, *case, *chosen)
+        assert done.returncode == 0, done.stderr
+        config = read_losses(output).config
+        grids.append([config[x] for x in ("method", "rows", "cols", "heads")])
+        states.append(latest(tmp_path / name)[0])
+    assert grids == [["attention2d", *x, 1] for x in ((2, 1), (2, 1), (1, 2))]
+    assert states[0].weights.tobytes() == states[1].weights.tobytes()
+    assert states[0].losses == pytest.approx(states[2].losses, rel=1e-5)
+
+
+def test_refusals(tmp_path, profile):
+    (bad := tmp_path / "bad.toml").write_text(PROFILE.replace("float32", "bfloat16"))
+    (text := tmp_path / "text").write_bytes(README.read_bytes())
+    common = [text, "--folder", tmp_path / "run", *SMALL]
+    auto = [*common, "--grid", "auto", "--profile"]
+    assert_all_refused("train_gpt.py", 2, [
+        (options, [], message)
+        for options, message in (
+            ([*common, "--grid", "auto"], "--grid auto and --profile need each other"),
+            ([*common, "--profile", profile], "--grid auto and --profile need each other"),
+            ([*auto, profile, "--rows", "2"], "--grid auto leaves no choice of --rows"),
+            ([*auto, "/none.toml"], "/none.toml"),
+            ([*auto, README], "README.md"),
+            ([*auto, bad], "float32"),
+            ([*common, "--rows", "3"], "3"),
+            ([*common, "--validate", "1"], "at least 0 and less than 1, got 1.0"),
+            ([*common, "--validate", "nan"], "at least 0 and less than 1, got nan"),
+            ([*common, "--validate", "1e-6"], "a share of 1e-06 is none or all"),
+            ([*common, "--validate", "0.05", "--seqlen", "9999"], "fewer than --seqlen 9999"),
+            ([*common, "--output", text], "it is the input"),
+            ([*common, "--output", "/none/log.h5"], "cannot write /none/log.h5"),
+        )
+    ])  # fmt: skip
+    assert not latest(tmp_path / "run")[0] and text.read_bytes() == README.read_bytes()
+
+
+def test_the_committed_run():
+    """`tiny` on the book, on 2 x 2 ranks: far below the text's unigram entropy."""
+    run = read_losses(COMMITTED)
+    sizes = {"layers": 4, "width": 128, "nheads": 4, "seqlen": 1024, "rows": 2, "cols": 2}
+    assert sizes.items() <= run.config.items()
+    assert run.text["sha256"] == hashlib.sha256(BOOK.read_bytes()).hexdigest()
+    assert run.text["sha256"] in (ROOT / "data" / "README.md").read_text()
+    documents = BOOK.read_bytes().split(b"\n\n\n")
+    assert len(documents) == run.text["documents"] + run.held_out["documents"] == 260
+    held = b"".join(x for i, x in enumerate(documents) if i % 20 == 19)
+    rest = b"".join(x for i, x in enumerate(documents) if i % 20 != 19)
+    for name, data in ((run.text, rest), (run.held_out, held)):
+        assert name["unigram_entropy"] == pytest.approx(entropy(data)) and entropy(data) > 2.9
+        assert name["bytes"] == len(data)
+    assert len(run.loss) == int(run.config["steps"]) and run.loss[0] > log(200)
+    assert run.loss[-50:].mean() < 1.6 and run.held_out["loss"] < 1.6
+
+
+def test_picture(tmp_path):
+    def drawn(file, *options):
+        done = drive("plot.py", 0, file, "--output", tmp_path, "--format", "png,svg", *options)
+        return done.returncode, done.stderr
+
+    assert drawn(COMMITTED, "--what", "training") == (0, "")
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    shown = (tmp_path / "training.svg").read_text()
+    assert "new_testament.txt" in shown and "unigram entropy" in shown
+    for case, told in (
+        ((COMMITTED,), "has schema"),
+        ((COMMITTED, "--what", "training,bytes"), "'training' is none of"),
+        ((ROOT / "data" / "results" / "ratio.h5", "--what", "training"), "has schema"),
+        ((empty(tmp_path / "empty.h5"), "--what", "training"), "the run has no step"),
+    ):
+        code, stderr = drawn(*case)
+        assert code == 2 and told in stderr and stderr.count("\n") == 1, stderr
+
+
+def empty(path: Path) -> Path:
+    """The committed run without its steps."""
+    path.write_bytes(COMMITTED.read_bytes())
+    with h5py.File(path, "r+") as file:
+        del file["loss"]
+        file["loss"] = np.zeros(0)
+    return path

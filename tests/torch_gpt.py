@@ -1,0 +1,144 @@
+"""The GPT against one written with PyTorch: loss and gradients of the same weights.
+
+Apart from the default tests, as it needs torch (the extra `bench`):
+
+    python -m pytest tests/torch_gpt.py
+"""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_all, launch
+from mpi4py import MPI
+from test_gpt import alone
+
+from a2d_mpi import Documents, ProcessGrid
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.gradients import GradientSum, total
+from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.parameters import Parameters, initial
+
+torch.set_num_threads(1)
+BOUNDS = {"float32": 1e-5, "float64": 1e-10}
+CU_SEQLENS = np.array([0, 5, 60, 61, 103])
+LENGTHS = np.diff(CU_SEQLENS)
+
+cases = pytest.mark.parametrize(
+    "dtype, positions, nheads_kv, checkpoint",
+    list(product(BOUNDS, ("learned", "rotary"), (6, 2), (False, True))),
+)
+
+
+def torch_loss(config, w, tokens, targets, positions, seen):
+    """The mean loss; `w`: tensors by the names of `GPTConfig.shapes`, `seen`: (n, n) bool."""
+    n, d = len(tokens), config.headdim
+
+    def norm(x, name):
+        return F.layer_norm(x, (config.width,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+
+    def linear(x, name):
+        return F.linear(x, w[f"{name}.weight"].T, w[f"{name}.bias"])
+
+    def rotated(x):
+        if config.positions == "learned":
+            return x
+        rates = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+        turns = torch.polar(torch.ones_like(rates), positions[:, None] * rates)  # (n, D / 2)
+        z = torch.complex(x[..., : d // 2], x[..., d // 2 :])
+        z = z * turns.to(z.dtype)
+        return torch.cat([z.real, z.imag], dim=-1)
+
+    x = F.embedding(tokens, w["wte"])  # (n, E)
+    if config.positions == "learned":
+        x = x + F.embedding(positions, w["wpe"])
+    for i in range(config.layers):
+        qkv = linear(norm(x, f"h{i}.ln1"), f"h{i}.qkv")
+        heads = qkv.view(n, -1, d).transpose(0, 1)  # (H + 2 Hkv, n, D)
+        q, k, v = heads.split([config.nheads, config.nheads_kv, config.nheads_kv])
+        k, v = (y.repeat_interleave(config.nheads // config.nheads_kv, 0) for y in (rotated(k), v))
+        out = F.scaled_dot_product_attention(rotated(q), k, v, attn_mask=seen)
+        x = x + linear(out.transpose(0, 1).reshape(n, -1), f"h{i}.proj")
+        x = x + linear(F.gelu(linear(norm(x, f"h{i}.ln2"), f"h{i}.fc"), approximate="tanh"),
+                       f"h{i}.out")  # fmt: skip
+    return F.cross_entropy(F.linear(norm(x, "ln_f"), w["wte"]), targets, ignore_index=-1)
+
+
+def sequence(config):
+    """Tokens, targets and positions of packed documents."""
+    tokens, targets = np.random.default_rng(5).integers(0, config.vocab, (2, CU_SEQLENS[-1]))
+    targets[CU_SEQLENS[1:] - 1] = -1
+    return tokens, targets, np.concatenate([np.arange(n) for n in LENGTHS])
+
+
+def errors(dtype, positions, nheads_kv, checkpoint, comm=MPI.COMM_SELF, plan=None):
+    """Relative errors of loss and gradients, by name, of this rank's tokens of `plan`."""
+    config = GPTConfig(61, 3, 48, 6, 64, nheads_kv, 80, positions)
+    noise = 0.1 * np.random.default_rng(2).standard_normal(config.parameters)
+    weights = Parameters(config, initial(config, 1, "float64") + noise)  # biases are not 0
+    weights = Parameters(config, weights.flat.astype(dtype))
+    data = sequence(config)
+    mask = Documents(CU_SEQLENS, causal=True)
+    plan = plan(config, mask) if plan else alone(config, mask, CU_SEQLENS[-1], dtype)
+    own = plan.tokens
+    gradients = Parameters(config, np.empty_like(weights.flat))
+    sums = GradientSum(comm, gradients.flat)
+    tokens, targets, places = (x[own] for x in data)
+    model = GPT(weights, plan, places, checkpoint)
+    loss = model.loss(tokens, targets, int((data[1] >= 0).sum()), gradients, sums.start)
+    sums.finish()
+    sums.free()
+    loss = total(comm, loss)
+    plan.free()
+
+    w = {x: torch.tensor(y, requires_grad=True) for x, y in weights.named.items()}
+    document = torch.tensor(np.repeat(np.arange(len(LENGTHS)), LENGTHS))
+    seen = torch.tril(document[:, None] == document)
+    expected = torch_loss(config, w, *map(torch.tensor, data), seen)
+    expected.backward()
+    found = {"loss": abs(loss / expected.item() - 1)}
+    for name, x in w.items():
+        exact = x.grad.numpy()
+        found[name] = np.linalg.norm(gradients.named[name] - exact) / np.linalg.norm(exact)
+    return found
+
+
+def worst(found):
+    """The largest error, with its name."""
+    return max(found.items(), key=lambda x: np.nan_to_num(x[1], nan=np.inf))
+
+
+@cases
+def test_one_rank(dtype, positions, nheads_kv, checkpoint):
+    name, error = worst(errors(dtype, positions, nheads_kv, checkpoint))
+    print(f"{name}: {error:.1e}")
+    assert error <= BOUNDS[dtype], name
+
+
+@pytest.mark.mpi(min_size=4)
+@cases
+def test_ranks(comm, dtype, positions, nheads_kv, checkpoint):
+    bad = []
+    for method, shape in (("attention2d", (2, comm.size // 2)), ("ring", (1, comm.size))):
+        grid = ProcessGrid(comm, *shape)
+
+        def plan(config, mask, method=method, grid=grid):
+            sizes = {"seqlen": int(CU_SEQLENS[-1]), "dtype": dtype, **config.heads}
+            return make_plan(method, grid, mask, **sizes)
+
+        name, error = worst(errors(dtype, positions, nheads_kv, checkpoint, comm, plan))
+        if comm.rank == 0:
+            print(f"{method} {shape}: {name}: {error:.1e}")
+        if not error <= BOUNDS[dtype]:
+            bad.append(f"{method} {shape}: {name} is off by {error:.1e}")
+        grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_four_ranks():
+    """`test_ranks`, so that one command runs all."""
+    done = launch(4, "-m", "pytest", __file__, "-q", "--with-mpi", "-m", "mpi", timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
