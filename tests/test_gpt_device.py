@@ -22,20 +22,21 @@ from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.gpt.text import Text
 
 STEPS = 3
+SHORT = ROOT / "src/a2d_mpi/experiments/__init__.py"
 
 
 def losses(comm, grid, dtype, transfers, positions, device=None):
-    """Losses of the first steps of a small model, and the weights after them."""
+    """Losses of the first steps of a small model and of the text, and the weights after them."""
     config = GPTConfig(256, 2, 12, 6, 21, nheads_kv=2, positions=positions)
     args = Namespace(rate=3e-3, warmup=5, steps=50, seqlen=21, seed=1, separator=b" ",
                      method="attention2d", dtype=dtype, threads=1, kernel="auto",
                      transfers=transfers, recompute=positions == "rotary")  # fmt: skip
     weights, moments = initial(config, 0, dtype), np.zeros((2, config.parameters), dtype)
     state = State(config, {}, 0, weights, moments, np.zeros(0), np.zeros(0))
-    text = Text(ROOT / "README.md", b" ")
+    text = Text(SHORT, b" ")
     options = {} if device is None else {"device": device}
     trainer = Trainer(comm, grid, args, config, text, state, **options)
-    found = [trainer.step() for _ in range(STEPS)]
+    found = [*(trainer.step() for _ in range(STEPS)), trainer.evaluate(text)]
     weights = trainer.weights()
     trainer.free()
     return np.array(found), weights

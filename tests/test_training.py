@@ -52,7 +52,8 @@ flops = 1e12
 def trainer_of(comm, grid, config, text, weights, **options):
     args = Namespace(**{"rate": 1e-2, "warmup": 5, "steps": 60, "seqlen": config.seqlen, "seed": 0,
                         "separator": b"\n", "method": "attention2d", "dtype": "float64",
-                        "threads": 1, "recompute": False, **options})  # fmt: skip
+                        "threads": 1, "kernel": "auto", "transfers": "auto",
+                        "recompute": False, **options})  # fmt: skip
     moments = np.zeros((2, config.parameters))
     return Trainer(comm, grid, args, config, text, State(config, {}, 0, weights, moments,
                                                          np.zeros(0), np.zeros(0)))  # fmt: skip
