@@ -127,7 +127,7 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
           --preset tiny --seqlen 4K --recompute --trials 1 --plans attention2d
       done
       calibrated 16x1 10mbit
-      on 16x1 10mbit drivers/bench_train.py --output "$output/train.h5" --resume \
+      on 16x1 10mbit drivers/bench_train.py --output "$output/step.h5" --resume \
         --profile "$output/16x1.toml" --preset gpt3-175b-layer --width 192 --nheads 12 \
         --positions rotary --seqlen 2K --plans auto:2,attention2d:4x4,ring --trials 7
       ;;

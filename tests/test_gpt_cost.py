@@ -1,7 +1,7 @@
 """What a training step costs: counts, predictions, and the benchmark that checks them."""
 
 import tracemalloc
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import h5py
@@ -15,6 +15,7 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.masks import Causal
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.step_plots import read_steps
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import PARTS, activations, predict_step, product_flops, sum_seconds
@@ -166,3 +167,32 @@ def test_plan_of_steps():
         "memory",
     ]
     assert "--gpt leaves no choice" in done.stderr and "there must be --nheads" in done.stderr
+
+
+def test_activations_fall_as_ranks_grow():
+    """Of the runs that docs/gpt.md shows: as 1 / P, and as predicted."""
+    runs = read_steps(ROOT / "data/results/gpt/memory.h5")
+    assert len(runs) == 8 and all(run.attributes["passed"] for run in runs)
+    first = {run.attributes["recompute"]: run for run in runs if run.attributes["ranks"] == 1}
+    names = [x.name for x in fields(GPTConfig)]
+    for run in runs:
+        a, found = run.attributes, run.arrays["activations"]
+        most = first[a["recompute"]].arrays["activations"][0]
+        assert found.max() * a["ranks"] == pytest.approx(most, rel=0.005)
+        tokens = a["seqlen"] // a["ranks"]
+        config = GPTConfig(**{x: a[x] for x in names})
+        predicted = 4 * tokens * activations(config, a["recompute"])
+        assert found.max() == pytest.approx(predicted, rel=0.2)
+
+
+def test_steps_of_emulated_nodes():
+    """Of the runs that docs/gpt.md shows: the pick is the fastest, and as fast as predicted."""
+    runs = read_steps(ROOT / "data/results/gpt/step.h5")
+    assert all(run.attributes["passed"] and run.attributes["ranks"] == 16 for run in runs)
+    fastest = min(runs, key=lambda run: run.seconds)
+    [picked] = [run for run in runs if run.attributes["picked"]]
+    ring = max(runs, key=lambda run: run.seconds)
+    assert ring.attributes["method"] == "ring" and picked.seconds < 1.05 * fastest.seconds
+    assert ring.seconds / fastest.seconds > 1.8 and ring.operator / fastest.operator > 3
+    for run in runs:
+        assert sum(run.predicted.values()) == pytest.approx(run.seconds, rel=0.25)

@@ -23,7 +23,7 @@ from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Text
 
 README, BOOK = ROOT / "README.md", ROOT / "data" / "new_testament.txt"
-COMMITTED = ROOT / "data" / "results" / "training" / "tiny.h5"
+COMMITTED = ROOT / "data" / "results" / "gpt" / "tiny.h5"
 SMALL = [
     "--layers",
     "1",
