@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole test suite: the serial tests, then those of MPI on 1, 4, 5 and 6 ranks, with MPICH; with
 # Open MPI what another MPI may change, on 4 and 6: tests marked `launches`, and of those on ranks
-# all but the ones marked `one_mpi`.  Two processes share the serial tests out.  Fails if any test
+# all but the ones marked `one_mpi`; on 5 ranks not those marked `grids`.  Two processes share the serial tests out.  Fails if any test
 # fails, hangs or is skipped.
 #
 # With A2D_MPI_ENV=active: the MPI that is there only.
@@ -108,6 +108,7 @@ for mpi in "${mpis[@]}"; do
     marks=mpi
     if [[ $mpi != "${mpis[0]}" ]]; then marks="mpi and not one_mpi"; fi
     if ((ranks == 1)); then marks="mpi and not multirank"; fi
+    if ((ranks == 5)); then marks+=" and not grids"; fi
     record "$mpi, $ranks ranks" run_mpi "$ranks" 900 \
       python -m pytest "${tests[@]}" -q --color=no --with-mpi -m "$marks" "$@"
   done

@@ -19,6 +19,8 @@ from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.results import read_result
 
+pytestmark = pytest.mark.grids
+
 ROOT = Path(__file__).parents[1]
 
 # seqlen, nheads_kv (of 6), headdim: the emulated one is slow.

@@ -17,6 +17,8 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.experiments.encode import Packed, embeddings, nearest, pack, reference
 from a2d_mpi.gpt.encoder import Encoder
 
+pytestmark = pytest.mark.grids
+
 VOCAB, LAYERS, WIDTH, NHEADS, MLP = 50, 2, 24, 6, 40
 CONFIG = {
     "model_type": "bert", "hidden_act": "gelu", "layer_norm_eps": 1e-12, "vocab_size": VOCAB,

@@ -21,6 +21,8 @@ from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Text
 
+pytestmark = pytest.mark.grids
+
 ROOT = Path(__file__).parents[1]
 
 

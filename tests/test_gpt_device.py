@@ -21,6 +21,8 @@ from a2d_mpi.gpt.serve import serve
 from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.gpt.text import Text
 
+pytestmark = pytest.mark.grids
+
 STEPS = 3
 SHORT = ROOT / "src/a2d_mpi/experiments/__init__.py"
 

@@ -21,7 +21,7 @@ from a2d_mpi import (
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.experiments.check import check_attention
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.grids]
 
 N, D = 61, 16
 HIDDEN = IntervalMask(np.arange(N) // 20 * 20, np.where(np.arange(N) % 7, np.arange(N) + 1, 0))

@@ -22,6 +22,8 @@ from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Text
 
+pytestmark = pytest.mark.grids
+
 README, BOOK = ROOT / "README.md", ROOT / "data" / "new_testament.txt"
 COMMITTED = ROOT / "data" / "results" / "gpt" / "tiny.h5"
 SMALL = [

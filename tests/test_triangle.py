@@ -144,8 +144,8 @@ def test_mean_bytes(t, h, hkv):
 
 
 @pytest.mark.parametrize(
-    "t, share", [(4, 0.83), (5, 0.65), (6, 0.75), (8, 0.72), (12, 0.72)]
-)  # 6, 10, 15, 28, 66 ranks
+    "t, share", [(4, 0.83), (5, 0.65), (6, 0.75), (8, 0.72)]
+)  # 6, 10, 15, 28 ranks; 0.72 with 66, too, which takes long
 def test_the_largest_rank_moves_less_than_in_the_best_grid(t, share):
     ranks = t * (t - 1) // 2
     work = Workload(2 * t * (t - 1) * ranks, 2, 64, mask=Causal(), dtype="float32")
