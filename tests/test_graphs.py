@@ -16,6 +16,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from a2d_mpi.kernels import graphs
@@ -84,7 +85,8 @@ DRIVER = """
 
 def cases():
     """(block, backward, gradients) of all graphs to build."""
-    shapes = [("full", 1003, 517, 0), ("causal", 517, 1003, 0), ("band", 517, 1003, 100)]
+    shapes = [("full", 1003, 517, 0), ("band", 517, 1003, 100), ("general", 1003, 517, 0)]
+    shapes += [(shape, 517, 1003, 0) for shape in ("causal", "anti-causal")]
     blocks = [
         Block(dtype, 16, nheads_kv, headdim, nq, nk, shape, 0.1, window)
         for dtype, nheads_kv, headdim, (shape, nq, nk, window) in itertools.product(
@@ -94,6 +96,7 @@ def cases():
         if dtype == "bfloat16" or (headdim, nheads_kv) in ((64, 16), (128, 2))
     ]
     odd = [("full", 1, 1), ("full", 1, 777), ("causal", 1, 777), ("full", 7, 1), ("causal", 2, 3)]
+    odd += [(x, nq, 3) for x in ("anti-causal", "general") for nq in (1, 2)] + [("general", 7, 1)]
     blocks += [dataclasses.replace(BLOCK, shape=shape, nq=nq, nk=nk) for shape, nq, nk in odd]
     blocks += [dataclasses.replace(BLOCK, headdim=headdim) for headdim in (8, 80, 192, 100)]
     blocks += [dataclasses.replace(BLOCK, shape="band", window=w) for w in (1, 1024, 5000)]
@@ -145,7 +148,7 @@ def build(driver, name):
     outcomes = []
     for case in cases():
         try:
-            outcomes.append(found.workspace_size(*case))
+            outcomes.append(found.get(*case).workspace_size)
         except NotSupported as error:
             outcomes.append(str(error))
     print(json.dumps(outcomes))
@@ -160,6 +163,7 @@ def build(driver, name):
         {"nq": 0},
         {"shape": "strict"},
         {"shape": "causal", "nq": 1025},
+        {"shape": "anti-causal", "nq": 1025},
         {"shape": "band"},
         {"shape": "band", "window": 1, "nq": 1025},
         {"window": 5},
@@ -182,6 +186,8 @@ def test_supported():
     assert "limit of headdim is 128" in why((8, 0), headdim=256)
     assert "limit of headdim is 128" in why((10, 0), forward, headdim=256, nq=1)
     assert "limit of headdim is 256" in why(headdim=264)
+    assert why(shape="general") is why((8, 0), forward, shape="general") is None
+    assert "general mask" in why((8, 0), shape="general")
     assert why(options=forward, nq=1, nk=1) is None
     assert "one query and one key" in why(nq=1, nk=1)
     assert why(options=float32) is why(nheads_kv=2) is None
@@ -225,27 +231,42 @@ def launched(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "cudnn", cudnn)
     monkeypatch.setattr(graphs.Graphs, "_build", fake_build)
-    return Graphs(), log
+    yield Graphs(), log
+    graphs.graphs_of.cache_clear()
 
 
 def test_graphs_are_built_once(launched):
     found, log = launched
-    assert found.workspace_size(BLOCK, False) == 512
-    found.forward(BLOCK, 1, 2, 3, 4, 5, 6, stream=9)
-    found.forward(dataclasses.replace(BLOCK), 1, 2, 3, 4, 5, 6, stream=9)
+    assert found.get(BLOCK, False).workspace_size == 512
+    found.get(BLOCK, False)(range(1, 6), 6, stream=9)
+    found.get(dataclasses.replace(BLOCK), False)(range(1, 6), 6, stream=9)
     launch = ("launch", {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}, 6, 77)
     assert log == [("build", 512, False, "native"), ("stream", 77, 9), launch, launch]
     log.clear()
     for gradients in ("native", "float32", "native"):
-        found.backward(BLOCK, *range(11, 20), 6, 10, gradients)
+        found.get(BLOCK, True, gradients)(range(11, 20), 6, 10)
     launch = ("launch", dict(enumerate(range(11, 20), 1)), 6, 77)
     builds = [("build", 512, True, gradients) for gradients in ("native", "float32")]
     assert log == [builds[0], ("stream", 77, 10), launch, builds[1], launch, launch]
     with pytest.raises(ValueError, match="float64"):
-        found.workspace_size(BLOCK, True, "float64")
+        found.get(BLOCK, True, "float64")
     found.free()
     found.free()
     assert log[-2:] == [launch, ("destroy", 77)]
+
+
+def test_a_general_launch_reads_the_hidden_logit_from_the_host(launched):
+    found, log = launched
+    found.get(dataclasses.replace(BLOCK, shape="general"), False)(range(1, 8), 6, stream=9)
+    pack = log[-1][1]
+    assert [pack[i] for i in range(1, 8)] == list(range(1, 8)) and len(pack) == 8
+    assert ctypes.c_float.from_address(pack[8]).value == np.float32(graphs.HIDDEN)
+
+
+def test_plans_share_the_graphs_of_a_device(launched):
+    assert graphs.graphs_of(3, False) is graphs.graphs_of(3, False)
+    assert graphs.graphs_of(3, True) is not graphs.graphs_of(3, False)
+    assert graphs.graphs_of(3, True).deterministic
 
 
 def test_a_refusal_is_kept(launched):
@@ -253,7 +274,7 @@ def test_a_refusal_is_kept(launched):
     refused = dataclasses.replace(BLOCK, nq=13)
     for _ in range(2):
         with pytest.raises(NotSupported, match=r"forward pass of Block.*nq=13.*no engine for$"):
-            found.forward(refused, 1, 2, 3, 4, 5, 6, stream=9)
+            found.get(refused, False)
     assert log == [("build", 13, False, "native")]
 
 
