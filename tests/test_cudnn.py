@@ -2,15 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from test_gpu_kernels import TENSORS, failures, make, plain_kernel, run
-from test_kernels import dense, plain, random_intervals
+from test_kernels import plain, random_intervals
 
 from a2d_mpi.core import shapes
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import Causal
-from a2d_mpi.core.shapes import runs
 
 
 def cudnn_kernel(cupy, plain, **options):
@@ -62,9 +59,9 @@ def intervals_of(mask, nq, nk):
 @pytest.fixture
 def small(monkeypatch, cupy):
     """General runs are cut and cropped in small blocks, too."""
-    from a2d_mpi.kernels import cudnn
+    from a2d_mpi.kernels import cudnn_pieces
 
-    monkeypatch.setattr(cudnn, "KEYS", 32)
+    monkeypatch.setattr(cudnn_pieces, "KEYS", 32)
     monkeypatch.setattr(shapes, "LONGEST", 70)
 
 
@@ -86,7 +83,7 @@ def test_cudnn(cupy, dtype, heads, mask, gradients):
         found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
         bad += failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
         if cupy.kind == "emulated":
-            assert {block.shape for block in kernel._graphs.launched} == MASKS[mask]
+            assert {block.shape for block in kernel._pieces.graphs.launched} == MASKS[mask]
     assert not bad
 
 
@@ -99,7 +96,7 @@ def test_general_runs_are_cut_and_cropped(cupy):
     exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
     kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
     run(cupy, kernel, q, k, v, dout, intervals, exact)
-    sizes = [(block.nq, block.nk) for block in kernel._graphs.launched]
+    sizes = [(block.nq, block.nk) for block in kernel._pieces.graphs.launched]
     # Queries 0 to 66, 66 to 133, 133 to 200 see keys 0 to 90, 60 to 150, 120 to 210.
     assert sizes == [(66, 96), (67, 128), (67, 128)] * 2
 
@@ -115,7 +112,7 @@ def test_cudnn_without_a_kernel(cupy, refused, fresh):
     kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), refuse=(refused,))
     found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
-    assert not kernel._graphs.launched
+    assert not kernel._pieces.graphs.launched
 
 
 @pytest.mark.usefixtures("small")
@@ -133,7 +130,7 @@ def test_forward_by_cudnn_backward_by_the_plain_kernel(cupy, monkeypatch):
             kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
             found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
             assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
-            assert all(block.nheads_kv == 1 for block in kernel._graphs.launched)
+            assert all(block.nheads_kv == 1 for block in kernel._pieces.graphs.launched)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -188,49 +185,3 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
     exact = plain(*host, intervals, d**-0.5, np.float64)
     bad = failures(found, *host, intervals, d**-0.5, exact, kept, slack=0)
     assert not bad
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 10**6), st.sampled_from([1, 4, 100]))
-def test_runs_paint_the_mask(nq, nk, seed, shortest):
-    rng = np.random.default_rng(seed)
-    steps = rng.choice([0, 1], (2, nq), p=[0.3, 0.7])
-    begin = np.minimum(np.cumsum(steps[0]) - rng.integers(0, 3), nk).clip(0)
-    end = np.minimum(np.cumsum(steps[1]) + rng.integers(0, 5), nk)
-    if seed % 3 == 0:
-        begin[rng.integers(0, nq) :] = 0
-    if seed % 5 == 0:  # they see nothing
-        begin[nq // 2 :] = end[nq // 2 :]
-    interval = begin, np.maximum(begin, end)
-    painted, next_row = np.zeros((nq, nk), bool), 0
-    for x in runs(interval, shortest):
-        assert x.rows.start == next_row < x.rows.stop
-        next_row = x.rows.stop
-        i = np.arange(x.rows.stop - x.rows.start)[:, None]
-        j = np.arange(x.keys.stop - x.keys.start)
-        diagonal = len(j) - len(i) + i
-        block = painted[x.rows, x.keys]
-        if x.shape == "general":
-            painted[x.rows] = dense(((x.begin, x.end),), nk)
-            assert not painted[x.rows, : x.keys.start].any()
-            assert not painted[x.rows, x.keys.stop :].any()
-        elif x.shape == "full":
-            block[...] = True
-        elif x.shape == "anti-causal":
-            assert len(i) <= len(j)
-            block |= j >= i
-        elif x.shape != "empty":
-            assert len(i) <= len(j)
-            block |= (j <= diagonal) & ((x.shape == "causal") | (j > diagonal - x.window))
-        assert x.area == painted[x.rows].sum()
-    assert next_row == nq
-    assert (painted == dense((interval,), nk)).all()
-
-
-def test_runs_of_a_window():
-    """Its left edge is anti-causal, its right edge causal; what one query sees alone is full."""
-    i = np.arange(100)
-    found = runs((np.maximum(i - 20, 0), np.minimum(i + 61, 100)))
-    assert [(x.shape, x.rows.start) for x in found] == [
-        ("causal", 0), ("band", 21), ("anti-causal", 40),
-    ]  # fmt: skip
-    assert (found[1].window, found[2].keys) == (81, slice(20, 100))

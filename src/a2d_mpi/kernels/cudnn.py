@@ -12,47 +12,17 @@ owner of the queries has.  Here cuDNN gets another out that has the same delta.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import cupy
 import numpy as np
 
 from a2d_mpi.core.masks import Interval
-from a2d_mpi.core.shapes import Run, runs
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.devices.workspace import Remembered, Workspace
-from a2d_mpi.kernels.cudnn_blocks import Block, supported
+from a2d_mpi.devices.workspace import Workspace
+from a2d_mpi.kernels.cudnn_pieces import Piece, Pieces
 from a2d_mpi.kernels.cupy import CupyKernel
-from a2d_mpi.kernels.graphs import Launch, NotSupported, graphs_of
-
-SHORTEST = 64  # queries of a run: a general run does several shorter ones in one launch
-KEYS = 512  # a general run has a multiple of so many keys: fewer graphs, each built in seconds
-
-
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """A run, ready to be launched.
-
-    Attributes
-    ----------
-    rows, keys : slice
-    launch : Launch or None
-        None: the plain kernel computes the run.
-    intervals : tuple of (begin, end)
-        Visible keys, as positions among `keys`; () if nobody sees a key.
-    ends : (2, queries) int32 or None
-        The same on the device, of a general run of cuDNN.
-    holes : (n,) int64 or None
-        Those of its queries that see nothing, if there are any.
-    """
-
-    rows: slice
-    keys: slice
-    launch: Launch | None
-    intervals: tuple[Interval, ...]
-    ends: Array | None = None
-    holes: Array | None = None
+from a2d_mpi.kernels.graphs import graphs_of
 
 
 class CudnnKernel:
@@ -92,11 +62,10 @@ class CudnnKernel:
     ) -> None:
         self.plain, self.device, self.dtype = plain, plain.device, plain.dtype
         self.product_dtype = self.dtype
-        self.gradients, self.deterministic = gradients, deterministic
         self._gradient_dtype = np.dtype(np.float32) if gradients == "float32" else self.dtype
         self._work = work or Workspace(plain.device)
-        self._graphs = graphs or graphs_of(plain.device.index, deterministic)
-        self._pieces = Remembered()
+        graphs = graphs or graphs_of(plain.device.index, deterministic)
+        self._pieces = Pieces(plain, graphs, gradients, deterministic)
         self._constants: dict[tuple, Array] = {}
 
     def forward(
@@ -109,7 +78,7 @@ class CudnnKernel:
         lse: Array,
     ) -> None:
         """Write the partial result to `lse` and `out`; `out` is of the dtype or float32."""
-        pieces, single = self._pieces_of(intervals, q, k, k.shape[1], False)
+        pieces, single = self._pieces.get(intervals, q, k, k.shape[1], False)
         if single:
             for piece in pieces:
                 self._attend(piece, q, k, v, out[piece.rows], lse[piece.rows])
@@ -143,7 +112,7 @@ class CudnnKernel:
     ) -> None:
         """Add the gradients of this block to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
         nheads, found = q.shape[1], (dq, dk, dv)
-        pieces, single = self._pieces_of(intervals, q, k, nheads, True)
+        pieces, single = self._pieces.get(intervals, q, k, nheads, True)
         whole = [(piece.rows, piece.keys) for piece in pieces] == [
             (slice(0, len(q)), slice(0, len(k)))
         ]
@@ -167,7 +136,7 @@ class CudnnKernel:
         if by_cudnn:
             out = self._buffer("out", q.shape)
             self.device.out_of_delta(dout, delta, out)
-            inputs += [out, dout]
+            inputs = [x.data.ptr for x in (*inputs, out, dout)]
         for piece in pieces:
             if piece.launch is not None:
                 self._add_gradients(piece, inputs, lse, sums, new)
@@ -184,7 +153,7 @@ class CudnnKernel:
             if x is not to:
                 self.device.put(to, x)
 
-    def _attend(self, piece: _Piece, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
+    def _attend(self, piece: Piece, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
         """Compute one run; out and lse are those of its queries."""
         rows, keys = piece.rows, piece.keys
         if not piece.intervals:
@@ -207,10 +176,10 @@ class CudnnKernel:
             self._put_in_holes(piece, lse, -np.inf)
 
     def _add_gradients(
-        self, piece: _Piece, inputs: list[Array], lse: Array, sums: list[Array], new: list[bool]
+        self, piece: Piece, inputs: list[int], lse: Array, sums: list[Array], new: list[bool]
     ) -> None:
-        """Gradients of one run by cuDNN; `inputs`: q, k, v, out, dout, heads of k, v repeated."""
-        nheads, headdim = inputs[0].shape[1:]
+        """Gradients of one run by cuDNN; `inputs`: pointers to q, k, v, out and dout."""
+        nheads, headdim = sums[0].shape[1:]
         rows, keys = piece.rows, piece.keys
         stats = self._buffer("stats", (nheads, rows.stop - rows.start), np.float32)
         lse = lse[rows]
@@ -220,75 +189,26 @@ class CudnnKernel:
             self._put_in_holes(piece, held, np.inf)  # they contribute 0 then
             lse = held
         self.device.transpose(stats, lse)
-        where = rows, keys, keys
-        native = [
-            None if alone and x.shape[1] == nheads and x.dtype == self._gradient_dtype
-            else self._buffer(("native", i), (w.stop - w.start, nheads, headdim),
-                              self._gradient_dtype)
-            for i, (x, w, alone) in enumerate(zip(sums, where, new))
-        ]  # fmt: skip
-        pointers = [_at(x, w) for x, w in zip(inputs, (rows, keys, keys, rows, rows))]
+        size = nheads * headdim * self.dtype.itemsize
+        q, k, v, out, dout = inputs
+        first, first_key = rows.start * size, keys.start * size
+        pointers = [q + first, k + first_key, v + first_key, out + first, dout + first]
         pointers.append(stats.data.ptr)
-        pointers += [
-            _at(x, w) if y is None else y.data.ptr for x, w, y in zip(sums, where, native)
-        ]
+        wait = []  # what is to be added to rows of the sums
+        for i, where in enumerate((rows, keys, keys)):
+            x = sums[i]
+            if new[i] and x.shape[1] == nheads and x.dtype == self._gradient_dtype:
+                pointers.append(_at(x, where))
+                continue
+            shape = where.stop - where.start, nheads, headdim
+            y = self._buffer(("native", i), shape, self._gradient_dtype)
+            pointers.append(y.data.ptr)
+            wait.append((x[where], y, not new[i]))
         self._launch(piece, pointers)
-        for x, w, y, alone in zip(sums, where, native, new):
-            if y is not None:
-                add = self.device.put if x.shape[1] == nheads else self.device.sum_heads
-                add(x[w], y, add=not alone)
+        for x, y, add in wait:
+            (self.device.put if x.shape[1] == nheads else self.device.sum_heads)(x, y, add=add)
 
-    def _pieces_of(
-        self, intervals: tuple[Interval, ...], q: Array, k: Array, nheads_kv: int, backward: bool
-    ) -> tuple[list[_Piece], bool]:
-        """Runs of a mask, and whether each query is in one of them alone."""
-
-        def make() -> tuple[list[_Piece], bool]:
-            seen = [x for x in intervals if (x[1] > x[0]).any()] or intervals[:1]
-            found = [run for x in seen for run in runs(x, SHORTEST)]
-            if len(seen) > 1:
-                found = [run for run in found if run.shape != "empty"]
-            pieces = [self._piece(run, q, len(k), nheads_kv, backward) for run in found]
-            return pieces, len(seen) == 1
-
-        return self._pieces.get(intervals, make, *q.shape[1:], len(k), nheads_kv, backward)
-
-    def _piece(self, run: Run, q: Array, nk: int, nheads_kv: int, backward: bool) -> _Piece:
-        keys = run.keys
-        if run.shape == "empty":
-            return _Piece(run.rows, keys, None, ())
-        if run.shape == "general":
-            keys = slice(keys.start // KEYS * KEYS, min(-(-keys.stop // KEYS) * KEYS, nk))
-        block = Block(
-            dtype=self.dtype.name,
-            nheads=q.shape[1],
-            nheads_kv=nheads_kv,
-            headdim=q.shape[2],
-            nq=run.rows.stop - run.rows.start,
-            nk=keys.stop - keys.start,
-            shape=run.shape,
-            window=run.window,
-            scale=self.plain.softmax_scale,
-        )
-        ends = np.clip(np.stack([run.begin, run.end]) - keys.start, 0, block.nk)
-        launch, ends_there, holes = self._launch_of(block, backward), None, None
-        if launch and run.shape == "general":
-            ends_there = self.device.upload(ends.astype(np.int32))
-            unseeing = np.flatnonzero(ends[1] <= ends[0])
-            holes = self.device.upload(unseeing) if len(unseeing) else None
-        return _Piece(run.rows, keys, launch, ((ends[0], ends[1]),), ends_there, holes)
-
-    def _launch_of(self, block: Block, backward: bool) -> Launch | None:
-        """The launch of cuDNN for a run; None for a run that cuDNN does not take."""
-        capability = self.device.capability
-        if supported(block, capability, backward, self.gradients, self.deterministic):
-            return None
-        try:
-            return self._graphs.get(block, backward, self.gradients)
-        except NotSupported:
-            return None
-
-    def _launch(self, piece: _Piece, pointers: Iterable[int]) -> None:
+    def _launch(self, piece: Piece, pointers: Iterable[int]) -> None:
         size = max(piece.launch.workspace_size, 1)
         workspace = self._buffer("workspace", (size,), np.uint8).data.ptr
         if piece.ends is not None:
@@ -296,7 +216,7 @@ class CudnnKernel:
             pointers = *pointers, begin, begin + piece.ends.nbytes // 2
         piece.launch(pointers, workspace, cupy.cuda.get_current_stream().ptr)
 
-    def _put_in_holes(self, piece: _Piece, lse: Array, value: float) -> None:
+    def _put_in_holes(self, piece: Piece, lse: Array, value: float) -> None:
         values = self._constant(value, (len(piece.holes), lse.shape[1]))
         self.device.put_at(lse, values, piece.holes)
 
