@@ -66,8 +66,10 @@ def test_striped_shards_have_general_runs():
 def test_runs_paint_the_mask(nq, nk, seed, shortest):
     rng = np.random.default_rng(seed)
     steps = rng.choice([0, 1], (2, nq), p=[0.3, 0.7])
+    if seed % 7 == 0:  # the same step for several queries, of any size
+        steps = np.repeat(rng.integers(-6, 7, (2, nq)), 5, axis=1)[:, :nq]
     begin = np.minimum(np.cumsum(steps[0]) - rng.integers(0, 3), nk).clip(0)
-    end = np.minimum(np.cumsum(steps[1]) + rng.integers(0, 5), nk)
+    end = np.minimum(np.cumsum(steps[1]) + rng.integers(0, 5), nk).clip(0)
     if seed % 3 == 0:
         begin[rng.integers(0, nq) :] = 0
     if seed % 5 == 0:  # they see nothing
@@ -96,6 +98,13 @@ def test_runs_paint_the_mask(nq, nk, seed, shortest):
         assert x.area == painted[x.rows].sum()
     assert next_row == nq
     assert (painted == dense((interval,), nk)).all()
+
+
+@pytest.mark.parametrize("step", [(0, 4), (0, 5), (1, -3), (1, -4), (2, 0), (2, -4), (-1, 4)])
+def test_other_steps_have_no_simple_shape(step):
+    i = np.arange(10)
+    (run,) = runs((40 + step[0] * i, 100 + step[1] * i), shortest=2)
+    assert run.shape == "general"
 
 
 def test_runs_of_a_window():

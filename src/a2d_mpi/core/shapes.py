@@ -10,8 +10,9 @@ from a2d_mpi.core.masks import Interval
 
 LONGEST = 2048  # queries of a general run: the keys that any of them sees are few then
 
-# The step of (begin, end) from each query to the next, as 4 x begin + end.
-_SHAPES = {0: "full", 1: "causal", 4: "anti-causal", 5: "band"}
+# The step of (begin, end) from each query to the next, as 2 x begin + end; others have none.
+_SHAPES = ("full", "causal", "anti-causal", "band")
+_BREAK, _EMPTY = -1, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,18 +87,18 @@ def runs(interval: Interval, shortest: int = 1) -> list[Run]:
 def _steps(begin: np.ndarray, end: np.ndarray) -> list[tuple[int, int, str]]:
     """Maximal runs of simple shapes, as (first, last + 1, shape)."""
     nq, seen = len(begin), end > begin
-    by = np.diff(begin), np.diff(end)
-    step = by[0] * 4 + by[1]
-    step[(np.abs(by[0]) > 1) | ~np.isin(step, list(_SHAPES)) | (seen[1:] != seen[:-1])] = -1
-    step[~seen[1:] & ~seen[:-1]] = 9  # neighbours that see nothing stay together
+    by = np.stack([np.diff(begin), np.diff(end)])
+    step = by[0] * 2 + by[1]
+    step[((by < 0) | (by > 1)).any(axis=0) | (seen[1:] != seen[:-1])] = _BREAK
+    step[~seen[1:] & ~seen[:-1]] = _EMPTY  # neighbours that see nothing stay together
     cuts = np.append(np.flatnonzero(np.diff(step)) + 1, nq - 1)  # where the step changes
     found, first = [], 0
     while first < nq:
-        code = int(step[first]) if first < nq - 1 else -1
-        last = first + 1
-        if code != -1:
+        code, last = int(step[first]) if first < nq - 1 else _BREAK, first + 1
+        if code != _BREAK:
             last = int(cuts[np.searchsorted(cuts, first, side="right")]) + 1
-        found.append((first, last, _SHAPES.get(code, "full") if seen[first] else "empty"))
+        shape = (*_SHAPES, "empty")[code] if code != _BREAK else "full"  # of one query
+        found.append((first, last, shape if seen[first] else "empty"))
         first = last
     return found
 

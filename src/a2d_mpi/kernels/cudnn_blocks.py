@@ -91,8 +91,8 @@ def supported(
         return f"cuDNN's limit of headdim is {most} for capability {capability}, got {d}"
     if not backward:
         return None
-    if major == 8 and block.shape == "general":
-        return "cuDNN has no gradients of a general mask for capability 8"
+    if major in (8, 12) and block.shape == "general":
+        return f"cuDNN has no gradients of a general mask for capability {capability}"
     if block.nq == block.nk == 1:
         return "cuDNN has no gradients for one query and one key"
     # Each query head's gradient of a shared KV head is kept in the 16-bit dtype before the sum:

@@ -3,7 +3,7 @@
 cuDNN is imported when `Graphs` is made: the package needs it only then.  Facts about cuDNN are
 from the documentation and headers of nvidia-cudnn-frontend 1.22 (``docs/operations/
 Attention.md``, ``node/scaled_dot_product_flash_attention.h``), and from building plans with
-cuDNN 9.28 for sm_80, sm_90 and sm_100.
+cuDNN 9.28 for sm_80, sm_90, sm_100 and sm_120.
 """
 
 from __future__ import annotations
