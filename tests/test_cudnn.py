@@ -1,10 +1,16 @@
 """The kernel of cuDNN against float64: on the emulated GPU always, on a real one if any."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
+from cases import METHODS, OTHERS, inputs, label
+from cases import run as run_plan
+from helpers import assert_all
 from test_gpu_kernels import TENSORS, failures, make, plain_kernel, run
 from test_kernels import plain, random_intervals
 
+from a2d_mpi import Documents, ProcessGrid, SlidingWindow
 from a2d_mpi.core import shapes
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import Causal
@@ -185,3 +191,54 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
     exact = plain(*host, intervals, d**-0.5, np.float64)
     bad = failures(found, *host, intervals, d**-0.5, exact, kept, slack=0)
     assert not bad
+
+
+@dataclass(frozen=True)
+class Sinks(Causal):
+    """The first 20 tokens and the last 50."""
+
+    default_distribution = "zigzag"
+
+    def visible(self, q):
+        return ((q * 0, np.minimum(20, q + 1)), (np.maximum(20, q - 49), q + 1))
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("method", [METHODS[(len(METHODS) - 1) // 2], OTHERS[-1]], ids=label)
+@pytest.mark.parametrize("distribution", [None, "striped"])
+def test_plans(comm, cupy, method, distribution, monkeypatch):
+    """Partial results of many runs, merged within a rank and between ranks."""
+    from graphs import HostGraphs
+
+    from a2d_mpi.comm.gpus import bind_gpu
+    from a2d_mpi.kernels import cudnn, cudnn_pieces
+
+    bind_gpu(comm)
+    graphs, grid = HostGraphs(), ProcessGrid(comm, *method[1])
+    monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
+    monkeypatch.setattr(cudnn_pieces, "SHORTEST", 6)
+    sizes = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}
+    dtype, tokens, scale = DTYPES["bfloat16"], np.arange(150), 8**-0.5
+    host = [x.astype(dtype) for x in inputs(150, 2, 8, 1.0, "bfloat16", 4)]
+    bad = []
+    for mask in (Causal(), Documents([0, 11, 90, 150], Causal()), SlidingWindow(30, 20), Sinks()):
+        plan = method[0](
+            grid, mask, **sizes, dtype="bfloat16", kernel="cudnn", distribution=distribution
+        )
+        found = run_plan(plan, *host, cupy.asarray, cupy.asnumpy)
+        shards = comm.allgather((plan.tokens, found))
+        whole = {x: np.empty((150, *y.shape[1:]), y.dtype) for x, y in found.items()}
+        for rows, shard in shards:
+            for x, y in shard.items():
+                whole[x][rows] = y
+        intervals = mask.intervals(tokens, tokens)
+        exact = plain(*host, intervals, scale, np.float64)
+        # cuDNN rounds the gradients of each run, which are about 1.
+        wrong = failures(whole, *host, intervals, scale, exact, dtype, slack=2**-8)
+        bad += [f"{mask}: {x}" for x in wrong]
+    grid.free()
+    if not graphs.launched:
+        bad.append("nothing was launched")
+    assert_all(comm, not bad, "; ".join(bad))

@@ -45,12 +45,16 @@ class CudnnKernel:
     ----------
     product_dtype : dtype
         Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
+    rounds_partials : bool
+        As of `a2d_mpi.kernels.Kernel`.
 
     Raises
     ------
     ImportError
         If cuDNN or its frontend is not installed.
     """
+
+    rounds_partials = True
 
     def __init__(
         self,
