@@ -14,6 +14,7 @@ from a2d_mpi import Documents, ProcessGrid, SlidingWindow
 from a2d_mpi.core import shapes
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import Causal
+from a2d_mpi.core.patterns import PATTERNS, make_mask
 
 
 def cudnn_kernel(cupy, plain, **options):
@@ -72,8 +73,7 @@ def small(monkeypatch, cupy):
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("heads", [(1, 1), (4, 2)])
+@pytest.mark.parametrize("dtype, heads", [("float16", (1, 1)), ("bfloat16", (4, 2))])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("gradients", ["native", "float32"])
 def test_cudnn(cupy, dtype, heads, mask, gradients):
@@ -91,6 +91,23 @@ def test_cudnn(cupy, dtype, heads, mask, gradients):
         if cupy.kind == "emulated":
             assert {block.shape for block in kernel._pieces.graphs.launched} == MASKS[mask]
     assert not bad
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("text", PATTERNS)
+@pytest.mark.parametrize("step", [1, 2])  # contiguous and striped shards
+def test_patterns(cupy, text, step, monkeypatch):
+    from a2d_mpi.kernels import cudnn_pieces
+
+    monkeypatch.setattr(cudnn_pieces, "SHORTEST", 8)
+    tokens, keys = np.arange(30, 300)[::step], np.arange(0, 260)[::step]
+    intervals = make_mask(text, 300).intervals(tokens, keys)
+    q, k, v, dout = make((len(tokens), len(keys), 2, 1, 32), DTYPES["bfloat16"])
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
+    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
 
 
 @pytest.mark.usefixtures("small")

@@ -70,7 +70,7 @@ class CudnnKernel:
         self._work = work or Workspace(plain.device)
         graphs = graphs or graphs_of(plain.device.index, deterministic)
         self._pieces = Pieces(plain, graphs, gradients, deterministic)
-        self._constants: dict[tuple, Array] = {}
+        self._constants: dict[tuple[float, int], Array] = {}
 
     def forward(
         self,
@@ -175,7 +175,8 @@ class CudnnKernel:
         if native is not out:
             self.device.put(out, native)
         if piece.holes is not None:
-            nothing = self._constant(0, (len(piece.holes), *out.shape[1:]), out.dtype)
+            nothing = self._buffer("nothing", (len(piece.holes), *out.shape[1:]), out.dtype)
+            self.device.zero(nothing)
             self.device.put_at(out, nothing, piece.holes)
             self._put_in_holes(piece, lse, -np.inf)
 
@@ -224,11 +225,14 @@ class CudnnKernel:
         values = self._constant(value, (len(piece.holes), lse.shape[1]))
         self.device.put_at(lse, values, piece.holes)
 
-    def _constant(self, value: float, shape: tuple, dtype: Any = np.float32) -> Array:
-        key = value, shape, dtype
-        if key not in self._constants:
-            self._constants[key] = self.device.upload(np.full(shape, value, dtype))
-        return self._constants[key]
+    def _constant(self, value: float, shape: tuple[int, int]) -> Array:
+        """Array of one float32 value, (queries, nheads); the largest one is kept."""
+        n, nheads = shape
+        found = self._constants.get((value, nheads))
+        if found is None or len(found) < n:
+            found = self.device.upload(np.full(shape, value, np.float32))
+            self._constants[value, nheads] = found
+        return found[:n]
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:
         return self._work.get(("kernel", name), shape, dtype or self.dtype)
