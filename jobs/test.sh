@@ -20,7 +20,7 @@ esac
 if [[ ${A2D_MPI_ENV:-} == active && ${#mpis[@]} == 2 ]]; then mpis=(any); fi
 rank_counts=(1 4 5 6) tests=(tests)
 if [[ ${mpis[0]} == gpu ]]; then
-  rank_counts=(1 4 6) tests=(tests/test_gpu_kernels.py tests/test_device.py -k real)
+  rank_counts=(1 4 6) tests=(tests/test_gpu_kernels.py tests/test_cudnn.py tests/test_device.py -k real)
   export A2D_TEST_GPU=1 # a GPU that is not found is a failure
 fi
 narrowed=$#
