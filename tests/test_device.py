@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from cases import METHODS, OTHERS, SIZE, TENSORS, failures, inputs, label, run
 from helpers import assert_all, assert_refused
+from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.gpus import gpu_aware
+from a2d_mpi.comm.transport import DeviceTransport
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.results import read_result
 
@@ -156,13 +158,13 @@ def test_masks_of_two_intervals(comm, cupy, on, method):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-def drive(monkeypatch, program, ranks, *options, gpus=1):
+def drive(monkeypatch, program, ranks, *options, gpus=1, **more):
     """A driver on the emulated GPU."""
     if shutil.which("g++") is None:
         pytest.skip("no GPU emulation: g++ is not installed")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"), prepend=os.pathsep)
     monkeypatch.setenv("EMULATED_GPUS", str(gpus))
-    return helpers.drive(program, ranks, *options, timeout=120)
+    return helpers.drive(program, ranks, *options, timeout=120, **more)
 
 
 SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
@@ -194,6 +196,58 @@ def test_no_gpu(monkeypatch, gpus):
     assert_refused(done, "CuPy is not installed" if gpus is None else "finds no GPU")
 
 
+@pytest.mark.parametrize("transfers", ["device", "host"])
+def test_a_fault_of_one_gpu_ends_all_ranks(monkeypatch, transfers):
+    """CUDA's events after it are never done: to wait for them would take for ever."""
+    sabotage = """
+import cupy
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    cupy.cuda.fault.kernel = "forward"
+"""
+    options = [SAMPLE, "--seqlen", 50, "--device", "gpu", "--transfers", transfers]
+    done = drive(monkeypatch, "attention.py", 4, *options, sabotage=sabotage)
+    assert done.returncode != 0 and done.seconds < helpers.SECONDS
+    assert "attention.py: rank 1 failed" in done.stderr
+    assert "CUDARuntimeError: cudaErrorIllegalAddress" in done.stderr
+
+
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("behind", ["send", "receive"])
+def test_what_has_arrived_waits_for_no_kernel(cupy, behind):
+    """Nor for messages that do: they are sent when it ends, or into a buffer that it reads."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    comm, transport = MPI.COMM_SELF, DeviceTransport(Cuda.current(), staged=True)
+    host = [np.full(40, i, np.uint8) for i in (1, 2)]
+    early, late = cupy.empty((40,), np.uint8), cupy.empty((40,), np.uint8)
+    messages = transport.receive(comm, early, 0, 1)
+    runs = [True]
+    kernel = lambda: cupy.cuda.BLOCKED if runs else late._host.fill(2)  # noqa: E731
+    cupy.cuda.get_current_stream()._enqueue(kernel)
+    sent = []
+    if behind == "send":
+        messages += transport.send(comm, late, 0, 2)
+    else:
+        messages += transport.receive(comm, late, 0, 2)
+        sent = [comm.Isend(host[1], 0, 2)]
+        advance(transport, comm)
+    sent += [comm.Isend(host[0], 0, 1)]
+    advance(transport, comm)
+    assert (early._host == 1).all() and (late._host == 255).all()
+    runs.clear()
+    if behind == "send":
+        sent += [comm.Irecv(host[1], 0, 2)]
+    transport.wait(messages)
+    MPI.Request.Waitall(sent)
+    assert (late._host == 2).all() and (host[1] == 2).all()
+
+
+def advance(transport, comm):
+    for _ in range(20):
+        transport.poll(comm)
+
+
 @pytest.mark.parametrize("what, ranks", [("kernel", 1), ("split", 4), ("transfers", 2)])
 def test_benchmark(monkeypatch, what, ranks):
     sizes = ["--seqlen", "40", "--nheads", "2", "--headdim", "8", "--trials", "1"]
@@ -206,6 +260,9 @@ def test_who_says_that_mpi_takes_device_memory(monkeypatch):
     for variable in ("A2D_MPI_TRANSFERS", "MPICH_GPU_SUPPORT_ENABLED"):
         monkeypatch.delenv(variable, raising=False)
     assert not gpu_aware()[0]  # the MPI of a wheel
+    # Every call of a plan asks; the libraries of the process are looked at once.
+    monkeypatch.setattr("a2d_mpi.comm.gpus._mpi_libraries", None)
+    assert not gpu_aware()[0]
     monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")
     assert gpu_aware() == (True, "MPICH_GPU_SUPPORT_ENABLED")
     monkeypatch.setenv("A2D_MPI_TRANSFERS", "host")
