@@ -128,7 +128,9 @@ class Cuda:
 
     def transpose(self, to: Array, x: Array) -> None:
         """Set ``to = x.T`` for two-dimensional arrays of a compute dtype."""
-        self._rows("transpose", x.dtype, to, x, x.shape, outer=1)
+        turned = x.shape[0] < x.shape[1]
+        shape = x.shape[::-1] if turned else x.shape
+        self._rows("transpose", x.dtype, to, x, int(turned), shape, outer=1)
 
     def repeat_heads(self, to: Array, x: Array) -> None:
         """Copy each head of x (tokens, heads, headdim) to its group of heads of `to`."""
