@@ -106,6 +106,24 @@ def test_same_bits_every_time_and_without_overlap(comm, cupy, on, method):
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
+def test_calls_on_two_streams(comm, cupy, on, method):
+    """The second call uses the buffers of the first one, which may still be under way."""
+    plan = method(Causal(), seqlen=64, nheads=6, headdim=16)
+    q, k, v = [inputs(64, 6, 16, 1.0, "float32", 6)[i][plan.tokens] for i in range(3)]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    outs = []
+    for stream, given in zip(reversed(streams), ((q, k, v), (2 * q, -k, 2 * v))):
+        with stream:
+            outs.append(plan.forward(*map(cupy.asarray, given))[0])
+    for stream in streams:
+        stream.synchronize()
+    found = cupy.asnumpy(outs[0])
+    alone = cupy.asnumpy(plan.forward(*map(cupy.asarray, (q, k, v)))[0])
+    assert_all(comm, found.tobytes() == alone.tobytes(), "the calls disturb each other")
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
 def test_timings_by_events(comm, cupy, on, method):
     plan = method(Causal(), seqlen=64, nheads=6, headdim=16)
     on(plan, *inputs(64, 6, 16, 1.0, "float32", 6))

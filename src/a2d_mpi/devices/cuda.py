@@ -149,6 +149,9 @@ class Cuda:
         event.record()
         return event
 
+    def after(self, mark: Any) -> None:
+        cupy.cuda.get_current_stream().wait_event(mark)
+
     def seconds(self, start: Any, end: Any) -> float:
         end.synchronize()
         return cupy.cuda.get_elapsed_time(start, end) / 1e3

@@ -84,6 +84,16 @@ class Stream:
             alive.clear()
         return True
 
+    def synchronize(self):
+        if self._work:
+            _wait(self, self._work[-1])
+
+    def __enter__(self):
+        _current.append(self)
+
+    def __exit__(self, *_):
+        _current.pop()
+
     def wait_event(self, event):
         self._enqueue(lambda: None if event._reached() else BLOCKED)
 
@@ -92,17 +102,16 @@ streams: list[Stream] = []
 # CuPy's memory pool gives freed memory to later work of the same stream only; here, what is queued
 # may hold pointers to it, so all memory lives until nothing is queued.
 alive: list[np.ndarray] = []
-_default = Stream()
+_current = [Stream()]
 
 
 def get_current_stream():
-    return _default
+    return _current[-1]
 
 
 def drain():
     for stream in streams:
-        while stream._work:
-            _wait(stream, stream._work[-1])
+        stream.synchronize()
     alive.clear()
 
 
@@ -123,7 +132,7 @@ class Event:
     ptr = property(id)
 
     def record(self, stream=None):
-        self._stream = stream or _default
+        self._stream = stream or get_current_stream()
 
         def reached():
             self.time = time.perf_counter()
