@@ -5,6 +5,7 @@ On the emulated GPU of tests/emulated always, on a real one where there is one.
 
 import os
 import shutil
+from itertools import product
 from pathlib import Path
 
 import helpers
@@ -17,6 +18,8 @@ from mpi4py import MPI
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.transport import DeviceTransport
+from a2d_mpi.experiments.benchmark import add_results
+from a2d_mpi.experiments.gpu_plots import add_figures, read_figures
 from a2d_mpi.experiments.results import read_result
 
 ROOT = Path(__file__).parents[1]
@@ -270,11 +273,44 @@ def advance(transport, comm):
 
 
 @pytest.mark.parametrize("what, ranks", [("kernel", 1), ("split", 4), ("transfers", 2)])
-def test_benchmark(monkeypatch, what, ranks):
-    sizes = ["--seqlen", "40", "--nheads", "2", "--headdim", "8", "--trials", "1"]
-    done = drive(monkeypatch, "bench_gpu.py", ranks, what, *sizes, "--transfers", "device")
+def test_benchmark(monkeypatch, tmp_path, what, ranks):
+    sizes = ["--seqlen", "40", "--nheads", "2", "--headdim", "8", "--trials", "3"]
+    sizes += ["--transfers", "device", "--output", tmp_path / "gpu.h5"]
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    for mps in (False, True) if what == "split" else (False,):
+        done = drive(monkeypatch, "bench_gpu.py", ranks, what, *sizes)
+        assert done.returncode == 0, done.stderr
+        assert "TFLOP/s" in done.stdout if what == "kernel" else "host: 0 bytes" in done.stdout
+        said = f"{ranks}, {'at once (MPS)' if mps else 'in turns'} on a GPU"
+        assert said in done.stdout or what == "kernel"
+        (tmp_path / "control").touch()
+    found = read_figures(tmp_path / "gpu.h5", what + " with MPS" * (what == "split"))
+    assert found.attributes["device"] == "emulated GPU" and found.attributes["right"]
+    assert found.seconds and all((x > 0).all() and len(x) == 3 for x in found.seconds.values())
+
+
+def test_picture_of_kernels(tmp_path):
+    """Of a file that this test makes: rates are work over medians; a backend may be missing."""
+    file, seconds = tmp_path / "gpu.h5", {}
+    sizes = {"device": "made up", "seqlen": 8, "nheads": 2, "headdim": 4, "dtype": "bfloat16"}
+    for i, call in enumerate(product(("full", "causal"), ("forward", "backward"))):
+        sizes[f"tflop/{'/'.join(call)}"] = 101.0
+        seconds["/".join((*call, "a2d_mpi"))] = np.array([1, 0.1 * (i + 2), 0.01])
+        if i:
+            seconds["/".join((*call, "torch FLASH"))] = np.array([0.125])
+    for what in ("split", "kernel", "kernel"):  # the later ones stand
+        add_figures(file, what, sizes, seconds)
+        assert read_figures(file, "kernel" if what == "kernel" else "split").attributes == sizes
+    options = ["--what", "kernels", "--format", "svg", "--output", tmp_path]
+    done = helpers.drive("plot.py", 0, file, *options)
     assert done.returncode == 0, done.stderr
-    assert "TFLOP/s" in done.stdout if what == "kernel" else "host: 0 bytes" in done.stdout
+    drawn = (tmp_path / "kernels.svg").read_text()
+    texts = ("505", "337", "252", "202", "808", "a2d_mpi", "torch FLASH")
+    assert [drawn.count(f"<!-- {x} -->") for x in texts] == [1, 1, 1, 1, 3, 1, 1]
+    other = tmp_path / "bench.h5"
+    add_results(other, {}, {})
+    done = helpers.drive("plot.py", 0, other, *options)
+    assert_refused(done, "it has no group gpu/kernel")
 
 
 def test_who_says_that_mpi_takes_device_memory(monkeypatch):
