@@ -289,6 +289,22 @@ def test_benchmark(monkeypatch, tmp_path, what, ranks):
     assert found.seconds and all((x > 0).all() and len(x) == 3 for x in found.seconds.values())
 
 
+def test_timeline_of_four_ranks(monkeypatch, tmp_path):
+    """As jobs/gpu_all.sh has it drawn, beside the figures of the benchmark."""
+    file = tmp_path / "gpu.h5"
+    options = ["--plans", "attention2d:2x2", "--seqlens", "64", "--nheads", "2", "--headdim", "8"]
+    options += ["--device", "gpu", "--transfers", "device", "--backward", "--output", file]
+    done = drive(monkeypatch, "bench.py", 4, *options)
+    assert done.returncode == 0, done.stderr
+    add_figures(file, "kernel", {"made": "up"}, {})
+    options = ["--what", "timeline", "--format", "svg", "--output", tmp_path]
+    done = helpers.drive("plot.py", 0, file, *options)
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "timeline.svg").read_text()
+    words = ("compute", "merge", "wait", "forward, ms", "backward, ms", "rank")
+    assert all(f"<!-- {x} -->" in drawn for x in words)
+
+
 def test_picture_of_kernels(tmp_path):
     """Of a file that this test makes: rates are work over medians; a backend may be missing."""
     file, seconds = tmp_path / "gpu.h5", {}

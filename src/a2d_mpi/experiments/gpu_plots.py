@@ -73,7 +73,7 @@ def draw_kernels(plt, found: Figures, width: float):
     """Bars of TFLOP/s by mask, phase and implementation."""
     a = found.attributes
     calls = [tuple(x.split("/")) for x in found.seconds]  # (mask, phase, implementation)
-    groups = list(dict.fromkeys(x[:2] for x in calls))
+    groups = sorted({x[:2] for x in calls}, reverse=True)  # full, forward first
     names = sorted({x[2] for x in calls}, key=lambda x: (x != "a2d_mpi", x))
     figure, axes = plt.subplots(figsize=(width, 0.75 * width))
     each = 0.8 / len(names)
