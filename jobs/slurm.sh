@@ -15,11 +15,12 @@
 ((${#modules[@]} == 0)) || module load "${modules[@]}" || exit
 set -euo pipefail
 if [[ ${A2D_MPI_ENV:-} == active ]]; then
+  export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
+  export MKL_NUM_THREADS=${MKL_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
   source jobs/env.sh
   needs=""
   if [[ $device == gpu ]]; then needs=cupy; fi
   MPIEXEC=srun use_env any "$needs"
-  unset OPENBLAS_NUM_THREADS MKL_NUM_THREADS # env.sh has ranks share the cores
 else
   source "$venv/bin/activate"
 fi
