@@ -21,6 +21,7 @@ CACHE = Path(tempfile.gettempdir()) / f"a2d_mpi-emulated-{os.getuid()}"
 
 class RawModule:
     def __init__(self, code, options=()):
+        code = code.replace("__restrict__ ", "")
         self._signatures = {
             name: [re.sub(r"\w+$", "", x.strip()).strip() for x in parameters.split(",")]
             for name, parameters in re.findall(r"__global__ void (\w+)\(([^)]*)\)", code)
