@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything on the GPU of this machine, in less than nine minutes once the environment is there: the
 # main job on 1 and 4 ranks, what 4 ranks do when, kernels against PyTorch's (if torch is installed),
-# 4 ranks against 1, the rate of MPI between device buffers, tests.
+# 4 ranks against 1, the rate of MPI between device buffers and through the host, tests.
 #
 #   bash jobs/gpu_all.sh [FOLDER]      default: results/gpu-<time>
 #
@@ -81,6 +81,10 @@ everything() {
   with_mps part "split, with MPS where it can be started" 50 4 \
     python drivers/bench_gpu.py split "${output[@]}"
   part transfers 30 4 python drivers/bench_gpu.py transfers "${output[@]}"
+  part "transfers through the host" 30 4 \
+    python drivers/bench_gpu.py transfers --transfers host "${output[@]}"
+  part "plain kernel" 40 1 \
+    python drivers/bench_gpu.py kernel --kernel cupy --seqlen 4096 "${output[@]}"
   part "tests of kernels" 250 0 \
     python -m pytest tests/test_gpu_kernels.py -q --color=no -k real -m "not mpi"
   part "tests on 4 ranks" 150 4 \

@@ -284,7 +284,8 @@ def test_benchmark(monkeypatch, tmp_path, what, ranks):
         said = f"{ranks}, {'at once (MPS)' if mps else 'in turns'} on a GPU"
         assert said in done.stdout or what == "kernel"
         (tmp_path / "control").touch()
-    found = read_figures(tmp_path / "gpu.h5", what + " with MPS" * (what == "split"))
+    name = f"{what} device" + " with MPS" * (what == "split")
+    found = read_figures(tmp_path / "gpu.h5", name)
     assert found.attributes["device"] == "emulated GPU" and found.attributes["right"]
     assert found.seconds and all((x > 0).all() and len(x) == 3 for x in found.seconds.values())
 

@@ -49,7 +49,8 @@ def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         about |= {"ranks": comm.size, "ranks_of_a_gpu": turns, "way": how, "right": right}
         about |= {x: y for x, y in found.items() if x.startswith("tflop/")}
         seconds = {x: y for x, y in found.items() if x not in about}
-        name = args.what + " with MPS" * (sharing > 1 and _mps())
+        chosen = [x for x in (args.kernel, args.transfers) if x != "auto"]
+        name = " ".join([args.what, *chosen]) + " with MPS" * (sharing > 1 and _mps())
         together(comm, lambda: add_figures(args.output, name, about, seconds), on=0)
     return 0 if right else FAILED_CHECK
 
