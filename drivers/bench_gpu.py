@@ -7,7 +7,8 @@
 kernel: calls of the library, merge and all, on one rank, and the fastest backend of torch's
 scaled_dot_product_attention, in turn.  split: the same problem on one rank alone and on the grid
 of all ranks, in turn.  transfers: each rank sends to the next and receives from the one before.
-Medians over the trials, by the slowest rank.  Exit code 1 if a result is wrong.
+Medians over the trials, by the slowest rank; --output keeps all, for drivers/plot.py.  Exit code 1
+if a result is wrong, 2 for bad input.
 """
 
 from mpi4py import MPI
@@ -31,6 +32,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--kernel", default="auto", help="of a2d_mpi.kernels.KERNELS (default %(default)s)")
     add("--transfers", choices=TRANSFERS, default="auto")
     add("--trials", type=TRIALS, default=10)
+    add("--output", help="HDF5 file, to which the figures are added")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Draw the measurements of drivers/bench.py, bench_train.py or train_gpt.py.
+"""Draw the measurements of drivers/bench.py, bench_gpu.py, bench_train.py or train_gpt.py.
 
     python drivers/plot.py results/bench.h5 --output results/figures --what scaling,bytes
 
@@ -10,6 +10,7 @@ timeline  what every rank of one run did when
 
 Alone, of files of other drivers:
 training     loss by tokens (drivers/train_gpt.py)
+kernels      TFLOP/s of the GPU's kernels and of PyTorch's (drivers/bench_gpu.py)
 steps        seconds of training steps by part, measured and predicted (drivers/bench_train.py)
 activations  memory by number of ranks (drivers/bench_train.py)
 

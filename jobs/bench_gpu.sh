@@ -8,5 +8,5 @@ source jobs/gpu.sh
 
 use_gpu
 run_mpi 1 600 python drivers/bench_gpu.py kernel "$@"
-run_mpi 4 600 python drivers/bench_gpu.py split
+with_mps run_mpi 4 600 python drivers/bench_gpu.py split
 run_mpi 4 300 python drivers/bench_gpu.py transfers

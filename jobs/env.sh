@@ -105,9 +105,10 @@ _use_active() {
 
 # _add_wheels FOLDER: .venv-active sees all that the active Python sees.
 _add_wheels() {
-  local venv stamp library wheels=("$1"/*.whl)
+  local venv stamp library prefix wheels=("$1"/*.whl)
   venv=$(pwd -P)/.venv-active
   [[ -e ${wheels[0]} ]] || { echo "A2D_MPI_WHEELS: no wheels in $1" >&2 && return 2; }
+  prefix=$(python -c 'import sys; print(sys.prefix)') || return
   stamp="$(command -v python) $(cksum "${wheels[@]}")"
   if ! _runs_here "$venv" || [[ $(cat "$venv/stamp" 2>/dev/null) != "$stamp" ]]; then
     python -m venv --clear --system-site-packages "$venv" || return
@@ -119,8 +120,8 @@ _add_wheels() {
     echo "$stamp" >"$venv/stamp"
   fi
   export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
-  # mpi4py's wheel looks for an MPI beside itself, and then in the system.
-  for library in "$venv"/lib/libmpi.so.{40,12}; do
+  # mpi4py's wheel looks for an MPI beside Python, and then in the system.
+  for library in {"$prefix","$venv"}/lib/libmpi.so.{40,12}; do
     [[ ! -e $library ]] || export MPI4PY_LIBMPI=$library
   done
 }

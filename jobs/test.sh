@@ -18,9 +18,10 @@ case ${1:-} in
   mpich | openmpi | gpu) mpis=("$1") && shift ;;
 esac
 if [[ ${A2D_MPI_ENV:-} == active && ${#mpis[@]} == 2 ]]; then mpis=(any); fi
-rank_counts=(1 4 5 6) tests=(tests)
+rank_counts=(1 4 5 6) tests=(tests) most=900 # seconds of one run
 if [[ ${mpis[0]} == gpu ]]; then
-  rank_counts=(1 4 6) tests=(tests/test_gpu_kernels.py tests/test_cudnn.py tests/test_device.py -k real)
+  tests=(tests/test_gpu_kernels.py tests/test_cudnn.py tests/test_device.py -k real)
+  rank_counts=(1 4 6) most=300
   export A2D_TEST_GPU=1 # a GPU that is not found is a failure
 fi
 narrowed=$#
@@ -103,13 +104,13 @@ for mpi in "${mpis[@]}"; do
   if [[ $mpi != "${mpis[0]}" ]]; then marks+=" and launches" counts=(4 6); fi
   record=record_twice
   if [[ $mpi == gpu ]]; then record=record; fi
-  $record "$mpi, serial" limited 900 python -m pytest "${tests[@]}" -q --color=no -m "$marks" "$@"
+  $record "$mpi, serial" limited "$most" python -m pytest "${tests[@]}" -q --color=no -m "$marks" "$@"
   for ranks in "${counts[@]}"; do
     marks=mpi
     if [[ $mpi != "${mpis[0]}" ]]; then marks="mpi and not one_mpi"; fi
     if ((ranks == 1)); then marks="mpi and not multirank"; fi
     if ((ranks == 5)); then marks+=" and not grids"; fi
-    record "$mpi, $ranks ranks" run_mpi "$ranks" 900 \
+    record "$mpi, $ranks ranks" run_mpi "$ranks" "$most" \
       python -m pytest "${tests[@]}" -q --color=no --with-mpi -m "$marks" "$@"
   done
 done

@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 from cases import METHODS, OTHERS, SIZE, TENSORS, failures, inputs, label, run
 from helpers import assert_all, assert_refused
+from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.gpus import gpu_aware
-from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.comm.transport import DeviceTransport
+from a2d_mpi.experiments.benchmark import add_results
+from a2d_mpi.experiments.gpu_plots import add_figures, read_figures
 from a2d_mpi.experiments.results import read_result
 
 pytestmark = pytest.mark.grids
@@ -26,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 # seqlen, nheads_kv (of 6), headdim: the emulated one is slow.
 SIZES = {
     "emulated": [(1, 6, 7), (23, 1, 9)],
-    "real": [(n, h, d) for n in (1, 1009, 4096) for h in (1, 6) for d in (32, 64, 128, 256)],
+    "real": [(1, 6, 32), (1009, 1, 64), (2048, 6, 128)],
 }
 
 
@@ -53,9 +56,12 @@ def on(cupy, comm, request):
     return lambda plan, *tensors: run(plan, *tensors, cupy.asarray, cupy.asnumpy)
 
 
-# All on a real GPU; emulated, each one once.
+# Each one once; on a real GPU cuDNN builds graphs for each plan of 16 bits.
 CASES = [
-    *product(["real"], ["full", "causal"], DTYPES, ["device", "host"]),
+    ("real", "full", "float32", "device"),
+    ("real", "causal", "float64", "host"),
+    ("real", "causal", "bfloat16", "device"),
+    ("real", "full", "bfloat16", "host"),
     ("emulated", "full", "float32", "device"),
     ("emulated", "causal", "float64", "host"),
     pytest.param("emulated", "causal", "float16", "device", marks=pytest.mark.one_mpi),
@@ -67,7 +73,9 @@ CASES = [
 @pytest.mark.parametrize("cupy, mask, dtype, transfers", CASES, indirect=["cupy"])
 def test_results_and_traffic(comm, cupy, on, method, mask, dtype, transfers, monkeypatch):
     mask = {"full": Full(), "causal": Causal()}[mask]
-    monkeypatch.setattr("a2d_mpi.comm.transport.STAGED_MESSAGE", 700)
+    # Several pieces a message, but not thousands.
+    size = {"emulated": 700, "real": 100_000}[cupy.kind]
+    monkeypatch.setattr("a2d_mpi.comm.transport.STAGED_MESSAGE", size)
     bad = []
     for seqlen, nheads_kv, headdim in SIZES[cupy.kind]:
         plan = method(
@@ -99,6 +107,24 @@ def test_same_bits_every_time_and_without_overlap(comm, cupy, on, method):
     results = [on(plan, *x) for plan in (*plans, plans[0])]
     same = all(results[0][t].tobytes() == y[t].tobytes() for y in results for t in TENSORS)
     assert_all(comm, same, "not the same bits")
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+def test_calls_on_two_streams(comm, cupy, on, method):
+    """The second call uses the buffers of the first one, which may still be under way."""
+    plan = method(Causal(), seqlen=64, nheads=6, headdim=16)
+    q, k, v = [inputs(64, 6, 16, 1.0, "float32", 6)[i][plan.tokens] for i in range(3)]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    outs = []
+    for stream, given in zip(reversed(streams), ((q, k, v), (2 * q, -k, 2 * v))):
+        with stream:
+            outs.append(plan.forward(*map(cupy.asarray, given))[0])
+    for stream in streams:
+        stream.synchronize()
+    found = cupy.asnumpy(outs[0])
+    alone = cupy.asnumpy(plan.forward(*map(cupy.asarray, (q, k, v)))[0])
+    assert_all(comm, found.tobytes() == alone.tobytes(), "the calls disturb each other")
 
 
 @pytest.mark.mpi
@@ -158,13 +184,13 @@ def test_masks_of_two_intervals(comm, cupy, on, method):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-def drive(monkeypatch, program, ranks, *options, gpus=1):
+def drive(monkeypatch, program, ranks, *options, gpus=1, **more):
     """A driver on the emulated GPU."""
     if shutil.which("g++") is None:
         pytest.skip("no GPU emulation: g++ is not installed")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"), prepend=os.pathsep)
     monkeypatch.setenv("EMULATED_GPUS", str(gpus))
-    return helpers.drive(program, ranks, *options, timeout=120)
+    return helpers.drive(program, ranks, *options, timeout=120, **more)
 
 
 SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
@@ -196,18 +222,123 @@ def test_no_gpu(monkeypatch, gpus):
     assert_refused(done, "CuPy is not installed" if gpus is None else "finds no GPU")
 
 
+@pytest.mark.parametrize("transfers", ["device", "host"])
+def test_a_fault_of_one_gpu_ends_all_ranks(monkeypatch, transfers):
+    """CUDA's events after it are never done: to wait for them would take for ever."""
+    sabotage = """
+import cupy
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    cupy.cuda.fault.kernel = "forward"
+"""
+    options = [SAMPLE, "--seqlen", 50, "--device", "gpu", "--transfers", transfers]
+    done = drive(monkeypatch, "attention.py", 4, *options, sabotage=sabotage)
+    assert done.returncode != 0 and done.seconds < helpers.SECONDS
+    assert "attention.py: rank 1 failed" in done.stderr
+    assert "CUDARuntimeError: cudaErrorIllegalAddress" in done.stderr
+
+
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("behind", ["send", "receive"])
+def test_what_has_arrived_waits_for_no_kernel(cupy, behind):
+    """Nor for messages that do: they are sent when it ends, or into a buffer that it reads."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    comm, transport = MPI.COMM_SELF, DeviceTransport(Cuda.current(), staged=True)
+    host = [np.full(40, i, np.uint8) for i in (1, 2)]
+    early, late = cupy.empty((40,), np.uint8), cupy.empty((40,), np.uint8)
+    messages = transport.receive(comm, early, 0, 1)
+    runs = [True]
+    kernel = lambda: cupy.cuda.BLOCKED if runs else late._host.fill(2)  # noqa: E731
+    cupy.cuda.get_current_stream()._enqueue(kernel)
+    sent = []
+    if behind == "send":
+        messages += transport.send(comm, late, 0, 2)
+    else:
+        messages += transport.receive(comm, late, 0, 2)
+        sent = [comm.Isend(host[1], 0, 2)]
+        advance(transport, comm)
+    sent += [comm.Isend(host[0], 0, 1)]
+    advance(transport, comm)
+    assert (early._host == 1).all() and (late._host == 255).all()
+    runs.clear()
+    if behind == "send":
+        sent += [comm.Irecv(host[1], 0, 2)]
+    transport.wait(messages)
+    MPI.Request.Waitall(sent)
+    assert (late._host == 2).all() and (host[1] == 2).all()
+
+
+def advance(transport, comm):
+    for _ in range(20):
+        transport.poll(comm)
+
+
 @pytest.mark.parametrize("what, ranks", [("kernel", 1), ("split", 4), ("transfers", 2)])
-def test_benchmark(monkeypatch, what, ranks):
-    sizes = ["--seqlen", "40", "--nheads", "2", "--headdim", "8", "--trials", "1"]
-    done = drive(monkeypatch, "bench_gpu.py", ranks, what, *sizes, "--transfers", "device")
+def test_benchmark(monkeypatch, tmp_path, what, ranks):
+    sizes = ["--seqlen", "40", "--nheads", "2", "--headdim", "8", "--trials", "3"]
+    sizes += ["--transfers", "device", "--output", tmp_path / "gpu.h5"]
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    for mps in (False, True) if what == "split" else (False,):
+        done = drive(monkeypatch, "bench_gpu.py", ranks, what, *sizes)
+        assert done.returncode == 0, done.stderr
+        assert "TFLOP/s" in done.stdout if what == "kernel" else "host: 0 bytes" in done.stdout
+        said = f"{ranks}, {'at once (MPS)' if mps else 'in turns'} on a GPU"
+        assert said in done.stdout or what == "kernel"
+        (tmp_path / "control").touch()
+    name = f"{what} device" + " with MPS" * (what == "split")
+    found = read_figures(tmp_path / "gpu.h5", name)
+    assert found.attributes["device"] == "emulated GPU" and found.attributes["right"]
+    assert found.seconds and all((x > 0).all() and len(x) == 3 for x in found.seconds.values())
+
+
+def test_timeline_of_four_ranks(monkeypatch, tmp_path):
+    """As jobs/gpu_all.sh has it drawn, beside the figures of the benchmark."""
+    file = tmp_path / "gpu.h5"
+    options = ["--plans", "attention2d:2x2", "--seqlens", "64", "--nheads", "2", "--headdim", "8"]
+    options += ["--device", "gpu", "--transfers", "device", "--backward", "--output", file]
+    done = drive(monkeypatch, "bench.py", 4, *options)
     assert done.returncode == 0, done.stderr
-    assert "TFLOP/s" in done.stdout if what == "kernel" else "host: 0 bytes" in done.stdout
+    add_figures(file, "kernel", {"made": "up"}, {})
+    options = ["--what", "timeline", "--format", "svg", "--output", tmp_path]
+    done = helpers.drive("plot.py", 0, file, *options)
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "timeline.svg").read_text()
+    words = ("compute", "merge", "wait", "forward, ms", "backward, ms", "rank")
+    assert all(f"<!-- {x} -->" in drawn for x in words)
+
+
+def test_picture_of_kernels(tmp_path):
+    """Of a file that this test makes: rates are work over medians; a backend may be missing."""
+    file, seconds = tmp_path / "gpu.h5", {}
+    sizes = {"device": "made up", "seqlen": 8, "nheads": 2, "headdim": 4, "dtype": "bfloat16"}
+    for i, call in enumerate(product(("full", "causal"), ("forward", "backward"))):
+        sizes[f"tflop/{'/'.join(call)}"] = 101.0
+        seconds["/".join((*call, "a2d_mpi"))] = np.array([1, 0.1 * (i + 2), 0.01])
+        if i:
+            seconds["/".join((*call, "torch FLASH"))] = np.array([0.125])
+    for what in ("split", "kernel", "kernel"):  # the later ones stand
+        add_figures(file, what, sizes, seconds)
+        assert read_figures(file, "kernel" if what == "kernel" else "split").attributes == sizes
+    options = ["--what", "kernels", "--format", "svg", "--output", tmp_path]
+    done = helpers.drive("plot.py", 0, file, *options)
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "kernels.svg").read_text()
+    texts = ("505", "337", "252", "202", "808", "a2d_mpi", "torch FLASH")
+    assert [drawn.count(f"<!-- {x} -->") for x in texts] == [1, 1, 1, 1, 3, 1, 1]
+    other = tmp_path / "bench.h5"
+    add_results(other, {}, {})
+    done = helpers.drive("plot.py", 0, other, *options)
+    assert_refused(done, "it has no group gpu/kernel")
 
 
 def test_who_says_that_mpi_takes_device_memory(monkeypatch):
     for variable in ("A2D_MPI_TRANSFERS", "MPICH_GPU_SUPPORT_ENABLED"):
         monkeypatch.delenv(variable, raising=False)
     assert not gpu_aware()[0]  # the MPI of a wheel
+    # Every call of a plan asks; the libraries of the process are looked at once.
+    monkeypatch.setattr("a2d_mpi.comm.gpus._mpi_libraries", None)
+    assert not gpu_aware()[0]
     monkeypatch.setenv("MPICH_GPU_SUPPORT_ENABLED", "1")
     assert gpu_aware() == (True, "MPICH_GPU_SUPPORT_ENABLED")
     monkeypatch.setenv("A2D_MPI_TRANSFERS", "host")

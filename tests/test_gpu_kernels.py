@@ -20,12 +20,9 @@ from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 
 SHAPES = {
     "emulated": [(1, 1, 1, 1, 5), (3, 70, 4, 2, 40), (75, 34, 2, 1, 32)],
-    "real": [
-        (nq, nk, h, hk, d)
-        for nq, nk in ((1, 1), (1009, 517), (4096, 4096))
-        for h, hk in ((4, 1), (4, 4))
-        for d in (7, 32, 64, 128, 256)
-    ],
+    # Each axis once, and small: one core computes the float64 results.
+    "real": [(1, 1, 4, 4, 7), (1009, 517, 4, 1, 256), (1009, 1009, 4, 4, 128)]
+    + [(2048, 2048, 2, 2, 64)],
 }
 
 
@@ -151,7 +148,7 @@ def test_kernels_compile(element, headdim):
 
 @pytest.mark.parametrize("element", range(4))
 def test_kernels_compile_as_cupy_does_it(element):
-    """By NVRTC, which knows less than nvcc."""
+    """By NVRTC, which knows less than nvcc, with the options that CuPy 14 adds."""
     places = [Path(x) / "nvidia" for x in sys.path] + _toolkits()
     found = [x for place in places for x in place.glob("*/**/libnvrtc.so*")]
     if not found:
@@ -159,7 +156,8 @@ def test_kernels_compile_as_cupy_does_it(element):
     nvrtc, program = ctypes.CDLL(str(found[0])), ctypes.c_void_p()
     source = files("a2d_mpi").joinpath("kernels", "kernels.cu").read_bytes()
     assert not nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"k.cu", 0, None, None)
-    options = [b"--std=c++17", b"-DELEMENT=%d" % element, b"-DHEADDIM=64", b"-arch=compute_80"]
+    options = [b"--std=c++17", b"-DELEMENT=%d" % element, b"-DHEADDIM=64", b"-arch=sm_90"]
+    options += [b"-ftz=true", b"--device-as-default-execution-space"]
     status = nvrtc.nvrtcCompileProgram(
         program, len(options), (ctypes.c_char_p * len(options))(*options)
     )

@@ -95,7 +95,9 @@ def test_batch_jobs_say_on_what_they_compute(tmp_path, script, device):
         assert said.startswith({"gpu": "each rank computes on a GPU",
                                 "cpu": "each rank computes on 3 CPU cores"}[chosen])  # fmt: skip
         assert len(commands) == 2 and all(f" --device {chosen} " in x for x in commands)
-    assert run(A2D_MPI_ENV="active", venv="/none").stdout == run(A2D_MPI_ENV="").stdout
+    found = f"{ROOT / 'tests/emulated'}:{os.environ.get('PYTHONPATH', '')}"  # CuPy
+    active = run(A2D_MPI_ENV="active", venv="/none", PYTHONPATH=found)
+    assert active.stdout == run(A2D_MPI_ENV="").stdout
     done = run(device="tpu")
     assert (done.returncode, done.stderr) == (
         2,

@@ -8,6 +8,9 @@
 #include <csetjmp>
 #include <functional>
 #include <ucontext.h>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
 
 #define __global__
 #define __device__ static inline
@@ -35,7 +38,7 @@ static jmp_buf scheduler;
 static ucontext_t main_context;
 static std::function<void()> kernel;
 static unsigned char slots[2][MOST][8]; /* of shuffles: two, so that one barrier each is enough */
-static int turn[MOST], votes[MOST], outcome;
+static int turn[MOST];
 
 static void wait(State at) {
   threads[current].state = at;
@@ -79,11 +82,7 @@ static void run_block(int n, bool backwards) {
       if (threads[t].state == READY) resume(t), moved = true;
     }
     for (int w = 0; w < n; w += WARP) moved |= release(w, w + WARP, AT_WARP);
-    if (threads[0].state == AT_BLOCK && release(0, n, AT_BLOCK)) {
-      moved = true;
-      outcome = 0;
-      for (int t = 0; t < n; ++t) outcome |= votes[t];
-    }
+    if (threads[0].state == AT_BLOCK && release(0, n, AT_BLOCK)) moved = true;
     if (moved) continue;
     for (int t = 0; t < n; ++t)
       if (threads[t].state != DONE) {
@@ -98,11 +97,18 @@ static void launch(int gx, int gy, int threads, std::function<void()> body) {
   kernel = body;
   gridDim = {unsigned(gx), unsigned(gy), 1};
   blockDim = {unsigned(threads), 1, 1};
+#if defined(__SSE__) && ELEMENT < 3 /* CuPy compiles with -ftz=true: tiny floats are zeros */
+  unsigned kept = _mm_getcsr();
+  _mm_setcsr(kept | 0x8040);
+#endif
   for (int y = 0; y < gy; ++y)
     for (int x = 0; x < gx; ++x) {
       blockIdx = {unsigned(x), unsigned(y), 0};
       run_block(threads, order && !strcmp(order, "backwards"));
     }
+#if defined(__SSE__) && ELEMENT < 3
+  _mm_setcsr(kept);
+#endif
 }
 template <class T> T shuffle(T value, int lane) {
   int &side = turn[current], warp = current / WARP * WARP;
@@ -113,19 +119,25 @@ template <class T> T shuffle(T value, int lane) {
   memcpy(&value, slot[warp + lane], sizeof value);
   return value;
 }
+static int any(int vote) {
+  int &side = turn[current], warp = current / WARP * WARP, found = 0, other;
+  auto &slot = slots[side];
+  side = 1 - side;
+  memcpy(slot[current], &vote, sizeof vote);
+  wait(AT_WARP);
+  for (int lane = 0; lane < WARP; ++lane) {
+    memcpy(&other, slot[warp + lane], sizeof other);
+    found |= other;
+  }
+  return found;
+}
 } // namespace emulated
 
 #define threadIdx (emulated::threads[emulated::current].index)
 static double shared[(227 << 10) / sizeof(double)]; /* what a Hopper block can have */
 static inline void __syncwarp() { emulated::wait(emulated::AT_WARP); }
 static inline void __syncthreads() { emulated::wait(emulated::AT_BLOCK); }
-static inline int __syncthreads_or(int vote) {
-  emulated::votes[emulated::current] = vote;
-  emulated::wait(emulated::AT_BLOCK);
-  int found = emulated::outcome;
-  emulated::wait(emulated::AT_BLOCK);
-  return found;
-}
+static inline int __any_sync(unsigned, int vote) { return emulated::any(vote); }
 template <class T> T __shfl_sync(unsigned, T value, int lane) {
   return emulated::shuffle(value, lane);
 }

@@ -76,7 +76,7 @@ class Engine:
         self.waits: dict[str, list[tuple[float, float]]] = {}
         self._constants = Remembered()
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
-        self._phase = ""
+        self._phase, self._end = "", None
 
     def move_to(self, device: Device) -> None:
         """Use a device, its kernels and its buffers from now on."""
@@ -87,7 +87,7 @@ class Engine:
             self._name, device, *self._options, self._polls.poll, work, self._softcap
         )
         self.device, self.work, self.transport = device, work, None
-        self._constants, self._spans = Remembered(), {}
+        self._constants, self._spans, self._end = Remembered(), {}, None
 
     @property
     def way(self) -> str:
@@ -145,6 +145,8 @@ class Engine:
     def running(self, phase: str) -> Iterator[None]:
         """Clock a phase as a whole."""
         self._phase, self._spans[phase] = phase, []
+        if self._end is not None:  # the buffers of the call before, perhaps on another stream
+            self.device.after(self._end)
         with (
             self.clock("total"),
             self._threads.limited() if self.device is HOST else nullcontext(),
@@ -152,6 +154,7 @@ class Engine:
             np.errstate(over="ignore", invalid="ignore"),
         ):
             yield
+        *_, (_, _, self._end) = self._spans[phase]
 
     @contextmanager
     def clock(self, part: str) -> Iterator[None]:

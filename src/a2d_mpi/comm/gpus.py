@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import cache
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
@@ -74,6 +75,12 @@ def gpu_aware(transfers: str = "auto") -> tuple[bool, str]:
         return transfers == "device", origin
     if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH
         return True, "MPICH_GPU_SUPPORT_ENABLED"
+    return _answer_of_mpi()
+
+
+@cache
+def _answer_of_mpi() -> tuple[bool, str]:
+    """MPI's own answer, which does not change: every call of a plan asks."""
     for library in _mpi_libraries():
         if query := getattr(library, "MPIX_GPU_query_support", None):  # MPICH
             answer = ctypes.c_int(0)

@@ -164,14 +164,14 @@ class DeviceTransport:
             del self._active[number]
 
     def _send(self, comm, x, peer, tag, ready) -> Iterator[None]:
-        while not ready.done:
+        while not self.device.done(ready):
             yield
         requests = [comm.Isend(piece, peer, tag) for piece in pieces(x, self.limit)]
         while not MPI.Request.Testall(requests):
             yield
 
     def _receive(self, comm, x, peer, tag, ready) -> Iterator[None]:
-        while not ready.done:
+        while not self.device.done(ready):
             yield
         requests = [comm.Irecv(piece, peer, tag) for piece in pieces(x, self.limit)]
         while not MPI.Request.Testall(requests):
@@ -179,6 +179,7 @@ class DeviceTransport:
 
     def _send_staged(self, comm, x, peer, tag, ready) -> Iterator[None]:
         host = self._borrow(x.nbytes)
+        # Queued at once: messages are sent in the order of the kernels that write them.
         copied = [
             (piece, self.device.copy(piece, from_device, ready))
             for piece, from_device in zip(pieces(host, self.limit), pieces(x, self.limit))
@@ -186,7 +187,7 @@ class DeviceTransport:
         self.staged_bytes += x.nbytes
         requests = []
         for piece, done in copied:  # in this order: they share a tag
-            while not done.done:
+            while not self.device.done(done):
                 yield
             requests.append(comm.Isend(piece, peer, tag))
         while not MPI.Request.Testall(requests):
@@ -203,10 +204,13 @@ class DeviceTransport:
         for request, piece, to in waiting:
             while not request.Test():
                 yield
-            done = self.device.copy(to, piece, ready)
+            # Asked, not left to the stream: other messages that have arrived would wait, too.
+            while not self.device.done(ready):
+                yield
+            done = self.device.copy(to, piece)
             self.staged_bytes += piece.nbytes
         # The copies run in order: the last one's end is the end of all.
-        while done is not None and not done.done:
+        while done is not None and not self.device.done(done):
             yield
         self._give_back(host)
 

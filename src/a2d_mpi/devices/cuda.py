@@ -24,6 +24,7 @@ from a2d_mpi.devices.protocol import Array
 
 LANES, WARPS, BLOCK_ROWS = 32, 4, 16  # as in kernels.cu
 HEADDIM_MAX = 256
+SUCCESS, NOT_READY = 0, 600  # cudaError_t
 
 
 class Cuda:
@@ -50,7 +51,8 @@ class Cuda:
         self.capability = divmod(number, 10)
         properties = cupy.cuda.runtime.getDeviceProperties(index)
         self.description = properties["name"].decode()
-        self.copies = cupy.cuda.Stream(non_blocking=True)  # between host and device
+        # Beside the kernels: one to the device, one from it, so that neither waits for the other.
+        self._uploads, self._downloads = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
 
     @staticmethod
     def current() -> Cuda:
@@ -126,7 +128,9 @@ class Cuda:
 
     def transpose(self, to: Array, x: Array) -> None:
         """Set ``to = x.T`` for two-dimensional arrays of a compute dtype."""
-        self._rows("transpose", x.dtype, to, x, x.shape, outer=1)
+        turned = x.shape[0] < x.shape[1]
+        shape = x.shape[::-1] if turned else x.shape
+        self._rows("transpose", x.dtype, to, x, int(turned), shape, outer=1)
 
     def repeat_heads(self, to: Array, x: Array) -> None:
         """Copy each head of x (tokens, heads, headdim) to its group of heads of `to`."""
@@ -145,9 +149,25 @@ class Cuda:
         event.record()
         return event
 
+    def after(self, mark: Any) -> None:
+        cupy.cuda.get_current_stream().wait_event(mark)
+
     def seconds(self, start: Any, end: Any) -> float:
         end.synchronize()
         return cupy.cuda.get_elapsed_time(start, end) / 1e3
+
+    def done(self, event: Any) -> bool:
+        """Tell whether the device has reached an event.
+
+        Raises
+        ------
+        CUDARuntimeError
+            If a kernel or copy has failed; the event would never be reached.
+        """
+        status = cupy.cuda.runtime.eventQuery(event.ptr)  # `event.done` hides a failure
+        if status not in (SUCCESS, NOT_READY):
+            raise cupy.cuda.runtime.CUDARuntimeError(status)
+        return status == SUCCESS
 
     def pinned(self, nbytes: int) -> np.ndarray:
         """Page-locked host memory, as bytes."""
@@ -156,16 +176,18 @@ class Cuda:
     def copy(self, to: Array, x: Array, after: Any = None) -> Any:
         """Start copying bytes between pinned host memory and the device, beside the kernels.
 
-        The copy waits for the event `after`, if one is given.  Returns the event of its end.
+        The copy, and those of its direction that are started later, wait for the event `after`, if
+        one is given.  Returns the event of its end.
         """
+        stream = self._uploads if isinstance(x, np.ndarray) else self._downloads
         if after is not None:
-            self.copies.wait_event(after)
+            stream.wait_event(after)
         if isinstance(x, np.ndarray):
-            to.data.copy_from_host_async(x.ctypes.data, x.nbytes, self.copies)
+            to.data.copy_from_host_async(x.ctypes.data, x.nbytes, stream)
         else:
-            x.data.copy_to_host_async(to.ctypes.data, x.nbytes, self.copies)
+            x.data.copy_to_host_async(to.ctypes.data, x.nbytes, stream)
         event = cupy.cuda.Event(disable_timing=True)
-        event.record(self.copies)
+        event.record(stream)
         return event
 
     def attention(

@@ -77,5 +77,8 @@ class Device(Protocol):
     def mark(self) -> Any:
         """Point in time at which all work queued on this device so far is done."""
 
+    def after(self, mark: Any) -> None:
+        """Let what is queued from now on begin after a mark, whatever stream it was made on."""
+
     def seconds(self, start: Any, end: Any) -> float:
         """Seconds between two marks; waits for the second."""

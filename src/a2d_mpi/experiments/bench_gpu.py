@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -13,30 +15,53 @@ from mpi4py import MPI
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.comm.gpus import bind_gpu, gpu_aware
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.bench_tile import torch_calls
-from a2d_mpi.experiments.measure import Measurement, random_inputs
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.gpu_plots import add_figures
+from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import grid_shape
 from a2d_mpi.experiments.timing import in_turn
 
 MEBI = 1 << 20
 PHASES = ("forward", "backward")
+Found = dict[str, Any]  # seconds of the trials of each call, and TFLOP of some
 
 
 def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Run the benchmark that is asked for; returns the exit code."""
+    if args.output:
+        together(comm, lambda: check_writable(args.output), on=0)
     device, sharing = bind_gpu(comm)
+    aware, why = gpu_aware(args.transfers)
+    how = f"{'device' if aware else 'host'} transfers ({why})"
+    turns = "one" if sharing == 1 else f"{sharing}, {'at once (MPS)' if _mps() else 'in turns'}"
     if comm.rank == 0:
-        aware, why = gpu_aware(args.transfers)
-        how = f"{'device' if aware else 'host'} transfers ({why})"
-        print(f"{device.description}, {comm.size} ranks, {sharing} a GPU, {how}", flush=True)
-    return 0 if BENCHMARKS[args.what](comm, args, device) else FAILED_CHECK
+        print(f"{device.description}, {comm.size} ranks, {turns} on a GPU, {how}", flush=True)
+    found: Found = {}
+    right = BENCHMARKS[args.what](comm, args, device, found)
+    if args.output:
+        about = origin_of(comm, device) | {x: y for x, y in vars(args).items() if y is not None}
+        about |= {"ranks": comm.size, "ranks_of_a_gpu": turns, "way": how, "right": right}
+        about |= {x: y for x, y in found.items() if x.startswith("tflop/")}
+        seconds = {x: y for x, y in found.items() if x not in about}
+        chosen = [x for x in (args.kernel, args.transfers) if x != "auto"]
+        name = " ".join([args.what, *chosen]) + " with MPS" * (sharing > 1 and _mps())
+        together(comm, lambda: add_figures(args.output, name, about, seconds), on=0)
+    return 0 if right else FAILED_CHECK
 
 
-def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> bool:
+def _mps() -> bool:
+    """Whether NVIDIA's MPS daemon runs: without it, ranks that share a GPU take turns."""
+    pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    return os.path.exists(os.path.join(pipes, "control"))
+
+
+def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: Found) -> bool:
     """TFLOP/s of the library on one rank, and of torch; returns whether all is right."""
     try:
         import torch
@@ -46,16 +71,17 @@ def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> boo
     right = True
     for mask in ("full", "causal"):
         with _problem(MPI.COMM_SELF, mask, args, device) as run:
-            calls = {f"{phase} ours": getattr(run, phase) for phase in PHASES}
+            calls = {f"{mask}/{phase}/a2d_mpi": getattr(run, phase) for phase in PHASES}
             if torch is not None:
-                calls |= _torch_calls(torch, run, mask == "causal")
-            seconds = _medians(calls, args.trials, comm, device)
+                calls |= _torch_calls(torch, run, mask)
+            seconds = _medians(calls, args.trials, comm, device, found)
             right &= _passes(run)
             area = run.plan.area()
         for phase in PHASES:
             work = flops(area, args.nheads, args.headdim, phase == "backward") / 1e12
-            ours = work / seconds.pop(f"{phase} ours")
-            theirs = {n: work / s for n, s in seconds.items() if n.startswith(phase)}
+            found[f"tflop/{mask}/{phase}"] = work
+            ours = work / seconds.pop(f"{mask}/{phase}/a2d_mpi")
+            theirs = {n: work / s for n, s in seconds.items() if n.split("/")[1] == phase}
             line = f"{mask:<7} {phase:<8} {ours:6.0f} TFLOP/s"
             if theirs:
                 best = max(theirs, key=theirs.get)
@@ -65,7 +91,7 @@ def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> boo
     return right
 
 
-def split(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> bool:
+def split(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: Found) -> bool:
     """Time of all ranks together over the time of one rank alone, causal."""
     with (
         _problem(comm, "causal", args, device) as shared,
@@ -75,7 +101,7 @@ def split(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> bool
         for phase in PHASES:
             calls[f"{phase} together"] = getattr(shared, phase)
             calls[f"{phase} alone"] = getattr(alone, phase) if comm.rank == 0 else lambda: None
-        seconds = _medians(calls, args.trials, comm, device)
+        seconds = _medians(calls, args.trials, comm, device, found)
         right = _passes(shared)
         staged = comm.allreduce(shared.plan.staged_bytes)
     if comm.rank == 0:
@@ -89,7 +115,7 @@ def split(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> bool
     return right
 
 
-def transfers(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> bool:
+def transfers(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: Found) -> bool:
     """GB/s that each rank receives from the one before it."""
     from a2d_mpi.comm.transport import DeviceTransport
 
@@ -105,7 +131,8 @@ def transfers(comm: MPI.Intracomm, args: argparse.Namespace, device: Device) -> 
             messages += transport.send(comm, sent, after, 0)
             transport.wait(messages)
 
-        seconds = _medians({"shift": shift}, args.trials, comm, device)["shift"]
+        name = f"{size // MEBI} MiB"
+        seconds = _medians({name: shift}, args.trials, comm, device, found)[name]
         right &= bool((device.download(received) == before + 1).all())
         if comm.rank == 0:
             print(f"{size // MEBI:4} MiB   {size / seconds / 1e9:6.1f} GB/s per rank", flush=True)
@@ -132,9 +159,10 @@ def _problem(
 
 
 def _medians(
-    calls: dict[str, Callable], trials: int, comm: MPI.Intracomm, device: Device
+    calls: dict[str, Callable], trials: int, comm: MPI.Intracomm, device: Device, found: Found
 ) -> dict[str, float]:
     seconds = in_turn(calls, trials, comm, warmup=2, device=device)
+    found |= seconds
     return {name: float(np.median(x)) for name, x in seconds.items()}
 
 
@@ -147,7 +175,7 @@ def _passes(run: Measurement) -> bool:
     return all(check.passed for check in run.checks.values())
 
 
-def _torch_calls(torch, run: Measurement, causal: bool) -> dict[str, Callable]:
+def _torch_calls(torch, run: Measurement, mask: str) -> dict[str, Callable]:
     """Calls of torch on the same tensors, by phase and backend, where the backend takes them."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -159,8 +187,10 @@ def _torch_calls(torch, run: Measurement, causal: bool) -> dict[str, Callable]:
     for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
         backend = partial(sdpa_kernel, getattr(SDPBackend, name))
         try:
-            found = torch_calls(torch, *tensors, causal, backend, torch.cuda.synchronize, **shared)
+            found = torch_calls(
+                torch, *tensors, mask == "causal", backend, torch.cuda.synchronize, **shared
+            )
         except RuntimeError:
             continue
-        calls |= {f"{phase} {name.split('_')[0]}": found[phase] for phase in PHASES}
+        calls |= {f"{mask}/{x}/torch {name.split('_')[0]}": found[x] for x in PHASES}
     return calls

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.gpu_plots import draw_kernels, read_figures
 from a2d_mpi.experiments.loss_plots import draw_losses, read_losses
 from a2d_mpi.experiments.pictures import FILLS, pyplot, save
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
@@ -278,6 +279,7 @@ FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 # Of files of other kinds: how to read them, and how to draw.
 OTHERS = {
     "training": (lambda args: read_losses(args.results), draw_losses),
+    "kernels": (lambda args: read_figures(args.results, "kernel"), draw_kernels),
     **{x: (lambda args: read_steps(args.results), draw) for x, draw in DRAWN.items()},
 }
 

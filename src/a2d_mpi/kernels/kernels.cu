@@ -31,9 +31,15 @@ typedef double Compute;
 #define LANES 32
 #define WARPS 4
 #define ROWS 4                          /* rows of a warp */
+#define THREADS (WARPS * LANES)
 #define BLOCK_ROWS (WARPS * ROWS)       /* rows of a thread block */
 #define SHARE (HEADDIM / LANES)         /* elements of a row that a lane holds */
+#define BATCH (16 * SHARE / (int)sizeof(Compute)) /* elements that a thread loads at once */
 #define STRIDE (HEADDIM + 1)            /* of panel rows: lanes reading one column meet no conflict */
+/* Unrolled, or the arrays of a thread are in memory rather than in registers. */
+#define FOR_ROWS(r) _Pragma("unroll") for (int r = 0; r < ROWS; ++r)
+#define FOR_ROWS_BELOW(r, end) FOR_ROWS(r) if (warp_first + r < (end))
+#define FOR_SHARE(c) _Pragma("unroll") for (int c = 0; c < SHARE; ++c)
 #define EVERYONE 0xffffffffu
 #define MINUS_INFINITY ((Compute)__int_as_float(0xff800000))
 
@@ -106,14 +112,24 @@ __device__ Compute max_of_warp(Compute x) {
   return x;
 }
 
-/* Rows [first, first + rows) of one head, times a factor, zeros beyond `end` and the headdim. */
+/* Rows [first, first + rows) of one head, times a factor, zeros beyond `end` and the headdim.
+   BATCH elements are under way at once: one by one each would wait for the L2 cache. */
 __device__ void load_rows(Compute *to, int stride, int rows, const Element *x, int first, int end,
                           int head, int nheads, int headdim, Compute factor) {
-  for (int i = threadIdx.x; i < rows * HEADDIM; i += blockDim.x) {
-    int row = first + i / HEADDIM, d = i % HEADDIM;
-    Compute value = 0;
-    if (row < end && d < headdim) value = load(x[((long long)row * nheads + head) * headdim + d]);
-    to[i / HEADDIM * stride + d] = value * factor;
+  for (int i0 = threadIdx.x; i0 < rows * HEADDIM; i0 += BATCH * THREADS) {
+    Compute values[BATCH];
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      int i = i0 + b * THREADS, row = first + i / HEADDIM, d = i % HEADDIM;
+      values[b] = 0;
+      if (row < end && d < headdim)
+        values[b] = load(x[((long long)row * nheads + head) * headdim + d]);
+    }
+#pragma unroll
+    for (int b = 0; b < BATCH; ++b) {
+      int i = i0 + b * THREADS;
+      to[i / HEADDIM * stride + i % HEADDIM] = values[b] * factor;
+    }
   }
 }
 
@@ -134,6 +150,20 @@ __device__ int meets(const int *ends, int intervals, int nq, int i, int from, in
   return met;
 }
 
+/* The keys [from, to) outside of which no query of the thread block sees any; whole panels. */
+__device__ void hull(const int *ends, int intervals, int nq, int nk, int first, int *from,
+                     int *to) {
+  int least = nk, greatest = 0;
+  for (int i = first; i < first + BLOCK_ROWS && i < nq; ++i)
+    for (int s = 0; s < intervals; ++s) {
+      int begin = ends[2 * s * (long long)nq + i], end = ends[(2 * s + 1) * (long long)nq + i];
+      if (begin < end && begin < least) least = begin;
+      if (begin < end && end > greatest) greatest = end;
+    }
+  *from = least < 0 ? 0 : least / LANES * LANES;
+  *to = greatest < nk ? greatest : nk;
+}
+
 #ifdef SOFTCAP
 #define CAP ((Compute)(SOFTCAP))
 __device__ Compute capped(Compute s) { return CAP * tanh(s / CAP); }
@@ -150,11 +180,11 @@ __device__ void add_products(Compute acc[ROWS][SHARE], const Compute weight[ROWS
   int lane = threadIdx.x % LANES;
   for (int j = 0; j < LANES; ++j) {
     Compute values[SHARE];
-    for (int c = 0; c < SHARE; ++c) values[c] = panel[j * STRIDE + lane + LANES * c];
-    for (int r = 0; r < ROWS; ++r) {
+    FOR_SHARE(c) values[c] = panel[j * STRIDE + lane + LANES * c];
+    FOR_ROWS(r) {
       Compute w = __shfl_sync(EVERYONE, weight[r], j);
       if (w != 0) /* hidden elements may hold NaN; the same for the whole warp */
-        for (int c = 0; c < SHARE; ++c) acc[r][c] += w * values[c];
+        FOR_SHARE(c) acc[r][c] += w * values[c];
     }
   }
 }
@@ -162,10 +192,10 @@ __device__ void add_products(Compute acc[ROWS][SHARE], const Compute weight[ROWS
 /* dots[r] = this lane's row of the panel times row r of the warp. */
 __device__ void dot_products(Compute dots[ROWS], const Compute *rows, const Compute *panel) {
   int lane = threadIdx.x % LANES;
-  for (int r = 0; r < ROWS; ++r) dots[r] = 0;
+  FOR_ROWS(r) dots[r] = 0;
   for (int d = 0; d < HEADDIM; ++d) {
     Compute x = panel[lane * STRIDE + d];
-    for (int r = 0; r < ROWS; ++r) dots[r] += rows[r * HEADDIM + d] * x;
+    FOR_ROWS(r) dots[r] += rows[r * HEADDIM + d] * x;
   }
 }
 
@@ -180,16 +210,19 @@ extern "C" __global__ void forward(const Element *q, const Element *k, const Ele
   int first = blockIdx.x * BLOCK_ROWS, warp_first = first + warp * ROWS;
   load_rows(rows, HEADDIM, BLOCK_ROWS, q, first, nq, head, nheads, headdim, (Compute)scale);
   Compute acc[ROWS][SHARE], top[ROWS], total[ROWS];
-  for (int r = 0; r < ROWS; ++r) {
+  FOR_ROWS(r) {
     top[r] = MINUS_INFINITY;
     total[r] = 0;
-    for (int c = 0; c < SHARE; ++c) acc[r][c] = 0;
+    FOR_SHARE(c) acc[r][c] = 0;
   }
-  for (int j0 = 0; j0 < nk; j0 += LANES) {
-    int i = first + (int)threadIdx.x;
-    if (!__syncthreads_or(threadIdx.x < BLOCK_ROWS && i < nq &&
-                          meets(ends, intervals, nq, i, j0, j0 + LANES)))
+  int from, to;
+  hull(ends, intervals, nq, nk, first, &from, &to);
+  for (int j0 = from; j0 < to; j0 += LANES) {
+    int i = first + lane;
+    if (!__any_sync(EVERYONE, lane < BLOCK_ROWS && i < nq &&
+                                  meets(ends, intervals, nq, i, j0, j0 + LANES)))
       continue; /* no row of the thread block sees any of these keys */
+    __syncthreads(); /* the panel before is still in use */
     load_rows(panel, STRIDE, LANES, k, j0, nk, head_kv, nheads_kv, headdim, 1);
     __syncthreads();
     Compute weight[ROWS];
@@ -197,7 +230,7 @@ extern "C" __global__ void forward(const Element *q, const Element *k, const Ele
     __syncthreads();
     load_rows(panel, STRIDE, LANES, v, j0, nk, head_kv, nheads_kv, headdim, 1);
     __syncthreads();
-    for (int r = 0; r < ROWS; ++r) {
+    FOR_ROWS(r) {
       int seen = warp_first + r < nq && sees(ends, intervals, nq, nk, warp_first + r, j0 + lane);
       weight[r] = capped(weight[r]);
       Compute largest = max_of_warp(seen ? weight[r] : MINUS_INFINITY);
@@ -208,14 +241,14 @@ extern "C" __global__ void forward(const Element *q, const Element *k, const Ele
       top[r] = largest;
       weight[r] = seen ? exp(weight[r] - shift) : (Compute)0;
       total[r] = total[r] * shrink + sum_of_warp(weight[r]);
-      for (int c = 0; c < SHARE; ++c) acc[r][c] *= shrink;
+      FOR_SHARE(c) acc[r][c] *= shrink;
     }
     add_products(acc, weight, panel);
   }
-  for (int r = 0; r < ROWS && warp_first + r < nq; ++r) {
+  FOR_ROWS_BELOW(r, nq) {
     long long row = (long long)(warp_first + r) * nheads + head;
     if (lane == 0) lse[row] = total[r] == 0 ? MINUS_INFINITY : top[r] + log(total[r]);
-    for (int c = 0; c < SHARE; ++c)
+    FOR_SHARE(c)
       if (lane + LANES * c < headdim)
         put(out, wide, 1, row * headdim + lane + LANES * c,
             total[r] == 0 ? (Compute)0 : acc[r][c] / total[r]);
@@ -236,13 +269,16 @@ extern "C" __global__ void backward_q(const Element *dout, const Element *q, con
   load_rows(rows, HEADDIM, BLOCK_ROWS, q, first, nq, head, nheads, headdim, (Compute)scale);
   load_rows(rows_dout, HEADDIM, BLOCK_ROWS, dout, first, nq, head, nheads, headdim, 1);
   Compute acc[ROWS][SHARE];
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < SHARE; ++c) acc[r][c] = 0;
-  for (int j0 = 0; j0 < nk; j0 += LANES) {
-    int i = first + (int)threadIdx.x;
-    if (!__syncthreads_or(threadIdx.x < BLOCK_ROWS && i < nq &&
-                          meets(ends, intervals, nq, i, j0, j0 + LANES)))
+  FOR_ROWS(r)
+    FOR_SHARE(c) acc[r][c] = 0;
+  int from, to;
+  hull(ends, intervals, nq, nk, first, &from, &to);
+  for (int j0 = from; j0 < to; j0 += LANES) {
+    int i = first + lane;
+    if (!__any_sync(EVERYONE, lane < BLOCK_ROWS && i < nq &&
+                                  meets(ends, intervals, nq, i, j0, j0 + LANES)))
       continue;
+    __syncthreads();
     Compute p[ROWS], dp[ROWS];
     load_rows(panel, STRIDE, LANES, v, j0, nk, head_kv, nheads_kv, headdim, 1);
     __syncthreads();
@@ -251,7 +287,7 @@ extern "C" __global__ void backward_q(const Element *dout, const Element *q, con
     load_rows(panel, STRIDE, LANES, k, j0, nk, head_kv, nheads_kv, headdim, 1);
     __syncthreads();
     dot_products(p, rows + warp * ROWS * HEADDIM, panel);
-    for (int r = 0; r < ROWS; ++r) {
+    FOR_ROWS(r) {
       long long row = (long long)(warp_first + r) * nheads + head;
       int seen = warp_first + r < nq && sees(ends, intervals, nq, nk, warp_first + r, j0 + lane);
       Compute s = capped(p[r]);
@@ -260,8 +296,8 @@ extern "C" __global__ void backward_q(const Element *dout, const Element *q, con
     }
     add_products(acc, p, panel);
   }
-  for (int r = 0; r < ROWS && warp_first + r < nq; ++r)
-    for (int c = 0; c < SHARE; ++c)
+  FOR_ROWS_BELOW(r, nq)
+    FOR_SHARE(c)
       if (lane + LANES * c < headdim)
         put(dq, wide, fresh,
             ((long long)(warp_first + r) * nheads + head) * headdim + lane + LANES * c, acc[r][c]);
@@ -283,11 +319,12 @@ extern "C" __global__ void backward_kv(const Element *dout, const Element *q, co
             (Compute)scale);
   load_rows(rows_v, HEADDIM, BLOCK_ROWS, v, first, nk, head_kv, nheads_kv, headdim, 1);
   Compute acc_k[ROWS][SHARE], acc_v[ROWS][SHARE];
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < SHARE; ++c) acc_k[r][c] = acc_v[r][c] = 0;
+  FOR_ROWS(r)
+    FOR_SHARE(c) acc_k[r][c] = acc_v[r][c] = 0;
   for (int i0 = 0; i0 < nq; i0 += LANES) {
     int i = i0 + lane;
-    if (!__syncthreads_or(i < nq && meets(ends, intervals, nq, i, first, last))) continue;
+    /* The same for all warps: no barrier is needed. */
+    if (!__any_sync(EVERYONE, i < nq && meets(ends, intervals, nq, i, first, last))) continue;
     for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
       long long row = (long long)i * nheads + head;
       Compute p[ROWS], ds[ROWS], slopes[ROWS];
@@ -295,7 +332,7 @@ extern "C" __global__ void backward_kv(const Element *dout, const Element *q, co
       load_rows(panel, STRIDE, LANES, q, i0, nq, head, nheads, headdim, 1);
       __syncthreads();
       dot_products(p, rows_k + warp * ROWS * HEADDIM, panel);
-      for (int r = 0; r < ROWS; ++r) {
+      FOR_ROWS(r) {
         int seen = i < nq && sees(ends, intervals, nq, nk, i, warp_first + r);
         Compute s = capped(p[r]);
         slopes[r] = slope(s);
@@ -305,7 +342,7 @@ extern "C" __global__ void backward_kv(const Element *dout, const Element *q, co
       load_rows(panel, STRIDE, LANES, dout, i0, nq, head, nheads, headdim, 1);
       __syncthreads();
       dot_products(ds, rows_v + warp * ROWS * HEADDIM, panel);
-      for (int r = 0; r < ROWS; ++r)
+      FOR_ROWS(r)
         ds[r] = p[r] == 0 ? (Compute)0
                           : p[r] * (ds[r] - delta[row]) * slopes[r] * (Compute)scale;
       add_products(acc_v, p, panel);
@@ -315,8 +352,8 @@ extern "C" __global__ void backward_kv(const Element *dout, const Element *q, co
       add_products(acc_k, ds, panel);
     }
   }
-  for (int r = 0; r < ROWS && warp_first + r < nk; ++r)
-    for (int c = 0; c < SHARE; ++c)
+  FOR_ROWS_BELOW(r, nk)
+    FOR_SHARE(c)
       if (lane + LANES * c < headdim) {
         long long at = ((long long)(warp_first + r) * nheads_kv + head_kv) * headdim;
         at += lane + LANES * c;
@@ -461,9 +498,16 @@ extern "C" __global__ void put_rows(void *to, int wide, int fresh, const void *f
   }
 }
 
-/* to (columns, rows) = from (rows, columns)^T */
-extern "C" __global__ void transpose(Compute *to, const Compute *from, long long rows, int width) {
-  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[d * rows + row] = from[row * width + d];
+/* to (width, rows) = from (rows, width)^T; turned: to (rows, width) = from (width, rows)^T.  `rows`
+   are the many: there is a warp for each. */
+extern "C" __global__ void transpose(Compute *__restrict__ to, const Compute *__restrict__ from,
+                                     int turned, long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
+    if (turned)
+      to[row * width + d] = from[d * rows + row];
+    else
+      to[d * rows + row] = from[row * width + d];
+  }
 }
 
 /* Every head of from (rows, heads, headdim) `group` times: (rows, heads * group, headdim). */

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+import weakref
 from collections import deque
 
 import numpy as np
@@ -13,15 +14,28 @@ GPUS = int(os.environ.get("EMULATED_GPUS", "1"))
 PATIENCE = 3  # an event is done when it is asked this often
 
 
+STATUS = {
+    100: "cudaErrorNoDevice: no CUDA-capable device is detected",
+    700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
+}
+
+
 class runtime:
     class CUDARuntimeError(RuntimeError):
-        pass
+        def __init__(self, status):
+            self.status = status
+            super().__init__(STATUS[status])
 
     @staticmethod
     def getDeviceCount():
         if not GPUS:
-            raise runtime.CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+            raise runtime.CUDARuntimeError(100)
         return GPUS
+
+    @staticmethod
+    def eventQuery(event):
+        """A status, whatever it is: CuPy raises no error here."""
+        return fault.status or (0 if _events[event].done else 600)
 
     @staticmethod
     def getDeviceProperties(index):
@@ -40,6 +54,16 @@ class Device:
         Device._current = self.id
 
 
+class fault:
+    """What ends all work of the process for good: events after it are never done."""
+
+    kernel = None  # the name of one that makes an illegal access
+    status = 0
+
+
+BLOCKED = object()  # returned by an action that cannot be done yet
+
+
 class Stream:
     def __init__(self, non_blocking=False):
         self._work = deque()
@@ -51,41 +75,64 @@ class Stream:
         self._work.append(action)
 
     def _reach(self, action):
-        """Do everything up to `action`."""
-        if action in self._work:
-            for _ in range(self._work.index(action) + 1):
-                self._work.popleft()()
+        """Do everything up to `action`, in order; returns whether it could be done."""
+        while action in self._work:
+            if fault.status or self._work[0]() is BLOCKED:
+                return False
+            self._work.popleft()
         if not any(stream._work for stream in streams):
             alive.clear()
+        return True
+
+    def synchronize(self):
+        if self._work:
+            _wait(self, self._work[-1])
+
+    def __enter__(self):
+        _current.append(self)
+
+    def __exit__(self, *_):
+        _current.pop()
 
     def wait_event(self, event):
-        self._enqueue(event.synchronize)
+        self._enqueue(lambda: None if event._reached() else BLOCKED)
 
 
 streams: list[Stream] = []
 # CuPy's memory pool gives freed memory to later work of the same stream only; here, what is queued
 # may hold pointers to it, so all memory lives until nothing is queued.
 alive: list[np.ndarray] = []
-_default = Stream()
+_current = [Stream()]
 
 
 def get_current_stream():
-    return _default
+    return _current[-1]
 
 
 def drain():
     for stream in streams:
-        while stream._work:
-            stream._work.popleft()()
+        stream.synchronize()
     alive.clear()
+
+
+def _wait(stream, action):
+    if not stream._reach(action):
+        assert fault.status, "waits for work that cannot be done"
+        raise runtime.CUDARuntimeError(fault.status)
+
+
+_events = weakref.WeakValueDictionary()
 
 
 class Event:
     def __init__(self, disable_timing=False):
         self._asked, self._stream = 0, None
+        _events[self.ptr] = self
+
+    ptr = property(id)
 
     def record(self, stream=None):
-        self._stream = stream or _default
+        self._stream = stream or get_current_stream()
 
         def reached():
             self.time = time.perf_counter()
@@ -97,11 +144,14 @@ class Event:
     def done(self):
         self._asked += 1
         if self._asked >= PATIENCE:
-            self.synchronize()
+            self._reached()
         return self._action not in self._stream._work
 
+    def _reached(self):
+        return self._stream._reach(self._action)
+
     def synchronize(self):
-        self._stream._reach(self._action)
+        _wait(self._stream, self._action)
 
 
 def get_elapsed_time(start, end):

@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Everything on the GPU of this machine, in less than nine minutes once the environment is there: the
+# main job on 1 and 4 ranks, what 4 ranks do when, kernels against PyTorch's (if torch is installed),
+# 4 ranks against 1, the rate of MPI between device buffers and through the host, tests.
+#
+#   bash jobs/gpu_all.sh [FOLDER]      default: results/gpu-<time>
+#
+# FOLDER then has gpu.txt, all that was printed, and gpu.h5, all figures, for drivers/plot.py
+# (--what kernels, timeline or phases).  Each part has its time, all together have
+# A2D_MPI_GPU_SECONDS (520); one that fails is named at the end, the others run, and the exit code
+# is 1.  Nothing is installed with A2D_MPI_ENV=active but the wheels of A2D_MPI_WHEELS.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
+source jobs/env.sh
+source jobs/gpu.sh
+
+use_gpu pytest,pytest_mpi,hypothesis || exit
+folder=${1:-results/gpu-$(date -u +%Y%m%dT%H%M%S)}
+[[ ! -e $folder/gpu.h5 ]] || { echo "gpu_all.sh: $folder/gpu.h5 exists" >&2 && exit 2; }
+mkdir -p "$folder" || exit
+export A2D_TEST_GPU=1 # a GPU that is not found is a failure
+export A2D_TEST_RESULTS=$folder/.tests
+mkdir -p "$A2D_TEST_RESULTS" || exit
+output=(--output "$folder/gpu.h5") lines=() failed=0
+SECONDS=0 most=${A2D_MPI_GPU_SECONDS:-520}
+
+# part NAME SECONDS RANKS COMMAND...: as run_mpi; RANKS 0 without mpiexec.
+part() {
+  local name=$1 seconds=$2 ranks=$3 start=$SECONDS status=0
+  shift 3
+  if ((seconds > most - SECONDS)); then seconds=$((most - SECONDS)); fi
+  printf '\n=== %s: %s\n' "$name" "$*"
+  if ((seconds <= 0)); then
+    status=124
+  elif ((ranks == 0)); then
+    limited "$seconds" "$@" || status=$?
+  else
+    run_mpi "$ranks" "$seconds" "$@" || status=$?
+  fi
+  case $status in
+    0) lines+=("$name: passed, $((SECONDS - start)) s") ;;
+    124 | 137) lines+=("$name: FAILED, out of time ($seconds s)") ;;
+    *) lines+=("$name: FAILED, exit code $status, $((SECONDS - start)) s") ;;
+  esac
+  ((status == 0)) || failed=1
+}
+
+main() {
+  local ranks=$1 grid=$2
+  part "main job on $ranks" 50 "$ranks" python drivers/attention.py data/minilm_l3_1536.h5 \
+    --device gpu --rows "$grid" --cols "$grid" --mask causal --backward --dtype bfloat16 \
+    --check full --trials 5 --output "$folder/main_$ranks.h5"
+}
+
+# One file of all.
+collect='
+import sys
+from pathlib import Path
+
+import h5py
+
+folder = Path(sys.argv[1])
+with h5py.File(folder / "gpu.h5", "a") as whole:
+    for path in sorted(folder.glob("main_*.h5")):
+        with h5py.File(path) as file:
+            whole.copy(file["/"], f"main/{path.stem}")
+        path.unlink()
+'
+
+everything() {
+  date -u
+  nvidia-smi
+  python -m pip list 2>/dev/null | grep -iE 'a2d|cupy|nvidia|cudnn|torch|mpi|ucx|numpy'
+  # The first to make gpu.h5.
+  part "timeline, 4 ranks" 50 4 python drivers/bench.py "${output[@]}" --device gpu \
+    --plans attention2d:2x2 --seqlens 16K --nheads 16 --headdim 128 --dtypes bfloat16 --backward
+  main 1 1
+  main 4 2
+  part kernels 70 1 python drivers/bench_gpu.py kernel "${output[@]}"
+  part split 50 4 python drivers/bench_gpu.py split "${output[@]}"
+  with_mps part "split, with MPS where it can be started" 50 4 \
+    python drivers/bench_gpu.py split "${output[@]}"
+  part transfers 30 4 python drivers/bench_gpu.py transfers "${output[@]}"
+  part "transfers through the host" 30 4 \
+    python drivers/bench_gpu.py transfers --transfers host "${output[@]}"
+  part "plain kernel" 40 1 \
+    python drivers/bench_gpu.py kernel --kernel cupy --seqlen 4096 "${output[@]}"
+  part "tests of kernels" 250 0 \
+    python -m pytest tests/test_gpu_kernels.py -q --color=no -k real -m "not mpi"
+  part "tests on 4 ranks" 150 4 \
+    python -m pytest tests/test_device.py -q --color=no -k real --with-mpi -m mpi
+  most=$((most + 10))
+  part collecting 10 0 python -c "$collect" "$folder"
+  printf '\n'
+  printf '%s\n' "${lines[@]}"
+  echo "$SECONDS s; read $folder/gpu.txt and $folder/gpu.h5"
+  return "$failed"
+}
+
+everything 2>&1 | tee "$folder/gpu.txt"
+status=${PIPESTATUS[0]}
+rm -rf "$A2D_TEST_RESULTS"
+exit "$status"
