@@ -1,6 +1,7 @@
 """The kernel of cuDNN against float64: on the emulated GPU always, on a real one if any."""
 
 from dataclasses import dataclass
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -230,8 +231,9 @@ def test_plans(comm, cupy, method, distribution, monkeypatch):
     from graphs import HostGraphs
 
     from a2d_mpi.comm.gpus import bind_gpu
-    from a2d_mpi.kernels import cudnn, cudnn_pieces
+    from a2d_mpi.kernels import cudnn_pieces
 
+    cudnn = import_module("a2d_mpi.kernels.cudnn")  # not one that was imported with another CuPy
     bind_gpu(comm)
     graphs, grid = HostGraphs(), ProcessGrid(comm, *method[1])
     monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
