@@ -13,14 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import bounds_for, distance
-from hypothesis import given
-from hypothesis import strategies as st
 from test_kernels import TENSORS, dense, plain, random_intervals, tensors
 
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
-from a2d_mpi.core.masks import Causal
-from a2d_mpi.core.shapes import runs
 
 SHAPES = {
     "emulated": [(1, 1, 1, 1, 5), (3, 70, 4, 2, 40), (75, 34, 2, 1, 32)],
@@ -28,17 +24,6 @@ SHAPES = {
     "real": [(1, 1, 4, 4, 7), (1009, 517, 4, 1, 256), (1009, 1009, 4, 4, 128)]
     + [(2048, 2048, 2, 2, 64)],
 }
-
-
-def cudnn_kernel(cupy, plain, **options):
-    """cuDNN, or what stands in for it."""
-    from a2d_mpi.kernels.cudnn import CudnnKernel
-
-    if cupy.kind == "emulated":
-        from graphs import HostGraphs
-
-        options["graphs"] = HostGraphs(options.pop("refuse", ()))
-    return CudnnKernel(plain, **options)
 
 
 def plain_kernel(cupy, dtype, scale):
@@ -129,137 +114,6 @@ def test_huge_logits_and_padding(cupy):
     for x in (q, k, v, dout):
         x[np.isnan(x)] = 0
     assert not failures(found, q, k, v, dout, intervals, 0.25, exact)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("heads", [(1, 1), (2, 1)])
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "zigzag", "documents", "one", "two"])
-@pytest.mark.parametrize("gradients", ["native", "float32"])
-def test_cudnn(cupy, dtype, heads, mask, gradients):
-    """Every run of a block, by cuDNN or by the plain kernel where it does not do."""
-    if gradients == "float32" and heads[0] != heads[1] and cupy.kind == "real":
-        gradients = "native"
-    # What the plain kernel takes is slow in emulation.
-    nq, nk = (70, 90) if mask in ("documents", "one", "two") else (200, 240)
-    q, k, v, dout = make((nq, nk, *heads, 32), DTYPES[dtype])
-    intervals, bad = shapes_of_runs(mask, nq, nk), []
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), gradients=gradients)
-    for wide, fresh in ((True, False), (False, True)):
-        found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
-        bad += failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
-        if cupy.kind == "emulated":
-            launched = {block.shape for block in kernel._graphs.launched}
-            shapes = {x.shape for x in runs(intervals, 64)} - {"general"}
-            assert launched == shapes
-            assert launched or mask in ("documents", "one", "two")
-    assert not bad
-
-
-def shapes_of_runs(mask, nq, nk):
-    i = np.arange(nq)
-    if mask == "window":
-        return ((np.maximum(i - 20, 0), np.minimum(i + 41, nk)),)
-    if mask == "zigzag":  # masked rows, triangle, rectangle
-        return ((i * 0, np.where(i < 50, 0, np.where(i < 120, i - 20, 180))),)
-    if mask == "documents":
-        return ((i // 30 * 30, np.minimum(i // 30 * 30 + 30, nk)),)
-    return random_intervals(np.random.default_rng(2), nq, nk, mask)
-
-
-@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-def test_cudnn_without_a_kernel(cupy):
-    q, k, v, dout = make((80, 90, 4, 2, 32), DTYPES["bfloat16"])
-    intervals = Causal().intervals(np.arange(80), np.arange(90))
-    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), refuse=("causal",))
-    found = run(cupy, kernel, q, k, v, dout, intervals, exact)
-    assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
-    assert not kernel._graphs.launched
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("parts", ["few", "some", "many"])
-@pytest.mark.parametrize("gradients", ["native", "float32"])
-def test_partials_of_cudnn(cupy, dtype, parts, gradients):
-    """One problem in parts x parts blocks: partials rounded by cuDNN keep the bound of one."""
-    from a2d_mpi.devices.cuda import Cuda
-
-    # The emulated one is slow; test_kernels.py has 64 parts, too.
-    n, parts = (
-        {"emulated": 256, "real": 2048}[cupy.kind],
-        {"few": 4, "some": 16, "many": 32}[parts],
-    )
-    device, kept, d, mask = Cuda.current(), DTYPES[dtype], 32, Causal()
-    host = make((n, n, 2, 2, d), kept)
-    q, k, v, dout = map(cupy.asarray, host)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, kept, d**-0.5), gradients=gradients)
-    tokens = np.arange(n)
-    bounds = [n * i // parts for i in range(parts + 1)]
-    pieces = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
-    out, lse = cupy.asarray(np.zeros((n, 2, d), np.float32)), cupy.empty((n, 2), np.float32)
-    final = cupy.empty((n, 2, d), kept)
-    rest = cupy.asarray(np.zeros((n, 2), np.float32))
-    sums = [cupy.asarray(np.zeros((n, 2, d), np.float32)) for _ in range(3)]
-    for rows in pieces:
-        for j, keys in enumerate(pieces):
-            if keys.start >= rows.stop:
-                continue  # hidden
-            partial = cupy.empty(q[rows].shape, kept)
-            partial_lse = cupy.empty(lse[rows].shape, np.float32)
-            seen = mask.intervals(tokens[rows], tokens[keys])
-            kernel.forward(q[rows], k[keys], v[keys], seen, partial, partial_lse)
-            if j == 0:
-                device.put(out[rows], partial)
-                device.put(lse[rows], partial_lse)
-            else:
-                device.merge(out[rows], lse[rows], rest[rows], partial, partial_lse)
-    device.put(final, out)
-    delta = device.delta(dout, final)
-    dq, dk, dv = sums
-    for rows in pieces:
-        for keys in pieces:
-            if keys.start >= rows.stop:
-                continue
-            seen = mask.intervals(tokens[rows], tokens[keys])
-            kernel.backward(
-                dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows], seen,
-                dq[rows], dk[keys], dv[keys],
-            )  # fmt: skip
-    found = dict(zip(TENSORS, map(cupy.asnumpy, (final, lse, *sums))))
-    found |= {x: found[x].astype(kept) for x in ("dq", "dk", "dv")}
-    intervals = mask.intervals(tokens, tokens)
-    exact = plain(*host, intervals, d**-0.5, np.float64)
-    bad = failures(found, *host, intervals, d**-0.5, exact, kept, slack=0)
-    assert not bad
-
-
-@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 10**6), st.sampled_from([1, 4, 100]))
-def test_runs_paint_the_mask(nq, nk, seed, shortest):
-    rng = np.random.default_rng(seed)
-    steps = rng.choice([0, 1], (2, nq), p=[0.3, 0.7])
-    begin = np.minimum(np.cumsum(steps[0]) - rng.integers(0, 3), nk).clip(0)
-    end = np.minimum(np.cumsum(steps[1]) + rng.integers(0, 5), nk)
-    if seed % 3 == 0:
-        begin[rng.integers(0, nq) :] = 0
-    intervals = ((begin, np.maximum(begin, end)),)
-    painted, next_row = np.zeros((nq, nk), bool), 0
-    for run in runs(intervals, shortest):
-        assert run.rows.start == next_row < run.rows.stop
-        next_row = run.rows.stop
-        i = np.arange(run.rows.stop - run.rows.start)[:, None]
-        j = np.arange(run.keys.stop - run.keys.start)
-        diagonal = len(j) - len(i) + i
-        block = painted[run.rows, run.keys]
-        if run.shape == "general":
-            painted[run.rows] = dense(run.intervals, nk)
-        elif run.shape == "full":
-            block[...] = True
-        else:
-            assert len(i) <= len(j)
-            block |= (j <= diagonal) & ((run.shape == "causal") | (j > diagonal - run.window))
-    assert next_row == nq
-    assert (painted == dense(intervals, nk)).all()
 
 
 def compiler_log(*options):

@@ -2,7 +2,7 @@
 
 cuDNN builds plans for a device that is described, not there, as long as a driver's library is
 there that reports no device.  The builds run in a process of their own with a stand-in for that
-library: ``python tests/test_graphs.py libcuda.so.1 NAME`` prints what was built.
+library: ``python tests/test_graphs.py libcuda.so.1 NAME PASS`` prints what was built.
 """
 
 import ctypes
@@ -16,6 +16,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from a2d_mpi.kernels import graphs
@@ -82,27 +83,32 @@ DRIVER = """
 """
 
 
-def cases():
-    """(block, backward, gradients) of all graphs to build."""
-    shapes = [("full", 1003, 517, 0), ("causal", 517, 1003, 0), ("band", 517, 1003, 100)]
+PASSES = {"forward": (False, "native"), "backward": (True, "native"), "float32": (True, "float32")}
+
+
+def cases(name):
+    """(block, backward, gradients) of all graphs of a pass."""
+    shapes = [("full", 1003, 517, 0), ("band", 517, 1003, 100), ("general", 1003, 517, 0)]
+    shapes += [(shape, 517, 1003, 0) for shape in ("causal", "anti-causal")]
+    kinds = [("bfloat16", 2, 64), ("float16", 16, 64), ("bfloat16", 16, 128), ("float16", 2, 128)]
+    kinds += [("bfloat16", 2, 256), ("float16", 16, 256)]
     blocks = [
         Block(dtype, 16, nheads_kv, headdim, nq, nk, shape, 0.1, window)
-        for dtype, nheads_kv, headdim, (shape, nq, nk, window) in itertools.product(
-            ("bfloat16", "float16"), (16, 2), (32, 64, 128, 256), shapes
+        for (dtype, nheads_kv, headdim), (shape, nq, nk, window) in itertools.product(
+            kinds, shapes
         )
-        # The rest in one dtype only, for time.
-        if dtype == "bfloat16" or (headdim, nheads_kv) in ((64, 16), (128, 2))
     ]
     odd = [("full", 1, 1), ("full", 1, 777), ("causal", 1, 777), ("full", 7, 1), ("causal", 2, 3)]
+    odd += [("anti-causal", 1, 3), ("anti-causal", 2, 3), ("general", 2, 3), ("general", 7, 1)]
     blocks += [dataclasses.replace(BLOCK, shape=shape, nq=nq, nk=nk) for shape, nq, nk in odd]
-    blocks += [dataclasses.replace(BLOCK, headdim=headdim) for headdim in (8, 80, 192, 100)]
+    blocks += [dataclasses.replace(BLOCK, headdim=headdim) for headdim in (8, 32, 80, 192, 100)]
     blocks += [dataclasses.replace(BLOCK, shape="band", window=w) for w in (1, 1024, 5000)]
-    passes = [(False, "native"), (True, "native"), (True, "float32")]
-    return [(block, *what) for block in blocks for what in passes]
+    return [(block, *PASSES[name]) for block in blocks]
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_all_that_is_called_supported_is_built(name, tmp_path):
+@pytest.mark.parametrize("of_pass", PASSES)
+def test_all_that_is_called_supported_is_built(name, of_pass, tmp_path):
     if importlib.util.find_spec("cudnn") is None:
         pytest.skip("no GPU packages: nvidia-cudnn-frontend is not installed")
     compiler = shutil.which("cc")
@@ -115,7 +121,7 @@ def test_all_that_is_called_supported_is_built(name, tmp_path):
     command = [compiler, "-w", "-shared", "-fPIC", "-x", "c", "-", "-o", str(driver)]
     command += ["-Wl,-soname,libcuda.so.1"]
     subprocess.run(command, input=source, text=True, check=True, timeout=60)
-    command = [sys.executable, __file__, str(driver), name]
+    command = [sys.executable, __file__, str(driver), name, of_pass]
     # No cache of plans, no log: only what is asked for goes to stdout.
     env = {key: value for key, value in os.environ.items() if not key.startswith("CUDNN_")}
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
@@ -124,7 +130,7 @@ def test_all_that_is_called_supported_is_built(name, tmp_path):
 
     capability = divmod(DEVICES[name]["deviceVer"] // 10, 10)
     wrong = []
-    for case, outcome in zip(cases(), built, strict=True):
+    for case, outcome in zip(cases(of_pass), built, strict=True):
         block, backward, gradients = case
         reason = supported(block, capability, backward, gradients)
         # A graph is built, or there is a reason why not, and the caller could have known it.
@@ -133,7 +139,7 @@ def test_all_that_is_called_supported_is_built(name, tmp_path):
     assert not wrong
 
 
-def build(driver, name):
+def build(driver, name, of_pass):
     """Print the workspace's size of each case, or why there is no graph."""
     ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)
     import cudnn
@@ -143,9 +149,9 @@ def build(driver, name):
     target = {"device_property": properties, "sm_version": device["deviceVer"] // 10}
     found = Graphs(target=target)
     outcomes = []
-    for case in cases():
+    for case in cases(of_pass):
         try:
-            outcomes.append(found.workspace_size(*case))
+            outcomes.append(found.get(*case).workspace_size)
         except NotSupported as error:
             outcomes.append(str(error))
     print(json.dumps(outcomes))
@@ -160,6 +166,7 @@ def build(driver, name):
         {"nq": 0},
         {"shape": "strict"},
         {"shape": "causal", "nq": 1025},
+        {"shape": "anti-causal", "nq": 1025},
         {"shape": "band"},
         {"shape": "band", "window": 1, "nq": 1025},
         {"window": 5},
@@ -182,6 +189,9 @@ def test_supported():
     assert "limit of headdim is 128" in why((8, 0), headdim=256)
     assert "limit of headdim is 128" in why((10, 0), forward, headdim=256, nq=1)
     assert "limit of headdim is 256" in why(headdim=264)
+    assert why(shape="general") is why((8, 0), forward, shape="general") is None
+    assert why((10, 0), shape="general") is None
+    assert all("general mask" in why(x, shape="general") for x in ((8, 0), (12, 0)))
     assert why(options=forward, nq=1, nk=1) is None
     assert "one query and one key" in why(nq=1, nk=1)
     assert why(options=float32) is why(nheads_kv=2) is None
@@ -225,27 +235,42 @@ def launched(monkeypatch):
     )
     monkeypatch.setitem(sys.modules, "cudnn", cudnn)
     monkeypatch.setattr(graphs.Graphs, "_build", fake_build)
-    return Graphs(), log
+    yield Graphs(), log
+    graphs.graphs_of.cache_clear()
 
 
 def test_graphs_are_built_once(launched):
     found, log = launched
-    assert found.workspace_size(BLOCK, False) == 512
-    found.forward(BLOCK, 1, 2, 3, 4, 5, 6, stream=9)
-    found.forward(dataclasses.replace(BLOCK), 1, 2, 3, 4, 5, 6, stream=9)
+    assert found.get(BLOCK, False).workspace_size == 512
+    found.get(BLOCK, False)(range(1, 6), 6, stream=9)
+    found.get(dataclasses.replace(BLOCK), False)(range(1, 6), 6, stream=9)
     launch = ("launch", {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}, 6, 77)
     assert log == [("build", 512, False, "native"), ("stream", 77, 9), launch, launch]
     log.clear()
     for gradients in ("native", "float32", "native"):
-        found.backward(BLOCK, *range(11, 20), 6, 10, gradients)
+        found.get(BLOCK, True, gradients)(range(11, 20), 6, 10)
     launch = ("launch", dict(enumerate(range(11, 20), 1)), 6, 77)
     builds = [("build", 512, True, gradients) for gradients in ("native", "float32")]
     assert log == [builds[0], ("stream", 77, 10), launch, builds[1], launch, launch]
     with pytest.raises(ValueError, match="float64"):
-        found.workspace_size(BLOCK, True, "float64")
+        found.get(BLOCK, True, "float64")
     found.free()
     found.free()
     assert log[-2:] == [launch, ("destroy", 77)]
+
+
+def test_a_general_launch_reads_the_hidden_logit_from_the_host(launched):
+    found, log = launched
+    found.get(dataclasses.replace(BLOCK, shape="general"), False)(range(1, 8), 6, stream=9)
+    pack = log[-1][1]
+    assert [pack[i] for i in range(1, 8)] == list(range(1, 8)) and len(pack) == 8
+    assert ctypes.c_float.from_address(pack[8]).value == np.float32(graphs.HIDDEN)
+
+
+def test_plans_share_the_graphs_of_a_device(launched):
+    assert graphs.graphs_of(3, False) is graphs.graphs_of(3, False)
+    assert graphs.graphs_of(3, True) is not graphs.graphs_of(3, False)
+    assert graphs.graphs_of(3, True).deterministic
 
 
 def test_a_refusal_is_kept(launched):
@@ -253,7 +278,7 @@ def test_a_refusal_is_kept(launched):
     refused = dataclasses.replace(BLOCK, nq=13)
     for _ in range(2):
         with pytest.raises(NotSupported, match=r"forward pass of Block.*nq=13.*no engine for$"):
-            found.forward(refused, 1, 2, 3, 4, 5, 6, stream=9)
+            found.get(refused, False)
     assert log == [("build", 13, False, "native")]
 
 

@@ -1,17 +1,19 @@
 """Stands in for `a2d_mpi.kernels.graphs.Graphs`: cuDNN's attention on the emulated GPU.
 
 It computes what cuDNN computes, from the same pointers, and rounds what cuDNN rounds: factors of
-products and results to 16 bits.  Like cuDNN it knows out only by its delta.
+products and results to 16 bits.  Like cuDNN it knows out only by its delta, and hides keys of a
+general mask by a large negative logit: a query that sees none sees all.
 """
 
 import ctypes
+from types import SimpleNamespace
 
 import cupy
 import numpy as np
 
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.kernels.graphs import NotSupported
+from a2d_mpi.kernels.graphs import HIDDEN, NotSupported
 
 
 class HostGraphs:
@@ -19,48 +21,55 @@ class HostGraphs:
         self.refuse = refuse  # mask shapes for which there is no kernel
         self.launched = []
 
-    def workspace_size(self, block, backward, gradients="native"):
+    def get(self, block, backward, gradients="native"):
         if block.shape in self.refuse:
             raise NotSupported(block.shape)
-        return 100
+        return HostLaunch(self, block, gradients if backward else None)
 
-    def forward(self, block, q, k, v, out, stats, workspace, stream):
-        def compute():
-            q_, k_, v_, out_ = self._tensors(block, "qkkq", (q, k, v, out))
-            visible = self._visible(block)
-            found, lse = reference.attention(
-                *(x.astype(np.float32) for x in (q_, k_, v_)),
-                *(visible, block.scale, np.float32, out_.dtype),
-            )
-            out_[...] = found
-            _array(stats, (block.nheads, block.nq), np.float32)[...] = lse.T
 
-        self._queue(block, compute)
+class HostLaunch:
+    workspace_size = 100
 
-    def backward(
-        self, block, q, k, v, out, dout, stats, dq, dk, dv, workspace, stream, gradients="native"
-    ):
-        def compute():
-            inputs = self._tensors(block, "qkkqq", (q, k, v, out, dout))
-            dtype = inputs[0].dtype
-            q_, k_, v_, out_, dout_ = (x.astype(np.float32) for x in inputs)
-            lse = _array(stats, (block.nheads, block.nq), np.float32).T
-            assert np.isfinite(lse).all(), "cuDNN makes inf of -inf"
-            delta = (dout_ * out_).sum(-1)
-            found = reference.attention_backward(
-                dout_, q_, k_, v_, lse, delta, self._visible(block), block.scale, np.float32, dtype
-            )
-            kind = np.dtype(np.float32) if gradients == "float32" else dtype
-            for to, x in zip(self._tensors(block, "qkk", (dq, dk, dv), kind), found, strict=True):
-                to[...] = x
+    def __init__(self, graphs, block, gradients):
+        self._graphs, self.block, self._gradients = graphs, block, gradients
 
-        self._queue(block, compute)
+    def __call__(self, pointers, workspace, stream):
+        names = "q k v out stats" if self._gradients is None else "q k v out dout stats dq dk dv"
+        names = names.split() + ["begin", "end"] * (self.block.shape == "general")
+        to = SimpleNamespace(**dict(zip(names, pointers, strict=True)))
+        self._graphs.launched.append(self.block)
+        compute = self._forward if self._gradients is None else self._backward
+        cupy.cuda.get_current_stream()._enqueue(lambda: compute(to))
 
-    def _queue(self, block, compute):
-        self.launched.append(block)
-        cupy.cuda.get_current_stream()._enqueue(compute)
+    def _forward(self, at):
+        block = self.block
+        q, k, v, out = self._tensors("qkkq", (at.q, at.k, at.v, at.out))
+        visible, lse = self._visible(at), _array(at.stats, (block.nheads, block.nq), np.float32)
+        unseeing = ~visible.any(axis=1)
+        found, found_lse = reference.attention(
+            *(x.astype(np.float32) for x in (q, k, v)),
+            *(visible | unseeing[:, None], block.scale, np.float32, out.dtype),
+        )
+        found_lse[unseeing] = HIDDEN
+        out[...], lse[...] = found, found_lse.T
 
-    def _tensors(self, block, sides, pointers, dtype=None):
+    def _backward(self, at):
+        block, given = self.block, (at.q, at.k, at.v, at.out, at.dout)
+        inputs = self._tensors("qkkqq", given)
+        dtype = inputs[0].dtype
+        q, k, v, out, dout = (x.astype(np.float32) for x in inputs)
+        lse = _array(at.stats, (block.nheads, block.nq), np.float32).T
+        assert (lse > HIDDEN / 2).all(), "cuDNN makes inf of -inf"
+        delta = (dout * out).sum(-1)
+        found = reference.attention_backward(
+            dout, q, k, v, lse, delta, self._visible(at), block.scale, np.float32, dtype
+        )
+        kind = np.dtype(np.float32) if self._gradients == "float32" else dtype
+        for to, x in zip(self._tensors("qkk", (at.dq, at.dk, at.dv), kind), found, strict=True):
+            to[...] = x
+
+    def _tensors(self, sides, pointers, dtype=None):
+        block = self.block
         shapes = {
             "q": (block.nq, block.nheads, block.headdim),
             "k": (block.nk, block.nheads_kv, block.headdim),
@@ -68,12 +77,17 @@ class HostGraphs:
         dtype = dtype or DTYPES[block.dtype]
         return [_array(p, shapes[s], dtype) for p, s in zip(pointers, sides, strict=True)]
 
-    def _visible(self, block):
-        below = np.arange(block.nk) - np.arange(block.nq)[:, None] - (block.nk - block.nq)
-        if block.shape == "full":
-            return np.ones((block.nq, block.nk), bool)
-        seen = below <= 0
-        return seen & (below > -block.window) if block.shape == "band" else seen
+    def _visible(self, at):
+        block, key = self.block, np.arange(self.block.nk)
+        query = np.arange(block.nq)[:, None]
+        last = query + block.nk - block.nq  # the diagonal ends in the last key
+        if block.shape == "general":
+            begin, end = (_array(x, (block.nq, 1), np.int32) for x in (at.begin, at.end))
+            return (key >= begin) & (key < end)
+        if block.shape == "anti-causal":
+            return key >= query
+        seen = (key <= last) | (block.shape == "full")
+        return seen & (key > last - block.window) if block.shape == "band" else seen
 
 
 def _array(pointer, shape, dtype):

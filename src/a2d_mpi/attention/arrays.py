@@ -145,8 +145,9 @@ class Arrays:
     def own_partials(self, rows: Rows) -> list[Array]:
         """Buffers of a partial out and lse for some of this rank's rows."""
         n, where = self._schedule.sizes.counts(False)[self._schedule.rank], self.slice(rows)
+        wide = not getattr(self._engine.kernel, "rounds_partials", False)
         return [  # (rows, nheads, headdim), (rows, nheads)
-            self._buffer("own", x, n, wide=True)[where] for x in KINDS["out"]
+            self._buffer("own", x, n, wide)[where] for x in KINDS["out"]
         ]
 
     def compensation(self, rows: Rows) -> Array:

@@ -1,4 +1,4 @@
-"""Mask shapes: a block cut into runs of queries, for kernels without a general mask."""
+"""Mask shapes: a block cut into runs of queries that see one shape each."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from a2d_mpi.core.masks import Interval
+
+LONGEST = 2048  # queries of a general run: the keys that any of them sees are few then
+
+# The step of (begin, end) from each query to the next, as 2 x begin + end; others have none.
+_SHAPES = ("full", "causal", "anti-causal", "band")
+_BREAK, _EMPTY = -1, 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,13 +25,14 @@ class Run:
         The queries.
     shape : str
         The mask shape.  "full": all queries see the same keys.  "causal": the last query sees all
-        of `keys`, each one before it one key fewer.  "band": like causal, and each query sees
-        `window` keys.  "general": any other shape, the empty one included.
+        of `keys`, each one before it one key fewer.  "anti-causal": the first query sees all of
+        `keys`, each one after it one key fewer, the first.  "band": like causal, and each query
+        sees `window` keys.  "empty": nobody sees a key.  "general": any other shape.
     keys : slice
-        The keys that any of the queries sees; empty for a general shape.
+        From the first to the last key that any of the queries sees.
     window : int
         Keys that each query sees, for a band.
-    intervals : tuple of (begin, end)
+    begin, end : (queries,) int64
         Visible keys of these queries, as positions among all keys of the block.
     """
 
@@ -33,58 +40,82 @@ class Run:
     shape: str
     keys: slice
     window: int
-    intervals: tuple[Interval, ...]
+    begin: np.ndarray
+    end: np.ndarray
+
+    @property
+    def area(self) -> int:
+        """Visible pairs."""
+        return int(np.maximum(self.end - self.begin, 0).sum())
 
 
-def runs(intervals: tuple[Interval, ...], shortest: int = 1) -> list[Run]:
+def runs(interval: Interval, shortest: int = 1) -> list[Run]:
     """Cut a block into runs of queries, each of one mask shape.
 
-    Kernels without a general mask compute runs of simple shapes.
+    Of a mask with several intervals, each is cut on its own.
 
     Parameters
     ----------
-    intervals : tuple of (begin, end), each (nq,) int
+    interval : (begin, end), each (nq,) int
         Visible keys of each query, as positions among the keys of the block.
     shortest : int
         Neighbouring runs of fewer queries make one general run: a launch each would cost more.
+
+    Returns
+    -------
+    list of Run
+        In the order of the queries, all of which they cover.  General ones have `LONGEST` queries
+        at most.
     """
-    nq = len(intervals[0][0])
-    begin, end = (np.asarray(x, np.int64) for x in intervals[0])
-    # The step from each query to the next: none, the end by one, or both ends by one.
-    step = np.diff(begin) * 4 + np.diff(end)
-    shapes = {0: "full", 1: "causal", 5: "band"}
-    step[(np.abs(np.diff(begin)) > 1) | ~np.isin(step, list(shapes))] = -1
-    simple = end > begin
-    for other_begin, other_end in intervals[1:]:
-        simple &= other_end <= other_begin
-    step[simple[1:] != simple[:-1]] = -1
-    step[~simple[1:] & ~simple[:-1]] = 9  # neighbours of no simple shape stay together
-    cuts = np.flatnonzero(np.diff(step)) + 1  # places where the step changes
+    begin, end = (np.asarray(x, np.int64) for x in interval)
     found: list[tuple[int, int, str]] = []
-    first = 0
-    while first < nq:
-        code = step[first] if first < nq - 1 else 0
-        last = first + 1
-        if code != -1 and first < nq - 1:
-            following = np.searchsorted(cuts, first, side="right")
-            last = (int(cuts[following]) if following < len(cuts) else nq - 1) + 1
-        shape = shapes.get(int(code), "full") if simple[first] else "general"
+    for first, last, shape in _steps(begin, end):
         short = last - first < shortest
-        if found and (short or shape == "general"):
+        if found and short:
             a, b, before = found[-1]
             if before == "general" or b - a < shortest:
                 found[-1] = (a, last, "general")
-                first = last
                 continue
         found.append((first, last, shape))
-        first = last
     return [
-        Run(
-            slice(a, b),
-            shape,
-            slice(int(begin[a]), int(end[b - 1])) if shape != "general" else slice(0, 0),
-            int(end[a] - begin[a]) if shape == "band" else 0,
-            tuple((x[a:b], y[a:b]) for x, y in intervals),
-        )
-        for a, b, shape in found
+        _run(begin, end, int(a), int(b), shape)
+        for first, last, shape in found
+        for a, b in _cuts(first, last, shape)
     ]
+
+
+def _steps(begin: np.ndarray, end: np.ndarray) -> list[tuple[int, int, str]]:
+    """Maximal runs of simple shapes, as (first, last + 1, shape)."""
+    nq, seen = len(begin), end > begin
+    by = np.stack([np.diff(begin), np.diff(end)])
+    step = by[0] * 2 + by[1]
+    step[((by < 0) | (by > 1)).any(axis=0) | (seen[1:] != seen[:-1])] = _BREAK
+    step[~seen[1:] & ~seen[:-1]] = _EMPTY  # neighbours that see nothing stay together
+    cuts = np.append(np.flatnonzero(np.diff(step)) + 1, nq - 1)  # where the step changes
+    found, first = [], 0
+    while first < nq:
+        code, last = int(step[first]) if first < nq - 1 else _BREAK, first + 1
+        if code != _BREAK:
+            last = int(cuts[np.searchsorted(cuts, first, side="right")]) + 1
+        shape = (*_SHAPES, "empty")[code] if code != _BREAK else "full"  # of one query
+        found.append((first, last, shape if seen[first] else "empty"))
+        first = last
+    return found
+
+
+def _cuts(first: int, last: int, shape: str) -> list[tuple[int, int]]:
+    """Bounds of the runs that one run is cut into."""
+    parts = -(-(last - first) // LONGEST) if shape == "general" else 1
+    bounds = [first + (last - first) * i // parts for i in range(parts + 1)]
+    return list(zip(bounds, bounds[1:]))
+
+
+def _run(begin: np.ndarray, end: np.ndarray, a: int, b: int, shape: str) -> Run:
+    begin, end = begin[a:b], end[a:b]
+    seen = end > begin
+    if seen.any():
+        keys = slice(int(begin[seen].min()), int(end[seen].max()))
+    else:
+        keys, shape = slice(0, 0), "empty"
+    window = int(end[0] - begin[0]) if shape == "band" else 0
+    return Run(slice(a, b), shape, keys, window, begin, end)

@@ -54,18 +54,26 @@ class Workspace:
     def __init__(self, device: Device = HOST) -> None:
         self.device, self.version = device, object()
         self._buffers: dict[object, Array] = {}
+        self._views: dict[tuple, Array] = {}  # making them anew takes longer than a launch
 
     def get(self, name: object, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
         """Contiguous array in the buffer `name`; its contents are undefined.
 
         All arrays of one name share memory.
         """
+        key = name, shape, dtype
+        if (found := self._views.get(key)) is not None:
+            return found
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < nbytes:
+            self._views.clear()  # some may be of the buffer that goes
             buffer = self._buffers[name] = self.device.empty((nbytes,), np.uint8)
             self.version = object()
-        return buffer[:nbytes].view(dtype).reshape(shape)
+        if len(self._views) == KEPT:  # a caller who has new shapes at every call
+            self._views.clear()
+        found = self._views[key] = buffer[:nbytes].view(dtype).reshape(shape)
+        return found
 
     def parcel(
         self, name: object, like: Sequence[tuple[tuple[int, ...], np.dtype]]
@@ -101,4 +109,5 @@ class Workspace:
     def clear(self) -> None:
         """Release all buffers."""
         self._buffers.clear()
+        self._views.clear()
         self.version = object()

@@ -26,6 +26,8 @@ class Kernel(Protocol):
     """The two methods of a kernel; arrays are C-contiguous.
 
     A kernel on the host has an attribute `careful`, too: see `a2d_mpi.kernels.numpy.NumpyKernel`.
+    One with a true attribute `rounds_partials` computes a partial out in the tensors' dtype: a
+    wider buffer would cost a copy and hold no more.
     """
 
     def forward(

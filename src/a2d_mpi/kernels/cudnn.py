@@ -1,8 +1,9 @@
 """The kernel of cuDNN, the fastest one, for 16-bit tensors.
 
-cuDNN knows three mask shapes: full, causal and band.  A block is cut into runs of queries that see
-one shape each (`a2d_mpi.core.shapes.runs`), and cuDNN is launched once for each run.  The plain
-kernel computes the other runs.
+Each interval of a mask is cut into runs of queries that see one shape each
+(`a2d_mpi.core.shapes.runs`), and cuDNN is launched once for each run, on the keys that the run
+sees.  Partial results of several intervals are merged.  The plain kernel computes the runs that
+cuDNN refuses.
 
 cuDNN's backward pass computes delta from the out of the queries over *all* keys, which only the
 owner of the queries has.  Here cuDNN gets another out that has the same delta.
@@ -10,20 +11,18 @@ owner of the queries has.  Here cuDNN gets another out that has the same delta.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import cupy
 import numpy as np
 
 from a2d_mpi.core.masks import Interval
-from a2d_mpi.core.shapes import Run, runs
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.devices.workspace import Remembered, Workspace
-from a2d_mpi.kernels.cudnn_blocks import Block, supported
+from a2d_mpi.devices.workspace import Workspace
+from a2d_mpi.kernels.cudnn_pieces import Piece, Pieces
 from a2d_mpi.kernels.cupy import CupyKernel
-from a2d_mpi.kernels.graphs import Graphs, NotSupported
-
-SHORTEST = 64  # queries of a run: the plain kernel does several shorter ones in one launch
+from a2d_mpi.kernels.graphs import graphs_of
 
 
 class CudnnKernel:
@@ -38,7 +37,7 @@ class CudnnKernel:
     deterministic : bool
         Gradients repeat bit for bit; slower.
     graphs : Graphs, optional
-        The launcher of cuDNN; default: a new one.
+        The launcher of cuDNN; default: that of the device.
     gradients : {"native", "float32"}
         Dtype to which cuDNN rounds the gradients of one run.  Runs are added up in float32.
 
@@ -46,12 +45,16 @@ class CudnnKernel:
     ----------
     product_dtype : dtype
         Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
+    rounds_partials : bool
+        As of `a2d_mpi.kernels.Kernel`.
 
     Raises
     ------
     ImportError
         If cuDNN or its frontend is not installed.
     """
+
+    rounds_partials = True
 
     def __init__(
         self,
@@ -63,10 +66,11 @@ class CudnnKernel:
     ) -> None:
         self.plain, self.device, self.dtype = plain, plain.device, plain.dtype
         self.product_dtype = self.dtype
-        self.gradients, self.deterministic = gradients, deterministic
+        self._gradient_dtype = np.dtype(np.float32) if gradients == "float32" else self.dtype
         self._work = work or Workspace(plain.device)
-        self._graphs = graphs or Graphs(deterministic=deterministic)
-        self._runs = Remembered()
+        graphs = graphs or graphs_of(plain.device.index, deterministic)
+        self._pieces = Pieces(plain, graphs, gradients, deterministic)
+        self._constants: dict[tuple[float, int], Array] = {}
 
     def forward(
         self,
@@ -78,19 +82,23 @@ class CudnnKernel:
         lse: Array,
     ) -> None:
         """Write the partial result to `lse` and `out`; `out` is of the dtype or float32."""
-        for run in self._runs_of(intervals):
-            rows, keys = run.rows, run.keys
-            q_run, out_run, lse_run = q[rows], out[rows], lse[rows]
-            block = self._block(run, q, k.shape[1], False)
-            if block is None:
-                self.plain.forward(q_run, k, v, run.intervals, out_run, lse_run)
-                continue
-            native = out_run if out.dtype == self.dtype else self._buffer("out", q_run.shape)
-            stats = self._stats(q_run)
-            self._launch(block, False, q_run, k[keys], v[keys], native, stats)
-            self.device.transpose(lse_run, stats)
-            if native is not out_run:
-                self.device.put(out_run, native)
+        pieces, single = self._pieces.get(intervals, q, k, k.shape[1], False)
+        if single:
+            for piece in pieces:
+                self._attend(piece, q, k, v, out[piece.rows], lse[piece.rows])
+            return
+        total = out if out.dtype == np.float32 else self._buffer("total", out.shape, np.float32)
+        rest = self._buffer("rest", lse.shape, np.float32)
+        self.device.zero(total)
+        self.device.zero(rest)
+        self.device.put(lse, self._constant(-np.inf, lse.shape))
+        for piece in pieces:
+            to = [x[piece.rows] for x in (total, lse, rest)]
+            part = self._buffer("part", to[0].shape), self._buffer("lse", to[1].shape, np.float32)
+            self._attend(piece, q, k, v, *part)
+            self.device.merge(*to, *part)
+        if total is not out:
+            self.device.put(out, total)
 
     def backward(
         self,
@@ -107,110 +115,129 @@ class CudnnKernel:
         fresh: bool = False,
     ) -> None:
         """Add the gradients of this block to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
-        found = self._runs_of(intervals)
-        if fresh and not (len(found) == 1 and _is_block(found[0], q, k)):
-            # Several runs add up, in float32.
-            sums = [
-                self._buffer(("sum", i), x.shape, np.float32) for i, x in enumerate((dq, dk, dv))
-            ]
-            for x in sums:
+        nheads, found = q.shape[1], (dq, dk, dv)
+        pieces, single = self._pieces.get(intervals, q, k, nheads, True)
+        whole = [(piece.rows, piece.keys) for piece in pieces] == [
+            (slice(0, len(q)), slice(0, len(k)))
+        ]
+        # What one run alone writes is overwritten; what several write is summed in float32.
+        new = [fresh and single, fresh and whole, fresh and whole]
+        sums = [
+            x if alone or not fresh or x.dtype == np.float32
+            else self._buffer(("sum", i), x.shape, np.float32)
+            for i, (x, alone) in enumerate(zip(found, new))
+        ]  # fmt: skip
+        for x, alone in zip(sums, new):
+            if fresh and not alone:
                 self.device.zero(x)
-            self.backward(dout, q, k, v, lse, delta, intervals, *sums)
-            for to, x in zip((dq, dk, dv), sums, strict=True):
-                self.device.put(to, x)
-            return
-        nheads, nheads_kv = q.shape[1], k.shape[1]
-        if nheads != nheads_kv:
+        by_cudnn = any(piece.launch for piece in pieces)
+        inputs = [q, k, v]
+        if by_cudnn and nheads != k.shape[1]:
             # cuDNN's backward pass is slow on shared KV heads: each query head gets a copy.
-            shared = (k, v)
-            k, v = (self._buffer(x, (len(k), nheads, k.shape[2])) for x in "kv")
-            for to, x in zip((k, v), shared, strict=True):
+            inputs[1:] = [self._buffer(x, (len(k), nheads, k.shape[2])) for x in "kv"]
+            for to, x in zip(inputs[1:], (k, v)):
                 self.device.repeat_heads(to, x)
-        for run in found:
-            rows, keys = run.rows, run.keys
-            dout_run, q_run, dq_run = dout[rows], q[rows], dq[rows]
-            block = self._block(run, q, nheads, True)
-            if block is None:
-                if nheads != nheads_kv:
-                    k_plain, v_plain = shared
-                else:
-                    k_plain, v_plain = k, v
-                self.plain.backward(
-                    dout_run, q_run, k_plain, v_plain, lse[rows], delta[rows], run.intervals,
-                    dq_run, dk, dv, fresh,
-                )  # fmt: skip
+        if by_cudnn:
+            out = self._buffer("out", q.shape)
+            self.device.out_of_delta(dout, delta, out)
+            inputs = [x.data.ptr for x in (*inputs, out, dout)]
+        for piece in pieces:
+            if piece.launch is not None:
+                self._add_gradients(piece, inputs, lse, sums, new)
                 continue
-            out, stats = self._buffer("out", q_run.shape), self._stats(q_run)
-            self.device.out_of_delta(dout_run, delta[rows], out)
-            self.device.transpose(stats, lse[rows])
-            k_run, v_run = k[keys], v[keys]
-            sums = [(dq_run, q_run), (dk[keys], k_run), (dv[keys], v_run)]
-            native = [
-                to if fresh and to.shape == x.shape and self._is_native(to)
-                else self._buffer(("native", i), x.shape, self._gradient_dtype)
-                for i, (to, x) in enumerate(sums)
-            ]  # fmt: skip
-            self._launch(block, True, q_run, k_run, v_run, out, dout_run, stats, *native)
-            for (to, _), x in zip(sums, native, strict=True):
-                if x.shape != to.shape:
-                    self.device.sum_heads(to, x, add=not fresh)
-                elif x is not to:
-                    self.device.put(to, x, add=not fresh)
+            rows, keys = piece.rows, piece.keys
+            if new[0] and not (whole and piece.intervals):
+                self.device.zero(sums[0][rows])
+            if piece.intervals:
+                self.plain.backward(
+                    dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows],
+                    piece.intervals, sums[0][rows], sums[1][keys], sums[2][keys], new[1],
+                )  # fmt: skip
+        for to, x in zip(found, sums):
+            if x is not to:
+                self.device.put(to, x)
 
-    @property
-    def _gradient_dtype(self) -> np.dtype:
-        return np.dtype(np.float32) if self.gradients == "float32" else self.dtype
+    def _attend(self, piece: Piece, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
+        """Compute one run; out and lse are those of its queries."""
+        rows, keys = piece.rows, piece.keys
+        if not piece.intervals:
+            self.device.zero(out)
+            self.device.put(lse, self._constant(-np.inf, lse.shape))
+            return
+        if piece.launch is None:
+            self.plain.forward(q[rows], k[keys], v[keys], piece.intervals, out, lse)
+            return
+        native = out if out.dtype == self.dtype else self._buffer("out", out.shape)
+        stats = self._buffer("stats", lse.shape[::-1], np.float32)  # cuDNN wants heads first
+        pointers = _at(q, rows), _at(k, keys), _at(v, keys), native.data.ptr, stats.data.ptr
+        self._launch(piece, pointers)
+        self.device.transpose(lse, stats)
+        if native is not out:
+            self.device.put(out, native)
+        if piece.holes is not None:
+            nothing = self._buffer("nothing", (len(piece.holes), *out.shape[1:]), out.dtype)
+            self.device.zero(nothing)
+            self.device.put_at(out, nothing, piece.holes)
+            self._put_in_holes(piece, lse, -np.inf)
 
-    def _is_native(self, x: Array) -> bool:
-        return x.dtype == self._gradient_dtype
+    def _add_gradients(
+        self, piece: Piece, inputs: list[int], lse: Array, sums: list[Array], new: list[bool]
+    ) -> None:
+        """Gradients of one run by cuDNN; `inputs`: pointers to q, k, v, out and dout."""
+        nheads, headdim = sums[0].shape[1:]
+        rows, keys = piece.rows, piece.keys
+        stats = self._buffer("stats", (nheads, rows.stop - rows.start), np.float32)
+        lse = lse[rows]
+        if piece.holes is not None:
+            held = self._buffer("lse", lse.shape, np.float32)
+            self.device.put(held, lse)
+            self._put_in_holes(piece, held, np.inf)  # they contribute 0 then
+            lse = held
+        self.device.transpose(stats, lse)
+        size = nheads * headdim * self.dtype.itemsize
+        q, k, v, out, dout = inputs
+        first, first_key = rows.start * size, keys.start * size
+        pointers = [q + first, k + first_key, v + first_key, out + first, dout + first]
+        pointers.append(stats.data.ptr)
+        wait = []  # what is to be added to rows of the sums
+        for i, where in enumerate((rows, keys, keys)):
+            x = sums[i]
+            if new[i] and x.shape[1] == nheads and x.dtype == self._gradient_dtype:
+                pointers.append(_at(x, where))
+                continue
+            shape = where.stop - where.start, nheads, headdim
+            y = self._buffer(("native", i), shape, self._gradient_dtype)
+            pointers.append(y.data.ptr)
+            wait.append((x[where], y, not new[i]))
+        self._launch(piece, pointers)
+        for x, y, add in wait:
+            (self.device.put if x.shape[1] == nheads else self.device.sum_heads)(x, y, add=add)
 
-    def _runs_of(self, intervals: tuple[Interval, ...]) -> list[Run]:
-        return self._runs.get(intervals, lambda: runs(intervals, SHORTEST))
+    def _launch(self, piece: Piece, pointers: Iterable[int]) -> None:
+        size = max(piece.launch.workspace_size, 1)
+        workspace = self._buffer("workspace", (size,), np.uint8).data.ptr
+        if piece.ends is not None:
+            begin = piece.ends.data.ptr
+            pointers = *pointers, begin, begin + piece.ends.nbytes // 2
+        piece.launch(pointers, workspace, cupy.cuda.get_current_stream().ptr)
 
-    def _block(self, run: Run, q: Array, nheads_kv: int, backward: bool) -> Block | None:
-        """The launch of cuDNN for a run; None for a run that cuDNN does not take."""
-        if run.shape == "general":
-            return None
-        block = Block(
-            dtype=self.dtype.name,
-            nheads=q.shape[1],
-            nheads_kv=nheads_kv,
-            headdim=q.shape[2],
-            nq=run.rows.stop - run.rows.start,
-            nk=run.keys.stop - run.keys.start,
-            shape=run.shape,
-            window=run.window,
-            scale=self.plain.softmax_scale,
-        )
-        capability = self.device.capability
-        if supported(block, capability, backward, self.gradients, self.deterministic):
-            return None
-        try:
-            self._graphs.workspace_size(block, backward, self.gradients)
-        except NotSupported:
-            return None
-        return block
+    def _put_in_holes(self, piece: Piece, lse: Array, value: float) -> None:
+        values = self._constant(value, (len(piece.holes), lse.shape[1]))
+        self.device.put_at(lse, values, piece.holes)
 
-    def _launch(self, block: Block, backward: bool, *arrays: Array) -> None:
-        size = self._graphs.workspace_size(block, backward, self.gradients)
-        workspace = self._buffer("workspace", (max(size, 1),), np.uint8).data.ptr
-        stream = cupy.cuda.get_current_stream().ptr
-        pointers = [x.data.ptr for x in arrays]
-        if backward:
-            self._graphs.backward(block, *pointers, workspace, stream, self.gradients)
-        else:
-            self._graphs.forward(block, *pointers, workspace, stream)
-
-    def _stats(self, q: Array) -> Array:
-        """Buffer of lse in cuDNN's order, heads first."""
-        return self._buffer("stats", (q.shape[1], len(q)), np.float32)
+    def _constant(self, value: float, shape: tuple[int, int]) -> Array:
+        """Array of one float32 value, (queries, nheads); the largest one is kept."""
+        n, nheads = shape
+        found = self._constants.get((value, nheads))
+        if found is None or len(found) < n:
+            found = self.device.upload(np.full(shape, value, np.float32))
+            self._constants[value, nheads] = found
+        return found[:n]
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:
         return self._work.get(("kernel", name), shape, dtype or self.dtype)
 
 
-def _is_block(run: Run, q: Array, k: Array) -> bool:
-    """Tell whether a run covers its whole block."""
-    if run.shape == "general":
-        return run.rows == slice(0, len(q))
-    return run.rows == slice(0, len(q)) and run.keys == slice(0, len(k))
+def _at(x: Array, rows: slice) -> int:
+    """Pointer to some rows: slices take longer."""
+    return x.data.ptr + rows.start * (x.nbytes // len(x))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHAPES = ("full", "causal", "band")
+SHAPES = ("full", "causal", "anti-causal", "band", "general")
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Block:
         Of all tensors but the statistics.
     nheads, nheads_kv, headdim : int
     nq, nk : int
-    shape : {"full", "causal", "band"}
-        Mask shape.  Causal: the last query sees all keys, the one before it one fewer, and so on;
-        needs ``nq <= nk``.  Band: of these, each query sees only its last `window` keys.
+    shape : {"full", "causal", "anti-causal", "band", "general"}
+        Mask shape, as of `a2d_mpi.core.shapes.Run`; causal, anti-causal and band need
+        ``nq <= nk``.  General: each query sees an interval of keys that is given at the launch.
     scale : float
         Factor of the logits.
     window : int
@@ -47,7 +47,7 @@ class Block:
             raise ValueError(f"nheads must be a multiple of nheads_kv, got {self}")
         if self.shape not in SHAPES:
             raise ValueError(f"shape must be one of {SHAPES}, got {self.shape!r}")
-        if self.shape != "full" and self.nq > self.nk:
+        if self.shape not in ("full", "general") and self.nq > self.nk:
             raise ValueError(f"a {self.shape} block needs nq <= nk, got {self.nq} and {self.nk}")
         if (self.shape == "band") != (self.window > 0):
             raise ValueError(f"a band, and only a band, has a window > 0, got {self}")
@@ -91,6 +91,8 @@ def supported(
         return f"cuDNN's limit of headdim is {most} for capability {capability}, got {d}"
     if not backward:
         return None
+    if major in (8, 12) and block.shape == "general":
+        return f"cuDNN has no gradients of a general mask for capability {capability}"
     if block.nq == block.nk == 1:
         return "cuDNN has no gradients for one query and one key"
     # Each query head's gradient of a shared KV head is kept in the 16-bit dtype before the sum:

@@ -71,10 +71,12 @@ class CupyKernel:
     ) -> None:
         """Add the gradients of this block to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
         inputs = (dout, q, k, v, lse, delta, *self._problem(q, k, intervals))
-        wide, new = np.int32(dq.dtype != self.dtype), np.int32(fresh)
+        new = np.int32(fresh)
         if len(q):
+            wide = np.int32(dq.dtype != self.dtype)
             self._launch("backward_q", len(q), *inputs, dq, wide, new)
         if len(k):
+            wide = np.int32(dk.dtype != self.dtype)
             self._launch("backward_kv", len(k), *inputs, dk, dv, wide, new)
 
     def _problem(self, q: Array, k: Array, intervals: tuple[Interval, ...]) -> tuple:

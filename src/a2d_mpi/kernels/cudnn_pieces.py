@@ -1,0 +1,116 @@
+"""The runs of a mask as launches of cuDNN or of the plain kernel, made once for a block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from a2d_mpi.core.masks import Interval
+from a2d_mpi.core.shapes import Run, runs
+from a2d_mpi.devices.protocol import Array
+from a2d_mpi.devices.workspace import Remembered
+from a2d_mpi.kernels.cudnn_blocks import Block, supported
+from a2d_mpi.kernels.cupy import CupyKernel
+from a2d_mpi.kernels.graphs import Launch, NotSupported
+
+SHORTEST = 64  # queries of a run: a general run does several shorter ones in one launch
+KEYS = 512  # a general run has a multiple of so many keys: fewer graphs, each built in seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A run, ready to be launched.
+
+    Attributes
+    ----------
+    rows, keys : slice
+    launch : Launch or None
+        None: the plain kernel computes the run.
+    intervals : tuple of (begin, end)
+        Visible keys, as positions among `keys`; () if nobody sees a key.
+    ends : (2, queries) int32 or None
+        The same on the device, of a general run of cuDNN.
+    holes : (n,) int64 or None
+        Those of its queries that see nothing, if there are any.
+    """
+
+    rows: slice
+    keys: slice
+    launch: Launch | None
+    intervals: tuple[Interval, ...]
+    ends: Array | None = None
+    holes: Array | None = None
+
+
+class Pieces:
+    """The runs of blocks, remembered by the intervals of their masks.
+
+    Parameters
+    ----------
+    plain, graphs, gradients, deterministic
+        As for `a2d_mpi.kernels.cudnn.CudnnKernel`.
+    """
+
+    def __init__(
+        self, plain: CupyKernel, graphs: Any, gradients: str, deterministic: bool
+    ) -> None:
+        self.graphs = graphs
+        self._plain, self._gradients, self._deterministic = plain, gradients, deterministic
+        self._made = Remembered()
+
+    def get(
+        self, intervals: tuple[Interval, ...], q: Array, k: Array, nheads_kv: int, backward: bool
+    ) -> tuple[list[Piece], bool]:
+        """Runs of a mask, and whether each query is in one of them alone."""
+
+        def make() -> tuple[list[Piece], bool]:
+            seen = [x for x in intervals if (x[1] > x[0]).any()] or intervals[:1]
+            found = [run for x in seen for run in runs(x, SHORTEST)]
+            if len(seen) > 1:
+                found = [run for run in found if run.shape != "empty"]
+            pieces = [self._piece(run, q, len(k), nheads_kv, backward) for run in found]
+            if not any(piece.launch for piece in pieces):  # the plain kernel takes them at once
+                rows, keys = slice(0, len(q)), slice(0, len(k))
+                if all(run.shape == "empty" for run in found):
+                    return [Piece(rows, slice(0, 0), None, ())], True
+                return [Piece(rows, keys, None, intervals)], True
+            return pieces, len(seen) == 1
+
+        return self._made.get(intervals, make, *q.shape[1:], len(k), nheads_kv, backward)
+
+    def _piece(self, run: Run, q: Array, nk: int, nheads_kv: int, backward: bool) -> Piece:
+        keys = run.keys
+        if run.shape == "empty":
+            return Piece(run.rows, keys, None, ())
+        if run.shape == "general":
+            keys = slice(keys.start // KEYS * KEYS, min(-(-keys.stop // KEYS) * KEYS, nk))
+        block = Block(
+            dtype=self._plain.dtype.name,
+            nheads=q.shape[1],
+            nheads_kv=nheads_kv,
+            headdim=q.shape[2],
+            nq=run.rows.stop - run.rows.start,
+            nk=keys.stop - keys.start,
+            shape=run.shape,
+            window=run.window,
+            scale=self._plain.softmax_scale,
+        )
+        ends = np.clip(np.stack([run.begin, run.end]) - keys.start, 0, block.nk)
+        launch, ends_there, holes = self._launch_of(block, backward), None, None
+        if launch and run.shape == "general":
+            ends_there = self._plain.device.upload(ends.astype(np.int32))
+            unseeing = np.flatnonzero(ends[1] <= ends[0])
+            holes = self._plain.device.upload(unseeing) if len(unseeing) else None
+        return Piece(run.rows, keys, launch, ((ends[0], ends[1]),), ends_there, holes)
+
+    def _launch_of(self, block: Block, backward: bool) -> Launch | None:
+        """The launch of cuDNN for a run; None for a run that cuDNN does not take."""
+        capability = self._plain.device.capability
+        if supported(block, capability, backward, self._gradients, self._deterministic):
+            return None
+        try:
+            return self.graphs.get(block, backward, self._gradients)
+        except NotSupported:
+            return None

@@ -1,0 +1,262 @@
+"""The kernel of cuDNN against float64: on the emulated GPU always, on a real one if any."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from cases import METHODS, OTHERS, inputs, label
+from cases import run as run_plan
+from helpers import assert_all
+from test_gpu_kernels import TENSORS, failures, make, plain_kernel, run
+from test_kernels import plain, random_intervals
+
+from a2d_mpi import Documents, ProcessGrid, SlidingWindow
+from a2d_mpi.core import shapes
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.masks import Causal
+from a2d_mpi.core.patterns import PATTERNS, make_mask
+
+
+def cudnn_kernel(cupy, plain, **options):
+    """cuDNN, or what stands in for it."""
+    from a2d_mpi.kernels.cudnn import CudnnKernel
+
+    if cupy.kind == "emulated":
+        from graphs import HostGraphs
+
+        options["graphs"] = HostGraphs(options.pop("refuse", ()))
+    return CudnnKernel(plain, **options)
+
+
+MASKS = {  # shapes of their runs
+    "full": {"full"},
+    "causal": {"causal"},
+    "window": {"causal", "band", "anti-causal"},
+    "zigzag": {"causal", "full"},
+    "documents": {"general"},
+    "sinks": {"full", "band", "causal"},
+    "one": {"general"},
+    "two": {"general"},
+    "many": {"general"},
+    "nothing": set(),
+}
+
+
+def intervals_of(mask, nq, nk):
+    i, rng = np.arange(nq), np.random.default_rng(2)
+    if mask == "window":  # its left edge, a band, its right edge
+        return ((np.clip(i - 70, 0, None), np.minimum(i + 81, nk)),)
+    if mask == "zigzag":  # masked rows, triangle, rectangle
+        return ((i * 0, np.where(i < 70, 0, np.where(i < 140, i - 20, 180))),)
+    if mask == "documents":
+        return ((i // 30 * 30, np.minimum(i // 30 * 30 + 30, nk)),)
+    if mask == "sinks":  # the second one begins where the window leaves the sinks
+        begin = np.maximum(i - 69, 0)
+        late = begin > 10
+        return ((i * 0, np.where(late, 10, i + 1)), (begin, np.where(late, i + 1, 0)))
+    if mask == "many":  # in any order; a third of the queries sees nothing, some of them in a row
+        cuts = np.sort(rng.integers(0, nk + 1, (10, nq)), axis=0)
+        cuts[:, (i % 5 == 2) | (i // 20 == 4)] = 0
+        return tuple((cuts[j], cuts[j + 1]) for j in rng.permutation(5) * 2)
+    if mask == "nothing":
+        return ((i * 0 + 3, i * 0 + 3),)
+    return random_intervals(rng, nq, nk, mask)
+
+
+@pytest.fixture
+def small(monkeypatch, cupy):
+    """General runs are cut and cropped in small blocks, too."""
+    from a2d_mpi.kernels import cudnn_pieces
+
+    monkeypatch.setattr(cudnn_pieces, "KEYS", 32)
+    monkeypatch.setattr(shapes, "LONGEST", 70)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype, heads", [("float16", (1, 1)), ("bfloat16", (4, 2))])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("gradients", ["native", "float32"])
+def test_cudnn(cupy, dtype, heads, mask, gradients):
+    """Every run of a block, out and gradients in both dtypes that a caller may have."""
+    # A real graph of a general run takes cuDNN seconds to build.
+    if cupy.kind == "real" and (heads[0] != heads[1] or "general" in MASKS[mask]):
+        gradients = "native"
+    nq, nk = 200, 240
+    q, k, v, dout = make((nq, nk, *heads, 32), DTYPES[dtype])
+    intervals, bad = intervals_of(mask, nq, nk), []
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    for wide, fresh in ((True, False), (False, True), (True, True)):
+        kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), gradients=gradients)
+        found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
+        bad += failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+        if cupy.kind == "emulated":
+            assert {block.shape for block in kernel._pieces.graphs.launched} == MASKS[mask]
+    assert not bad
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("text", PATTERNS)
+@pytest.mark.parametrize("step", [1, 2])  # contiguous and striped shards
+def test_patterns(cupy, text, step, monkeypatch):
+    from a2d_mpi.kernels import cudnn_pieces
+
+    monkeypatch.setattr(cudnn_pieces, "SHORTEST", 8)
+    tokens, keys = np.arange(30, 300)[::step], np.arange(0, 260)[::step]
+    intervals = make_mask(text, 300).intervals(tokens, keys)
+    q, k, v, dout = make((len(tokens), len(keys), 2, 1, 32), DTYPES["bfloat16"])
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
+    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+def test_general_runs_are_cut_and_cropped(cupy):
+    """A launch sees a multiple of 32 keys, or all, and no more queries than one run may have."""
+    q, k, v, dout = make((200, 240, 1, 1, 32), DTYPES["bfloat16"])
+    intervals = intervals_of("documents", 200, 240)
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
+    run(cupy, kernel, q, k, v, dout, intervals, exact)
+    sizes = [(block.nq, block.nk) for block in kernel._pieces.graphs.launched]
+    # Queries 0 to 66, 66 to 133, 133 to 200 see keys 0 to 90, 60 to 150, 120 to 210.
+    assert sizes == [(66, 96), (67, 128), (67, 128)] * 2
+
+
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("refused", ["causal", "general"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_cudnn_without_a_kernel(cupy, refused, fresh):
+    q, k, v, dout = make((80, 90, 4, 2, 32), DTYPES["bfloat16"])
+    mask = "one" if refused == "general" else refused
+    intervals = random_intervals(np.random.default_rng(3), 80, 90, mask)
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), refuse=(refused,))
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
+    assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
+    assert not kernel._pieces.graphs.launched
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+def test_forward_by_cudnn_backward_by_the_plain_kernel(cupy, monkeypatch):
+    """Of general masks on an A100."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    monkeypatch.setattr(Cuda.current(), "capability", (8, 0))
+    q, k, v, dout = make((90, 80, 2, 1, 32), DTYPES["bfloat16"])
+    for mask in ("one", "many"):
+        intervals = intervals_of(mask, 90, 80)
+        exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+        for fresh in (False, True):
+            kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
+            found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
+            assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
+            assert all(block.nheads_kv == 1 for block in kernel._pieces.graphs.launched)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parts", ["few", "some", "many"])
+@pytest.mark.parametrize("gradients", ["native", "float32"])
+def test_partials_of_cudnn(cupy, dtype, parts, gradients):
+    """One problem in parts x parts blocks: partials rounded by cuDNN keep the bound of one."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    n = {"emulated": 256, "real": 2048}[cupy.kind]
+    # The emulated one is slow; test_kernels.py has 64 parts, too.
+    parts = {"few": 4, "some": 16, "many": 32}[parts]
+    device, kept, d, mask = Cuda.current(), DTYPES[dtype], 32, Causal()
+    host = make((n, n, 2, 2, d), kept)
+    q, k, v, dout = map(cupy.asarray, host)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, kept, d**-0.5), gradients=gradients)
+    tokens = np.arange(n)
+    bounds = [n * i // parts for i in range(parts + 1)]
+    pieces = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
+    out, lse = cupy.asarray(np.zeros((n, 2, d), np.float32)), cupy.empty((n, 2), np.float32)
+    final = cupy.empty((n, 2, d), kept)
+    rest = cupy.asarray(np.zeros((n, 2), np.float32))
+    sums = [cupy.asarray(np.zeros((n, 2, d), np.float32)) for _ in range(3)]
+    for rows in pieces:
+        for j, keys in enumerate(pieces):
+            if keys.start >= rows.stop:
+                continue  # hidden
+            partial = cupy.empty(q[rows].shape, kept)
+            partial_lse = cupy.empty(lse[rows].shape, np.float32)
+            seen = mask.intervals(tokens[rows], tokens[keys])
+            kernel.forward(q[rows], k[keys], v[keys], seen, partial, partial_lse)
+            if j == 0:
+                device.put(out[rows], partial)
+                device.put(lse[rows], partial_lse)
+            else:
+                device.merge(out[rows], lse[rows], rest[rows], partial, partial_lse)
+    device.put(final, out)
+    delta = device.delta(dout, final)
+    dq, dk, dv = sums
+    for rows in pieces:
+        for keys in pieces:
+            if keys.start >= rows.stop:
+                continue
+            seen = mask.intervals(tokens[rows], tokens[keys])
+            kernel.backward(
+                dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows], seen,
+                dq[rows], dk[keys], dv[keys],
+            )  # fmt: skip
+    found = dict(zip(TENSORS, map(cupy.asnumpy, (final, lse, *sums))))
+    found |= {x: found[x].astype(kept) for x in ("dq", "dk", "dv")}
+    intervals = mask.intervals(tokens, tokens)
+    exact = plain(*host, intervals, d**-0.5, np.float64)
+    bad = failures(found, *host, intervals, d**-0.5, exact, kept, slack=0)
+    assert not bad
+
+
+@dataclass(frozen=True)
+class Sinks(Causal):
+    """The first 20 tokens and the last 50."""
+
+    default_distribution = "zigzag"
+
+    def visible(self, q):
+        return ((q * 0, np.minimum(20, q + 1)), (np.maximum(20, q - 49), q + 1))
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("method", [METHODS[(len(METHODS) - 1) // 2], OTHERS[-1]], ids=label)
+@pytest.mark.parametrize("distribution", [None, "striped"])
+def test_plans(comm, cupy, method, distribution, monkeypatch):
+    """Partial results of many runs, merged within a rank and between ranks."""
+    from graphs import HostGraphs
+
+    from a2d_mpi.comm.gpus import bind_gpu
+    from a2d_mpi.kernels import cudnn, cudnn_pieces
+
+    bind_gpu(comm)
+    graphs, grid = HostGraphs(), ProcessGrid(comm, *method[1])
+    monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
+    monkeypatch.setattr(cudnn_pieces, "SHORTEST", 6)
+    sizes = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}
+    dtype, tokens, scale = DTYPES["bfloat16"], np.arange(150), 8**-0.5
+    host = [x.astype(dtype) for x in inputs(150, 2, 8, 1.0, "bfloat16", 4)]
+    bad = []
+    for mask in (Causal(), Documents([0, 11, 90, 150], Causal()), SlidingWindow(30, 20), Sinks()):
+        plan = method[0](
+            grid, mask, **sizes, dtype="bfloat16", kernel="cudnn", distribution=distribution
+        )
+        found = run_plan(plan, *host, cupy.asarray, cupy.asnumpy)
+        shards = comm.allgather((plan.tokens, found))
+        whole = {x: np.empty((150, *y.shape[1:]), y.dtype) for x, y in found.items()}
+        for rows, shard in shards:
+            for x, y in shard.items():
+                whole[x][rows] = y
+        intervals = mask.intervals(tokens, tokens)
+        exact = plain(*host, intervals, scale, np.float64)
+        # cuDNN rounds the gradients of each run, which are about 1.
+        wrong = failures(whole, *host, intervals, scale, exact, dtype, slack=2**-8)
+        bad += [f"{mask}: {x}" for x in wrong]
+    grid.free()
+    if not graphs.launched:
+        bad.append("nothing was launched")
+    assert_all(comm, not bad, "; ".join(bad))
