@@ -85,10 +85,11 @@ everything() {
     python drivers/bench_gpu.py transfers --transfers host "${output[@]}"
   part "plain kernel" 40 1 \
     python drivers/bench_gpu.py kernel --kernel cupy --seqlen 4096 "${output[@]}"
-  part "tests of kernels" 250 0 \
-    python -m pytest tests/test_gpu_kernels.py -q --color=no -k real -m "not mpi"
-  part "tests on 4 ranks" 150 4 \
+  part "tests on 4 ranks" 120 4 \
     python -m pytest tests/test_device.py -q --color=no -k real --with-mpi -m mpi
+  local tests=(python -m pytest -q --color=no -m "not mpi")
+  part "tests of the plain kernel" 120 0 "${tests[@]}" tests/test_gpu_kernels.py -k real
+  part "tests of cuDNN" 250 0 "${tests[@]}" tests/test_cudnn.py -k "real and not partials"
   most=$((most + 10))
   part collecting 10 0 python -c "$collect" "$folder"
   printf '\n'

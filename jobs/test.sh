@@ -20,8 +20,8 @@ esac
 if [[ ${A2D_MPI_ENV:-} == active && ${#mpis[@]} == 2 ]]; then mpis=(any); fi
 rank_counts=(1 4 5 6) tests=(tests) most=900 # seconds of one run
 if [[ ${mpis[0]} == gpu ]]; then
+  rank_counts=(1 4 6) most=400
   tests=(tests/test_gpu_kernels.py tests/test_cudnn.py tests/test_device.py -k real)
-  rank_counts=(1 4 6) most=300
   export A2D_TEST_GPU=1 # a GPU that is not found is a failure
 fi
 narrowed=$#

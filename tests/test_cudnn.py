@@ -79,7 +79,8 @@ def small(monkeypatch, cupy):
 @pytest.mark.parametrize("gradients", ["native", "float32"])
 def test_cudnn(cupy, dtype, heads, mask, gradients):
     """Every run of a block, out and gradients in both dtypes that a caller may have."""
-    if gradients == "float32" and heads[0] != heads[1] and cupy.kind == "real":
+    # A real graph of a general run takes cuDNN seconds to build.
+    if cupy.kind == "real" and (heads[0] != heads[1] or "general" in MASKS[mask]):
         gradients = "native"
     nq, nk = 200, 240
     q, k, v, dout = make((nq, nk, *heads, 32), DTYPES[dtype])
@@ -166,7 +167,7 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
 
     n = {"emulated": 256, "real": 2048}[cupy.kind]
     # The emulated one is slow; test_kernels.py has 64 parts, too.
-    parts = {"few": 4, "some": 16, "many": {"emulated": 32, "real": 64}[cupy.kind]}[parts]
+    parts = {"few": 4, "some": 16, "many": 32}[parts]
     device, kept, d, mask = Cuda.current(), DTYPES[dtype], 32, Causal()
     host = make((n, n, 2, 2, d), kept)
     q, k, v, dout = map(cupy.asarray, host)
