@@ -9,7 +9,7 @@ from cases import METHODS, OTHERS, inputs, label
 from cases import run as run_plan
 from helpers import assert_all
 from test_gpu_kernels import TENSORS, failures, make, plain_kernel, run
-from test_kernels import plain, random_intervals
+from test_kernels import dense, plain, random_intervals
 
 from a2d_mpi import Documents, ProcessGrid, SlidingWindow
 from a2d_mpi.core import shapes
@@ -138,6 +138,48 @@ def test_cudnn_without_a_kernel(cupy, refused, fresh):
     found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
     assert not kernel._pieces.graphs.launched
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("fresh", [False, True])
+def test_padding_may_be_anything(cupy, fresh):
+    """Queries that see nothing, and keys that nobody sees, between the others."""
+    q, k, v, dout = make((90, 100, 4, 2, 32), DTYPES["bfloat16"])
+    i = np.arange(90)
+    sees = i % 7 != 3
+    first = 10 + i // 2, np.where(sees, np.minimum(20 + i // 3 * 2, 70), 0)
+    intervals = first, (i * 0 + 80, np.where(sees, 80 + i % 3 * 5, 0))
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    visible = dense(intervals, 100)
+    for x in (q, dout):
+        x[~visible.any(axis=1)] = np.nan
+    for x in (k, v):
+        x[~visible.any(axis=0)] = np.nan
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
+    for x in (q, k, v, dout):
+        x[np.isnan(x.astype(np.float32))] = 0
+    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+
+
+@pytest.mark.parametrize("nq, nk", [(0, 90), (80, 0), (0, 0)])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_no_queries_or_keys(cupy, nq, nk, fresh):
+    q, k, v, dout = make((nq, nk, 4, 2, 32), DTYPES["bfloat16"])
+    intervals = ((np.zeros(nq, int), np.zeros(nq, int)),)
+    exact = {"out": np.zeros(q.shape), "lse": np.full(q.shape[:2], -np.inf)}
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
+    assert (found.pop("lse") == -np.inf).all()
+    assert not any(x.astype(np.float32).any() for x in found.values())
+
+
+def test_bits_that_repeat(cupy):
+    for deterministic in (False, True):
+        plain = plain_kernel(cupy, DTYPES["bfloat16"], 1)
+        assert (
+            cudnn_kernel(cupy, plain, deterministic=deterministic).deterministic is deterministic
+        )
 
 
 @pytest.mark.usefixtures("small")

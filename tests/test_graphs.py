@@ -84,6 +84,7 @@ DRIVER = """
 
 
 PASSES = {"forward": (False, "native"), "backward": (True, "native"), "float32": (True, "float32")}
+PASSES["deterministic"] = (True, "native")
 
 
 def cases(name):
@@ -132,7 +133,7 @@ def test_all_that_is_called_supported_is_built(name, of_pass, tmp_path):
     wrong = []
     for case, outcome in zip(cases(of_pass), built, strict=True):
         block, backward, gradients = case
-        reason = supported(block, capability, backward, gradients)
+        reason = supported(block, capability, backward, gradients, of_pass == "deterministic")
         # A graph is built, or there is a reason why not, and the caller could have known it.
         if isinstance(outcome, int) != (reason is None):
             wrong.append((case, outcome, reason))
@@ -147,7 +148,7 @@ def build(driver, name, of_pass):
     device = DEVICES[name]
     properties = cudnn.create_device_properties(json.dumps(device))
     target = {"device_property": properties, "sm_version": device["deviceVer"] // 10}
-    found = Graphs(target=target)
+    found = Graphs(of_pass == "deterministic", target)
     outcomes = []
     for case in cases(of_pass):
         try:

@@ -44,6 +44,7 @@ class HostLaunch:
     def _forward(self, at):
         block = self.block
         q, k, v, out = self._tensors("qkkq", (at.q, at.k, at.v, at.out))
+        _check(k, v)
         visible, lse = self._visible(at), _array(at.stats, (block.nheads, block.nq), np.float32)
         unseeing = ~visible.any(axis=1)
         found, found_lse = reference.attention(
@@ -58,6 +59,7 @@ class HostLaunch:
         inputs = self._tensors("qkkqq", given)
         dtype = inputs[0].dtype
         q, k, v, out, dout = (x.astype(np.float32) for x in inputs)
+        _check(q, k, v, out, dout)
         lse = _array(at.stats, (block.nheads, block.nq), np.float32).T
         assert (lse > HIDDEN / 2).all(), "cuDNN makes inf of -inf"
         delta = (dout * out).sum(-1)
@@ -88,6 +90,11 @@ class HostLaunch:
             return key >= query
         seen = (key <= last) | (block.shape == "full")
         return seen & (key > last - block.window) if block.shape == "band" else seen
+
+
+def _check(*arrays):
+    for x in arrays:
+        assert np.isfinite(x.astype(np.float32)).all(), "cuDNN multiplies what is hidden by 0"
 
 
 def _array(pointer, shape, dtype):

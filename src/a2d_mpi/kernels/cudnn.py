@@ -66,6 +66,7 @@ class CudnnKernel:
     ) -> None:
         self.plain, self.device, self.dtype = plain, plain.device, plain.dtype
         self.product_dtype = self.dtype
+        self.deterministic = deterministic
         self._gradient_dtype = np.dtype(np.float32) if gradients == "float32" else self.dtype
         self._work = work or Workspace(plain.device)
         graphs = graphs or graphs_of(plain.device.index, deterministic)
@@ -140,10 +141,11 @@ class CudnnKernel:
         if by_cudnn:
             out = self._buffer("out", q.shape)
             self.device.out_of_delta(dout, delta, out)
-            inputs = [x.data.ptr for x in (*inputs, out, dout)]
+            inputs += [out, dout]
+        at = [x.data.ptr for x in inputs]
         for piece in pieces:
             if piece.launch is not None:
-                self._add_gradients(piece, inputs, lse, sums, new)
+                self._add_gradients(piece, inputs, at, lse, sums, new)
                 continue
             rows, keys = piece.rows, piece.keys
             if new[0] and not (whole and piece.intervals):
@@ -169,21 +171,26 @@ class CudnnKernel:
             return
         native = out if out.dtype == self.dtype else self._buffer("out", out.shape)
         stats = self._buffer("stats", lse.shape[::-1], np.float32)  # cuDNN wants heads first
-        pointers = _at(q, rows), _at(k, keys), _at(v, keys), native.data.ptr, stats.data.ptr
+        keys_at = [self._input(piece, i, x) for i, x in ((1, k), (2, v))]
+        pointers = _at(q, rows), *keys_at, native.data.ptr, stats.data.ptr
         self._launch(piece, pointers)
         self.device.transpose(lse, stats)
         if native is not out:
             self.device.put(out, native)
         if piece.holes is not None:
-            nothing = self._buffer("nothing", (len(piece.holes), *out.shape[1:]), out.dtype)
-            self.device.zero(nothing)
-            self.device.put_at(out, nothing, piece.holes)
+            self._clear(out, piece.holes)
             self._put_in_holes(piece, lse, -np.inf)
 
     def _add_gradients(
-        self, piece: Piece, inputs: list[int], lse: Array, sums: list[Array], new: list[bool]
+        self,
+        piece: Piece,
+        inputs: list[Array],
+        at: list[int],
+        lse: Array,
+        sums: list[Array],
+        new: list[bool],
     ) -> None:
-        """Gradients of one run by cuDNN; `inputs`: pointers to q, k, v, out and dout."""
+        """Gradients of one run by cuDNN; `inputs`: q, k, v, out and dout, which are `at`."""
         nheads, headdim = sums[0].shape[1:]
         rows, keys = piece.rows, piece.keys
         stats = self._buffer("stats", (nheads, rows.stop - rows.start), np.float32)
@@ -194,10 +201,12 @@ class CudnnKernel:
             self._put_in_holes(piece, held, np.inf)  # they contribute 0 then
             lse = held
         self.device.transpose(stats, lse)
-        size = nheads * headdim * self.dtype.itemsize
-        q, k, v, out, dout = inputs
-        first, first_key = rows.start * size, keys.start * size
-        pointers = [q + first, k + first_key, v + first_key, out + first, dout + first]
+        if piece.holes is piece.unseen is None:
+            size = nheads * headdim * self.dtype.itemsize
+            first, key = rows.start * size, keys.start * size
+            pointers = [at[0] + first, at[1] + key, at[2] + key, at[3] + first, at[4] + first]
+        else:
+            pointers = [self._input(piece, i, x) for i, x in enumerate(inputs)]
         pointers.append(stats.data.ptr)
         wait = []  # what is to be added to rows of the sums
         for i, where in enumerate((rows, keys, keys)):
@@ -212,6 +221,26 @@ class CudnnKernel:
         self._launch(piece, pointers)
         for x, y, add in wait:
             (self.device.put if x.shape[1] == nheads else self.device.sum_heads)(x, y, add=add)
+
+    def _input(self, piece: Piece, i: int, x: Array) -> int:
+        """Pointer to the rows of q, k, v, out or dout, by `i`, that a run takes.
+
+        What nobody sees may be NaN, and cuDNN multiplies it by 0: it is cleared in a copy.
+        """
+        of_keys = i in (1, 2)
+        rows = piece.keys if of_keys else piece.rows
+        places = piece.unseen if of_keys else piece.holes
+        if places is None:
+            return _at(x, rows)
+        found = self._buffer(("cleared", i), (rows.stop - rows.start, *x.shape[1:]))
+        self.device.put(found, x[rows])
+        self._clear(found, places)
+        return found.data.ptr
+
+    def _clear(self, x: Array, places: Array) -> None:
+        nothing = self._buffer("nothing", (len(places), *x.shape[1:]), x.dtype)
+        self.device.zero(nothing)
+        self.device.put_at(x, nothing, places)
 
     def _launch(self, piece: Piece, pointers: Iterable[int]) -> None:
         size = max(piece.launch.workspace_size, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,9 @@ class Piece:
         Visible keys, as positions among `keys`; () if nobody sees a key.
     ends : (2, queries) int32 or None
         The same on the device, of a general run of cuDNN.
-    holes : (n,) int64 or None
-        Those of its queries that see nothing, if there are any.
+    holes, unseen : (n,) int64 or None
+        Those of its queries that see nothing, and those of its keys that no query of the block
+        sees, if there are any.
     """
 
     rows: slice
@@ -42,6 +44,7 @@ class Piece:
     intervals: tuple[Interval, ...]
     ends: Array | None = None
     holes: Array | None = None
+    unseen: Array | None = None
 
 
 class Pieces:
@@ -70,22 +73,25 @@ class Pieces:
             found = [run for x in seen for run in runs(x, SHORTEST)]
             if len(seen) > 1:
                 found = [run for run in found if run.shape != "empty"]
-            pieces = [self._piece(run, q, len(k), nheads_kv, backward) for run in found]
+            hidden = _hidden(seen, len(k))
+            pieces = [self._piece(run, q, hidden, nheads_kv, backward) for run in found]
             if not any(piece.launch for piece in pieces):  # the plain kernel takes them at once
                 rows, keys = slice(0, len(q)), slice(0, len(k))
                 if all(run.shape == "empty" for run in found):
-                    return [Piece(rows, slice(0, 0), None, ())], True
+                    return [Piece(rows, slice(0, 0), None, ())] * bool(found), True
                 return [Piece(rows, keys, None, intervals)], True
             return pieces, len(seen) == 1
 
         return self._made.get(intervals, make, *q.shape[1:], len(k), nheads_kv, backward)
 
-    def _piece(self, run: Run, q: Array, nk: int, nheads_kv: int, backward: bool) -> Piece:
+    def _piece(
+        self, run: Run, q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
+    ) -> Piece:
         keys = run.keys
         if run.shape == "empty":
             return Piece(run.rows, keys, None, ())
         if run.shape == "general":
-            keys = slice(keys.start // KEYS * KEYS, min(-(-keys.stop // KEYS) * KEYS, nk))
+            keys = slice(keys.start // KEYS * KEYS, min(-(-keys.stop // KEYS) * KEYS, len(hidden)))
         block = Block(
             dtype=self._plain.dtype.name,
             nheads=q.shape[1],
@@ -98,12 +104,15 @@ class Pieces:
             scale=self._plain.softmax_scale,
         )
         ends = np.clip(np.stack([run.begin, run.end]) - keys.start, 0, block.nk)
-        launch, ends_there, holes = self._launch_of(block, backward), None, None
+        launch, there = self._launch_of(block, backward), []
         if launch and run.shape == "general":
-            ends_there = self._plain.device.upload(ends.astype(np.int32))
-            unseeing = np.flatnonzero(ends[1] <= ends[0])
-            holes = self._plain.device.upload(unseeing) if len(unseeing) else None
-        return Piece(run.rows, keys, launch, ((ends[0], ends[1]),), ends_there, holes)
+            upload = self._plain.device.upload
+            places = [np.flatnonzero(x) for x in (ends[1] <= ends[0], hidden[keys])]
+            there = [
+                upload(ends.astype(np.int32)),
+                *(upload(x) if len(x) else None for x in places),
+            ]
+        return Piece(run.rows, keys, launch, ((ends[0], ends[1]),), *there)
 
     def _launch_of(self, block: Block, backward: bool) -> Launch | None:
         """The launch of cuDNN for a run; None for a run that cuDNN does not take."""
@@ -114,3 +123,13 @@ class Pieces:
             return self.graphs.get(block, backward, self._gradients)
         except NotSupported:
             return None
+
+
+def _hidden(intervals: Iterable[Interval], nk: int) -> np.ndarray:
+    """Whether no query sees a key: (nk,) bool."""
+    steps = np.zeros(nk + 1, np.int64)
+    for begin, end in intervals:
+        seen = end > begin
+        np.add.at(steps, begin[seen], 1)
+        np.add.at(steps, end[seen], -1)
+    return np.cumsum(steps[:-1]) == 0

@@ -133,7 +133,8 @@ def number_of_messages(nbytes: Ranks) -> Ranks:
 def buffers(schedule: Schedule, group: AttentionConfig) -> dict[object, Ranks]:
     """Bytes of every buffer that a plan keeps for a schedule.
 
-    Of all ranks at once: as if keys were in the order of tokens only where all shards are
+    Of all ranks at once: as if own partial results were as wide as sums (a kernel of 16 bits makes
+    them narrower), as if keys were in the order of tokens only where all shards are
     contiguous, and without copies of rows that are sent and do not lie side by side.
     """
     tokens, found = tokens_of(schedule), {}
