@@ -1,5 +1,6 @@
 """The kernel of cuDNN against float64: on the emulated GPU always, on a real one if any."""
 
+import importlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -231,9 +232,11 @@ def test_plans(comm, cupy, method, distribution, monkeypatch):
     from graphs import HostGraphs
 
     from a2d_mpi.comm.gpus import bind_gpu
-    from a2d_mpi.kernels import cudnn, cudnn_pieces
+    from a2d_mpi.kernels import cudnn_pieces
 
     bind_gpu(comm)
+    # The package may still know the module of another test file.
+    cudnn = importlib.import_module("a2d_mpi.kernels.cudnn")
     graphs, grid = HostGraphs(), ProcessGrid(comm, *method[1])
     monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
     monkeypatch.setattr(cudnn_pieces, "SHORTEST", 6)
