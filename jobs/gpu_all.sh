@@ -31,7 +31,7 @@ part() {
   if ((seconds > most - SECONDS)); then seconds=$((most - SECONDS)); fi
   printf '\n=== %s: %s\n' "$name" "$*"
   if ((seconds <= 0)); then
-    status=124
+    status=124 seconds=0
   elif ((ranks == 0)); then
     limited "$seconds" "$@" || status=$?
   else
@@ -90,8 +90,7 @@ everything() {
   local tests=(python -m pytest -q --color=no -m "not mpi")
   part "tests of the plain kernel" 120 0 "${tests[@]}" tests/test_gpu_kernels.py -k real
   part "tests of cuDNN" 250 0 "${tests[@]}" tests/test_cudnn.py -k "real and not partials"
-  most=$((most + 10))
-  part collecting 10 0 python -c "$collect" "$folder"
+  limited 10 python -c "$collect" "$folder" || { lines+=("collecting: FAILED") && failed=1; }
   printf '\n'
   printf '%s\n' "${lines[@]}"
   echo "$SECONDS s; read $folder/gpu.txt and $folder/gpu.h5"

@@ -1,5 +1,6 @@
 """The kernel of cuDNN against float64: on the emulated GPU always, on a real one if any."""
 
+import importlib
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -278,6 +279,8 @@ def test_plans(comm, cupy, method, distribution, monkeypatch):
 
     cudnn = import_module("a2d_mpi.kernels.cudnn")  # not one that was imported with another CuPy
     bind_gpu(comm)
+    # The package may still know the module of another test file.
+    cudnn = importlib.import_module("a2d_mpi.kernels.cudnn")
     graphs, grid = HostGraphs(), ProcessGrid(comm, *method[1])
     monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
     monkeypatch.setattr(cudnn_pieces, "SHORTEST", 6)

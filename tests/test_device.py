@@ -283,7 +283,7 @@ def test_benchmark(monkeypatch, tmp_path, what, ranks):
         done = drive(monkeypatch, "bench_gpu.py", ranks, what, *sizes)
         assert done.returncode == 0, done.stderr
         assert "TFLOP/s" in done.stdout if what == "kernel" else "host: 0 bytes" in done.stdout
-        said = f"{ranks}, {'at once (MPS)' if mps else 'in turns'} on a GPU"
+        said = f"{ranks} {'at once (MPS)' if mps else 'in turns'} on a GPU"
         assert said in done.stdout or what == "kernel"
         (tmp_path / "control").touch()
     name = f"{what} device" + " with MPS" * (what == "split")

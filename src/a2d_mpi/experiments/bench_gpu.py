@@ -39,7 +39,7 @@ def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     device, sharing = bind_gpu(comm)
     aware, why = gpu_aware(args.transfers)
     how = f"{'device' if aware else 'host'} transfers ({why})"
-    turns = "one" if sharing == 1 else f"{sharing}, {'at once (MPS)' if _mps() else 'in turns'}"
+    turns = "one" if sharing == 1 else f"{sharing} {'at once (MPS)' if _mps() else 'in turns'}"
     if comm.rank == 0:
         print(f"{device.description}, {comm.size} ranks, {turns} on a GPU, {how}", flush=True)
     found: Found = {}
