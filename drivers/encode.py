@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_grid, run
 from a2d_mpi.experiments.encode import encode
-from a2d_mpi.experiments.options import THREADS, whole
+from a2d_mpi.experiments.options import THREADS, escaped, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -22,7 +22,12 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     parser = Parser("encode.py", __doc__, comm)
     add = parser.add_argument
     add("text", type=Path, nargs="?", help="UTF-8 text; default: Python's documentation topics")
-    add("--separator", default=r"\n\n", help=r"of documents (default \n\n); empty: none")
+    add(
+        "--separator",
+        type=escaped,
+        default=r"\n\n",
+        help=r"of documents (default \n\n); empty: none",
+    )
     add("--documents", type=whole(1), help="encode so many, the first ones; default: all")
     add("--query", action="append", help="text to which the nearest are shown; several")
     add("--nearest", type=whole(1), default=3, help="documents shown (default %(default)s)")

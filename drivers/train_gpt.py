@@ -13,7 +13,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_engine, add_grid, run
-from a2d_mpi.experiments.options import SEED, add_model, whole
+from a2d_mpi.experiments.options import SEED, add_model, escaped, whole
 from a2d_mpi.experiments.train_gpt import train
 
 
@@ -27,7 +27,12 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--resume", action="store_true", help="go on from the latest whole checkpoint")
     add_model(parser, "tiny")
     add("--seqlen", type=whole(2), default=1024, help="tokens of a step (default %(default)s)")
-    add("--separator", default=r"\n\n\n", help=r"of documents (default \n\n\n); empty: none")
+    add(
+        "--separator",
+        type=escaped,
+        default=r"\n\n\n",
+        help=r"of documents (default \n\n\n); empty: none",
+    )
     add("--validate", type=float, default=0.0, metavar="SHARE",
         help="of the documents: held out, and evaluated at the end (default: none)")  # fmt: skip
     add_grid(parser)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The whole test suite: the serial tests, then those of MPI on 1, 4, 5 and 6 ranks, with MPICH; with
 # Open MPI what another MPI may change, on 4 and 6: tests marked `launches`, and of those on ranks
-# all but the ones marked `one_mpi`; on 5 ranks not those marked `grids`.  Two processes share the serial tests out.  Fails if any test
-# fails, hangs or is skipped.
+# all but the ones marked `one_mpi`; on 5 ranks not those marked `grids`.  Two processes share the
+# serial tests out.  Fails if any test fails, hangs or is skipped.
 #
 # With A2D_MPI_ENV=active: the MPI that is there only.
 #

@@ -257,6 +257,11 @@ class CausalBlockwise(_Packed):
         return ((np.where(np.isin(document, last), 0, begin), end),)
 
 
+def positions_in(cu_seqlens: np.ndarray) -> np.ndarray:
+    """Position of each token in its document, (seqlen,) int64, of packed documents."""
+    return np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+
+
 def _checked(name: str, cu_seqlens: np.ndarray) -> np.ndarray:
     """A copy of bounds of documents, if they are such."""
     array = np.array(cu_seqlens)

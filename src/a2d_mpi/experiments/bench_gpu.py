@@ -56,7 +56,7 @@ def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 def _mps() -> bool:
-    """Whether NVIDIA's MPS daemon runs: without it, ranks that share a GPU take turns."""
+    """Tell whether NVIDIA's MPS daemon runs: without it, ranks that share a GPU take turns."""
     pipes = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
     return os.path.exists(os.path.join(pipes, "control"))
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import tracemalloc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 import numpy as np
@@ -43,6 +41,7 @@ from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Batch
 from a2d_mpi.gpt.training import Training
+from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import candidate, duration
 from a2d_mpi.planning.profile import parse_count, read_machine
 from a2d_mpi.schedules import METHODS
@@ -52,8 +51,8 @@ BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # of loss and gradients, relative
 
 def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure what a file lacks; returns the exit code."""
-    config, plans, machine, done = together(comm, lambda: _prepare(args, comm.size))
-    together(comm, lambda: check_writable(args.output, 1 << 16), on=0)
+    prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
+    config, plans, machine, done = prepared
     ways = (False, True) if args.recompute else (False,)
     model = f"-{config.layers}x{config.width}"
     named = {c.name + model + "-recompute" * x: (c, x) for c in plans for x in ways}
@@ -68,7 +67,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     wanted = comm.bcast(_expected(config, weights, batch, mask) if comm.rank == 0 else None)
     with threadpool_limits(args.threads):
         runs = {
-            name: _opened(comm, config, c, again, weights, batch)
+            name: _opened(comm, config, c, again, weights, batch, args.threads)
             for name, (c, again) in todo.items()
         }
         for run in runs.values():
@@ -87,16 +86,16 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
-    """Sizes, plans and machine, and the names of what a file has."""
+    """Sizes, plans and machine, and the names of what a file has; on one rank."""
     seqlen = parse_count(args.seqlen)
     config = model_of(args, vocab=args.vocab, seqlen=seqlen)
     machine = read_machine(args.profile) if args.profile else None
-    sizes = {"nheads": config.nheads, "headdim": config.headdim, "nheads_kv": config.nheads_kv}
-    case = Case(seqlen=seqlen, **sizes, dtype=args.dtype, mask=args.mask, backward=True)
+    case = Case(seqlen=seqlen, **config.heads, dtype=args.dtype, mask=args.mask, backward=True)
     specs = [x for x in args.plans.split(",") if x.strip()]
     plans = plans_for(case, specs, ranks, tuple(METHODS), machine=machine)
     if not plans:
         raise ValueError("nothing to run: --plans is empty")
+    check_writable(args.output, 1 << 16)
     done: set[str] = set()
     if os.path.exists(args.output):
         if not args.resume:
@@ -186,14 +185,15 @@ class _Run:
 
     def _activations(self) -> int:
         """Bytes that loss and gradients allocate at most."""
-        own, gradients = self.plan.tokens, self.training.gradients
-        model = GPT(self.training.weights, self.plan, self.batch.positions[own], self.recompute)
-        with _peak() as peak:
-            n = len(self.batch.tokens)
-            model.loss(self.batch.tokens[own], self.batch.targets[own], n, gradients)
-        return peak[0]
+        training = self.training
+        tracemalloc.start()
+        try:
+            training.loss(self.plan, self.batch, len(self.batch.tokens), training.gradients)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
 
-    def result(self, machine) -> tuple[dict, dict]:
+    def result(self, machine: Machine | None) -> tuple[dict, dict]:
         """Attributes and arrays of all ranks, on the first; collective."""
         c, config = self.configuration, self.training.weights.config
         gathered = self.comm.gather((
@@ -201,6 +201,8 @@ class _Run:
             np.sum([self.operator.seconds[f"{x}/total"] for x in self.operator.phases], axis=0),
         ))  # fmt: skip
         passed = self.comm.allreduce(self.passed, MPI.LAND)
+        if gathered is None:
+            return {}, {}
         attributes = {
             "method": c.method, "rows": c.layout.rows, "cols": c.layout.cols,
             "heads": c.layout.heads, "order": c.layout.numbering, "picked": c.picked,
@@ -216,8 +218,6 @@ class _Run:
             attributes |= {f"predicted/{x}": y for x, y in step.seconds.items()}
             attributes |= {"predicted/memory": step.memory, "machine": machine.name}
             attributes["predicted/operator"] = plan.seconds
-        if gathered is None:
-            return {}, {}
         seconds, sent, activations, buffers, operator = map(np.array, zip(*gathered))
         arrays = {"seconds": seconds.swapaxes(0, 1), "operator": operator.T, "sent": sent}
         return attributes, {**arrays, "activations": activations, "buffers": buffers}
@@ -228,18 +228,6 @@ class _Run:
         self.plan.grid.free()
 
 
-@contextmanager
-def _peak() -> Iterator[list[int]]:
-    """Bytes that are allocated at most, beside those that were before."""
-    found = [0]
-    tracemalloc.start()
-    try:
-        yield found
-        found[0] = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 def _opened(
     comm: MPI.Intracomm,
     config: GPTConfig,
@@ -247,6 +235,7 @@ def _opened(
     recompute: bool,
     weights: np.ndarray,
     batch: Batch,
+    threads: int,
 ) -> _Run:
     """Make grid, plan and model of a run."""
     layout = c.layout
@@ -257,7 +246,7 @@ def _opened(
         block=layout.block,
     )
     work = c.case.work()
-    plan = make_plan(c.method, grid, work.mask, **work.arguments, threads=1)
+    plan = make_plan(c.method, grid, work.mask, **work.arguments, threads=threads)
     moments = np.zeros((2, len(weights)), weights.dtype)
     training = Training(comm, Parameters(config, weights.copy()), moments, 0, recompute)
     operator = Measurement(plan, random_inputs(plan, True), backward=True)

@@ -52,11 +52,6 @@ def read_problem(args: argparse.Namespace, ranks: int) -> tuple[Machine, Case]:
     """
     if not 1 <= args.ranks <= ranks:
         raise ValueError(f"--ranks must be at least 1 and at most {ranks}, got {args.ranks}")
-    if getattr(args, "gpt", None):
-        if args.nheads or args.nheads_kv:
-            raise ValueError("--gpt leaves no choice of --nheads and --nheads-kv")
-        config, args.backward = PRESETS[args.gpt], True
-        args.nheads, args.nheads_kv, args.headdim = config.heads.values()
     if args.nheads is None:
         raise ValueError("there must be --nheads")
     machine = read_machine(args.profile)
@@ -81,6 +76,10 @@ def plan(args: argparse.Namespace) -> int:
     """Print the table; returns the exit code."""
     if args.top < 0:
         raise ValueError(f"--top must be at least 0, got {args.top}")
+    if args.gpt:
+        if args.nheads or args.nheads_kv:
+            raise ValueError("--gpt leaves no choice of --nheads and --nheads-kv")
+        vars(args).update(PRESETS[args.gpt].heads, backward=True)
     machine, case = read_problem(args, RANKS)
     work = case.work(not args.no_overlap)
     memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")

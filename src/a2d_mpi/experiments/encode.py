@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core.atomic import check_writable, refuse_same
-from a2d_mpi.core.documents import Documents
+from a2d_mpi.core.documents import Documents, positions_in
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.reference import attention
 from a2d_mpi.experiments.cli import together
@@ -63,7 +63,7 @@ class Packed(NamedTuple):
     @property
     def places(self) -> np.ndarray:
         """Place of each token in its document, (seqlen,)."""
-        return np.arange(len(self.tokens)) - np.repeat(self.cu_seqlens[:-1], self.lengths)
+        return positions_in(self.cu_seqlens)
 
 
 def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -208,7 +208,7 @@ def _prepared(args: argparse.Namespace) -> tuple[Encoder, Packed, dict[str, obje
     folder = args.model or find_model()
     encoder, tokenizer = load_model(folder)
     text, attributes = read_text(args.text)
-    separator = args.separator.encode().decode("unicode_escape").encode("latin-1").decode()
+    separator = args.separator.decode()
     texts = text.split(separator) if separator else [text]
     packed = pack(texts, args.query or (), tokenizer, args.documents)
     return encoder, packed, {**describe_model(folder, args.model is None), **attributes}

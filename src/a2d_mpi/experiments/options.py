@@ -56,6 +56,14 @@ def listed(number: Callable[[str], int]) -> Callable[[str], list[int]]:
     return lambda text: [number(x) for x in text.split(",")]
 
 
+def escaped(text: str) -> bytes:
+    r"""A type of options: bytes, with Python's escapes such as \n."""
+    try:
+        return text.encode().decode("unicode_escape").encode("latin-1")
+    except UnicodeError:
+        raise BadOption(f"must be text with Python's escapes, got {text[:40]!r}") from None
+
+
 TRIALS, WARMUP = whole(1, 10**6), whole(0, 10**6)
 THREADS = whole(1, 1024)  # of one rank: no node has more cores
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it

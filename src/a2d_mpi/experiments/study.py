@@ -145,7 +145,7 @@ def _against_causal(
 
 
 def _but_mask(config: Mapping[str, object]) -> list[str]:
-    """What makes a workload, but for its mask."""
+    """Sizes that make a workload, but for its mask."""
     return [str(config[x]) for x in ("seqlen", "nheads", "nheads_kv", "headdim", "dtype", "ranks")]
 
 

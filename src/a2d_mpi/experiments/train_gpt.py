@@ -31,7 +31,6 @@ from a2d_mpi.gpt.adam import LearningRate
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
 from a2d_mpi.gpt.gradients import total
-from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.gpt.training import Training
@@ -130,11 +129,7 @@ class Trainer:
         seqlen, loss, count = self._args.seqlen, 0.0, 0
         for begin in range(0, len(text.bytes) - seqlen + 1, seqlen):
             batch = text.at(begin, seqlen, not self._args.separator)
-            plan = self._plan_for(batch)
-            own = plan.tokens
-            model = GPT(self._training.weights, plan, batch.positions[own])
-            tokens, targets = (self._device.upload(x[own]) for x in (batch.tokens, batch.targets))
-            loss += total(self._comm, model.loss(tokens, targets, 1))
+            loss += total(self._comm, self._training.loss(self._plan_for(batch), batch, 1))
             count += int((batch.targets >= 0).sum())
         return loss / max(1, count)
 
@@ -196,7 +191,6 @@ def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
     """Read the text, and the part that is held out, and fill in the sizes of the model."""
     check_grid(args)
     config = model_of(args, vocab=VOCAB, seqlen=args.seqlen)
-    args.separator = args.separator.encode().decode("unicode_escape").encode("latin-1")
     if not 0 <= args.validate < 1:
         raise ValueError(
             f"--validate must be a share of at least 0 and less than 1, got {args.validate}"

@@ -1,4 +1,4 @@
-"""What a training step costs a rank: operations, bytes of activations, seconds.  No MPI import.
+"""Costs of a training step for a rank: operations, bytes of activations, seconds.  No MPI import.
 
 Attention's part is the planner's (`a2d_mpi.planning`).  Of the rest, products of matrices run at
 the rate of the attention kernel's large blocks, and a function of elements costs as many copies of

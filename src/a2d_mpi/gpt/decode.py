@@ -15,7 +15,7 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.documents import Documents
+from a2d_mpi.core.documents import Documents, positions_in
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
@@ -114,10 +114,9 @@ class Decoder:
         lengths = [len(x) for x in prompts.values()]
         cu_seqlens = np.cumsum([0, *lengths])
         packed = np.concatenate(list(prompts.values()))
-        places = np.concatenate([np.arange(n) for n in lengths])
         keeping = _Keeping(self._plan(cu_seqlens))
         own = keeping.tokens
-        model = GPT(self._weights, keeping, places[own])
+        model = GPT(self._weights, keeping, positions_in(cu_seqlens)[own])
         hidden = model.hidden(self._upload(packed[own]))
         self._move(prompts, keeping)
         keeping.plan.free()

@@ -49,7 +49,7 @@ class Attention(Protocol):
 
 
 class Kept(NamedTuple):
-    """What a block keeps for its backward pass; with checkpointing, `inside` is made again.
+    """Arrays that a block keeps for its backward pass; with checkpointing, `inside` is made again.
 
     Attributes
     ----------
@@ -157,7 +157,7 @@ class GPT:
         return loss, layer_norm_backward(dlogits @ w["wte"], of_norm, *norm)
 
     def hidden(self, tokens: Array) -> Array:
-        """What the logits of this rank's tokens are made of, (n, E).  Collective."""
+        """Rows of which the logits of this rank's tokens are made, (n, E).  Collective."""
         x, w = self._embed(tokens), self.weights.named
         for i in range(self.config.layers):
             x, _ = self._block(i, x)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from a2d_mpi.core.documents import positions_in
+
 VOCAB = 256
 
 
@@ -100,14 +102,13 @@ class Text:
             first[self.begins[:-1]] = True
             starts = np.flatnonzero(first[where[:-1]])
             starts = np.union1d(starts, [0])
-        ends = np.append(starts[1:], seqlen)
+        cu_seqlens = np.append(starts, seqlen)
         targets = tokens[1:].copy()
         if not one_document:
-            targets[ends[:-1] - 1] = -1
+            targets[starts[1:] - 1] = -1
             if first[where[-1]]:
                 targets[-1] = -1
-        positions = np.arange(seqlen) - np.repeat(starts, ends - starts)
-        return Batch(tokens[:-1], targets, positions, np.append(starts, seqlen))
+        return Batch(tokens[:-1], targets, positions_in(cu_seqlens), cu_seqlens)
 
     def sizes(self) -> dict[str, object]:
         """Documents, bytes and unigram entropy, as result files name them."""

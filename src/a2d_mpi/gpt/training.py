@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -15,7 +15,7 @@ from a2d_mpi.gpt.adam import Adam
 from a2d_mpi.gpt.cost import PARTS
 from a2d_mpi.gpt.gradients import GradientSum, total
 from a2d_mpi.gpt.layers import module_of
-from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.model import GPT, Attention
 from a2d_mpi.gpt.parameters import Parameters
 from a2d_mpi.gpt.text import Batch
 
@@ -68,12 +68,8 @@ class Training:
         sums of gradients, Adam, and all else.
         """
         start = time.perf_counter()
-        own, timed = plan.tokens, _Timed(plan)
-        model = GPT(self.weights, timed, batch.positions[own], self._recompute)
-        count = max(1, int((batch.targets >= 0).sum()))
-        upload = device_of(self.weights.flat).upload
-        tokens, targets = (upload(x[own]) for x in (batch.tokens, batch.targets))
-        loss = model.loss(tokens, targets, count, self.gradients, self.sum.start)
+        timed, count = _Timed(plan), max(1, int((batch.targets >= 0).sum()))
+        loss = self.loss(timed, batch, count, self.gradients, self.sum.start)
         marks = [time.perf_counter()]
         self.sum.finish()
         marks.append(time.perf_counter())
@@ -85,6 +81,20 @@ class Training:
         attention = timed.seconds - timed.wait
         other = marks[0] - start - timed.seconds
         return loss, dict(zip(PARTS, (attention, timed.wait, waited + agreed, adam, other)))
+
+    def loss(
+        self,
+        attention: Attention,
+        batch: Batch,
+        count: int,
+        gradients: Parameters | None = None,
+        finished: Callable[[slice], None] = lambda part: None,
+    ) -> float:
+        """This rank's part of the mean loss of a batch; see `a2d_mpi.gpt.model.GPT.loss`."""
+        own, upload = attention.tokens, device_of(self.weights.flat).upload
+        model = GPT(self.weights, attention, batch.positions[own], self._recompute)
+        tokens, targets = (upload(x[own]) for x in (batch.tokens, batch.targets))
+        return model.loss(tokens, targets, count, gradients, finished)
 
     def free(self) -> None:
         """Free the communicator.  Collective."""

@@ -126,7 +126,7 @@ class Pieces:
 
 
 def _hidden(intervals: Iterable[Interval], nk: int) -> np.ndarray:
-    """Whether no query sees a key: (nk,) bool."""
+    """Tell of each key whether no query sees it: (nk,) bool."""
     steps = np.zeros(nk + 1, np.int64)
     for begin, end in intervals:
         seen = end > begin

@@ -263,7 +263,7 @@ def _percent(x: float) -> str:
 def candidate(
     machine: Machine, method: str, layout: Layout, work: Workload, room: int | None = None
 ) -> Candidate:
-    """What one plan costs; `room`: bytes that a rank has for it, default: any number."""
+    """Costs of one plan; `room`: bytes that a rank has for it, default: any number."""
     name = distribution_of(method, work.mask)
     problem = problem_of(method, layout, work, work.mask, name)
     received, number, memory = _needs(method, essence(method, layout), problem, work.backward)
