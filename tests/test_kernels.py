@@ -18,6 +18,7 @@ from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import BLOCK_K, BLOCK_Q, NumpyKernel
 
 TENSORS = ("out", "lse", "dq", "dk", "dv")
+KINDS = [("numpy", np.float32), ("numba", np.float32), ("numpy", np.float64)]
 
 
 def dense(intervals, nk):
@@ -74,17 +75,19 @@ def random_intervals(rng, nq, nk, kind):
     return ((begin, end), (end, np.minimum(end + 5, nk)))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name, dtype", KINDS)
 @pytest.mark.parametrize("kind", ["full", "causal", "one", "two"])
 @pytest.mark.parametrize("size", [1.0, 40.0, 2500.0])  # logits up to about 10, 500, 3e4
 @pytest.mark.parametrize("heads", [(2, 2, 7), (4, 1, 32)])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 700), (600, 5), (601, 1100)])
-def test_kernel(dtype, kind, size, heads, shape):
+def test_kernel(name, dtype, kind, size, heads, shape):
     q, k, v, dout = tensors(*shape, *heads, dtype, size)
     scale = heads[2] ** -0.5
     intervals = random_intervals(np.random.default_rng(1), *shape, kind)
     exact = plain(q, k, v, dout, intervals, scale, np.float64)
-    found = run(NumpyKernel(dtype, scale), q, k, v, dout, intervals, exact)
+    kernel = make_kernel(name, HOST, np.dtype(dtype), scale)
+    assert kernel.name == name
+    found = run(kernel, q, k, v, dout, intervals, exact)
     assert not failures(found, q, k, v, dout, intervals, scale, exact)
 
 
@@ -113,12 +116,13 @@ def test_one_kernel_object_serves_all_shapes():
         assert not failures(found, q, k, v, dout, intervals, 0.5, exact)
 
 
-def test_both_ways_of_taking_the_exponential_agree():
+@pytest.mark.parametrize("name", ["numpy", "numba"])
+def test_both_ways_of_taking_the_exponential_agree(name):
     q, k, v, dout = tensors(300, 600, 2, 2, 16, np.float32)
     intervals = random_intervals(np.random.default_rng(0), 300, 600, "one")
-    bounded, general = NumpyKernel(np.float32, 0.25), NumpyKernel(np.float32, 0.25)
+    bounded, general = (make_kernel(name, HOST, np.dtype("f4"), 0.25) for _ in range(2))
     general._bounded = lambda *_: False
-    assert bounded._bounded(q, k, v)
+    assert bounded._bounded(q, k, v, None, None)
     exact = plain(q, k, v, dout, intervals, 0.25, np.float64)
     for kernel in (bounded, general):
         found = run(kernel, q, k, v, dout, intervals, exact)
@@ -147,23 +151,25 @@ def test_rising_maximum():
     assert not failures(found, q, k, v, dout, intervals, 1.0, exact)
 
 
-def test_queries_that_see_nothing():
+@pytest.mark.parametrize("name", ["numpy", "numba"])
+def test_queries_that_see_nothing(name):
     q, k, v, dout = tensors(6, 9, 2, 2, 4, np.float32)
     intervals = ((np.array([0, 3, 9, 0, 5, 2]), np.array([0, 3, 9, 9, 6, 2])),)
     exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
-    found = run(NumpyKernel(np.float32, 0.5), q, k, v, dout, intervals, exact)
+    found = run(make_kernel(name, HOST, np.dtype("f4"), 0.5), q, k, v, dout, intervals, exact)
     masked = [0, 1, 2, 5]
     assert (found["out"][masked] == 0).all() and np.isneginf(found["lse"][masked]).all()
     assert (found["dq"][masked] == 0).all()
     assert not failures(found, q, k, v, dout, intervals, 0.5, exact)
 
 
-def test_nan_is_not_hidden():
+@pytest.mark.parametrize("name", ["numpy", "numba"])
+def test_nan_is_not_hidden(name):
     q, k, v, _ = tensors(6, 9, 1, 1, 4, np.float32)
     k[5] = np.nan
     out, lse = np.empty_like(q), np.empty((6, 1), np.float32)
     intervals = Causal().intervals(np.arange(6), np.arange(9))
-    NumpyKernel(np.float32, 0.5).forward(q, k, v, intervals, out, lse)
+    make_kernel(name, HOST, np.dtype("f4"), 0.5).forward(q, k, v, intervals, out, lse)
     assert np.isnan(out[5]).all() and np.isnan(lse[5]).all()
 
 
@@ -316,10 +322,12 @@ def test_unknown_kernel():
         make_kernel("cupy", HOST, np.dtype("float32"), 1.0)
     with pytest.raises(ValueError, match="'cudnn' takes float16 and bfloat16, not float32"):
         make_kernel("cudnn", HOST, np.dtype("float32"), 1.0)
+    with pytest.raises(ValueError, match="'numba' computes in float32, not float64"):
+        make_kernel("numba", HOST, np.dtype("float64"), 1.0)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_padding_may_hold_anything(dtype):
+@pytest.mark.parametrize("name, dtype", KINDS)
+def test_padding_may_hold_anything(name, dtype):
     """Queries that see nothing and keys that nobody sees: their NaN does not spread."""
     q, k, v, dout = tensors(70, 90, 2, 1, 8, dtype)
     begin, end = np.full(70, 10), 10 + np.arange(70)  # the first sees nothing
@@ -327,20 +335,22 @@ def test_padding_may_hold_anything(dtype):
     intervals = ((begin, end),)
     masked, unseen = np.array([0, 5, 64]), np.r_[:10, 79:90]
     exact = plain(q, k, v, dout, intervals, 0.35, np.float64)
-    clean = run(NumpyKernel(dtype, 0.35), q, k, v, dout, intervals, exact)
+    kernel = make_kernel(name, HOST, np.dtype(dtype), 0.35)
+    clean = run(kernel, q, k, v, dout, intervals, exact)
     for x in (q, dout):
         x[masked] = np.nan
     for x in (k, v):
         x[unseen] = np.nan
     exact["out"][masked] = np.nan
-    found = run(NumpyKernel(dtype, 0.35), q, k, v, dout, intervals, exact)
-    for name in TENSORS:
-        assert np.array_equal(found[name], clean[name]), name
+    found = run(kernel, q, k, v, dout, intervals, exact)
+    for tensor in TENSORS:
+        assert np.array_equal(found[tensor], clean[tensor]), tensor
     assert (found["dk"][unseen] == 0).all() and (found["dq"][masked] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["numpy", "numba"])
 @pytest.mark.parametrize(("logit", "size"), [(-41, 1e-25), (41, -1e20)])
-def test_values_of_one_head_at_the_end_of_the_range(logit, size):
+def test_values_of_one_head_at_the_end_of_the_range(name, logit, size):
     """Exponentials far from 1, and one head's values tiny or huge: products stay in range."""
     q, k, v, dout = tensors(20, 30, 2, 2, 4, np.float32, 0.01)
     k *= np.float32(0.01)  # or norms would be too large for the shortcut
@@ -350,6 +360,7 @@ def test_values_of_one_head_at_the_end_of_the_range(logit, size):
     intervals = random_intervals(np.random.default_rng(0), 20, 30, "full")
     exact = plain(q, k, v, dout, intervals, 1.0, np.float64)["out"]
     found, lse = np.empty_like(q), np.empty((20, 2), np.float32)
-    NumpyKernel(np.float32, 1.0).forward(q, k, v, intervals, found, lse)
+    kernel = make_kernel(name, HOST, np.dtype("f4"), 1.0)
+    kernel.forward(q, k, v, intervals, found, lse)
     for head in (0, 1):
         np.testing.assert_allclose(found[:, head], exact[:, head], 1e-4, 1e-5 * abs(size) ** head)

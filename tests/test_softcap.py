@@ -149,14 +149,15 @@ def test_wrong_caps_are_found(wrong, monkeypatch):
     assert bad >= ({"dq", "dk"} if wrong == "no slope" else {"out", "lse", "dq", "dk"})
 
 
-def test_careful_kernel_with_a_cap():
+@pytest.mark.parametrize("name", ["numpy", "numba"])
+def test_careful_kernel_with_a_cap(name):
     """NaN in a hidden key stays with the queries that see it."""
     q, k, v, dout = tensors(30, 40, 1, 1, 8, np.float32)
     intervals = ((np.zeros(30, int), np.arange(30) + 1),)
     visible = dense(intervals, 40)
     exact = plain((q, k, v, dout), visible, 0.3, 2.0, None)
     k[20], v[20] = np.nan, np.nan
-    kernel = NumpyKernel(np.float32, 0.3, logit_softcap=2.0)
+    kernel = make_kernel(name, HOST, np.dtype("f4"), 0.3, logit_softcap=2.0)
     kernel.careful = True
     found = kernel_results(kernel, (q, k, v, dout), intervals, exact, np.float32)
     assert np.isnan(found["out"][20:]).all()

@@ -44,6 +44,11 @@ class Figures:
         return self._engine.work.nbytes(apart="kernel")
 
     @property
+    def kernel(self) -> str | None:
+        """Name of the latest call's kernel; None before the first one."""
+        return getattr(self._engine.kernel, "name", None)
+
+    @property
     def deterministic(self) -> bool:
         """True if gradients of the latest call's kernel repeat bit for bit; out and lse do."""
         return getattr(self._engine.kernel, "deterministic", True)

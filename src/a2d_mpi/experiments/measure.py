@@ -253,7 +253,12 @@ class Measurement:
         timings = {name: np.array(ranks).T for name, ranks in seconds.items()}
         return Result(
             provenance={**origin, "hostnames": hosts},
-            config={**_config(plan), "backward": len(self.phases) > 1, **config},
+            config={
+                **_config(plan),
+                "backward": len(self.phases) > 1,
+                **config,
+                "kernel": plan.kernel,  # not "auto"
+            },
             area=np.array(area),
             timings=timings,
             traffic=_traffic(plan, traffic, comm.size),

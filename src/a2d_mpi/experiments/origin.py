@@ -12,6 +12,8 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
+from threadpoolctl import threadpool_info
+
 import a2d_mpi
 
 
@@ -25,7 +27,7 @@ def provenance(
     dict
         package_version, git_commit (of the package's source; "-dirty" if it was changed since,
         "unknown" without git), command_line, mpi_library, hostnames, device (default: the CPU's
-        name), utc_time (ISO 8601).
+        name), blas (that of NumPy, and the CPU that it takes this one for), utc_time (ISO 8601).
     """
     return {
         "package_version": a2d_mpi.__version__,
@@ -33,7 +35,8 @@ def provenance(
         "command_line": shlex.join(sys.argv),
         "mpi_library": mpi_library,
         "hostnames": list(hostnames),
-        "device": device or _cpu_name(),
+        "device": device or cpu_name(),
+        "blas": blas_name(),
         "utc_time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -51,8 +54,20 @@ def _git_commit() -> str:
         return "unknown"
 
 
-def _cpu_name() -> str:
-    found = None
+def blas_name() -> str:
+    """Libraries that compute products of matrices, like "openblas 0.3.31 (Haswell)"."""
+    found = [x for x in threadpool_info() if x["user_api"] == "blas"]
+    named = (f"{x['internal_api']} {x['version']} ({x.get('architecture')})" for x in found)
+    return ", ".join(sorted(set(named))) or "unknown"
+
+
+def cpu_name() -> str:
+    """Name of the CPU, and family and model where the name says little, as on virtual machines."""
+    text = ""
     with suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    found = dict(re.findall(r"^(model name|cpu family|model)\t*: (.*)", text, re.MULTILINE))
+    if "model name" not in found:
+        return platform.processor() or platform.machine()
+    numbers = [found.get(x, "") for x in ("cpu family", "model")]
+    return "{} (family {}, model {})".format(found["model name"], *numbers)

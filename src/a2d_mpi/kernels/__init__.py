@@ -11,24 +11,31 @@ from typing import Protocol
 
 import numpy as np
 
+from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.numpy import NumpyKernel
+from a2d_mpi.kernels.passes import NumpyPasses, Passes
 
+# "numba" is "numpy" with its passes over logits compiled (extra `numba`).
 # "cudnn" falls back to "cupy" for blocks that cuDNN does not take.  Its gradients are fastest when
 # their sums run in no fixed order; those of "cudnn-deterministic" repeat bit for bit.
-KERNELS = ("auto", "numpy", "cupy", "cudnn", "cudnn-deterministic")
+KERNELS = ("auto", "numpy", "numba", "cupy", "cudnn", "cudnn-deterministic")
 
 
 class Kernel(Protocol):
     """The two methods of a kernel; arrays are C-contiguous.
 
+    `name` is one of `KERNELS`.
+
     A kernel on the host has an attribute `careful`, too: see `a2d_mpi.kernels.numpy.NumpyKernel`.
     One with a true attribute `rounds_partials` computes a partial out in the tensors' dtype: a
     wider buffer would cost a copy and hold no more.
     """
+
+    name: str
 
     def forward(
         self,
@@ -62,6 +69,8 @@ def check_kernel(kernel: str, dtype: np.dtype, logit_softcap: float | None = Non
     """Raise ValueError if there is no such kernel, or it does not take the dtype or a soft-cap."""
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; one of {KERNELS}")
+    if kernel == "numba" and compute_dtype(dtype) != np.float32:
+        raise ValueError(f"kernel 'numba' computes in float32, not {dtype}")
     if kernel.startswith("cudnn") and dtype.itemsize != 2:
         raise ValueError(f"kernel {kernel!r} takes float16 and bfloat16, not {dtype}")
     if kernel.startswith("cudnn") and logit_softcap is not None:
@@ -85,14 +94,20 @@ def make_kernel(
         If there is no such kernel, or the kernel does not take arrays of this device or dtype, or
         a soft-cap.
     ImportError
-        If cuDNN is asked for by name and not installed.
+        If cuDNN or Numba is asked for by name and not installed.
     """
     check_kernel(kernel, dtype, logit_softcap)
-    if (device is HOST) != (kernel == "numpy") and kernel != "auto":
+    if (device is HOST) != (kernel in ("numpy", "numba")) and kernel != "auto":
         arrays = "NumPy" if device is HOST else "CuPy"
         raise ValueError(f"kernel {kernel!r} does not take {arrays} arrays")
     if device is HOST:
-        return NumpyKernel(dtype, softmax_scale, poll, work=work, logit_softcap=logit_softcap)
+        passes = _passes(kernel, dtype)
+        return NumpyKernel(
+            *(dtype, softmax_scale, poll),
+            work=work,
+            logit_softcap=logit_softcap,
+            passes=passes,
+        )
     from a2d_mpi.kernels.cupy import CupyKernel
 
     plain = CupyKernel(device, dtype, softmax_scale, logit_softcap)
@@ -106,3 +121,17 @@ def make_kernel(
         if kernel != "auto":
             raise
         return plain
+
+
+def _passes(kernel: str, dtype: np.dtype) -> Passes:
+    """Passes of the NumPy kernel of that name."""
+    wide = compute_dtype(dtype)
+    if kernel == "numpy" or wide != np.float32:
+        return NumpyPasses(wide)
+    try:
+        from a2d_mpi.kernels.compiled import CompiledPasses
+    except ImportError as error:
+        if kernel != "auto":
+            raise ImportError(f"kernel 'numba' needs Numba (extra numba): {error}") from error
+        return NumpyPasses(wide)
+    return CompiledPasses(wide)

@@ -17,6 +17,7 @@ from a2d_mpi.devices.workspace import Remembered
 ALIGN = 32  # keys: unmasked cache blocks begin and end at multiples of it if an interval allows
 
 SLICES = 8  # of the keys of a triangle (bench_tile.py --masks: 4 are slower by 5 %)
+NARROWEST = 64  # keys of a slice (32 are slower by 5 % for 256 queries, 128 by 8 %)
 SHARED = 16  # rows: fewer make no cache block of their own
 ROOM = 1 << 24  # bytes of hidden pairs that are remembered
 
@@ -50,17 +51,17 @@ class Blocking(NamedTuple):
         Query tokens [i0, i1) and their cache blocks.
     rows : int
         Of the largest query block: query tokens x query heads per KV head.
-    masked_rows : (nq,) bool
+    masked_rows : (nq,) bool or None
         Queries that see no key: padding, which may hold anything.  It counts as zeros, for 0 times
-        NaN is NaN.
-    unseen_keys : (nk,) bool
+        NaN is NaN.  None: there are none.
+    unseen_keys : (nk,) bool or None
         Keys that no query sees, likewise.
     """
 
     query_blocks: list[tuple[int, int, list[CacheBlock]]]
     rows: int
-    masked_rows: np.ndarray
-    unseen_keys: np.ndarray
+    masked_rows: np.ndarray | None
+    unseen_keys: np.ndarray | None
 
 
 class Blocker:
@@ -145,7 +146,7 @@ class Blocker:
         shared, rows = np.unique(np.concatenate([begins, stops]), return_counts=True)
         shared = shared[(rows >= SHARED) & (shared > x) & (shared < y)]
         cuts = [x, *shared.tolist(), y]
-        width = min(self.block_k, max(ALIGN, tokens // SLICES))
+        width = min(self.block_k, max(NARROWEST, tokens // SLICES))
         for start, stop in zip(cuts, cuts[1:], strict=False):
             for j0, j1 in _even(start, stop, width):
                 seen = ((begins < j1) & (stops > j0) & (begins < stops)).any(axis=0)  # (tokens,)
@@ -199,11 +200,14 @@ def _stretches(seen: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(found[firsts].tolist(), (found[lasts] + 1).tolist(), strict=True))
 
 
-def _outside(intervals: tuple[Interval, ...], nk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Masked rows, (nq,) bool, and unseen keys, (nk,) bool."""
+def _outside(
+    intervals: tuple[Interval, ...], nk: int
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Masked rows, (nq,) bool, and unseen keys, (nk,) bool; None where there are none."""
     change = np.zeros(nk + 1, np.int64)
     for begin, end in intervals:
         np.add.at(change, begin, 1)
         np.add.at(change, end, -1)
-    masked_rows = np.all([end <= begin for begin, end in intervals], axis=0)
-    return masked_rows, np.cumsum(change[:-1]) == 0
+    masked = np.all([end <= begin for begin, end in intervals], axis=0)
+    unseen = np.cumsum(change[:-1]) == 0
+    return masked if masked.any() else None, unseen if unseen.any() else None

@@ -67,6 +67,7 @@ class CudnnKernel:
         self.plain, self.device, self.dtype = plain, plain.device, plain.dtype
         self.product_dtype = self.dtype
         self.deterministic = deterministic
+        self.name = "cudnn-deterministic" if deterministic else "cudnn"
         self._gradient_dtype = np.dtype(np.float32) if gradients == "float32" else self.dtype
         self._work = work or Workspace(plain.device)
         graphs = graphs or graphs_of(plain.device.index, deterministic)

@@ -28,6 +28,8 @@ class CupyKernel:
         Compiled in: kernels without a soft-cap take no time for it.
     """
 
+    name = "cupy"
+
     def __init__(
         self,
         device: Cuda,

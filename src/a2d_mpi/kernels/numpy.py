@@ -30,6 +30,7 @@ from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.packing import Packing
+from a2d_mpi.kernels.passes import Passes
 
 BLOCK_Q = 512  # rows of a cache block: query tokens x query heads per KV head
 BLOCK_K = 512  # keys of a cache block
@@ -51,11 +52,15 @@ class NumpyKernel(Packing):
         Rows and keys of a cache block, at most.
     work : Workspace, optional
         Holds the buffers of the kernel.
+    passes : Passes, optional
+        Default: by NumPy.
     logit_softcap : float, optional
         c: scaled logits s become ``c tanh(s / c)``, with the derivative ``1 - tanh(s / c)^2``.
 
     Attributes
     ----------
+    name : str
+        "numpy", or "numba" with compiled passes.
     careful : bool
         True: NaN and infinite elements stay away from results that do not depend on them.  0 times
         NaN is NaN: products of a cache block spread such elements to pairs that a mask hides.
@@ -76,10 +81,11 @@ class NumpyKernel(Packing):
         block_k: int = BLOCK_K,
         work: Workspace | None = None,
         logit_softcap: float | None = None,
+        passes: Passes | None = None,
     ) -> None:
         blocker = Blocker(block_q, block_k)
-        super().__init__(dtype, softmax_scale, blocker, work or Workspace(), logit_softcap)
-        self.poll = poll or (lambda: None)
+        super().__init__(dtype, softmax_scale, blocker, work or Workspace(), logit_softcap, passes)
+        self.poll, self.name = poll or (lambda: None), self._passes.name
 
     def forward(
         self,
@@ -107,69 +113,58 @@ class NumpyKernel(Packing):
         nk, nheads_kv = k.shape[:2]
         g = nheads // nheads_kv
         query_blocks, most, masked, unseen = self._blocker.blocking(intervals, nk, g)
-        get = self._get
-        ones = get("ones", (self._blocker.block_k,))
-        ones[:] = 1
+        get, capped = self._get, self.logit_softcap is not None
+        bounded = self._bounded(q, k, v, masked, unseen)
+        columns = d if bounded or capped else d + 1
         for first, c in self._groups(nheads_kv, most, nk, d):
             heads = slice(first * g, (first + c) * g)
             heads_kv = slice(first, first + c)
-            kh, vh = (
-                self._keys(x, y[:, heads_kv], unseen, columns=d) for x, y in (("k", k), ("v", v))
-            )  # (c, nk, d)
-            q_of, out_of, lse_of = (
-                _by_head(x[:, heads], c) for x in (q, out, lse)
-            )  # (c, nq, g, d), and (c, nq, g)
-            seeing = q_of[:, ~masked] if masked.any() else q_of
-            bounded = self._bounded(seeing, kh, vh)
-            if not bounded:
-                kh = self._keys("k", k[:, heads_kv], unseen)  # (c, nk, d + 1)
+            kh = self._keys("k", k[:, heads_kv], unseen, columns)  # (c, nk, d), or d + 1
+            vh = self._keys("v", v[:, heads_kv], unseen, d)  # (c, nk, d)
             for i0, i1, cache_blocks in query_blocks:
-                n = (i1 - i0) * g
-                # The last column is minus the shift.
+                n, here = (i1 - i0) * g, (slice(i0, i1), heads)
+                # (c, n, d), or d + 1: the last column is minus the shift.
                 qb = self._pack(
-                    "q", q_of[:, i0:i1], self.softmax_scale, 0, masked[i0:i1]
-                )  # (c, n, d + 1)
-                acc = get("acc", (c, n, d))
-                shift, total = get("shift", (c, n)), get("total", (c, n))
-                acc[:] = shift[:] = total[:] = 0
-                sees = np.zeros((c, n), bool)  # rows whose shift is set by a visible key
-                for part, (rows, j0, j1, differ, hidden) in self._parts(cache_blocks, c, d):
-                    at, x, b = (part, rows), part.stop - part.start, j1 - j0
-                    m = rows.stop - rows.start
-                    s, partial = get("scores", (x, m, b)), get("partial", (x, m, d))
-                    columns = d if bounded or self.logit_softcap is not None else d + 1
-                    q_rows, kt = qb[at][..., :columns], _t(kh[part, j0:j1, :columns])
-                    np.matmul(q_rows, kt, out=s)  # (x, m, b) = (x, m, d) @ (x, d, b)
-                    if self.logit_softcap is not None:
+                    *("q", q[here], c, self.softmax_scale, None if columns == d else 0),
+                    None if masked is None else masked[i0:i1],
+                )
+                acc, total = get("acc", (c, n, d)), get("total", (c, n))
+                total[:] = 0
+                shift = None if bounded else np.zeros((c, n), self.dtype)
+                # The first product goes straight to where others are added.
+                direct = bounded and bool(cache_blocks) and cache_blocks[0].rows == slice(0, n)
+                if not direct:
+                    acc[:] = 0
+                sees = None if bounded else np.zeros((c, n), bool)  # rows that have seen a key
+                for part, block in self._parts(cache_blocks, c, d):
+                    rows, j0, j1, differ, hidden = block
+                    at, keys, x = (part, rows), (part, slice(j0, j1)), part.stop - part.start
+                    m, b = rows.stop - rows.start, j1 - j0
+                    s, total_at = get("scores", (x, m, b)), total[at]
+                    # (x, m, b) = (x, m, d) @ (x, d, b)
+                    np.matmul(qb[at], _t(kh[keys]), out=s)
+                    if capped:
                         self._cap(s)
-                        if not bounded:
+                    if bounded:
+                        self._passes.exponentials(s, total_at, differ, hidden)  # (x, m, b): p
+                    else:
+                        if capped:
                             s -= shift[at][..., None]
-                    if hidden is not None:
-                        np.copyto(s[:, differ], -np.inf, where=hidden)
-                    if not (bounded or (sees[at].all() and s.max() <= SLACK)):
-                        rise = s.max(axis=-1)  # (x, m)
-                        new = ~sees[at] & ~np.isneginf(rise)
-                        sees[at] |= new
-                        # The first key that a row sees sets its shift; later ones only raise it.
-                        rise[~new] = np.maximum(rise[~new], 0)
-                        rise[~sees[at]] = 0
-                        s -= rise[..., None]
-                        shift[at] += rise
-                        qb[at][..., d] = -shift[at]
-                        scale = np.exp(-np.maximum(rise, 0))  # (x, m)
-                        acc[at] *= scale[..., None]
-                        total[at] *= scale
-                    np.exp(s, out=s)  # (x, m, b): p
+                        if hidden is not None:
+                            np.copyto(s[:, differ], -np.inf, where=hidden)
+                        _raise(s, shift[at], sees[at], (acc[at], total_at[..., None]))
+                        if not capped:
+                            qb[at][..., d] = -shift[at]
+                        self._passes.exponentials(s, total_at, None, None)
                     shown = self._shown(m, b, differ, hidden)
-                    self._product(s, vh[part, j0:j1], shown, partial)  # (x, m, d) = p @ v
-                    acc[at] += partial
-                    total[at] += np.matmul(s, ones[:b])  # (x, m)
+                    if direct and block is cache_blocks[0]:
+                        self._product(s, vh[keys], shown, acc[at])  # (x, m, d) = p @ v
+                    else:
+                        partial = get("partial", (x, m, d))
+                        self._product(s, vh[keys], shown, partial)
+                        acc[at] += partial
                     self.poll()
-                with np.errstate(divide="ignore"):
-                    lse_of[:, i0:i1] = (np.log(total) + shift).reshape(c, i1 - i0, g)
-                total[total == 0] = 1
-                acc /= total[..., None]  # (c, n, d)
-                out_of[:, i0:i1] = acc.reshape(c, i1 - i0, g, d)
+                self._passes.finish(acc, total, shift, out[here], lse[here])
 
     def backward(
         self,
@@ -216,18 +211,14 @@ class NumpyKernel(Packing):
             kh, vh = (
                 self._keys(x, y[:, heads_kv], unseen) for x, y in (("k", k), ("v", v))
             )  # (c, nk, d + 1): a column of ones at the end
-            q_of, dout_of, lse_of, delta_of, dq_of = (
-                _by_head(x[:, heads], c) for x in (q, dout, lse, delta, dq)
-            )  # (c, nq, g, d), and (c, nq, g)
             dkh, dvh = get("dk", (c, nk, d)), get("dv", (c, nk, d))
             dkh[:] = dvh[:] = 0
             for i0, i1, cache_blocks in query_blocks:
-                n = (i1 - i0) * g
-                hide = masked[i0:i1]  # lse of masked rows may be -inf
-                scale, shift = self.softmax_scale, -lse_of[:, i0:i1]
-                delta_b = -delta_of[:, i0:i1]
-                qb = self._pack("q", q_of[:, i0:i1], scale, shift, hide)  # (c, n, d + 1)
-                db = self._pack("dout", dout_of[:, i0:i1], 1, delta_b, hide)  # (c, n, d + 1)
+                n, here = (i1 - i0) * g, (slice(i0, i1), heads)
+                hide = None if masked is None else masked[i0:i1]  # their lse may be -inf
+                # (c, n, d + 1) each
+                qb = self._pack("q", q[here], c, self.softmax_scale, -lse[here], hide)
+                db = self._pack("dout", dout[here], c, 1, -delta[here], hide)
                 dqb = get("dq", (c, n, d))
                 dqb[:] = 0
                 for part, (rows, j0, j1, differ, hidden) in self._parts(cache_blocks, c, d):
@@ -243,9 +234,7 @@ class NumpyKernel(Packing):
                         slope = get("slope", (x, m, b))
                         self._cap(p, slope)
                         p += qb[at][..., d:]
-                    if hidden is not None:
-                        np.copyto(p[:, differ], -np.inf, where=hidden)
-                    np.exp(p, out=p)  # (x, m, b)
+                    self._passes.exponentials(p, None, differ, hidden)  # (x, m, b)
                     shown = self._shown(m, b, differ, hidden)
                     shown_t = None if shown is None else shown.T
                     self._product(_t(p), db[at][..., :d], shown_t, partial_k)  # p.T @ dout
@@ -263,15 +252,32 @@ class NumpyKernel(Packing):
                     dqb[at] += partial_q  # (x, m, d)
                     self.poll()
                 dqb *= self.dtype.type(self.softmax_scale)  # (c, n, d)
-                _put(dq_of[:, i0:i1], dqb.reshape(c, i1 - i0, g, d), fresh)
+                to = dq[here].reshape(-1, c, g, d).swapaxes(0, 1)
+                _put(to, dqb.reshape(c, -1, g, d), fresh)
             _put(dk[:, heads_kv].swapaxes(0, 1), dkh, fresh)
             _put(dv[:, heads_kv].swapaxes(0, 1), dvh, fresh)
 
 
-def _by_head(x: np.ndarray, heads: int) -> np.ndarray:
-    """(tokens, heads x group, ...) as (heads, tokens, group, ...): a view."""
-    tokens, rows, *rest = x.shape
-    return x.reshape(tokens, heads, rows // heads, *rest).swapaxes(0, 1)
+def _raise(
+    s: np.ndarray, shift: np.ndarray, sees: np.ndarray, sums: tuple[np.ndarray, ...]
+) -> None:
+    """Raise the shift of rows that exceed it by too much, and rescale what they have summed up.
+
+    s is (heads, rows, keys), shift and sees are (heads, rows), and sums (heads, rows, ...).
+    """
+    if sees.all() and s.max() <= SLACK:
+        return
+    rise = s.max(axis=-1)
+    new = ~sees & ~np.isneginf(rise)
+    sees |= new
+    # The first key that a row sees sets its shift; later ones only raise it.
+    rise[~new] = np.maximum(rise[~new], 0)
+    rise[~sees] = 0
+    s -= rise[..., None]
+    shift += rise
+    scale = np.exp(-np.maximum(rise, 0))[..., None]
+    for x in sums:
+        x *= scale
 
 
 def _t(x: np.ndarray) -> np.ndarray:

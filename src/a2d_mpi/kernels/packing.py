@@ -10,6 +10,7 @@ import numpy as np
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.blocks import Blocker, CacheBlock
+from a2d_mpi.kernels.passes import NumpyPasses, Passes
 
 PACKED = 9 << 19  # elements of a tensor that are packed at once, if they are of several heads
 
@@ -26,6 +27,8 @@ class Packing:
     work : Workspace
         Holds the buffers.
     logit_softcap : float or None
+    passes : Passes or None
+        Default: by NumPy.
 
     Attributes
     ----------
@@ -41,10 +44,12 @@ class Packing:
         blocker: Blocker,
         work: Workspace,
         logit_softcap: float | None,
+        passes: Passes | None,
     ) -> None:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale, self.logit_softcap, self.careful = softmax_scale, logit_softcap, False
         self._work, self._blocker = work, blocker
+        self._passes = passes or NumpyPasses(self.dtype)
         # exp(+-half) and its products with values between low and high stay in range.
         info = np.finfo(self.dtype)
         self._half = math.log(info.max) / 2
@@ -85,7 +90,7 @@ class Packing:
             np.subtract(1, slope, out=slope)
         s *= cap
 
-    def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> Iterator[tuple[int, int]]:
+    def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> list[tuple[int, int]]:
         """KV heads whose keys and queries are packed at once, as (first, number).
 
         A token's heads lie side by side: to pack them one by one takes twice as long.
@@ -93,8 +98,7 @@ class Packing:
         most = max(1, PACKED // max(1, (rows + nk) * d))
         count = -(-nheads_kv // most)
         bounds = [nheads_kv * i // count for i in range(count + 1)]
-        for first, last in zip(bounds, bounds[1:], strict=False):
-            yield first, last - first
+        return [(first, last - first) for first, last in zip(bounds, bounds[1:], strict=False)]
 
     def _parts(
         self, cache_blocks: Iterable[CacheBlock], heads: int, d: int
@@ -112,53 +116,76 @@ class Packing:
                 yield slice(first, min(first + most, heads)), block
 
     def _keys(
-        self, name: str, x: np.ndarray, hide: np.ndarray, columns: int | None = None
+        self, name: str, x: np.ndarray, hide: np.ndarray | None, columns: int | None = None
     ) -> np.ndarray:
         """Copy (keys, heads, d) to (heads, keys, columns), 0 where `hide`; default: d and ones.
 
         A view where nothing would change: BLAS reads the rows of one head as fast as packed ones.
         """
         keys, heads, d = x.shape
-        if columns == d and x.dtype == self.dtype and not hide.any():
+        if columns == d and x.dtype == self.dtype and hide is None:
             return x.swapaxes(0, 1)
         packed = self._get(name, (heads, keys, columns or d + 1))
         packed[..., :d] = x.swapaxes(0, 1)
         packed[..., d:] = 1
-        if hide.any():
+        if hide is not None:
             packed[:, hide, :d] = 0
         return packed
 
     def _pack(
-        self, name: str, x: np.ndarray, factor: float, column: np.ndarray | float, hide: np.ndarray
+        self,
+        name: str,
+        x: np.ndarray,
+        heads_kv: int,
+        factor: float,
+        column: np.ndarray | float | None,
+        hide: np.ndarray | None,
     ) -> np.ndarray:
-        """Copy (heads, tokens, group, d) times `factor` to (heads, tokens x group, d + 1).
+        """Copy (tokens, heads, d) times `factor` to (heads_kv, tokens x group, d + 1).
 
-        `column`, the last one, is (heads, tokens, group) or a number.  Rows of the tokens where
-        `hide` is true become 0.
+        `column`, the last one, is (tokens, heads) or a number; None: there is none.  Rows of the
+        tokens where `hide` is true become 0.
         """
-        heads, tokens, group, d = x.shape
-        packed = self._get(name, (heads, tokens, group, d + 1))
+        tokens, heads, d = x.shape
+        columns, group = d + (column is not None), heads // heads_kv
         # Token by token, as they lie in memory: head by head takes twice as long.
-        to = packed[..., :d].swapaxes(0, 1)
-        np.multiply(x.swapaxes(0, 1), self.dtype.type(factor), out=to)
-        packed[..., d] = column
-        if hide.any():
-            packed[:, hide] = 0
-        return packed.reshape(heads, tokens * group, d + 1)
+        if group == 1:
+            to = self._get(name, (tokens, heads, columns))
+            packed = to.swapaxes(0, 1)
+        else:
+            packed = self._get(name, (heads_kv, tokens, group, columns))
+            to, x = packed.swapaxes(0, 1), x.reshape(tokens, heads_kv, group, d)
+        np.multiply(x, self.dtype.type(factor), out=to[..., :d])
+        if column is not None:
+            to[..., d] = column if np.ndim(column) == 0 else column.reshape(x.shape[:-1])
+        if hide is not None:
+            to[hide] = 0
+        return packed.reshape(heads_kv, tokens * group, columns)
 
-    def _bounded(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> bool:
+    def _bounded(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        masked: np.ndarray | None,
+        unseen: np.ndarray | None,
+    ) -> bool:
         """Prove that exp(logit) and its products with v stay in range without a shift.
 
-        The first axis of q, k and v is the KV head.
+        `masked` rows of q and `unseen` ones of k and v do not count: they may hold anything.
         """
+        if masked is not None:
+            q = q[~masked]
+        if unseen is not None:
+            k, v = k[~unseen], v[~unseen]
         if not (q.size and k.size):
             return True
-        norm2 = [float(np.einsum("...d,...d->...", x, x, dtype=self.dtype).max()) for x in (q, k)]
-        largest = math.sqrt(norm2[0]) * math.sqrt(norm2[1]) * abs(self.softmax_scale)
+        q2, k2, least, most = self._passes.largest_norms(q, k, v)
+        largest = math.sqrt(q2) * math.sqrt(k2) * abs(self.softmax_scale)
         if self.logit_softcap is not None and not math.isnan(largest):
             largest = min(largest, self.logit_softcap)
         # NaN fails the comparisons and takes the general path.
-        return largest <= self._half and all(
-            size == 0 or self._low < size < self._high / k.shape[1]
-            for size in np.maximum(v.max(axis=1), -v.min(axis=1)).max(axis=1).tolist()
-        )
+        if not (largest <= self._half and math.sqrt(most) * len(v) < self._high):
+            return False
+        # An element of v is as large as its vector over the root of d, or larger.
+        return least > self._low**2 * v.shape[2] or (most == 0 and not v.any())

@@ -1,0 +1,179 @@
+"""Passes over float32 arrays, compiled by Numba at the first import, then kept in a file.
+
+``exp(x) = 2^n exp(r)`` with ``x = n ln(2) + r``, where n is the integer nearest to ``x / ln(2)``;
+``exp(r)`` is the polynomial of degree 6, with a constant of 1, whose relative error for
+``|r| <= ln(2) / 2`` has the least maximum, 2e-9.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numba import config, njit, types
+from numba.extending import intrinsic
+
+from a2d_mpi.kernels.passes import NumpyPasses
+
+if TYPE_CHECKING:
+    from llvmlite.ir import IRBuilder, Value
+
+_f = np.float32
+ZERO, ONE = _f(0), _f(1)
+# Where n is -127 and 128: the exponents of 0 and of infinity.
+LOWEST, HIGHEST = _f(-88.0), _f(88.7)
+LN2, PER_LN2 = _f(0.6931471805599453), _f(1.4426950408889634)
+# What is added to it becomes an integer, whose last eight bits are those of n + 127.
+ROUND = _f((3 << 22) + 127)
+C2, C3, C4, C5, C6 = map(
+    _f, (0.49999994, 0.1666643, 0.041668005, 0.0083741955, 0.0013843607)
+)  # fmt: skip
+
+
+def _compile(signature: str, **options: object) -> Callable:
+    """Compile a function at once, or take it from the file where it was kept."""
+    if config.DISABLE_JIT:
+        raise ImportError("NUMBA_DISABLE_JIT is set")
+
+    def compiled(function: Callable) -> Callable:
+        try:
+            return njit(signature, nogil=True, cache=True, **options)(function)
+        except RuntimeError:  # no folder to keep it in
+            return njit(signature, nogil=True, **options)(function)
+
+    return compiled
+
+
+@intrinsic
+def _power(typing_context: object, shifted: types.Type) -> tuple:
+    """2^n, from the sum of n and `ROUND`: its last bits become the exponent of a float32."""
+
+    def generate(context: object, builder: IRBuilder, signature: object, x: list[Value]) -> Value:
+        kind = context.get_value_type(types.int32)
+        bits = builder.shl(builder.bitcast(x[0], kind), kind(23))
+        return builder.bitcast(bits, context.get_value_type(types.float32))
+
+    return types.float32(types.float32), generate
+
+
+@njit(fastmath={"contract"})
+def _exp(x: np.float32) -> np.float32:
+    # Written so that NaN stays.
+    x = LOWEST if x < LOWEST else x
+    x = HIGHEST if x > HIGHEST else x
+    shifted = x * PER_LN2 + ROUND
+    n = shifted - ROUND
+    r = x - n * LN2
+    p = (((((C6 * r + C5) * r + C4) * r + C3) * r + C2) * r + ONE) * r + ONE
+    return p * _power(shifted)
+
+
+# "reassoc", sums in any order, is what lets them be vectorized; `_exp` must not have it.
+@_compile("void(f4[:,:,::1], f4[:,:], i8, b1[:,:])", fastmath={"reassoc"})
+def _exponentials(s: np.ndarray, total: np.ndarray, first: int, hidden: np.ndarray) -> None:
+    """`hidden` belongs to the rows from `first` on; without rows, `total` is not wanted."""
+    heads, rows, keys = s.shape
+    for head in range(heads):
+        for row in range(rows):
+            if first <= row < first + len(hidden):
+                for i in range(keys):
+                    s[head, row, i] = LOWEST if hidden[row - first, i] else s[head, row, i]
+            # No second array in this loop: LLVM would choose between two orders of the sum by
+            # where both lie, and results would not repeat bit for bit.
+            found = ZERO
+            for i in range(keys):
+                y = _exp(s[head, row, i])
+                s[head, row, i] = y
+                found += y
+            if total.shape[1]:
+                total[head, row] += found
+
+
+@njit(fastmath={"reassoc"})
+def _by_head(x: np.ndarray) -> np.ndarray:
+    found = np.zeros(x.shape[1], np.float32)
+    for token in range(x.shape[0]):
+        for head in range(x.shape[1]):
+            norm = ZERO
+            for i in range(x.shape[2]):
+                norm += x[token, head, i] * x[token, head, i]
+            found[head] = max(found[head], norm)
+    return found
+
+
+@_compile("UniTuple(f4, 4)(f4[:,:,::1], f4[:,:,::1], f4[:,:,::1])")
+def _largest_norms(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple:
+    of_v = _by_head(v)
+    return _by_head(q).max(), _by_head(k).max(), of_v.min(), of_v.max()
+
+
+@_compile("void(f4[:,:,::1], f4[:,::1], f4[:,:], f4[:,:,:], f4[:,:])")
+def _finish(
+    acc: np.ndarray, total: np.ndarray, shift: np.ndarray, out: np.ndarray, lse: np.ndarray
+) -> None:
+    """`shift` may have no rows."""
+    tokens, nheads, d = out.shape
+    group = nheads // len(acc)
+    for token in range(tokens):
+        for head in range(nheads):
+            head_kv, row = head // group, token * group + head % group
+            found = total[head_kv, row]
+            factor = ZERO if found == 0 else ONE / found
+            lse[token, head] = -np.inf if found == 0 else math.log(found)
+            if shift.shape[1]:
+                lse[token, head] += shift[head_kv, row]
+            for i in range(d):
+                out[token, head, i] = acc[head_kv, row, i] * factor
+
+
+# For None: each function is compiled for one type of each argument.
+_NO_ROWS, _NOTHING_HIDDEN = np.zeros((0, 0), np.float32), np.zeros((0, 0), bool)
+
+
+class CompiledPasses(NumpyPasses):
+    """Compiled by Numba, of float32; see `a2d_mpi.kernels.passes.Passes`.
+
+    Exponentials have a relative error of 1e-7 from -10 to 10 (``np.exp``: 2e-7), and 3e-7 beyond.
+    Below -87.7, where float32 has no normal numbers, they are 0; above 88.4 infinite.
+    """
+
+    name = "numba"
+
+    def exponentials(
+        self,
+        s: np.ndarray,
+        total: np.ndarray | None,
+        differ: slice | None,
+        hidden: np.ndarray | None,
+    ) -> None:
+        """See `a2d_mpi.kernels.passes.Passes`."""
+        if total is None:
+            total = _NO_ROWS
+        if hidden is None:
+            _exponentials(s, total, 0, _NOTHING_HIDDEN)
+        else:
+            _exponentials(s, total, differ.start, hidden)
+
+    def largest_norms(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray
+    ) -> tuple[float, float, float, float]:
+        """See `a2d_mpi.kernels.passes.Passes`."""
+        if q.dtype != np.float32:  # float16, bfloat16
+            return super().largest_norms(q, k, v)
+        return _largest_norms(q, k, v)
+
+    def finish(
+        self,
+        acc: np.ndarray,
+        total: np.ndarray,
+        shift: np.ndarray | None,
+        out: np.ndarray,
+        lse: np.ndarray,
+    ) -> None:
+        """See `a2d_mpi.kernels.passes.Passes`."""
+        if out.dtype != np.float32 or lse.dtype != np.float32:
+            super().finish(acc, total, shift, out, lse)
+        else:
+            _finish(acc, total, _NO_ROWS if shift is None else shift, out, lse)

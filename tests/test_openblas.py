@@ -1,0 +1,72 @@
+"""The CPU that OpenBLAS is told: only where it guesses wrong, and never against the user."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from a2d_mpi.core.openblas import AVX512, core_type
+
+
+def cpuinfo(vendor, flags):
+    one = (
+        f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: AMD EPYC 9B45\nflags\t\t: {flags}\n"
+    )
+    return one + "bugs\t\t: avx512f\n\n" + one.replace(": 0", ": 1")
+
+
+@pytest.mark.parametrize(
+    "vendor, flags, named",
+    [
+        ("AuthenticAMD", " ".join(AVX512), "SkylakeX"),  # Zen 4, Zen 5
+        ("AuthenticAMD", "fpu sse2 avx2 fma", None),  # Zen 3: it would die
+        ("AuthenticAMD", "fpu avx512f avx2 fma", None),  # some of it only
+        ("GenuineIntel", " ".join(AVX512), None),  # it knows Intel's
+    ],
+)
+def test_core_type(vendor, flags, named):
+    assert core_type(cpuinfo(vendor, flags)) == named
+
+
+@pytest.mark.parametrize("text", ["", "flags", "vendor_id : \nflags :", "\udcff\n"])
+def test_other_systems(text):
+    assert core_type(text) is None
+
+
+@pytest.mark.parametrize(
+    "before, user, named",
+    [
+        ("", None, "SkylakeX"),
+        ("", "Haswell", "Haswell"),  # the user's choice stands
+        ("import numpy", None, "none"),  # too late
+    ],
+)
+def test_it_is_named_in_time(before, user, named):
+    """With the /proc/cpuinfo of a Zen 5."""
+    code = f"""
+import os, pathlib
+{before}
+text = {cpuinfo("AuthenticAMD", " ".join(AVX512))!r}
+pathlib.Path.read_text = lambda self, **_: text
+import a2d_mpi
+print(os.environ.get("OPENBLAS_CORETYPE", "none"))
+"""
+    environment = {x: y for x, y in os.environ.items() if x != "OPENBLAS_CORETYPE"}
+    environment |= {"OPENBLAS_CORETYPE": user} if user else {}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == named, done.stderr
+
+
+def test_openblas_reads_what_python_sets():
+    """NumPy's OpenBLAS takes the type from os.environ; Sandybridge is there on every x86 CPU."""
+    code = """
+import os
+os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
+import numpy, threadpoolctl
+print({x.get("architecture") for x in threadpoolctl.threadpool_info() if x["user_api"] == "blas"})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "Sandybridge" in done.stdout, done.stderr

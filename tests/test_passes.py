@@ -1,0 +1,162 @@
+"""The passes of the NumPy kernel, by NumPy and compiled, against float64."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.kernels import make_kernel
+from a2d_mpi.kernels.compiled import CompiledPasses
+from a2d_mpi.kernels.passes import NumpyPasses
+
+PASSES = {
+    "numpy": NumpyPasses(np.dtype("f4")),
+    "numba": CompiledPasses(np.dtype("f4")),
+    "float64": NumpyPasses(np.dtype("f8")),
+}
+every = pytest.mark.parametrize("name", list(PASSES))
+
+
+def dtype_of(name):
+    return np.float64 if name == "float64" else np.float32
+
+
+@every
+@pytest.mark.parametrize("low, high, bound", [(-87, 80, 3.5e-7), (-10, 10, 2.2e-7)])
+def test_exponentials(name, low, high, bound):
+    x = np.linspace(low, high, 3 * 1001 * 331, dtype=dtype_of(name)).reshape(3, 1001, 331)
+    exact, total = np.exp(x.astype(np.float64)), np.ones((3, 1001), x.dtype)
+    PASSES[name].exponentials(x, total, None, None)
+    assert np.abs(x / exact - 1).max() < (1e-14 if name == "float64" else bound)
+    assert np.abs(total / (1 + exact.sum(-1)) - 1).max() < 1e-5
+    again = np.log(exact).astype(x.dtype)
+    PASSES[name].exponentials(again, None, None, None)  # no sums
+    assert np.abs(again / exact - 1).max() < 1e-5
+
+
+@every
+def test_exponentials_of_anything(name):
+    """Infinite, huge, tiny and undefined logits, in all places of a vector."""
+    given = [-np.inf, -1e30, -104, -50, -0.0, 0, 1e-30, 50, np.nan, np.nan, -np.inf]
+    large = [np.inf, 1e30, 89] if name != "float64" else [np.inf, 1e30, 710]
+    x = np.array([given + large, large + given, given[::-1] + large], dtype_of(name))[None]
+    with np.errstate(over="ignore"):
+        exact = np.exp(x)
+        PASSES[name].exponentials(x, None, None, None)
+    assert np.allclose(x, exact, rtol=1e-6, atol=1e-38, equal_nan=True)
+    assert (x[np.isneginf(exact)] == 0).all() and np.isnan(x).sum() == 6
+
+
+@every
+def test_hidden_pairs(name):
+    """Only the rows of `differ`, whatever their logits are; all heads alike."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 9, 37)).astype(dtype_of(name))
+    hidden = rng.random((4, 37)) < 0.5
+    shown = np.ones((9, 37), bool)
+    shown[3:7] = ~hidden
+    exact = np.where(shown, np.exp(x.astype(np.float64)), 0)
+    x[:, ~shown] = np.resize([np.nan, np.inf, -np.inf, 1e30], (~shown).sum())
+    total = np.zeros((2, 9), x.dtype)
+    PASSES[name].exponentials(x, total, slice(3, 7), hidden)
+    assert (x[:, ~shown] == 0).all() and np.abs(x - exact).max() < 1e-5
+    assert np.abs(total - exact.sum(-1)).max() < 1e-4
+
+
+@every
+def test_bits_do_not_depend_on_where_arrays_lie(name):
+    """Compiled loops may check whether two arrays overlap, and take another order of sums then."""
+    rng, kind, found = np.random.default_rng(0), dtype_of(name), set()
+    scores, hide = rng.standard_normal((1, 40, 33)).astype(kind), rng.random((30, 33)) < 0.5
+    memory = np.zeros(1 << 16, np.uint8)
+    at = 1 << 15
+    s = memory[at : at + scores.nbytes].view(kind).reshape(scores.shape)
+    before = range(at - hide.size - 256, at - hide.size, 4)
+    after = range(at + scores.nbytes, at + scores.nbytes + 256, 4)
+    for start in (*before, *after):
+        hidden = memory[start : start + hide.size].view(bool).reshape(hide.shape)
+        s[...], hidden[...], total = scores, hide, np.zeros((1, 40), kind)
+        PASSES[name].exponentials(s, total, slice(3, 33), hidden)
+        found.add(s.tobytes() + total.tobytes())
+    assert len(found) == 1
+
+
+@every
+def test_largest_norms(name):
+    rng, kind = np.random.default_rng(0), dtype_of(name)
+    q, k, v = (rng.standard_normal((n, h, 19)).astype(kind) for n, h in ((31, 4), (7, 2), (7, 2)))
+    v[:, 1] *= 1e-3
+    squares = [(x.astype(np.float64) ** 2).sum(-1) for x in (q, k, v)]
+    exact = squares[0].max(), squares[1].max(), squares[2][:, 1].max(), squares[2][:, 0].max()
+    assert np.allclose(PASSES[name].largest_norms(q, k, v), exact, rtol=1e-5)
+
+
+@every
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("heads, group", [(1, 1), (3, 1), (2, 3)])
+def test_finish(name, shifted, heads, group):
+    """Out and lse from their sums, into a slice of larger arrays; rows that saw nothing."""
+    rng, kind = np.random.default_rng(0), dtype_of(name)
+    acc = rng.standard_normal((heads, 5 * group, 6)).astype(kind)
+    total = rng.random((heads, 5 * group)).astype(kind) + kind(0.1)
+    total[:, :group] = acc[:, :group] = 0  # the first token
+    shift = rng.standard_normal(total.shape).astype(kind) if shifted else None
+    with np.errstate(divide="ignore", invalid="ignore"):
+        exact = acc.astype(np.float64) / total[..., None]
+        logs = np.log(total.astype(np.float64)) + (0 if shift is None else shift)
+    out, lse = np.zeros((9, 8, 6), kind), np.zeros((9, 8), kind)
+    here = slice(2, 7), slice(1, 1 + heads * group)
+    PASSES[name].finish(acc.copy(), total.copy(), shift, out[here], lse[here])
+    by_token = exact.reshape(heads, 5, group, 6).swapaxes(0, 1).reshape(5, -1, 6)
+    logs = logs.reshape(heads, 5, group).swapaxes(0, 1).reshape(5, -1)
+    assert (out[here][0] == 0).all() and np.isneginf(lse[here][0]).all()
+    assert np.allclose(out[here][1:], by_token[1:], rtol=1e-6)
+    assert np.allclose(lse[here][1:], logs[1:], rtol=1e-6, atol=1e-6)
+    out[here], lse[here] = 0, 0
+    assert not out.any() and not lse.any()  # nothing beside it was touched
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tensors_of_16_bits(dtype):
+    """They are computed in float32, and written as they are."""
+    kind, rng = DTYPES[dtype], np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 40, 2, 8)).astype(kind)
+    tokens, found = np.arange(40), {}
+    for name in ("numpy", "numba"):
+        out, lse = np.zeros(q.shape, kind), np.zeros((40, 2), np.float32)
+        kernel = make_kernel(name, HOST, kind, 0.3)
+        kernel.forward(q, k, v, ((0 * tokens, tokens + 1),), out, lse)
+        found[name] = out.astype(np.float32), lse
+    for x, y in zip(*found.values()):
+        assert x.any() and np.allclose(x, y, rtol=1e-2 if x.ndim == 3 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("why", ["missing", "switched off", "nowhere to keep"])
+def test_without_numba(why, monkeypatch):
+    """ "auto" does without; the name says what is missing.  A folder to write to is not needed."""
+    monkeypatch.delitem(sys.modules, "a2d_mpi.kernels.compiled")
+    if why == "missing":
+        monkeypatch.setitem(sys.modules, "numba", None)
+    elif why == "switched off":
+        monkeypatch.setattr("numba.config.DISABLE_JIT", 1)
+    else:
+        from numba.core import caching
+
+        def refuse(*_):
+            raise RuntimeError("cannot cache function: no locator available")
+
+        monkeypatch.setattr(caching.FunctionCache, "__init__", refuse)
+        assert make_kernel("numba", HOST, np.dtype("f4"), 1.0).name == "numba"
+        return
+    assert make_kernel("auto", HOST, np.dtype("f4"), 1.0).name == "numpy"
+    with pytest.raises(ImportError, match="kernel 'numba' needs Numba \\(extra numba\\)"):
+        make_kernel("numba", HOST, np.dtype("f4"), 1.0)
+
+
+def test_names():
+    kinds = {"float32": "numba", "float16": "numba", "float64": "numpy"}
+    for dtype, name in kinds.items():
+        assert make_kernel("auto", HOST, np.dtype(dtype), 1.0).name == name
+        assert make_kernel("numpy", HOST, np.dtype(dtype), 1.0).name == "numpy"
