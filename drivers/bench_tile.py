@@ -1,16 +1,20 @@
-"""The NumPy kernel against PyTorch's CPU scaled_dot_product_attention, on one core.
+"""The kernels for CPUs against PyTorch's scaled_dot_product_attention, on one core.
 
     pip install -e '.[bench]'  # torch; its CPU build is enough
-    python drivers/bench_tile.py
-    python drivers/bench_tile.py --shapes 16x16x16,64x16x16 --trials 300
+    python drivers/bench_tile.py --trials 9 --output data/results/tiles.h5
+    python drivers/bench_tile.py --shapes 16x16x16,64x16x16,256x8x64 --trials 301
+    OPENBLAS_CORETYPE=Haswell python drivers/bench_tile.py  # as if the CPU were another
     python drivers/bench_tile.py --masks all  # without torch
 
-Both run in this process, in turn, trial by trial, single-threaded, float32; the backward pass is
+All run in this process, in turn, trial by trial, single-threaded, float32; the backward pass is
 timed against torch's autograd.  Prints GFLOP/s (4 operations per pair, head and element forward,
 10 backward; masked pairs are not counted) as the median over the trials, and the median of the
-ratios.  "general" is our kernel with the shortcut for moderate logits turned off.
+ratios: of the kernel "numpy", of "numba" where Numba is installed, and of the latter with the
+shortcut for moderate logits turned off, "general".  --output adds the seconds of all trials to a
+benchmark file, with CPU, BLAS, the CPU that it takes this one for, and versions;
+``plot.py --what tiles`` draws it.
 
-With --masks: nanoseconds of CPU time that the NumPy kernel takes for each visible pair and head
+With --masks: nanoseconds of CPU time that the kernel takes for each visible pair and head
 under these masks, and their ratio to the full mask's, of up to 2048 queries, in turn.
 Exit code 1: a result is wrong.  2: bad input, or torch is missing.
 """
@@ -33,6 +37,8 @@ def build_parser() -> Parser:
         help=f"seqlen x heads x headdim, separated by commas (default {SHAPES}; "
         f"with --masks {SHAPES_OF_MASKS})",
     )
+    parser.add_argument("--output", help="HDF5 file that the seconds are added to")
+    parser.add_argument("--name", help="of these figures in the file; default: CPU and BLAS")
     parser.add_argument("--masks", help="names of masks, separated by commas, or all")
     return parser
 

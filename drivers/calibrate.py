@@ -4,7 +4,8 @@
 
 Run it as the job will run: as many ranks, on as many nodes (told apart by hostname).  All ranks
 measure at once, so the figures are those of a busy machine: ranks that share cores (namespaces on
-one host are found, too) or NICs each get their part.  Kernels: NumPy's, several shapes.
+one host are found, too) or NICs each get their part.  Kernels: several shapes, by the kernel that
+such a job takes; the profile says which one, with which BLAS.
 A link that these ranks do not have (one node, or one rank on each) is left out of the profile,
 which then does for ranks that do not need it.
 
@@ -32,6 +33,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         "--seconds", type=float, default=30.0, help="of a measurement, about (default %(default)s)"
     )
     add("--dtype", choices=DTYPES, action="append", help="default: float32; may be repeated")
+    add("--kernel", choices=("auto", "numpy", "numba"), default="auto",
+        help="default: the fastest that is installed")  # fmt: skip
     add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
     add("--accept-disturbed", action="store_true",
         help="measure once, and write the profile even if others use the machine")  # fmt: skip

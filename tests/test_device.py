@@ -19,7 +19,7 @@ from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.transport import DeviceTransport
 from a2d_mpi.experiments.benchmark import add_results
-from a2d_mpi.experiments.gpu_plots import add_figures, read_figures
+from a2d_mpi.experiments.kernel_plots import add_figures, read_figures
 from a2d_mpi.experiments.results import read_result
 
 pytestmark = pytest.mark.grids
@@ -329,7 +329,28 @@ def test_picture_of_kernels(tmp_path):
     other = tmp_path / "bench.h5"
     add_results(other, {}, {})
     done = helpers.drive("plot.py", 0, other, *options)
-    assert_refused(done, "it has no group gpu/kernel")
+    assert_refused(done, "it has no group figures/kernel")
+
+
+def test_picture_of_tiles(tmp_path):
+    """Of a file that this test makes: a panel for each machine, by size; NumPy alone on one."""
+    file = tmp_path / "tiles.h5"
+    for name, kernels in (
+        ("one CPU", ("torch", "numpy", "numba")),
+        ("another", ("torch", "numpy")),
+    ):
+        seconds = {
+            f"{shape}/full/forward/{x}": np.array([2.0, 1.0, 9.0])
+            for shape in ("256x8x64", "16x16x16")
+            for x in kernels
+        }
+        add_figures(file, name, {"threads": 1}, seconds)
+    options = ["--what", "tiles", "--format", "svg", "--output", tmp_path]
+    done = helpers.drive("plot.py", 0, file, *options)
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "tiles.svg").read_text()
+    assert all(drawn.count(f"<!-- {x} -->") == 1 for x in ("one CPU", "another", "numba"))
+    assert drawn.index("<!-- 16x16x16") < drawn.index("<!-- 256x8x64")
 
 
 def test_who_says_that_mpi_takes_device_memory(monkeypatch):

@@ -151,6 +151,18 @@ def test_rising_maximum():
     assert not failures(found, q, k, v, dout, intervals, 1.0, exact)
 
 
+@pytest.mark.parametrize("name, dtype", KINDS)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (3, 1)])
+def test_inputs_may_be_read_only(name, dtype, heads):
+    q, k, v, dout = tensors(20, 30, *heads, 4, dtype)
+    intervals = random_intervals(np.random.default_rng(0), 20, 30, "one")
+    exact = plain(q, k, v, dout, intervals, 0.5, np.float64)
+    for x in (q, k, v, dout):
+        x.flags.writeable = False
+    found = run(make_kernel(name, HOST, np.dtype(dtype), 0.5), q, k, v, dout, intervals, exact)
+    assert not failures(found, q, k, v, dout, intervals, 0.5, exact)
+
+
 @pytest.mark.parametrize("name", ["numpy", "numba"])
 def test_queries_that_see_nothing(name):
     q, k, v, dout = tensors(6, 9, 2, 2, 4, np.float32)

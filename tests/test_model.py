@@ -294,7 +294,7 @@ def test_one_rank_has_no_turns():
 def test_a_profile_is_read_as_written(tmp_path):
     whole = machine(
         replace(SLOW, nics=2), ranks_per_node=4, cores_per_node=2.5, memory=10**9, start=0.25,
-        step=0.125, turn=0.0625, copy=1e9, merge=2e9, reserved=5,
+        step=0.125, turn=0.0625, copy=1e9, merge=2e9, reserved=5, computed_by="float32: \"new\"",
     )  # fmt: skip
     path = tmp_path / "here.toml"
     write_machine(path, whole, "measured\nsomewhere")
@@ -488,10 +488,11 @@ def test_calibrate(tmp_path):
     path = tmp_path / "here.toml"
     common = ["--output", path, "--seconds", "1"]
     name = 'a "\\ # \n\t\x1b[1m\x7f\u2028\N{GREEK SMALL LETTER PI}'
-    options = ["--dtype", "bfloat16", "--name", name, "--accept-disturbed"]
+    options = ["--dtype", "bfloat16", "--name", name, "--accept-disturbed", "--kernel", "numpy"]
     done = drive("calibrate.py", 2, *common, *options)
     assert done.returncode == 0, done.stderr
     found = read_machine(path)
+    assert re.fullmatch(r"bfloat16: numpy; openblas [\d.]+ \(\w+\); 1 thread", found.computed_by)
     assert found.name == name
     assert found.ranks_per_node == 2 and set(found.kernels) == {"bfloat16"}
     assert found.inside and found.between is None
@@ -503,6 +504,8 @@ def test_calibrate(tmp_path):
         ([*common, "--dtype=int8"], [], "invalid choice"),
         ([*common, "--name=\udcff"], [], "UTF-8, at most 100 characters, got '\\udcff'"),
         ([*common, "--name=" + 101 * "x"], [], "at most 100 characters, got 'xxx"),
+        ([*common, "--kernel=cupy"], [], "invalid choice"),
+        ([*common, "--kernel=numba", "--dtype=float64"], [], "computes in float32, not float64"),
         ([*common, "--threads=0"], [], "--threads must be at least 1"),
         ([*common, f"--threads={10**30}"], [], "--threads must be at most 1024"),
     ])  # fmt: skip

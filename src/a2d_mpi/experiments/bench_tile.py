@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from importlib.metadata import version
+from importlib.util import find_spec
 
 import numpy as np
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_limits
 
+from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.host import HOST
+from a2d_mpi.experiments.kernel_plots import add_figures
 from a2d_mpi.experiments.options import BadOption
+from a2d_mpi.experiments.origin import cpu_name, provenance
 from a2d_mpi.experiments.timing import in_turn
-from a2d_mpi.kernels.numpy import NumpyKernel
+from a2d_mpi.kernels import make_kernel
 
 
 def shapes(text: str) -> list[tuple[int, int, int]]:
@@ -40,54 +46,80 @@ def bench_tile(args: argparse.Namespace) -> int:
         import torch
     except ImportError:
         raise ValueError("torch is missing: pip install -e '.[bench]'") from None
+    if args.output:
+        check_writable(args.output)
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
-        # One and the same core for both.
+        # One and the same core for all.
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    wrong = False
+    names = ["numpy", "numba"] if find_spec("numba") else ["numpy"]
+    about: dict[str, object] = {
+        **provenance("none", [socket.gethostname()]),
+        "threads": 1,
+        "trials": args.trials,
+        "dtype": "float32",
+        "device": cpu_name(),
+        **{x: version(x) for x in ("numpy", "torch", *names[1:])},
+    }
+    seconds, wrong = {}, False
     with threadpool_limits(1):
-        blas = {f"{x['internal_api']} {x['version']} ({x.get('architecture')})"
-                for x in threadpool_info() if x["user_api"] == "blas"}  # fmt: skip
-        print(f"numpy {np.__version__} with {', '.join(blas)}; torch {torch.__version__}")
-        print("seqlen heads headdim mask    pass      torch   ours  general   GFLOP/s"
-              "    ours/torch general/torch")  # fmt: skip
-        for seqlen, heads, headdim in args.shapes:
+        print("{device}, 1 thread; numpy {numpy} with {blas}; torch {torch}".format(**about))
+        columns = ("torch", *names, "general")
+        print("seqlen heads headdim mask    pass   ", *(f"{x:>7}" for x in columns),
+              "  GFLOP/s; over torch's:", ", ".join(columns[1:]))  # fmt: skip
+        for shape in args.shapes:
             for mask in ("full", "causal"):
-                rates_of, looks, error = _compare(torch, seqlen, heads, headdim, mask, args.trials)
+                found, works, error = _compare(torch, shape, mask, args.trials, names)
                 wrong |= not error < 1e-4
-                for name, rates in rates_of.items():
-                    ours, general = (
-                        np.median(rates[x] / rates["torch"]) for x in ("ours", "general")
-                    )
-                    figures = "".join(f"{np.median(x):8.1f}" for x in rates.values())
-                    print(
-                        f"{seqlen:6} {heads:5} {headdim:7} {mask:<7} {name:<8} {figures}"
-                        f"{ours:20.2f} {general:13.2f}",
-                        flush=True,
-                    )
-                shares = ", ".join(f"{100 * x:.2f} % of {name}" for name, x in looks.items())
+                for phase, work in works.items():
+                    of = {x: found[phase, x] for x in columns}
+                    _print_line((*shape, mask, phase), work, of)
+                    group = f"{'x'.join(map(str, shape))}/{mask}/{phase}"
+                    seconds |= {f"{group}/{x}": y for x, y in of.items()}
+                    about[f"tflop/{group}"] = work / 1e12
+                shares = (
+                    f"{100 * np.median(found[x, 'look'] / found[x, names[-1]]):.2f} % of {x}"
+                    for x in works
+                )
                 print(f"    largest difference of out and the gradients: {error:.1e}; "
-                      f"a plan's look for NaN: {shares}")  # fmt: skip
+                      f"a plan's look for NaN: {', '.join(shares)}")  # fmt: skip
+    if args.output:
+        name = args.name or f"{about['device']}, {about['blas']}"
+        add_figures(args.output, name.replace("/", " "), about | {"right": not wrong}, seconds)
     return int(wrong)
 
 
+def _print_line(what: tuple, work: int, seconds: dict[str, np.ndarray]) -> None:
+    """GFLOP/s of torch and our kernels, and of the latter the medians of their ratios."""
+    rates = (f"{work / 1e9 / np.median(x):7.1f}" for x in seconds.values())
+    ratios = (f"{np.median(seconds['torch'] / x):6.2f}" for x in list(seconds.values())[1:])
+    print("{:6} {:5} {:7} {:<7} {:<8}".format(*what), *rates, " " * 4, *ratios, flush=True)
+
+
 def _compare(
-    torch, seqlen: int, nheads: int, headdim: int, mask_name: str, trials: int
-) -> tuple[dict, dict, float]:
-    """GFLOP/s of every trial by pass and implementation, shares of looking for NaN, and the
-    largest difference.
+    torch, shape: tuple[int, int, int], mask_name: str, trials: int, names: Sequence[str]
+) -> tuple[dict, dict[str, int], float]:
+    """Seconds of the trials by phase and kernel, FLOP by phase, and the largest difference.
+
+    "general" is the last of the kernels without the shortcut for moderate logits, "look" a look
+    for NaN.
     """
+    seqlen, nheads, headdim = shape
     rng = np.random.default_rng(0)
-    q, k, v, dout = (rng.standard_normal((seqlen, nheads, headdim), np.float32) for _ in range(4))
+    q, k, v, dout = (rng.standard_normal(shape, np.float32) for _ in range(4))
     theirs = torch_calls(torch, *map(torch.from_numpy, (q, k, v, dout)), mask_name == "causal")
     mask, tokens = make_mask(mask_name, seqlen), np.arange(seqlen)
     intervals = mask.intervals(tokens, tokens)
     out, lse = np.empty_like(q), np.empty((seqlen, nheads), np.float32)
     gradients = [np.empty_like(x) for x in (q, k, v)]
+    exact = [x.detach().numpy()[0].transpose(1, 0, 2) for x in _all_of(theirs)]
     looked_at = {"forward": (q, k, v), "backward": (dout, q, k, v, out)}
     calls = {(phase, "torch"): theirs[phase] for phase in looked_at}
-    for name in ("ours", "general"):
-        kernel = NumpyKernel(np.float32, headdim**-0.5)
+    error = 0.0
+    for name in (*names, "general"):
+        kernel = make_kernel(
+            names[-1] if name == "general" else name, HOST, q.dtype, headdim**-0.5
+        )
         if name == "general":
             kernel._bounded = lambda *_: False
 
@@ -99,20 +131,22 @@ def _compare(
             delta = np.einsum("thd,thd->th", dout, out)
             kernel.backward(dout, q, k, v, lse, delta, intervals, *gradients, fresh=True)
 
+        forward(), backward()
+        error = max(error, *(np.abs(x - y).max() for x, y in zip((out, *gradients), exact)))
         calls |= {("forward", name): forward, ("backward", name): backward}
     for phase, arrays in looked_at.items():
         calls[phase, "look"] = lambda arrays=arrays: [HOST.finite(x) for x in arrays]
-    seconds = in_turn(calls, trials)
-    error = max(
-        np.abs(a - b.detach().numpy()[0].transpose(1, 0, 2)).max()
-        for a, b in zip((out, *gradients), theirs["results"]())
-    )
-    rates, shares = {}, {}
-    for phase in looked_at:
-        work = flops(mask.area(tokens, tokens), nheads, headdim, phase == "backward") / 1e9
-        rates[phase] = {x: work / seconds[phase, x] for x in ("torch", "ours", "general")}
-        shares[phase] = float(np.median(seconds[phase, "look"] / seconds[phase, "ours"]))
-    return rates, shares, error
+    works = {
+        phase: flops(mask.area(tokens, tokens), nheads, headdim, phase == "backward")
+        for phase in looked_at
+    }
+    return in_turn(calls, trials), works, float(error)
+
+
+def _all_of(theirs: dict[str, Callable]) -> tuple:
+    """Out and gradients by torch."""
+    theirs["backward"]()
+    return theirs["results"]()
 
 
 def torch_calls(

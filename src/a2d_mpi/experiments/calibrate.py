@@ -28,9 +28,12 @@ from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.merge import merge
 from a2d_mpi.core.problem import Workload
+from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.clock import Clock, kernel_calls
+from a2d_mpi.experiments.origin import blas_name
 from a2d_mpi.experiments.timing import in_turn
+from a2d_mpi.kernels import check_kernel, make_kernel
 from a2d_mpi.planning.calibration import (
     STEADY,
     disturbance,
@@ -121,7 +124,7 @@ def _measure(comm: MPI.Intracomm, args: argparse.Namespace, where: Place) -> Mea
         clock = Clock(comm, where.share, max(0.02 / where.share, 0.01 * args.seconds))
         kernels, notes = {}, []
         for dtype in dtypes:
-            found = _kernels(clock, where, dtype, 0.5 * args.seconds / len(dtypes))
+            found = _kernels(clock, where, dtype, args, 0.5 * args.seconds / len(dtypes))
             kernels[dtype] = {phase: kernel for phase, (kernel, _) in found.items()}
             notes += [f"{dtype} {phase}: fitted within {100 * worst:.0f} %"
                       for phase, (_, worst) in found.items()]  # fmt: skip
@@ -145,8 +148,16 @@ def _measure(comm: MPI.Intracomm, args: argparse.Namespace, where: Place) -> Mea
         start=start,
         copy=copy / where.share,
         merge=merging / where.share,
+        computed_by=_computed_by(dtypes, args),
     )
     return Measured(machine, notes, tiny, disturbance(clock.shares, clock.seconds))
+
+
+def _computed_by(dtypes: list[str], args: argparse.Namespace) -> str:
+    """Kernels by dtype, BLAS and its threads."""
+    kernels = (f"{x}: {make_kernel(args.kernel, HOST, as_dtype(x), 1.0).name}" for x in dtypes)
+    threads = "1 thread" if args.threads == 1 else f"{args.threads} threads"
+    return f"{', '.join(kernels)}; {blas_name()[:100]}; {threads}"
 
 
 def _validated(args: argparse.Namespace, where: Place) -> Place:
@@ -155,16 +166,20 @@ def _validated(args: argparse.Namespace, where: Place) -> Place:
     if args.name is None:
         args.name = where.hosts[0]
     Machine(args.name, None, None, {})  # or say what is wrong with it
+    for dtype in args.dtype or ():
+        check_kernel(args.kernel, as_dtype(dtype))
     if not where.even:
         raise ValueError("the nodes have different numbers of ranks")
     return where
 
 
-def _kernels(clock: Clock, where: Place, dtype: str, seconds: float) -> dict:
+def _kernels(
+    clock: Clock, where: Place, dtype: str, args: argparse.Namespace, seconds: float
+) -> dict:
     """Kernel and largest relative error of the fit, by phase."""
     left, calls, repeats, samples = clock.until(seconds), {}, {}, {}
     for phase, shape in product(PHASES, SHAPES):
-        by_phase, samples[phase, shape] = kernel_calls(dtype, shape)
+        by_phase, samples[phase, shape] = kernel_calls(dtype, shape, name=args.kernel)
         # Long enough that ranks on one core have taken turns.
         once = clock.mean(by_phase[phase])
         repeats[phase, shape] = n = min(200, max(1, math.ceil(0.02 / where.share / once)))

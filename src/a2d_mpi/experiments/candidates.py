@@ -110,6 +110,8 @@ def _print(
     room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"
     print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} a node, {room}"
           + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
+    if machine.computed_by:
+        print(f"kernels: {one_line(machine.computed_by)}")
     fitting = [plan for plan in found if plan.fits]
     print(
         f"{len(fitting)} plans fit"

@@ -11,8 +11,9 @@ from mpi4py import MPI
 
 from a2d_mpi.core.dtypes import as_dtype, compute_dtype
 from a2d_mpi.core.masks import Full
+from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.timing import seconds_of
-from a2d_mpi.kernels.numpy import NumpyKernel
+from a2d_mpi.kernels import make_kernel
 from a2d_mpi.planning.calibration import Sample
 
 
@@ -71,14 +72,16 @@ class Clock:
         return lambda: self.comm.bcast(time.perf_counter() < end)
 
 
-def kernel_calls(dtype: str, shape: tuple, poll=None) -> tuple[dict, Sample]:
-    """The calls of a kernel by phase, and a sample of them without seconds."""
+def kernel_calls(
+    dtype: str, shape: tuple, poll: Callable | None = None, name: str = "auto"
+) -> tuple[dict[str, Callable], Sample]:
+    """The calls of the kernel of that name by phase, and a sample of them without seconds."""
     nq, nk, h, hkv, d, mask = shape
     rng = np.random.default_rng(0)
     kind, wide = as_dtype(dtype), compute_dtype(as_dtype(dtype))
     q, dout = (rng.standard_normal((nq, h, d)).astype(kind) for _ in range(2))
     k, v = (rng.standard_normal((nk, hkv, d)).astype(kind) for _ in range(2))
-    kernel, keys = NumpyKernel(kind, d**-0.5, poll), np.arange(nk)
+    kernel, keys = make_kernel(name, HOST, kind, d**-0.5, poll), np.arange(nk)
     intervals = mask.intervals(np.arange(nq), keys)
     out, lse = np.empty((nq, h, d), wide), np.empty((nq, h), wide)
     gradients = [np.zeros(x.shape, wide) for x in (q, k, v)]

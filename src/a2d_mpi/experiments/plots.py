@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.experiments.benchmark import read_benchmark
-from a2d_mpi.experiments.gpu_plots import draw_kernels, read_figures
+from a2d_mpi.experiments.kernel_plots import draw_kernels, draw_tiles, read_all, read_figures
 from a2d_mpi.experiments.loss_plots import draw_losses, read_losses
 from a2d_mpi.experiments.pictures import FILLS, pyplot, save
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
@@ -280,6 +280,7 @@ FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 OTHERS = {
     "training": (lambda args: read_losses(args.results), draw_losses),
     "kernels": (lambda args: read_figures(args.results, "kernel"), draw_kernels),
+    "tiles": (lambda args: read_all(args.results), draw_tiles),
     **{x: (lambda args: read_steps(args.results), draw) for x, draw in DRAWN.items()},
 }
 

@@ -160,9 +160,10 @@ class CompiledPasses(NumpyPasses):
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray
     ) -> tuple[float, float, float, float]:
         """See `a2d_mpi.kernels.passes.Passes`."""
-        if q.dtype != np.float32:  # float16, bfloat16
-            return super().largest_norms(q, k, v)
-        return _largest_norms(q, k, v)
+        # Not those of 16 bits, nor a caller's that are read-only: another type to Numba.
+        if all(x.dtype == np.float32 and x.flags.carray for x in (q, k, v)):
+            return _largest_norms(q, k, v)
+        return super().largest_norms(q, k, v)
 
     def finish(
         self,

@@ -5,8 +5,10 @@ to vanish beside them:
 
 * every product is written into a preallocated buffer;
 * the subtraction of the running maximum, of lse and of delta is one more column of the first
-  products (a column of ones beside k and v), and sums of exponentials are products with ones;
-  under a soft-cap, which comes between the product and the subtraction, the latter is a pass;
+  products (a column of ones beside k and v); under a soft-cap, which comes between the product
+  and the subtraction, the latter is a pass;
+* exponentials and their sums are one pass, compiled where that is possible
+  (`a2d_mpi.kernels.passes`);
 * the query heads that share a KV head are rows of one product;
 * visibility is decided per cache block (`a2d_mpi.kernels.blocks`), for all heads at once;
 * in small cache blocks one call of NumPy does many heads;
@@ -123,11 +125,10 @@ class NumpyKernel(Packing):
             vh = self._keys("v", v[:, heads_kv], unseen, d)  # (c, nk, d)
             for i0, i1, cache_blocks in query_blocks:
                 n, here = (i1 - i0) * g, (slice(i0, i1), heads)
+                hide = None if masked is None else masked[i0:i1]
                 # (c, n, d), or d + 1: the last column is minus the shift.
-                qb = self._pack(
-                    *("q", q[here], c, self.softmax_scale, None if columns == d else 0),
-                    None if masked is None else masked[i0:i1],
-                )
+                column = None if columns == d else 0
+                qb = self._pack("q", q[here], c, self.softmax_scale, column, hide)
                 acc, total = get("acc", (c, n, d)), get("total", (c, n))
                 total[:] = 0
                 shift = None if bounded else np.zeros((c, n), self.dtype)

@@ -139,15 +139,16 @@ class Machine:
     turn: float = 0.0
     copy: float = math.inf
     merge: float = math.inf
+    computed_by: str = ""
 
     def __post_init__(self) -> None:
-        whole = (
-            self.name == self.name.encode(errors="replace").decode()
-        )  # not bytes of other codes
-        if not whole or len(self.name) > LONGEST_NAME:
-            raise ValueError(
-                f"name must be UTF-8, at most {LONGEST_NAME} characters, got {shown(self.name)}"
-            )
+        for field, most in (("name", LONGEST_NAME), ("computed_by", 3 * LONGEST_NAME)):
+            text = getattr(self, field)
+            whole = text == text.encode(errors="replace").decode()  # not bytes of other codes
+            if not whole or len(text) > most:
+                raise ValueError(
+                    f"{field} must be UTF-8, at most {most} characters, got {shown(text)}"
+                )
         _check(self)
 
     @property

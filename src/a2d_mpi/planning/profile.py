@@ -12,6 +12,7 @@ A profile holds measured (``drivers/calibrate.py``) or quoted figures, in SI uni
     turn = 1e-4                   # likewise beside each hop of a ring: every one is waited for
     copy = 1e10                   # bytes/s of copies, sums and zeros, by one core
     merge = 2e9                   # bytes/s of partial outs merged, by one core
+    computed_by = "float32: numba; openblas 0.3.31 (Haswell); 1 thread"  # what was measured
 
     [link.inside]                 # between ranks of a node
     latency = 2e-6                # s until a message arrives, however short
@@ -111,6 +112,8 @@ def to_toml(machine: Machine, comment: str = "") -> str:
     """
     lines = [f"# {one_line(line)}".rstrip() for line in comment.split("\n") if comment]
     skip = {"inside", "between", "kernels"}
+    if not machine.computed_by:
+        skip.add("computed_by")
     top = {f.name: getattr(machine, f.name) for f in fields(machine) if f.name not in skip}
     lines += _lines(top)
     for name in ("inside", "between"):
@@ -182,7 +185,7 @@ def _make(kind: type, values: object, where: str, given: Mapping[str, object] = 
                 raise ValueError(f"it lacks {prefix}{name}")
             continue
         value, wanted, called = values[name], (int, float), "a number"
-        if name == "name":
+        if name in ("name", "computed_by"):
             wanted, called = str, "text"
         elif name in ("nics", "ranks_per_node", "memory", "reserved"):
             wanted, called = int, "a whole number"
@@ -204,6 +207,6 @@ def _lines(values: dict[str, object]) -> list[str]:
             lines.append(f"{name} = {quoted}")
         elif isinstance(value, int):
             lines.append(f"{name} = {value}")
-        elif value is not None and value < math.inf:
+        elif isinstance(value, float) and value < math.inf:
             lines.append(f"{name} = {value:.4g}")
     return lines

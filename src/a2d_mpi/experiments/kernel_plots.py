@@ -1,8 +1,8 @@
-"""Figures of drivers/bench_gpu.py in a benchmark file, and their picture; no MPI import.
+"""Figures of bench_gpu.py and bench_tile.py in a benchmark file, and pictures; no MPI import.
 
 ::
 
-    /gpu/<name>            attributes: origin, options, ranks, ...; seconds and TFLOP of a call
+    /figures/<name>        attributes: origin, options, ranks, ...; tflop/<call>: TFLOP of a call
         <call>             (trials,) seconds of the slowest rank
 
 The rest of the file is as `a2d_mpi.experiments.benchmark` has it.
@@ -54,9 +54,9 @@ def add_figures(
     else:
         add_results(path, {}, {})
     with new_file(path, extend=True) as file:
-        if f"gpu/{name}" in file:
-            del file[f"gpu/{name}"]
-        group = file.create_group(f"gpu/{name}")
+        if f"figures/{name}" in file:
+            del file[f"figures/{name}"]
+        group = file.create_group(f"figures/{name}")
         set_attributes(group, attributes)
         for call, x in seconds.items():
             group.create_dataset(call, data=x)
@@ -64,9 +64,14 @@ def add_figures(
 
 def read_figures(path: str | os.PathLike[str], name: str) -> Figures:
     """Read the figures of one benchmark; OSError or ValueError, with one line, if it has none."""
+    return read_all(path, name)[name]
+
+
+def read_all(path: str | os.PathLike[str], *names: str) -> dict[str, Figures]:
+    """Read the figures of these benchmarks, or of all; raises what `read_figures` does."""
     with reading(path, SCHEMA) as file:
-        group = needed(file, f"gpu/{name}")
-        return Figures(plain(group.attrs), arrays(group))
+        groups = {x: needed(file, f"figures/{x}") for x in names or needed(file, "figures")}
+        return {name: Figures(plain(x.attrs), arrays(x)) for name, x in groups.items()}
 
 
 def draw_kernels(plt, found: Figures, width: float):
@@ -94,3 +99,35 @@ def draw_kernels(plt, found: Figures, width: float):
     axes.set_ylabel("TFLOP/s")
     heads = f"{a['nheads']} heads x {a['headdim']}"
     return figure, axes, f"{a['device']}, {a['seqlen']} tokens, {heads}, {a['dtype']}"
+
+
+def draw_tiles(plt, found: Mapping[str, Figures], width: float):
+    """Speed of our kernels over torch's, by shape, mask and phase; a panel for each machine."""
+    figure, panels = plt.subplots(
+        len(found), squeeze=False, sharex=True, figsize=(width, (0.25 + 0.3 * len(found)) * width)
+    )
+    for axes, (machine, figures) in zip(panels[:, 0], found.items(), strict=True):
+        calls = [x.rsplit("/", 1) for x in figures.seconds]
+        groups = sorted({x for x, _ in calls}, key=_size)
+        for i, name in enumerate(("numpy", "numba")):
+            ratios = {
+                x: float(np.median(figures.seconds[f"{x}/torch"] / figures.seconds[f"{x}/{name}"]))
+                for x, kernel in calls
+                if kernel == name
+            }
+            at = [x + 0.4 * i - 0.2 for x, group in enumerate(groups) if group in ratios]
+            heights = [ratios[x] for x in groups if x in ratios]
+            axes.bar(at, heights, 0.4, color=("#E69F00", "#0072B2")[i], label=name)
+        axes.axhline(1, color="black", linewidth=0.6)
+        labels = [x.replace("/", "\n").replace("forward", "fwd").replace("backward", "bwd")
+                  for x in groups]  # fmt: skip
+        axes.set_xticks(range(len(groups)), labels, fontsize=4)
+        axes.set_ylabel("torch's time / ours")
+        axes.set_title(machine, fontsize=6)
+    return figure, panels[0, 0], "Kernels on one core, float32, against torch"
+
+
+def _size(group: str) -> tuple[int, str]:
+    """Order of groups like "16x16x16/full/forward": by size, then by name."""
+    shape, rest = group.split("/", 1)
+    return int(np.prod([int(x) for x in shape.split("x")])), rest
