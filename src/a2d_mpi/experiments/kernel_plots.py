@@ -102,32 +102,34 @@ def draw_kernels(plt, found: Figures, width: float):
 
 
 def draw_tiles(plt, found: Mapping[str, Figures], width: float):
-    """Speed of our kernels over torch's, by shape, mask and phase; a panel for each machine."""
+    """Speed of our kernels over torch's, by shape, mask and phase; a panel for each benchmark."""
+    of = [sorted({x.rsplit("/", 1)[0] for x in y.seconds}, key=_size) for y in found.values()]
     figure, panels = plt.subplots(
-        len(found), squeeze=False, sharex=True, figsize=(width, (0.25 + 0.3 * len(found)) * width)
+        *(len(found), 1),
+        squeeze=False,
+        sharex=True,
+        height_ratios=[len(groups) for groups in of],
+        figsize=(width, 0.25 * width + 0.17 * sum(map(len, of))),
     )
-    for axes, (machine, figures) in zip(panels[:, 0], found.items(), strict=True):
-        calls = [x.rsplit("/", 1) for x in figures.seconds]
-        groups = sorted({x for x, _ in calls}, key=_size)
-        for i, name in enumerate(("numpy", "numba")):
+    for axes, groups, (name, figures) in zip(panels[:, 0], of, found.items(), strict=True):
+        for i, kernel in enumerate(("numpy", "numba")):
             ratios = {
-                x: float(np.median(figures.seconds[f"{x}/torch"] / figures.seconds[f"{x}/{name}"]))
-                for x, kernel in calls
-                if kernel == name
+                y: float(np.median(figures.seconds[f"{group}/torch"] / ours))
+                for y, group in enumerate(groups)
+                if (ours := figures.seconds.get(f"{group}/{kernel}")) is not None
             }
-            at = [x + 0.4 * i - 0.2 for x, group in enumerate(groups) if group in ratios]
-            heights = [ratios[x] for x in groups if x in ratios]
-            axes.bar(at, heights, 0.4, color=("#E69F00", "#0072B2")[i], label=name)
-        axes.axhline(1, color="black", linewidth=0.6)
-        labels = [x.replace("/", "\n").replace("forward", "fwd").replace("backward", "bwd")
-                  for x in groups]  # fmt: skip
-        axes.set_xticks(range(len(groups)), labels, fontsize=4)
-        axes.set_ylabel("torch's time / ours")
-        axes.set_title(machine, fontsize=6)
-    return figure, panels[0, 0], "Kernels on one core, float32, against torch"
+            at, colour = [y + 0.4 * i - 0.2 for y in ratios], ("#E69F00", "#0072B2")[i]
+            axes.barh(at, list(ratios.values()), 0.4, color=colour, label=kernel)
+        axes.axvline(1, color="black", linewidth=0.6)
+        axes.set_yticks(range(len(groups)), [x.replace("/", " ") for x in groups], fontsize=5)
+        axes.invert_yaxis()
+        axes.set_title(name, fontsize=6)
+    panels[-1, 0].set_xlabel("torch's time / ours")
+    return figure, panels[0, 0], "One core, float32, against torch"
 
 
-def _size(group: str) -> tuple[int, str]:
-    """Order of groups like "16x16x16/full/forward": by size, then by name."""
+def _size(group: str) -> tuple[int, str, str]:
+    """Order of groups like "16x16x16/full/forward": by size."""
     shape, rest = group.split("/", 1)
-    return int(np.prod([int(x) for x in shape.split("x")])), rest
+    seqlen, nheads, headdim = map(int, shape.split("x"))
+    return seqlen**2 * nheads * headdim, shape, rest
