@@ -8,6 +8,7 @@ way; what is switched inside a switch takes no time.  Built from a profile; no s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
@@ -26,8 +27,10 @@ class Network:
     kind : str
         "switch": one switch for all.  "fat tree": leaf switches of `PORTS` ports, each with a
         cable to each of the spine switches, of which that of a message follows from the port
-        where it goes, as InfiniBand's static routes do.  "dragonfly": routers in groups; see
-        `_dragonfly`.
+        where it goes, as InfiniBand's static routes do.  "dragonfly": the smallest balanced one
+        (Kim et al. 2008) that has all ports, groups of 2p routers with p ports and p cables to
+        other groups each.  Routes are adaptive: nothing is narrow inside a group, and between two
+        a message goes over a third one (Valiant), so that half of a group's cables is its own.
     oversubscription : float
         Of a fat tree: ports of a leaf switch, over its cables to spine switches.
     slow_port : float
@@ -99,7 +102,10 @@ class Cables:
             self._spines = max(1, round(PORTS / network.oversubscription))
             links.append(np.full(2 * self._leaves * self._spines, one))
         elif network.kind == "dragonfly":
-            links += self._dragonfly(one)
+            p = next(p for p in count(1) if 2 * p * p * (2 * p * p + 1) >= self._all)
+            self._group = 2 * p * p
+            self._groups = -(-self._all // self._group)
+            links.append(np.full(2 * self._groups, one * self._group / 2))
         self.bandwidth = np.concatenate(links)
 
     def routes(self, source: np.ndarray, to: np.ndarray) -> np.ndarray:
@@ -110,7 +116,11 @@ class Cables:
             for x, rank in zip(nodes, (source, to))
         ]
         up, down = ports[0] + 2 * self._ranks, ports[1] + 2 * self._ranks + self._all
-        ways = {"switch": lambda *_: [], "fat tree": self._over_spine, "dragonfly": self._over_groups}
+        ways = {
+            "switch": lambda *_: [],
+            "fat tree": self._over_spine,
+            "dragonfly": self._over_groups,
+        }
         far = np.stack([up, *ways[self._network.kind](*ports), down], axis=1)
         near = np.full_like(far, -1)
         near[:, 0], near[:, 1] = source, to + self._ranks
@@ -127,39 +137,7 @@ class Cables:
         down = self._first + (self._leaves + other) * self._spines + spine
         return [np.where(leaf == other, -1, x) for x in (up, down)]
 
-    def _dragonfly(self, one: float) -> list[np.ndarray]:
-        """Bandwidths in the least balanced dragonfly (Kim et al. 2008) that has all ports.
-
-        A router has p ports and p cables to other groups, a group 2p routers, each with a cable
-        to each other.  The cables of a group are divided evenly among the groups that there are;
-        those of two groups count as one link, as messages spread over them.
-        """
-        p = 1
-        while 2 * p * p * (2 * p * p + 1) < self._all:
-            p += 1
-        self._p, self._routers = p, 2 * p
-        groups = self._groups = -(-self._all // (2 * p * p))
-        inside = np.full(groups * (2 * p) ** 2, one)
-        between = np.full(groups**2, one * 2 * p * p / max(1, groups - 1))
-        return [inside, between]
-
     def _over_groups(self, port: np.ndarray, to: np.ndarray) -> list[np.ndarray]:
-        routers = self._routers
-        here, there = port // self._p, to // self._p
-        group, other = here // routers, there // routers
-        same = group == other
-        # The routers that hold the cables between two groups: one of them, by the port.
-        way_out = (to + other) % routers
-        way_in = (to + group) % routers
-
-        def local(group: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-            link = self._first + (group * routers + one) * routers + other
-            return np.where(one == other, -1, link)
-
-        first = self._first + self._groups * routers**2
-        across = np.where(same, -1, first + group * self._groups + other)
-        out = local(group, here % routers, np.where(same, there % routers, way_out))
-        into = np.where(same, -1, local(other, way_in, there % routers))
-        return [out, across, into]
-
-
+        group, other = port // self._group, to // self._group
+        links = self._first + group, self._first + self._groups + other
+        return [np.where(group == other, -1, x) for x in links]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.core.problem import Workload
+from a2d_mpi.core.problem import Problem, Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.events import Events
 from a2d_mpi.planning.machine import Machine
@@ -30,7 +30,9 @@ from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.tape import Record, Tape, TapedLinks
 from a2d_mpi.schedules import distribution_of, problem_of
 
-NEEDS = "simulations need SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu)"
+NEEDS = (
+    "simulations need SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu)"
+)
 # All that SimGrid's default has of TCP is left out, which profiles, as measured, have in them or
 # machines do not have: factors of bandwidth and latency, the window's limit (gamma), less for
 # flows that pass more links (weight), and acknowledgements that take a share of the way back.
@@ -44,6 +46,7 @@ OPTIONS = (
     "contexts/factory:raw",
     "contexts/stack-size:64",
 )
+SWITCH = Network()
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def simulate(
     layout: Layout,
     work: Workload,
     distribution: str | None = None,
-    network: Network = Network(),
+    network: Network = SWITCH,
     slow: np.ndarray | None = None,
     quantum: float = 0.0,
     timeout: float | None = None,
@@ -122,7 +125,12 @@ def simulate(
 
 
 def taped(
-    machine: Machine, method: str, layout: Layout, work: Workload, problem, phase: str
+    machine: Machine,
+    method: str,
+    layout: Layout,
+    work: Workload,
+    problem: Problem,
+    phase: str,
 ) -> Record:
     """All that the ranks do in a phase."""
     tape, events, record = Tape(), Events(machine, layout), Record(layout.size)
@@ -192,7 +200,6 @@ def _run(
                 x = np.ascontiguousarray(x)
                 rows = x.size // (x.shape[1] if x.ndim > 1 else 1)
                 file.write(np.int64(rows).tobytes() + x.tobytes())
-        if os.environ.get("KEEP"): shutil.copy(given, os.environ["KEEP"])
         options = [f"--cfg={x}" for x in OPTIONS] + ["--log=root.thres:warning"]
         command = [binary, given, found, *options]
         try:
