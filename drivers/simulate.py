@@ -48,13 +48,6 @@ def build_parser() -> Parser:
     ):
         add(f"--{name}", type=float, default=1.0, help=f"{what} (default %(default)s)")
     add("--timeout", type=float, default=3600.0, help="s of a phase (default %(default)s)")
-    add(
-        "--quantum",
-        type=float,
-        default=0.0,
-        help="messages leave at multiples of this share of the predicted seconds, which is faster "
-        "to simulate where they do at many different times (default %(default)s)",
-    )
     return parser
 
 

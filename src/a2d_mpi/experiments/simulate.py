@@ -3,11 +3,12 @@
 The file::
 
     /              attributes: schema, schema_version, and the origin of the latest entries
-    /runs/<name>   attributes: plan and workload, as in a benchmark's config; machine, network; and for each phase "forward/simulated", "forward/predicted": seconds of
-                   the slowest rank; "forward/simulated wait", "forward/predicted wait": of all
-                   ranks, in the mean; "measured" where the plans are those of a benchmark; cost:
-                   seconds, bytes of memory and messages of the simulation; "timeout": seconds
-                   after which it was given up, and then nothing simulated
+    /runs/<name>   attributes: plan and workload, as in a benchmark's config; machine, network;
+                   for each phase "forward/simulated", "forward/predicted": seconds of the slowest
+                   rank, and "forward/simulated wait", "forward/predicted wait": of all ranks, in
+                   the mean; "measured", where the plans are those of a benchmark; "cost seconds",
+                   "cost memory", "cost messages": of the simulation; "timeout": seconds after
+                   which it was given up, and then nothing simulated
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Task:
             odd += f"-slow {word} {factor:g}" * (factor > 1)
         return f"{self.what.name}-{network.name}{odd}-{self.machine.name}".replace("/", "_")
 
-    def run(self, timeout: float | None, quantum: float) -> dict[str, object]:
-        """The attributes of its entry; `quantum`: see `simulate`, as a share of all seconds."""
+    def run(self, timeout: float | None) -> dict[str, object]:
+        """The attributes of its entry."""
         what, layout, work = self.what, self.what.layout, self.what.case.work(self.what.overlap)
         found: dict[str, object] = {
             **{x: getattr(what.case, x) for x in ("seqlen", "nheads", "nheads_kv", "headdim")},
@@ -77,12 +78,9 @@ class Task:
         predicted = predict(*plan)
         slow = np.ones(layout.size)
         slow[0] = self.slow_rank
-        total = sum(float(x.total.max()) for x in predicted.values())
         both = {"predicted": predicted}
         try:
-            replay = simulate(
-                *plan, network=self.network, slow=slow, quantum=quantum * total, timeout=timeout
-            )
+            replay = simulate(*plan, network=self.network, slow=slow, timeout=timeout)
         except TimeoutError:
             found["timeout"] = timeout
         else:
@@ -108,7 +106,7 @@ def simulate_all(args: argparse.Namespace) -> int:
         if len(left) < len(tasks):
             bar.write(f"{len(tasks) - len(left)} are in {args.output} already")
         for task in bar:
-            done[task.name] = found = task.run(args.timeout, args.quantum)
+            done[task.name] = found = task.run(args.timeout)
             _add(args.output, task.name, found)
             bar.write(_line(task.name, found))
     ours = [done[x.name] for x in tasks]

@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -32,24 +31,21 @@ struct Side {  // of message a: the sender's (b < 0), or the receiver's, from in
 };
 
 struct Sent {  // one message, while somebody needs it
-  s4u::CommPtr comm;
-  int posted = 0;
-  int left = 2;  // sides that may still wait for it
+  s4u::Mailbox* mailbox = nullptr;
+  s4u::CommPtr comm[2];  // as the sender knows it, and the receiver
+  int left = 2;          // sides that may still wait for it
   double latency = 0;
-  std::vector<int64_t> waiting;
 };
 
 static Ints ints, wide, base, to, bytes, begin, end;
 static Doubles doubles, pace;
 static std::vector<Op> ops;
 static std::vector<Side> sides;
-static std::vector<s4u::Host*> hosts;
-static std::vector<s4u::SemaphorePtr> turns;           // of ranks that wait for a message to start
+static std::vector<s4u::Mailbox*> unused;
 static std::unordered_map<int64_t, double> latencies;  // by from * ranks + to
 static std::unordered_map<int64_t, Sent> sent;         // by base[message] + column
 static Doubles finished, waited;
-static int64_t messages;
-static double quantum;
+static int64_t messages, mailboxes;
 
 template <class T> static std::vector<T> read(FILE* file)
 {
@@ -72,19 +68,24 @@ static std::pair<int64_t, int64_t> known(int64_t rank, int64_t m, int64_t from)
 
 static void post(int64_t rank, const Op& op)
 {
-  auto [key, size] = known(rank, op.a, op.kind == SEND ? -1 : op.b);
+  static void* parcel;  // nothing is in it
+  bool sends = op.kind == SEND;
+  auto [key, size] = known(rank, op.a, sends ? -1 : op.b);
   if (size == 0)
     return;
   Sent& message = sent[key];
-  if (++message.posted < 2)
-    return;
-  int64_t column = key - base[op.a], sink = ints[to[op.a] + column];
-  int64_t source = wide[op.a] ? column : op.c;
-  messages++;
-  message.latency = latencies.at(source * int64_t(hosts.size()) + sink);
-  message.comm = s4u::Comm::sendto_async(hosts[source], hosts[sink], uint64_t(size));
-  for (int64_t waiting : message.waiting)
-    turns[waiting]->release();
+  if (!message.mailbox && unused.empty())
+    unused.push_back(s4u::Mailbox::by_name(std::to_string(mailboxes++)));
+  if (!message.mailbox) {  // still: other actors went on meanwhile
+    message.mailbox = unused.back();
+    unused.pop_back();
+    int64_t column = key - base[op.a], source = wide[op.a] ? column : op.c;
+    message.latency = latencies.at(source * int64_t(finished.size()) + ints[to[op.a] + column]);
+    messages++;
+  }
+  auto comm = sends ? message.mailbox->put_async(&parcel, uint64_t(size))
+                    : message.mailbox->get_async(&parcel);
+  sent[key].comm[!sends] = comm;
 }
 
 // When all is there that a rank waits for.
@@ -95,15 +96,14 @@ static double arrival(int64_t rank, const Op& op)
     auto [key, size] = known(rank, side->message, side->from);
     if (size == 0)
       continue;
+    auto comm = sent[key].comm[side->from >= 0];
+    comm->wait();
     Sent& message = sent[key];
-    if (!message.comm) {
-      message.waiting.push_back(rank);
-      turns[rank]->acquire();
-    }
-    message.comm->wait();
-    ready = std::max(ready, message.comm->get_finish_time() + message.latency);
-    if (--message.left == 0)
+    ready = std::max(ready, comm->get_finish_time() + message.latency);
+    if (--message.left == 0) {
+      unused.push_back(message.mailbox);
       sent.erase(key);
+    }
   }
   return ready;
 }
@@ -126,8 +126,8 @@ static void run(int64_t rank)
       waited[rank] += ready - now;
       now = ready;
     } else {
-      if (now > s4u::Engine::get_clock() + quantum)
-        s4u::this_actor::sleep_until(quantum > 0 ? quantum * std::ceil(now / quantum) : now);
+      if (now > s4u::Engine::get_clock())
+        s4u::this_actor::sleep_until(now);
       post(rank, op);
     }
   }
@@ -143,10 +143,8 @@ int main(int argc, char** argv)
     fprintf(stderr, "usage: replay IN OUT\n");
     return 2;
   }
-  auto sizes = read<double>(input);  // ranks, quantum
-  size_t size = size_t(sizes[0]);
-  quantum = sizes[1];
-  pace = read<double>(input);
+  pace = read<double>(input);  // of each rank
+  size_t size = pace.size();
   auto bandwidth = read<double>(input);
   auto from = read<int64_t>(input), towards = read<int64_t>(input);
   auto latency = read<double>(input);
@@ -160,6 +158,7 @@ int main(int argc, char** argv)
   begin = read<int64_t>(input), end = read<int64_t>(input);  // of each rank's ops
   fclose(input);
 
+  std::vector<s4u::Host*> hosts;
   auto* zone = s4u::create_full_zone("all");
   std::vector<s4u::Link*> links;
   for (size_t i = 0; i < size; i++)
@@ -177,7 +176,6 @@ int main(int argc, char** argv)
   zone->seal();
   finished.resize(size), waited.resize(size);
   for (size_t i = 0; i < size; i++) {
-    turns.push_back(s4u::Semaphore::create(0));
     s4u::Actor::create("a" + std::to_string(i), hosts[i], [i] { run(int64_t(i)); });
   }
   engine.run();

@@ -83,7 +83,6 @@ def simulate(
     distribution: str | None = None,
     network: Network = SWITCH,
     slow: np.ndarray | None = None,
-    quantum: float = 0.0,
     timeout: float | None = None,
 ) -> Replay:
     """Replay a plan.
@@ -95,9 +94,6 @@ def simulate(
     network : Network
     slow : (P,) float64, optional
         By physical rank: all that it does takes so many times as long.
-    quantum : float
-        Seconds that a message may leave late, so that many leave at once, which takes less time
-        to simulate; no rank is late for it.
     timeout : float, optional
         Seconds that the simulation of a phase may take.
 
@@ -114,7 +110,7 @@ def simulate(
     phases, memory, messages = {}, 0, 0
     for phase in work.phases:
         record = taped(machine, method, layout, work, problem, phase)
-        arrays = replay_input(record, Cables(network, machine, layout.size), layout, pace, quantum)
+        arrays = replay_input(record, Cables(network, machine, layout.size), layout, pace)
         now, waited, (nbytes, number) = _run(binary, arrays, layout.size, timeout)
         spent = {part: pace * seconds for part, seconds in record.spent.items()}
         spent["wait"] = waited
@@ -143,7 +139,7 @@ def taped(
 
 
 def replay_input(
-    record: Record, cables: Cables, layout: Layout, pace: np.ndarray, quantum: float
+    record: Record, cables: Cables, layout: Layout, pace: np.ndarray
 ) -> list[np.ndarray]:
     """The arrays that the replayer reads, in its order."""
     place = layout.physical()
@@ -154,7 +150,7 @@ def replay_input(
     first = np.concatenate([[0], np.cumsum(passed.sum(axis=1))])
     messages = np.array(record.messages, np.int64).reshape(-1, 4).T
     return [
-        np.array([layout.size, quantum], float), pace, cables.bandwidth,
+        pace, cables.bandwidth,
         *ends, cables.latency(*there), first, routes[passed],
         record.ints, record.doubles, *messages,
         np.array(record.ops, np.int64), np.array(record.sides, np.int64),
