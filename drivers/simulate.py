@@ -13,7 +13,8 @@ drivers/bench.py instead, each on the profile beside it of the same name, agains
 Every simulation is added to the file when it is done; --resume goes on where an earlier run ended,
 and tries again what ran out of time, if there is more now.
 
-It needs SimGrid and a compiler, which jobs/simulate.sh looks for: g++ and libsimgrid-dev.
+It needs SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Python needs
+nothing of it.
 
 Exit code 2: bad input, or no SimGrid.
 """
