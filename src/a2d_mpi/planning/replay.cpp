@@ -6,9 +6,11 @@
 // others on them: SimGrid shares them.
 #include <simgrid/s4u.hpp>
 
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <csignal>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -136,6 +138,7 @@ static void run(int64_t rank)
 
 int main(int argc, char** argv)
 {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);  // a driver that is killed leaves nothing running
   s4u::Engine engine(&argc, argv);
   FILE* input = argc == 3 ? fopen(argv[1], "rb") : nullptr;
   FILE* output = input ? fopen(argv[2], "wb") : nullptr;
