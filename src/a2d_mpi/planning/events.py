@@ -117,6 +117,11 @@ class Events:
     layout : Layout
     spans : list of Spans, optional
         Gets everything, by rank.
+
+    Attributes
+    ----------
+    programs : dict of int to Program
+        By logical rank.
     """
 
     def __init__(self, machine: Machine, layout: Layout, spans: list[Spans] | None = None) -> None:
@@ -125,14 +130,14 @@ class Events:
         self._links = machine.links(layout.size)
         between = self._links[1]
         self._alone = between.bandwidth * max(1.0, between.nics / machine.ranks_per_node)
-        self._programs: dict[int, Program] = {}
+        self.programs: dict[int, Program] = {}
         self._transfers: dict[tuple, Transfer] = {}
         self._free: dict[tuple, float] = {}
 
     def program(self, rank: int) -> Program:
         """A new program for a logical rank."""
-        self._programs[rank] = Program(self, rank)
-        return self._programs[rank]
+        self.programs[rank] = Program(self, rank)
+        return self.programs[rank]
 
     def link(self, source: int, to: int):
         """The link between two ranks."""
@@ -144,11 +149,20 @@ class Events:
             self._transfers[key] = Transfer(source, to, nbytes)
         return self._transfers[key]
 
+    def work(self, rank: int, transfers: list[Transfer]) -> float:
+        """Seconds of a rank's core that what it receives takes."""
+        return sum(
+            (1 - link.hidden) * x.nbytes / link.bandwidth
+            for x in transfers
+            for link in [self.link(x.source, x.to)]
+            if x.to == rank
+        )
+
     def run(self) -> dict[str, np.ndarray]:
         """Run all programs together; returns the seconds of each part, (P,) float64."""
         self._parts = {part: [0.0] * self._size for part in PARTS}
         self._idle = [0.0] * self._size
-        left = {rank: iter(program.steps) for rank, program in self._programs.items()}
+        left = {rank: iter(program.steps) for rank, program in self.programs.items()}
         step = {rank: next(steps, None) for rank, steps in left.items()}
         self._now = [0.0] * self._size
         self._queue = [(0.0, rank) for rank in left]
@@ -190,12 +204,7 @@ class Events:
         ready = max(now, max(x.done for x in transfers))
         self._idle[rank] += ready - now
         if arriving:
-            work = sum(
-                (1 - link.hidden) * x.nbytes / link.bandwidth
-                for x in transfers
-                for link in [self.link(x.source, x.to)]
-                if x.to == rank
-            )
+            work = self.work(rank, transfers)
             paid = min(self._idle[rank], work)
             self._idle[rank] -= paid
             ready += work - paid

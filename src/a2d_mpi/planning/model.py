@@ -81,14 +81,14 @@ def predict(
     for phase in work.phases:
         trace = None if spans is None else [[] for _ in range(layout.size)]
         problem = problem_of(method, layout, work, work.mask, name)
-        found[phase] = Phase(**_Ranks(machine, layout, work, problem, phase).go(method, trace))
+        found[phase] = Phase(**Walk(machine, layout, work, problem, phase).predict(method, trace))
         if spans is not None:
             spans[phase] = trace
     return found
 
 
-class _Ranks:
-    """All ranks in one phase."""
+class Walk:
+    """All that the ranks do in one phase, one step after the other."""
 
     def __init__(
         self, machine: Machine, layout: Layout, work: Workload, problem: Problem, phase: str
@@ -98,23 +98,31 @@ class _Ranks:
         self._group = self._inside.config
         self._in_order = problem.shards_kv.name == "contiguous"
 
-    def go(self, method: str, spans: list[Spans] | None) -> dict[str, np.ndarray]:
-        """Go through the whole phase; returns the seconds of each part."""
-        machine, layout, work = self._machine, self._layout, self._work
+    def predict(self, method: str, spans: list[Spans] | None) -> dict[str, np.ndarray]:
+        """Put the whole phase on the clock; returns the seconds of each part."""
+        places = self._machine, self._layout
+        clock, events = Clock(self._layout.size, spans), Events(*places, spans)
+        at_once = self.go(method, clock, Links(*places, clock), events)
+        return clock.parts if at_once else events.run()
+
+    def go(self, method: str, clock: Clock, links: Links, events: Events) -> bool:
+        """Go through the schedules of all ranks at once, or give each a program of its own.
+
+        Returns whether all went at once, on the clock and the links; else there are programs.
+        """
+        layout, work = self._layout, self._work
         chains = write_all(method, self._phase, layout, self._problem, work.overlap)
-        model = machine.kernel(work.dtype, self._phase)
-        of_calls = machine.share, self._inside, self._phase
-        if len(chains) == 1 and METHODS[method].at_once:
-            clock = Clock(layout.size, spans)
-            links, calls = Links(machine, layout, clock), KernelCalls(model, *of_calls)
+        model = self._machine.kernel(work.dtype, self._phase)
+        of_calls = model, self._machine.share, self._inside, self._phase
+        if at_once := len(chains) == 1 and METHODS[method].at_once:
+            calls = KernelCalls(*of_calls)
             self._walk(chains[0], clock.spend, links, calls, np.array(self._problem.counts))
-            return clock.parts
-        events = Events(machine, layout, spans)
-        calls = SingleCalls(model, *of_calls)
-        for rank, chain in enumerate(chains):
-            program = events.program(rank)
-            self._walk(chain, program.spend, program, calls, self._problem.counts[rank])
-        return events.run()
+        else:
+            calls = SingleCalls(*of_calls)
+            for rank, chain in enumerate(chains):
+                program = events.program(rank)
+                self._walk(chain, program.spend, program, calls, self._problem.counts[rank])
+        return at_once
 
     def _walk(
         self,

@@ -1,0 +1,56 @@
+"""Plans x ranks x lengths x networks replayed by SimGrid, beside the model's prediction.
+
+    python drivers/simulate.py --output results/scale.h5 --profile data/machines/a100-16x4.toml \
+        --networks "switch,fat tree:2,dragonfly" --ranks 64,256,1024 --seqlens 1M --nheads 32 \
+        --nheads-kv 32,8 --masks causal --backward --plans "ring,auto:each" --resume
+
+    python drivers/simulate.py --output build/runs.h5 --benchmark data/results/*.h5
+
+Every rank does what the model has it do, for as long; only the network is another: SimGrid shares
+its links among all messages.  Plans are those of drivers/bench.py; a network is "switch", "fat
+tree", "fat tree:4" (four times oversubscribed) or "dragonfly".  --benchmark: the plans of files of
+drivers/bench.py instead, each on the profile beside it of the same name, against the measurement.
+Every simulation is added to the file when it is done; --resume goes on where an earlier run ended,
+and tries again what ran out of time, if there is more now.
+
+It needs SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Python needs
+nothing of it.
+
+Exit code 2: bad input, or no SimGrid.
+"""
+
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.experiments.options import MASK_HELP, Parser, listed, run_serial, whole
+from a2d_mpi.experiments.simulate import RANKS, simulate_all
+
+
+def build_parser() -> Parser:
+    """The options of this driver."""
+    parser = Parser("simulate.py", __doc__)
+    add = parser.add_argument
+    add("--output", required=True, help="HDF5 file")
+    add("--resume", action="store_true", help="add to the file what is not there yet")
+    add("--benchmark", nargs="+", help="files of drivers/bench.py: their plans, and no others")
+    add("--profile", nargs="+", default=[], help="TOML files, see data/machines")
+    add("--networks", default="switch", help="default %(default)s")
+    add("--ranks", type=listed(whole(1, RANKS)), default=[64], help="64,256: default 64")
+    add("--plans", default="auto:each", help="as of drivers/bench.py (default %(default)s)")
+    add("--seqlens", default="1M", help="tokens: 64K,1M (default %(default)s)")
+    add("--masks", default="causal", help=f"{MASK_HELP} (default %(default)s)")
+    add("--nheads", type=whole(1), default=32, help="query heads (default %(default)s)")
+    add("--nheads-kv", help="KV heads: 32,8; default: as many as query heads")
+    add("--headdim", type=whole(1), default=128, help="default %(default)s")
+    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--backward", action="store_true", help="also the gradients")
+    for name, what in (
+        ("slow-rank", "what the first rank does takes so many times as long"),
+        ("slow-port", "the first node's first NIC has so many times less bandwidth"),
+        ("latency", "latencies are so many times as long"),
+    ):
+        add(f"--{name}", type=float, default=1.0, help=f"{what} (default %(default)s)")
+    add("--timeout", type=float, default=3600.0, help="s of a phase (default %(default)s)")
+    return parser
+
+
+if __name__ == "__main__":
+    run_serial(build_parser, simulate_all)

@@ -1,0 +1,249 @@
+"""The job of drivers/simulate.py: plans x ranks x lengths x networks, replayed; no MPI import.
+
+The file::
+
+    /              attributes: schema, schema_version, and the origin of the latest entries
+    /runs/<name>   attributes: plan and workload, as in a benchmark's config; machine, network;
+                   for each phase "forward/simulated", "forward/predicted": seconds of the slowest
+                   rank, and "forward/simulated wait", "forward/predicted wait": of all ranks, in
+                   the mean; "measured", where the plans are those of a benchmark; "cost seconds",
+                   "cost memory", "cost messages": of the simulation; "timeout": seconds after
+                   which it was given up, and then nothing simulated
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from a2d_mpi.core.atomic import check_writable, remove_leftovers
+from a2d_mpi.core.patterns import split_masks
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.hdf5 import needed, plain, reading
+from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.experiments.results import Result, new_file, set_attributes
+from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.network import Network, parse_network
+from a2d_mpi.planning.profile import parse_count, read_machine
+from a2d_mpi.planning.simgrid import replayer, simulate
+from a2d_mpi.schedules import METHODS, distribution_of
+
+SCHEMA = ("a2d_mpi simulation", 1)
+RANKS = 4096
+
+
+@dataclass(frozen=True)
+class Task:
+    """A plan on a machine with a network, and what was measured there, if it was."""
+
+    what: Configuration
+    machine: Machine
+    network: Network
+    slow_rank: float = 1.0
+    measured: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Of its entry."""
+        network, odd = self.network, ""
+        for word, factor in (("rank", self.slow_rank), ("port", network.slow_port)):
+            odd += f"-slow {word} {factor:g}" * (factor > 1)
+        return f"{self.what.name}-{network.name}{odd}-{self.machine.name}".replace("/", "_")
+
+    def run(self, timeout: float | None) -> dict[str, object]:
+        """The attributes of its entry."""
+        what, layout, work = self.what, self.what.layout, self.what.case.work(self.what.overlap)
+        found: dict[str, object] = {
+            **{x: getattr(what.case, x) for x in ("seqlen", "nheads", "nheads_kv", "headdim")},
+            "dtype": what.case.dtype, "mask": what.case.mask, "backward": what.case.backward,
+            "method": what.method, "rows": layout.rows, "cols": layout.cols,
+            "heads": layout.heads, "order": layout.numbering, "overlap": what.overlap,
+            "picked": what.picked, "ranks": layout.size, "machine": self.machine.name,
+            "distribution": distribution_of(what.method, work.mask), "network": self.network.name,
+            "slow_rank": self.slow_rank, "slow_port": self.network.slow_port,
+        }  # fmt: skip
+        if self.measured is not None:
+            found["measured"] = self.measured
+        plan = self.machine, what.method, layout, work
+        predicted = predict(*plan)
+        slow = np.ones(layout.size)
+        slow[0] = self.slow_rank
+        both = {"predicted": predicted}
+        try:
+            replay = simulate(*plan, network=self.network, slow=slow, timeout=timeout)
+        except TimeoutError:
+            found["timeout"] = timeout
+        else:
+            both["simulated"] = replay.phases
+            for name in ("seconds", "memory", "messages"):
+                found[f"cost {name}"] = getattr(replay, name)
+        for name, phases in both.items():
+            for phase, parts in phases.items():
+                found[f"{phase}/{name}"] = float(parts.total.max())
+                found[f"{phase}/{name} wait"] = float(parts.wait.mean())
+        return found
+
+
+def simulate_all(args: argparse.Namespace) -> int:
+    """Simulate what a file lacks, one plan after the other; returns the exit code."""
+    replayer()  # or say what to install
+    done = _there(args.output, args.resume)
+    tasks = list(_of_benchmark(args) if args.benchmark else _of_options(args))
+    left = [
+        x for x in {x.name: x for x in tasks}.values() if _open(done.get(x.name), args.timeout)
+    ]
+    with tqdm(left, disable=None, unit="plan") as bar:
+        if len(left) < len(tasks):
+            bar.write(f"{len(tasks) - len(left)} are in {args.output} already")
+        for task in bar:
+            done[task.name] = found = task.run(args.timeout)
+            _add(args.output, task.name, found)
+            bar.write(_line(task.name, found))
+    ours = [done[x.name] for x in tasks]
+    for one, other in (
+        ("predicted", "simulated"),
+        ("simulated", "measured"),
+        ("predicted", "measured"),
+    ):
+        _compare(ours, one, other)
+    print(f"written to {args.output}")
+    return 0
+
+
+def read_simulations(path: str | Path) -> dict[str, dict[str, object]]:
+    """The attributes of all entries of a file, by name.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read.
+    ValueError
+        If its schema is another.
+    """
+    with reading(path, SCHEMA) as file:
+        runs = needed(file, "runs")
+        return {name: plain(needed(file, f"runs/{name}").attrs) for name in runs}
+
+
+def seconds(found: Mapping[str, object], kind: str) -> float:
+    """Of all phases of an entry, "simulated", "predicted" or "measured"; NaN: there are none."""
+    if kind == "measured":
+        return float(found.get(kind, np.nan))
+    phases = ("forward", "backward") if found["backward"] else ("forward",)
+    return sum(float(found.get(f"{phase}/{kind}", np.nan)) for phase in phases)
+
+
+def _of_options(args: argparse.Namespace) -> Iterator[Task]:
+    cases = [
+        Case(seqlen, nheads, args.headdim, kv, dtype=args.dtype, mask=mask, backward=args.backward)
+        for nheads, kv, mask, seqlen in product(
+            [args.nheads],
+            [parse_count(x) for x in (args.nheads_kv or str(args.nheads)).split(",")],
+            split_masks(args.masks),
+            [parse_count(x) for x in args.seqlens.split(",")],
+        )
+    ]
+    networks = [
+        replace(parse_network(x), slow_port=args.slow_port) for x in args.networks.split(",")
+    ]
+    for path, ranks, case in product(args.profile, args.ranks, cases):
+        machine = read_machine(path)
+        if args.latency != 1:
+            links = {
+                name: replace(link, latency=link.latency * args.latency)
+                for name in ("inside", "between")
+                if (link := getattr(machine, name))
+            }
+            name = f"{machine.name}, latency x {args.latency:g}"
+            machine = replace(machine, name=name, **links)
+        for what in plans_for(case, args.plans.split(","), ranks, tuple(METHODS), machine=machine):
+            for network in networks:
+                yield Task(what, machine, network, args.slow_rank)
+
+
+def _of_benchmark(args: argparse.Namespace) -> Iterator[Task]:
+    """The plans of a benchmark's files, each on the profile beside it."""
+    for path in args.benchmark:
+        machine = read_machine(Path(path).with_suffix(".toml"))
+        for result in read_benchmark(path).values():
+            yield Task(
+                configuration_of(result), machine, Network(), measured=summarise(result).seconds
+            )
+
+
+def configuration_of(result: Result) -> Configuration:
+    """The plan and the workload of a measured result."""
+    c = result.config
+    sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
+    case = Case(*sizes, dtype=str(c["dtype"]), mask=str(c["mask"]), backward=bool(c["backward"]))
+    nodes = None
+    if METHODS[str(c["method"])].knows_nodes:
+        nodes = tuple(int(x) for x in str(c["nodes"]).split())
+    block = tuple(int(x) for x in str(c.get("block", "1x1")).split("x"))
+    shape = (int(c[x]) for x in ("rows", "cols", "heads"))
+    layout = Layout(*shape, str(c["order"]), block, nodes)
+    return Configuration(case, str(c["method"]), layout, bool(c["overlap"]), bool(c["picked"]))
+
+
+def _there(path: str, resume: bool) -> dict[str, dict[str, object]]:
+    remove_leftovers(path)
+    check_writable(path)
+    if not Path(path).exists():
+        return {}
+    if not resume:
+        raise ValueError(f"{path} exists: --resume adds to it, or remove it")
+    return read_simulations(path)
+
+
+def _open(found: Mapping[str, object] | None, timeout: float | None) -> bool:
+    """Whether it is to be simulated: never tried, or for less time than there is now."""
+    if found is None:
+        return True
+    return "timeout" in found and (timeout is None or timeout > float(found["timeout"]))
+
+
+def _add(path: str, name: str, found: Mapping[str, object]) -> None:
+    there = Path(path).exists()
+    with new_file(path, extend=there) as file:
+        origin = provenance("none", ["simulated"])
+        set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **origin})
+        runs = file.require_group("runs")
+        if name in runs:  # it ran out of time
+            del runs[name]
+        set_attributes(runs.create_group(name), found)
+
+
+def _line(name: str, found: Mapping[str, object]) -> str:
+    predicted, simulated = seconds(found, "predicted"), seconds(found, "simulated")
+    if "timeout" in found:
+        return f"{name}: predicted {predicted:.4g} s, not simulated in {found['timeout']:g} s"
+    return (
+        f"{name}: predicted {predicted:.4g} s, simulated {simulated:.4g} "
+        f"({found['cost seconds']:.1f} s, {found['cost memory'] / 1e6:.0f} MB, "
+        f"{found['cost messages']} messages)"
+    )
+
+
+def _compare(entries: list[dict[str, object]], one: str, other: str) -> None:
+    """Print how far the seconds of one kind are from those of another, by machine and ranks."""
+    groups: dict[tuple, list[float]] = {}
+    for x in entries:
+        ratio = seconds(x, one) / seconds(x, other)
+        if np.isfinite(ratio):
+            key = x["machine"], x["network"], x["ranks"]
+            groups.setdefault(key, []).append(abs(ratio - 1))
+    for (machine, network, ranks), off in groups.items():
+        print(
+            f"{one} against {other}, {machine}, {network}, {ranks} ranks: off by "
+            f"{100 * np.median(off):.1f} % (median), {100 * max(off):.1f} % (worst of {len(off)})"
+        )

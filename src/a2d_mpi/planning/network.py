@@ -1,0 +1,143 @@
+"""Networks between the nodes of a machine: their links, and those that a message passes.
+
+Nodes have ports: as many as NICs, or as ranks if there are fewer, who then drive several NICs
+each.  Ranks send through the ports of their nodes in turn.  Every cable is two links, one each
+way; what is switched inside a switch takes no time.  Built from a profile; no simulator is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from a2d_mpi.planning.machine import Machine
+
+KINDS = ("switch", "fat tree", "dragonfly")
+PORTS = 32  # of a leaf switch, towards nodes
+
+
+@dataclass(frozen=True)
+class Network:
+    """How the ports of all nodes are connected.
+
+    Attributes
+    ----------
+    kind : str
+        "switch": one switch for all.  "fat tree": leaf switches of `PORTS` ports, each with a
+        cable to each of the spine switches, of which that of a message follows from the port
+        where it goes, as InfiniBand's static routes do.  "dragonfly": the smallest balanced one
+        (Kim et al. 2008) that has all ports, groups of 2p routers with p ports and p cables to
+        other groups each.  Routes are adaptive: nothing is narrow inside a group, and between two
+        a message goes over a third one (Valiant), so that half of a group's cables is its own.
+    oversubscription : float
+        Of a fat tree: ports of a leaf switch, over its cables to spine switches.
+    slow_port : float
+        The first port of the first node has so many times less bandwidth.
+    """
+
+    kind: str = "switch"
+    oversubscription: float = 1.0
+    slow_port: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"no network {self.kind!r}; one of: {', '.join(KINDS)}")
+        for name in ("oversubscription", "slow_port"):
+            if not 1 <= getattr(self, name) <= PORTS:
+                raise ValueError(f"{name} must be from 1 to {PORTS}, got {getattr(self, name)}")
+        if self.oversubscription > 1 and self.kind != "fat tree":
+            raise ValueError(f"a {self.kind} has no oversubscription")
+
+    @property
+    def name(self) -> str:
+        """As `parse_network` reads it; a slow port is not named."""
+        return self.kind + f":{self.oversubscription:g}" * (self.oversubscription > 1)
+
+
+def parse_network(text: str) -> Network:
+    """A network by its name: "switch", "fat tree:2" (oversubscribed), "dragonfly".
+
+    Raises
+    ------
+    ValueError
+    """
+    kind, _, factor = text.replace("_", " ").strip().partition(":")
+    try:
+        return Network(kind, float(factor or 1))
+    except ValueError as error:
+        raise ValueError(f"network {text[:40]!r}: {error}") from None
+
+
+class Cables:
+    """The links of a machine's first nodes, and the way from any rank to another.
+
+    Parameters
+    ----------
+    network : Network
+    machine : Machine
+    ranks : int
+        They fill the nodes one after the other.
+
+    Attributes
+    ----------
+    bandwidth : (links,) float64
+        Bytes/s.
+    """
+
+    def __init__(self, network: Network, machine: Machine, ranks: int) -> None:
+        self._network, self._per_node = network, machine.ranks_per_node
+        self._inside, self._between = machine.links(ranks)
+        nodes = -(-ranks // self._per_node)
+        self._ports = min(self._between.nics, self._per_node)  # of a node
+        self._all, self._ranks = nodes * self._ports, ranks
+        one = self._between.bandwidth * self._between.nics / self._ports
+        ports = np.full(self._all, one)
+        ports[0] /= network.slow_port
+        links = [np.full(2 * ranks, self._inside.bandwidth), ports, ports]
+        self._first = 2 * (ranks + self._all)  # of those between switches
+        if network.kind == "fat tree":
+            self._leaves = -(-self._all // PORTS)
+            self._spines = max(1, round(PORTS / network.oversubscription))
+            links.append(np.full(2 * self._leaves * self._spines, one))
+        elif network.kind == "dragonfly":
+            p = next(p for p in count(1) if 2 * p * p * (2 * p * p + 1) >= self._all)
+            self._group = 2 * p * p
+            self._groups = -(-self._all // self._group)
+            links.append(np.full(2 * self._groups, one * self._group / 2))
+        self.bandwidth = np.concatenate(links)
+
+    def routes(self, source: np.ndarray, to: np.ndarray) -> np.ndarray:
+        """The links from some physical ranks to others, (n, most) int64; -1: no more."""
+        nodes = source // self._per_node, to // self._per_node
+        ports = [
+            x * self._ports + rank % self._per_node % self._ports
+            for x, rank in zip(nodes, (source, to))
+        ]
+        up, down = ports[0] + 2 * self._ranks, ports[1] + 2 * self._ranks + self._all
+        ways = {
+            "switch": lambda *_: [],
+            "fat tree": self._over_spine,
+            "dragonfly": self._over_groups,
+        }
+        far = np.stack([up, *ways[self._network.kind](*ports), down], axis=1)
+        near = np.full_like(far, -1)
+        near[:, 0], near[:, 1] = source, to + self._ranks
+        return np.where((nodes[0] == nodes[1])[:, None], near, far)
+
+    def latency(self, source: np.ndarray, to: np.ndarray) -> np.ndarray:
+        """Seconds until a message arrives, however short, (n,) float64."""
+        near = source // self._per_node == to // self._per_node
+        return np.where(near, self._inside.latency, self._between.latency)
+
+    def _over_spine(self, port: np.ndarray, to: np.ndarray) -> list[np.ndarray]:
+        leaf, other, spine = port // PORTS, to // PORTS, to % self._spines
+        up = self._first + leaf * self._spines + spine
+        down = self._first + (self._leaves + other) * self._spines + spine
+        return [np.where(leaf == other, -1, x) for x in (up, down)]
+
+    def _over_groups(self, port: np.ndarray, to: np.ndarray) -> list[np.ndarray]:
+        group, other = port // self._group, to // self._group
+        links = self._first + group, self._first + self._groups + other
+        return [np.where(group == other, -1, x) for x in links]

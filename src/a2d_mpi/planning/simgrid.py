@@ -1,0 +1,209 @@
+"""Seconds that a method takes by SimGrid, which shares a network's links among all messages.
+
+What every rank does is what the model has it do (`a2d_mpi.planning.tape`), and takes as long: busy
+times, overheads of messages, latencies, and what a transfer takes from its receiver's core.  Only
+the network differs: links and routes of `a2d_mpi.planning.network`, and SimGrid's flows on them,
+max-min fair, as many bytes/s as a link has.  SimGrid is a process of its own, made from
+``replay.cpp`` when it is first needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from a2d_mpi.core.problem import Problem, Workload
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning.events import Events
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.model import Phase, Walk
+from a2d_mpi.planning.network import Cables, Network
+from a2d_mpi.planning.tape import Record, Tape, TapedLinks
+from a2d_mpi.schedules import distribution_of, problem_of
+
+NEEDS = (
+    "simulations need SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu)"
+)
+# All that SimGrid's default has of TCP is left out, which profiles, as measured, have in them or
+# machines do not have: factors of bandwidth and latency, the window's limit (gamma), less for
+# flows that pass more links (weight), and acknowledgements that take a share of the way back.
+OPTIONS = (
+    "network/model:CM02",
+    "network/bandwidth-factor:1",
+    "network/latency-factor:1",
+    "network/TCP-gamma:0",
+    "network/weight-S:0",
+    "network/crosstraffic:0",
+    "contexts/factory:raw",
+    "contexts/stack-size:64",
+)
+SWITCH = Network()
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What SimGrid found.
+
+    Attributes
+    ----------
+    phases : dict of str to Phase
+        Seconds of every logical rank.
+    seconds : float
+        That it took.
+    memory : int
+        Bytes that its process held at most.
+    messages : int
+    """
+
+    phases: dict[str, Phase]
+    seconds: float
+    memory: int
+    messages: int
+
+    @property
+    def total(self) -> float:
+        """Of the slowest rank, phase by phase, as `Candidate.seconds`."""
+        return sum(float(phase.total.max()) for phase in self.phases.values())
+
+
+def simulate(
+    machine: Machine,
+    method: str,
+    layout: Layout,
+    work: Workload,
+    distribution: str | None = None,
+    network: Network = SWITCH,
+    slow: np.ndarray | None = None,
+    timeout: float | None = None,
+) -> Replay:
+    """Replay a plan.
+
+    Parameters
+    ----------
+    machine, method, layout, work, distribution
+        As of `a2d_mpi.planning.model.predict`.
+    network : Network
+    slow : (P,) float64, optional
+        By physical rank: all that it does takes so many times as long.
+    timeout : float, optional
+        Seconds that the simulation of a phase may take.
+
+    Raises
+    ------
+    ValueError
+        If there is no SimGrid, the heads do not fit the layout, ...
+    TimeoutError
+    """
+    binary, began = replayer(), time.monotonic()
+    name = distribution or distribution_of(method, work.mask)
+    problem = problem_of(method, layout, work, work.mask, name)
+    pace = np.ones(layout.size) if slow is None else np.asarray(slow, float)[layout.physical()]
+    phases, memory, messages = {}, 0, 0
+    for phase in work.phases:
+        record = taped(machine, method, layout, work, problem, phase)
+        arrays = replay_input(record, Cables(network, machine, layout.size), layout, pace)
+        now, waited, (nbytes, number) = _run(binary, arrays, layout.size, timeout)
+        spent = {part: pace * seconds for part, seconds in record.spent.items()}
+        spent["wait"] = waited
+        assert np.allclose(sum(spent.values()), now), "a rank's time is not what it spent"
+        phases[phase] = Phase(**spent)
+        memory, messages = max(memory, int(nbytes)), messages + int(number)
+    return Replay(phases, time.monotonic() - began, memory, messages)
+
+
+def taped(
+    machine: Machine,
+    method: str,
+    layout: Layout,
+    work: Workload,
+    problem: Problem,
+    phase: str,
+) -> Record:
+    """All that the ranks do in a phase."""
+    tape, events, record = Tape(), Events(machine, layout), Record(layout.size)
+    links = TapedLinks(machine, layout, tape)
+    if Walk(machine, layout, work, problem, phase).go(method, tape, links, events):
+        record.of_all(tape.steps, links.pairs)
+    else:
+        record.of_each(events)
+    return record
+
+
+def replay_input(
+    record: Record, cables: Cables, layout: Layout, pace: np.ndarray
+) -> list[np.ndarray]:
+    """The arrays that the replayer reads, in its order."""
+    place = layout.physical()
+    ends = record.ends()
+    there = [place[x] for x in ends]
+    routes = cables.routes(*there)
+    passed = routes >= 0
+    first = np.concatenate([[0], np.cumsum(passed.sum(axis=1))])
+    messages = np.array(record.messages, np.int64).reshape(-1, 4).T
+    return [
+        pace, cables.bandwidth,
+        *ends, cables.latency(*there), first, routes[passed],
+        record.ints, record.doubles, *messages,
+        np.array(record.ops, np.int64), np.array(record.sides, np.int64),
+        *np.array(record.ranges, np.int64).T,
+    ]  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="a2d_mpi-replay-")  # removed when Python ends
+
+
+@lru_cache(maxsize=1)
+def replayer() -> Path:
+    """The program that replays, made if there is none yet.
+
+    Raises
+    ------
+    ValueError
+        If it cannot be made, with what to install.
+    """
+    binary = Path(_folder().name) / "replay"
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise ValueError(f"{NEEDS}; found no {compiler}")
+    source = Path(__file__).with_name("replay.cpp")
+    command = [compiler, "-std=c++17", "-O2", "-o", binary, source, "-lsimgrid"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        errors = [x for x in done.stderr.splitlines() if "error" in x] or ["?"]
+        raise ValueError(f"{NEEDS}; {compiler} says: {errors[0][:200]}")
+    return binary
+
+
+def _run(
+    binary: Path, arrays: Sequence[np.ndarray], ranks: int, timeout: float | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """When every rank was done, seconds that it waited, and bytes and messages of the process."""
+    with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
+        given, found = Path(folder) / "in", Path(folder) / "out"
+        with open(given, "wb") as file:
+            for x in arrays:
+                x = np.ascontiguousarray(x)
+                rows = x.size // (x.shape[1] if x.ndim > 1 else 1)
+                file.write(np.int64(rows).tobytes() + x.tobytes())
+        options = [f"--cfg={x}" for x in OPTIONS] + ["--log=root.thres:warning"]
+        command = [binary, given, found, *options]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the simulation took more than {timeout:g} s") from None
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise RuntimeError(f"the replay failed: {lines[-1]}")
+        values = np.fromfile(found)
+    return values[:ranks], values[ranks : 2 * ranks], values[2 * ranks :]

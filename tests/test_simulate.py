@@ -1,0 +1,246 @@
+"""What a simulator gets: programs of all ranks, links and routes of networks, files of the driver.
+
+Without SimGrid; with it: tests/simgrid_replay.py.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers import parser_of
+from test_model import RESULTS, machine
+
+from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.problem import Workload
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments import simulate as job
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.planning import cost, simgrid
+from a2d_mpi.planning.machine import Link
+from a2d_mpi.planning.model import Phase, predict
+from a2d_mpi.planning.network import PORTS, Cables, Network, parse_network
+from a2d_mpi.planning.profile import write_machine
+from a2d_mpi.planning.simgrid import Replay, taped
+from a2d_mpi.planning.tape import Kind
+from a2d_mpi.schedules import METHODS, distribution_of, problem_of
+
+# At once, with heads, rank by rank, on uneven nodes.
+PLANS = [
+    ("attention2d", Layout(2, 3)),
+    ("attention2d", Layout(1, 4, 2)),
+    ("ring", Layout(5, 1)),
+    ("double ring", Layout(2, 2, 2)),
+    ("triangle", Layout(6, 1)),
+    ("node aware", Layout(2, 3, nodes=(0, 0, 0, 0, 1, 1))),
+    ("blocks", Layout(4, 1)),
+]
+
+
+def follow(record, latency):
+    """When all ranks are done and how long they waited, where only latency takes time."""
+    done, posted = {}, {}
+    now, idle, waited = (np.zeros(record.size) for _ in range(3))
+    left = [list(range(*x)) for x in record.ranges]
+
+    def known(rank, number, source):
+        wide, base, _, nbytes = record.messages[number]
+        column = 0 if not wide else rank if source < 0 else record.ints[source + rank]
+        return base + column, record.ints[nbytes + column]
+
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(record.size):
+            while left[rank]:
+                kind, wide, a, b, c = record.ops[left[rank][0]]
+                if kind == Kind.SPEND:
+                    now[rank] += record.doubles[a + wide * rank]
+                elif kind == Kind.WAIT:
+                    keys = [known(rank, *side) for side in record.sides[a : a + b]]
+                    if any(n and key not in done for key, n in keys):
+                        break
+                    ready = max([now[rank], *(done[key] for key, n in keys if n)])
+                    idle[rank] += ready - now[rank]
+                    work = record.doubles[c + wide * rank] if c >= 0 else 0
+                    paid = min(idle[rank], work)
+                    idle[rank] -= paid
+                    waited[rank] += ready + work - paid - now[rank]
+                    now[rank] = ready + work - paid
+                else:
+                    key, n = known(rank, a, -1 if kind == Kind.SEND else b)
+                    posted.setdefault(key, []).append(now[rank])
+                    if len(posted[key]) == 2 and n:
+                        done[key] = max(posted[key]) + latency
+                left[rank].pop(0)
+                moved = True
+    assert not any(left), "ranks wait for ever"
+    assert all(len(x) == 2 for x in posted.values())
+    return now, waited
+
+
+@pytest.mark.parametrize("method, layout", PLANS)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_programs_are_those_of_the_model(method, layout, phase):
+    mask = Causal() if distribution_of(method, Causal()) != "contiguous" else Full()
+    work = Workload(96, 4, 8, 2, dtype="float32", mask=mask, backward=True)
+    link = Link(1e18, latency=3e-3, overhead=2e-4, hidden=0.5)
+    ours = machine(link, link, start=1e-3, step=1e-4, turn=5e-5, copy=1e6, merge=1e6)
+    problem = problem_of(method, layout, work, mask)
+    record = taped(ours, method, layout, work, problem, phase)
+    now, waited = follow(record, link.latency)
+    expected = predict(ours, method, layout, work)[phase]
+    np.testing.assert_allclose(now, expected.total, rtol=1e-9)
+    np.testing.assert_allclose(waited, expected.wait, rtol=1e-9, atol=1e-12)
+    for part in ("compute", "merge", "other"):
+        np.testing.assert_allclose(record.spent[part], getattr(expected, part), rtol=1e-9)
+    # Who sends how much to whom.
+    moved = np.zeros((layout.size, layout.size), np.int64)
+    for move in cost.moves(method, layout, problem, None, (phase,), sent=True):
+        np.add.at(moved, (move.rank, move.peer), move.tokens * sum(move.tensors))
+    found = np.zeros_like(moved)
+    for kind, wide, number, _, source in record.ops:
+        if kind == Kind.SEND:
+            _, _, to, nbytes = record.messages[number]
+            width = layout.size if wide else 1
+            sources = np.arange(width) if wide else source
+            ends = sources, record.ints[to : to + width]
+            np.add.at(found, ends, record.ints[nbytes : nbytes + width])
+    np.testing.assert_array_equal(found, moved)
+    source, to = record.ends()
+    assert set(zip(*np.nonzero(moved))) <= set(zip(source, to))
+
+
+def cables(kind, ranks, per_node=1, nics=1, oversubscription=1.0, slow_port=1.0):
+    between, inside = Link(1e6, nics=nics), Link(1e9)
+    ours = machine(between, inside, ranks_per_node=per_node)
+    return Cables(Network(kind, oversubscription, slow_port), ours, ranks)
+
+
+def loads(found, source, to):
+    """Messages on every link, as a multiple of what it carries in the time of one on a port."""
+    routes = found.routes(source, to)
+    used = np.bincount(routes[routes >= 0], minlength=len(found.bandwidth))
+    return used / found.bandwidth * 1e6
+
+
+@pytest.mark.parametrize("per_node, nics", [(1, 1), (4, 1), (4, 4), (4, 2), (2, 8)])
+def test_nodes_share_their_nics(per_node, nics):
+    ranks = np.arange(4 * per_node)
+    found = cables("switch", len(ranks), per_node, nics)
+    shift = loads(found, ranks, (ranks + per_node) % len(ranks))
+    np.testing.assert_allclose(shift.max(), per_node / nics)
+    if per_node > 1:  # inside, nothing of the NICs is used
+        inside = loads(found, ranks, ranks ^ 1)
+        assert inside.max() == 1e-3
+        assert found.routes(ranks, ranks ^ 1).min() >= -1
+
+
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_fat_tree(factor):
+    ranks = np.arange(4 * PORTS)
+    found = cables("fat tree", len(ranks), oversubscription=factor)
+    for away in (PORTS, 2 * PORTS + 5):
+        shift = loads(found, ranks, (ranks + away) % len(ranks))
+        assert shift.max() == factor  # no two on one cable but for the oversubscription
+    same_leaf = loads(found, ranks, ranks ^ 1)
+    assert same_leaf.max() == 1
+    if factor > 1:
+        return
+    # Static routes: those to every second spine only meet there.
+    here = ranks[:PORTS]
+    assert loads(found, here, PORTS * (1 + here % 2) + 2 * (here // 2)).max() == 2
+
+
+def test_dragonfly():
+    ranks = np.arange(144)  # groups of 18 ports
+    found = cables("dragonfly", len(ranks))
+    inside = ranks // 18 * 18 + (ranks + 1) % 18
+    assert loads(found, ranks, inside).max() == 1
+    assert loads(found, ranks, (ranks + 18) % len(ranks)).max() == 2  # by a third group
+
+
+def test_slow_port():
+    found = cables("switch", 3, slow_port=2.0)
+    np.testing.assert_array_equal(np.sort(found.bandwidth[6:]), [5e5, 5e5, 1e6, 1e6, 1e6, 1e6])
+    assert loads(found, np.arange(3), (np.arange(3) + 1) % 3).max() == 2
+
+
+@pytest.mark.parametrize("name", ["switch", "fat tree", "fat tree:2", "dragonfly"])
+def test_names_of_networks(name):
+    assert parse_network(name.replace(" ", "_")).name == name
+
+
+@pytest.mark.parametrize("name", ["", "torus", "fat tree:0.5", "switch:2", "fat tree:x"])
+def test_no_such_network(name):
+    with pytest.raises(ValueError, match="network"):
+        parse_network(name)
+
+
+def test_without_simgrid(monkeypatch):
+    simgrid.replayer.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match=r"apt-get install g\+\+ libsimgrid-dev"):
+        simgrid.replayer()
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """A simulator that doubles what the model predicts, and how often it ran."""
+    ran = []
+
+    def run(machine, method, layout, work, network, slow, timeout):
+        ran.append((method, layout.size, network.name, slow.max(), timeout))
+        if timeout < 10:
+            raise TimeoutError
+        phases = predict(machine, method, layout, work)
+        twice = {
+            name: Phase(*(2 * getattr(x, part) for part in ("compute", "merge", "wait", "other")))
+            for name, x in phases.items()
+        }
+        return Replay(twice, 1.0, 10, 20)
+
+    monkeypatch.setattr(job, "simulate", run)
+    monkeypatch.setattr(job, "replayer", lambda: None)
+    return ran
+
+
+def test_driver(fake, tmp_path, capsys):
+    profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
+    write_machine(profile, replace(machine(ranks_per_node=2), name="a/b"))
+    main = {x: f"{v}" for x, v in (("output", output), ("profile", profile))}
+    options = ["--ranks", "4,6", "--seqlens", "96", "--nheads", "4", "--headdim", "8", "--dtype",
+               "float32", "--plans", "ring", "--networks", "switch,fat tree:2"]  # fmt: skip
+    options += [x for name, value in main.items() for x in (f"--{name}", value)]
+
+    def once(*more):
+        args = parser_of("drivers/simulate.py").parse_args([*options, *more])
+        return job.simulate_all(args)
+
+    assert once("--timeout", "5") == 0 and len(fake) == 4
+    found = job.read_simulations(output)
+    assert all(np.isnan(job.seconds(x, "simulated")) for x in found.values())
+    with pytest.raises(ValueError, match="--resume"):
+        once()
+    once("--resume", "--timeout", "5")
+    assert len(fake) == 4  # no more time than before
+    once("--resume", "--timeout", "20")
+    once("--resume", "--timeout", "30")
+    assert len(fake) == 8
+    found = job.read_simulations(output)
+    assert {(x["ranks"], x["network"]) for x in found.values()} == {
+        (ranks, name) for ranks in (4, 6) for name in ("switch", "fat tree:2")
+    }
+    for x in found.values():
+        np.testing.assert_allclose(job.seconds(x, "simulated"), 2 * job.seconds(x, "predicted"))
+        assert x["cost messages"] == 20 and "timeout" not in x
+    once("--resume", "--slow-rank", "2", "--timeout", "20")
+    assert len(job.read_simulations(output)) == 8 and fake[-1][3] == 2
+    assert "50.0 % (median)" in capsys.readouterr().out
+
+
+def test_plans_of_a_benchmark():
+    for name, result in read_benchmark(RESULTS / "16x4.h5").items():
+        what = job.configuration_of(result)
+        assert what.name == name and what.method in METHODS
+        if METHODS[what.method].knows_nodes:
+            assert len(set(what.layout.nodes)) == 16
