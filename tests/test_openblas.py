@@ -45,10 +45,10 @@ def test_other_systems(text):
 def test_it_is_named_in_time(before, user, named):
     """With the /proc/cpuinfo of a Zen 5."""
     code = f"""
-import os, pathlib
+import builtins, io, os
 {before}
-text = {cpuinfo("AuthenticAMD", " ".join(AVX512))!r}
-pathlib.Path.read_text = lambda self, **_: text
+text, real = {cpuinfo("AuthenticAMD", " ".join(AVX512))!r}, open
+builtins.open = lambda x, *y, **z: io.StringIO(text) if x == "/proc/cpuinfo" else real(x, *y, **z)
 import a2d_mpi
 print(os.environ.get("OPENBLAS_CORETYPE", "none"))
 """

@@ -10,15 +10,30 @@ import os
 import re
 import sys
 from contextlib import suppress
-from pathlib import Path
+from itertools import takewhile
 
 # What its kernels for SkylakeX are compiled for.
 AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"}
 
 
+def cpu_fields(cpuinfo: str) -> dict[str, str]:
+    """Fields of a processor by name, from its part of /proc/cpuinfo."""
+    return dict(re.findall(r"^([a-z_ ]+?)\t*: (.*)", cpuinfo, re.MULTILINE))
+
+
+def first_cpu() -> str:
+    """Read the part of /proc/cpuinfo on the first processor; empty where there is none.
+
+    Many processors' parts would take the kernel long.
+    """
+    with suppress(OSError), open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+        return "".join(takewhile(str.strip, file))
+    return ""
+
+
 def core_type(cpuinfo: str) -> str | None:
-    """The type to name where OpenBLAS would guess a slower one, from the text of /proc/cpuinfo."""
-    fields = dict(re.findall(r"^(vendor_id|flags)\t*: (.*)", cpuinfo, re.MULTILINE))
+    """Type to name where OpenBLAS would guess a slower one, from the text of /proc/cpuinfo."""
+    fields = cpu_fields(cpuinfo)
     wide = AVX512.issubset(fields.get("flags", "").split())
     return "SkylakeX" if wide and fields.get("vendor_id") == "AuthenticAMD" else None
 
@@ -27,7 +42,5 @@ def name_core_type() -> None:
     """Set OPENBLAS_CORETYPE where that helps, before NumPy is imported; a user's value stands."""
     if "numpy" in sys.modules or "OPENBLAS_CORETYPE" in os.environ:
         return
-    with suppress(OSError):
-        found = core_type(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace"))
-        if found:
-            os.environ["OPENBLAS_CORETYPE"] = found
+    if found := core_type(first_cpu()):
+        os.environ["OPENBLAS_CORETYPE"] = found

@@ -20,7 +20,7 @@ from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.kernel_plots import add_figures
 from a2d_mpi.experiments.options import BadOption
-from a2d_mpi.experiments.origin import cpu_name, provenance
+from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.timing import in_turn
 from a2d_mpi.kernels import make_kernel
 
@@ -58,7 +58,6 @@ def bench_tile(args: argparse.Namespace) -> int:
         "threads": 1,
         "trials": args.trials,
         "dtype": "float32",
-        "device": cpu_name(),
         **{x: version(x) for x in ("numpy", "torch", *names[1:])},
     }
     seconds, wrong = {}, False

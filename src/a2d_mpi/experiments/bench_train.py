@@ -25,8 +25,8 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
-from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.masks import Mask
+from a2d_mpi.experiments.benchmark import extends
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import reading
 from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs
@@ -95,11 +95,8 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     plans = plans_for(case, specs, ranks, tuple(METHODS), machine=machine)
     if not plans:
         raise ValueError("nothing to run: --plans is empty")
-    check_writable(args.output, 1 << 16)
     done: set[str] = set()
-    if os.path.exists(args.output):
-        if not args.resume:
-            raise ValueError(f"{args.output} exists: --resume adds to it, or remove it")
+    if extends(args.output, args.resume, 1 << 16):
         with reading(args.output, SCHEMA) as file:
             done = set(file["runs"])
     return config, plans, machine, done

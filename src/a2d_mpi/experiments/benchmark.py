@@ -22,6 +22,23 @@ from a2d_mpi.experiments.results import Result, fill, load, new_file, set_attrib
 SCHEMA = ("a2d_mpi benchmark", 1)
 
 
+def extends(path: str | os.PathLike[str], resume: bool, nbytes: int = 0) -> bool:
+    """Tell whether a file is there to be extended; nothing is written.
+
+    Raises
+    ------
+    OSError
+        If a file of `nbytes` cannot be written there.
+    ValueError
+        If it exists and `resume` is false.
+    """
+    check_writable(path, nbytes)
+    there = os.path.exists(path)
+    if there and not resume:
+        raise ValueError(f"{path} exists: --resume adds to it, or remove it")
+    return there
+
+
 def start_benchmark(
     path: str | os.PathLike[str], settings: Mapping[str, object], resume: bool
 ) -> dict[str, bool]:
@@ -46,11 +63,8 @@ def start_benchmark(
         If it exists and `resume` is false, or it was made with other settings.
     """
     remove_leftovers(path)
-    check_writable(path)
-    if not os.path.exists(path):
+    if not extends(path, resume):
         return {}
-    if not resume:
-        raise ValueError(f"{path} exists: --resume adds to it, or remove it")
     with reading(path, SCHEMA) as file:
         found = plain(needed(file, "settings").attrs)
         for name in {**found, **settings}:

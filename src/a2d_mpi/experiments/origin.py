@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import platform
-import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
 from threadpoolctl import threadpool_info
 
 import a2d_mpi
+from a2d_mpi.core.openblas import cpu_fields, first_cpu
 
 
 def provenance(
@@ -63,10 +62,7 @@ def blas_name() -> str:
 
 def cpu_name() -> str:
     """Name of the CPU, and family and model where the name says little, as on virtual machines."""
-    text = ""
-    with suppress(OSError):
-        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    found = dict(re.findall(r"^(model name|cpu family|model)\t*: (.*)", text, re.MULTILINE))
+    found = cpu_fields(first_cpu())
     if "model name" not in found:
         return platform.processor() or platform.machine()
     numbers = [found.get(x, "") for x in ("cpu family", "model")]

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from a2d_mpi.core.atomic import check_writable, remove_leftovers
+from a2d_mpi.core.atomic import remove_leftovers
 from a2d_mpi.core.patterns import split_masks
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.benchmark import extends, read_benchmark
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import Result, new_file, set_attributes
@@ -97,7 +97,7 @@ class Task:
 def simulate_all(args: argparse.Namespace) -> int:
     """Simulate what a file lacks, one plan after the other; returns the exit code."""
     replayer()  # or say what to install
-    done = _there(args.output, args.resume)
+    done, origin = _there(args.output, args.resume), provenance("none", ["simulated"])
     tasks = list(_of_benchmark(args) if args.benchmark else _of_options(args))
     left = [
         x for x in {x.name: x for x in tasks}.values() if _open(done.get(x.name), args.timeout)
@@ -107,7 +107,7 @@ def simulate_all(args: argparse.Namespace) -> int:
             bar.write(f"{len(tasks) - len(left)} are in {args.output} already")
         for task in bar:
             done[task.name] = found = task.run(args.timeout)
-            _add(args.output, task.name, found)
+            _add(args.output, task.name, found, origin)
             bar.write(_line(task.name, found))
     ours = [done[x.name] for x in tasks]
     for one, other in (
@@ -197,25 +197,19 @@ def configuration_of(result: Result) -> Configuration:
 
 def _there(path: str, resume: bool) -> dict[str, dict[str, object]]:
     remove_leftovers(path)
-    check_writable(path)
-    if not Path(path).exists():
-        return {}
-    if not resume:
-        raise ValueError(f"{path} exists: --resume adds to it, or remove it")
-    return read_simulations(path)
+    return read_simulations(path) if extends(path, resume) else {}
 
 
 def _open(found: Mapping[str, object] | None, timeout: float | None) -> bool:
-    """Whether it is to be simulated: never tried, or for less time than there is now."""
+    """Tell if it is to be simulated: never tried, or for less time than there is now."""
     if found is None:
         return True
     return "timeout" in found and (timeout is None or timeout > float(found["timeout"]))
 
 
-def _add(path: str, name: str, found: Mapping[str, object]) -> None:
+def _add(path: str, name: str, found: Mapping[str, object], origin: Mapping[str, object]) -> None:
     there = Path(path).exists()
     with new_file(path, extend=there) as file:
-        origin = provenance("none", ["simulated"])
         set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **origin})
         runs = file.require_group("runs")
         if name in runs:  # it ran out of time

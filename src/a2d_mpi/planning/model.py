@@ -10,7 +10,7 @@ import MPI and knows no method.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,6 +46,11 @@ class Phase:
     def total(self) -> np.ndarray:
         """Seconds of every rank."""
         return self.compute + self.merge + self.wait + self.other
+
+
+def slowest_seconds(phases: Mapping[str, Phase]) -> float:
+    """Seconds of the slowest rank, phase by phase."""
+    return sum(float(phase.total.max()) for phase in phases.values())
 
 
 def predict(

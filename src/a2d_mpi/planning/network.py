@@ -20,7 +20,7 @@ PORTS = 32  # of a leaf switch, towards nodes
 
 @dataclass(frozen=True)
 class Network:
-    """How the ports of all nodes are connected.
+    """Connections between the ports of all nodes.
 
     Attributes
     ----------

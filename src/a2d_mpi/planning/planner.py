@@ -26,7 +26,7 @@ from a2d_mpi.planning import cost
 from a2d_mpi.planning.clock import PARTS
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
-from a2d_mpi.planning.model import Phase, predict
+from a2d_mpi.planning.model import Phase, predict, slowest_seconds
 from a2d_mpi.schedules import METHODS, distribution_of, essence, problem_of
 from a2d_mpi.schedules.accounts import number_of_messages
 
@@ -71,7 +71,7 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """Of the slowest rank, phase by phase."""
-        return sum(float(phase.total.max()) for phase in self.phases.values())
+        return slowest_seconds(self.phases)
 
     @property
     def split(self) -> dict[str, float]:

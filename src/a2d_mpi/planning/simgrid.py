@@ -25,7 +25,7 @@ from a2d_mpi.core.problem import Problem, Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.events import Events
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.model import Phase, Walk
+from a2d_mpi.planning.model import Phase, Walk, slowest_seconds
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.tape import Record, Tape, TapedLinks
 from a2d_mpi.schedules import distribution_of, problem_of
@@ -51,7 +51,7 @@ SWITCH = Network()
 
 @dataclass(frozen=True)
 class Replay:
-    """What SimGrid found.
+    """Result of a replay by SimGrid.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Replay:
     @property
     def total(self) -> float:
         """Of the slowest rank, phase by phase, as `Candidate.seconds`."""
-        return sum(float(phase.total.max()) for phase in self.phases.values())
+        return slowest_seconds(self.phases)
 
 
 def simulate(
@@ -188,7 +188,7 @@ def replayer() -> Path:
 def _run(
     binary: Path, arrays: Sequence[np.ndarray], ranks: int, timeout: float | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """When every rank was done, seconds that it waited, and bytes and messages of the process."""
+    """End of every rank, seconds that it waited, and bytes and messages of the process."""
     with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
         given, found = Path(folder) / "in", Path(folder) / "out"
         with open(given, "wb") as file:

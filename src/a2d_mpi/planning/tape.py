@@ -1,4 +1,4 @@
-"""What all ranks do in one phase, as numbers that a simulator reads; no simulator is needed.
+"""Steps of all ranks in one phase, as numbers that a simulator reads; no simulator is needed.
 
 The model's own walk (`a2d_mpi.planning.model`) writes it: where the model would move its clock,
 `Tape` and `TapedLinks` write down that it should, for ranks that do the same steps; for others
@@ -20,7 +20,7 @@ from a2d_mpi.schedules.steps import Message
 
 
 class Kind(IntEnum):
-    """What a step is; the simulator knows these numbers."""
+    """Kinds of steps; the simulator knows these numbers."""
 
     SPEND = 0
     SEND = 1
@@ -176,9 +176,8 @@ class Record:
 
     def _spend(self, part: str, seconds: np.ndarray | float, ranks) -> None:
         self.spent[part][ranks] += seconds
-        seconds = np.atleast_1d(seconds)
-        where = self._put(np.float64, seconds)
-        self.ops.append((Kind.SPEND, int(len(seconds) > 1), where, 0, 0))
+        where, wide = self._seconds(seconds)
+        self.ops.append((Kind.SPEND, wide, where, 0, 0))
 
     def _message(self, wide: bool, to, nbytes) -> int:
         first, self._numbers = self._numbers, self._numbers + (self.size if wide else 1)
@@ -188,12 +187,14 @@ class Record:
         return len(self.messages) - 1
 
     def _wait(self, sides: list[tuple[int, int]], work: np.ndarray | float) -> None:
-        where, wide = -1, 0
-        if np.any(work):
-            work = np.atleast_1d(work)
-            where, wide = self._put(np.float64, work), int(len(work) > 1)
+        where, wide = self._seconds(work) if np.any(work) else (-1, 0)
         self.ops.append((Kind.WAIT, wide, len(self.sides), len(sides), where))
         self.sides += sides
+
+    def _seconds(self, values: np.ndarray | float) -> tuple[int, int]:
+        """Place of seconds in `doubles`, and whether there are some for each rank."""
+        values = np.atleast_1d(values)
+        return self._put(np.float64, values), int(len(values) > 1)
 
     def _put(self, kind: type, values) -> int:
         return self._pools[kind].put(values)
@@ -207,7 +208,7 @@ class _Pool:
         self._where: dict[bytes, int] = {}
 
     def put(self, values) -> int:
-        """Where an array is in `all`."""
+        """Add an array; returns its place in `all`."""
         data = np.ascontiguousarray(values, self._kind).tobytes()
         if data not in self._where:
             self._where[data] = self._size
