@@ -9,6 +9,7 @@ from cases import GRIDS, NHEADS, TENSORS, inputs, run
 from helpers import DRIVERS, assert_all, bounds_for, drive, drive_each
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
+from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.results import Check
@@ -104,6 +105,24 @@ def test_one_byte_too_many_in_one_of_five_trials():
     done = drive("attention.py", 2, SAMPLE, *options, sabotage=once)
     assert done.returncode == 1, done.stderr
     assert re.search(r"traffic +1.00e\+00 .*FAILED$", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_float64_gradients_that_cancel():
+    """One key: dq and dk are 0, and what the rounding of 4000 queries leaves in dk adds up."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = whole = [rng.standard_normal((n, 1, 64)) for n in (4000, 1, 1, 4000)]
+    lse = np.einsum("qhd,khd->qh", q, k) / 8
+    delta = (dout * v[0]).sum(-1)  # in another order than products of matrices
+    seen = np.ones((4000, 1), bool)
+    found = reference.attention_backward(dout, q, k, v, lse, delta, seen, 1 / 8, np.dtype("f8"))
+    exact = {"out": np.tile(v, (4000, 1, 1)), "lse": lse, "dq": 0 * q, "dk": 0 * k}
+    bounds = bounds_for(np.dtype("f8"), 1 / 8, whole, exact, dict.fromkeys(exact, 0.0))
+    errors = dict(zip(("dq", "dk"), (np.abs(x).max() for x in found)))
+    assert all(0 < errors[x] < bounds[x] < 1e-8 for x in errors), (errors, bounds)
+    largest = {
+        x: np.linalg.norm(y, axis=-1).max() for x, y in zip(("q", "v", "dout"), (q, v, dout))
+    }
+    assert errors["dk"] > np.finfo(float).eps * largest["q"] * largest["v"] * largest["dout"] / 8
 
 
 def test_bounds_that_prove_nothing():

@@ -163,9 +163,10 @@ def error_bounds(
         which stands for the logits that count: their rounding is a relative error of the
         exponentials (an absolute one of lse).  T bounds the terms of a gradient before they
         cancel, by Cauchy-Schwarz; eps is that of the computation.
-        In float64, where no second computation is at hand, ``1e-12 largest`` takes the place of
-        the first term.  16-bit results may be off by half a rounding (a quarter of their eps
-        times `largest`) more: how often one is close to a power of two is a matter of luck.
+        In float64, where no second computation is at hand, ``1e-12 (largest + T)`` takes the place
+        of the first term: T is that of one token, and what thousands of them leave adds up.
+        16-bit results may be off by half a rounding (a quarter of their eps times `largest`) more:
+        how often one is close to a power of two is a matter of luck.
 
         NaN, which nothing passes, where that is not finite or proves nothing: where it is more
         than a tenth of `largest`, the values it bounds (for lse, whose errors are relative ones
@@ -180,8 +181,10 @@ def error_bounds(
     bounds = {}
     for name, value in largest.items():
         size = 1.0 if name == "lse" else value
-        first = 1e-12 * value if dtype == np.float64 else 2 * same_precision[name]
-        bound = first + eps * ((2 + largest["lse"]) * size + terms.get(name, 0.0))
+        of_terms = terms.get(name, 0.0)
+        double = dtype == np.float64
+        first = 1e-12 * (value + of_terms) if double else 2 * same_precision[name]
+        bound = first + eps * ((2 + largest["lse"]) * size + of_terms)
         if dtype.itemsize == 2 and name not in ("lse", "dsink"):
             bound += float(ml_dtypes.finfo(dtype).eps) / 4 * size
         term = {"out": norms["v"], "dv": norms.get("dout", 0.0), **terms}.get(name, 0.0)
