@@ -238,6 +238,18 @@ def test_driver(fake, tmp_path, capsys):
     assert "50.0 % (median)" in capsys.readouterr().out
 
 
+def test_what_is_done_is_kept(fake, tmp_path):
+    """Plans are made as they are needed: if a later one fails, the file has the earlier."""
+    profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
+    write_machine(profile, machine())
+    options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96", "--nheads",
+               "4", "--headdim", "8", "--dtype", "float32", "--plans", "ring:4x1", "--ranks",
+               "4,6"]  # fmt: skip
+    with pytest.raises(ValueError, match="is not 6 ranks"):
+        job.simulate_all(parser_of("drivers/simulate.py").parse_args(options))
+    assert [x["ranks"] for x in job.read_simulations(output).values()] == [4]
+
+
 def test_plans_of_a_benchmark():
     for name, result in read_benchmark(RESULTS / "16x4.h5").items():
         what = job.configuration_of(result)

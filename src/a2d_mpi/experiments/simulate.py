@@ -98,24 +98,26 @@ def simulate_all(args: argparse.Namespace) -> int:
     """Simulate what a file lacks, one plan after the other; returns the exit code."""
     replayer()  # or say what to install
     done = _there(args.output, args.resume)
-    tasks = list(_of_benchmark(args) if args.benchmark else _of_options(args))
-    left = [
-        x for x in {x.name: x for x in tasks}.values() if _open(done.get(x.name), args.timeout)
-    ]
-    with tqdm(left, disable=None, unit="plan") as bar:
-        if len(left) < len(tasks):
-            bar.write(f"{len(tasks) - len(left)} are in {args.output} already")
+    tasks, ours, before = _of_benchmark(args) if args.benchmark else _of_options(args), {}, 0
+    with tqdm(tasks, disable=None, unit="plan") as bar:  # which are planned as they are needed
         for task in bar:
-            done[task.name] = found = task.run(args.timeout)
-            _add(args.output, task.name, found)
-            bar.write(_line(task.name, found))
-    ours = [done[x.name] for x in tasks]
+            if task.name in ours:
+                continue
+            if _open(done.get(task.name), args.timeout):
+                done[task.name] = found = task.run(args.timeout)
+                _add(args.output, task.name, found)
+                bar.write(_line(task.name, found))
+            else:
+                before += 1
+            ours[task.name] = done[task.name]
+    if before:
+        print(f"{before} were in {args.output} already")
     for one, other in (
         ("predicted", "simulated"),
         ("simulated", "measured"),
         ("predicted", "measured"),
     ):
-        _compare(ours, one, other)
+        _compare(list(ours.values()), one, other)
     print(f"written to {args.output}")
     return 0
 
