@@ -47,7 +47,8 @@ def test_all_plans_end(method, layout):
         ours, theirs = found.phases[phase], expected[phase]
         for part in ("compute", "merge", "other"):
             np.testing.assert_allclose(getattr(ours, part), getattr(theirs, part))
-        assert 0.9 < ours.total.max() / theirs.total.max() < 1.3
+        # What is sent later queues in the model; here it slows what others wait for (node aware).
+        assert 0.97 < ours.total.max() / theirs.total.max() < 1.5
     assert found.messages > 0 and 0 < found.memory < 1 << 30
 
 
