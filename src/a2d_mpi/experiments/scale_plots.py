@@ -101,6 +101,23 @@ def draw_strong(plt, scale: Scale, width: float):
     return _by_ranks(plt, scale, width, draw, lambda x: 1e3 * _total(x))
 
 
+def draw_slopes(plt, scale: Scale, width: float):
+    """Time by number of ranks, and at the end of each line the power of the ranks as fitted."""
+
+    def draw(axes, best: Best) -> None:
+        for family, x in best.items():
+            if len(x) > 1:
+                ranks, times = zip(*((n, 1e3 * _total(y)) for (n, _), y in sorted(x.items())))
+                power = np.polyfit(np.log(ranks), np.log(times), 1)[0]
+                axes.annotate(f" P^{power:.2f}", (ranks[-1], times[-1]), fontsize=5,
+                              color=STYLES[family][0])  # fmt: skip
+        axes.set_yscale("log")
+        plain_ticks(axes.yaxis)
+        axes.set_ylabel("time, ms")
+
+    return _by_ranks(plt, scale, width, draw, lambda x: 1e3 * _total(x))
+
+
 def draw_exposed(plt, scale: Scale, width: float):
     """Share of the time that ranks wait for messages, in the mean."""
 
@@ -137,7 +154,12 @@ def draw_winners(plt, scale: Scale, width: float):
     return figure, _Legends(rows[:, 0]), scale.title
 
 
-AT_SCALE = {"strong": draw_strong, "exposed": draw_exposed, "winners": draw_winners}
+AT_SCALE = {
+    "strong": draw_strong,
+    "slopes": draw_slopes,
+    "exposed": draw_exposed,
+    "winners": draw_winners,
+}
 
 
 class _Legends:
