@@ -31,10 +31,15 @@ class Scale:
     entries: list[Entry]
     seqlen: int
 
-    def best(self) -> dict[str, Best]:
-        """By machine and network, then family, then (ranks, tokens): the fastest plan."""
+    def best(self, fitting: bool = False) -> dict[str, Best]:
+        """By machine and network, then family, then (ranks, tokens): the fastest plan.
+
+        `fitting`: of those for which the ranks have the memory.
+        """
         found: dict[str, Best] = {}
         for x in self.entries:
+            if fitting and x["memory"] > x["room"]:
+                continue
             panel = found.setdefault(f"{x['machine']}, {x['network']}", {y: {} for y in STYLES})
             of_family = panel[f"{x['method']}" + " + heads" * (x["heads"] > 1)]
             place = int(x["ranks"]), int(x["seqlen"])
@@ -129,25 +134,34 @@ def draw_exposed(plt, scale: Scale, width: float):
 
 
 def draw_winners(plt, scale: Scale, width: float):
-    """The fastest family by ranks and tokens, and how much longer the best other one takes."""
-    panels = scale.best()
+    """The fastest family by ranks and tokens, and how much longer the next one takes.
+
+    Of those for which the ranks have the memory.
+    """
+    panels = scale.best(fitting=True)
+    lengths = sorted({int(x["seqlen"]) for x in scale.entries})
+    heights = [len({ranks for x in best.values() for ranks, _ in x}) for best in panels.values()]
     figure, rows = plt.subplots(
-        *(len(panels), 1), squeeze=False, figsize=(width, (0.1 + 0.42 * len(panels)) * width)
-    )
+        *(len(panels), 1), squeeze=False, height_ratios=heights,
+        figsize=(width, (0.15 + 0.13 * len(panels) + 0.12 * sum(heights)) * width),
+    )  # fmt: skip
     for axes, (name, best) in zip(rows[:, 0], panels.items(), strict=True):
         places = {place for x in best.values() for place in x}
-        everyone, lengths = (sorted({x[i] for x in places}) for i in (0, 1))
+        everyone = sorted({ranks for ranks, _ in places})
         for ranks, seqlen in places:
             of_place = {y: _total(x[ranks, seqlen]) for y, x in best.items()
                         if (ranks, seqlen) in x}  # fmt: skip
-            first, *others = sorted(of_place, key=of_place.__getitem__)
-            lead = 100 * (of_place[(others or [first])[0]] / of_place[first] - 1)
+            first = min(of_place, key=of_place.__getitem__)
+            # Families that are the same plan there take as long.
+            others = [x for x in of_place.values() if x > 1.0005 * of_place[first]]
+            lead = 100 * (min(others, default=np.nan) / of_place[first] - 1)
             at = lengths.index(seqlen), everyone.index(ranks)
             axes.barh(at[1], 0.96, 0.94, at[0] - 0.48, color=STYLES[first][0], alpha=0.5)
             text = first.replace(" + ", "\n+ ") + f"\n{lead:.1f} %" * bool(others)
             axes.annotate(text, at, ha="center", va="center", fontsize=5)
         axes.set_xticks(range(len(lengths)), [_tokens(x) for x in lengths])
         axes.set_yticks(range(len(everyone)), [str(x) for x in everyone])
+        axes.set_xlim(-0.5, len(lengths) - 0.5)
         axes.set_ylabel("ranks")
         axes.set_title(name)
     rows[-1, 0].set_xlabel("tokens (%: the next family takes so much longer)")
