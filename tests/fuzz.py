@@ -101,7 +101,7 @@ def _run(case: Case) -> dict[str, object]:
     key = case.shape, case.order, nodes
     if key not in _grids:
         _grids[key] = ProcessGrid(COMM, *case.shape, order=case.order, nodes=nodes)
-    defaults = (None, rows, keys, None, None)
+    defaults = (None, rows, keys, None, None, None)
     with (
         patch.object(NumpyKernel.__init__, "__defaults__", defaults),
         patch("a2d_mpi.kernels.blocks.ALIGN", align),

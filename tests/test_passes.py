@@ -9,12 +9,12 @@ from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.kernels.compiled import CompiledPasses
-from a2d_mpi.kernels.passes import NumpyPasses
+from a2d_mpi.kernels.passes import Passes
 
 PASSES = {
-    "numpy": NumpyPasses(np.dtype("f4")),
+    "numpy": Passes(np.dtype("f4")),
     "numba": CompiledPasses(np.dtype("f4")),
-    "float64": NumpyPasses(np.dtype("f8")),
+    "float64": Passes(np.dtype("f8")),
 }
 every = pytest.mark.parametrize("name", list(PASSES))
 

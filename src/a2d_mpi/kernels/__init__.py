@@ -17,7 +17,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.numpy import NumpyKernel
-from a2d_mpi.kernels.passes import NumpyPasses, Passes
+from a2d_mpi.kernels.passes import Passes
 
 # "numba" is "numpy" with its passes over logits compiled (extra `numba`).
 # "cudnn" falls back to "cupy" for blocks that cuDNN does not take.  Its gradients are fastest when
@@ -127,11 +127,11 @@ def _passes(kernel: str, dtype: np.dtype) -> Passes:
     """Passes of the NumPy kernel of that name."""
     wide = compute_dtype(dtype)
     if kernel == "numpy" or wide != np.float32:
-        return NumpyPasses(wide)
+        return Passes(wide)
     try:
         from a2d_mpi.kernels.compiled import CompiledPasses
     except ImportError as error:
         if kernel != "auto":
             raise ImportError(f"kernel 'numba' needs Numba (extra numba): {error}") from error
-        return NumpyPasses(wide)
+        return Passes(wide)
     return CompiledPasses(wide)

@@ -15,7 +15,7 @@ import numpy as np
 from numba import config, njit, types
 from numba.extending import intrinsic
 
-from a2d_mpi.kernels.passes import NumpyPasses
+from a2d_mpi.kernels.passes import Passes
 
 if TYPE_CHECKING:
     from llvmlite.ir import IRBuilder, Value
@@ -132,7 +132,7 @@ def _finish(
 _NO_ROWS, _NOTHING_HIDDEN = np.zeros((0, 0), np.float32), np.zeros((0, 0), bool)
 
 
-class CompiledPasses(NumpyPasses):
+class CompiledPasses(Passes):
     """Compiled by Numba, of float32; see `a2d_mpi.kernels.passes.Passes`.
 
     Exponentials have a relative error of 1e-7 from -10 to 10 (``np.exp``: 2e-7), and 3e-7 beyond.

@@ -10,7 +10,7 @@ import numpy as np
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.blocks import Blocker, CacheBlock
-from a2d_mpi.kernels.passes import NumpyPasses, Passes
+from a2d_mpi.kernels.passes import Passes
 
 PACKED = 9 << 19  # elements of a tensor that are packed at once, if they are of several heads
 
@@ -49,7 +49,7 @@ class Packing:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale, self.logit_softcap, self.careful = softmax_scale, logit_softcap, False
         self._work, self._blocker = work, blocker
-        self._passes = passes or NumpyPasses(self.dtype)
+        self._passes = passes or Passes(self.dtype)
         # exp(+-half) and its products with values between low and high stay in range.
         info = np.finfo(self.dtype)
         self._half = math.log(info.max) / 2

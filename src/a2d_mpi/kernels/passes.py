@@ -5,15 +5,27 @@ Without AVX-512 ``np.exp`` takes a fifth of a forward pass; beside small tiles e
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 
 
-class Passes(Protocol):
-    """All that is neither a product of matrices nor a copy."""
+class Passes:
+    """All that is neither a product of matrices nor a copy; by NumPy, of any dtype.
 
-    name: str  # of the kernel
+    Parameters
+    ----------
+    dtype : dtype
+        In which the kernel computes.
+
+    Attributes
+    ----------
+    name : str
+        Of the kernel.
+    """
+
+    name = "numpy"
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._dtype = dtype
 
     def exponentials(
         self,
@@ -35,6 +47,11 @@ class Passes(Protocol):
         hidden : (rows of differ, keys) bool or None
             Pairs whose logits count as -inf.
         """
+        if hidden is not None:
+            np.copyto(s[:, differ], -np.inf, where=hidden)
+        np.exp(s, out=s)
+        if total is not None:
+            total += np.matmul(s, np.ones(s.shape[-1], s.dtype))  # four times as fast as a sum
 
     def largest_norms(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray
@@ -44,6 +61,9 @@ class Passes(Protocol):
         Of all of q; of all of k; of v in the head where it is least, and in that where it is
         largest.  NaN may be left out.
         """
+        q2, k2, v2 = (np.einsum("thd,thd->th", x, x, dtype=self._dtype) for x in (q, k, v))
+        by_head = v2.max(axis=0)
+        return float(q2.max()), float(k2.max()), float(by_head.min()), float(by_head.max())
 
     def finish(
         self,
@@ -63,47 +83,6 @@ class Passes(Protocol):
             Logits were smaller by it.
         out, lse : (tokens, heads, d), (tokens, heads)
         """
-
-
-class NumpyPasses:
-    """By NumPy, of any dtype; see `Passes`."""
-
-    name = "numpy"
-
-    def __init__(self, dtype: np.dtype) -> None:
-        self._dtype = dtype
-
-    def exponentials(
-        self,
-        s: np.ndarray,
-        total: np.ndarray | None,
-        differ: slice | None,
-        hidden: np.ndarray | None,
-    ) -> None:
-        """See `Passes`."""
-        if hidden is not None:
-            np.copyto(s[:, differ], -np.inf, where=hidden)
-        np.exp(s, out=s)
-        if total is not None:
-            total += np.matmul(s, np.ones(s.shape[-1], s.dtype))  # four times as fast as a sum
-
-    def largest_norms(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray
-    ) -> tuple[float, float, float, float]:
-        """See `Passes`."""
-        q2, k2, v2 = (np.einsum("thd,thd->th", x, x, dtype=self._dtype) for x in (q, k, v))
-        by_head = v2.max(axis=0)
-        return float(q2.max()), float(k2.max()), float(by_head.min()), float(by_head.max())
-
-    def finish(
-        self,
-        acc: np.ndarray,
-        total: np.ndarray,
-        shift: np.ndarray | None,
-        out: np.ndarray,
-        lse: np.ndarray,
-    ) -> None:
-        """See `Passes`."""
         tokens, nheads = lse.shape
         by_head = len(acc), tokens, nheads // len(acc)
         if not total.all():
