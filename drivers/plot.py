@@ -1,4 +1,4 @@
-"""Draw the measurements of drivers/bench.py, bench_gpu.py, bench_train.py or train_gpt.py.
+"""Draw what drivers/bench.py, bench_gpu.py, bench_train.py, train_gpt.py or simulate.py found.
 
     python drivers/plot.py results/bench.h5 --output results/figures --what scaling,bytes
 
@@ -13,6 +13,10 @@ training     loss by tokens (drivers/train_gpt.py)
 kernels      TFLOP/s of the GPU's kernels and of PyTorch's (drivers/bench_gpu.py)
 steps        seconds of training steps by part, measured and predicted (drivers/bench_train.py)
 activations  memory by number of ranks (drivers/bench_train.py)
+strong       time by number of ranks, with per cent of ideal scaling (drivers/simulate.py)
+slopes       the same, with the power of the ranks that fits each method's times
+exposed      share of the time that ranks wait (drivers/simulate.py)
+winners      the fastest method by ranks and tokens (drivers/simulate.py)
 
 Each is written as PNG and as SVG, 8 cm wide.  Of the plans of a method the fastest one at each
 number of ranks stands for it (in bytes, the one that receives least).  With one number of ranks

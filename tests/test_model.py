@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from tempfile import NamedTemporaryFile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from a2d_mpi.planning.calibration import (
     fit_link,
     fit_steps,
 )
-from a2d_mpi.planning.clock import PARTS
+from a2d_mpi.planning.clock import PARTS, Clock, Links
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.memory import peak_memory
 from a2d_mpi.planning.model import predict
@@ -45,6 +46,7 @@ from a2d_mpi.planning.profile import (
     write_machine,
 )
 from a2d_mpi.schedules import METHODS, distribution_of, problem_of
+from a2d_mpi.schedules.steps import Message, Rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "data" / "results"
@@ -186,6 +188,24 @@ def test_nics_are_shared():
         for order in ("rcu", "cru")
     ]
     assert orders[0] < orders[1]
+
+
+def test_a_receiver_shares_its_link():
+    """Two ranks send to a third, who gets both at the speed of its own link."""
+    n, (to, back) = 1e6, (np.array([1, 2, 0]), np.array([2, 0, 1]))
+    clock = Clock(3)
+    links = Links(machine(SLOW), Layout(3, 1), clock)
+    kept = SimpleNamespace(arrays={"q": SimpleNamespace(kind="q")}, logical=lambda rank: rank)
+    sizes = {}
+    for tag, (there, here, source) in enumerate(((to, back, 1), (back, to, 0))):
+        for sent, peer, rank in ((True, there, source), (False, here, 2)):
+            message = Message(sent, "row", peer, Rows("q"), tag)
+            sizes[message] = n * (np.arange(3) == rank)
+    links.begin(kept, sizes)
+    for message in sizes:
+        links.post(message, 0)
+    links.wait(list(sizes))
+    assert clock.now[2] == pytest.approx(2 * n / SLOW.bandwidth + SLOW.latency)
 
 
 def test_head_axis():

@@ -15,6 +15,8 @@ from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import simulate as job
 from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.plots import plot
+from a2d_mpi.experiments.scale_plots import AT_SCALE, read_scale
 from a2d_mpi.planning import cost, simgrid
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.model import Phase, predict
@@ -238,9 +240,47 @@ def test_driver(fake, tmp_path, capsys):
     assert "50.0 % (median)" in capsys.readouterr().out
 
 
+def test_what_is_done_is_kept(fake, tmp_path):
+    """Plans are made as they are needed: if a later one fails, the file has the earlier."""
+    profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
+    write_machine(profile, machine())
+    options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96", "--nheads",
+               "4", "--headdim", "8", "--dtype", "float32", "--plans", "ring:4x1", "--ranks",
+               "4,6"]  # fmt: skip
+    with pytest.raises(ValueError, match="is not 6 ranks"):
+        job.simulate_all(parser_of("drivers/simulate.py").parse_args(options))
+    assert [x["ranks"] for x in job.read_simulations(output).values()] == [4]
+
+
 def test_plans_of_a_benchmark():
     for name, result in read_benchmark(RESULTS / "16x4.h5").items():
         what = job.configuration_of(result)
         assert what.name == name and what.method in METHODS
         if METHODS[what.method].knows_nodes:
             assert len(set(what.layout.nodes)) == 16
+
+
+def test_plots(fake, tmp_path):
+    profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
+    write_machine(profile, machine(ranks_per_node=2))
+    options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96,192",
+               "--nheads", "4", "--headdim", "8", "--dtype", "float32", "--timeout", "20",
+               "--plans", "ring,attention2d"]  # fmt: skip
+    for more in (["--ranks", "4,6"], ["--ranks", "4", "--slow-rank", "2", "--resume"]):
+        args = parser_of("drivers/simulate.py").parse_args([*options, *more])
+        job.simulate_all(args)
+    args = parser_of("drivers/plot.py").parse_args([f"{output}"])
+    scale = read_scale(args)
+    assert len(scale.entries) == 8  # not that with a slow rank
+    ((panel, best),) = scale.best().items()
+    assert panel == "test, switch" and set(best) == {"ring", "attention2d"}
+    assert set(best["ring"]) == {(4, 96), (4, 192), (6, 96), (6, 192)}
+    args.workload, args.output, args.format = "n96-", f"{tmp_path}", "svg"
+    assert read_scale(args).seqlen == 96
+    for args.what in AT_SCALE:
+        assert plot(args) == 0
+        text = (tmp_path / f"{args.what}.svg").read_text()
+        assert "</svg>" in text and "nan" not in text.lower()
+    args.workload = "n97-"
+    with pytest.raises(ValueError, match="no workload 'n97-'"):
+        read_scale(args)

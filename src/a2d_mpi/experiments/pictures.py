@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from itertools import cycle
 from pathlib import Path
 
 from a2d_mpi.core.atomic import check_writable, replacing
+from a2d_mpi.schedules import METHODS
 
 # Without dates and versions: the same picture is the same file.
 _NOTHING = {
@@ -16,6 +18,13 @@ _NOTHING = {
 # Of the parts of a phase: colour and hatch.
 FILLS = {"compute": ("#0072B2", ""), "merge": ("#009E73", "...."), "wait": ("#E69F00", "////"),
          "other": ("#DDDDDD", "")}  # fmt: skip
+
+# Of each method, alone and with a head axis.  Okabe and Ito: told apart by colour-blind readers
+# too; the markers and hatches without colours.
+_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#009E73", "#999999")
+_LINES = [line for line in ("-", "--", "-.", ":") for _ in range(2)]
+_FAMILIES = [method + heads for method in METHODS for heads in ("", " + heads")]
+STYLES = dict(zip(_FAMILIES, zip(cycle(_COLOURS), cycle("oDsp^<v>*"), cycle(_LINES))))
 
 
 def pyplot(**settings: object):
@@ -53,6 +62,24 @@ def save(figure, path: Path, **options: object) -> None:
     with replacing(path) as (target, temporary):
         figure.savefig(temporary, format=kind, metadata=_NOTHING[kind], **options)
         os.replace(temporary, target)
+
+
+def log_ranks(axes, ranks: list[int]) -> None:
+    """An axis of ranks, at powers of two."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(x) for x in ranks])
+    axes.minorticks_off()
+    axes.set_xlim(ranks[0] / 1.15, ranks[-1] * 1.15)
+    axes.set_xlabel("ranks")
+
+
+def plain_ticks(axis) -> None:
+    """1, 2, 5, 10, ... rather than powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _format(path: Path) -> str:

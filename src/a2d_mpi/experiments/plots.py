@@ -8,7 +8,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -16,19 +15,14 @@ import numpy as np
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.kernel_plots import draw_kernels, draw_tiles, read_all, read_figures
 from a2d_mpi.experiments.loss_plots import draw_losses, read_losses
-from a2d_mpi.experiments.pictures import FILLS, pyplot, save
+from a2d_mpi.experiments.pictures import FILLS, STYLES, log_ranks, plain_ticks, pyplot, save
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result
+from a2d_mpi.experiments.scale_plots import AT_SCALE, read_scale
 from a2d_mpi.experiments.step_plots import DRAWN, read_steps
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, phases_of, summarise
 from a2d_mpi.schedules import METHODS
 
-# Of each method, alone and with a head axis.  Okabe and Ito: told apart by colour-blind readers
-# too; the markers and hatches without colours.
-_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#009E73", "#999999")
-_LINES = [line for line in ("-", "--", "-.", ":") for _ in range(2)]
-_FAMILIES = [method + heads for method in METHODS for heads in ("", " + heads")]
-STYLES = dict(zip(_FAMILIES, zip(cycle(_COLOURS), cycle("oDsp^<v>*"), cycle(_LINES))))
 SETTINGS = {
     "font.size": 7, "legend.fontsize": 6.5, "axes.titlesize": 7, "savefig.dpi": 300,
     "lines.linewidth": 1.2, "lines.markersize": 4, "lines.markerfacecolor": "none",
@@ -46,7 +40,8 @@ def plot(args: argparse.Namespace) -> int:
     read, figures = Choice, FIGURES
     if len(names) == 1 and names[0] in OTHERS:
         read, draw = OTHERS[names[0]]
-        figures = {names[0]: lambda plt, found: _finish(*draw(plt, found, WIDTH), columns=3)}
+        columns = 2 if names[0] in AT_SCALE else 3
+        figures = {names[0]: lambda plt, found: _finish(*draw(plt, found, WIDTH), columns)}
     for given, known in ((names, figures), (formats, ("png", "svg"))):
         if unknown := [x for x in given if x not in known]:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
@@ -161,9 +156,9 @@ def draw_scaling(plt, choice: Choice):
             text = f"{ideal[ranks] / 10 / seconds:.0f} %"
             axes.annotate(text, (ranks, 1e3 * seconds), (0, 8 * up), fontsize=6, color=colour,
                           textcoords="offset points", ha="center", va="center")  # fmt: skip
-    _log_ranks(axes, everyone)
+    log_ranks(axes, everyone)
     axes.set_yscale("log")
-    _plain_ticks(axes.yaxis)
+    plain_ticks(axes.yaxis)
     axes.margins(y=0.15)
     axes.set_ylabel("time, ms (% of ideal)")
     return _finish(figure, axes, choice.title)
@@ -214,8 +209,8 @@ def draw_bytes(plt, choice: Choice):
         axes.set_ylim(bottom=min(x.formula for xs in families.values() for x in xs) / 5e6)
         axes.plot(sorted(bounds), [bounds[x] / 1e6 for x in sorted(bounds)], color="black",
                   linewidth=0.8, label="bound without heads")  # fmt: skip
-    _log_ranks(axes, everyone)
-    _plain_ticks(axes.yaxis)
+    log_ranks(axes, everyone)
+    plain_ticks(axes.yaxis)
     axes.set_ylabel("MB received by a rank\n(points counted, lines formula)")
     return _finish(figure, axes, choice.title)
 
@@ -238,7 +233,7 @@ def draw_model(plt, choice: Choice):
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms")
     axes.set_ylabel("predicted, ms")
     for axis in (axes.xaxis, axes.yaxis):
-        _plain_ticks(axis)
+        plain_ticks(axis)
     within = ", ".join(f"{100 * np.mean(off <= x):.0f} % within {100 * x:.0f} %"
                        for x in (0.15, 0.3))  # fmt: skip
     return _finish(figure, axes, f"{len(known)} runs: {within}")
@@ -281,6 +276,7 @@ OTHERS = {
     "training": (lambda args: read_losses(args.results), draw_losses),
     "kernels": (lambda args: read_figures(args.results, "kernel"), draw_kernels),
     "tiles": (lambda args: read_all(args.results), draw_tiles),
+    **{x: (read_scale, draw) for x, draw in AT_SCALE.items()},
     **{x: (lambda args: read_steps(args.results), draw) for x, draw in DRAWN.items()},
 }
 
@@ -312,23 +308,6 @@ def _bars(
     axes.xaxis.set_major_locator(plt.MaxNLocator(4))
     axes.set_xlabel(f"{unit}\n(run on {xs[0][2].ranks} ranks only)")
     return _finish(figure, axes, choice.title)
-
-
-def _log_ranks(axes, ranks: list[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(x) for x in ranks])
-    axes.minorticks_off()
-    axes.set_xlim(ranks[0] / 1.15, ranks[-1] * 1.15)
-    axes.set_xlabel("ranks")
-
-
-def _plain_ticks(axis) -> None:
-    """1, 2, 5, 10, ... rather than powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _finish(figure, axes, title: str, columns: int = 2):

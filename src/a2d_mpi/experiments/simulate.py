@@ -6,7 +6,8 @@ The file::
     /runs/<name>   attributes: plan and workload, as in a benchmark's config; machine, network;
                    for each phase "forward/simulated", "forward/predicted": seconds of the slowest
                    rank, and "forward/simulated wait", "forward/predicted wait": of all ranks, in
-                   the mean; "measured", where the plans are those of a benchmark; "cost seconds",
+                   the mean; "memory", bytes that a rank holds at most, and "room", what it has;
+                   "measured", where the plans are those of a benchmark; "cost seconds",
                    "cost memory", "cost messages": of the simulation; "timeout": seconds after
                    which it was given up, and then nothing simulated
 """
@@ -32,11 +33,12 @@ from a2d_mpi.experiments.results import Result, new_file, set_attributes
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.network import Network, parse_network
 from a2d_mpi.planning.profile import parse_count, read_machine
 from a2d_mpi.planning.simgrid import replayer, simulate
-from a2d_mpi.schedules import METHODS, distribution_of
+from a2d_mpi.schedules import METHODS, distribution_of, problem_of
 
 SCHEMA = ("a2d_mpi simulation", 1)
 RANKS = 4096
@@ -72,6 +74,11 @@ class Task:
             "distribution": distribution_of(what.method, work.mask), "network": self.network.name,
             "slow_rank": self.slow_rank, "slow_port": self.network.slow_port,
         }  # fmt: skip
+        problem = problem_of(what.method, layout, work, work.mask)
+        found["memory"] = most_memory(what.method, layout, problem, work.backward)
+        found["room"] = np.inf
+        if self.machine.memory is not None:
+            found["room"] = float(self.machine.memory - self.machine.reserved)
         if self.measured is not None:
             found["measured"] = self.measured
         plan = self.machine, what.method, layout, work
@@ -98,24 +105,26 @@ def simulate_all(args: argparse.Namespace) -> int:
     """Simulate what a file lacks, one plan after the other; returns the exit code."""
     replayer()  # or say what to install
     done, origin = _there(args.output, args.resume), provenance("none", ["simulated"])
-    tasks = list(_of_benchmark(args) if args.benchmark else _of_options(args))
-    left = [
-        x for x in {x.name: x for x in tasks}.values() if _open(done.get(x.name), args.timeout)
-    ]
-    with tqdm(left, disable=None, unit="plan") as bar:
-        if len(left) < len(tasks):
-            bar.write(f"{len(tasks) - len(left)} are in {args.output} already")
+    tasks, ours, before = _of_benchmark(args) if args.benchmark else _of_options(args), {}, 0
+    with tqdm(tasks, disable=None, unit="plan") as bar:  # which are planned as they are needed
         for task in bar:
-            done[task.name] = found = task.run(args.timeout)
-            _add(args.output, task.name, found, origin)
-            bar.write(_line(task.name, found))
-    ours = [done[x.name] for x in tasks]
+            if task.name in ours:
+                continue
+            if _open(done.get(task.name), args.timeout):
+                done[task.name] = found = task.run(args.timeout)
+                _add(args.output, task.name, found, origin)
+                bar.write(_line(task.name, found))
+            else:
+                before += 1
+            ours[task.name] = done[task.name]
+    if before:
+        print(f"{before} were in {args.output} already")
     for one, other in (
         ("predicted", "simulated"),
         ("simulated", "measured"),
         ("predicted", "measured"),
     ):
-        _compare(ours, one, other)
+        _compare(list(ours.values()), one, other)
     print(f"written to {args.output}")
     return 0
 

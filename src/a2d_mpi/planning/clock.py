@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -151,9 +152,10 @@ class Links:
     """The messages of all ranks.
 
     What is posted together arrives as if every peer got an equal part of the link; messages to
-    one peer follow each other, and what is sent later queues behind it.  The ranks of a node share
-    its NICs by what they have to send between nodes.  A message leaves when both sides have posted
-    it.
+    one peer follow each other, and what is sent later queues behind it.  So it is at the sender
+    and at the receiver, each for itself, and the later of both is when a message has arrived.  The
+    ranks of a node share its NICs by what they have to send to other nodes, and to receive.  A
+    message leaves when both sides have posted it.
 
     Parameters
     ----------
@@ -171,8 +173,10 @@ class Links:
         )
         self._routes: dict[bytes, Route] = {}
         self._known: dict[int, tuple[Ranks, Route]] = {}
-        self._rate = np.ones((2, layout.size))  # bytes/s of a rank inside and between nodes
-        self._free = np.zeros((2, layout.size))  # when all that it sends there has left
+        # Of what a rank sends and receives, inside and between nodes: bytes/s, and when all of it
+        # that was posted has passed.
+        self._rate = np.ones((2, 2, layout.size))
+        self._free = np.zeros((2, 2, layout.size))
 
     def begin(self, schedule: Schedule, nbytes: dict[Message, Ranks]) -> None:
         """Set out on a schedule, with the bytes of each message."""
@@ -182,16 +186,15 @@ class Links:
         self._overheads: np.ndarray | float = 0.0
         # Posted by one side only: those to be received, and those sent.
         self._open: tuple[dict[tuple, list[Post]], ...] = ({}, {})
-        crossing = np.zeros(self._size)
+        crossing = np.zeros((2, self._size))
         for message, size in nbytes.items():
-            if message.sent:
-                crossing += size * self._route(message.peer).kind
-        of_node = np.bincount(self._node, crossing)[self._node]
+            crossing[int(not message.sent)] += size * self._route(message.peer).kind
+        of_node = np.array([np.bincount(self._node, x)[self._node] for x in crossing])
         fair = np.where(crossing > 0, crossing / np.maximum(of_node, 1e-300), 1.0)
         inside, link = self._links
         alone = link.bandwidth * max(1.0, link.nics / self._machine.ranks_per_node)
-        self._rate[0] = inside.bandwidth
-        self._rate[1] = np.minimum(alone, link.bandwidth * link.nics * fair)
+        self._rate[:, 0] = inside.bandwidth
+        self._rate[:, 1] = np.minimum(alone, link.bandwidth * link.nics * fair)
 
     def post(self, message: Message, tensors: int) -> None:
         """Every rank posts a message of so many tensors, which leaves with those posted next."""
@@ -228,24 +231,30 @@ class Links:
         # Alike: as many bytes in the same messages, which are looked at once.
         alike: dict[tuple, list[Route]] = defaultdict(list)
         for route, pairs in flows.items():
-            alike[tuple(identity(sent.nbytes) for sent, _ in pairs)].append(route)
-        crowd = _Crowd()
+            key = tuple(identity(post.nbytes) for pair in pairs for post in pair)
+            alike[key].append(route)
+        crowds = _Crowd(), _Crowd()
         if len(flows) > 1:
             for routes in alike.values():
-                far = sum(route.kind for route in routes)
-                size = sum(sent.nbytes for sent, _ in flows[routes[0]])
-                crowd.add(size, (len(routes) - far, far))
+                for side, crowd in enumerate(crowds):
+                    far = sum((self._back(x) if side else x).kind for x in routes)
+                    size = sum(pair[side].nbytes for pair in flows[routes[0]])
+                    crowd.add(size, (len(routes) - far, far))
         last = self._free.copy()
         for routes in alike.values():
-            ahead: Ranks = 0
-            for i, (first, _) in enumerate(flows[routes[0]]):
-                ahead = ahead + first.nbytes
-                seconds: dict[int, np.ndarray] = {}
+            ahead: list[Ranks] = [0, 0]
+            for i, pair in enumerate(flows[routes[0]]):
+                ahead = [x + post.nbytes for x, post in zip(ahead, pair)]
+                seconds: dict[tuple[int, int], np.ndarray] = {}
                 for route in routes:
-                    for kind in (0, 1) if np.ndim(route.kind) else (route.kind,):
-                        if kind not in seconds:
-                            moved = crowd.moved(kind, ahead) if crowd.sizes else ahead
-                            seconds[kind] = moved / self._rate[kind]
+                    for side, kind in product(
+                        (0, 1), (0, 1) if np.ndim(route.kind) else (route.kind,)
+                    ):
+                        if (side, kind) not in seconds:
+                            moved = ahead[side]
+                            if crowds[side].sizes:
+                                moved = crowds[side].moved(kind, moved)
+                            seconds[side, kind] = moved / self._rate[side, kind]
                     self._arrive(route, *flows[route][i], seconds, last)
         self._free = last
 
@@ -273,22 +282,32 @@ class Links:
         route: Route,
         sent: Post,
         received: Post,
-        seconds: dict[int, np.ndarray],
+        seconds: dict[tuple[int, int], np.ndarray],
         last: np.ndarray,
     ) -> None:
-        """A message of every rank arrives, after so many seconds on the links of each kind."""
-        kind, index = route.kind, route.index
-        taken = seconds[kind] if isinstance(kind, int) else np.where(kind, seconds[1], seconds[0])
-        begin = np.maximum(np.maximum(sent.when, received.when[route.to]), self._free[index])
+        """A message of every rank arrives, after so many seconds on each side's links."""
+        back = self._back(route)
+        ready = np.maximum(sent.when, received.when[route.to])
         is_one = np.asarray(sent.nbytes) > 0
-        left = (begin + taken) * is_one
-        last[index] = np.maximum(last[index], left)
-        sent.done = left + self._latency[kind] * is_one
-        came_from = self._back(route).to
-        received.done = sent.done[came_from]
+        passed = []
+        for side, way, when, some in (
+            (0, route, ready, is_one),
+            (1, back, ready[back.to], np.asarray(received.nbytes) > 0),
+        ):
+            taken = (
+                seconds[side, way.kind]
+                if isinstance(way.kind, int)
+                else np.where(way.kind, seconds[side, 1], seconds[side, 0])
+            )
+            index = side, *way.index
+            passed.append((np.maximum(when, self._free[index]) + taken) * some)
+            last[index] = np.maximum(last[index], passed[side])
+        sent.done = np.maximum(passed[0], passed[1][route.to])
+        sent.done = sent.done + self._latency[route.kind] * is_one
+        received.done = sent.done[back.to]
         if self._unhidden.any():
-            work = self._unhidden[kind] * (sent.nbytes / self._rate[index])
-            received.work = work[came_from]
+            work = self._unhidden[route.kind] * (sent.nbytes / self._rate[0][route.index])
+            received.work = work[back.to]
 
     def _route(self, peer: Ranks) -> Route:
         """The links to a peer of the schedule."""

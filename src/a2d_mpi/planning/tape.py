@@ -63,7 +63,7 @@ class TapedLinks(Links):
         for pairs in self._flows().values():
             for sent, received in pairs:
                 route = sent.route
-                seconds = sent.nbytes / self._rate[route.index]
+                seconds = sent.nbytes / self._rate[0][route.index]
                 received.work = (self._unhidden[route.kind] * seconds)[self._back(route).to]
                 self.pairs.append((sent, received))
         for message in self._batch:
