@@ -14,6 +14,7 @@ kernels      TFLOP/s of the GPU's kernels and of PyTorch's (drivers/bench_gpu.py
 steps        seconds of training steps by part, measured and predicted (drivers/bench_train.py)
 activations  memory by number of ranks (drivers/bench_train.py)
 strong       time by number of ranks, with per cent of ideal scaling (drivers/simulate.py)
+weak         likewise, with as many tokens a rank
 slopes       the same, with the power of the ranks that fits each method's times
 exposed      share of the time that ranks wait (drivers/simulate.py)
 winners      the fastest method by ranks and tokens (drivers/simulate.py)

@@ -11,7 +11,9 @@ its links among all messages.  Plans are those of drivers/bench.py; a network is
 tree", "fat tree:4" (four times oversubscribed) or "dragonfly".  --benchmark: the plans of files of
 drivers/bench.py instead, each on the profile beside it of the same name, against the measurement.
 Every simulation is added to the file when it is done; --resume goes on where an earlier run ended,
-and tries again what ran out of time, if there is more now.
+and tries again what ran out of time, if there is more now.  All-gathers of many ranks take long:
+for each message that ends, SimGrid shares the links anew among all others.  With --coarse 1e-3
+those end together that end close after each other.
 
 It needs SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu).  Python needs
 nothing of it.
@@ -48,6 +50,9 @@ def build_parser() -> Parser:
         ("latency", "latencies are so many times as long"),
     ):
         add(f"--{name}", type=float, default=1.0, help=f"{what} (default %(default)s)")
+    add("--links-alone", action="store_true", help="ranks compute, copy and merge in no time")
+    coarse = "share of the predicted time within which messages end at once (default: none)"
+    add("--coarse", type=float, default=0.0, help=coarse)
     add("--timeout", type=float, default=3600.0, help="s of a phase (default %(default)s)")
     return parser
 

@@ -3,6 +3,7 @@
 Without SimGrid; with it: tests/simgrid_replay.py.
 """
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,9 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import simulate as job
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.plots import plot
-from a2d_mpi.experiments.scale_plots import AT_SCALE, read_scale
+from a2d_mpi.experiments.scale import read_scale
+from a2d_mpi.experiments.scale_plots import AT_SCALE
+from a2d_mpi.experiments.scale_study import scale_study
 from a2d_mpi.planning import cost, simgrid
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.model import Phase, predict
@@ -190,7 +193,7 @@ def fake(monkeypatch):
     """A simulator that doubles what the model predicts, and how often it ran."""
     ran = []
 
-    def run(machine, method, layout, work, network, slow, timeout):
+    def run(machine, method, layout, work, network, slow, timeout, coarse):
         ran.append((method, layout.size, network.name, slow.max(), timeout))
         if timeout < 10:
             raise TimeoutError
@@ -270,17 +273,56 @@ def test_plots(fake, tmp_path):
         args = parser_of("drivers/simulate.py").parse_args([*options, *more])
         job.simulate_all(args)
     args = parser_of("drivers/plot.py").parse_args([f"{output}"])
-    scale = read_scale(args)
+    scale = read_scale(output)
     assert len(scale.entries) == 8  # not that with a slow rank
     ((panel, best),) = scale.best().items()
     assert panel == "test, switch" and set(best) == {"ring", "attention2d"}
     assert set(best["ring"]) == {(4, 96), (4, 192), (6, 96), (6, 192)}
     args.workload, args.output, args.format = "n96-", f"{tmp_path}", "svg"
-    assert read_scale(args).seqlen == 96
+    assert read_scale(output, "n96-").seqlen == 96
     for args.what in AT_SCALE:
         assert plot(args) == 0
         text = (tmp_path / f"{args.what}.svg").read_text()
         assert "</svg>" in text and "nan" not in text.lower()
-    args.workload = "n97-"
     with pytest.raises(ValueError, match="no workload 'n97-'"):
-        read_scale(args)
+        read_scale(output, "n97-")
+
+
+def test_tables(fake, tmp_path, capsys):
+    """The simulator doubles predictions here: the model is off by half, all picks are right."""
+    profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
+    write_machine(profile, machine(ranks_per_node=2))
+    options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96,192",
+               "--nheads", "4", "--headdim", "8", "--dtype", "float32",
+               "--timeout", "20"]  # fmt: skip
+    options += ["--ranks", "4,6,8", "--resume", "--plans"]
+    for more in (["ring,attention2d"], ["ring", "--networks", "fat tree:2"], ["auto:each"]):
+        job.simulate_all(parser_of("drivers/simulate.py").parse_args([*options, *more]))
+    picked = [x for x in job.read_simulations(output).values() if x["picked"]]
+    assert len(picked) == 6 < len(fake)  # of each workload one, were it there before or not
+    capsys.readouterr()
+    args = parser_of("drivers/scale.py").parse_args([f"{output}"])
+    assert scale_study(args) == 0
+    text = capsys.readouterr().out
+    for line in (
+        r"\| 4 \| \d+ \| 50.0 \| 50.0 \| -50.0 \| -50.0 \|",
+        "6 ranks: 2 of 2 picks",
+        r"\| test \| fat tree:2 \|  \| [*][*]",
+        r"\| test \| 192 \| ring \| 4: .* 8: .*\|",
+        r"\| 8 \| 1 s, 0 MB \| 1 s, 0 MB \|",
+    ):
+        assert re.search(line, text), (line, text)
+    args.tables = "winner"
+    with pytest.raises(ValueError, match="winner"):
+        scale_study(args)
+
+
+def test_links_alone():
+    whole = machine(Link(1e6, latency=1e-3), start=1e-3)
+    alone = whole.links_alone()
+    assert alone.links(4) == whole.links(4) and alone.start == 0
+    work = Workload(96, 4, 8, dtype="float32", mask=Causal(), backward=True)
+    phases = (predict(x, "ring", Layout(4, 1), work).values() for x in (alone, whole))
+    for ours, theirs in zip(*phases):
+        assert (ours.compute + ours.merge + ours.other).max() < 1e-12 < theirs.compute.max()
+        assert ours.total.max() < theirs.total.max()

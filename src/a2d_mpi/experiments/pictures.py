@@ -23,7 +23,7 @@ FILLS = {"compute": ("#0072B2", ""), "merge": ("#009E73", "...."), "wait": ("#E6
 # too; the markers and hatches without colours.
 _COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#009E73", "#999999")
 _LINES = [line for line in ("-", "--", "-.", ":") for _ in range(2)]
-_FAMILIES = [method + heads for method in METHODS for heads in ("", " + heads")]
+_FAMILIES = [method + heads for method in (*METHODS, "all-gather") for heads in ("", " + heads")]
 STYLES = dict(zip(_FAMILIES, zip(cycle(_COLOURS), cycle("oDsp^<v>*"), cycle(_LINES))))
 
 

@@ -18,7 +18,8 @@ from a2d_mpi.experiments.loss_plots import draw_losses, read_losses
 from a2d_mpi.experiments.pictures import FILLS, STYLES, log_ranks, plain_ticks, pyplot, save
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result
-from a2d_mpi.experiments.scale_plots import AT_SCALE, read_scale
+from a2d_mpi.experiments.scale import read_scale
+from a2d_mpi.experiments.scale_plots import AT_SCALE
 from a2d_mpi.experiments.step_plots import DRAWN, read_steps
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, phases_of, summarise
 from a2d_mpi.schedules import METHODS
@@ -276,7 +277,10 @@ OTHERS = {
     "training": (lambda args: read_losses(args.results), draw_losses),
     "kernels": (lambda args: read_figures(args.results, "kernel"), draw_kernels),
     "tiles": (lambda args: read_all(args.results), draw_tiles),
-    **{x: (read_scale, draw) for x, draw in AT_SCALE.items()},
+    **{
+        x: (lambda args: read_scale(args.results, args.workload), draw)
+        for x, draw in AT_SCALE.items()
+    },
     **{x: (lambda args: read_steps(args.results), draw) for x, draw in DRAWN.items()},
 }
 

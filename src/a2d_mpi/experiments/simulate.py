@@ -8,8 +8,9 @@ The file::
                    rank, and "forward/simulated wait", "forward/predicted wait": of all ranks, in
                    the mean; "memory", bytes that a rank holds at most, and "room", what it has;
                    "measured", where the plans are those of a benchmark; "cost seconds",
-                   "cost memory", "cost messages": of the simulation; "timeout": seconds after
-                   which it was given up, and then nothing simulated
+                   "cost memory", "cost messages": of the simulation; "coarse": seconds within
+                   which messages ended at once; "timeout": seconds after which it was given up,
+                   and then nothing simulated
 """
 
 from __future__ import annotations
@@ -46,12 +47,16 @@ RANKS = 4096
 
 @dataclass(frozen=True)
 class Task:
-    """A plan on a machine with a network, and what was measured there, if it was."""
+    """A plan on a machine with a network, and what was measured there, if it was.
+
+    `coarse`: as of `simulate`, as a share of the predicted time of the shortest phase.
+    """
 
     what: Configuration
     machine: Machine
     network: Network
     slow_rank: float = 1.0
+    coarse: float = 0.0
     measured: float | None = None
 
     @property
@@ -83,11 +88,13 @@ class Task:
             found["measured"] = self.measured
         plan = self.machine, what.method, layout, work
         predicted = predict(*plan)
+        found["coarse"] = self.coarse * min(float(x.total.max()) for x in predicted.values())
         slow = np.ones(layout.size)
         slow[0] = self.slow_rank
         both = {"predicted": predicted}
+        options = {"slow": slow, "timeout": timeout, "coarse": found["coarse"]}
         try:
-            replay = simulate(*plan, network=self.network, slow=slow, timeout=timeout)
+            replay = simulate(*plan, network=self.network, **options)
         except TimeoutError:
             found["timeout"] = timeout
         else:
@@ -116,6 +123,9 @@ def simulate_all(args: argparse.Namespace) -> int:
                 bar.write(_line(task.name, found))
             else:
                 before += 1
+                if task.what.picked and not done[task.name]["picked"]:  # it was asked for before
+                    done[task.name]["picked"] = True
+                    _add(args.output, task.name, done[task.name], origin)
             ours[task.name] = done[task.name]
     if before:
         print(f"{before} were in {args.output} already")
@@ -175,9 +185,11 @@ def _of_options(args: argparse.Namespace) -> Iterator[Task]:
             }
             name = f"{machine.name}, latency x {args.latency:g}"
             machine = replace(machine, name=name, **links)
+        if args.links_alone:
+            machine = machine.links_alone()
         for what in plans_for(case, args.plans.split(","), ranks, tuple(METHODS), machine=machine):
             for network in networks:
-                yield Task(what, machine, network, args.slow_rank)
+                yield Task(what, machine, network, args.slow_rank, args.coarse)
 
 
 def _of_benchmark(args: argparse.Namespace) -> Iterator[Task]:
@@ -186,8 +198,9 @@ def _of_benchmark(args: argparse.Namespace) -> Iterator[Task]:
         machine = read_machine(Path(path).with_suffix(".toml"))
         for result in read_benchmark(path).values():
             yield Task(
-                configuration_of(result), machine, Network(), measured=summarise(result).seconds
-            )
+                *(configuration_of(result), machine, Network()),
+                coarse=args.coarse, measured=summarise(result).seconds,
+            )  # fmt: skip
 
 
 def configuration_of(result: Result) -> Configuration:
@@ -221,7 +234,7 @@ def _add(path: str, name: str, found: Mapping[str, object], origin: Mapping[str,
     with new_file(path, extend=there) as file:
         set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **origin})
         runs = file.require_group("runs")
-        if name in runs:  # it ran out of time
+        if name in runs:  # it ran out of time, or is the planner's pick, too
             del runs[name]
         set_attributes(runs.create_group(name), found)
 

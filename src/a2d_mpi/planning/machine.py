@@ -164,6 +164,14 @@ class Machine:
         """The same nodes with another number of ranks on each, which share the same cores."""
         return replace(self, ranks_per_node=ranks, cores_per_node=self._cores)
 
+    def links_alone(self) -> Machine:
+        """The same links, between ranks that compute, copy and merge in next to no time."""
+        kernel = KernelModel(flops=_BOUNDS["flops"][1])
+        kernels = {dtype: dict.fromkeys(x, kernel) for dtype, x in self.kernels.items()}
+        times = {x.name: x.default for x in fields(self) if isinstance(x.default, float)}
+        name = f"{self.name}, links alone"
+        return replace(self, **times, name=name, kernels=kernels, computed_by="")
+
     def links(self, ranks: int) -> tuple[Link, Link]:
         """The links inside and between the nodes that so many ranks fill, one after the other.
 

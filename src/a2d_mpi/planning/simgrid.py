@@ -84,6 +84,7 @@ def simulate(
     network: Network = SWITCH,
     slow: np.ndarray | None = None,
     timeout: float | None = None,
+    coarse: float = 0.0,
 ) -> Replay:
     """Replay a plan.
 
@@ -96,6 +97,9 @@ def simulate(
         By physical rank: all that it does takes so many times as long.
     timeout : float, optional
         Seconds that the simulation of a phase may take.
+    coarse : float
+        Seconds: messages that end this close after each other end at once, and links are shared
+        anew only then.  0: SimGrid's nanosecond.
 
     Raises
     ------
@@ -111,7 +115,7 @@ def simulate(
     for phase in work.phases:
         record = taped(machine, method, layout, work, problem, phase)
         arrays = replay_input(record, Cables(network, machine, layout.size), layout, pace)
-        now, waited, (nbytes, number) = _run(binary, arrays, layout.size, timeout)
+        now, waited, (nbytes, number) = _run(binary, arrays, layout.size, timeout, coarse)
         spent = {part: pace * seconds for part, seconds in record.spent.items()}
         spent["wait"] = waited
         assert np.allclose(sum(spent.values()), now), "a rank's time is not what it spent"
@@ -186,7 +190,7 @@ def replayer() -> Path:
 
 
 def _run(
-    binary: Path, arrays: Sequence[np.ndarray], ranks: int, timeout: float | None
+    binary: Path, arrays: Sequence[np.ndarray], ranks: int, timeout: float | None, coarse: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """End of every rank, seconds that it waited, and bytes and messages of the process."""
     with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
@@ -197,6 +201,8 @@ def _run(
                 rows = x.size // (x.shape[1] if x.ndim > 1 else 1)
                 file.write(np.int64(rows).tobytes() + x.tobytes())
         options = [f"--cfg={x}" for x in OPTIONS] + ["--log=root.thres:warning"]
+        if coarse:
+            options.append(f"--cfg=surf/precision:{coarse!r}")
         command = [binary, given, found, *options]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
