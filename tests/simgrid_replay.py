@@ -94,6 +94,16 @@ def test_out_of_time():
         simulate(machine(LINK), "ring", Layout(64, 1), work_of(), timeout=1e-3)
 
 
+def test_coarse():
+    """About as exact as it was asked to be; messages of unlike sizes end at other times."""
+    layout, work = Layout(1, 32), work_of(Causal(), 1 << 14, backward=True)
+    exact = simulate(machine(LINK), "attention2d", layout, work).total
+    for share in (1e-3, 1e-2):
+        seconds = share * exact
+        found = simulate(machine(LINK), "attention2d", layout, work, coarse=seconds).total
+        assert 0 < abs(found - exact) < 3 * seconds
+
+
 @pytest.mark.parametrize("name", ["16x1", "64x1", "16x4"])
 def test_measured_runs(name):
     """In the median within 10 % of what the emulated clusters took, and no run beyond 30 %."""
