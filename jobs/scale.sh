@@ -4,12 +4,13 @@
 #   bash jobs/scale.sh results/scale                  all of it, four hours on one core
 #   bash jobs/scale.sh results/scale 64 picks         some of it
 #
-# Three files: scale.h5 (all methods by ranks and tokens, and what the planner picks), networks.h5
-# (those that are worse than one switch), links.h5 (communication alone).  What is there already is
-# not done again.  Then python drivers/plot.py draws them; SimGrid: see jobs/simulate.sh.
+# Files: scale.h5 (all methods by ranks and tokens, and what the planner picks), all.h5 (every plan
+# for one workload), partitions.h5 (triangles and blocks), networks.h5 (those that are worse than one
+# switch), links.h5 (communication alone).  What is there already is not done again.  Then
+# python drivers/scale.py prints tables, drivers/plot.py draws; SimGrid: see jobs/simulate.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-output=${1:?usage: scale.sh FOLDER [64] [256] [1024] [4096] [gathers] [picks] [networks] [links]}
+output=${1:?usage: scale.sh FOLDER [64] [256] [1024] [4096] [gathers] [picks] [all] [partitions] [networks] [links]}
 shift
 mkdir -p "$output"
 source jobs/env.sh
@@ -31,7 +32,7 @@ methods() {
     --coarse "${coarse:-0}"
 }
 
-(($# > 0)) || set -- 64 256 1024 4096 gathers picks networks links
+(($# > 0)) || set -- 64 256 1024 4096 gathers picks all partitions networks links
 for part in "$@"; do
   case $part in
     # Without a head axis, with 8 ranks that share the heads, and with 32.
@@ -69,6 +70,16 @@ for part in "$@"; do
       methods 256 64K,256K,1M,4M 8,32 auto:each
       methods 1024 64K,256K,1M,4M 32 auto:each
       ;;
+    all)
+      replay all 256 64K all,auto --profile "$a100" --coarse 1e-4
+      ;;
+    partitions) # triangles are of 66 and 253 ranks
+      machines=(--profile "$a100" "$one_nic" "$h100")
+      replay partitions 66 64K,1M "triangle:66x1,attention2d:6x11" "${machines[@]}"
+      replay partitions 253 64K,1M "triangle:253x1,attention2d:11x23" "${machines[@]}"
+      replay partitions 64 64K,1M "blocks:64x1,attention2d:8x8" "${machines[@]}"
+      replay partitions 256 64K,1M "attention2d:16x16" "${machines[@]}"
+      ;;
     networks)
       plans="ring,ring:32x1x8,double ring:64x4,attention2d:16x16,attention2d:4x8x8,node aware:16x16"
       for odd in "--networks switch,fat_tree,fat_tree:2,fat_tree:4,dragonfly" "--slow-rank 2" \
@@ -82,7 +93,7 @@ for part in "$@"; do
       replay links 64,256,1024 1M "attention2d,ring,node aware" --links-alone --profile "$a100"
       ;;
     *)
-      echo "scale.sh: no part $part: 64, 256, 1024, 4096, gathers, picks, networks, links" >&2
+      echo "scale.sh: no part $part: 64, 256, 1024, 4096, gathers, picks, all, partitions, networks, links" >&2
       exit 2
       ;;
   esac

@@ -33,15 +33,10 @@ class Scale:
     entries: list[Entry]
     seqlen: int
 
-    def best(self, fitting: bool = False) -> dict[str, Best]:
-        """By machine and network, then family, then (ranks, tokens): the fastest plan.
-
-        `fitting`: of those for which the ranks have the memory.
-        """
+    def best(self) -> dict[str, Best]:
+        """By machine and network, then family, then (ranks, tokens): the fastest that fits."""
         found: dict[str, Best] = {}
-        for x in self.entries:
-            if fitting and not fits(x):
-                continue
+        for x in filter(fits, self.entries):
             panel = found.setdefault(f"{x['machine']}, {x['network']}", {y: {} for y in STYLES})
             of_family = panel[family(x)]
             place = int(x["ranks"]), int(x["seqlen"])
@@ -100,6 +95,11 @@ def fits(x: Entry) -> bool:
 def total(x: Entry) -> float:
     """Simulated seconds of the slowest rank, phase by phase."""
     return seconds(x, "simulated")
+
+
+def power(times: Mapping[int, float]) -> float:
+    """That of the ranks which fits times best."""
+    return float(np.polyfit(np.log([*times]), np.log([*times.values()]), 1)[0])
 
 
 def in_short(tokens: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from a2d_mpi.experiments.pictures import STYLES, log_ranks, plain_ticks
-from a2d_mpi.experiments.scale import Best, Entry, Scale, in_short, total
+from a2d_mpi.experiments.scale import Best, Entry, Scale, in_short, power, total
 from a2d_mpi.experiments.simulate import seconds
 
 Choice = Callable[[int, int], bool]  # of ranks and tokens
@@ -35,9 +35,8 @@ def draw_slopes(plt, scale: Scale, width: float):
     def draw(axes, best: Best) -> None:
         for family, x in best.items():
             if len(x) > 1:
-                ranks, times = zip(*((n, 1e3 * total(y)) for (n, _), y in sorted(x.items())))
-                power = np.polyfit(np.log(ranks), np.log(times), 1)[0]
-                axes.annotate(f" P^{power:.2f}", (ranks[-1], times[-1]), fontsize=5,
+                times = {n: _milliseconds(y) for (n, _), y in x.items()}
+                axes.annotate(f" P^{power(times):.2f}", max(times.items()), fontsize=5,
                               color=STYLES[family][0])  # fmt: skip
         axes.set_yscale("log")
         plain_ticks(axes.yaxis)
@@ -57,11 +56,8 @@ def draw_exposed(plt, scale: Scale, width: float):
 
 
 def draw_winners(plt, scale: Scale, width: float):
-    """The fastest family by ranks and tokens, and how much longer the next one takes.
-
-    Of those for which the ranks have the memory.
-    """
-    panels = scale.best(fitting=True)
+    """The fastest family by ranks and tokens, and how much longer the next one takes."""
+    panels = scale.best()
     lengths = sorted({int(x["seqlen"]) for x in scale.entries})
     heights = [len({ranks for x in best.values() for ranks, _ in x}) for best in panels.values()]
     figure, rows = plt.subplots(
@@ -115,7 +111,7 @@ class _Legends:
         return list(found.values()), list(found)
 
 
-def _scaling(plt, scale: Scale, width: float, here: str, chosen: Choice, power: int):
+def _scaling(plt, scale: Scale, width: float, here: str, chosen: Choice, exponent: int):
     """Time by number of ranks; ideal is as the ranks to a power."""
 
     def draw(axes, best: Best) -> None:
@@ -124,7 +120,7 @@ def _scaling(plt, scale: Scale, width: float, here: str, chosen: Choice, power: 
             for (ranks, _), entry in x.items():
                 times.setdefault(ranks, []).append(_milliseconds(entry))
         fewest = min(times)
-        ideal = {n: min(times[fewest]) * (n / fewest) ** power for n in sorted(times)}
+        ideal = {n: min(times[fewest]) * (n / fewest) ** exponent for n in sorted(times)}
         axes.plot(*zip(*ideal.items()), color="black", linewidth=0.8, label="ideal")
         for ranks in [*ideal][1:]:
             for y, up in ((min(times[ranks]), -8), (max(times[ranks]), 8)):

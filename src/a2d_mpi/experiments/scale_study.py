@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from a2d_mpi.experiments.pictures import STYLES
-from a2d_mpi.experiments.scale import Entry, family, fits, in_short, total
+from a2d_mpi.experiments.scale import Entry, family, fits, in_short, power, total
 from a2d_mpi.experiments.simulate import read_simulations, seconds
 from a2d_mpi.experiments.study import CLOSE
 
@@ -98,9 +98,8 @@ def _slopes(entries: list[Entry]) -> None:
             int(n): 1e3 * min(map(total, x)) for n, x in _groups(of_key, lambda x: x["ranks"])
         }
         if len(times) > 2:
-            power = np.polyfit(np.log([*times]), np.log([*times.values()]), 1)[0]
             listed = ", ".join(f"{n}: {x:.4g}" for n, x in times.items())
-            rows.append((key[0], in_short(int(key[-2])), key[-1], listed, f"{power:+.2f}"))
+            rows.append((key[0], in_short(int(key[-2])), key[-1], listed, f"{power(times):+.2f}"))
     _print(("machine", "tokens", "plan", "ms by ranks", "power"), rows)
 
 
