@@ -7,6 +7,7 @@ the dtypes that CuPy can compute with.  Everything is queued on the caller's cur
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -84,8 +85,25 @@ class Cuda:
         if x.dtype == to.dtype and not add:
             to.data.copy_from_device_async(x.data, x.nbytes, cupy.cuda.get_current_stream())
             return
-        tensor, wide, wide_from = _types(to, x)
-        self._rows("put_rows", tensor, to, wide, int(not add), x, wide_from, x.shape)
+        self.put_all([(to, x, add)])
+
+    def put_all(self, parts: Sequence[tuple[Array, Array, bool]]) -> None:
+        """Put or add up to three x to their `to`, (to, x, add), each (..., heads, headdim).
+
+        Where `to` has fewer heads it gets the sums of their groups, the opposite of
+        `repeat_heads`.  All x have one dtype.
+        """
+        tensor = min((y.dtype for part in parts for y in part[:2]), key=lambda x: x.itemsize)
+        arrays, groups, ends, rows = [], [], [], 0
+        for to, x, add in (*parts, *[parts[-1]] * (3 - len(parts))):
+            arrays += [to, int(to.dtype != tensor), int(not add), x]
+            groups.append(x.size // to.size if to.size else 1)
+        for to, _, _ in parts:
+            rows += math.prod(to.shape[:2])
+            ends.append(np.int64(rows))
+        ends = [*ends, *ends[-1:] * 2][:2]
+        wide_from, headdim = int(parts[0][1].dtype != tensor), math.prod(parts[0][0].shape[2:])
+        self._rows("put_rows", tensor, *arrays, wide_from, *groups, *ends, (rows, 1, headdim))
 
     def take(self, to: Array, x: Array, order: Array) -> None:
         self._rows("take_rows", x.dtype, to, x, order, (len(to), *x.shape[1:]), outer=1)
@@ -122,9 +140,17 @@ class Cuda:
         self._rows("delta_of", out.dtype, dout, out, delta, out.shape)
         return delta
 
-    def out_of_delta(self, dout: Array, delta: Array, out: Array) -> None:
-        """Set each row of `out` to the multiple of dout with ``rowsum(dout * out) = delta``."""
-        self._rows("out_of_delta", dout.dtype, dout, delta, out, dout.shape)
+    def out_and_stats(
+        self, dout: Array, delta: Array, out: Array, lse: Array, stats: Array, places: Array
+    ) -> None:
+        """Set each row of `out` to the multiple of dout with ``rowsum(dout * out) = delta``.
+
+        And `stats` to lse with heads first, query after query as `places` says, (3, queries)
+        int64: which query (-1: +inf), where its first head goes, and how far the next is.
+        """
+        n, nheads = places.shape[1], lse.shape[1]
+        given = dout, delta, out, lse, stats, *places, n, nheads
+        self._rows("out_and_stats", dout.dtype, *given, dout.shape)
 
     def transpose(self, to: Array, x: Array) -> None:
         """Set ``to = x.T`` for two-dimensional arrays of a compute dtype."""
@@ -136,13 +162,6 @@ class Cuda:
         """Copy each head of x (tokens, heads, headdim) to its group of heads of `to`."""
         group, headdim = to.shape[1] // x.shape[1], x.shape[2]
         self._rows("repeat_heads", x.dtype, to, x, group, headdim, to.shape, outer=1)
-
-    def sum_heads(self, to: Array, x: Array, add: bool) -> None:
-        """Sum each group of heads of x to a head of `to`, the opposite of `repeat_heads`."""
-        tensor, wide, wide_from = _types(to, x)
-        group, headdim = x.shape[1] // to.shape[1], x.shape[2]
-        flags = (to, wide, int(not add), x, wide_from, group, headdim)
-        self._rows("sum_heads", tensor, *flags, to.shape, outer=1)
 
     def mark(self) -> Any:
         event = cupy.cuda.Event()

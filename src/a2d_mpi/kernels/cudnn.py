@@ -84,9 +84,9 @@ class CudnnKernel:
         lse: Array,
     ) -> None:
         """Write the partial result to `lse` and `out`; `out` is of the dtype or float32."""
-        pieces, single = self._pieces.get(intervals, q, k, k.shape[1], False)
-        if single:
-            for piece in pieces:
+        runs = self._pieces.get(intervals, q, k, k.shape[1], False)
+        if runs.single:
+            for piece in runs.pieces:
                 self._attend(piece, q, k, v, out[piece.rows], lse[piece.rows])
             return
         total = out if out.dtype == np.float32 else self._buffer("total", out.shape, np.float32)
@@ -94,7 +94,7 @@ class CudnnKernel:
         self.device.zero(total)
         self.device.zero(rest)
         self.device.put(lse, self._constant(-np.inf, lse.shape))
-        for piece in pieces:
+        for piece in runs.pieces:
             to = [x[piece.rows] for x in (total, lse, rest)]
             part = self._buffer("part", to[0].shape), self._buffer("lse", to[1].shape, np.float32)
             self._attend(piece, q, k, v, *part)
@@ -118,12 +118,12 @@ class CudnnKernel:
     ) -> None:
         """Add the gradients of this block to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
         nheads, found = q.shape[1], (dq, dk, dv)
-        pieces, single = self._pieces.get(intervals, q, k, nheads, True)
-        whole = [(piece.rows, piece.keys) for piece in pieces] == [
+        runs = self._pieces.get(intervals, q, k, nheads, True)
+        whole = [(piece.rows, piece.keys) for piece in runs.pieces] == [
             (slice(0, len(q)), slice(0, len(k)))
         ]
         # What one run alone writes is overwritten; what several write is summed in float32.
-        new = [fresh and single, fresh and whole, fresh and whole]
+        new = [fresh and runs.single, fresh and whole, fresh and whole]
         sums = [
             x if alone or not fresh or x.dtype == np.float32
             else self._buffer(("sum", i), x.shape, np.float32)
@@ -132,21 +132,21 @@ class CudnnKernel:
         for x, alone in zip(sums, new):
             if fresh and not alone:
                 self.device.zero(x)
-        by_cudnn = any(piece.launch for piece in pieces)
-        inputs = [q, k, v]
-        if by_cudnn and nheads != k.shape[1]:
+        inputs, places = [q, k, v], runs.places
+        if places is not None and nheads != k.shape[1]:
             # cuDNN's backward pass is slow on shared KV heads: each query head gets a copy.
             inputs[1:] = [self._buffer(x, (len(k), nheads, k.shape[2])) for x in "kv"]
             for to, x in zip(inputs[1:], (k, v)):
                 self.device.repeat_heads(to, x)
-        if by_cudnn:
+        if places is not None:
             out = self._buffer("out", q.shape)
-            self.device.out_of_delta(dout, delta, out)
-            inputs += [out, dout]
+            stats = self._buffer("stats", (runs.stats,), np.float32)
+            self.device.out_and_stats(dout, delta, out, lse, stats, places)
+            inputs += [out, dout, stats]
         at = [x.data.ptr for x in inputs]
-        for piece in pieces:
+        for piece in runs.pieces:
             if piece.launch is not None:
-                self._add_gradients(piece, inputs, at, lse, sums, new)
+                self._add_gradients(piece, inputs, at, sums, new)
                 continue
             rows, keys = piece.rows, piece.keys
             if new[0] and not (whole and piece.intervals):
@@ -187,28 +187,19 @@ class CudnnKernel:
         piece: Piece,
         inputs: list[Array],
         at: list[int],
-        lse: Array,
         sums: list[Array],
         new: list[bool],
     ) -> None:
-        """Gradients of one run by cuDNN; `inputs`: q, k, v, out and dout, which are `at`."""
+        """Gradients of one run by cuDNN; `inputs`: q, k, v, out, dout, stats, which are `at`."""
         nheads, headdim = sums[0].shape[1:]
         rows, keys = piece.rows, piece.keys
-        stats = self._buffer("stats", (nheads, rows.stop - rows.start), np.float32)
-        lse = lse[rows]
-        if piece.holes is not None:
-            held = self._buffer("lse", lse.shape, np.float32)
-            self.device.put(held, lse)
-            self._put_in_holes(piece, held, np.inf)  # they contribute 0 then
-            lse = held
-        self.device.transpose(stats, lse)
         if piece.holes is piece.unseen is None:
             size = nheads * headdim * self.dtype.itemsize
             first, key = rows.start * size, keys.start * size
             pointers = [at[0] + first, at[1] + key, at[2] + key, at[3] + first, at[4] + first]
         else:
-            pointers = [self._input(piece, i, x) for i, x in enumerate(inputs)]
-        pointers.append(stats.data.ptr)
+            pointers = [self._input(piece, i, x) for i, x in enumerate(inputs[:5])]
+        pointers.append(at[5] + piece.stats)
         wait = []  # what is to be added to rows of the sums
         for i, where in enumerate((rows, keys, keys)):
             x = sums[i]
@@ -220,8 +211,8 @@ class CudnnKernel:
             pointers.append(y.data.ptr)
             wait.append((x[where], y, not new[i]))
         self._launch(piece, pointers)
-        for x, y, add in wait:
-            (self.device.put if x.shape[1] == nheads else self.device.sum_heads)(x, y, add=add)
+        if wait:
+            self.device.put_all(wait)
 
     def _input(self, piece: Piece, i: int, x: Array) -> int:
         """Pointer to the rows of q, k, v, out or dout, by `i`, that a run takes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import Launch, NotSupported
 
 SHORTEST = 64  # queries of a run: a general run does several shorter ones in one launch
+ALIGN = 64  # float32: cuDNN wants addresses of whole 16 bytes
 KEYS = 512  # a general run has a multiple of so many keys: fewer graphs, each built in seconds
 
 
@@ -36,6 +37,8 @@ class Piece:
     holes, unseen : (n,) int64 or None
         Those of its queries that see nothing, and those of its keys that no query of the block
         sees, if there are any.
+    stats : int
+        Where the lse of its queries begins, in the backward pass: bytes from that of the block.
     """
 
     rows: slice
@@ -45,6 +48,29 @@ class Piece:
     ends: Array | None = None
     holes: Array | None = None
     unseen: Array | None = None
+    stats: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The runs of a block.
+
+    Attributes
+    ----------
+    pieces : list of Piece
+    single : bool
+        Whether each query is in one of them alone.
+    places : (3, n) int64 or None
+        For the backward pass, of the n queries of all launches of cuDNN, one launch after the
+        other, as `Cuda.out_and_stats` takes them.
+    stats : int
+        Float32 that it fills, gaps included.
+    """
+
+    pieces: list[Piece]
+    single: bool
+    places: Array | None = None
+    stats: int = 0
 
 
 class Pieces:
@@ -65,10 +91,10 @@ class Pieces:
 
     def get(
         self, intervals: tuple[Interval, ...], q: Array, k: Array, nheads_kv: int, backward: bool
-    ) -> tuple[list[Piece], bool]:
-        """Runs of a mask, and whether each query is in one of them alone."""
+    ) -> Runs:
+        """Runs of a mask."""
 
-        def make() -> tuple[list[Piece], bool]:
+        def make() -> Runs:
             seen = [x for x in intervals if (x[1] > x[0]).any()] or intervals[:1]
             found = [run for x in seen for run in runs(x, SHORTEST)]
             if len(seen) > 1:
@@ -78,9 +104,12 @@ class Pieces:
             if not any(piece.launch for piece in pieces):  # the plain kernel takes them at once
                 rows, keys = slice(0, len(q)), slice(0, len(k))
                 if all(run.shape == "empty" for run in found):
-                    return [Piece(rows, slice(0, 0), None, ())] * bool(found), True
-                return [Piece(rows, keys, None, intervals)], True
-            return pieces, len(seen) == 1
+                    return Runs([Piece(rows, slice(0, 0), None, ())] * bool(found), True)
+                return Runs([Piece(rows, keys, None, intervals)], True)
+            single = len(seen) == 1
+            if not backward:
+                return Runs(pieces, single)
+            return Runs(*self._with_stats(pieces, single, q.shape[1]))
 
         return self._made.get(intervals, make, *q.shape[1:], len(k), nheads_kv, backward)
 
@@ -113,6 +142,24 @@ class Pieces:
                 *(upload(x) if len(x) else None for x in places),
             ]
         return Piece(run.rows, keys, launch, ((ends[0], ends[1]),), *there)
+
+    def _with_stats(
+        self, pieces: list[Piece], single: bool, nheads: int
+    ) -> tuple[list[Piece], bool, Array, int]:
+        """Arguments of `Runs`: the lse of every launch, heads first, is behind the others'."""
+        device, found, there, first = self._plain.device, [], [], 0
+        for piece in pieces:
+            if piece.launch is not None:
+                source = np.arange(piece.rows.start, piece.rows.stop)
+                n = len(source)
+                found.append([source, first + np.arange(n), np.full(n, n)])
+                if piece.holes is not None:
+                    source[device.download(piece.holes)] = -1
+                piece = replace(piece, stats=4 * first)
+                first += -(-n * nheads // ALIGN) * ALIGN
+            there.append(piece)
+        places = device.upload(np.concatenate(found, axis=1, dtype=np.int64))
+        return there, single, places, first
 
     def _launch_of(self, block: Block, backward: bool) -> Launch | None:
         """The launch of cuDNN for a run; None for a run that cuDNN does not take."""

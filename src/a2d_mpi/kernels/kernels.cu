@@ -433,10 +433,22 @@ extern "C" __global__ void delta_of(const Element *dout, const Element *out, Com
   }
 }
 
-/* An out with the given delta, for kernels that take out and use its delta alone: the multiple of
-   dout.  Scaled by the largest element first: squares of tiny ones are 0. */
-extern "C" __global__ void out_of_delta(const Element *dout, const Compute *delta, Element *out,
-                                        long long rows, int width) {
+/* What cuDNN's backward pass takes.  An out with the given delta, of which it uses no more: the
+   multiple of dout, scaled by the largest element first, as squares of tiny ones are 0.  And lse,
+   heads first, of `queries` queries of runs: `source` says which they are (-1: one that sees
+   nothing, to which +inf gives no weight), `place` where their first head goes, `stride` how far
+   it is from there to the next. */
+extern "C" __global__ void out_and_stats(const Element *dout, const Compute *delta, Element *out,
+                                         const Compute *lse, Compute *stats,
+                                         const long long *source, const long long *place,
+                                         const long long *stride, int queries, int nheads,
+                                         long long rows, int width) {
+  for (long long i = blockIdx.x * (long long)THREADS + threadIdx.x;
+       i < (long long)queries * nheads; i += (long long)gridDim.x * THREADS) {
+    long long query = i % queries, head = i / queries, from = source[query];
+    stats[place[query] + head * stride[query]] =
+        from < 0 ? -MINUS_INFINITY : lse[from * nheads + head];
+  }
   FOR_EACH_ROW(row) {
     Compute largest = 0, sum = 0;
     FOR_EACH_COLUMN(d) {
@@ -490,11 +502,27 @@ extern "C" __global__ void add_rows(Compute *to, const Compute *from, const long
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[order[row] * width + d] += from[row * width + d];
 }
 
-/* to = from or to += from, whatever the types of both. */
-extern "C" __global__ void put_rows(void *to, int wide, int fresh, const void *from,
-                                    int wide_from, long long rows, int width) {
-  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
-    put(to, wide, fresh, row * width + d, get(from, wide_from, row * width + d));
+/* to = from or to += from, whatever the types of both, for up to three arrays after each other.  Of
+   each `group` rows of from the sum. */
+extern "C" __global__ void put_rows(void *to0, int wide0, int fresh0, const void *from0, void *to1,
+                                    int wide1, int fresh1, const void *from1, void *to2,
+                                    int wide2, int fresh2, const void *from2, int wide_from,
+                                    int group0, int group1, int group2, long long end0,
+                                    long long end1, long long rows, int width) {
+  FOR_EACH_ROW(row) {
+    int i = (row >= end0) + (row >= end1);
+    void *to = i == 0 ? to0 : i == 1 ? to1 : to2;
+    const void *from = i == 0 ? from0 : i == 1 ? from1 : from2;
+    int wide = i == 0 ? wide0 : i == 1 ? wide1 : wide2;
+    int fresh = i == 0 ? fresh0 : i == 1 ? fresh1 : fresh2;
+    int group = i == 0 ? group0 : i == 1 ? group1 : group2;
+    long long at = row - (i == 0 ? 0 : i == 1 ? end0 : end1);
+    FOR_EACH_COLUMN(d) {
+      Compute sum = 0;
+      for (int j = 0; j < group; ++j)
+        sum += get(from, wide_from, (at * group + j) * width + d);
+      put(to, wide, fresh, at * width + d, sum);
+    }
   }
 }
 
@@ -516,17 +544,5 @@ extern "C" __global__ void repeat_heads(Element *to, const Element *from, int gr
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
     int head = d / headdim / group;
     to[row * width + d] = from[row * (width / group) + head * headdim + d % headdim];
-  }
-}
-
-/* The sum over each group of heads: to (rows, heads, headdim), from (rows, heads * group, ..). */
-extern "C" __global__ void sum_heads(void *to, int wide, int fresh, const void *from,
-                                     int wide_from, int group, int headdim, long long rows,
-                                     int width) {
-  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
-    long long at = row * width * group + (long long)(d / headdim) * group * headdim + d % headdim;
-    Compute sum = 0;
-    for (int i = 0; i < group; ++i) sum += get(from, wide_from, at + (long long)i * headdim);
-    put(to, wide, fresh, row * width + d, sum);
   }
 }
