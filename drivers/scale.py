@@ -1,4 +1,4 @@
-"""What the simulations of a study say, in tables.
+"""Tables of a study of simulations.
 
     python drivers/scale.py data/results/scale/scale.h5 --tables model,picks
 

@@ -201,3 +201,24 @@ print(b"".join(x.tobytes() for x in found.values()).hex())
         )
         results.append(done.stdout)
     assert results[0] == results[1] and len(results[0]) > 1000
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["native", "float32"])
+def test_sums_of_three_at_once(cupy, wide):
+    """Put or added, whatever the dtypes and heads of each."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    device, rng = Cuda.current(), np.random.default_rng(0)
+    half, single = np.dtype(np.float16), np.dtype(np.float32)
+    parts, expected = [], []
+    for n, heads, dtype, add in ((5, 4, half, True), (7, 2, single, True), (3, 1, half, False)):
+        to, x = rng.standard_normal((n, heads, 6)), rng.standard_normal((n, 4, 6))
+        to, x = to.astype(dtype), x.astype(single if wide else half)
+        sums = x.reshape(n, heads, -1, 6).astype(float).sum(2)
+        expected.append((to.astype(float) * add + sums).astype(dtype))
+        parts.append((device.upload(to), device.upload(x), add))
+    for number in (1, 2, 3):
+        copies = [(device.upload(device.download(to)), x, add) for to, x, add in parts[:number]]
+        device.put_all(copies)
+        for (found, _, _), right in zip(copies, expected):
+            np.testing.assert_allclose(device.download(found), right, 2e-3, 2e-3)

@@ -37,6 +37,9 @@ class HostLaunch:
         names = "q k v out stats" if self._gradients is None else "q k v out dout stats dq dk dv"
         names = names.split() + ["begin", "end"] * (self.block.shape == "general")
         to = SimpleNamespace(**dict(zip(names, pointers, strict=True)))
+        # Tensors are declared with cuDNN's default alignment.
+        odd = {x: y % 16 for x, y in vars(to).items() if y % 16}
+        assert not odd, f"cuDNN wants addresses of whole 16 bytes: {odd}"
         self._graphs.launched.append(self.block)
         compute = self._forward if self._gradients is None else self._backward
         cupy.cuda.get_current_stream()._enqueue(lambda: compute(to))

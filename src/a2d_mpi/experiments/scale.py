@@ -80,7 +80,7 @@ def read_scale(path: str | Path, workload: str | None = None) -> Scale:
 
 
 def family(x: Entry) -> str:
-    """What a plan goes by in figures and tables."""
+    """Name of a plan in figures and tables: its method, or the one under which others know it."""
     layout = Layout(*(int(x[y]) for y in ("rows", "cols", "heads")))
     known_as = METHODS[f"{x['method']}"].known_as(layout)
     name = known_as if known_as in STYLES else f"{x['method']}"
@@ -98,7 +98,7 @@ def total(x: Entry) -> float:
 
 
 def power(times: Mapping[int, float]) -> float:
-    """That of the ranks which fits times best."""
+    """Exponent b of the power law ``a ranks**b`` that fits times best (least squares of logs)."""
     return float(np.polyfit(np.log([*times]), np.log([*times.values()]), 1)[0])
 
 

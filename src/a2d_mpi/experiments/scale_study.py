@@ -32,7 +32,7 @@ def scale_study(args: argparse.Namespace) -> int:
 
 
 def _model(entries: list[Entry]) -> None:
-    """How far the model is off, where it knows all: of ranks, and of families of plans."""
+    """Errors of the model where it knows all, by ranks and by families of plans."""
     known = [
         x
         for x in entries

@@ -17,7 +17,7 @@ from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import Launch, NotSupported
 
 SHORTEST = 64  # queries of a run: a general run does several shorter ones in one launch
-ALIGN = 64  # float32: cuDNN wants addresses of whole 16 bytes
+ALIGN = 64  # numbers of 4 bytes: cuDNN wants addresses of whole 16 bytes
 KEYS = 512  # a general run has a multiple of so many keys: fewer graphs, each built in seconds
 
 
@@ -32,8 +32,8 @@ class Piece:
         None: the plain kernel computes the run.
     intervals : tuple of (begin, end)
         Visible keys, as positions among `keys`; () if nobody sees a key.
-    ends : (2, queries) int32 or None
-        The same on the device, of a general run of cuDNN.
+    ends : (2, n) int32 or None
+        The same on the device, of a general run of cuDNN; n: queries, and what aligns the ends.
     holes, unseen : (n,) int64 or None
         Those of its queries that see nothing, and those of its keys that no query of the block
         sees, if there are any.
@@ -137,8 +137,10 @@ class Pieces:
         if launch and run.shape == "general":
             upload = self._plain.device.upload
             places = [np.flatnonzero(x) for x in (ends[1] <= ends[0], hidden[keys])]
+            aligned = np.zeros((2, -(-block.nq // ALIGN) * ALIGN), np.int32)
+            aligned[:, : block.nq] = ends
             there = [
-                upload(ends.astype(np.int32)),
+                upload(aligned),
                 *(upload(x) if len(x) else None for x in places),
             ]
         return Piece(run.rows, keys, launch, ((ends[0], ends[1]),), *there)
