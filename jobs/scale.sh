@@ -56,7 +56,9 @@ for part in "$@"; do
       methods 1024 64K,1M 8 "${plans[@]}"
       ;;
     4096)
-      methods 4096 256K,1M,4M,16M 32 "ring:128x1x32" "attention2d:8x16x32" "attention2d:16x32x8"
+      replay scale 4096 256K,1M,4M "ring:128x1x32,attention2d:8x16x32" --profile "$a100" "$h100"
+      # With one NIC rings go through the ranks of a node first.
+      replay scale 4096 1M,4M "ring:128x1x32@cur,attention2d:8x16x32@cur" --profile "$one_nic"
       ;;
     gathers) # exact to one in a thousand: they take long
       coarse=1e-3
@@ -67,6 +69,7 @@ for part in "$@"; do
       coarse=0
       ;;
     picks) # the planner's, of each method
+      methods 64 64K,256K,1M,4M 8,32 auto:each
       methods 256 64K,256K,1M,4M 8,32 auto:each
       methods 1024 64K,256K,1M,4M 32 auto:each
       ;;
@@ -91,6 +94,7 @@ for part in "$@"; do
     links) # a ring of 4096 ranks: 50 million messages
       replay links 64,256,1024,4096 1M "attention2d,ring" --links-alone --profile "$single"
       replay links 64,256,1024 1M "attention2d,ring,node aware" --links-alone --profile "$a100"
+      replay links 4096 1M "attention2d,node aware" --links-alone --profile "$a100"
       ;;
     *)
       echo "scale.sh: no part $part: 64, 256, 1024, 4096, gathers, picks, all, partitions, networks, links" >&2

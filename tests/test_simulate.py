@@ -309,7 +309,7 @@ def test_tables(fake, tmp_path, capsys):
         "6 ranks: 2 of 2 picks",
         r"\| test \| fat tree:2 \|  \| [*][*]",
         r"\| test \| 192 \| ring \| 4: .* 8: .*\|",
-        r"\| 8 \| 1 s, 0 MB \| 1 s, 0 MB \|",
+        r"\| 8 \| 1.0 s, 0 MB \| 1.0 s, 0 MB \|",
     ):
         assert re.search(line, text), (line, text)
     args.tables = "winner"

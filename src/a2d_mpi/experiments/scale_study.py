@@ -33,11 +33,7 @@ def scale_study(args: argparse.Namespace) -> int:
 
 def _model(entries: list[Entry]) -> None:
     """Errors of the model where it knows all, by ranks and by families of plans."""
-    known = [
-        x
-        for x in entries
-        if x["slow_rank"] == x["slow_port"] == 1 and ":" not in str(x["network"])
-    ]
+    known = [x for x in entries if _nothing_is_slow(x) and x["network"] in ("switch", "fat tree")]
     for name, what in (("ranks", lambda x: int(x["ranks"])), ("plans", family)):
         rows = []
         for key, of_key in _groups(known, what):
@@ -107,8 +103,8 @@ def _costs(entries: list[Entry]) -> None:
     """Seconds and memory of simulations, in the median, by ranks and families."""
     rows = defaultdict(dict)
     for (ranks, name), x in _groups(entries, lambda x: (int(x["ranks"]), family(x))):
-        cost = (np.median([y[f"cost {what}"] for y in x]) for what in ("seconds", "memory"))
-        rows[ranks][name] = "{:.2g} s, {:.0f} MB".format(*(y / z for y, z in zip(cost, (1, 1e6))))
+        took, held = (np.median([y[f"cost {what}"] for y in x]) for what in ("seconds", "memory"))
+        rows[ranks][name] = f"{took:.{0 if took > 10 else 1}f} s, {held / 1e6:.0f} MB"
     names = [x for x in STYLES if any(x in row for row in rows.values())]
     _print(("ranks", *names), [(n, *(x.get(y, "") for y in names)) for n, x in rows.items()])
 
@@ -133,12 +129,14 @@ def _groups(entries: Iterable[Entry], key: Callable[[Entry], object]) -> list[tu
 
 def _workloads(entries: list[Entry]) -> list[tuple[tuple, list[Entry]]]:
     """The entries of each workload on one switch on which nothing is slow."""
-    usual = [
-        x for x in entries if x["slow_rank"] == x["slow_port"] == 1 and x["network"] == "switch"
-    ]
+    usual = [x for x in entries if _nothing_is_slow(x) and x["network"] == "switch"]
     place = ("machine", "ranks", "nheads_kv", "seqlen")
     found = _groups(usual, lambda x: tuple(x[y] for y in place + WORKLOAD))
     return [((*key[:3], in_short(int(key[3]))), x) for key, x in found]
+
+
+def _nothing_is_slow(x: Entry) -> bool:
+    return x["slow_rank"] == x["slow_port"] == 1
 
 
 def _fastest(entries: Iterable[Entry]) -> dict[str, Entry]:
