@@ -56,9 +56,11 @@ for part in "$@"; do
       methods 1024 64K,1M 8 "${plans[@]}"
       ;;
     4096)
-      replay scale 4096 256K,1M,4M "ring:128x1x32,attention2d:8x16x32" --profile "$a100" "$h100"
-      # With one NIC rings go through the ranks of a node first.
+      # Of those with 32 ranks that share the heads the best by the model, or nearly.
+      replay scale 4096 256K,1M,4M "ring:128x1x32,double ring:32x4x32@ruc,attention2d:8x16x32@cur" \
+        --profile "$a100" "$h100"
       replay scale 4096 1M,4M "ring:128x1x32@cur,attention2d:8x16x32@cur" --profile "$one_nic"
+      replay scale 4096 1M "double ring:64x2x32@urc,double ring:32x4x32@ruc" --profile "$one_nic"
       ;;
     gathers) # exact to one in a thousand: they take long
       coarse=1e-3
