@@ -255,6 +255,13 @@ def test_what_is_done_is_kept(fake, tmp_path):
     assert [x["ranks"] for x in job.read_simulations(output).values()] == [4]
 
 
+@pytest.mark.parametrize("option", ["--slow-rank=0.5", "--latency=-1", "--coarse=nan"])
+def test_refused(tmp_path, option):
+    args = ["--output", f"{tmp_path / 'out.h5'}", option]
+    with pytest.raises(ValueError, match=option.split("=")[0]):
+        job.simulate_all(parser_of("drivers/simulate.py").parse_args(args))
+
+
 def test_plans_of_a_benchmark():
     for name, result in read_benchmark(RESULTS / "16x4.h5").items():
         what = job.configuration_of(result)
