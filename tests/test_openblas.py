@@ -9,24 +9,27 @@ import pytest
 from a2d_mpi.core.openblas import AVX512, core_type
 
 
-def cpuinfo(vendor, flags):
+def cpuinfo(vendor, family, flags):
     one = (
-        f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: AMD EPYC 9B45\nflags\t\t: {flags}\n"
+        f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\n"
+        f"model name\t: AMD EPYC 9B45\nflags\t\t: {flags}\n"
     )
     return one + "bugs\t\t: avx512f\n\n" + one.replace(": 0", ": 1")
 
 
 @pytest.mark.parametrize(
-    "vendor, flags, named",
+    "vendor, family, flags, named",
     [
-        ("AuthenticAMD", " ".join(AVX512), "SkylakeX"),  # Zen 4, Zen 5
-        ("AuthenticAMD", "fpu sse2 avx2 fma", None),  # Zen 3: it would die
-        ("AuthenticAMD", "fpu avx512f avx2 fma", None),  # some of it only
-        ("GenuineIntel", " ".join(AVX512), None),  # it knows Intel's
+        ("AuthenticAMD", 26, " ".join(AVX512), "SkylakeX"),  # Zen 5
+        ("AuthenticAMD", 25, " ".join(AVX512), "Haswell"),  # Zen 4: faster so, if not by much
+        ("AuthenticAMD", 25, "fpu sse2 avx2 fma", None),  # Zen 3: it would die
+        ("AuthenticAMD", 26, "fpu avx512f avx2 fma", None),  # some of it only
+        ("AuthenticAMD", "unknown", " ".join(AVX512), None),
+        ("GenuineIntel", 6, " ".join(AVX512), None),  # it knows Intel's
     ],
 )
-def test_core_type(vendor, flags, named):
-    assert core_type(cpuinfo(vendor, flags)) == named
+def test_core_type(vendor, family, flags, named):
+    assert core_type(cpuinfo(vendor, family, flags)) == named
 
 
 @pytest.mark.parametrize("text", ["", "flags", "vendor_id : \nflags :", "\udcff\n"])
@@ -47,7 +50,7 @@ def test_it_is_named_in_time(before, user, named):
     code = f"""
 import builtins, io, os
 {before}
-text, real = {cpuinfo("AuthenticAMD", " ".join(AVX512))!r}, open
+text, real = {cpuinfo("AuthenticAMD", 26, " ".join(AVX512))!r}, open
 builtins.open = lambda x, *y, **z: io.StringIO(text) if x == "/proc/cpuinfo" else real(x, *y, **z)
 import a2d_mpi
 print(os.environ.get("OPENBLAS_CORETYPE", "none"))
