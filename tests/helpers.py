@@ -25,9 +25,11 @@ if TYPE_CHECKING:  # the many runs of pytest in test_harness.py need none of the
 
 DRIVERS = Path(__file__).parents[1] / "drivers"
 SECONDS = 30  # a generous "within seconds", for busy machines
-# Runs a driver after a few lines of sabotage.  `rank` is this process's rank.
+# Runs a driver after a few lines of sabotage.  `rank` is this process's rank.  The package comes
+# first, as in the drivers: it may choose NumPy's matrix products, and so the last bits.
 SABOTAGE = """
 import os, runpy, sys
+import a2d_mpi
 from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
 {}
@@ -37,6 +39,7 @@ runpy.run_path({driver!r}, run_name="__main__")
 # Runs drivers one after the other, each with a list of options, and more of them on rank 1.
 EACH = """
 import json, os, runpy, sys
+import a2d_mpi
 from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
 {}
