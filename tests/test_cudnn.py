@@ -74,11 +74,21 @@ def small(monkeypatch, cupy):
     monkeypatch.setattr(shapes, "LONGEST", 70)
 
 
+@pytest.fixture(params=["ragged", "dense"])
+def launches(request, monkeypatch, cupy):
+    """Sizes that are no multiples of cuDNN's tiles are ragged launches, or dense ones, too."""
+    from a2d_mpi.kernels import cudnn_pieces
+
+    if request.param == "dense":
+        monkeypatch.setattr(cudnn_pieces, "is_ragged", lambda batch: False)
+    return request.param
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype, heads", [("float16", (1, 1)), ("bfloat16", (4, 2))])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("gradients", ["native", "float32"])
-def test_cudnn(cupy, dtype, heads, mask, gradients):
+def test_cudnn(cupy, dtype, heads, mask, gradients, launches):
     """Every run of a block, out and gradients in both dtypes that a caller may have."""
     # A real graph of a general run takes cuDNN seconds to build.
     if cupy.kind == "real" and (heads[0] != heads[1] or "general" in MASKS[mask]):
@@ -92,7 +102,10 @@ def test_cudnn(cupy, dtype, heads, mask, gradients):
         found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
         bad += failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
         if cupy.kind == "emulated":
-            assert {block.shape for block in kernel._pieces.graphs.launched} == MASKS[mask]
+            launched = kernel._pieces.graphs.launched
+            assert {block.shape for block in launched} == MASKS[mask]
+            single = len(intervals) == 1 and "general" not in MASKS[mask]
+            assert {block.batch > 0 for block in launched} <= {launches == "ragged" and single}
     assert not bad
 
 
@@ -141,7 +154,61 @@ def test_cudnn_without_a_kernel(cupy, refused, fresh):
     assert not kernel._pieces.graphs.launched
 
 
-@pytest.mark.usefixtures("small")
+def packed(rng, n, skip):
+    """Documents of `skip` and more tokens; the queries of one see nothing."""
+    lengths = rng.integers(skip, 4 * skip, n)
+    ends = np.cumsum(lengths)
+    first, i = np.repeat(ends - lengths, lengths), np.arange(ends[-1])
+    hidden = np.repeat(np.arange(n) == n // 3, lengths)
+    keys = i + 3 * np.repeat(np.arange(n), lengths)  # gaps between the keys
+    begin, end = (np.where(hidden, 0, x) for x in (first + keys - i, keys + 1))
+    return begin, end, int(keys[-1]) + 10
+
+
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("wide, fresh", [(True, False), (False, True), (True, True)])
+def test_documents_are_batched(cupy, heads, wide, fresh, monkeypatch):
+    """Some documents to a launch; gaps between keys, queries of nobody and NaN there."""
+    from a2d_mpi.kernels import cudnn_pieces
+
+    monkeypatch.setattr(cudnn_pieces, "SHORTEST", 1)
+    begin, end, nk = packed(np.random.default_rng(1), 9, 10)
+    q, k, v, dout = make((len(begin), nk, *heads, 16), DTYPES["bfloat16"])
+    intervals = ((begin, end),)
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    visible = dense(intervals, nk)
+    for x in (q, dout):
+        x[~visible.any(axis=1)] = np.nan
+    for x in (k, v):
+        x[~visible.any(axis=0)] = np.nan
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
+    kernel._pieces.graphs.rows = len(q), len(k)
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
+    for x in (q, k, v, dout):
+        x[np.isnan(x.astype(np.float32))] = 0
+    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+    # Three documents, a hidden one, five.
+    launched = [block.batch for block in kernel._pieces.graphs.launched]
+    assert launched == [2, 1, 4, 1] * 2
+
+
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+def test_new_documents_need_few_new_graphs(cupy):
+    """Dense launches would need one for nearly each of them."""
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, DTYPES["bfloat16"], 0.2))
+    pieces, q = kernel._pieces, np.empty((16384, 2, 16), np.float16)
+    built, launches = [], 0
+    for seed in range(4):
+        mask, tokens = make_mask(f"causal_document:seed={seed}", 16384), np.arange(16384)
+        for backward in (False, True):
+            made = pieces.get(mask.intervals(tokens, tokens), q, q, 2, backward)
+            launches += len(made.pieces)
+        built.append(len(pieces.graphs.built))
+    assert launches < 60 and np.diff(built).max() <= 8 and built[-1] <= 30
+
+
+@pytest.mark.usefixtures("small", "launches")
 @pytest.mark.parametrize("fresh", [False, True])
 def test_padding_may_be_anything(cupy, fresh):
     """Queries that see nothing, and keys that nobody sees, between the others."""

@@ -104,6 +104,18 @@ def cases(name):
     blocks += [dataclasses.replace(BLOCK, shape=shape, nq=nq, nk=nk) for shape, nq, nk in odd]
     blocks += [dataclasses.replace(BLOCK, headdim=headdim) for headdim in (8, 32, 80, 192, 100)]
     blocks += [dataclasses.replace(BLOCK, shape="band", window=w) for w in (1, 1024, 5000)]
+    if name == "deterministic":  # ragged ones would take too much memory
+        return [(block, *PASSES[name]) for block in blocks]
+    ragged = {"nq": 1024, "nk": 2048, "batch": 32, "total": 9216}
+    blocks += [
+        Block(dtype, 16, nheads_kv, headdim, shape=shape, scale=0.1, window=window, **ragged)
+        for dtype, nheads_kv, headdim in kinds
+        for shape, window in (("full", 0), ("causal", 0), ("anti-causal", 0), ("band", 100))
+    ]
+    change = {**ragged, "batch": 1, "nk": 1024, "shape": "causal"}
+    headdims = (32, 80, 192) if PASSES[name][0] else (8, 32, 192)
+    blocks += [dataclasses.replace(BLOCK, **change, headdim=d) for d in headdims]
+    blocks += [dataclasses.replace(BLOCK, **change | {"shape": x}) for x in ("full", "causal")]
     return [(block, *PASSES[name]) for block in blocks]
 
 
@@ -171,6 +183,8 @@ def build(driver, name, of_pass):
         {"shape": "band"},
         {"shape": "band", "window": 1, "nq": 1025},
         {"window": 5},
+        {"batch": -1},
+        {"batch": 1, "shape": "general"},
     ],
 )
 def test_wrong_blocks(change):
@@ -198,6 +212,16 @@ def test_supported():
     assert why(options=float32) is why(nheads_kv=2) is None
     assert "share a KV head" in why(options=float32, nheads_kv=2)
     assert "deterministic" in why(options=float32 | {"deterministic": True})
+    assert (
+        why(batch=4)
+        is why((8, 0), forward, batch=4)
+        is why(options=forward, batch=4, headdim=40)
+        is None
+    )
+    assert all("ragged gradients" in why(x, batch=4) for x in ((8, 0), (12, 0)))
+    assert "ragged" in why(options={"deterministic": True}, batch=4)
+    assert "multiple of 16" in why(batch=4, headdim=40)
+    assert why(batch=4, nq=1, nk=1) is None
 
 
 def test_missing_and_old_packages(monkeypatch):
@@ -272,6 +296,15 @@ def test_plans_share_the_graphs_of_a_device(launched):
     assert graphs.graphs_of(3, False) is graphs.graphs_of(3, False)
     assert graphs.graphs_of(3, True) is not graphs.graphs_of(3, False)
     assert graphs.graphs_of(3, True).deterministic
+
+
+def test_ragged_graphs_of_newer_frontends(launched, monkeypatch):
+    found, _ = launched
+    block = dataclasses.replace(BLOCK, batch=4)
+    monkeypatch.setattr(sys.modules["cudnn"], "__version__", "1.23.0")
+    with pytest.raises(NotSupported, match="offsets"):
+        found.get(block, False)
+    assert found.get(BLOCK, False)
 
 
 def test_a_refusal_is_kept(launched):

@@ -2,10 +2,12 @@
 
 It computes what cuDNN computes, from the same pointers, and rounds what cuDNN rounds: factors of
 products and results to 16 bits.  Like cuDNN it knows out only by its delta, and hides keys of a
-general mask by a large negative logit: a query that sees none sees all.
+general mask by a large negative logit: a query that sees none sees all.  A ragged launch reads a
+tile past the end of each sequence, and what it finds there must be finite.
 """
 
 import ctypes
+import dataclasses
 from types import SimpleNamespace
 
 import cupy
@@ -14,16 +16,20 @@ import numpy as np
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.kernels.graphs import HIDDEN, NotSupported
+from a2d_mpi.kernels.ragged import TILE
 
 
 class HostGraphs:
     def __init__(self, refuse=()):
         self.refuse = refuse  # mask shapes for which there is no kernel
         self.launched = []
+        self.built = set()
+        self.rows = 0, 0  # of the tensors of ragged launches, if what these read is to be checked
 
     def get(self, block, backward, gradients="native"):
-        if block.shape in self.refuse:
+        if block.shape in self.refuse or (block.batch and "ragged" in self.refuse):
             raise NotSupported(block.shape)
+        self.built.add((block, backward, gradients))
         return HostLaunch(self, block, gradients if backward else None)
 
 
@@ -36,13 +42,56 @@ class HostLaunch:
     def __call__(self, pointers, workspace, stream):
         names = "q k v out stats" if self._gradients is None else "q k v out dout stats dq dk dv"
         names = names.split() + ["begin", "end"] * (self.block.shape == "general")
+        names += ["nq", "nk", "of_q", "of_k", "of_stats"] * (self.block.batch > 0)
         to = SimpleNamespace(**dict(zip(names, pointers, strict=True)))
         # Tensors are declared with cuDNN's default alignment.
         odd = {x: y % 16 for x, y in vars(to).items() if y % 16}
         assert not odd, f"cuDNN wants addresses of whole 16 bytes: {odd}"
         self._graphs.launched.append(self.block)
         compute = self._forward if self._gradients is None else self._backward
+        if self.block.batch:
+            compute = self._each
         cupy.cuda.get_current_stream()._enqueue(lambda: compute(to))
+
+    def _each(self, at):
+        """Compute the sequences of a ragged launch one after the other."""
+        block, n, backward = self.block, self.block.batch, self._gradients is not None
+        nq, nk = (_array(x, (n,), np.int32) for x in (at.nq, at.nk))
+        assert nq.min() > 0 and nk.min() > 0, "NaN before cuDNN 9.25"
+        assert nq.max() <= block.nq and nk.max() <= block.nk
+        widths = block.nheads * block.headdim, block.nheads_kv * block.headdim, block.nheads
+        offsets = [_array(x, (n + 1,), np.int64) for x in (at.of_q, at.of_k, at.of_stats)]
+        first_q, first_k, of_stats = (x // y for x, y in zip(offsets, widths, strict=True))
+        assert (first_q == of_stats).all() and (first_q[:-1] + nq <= first_q[1:]).all()
+        assert (first_k[:-1] + nk <= first_k[1:]).all(), "gradients of a key are written twice"
+        assert not backward or first_q[-1] <= block.total
+        wide = 4 if self._gradients == "float32" else 2
+        sizes = {"dq": wide, "dk": wide, "dv": wide, "stats": 4}
+        for i in range(n):
+            own = dataclasses.replace(block, nq=int(nq[i]), nk=int(nk[i]), batch=0, total=0)
+            launch, there = HostLaunch(self._graphs, own, self._gradients), SimpleNamespace()
+            for x, pointer in vars(at).items():
+                which = 1 if x in ("k", "v", "dk", "dv") else 2 if x == "stats" else 0
+                setattr(there, x, pointer + int(offsets[which][i]) * sizes.get(x, 2))
+            launch._check_tiles(there, int(first_q[i]), int(first_k[i]))
+            stats = _array(there.stats, (own.nq, own.nheads), np.float32)
+            there.stats = (turned := np.ascontiguousarray(stats.T)).ctypes.data
+            (launch._backward if backward else launch._forward)(there)
+            if not backward:
+                stats[...] = turned.T
+
+    def _check_tiles(self, at, first_q, first_k):
+        """What the last tile of a sequence multiplies by 0."""
+        block, dtype, (rows_q, rows_k) = self.block, DTYPES[self.block.dtype], self._graphs.rows
+        nq, nk = (-(-x // TILE) * TILE for x in (block.nq, block.nk))
+        nq, nk = min(nq, rows_q - first_q), min(nk, rows_k - first_k)
+        if rows_k:
+            shape = nk, block.nheads_kv, block.headdim
+            _check(*(_array(x, shape, dtype) for x in (at.k, at.v)))
+        if rows_q and self._gradients is not None:
+            shape = nq, block.nheads, block.headdim
+            _check(*(_array(x, shape, dtype) for x in (at.q, at.out, at.dout)))
+            assert (_array(at.stats, shape[:2], np.float32) > HIDDEN / 2).all()
 
     def _forward(self, at):
         block = self.block

@@ -61,7 +61,7 @@ def calls(phase):
     """Arguments of the kernel, of each call."""
     layout, mask = Layout(*map(int, args.grid.split("x"))), make_mask(args.mask, args.seqlen)
     nheads, nheads_kv = map(int, args.heads.split(","))
-    config = AttentionConfig(args.seqlen, nheads, 8, nheads_kv=nheads_kv, dtype="bfloat16")
+    config = AttentionConfig(args.seqlen, nheads, 16, nheads_kv=nheads_kv, dtype="bfloat16")
     problem = problem_of("attention2d", layout, config, mask)
     for schedule in write("attention2d", phase, layout, problem, 0):
         places = Places(schedule)
@@ -70,7 +70,7 @@ def calls(phase):
                 continue
             queries, keys = places.tokens(step.queries), np.sort(places.tokens(step.keys))
             intervals = (schedule.mask or problem.mask).intervals(queries, keys)
-            q, k = (len(queries), nheads, 8), (len(keys), nheads_kv, 8)
+            q, k = (len(queries), nheads, 16), (len(keys), nheads_kv, 16)
             tensor, wide = DTYPES["bfloat16"], np.float32
             if phase == "forward":
                 like = [(q, tensor), (k, tensor), (k, tensor), None, (q, wide), (q[:2], wide)]

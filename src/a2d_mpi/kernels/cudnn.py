@@ -2,8 +2,8 @@
 
 Each interval of a mask is cut into runs of queries that see one shape each
 (`a2d_mpi.core.shapes.runs`), and cuDNN is launched once for each run, on the keys that the run
-sees.  Partial results of several intervals are merged.  The plain kernel computes the runs that
-cuDNN refuses.
+sees, or once for a batch of runs (`a2d_mpi.kernels.ragged`).  Partial results of several intervals
+are merged.  The plain kernel computes the runs that cuDNN refuses.
 
 cuDNN's backward pass computes delta from the out of the queries over *all* keys, which only the
 owner of the queries has.  Here cuDNN gets another out that has the same delta.
@@ -11,7 +11,7 @@ owner of the queries has.  Here cuDNN gets another out that has the same delta.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import cupy
@@ -20,9 +20,10 @@ import numpy as np
 from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.cudnn_pieces import Piece, Pieces
+from a2d_mpi.kernels.cudnn_pieces import Piece, Pieces, Runs
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import graphs_of
+from a2d_mpi.kernels.holes import Holes
 
 
 class CudnnKernel:
@@ -72,7 +73,7 @@ class CudnnKernel:
         self._work = work or Workspace(plain.device)
         graphs = graphs or graphs_of(plain.device.index, deterministic)
         self._pieces = Pieces(plain, graphs, gradients, deterministic)
-        self._constants: dict[tuple[float, int], Array] = {}
+        self._holes = Holes(plain.device, self._work)
 
     def forward(
         self,
@@ -86,14 +87,21 @@ class CudnnKernel:
         """Write the partial result to `lse` and `out`; `out` is of the dtype or float32."""
         runs = self._pieces.get(intervals, q, k, k.shape[1], False)
         if runs.single:
+            clean = self._clean(runs, (None, k, v))
             for piece in runs.pieces:
-                self._attend(piece, q, k, v, out[piece.rows], lse[piece.rows])
+                if piece.sequences is None:
+                    self._attend(piece, q, k, v, out[piece.rows], lse[piece.rows])
+                    continue
+                native = out if out.dtype == self.dtype else self._buffer("batches", out.shape)
+                self._launch(piece, [x.data.ptr for x in (q, *clean[1:], native, lse)])
+                if native is not out:
+                    self.device.put(out[piece.rows], native[piece.rows])
             return
         total = out if out.dtype == np.float32 else self._buffer("total", out.shape, np.float32)
         rest = self._buffer("rest", lse.shape, np.float32)
         self.device.zero(total)
         self.device.zero(rest)
-        self.device.put(lse, self._constant(-np.inf, lse.shape))
+        self._holes.fill(lse)
         for piece in runs.pieces:
             to = [x[piece.rows] for x in (total, lse, rest)]
             part = self._buffer("part", to[0].shape), self._buffer("lse", to[1].shape, np.float32)
@@ -119,8 +127,8 @@ class CudnnKernel:
         """Add the gradients of this block to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
         nheads, found = q.shape[1], (dq, dk, dv)
         runs = self._pieces.get(intervals, q, k, nheads, True)
-        whole = [(piece.rows, piece.keys) for piece in runs.pieces] == [
-            (slice(0, len(q)), slice(0, len(k)))
+        whole = [(piece.rows, piece.keys, piece.gaps) for piece in runs.pieces] == [
+            (slice(0, len(q)), slice(0, len(k)), False)
         ]
         # What one run alone writes is overwritten; what several write is summed in float32.
         new = [fresh and runs.single, fresh and whole, fresh and whole]
@@ -144,9 +152,10 @@ class CudnnKernel:
             self.device.out_and_stats(dout, delta, out, lse, stats, places)
             inputs += [out, dout, stats]
         at = [x.data.ptr for x in inputs]
+        clean = self._clean(runs, inputs[:5])
         for piece in runs.pieces:
             if piece.launch is not None:
-                self._add_gradients(piece, inputs, at, sums, new)
+                self._add_gradients(piece, inputs, at, clean, sums, new)
                 continue
             rows, keys = piece.rows, piece.keys
             if new[0] and not (whole and piece.intervals):
@@ -165,7 +174,7 @@ class CudnnKernel:
         rows, keys = piece.rows, piece.keys
         if not piece.intervals:
             self.device.zero(out)
-            self.device.put(lse, self._constant(-np.inf, lse.shape))
+            self._holes.fill(lse)
             return
         if piece.launch is None:
             self.plain.forward(q[rows], k[keys], v[keys], piece.intervals, out, lse)
@@ -179,21 +188,27 @@ class CudnnKernel:
         if native is not out:
             self.device.put(out, native)
         if piece.holes is not None:
-            self._clear(out, piece.holes)
-            self._put_in_holes(piece, lse, -np.inf)
+            self._holes.clear(out, piece.holes)
+            self._holes.fill(lse, piece.holes)
 
     def _add_gradients(
         self,
         piece: Piece,
         inputs: list[Array],
         at: list[int],
+        clean: list[Array],
         sums: list[Array],
         new: list[bool],
     ) -> None:
-        """Gradients of one run by cuDNN; `inputs`: q, k, v, out, dout, stats, which are `at`."""
+        """Gradients of one piece by cuDNN.
+
+        `inputs`: q, k, v, out, dout, stats, which are `at`; `clean`: all but stats, for batches.
+        """
         nheads, headdim = sums[0].shape[1:]
-        rows, keys = piece.rows, piece.keys
-        if piece.holes is piece.unseen is None:
+        rows, keys, ragged = piece.rows, piece.keys, piece.sequences is not None
+        if ragged:
+            pointers = [x.data.ptr for x in clean]
+        elif piece.holes is piece.unseen is None:
             size = nheads * headdim * self.dtype.itemsize
             first, key = rows.start * size, keys.start * size
             pointers = [at[0] + first, at[1] + key, at[2] + key, at[3] + first, at[4] + first]
@@ -204,11 +219,15 @@ class CudnnKernel:
         for i, where in enumerate((rows, keys, keys)):
             x = sums[i]
             if new[i] and x.shape[1] == nheads and x.dtype == self._gradient_dtype:
-                pointers.append(_at(x, where))
+                pointers.append(x.data.ptr if ragged else _at(x, where))
                 continue
-            shape = where.stop - where.start, nheads, headdim
+            shape = len(x) if ragged else where.stop - where.start, nheads, headdim
             y = self._buffer(("native", i), shape, self._gradient_dtype)
             pointers.append(y.data.ptr)
+            if ragged:
+                y = y[where]
+                if piece.gaps and i:
+                    self.device.zero(y)
             wait.append((x[where], y, not new[i]))
         self._launch(piece, pointers)
         if wait:
@@ -224,36 +243,29 @@ class CudnnKernel:
         places = piece.unseen if of_keys else piece.holes
         if places is None:
             return _at(x, rows)
-        found = self._buffer(("cleared", i), (rows.stop - rows.start, *x.shape[1:]))
-        self.device.put(found, x[rows])
-        self._clear(found, places)
-        return found.data.ptr
+        return self._holes.copy(("cleared", i), x, rows, places).data.ptr
 
-    def _clear(self, x: Array, places: Array) -> None:
-        nothing = self._buffer("nothing", (len(places), *x.shape[1:]), x.dtype)
-        self.device.zero(nothing)
-        self.device.put_at(x, nothing, places)
+    def _clean(self, runs: Runs, inputs: Sequence[Array | None]) -> list[Array | None]:
+        """Give q, k, v, out and dout, or some of them, for batches.
+
+        Tiles that reach past a sequence read what follows it, and it may be NaN: what nobody sees
+        is cleared in copies.
+        """
+        found = list(inputs)
+        for i, x in enumerate(inputs):
+            places = runs.unseen if i in (1, 2) else runs.holes
+            if x is not None and places is not None:
+                found[i] = self._holes.copy(("clean", i), x, slice(0, len(x)), places)
+        return found
 
     def _launch(self, piece: Piece, pointers: Iterable[int]) -> None:
         size = max(piece.launch.workspace_size, 1)
         workspace = self._buffer("workspace", (size,), np.uint8).data.ptr
-        if piece.ends is not None:
-            begin = piece.ends.data.ptr
-            pointers = *pointers, begin, begin + piece.ends.nbytes // 2
+        for given in (piece.ends, piece.sequences):
+            if given is not None:
+                step = given.nbytes // len(given)
+                pointers = *pointers, *(given.data.ptr + i * step for i in range(len(given)))
         piece.launch(pointers, workspace, cupy.cuda.get_current_stream().ptr)
-
-    def _put_in_holes(self, piece: Piece, lse: Array, value: float) -> None:
-        values = self._constant(value, (len(piece.holes), lse.shape[1]))
-        self.device.put_at(lse, values, piece.holes)
-
-    def _constant(self, value: float, shape: tuple[int, int]) -> Array:
-        """Array of one float32 value, (queries, nheads); the largest one is kept."""
-        n, nheads = shape
-        found = self._constants.get((value, nheads))
-        if found is None or len(found) < n:
-            found = self.device.upload(np.full(shape, value, np.float32))
-            self._constants[value, nheads] = found
-        return found[:n]
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:
         return self._work.get(("kernel", name), shape, dtype or self.dtype)

@@ -12,7 +12,7 @@ SHAPES = ("full", "causal", "anti-causal", "band", "general")
 
 @dataclass(frozen=True)
 class Block:
-    """The work of one launch: attention of `nq` queries over `nk` keys.
+    """The work of one launch: attention of `nq` queries over `nk` keys, or of several sequences.
 
     Attributes
     ----------
@@ -26,6 +26,11 @@ class Block:
     scale : float
         Factor of the logits.
     window : int
+    batch : int
+        Sequences of a ragged launch, each of 1 to `nq` queries and 1 to `nk` keys, where the
+        mask's bounds are its own; 0: a dense launch, of one sequence of that size.
+    total : int
+        Of gradients of a ragged launch: rows of the queries' tensors, at most.
     """
 
     dtype: str
@@ -37,6 +42,8 @@ class Block:
     shape: str
     scale: float
     window: int = 0
+    batch: int = 0
+    total: int = 0
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float16", "bfloat16"):
@@ -51,6 +58,8 @@ class Block:
             raise ValueError(f"a {self.shape} block needs nq <= nk, got {self.nq} and {self.nk}")
         if (self.shape == "band") != (self.window > 0):
             raise ValueError(f"a band, and only a band, has a window > 0, got {self}")
+        if self.batch < 0 or (self.batch and self.shape == "general"):
+            raise ValueError(f"only simple shapes have batches, of 1 sequence or more, got {self}")
 
 
 def supported(
@@ -93,7 +102,14 @@ def supported(
         return None
     if major in (8, 12) and block.shape == "general":
         return f"cuDNN has no gradients of a general mask for capability {capability}"
-    if block.nq == block.nk == 1:
+    if block.batch:
+        if major in (8, 12):
+            return f"cuDNN has no ragged gradients with packed statistics for {capability}"
+        if deterministic:
+            return "ragged deterministic gradients keep scores of the longest size for each batch"
+        if d % 16:
+            return f"ragged gradients need a headdim that is a multiple of 16, got {d}"
+    if block.nq == block.nk == 1 and not block.batch:
         return "cuDNN has no gradients for one query and one key"
     # Each query head's gradient of a shared KV head is kept in the 16-bit dtype before the sum:
     # no kernel writes that sum in float32.

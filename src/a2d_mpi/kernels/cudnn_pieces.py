@@ -15,6 +15,7 @@ from a2d_mpi.devices.workspace import Remembered
 from a2d_mpi.kernels.cudnn_blocks import Block, supported
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import Launch, NotSupported
+from a2d_mpi.kernels.ragged import batches, is_ragged, room, sequences, size_class
 
 SHORTEST = 64  # queries of a run: a general run does several shorter ones in one launch
 ALIGN = 64  # numbers of 4 bytes: cuDNN wants addresses of whole 16 bytes
@@ -23,7 +24,7 @@ KEYS = 512  # a general run has a multiple of so many keys: fewer graphs, each b
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A run, ready to be launched.
+    """A run, or a batch of runs, ready to be launched.
 
     Attributes
     ----------
@@ -38,7 +39,13 @@ class Piece:
         Those of its queries that see nothing, and those of its keys that no query of the block
         sees, if there are any.
     stats : int
-        Where the lse of its queries begins, in the backward pass: bytes from that of the block.
+        Where the lse of its queries begins, in the backward pass, in bytes; of a batch, where that
+        of the block's queries does.
+    sequences : (5, n) int64 or None
+        Of a batch, as of `a2d_mpi.kernels.ragged.sequences`, on the device; `rows` and `keys` then
+        reach from the first run to the last.
+    gaps : bool
+        Of a batch: whether some of these keys are of none of its runs.
     """
 
     rows: slice
@@ -49,6 +56,8 @@ class Piece:
     holes: Array | None = None
     unseen: Array | None = None
     stats: int = 0
+    sequences: Array | None = None
+    gaps: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +74,17 @@ class Runs:
         other, as `Cuda.out_and_stats` takes them.
     stats : int
         Float32 that it fills, gaps included.
+    holes, unseen : (n,) int64 or None
+        Where there are batches: queries of the block that see nothing, and keys that no query of
+        it sees, if there are any.
     """
 
     pieces: list[Piece]
     single: bool
     places: Array | None = None
     stats: int = 0
+    holes: Array | None = None
+    unseen: Array | None = None
 
 
 class Pieces:
@@ -99,19 +113,66 @@ class Pieces:
             found = [run for x in seen for run in runs(x, SHORTEST)]
             if len(seen) > 1:
                 found = [run for run in found if run.shape != "empty"]
-            hidden = _hidden(seen, len(k))
-            pieces = [self._piece(run, q, hidden, nheads_kv, backward) for run in found]
+            hidden, single = _hidden(seen, len(k)), len(seen) == 1
+            pieces = [
+                piece
+                for batch in (batches(found) if single else [[run] for run in found])
+                for piece in self._batch(batch, q, hidden, nheads_kv, backward, single)
+            ]
             if not any(piece.launch for piece in pieces):  # the plain kernel takes them at once
                 rows, keys = slice(0, len(q)), slice(0, len(k))
                 if all(run.shape == "empty" for run in found):
                     return Runs([Piece(rows, slice(0, 0), None, ())] * bool(found), True)
                 return Runs([Piece(rows, keys, None, intervals)], True)
-            single = len(seen) == 1
-            if not backward:
-                return Runs(pieces, single)
-            return Runs(*self._with_stats(pieces, single, q.shape[1]))
+            holes = np.flatnonzero(seen[0][1] <= seen[0][0])  # of the one, where there are batches
+            made = Runs(pieces, single)
+            if backward:
+                made = self._with_stats(made, q, holes)
+            if any(piece.sequences is not None for piece in pieces):
+                places = [self._upload(x) for x in (holes, np.flatnonzero(hidden))]
+                made = replace(made, holes=places[0], unseen=places[1])
+            return made
 
         return self._made.get(intervals, make, *q.shape[1:], len(k), nheads_kv, backward)
+
+    def _batch(
+        self,
+        batch: list[Run],
+        q: Array,
+        hidden: np.ndarray,
+        nheads_kv: int,
+        backward: bool,
+        single: bool,
+    ) -> list[Piece]:
+        """One piece, if cuDNN takes the runs at once; else one for each."""
+        if single and is_ragged(batch):
+            first, last = batch[0], batch[-1]
+            sizes = [(x.rows.stop - x.rows.start, x.keys.stop - x.keys.start) for x in batch]
+            nq, nk = (size_class(max(x)) for x in zip(*sizes))
+            total = room(len(q)) if backward else 0
+            block = self._block(q, nheads_kv, first, nq, nk)
+            block = replace(block, batch=len(batch), total=total)
+            if launch := self._launch_of(block, backward):
+                nheads, headdim = q.shape[1:]
+                given = sequences(batch, (nheads * headdim, nheads_kv * headdim, nheads), ALIGN)
+                rows = slice(first.rows.start, last.rows.stop)
+                keys = slice(first.keys.start, last.keys.stop)
+                gaps = sum(n for _, n in sizes) < keys.stop - keys.start
+                return [Piece(rows, keys, launch, (), sequences=self._upload(given), gaps=gaps)]
+        return [self._piece(run, q, hidden, nheads_kv, backward) for run in batch]
+
+    def _block(self, q: Array, nheads_kv: int, run: Run, nq: int, nk: int) -> Block:
+        return Block(
+            dtype=self._plain.dtype.name,
+            nheads=q.shape[1],
+            nheads_kv=nheads_kv,
+            headdim=q.shape[2],
+            nq=nq,
+            nk=nk,
+            shape=run.shape,
+            window=run.window,
+            scale=self._plain.softmax_scale,
+        )
 
     def _piece(
         self, run: Run, q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
@@ -121,37 +182,36 @@ class Pieces:
             return Piece(run.rows, keys, None, ())
         if run.shape == "general":
             keys = slice(keys.start // KEYS * KEYS, min(-(-keys.stop // KEYS) * KEYS, len(hidden)))
-        block = Block(
-            dtype=self._plain.dtype.name,
-            nheads=q.shape[1],
-            nheads_kv=nheads_kv,
-            headdim=q.shape[2],
-            nq=run.rows.stop - run.rows.start,
-            nk=keys.stop - keys.start,
-            shape=run.shape,
-            window=run.window,
-            scale=self._plain.softmax_scale,
-        )
-        ends = np.clip(np.stack([run.begin, run.end]) - keys.start, 0, block.nk)
-        launch, there = self._launch_of(block, backward), []
+        nq, nk = run.rows.stop - run.rows.start, keys.stop - keys.start
+        ends = np.clip(np.stack([run.begin, run.end]) - keys.start, 0, nk)
+        launch, there = self._launch_of(self._block(q, nheads_kv, run, nq, nk), backward), []
         if launch and run.shape == "general":
-            upload = self._plain.device.upload
             places = [np.flatnonzero(x) for x in (ends[1] <= ends[0], hidden[keys])]
-            aligned = np.zeros((2, -(-block.nq // ALIGN) * ALIGN), np.int32)
-            aligned[:, : block.nq] = ends
-            there = [
-                upload(aligned),
-                *(upload(x) if len(x) else None for x in places),
-            ]
+            aligned = np.zeros((2, -(-nq // ALIGN) * ALIGN), np.int32)
+            aligned[:, :nq] = ends
+            there = [self._upload(x) for x in (aligned, *places)]
         return Piece(run.rows, keys, launch, ((ends[0], ends[1]),), *there)
 
-    def _with_stats(
-        self, pieces: list[Piece], single: bool, nheads: int
-    ) -> tuple[list[Piece], bool, Array, int]:
-        """Arguments of `Runs`: the lse of every launch, heads first, is behind the others'."""
-        device, found, there, first = self._plain.device, [], [], 0
-        for piece in pieces:
-            if piece.launch is not None:
+    def _upload(self, x: np.ndarray) -> Array | None:
+        """The array on the device; None for an empty one."""
+        return self._plain.device.upload(x) if x.size else None
+
+    def _with_stats(self, made: Runs, q: Array, holes: np.ndarray) -> Runs:
+        """Tell where the lse of every launch goes: behind the others', heads first.
+
+        Before them is that of all queries, tokens first, for the batches: they may read on past
+        the end of a sequence.
+        """
+        device, nheads = self._plain.device, q.shape[1]
+        found: list[list[np.ndarray]] = []
+        pieces, first = [], 0
+        if any(piece.sequences is not None for piece in made.pieces):
+            source, n = np.arange(len(q)), len(q)
+            source[holes] = -1
+            found.append([source, np.arange(n) * nheads, np.full(n, 1)])
+            first = -(-n * nheads // ALIGN) * ALIGN
+        for piece in made.pieces:
+            if piece.launch is not None and piece.sequences is None:
                 source = np.arange(piece.rows.start, piece.rows.stop)
                 n = len(source)
                 found.append([source, first + np.arange(n), np.full(n, n)])
@@ -159,9 +219,9 @@ class Pieces:
                     source[device.download(piece.holes)] = -1
                 piece = replace(piece, stats=4 * first)
                 first += -(-n * nheads // ALIGN) * ALIGN
-            there.append(piece)
+            pieces.append(piece)
         places = device.upload(np.concatenate(found, axis=1, dtype=np.int64))
-        return there, single, places, first
+        return Runs(pieces, made.single, places, first)
 
     def _launch_of(self, block: Block, backward: bool) -> Launch | None:
         """The launch of cuDNN for a run; None for a run that cuDNN does not take."""

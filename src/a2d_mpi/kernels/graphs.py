@@ -19,6 +19,7 @@ from a2d_mpi.kernels.cudnn_blocks import Block
 
 BACKEND = 91100  # cuDNN 9.11: 9.9 has no band on Hopper and no masks for one query, 9.10 errs
 FRONTEND = (1, 14)  # `generate_stats`
+GAPS = (1, 23)  # since then an engine may take sequences for packed, without gaps (issue 737)
 PACKAGES = "nvidia-cudnn-frontend>=1.14 and nvidia-cudnn-cu13 (or -cu12) >=9.11"
 
 GRADIENTS = ("native", "float32")
@@ -52,7 +53,8 @@ class Launch:
         pointers : int each
             Forward: of q, k, v, out and stats, of which the last two are written.  Backward: of q,
             k, v, out, dout, stats, dq, dk and dv, of which the last three are overwritten.  Of a
-            general block, those of begin and end follow.
+            general block, those of begin and end follow; of a ragged one, those of the lengths of
+            queries and of keys, and of the offsets of queries, keys and statistics.
         workspace : int
             Pointer to `workspace_size` bytes.
         stream : int
@@ -88,6 +90,11 @@ class Graphs:
     headdim); `stats` is (nheads, nq) float32, the natural log-sum-exp of the logits: cuDNN
     before 9.26 takes only these packed strides.  The interval of keys that each query of a general
     block sees is `begin` and `end`, (nq,) int32.  Graphs are not to be shared by threads.
+
+    The sequences of a ragged block lie in tensors of any number of rows; `stats` is (rows, nheads)
+    there.  Of each sequence are given its lengths, (batch,) int32, and its first element in the
+    queries', the keys' and the statistics' tensors, (batch + 1,) int64, the last number being the
+    end of the last one.  Rows of no sequence are not written.
 
     The backward graph is ``p = exp(s - stats)``, ``ds = p (dout v^T - rowsum(dout * out))``,
     products in float32 of `p` and `ds` rounded to the dtype, so that
@@ -135,6 +142,8 @@ class Graphs:
             if gradients not in GRADIENTS:
                 raise ValueError(f"gradients must be one of {GRADIENTS}, got {gradients!r}")
             try:
+                if block.batch and _version(self._cudnn) >= GAPS:
+                    raise self._cudnn.cudnnGraphNotSupportedError("offsets may not be read")
                 found = Launch(self, block, *self._build(*key))
             except self._cudnn.cudnnGraphNotSupportedError as error:
                 # A plan's failure quotes the plan, over pages.
@@ -173,38 +182,52 @@ class Graphs:
             **self._target,
         )
         # cuDNN names the axes (batch, head, token, element); the strides tell how they lie.
-        h, hk, d, nq, nk = (
-            block.nheads, block.nheads_kv, block.headdim, block.nq, block.nk
+        b, h, hk, d, nq, nk = (
+            max(block.batch, 1), block.nheads, block.nheads_kv, block.headdim, block.nq, block.nk
         )  # fmt: skip
-        queries = {"dim": [1, h, nq, d], "stride": [nq * h * d, d, h * d, 1]}
-        keys = {"dim": [1, hk, nk, d], "stride": [nk * hk * d, d, hk * d, 1]}
-        rows = {"dim": [1, h, nq, 1], "stride": [h * nq, nq, 1, 1]}
-        uid = iter(range(1, 13))
+        number, after = iter(range(1, 10)), 10 if backward else 6
+        options = {"attn_scale": block.scale, **self._mask(block)}
+        offsets: list[Any] = [None] * 3
+        if block.batch:
+            lengths, offsets = self._sequences(graph, b, after)
+            options |= lengths
+        queries = {"dim": [b, h, nq, d], "stride": [nq * h * d, d, h * d, 1]}, offsets[0]
+        keys = {"dim": [b, hk, nk, d], "stride": [nk * hk * d, d, hk * d, 1]}, offsets[1]
+        strides = [nq * h, 1, h, 1] if block.batch else [nq * h, nq, 1, 1]
+        rows = {"dim": [b, h, nq, 1], "stride": strides}, offsets[2]
 
-        def take(layout: dict[str, Any], dtype: Any = io) -> Any:
-            return graph.tensor(**layout, data_type=dtype, uid=next(uid))
+        def take(place: tuple[dict[str, Any], Any], dtype: Any = io) -> Any:
+            layout, offset = place
+            tensor = graph.tensor(**layout, data_type=dtype, uid=next(number))
+            return tensor if offset is None else tensor.set_ragged_offset(offset)
 
         inputs = {"q": take(queries), "k": take(keys), "v": take(keys)}
-        options = {"attn_scale": block.scale, **self._mask(block)}
         if backward:
             inputs |= {"o": take(queries), "dO": take(queries), "stats": take(rows, types.FLOAT)}
             options["use_deterministic_algorithm"] = self.deterministic
+            if block.batch:
+                # The float32 sum of dq lies as dq does then, and not as b tensors of nq rows.  The
+                # same number for keys would be for those of shared KV heads.
+                options["max_total_seq_len_q"] = block.total
             dtype = types.FLOAT if gradients == "float32" else io
             results = [(queries, dtype), (keys, dtype), (keys, dtype)]
         else:
             options["generate_stats"] = True
             results = [(queries, io), (rows, types.FLOAT)]
-        numbers = [next(uid) for _ in results]
         if block.shape == "general":
-            ends = {"dim": [1, 1, nq, 1], "stride": [nq, nq, 1, 1]}
-            begin, end = take(ends, types.INT32), take(ends, types.INT32)
+            layout = {"dim": [1, 1, nq, 1], "stride": [nq, nq, 1, 1]}
+            begin, end = (
+                graph.tensor(**layout, data_type=types.INT32, uid=after + i) for i in range(2)
+            )
             one = {"dim": [1] * 4, "stride": [1] * 4, "is_pass_by_value": True}
-            hidden = take(one, types.FLOAT)
+            hidden = graph.tensor(**one, data_type=types.FLOAT, uid=after + 2)
             options["score_mod"] = self._interval_mask(begin, end, hidden)
         outputs = (graph.sdpa_backward if backward else graph.sdpa)(**inputs, **options)
-        for tensor, (layout, dtype), number in zip(outputs, results, numbers, strict=True):
+        for tensor, ((layout, offset), dtype) in zip(outputs, results, strict=True):
             tensor.set_output(True).set_dim(layout["dim"]).set_stride(layout["stride"])
-            tensor.set_data_type(dtype).set_uid(number)
+            tensor.set_data_type(dtype).set_uid(next(number))
+            if offset is not None:
+                tensor.set_ragged_offset(offset)
         graph.validate()
         graph.build_operation_graph()
         modes = self._cudnn.heur_mode
@@ -212,6 +235,16 @@ class Graphs:
         graph.check_support()
         graph.build_plans()
         return graph, graph.get_workspace_size()
+
+    def _sequences(self, graph: Any, batch: int, number: int) -> tuple[dict[str, Any], list[Any]]:
+        """Options and offsets of a ragged graph; `number`: of the first of their pointers."""
+        types = self._cudnn.data_type
+        kinds = [(batch, types.INT32)] * 2 + [(batch + 1, types.INT64)] * 3
+        nq, nk, *offsets = [
+            graph.tensor(dim=[n, 1, 1, 1], stride=[1] * 4, data_type=dtype, uid=number + i)
+            for i, (n, dtype) in enumerate(kinds)
+        ]
+        return {"use_padding_mask": True, "seq_len_q": nq, "seq_len_kv": nk}, offsets
 
     def _mask(self, block: Block) -> dict[str, Any]:
         # The last query sees all keys: a single one needs no triangle.
@@ -269,10 +302,15 @@ def _import_cudnn() -> Any:
         found = cudnn.backend_version()
     except Exception as error:  # a missing library shows as one of many types
         raise ImportError(f"cuDNN attention needs {PACKAGES}: {error}") from error
-    frontend = getattr(cudnn, "__version__", "0")
-    if tuple(int(x) for x in frontend.split(".")[:2]) < FRONTEND or found < BACKEND:
+    frontend = _version(cudnn)
+    if frontend < FRONTEND or found < BACKEND:
         raise ImportError(
-            f"cuDNN attention needs {PACKAGES}; found nvidia-cudnn-frontend {frontend} and "
-            f"cuDNN {found}"
+            f"cuDNN attention needs {PACKAGES}; found nvidia-cudnn-frontend "
+            f"{'.'.join(map(str, frontend))} and cuDNN {found}"
         )
     return cudnn
+
+
+def _version(cudnn: Any) -> tuple[int, ...]:
+    """The frontend's, (major, minor)."""
+    return tuple(int(x) for x in getattr(cudnn, "__version__", "0").split(".")[:2])
