@@ -230,6 +230,21 @@ def test_padding_may_be_anything(cupy, fresh):
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
 
 
+@pytest.mark.parametrize("mask", ["full", "causal", "one"])
+@pytest.mark.parametrize("nk", [192, 200])
+@pytest.mark.usefixtures("launches")
+def test_very_negative_logits(cupy, mask, nk):
+    """exp(-lse) is infinite in float32: what cuDNN adds beyond the last key must not count."""
+    q, k, v, dout = make((128, nk, 2, 2, 32), DTYPES["bfloat16"])
+    q[..., 0], k[..., 0] = 60, -60  # logits are about -700
+    intervals = random_intervals(np.random.default_rng(1), 128, nk, mask)
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    assert exact["lse"][np.isfinite(exact["lse"])].max() < -100
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
+    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+
+
 @pytest.mark.parametrize("nq, nk", [(0, 90), (80, 0), (0, 0)])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_no_queries_or_keys(cupy, nq, nk, fresh):
