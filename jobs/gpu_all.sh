@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Everything on the GPU of this machine, in less than nine minutes once the environment is there: the
 # main job on 1 and 4 ranks, what 4 ranks do when, kernels against PyTorch's (if torch is installed),
-# 4 ranks against 1, the rate of MPI between device buffers and through the host, tests.
+# with few KV heads, a window and packed documents, 4 ranks against 1, the rate of MPI between device
+# buffers and through the host, tests.
 #
 #   bash jobs/gpu_all.sh [FOLDER]      default: results/gpu-<time>
 #
@@ -67,6 +68,10 @@ with h5py.File(folder / "gpu.h5", "a") as whole:
         path.unlink()
 '
 
+# Where 16 packed documents of 64K tokens begin and end.
+documents=0,2777,3308,10009,13001,15422,24567,25344,31111,35000,42024,43333,50176,55007,58888,63019
+documents+=,65536
+
 everything() {
   date -u
   nvidia-smi
@@ -77,6 +82,9 @@ everything() {
   main 1 1
   main 4 2
   part kernels 70 1 python drivers/bench_gpu.py kernel "${output[@]}"
+  part "2 KV heads" 40 1 python drivers/bench_gpu.py kernel --nheads-kv 2 "${output[@]}"
+  part "window and documents" 70 1 python drivers/bench_gpu.py kernel --seqlen 65536 --nheads 4 \
+    --trials 5 --masks full sliding_window_causal:4096 "causal_document:$documents" "${output[@]}"
   part split 50 4 python drivers/bench_gpu.py split "${output[@]}"
   with_mps part "split, with MPS where it can be started" 50 4 \
     python drivers/bench_gpu.py split "${output[@]}"
@@ -90,6 +98,7 @@ everything() {
   local tests=(python -m pytest -q --color=no -m "not mpi")
   part "tests of the plain kernel" 120 0 "${tests[@]}" tests/test_gpu_kernels.py -k real
   part "tests of cuDNN" 250 0 "${tests[@]}" tests/test_cudnn.py -k "real and not partials"
+  part "tests of partial gradients" 60 0 "${tests[@]}" -rA tests/test_cudnn.py -k "real and partials"
   limited 10 python -c "$collect" "$folder" || { lines+=("collecting: FAILED") && failed=1; }
   printf '\n'
   printf '%s\n' "${lines[@]}"

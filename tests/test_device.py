@@ -274,6 +274,21 @@ def advance(transport, comm):
         transport.poll(comm)
 
 
+def test_benchmark_of_masks(monkeypatch, tmp_path):
+    sizes = ["--seqlen", "40", "--nheads", "2", "--nheads-kv", "1", "--headdim", "8"]
+    sizes += ["--trials", "3", "--output", tmp_path / "gpu.h5", "--masks", "full"]
+    masks = ["sliding_window_causal:4", "causal_document:0,9,17,20,29,40"]
+    done = drive(monkeypatch, "bench_gpu.py", 1, "kernel", *sizes, *masks)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("of the full mask's") == 4
+    assert "causal_document:5 parts" in done.stdout
+    found = read_figures(tmp_path / "gpu.h5", "kernel 1 KV heads of masks")
+    assert {x.split("/")[0] for x in found.seconds} == {"full", *masks}
+    done = drive(monkeypatch, "bench_gpu.py", 1, "kernel", *sizes, "causal", "cheese")
+    assert_refused(done, "cheese")
+    assert "TFLOP/s" not in done.stdout
+
+
 @pytest.mark.parametrize("what, ranks", [("kernel", 1), ("split", 4), ("transfers", 2)])
 def test_benchmark(monkeypatch, tmp_path, what, ranks):
     sizes = ["--seqlen", "40", "--nheads", "2", "--headdim", "8", "--trials", "3"]

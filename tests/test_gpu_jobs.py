@@ -140,7 +140,7 @@ exit 0""")  # fmt: skip
     assert done.stdout == text
     assert "main job on 4: FAILED, exit code 1," in text and "a wrong result" in text
     assert "transfers: FAILED, out of time (30 s)" in text
-    assert len(re.findall(r"(?m)^[\w ,]+: passed, \d+ s$", text)) == 10
+    assert len(re.findall(r"(?m)^[\w ,]+: passed, \d+ s$", text)) == 13
     assert "no MPS here" in text
     with h5py.File(machine.copy / "out/gpu.h5") as file:
         assert file.attrs["x"] == file["main/main_1"].attrs["x"] == 1
@@ -155,7 +155,7 @@ exit 0""")  # fmt: skip
         more = {"PYTHONPATH": found, "A2D_MPI_GPU_SECONDS": str(seconds)}
         done = machine("jobs/gpu_all.sh", f"out{seconds}", **more)
         assert done.returncode == 1
-        assert done.stdout.count("FAILED, out of time") == (1 if seconds else 12)
+        assert done.stdout.count("FAILED, out of time") == (1 if seconds else 15)
         assert max(map(int, asked.read_text().split())) <= max(seconds, 10)
 
 

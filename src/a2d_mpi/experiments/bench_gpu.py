@@ -50,6 +50,8 @@ def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         about |= {x: y for x, y in found.items() if x.startswith("tflop/")}
         seconds = {x: y for x, y in found.items() if x not in about}
         chosen = [x for x in (args.kernel, args.transfers) if x != "auto"]
+        chosen += [f"{args.nheads_kv} KV heads"] * (args.nheads_kv is not None)
+        chosen += ["of masks"] * (args.masks != ["full", "causal"])
         name = " ".join([args.what, *chosen]) + " with MPS" * (sharing > 1 and _mps())
         together(comm, lambda: add_figures(args.output, name, about, seconds), on=0)
     return 0 if right else FAILED_CHECK
@@ -62,17 +64,22 @@ def _mps() -> bool:
 
 
 def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: Found) -> bool:
-    """TFLOP/s of the library on one rank, and of torch; returns whether all is right."""
+    """TFLOP/s of the library on one rank, and of torch; returns whether all is right.
+
+    If the first mask is the full one, others are compared with it, too.
+    """
+    # One that is wrong is refused before any has run.
+    together(comm, lambda: [make_mask(mask, args.seqlen) for mask in args.masks])
     try:
         import torch
     except ImportError:
         torch = None
         print("torch is not installed: nothing to compare with")
-    right = True
-    for mask in ("full", "causal"):
+    right, of_full = True, {}
+    for number, mask in enumerate(args.masks):
         with _problem(MPI.COMM_SELF, mask, args, device) as run:
             calls = {f"{mask}/{phase}/a2d_mpi": getattr(run, phase) for phase in PHASES}
-            if torch is not None:
+            if torch is not None and mask in ("full", "causal"):
                 calls |= _torch_calls(torch, run, mask)
             seconds = _medians(calls, args.trials, comm, device, found)
             right &= _passes(run)
@@ -82,13 +89,23 @@ def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found:
             found[f"tflop/{mask}/{phase}"] = work
             ours = work / seconds.pop(f"{mask}/{phase}/a2d_mpi")
             theirs = {n: work / s for n, s in seconds.items() if n.split("/")[1] == phase}
-            line = f"{mask:<7} {phase:<8} {ours:6.0f} TFLOP/s"
+            line = f"{_short(mask):<7} {phase:<8} {ours:6.0f} TFLOP/s"
+            if number and phase in of_full:
+                line += f"   of the full mask's {ours / of_full[phase]:.2f}"
+            elif mask == "full":
+                of_full[phase] = ours
             if theirs:
                 best = max(theirs, key=theirs.get)
                 line += f"   torch {theirs[best]:6.0f} ({best.split()[-1]})"
                 line += f"   ours/torch {ours / theirs[best]:.3f}"
             print(line, flush=True)
     return right
+
+
+def _short(mask: str) -> str:
+    """The name of a mask, with the number of its numbers where they are many."""
+    name, _, numbers = mask.partition(":")
+    return mask if numbers.count(",") < 3 else f"{name}:{numbers.count(',')} parts"
 
 
 def split(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: Found) -> bool:
