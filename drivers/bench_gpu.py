@@ -15,7 +15,7 @@ sends to the next and receives from the one before.  Medians over the trials, by
 from mpi4py import MPI
 
 from a2d_mpi.comm.gpus import TRANSFERS
-from a2d_mpi.experiments.bench_gpu import BENCHMARKS, bench_gpu
+from a2d_mpi.experiments.bench_gpu import BENCHMARKS, MASKS, bench_gpu
 from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.options import MASK_HELP, TRIALS, mask_text, whole
 
@@ -29,13 +29,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--nheads", type=whole(1), default=16)
     add("--nheads-kv", type=whole(1), help="default: nheads")
     add("--headdim", type=whole(1), default=128)
-    add(
-        "--masks",
-        type=mask_text,
-        nargs="+",
-        default=["full", "causal"],
-        help=f"of kernel: {MASK_HELP}",
-    )
+    add("--masks", type=mask_text, nargs="+", default=MASKS, help=f"of kernel: {MASK_HELP}")
     add("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     add("--kernel", default="auto", help="of a2d_mpi.kernels.KERNELS (default %(default)s)")
     add("--transfers", choices=TRANSFERS, default="auto")

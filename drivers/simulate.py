@@ -22,7 +22,7 @@ Exit code 2: bad input, or no SimGrid.
 """
 
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.experiments.options import MASK_HELP, Parser, listed, run_serial, whole
+from a2d_mpi.experiments.options import MASK_HELP, Parser, listed, real, run_serial, whole
 from a2d_mpi.experiments.simulate import RANKS, simulate_all
 
 
@@ -44,15 +44,15 @@ def build_parser() -> Parser:
     add("--headdim", type=whole(1), default=128, help="default %(default)s")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--backward", action="store_true", help="also the gradients")
-    for name, what in (
-        ("slow-rank", "what the first rank does takes so many times as long"),
-        ("slow-port", "the first node's first NIC has so many times less bandwidth"),
-        ("latency", "latencies are so many times as long"),
+    for name, kind, what in (
+        ("slow-rank", real(1, 1e6), "what the first rank does takes so many times as long"),
+        ("slow-port", float, "the first node's first NIC has so many times less bandwidth"),
+        ("latency", real(0, 1e6), "latencies are so many times as long"),
     ):
-        add(f"--{name}", type=float, default=1.0, help=f"{what} (default %(default)s)")
+        add(f"--{name}", type=kind, default=1.0, help=f"{what} (default %(default)s)")
     add("--links-alone", action="store_true", help="ranks compute, copy and merge in no time")
     coarse = "share of the predicted time within which messages end at once (default: none)"
-    add("--coarse", type=float, default=0.0, help=coarse)
+    add("--coarse", type=real(0, 1), default=0.0, help=coarse)
     add("--timeout", type=float, default=3600.0, help="s of a phase (default %(default)s)")
     return parser
 

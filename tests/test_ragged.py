@@ -9,7 +9,16 @@ from test_shapes import SHORTEST, calls
 
 from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.shapes import runs
-from a2d_mpi.kernels.ragged import LONG, TILE, batches, is_ragged, room, sequences, size_class
+from a2d_mpi.kernels.ragged import (
+    LONG,
+    TILE,
+    batches,
+    is_ragged,
+    room,
+    sequences,
+    size_class,
+    size_classes,
+)
 
 
 def documents(*lengths):
@@ -100,13 +109,11 @@ def count(seed, seqlen, rows, cols, known):
         for batch in batches(runs(interval, SHORTEST)):
             if batch[0].shape == "empty":
                 continue
-            sizes = [(x.rows.stop - x.rows.start, x.keys.stop - x.keys.start) for x in batch]
             kind = batch[0].shape, batch[0].window
-            dense = {(*kind, *size) for size in sizes}
+            dense = {(*kind, *run.size) for run in batch}
             forward = backward = dense
             if is_ragged(batch):
-                classes = (size_class(max(x)) for x in zip(*sizes))
-                forward = {(*kind, len(batch), *classes)}
+                forward = {(*kind, len(batch), *size_classes(batch))}
                 backward = {(*x, room(len(interval[0]))) for x in forward}
             launches += len(batch), 1 if is_ragged(batch) else len(batch)
             for i, graphs in enumerate((dense, forward, backward)):

@@ -40,8 +40,7 @@ def shares(text, seqlen, rows, cols, distribution=None):
                 general = run.shape == "general"
                 pairs += run.area, general * run.area
                 launches += run.shape != "empty", general
-                size = [x.stop - x.start for x in (run.rows, run.keys)]
-                touched += general * size[0] * size[1]
+                touched += general * run.size[0] * run.size[1]
     return pairs[1] / pairs[0], launches, touched / max(pairs[1], 1)
 
 

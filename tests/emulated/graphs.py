@@ -27,7 +27,7 @@ class HostGraphs:
         self.rows = 0, 0  # of the tensors of ragged launches, if what these read is to be checked
 
     def get(self, block, backward, gradients="native"):
-        if block.shape in self.refuse or (block.batch and "ragged" in self.refuse):
+        if block.shape in self.refuse:
             raise NotSupported(block.shape)
         self.built.add((block, backward, gradients))
         return HostLaunch(self, block, gradients if backward else None)

@@ -44,6 +44,11 @@ class Run:
     end: np.ndarray
 
     @property
+    def size(self) -> tuple[int, int]:
+        """Queries and keys."""
+        return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
+
+    @property
     def area(self) -> int:
         """Visible pairs."""
         return int(np.maximum(self.end - self.begin, 0).sum())

@@ -29,6 +29,7 @@ from a2d_mpi.experiments.timing import in_turn
 
 MEBI = 1 << 20
 PHASES = ("forward", "backward")
+MASKS = ("full", "causal")  # that torch has
 Found = dict[str, Any]  # seconds of the trials of each call, and TFLOP of some
 
 
@@ -51,7 +52,7 @@ def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         seconds = {x: y for x, y in found.items() if x not in about}
         chosen = [x for x in (args.kernel, args.transfers) if x != "auto"]
         chosen += [f"{args.nheads_kv} KV heads"] * (args.nheads_kv is not None)
-        chosen += ["of masks"] * (args.masks != ["full", "causal"])
+        chosen += ["of masks"] * (tuple(args.masks) != MASKS)
         name = " ".join([args.what, *chosen]) + " with MPS" * (sharing > 1 and _mps())
         together(comm, lambda: add_figures(args.output, name, about, seconds), on=0)
     return 0 if right else FAILED_CHECK
@@ -66,7 +67,7 @@ def _mps() -> bool:
 def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: Found) -> bool:
     """TFLOP/s of the library on one rank, and of torch; returns whether all is right.
 
-    If the first mask is the full one, others are compared with it, too.
+    Masks that come after the full one are compared with it, too.
     """
     # One that is wrong is refused before any has run.
     together(comm, lambda: [make_mask(mask, args.seqlen) for mask in args.masks])
@@ -76,10 +77,10 @@ def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found:
         torch = None
         print("torch is not installed: nothing to compare with")
     right, of_full = True, {}
-    for number, mask in enumerate(args.masks):
+    for mask in args.masks:
         with _problem(MPI.COMM_SELF, mask, args, device) as run:
             calls = {f"{mask}/{phase}/a2d_mpi": getattr(run, phase) for phase in PHASES}
-            if torch is not None and mask in ("full", "causal"):
+            if torch is not None and mask in MASKS:
                 calls |= _torch_calls(torch, run, mask)
             seconds = _medians(calls, args.trials, comm, device, found)
             right &= _passes(run)
@@ -90,9 +91,9 @@ def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found:
             ours = work / seconds.pop(f"{mask}/{phase}/a2d_mpi")
             theirs = {n: work / s for n, s in seconds.items() if n.split("/")[1] == phase}
             line = f"{_short(mask):<7} {phase:<8} {ours:6.0f} TFLOP/s"
-            if number and phase in of_full:
+            if phase in of_full:
                 line += f"   of the full mask's {ours / of_full[phase]:.2f}"
-            elif mask == "full":
+            if mask == "full":
                 of_full[phase] = ours
             if theirs:
                 best = max(theirs, key=theirs.get)

@@ -51,6 +51,21 @@ def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
     return number
 
 
+def real(least: float, most: float) -> Callable[[str], float]:
+    """A type of options: numbers from `least` to `most`."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise BadOption(f"must be a number, got {text[:40]!r}") from None
+        if not least <= value <= most:  # as NaN is not, either
+            raise BadOption(f"must be from {least} to {most:g}, got {value}")
+        return value
+
+    return number
+
+
 def listed(number: Callable[[str], int]) -> Callable[[str], list[int]]:
     """A type of options: several of a type of whole numbers, with commas between them."""
     return lambda text: [number(x) for x in text.split(",")]

@@ -11,7 +11,7 @@ owner of the queries has.  Here cuDNN gets another out that has the same delta.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import cupy
@@ -87,13 +87,13 @@ class CudnnKernel:
         """Write the partial result to `lse` and `out`; `out` is of the dtype or float32."""
         runs = self._pieces.get(intervals, q, k, k.shape[1], False)
         if runs.single:
-            clean = self._clean(runs, (None, k, v))
+            keys_at = [self._input(runs, i, x, slice(0, len(x))) for i, x in ((1, k), (2, v))]
             for piece in runs.pieces:
                 if piece.sequences is None:
                     self._attend(piece, q, k, v, out[piece.rows], lse[piece.rows])
                     continue
                 native = out if out.dtype == self.dtype else self._buffer("batches", out.shape)
-                self._launch(piece, [x.data.ptr for x in (q, *clean[1:], native, lse)])
+                self._launch(piece, (q.data.ptr, *keys_at, native.data.ptr, lse.data.ptr))
                 if native is not out:
                     self.device.put(out[piece.rows], native[piece.rows])
             return
@@ -152,10 +152,11 @@ class CudnnKernel:
             self.device.out_and_stats(dout, delta, out, lse, stats, places)
             inputs += [out, dout, stats]
         at = [x.data.ptr for x in inputs]
-        clean = self._clean(runs, inputs[:5])
+        # Tiles of a batch that reach past a sequence read what follows it in the whole tensor.
+        of_batches = [self._input(runs, i, x, slice(0, len(x))) for i, x in enumerate(inputs[:5])]
         for piece in runs.pieces:
             if piece.launch is not None:
-                self._add_gradients(piece, inputs, at, clean, sums, new)
+                self._add_gradients(piece, inputs, at, of_batches, sums, new)
                 continue
             rows, keys = piece.rows, piece.keys
             if new[0] and not (whole and piece.intervals):
@@ -181,7 +182,7 @@ class CudnnKernel:
             return
         native = out if out.dtype == self.dtype else self._buffer("out", out.shape)
         stats = self._buffer("stats", lse.shape[::-1], np.float32)  # cuDNN wants heads first
-        keys_at = [self._input(piece, i, x) for i, x in ((1, k), (2, v))]
+        keys_at = [self._input(piece, i, x, keys) for i, x in ((1, k), (2, v))]
         pointers = _at(q, rows), *keys_at, native.data.ptr, stats.data.ptr
         self._launch(piece, pointers)
         self.device.transpose(lse, stats)
@@ -196,24 +197,28 @@ class CudnnKernel:
         piece: Piece,
         inputs: list[Array],
         at: list[int],
-        clean: list[Array],
+        of_batches: list[int],
         sums: list[Array],
         new: list[bool],
     ) -> None:
         """Gradients of one piece by cuDNN.
 
-        `inputs`: q, k, v, out, dout, stats, which are `at`; `clean`: all but stats, for batches.
+        `inputs`: q, k, v, out, dout, stats, which are `at`; for batches all but stats are
+        `of_batches`.
         """
         nheads, headdim = sums[0].shape[1:]
         rows, keys, ragged = piece.rows, piece.keys, piece.sequences is not None
         if ragged:
-            pointers = [x.data.ptr for x in clean]
+            pointers = of_batches.copy()
         elif piece.holes is piece.unseen is None:
             size = nheads * headdim * self.dtype.itemsize
             first, key = rows.start * size, keys.start * size
             pointers = [at[0] + first, at[1] + key, at[2] + key, at[3] + first, at[4] + first]
         else:
-            pointers = [self._input(piece, i, x) for i, x in enumerate(inputs[:5])]
+            pointers = [
+                self._input(piece, i, x, keys if i in (1, 2) else rows)
+                for i, x in enumerate(inputs[:5])
+            ]
         pointers.append(at[5] + piece.stats)
         wait = []  # what is to be added to rows of the sums
         for i, where in enumerate((rows, keys, keys)):
@@ -233,30 +238,15 @@ class CudnnKernel:
         if wait:
             self.device.put_all(wait)
 
-    def _input(self, piece: Piece, i: int, x: Array) -> int:
-        """Pointer to the rows of q, k, v, out or dout, by `i`, that a run takes.
+    def _input(self, of: Piece | Runs, i: int, x: Array, rows: slice) -> int:
+        """Pointer to rows of q, k, v, out or dout, by `i`, that a run takes, or all batches.
 
         What nobody sees may be NaN, and cuDNN multiplies it by 0: it is cleared in a copy.
         """
-        of_keys = i in (1, 2)
-        rows = piece.keys if of_keys else piece.rows
-        places = piece.unseen if of_keys else piece.holes
+        places = of.unseen if i in (1, 2) else of.holes
         if places is None:
             return _at(x, rows)
-        return self._holes.copy(("cleared", i), x, rows, places).data.ptr
-
-    def _clean(self, runs: Runs, inputs: Sequence[Array | None]) -> list[Array | None]:
-        """Give q, k, v, out and dout, or some of them, for batches.
-
-        Tiles that reach past a sequence read what follows it, and it may be NaN: what nobody sees
-        is cleared in copies.
-        """
-        found = list(inputs)
-        for i, x in enumerate(inputs):
-            places = runs.unseen if i in (1, 2) else runs.holes
-            if x is not None and places is not None:
-                found[i] = self._holes.copy(("clean", i), x, slice(0, len(x)), places)
-        return found
+        return self._holes.copy((type(of), i), x, rows, places).data.ptr
 
     def _launch(self, piece: Piece, pointers: Iterable[int]) -> None:
         size = max(piece.launch.workspace_size, 1)
@@ -273,4 +263,4 @@ class CudnnKernel:
 
 def _at(x: Array, rows: slice) -> int:
     """Pointer to some rows: slices take longer."""
-    return x.data.ptr + rows.start * (x.nbytes // len(x))
+    return x.data.ptr + (rows.start * (x.nbytes // len(x)) if rows.start else 0)

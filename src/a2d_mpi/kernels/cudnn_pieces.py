@@ -15,7 +15,7 @@ from a2d_mpi.devices.workspace import Remembered
 from a2d_mpi.kernels.cudnn_blocks import Block, supported
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import Launch, NotSupported
-from a2d_mpi.kernels.ragged import batches, is_ragged, room, sequences, size_class
+from a2d_mpi.kernels.ragged import batches, is_ragged, room, sequences, size_classes
 
 SHORTEST = 64  # queries of a run: a general run does several shorter ones in one launch
 ALIGN = 64  # numbers of 4 bytes: cuDNN wants addresses of whole 16 bytes
@@ -114,11 +114,11 @@ class Pieces:
             if len(seen) > 1:
                 found = [run for run in found if run.shape != "empty"]
             hidden, single = _hidden(seen, len(k)), len(seen) == 1
-            pieces = [
-                piece
-                for batch in (batches(found) if single else [[run] for run in found])
-                for piece in self._batch(batch, q, hidden, nheads_kv, backward, single)
-            ]
+            given = q, hidden, nheads_kv, backward
+            if single:
+                pieces = [x for batch in batches(found) for x in self._batch(batch, *given)]
+            else:
+                pieces = [self._piece(run, *given) for run in found]
             if not any(piece.launch for piece in pieces):  # the plain kernel takes them at once
                 rows, keys = slice(0, len(q)), slice(0, len(k))
                 if all(run.shape == "empty" for run in found):
@@ -136,28 +136,19 @@ class Pieces:
         return self._made.get(intervals, make, *q.shape[1:], len(k), nheads_kv, backward)
 
     def _batch(
-        self,
-        batch: list[Run],
-        q: Array,
-        hidden: np.ndarray,
-        nheads_kv: int,
-        backward: bool,
-        single: bool,
+        self, batch: list[Run], q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
     ) -> list[Piece]:
         """One piece, if cuDNN takes the runs at once; else one for each."""
-        if single and is_ragged(batch):
+        if is_ragged(batch):
             first, last = batch[0], batch[-1]
-            sizes = [(x.rows.stop - x.rows.start, x.keys.stop - x.keys.start) for x in batch]
-            nq, nk = (size_class(max(x)) for x in zip(*sizes))
-            total = room(len(q)) if backward else 0
-            block = self._block(q, nheads_kv, first, nq, nk)
-            block = replace(block, batch=len(batch), total=total)
+            block = self._block(q, nheads_kv, first, *size_classes(batch))
+            block = replace(block, batch=len(batch), total=room(len(q)) if backward else 0)
             if launch := self._launch_of(block, backward):
                 nheads, headdim = q.shape[1:]
                 given = sequences(batch, (nheads * headdim, nheads_kv * headdim, nheads), ALIGN)
                 rows = slice(first.rows.start, last.rows.stop)
                 keys = slice(first.keys.start, last.keys.stop)
-                gaps = sum(n for _, n in sizes) < keys.stop - keys.start
+                gaps = sum(run.size[1] for run in batch) < keys.stop - keys.start
                 return [Piece(rows, keys, launch, (), sequences=self._upload(given), gaps=gaps)]
         return [self._piece(run, q, hidden, nheads_kv, backward) for run in batch]
 
@@ -182,7 +173,7 @@ class Pieces:
             return Piece(run.rows, keys, None, ())
         if run.shape == "general":
             keys = slice(keys.start // KEYS * KEYS, min(-(-keys.stop // KEYS) * KEYS, len(hidden)))
-        nq, nk = run.rows.stop - run.rows.start, keys.stop - keys.start
+        nq, nk = run.size[0], keys.stop - keys.start
         ends = np.clip(np.stack([run.begin, run.end]) - keys.start, 0, nk)
         launch, there = self._launch_of(self._block(q, nheads_kv, run, nq, nk), backward), []
         if launch and run.shape == "general":

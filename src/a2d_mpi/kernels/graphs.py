@@ -142,7 +142,7 @@ class Graphs:
             if gradients not in GRADIENTS:
                 raise ValueError(f"gradients must be one of {GRADIENTS}, got {gradients!r}")
             try:
-                if block.batch and _version(self._cudnn) >= GAPS:
+                if block.batch and _numbers(self._cudnn.__version__) >= GAPS:
                     raise self._cudnn.cudnnGraphNotSupportedError("offsets may not be read")
                 found = Launch(self, block, *self._build(*key))
             except self._cudnn.cudnnGraphNotSupportedError as error:
@@ -302,15 +302,15 @@ def _import_cudnn() -> Any:
         found = cudnn.backend_version()
     except Exception as error:  # a missing library shows as one of many types
         raise ImportError(f"cuDNN attention needs {PACKAGES}: {error}") from error
-    frontend = _version(cudnn)
-    if frontend < FRONTEND or found < BACKEND:
+    frontend = getattr(cudnn, "__version__", "0")
+    if _numbers(frontend) < FRONTEND or found < BACKEND:
         raise ImportError(
-            f"cuDNN attention needs {PACKAGES}; found nvidia-cudnn-frontend "
-            f"{'.'.join(map(str, frontend))} and cuDNN {found}"
+            f"cuDNN attention needs {PACKAGES}; found nvidia-cudnn-frontend {frontend} and "
+            f"cuDNN {found}"
         )
     return cudnn
 
 
-def _version(cudnn: Any) -> tuple[int, ...]:
-    """The frontend's, (major, minor)."""
-    return tuple(int(x) for x in getattr(cudnn, "__version__", "0").split(".")[:2])
+def _numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(x) for x in version.split(".")[:2])

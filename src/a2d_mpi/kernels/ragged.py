@@ -41,8 +41,14 @@ def is_ragged(batch: list[Run]) -> bool:
     first = batch[0]
     if len(batch) > 1 or first.shape in ("general", "empty"):
         return len(batch) > 1
-    nq, nk = (x.stop - x.start for x in (first.rows, first.keys))
+    nq, nk = first.size
     return nq < LONG and bool(nq % TILE or nk % TILE)
+
+
+def size_classes(batch: list[Run]) -> tuple[int, int]:
+    """Queries and keys that the graph for a batch is built for."""
+    nq, nk = (size_class(max(x)) for x in zip(*(run.size for run in batch)))
+    return nq, nk
 
 
 def size_class(n: int) -> int:
@@ -73,13 +79,13 @@ def sequences(batch: list[Run], widths: tuple[int, int, int], align: int) -> np.
         Lengths of queries and of keys, each as int32; where sequences begin in q, k and the
         statistics, as elements, and where the last one ends.
     """
-    spans = [[run.rows for run in batch], [run.keys for run in batch]]
-    found = np.zeros((ARRAYS, -(-(len(batch) + 1) // align) * align), np.int64)
-    for row, span in enumerate(spans):
-        found[row].view(np.int32)[: len(batch)] = [x.stop - x.start for x in span]
-    for row, (of, width) in enumerate(zip((0, 1, 0), widths, strict=True), len(spans)):
-        starts = [x.start for x in spans[of]] + [spans[of][-1].stop]
-        found[row, : len(batch) + 1] = np.array(starts) * width
+    n = len(batch)
+    found = np.zeros((ARRAYS, -(-(n + 1) // align) * align), np.int64)
+    for row, lengths in enumerate(zip(*(run.size for run in batch))):
+        found[row].view(np.int32)[:n] = lengths
+    rows, keys = [run.rows for run in batch], [run.keys for run in batch]
+    for row, (spans, width) in enumerate(zip((rows, keys, rows), widths, strict=True), 2):
+        found[row, : n + 1] = width * np.array([*(x.start for x in spans), spans[-1].stop])
     return found
 
 
