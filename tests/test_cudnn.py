@@ -168,12 +168,19 @@ def packed(rng, n, skip):
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize("wide, fresh", [(True, False), (False, True), (True, True)])
-def test_documents_are_batched(cupy, heads, wide, fresh, monkeypatch):
+@pytest.mark.parametrize("general", [False, True])
+def test_documents_are_batched(cupy, heads, wide, fresh, general, monkeypatch):
     """Some documents to a launch; gaps between keys, queries of nobody and NaN there."""
     from a2d_mpi.kernels import cudnn_pieces
 
-    monkeypatch.setattr(cudnn_pieces, "SHORTEST", 1)
+    monkeypatch.setattr(cudnn_pieces, "SHORTEST", 8 if general else 1)
     begin, end, nk = packed(np.random.default_rng(1), 9, 10)
+    if general:  # the last but one, between two batches; keys in the other order
+        monkeypatch.setattr(cudnn_pieces, "KEYS", 8)
+        rows = np.flatnonzero(begin == np.unique(begin)[-2])
+        end[rows[1::2]] -= 1
+        after = np.array([end[begin == x].max() for x in begin])
+        begin, end = np.where(end, nk - after, 0), np.where(end, nk - after + end - begin, 0)
     q, k, v, dout = make((len(begin), nk, *heads, 16), DTYPES["bfloat16"])
     intervals = ((begin, end),)
     exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
@@ -190,7 +197,7 @@ def test_documents_are_batched(cupy, heads, wide, fresh, monkeypatch):
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
     # Three documents, a hidden one, five.
     launched = [block.batch for block in kernel._pieces.graphs.launched]
-    assert launched == [2, 1, 4, 1] * 2
+    assert launched == ([1, 1, 1, 1, 1, 1, 0, 1] if general else [2, 1, 4, 1]) * 2
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
