@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 import numpy as np
@@ -59,13 +59,7 @@ class Places:
             shards = self._sizes.shards(array.of_keys)
             found = []
             for p, edges in self._chosen(rows):
-                first = 0
-                for run in shards.runs(p):
-                    a, b = (
-                        np.clip(x - first, 0, len(run)).tolist() for x in (edges[::2], edges[1::2])
-                    )
-                    found += [run[i:j] for i, j in zip(a, b) if i < j]
-                    first += len(run)
+                found += _at(shards.runs(p), edges)
             self._runs[key] = found
         return self._runs[key]
 
@@ -181,6 +175,23 @@ def sorted_arrays(schedule: Schedule) -> set[str]:
         if isinstance(step, Attend) and step.keys.owner is None:
             found |= {x.array for x in (step.keys, step.keys_into) if x is not None}
     return {name for name in found if len(schedule.arrays[name].owners) > 1}
+
+
+def _at(runs: Iterable[range], edges: Edges) -> list[range]:
+    """The tokens at these places of runs that follow each other."""
+    ends, found = list(zip(edges[::2].tolist(), edges[1::2].tolist())), []
+    first = which = 0
+    for run in runs:
+        last = first + len(run)
+        while which < len(ends) and ends[which][0] < last:
+            begin, end = ends[which]
+            if max(begin, first) < end:
+                found.append(run[max(begin - first, 0) : end - first])
+            if end > last:
+                break  # the rest is in the next run
+            which += 1
+        first = last
+    return found
 
 
 def _cut(edges: Edges, first: int, last: int) -> Edges:
