@@ -252,6 +252,43 @@ def test_very_negative_logits(cupy, mask, nk):
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
 
 
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("major", [8, 9])
+def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, deterministic, major):
+    """On Hopper such a launch is ragged, or general, which both hide what is there."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    monkeypatch.setattr(Cuda.current(), "capability", (major, 0))
+    q, k, v, dout = make((128, 192, 2, 2, 32), DTYPES["bfloat16"])
+    intervals = intervals_of("full", 128, 192)
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), deterministic=deterministic)
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
+    assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+    backward = kernel._pieces.graphs.launched[-1]
+    hidden = ("general", 0) if deterministic else ("full", 1)
+    assert (backward.shape, backward.batch) == (hidden if major == 9 else ("full", 0))
+
+
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "two"])
+def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
+    """Their launches are cut, so that a long block needs no more memory than there is."""
+    from a2d_mpi.kernels import cudnn_pieces
+
+    monkeypatch.setattr(cudnn_pieces, "SCORES", 2 * 256 * 600)
+    q, k, v, dout = make((700, 720, 2, 2, 32), DTYPES["bfloat16"])
+    intervals = intervals_of(mask, 700, 720)
+    exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), deterministic=True)
+    for fresh in (False, True):
+        found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
+        assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
+    blocks = [x.launch.block for x in kernel._pieces.get(intervals, q, k, 2, True).pieces]
+    assert len(blocks) >= 3 and all(x.nq * x.nk <= 256 * 600 for x in blocks)
+
+
 @pytest.mark.parametrize("nq, nk", [(0, 90), (80, 0), (0, 0)])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_no_queries_or_keys(cupy, nq, nk, fresh):

@@ -147,7 +147,8 @@ def test_all_that_is_called_supported_is_built(name, of_pass, tmp_path):
         block, backward, gradients = case
         reason = supported(block, capability, backward, gradients, of_pass == "deterministic")
         # A graph is built, or there is a reason why not, and the caller could have known it.
-        if isinstance(outcome, int) != (reason is None):
+        unsafe = "may be NaN" in str(reason)  # whether it is built or not
+        if not unsafe and isinstance(outcome, int) != (reason is None):
             wrong.append((case, outcome, reason))
     assert not wrong
 
@@ -208,7 +209,10 @@ def test_supported():
     assert why((10, 0), shape="general") is None
     assert all("general mask" in why(x, shape="general") for x in ((8, 0), (12, 0)))
     assert why(options=forward, nq=1, nk=1) is None
-    assert "one query and one key" in why(nq=1, nk=1)
+    assert "one query" in why(nq=1, nk=1) and "one query" in why(nq=1)
+    assert why(nk=192, shape="causal", nq=192) is why((8, 0), nk=192) is why(nk=256) is None
+    assert why(nk=192, batch=1) is why(options=forward, nk=192) is None
+    assert "192 keys may be NaN" in why(nk=192)
     assert why(options=float32) is why(nheads_kv=2) is None
     assert "share a KV head" in why(options=float32, nheads_kv=2)
     assert "deterministic" in why(options=float32 | {"deterministic": True})
@@ -225,8 +229,11 @@ def test_supported():
 
 
 def test_missing_and_old_packages(monkeypatch):
-    old = {"backend_version": lambda: 90100, "__version__": "1.22.0"}
-    for module in (None, SimpleNamespace(**old), SimpleNamespace(backend_version=lambda: 92800)):
+    modules = [
+        SimpleNamespace(backend_version=lambda x=backend: x, __version__=frontend)
+        for backend, frontend in ((91100, "1.22.0"), (92800, "1.18.0"))
+    ]
+    for module in (None, *modules, SimpleNamespace(backend_version=lambda: 92800)):
         monkeypatch.setitem(sys.modules, "cudnn", module)
         with pytest.raises(ImportError, match=r"nvidia-cudnn-frontend.*nvidia-cudnn-cu13"):
             Graphs()
@@ -248,6 +255,8 @@ def launched(monkeypatch):
         log.append(("build", block.nq, backward, gradients))
         if block.nq == 13:
             raise Refusal("no engine for ____\n{plan}")
+        if block.nq == 14:
+            raise RuntimeError
         return Graph(), block.nq
 
     cudnn = SimpleNamespace(
@@ -314,6 +323,16 @@ def test_a_refusal_is_kept(launched):
         with pytest.raises(NotSupported, match=r"forward pass of Block.*nq=13.*no engine for$"):
             found.get(refused, False)
     assert log == [("build", 13, False, "native")]
+
+
+def test_a_failure_is_told_once(launched):
+    found, _ = launched
+    failing = dataclasses.replace(BLOCK, nq=14)
+    told = pytest.warns(RuntimeWarning, match="no kernel for the forward pass of Block.*nq=14")
+    with told, pytest.raises(NotSupported):
+        found.get(failing, False)
+    with pytest.raises(NotSupported):
+        found.get(failing, False)
 
 
 if __name__ == "__main__":

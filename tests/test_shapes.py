@@ -1,11 +1,15 @@
 """Mask shapes: runs of queries; ``python tests/test_shapes.py`` prints how much is general."""
 
+import math
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels import dense
 
+from a2d_mpi.core import shapes
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.patterns import PATTERNS, make_mask
 from a2d_mpi.core.shapes import runs
@@ -75,7 +79,11 @@ def test_runs_paint_the_mask(nq, nk, seed, shortest):
         begin[nq // 2 :] = end[nq // 2 :]
     interval = begin, np.maximum(begin, end)
     painted, next_row = np.zeros((nq, nk), bool), 0
-    for x in runs(interval, shortest):
+    most = 60 if seed % 2 else None
+    with patch.object(shapes, "CUT", 4):
+        found = runs(interval, shortest, most)
+    for x in found:
+        assert most is None or x.size[0] <= 4 or math.prod(x.size) <= most
         assert x.rows.start == next_row < x.rows.stop
         next_row = x.rows.stop
         i = np.arange(x.rows.stop - x.rows.start)[:, None]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
 from a2d_mpi.core.masks import Interval
 
+CUT = 128  # cuDNN's tiles
 LONGEST = 2048  # queries of a general run: the keys that any of them sees are few then
 
 # The step of (begin, end) from each query to the next, as 2 x begin + end; others have none.
@@ -54,7 +56,7 @@ class Run:
         return int(np.maximum(self.end - self.begin, 0).sum())
 
 
-def runs(interval: Interval, shortest: int = 1) -> list[Run]:
+def runs(interval: Interval, shortest: int = 1, pairs: int | None = None) -> list[Run]:
     """Cut a block into runs of queries, each of one mask shape.
 
     Of a mask with several intervals, each is cut on its own.
@@ -65,6 +67,9 @@ def runs(interval: Interval, shortest: int = 1) -> list[Run]:
         Visible keys of each query, as positions among the keys of the block.
     shortest : int
         Neighbouring runs of fewer queries make one general run: a launch each would cost more.
+    pairs : int, optional
+        Runs that have more pairs of queries and keys, hidden ones too, are cut into some of a
+        multiple of `CUT` queries, as few as keep to it or have `CUT`.
 
     Returns
     -------
@@ -83,9 +88,9 @@ def runs(interval: Interval, shortest: int = 1) -> list[Run]:
                 continue
         found.append((first, last, shape))
     return [
-        _run(begin, end, int(a), int(b), shape)
+        _run(begin, end, a, b, shape)
         for first, last, shape in found
-        for a, b in _cuts(first, last, shape)
+        for a, b in _cuts(begin, end, int(first), int(last), shape, pairs)
     ]
 
 
@@ -108,11 +113,17 @@ def _steps(begin: np.ndarray, end: np.ndarray) -> list[tuple[int, int, str]]:
     return found
 
 
-def _cuts(first: int, last: int, shape: str) -> list[tuple[int, int]]:
+def _cuts(
+    begin: np.ndarray, end: np.ndarray, first: int, last: int, shape: str, pairs: int | None
+) -> list[tuple[int, int]]:
     """Bounds of the runs that one run is cut into."""
     parts = -(-(last - first) // LONGEST) if shape == "general" else 1
     bounds = [first + (last - first) * i // parts for i in range(parts + 1)]
-    return list(zip(bounds, bounds[1:]))
+    if pairs is not None and shape != "empty":
+        keys = max(1, int(end[first:last].max() - begin[first:last].min()))
+        step = max(CUT, pairs // keys // CUT * CUT)
+        bounds = [x for a, b in pairwise(bounds) for x in range(a, b, step)] + [last]
+    return list(pairwise(bounds))
 
 
 def _run(begin: np.ndarray, end: np.ndarray, a: int, b: int, shape: str) -> Run:

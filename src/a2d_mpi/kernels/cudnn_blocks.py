@@ -62,6 +62,15 @@ class Block:
             raise ValueError(f"only simple shapes have batches, of 1 sequence or more, got {self}")
 
 
+def reads_past(shape: str, nk: int, capability: tuple[int, int]) -> bool:
+    """Tell whether the gradients of a dense launch may be NaN where the lse is below -88.
+
+    On Hopper cuDNN then takes exp(0 - lse) of zeros beyond the last key for probabilities, where
+    half a tile is beyond it and no mask hides it (pull request 628 of nvidia-cudnn-frontend).
+    """
+    return capability[0] == 9 and nk % 128 == 64 and shape in ("full", "anti-causal")
+
+
 def supported(
     block: Block,
     capability: tuple[int, int],
@@ -109,8 +118,11 @@ def supported(
             return "ragged deterministic gradients keep scores of the longest size for each batch"
         if d % 16:
             return f"ragged gradients need a headdim that is a multiple of 16, got {d}"
-    if block.nq == block.nk == 1 and not block.batch:
-        return "cuDNN has no gradients for one query and one key"
+    if block.nq == 1 and not block.batch:
+        # Reported on an H200 with 9.25 and 9.26 (issue 1072).
+        return "cuDNN's gradients for one query may be NaN, and it has none for one key, too"
+    if not block.batch and reads_past(block.shape, block.nk, capability):
+        return f"cuDNN's gradients for {block.nk} keys may be NaN"
     # Each query head's gradient of a shared KV head is kept in the 16-bit dtype before the sum:
     # no kernel writes that sum in float32.
     if gradients == "float32" and block.nheads != block.nheads_kv:

@@ -12,13 +12,14 @@ from a2d_mpi.core.masks import Interval
 from a2d_mpi.core.shapes import Run, runs
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Remembered
-from a2d_mpi.kernels.cudnn_blocks import Block, supported
+from a2d_mpi.kernels.cudnn_blocks import Block, reads_past, supported
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import Launch, NotSupported
 from a2d_mpi.kernels.ragged import batches, is_ragged, room, sequences, size_classes
 
 SHORTEST = 64  # queries of a run: a general run does several shorter ones in one launch
 ALIGN = 64  # numbers of 4 bytes: cuDNN wants addresses of whole 16 bytes
+SCORES = 1 << 31  # of a launch, at most, where cuDNN keeps them: 4 GiB
 KEYS = 512  # a general run has a multiple of so many keys: fewer graphs, each built in seconds
 
 
@@ -110,7 +111,9 @@ class Pieces:
 
         def make() -> Runs:
             seen = [x for x in intervals if (x[1] > x[0]).any()] or intervals[:1]
-            found = [run for x in seen for run in runs(x, SHORTEST)]
+            # Deterministic gradients keep the scores of a launch, in 16 bits.
+            most = SCORES // q.shape[1] if backward and self._deterministic else None
+            found = [run for x in seen for run in runs(x, SHORTEST, most)]
             if len(seen) > 1:
                 found = [run for run in found if run.shape != "empty"]
             hidden, single = _hidden(seen, len(k)), len(seen) == 1
@@ -139,7 +142,7 @@ class Pieces:
         self, batch: list[Run], q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
     ) -> list[Piece]:
         """One piece, if cuDNN takes the runs at once; else one for each."""
-        if is_ragged(batch):
+        if is_ragged(batch) or self._reads_past(batch[0], backward):
             first, last = batch[0], batch[-1]
             block = self._block(q, nheads_kv, first, *size_classes(batch))
             block = replace(block, batch=len(batch), total=room(len(q)) if backward else 0)
@@ -171,6 +174,8 @@ class Pieces:
         keys = run.keys
         if run.shape == "empty":
             return Piece(run.rows, keys, None, ())
+        if self._reads_past(run, backward):
+            run = replace(run, shape="general")  # which hides what is beyond the last key
         if run.shape == "general":
             keys = slice(keys.start // KEYS * KEYS, min(-(-keys.stop // KEYS) * KEYS, len(hidden)))
         nq, nk = run.size[0], keys.stop - keys.start
@@ -182,6 +187,9 @@ class Pieces:
             aligned[:, :nq] = ends
             there = [self._upload(x) for x in (aligned, *places)]
         return Piece(run.rows, keys, launch, ((ends[0], ends[1]),), *there)
+
+    def _reads_past(self, run: Run, backward: bool) -> bool:
+        return backward and reads_past(run.shape, run.size[1], self._plain.device.capability)
 
     def _upload(self, x: np.ndarray) -> Array | None:
         """The array on the device; None for an empty one."""

@@ -9,6 +9,7 @@ cuDNN 9.28 for sm_80, sm_90, sm_100 and sm_120.
 from __future__ import annotations
 
 import atexit
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -17,10 +18,11 @@ import numpy as np
 
 from a2d_mpi.kernels.cudnn_blocks import Block
 
-BACKEND = 91100  # cuDNN 9.11: 9.9 has no band on Hopper and no masks for one query, 9.10 errs
-FRONTEND = (1, 14)  # `generate_stats`
+BACKEND = 91900  # cuDNN 9.19: the oldest for which these graphs were built; ragged gradients of
+# 9.7 may be NaN (Transformer Engine's issue 2186)
+FRONTEND = (1, 19)  # `sdpa_backward` takes a `score_mod`
 GAPS = (1, 23)  # since then an engine may take sequences for packed, without gaps (issue 737)
-PACKAGES = "nvidia-cudnn-frontend>=1.14 and nvidia-cudnn-cu13 (or -cu12) >=9.11"
+PACKAGES = "nvidia-cudnn-frontend>=1.19 and nvidia-cudnn-cu13 (or -cu12) >=9.19"
 
 GRADIENTS = ("native", "float32")
 HIDDEN = -1e30  # the logit of a hidden key; -inf would be NaN where a row of a tile is all hidden
@@ -145,11 +147,13 @@ class Graphs:
                 if block.batch and _numbers(self._cudnn.__version__) >= GAPS:
                     raise self._cudnn.cudnnGraphNotSupportedError("offsets may not be read")
                 found = Launch(self, block, *self._build(*key))
-            except self._cudnn.cudnnGraphNotSupportedError as error:
+            except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
                 # A plan's failure quotes the plan, over pages.
-                reason = str(error).strip().splitlines()[0].rstrip("_ ")
+                reason = str(error).strip().partition("\n")[0].rstrip("_ ")
                 pass_ = f"{gradients} gradients" if backward else "forward pass"
                 found = f"cuDNN has no kernel for the {pass_} of {block}: {reason}"
+                if isinstance(error, RuntimeError):  # a library that is missing, say
+                    warnings.warn(found, RuntimeWarning, stacklevel=2)
             self._built[key] = found
         if isinstance(found, str):
             raise NotSupported(found)
