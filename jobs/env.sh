@@ -111,12 +111,15 @@ _add_wheels() {
   prefix=$(python -c 'import sys; print(sys.prefix)') || return
   stamp="$(command -v python) $(cksum "${wheels[@]}")"
   if ! _runs_here "$venv" || [[ $(cat "$venv/stamp" 2>/dev/null) != "$stamp" ]]; then
-    python -m venv --clear --system-site-packages "$venv" || return
+    # Without ensurepip, which some systems keep in a package of its own, the active pip does.
+    python -m venv --clear --system-site-packages "$venv" ||
+      python -m venv --clear --system-site-packages --without-pip "$venv" || return
     # With a virtual environment, the system is what that was made from.
     python -c 'import site; print(*site.getsitepackages(), sep="\n")' >"$venv/active.pth" &&
       mv "$venv/active.pth" "$venv"/lib/python*/site-packages/ || return
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
       --no-index --no-deps "${wheels[@]}" || return
+    _link_libraries "$venv" || return
     echo "$stamp" >"$venv/stamp"
   fi
   export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
@@ -124,6 +127,16 @@ _add_wheels() {
   for library in {"$prefix","$venv"}/lib/libmpi.so.{40,12}; do
     [[ ! -e $library ]] || export MPI4PY_LIBMPI=$library
   done
+}
+
+# _link_libraries VENV: CuPy and cuDNN's frontend look for CUDA's wheels, site-packages/nvidia, in
+# their own environment only.
+_link_libraries() {
+  local site there
+  there=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
+  while read -r site; do
+    if [[ -d $site/nvidia && ! -e $there/nvidia ]]; then ln -s "$site/nvidia" "$there/nvidia"; fi
+  done <"$there/active.pth"
 }
 
 # Scripts in a copied or moved environment still name the old one's Python, or run it.

@@ -20,6 +20,9 @@ folder=${1:-results/gpu-$(date -u +%Y%m%dT%H%M%S)}
 [[ ! -e $folder/gpu.h5 ]] || { echo "gpu_all.sh: $folder/gpu.h5 exists" >&2 && exit 2; }
 mkdir -p "$folder" || exit
 export A2D_TEST_GPU=1 # a GPU that is not found is a failure
+ip link set lo up 2>/dev/null || true # a bare virtual machine's may be down, and MPI needs one
+# By default ranks would say that they wait when their part has long ended.
+export A2D_MPI_STALL_SECONDS=${A2D_MPI_STALL_SECONDS:-15}
 export A2D_TEST_RESULTS=$folder/.tests
 mkdir -p "$A2D_TEST_RESULTS" || exit
 output=(--output "$folder/gpu.h5") lines=() failed=0

@@ -82,6 +82,16 @@ def test_jobs_take_a_folder_of_wheels(machine):
     with h5py.File(machine.copy / "results/gpu_local.h5") as file:
         assert file.attrs["device"] == "emulated GPU"
     assert (machine.copy / ".venv-active").is_dir()
+    # CuPy and cuDNN's frontend look for the wheels of CUDA in their own environment.
+    outer = machine.folder / "outer"
+    (outer / "nvidia").mkdir(parents=True)
+    site = next((machine.copy / ".venv-active").glob("lib/python*/site-packages"))
+    with (site / "active.pth").open("a") as file:
+        print(outer, file=file)
+    for _ in range(2):
+        done = machine("-c", "source jobs/env.sh; _link_libraries .venv-active")
+        assert done.returncode == 0, done.stderr
+    assert (site / "nvidia").resolve() == outer / "nvidia"
     # The others take the same way.
     machine.command("mpiexec", 'echo mpiexec "$@"')
     more = {"A2D_MPI_WHEELS": str(wheels), "MPIEXEC": "mpiexec"}

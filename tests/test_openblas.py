@@ -32,6 +32,30 @@ def test_core_type(vendor, family, flags, named):
     assert core_type(cpuinfo(vendor, family, flags)) == named
 
 
+@pytest.mark.parametrize(
+    "vendor, family, flags, named",
+    [
+        ("AuthenticAMD", 25, " ".join(AVX512), "SkylakeX"),
+        ("AuthenticAMD", 25, "fpu sse2 avx2 fma", "Sandybridge"),
+        ("GenuineIntel", 6, " ".join(AVX512), None),
+        ("GenuineIntel", 6, "fpu sse2 avx2 fma", "Sandybridge"),
+        ("GenuineIntel", 6, "fpu sse2 avx", None),  # what OpenBLAS has for it is older
+    ],
+)
+def test_numpy_that_dies_on_haswell(vendor, family, flags, named):
+    for numpy in "2.5.2", "2.5.10", "2.6.0rc1":
+        assert core_type(cpuinfo(vendor, family, flags), numpy) == named
+    for numpy in "2.4.6", "2.5.1":
+        assert core_type(cpuinfo(vendor, family, flags), numpy) != "Sandybridge"
+
+
+def test_products_do_not_die():
+    """Of the sizes that did, with what this NumPy and this CPU are told."""
+    code = "import a2d_mpi, numpy as np; print((np.ones((64, 512)) @ np.ones((512, 32))).sum())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == str(64.0 * 512 * 32), done.stderr
+
+
 @pytest.mark.parametrize("text", ["", "flags", "vendor_id : \nflags :", "\udcff\n"])
 def test_other_systems(text):
     assert core_type(text) is None
