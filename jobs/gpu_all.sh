@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything on the GPU of this machine, in less than nine minutes once the environment is there: the
+# Everything on the GPU of this machine, in less than nine minutes once the environment is there:
+# whether cuDNN is found, and whether MPI takes device memory (else it gets that of the host), the
 # main job on 1 and 4 ranks, what 4 ranks do when, kernels against PyTorch's (if torch is installed),
 # with few KV heads, a window and packed documents, 4 ranks against 1, the rate of MPI between device
 # buffers and through the host, tests.
@@ -56,6 +57,24 @@ main() {
     --check full --trials 5 --output "$folder/main_$ranks.h5"
 }
 
+# Without it `auto` is the plain kernel, and nothing else says so.
+cudnn='import cudnn
+print("cuDNN", cudnn.backend_version(), "frontend", cudnn.__version__)
+'
+
+# Whether MPI takes device memory: a UCX that cannot says so in a warning and goes on.
+exchange='import cupy
+from mpi4py import MPI
+
+comm = MPI.COMM_WORLD
+other = 1 - comm.rank
+for n in 1 << 8, 1 << 22:
+    sent, received = cupy.full(n, comm.rank, cupy.float32), cupy.empty(n, cupy.float32)
+    cupy.cuda.get_current_stream().synchronize()
+    comm.Sendrecv(sent, other, recvbuf=received, source=other)
+    assert bool((received == other).all()), "MPI delivered something else"
+'
+
 # One file of all.
 collect='
 import sys
@@ -79,6 +98,14 @@ everything() {
   date -u
   nvidia-smi
   python -m pip list 2>/dev/null | grep -iE 'a2d|cupy|nvidia|cudnn|torch|mpi|ucx|numpy'
+  part cuDNN 30 0 python -c "$cudnn"
+  if [[ ${A2D_MPI_TRANSFERS:-} == device ]]; then
+    local before=$failed
+    failed=0
+    part "device buffers" 30 2 python -c "$exchange"
+    if ((failed)); then export A2D_MPI_TRANSFERS=host; fi # the other parts still can
+    failed=$((failed | before))
+  fi
   # The first to make gpu.h5.
   part "timeline, 4 ranks" 50 4 python drivers/bench.py "${output[@]}" --device gpu \
     --plans attention2d:2x2 --seqlens 16K --nheads 16 --headdim 128 --dtypes bfloat16 --backward

@@ -135,27 +135,34 @@ def test_everything_in_one_job(machine):
 echo "$4" >>{asked}
 shift 4
 case "$*" in
+  *"-c import"*Sendrecv*) exit ${{NO_BUFFERS:-0}} ;;
   *"-c import"*) exit 0 ;;
   *h5py*) exec "$@" ;;
   *main_4.h5*) echo "a wrong result"; exit 1 ;;
   *"bench_gpu.py transfers --out"*) exit 124 ;;
-  *bench.py*) [[ $* =~ (out[0-9]*/gpu.h5) ]]; {made} "${{BASH_REMATCH[1]}}" ;;
+  *bench.py*)
+    echo "by $A2D_MPI_TRANSFERS"
+    [[ $* =~ (out[0-9]*/gpu.h5) ]]; {made} "${{BASH_REMATCH[1]}}" ;;
   *main_1.h5*) [[ $* =~ (out[0-9]*/main_1.h5) ]]; {made} "${{BASH_REMATCH[1]}}" ;;
 esac
 exit 0""")  # fmt: skip
     found = f"{EMULATED}:{os.environ.get('PYTHONPATH', '')}"
-    done = machine("jobs/gpu_all.sh", "out", PYTHONPATH=found)
+    done = machine("jobs/gpu_all.sh", "out", PYTHONPATH=found, A2D_MPI_TRANSFERS="device")
     assert done.returncode == 1, done.stdout + done.stderr
     text = (machine.copy / "out/gpu.txt").read_text()
     assert done.stdout == text
     assert "main job on 4: FAILED, exit code 1," in text and "a wrong result" in text
     assert "transfers: FAILED, out of time (30 s)" in text
-    assert len(re.findall(r"(?m)^[\w ,]+: passed, \d+ s$", text)) == 13
-    assert "no MPS here" in text
+    assert len(re.findall(r"(?m)^[\w ,]+: passed, \d+ s$", text)) == 15
+    assert "no MPS here" in text and "by device" in text
     with h5py.File(machine.copy / "out/gpu.h5") as file:
         assert file.attrs["x"] == file["main/main_1"].attrs["x"] == 1
     assert sorted(os.listdir(machine.copy / "out")) == ["gpu.h5", "gpu.txt"]
     assert max(map(int, asked.read_text().split())) <= 250
+    # Where MPI does not take device memory after all, it gets that of the host.
+    more = {"PYTHONPATH": found, "A2D_MPI_TRANSFERS": "device", "NO_BUFFERS": "1"}
+    text = machine("jobs/gpu_all.sh", "out1", **more).stdout
+    assert "device buffers: FAILED, exit code 1," in text and "by host" in text
     # Never over the figures of another time.
     done = machine("jobs/gpu_all.sh", "out", PYTHONPATH=found)
     assert done.returncode == 2 and "gpu.h5 exists" in done.stderr
@@ -165,7 +172,7 @@ exit 0""")  # fmt: skip
         more = {"PYTHONPATH": found, "A2D_MPI_GPU_SECONDS": str(seconds)}
         done = machine("jobs/gpu_all.sh", f"out{seconds}", **more)
         assert done.returncode == 1
-        assert done.stdout.count("FAILED, out of time") == (1 if seconds else 15)
+        assert done.stdout.count("FAILED, out of time") == (1 if seconds else 16)
         assert max(map(int, asked.read_text().split())) <= max(seconds, 10)
 
 
