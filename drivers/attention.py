@@ -16,9 +16,12 @@ from a2d_mpi.experiments.measure import SAMPLE
 from a2d_mpi.experiments.options import (
     MASK_HELP,
     SEED,
+    SEQLEN,
     TRIALS,
     WARMUP,
     mask_text,
+    path,
+    real,
     whole,
 )
 
@@ -27,7 +30,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("attention.py", __doc__, comm)
     add = parser.add_argument
-    add("input", help="HDF5 file with q, k, v and perhaps dout (see data/README.md)")
+    add("input", type=path, help="HDF5 file with q, k, v and perhaps dout (see data/README.md)")
     add_grid(parser)
     add("--inner", type=whole(1), help="ranks of an inner ring of a double one; default: columns")
     masks = parser.add_mutually_exclusive_group()
@@ -35,13 +38,17 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         "--mask", type=mask_text, default="causal", help=f"{MASK_HELP}; default: causal"
     )
     masks.add_argument(
-        "--mask-file", help="HDF5 file with begin and end, or cu_seqlens and causal"
+        "--mask-file", type=path, help="HDF5 file with begin and end, or cu_seqlens and causal"
     )
     add("--distribution", choices=DISTRIBUTIONS, help="default: what balances the mask")
     add("--dtype", choices=DTYPES, default="float32")
-    add("--seqlen", type=whole(1), help="use the first tokens of the file only; default: all")
+    add("--seqlen", type=SEQLEN, help="use the first tokens of the file only; default: all")
     add("--backward", action="store_true", help="also the gradients")
-    add("--softcap", type=float, help="c: logits s become c tanh(s / c); default: no soft-cap")
+    add(
+        "--softcap",
+        type=real(1e-30, 1e30),
+        help="c: logits s become c tanh(s / c); default: no soft-cap",
+    )
     add("--sink", action="store_true", help="a logit per head, from --seed, in the denominator")
     add("--no-overlap", action="store_true", help="communicate and compute in turn")
     add("--trials", type=TRIALS, default=5, help="timed runs (default %(default)s)")
@@ -53,7 +60,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         help=f"against float64: {SAMPLE} or more rows each, or all (default %(default)s)",
     )
     add("--seed", type=SEED, default=0, help="of the sample, and of dout if the file has none")
-    add("--output", help="HDF5 file for timings, traffic and checks")
+    add("--output", type=path, help="HDF5 file for timings, traffic and checks")
     add("--save-outputs", action="store_true", help="also write out, lse and the gradients")
     add_engine(parser)
     return parser

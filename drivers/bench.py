@@ -22,16 +22,24 @@ the output cannot be written.
 
 from mpi4py import MPI
 
+from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.bench import SPANS, bench
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.options import (
     BLOCK_HELP,
+    HEADDIM,
+    HEADS,
     MASK_HELP,
     METHOD_HELP,
     ORDER_HELP,
     SEED,
     TRIALS,
     WARMUP,
+    listed,
+    masks,
+    one_of,
+    path,
+    tokens,
 )
 
 
@@ -39,7 +47,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("bench.py", __doc__, comm)
     add = parser.add_argument
-    add("--output", required=True, help="HDF5 file")
+    add("--output", type=path, required=True, help="HDF5 file")
     add("--resume", action="store_true", help="add to the file what is not there yet")
     add(
         "--plans",
@@ -48,19 +56,28 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         f"METHOD is {METHOD_HELP}; order, rcu by default: {ORDER_HELP}; after a slash: "
         f"{BLOCK_HELP}",
     )
-    add("--seqlens", default="2048", help="tokens: 4096, 64K, ... (default %(default)s)")
-    add("--masks", default="causal", help=f"all, or {MASK_HELP} (default %(default)s)")
-    add("--nheads", default="8", help="query heads (default %(default)s)")
-    add("--nheads-kv", help="KV heads; default: as many as query heads")
-    add("--headdim", default="64", help="elements of a head (default %(default)s)")
-    add("--dtypes", default="float32", help="default %(default)s")
+    add("--seqlens", type=listed(tokens), default="2048", help="4096,64K (default %(default)s)")
+    add(
+        "--masks",
+        type=masks,
+        default="causal",
+        help=f"all, or {MASK_HELP} (default %(default)s)",
+    )
+    add("--nheads", type=listed(HEADS), default="8", help="query heads (default %(default)s)")
+    add("--nheads-kv", type=listed(HEADS), help="KV heads; default: as many as query heads")
+    add("--headdim", type=listed(HEADDIM), default="64", help="of a head (default %(default)s)")
+    add("--dtypes", type=listed(one_of(DTYPES)), default="float32", help="default %(default)s")
     add("--backward", action="store_true", help="also the gradients")
     add("--overlap", default="on", help="on, off (phase by phase) or both (default %(default)s)")
     add("--trials", type=TRIALS, default=5, help="timed runs of each (default %(default)s)")
     add("--warmup", type=WARMUP, default=1, help="runs before, 1 at least (default %(default)s)")
     add("--spans", choices=SPANS, default="all", help="of which plans to keep what ranks did when")
     add("--seed", type=SEED, default=0, help="of the numbers, and of the rows that are checked")
-    add("--profile", help="TOML file of this machine, for predictions; see drivers/calibrate.py")
+    add(
+        "--profile",
+        type=path,
+        help="TOML file of this machine, for predictions; see drivers/calibrate.py",
+    )
     add_engine(parser)
     return parser
 

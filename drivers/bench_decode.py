@@ -11,7 +11,19 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.bench_decode import bench_decode
 from a2d_mpi.experiments.cli import Parser, run
-from a2d_mpi.experiments.options import SEED, THREADS, TRIALS, listed, whole
+from a2d_mpi.experiments.options import (
+    BLOCK,
+    HEADS,
+    LAYERS,
+    SEED,
+    SEQLEN,
+    THREADS,
+    TRIALS,
+    WIDTH,
+    listed,
+    path,
+    whole,
+)
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -19,17 +31,27 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     parser = Parser("bench_decode.py", __doc__, comm)
     add = parser.add_argument
     contexts = [1024, 4096, 16384, 65536]
-    add("--contexts", type=listed(whole(1)), default=contexts, help="default: 1024 to 65536")
+    add("--contexts", type=listed(SEQLEN), default=contexts, help="default: 1024 to 65536")
     add("--ranks", type=listed(whole(1)), help="default: 1, 2, 4, ... times --heads")
     add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
-    add("--requests", type=whole(1), default=4, help="rows of a step (default %(default)s)")
-    for name, default in (("layers", 2), ("width", 512), ("nheads", 8), ("nheads-kv", 2)):
-        add(f"--{name}", type=whole(1), default=default, help="default %(default)s")
-    add("--block", type=whole(1), default=16, help="tokens of a block (default %(default)s)")
+    add(
+        "--requests",
+        type=whole(1, 1 << 16),
+        default=4,
+        help="rows of a step (default %(default)s)",
+    )
+    for name, kind, default in (
+        ("layers", LAYERS, 2),
+        ("width", WIDTH, 512),
+        ("nheads", HEADS, 8),
+        ("nheads-kv", HEADS, 2),
+    ):
+        add(f"--{name}", type=kind, default=default, help="default %(default)s")
+    add("--block", type=BLOCK, default=16, help="tokens of a block (default %(default)s)")
     add("--trials", type=TRIALS, default=15, help="timed steps (default %(default)s)")
     add("--seed", type=SEED, default=0, help="default %(default)s")
     add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
-    add("--output", help="HDF5 file")
+    add("--output", type=path, help="HDF5 file")
     return parser
 
 

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from a2d_mpi.comm.gpus import TRANSFERS
 from a2d_mpi.experiments.bench_gpu import BENCHMARKS, MASKS, bench_gpu
 from a2d_mpi.experiments.cli import Parser, run
-from a2d_mpi.experiments.options import MASK_HELP, TRIALS, mask_text, whole
+from a2d_mpi.experiments.options import HEADDIM, HEADS, MASK_HELP, SEQLEN, TRIALS, mask_text, path
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -25,16 +25,16 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     parser = Parser("bench_gpu.py", __doc__, comm)
     add = parser.add_argument
     add("what", choices=BENCHMARKS)
-    add("--seqlen", type=whole(1), default=16384)
-    add("--nheads", type=whole(1), default=16)
-    add("--nheads-kv", type=whole(1), help="default: nheads")
-    add("--headdim", type=whole(1), default=128)
+    add("--seqlen", type=SEQLEN, default=16384)
+    add("--nheads", type=HEADS, default=16)
+    add("--nheads-kv", type=HEADS, help="default: nheads")
+    add("--headdim", type=HEADDIM, default=128)
     add("--masks", type=mask_text, nargs="+", default=MASKS, help=f"of kernel: {MASK_HELP}")
     add("--dtype", choices=("float16", "bfloat16"), default="bfloat16")
     add("--kernel", default="auto", help="of a2d_mpi.kernels.KERNELS (default %(default)s)")
     add("--transfers", choices=TRANSFERS, default="auto")
     add("--trials", type=TRIALS, default=10)
-    add("--output", help="HDF5 file, to which the figures are added")
+    add("--output", type=path, help="HDF5 file, to which the figures are added")
     return parser
 
 

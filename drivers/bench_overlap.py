@@ -21,16 +21,16 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.bench_overlap import bench_overlap
 from a2d_mpi.experiments.cli import Parser, run
-from a2d_mpi.experiments.options import MASK_HELP, TRIALS, mask_text, whole
+from a2d_mpi.experiments.options import HEADDIM, HEADS, MASK_HELP, SEQLEN, TRIALS, mask_text
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("bench_overlap.py", __doc__, comm)
     add = parser.add_argument
-    add("--seqlen", type=whole(1), default=4096)
-    add("--nheads", type=whole(1), default=8)
-    add("--headdim", type=whole(1), default=64)
+    add("--seqlen", type=SEQLEN, default=4096)
+    add("--nheads", type=HEADS, default=8)
+    add("--headdim", type=HEADDIM, default=64)
     add("--mask", type=mask_text, default="causal", help=f"{MASK_HELP} (default %(default)s)")
     add("--refinements", action="store_true", help="leave out each refinement of the schedules")
     add("--trials", type=TRIALS, default=5)

@@ -22,7 +22,7 @@ Exit code 1: a result is wrong.  2: bad input, or torch is missing.
 import argparse
 
 from a2d_mpi.experiments.bench_tile import bench_tile, shapes
-from a2d_mpi.experiments.options import TRIALS, Parser, run_serial
+from a2d_mpi.experiments.options import TRIALS, Parser, masks, path, run_serial, utf8
 
 SHAPES, SHAPES_OF_MASKS = "4096x4x128,8192x2x64", "16384x8x64"
 
@@ -37,9 +37,9 @@ def build_parser() -> Parser:
         help=f"seqlen x heads x headdim, separated by commas (default {SHAPES}; "
         f"with --masks {SHAPES_OF_MASKS})",
     )
-    parser.add_argument("--output", help="HDF5 file that the seconds are added to")
-    parser.add_argument("--name", help="of these figures in the file; default: CPU and BLAS")
-    parser.add_argument("--masks", help="names of masks, separated by commas, or all")
+    parser.add_argument("--output", type=path, help="HDF5 file that the seconds are added to")
+    parser.add_argument("--name", type=utf8, help="of the figures; default: CPU and BLAS")
+    parser.add_argument("--masks", type=masks, help="names of masks, separated by commas, or all")
     return parser
 
 

@@ -15,21 +15,39 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.bench_train import bench_train
 from a2d_mpi.experiments.cli import Parser, run
-from a2d_mpi.experiments.options import SEED, THREADS, TRIALS, add_model, mask_text, whole
+from a2d_mpi.experiments.options import (
+    SEED,
+    THREADS,
+    TRIALS,
+    add_model,
+    mask_text,
+    path,
+    tokens,
+    whole,
+)
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("bench_train.py", __doc__, comm)
     add = parser.add_argument
-    add("--output", required=True, help="HDF5 file")
+    add("--output", type=path, required=True, help="HDF5 file")
     add("--resume", action="store_true", help="add to the file what is not there yet")
     add_model(parser, "gpt3-175b-layer")
-    add("--vocab", type=whole(2), default=256, help="tokens that there are (default %(default)s)")
-    add("--seqlen", default="2K", help="tokens of a step (default %(default)s)")
+    add(
+        "--vocab",
+        type=whole(2, 1 << 24),
+        default=256,
+        help="tokens that there are (default %(default)s)",
+    )
+    add("--seqlen", type=tokens, default="2K", help="tokens of a step (default %(default)s)")
     add("--mask", type=mask_text, default="causal", help="default %(default)s")
     add("--plans", default="attention2d,ring", help="as of drivers/bench.py (%(default)s)")
-    add("--profile", help="TOML file of this machine, for predictions; see drivers/calibrate.py")
+    add(
+        "--profile",
+        type=path,
+        help="TOML file of this machine, for predictions; see drivers/calibrate.py",
+    )
     add("--dtype", choices=("float32", "float64"), default="float32")
     add("--trials", type=TRIALS, default=5, help="timed steps of each (default %(default)s)")
     add("--seed", type=SEED, default=0, help="of weights and tokens (default %(default)s)")

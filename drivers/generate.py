@@ -8,29 +8,36 @@ and a rank without room borrows it from others.  What there is no room for now w
 Exit code 1: a request was refused, because it fits nowhere; 2: bad input.
 """
 
-from pathlib import Path
-
 from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.generate import generate
-from a2d_mpi.experiments.options import METHOD_HELP, SEED, listed, method_name, whole
+from a2d_mpi.experiments.options import (
+    BLOCK,
+    METHOD_HELP,
+    SEED,
+    listed,
+    method_name,
+    path,
+    real,
+    whole,
+)
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("generate.py", __doc__, comm)
     add = parser.add_argument
-    add("checkpoint", type=Path, help="file, or folder of which the latest is taken")
+    add("checkpoint", type=path, help="file, or folder of which the latest is taken")
     add("--prompt", action="append", help="text; may be given several times")
-    add("--prompts", type=Path, help="file with a prompt in each line")
+    add("--prompts", type=path, help="file with a prompt in each line")
     add("--tokens", type=whole(1), default=100, help="new ones a prompt (default %(default)s)")
-    add("--temperature", type=float, default=0.0, help="0: the likeliest (default)")
+    add("--temperature", type=real(0, 1e6), default=0.0, help="0: the likeliest (default)")
     add("--top-k", type=whole(1), help="draw from so many likeliest ones; default: all")
     add("--seed", type=SEED, default=0, help="of what is drawn (default %(default)s)")
     add("--room", type=listed(whole(0)), help="blocks on each rank: 10,10,4,10; default: no limit")
     add("--arrive", type=listed(whole(0)), help="steps at which prompts come: 0,0,7; default: 0")
-    add("--block", type=whole(1), default=16, help="tokens of a block (default %(default)s)")
+    add("--block", type=BLOCK, default=16, help="tokens of a block (default %(default)s)")
     add("--method", type=method_name, default="attention2d", help=f"for prompts: {METHOD_HELP}")
     add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
     add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")

@@ -9,10 +9,17 @@ again; --picture draws all that is in it.  No MPI is needed.
 Exit code 2: bad input.
 """
 
-from pathlib import Path
-
-from a2d_mpi.experiments.mask_table import print_table
-from a2d_mpi.experiments.options import MASK_HELP, SEED, Parser, listed, run_serial, whole
+from a2d_mpi.experiments.mask_table import plan_text, print_table
+from a2d_mpi.experiments.options import (
+    MASK_HELP,
+    SEED,
+    Parser,
+    listed,
+    masks,
+    path,
+    run_serial,
+    whole,
+)
 
 PLANS = [
     *(f"attention2d/{name}" for name in ("contiguous", "zigzag", "balanced")),
@@ -25,19 +32,19 @@ def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("mask_table.py", __doc__)
     add = parser.add_argument
-    add("--masks", default="all", help=f"all, or {MASK_HELP} (default %(default)s)")
+    add("--masks", type=masks, default="all", help=f"all, or {MASK_HELP} (default %(default)s)")
     add("--ranks", type=whole(2, 1024), default=16, help="default %(default)s")
-    add("--seqlen", type=whole(1), default=131072, help="tokens (default %(default)s)")
+    add("--seqlen", type=whole(1, 1 << 22), default=131072, help="tokens (default %(default)s)")
     add(
         "--plans",
-        type=lambda text: text.split(","),
+        type=listed(plan_text),
         default=PLANS,
         help="default: " + ",".join(PLANS),
     )
     add("--seeds", type=listed(SEED), default=[0],
         help="of masks that are drawn and name no seed: 0,1,2 (default 0)")  # fmt: skip
-    add("--output", type=Path, help="CSV file with the table, which is completed")
-    add("--picture", type=Path, help="PNG, SVG or PDF file")
+    add("--output", type=path, help="CSV file with the table, which is completed")
+    add("--picture", type=path, help="PNG, SVG or PDF file")
     return parser
 
 

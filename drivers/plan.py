@@ -10,8 +10,9 @@ that exact attention needs without a head axis, the memory of a rank, and what e
 the first.  Nothing is run; no MPI is needed.  Exit code 2: bad input, or no plan fits.
 """
 
-from a2d_mpi.experiments.candidates import RANKS, add_problem, plan
-from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.experiments.candidates import add_problem, plan
+from a2d_mpi.experiments.options import Parser, run_serial, whole
+from a2d_mpi.experiments.sweep import PLANNED
 from a2d_mpi.gpt.config import PRESETS
 from a2d_mpi.schedules import METHODS
 
@@ -19,13 +20,13 @@ from a2d_mpi.schedules import METHODS
 def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plan.py", __doc__)
-    add_problem(parser, RANKS)
+    add_problem(parser, PLANNED)
     add = parser.add_argument
     add("--method", choices=METHODS, action="append", help="only this one; may be repeated")
     add("--memory", help="of a rank: 80GB, 80GiB; default: what the profile says")
     add("--gpt", choices=PRESETS, help="also training steps of this model, whose heads these are")
     add("--recompute", action="store_true", help="with --gpt: blocks keep less")
-    add("--top", type=int, default=20, help="lines to print, 0: all (default %(default)s)")
+    add("--top", type=whole(0), default=20, help="lines to print, 0: all (default %(default)s)")
     return parser
 
 

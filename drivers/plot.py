@@ -25,7 +25,7 @@ scaling and bytes are bars.  A figure for which the file holds nothing is left o
 stderr.  Exit code 2: bad input, or nothing could be drawn.
 """
 
-from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.experiments.options import Parser, path, run_serial, whole
 from a2d_mpi.experiments.plots import FIGURES, OTHERS, PHASES, plot
 
 
@@ -33,11 +33,11 @@ def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plot.py", __doc__)
     add = parser.add_argument
-    add("results", help="HDF5 file of a driver")
-    add("--output", default="results/figures", help="folder (default %(default)s)")
+    add("results", type=path, help="HDF5 file of a driver")
+    add("--output", type=path, default="results/figures", help="folder (default %(default)s)")
     add("--what", default=",".join(FIGURES), help=f"default %(default)s; or {', '.join(OTHERS)}")
     add("--workload", help="its name in the file; default: that of the most rank counts and runs")
-    add("--ranks", type=int, help="of phases and timeline; default: the most")
+    add("--ranks", type=whole(1), help="of phases and timeline; default: the most")
     add("--phase", choices=PHASES, default="both", help="to plot (default %(default)s)")
     add("--run", help="of the timeline, its name; default: the fastest Attention2D")
     add("--format", default="png,svg", help="default %(default)s")

@@ -5,13 +5,12 @@ python drivers/plot_grid.py data/figures/grid.png --rows 2 --cols 3
 """
 
 import argparse
-from pathlib import Path
 
 import numpy as np
 
 from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.experiments.mask_plots import COLOURS, tiling
-from a2d_mpi.experiments.options import MASK_HELP, Parser, mask_text, run_serial
+from a2d_mpi.experiments.options import MASK_HELP, Parser, mask_text, path, run_serial, whole
 from a2d_mpi.experiments.pictures import check_picture, pyplot, save
 
 LONGEST = 4096  # tokens: every pair of them is a pixel
@@ -21,22 +20,20 @@ def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plot_grid.py", __doc__)
     add = parser.add_argument
-    add("output", type=Path, help="PNG, SVG or PDF file")
-    add("--rows", type=int, default=2, help="default %(default)s")
-    add("--cols", type=int, default=3, help="default %(default)s")
+    add("output", type=path, help="PNG, SVG or PDF file")
+    add("--rows", type=whole(1, len(COLOURS)), default=2, help="default %(default)s")
+    add("--cols", type=whole(1, len(COLOURS)), default=3, help="default %(default)s")
     add("--mask", type=mask_text, default="causal", help=f"{MASK_HELP} (default %(default)s)")
     add("--distribution", choices=DISTRIBUTIONS, help="default: the mask's own")
-    add("--seqlen", type=int, default=72, help=f"default %(default)s, at most {LONGEST}")
+    add("--seqlen", type=whole(1, LONGEST), default=72, help="default %(default)s")
     return parser
 
 
 def draw(args: argparse.Namespace) -> int:
     """Draw; returns the exit code."""
     rows, cols, n = args.rows, args.cols, args.seqlen
-    if not (rows > 0 < cols and rows * cols <= len(COLOURS)):
+    if rows * cols > len(COLOURS):
         raise ValueError(f"--rows x --cols must be 1 to {len(COLOURS)} ranks, got {rows} x {cols}")
-    if not 1 <= n <= LONGEST:
-        raise ValueError(f"--seqlen must be 1 to {LONGEST}, got {n}")
     check_picture(args.output)
     plt = pyplot()
     from matplotlib.colors import ListedColormap, to_rgb

@@ -9,19 +9,17 @@ of the key's owner; above it the distribution, and the largest area of a rank ov
 Nothing is run; no MPI is needed.  Exit code 2: bad input.
 """
 
-from pathlib import Path
-
 from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.experiments.mask_plots import LONGEST, RANKS, plot_masks
-from a2d_mpi.experiments.options import MASK_HELP, Parser, run_serial, whole
+from a2d_mpi.experiments.options import MASK_HELP, Parser, masks, path, run_serial, whole
 
 
 def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plot_masks.py", __doc__)
     add = parser.add_argument
-    add("output", type=Path, help="PNG, SVG or PDF file")
-    add("--masks", default="all", help=f"all, or {MASK_HELP} (default %(default)s)")
+    add("output", type=path, help="PNG, SVG or PDF file")
+    add("--masks", type=masks, default="all", help=f"all, or {MASK_HELP} (default %(default)s)")
     add("--rows", type=whole(1, RANKS), default=2, help="default %(default)s")
     add("--cols", type=whole(1, RANKS), default=3, help="default %(default)s")
     add("--distribution", choices=DISTRIBUTIONS, help="default: the mask's own")

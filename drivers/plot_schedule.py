@@ -12,17 +12,22 @@ rank by part, phase by phase.  Ranks are counted as MPI counts them: neighbours 
 ranks have shades of one colour.  Nothing is run; no MPI is needed.  Exit code 2: bad input.
 """
 
-from pathlib import Path
-
 from a2d_mpi.experiments.candidates import add_problem
-from a2d_mpi.experiments.options import BLOCK_HELP, METHOD_HELP, ORDER_HELP, Parser, run_serial
+from a2d_mpi.experiments.options import (
+    BLOCK_HELP,
+    METHOD_HELP,
+    ORDER_HELP,
+    Parser,
+    path,
+    run_serial,
+)
 from a2d_mpi.experiments.schedule_plots import PLANS, RANKS, plot_schedule
 
 
 def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plot_schedule.py", __doc__)
-    parser.add_argument("output", type=Path, help="PNG, SVG or PDF file")
+    parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
     add_problem(parser, RANKS)
     parser.add_argument(
         "--plans",

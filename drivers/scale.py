@@ -13,14 +13,14 @@ Files are those of drivers/simulate.py, see jobs/scale.sh; the model and the pic
 the model knows all: without oversubscription, slow ranks and slow ports.  Exit code 2: bad input.
 """
 
-from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.experiments.options import Parser, path, run_serial
 from a2d_mpi.experiments.scale_study import TABLES, scale_study
 
 
 def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("scale.py", __doc__)
-    parser.add_argument("files", nargs="+", help="HDF5 files of drivers/simulate.py")
+    parser.add_argument("files", type=path, nargs="+", help="HDF5 files of drivers/simulate.py")
     parser.add_argument("--tables", default=",".join(TABLES), help="default %(default)s")
     return parser
 

@@ -22,7 +22,19 @@ Exit code 2: bad input, or no SimGrid.
 """
 
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.experiments.options import MASK_HELP, Parser, listed, real, run_serial, whole
+from a2d_mpi.experiments.options import (
+    HEADDIM,
+    HEADS,
+    MASK_HELP,
+    Parser,
+    listed,
+    masks,
+    path,
+    real,
+    run_serial,
+    tokens,
+    whole,
+)
 from a2d_mpi.experiments.simulate import RANKS, simulate_all
 
 
@@ -30,30 +42,40 @@ def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("simulate.py", __doc__)
     add = parser.add_argument
-    add("--output", required=True, help="HDF5 file")
+    add("--output", type=path, required=True, help="HDF5 file")
     add("--resume", action="store_true", help="add to the file what is not there yet")
-    add("--benchmark", nargs="+", help="files of drivers/bench.py: their plans, and no others")
-    add("--profile", nargs="+", default=[], help="TOML files, see data/machines")
+    add(
+        "--benchmark",
+        type=path,
+        nargs="+",
+        help="files of drivers/bench.py: their plans, and no others",
+    )
+    add("--profile", type=path, nargs="+", default=[], help="TOML files, see data/machines")
     add("--networks", default="switch", help="default %(default)s")
     add("--ranks", type=listed(whole(1, RANKS)), default=[64], help="64,256: default 64")
     add("--plans", default="auto:each", help="as of drivers/bench.py (default %(default)s)")
-    add("--seqlens", default="1M", help="tokens: 64K,1M (default %(default)s)")
-    add("--masks", default="causal", help=f"{MASK_HELP} (default %(default)s)")
-    add("--nheads", type=whole(1), default=32, help="query heads (default %(default)s)")
-    add("--nheads-kv", help="KV heads: 32,8; default: as many as query heads")
-    add("--headdim", type=whole(1), default=128, help="default %(default)s")
+    add("--seqlens", type=listed(tokens), default="1M", help="64K,1M (default %(default)s)")
+    add("--masks", type=masks, default="causal", help=f"{MASK_HELP} (default %(default)s)")
+    add("--nheads", type=HEADS, default=32, help="query heads (default %(default)s)")
+    add("--nheads-kv", type=listed(HEADS), help="32,8; default: as many as query heads")
+    add("--headdim", type=HEADDIM, default=128, help="default %(default)s")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--backward", action="store_true", help="also the gradients")
     for name, kind, what in (
         ("slow-rank", real(1, 1e6), "what the first rank does takes so many times as long"),
-        ("slow-port", float, "the first node's first NIC has so many times less bandwidth"),
+        ("slow-port", real(1, 1e6), "the first node's first NIC has so many times less bandwidth"),
         ("latency", real(0, 1e6), "latencies are so many times as long"),
     ):
         add(f"--{name}", type=kind, default=1.0, help=f"{what} (default %(default)s)")
     add("--links-alone", action="store_true", help="ranks compute, copy and merge in no time")
     coarse = "share of the predicted time within which messages end at once (default: none)"
     add("--coarse", type=real(0, 1), default=0.0, help=coarse)
-    add("--timeout", type=float, default=3600.0, help="s of a phase (default %(default)s)")
+    add(
+        "--timeout",
+        type=real(1e-3, 1e9),
+        default=3600.0,
+        help="s of a phase (default %(default)s)",
+    )
     return parser
 
 

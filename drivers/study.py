@@ -13,14 +13,14 @@ median trial.  Exit code 1: a check of some result failed; 2: bad input.
 
 from pathlib import Path
 
-from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.experiments.options import Parser, path, run_serial
 from a2d_mpi.experiments.study import study
 
 
 def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("study.py", __doc__)
-    parser.add_argument("files", nargs="+", help="HDF5 files of drivers/bench.py")
+    parser.add_argument("files", type=path, nargs="+", help="HDF5 files of drivers/bench.py")
     parser.add_argument("--markdown", action="store_true", help="the picks as a table, too")
     parser.set_defaults(machines=Path(__file__).parents[1] / "data" / "machines")
     return parser

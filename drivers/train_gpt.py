@@ -8,12 +8,10 @@ Packed documents do not see each other; they are cut at --separator.  Checkpoint
 Exit code 2: bad input, or nothing can be written.
 """
 
-from pathlib import Path
-
 from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_engine, add_grid, run
-from a2d_mpi.experiments.options import SEED, add_model, escaped, whole
+from a2d_mpi.experiments.options import SEED, add_model, escaped, path, whole
 from a2d_mpi.experiments.train_gpt import train
 
 
@@ -21,9 +19,9 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("train_gpt.py", __doc__, comm)
     add = parser.add_argument
-    add("text", type=Path, help="text file; its bytes are the tokens")
-    add("--folder", type=Path, required=True, help="of checkpoints")
-    add("--output", type=Path, help="HDF5 file for losses, seconds and traffic")
+    add("text", type=path, help="text file; its bytes are the tokens")
+    add("--folder", type=path, required=True, help="of checkpoints")
+    add("--output", type=path, help="HDF5 file for losses, seconds and traffic")
     add("--resume", action="store_true", help="go on from the latest whole checkpoint")
     add_model(parser, "tiny")
     add("--seqlen", type=whole(2), default=1024, help="tokens of a step (default %(default)s)")

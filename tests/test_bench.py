@@ -160,7 +160,10 @@ def test_refuses_to_mix(finished, tmp_path):
 
 
 BAD = [
-    (["--plans", "ring:3"], "a plan is METHOD[:RxC[xU]][@order][/RxC], all or auto, got 'ring:3'"),
+    (
+        ["--plans", "ring:3"],
+        "--plans must be METHOD[:RxC[xU]][@order][/RxC], all or auto, got 'ring:3'",
+    ),
     (["--plans", "ring:1x2"], "'ring:1x2': a ring is 2x1x1"),
     (["--plans", "star"], "no method 'star'"),
     (["--plans", "attention2d:2x2"], "'attention2d:2x2': 2x2x1 is not 2 ranks"),
@@ -170,14 +173,15 @@ BAD = [
     (["--plans", "ring:2x1/2"], "[@order][/RxC], all or auto, got 'ring:2x1/2'"),
     (["--plans", "auto"], "auto needs --profile"),
     (["--plans", ","], "a list is empty"),
-    (["--masks", "causal,none"], "mask must be one of"),
-    (["--dtypes", "int8"], "dtype must be one of"),
+    (["--masks", "causal,none"], "--masks must be one of"),
+    (["--masks", ","], "--masks must name a mask, got ','"),
+    (["--dtypes", "int8"], "--dtypes must be one of float16, "),
     (["--seqlens", "1.5x"], "1.5x"),
     (["--nheads-kv", "3"], "nheads_kv must divide nheads"),
-    (["--nheads-kv", "0"], "nheads_kv must be a positive integer, got 0"),
-    (["--nheads-kv", ","], "a list is empty"),
-    (["--seqlens", "99999999999G"], "seqlen must be at most 2147483648, got 1073741823"),
-    (["--seqlens", "1000000000000"], "seqlen must be at most 2147483648, got 1000000000000"),
+    (["--nheads-kv", "0"], "--nheads-kv must be at least 1, got 0"),
+    (["--nheads-kv", ","], "--nheads-kv must be a whole number, got ''"),
+    (["--seqlens", "99999999999G"], "--seqlens must be at most 2147483648, got 1073741823"),
+    (["--seqlens", "1000000000000"], "--seqlens must be at most 2147483648, got 1000000000000"),
     (["--seqlens", "64,2G"], "2147483648 tokens on 2 ranks: q, k and v of one take 6144 GiB"),
     (["--overlap", "maybe"], "on, off or both"),
     (["--trials", "0"], "--trials must be at least 1, got 0"),
@@ -285,7 +289,7 @@ def test_bad_plots(workload, tmp_path):
             (["--format", "gif"], "'gif' is none of png"),
             (["--workload", "mine"], "no workload 'mine': full-n61"),
             (["--ranks", "3"], "was not run on 3 ranks"),
-            (["--ranks", "0"], "was not run on 0 ranks"),
+            (["--ranks", "0"], "--ranks must be at least 1, got 0"),
             (["--run", "none"], "no run 'none'"),
             (["--output", "/proc/none"], "/proc/none"),
         )

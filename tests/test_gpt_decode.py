@@ -238,6 +238,7 @@ def test_sample():
     assert drawn.count(1) / 400 == pytest.approx(1 / (1 + np.exp(-0.1)), abs=0.08)
     assert drawn == [sample(logits, 1.0, 2, (i,)) for i in range(400)]
     assert {sample(logits, 50.0, None, (i,)) for i in range(100)} == {0, 1, 2, 3}
+    assert {sample(logits, 1e-320, None, (i,)) for i in range(10)} == {1}  # x / 1e-320 is inf
 
 
 @pytest.mark.launches

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers import SECONDS, assert_all_refused
+from helpers import DRIVERS, SECONDS, assert_all_refused
 
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.problem import Workload
@@ -237,31 +237,41 @@ def test_driver():
 
 
 BAD = [
-    (("--seqlen", "1MB"), "'1MB' is no number of tokens"),
+    (("--seqlen", "1MB"), "--seqlen must be 1048576, 1024K or 1M tokens, got '1MB'"),
     (("--seqlen", "99999999999G"), "seqlen must be at most 2147483648, got 1073741823989"),
     (("--seqlen", "9" * 500), "seqlen must be at most 2147483648, got one of 500 digits"),
-    (("--seqlen", "9" * 5000), "is no number of tokens"),
+    (("--seqlen", "9" * 5000), "--seqlen must be 1048576, 1024K or 1M tokens"),
     (("--memory", "80"), "no plan"),
     (("--memory", "0"), "no plan fits in 0 B a rank"),
     (("--memory", ""), "--memory: '' is no size"),
     (("--memory", "much"), "'much' is no size"),
-    (("--ranks", "0"), "--ranks must be at least 1 and at most 16384, got 0"),
-    (("--ranks", "99999999"), "--ranks must be at least 1 and at most 16384, got 99999999"),
+    (("--ranks", "0"), "--ranks must be at least 1, got 0"),
+    (("--ranks", "99999999"), "--ranks must be at most 2048, got 99999999"),
     (("--ranks", "1", "--method", "ring"), "no plan for 1 ranks with ring"),
     (("--nheads", "99999999999"), "nheads must be at most 65536"),
     (("--nheads-kv", "5"), "nheads_kv must divide nheads"),
-    (("--nheads-kv", "0"), "nheads_kv must be a positive integer, got 0"),
-    (("--headdim", "0"), "headdim must be a positive integer, got 0"),
+    (("--nheads-kv", "0"), "--nheads-kv must be at least 1, got 0"),
+    (("--headdim", "0"), "--headdim must be at least 1, got 0"),
     (("--headdim", "9" * 30), "headdim must be at most 65536"),
     (("--seqlen", "2000M", "--nheads", "65536", "--headdim", "65536"), "are no 64-bit integer"),
-    (("--dtype", "float64"), "kernels for ['bfloat16', 'float16'], not float64"),
+    (("--dtype", "float64"), "no kernel for float64: give --dtype bfloat16 or --dtype float16"),
     (("--profile", "/nowhere.toml"), "/nowhere.toml"),
     (("--top", "-1"), "--top must be at least 0"),
-    (("--ranks-per-node", "0"), "ranks_per_node must be from 1 to 65536, got 0"),
-    (("--ranks-per-node", "9" * 30), "ranks_per_node must be from 1 to 65536"),
+    (("--ranks-per-node", "0"), "--ranks-per-node must be at least 1, got 0"),
+    (("--ranks-per-node", "9" * 30), "--ranks-per-node must be at most 65536"),
     (("--method", "bus"), "invalid choice"),
-    (("--ranks", "many"), "invalid int value"),
+    (("--ranks", "many"), "--ranks must be a whole number, got 'many'"),
 ]
+
+
+def test_full_disk():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, DRIVERS / "plan.py", *map(str, OPTIONS), "--ranks", "2"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    told = "plan.py: error: cannot write to standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, told)
 
 
 def test_bad_input(tmp_path):

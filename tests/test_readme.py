@@ -8,14 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers import launch, parser_of
 
 import a2d_mpi
+from a2d_mpi import Causal
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.patterns import PATTERNS
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.loss_plots import read_losses
+from a2d_mpi.gpt.text import Text
+from a2d_mpi.planning import cost
+from a2d_mpi.schedules import problem_of
 
 ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
+DOCS, START = ROOT / "docs", "docs/getting-started.md"
 PAGES = ["README.md", "data/README.md", *(f"docs/{x.name}" for x in sorted(DOCS.glob("*.md")))]
 DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
 PROGRAMS = [*DRIVERS, "data/make_sample.py", "data/make_text.py"]
@@ -143,6 +151,27 @@ def test_getting_started(tmp_path):
 
 def test_planning():
     assert "Layout(rows=" in run("\n".join(blocks("docs/planning.md", "python")))
+
+
+def test_numbers_that_are_shown():
+    """Bytes of the first run and its figures of the text, as the code and the files have them."""
+    given = "attention2d", Layout(2, 2)
+    problem = problem_of(*given, AttentionConfig(1536, 12, 32), Causal())
+    ranks = [cost.traffic(*given, problem, rank) for rank in range(4)]
+    most = {"/".join(key): np.max([x[key] for x in ranks], axis=0).tolist() for key in ranks[0]}
+    shown = re.findall(r"^(\w+/\w+) +(\d+) +(\d+) +(\d+) +(\d+)$", read(START), re.MULTILINE)
+    assert {name: [*map(int, x)] for name, *x in shown} == {
+        name: [sent, sent, received, received] for name, (sent, received) in most.items()
+    }
+    run = read_losses(ROOT / "data" / "results" / "gpt" / "tiny.h5")
+    row = "| documents, bytes | {documents}, {bytes} | ".format(**run.text)
+    assert row + "{documents}, {bytes} |".format(**run.held_out) in read("docs/gpt.md")
+    mean = f"{run.loss[-50:].mean():.3f} (mean of the last 50 steps)"
+    assert f"| loss | {mean} | {run.held_out['loss']:.3f} |" in read("docs/gpt.md")
+    held = Text(ROOT / "data" / "new_testament.txt", share=0.05, held_out=True)
+    begins = range(0, len(held.bytes) - 1023, 1024)
+    seen = sum(int((held.at(begin, 1024).targets >= 0).sum()) for begin in begins)
+    assert f"{seen} bytes: {len(begins)} whole" in read("docs/gpt.md")
 
 
 def test_masks(tmp_path):

@@ -1,6 +1,7 @@
 """Training a GPT: what it learns, the text that is held out, the grid, files and pictures."""
 
 import hashlib
+import os
 from argparse import Namespace
 from collections import Counter
 from math import log
@@ -9,7 +10,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, assert_all_refused, drive
+from helpers import assert_all, assert_all_refused, assert_each_refused, drive
 from mpi4py import MPI
 from test_gpt import ROOT, alone, lone, shaken
 
@@ -25,6 +26,7 @@ from a2d_mpi.gpt.text import Text
 pytestmark = pytest.mark.grids
 
 README, BOOK = ROOT / "README.md", ROOT / "data" / "new_testament.txt"
+SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
 COMMITTED = ROOT / "data" / "results" / "gpt" / "tiny.h5"
 SMALL = [
     "--layers",
@@ -172,6 +174,58 @@ def test_refusals(tmp_path, profile):
         )
     ])  # fmt: skip
     assert not latest(tmp_path / "run")[0] and text.read_bytes() == README.read_bytes()
+
+
+def test_options_that_cannot_be(tmp_path):
+    """Sizes beyond all memory, numbers that are none, pipes: refused before anything is done."""
+    os.mkfifo(pipe := tmp_path / "pipe")
+    new = tmp_path / "new"
+    train = "train_gpt.py", [README, "--folder", new]
+    steps = "bench_train.py", ["--output", new, "--preset", "tiny"]
+    decode = "bench_decode.py", []
+    text = "generate.py", [new, "--prompt", "x"]
+    assert_each_refused([
+        (program, [*common, *options], [], message)
+        for (program, common), options, message in (
+            (train, ["--width", 1 << 20], "(--layers, --width), 1024 tokens (--seqlen): weights"),
+            (train, ["--seqlen", 1 << 31], "2147483648 tokens (--seqlen)"),
+            (train, ["--layers", 1 << 20], "--layers must be at most 4096, got 1048576"),
+            (train, ["--layers", 4096, "--width", 8192], "GiB for 2 ranks"),
+            (("train_gpt.py", [pipe, "--folder", new]), [], f"{pipe} is not a regular file"),
+            (train, ["--output", ""], "--output must be a path, got ''"),
+            (steps, ["--seqlen", "2G"], "2147483648 tokens (--seqlen): 2 plans on one rank take"),
+            (steps, ["--seqlen", "64K"], "65536 tokens (--seqlen): arrays of the check"),
+            (steps, ["--vocab", 1 << 24, "--width", 8192], "(--layers, --width, --vocab)"),
+            (decode, ["--contexts", 1 << 31], "2147483648 tokens (--contexts) on one of 1 rank"),
+            (decode, ["--requests", 1 << 31], "--requests must be at most 65536"),
+            (decode, ["--requests", 1 << 16], "the cache of 65536 requests (--requests)"),
+            (decode, ["--block", 1 << 31], "--block must be at most 1048576"),
+            (decode, ["--block", 1 << 20, "--layers", 999], "GiB"),
+            *((text, ["--temperature", x], "--temperature must be from 0 to 1e+06, got " + x)
+              for x in ("nan", "-1.0", "inf")),
+            (("generate.py", [new, "--prompts", pipe]), [], f"{pipe} is not a regular file"),
+            (("calibrate.py", ["--output", new]), ["--seconds", "nan"], "--seconds must be from"),
+            (("attention.py", [SAMPLE]), ["--mask-file", ""], "--mask-file must be a path"),
+            (("encode.py", ["x"]), ["--query", "\udcff"], "--query must be UTF-8, got '\\udcff'"),
+        )
+    ], 2)  # fmt: skip
+    assert not new.exists()
+
+
+def test_options_of_one_process(tmp_path):
+    (binary := tmp_path / "binary").write_bytes(b"\xff\x00\n\x80")
+    table = "mask_table.py", ["--ranks", 2, "--seqlen", 64]
+    assert_each_refused([
+        (program, [*common, *options], [], message)
+        for (program, common), options, message in (
+            (table, ["--masks", "nosuch"], "--masks must be one of full, causal"),
+            (table, ["--masks", ","], "--masks must name a mask, got ','"),
+            (table, ["--plans", "ring/even"], "--plans must be METHOD/DISTRIBUTION, one of"),
+            (table, ["--output", binary], f"{binary} is no table of masks: 'utf-8' codec"),
+            (("simulate.py", ["--output", "x"]), ["--timeout", "nan"], "--timeout must be from"),
+            (("plot_grid.py", ["x.png"]), ["--rows", "0"], "--rows must be at least 1, got 0"),
+        )
+    ], 0)  # fmt: skip
 
 
 def test_the_committed_run():

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from helpers import assert_all, launch
 from mpi4py import MPI
 from test_gpt import alone
+from torch import nn
 
 from a2d_mpi import Documents, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
@@ -33,15 +34,31 @@ cases = pytest.mark.parametrize(
 )
 
 
-def torch_loss(config, w, tokens, targets, positions, seen):
-    """The mean loss; `w`: tensors by the names of `GPTConfig.shapes`, `seen`: (n, n) bool."""
+class Block(nn.Module):
+    """A block of `Model`."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(c.width), nn.LayerNorm(c.width)
+        self.qkv = nn.Linear(c.width, (c.nheads + 2 * c.nheads_kv) * c.headdim)
+        self.proj = nn.Linear(c.width, c.width)
+        self.fc, self.out = nn.Linear(c.width, c.mlp), nn.Linear(c.mlp, c.width)
+
+
+class Model(nn.Module):
+    """A GPT of PyTorch's own layers, whose `state_dict` is `Parameters.state_dict`."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.wte, self.ln_f = nn.Embedding(c.vocab, c.width), nn.LayerNorm(c.width)
+        if c.positions == "learned":
+            self.wpe = nn.Embedding(c.seqlen, c.width)
+        self.h = nn.ModuleList(Block(c) for _ in range(c.layers))
+
+
+def torch_loss(config, model, tokens, targets, positions, seen):
+    """The mean loss; `seen`: (n, n) bool."""
     n, d = len(tokens), config.headdim
-
-    def norm(x, name):
-        return F.layer_norm(x, (config.width,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
-
-    def linear(x, name):
-        return F.linear(x, w[f"{name}.weight"].T, w[f"{name}.bias"])
 
     def rotated(x):
         if config.positions == "learned":
@@ -52,19 +69,18 @@ def torch_loss(config, w, tokens, targets, positions, seen):
         z = z * turns.to(z.dtype)
         return torch.cat([z.real, z.imag], dim=-1)
 
-    x = F.embedding(tokens, w["wte"])  # (n, E)
+    x = model.wte(tokens)  # (n, E)
     if config.positions == "learned":
-        x = x + F.embedding(positions, w["wpe"])
-    for i in range(config.layers):
-        qkv = linear(norm(x, f"h{i}.ln1"), f"h{i}.qkv")
+        x = x + model.wpe(positions)
+    for block in model.h:
+        qkv = block.qkv(block.ln1(x))
         heads = qkv.view(n, -1, d).transpose(0, 1)  # (H + 2 Hkv, n, D)
         q, k, v = heads.split([config.nheads, config.nheads_kv, config.nheads_kv])
         k, v = (y.repeat_interleave(config.nheads // config.nheads_kv, 0) for y in (rotated(k), v))
         out = F.scaled_dot_product_attention(rotated(q), k, v, attn_mask=seen)
-        x = x + linear(out.transpose(0, 1).reshape(n, -1), f"h{i}.proj")
-        x = x + linear(F.gelu(linear(norm(x, f"h{i}.ln2"), f"h{i}.fc"), approximate="tanh"),
-                       f"h{i}.out")  # fmt: skip
-    return F.cross_entropy(F.linear(norm(x, "ln_f"), w["wte"]), targets, ignore_index=-1)
+        x = x + block.proj(out.transpose(0, 1).reshape(n, -1))
+        x = x + block.out(F.gelu(block.fc(block.ln2(x)), approximate="tanh"))
+    return F.cross_entropy(F.linear(model.ln_f(x), model.wte.weight), targets, ignore_index=-1)
 
 
 def sequence(config):
@@ -94,15 +110,16 @@ def errors(dtype, positions, nheads_kv, checkpoint, comm=MPI.COMM_SELF, plan=Non
     loss = total(comm, loss)
     plan.free()
 
-    w = {x: torch.tensor(y, requires_grad=True) for x, y in weights.named.items()}
+    exact = Model(config).to(getattr(torch, dtype))
+    exact.load_state_dict({x: torch.from_numpy(y) for x, y in weights.state_dict().items()})
     document = torch.tensor(np.repeat(np.arange(len(LENGTHS)), LENGTHS))
     seen = torch.tril(document[:, None] == document)
-    expected = torch_loss(config, w, *map(torch.tensor, data), seen)
+    expected = torch_loss(config, exact, *map(torch.tensor, data), seen)
     expected.backward()
     found = {"loss": abs(loss / expected.item() - 1)}
-    for name, x in w.items():
-        exact = x.grad.numpy()
-        found[name] = np.linalg.norm(gradients.named[name] - exact) / np.linalg.norm(exact)
+    ours = gradients.state_dict()
+    for name, x in exact.named_parameters():
+        found[name] = np.linalg.norm(ours[name] - x.grad.numpy()) / np.linalg.norm(x.grad)
     return found
 
 

@@ -23,8 +23,8 @@ class Place:
         many a node may use, where a limit of CPU time (a cgroup's) leaves it fewer.
     share : float
         Part of a core that each rank has.
-    memory : int
-        Bytes of a rank.
+    memory, sharing : int
+        Bytes of a rank, and ranks that share the memory of its host.
     first_of_node : bool
         True if this rank is the first one of its node.
     partners : dict of str to list of int
@@ -49,7 +49,8 @@ class Place:
         cores = {(boot, core) for _, boot, found, _ in everyone for core in found}
         limit = float(os.environ.get("A2D_MPI_NODE_CORES") or "inf")
         self.cores_per_node = min(len(cores) / len(nodes), limit)
-        self.memory = own[3] // sum(x[1] == own[1] for x in everyone)
+        self.sharing = sum(x[1] == own[1] for x in everyone)
+        self.memory = own[3] // self.sharing
         self.share = min(1.0, self.cores_per_node / self.ranks_per_node)
         node = self.hosts.index(own[0])
         local = nodes[node].index(comm.rank)

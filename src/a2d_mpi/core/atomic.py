@@ -32,6 +32,20 @@ def check_writable(path: str | os.PathLike[str], nbytes: int = 0) -> None:
             raise OSError(f"it needs {nbytes} bytes, {free} are free")
 
 
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Read a file, but no pipe or terminal, which a program would wait for.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read, or is not a regular file.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(f"{path} is not a regular file")
+    with open(path, "rb") as file:
+        return file.read()
+
+
 def refuse_same(output: str | os.PathLike[str], *inputs: str | os.PathLike[str] | None) -> None:
     """Check before the work that its output would not take the place of one of its inputs.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 
 from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
-from a2d_mpi.core.sizes import misfit
+from a2d_mpi.core.sizes import check_memory, misfit
 
 PHASES = ("forward", "backward")
 # Beyond these the pairs of a sequence, and the bytes of a tensor, are no 64-bit integers.
@@ -140,12 +139,7 @@ class AttentionConfig:
             If q, k and v of a rank, at most a third of its need, fill the memory of its node.
         """
         nbytes = -(-self.seqlen // ranks) * sum(map(self.nbytes, "qkv"))
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if nbytes > memory:
-            raise ValueError(
-                f"{self.seqlen} tokens on {ranks} ranks: q, k and v of one take "
-                f"{nbytes / 2**30:.4g} GiB, its node has {memory / 2**30:.4g} GiB"
-            )
+        check_memory(f"{self.seqlen} tokens on {ranks} ranks: q, k and v of one", nbytes)
 
 
 def _size(name: str, value: object, most: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -103,6 +104,31 @@ class Layout:
         )
         nodes = None if len(first) == self.size else tuple(first[names].tolist())
         return replace(self, nodes=nodes)
+
+
+def check_memory(what: str, nbytes: int, sharing: int = 1) -> None:
+    """Refuse a problem that cannot fit, before anything is allocated for it.
+
+    Parameters
+    ----------
+    what : str
+        The arrays, in the plural.
+    nbytes : int
+        Bytes of these on one rank.
+    sharing : int
+        Ranks that share the memory of the node, and need as much each.
+
+    Raises
+    ------
+    ValueError
+        If the memory of this node is smaller.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if nbytes * sharing > memory:
+        shared = f" for {sharing} ranks" * (sharing > 1)
+        raise ValueError(
+            f"{what} take {nbytes / 2**30:.4g} GiB, its node has {memory / 2**30:.4g} GiB{shared}"
+        )
 
 
 def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.atomic import refuse_same
-from a2d_mpi.core.patterns import split_masks
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
@@ -27,7 +26,7 @@ from a2d_mpi.experiments.summary import phases_of, summarise
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.profile import parse_count, read_machine, to_toml
+from a2d_mpi.planning.profile import read_machine, to_toml
 from a2d_mpi.schedules import METHODS
 
 OVERLAPS = {"on": True, "off": False}
@@ -76,15 +75,11 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
         if x not in OVERLAPS:
             raise ValueError(f"--overlap must be on, off or both, got {x!r}")
         overlaps.append(OVERLAPS[x])
-    lists = (args.headdim, args.nheads, args.nheads_kv, args.seqlens)
-    # None: as many KV heads as query heads.
-    headdims, heads, heads_kv, seqlens = (
-        [None] if x is None else [parse_count(number) for number in _list(x)] for x in lists
-    )
+    heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
     cases = [
         Case(seqlen, h, headdim, h_kv, dtype=dtype, mask=mask, backward=args.backward)
         for dtype, headdim, h, h_kv, seqlen, mask in product(
-            _list(args.dtypes), headdims, heads, heads_kv, seqlens, split_masks(args.masks)
+            args.dtypes, args.headdim, args.nheads, heads_kv, args.seqlens, args.masks
         )
     ]
     specs = _list(args.plans)

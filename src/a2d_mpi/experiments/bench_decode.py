@@ -16,11 +16,12 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.check import error_bounds
-from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check, new_file, set_attributes
 from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.steps import step_traffic
@@ -58,6 +59,12 @@ class Measured:
 def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure all contexts on all numbers of ranks; returns the exit code."""
     config = together(comm, lambda: _validated(comm, args))
+    what = (
+        f"{config.parameters} parameters (--layers, --width) and the cache of {args.requests} "
+        f"requests (--requests) of {max(args.contexts)} tokens (--contexts)"
+    )
+    for ranks in args.ranks:
+        check_room(comm, f"{what} on one of {ranks} ranks", _room(config, args, ranks), ranks)
     runs: list[Measured] = []
     origin = origin_of(comm)
     if comm.rank == 0:
@@ -176,6 +183,17 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
     most = max(args.contexts) + args.trials + 1
     sizes = args.layers, args.width, args.nheads, most, args.nheads_kv
     return GPTConfig(256, *sizes, positions="rotary")
+
+
+def _room(config: GPTConfig, args: argparse.Namespace, ranks: int) -> int:
+    """Bytes of one of so many ranks: weights, cache, and the check of one request."""
+    blocks = -(-config.seqlen // args.block) * args.requests
+    kept = args.block * -(-blocks // (ranks // args.heads))
+    # Random keys in float32, their copy in float64, scores of a query, and the table of tokens.
+    keys = config.nheads_kv * config.headdim
+    token = 2 * 4 * keys + 2 * 8 * keys + 4 * 8 * config.nheads + 40
+    nbytes = cache_bytes(config, kept, 4) // args.heads
+    return nbytes + 4 * config.parameters + token * max(args.contexts)
 
 
 def _write(args: argparse.Namespace, runs: list[Measured], origin: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.core import reference
 from a2d_mpi.core.masks import Full, Mask, keys_per_query
-from a2d_mpi.core.patterns import make_mask, split_masks
+from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.kernels.numpy import NumpyKernel
 
@@ -27,7 +27,7 @@ def bench_masks(args: argparse.Namespace) -> int:
         print("seqlen heads headdim mask                     visible     forward    backward"
               "    ratio to full")  # fmt: skip
         for seqlen, nheads, headdim in args.shapes:
-            for text in split_masks(args.masks):
+            for text in args.masks:
                 figures, error = _compare(make_mask(text, seqlen), seqlen, nheads, headdim, args)
                 wrong |= not error < BOUND
                 share, times, ratios = figures

@@ -27,7 +27,7 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.experiments.benchmark import extends
-from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.hdf5 import reading
 from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs
 from a2d_mpi.experiments.options import FAILED_CHECK, model_of
@@ -36,14 +36,14 @@ from a2d_mpi.experiments.step_plots import SCHEMA, Steps
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.gpt.config import GPTConfig
-from a2d_mpi.gpt.cost import PARTS, predict_step
+from a2d_mpi.gpt.cost import PARTS, activations, predict_step, training_bytes
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Batch
 from a2d_mpi.gpt.training import Training
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import candidate, duration
-from a2d_mpi.planning.profile import parse_count, read_machine
+from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import METHODS
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # of loss and gradients, relative
@@ -61,6 +61,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         if comm.rank == 0:
             print(f"all of it is in {args.output} already")
         return 0
+    _check_room(comm, config, args, len(todo))
     weights = initial(config, args.seed, args.dtype)
     batch = _batch(config, args.seed)
     mask = plans[0].case.work().mask
@@ -87,10 +88,11 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     """Sizes, plans and machine, and the names of what a file has; on one rank."""
-    seqlen = parse_count(args.seqlen)
-    config = model_of(args, vocab=args.vocab, seqlen=seqlen)
+    config = model_of(args, vocab=args.vocab, seqlen=args.seqlen)
     machine = read_machine(args.profile) if args.profile else None
-    case = Case(seqlen=seqlen, **config.heads, dtype=args.dtype, mask=args.mask, backward=True)
+    case = Case(
+        seqlen=args.seqlen, **config.heads, dtype=args.dtype, mask=args.mask, backward=True
+    )
     specs = [x for x in args.plans.split(",") if x.strip()]
     plans = plans_for(case, specs, ranks, tuple(METHODS), machine=machine)
     if not plans:
@@ -100,6 +102,20 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
         with reading(args.output, SCHEMA) as file:
             done = set(file["runs"])
     return config, plans, machine, done
+
+
+def _check_room(
+    comm: MPI.Intracomm, config: GPTConfig, args: argparse.Namespace, runs: int
+) -> None:
+    """Refuse sizes for which there is too little memory: of all runs, and of the reference."""
+    size, n = np.dtype(args.dtype).itemsize, args.seqlen
+    state = training_bytes(config, 0, size)
+    step = training_bytes(config, -(-n // comm.size), size) - state
+    # In float64: weights, gradients and activations of all tokens, and four N x N matrices a head.
+    wide = 8 * (2 * config.parameters + n * activations(config) + 4 * config.nheads * n * n)
+    what = f"{config.parameters} parameters (--layers, --width, --vocab), {n} tokens (--seqlen)"
+    check_room(comm, f"{what}: {runs} plans on one rank", runs * state + step)
+    check_room(comm, f"{what}: arrays of the check in float64", wide, 1)
 
 
 def _batch(config: GPTConfig, seed: int) -> Batch:

@@ -110,11 +110,13 @@ class Measured(NamedTuple):
     notes: list[str]
     tiny: tuple[Workload, float, float]
     off: float
+    why: str
 
     @property
     def disturbed(self) -> str:
         """A sentence for the user."""
-        return f"disturbed by other work: figures off by up to {100 * self.off:.0f} %"
+        off = f"figures may be off by {100 * self.off:.0f} %, more than {100 * STEADY:.0f} %"
+        return f"disturbed by other work: {off}: {self.why}"
 
 
 def _measure(comm: MPI.Intracomm, args: argparse.Namespace, where: Place) -> Measured:
@@ -150,7 +152,7 @@ def _measure(comm: MPI.Intracomm, args: argparse.Namespace, where: Place) -> Mea
         merge=merging / where.share,
         computed_by=_computed_by(dtypes, args),
     )
-    return Measured(machine, notes, tiny, disturbance(clock.shares, clock.seconds))
+    return Measured(machine, notes, tiny, *disturbance(clock.shares, clock.seconds))
 
 
 def _computed_by(dtypes: list[str], args: argparse.Namespace) -> str:
@@ -161,8 +163,6 @@ def _computed_by(dtypes: list[str], args: argparse.Namespace) -> str:
 
 
 def _validated(args: argparse.Namespace, where: Place) -> Place:
-    if not 0 < args.seconds <= 86400:
-        raise ValueError(f"--seconds must be positive, at most a day, got {args.seconds}")
     if args.name is None:
         args.name = where.hosts[0]
     Machine(args.name, None, None, {})  # or say what is wrong with it

@@ -10,37 +10,50 @@ from tqdm import tqdm
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import misfit
-from a2d_mpi.experiments.options import MASK_HELP, Parser, mask_text
+from a2d_mpi.experiments.options import (
+    HEADDIM,
+    HEADS,
+    MASK_HELP,
+    Parser,
+    mask_text,
+    path,
+    tokens,
+    whole,
+)
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
 from a2d_mpi.gpt.cost import predict_step
 from a2d_mpi.planning.machine import Machine, one_line
 from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
-from a2d_mpi.planning.profile import parse_count, parse_size, read_machine
+from a2d_mpi.planning.profile import parse_size, read_machine
 from a2d_mpi.schedules import METHODS
 
 IDLE, IDLE_RANKS = 0.1, 256  # share of ranks that may be idle; of so many: larger ones take long
-RANKS = 16384  # at most: the model keeps figures of every pair of ranks, 2 GiB each with so many
 
 
 def add_problem(parser: Parser, ranks: int) -> None:
     """Add the options of a problem on at most so many ranks of a machine; see `read_problem`."""
     add = parser.add_argument
-    add("--profile", required=True, help="TOML file; see data/machines and drivers/calibrate.py")
-    add("--ranks", type=int, required=True, help=f"at most {ranks}")
-    add("--seqlen", required=True, help="tokens: 1048576, 1024K or 1M")
-    add("--nheads", type=int, help="there must be one, unless a --gpt has it")
-    add("--nheads-kv", type=int, help="default: as many as --nheads")
-    add("--headdim", type=int, default=128, help="default %(default)s")
+    add(
+        "--profile",
+        type=path,
+        required=True,
+        help="TOML file; see data/machines and drivers/calibrate.py",
+    )
+    add("--ranks", type=whole(1, ranks), required=True, help=f"at most {ranks}")
+    add("--seqlen", type=tokens, required=True, help="tokens: 1048576, 1024K or 1M")
+    add("--nheads", type=HEADS, help="there must be one, unless a --gpt has it")
+    add("--nheads-kv", type=HEADS, help="default: as many as --nheads")
+    add("--headdim", type=HEADDIM, default=128, help="default %(default)s")
     add("--dtype", choices=DTYPES, default="bfloat16")
     add("--mask", type=mask_text, default="full", help=f"{MASK_HELP} (default %(default)s)")
     add("--backward", action="store_true", help="also the gradients")
     add("--no-overlap", action="store_true", help="communicate and compute in turn")
-    add("--ranks-per-node", type=int, help="default: what the profile says")
+    add("--ranks-per-node", type=whole(1, 65536), help="default: what the profile says")
 
 
-def read_problem(args: argparse.Namespace, ranks: int) -> tuple[Machine, Case]:
+def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
     """The machine and the workload of the options of `add_problem`.
 
     Raises
@@ -50,15 +63,13 @@ def read_problem(args: argparse.Namespace, ranks: int) -> tuple[Machine, Case]:
     OSError
         If the profile cannot be read.
     """
-    if not 1 <= args.ranks <= ranks:
-        raise ValueError(f"--ranks must be at least 1 and at most {ranks}, got {args.ranks}")
     if args.nheads is None:
         raise ValueError("there must be --nheads")
     machine = read_machine(args.profile)
     if args.ranks_per_node is not None:
         machine = machine.with_ranks_per_node(args.ranks_per_node)
     case = Case(
-        *(parse_count(args.seqlen), args.nheads, args.headdim, args.nheads_kv),
+        *(args.seqlen, args.nheads, args.headdim, args.nheads_kv),
         dtype=args.dtype,
         mask=args.mask,
         backward=args.backward,
@@ -68,19 +79,20 @@ def read_problem(args: argparse.Namespace, ranks: int) -> tuple[Machine, Case]:
             f"{args.ranks} ranks x {case.seqlen} tokens x {case.nheads} heads x {case.headdim}: "
             "the bytes that all receive are no 64-bit integer"
         )
-    machine.links(args.ranks), machine.kernel(args.dtype, "forward")  # or say what it lacks
+    machine.links(args.ranks)  # or say what it lacks
+    if args.dtype not in machine.kernels:
+        known = " or ".join(f"--dtype {one_line(x)}" for x in machine.kernels) or "another profile"
+        raise ValueError(f"{args.profile} has no kernel for {args.dtype}: give {known}")
     return machine, case
 
 
 def plan(args: argparse.Namespace) -> int:
     """Print the table; returns the exit code."""
-    if args.top < 0:
-        raise ValueError(f"--top must be at least 0, got {args.top}")
     if args.gpt:
         if args.nheads or args.nheads_kv:
             raise ValueError("--gpt leaves no choice of --nheads and --nheads-kv")
         vars(args).update(PRESETS[args.gpt].heads, backward=True)
-    machine, case = read_problem(args, RANKS)
+    machine, case = read_problem(args)
     work = case.work(not args.no_overlap)
     memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
     # On a terminal, and if it takes long.
@@ -145,7 +157,7 @@ def _print_steps(
     found: list[Candidate], machine: Machine, config: GPTConfig, args: argparse.Namespace
 ) -> None:
     """The training steps of a model by these plans."""
-    seqlen = parse_count(args.seqlen)
+    seqlen = args.seqlen
     again = ", all but attention computed again" * args.recompute
     print(
         f"\ntraining steps of {args.gpt}{again}: {config.layers} layers of width {config.width}, "

@@ -18,6 +18,8 @@ from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.gpus import TRANSFERS
+from a2d_mpi.comm.place import Place
+from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.experiments.options import (
     BAD_INPUT,
     BLOCK_HELP,
@@ -26,8 +28,11 @@ from a2d_mpi.experiments.options import (
     THREADS,
     Parser,
     block,
+    lost_output,
     method_name,
     open_streams,
+    path,
+    reason,
     whole,
 )
 from a2d_mpi.kernels import KERNELS
@@ -53,11 +58,35 @@ def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) 
         try:
             value = step()
         except (ValueError, OSError, MemoryError) as error:
-            problem = str(error) or type(error).__name__
+            problem = reason(error)
     if on is not None:
         _wait_idly(comm)
     agree(comm, problem)
     return value
+
+
+def check_room(comm: MPI.Intracomm, what: str, nbytes: int, ranks: int | None = None) -> None:
+    """Refuse work for which a node has too little memory, before anything is allocated for it.
+
+    Collective over `comm`.
+
+    Parameters
+    ----------
+    comm : Intracomm
+    what : str
+        The arrays, in the plural.
+    nbytes : int
+        Bytes of these on one rank.
+    ranks : int, optional
+        Ranks that have them.  Default: all.
+
+    Raises
+    ------
+    CollectiveError
+        On all ranks.
+    """
+    sharing = min(Place(comm).sharing, comm.size if ranks is None else ranks)
+    together(comm, lambda: check_memory(what, nbytes, sharing))
 
 
 def _wait_idly(comm: MPI.Intracomm) -> None:
@@ -76,7 +105,7 @@ def add_grid(parser: Parser) -> None:
     add("--order", default="rcu", help=f"{ORDER_HELP} (default %(default)s)")
     add("--block", type=block, default=(1, 1), help=f"{BLOCK_HELP}; default: 1x1")
     add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
-    add("--profile", help="TOML file; see data/machines and drivers/calibrate.py")
+    add("--profile", type=path, help="TOML file; see data/machines and drivers/calibrate.py")
     add("--method", type=method_name, default=next(iter(METHODS)), help=METHOD_HELP)
 
 
@@ -151,8 +180,10 @@ def run(
         sys.stderr.flush()
         alive()
         comm.Abort(70)
+    if lost_output(prog):
+        code = BAD_INPUT
     # No launcher may see a code, and end the others, before the message is out.
-    comm.Barrier()
+    code = comm.allreduce(code, MPI.MAX)
     alive()
     sys.exit(code)
 

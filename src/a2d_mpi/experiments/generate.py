@@ -12,11 +12,13 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.atomic import read_regular
 from a2d_mpi.experiments.checkpoint import State, load, newest
-from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import grid_shape
+from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters
 from a2d_mpi.gpt.serve import sample, serve
@@ -38,6 +40,11 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     options = args.block, args.method, args.transfers, args.kernel
     decoder = Decoder(grid, weights, rooms, *options)
     new = dict.fromkeys(prompts, args.tokens)
+    most = [min(len(x) + args.tokens, state.config.seqlen) for x in prompts.values()]
+    blocks = min(max(rooms), -(-sum(map(decoder.table.blocks, most)) // len(rooms)))
+    nbytes = cache_bytes(state.config, blocks * args.block, state.weights.itemsize) // args.heads
+    tokens = f"{blocks * args.block} tokens of keys and values on one rank (--tokens, --block)"
+    check_room(comm, tokens, nbytes)
 
     def choose(name: int, length: int, logits: np.ndarray) -> int:
         return sample(logits, args.temperature, args.top_k, (args.seed, name, length))
@@ -65,9 +72,9 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
     """Bytes of each prompt."""
-    texts = [x.encode() for x in args.prompt or ()]
+    texts = [x.encode(errors="surrogateescape") for x in args.prompt or ()]
     if args.prompts:
-        texts += [x for x in args.prompts.read_bytes().split(b"\n") if x]
+        texts += [x for x in read_regular(args.prompts).split(b"\n") if x]
     if not texts or not all(texts):
         raise ValueError("there must be prompts, by --prompt or --prompts, and none may be empty")
     return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in enumerate(texts)}

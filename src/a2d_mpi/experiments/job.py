@@ -76,7 +76,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     shown = f"file:{args.mask_file}" if args.mask_file else args.mask
     config = {"method": args.method, "mask": shown, "device": device.name}
     same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
-    config |= {name: getattr(args, name) for name in (*same, "sink")}
+    config |= {name: getattr(args, name) for name in (*same, "sink")} | {"input": str(args.input)}
     outputs = measured.outputs() if args.save_outputs else {}
     result = measured.result(config, origin_of(comm, device), outputs=outputs)
     try:

@@ -12,6 +12,7 @@ import numpy as np
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
 
 SCHEMA = ("a2d_mpi.training", 1)
+NAME = 40  # characters of a file that are shown
 SMOOTH = 50  # steps whose mean is drawn
 
 
@@ -69,4 +70,6 @@ def draw_losses(plt, run: Losses, width: float):
         "right", functions=(lambda x: x / math.log(2), lambda x: x * math.log(2))
     )
     bits.set_ylabel("bits per byte")
-    return figure, axes, f"{run.text['name']}, {steps} steps of {seqlen} tokens"
+    name = str(run.text["name"])
+    name = name if len(name) <= NAME else name[: NAME - 3] + "..."
+    return figure, axes, f"{name}, {steps} steps of {seqlen} tokens"

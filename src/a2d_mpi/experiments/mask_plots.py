@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi.core.patterns import make_mask, split_masks
+from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.experiments.pictures import check_picture, pyplot, save
 from a2d_mpi.schedules import distribute
 
@@ -81,11 +81,10 @@ def plot_masks(args: argparse.Namespace) -> int:
             f"--rows x --cols must be 1 to {RANKS} ranks, got {args.rows} x {args.cols}"
         )
     check_picture(args.output)
-    texts = split_masks(args.masks)
-    if not 1 <= len(texts) <= MASKS:
-        raise ValueError(f"--masks must be 1 to {MASKS} masks, got {len(texts)}")
+    if len(args.masks) > MASKS:
+        raise ValueError(f"--masks must be at most {MASKS} masks, got {len(args.masks)}")
     grid = args.rows, args.cols
-    tilings = [tiling(text, args.seqlen, *grid, args.distribution) for text in texts]
+    tilings = [tiling(text, args.seqlen, *grid, args.distribution) for text in args.masks]
     save(draw(tilings, *grid), args.output, dpi=120)
     return 0
 

@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.core.atomic import check_writable, replacing
+from a2d_mpi.core.atomic import check_writable, read_regular, replacing
 from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.core.pairs import visible_pairs
-from a2d_mpi.core.patterns import PATTERNS, make_mask, split_masks, usage
+from a2d_mpi.core.patterns import PATTERNS, make_mask, usage
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.mask_plots import COLOURS
-from a2d_mpi.experiments.options import method_name
+from a2d_mpi.experiments.options import BadOption, method_name
 from a2d_mpi.experiments.pictures import check_picture, pyplot, save
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS, problem_of, write
@@ -87,12 +88,21 @@ def best_of(method: str, distribution: str | None, text: str, seqlen: int, ranks
     return min(found, key=lambda x: (x.moved, x.uneven))
 
 
+def plan_text(text: str) -> str:
+    """A type of options: METHOD or METHOD/DISTRIBUTION."""
+    method, _, name = text.partition("/")
+    method_name(method)
+    if name and name not in DISTRIBUTIONS:
+        known = ", ".join(DISTRIBUTIONS)
+        raise BadOption(f"must be METHOD/DISTRIBUTION, one of {known}; got {text[:40]!r}")
+    return text
+
+
 def print_table(args: argparse.Namespace) -> int:
     """Print the table of all masks that are asked for, keep and draw it; returns the exit code."""
-    texts = [x for text in split_masks(args.masks) for x in _seeded(text, args.seeds)]
-    plans = [
-        (method_name(m), name or None) for m, _, name in (x.partition("/") for x in args.plans)
-    ]
+    texts = [x for text in args.masks for x in _seeded(text, args.seeds)]
+    parts = [x.partition("/") for x in args.plans]
+    plans = [(method_name(method), name or None) for method, _, name in parts]
     known = read_table(args.output) if args.output and args.output.exists() else {}
     for path, check in ((args.output, check_writable), (args.picture, check_picture)):
         if path:
@@ -135,14 +145,16 @@ def read_table(path: Path) -> Table:
     ValueError
         If the file is no such table.
     """
-    with open(path, newline="") as file:
-        rows = csv.reader(file)
+    try:
+        rows = csv.reader(read_regular(path).decode().splitlines(), strict=True)
         if tuple(next(rows, ())) != _COLUMNS:
-            raise ValueError(f"{path} is no table of masks: its first line is not {_COLUMNS}")
+            raise ValueError(f"its first line is not {','.join(_COLUMNS)}")
         return {
-            (int(ranks), int(seqlen), *names): Figures(grid, float(uneven), float(moved))
-            for ranks, seqlen, *names, grid, uneven, moved in rows
+            (int(ranks), int(seqlen), mask, plan): Figures(grid, float(uneven), float(moved))
+            for ranks, seqlen, mask, plan, grid, uneven, moved in rows
         }
+    except (ValueError, csv.Error) as error:
+        raise ValueError(f"{path} is no table of masks: {error}") from error
 
 
 def _write_table(path: Path, table: Table) -> None:

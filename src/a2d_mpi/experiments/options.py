@@ -7,17 +7,21 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from a2d_mpi.core.patterns import PATTERNS, check_mask
+from a2d_mpi.core.config import LARGEST
+from a2d_mpi.core.patterns import PATTERNS, check_mask, split_masks
 from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
+from a2d_mpi.planning.profile import parse_count
 from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+T = TypeVar("T")
 BAD_INPUT = 2  # exit code: nothing was computed, or nothing could be written
 FAILED_CHECK = 1  # exit code: a result is wrong
 METHOD_HELP = f"one of: {', '.join(METHODS)}; or with underscores"
@@ -60,15 +64,52 @@ def real(least: float, most: float) -> Callable[[str], float]:
         except ValueError:
             raise BadOption(f"must be a number, got {text[:40]!r}") from None
         if not least <= value <= most:  # as NaN is not, either
-            raise BadOption(f"must be from {least} to {most:g}, got {value}")
+            raise BadOption(f"must be from {least:g} to {most:g}, got {value}")
         return value
 
     return number
 
 
-def listed(number: Callable[[str], int]) -> Callable[[str], list[int]]:
-    """A type of options: several of a type of whole numbers, with commas between them."""
-    return lambda text: [number(x) for x in text.split(",")]
+def tokens(text: str) -> int:
+    """A type of options: a number of tokens, "65536" or "64K"."""
+    try:
+        return SEQLEN(str(parse_count(text.strip())))
+    except BadOption:
+        raise
+    except ValueError:
+        raise BadOption(f"must be 1048576, 1024K or 1M tokens, got {text[:40]!r}") from None
+
+
+def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
+    """A type of options: several values of a type, with commas between them."""
+    return lambda text: [kind(x.strip()) for x in text.split(",")]
+
+
+def path(text: str) -> Path:
+    """A type of options: a path.  Empty, it is a variable that somebody forgot to set."""
+    if not text:
+        raise BadOption("must be a path, got ''")
+    return Path(text)
+
+
+def one_of(values: Collection[str]) -> Callable[[str], str]:
+    """A type of options: one of some words; for lists of them, which `choices` cannot check."""
+
+    def word(text: str) -> str:
+        if text not in values:
+            raise BadOption(f"must be one of {', '.join(values)}; got {text[:40]!r}")
+        return text
+
+    return word
+
+
+def utf8(text: str) -> str:
+    """A type of options: text, not bytes of another code."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise BadOption(f"must be UTF-8, got {text[:40]!r}") from None
+    return text
 
 
 def escaped(text: str) -> bytes:
@@ -82,6 +123,9 @@ def escaped(text: str) -> bytes:
 TRIALS, WARMUP = whole(1, 10**6), whole(0, 10**6)
 THREADS = whole(1, 1024)  # of one rank: no node has more cores
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
+SEQLEN, HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("seqlen", "nheads", "headdim"))
+LAYERS, WIDTH = whole(1, 4096), whole(1, 1 << 20)
+BLOCK = whole(1, 1 << 20)  # tokens of a block of the cache
 
 
 def block(text: str) -> tuple[int, int]:
@@ -121,6 +165,14 @@ def mask_text(text: str) -> str:
     return text.strip()
 
 
+def masks(text: str) -> list[str]:
+    """A type of options: texts of masks, with commas between them; "all": one of each name."""
+    found = [mask_text(x) for x in split_masks(text)]
+    if not found:
+        raise BadOption(f"must name a mask, got {text[:40]!r}")
+    return found
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that prints on rank 0 only, and raises instead of exiting.
 
@@ -153,8 +205,13 @@ def add_model(parser: Parser, default: str | None) -> None:
     """Add the options of a GPT's sizes; see `model_of`."""
     add = parser.add_argument
     add("--preset", choices=PRESETS, default=default, help="default %(default)s")
-    for name in ("layers", "width", "nheads", "nheads-kv"):
-        add(f"--{name}", type=whole(1, 1 << 20), help="default: the preset's")
+    for name, kind in (
+        ("layers", LAYERS),
+        ("width", WIDTH),
+        ("nheads", HEADS),
+        ("nheads-kv", HEADS),
+    ):
+        add(f"--{name}", type=kind, help="default: the preset's")
     add("--positions", choices=POSITIONS, help="default: the preset's")
     add("--recompute", action="store_true", help="keep less of each block, compute it again")
 
@@ -175,13 +232,30 @@ def model_of(args: argparse.Namespace, **sizes: int) -> GPTConfig:
 
 
 class _Unread(io.FileIO):
-    """A standard stream that somebody may cease to read: the rest goes nowhere."""
+    """A standard stream that somebody may cease to read, or whose disk is full: the rest goes
+    nowhere, and `lost_output` tells of a full disk.
+    """
+
+    error: OSError | None = None
 
     def write(self, data: bytes) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
             return len(data)
+        except OSError as error:
+            _Unread.error = error
+            return len(data)
+
+
+def lost_output(prog: str) -> bool:
+    """Tell, and say on stderr, if something that the program printed could not be written."""
+    sys.stdout.flush()
+    if _Unread.error is None:
+        return False
+    why = os.strerror(_Unread.error.errno)
+    print(f"{prog}: error: cannot write to standard output: {why}", file=sys.stderr, flush=True)
+    return True
 
 
 def open_streams() -> None:
@@ -203,6 +277,13 @@ def open_streams() -> None:
         setattr(sys, name, new)
 
 
+def reason(error: Exception) -> str:
+    """One line for the user, with the name of the file if it is about one."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
 def run_serial(
     build_parser: Callable[[], Parser], body: Callable[[argparse.Namespace], int]
 ) -> NoReturn:
@@ -214,6 +295,6 @@ def run_serial(
     try:
         code = body(parser.parse_args())
     except (ValueError, OSError, MemoryError) as error:
-        print(f"{parser.prog}: error: {str(error) or type(error).__name__}", file=sys.stderr)
+        print(f"{parser.prog}: error: {reason(error)}", file=sys.stderr)
         code = BAD_INPUT
-    sys.exit(code)
+    sys.exit(BAD_INPUT if lost_output(parser.prog) else code)

@@ -59,9 +59,19 @@ def check_picture(path: Path) -> None:
 def save(figure, path: Path, **options: object) -> None:
     """Write a figure in the format that its file is named after, whole or not at all."""
     kind = _format(path)
+    no_formulas(figure)
     with replacing(path) as (target, temporary):
         figure.savefig(temporary, format=kind, metadata=_NOTHING[kind], **options)
         os.replace(temporary, target)
+
+
+def no_formulas(figure) -> None:
+    """Show names with $ as they are; matplotlib's own formulas are the numbers of a log axis."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        if "$" in text.get_text() and "mathdefault" not in text.get_text():
+            text.set_parse_math(False)
 
 
 def log_ranks(axes, ranks: list[int]) -> None:

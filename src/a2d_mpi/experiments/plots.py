@@ -9,13 +9,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.kernel_plots import draw_kernels, draw_tiles, read_all, read_figures
 from a2d_mpi.experiments.loss_plots import draw_losses, read_losses
-from a2d_mpi.experiments.pictures import FILLS, STYLES, log_ranks, plain_ticks, pyplot, save
+from a2d_mpi.experiments.pictures import (
+    FILLS,
+    STYLES,
+    log_ranks,
+    no_formulas,
+    plain_ticks,
+    pyplot,
+    save,
+)
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.scale import read_scale
@@ -31,6 +40,7 @@ SETTINGS = {
 }  # fmt: skip
 PHASES = {"forward": ["forward"], "backward": ["backward"], "both": None}
 WIDTH = 8 / 2.54  # inches
+LINE = 64  # characters of a title
 MOST_PLANS = 12  # bars of one figure
 Figure = Callable[[Summary], float]  # one number of a result
 
@@ -43,9 +53,10 @@ def plot(args: argparse.Namespace) -> int:
         read, draw = OTHERS[names[0]]
         columns = 2 if names[0] in AT_SCALE else 3
         figures = {names[0]: lambda plt, found: _finish(*draw(plt, found, WIDTH), columns)}
-    for given, known in ((names, figures), (formats, ("png", "svg"))):
+    chosen = ("--what", names, figures), ("--format", formats, ("png", "svg"))
+    for option, given, known in chosen:
         if unknown := [x for x in given if x not in known]:
-            raise ValueError(f"{unknown[0]!r} is none of {', '.join(known)}")
+            raise ValueError(f"{option}: {unknown[0]!r} is none of {', '.join(known)}")
     chosen = read(args)
     plt = pyplot(**SETTINGS)
     os.makedirs(args.output, exist_ok=True)
@@ -315,11 +326,16 @@ def _bars(
 
 
 def _finish(figure, axes, title: str, columns: int = 2):
-    """Title and legend above, so that they hide nothing."""
+    """Title and legend above, so that they hide nothing, in columns for which there is room."""
     handles, labels = axes.get_legend_handles_labels()
     figure.set_layout_engine("constrained")
-    figure.legend(
-        handles, labels, title=title, loc="outside upper center", ncols=columns, frameon=False,
-        columnspacing=1.2, handlelength=2.2, borderaxespad=0.1, title_fontsize=6.5,
-    )  # fmt: skip
-    return figure
+    for number in range(columns, 0, -1):
+        legend = figure.legend(
+            handles, labels, title=fill(title, LINE), loc="outside upper center", ncols=number,
+            frameon=False, columnspacing=1.2, handlelength=2.2, borderaxespad=0.1,
+            title_fontsize=6.5,
+        )  # fmt: skip
+        no_formulas(figure)
+        if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return figure
+        legend.remove()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from a2d_mpi.core.atomic import read_regular
 from a2d_mpi.gpt.encoder import Encoder
 
 if TYPE_CHECKING:
@@ -137,10 +138,8 @@ def read_text(path: Path | None) -> tuple[str, dict[str, str]]:
         title = f"Python {version} documentation: pydoc_data.topics, joined in sorted key order"
         text_license = "PSF-2.0"
     else:
-        if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is not a regular file")
         try:
-            text = path.read_bytes().decode("utf-8")
+            text = read_regular(path).decode("utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"{path} is not UTF-8 text") from None
         title = path.name

@@ -21,7 +21,7 @@ def scale_study(args: argparse.Namespace) -> int:
     """Print the tables; returns the exit code."""
     names = args.tables.split(",")
     if unknown := [x for x in names if x not in TABLES]:
-        raise ValueError(f"{unknown[0]!r} is none of {', '.join(TABLES)}")
+        raise ValueError(f"--tables: {unknown[0]!r} is none of {', '.join(TABLES)}")
     for path in args.files:
         all_ = read_simulations(path).values()
         entries = [x for x in all_ if np.isfinite(total(x))]

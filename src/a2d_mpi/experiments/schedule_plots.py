@@ -31,7 +31,7 @@ SECONDS = (1, "s"), (1e-3, "ms"), (1e-6, "us")
 def plot_schedule(args: argparse.Namespace) -> int:
     """Draw the plans that are asked for; returns the exit code."""
     check_picture(args.output)
-    machine, case = read_problem(args, RANKS)
+    machine, case = read_problem(args)
     specs = [x for x in args.plans.split(",") if x.strip()]
     found = plans_for(case, specs, args.ranks, tuple(METHODS), (not args.no_overlap,), machine)
     if not 1 <= len(found) <= PLANS:

@@ -25,7 +25,6 @@ import numpy as np
 from tqdm import tqdm
 
 from a2d_mpi.core.atomic import remove_leftovers
-from a2d_mpi.core.patterns import split_masks
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import extends, read_benchmark
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
@@ -37,7 +36,7 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.network import Network, parse_network
-from a2d_mpi.planning.profile import parse_count, read_machine
+from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simgrid import replayer, simulate
 from a2d_mpi.schedules import METHODS, distribution_of, problem_of
 
@@ -167,9 +166,9 @@ def _of_options(args: argparse.Namespace) -> Iterator[Task]:
         Case(seqlen, nheads, args.headdim, kv, dtype=args.dtype, mask=mask, backward=args.backward)
         for nheads, kv, mask, seqlen in product(
             [args.nheads],
-            [parse_count(x) for x in (args.nheads_kv or str(args.nheads)).split(",")],
-            split_masks(args.masks),
-            [parse_count(x) for x in args.seqlens.split(",")],
+            args.nheads_kv or [None],
+            args.masks,
+            args.seqlens,
         )
     ]
     networks = [

@@ -25,6 +25,9 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates, layouts
 from a2d_mpi.schedules import METHODS, problem_of
 
+# Ranks of a plan that the planner looks for, at most.  The model keeps figures of every pair of
+# ranks.
+PLANNED = 2048
 _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?")
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
@@ -156,12 +159,14 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     """
     found = _SPEC.fullmatch(spec.strip())
     if not found:
-        raise ValueError(f"a plan is METHOD[:RxC[xU]][@order][/RxC], all or auto, got {spec!r}")
+        raise ValueError(
+            f"--plans must be METHOD[:RxC[xU]][@order][/RxC], all or auto, got {spec!r}"
+        )
     name, rows, cols, heads, order, *block = found.groups()
     try:
         method = method_name(name)
     except ValueError as error:
-        raise ValueError(f"{spec!r}: {error}, all or auto") from None
+        raise ValueError(f"--plans {spec!r}: {error}, all or auto") from None
     heads = int(heads or 1)
     known = _shapes(method, ranks // max(1, heads))
     if rows is None:
@@ -171,12 +176,12 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
         block = int(block[0] or 1), int(block[1] or 1)
         layout = Layout(int(rows), int(cols), heads, order or "rcu", block)
     except ValueError as error:
-        raise ValueError(f"{spec!r}: {error}") from None
+        raise ValueError(f"--plans {spec!r}: {error}") from None
     if layout.size != ranks:
-        raise ValueError(f"{spec!r}: {_shape(layout)} is not {ranks} ranks")
+        raise ValueError(f"--plans {spec!r}: {_shape(layout)} is not {ranks} ranks")
     if (layout.rows, layout.cols) not in known:
         others = " or ".join(f"{r}x{c}x{heads}" for r, c in known) or "nothing for so many ranks"
-        raise ValueError(f"{spec!r}: a {method} is {others}")
+        raise ValueError(f"--plans {spec!r}: a {method} is {others}")
     return method, layout
 
 
@@ -220,6 +225,11 @@ def plans_for(
             if best := _AUTO.fullmatch(spec):
                 if machine is None:
                     raise ValueError("auto needs --profile")
+                if ranks > PLANNED:
+                    raise ValueError(
+                        f"--plans {spec}: at most {PLANNED} ranks are planned, got {ranks}: name "
+                        "the plans"
+                    )
                 number = None if best[1] == "each" else int(best[1] or 1)
                 fit = best_candidates(machine, ranks, work, number, methods=tuple(methods))
                 chosen = [(x.method, x.layout) for x in fit]
@@ -230,7 +240,7 @@ def plans_for(
                 method, layout = parse_plan(spec, ranks)
                 why = misfit(case.nheads, case.nheads_kv, layout.heads)
                 if why:
-                    raise ValueError(f"{spec!r}: {why}")
+                    raise ValueError(f"--plans {spec!r}: {why}")
                 if machine is not None and METHODS[method].knows_nodes:
                     layout = layout.on_nodes(np.arange(ranks) // machine.ranks_per_node)
                 chosen = [(method, layout)]

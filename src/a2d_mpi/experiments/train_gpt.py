@@ -22,7 +22,7 @@ from a2d_mpi.core.problem import Workload
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.checkpoint import State, newest, save
-from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.loss_plots import SCHEMA
 from a2d_mpi.experiments.measure import check_grid, open_device, open_grid, origin_of
 from a2d_mpi.experiments.options import model_of
@@ -30,6 +30,7 @@ from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.gpt.adam import LearningRate
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
+from a2d_mpi.gpt.cost import training_bytes
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
@@ -43,6 +44,12 @@ SAME = ("seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator", "vali
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train, or go on; returns the exit code."""
     text, held, config = together(comm, lambda: _validated(args))
+    size = np.dtype(args.dtype).itemsize
+    nbytes = training_bytes(config, -(-args.seqlen // comm.size), size, args.recompute)
+    nbytes += 40 * args.seqlen  # of a batch: tokens, targets, positions, on every rank
+    what = f"{config.parameters} parameters (--layers, --width), {args.seqlen} tokens (--seqlen)"
+    if args.device == "cpu":
+        check_room(comm, f"{what}: weights and activations of one rank", nbytes)
     sizes = {"seqlen": args.seqlen, "dtype": args.dtype, **config.heads}
     device = open_device(comm, args.device)
     grid = open_grid(comm, args, Workload(**sizes, mask=Causal(), backward=True))
@@ -203,7 +210,6 @@ def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
                 f"--validate {args.validate} holds out {len(held.bytes)} bytes, fewer than "
                 f"--seqlen {args.seqlen}"
             )
-    args.folder.mkdir(parents=True, exist_ok=True)
     return text, held, config
 
 
@@ -225,6 +231,7 @@ def _earlier(args: argparse.Namespace, config: GPTConfig, run: dict[str, object]
     if args.output:
         refuse_same(args.output, args.text)
         check_writable(args.output)
+    args.folder.mkdir(parents=True, exist_ok=True)
     state = newest(args.folder)
     if state is None:
         return None

@@ -77,27 +77,35 @@ class GPTConfig:
         ``wpe`` positions; of block i, ``h{i}.``, ``ln1``, ``ln2`` are LayerNorms, ``qkv`` and
         ``proj`` belong to attention, ``fc`` and ``out`` to the MLP.
         """
+        found = {"wte": (self.vocab, self.width)}
+        if self.positions == "learned":
+            found["wpe"] = (self.seqlen, self.width)
+        for i in range(self.layers):
+            found |= {f"h{i}.{name}": shape for name, shape in self._block.items()}
+        return found | _norm("ln_f", self.width)
+
+    @property
+    def _block(self) -> dict[str, tuple[int, ...]]:
         e, m = self.width, self.mlp
-        qkv = (self.nheads + 2 * self.nheads_kv) * self.headdim
-        block = {
+        return {
             **_norm("ln1", e),
-            **_linear("qkv", e, qkv),
+            **_linear("qkv", e, (self.nheads + 2 * self.nheads_kv) * self.headdim),
             **_linear("proj", e, e),
             **_norm("ln2", e),
             **_linear("fc", e, m),
             **_linear("out", m, e),
         }
-        found = {"wte": (self.vocab, e)}
-        if self.positions == "learned":
-            found["wpe"] = (self.seqlen, e)
-        for i in range(self.layers):
-            found |= {f"h{i}.{name}": shape for name, shape in block.items()}
-        return found | _norm("ln_f", e)
+
+    @property
+    def of_block(self) -> int:
+        """Number of parameters of a block."""
+        return sum(map(math.prod, self._block.values()))
 
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        return sum(map(math.prod, self.shapes.values()))
+        positions = self.seqlen if self.positions == "learned" else 0
+        return self.layers * self.of_block + (self.vocab + positions + 2) * self.width
 
 
 def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:

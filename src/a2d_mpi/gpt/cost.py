@@ -7,7 +7,6 @@ its array as was measured with NumPy (``drivers/bench_train.py`` says how far of
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +56,19 @@ def activations(config: GPTConfig, recompute: bool = False) -> int:
     logits = 3 * c.width + c.vocab
     block = 4 * c.width + 6 * c.mlp + inside * recompute
     return c.layers * (kept + inside * (not recompute)) + max(logits, block)
+
+
+def training_bytes(config: GPTConfig, tokens: int, size: int, recompute: bool = False) -> int:
+    """Bytes of a rank with so many tokens, but for attention's buffers; `size`: of an element.
+
+    Weights, their gradients, Adam's two moments, and activations.
+    """
+    return size * (4 * config.parameters + tokens * activations(config, recompute))
+
+
+def cache_bytes(config: GPTConfig, tokens: int, size: int) -> int:
+    """Bytes of keys and values of all layers; `size`: of an element."""
+    return size * tokens * 2 * config.layers * config.nheads_kv * config.headdim
 
 
 def sum_seconds(machine: Machine, ranks: int, parts: list[int]) -> list[float]:
@@ -127,7 +139,7 @@ def predict_step(
     other += tokens * copied_elements(config, recompute) / copy
     # Half of it is backward or more; the last sum, of the embeddings, can begin at the end only.
     block = (plan.phases["backward"].total.max() + 0.6 * other / config.layers).item()
-    inner = sum(math.prod(x) for n, x in config.shapes.items() if n.startswith("h0."))
+    inner = config.of_block
     ends = config.parameters - config.layers * inner
     halves = sum_seconds(machine, ranks, [*[inner * size] * config.layers, ends * size])
     free = begun = 0.0
@@ -141,5 +153,4 @@ def predict_step(
         "adam": UPDATE * config.parameters / copy,
         "other": other,
     }
-    memory = 4 * config.parameters * size + plan.memory
-    return Step(seconds, memory + tokens * activations(config, recompute) * size)
+    return Step(seconds, plan.memory + training_bytes(config, tokens, size, recompute))

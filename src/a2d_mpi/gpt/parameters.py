@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 import numpy as np
 
+from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.config import GPTConfig
 
@@ -47,6 +49,28 @@ class Parameters:
     def block(self, i: int) -> dict[str, Array]:
         """Parameters of block i, by their names in it."""
         return self._blocks[i]
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The parts as `torch.nn.Module.state_dict` has them: its names, its layouts.
+
+        Block i is ``h.{i}``, ``wte`` and ``wpe`` are ``torch.nn.Embedding``, the others
+        ``torch.nn.LayerNorm`` and ``torch.nn.Linear``, whose weights are (outputs, inputs).  Of
+        gradients it gives the ``grad`` of each.
+
+        Returns
+        -------
+        dict of str to ndarray
+            Copies, on the host.
+        """
+        found = {}
+        for name, part in self.named.items():
+            x = device_of(part).download(part)
+            if name in ("wte", "wpe"):
+                name += ".weight"
+            elif x.ndim == 2:
+                x = x.T
+            found[re.sub(r"^h(\d+)", r"h.\1", name)] = np.array(x, order="C")
+        return found
 
     def buckets(self) -> Iterator[slice]:
         """Parts of the flat array in the order in which a backward pass finishes their gradients.

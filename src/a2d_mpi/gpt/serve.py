@@ -19,10 +19,12 @@ def sample(
     """Draw a token: the likeliest at temperature 0, else one of the `top_k` likeliest."""
     if temperature == 0:
         return int(np.argmax(logits))
-    x = logits.astype(np.float64) / temperature
+    x = logits.astype(np.float64)
+    with np.errstate(over="ignore"):  # 1e300 times less likely is never drawn
+        x = (x - x.max()) / temperature
     if top_k is not None and top_k < len(x):
         x[x < np.partition(x, -top_k)[-top_k]] = -np.inf
-    p = np.exp(x - x.max())
+    p = np.exp(x)
     return int(np.random.default_rng(seed).choice(len(p), p=p / p.sum()))
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from a2d_mpi.core.atomic import read_regular
 from a2d_mpi.core.documents import positions_in
 
 VOCAB = 256
@@ -68,7 +69,7 @@ class Text:
         share: float = 0.0,
         held_out: bool = False,
     ) -> None:
-        whole = Path(path).read_bytes()
+        whole = read_regular(path)
         parts = [x for x in whole.split(separator) if x] if separator else [whole]
         if not any(parts):
             raise ValueError(f"{path} has no text")

@@ -120,8 +120,8 @@ def fit_steps(
     return machine
 
 
-def disturbance(shares: Sequence[float], seconds: Sequence[float]) -> float:
-    """By how much figures may be off, relative to them, because others used the machine.
+def disturbance(shares: Sequence[float], seconds: Sequence[float]) -> tuple[float, str]:
+    """By how much figures may be off, relative to them, because others used the machine, and why.
 
     Parameters
     ----------
@@ -136,4 +136,10 @@ def disturbance(shares: Sequence[float], seconds: Sequence[float]) -> float:
     One look of ten may be off, either way.
     """
     fast, slow = np.quantile(seconds, (0.1, 0.9))
-    return float(max(1 / max(np.quantile(shares, 0.1), 1e-3), slow / fast) - 1)
+    share = max(np.quantile(shares, 0.1), 1e-3)
+    off = float(max(1 / share, slow / fast) - 1)
+    return off, (
+        f"ranks got {100 * share:.0f} % of the CPU time of their cores, the same kernel call took "
+        f"{1e3 * fast:.3g} to {1e3 * slow:.3g} ms (of {len(seconds)} looks at both, the worst "
+        "tenth left out)"
+    )
