@@ -48,6 +48,22 @@ def alone(config, mask, seqlen, dtype="float64"):
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_state_dict(positions):
+    """All parameters once, as PyTorch's layers name and multiply them: y = x W^T + b."""
+    config = small(positions)
+    weights = shaken(config)
+    found, x = weights.state_dict(), np.random.default_rng(0).standard_normal(12)
+    ends = {"wte.weight", "ln_f.weight", "ln_f.bias"}
+    ends |= {"wpe.weight"} if positions == "learned" else set()
+    parts = product(range(2), ("ln1", "qkv", "proj", "ln2", "fc", "out"), ("weight", "bias"))
+    assert found.keys() == ends | {f"h.{i}.{name}.{kind}" for i, name, kind in parts}
+    assert sum(y.size for y in found.values()) == config.parameters
+    assert all(y.flags.c_contiguous and y.flags.owndata for y in found.values())
+    assert found["wte.weight"].shape == (17, 12) and found["h.1.fc.weight"].shape == (20, 12)
+    assert np.allclose(found["h.1.fc.weight"] @ x, x @ weights.block(1)["fc.weight"])
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_gradients(positions):
     """Against differences, of every kind of parameter; the same bits with checkpointing."""
     config, rng = small(positions), np.random.default_rng(1)

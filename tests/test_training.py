@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from argparse import Namespace
 from collections import Counter
 from math import log
@@ -15,8 +16,11 @@ from mpi4py import MPI
 from test_gpt import ROOT, alone, lone, shaken
 
 from a2d_mpi import Documents, ProcessGrid
-from a2d_mpi.experiments.checkpoint import State, latest
+from a2d_mpi.experiments.checkpoint import State, latest, save
 from a2d_mpi.experiments.loss_plots import read_losses
+from a2d_mpi.experiments.pictures import pyplot
+from a2d_mpi.experiments.plots import SETTINGS, WIDTH, _finish
+from a2d_mpi.experiments.step_plots import draw_activations, read_steps
 from a2d_mpi.experiments.train_gpt import Trainer
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.model import GPT
@@ -246,6 +250,20 @@ def test_the_committed_run():
     assert run.loss[-50:].mean() < 1.6 and run.held_out["loss"] < 1.6
 
 
+def test_checkpoints_as_documented(tmp_path, monkeypatch):
+    """The page's code exports one, and its table has all that is in the file."""
+    config, page = GPTConfig(7, 1, 8, 2, 5), (ROOT / "docs" / "gpt.md").read_text()
+    flat, none = initial(config, 0, "float32"), np.zeros(3)
+    (folder := tmp_path / "results" / "tiny").mkdir(parents=True)
+    path = save(folder, State(config, {}, 3, flat, np.zeros((2, len(flat)), "f4"), none, none))
+    with h5py.File(path) as file:
+        assert all(f"`{x}`" in page for x in (*file.attrs, *(f"/{y}" for y in file)))
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1], {})
+    found, wanted = np.load("results/tiny.npz"), Parameters(config, flat).state_dict()
+    assert set(found) == set(wanted) and all((found[x] == wanted[x]).all() for x in wanted)
+
+
 def test_picture(tmp_path):
     def drawn(file, *options):
         done = drive("plot.py", 0, file, "--output", tmp_path, "--format", "png,svg", *options)
@@ -263,6 +281,23 @@ def test_picture(tmp_path):
     ):
         code, stderr = drawn(*case)
         assert code == 2 and told in stderr and stderr.count("\n") == 1, stderr
+
+
+def test_pictures_of_names_and_legends(tmp_path):
+    """A name is no formula, and a legend has the columns for which there is room."""
+    (odd := tmp_path / "odd.h5").write_bytes(COMMITTED.read_bytes())
+    with h5py.File(odd, "r+") as file:
+        file["text"].attrs["name"] = "$x^$" + 90 * "w"
+    done = drive("plot.py", 0, odd, "--output", tmp_path, "--format", "svg", "--what", "training")
+    assert done.returncode == 0, done.stderr
+    assert "<!-- $x^$www" in (tmp_path / "training.svg").read_text()
+    plt = pyplot(**SETTINGS)
+    drawn = draw_activations(plt, read_steps(COMMITTED.with_name("memory.h5")), WIDTH)
+    figure = _finish(*drawn, columns=4)
+    figure.canvas.draw()
+    shown = figure.legends[0].get_window_extent()
+    assert 0 <= shown.x0 < shown.x1 <= figure.bbox.width and len(figure.legends) == 1
+    plt.close(figure)
 
 
 def empty(path: Path) -> Path:
