@@ -45,8 +45,8 @@ def test_bad_pictures(tmp_path):
     assert_all_refused("plot_masks.py", 0, [
         ([tmp_path / "a.png", *options], [], text)
         for options, text in (
-            (["--masks", "sparse"], "mask must be one of full, causal"),
-            (["--masks", ","], "--masks must be 1 to 32 masks, got 0"),
+            (["--masks", "sparse"], "--masks must be one of full, causal"),
+            (["--masks", ","], "--masks must name a mask, got ','"),
             (["--masks", "causal_document:0,99"], "ends at 99, the sequence has 96 tokens"),
             (["--rows", "3", "--cols", "3"], "must be 1 to 8 ranks, got 3 x 3"),
             (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),

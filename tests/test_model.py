@@ -519,7 +519,7 @@ def test_calibrate(tmp_path):
     assert "# link.between was not measured" in path.read_text()
     assert to_toml(found) in path.read_text()
     assert_all_refused("calibrate.py", 2, [
-        ([*common, "--seconds=0"], [], "--seconds must be positive"),
+        ([*common, "--seconds=0"], [], "--seconds must be from 0.001 to 86400, got 0.0"),
         ([*common, "--output=/nowhere/here.toml"], [], "cannot write"),
         ([*common, "--dtype=int8"], [], "invalid choice"),
         ([*common, "--name=\udcff"], [], "UTF-8, at most 100 characters, got '\\udcff'"),
