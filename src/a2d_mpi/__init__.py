@@ -20,6 +20,7 @@ _HOMES = {
     "BlocksAttention": "a2d_mpi.attention.methods",
     "Causal": "a2d_mpi.core.masks",
     "CausalBlockwise": "a2d_mpi.core.documents",
+    "check_mask": "a2d_mpi.core.mask_check",
     "Distribution": "a2d_mpi.core.distribution",
     "Documents": "a2d_mpi.core.documents",
     "DoubleRingAttention": "a2d_mpi.attention.methods",

@@ -194,7 +194,7 @@ PATTERNS: dict[str, Callable[..., Mask]] = {
 }
 
 
-def check_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
+def parse_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
     """Take the text of a mask apart.
 
     Parameters
@@ -244,7 +244,7 @@ def make_mask(text: str, seqlen: int, seqlen_kv: int | None = None) -> Mask:
     Parameters
     ----------
     text : str
-        As of `check_mask`: "causal", "sliding_window_causal:256", "causal_document:0,100,400".
+        As of `parse_mask`: "causal", "sliding_window_causal:256", "causal_document:0,100,400".
     seqlen : int
         Tokens of the sequence, from which sizes that are not given follow.
     seqlen_kv : int, optional
@@ -259,7 +259,7 @@ def make_mask(text: str, seqlen: int, seqlen_kv: int | None = None) -> Mask:
     ValueError
         If there is no such mask, it takes no such arguments, or it does not fit the sequence.
     """
-    name, arguments, named = check_mask(text)
+    name, arguments, named = parse_mask(text)
     try:
         mask = PATTERNS[name](seqlen, *arguments, **named)
         return mask.aligned(seqlen, seqlen if seqlen_kv is None else seqlen_kv)

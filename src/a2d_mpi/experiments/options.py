@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from a2d_mpi.core.patterns import PATTERNS, check_mask
+from a2d_mpi.core.patterns import PATTERNS, parse_mask
 from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.schedules import METHODS
 
@@ -115,7 +115,7 @@ def mask_text(text: str) -> str:
         If there is no such mask, or it takes no such arguments.
     """
     try:
-        check_mask(text)
+        parse_mask(text)
     except ValueError as error:
         raise BadOption(str(error).removeprefix("mask ")) from None
     return text.strip()

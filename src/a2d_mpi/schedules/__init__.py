@@ -16,6 +16,7 @@ from a2d_mpi.core.balance import balanced, shares
 from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.mask_check import check_visible
 from a2d_mpi.core.masks import Causal, Full, Mask
 from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.problem import Problem
@@ -68,10 +69,12 @@ def problem_of(
     Raises
     ------
     ValueError
-        If there is no such method or distribution, or it does not fit.
+        If there is no such method or distribution, it does not fit, or the mask's `visible` does
+        not return what it must.
     """
     name, n, m = distribution or distribution_of(method, mask), config.seqlen, config.seqlen_kv
-    known, keys = _known(method), None
+    known, keys, aligned = _known(method), None, mask.aligned(n, m)
+    check_visible(aligned, n, m)
     if known.place:
         own = config.context_group(layout.heads)
         runs = known.place(mask, n, layout.positions, own.nheads_kv / own.nheads)
@@ -82,7 +85,7 @@ def problem_of(
     shards = distribute(name, mask if n == m else Full(), n, *sizes)
     if n != m or distribution_kv not in (None, name):
         keys = distribute(distribution_kv or name, Full(), m, *sizes)
-    return Problem(AttentionConfig(**config.arguments), shards, mask.aligned(n, m), keys)
+    return Problem(AttentionConfig(**config.arguments), shards, aligned, keys)
 
 
 @lru_cache(maxsize=64)
