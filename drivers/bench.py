@@ -26,6 +26,7 @@ from a2d_mpi.experiments.bench import SPANS, bench
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.options import (
     BLOCK_HELP,
+    MASK_FILE_HELP,
     MASK_HELP,
     METHOD_HELP,
     ORDER_HELP,
@@ -49,7 +50,10 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         f"{BLOCK_HELP}",
     )
     add("--seqlens", default="2048", help="tokens: 4096, 64K, ... (default %(default)s)")
-    add("--masks", default="causal", help=f"all, or {MASK_HELP} (default %(default)s)")
+    masks = parser.add_mutually_exclusive_group()
+    text = f"all, or {MASK_HELP} (default %(default)s)"
+    masks.add_argument("--masks", default="causal", help=text)
+    masks.add_argument("--mask-file", help=MASK_FILE_HELP)
     add("--nheads", default="8", help="query heads (default %(default)s)")
     add("--nheads-kv", help="KV heads; default: as many as query heads")
     add("--headdim", default="64", help="elements of a head (default %(default)s)")

@@ -194,6 +194,31 @@ PATTERNS: dict[str, Callable[..., Mask]] = {
 }
 
 
+def register_mask(name: str, make: Callable[..., Mask]) -> None:
+    """Give a mask of one's own a name, which `make_mask` and the drivers take.
+
+    Parameters
+    ----------
+    name : str
+        Lower-case letters, digits and underscores, a letter first.
+    make : callable
+        Called with the length of the sequence, and the whole numbers of the text: those behind the
+        colon of ``name:3,window=4`` as positional and keyword arguments.  Returns the mask.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken or no such name, or `make` cannot be called.
+    """
+    if name in (*PATTERNS, "all", "file"):
+        raise ValueError(f"there is a mask {name!r} already")
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise ValueError(f"a mask's name must be of a-z, 0-9 and _, got {name!r}")
+    if not callable(make):
+        raise ValueError(f"mask {name!r} must be made by a function, got {make!r}")
+    PATTERNS[name] = make
+
+
 def parse_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
     """Take the text of a mask apart.
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import os
 import re
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from a2d_mpi.core.patterns import PATTERNS, parse_mask
@@ -26,6 +30,7 @@ ORDER_HELP = (
     "along the last axis are neighbouring ranks, usually of one node"
 )
 MASK_HELP = f"NAME[:ARGUMENTS], see docs/masks.md; NAME is one of: {', '.join(PATTERNS)}"
+MASK_FILE_HELP = "HDF5 file with begin and end, or cu_seqlens and causal: see docs/masks.md"
 BLOCK_HELP = "rows and columns of a block of the grid whose ranks are neighbours: 2x2"
 
 
@@ -121,8 +126,46 @@ def mask_text(text: str) -> str:
     return text.strip()
 
 
+def import_file(path: str) -> str:
+    """A type of options: a user's Python file, which is run, once in a process.
+
+    Returns
+    -------
+    str
+        The path and a digest of what it holds, on which ranks agree.
+
+    Raises
+    ------
+    OSError
+        If there is no such file.
+    ValueError
+        If it raises an exception, with the line.
+    """
+    source = Path(path).read_bytes()
+    digest = hashlib.sha256(source).hexdigest()[:12]
+    name = f"{Path(path).stem}_{digest}"
+    if name not in sys.modules:
+        module = ModuleType(name)
+        module.__file__ = path
+        sys.modules[name] = module  # where dataclasses and pickle look for it
+        try:
+            exec(compile(source, path, "exec"), vars(module))
+        except (Exception, SystemExit) as error:
+            del sys.modules[name]
+            calls = traceback.extract_tb(error.__traceback__)
+            lines = [getattr(error, "lineno", None), *(x.lineno for x in calls[::-1]
+                                                       if x.filename == path)]  # fmt: skip
+            line = next((x for x in lines if x), 1)
+            what = (str(getattr(error, "msg", error)).splitlines() or [""])[0]
+            raise ValueError(f"{path}, line {line}: {type(error).__name__}: {what}") from None
+    return f"{path} with digest {digest}"
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that prints on rank 0 only, and raises instead of exiting.
+
+    Every program takes ``--import FILE``: it runs the user's file before it reads the other
+    options, which may name what the file registers.
 
     Parameters
     ----------
@@ -138,6 +181,19 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, doc: str, comm: MPI.Intracomm | None = None) -> None:
         super().__init__(prog=prog, description=doc.split("\n\n")[0])
         self._silent = comm is not None and comm.rank != 0
+        text = "run this Python file first, which registers masks, methods or kernels of your own"
+        self.add_argument("--import", type=import_file, action="append", metavar="FILE", help=text)
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Run the files of --import, and parse the options."""
+        given = list(sys.argv[1:] if args is None else map(str, args))
+        for word, after in zip(given, [*given[1:], None]):
+            option, equals, path = word.partition("=")
+            if option == "--import" and (equals or after is not None):
+                import_file(path if equals else after)
+        return super().parse_args(given, namespace)
 
     def _print_message(self, message: str, file=None) -> None:
         if not self._silent:
@@ -147,6 +203,14 @@ class Parser(argparse.ArgumentParser):
         """Raise ValueError: whether the options are good is for all ranks to agree on."""
         message = re.sub(r"^argument (\S+): (?=must )", r"\1 ", message)  # as a sentence
         raise ValueError(f"{message} (see --help)")
+
+
+def add_mask(parser: Parser, default: str) -> None:
+    """Add --mask and --mask-file, of which one may be given."""
+    either = parser.add_mutually_exclusive_group()
+    text = f"{MASK_HELP} (default {default})"
+    either.add_argument("--mask", type=mask_text, default=default, help=text)
+    either.add_argument("--mask-file", help=MASK_FILE_HELP)
 
 
 def add_model(parser: Parser, default: str | None) -> None:

@@ -15,7 +15,15 @@ import numpy as np
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.kernel_plots import draw_kernels, draw_tiles, read_all, read_figures
 from a2d_mpi.experiments.loss_plots import draw_losses, read_losses
-from a2d_mpi.experiments.pictures import FILLS, STYLES, log_ranks, plain_ticks, pyplot, save
+from a2d_mpi.experiments.pictures import (
+    FILLS,
+    STYLES,
+    add_styles,
+    log_ranks,
+    plain_ticks,
+    pyplot,
+    save,
+)
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.scale import read_scale
@@ -92,6 +100,7 @@ class Choice:
         if not usable:
             raise ValueError(f"{args.results} has no result to plot")
         self.all = [summarise(result, phases) for result in usable]
+        add_styles(x.family for x in self.all)
         counts = Counter(name for name, _ in {(x.workload, x.ranks) for x in self.all})
         of_each = Counter(x.workload for x in self.all)
         usual = max(counts, key=lambda x: (counts[x], of_each[x], x))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -37,6 +38,29 @@ METHODS: dict[str, Method] = {
 }
 
 MOST_EXACT = 128
+
+
+def register_method(name: str, method: Method) -> None:
+    """Add a method of one's own to `METHODS`, by which plans, planner and drivers find it.
+
+    Parameters
+    ----------
+    name : str
+        Words of lower-case letters and digits, with a blank between two words.
+    method : Method
+
+    Raises
+    ------
+    ValueError
+        If the name is taken or no such name, or this is no `Method`.
+    """
+    if name in (*METHODS, "all", "auto"):
+        raise ValueError(f"there is a method {name!r} already")
+    if not re.fullmatch("[a-z0-9]+( [a-z0-9]+)*", name):
+        raise ValueError(f"a method's name must be words of a-z and 0-9, got {name!r}")
+    if not isinstance(method, Method):
+        raise ValueError(f"method {name!r} must be a Method, got {method!r}")
+    METHODS[name] = method
 
 
 def distribution_of(method: str, mask: Mask) -> str:
