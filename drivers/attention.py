@@ -14,12 +14,11 @@ from a2d_mpi.experiments.cli import Parser, add_engine, add_grid, run
 from a2d_mpi.experiments.job import attention
 from a2d_mpi.experiments.measure import SAMPLE
 from a2d_mpi.experiments.options import (
-    MASK_HELP,
     SEED,
     SEQLEN,
     TRIALS,
     WARMUP,
-    mask_text,
+    add_mask,
     path,
     real,
     whole,
@@ -33,13 +32,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("input", type=path, help="HDF5 file with q, k, v and perhaps dout (see data/README.md)")
     add_grid(parser)
     add("--inner", type=whole(1), help="ranks of an inner ring of a double one; default: columns")
-    masks = parser.add_mutually_exclusive_group()
-    masks.add_argument(
-        "--mask", type=mask_text, default="causal", help=f"{MASK_HELP}; default: causal"
-    )
-    masks.add_argument(
-        "--mask-file", type=path, help="HDF5 file with begin and end, or cu_seqlens and causal"
-    )
+    add_mask(parser, default="causal")
     add("--distribution", choices=DISTRIBUTIONS, help="default: what balances the mask")
     add("--dtype", choices=DTYPES, default="float32")
     add("--seqlen", type=SEQLEN, help="use the first tokens of the file only; default: all")

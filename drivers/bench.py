@@ -29,6 +29,7 @@ from a2d_mpi.experiments.options import (
     BLOCK_HELP,
     HEADDIM,
     HEADS,
+    MASK_FILE_HELP,
     MASK_HELP,
     METHOD_HELP,
     ORDER_HELP,
@@ -57,12 +58,10 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         f"{BLOCK_HELP}",
     )
     add("--seqlens", type=listed(tokens), default="2048", help="4096,64K (default %(default)s)")
-    add(
-        "--masks",
-        type=masks,
-        default="causal",
-        help=f"all, or {MASK_HELP} (default %(default)s)",
-    )
+    either = parser.add_mutually_exclusive_group()
+    text = f"all, or {MASK_HELP} (default %(default)s)"
+    either.add_argument("--masks", type=masks, default="causal", help=text)
+    either.add_argument("--mask-file", type=path, help=MASK_FILE_HELP)
     add("--nheads", type=listed(HEADS), default="8", help="query heads (default %(default)s)")
     add("--nheads-kv", type=listed(HEADS), help="KV heads; default: as many as query heads")
     add("--headdim", type=listed(HEADDIM), default="64", help="of a head (default %(default)s)")

@@ -186,6 +186,7 @@ def drive_each(
     ranks: int,
     sabotage: str = "",
     timeout: float = 100,
+    cwd: Path | None = None,
 ) -> tuple[subprocess.CompletedProcess, list[tuple[int, str]]]:
     """Run drivers one after the other in the same processes, which is soon done.
 
@@ -193,8 +194,8 @@ def drive_each(
     ----------
     cases : sequence of (str, sequence, sequence)
         Drivers, their options, and more of them on rank 1.
-    ranks, sabotage, timeout
-        As for `drive`.
+    ranks, sabotage, timeout, cwd
+        As for `drive` and `launch`.
 
     Returns
     -------
@@ -204,7 +205,7 @@ def drive_each(
         Of each the exit code, -1 if it was not said, and what was on stdout until then.
     """
     each = [(str(DRIVERS / x), [*map(str, common)], [*more]) for x, common, more in cases]
-    done = launch(ranks, "-c", EACH.format(sabotage), json.dumps(each), timeout=timeout)
+    done = launch(ranks, "-c", EACH.format(sabotage), json.dumps(each), timeout=timeout, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = re.split(r"^exit code (\d+)\n", done.stdout, flags=re.MULTILINE)
     found = [(int(code), text) for text, code in zip(parts[::2], parts[1::2])]

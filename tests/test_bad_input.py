@@ -81,6 +81,18 @@ def test_grids_that_differ(comm):
     assert text == f"ranks disagree on rows: {comm.size} on rank 0, 1 on rank 1"
 
 
+class Overlapping(Mask):
+    """One of a user, wrong in one place."""
+
+    def visible(self, q_tokens):
+        return (0 * q_tokens, q_tokens + 1), (q_tokens - 4, np.where(q_tokens == 8, 9, 0))
+
+
+class Generator(Mask):
+    def visible(self, q_tokens):
+        yield 0 * q_tokens, q_tokens + 1
+
+
 WRONG = [
     ({"seqlen": 0}, "seqlen must be a positive integer, got 0"),
     ({"seqlen": 4.0}, "got 4.0"),
@@ -102,6 +114,14 @@ WRONG = [
     ({"softmax_scale": float("nan")}, "nan"),
     ({"mask": "causal"}, "mask must be a Mask"),
     ({"mask": IntervalMask(np.arange(3), np.arange(3))}, "3 rows for a sequence of 40"),
+    (
+        {"mask": Overlapping()},
+        "Overlapping.visible: intervals [0, 9] and [4, 9] of query 8 overlap",
+    ),
+    (
+        {"mask": Generator()},
+        "Generator.visible: must return a tuple of pairs (begin, end), returns",
+    ),
 ]
 
 

@@ -1,16 +1,21 @@
 """Masks by name or from a file, in drivers: run, recorded, or refused."""
 
+from types import SimpleNamespace
+
 import h5py
 import numpy as np
 import pytest
 from helpers import assert_all_refused, drive, drive_each
 from test_driver import SAMPLE
+from test_schedule_plots import MACHINE
 
 from a2d_mpi import Documents, IntervalMask
 from a2d_mpi.core.patterns import PATTERNS
 from a2d_mpi.experiments.benchmark import read_benchmark
-from a2d_mpi.experiments.mask_file import read_mask
+from a2d_mpi.experiments.mask_file import mask_of, read_mask
 from a2d_mpi.experiments.results import read_result
+from a2d_mpi.experiments.simulate import configuration_of
+from a2d_mpi.experiments.sweep import Case
 
 N = 40
 TOKENS = np.arange(N)
@@ -210,3 +215,50 @@ def test_all_masks_of_a_benchmark(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     masks = [x.config["mask"] for x in read_benchmark(output).values()]
     assert {"sliding_window:3,1", "causal_document:seed=4"} < set(masks)
+
+
+@pytest.mark.launches
+def test_files_of_benchmarks_and_planner(tmp_path):
+    """A benchmark knows a mask by what its file holds; plan.py and pictures take it, too."""
+    mask, again = (write(tmp_path / f"{x}.h5", begin=BEGIN, end=END) for x in ("mask", "again"))
+    other = write(tmp_path / "other.h5", begin=BEGIN, end=grown(END, (1, 39), 39))
+    output, picture = tmp_path / "bench.h5", tmp_path / "a.png"
+    sizes = ["--nheads", "2", "--headdim", "4", "--seqlens", N, "--trials", "1"]
+    bench = [*sizes, "--plans", "ring", "--resume", "--output", output]
+    files = [("bench.py", [*bench, "--mask-file", x], []) for x in (mask, again, other)]
+    done, found = drive_each(files, 2)
+    assert [code for code, _ in found] == [0, 0, 0], done.stderr
+    assert ["are in" in text for _, text in found] == [False, True, False]
+    results = {x.config["mask"]: int(x.area.sum()) for x in read_benchmark(output).values()}
+    area = int((END - BEGIN).clip(0).sum())
+    assert results == {f"file:{mask}": area, f"file:{other}": area - 1}
+    problem = ["--profile", MACHINE, "--ranks", "4", "--nheads", "4", "--mask-file", mask]
+    done, found = drive_each(
+        [("plan.py", [*problem, "--seqlen", N], []),
+         ("plot_schedule.py", [picture, *problem, "--seqlen", N, "--plans", "ring"], []),
+         ("plan.py", [*problem, "--seqlen", "50"], [])], 0
+    )  # fmt: skip
+    assert [code for code, _ in found] == [0, 0, 2] and picture.exists(), done.stderr
+    text = f"has shape (2, {N}), must be (50,) or (m, 50)"
+    assert text in done.stderr
+    bench = [*bench, "--mask-file", mask]
+    assert_all_refused("bench.py", 2, [
+        ([*bench, "--seqlens", "50"], [], text),
+        ([*bench, "--masks", "full"], [], "--masks: not allowed with argument --mask-file"),
+        (bench, ["--mask-file", str(other)], "ranks disagree on --mask"),
+        ([*bench, "--output", mask], [], f"{mask}: it is the input"),
+    ])  # fmt: skip
+
+
+def test_a_changed_file_is_not_what_was_measured(tmp_path):
+    """A result of drivers/bench.py is compared with predictions for its own mask only."""
+    mask = write(tmp_path / "mask.h5", begin=BEGIN, end=END)
+    case = Case(N, 2, 4, mask=f"file:{mask}", backward=False)
+    layout = {"rows": 2, "cols": 1, "heads": 1, "order": "rcu", "overlap": True, "picked": False}
+    config = {**case.arguments, **layout, "mask": case.mask, "backward": False, "method": "ring"}
+    result = SimpleNamespace(config={**config, "workload": case.name})
+    assert configuration_of(result).case == case
+    write(mask, begin=BEGIN, end=grown(END, (1, 39), 39))
+    mask_of.cache_clear()
+    with pytest.raises(ValueError, match="is not the mask that was measured"):
+        configuration_of(result)

@@ -1,9 +1,18 @@
+import inspect
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi.core.masks import Causal, Full, IntervalMask, Mask, keys_per_query, queries_per_key
+from a2d_mpi import check_mask, make_mask
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.intervals import keys_per_query, queries_per_key
+from a2d_mpi.core.masks import Causal, Full, IntervalMask, Mask
+from a2d_mpi.core.patterns import PATTERNS
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.schedules import problem_of
 
 
 class TwoIntervals(Mask):
@@ -146,3 +155,117 @@ def test_masks_of_a_users_own_are_not_mixed_up():
     one, other = Late(0), Late(1)
     assert one != other and one == one and Causal() == Causal() and one != Causal()
     assert len({one, other, Causal(), Causal()}) == 3
+
+
+def own(visible, **others):
+    """A user's mask with that method `visible`, and other attributes."""
+    return type("Own", (Mask,), {"visible": visible, **others})()
+
+
+def overlapping(self, q):
+    return (0 * q, q + 1), (np.maximum(q - 20, 0), np.where(q == 70, 60, 0))
+
+
+def generator(self, q):
+    yield 0 * q, q + 1
+
+
+def raising(self, q):
+    first = 0 * q
+    return ((first, q.max() + first),)
+
+
+# Methods `visible` that a plan refuses; what it says, and on which of their lines.
+WRONG = [
+    (overlapping, "intervals [0, 71] and [50, 60] of query 70 overlap", 0),
+    (lambda self, q: ((0 * q, q + 1), (q, q + 1)), " overlap", 0),
+    (generator, "must return a tuple of pairs (begin, end), returns a generator", 0),
+    (raising, "ValueError: zero-size array to reduction operation maximum", 2),
+    (lambda self, q: None, "returns a NoneType", 0),
+    (lambda self, q: (), "returns an empty tuple", 0),
+    (lambda self, q: (0 * q, q + 1), "item 0 must be a pair (begin, end), is a ndarray", 0),
+    (lambda self, q: ((0 * q, q / 2),), "signed integers, is float64", 0),
+    (lambda self, q: ((0, q + 1),), "begin of pair 0 must be (80,) signed", 0),
+    (lambda self, q: ((0 * q, q[:3]),), "is int64 of shape (3,)", 0),
+    (lambda self, q: ((0 * q, q.__iadd__(1)),), "ValueError: output array is read-only", 0),
+    (lambda self, q: ((0 * q, np.arange(len(q))),), "if other queries are asked for or in", None),
+    (lambda self, q: ((0 * q, 0 * q + len(q)),), "if other queries are asked for or in", None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("visible, text, line", WRONG)
+def test_wrong_answers_of_a_users_mask(visible, text, line):
+    """Refused for plans and predictions, also under other masks, with the line of the user."""
+    mask, config = own(visible, positional=True), AttentionConfig(80, 2, 8)
+    place = f"({__file__}, line {inspect.getsourcelines(visible)[1] + (line or 0)})"
+    for action in (
+        lambda: problem_of("attention2d", Layout(2, 2), config, mask),
+        lambda: problem_of("blocks", Layout(2, 1), config, mask),
+        lambda: check_mask(mask, 80),
+        lambda: check_mask(mask, 80, 90),
+    ):
+        with pytest.raises(ValueError) as error:
+            action()
+        assert str(error.value).startswith("Own.visible: ")
+        assert text in str(error.value)
+        assert line is None or place in str(error.value)
+
+
+@dataclass(frozen=True)
+class OfArray(Mask):
+    x: np.ndarray
+    visible = Causal.visible
+
+
+@dataclass
+class Melted(Mask):
+    x: int = 0
+    visible = Causal.visible
+
+
+def test_masks_that_cannot_be_hashed():
+    for mask in (OfArray(np.arange(3)), Melted()):
+        with pytest.raises(ValueError, match=f"{type(mask).__name__} cannot be hashed .*frozen"):
+            problem_of("attention2d", Layout(2, 2), AttentionConfig(9, 1, 8), mask)
+
+
+class HashOfNothing(Causal):
+    def __eq__(self, other):
+        return isinstance(other, HashOfNothing)
+
+    def __hash__(self):
+        return id(self)
+
+
+@pytest.mark.parametrize("others, text", [
+    ({"area": lambda self, q, k: len(q) * len(k)}, "Own.area for 40 queries and 40 keys is 1600"),
+    ({"dense": lambda self, q, k: k[None] < q[:, None]}, "Own.dense for 40 queries and"),
+    ({"dense": lambda self, q, k: k <= 0}, r"has shape \(40,\), not \(40, 40\)"),
+    ({"intervals": lambda self, q, k: ((0 * q, q + 1),)}, "Own.intervals .* no positions"),
+    ({"intervals": lambda self, q, k: self.twice(q, k)}, "key 0 to query 0 2 times, visible 1"),
+    ({"default_distribution": "even"}, "must be one of contiguous, .*, got 'even'"),
+    ({"aligned": lambda self, n, nk: Full() if n != nk else self}, "Own.aligned.intervals for 39"),
+])  # fmt: skip
+def test_methods_that_contradict(others, text):
+    """`check_mask` compares all methods of a user's mask with `visible`."""
+
+    def twice(self, q, k):
+        return Mask.intervals(self, q, k) * 2
+
+    mask = own(Causal.visible, positional=True, twice=twice, **others)
+    with pytest.raises(ValueError, match=text):
+        check_mask(mask, 40)
+
+
+def test_check_mask():
+    for name in PATTERNS:
+        check_mask(make_mask(name, 60), 60)
+    check_mask(Causal(), 40, 50)
+    with pytest.raises(ValueError, match="HashOfNothing: an equal mask has another hash or dige"):
+        check_mask(HashOfNothing(), 9)
+    with pytest.raises(ValueError, match="mask must be a Mask, got 'causal'"):
+        check_mask("causal", 9)
+    with pytest.raises(ValueError, match="takes 1 to 4096 tokens, got 0 queries and 0 keys"):
+        check_mask(Causal(), 0)
+    with pytest.raises(ValueError, match="3 rows for a sequence of 5"):
+        check_mask(IntervalMask(np.arange(3), np.arange(3)), 5)

@@ -85,8 +85,8 @@ def follow(record, latency):
 
 @pytest.mark.parametrize("method, layout", PLANS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_programs_are_those_of_the_model(method, layout, phase):
-    mask = Causal() if distribution_of(method, Causal()) != "contiguous" else Full()
+def test_programs_are_those_of_the_model(method, layout, phase, mask=None):
+    mask = mask or (Causal() if distribution_of(method, Causal()) != "contiguous" else Full())
     work = Workload(96, 4, 8, 2, dtype="float32", mask=mask, backward=True)
     link = Link(1e18, latency=3e-3, overhead=2e-4, hidden=0.5)
     ours = machine(link, link, start=1e-3, step=1e-4, turn=5e-5, copy=1e6, merge=1e6)

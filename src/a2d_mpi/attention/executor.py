@@ -12,7 +12,8 @@ from a2d_mpi.attention.arrays import Arrays
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
 from a2d_mpi.core.chunks import split_own_shard, splits_own_shard
-from a2d_mpi.core.masks import Mask, keys_per_query, queries_per_key
+from a2d_mpi.core.intervals import keys_per_query, queries_per_key
+from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array

@@ -149,6 +149,8 @@ class AttentionPlan(Figures):
                 _check_fit(config, mask, grid, threads)
                 named = distribution, distribution_kv
                 _check_method(self.method, mask, config, named)
+                lengths = config.seqlen, config.seqlen_kv
+                digest = mask.aligned(*lengths).digest(*lengths)  # and all intervals are checked
                 self._describe(problem_of(self.method, self.layout, config, mask, *named))
                 self._engine = _engine(grid, config, kernel, overlap, transfers, threads)
                 chains = {phase: self._chain(phase, grid.comm.rank) for phase in PHASES}
@@ -157,7 +159,6 @@ class AttentionPlan(Figures):
                     *(self._engine, chains, self.traffic, check_finite),
                 )
                 arguments = {"method": name, **config.arguments}
-                digest = self.problem.mask.digest(config.seqlen, config.seqlen_kv)
                 arguments["mask"] = f"{type(mask).__name__} (digest {digest})"
                 arguments["distribution"] = self.distribution.name
                 arguments["distribution_kv"] = self.problem.shards_kv.name

@@ -17,7 +17,7 @@ from itertools import product
 
 import numpy as np
 
-from a2d_mpi.core.intervals import EVERYTHING, Interval, tidy
+from a2d_mpi.core.intervals import EVERYTHING, Interval, checked, keys_per_query, overlap, tidy
 
 _STEP = 1 << 16  # queries that are looked at together where there may be many
 
@@ -102,13 +102,28 @@ class Mask:
         self.check(seqlen, seqlen_kv)
         return self
 
+    def checked(self, q_tokens: np.ndarray, nk: int) -> Interval:
+        """What `visible` returns, as (intervals, nq) arrays cut to `nk` keys.
+
+        Raises
+        ------
+        ValueError
+            With the line of `visible`, if it does not return disjoint intervals.
+        """
+        return checked(self.visible, q_tokens, nk)
+
     def digest(self, seqlen: int, seqlen_kv: int | None = None) -> str:
-        """Short text that follows from the visible keys of `seqlen` queries; ranks compare it."""
+        """Short text that follows from the visible keys of `seqlen` queries; ranks compare it.
+
+        Raises
+        ------
+        ValueError
+            As of `checked`.
+        """
         digest, nk = hashlib.sha256(), seqlen if seqlen_kv is None else seqlen_kv
         for start in range(0, seqlen, _STEP):
-            found = self.visible(np.arange(start, min(start + _STEP, seqlen)))
-            clipped = [tuple(np.asarray(x, np.int64).clip(0, nk) for x in pair) for pair in found]
-            for pair in tidy(clipped):
+            begin, end = self.checked(np.arange(start, min(start + _STEP, seqlen)), nk)
+            for pair in tidy(zip(begin, end)):
                 empty = pair[1] <= pair[0]
                 for x in pair:
                     digest.update(np.where(empty, 0, x))
@@ -196,6 +211,9 @@ class Aligned(Mask):
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         return self.mask.visible(np.asarray(q_tokens, np.int64) + self.offset)
+
+    def checked(self, q_tokens: np.ndarray, nk: int) -> Interval:
+        return self.mask.checked(np.asarray(q_tokens, np.int64) + self.offset, nk)
 
     def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
         nk = seqlen if seqlen_kv is None else seqlen_kv
@@ -301,19 +319,10 @@ class IntervalMask(ArrayMask):
 
     def _refuse_overlaps(self) -> None:
         for start in range(0, self.begin.shape[1], _STEP):
-            begin, end = (x[:, start : start + _STEP] for x in (self.begin, self.end))
-            # Empty ones become [most, most), which overlaps nothing.
-            begin = np.where(end > begin, begin, EVERYTHING)
-            order = np.argsort(begin, axis=0)
-            begin, end = (np.take_along_axis(x, order, 0) for x in (begin, end))
-            bad = np.argwhere(end[:-1] > begin[1:])
-            bad = bad[begin[1:][tuple(bad.T)] < EVERYTHING]
-            if len(bad):
-                row, i = bad[0]
-                a, b = ((int(begin[x, i]), int(end[x, i])) for x in (row, row + 1))
-                raise ValueError(
-                    f"IntervalMask: intervals {list(a)} and {list(b)} of query {start + i} overlap"
-                )
+            here = (x[:, start : start + _STEP] for x in (self.begin, self.end))
+            if shared := overlap(*here):
+                both, i = shared
+                raise ValueError(f"IntervalMask: {both} of query {start + i} overlap")
 
     def __repr__(self) -> str:
         return f"IntervalMask({' x '.join(map(str, self.begin.shape))} rows)"
@@ -330,17 +339,3 @@ class IntervalMask(ArrayMask):
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         both = (np.atleast_2d(x)[:, q_tokens] for x in (self.begin, self.end))
         return tuple(zip(*both))
-
-
-def keys_per_query(intervals: tuple[Interval, ...]) -> np.ndarray:
-    """Number of keys that each query sees, (nq,) int64; for `intervals` of `Mask.intervals`."""
-    return sum(end - begin for begin, end in intervals)
-
-
-def queries_per_key(intervals: tuple[Interval, ...], nk: int) -> np.ndarray:
-    """Number of queries that see each of `nk` keys, (nk,) int64; the counterpart of the above."""
-    steps = sum(
-        np.bincount(begin, minlength=nk + 1) - np.bincount(end, minlength=nk + 1)
-        for begin, end in intervals
-    )
-    return np.cumsum(steps)[:nk]

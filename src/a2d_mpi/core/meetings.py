@@ -103,7 +103,10 @@ class Meetings:
         tells apart, and the others are not too many (`MOST_MEMBERS`); else the whole shards.
         """
         if np.ndim(owner) == 0:
-            return size(self.places(of_keys, owner, others))
+            several = [] if isinstance(others, Around) else [x for x in others if np.ndim(x)]
+            if not several:
+                return size(self.places(of_keys, owner, others))
+            owner = np.full_like(several[0], owner)  # one owner, whose others differ by rank
         if of_keys not in self._pieces:
             runs = [self._runs(of_keys, p) for p in range(self._shards[0].nshards)]
             self._pieces[of_keys] = _Pieces(self._shards[of_keys], runs)

@@ -194,7 +194,32 @@ PATTERNS: dict[str, Callable[..., Mask]] = {
 }
 
 
-def check_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
+def register_mask(name: str, make: Callable[..., Mask]) -> None:
+    """Give a mask of one's own a name, which `make_mask` and the drivers take.
+
+    Parameters
+    ----------
+    name : str
+        Lower-case letters, digits and underscores, a letter first.
+    make : callable
+        Called with the length of the sequence, and the whole numbers of the text: those behind the
+        colon of ``name:3,window=4`` as positional and keyword arguments.  Returns the mask.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken or no such name, or `make` cannot be called.
+    """
+    if name in (*PATTERNS, "all", "file"):
+        raise ValueError(f"there is a mask {name!r} already")
+    if not re.fullmatch("[a-z][a-z0-9_]*", name):
+        raise ValueError(f"a mask's name must be of a-z, 0-9 and _, got {name!r}")
+    if not callable(make):
+        raise ValueError(f"mask {name!r} must be made by a function, got {make!r}")
+    PATTERNS[name] = make
+
+
+def parse_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
     """Take the text of a mask apart.
 
     Parameters
@@ -244,7 +269,7 @@ def make_mask(text: str, seqlen: int, seqlen_kv: int | None = None) -> Mask:
     Parameters
     ----------
     text : str
-        As of `check_mask`: "causal", "sliding_window_causal:256", "causal_document:0,100,400".
+        As of `parse_mask`: "causal", "sliding_window_causal:256", "causal_document:0,100,400".
     seqlen : int
         Tokens of the sequence, from which sizes that are not given follow.
     seqlen_kv : int, optional
@@ -259,7 +284,7 @@ def make_mask(text: str, seqlen: int, seqlen_kv: int | None = None) -> Mask:
     ValueError
         If there is no such mask, it takes no such arguments, or it does not fit the sequence.
     """
-    name, arguments, named = check_mask(text)
+    name, arguments, named = parse_mask(text)
     try:
         mask = PATTERNS[name](seqlen, *arguments, **named)
         return mask.aligned(seqlen, seqlen if seqlen_kv is None else seqlen_kv)

@@ -19,6 +19,7 @@ from a2d_mpi.core.atomic import refuse_same
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.measure import SAMPLE, Measurement, open_device, origin_of, random_inputs
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Result
@@ -37,6 +38,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Run what a file lacks, workload by workload; returns the exit code."""
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
     sweep, settings, machine, done = prepared
+    together(comm, lambda: [block[0].case.name for block in sweep])  # nodes read mask files, too
     device = open_device(comm, args.device)
     grids: dict[tuple, ProcessGrid] = {}
     calls = args.trials + max(1, args.warmup)
@@ -68,7 +70,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     """Blocks of configurations, settings, machine, and what is done; on one rank."""
-    refuse_same(args.output, args.profile)
+    refuse_same(args.output, args.profile, args.mask_file)
     machine = read_machine(args.profile) if args.profile else None
     overlaps = []
     for x in _list(args.overlap.replace("both", "on,off")):
@@ -76,10 +78,11 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
             raise ValueError(f"--overlap must be on, off or both, got {x!r}")
         overlaps.append(OVERLAPS[x])
     heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
+    masks = [f"{FILE}{args.mask_file}"] if args.mask_file else args.masks
     cases = [
         Case(seqlen, h, headdim, h_kv, dtype=dtype, mask=mask, backward=args.backward)
         for dtype, headdim, h, h_kv, seqlen, mask in product(
-            args.dtypes, args.headdim, args.nheads, heads_kv, args.seqlens, args.masks
+            args.dtypes, args.headdim, args.nheads, heads_kv, args.seqlens, masks
         )
     ]
     specs = _list(args.plans)

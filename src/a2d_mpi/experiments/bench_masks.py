@@ -10,7 +10,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi.core import reference
-from a2d_mpi.core.masks import Full, Mask, keys_per_query
+from a2d_mpi.core.intervals import keys_per_query
+from a2d_mpi.core.masks import Full, Mask
 from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.kernels.numpy import NumpyKernel

@@ -10,16 +10,8 @@ from tqdm import tqdm
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import misfit
-from a2d_mpi.experiments.options import (
-    HEADDIM,
-    HEADS,
-    MASK_HELP,
-    Parser,
-    mask_text,
-    path,
-    tokens,
-    whole,
-)
+from a2d_mpi.experiments.mask_file import FILE
+from a2d_mpi.experiments.options import HEADDIM, HEADS, Parser, add_mask, path, tokens, whole
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
@@ -47,7 +39,7 @@ def add_problem(parser: Parser, ranks: int) -> None:
     add("--nheads-kv", type=HEADS, help="default: as many as --nheads")
     add("--headdim", type=HEADDIM, default=128, help="default %(default)s")
     add("--dtype", choices=DTYPES, default="bfloat16")
-    add("--mask", type=mask_text, default="full", help=f"{MASK_HELP} (default %(default)s)")
+    add_mask(parser, default="full")
     add("--backward", action="store_true", help="also the gradients")
     add("--no-overlap", action="store_true", help="communicate and compute in turn")
     add("--ranks-per-node", type=whole(1, 65536), help="default: what the profile says")
@@ -71,7 +63,7 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
     case = Case(
         *(args.seqlen, args.nheads, args.headdim, args.nheads_kv),
         dtype=args.dtype,
-        mask=args.mask,
+        mask=f"{FILE}{args.mask_file}" if args.mask_file else args.mask,
         backward=args.backward,
     )
     if args.ranks * case.seqlen * case.nheads * case.headdim >= 1 << 57:

@@ -28,13 +28,12 @@ from a2d_mpi.experiments.options import (
     THREADS,
     Parser,
     block,
-    lost_output,
     method_name,
-    open_streams,
     path,
     reason,
     whole,
 )
+from a2d_mpi.experiments.streams import lost_output, open_streams
 from a2d_mpi.kernels import KERNELS
 from a2d_mpi.schedules import METHODS
 

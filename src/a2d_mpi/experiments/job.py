@@ -20,7 +20,7 @@ from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.mask_file import read_mask
+from a2d_mpi.experiments.mask_file import FILE, read_mask
 from a2d_mpi.experiments.measure import (
     RESULTS,
     SAMPLE,
@@ -73,7 +73,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         for _ in tqdm(range(args.trials), "trials", disable=comm.rank != 0, leave=False):
             measured.trial()
         measured.finish()
-    shown = f"file:{args.mask_file}" if args.mask_file else args.mask
+    shown = f"{FILE}{args.mask_file}" if args.mask_file else args.mask
     config = {"method": args.method, "mask": shown, "device": device.name}
     same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
     config |= {name: getattr(args, name) for name in (*same, "sink")} | {"input": str(args.input)}

@@ -14,15 +14,32 @@ Attributes schema ("a2d_mpi mask") and schema_version (1) may be there or not.
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 
 import h5py
 import numpy as np
 
 from a2d_mpi.core.documents import Documents
-from a2d_mpi.core.masks import IntervalMask
+from a2d_mpi.core.masks import IntervalMask, Mask
+from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.experiments.hdf5 import member, plain, reading
 
 SCHEMA = ("a2d_mpi mask", 1)
+FILE = "file:"  # before a path, where masks have texts
+
+
+@lru_cache(maxsize=32)
+def mask_of(text: str, seqlen: int) -> Mask:
+    """The mask of a text: that of a file, which is read once, or of `make_mask`.
+
+    Raises
+    ------
+    OSError, ValueError
+        As of `read_mask` and `make_mask`.
+    """
+    if text.startswith(FILE):
+        return read_mask(text.removeprefix(FILE), seqlen)
+    return make_mask(text, seqlen)
 
 
 def read_mask(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import io
-import os
+import hashlib
 import re
 import sys
-from collections.abc import Callable, Collection
+import traceback
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from a2d_mpi.core.atomic import read_regular
 from a2d_mpi.core.config import LARGEST
-from a2d_mpi.core.patterns import PATTERNS, check_mask, split_masks
+from a2d_mpi.core.patterns import PATTERNS, parse_mask, split_masks
+from a2d_mpi.experiments.streams import lost_output, open_streams
 from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.planning.profile import parse_count
 from a2d_mpi.schedules import METHODS
@@ -30,6 +33,7 @@ ORDER_HELP = (
     "along the last axis are neighbouring ranks, usually of one node"
 )
 MASK_HELP = f"NAME[:ARGUMENTS], see docs/masks.md; NAME is one of: {', '.join(PATTERNS)}"
+MASK_FILE_HELP = "HDF5 file with begin and end, or cu_seqlens and causal: see docs/masks.md"
 BLOCK_HELP = "rows and columns of a block of the grid whose ranks are neighbours: 2x2"
 
 
@@ -159,7 +163,7 @@ def mask_text(text: str) -> str:
         If there is no such mask, or it takes no such arguments.
     """
     try:
-        check_mask(text)
+        parse_mask(text)
     except ValueError as error:
         raise BadOption(str(error).removeprefix("mask ")) from None
     return text.strip()
@@ -173,8 +177,47 @@ def masks(text: str) -> list[str]:
     return found
 
 
+def import_file(text: str) -> str:
+    """A type of options: a user's Python file, which is run, once in a process.
+
+    Returns
+    -------
+    str
+        The path and a digest of what it holds, on which ranks agree.
+
+    Raises
+    ------
+    OSError
+        If it cannot be read, or is not a regular file.
+    ValueError
+        If it raises an exception, with the line.
+    """
+    name = str(path(text))
+    source = read_regular(name)
+    digest = hashlib.sha256(source).hexdigest()[:12]
+    unique = f"{Path(name).stem}_{digest}"
+    if unique not in sys.modules:
+        module = ModuleType(unique)
+        module.__file__ = name
+        sys.modules[unique] = module  # where dataclasses and pickle look for it
+        try:
+            exec(compile(source, name, "exec"), vars(module))
+        except (Exception, SystemExit) as error:
+            del sys.modules[unique]
+            calls = traceback.extract_tb(error.__traceback__)
+            lines = [getattr(error, "lineno", None), *(x.lineno for x in calls[::-1]
+                                                       if x.filename == name)]  # fmt: skip
+            line = next((x for x in lines if x), 1)
+            what = (str(getattr(error, "msg", error)).splitlines() or [""])[0]
+            raise ValueError(f"{name}, line {line}: {type(error).__name__}: {what}") from None
+    return f"{name} with digest {digest}"
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that prints on rank 0 only, and raises instead of exiting.
+
+    Every program takes ``--import FILE``: it runs the user's file before it reads the other
+    options, which may name what the file registers.
 
     Parameters
     ----------
@@ -190,6 +233,20 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, doc: str, comm: MPI.Intracomm | None = None) -> None:
         super().__init__(prog=prog, description=doc.split("\n\n")[0])
         self._silent = comm is not None and comm.rank != 0
+        text = "run this Python file first, which registers masks, methods or kernels of your own"
+        self.add_argument("--import", type=import_file, action="append", metavar="FILE", help=text)
+
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        """Run the files of --import, and parse the options."""
+        given = list(sys.argv[1:] if args is None else map(str, args))
+        for word, after in zip(given, [*given[1:], None]):
+            option, equals, file = word.partition("=")
+            file = file if equals else after
+            if option == "--import" and file:
+                import_file(file)
+        return super().parse_args(given, namespace)
 
     def _print_message(self, message: str, file=None) -> None:
         if not self._silent:
@@ -199,6 +256,14 @@ class Parser(argparse.ArgumentParser):
         """Raise ValueError: whether the options are good is for all ranks to agree on."""
         message = re.sub(r"^argument (\S+): (?=must )", r"\1 ", message)  # as a sentence
         raise ValueError(f"{message} (see --help)")
+
+
+def add_mask(parser: Parser, default: str) -> None:
+    """Add --mask and --mask-file, of which one may be given."""
+    either = parser.add_mutually_exclusive_group()
+    text = f"{MASK_HELP} (default {default})"
+    either.add_argument("--mask", type=mask_text, default=default, help=text)
+    either.add_argument("--mask-file", type=path, help=MASK_FILE_HELP)
 
 
 def add_model(parser: Parser, default: str | None) -> None:
@@ -229,52 +294,6 @@ def model_of(args: argparse.Namespace, **sizes: int) -> GPTConfig:
     if {"width", "nheads"} & given.keys():
         given = {"mlp": None, "nheads_kv": None, **given}
     return replace(PRESETS[args.preset], **sizes, **given)
-
-
-class _Unread(io.FileIO):
-    """A standard stream that somebody may cease to read, or whose disk is full: the rest goes
-    nowhere, and `lost_output` tells of a full disk.
-    """
-
-    error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            return len(data)
-        except OSError as error:
-            _Unread.error = error
-            return len(data)
-
-
-def lost_output(prog: str) -> bool:
-    """Tell, and say on stderr, if something that the program printed could not be written."""
-    sys.stdout.flush()
-    if _Unread.error is None:
-        return False
-    why = os.strerror(_Unread.error.errno)
-    print(f"{prog}: error: cannot write to standard output: {why}", file=sys.stderr, flush=True)
-    return True
-
-
-def open_streams() -> None:
-    """Let nothing that is printed end a program: no odd path, no `| head -1`, no `>&-`."""
-    for name in ("stdout", "stderr"):
-        old = getattr(sys, name)
-        if old is None:  # closed
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-            continue
-        old.flush()
-        raw = _Unread(old.fileno(), "w", closefd=False)
-        new = io.TextIOWrapper(
-            io.BufferedWriter(raw),
-            old.encoding,
-            "backslashreplace",  # paths need not be UTF-8
-            line_buffering=old.line_buffering,
-            write_through=old.write_through,
-        )
-        setattr(sys, name, new)
 
 
 def reason(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from itertools import cycle
 from pathlib import Path
 
@@ -22,9 +23,21 @@ FILLS = {"compute": ("#0072B2", ""), "merge": ("#009E73", "...."), "wait": ("#E6
 # Of each method, alone and with a head axis.  Okabe and Ito: told apart by colour-blind readers
 # too; the markers and hatches without colours.
 _COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#009E73", "#999999")
+_MARKERS = "oDsp^<v>*"
 _LINES = [line for line in ("-", "--", "-.", ":") for _ in range(2)]
 _FAMILIES = [method + heads for method in (*METHODS, "all-gather") for heads in ("", " + heads")]
-STYLES = dict(zip(_FAMILIES, zip(cycle(_COLOURS), cycle("oDsp^<v>*"), cycle(_LINES))))
+STYLES = dict(zip(_FAMILIES, zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_LINES))))
+
+
+def add_styles(families: Iterable[str]) -> None:
+    """Add styles for the methods of a user, which `STYLES` lacks."""
+    for family in sorted(set(families) - set(STYLES)):
+        n = len(STYLES)
+        STYLES[family] = (
+            _COLOURS[n % len(_COLOURS)],
+            _MARKERS[n % len(_MARKERS)],
+            _LINES[n % len(_LINES)],
+        )
 
 
 def pyplot(**settings: object):

@@ -19,6 +19,7 @@ from a2d_mpi.experiments.loss_plots import draw_losses, read_losses
 from a2d_mpi.experiments.pictures import (
     FILLS,
     STYLES,
+    add_styles,
     log_ranks,
     no_formulas,
     plain_ticks,
@@ -103,6 +104,7 @@ class Choice:
         if not usable:
             raise ValueError(f"{args.results} has no result to plot")
         self.all = [summarise(result, phases) for result in usable]
+        add_styles(x.family for x in self.all)
         counts = Counter(name for name, _ in {(x.workload, x.ranks) for x in self.all})
         of_each = Counter(x.workload for x in self.all)
         usual = max(counts, key=lambda x: (counts[x], of_each[x], x))

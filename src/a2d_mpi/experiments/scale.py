@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.pictures import STYLES
+from a2d_mpi.experiments.pictures import STYLES, add_styles
 from a2d_mpi.experiments.simulate import read_simulations, seconds
 from a2d_mpi.schedules import METHODS
 
@@ -70,6 +70,7 @@ def read_scale(path: str | Path, workload: str | None = None) -> Scale:
     }
     if not whole:
         raise ValueError(f"{path} has no simulation to plot")
+    add_styles(map(family, whole.values()))
     named = {name: x for name, x in whole.items() if (workload or "") in name}
     if not named:
         raise ValueError(f"no workload {workload!r} in {path}")
@@ -82,7 +83,8 @@ def read_scale(path: str | Path, workload: str | None = None) -> Scale:
 def family(x: Entry) -> str:
     """Name of a plan in figures and tables: its method, or the one under which others know it."""
     layout = Layout(*(int(x[y]) for y in ("rows", "cols", "heads")))
-    known_as = METHODS[f"{x['method']}"].known_as(layout)
+    method = METHODS.get(f"{x['method']}")  # None: of a user, who has not imported it here
+    known_as = method.known_as(layout) if method else ""
     name = known_as if known_as in STYLES else f"{x['method']}"
     return name + " + heads" * (layout.heads > 1)
 

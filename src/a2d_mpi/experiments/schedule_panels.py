@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from a2d_mpi.core.masks import Mask
+from a2d_mpi.core.masks import IntervalMask, Mask
 from a2d_mpi.core.problem import Problem, Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
@@ -68,8 +68,11 @@ def panels(
     shape = f"{layout.rows} x {layout.cols}" + f" x {layout.heads}" * (layout.heads > 1)
     order = f" @{layout.numbering}" * (layout.numbering != "rcu")
     drawn = min(work.seqlen, 2 * layout.size * max(2, TOKENS // (2 * layout.size)))
-    mask = mask_of(drawn) if mask_of else work.mask
-    mask.check(drawn)  # one of a fixed length cannot be drawn smaller
+    try:
+        mask = mask_of(drawn) if mask_of else work.mask
+        mask.check(drawn)
+    except ValueError:  # it has a fixed length: its first tokens are drawn
+        mask = IntervalMask(*work.mask.checked(np.arange(drawn), drawn))
     computes = who_computes(
         method, layout, replace(work, seqlen=drawn, seqlen_kv=drawn, mask=mask)
     )

@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.experiments.candidates import read_problem
+from a2d_mpi.experiments.mask_file import mask_of
 from a2d_mpi.experiments.pictures import FILLS, check_picture, pyplot, save
 from a2d_mpi.experiments.schedule_panels import Panels, Spans, panels
 from a2d_mpi.experiments.sweep import plans_for
@@ -36,7 +36,7 @@ def plot_schedule(args: argparse.Namespace) -> int:
     found = plans_for(case, specs, args.ranks, tuple(METHODS), (not args.no_overlap,), machine)
     if not 1 <= len(found) <= PLANS:
         raise ValueError(f"--plans must be 1 to {PLANS} plans, got {len(found)}")
-    small = partial(make_mask, case.mask)
+    small = partial(mask_of, case.mask)
     rows = [panels(machine, x.method, x.layout, case.work(x.overlap), small) for x in found]
     save(draw(rows, machine.ranks_per_node), args.output)
     return 0

@@ -28,6 +28,7 @@ from a2d_mpi.core.atomic import remove_leftovers
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import extends, read_benchmark
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
+from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import Result, new_file, set_attributes
 from a2d_mpi.experiments.summary import summarise
@@ -207,6 +208,8 @@ def configuration_of(result: Result) -> Configuration:
     c = result.config
     sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
     case = Case(*sizes, dtype=str(c["dtype"]), mask=str(c["mask"]), backward=bool(c["backward"]))
+    if case.mask.startswith(FILE) and case.name != c["workload"]:
+        raise ValueError(f"{case.mask} is not the mask that was measured: it has changed since")
     nodes = None
     if METHODS[str(c["method"])].knows_nodes:
         nodes = tuple(int(x) for x in str(c["nodes"]).split())

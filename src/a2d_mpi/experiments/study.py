@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.experiments.mask_file import mask_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.summary import Summary, phases_of, summarise, usual_trial
@@ -155,9 +155,7 @@ def _busiest_node(result: Result, phases: Sequence[str]) -> int:
     nodes = tuple(int(x) for x in str(c["nodes"]).split()) or tuple(range(int(c["ranks"])))
     layout = Layout(*(int(c[x]) for x in ("rows", "cols", "heads")), nodes=nodes)
     sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
-    work = Workload(
-        *sizes, dtype=str(c["dtype"]), mask=make_mask(str(c["mask"]), int(c["seqlen"]))
-    )
+    work = Workload(*sizes, dtype=str(c["dtype"]), mask=mask_of(str(c["mask"]), int(c["seqlen"])))
     method = str(c["method"])
     problem = problem_of(method, layout, work, work.mask, str(c["distribution"]))
     node, most = np.array(nodes), 0
@@ -207,7 +205,7 @@ def _matches(machines: Path, path: str, results: dict[str, Result], xs: Sequence
     here = compute / (received / link.bandwidth)
     paper = read_machine(machines / PAPER[Path(path).stem])
     nheads_kv = 96 * int(c["nheads_kv"]) // int(c["nheads"])
-    work = Workload(LENGTH, 96, 128, nheads_kv, mask=make_mask(str(c["mask"]), LENGTH))
+    work = Workload(LENGTH, 96, 128, nheads_kv, mask=mask_of(str(c["mask"]), LENGTH))
     layout = Layout(int(c["ranks"]), 1)
     moved = cost.traffic(RING, layout, problem_of(RING, layout, work, work.mask), 0)
     received = sum(x[1] for (phase, _), x in moved.items() if phase == "forward")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.experiments.mask_file import FILE, mask_of
 from a2d_mpi.experiments.options import method_name
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.clock import PARTS
@@ -43,9 +43,11 @@ class Case(AttentionConfig):
     @property
     def name(self) -> str:
         """Name in files and messages: no two cases have the same."""
-        passes = "backward" if self.backward else "forward"
+        passes, mask = "backward" if self.backward else "forward", self.mask
+        if mask.startswith(FILE):  # a path may have another file tomorrow, and a name is no path
+            mask = f"file_{mask_of(mask, self.seqlen).digest(self.seqlen)}"
         return (
-            f"{self.mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}"
+            f"{mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}"
             f"-{self.dtype}-{passes}"
         )
 
@@ -57,7 +59,7 @@ class Case(AttentionConfig):
         ValueError
             If there is no such mask, or it does not fit the sequence.
         """
-        mask = make_mask(self.mask, self.seqlen)
+        mask = mask_of(self.mask, self.seqlen)
         return Workload(**self.arguments, mask=mask, backward=self.backward, overlap=overlap)
 
 

@@ -6,12 +6,14 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from a2d_mpi.core.dtypes import compute_dtype
+from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
@@ -22,7 +24,20 @@ from a2d_mpi.kernels.passes import Passes
 # "numba" is "numpy" with its passes over logits compiled (extra `numba`).
 # "cudnn" falls back to "cupy" for blocks that cuDNN does not take.  Its gradients are fastest when
 # their sums run in no fixed order; those of "cudnn-deterministic" repeat bit for bit.
-KERNELS = ("auto", "numpy", "numba", "cupy", "cudnn", "cudnn-deterministic")
+_OURS = ("auto", "numpy", "numba", "cupy", "cudnn", "cudnn-deterministic")
+
+
+class _Own(NamedTuple):
+    """A kernel that a user registered; see `register_kernel`."""
+
+    make: Callable[..., Kernel]
+    dtypes: tuple[str, ...]
+    gpu: bool
+    softcap: bool
+
+
+# Names of kernels; those of the package are made by `make_kernel` itself.
+KERNELS: dict[str, _Own | None] = dict.fromkeys(_OURS)
 
 
 class Kernel(Protocol):
@@ -65,10 +80,57 @@ class Kernel(Protocol):
         """Add the block's gradients to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
 
 
+def register_kernel(
+    name: str,
+    make: Callable[..., Kernel],
+    dtypes: Sequence[str] = tuple(DTYPES),
+    gpu: bool = False,
+    softcap: bool = False,
+) -> None:
+    """Add a kernel of one's own to `KERNELS`: ``kernel=`` and ``--kernel`` then take its name.
+
+    Parameters
+    ----------
+    name : str
+        Lower-case letters, digits and hyphens.
+    make : callable
+        The class of the kernel, or a function that returns a `Kernel`.  Called with the dtype and
+        the softmax scale, and by keyword with `device`, `poll` (a function that a kernel on the
+        host calls about every millisecond), `work` (a `a2d_mpi.devices.workspace.Workspace` of
+        buffers, or None) and `logit_softcap`.
+    dtypes : sequence of str
+        Those of the tensors that it takes.
+    gpu : bool
+        Whether its arrays are CuPy's; default: NumPy's.
+    softcap : bool
+        Whether it has a soft-cap.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken or no such name, there is no such dtype, or `make` cannot be called.
+    """
+    if name in KERNELS:
+        raise ValueError(f"there is a kernel {name!r} already")
+    if not re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", name):
+        raise ValueError(f"a kernel's name must be of a-z, 0-9 and -, got {name!r}")
+    if wrong := [x for x in dtypes if x not in DTYPES]:
+        raise ValueError(f"kernel {name!r}: dtypes must be of {', '.join(DTYPES)}, got {wrong}")
+    if not callable(make):
+        raise ValueError(f"kernel {name!r} must be made by a class or function, got {make!r}")
+    KERNELS[name] = _Own(make, tuple(dtypes), gpu, softcap)
+
+
 def check_kernel(kernel: str, dtype: np.dtype, logit_softcap: float | None = None) -> None:
     """Raise ValueError if there is no such kernel, or it does not take the dtype or a soft-cap."""
     if kernel not in KERNELS:
-        raise ValueError(f"unknown kernel {kernel!r}; one of {KERNELS}")
+        raise ValueError(f"unknown kernel {kernel!r}; one of {', '.join(KERNELS)}")
+    if own := KERNELS[kernel]:
+        if dtype not in map(as_dtype, own.dtypes):
+            raise ValueError(f"kernel {kernel!r} takes {', '.join(own.dtypes)}, not {dtype}")
+        if logit_softcap is not None and not own.softcap:
+            raise ValueError(f"kernel {kernel!r} has no soft-cap, got {logit_softcap}")
+        return
     if kernel == "numba" and compute_dtype(dtype) != np.float32:
         raise ValueError(f"kernel 'numba' computes in float32, not {dtype}")
     if kernel.startswith("cudnn") and dtype.itemsize != 2:
@@ -97,9 +159,19 @@ def make_kernel(
         If cuDNN or Numba is asked for by name and not installed.
     """
     check_kernel(kernel, dtype, logit_softcap)
-    if (device is HOST) != (kernel in ("numpy", "numba")) and kernel != "auto":
+    own = KERNELS[kernel]
+    on_host = not own.gpu if own else kernel in ("numpy", "numba")
+    if (device is HOST) != on_host and kernel != "auto":
         arrays = "NumPy" if device is HOST else "CuPy"
         raise ValueError(f"kernel {kernel!r} does not take {arrays} arrays")
+    if own:
+        options = {"device": device, "poll": poll or (lambda: None), "work": work}
+        made = own.make(dtype, softmax_scale, **options, logit_softcap=logit_softcap)
+        for phase in PHASES:
+            if not callable(getattr(made, phase, None)):
+                raise ValueError(f"kernel {kernel!r}: {type(made).__name__} has no method {phase}")
+        made.name = kernel
+        return made
     if device is HOST:
         passes = _passes(kernel, dtype)
         return NumpyKernel(

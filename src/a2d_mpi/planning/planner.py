@@ -90,7 +90,7 @@ def candidates(
     ranks: int,
     work: Workload,
     memory: int | None = None,
-    methods: Sequence[str] = tuple(METHODS),
+    methods: Sequence[str] | None = None,
     progress: Callable[[Sequence], Iterable] = iter,
     idle: float = 0.0,
 ) -> list[Candidate]:
@@ -104,7 +104,8 @@ def candidates(
     work : Workload
     memory : int, optional
         Bytes of a rank; default: what the machine says, and no limit if it says nothing.
-    methods : tuple of str
+    methods : sequence of str, optional
+        Default: all of `a2d_mpi.schedules.METHODS`.
     progress : callable
         Shows how far it is: it is given a sequence and iterates over it, as ``tqdm`` does.
     idle : float
@@ -121,7 +122,7 @@ def candidates(
     room = None if limit is None else limit - machine.reserved
     shapes = [
         (method, layout)
-        for method in methods
+        for method in (METHODS if methods is None else methods)
         for number in (ranks, *_fewer(method, ranks, work, idle))
         for layout in layouts(method, number, work, machine.ranks_per_node)
     ]
@@ -137,7 +138,7 @@ def best_candidates(
     work: Workload,
     number: int | None,
     memory: int | None = None,
-    methods: Sequence[str] = tuple(METHODS),
+    methods: Sequence[str] | None = None,
 ) -> list[Candidate]:
     """The fastest candidates that fit, fastest first: so many or fewer; None: that of each method.
 
@@ -150,7 +151,7 @@ def best_candidates(
     """
     found = candidates(machine, ranks, work, memory, methods)
     if not found:
-        raise ValueError(f"no plan for {ranks} ranks with {', '.join(methods)}")
+        raise ValueError(f"no plan for {ranks} ranks with {', '.join(methods or METHODS)}")
     if not found[0].fits:
         least = min(candidate.memory for candidate in found) + machine.reserved
         raise ValueError(f"no plan fits: the smallest needs {least} bytes a rank")
@@ -168,7 +169,7 @@ def best_candidate(
     ranks: int,
     work: Workload,
     memory: int | None = None,
-    methods: Sequence[str] = tuple(METHODS),
+    methods: Sequence[str] | None = None,
 ) -> Candidate:
     """The fastest candidate that fits; see `best_candidates`."""
     return best_candidates(machine, ranks, work, 1, memory, methods)[0]

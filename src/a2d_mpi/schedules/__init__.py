@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -16,6 +17,7 @@ from a2d_mpi.core.balance import balanced, shares
 from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import Distribution
+from a2d_mpi.core.mask_check import check_visible
 from a2d_mpi.core.masks import Causal, Full, Mask
 from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.problem import Problem
@@ -36,6 +38,29 @@ METHODS: dict[str, Method] = {
 }
 
 MOST_EXACT = 128
+
+
+def register_method(name: str, method: Method) -> None:
+    """Add a method of one's own to `METHODS`, by which plans, planner and drivers find it.
+
+    Parameters
+    ----------
+    name : str
+        Words of lower-case letters and digits, with a blank between two words.
+    method : Method
+
+    Raises
+    ------
+    ValueError
+        If the name is taken or no such name, or this is no `Method`.
+    """
+    if name in (*METHODS, "all", "auto"):
+        raise ValueError(f"there is a method {name!r} already")
+    if not re.fullmatch("[a-z0-9]+( [a-z0-9]+)*", name):
+        raise ValueError(f"a method's name must be words of a-z and 0-9, got {name!r}")
+    if not isinstance(method, Method):
+        raise ValueError(f"method {name!r} must be a Method, got {method!r}")
+    METHODS[name] = method
 
 
 def distribution_of(method: str, mask: Mask) -> str:
@@ -68,10 +93,12 @@ def problem_of(
     Raises
     ------
     ValueError
-        If there is no such method or distribution, or it does not fit.
+        If there is no such method or distribution, it does not fit, or the mask's `visible` does
+        not return what it must.
     """
     name, n, m = distribution or distribution_of(method, mask), config.seqlen, config.seqlen_kv
-    known, keys = _known(method), None
+    known, keys, aligned = _known(method), None, mask.aligned(n, m)
+    check_visible(aligned, n, m)
     if known.place:
         own = config.context_group(layout.heads)
         runs = known.place(mask, n, layout.positions, own.nheads_kv / own.nheads)
@@ -82,7 +109,7 @@ def problem_of(
     shards = distribute(name, mask if n == m else Full(), n, *sizes)
     if n != m or distribution_kv not in (None, name):
         keys = distribute(distribution_kv or name, Full(), m, *sizes)
-    return Problem(AttentionConfig(**config.arguments), shards, mask.aligned(n, m), keys)
+    return Problem(AttentionConfig(**config.arguments), shards, aligned, keys)
 
 
 @lru_cache(maxsize=64)

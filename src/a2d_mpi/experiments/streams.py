@@ -1,0 +1,53 @@
+"""Standard output and error, to which nothing that is printed ends a program."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+
+class _Unread(io.FileIO):
+    """A standard stream that somebody may cease to read, or whose disk is full: the rest goes
+    nowhere, and `lost_output` tells of a full disk.
+    """
+
+    error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+        except OSError as error:
+            _Unread.error = error
+            return len(data)
+
+
+def lost_output(prog: str) -> bool:
+    """Tell, and say on stderr, if something that the program printed could not be written."""
+    sys.stdout.flush()
+    if _Unread.error is None:
+        return False
+    why = os.strerror(_Unread.error.errno)
+    print(f"{prog}: error: cannot write to standard output: {why}", file=sys.stderr, flush=True)
+    return True
+
+
+def open_streams() -> None:
+    """Let nothing that is printed end a program: no odd path, no `| head -1`, no `>&-`."""
+    for name in ("stdout", "stderr"):
+        old = getattr(sys, name)
+        if old is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            continue
+        old.flush()
+        raw = _Unread(old.fileno(), "w", closefd=False)
+        new = io.TextIOWrapper(
+            io.BufferedWriter(raw),
+            old.encoding,
+            "backslashreplace",  # paths need not be UTF-8
+            line_buffering=old.line_buffering,
+            write_through=old.write_through,
+        )
+        setattr(sys, name, new)

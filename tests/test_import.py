@@ -1,0 +1,203 @@
+"""Masks, methods and kernels of a user: the guides' examples, as files outside the repository."""
+
+import re
+import shlex
+
+import numpy as np
+import pytest
+import test_kernels as kernels
+import test_readme as readme
+import test_schedule_plots as plots
+import test_simulate as simulate
+from helpers import assert_each_refused, drive_each
+from test_planner import A100, work
+
+from a2d_mpi import Mask, make_mask, register_kernel, register_mask, register_method
+from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.patterns import PATTERNS, split_masks
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.kernels import KERNELS, check_kernel
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.planner import candidates
+from a2d_mpi.schedules import METHODS, Method, problem_of
+
+FILES = {"mask": "sinks.py", "method": "gather.py", "kernel": "plain.py"}
+# Appended to the commands of the guides: what makes them short.
+SMALL = {
+    "attention.py": ["--seqlen", "70", "--trials", "1", "--warmup", "0"],
+    "bench.py": ["--seqlens", "70", "--trials", "1"],
+    "plan.py": ["--seqlen", "2K", "--ranks", "4"],
+    "plot_schedule.py": ["--seqlen", "2K", "--ranks", "4"],
+    "plot.py": [],
+}
+METHOD = "gather kv"
+
+
+def example(page):
+    """The file that a guide has its reader save."""
+    code = readme.blocks(f"docs/adding-a-{page}.md", "python")
+    return "\n".join(code[:2] if page == "method" else code)
+
+
+def commands(page):
+    """(ranks, driver, options) of the commands of a guide that say where the repository is."""
+    text = "".join(x for x in readme.blocks(f"docs/adding-a-{page}.md", "bash") if "A2D=" in x)
+    variables = {}
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if given := re.fullmatch(r"(\w+)=(.*)", words[0]):
+            value = str(readme.ROOT) if given[1] == "A2D" else given[2]
+            variables[f"${given[1]}"] = value.replace("$A2D", str(readme.ROOT))
+            continue
+        for name, value in variables.items():
+            line = line.replace(name, value)
+        words = shlex.split(line)
+        ranks = int(words[2]) if words[0] == "mpiexec" else 0
+        python, driver, *options = words[3 * (ranks > 0) :]
+        assert python == "python" and driver.startswith(f"{readme.ROOT}/drivers/")
+        yield ranks, driver.rpartition("/")[2], options
+
+
+def test_guides(tmp_path):
+    """As a new user does it: files in a fresh folder, and all commands of the guides there."""
+    for page, name in FILES.items():
+        (tmp_path / name).write_text(example(page))
+    found = [x for page in FILES for x in commands(page)]
+    assert {driver for _, driver, _ in found} == set(SMALL) and len(found) == 9
+    assert all("--import" in options for _, driver, options in found if driver != "plot.py")
+    for ranks in (2, 0):  # two instead of four
+        cases = [(y, [*z, *SMALL[y]], []) for x, y, z in found if bool(x) == bool(ranks)]
+        done, each = drive_each(cases, ranks, cwd=tmp_path)
+        assert [code for code, _ in each] == [0] * len(cases), done.stdout + done.stderr
+        assert "FAILED" not in done.stdout
+        assert all("passed" in text for _, text in each) or not ranks
+    assert (tmp_path / "gather.png").exists() and (tmp_path / "figures").is_dir()
+
+
+@pytest.fixture
+def registered():
+    """What the guides' files register; afterwards it is gone."""
+    there = [(x, set(x)) for x in (METHODS, KERNELS, PATTERNS)]
+    for page in FILES:
+        exec(example(page), {"__name__": "example"})
+    yield
+    for known, names in there:
+        for name in set(known) - names:
+            del known[name]
+
+
+@pytest.mark.usefixtures("registered")
+class TestOfOnesOwn:
+    """The planner, its model, the simulator and pictures take the method of the guide."""
+
+    @pytest.mark.parametrize("mask", [Causal(), Full(), "sinks:2,40"])
+    def test_planner(self, mask):
+        mask = make_mask(mask, 1024) if isinstance(mask, str) else mask
+        job = work(1024, 4, mask=mask)
+        METHODS["one by one"] = METHODS[METHOD]._replace(at_once=False)
+        both = (candidates(A100, 6, job, methods=[x]) for x in (METHOD, "one by one"))
+        ours, apart = (sorted(x, key=lambda y: str(y.layout)) for x in both)
+        assert [x.layout for x in ours] == [x.layout for x in apart]
+        assert {(x.layout.rows, x.layout.cols, x.layout.heads) for x in ours} == {
+            (6, 1, 1),
+            (3, 1, 2),
+        }
+        for x, y in zip(ours, apart):  # all ranks at once are one by one
+            assert (x.received, x.crossing, x.messages) == (y.received, y.crossing, y.messages)
+            assert x.seconds == pytest.approx(y.seconds, rel=0.1)
+        assert METHOD in {x.method for x in candidates(A100, 2, job)}
+
+    @pytest.mark.parametrize("phase", ["forward", "backward"])
+    def test_simulator(self, phase):
+        for layout in (Layout(6, 1), Layout(3, 1, 2)):
+            simulate.test_programs_are_those_of_the_model(METHOD, layout, phase, Full())
+
+    def test_pictures(self):
+        plots.test_every_visible_pair_is_computed_once(METHOD, 1)
+
+    def test_bytes(self):
+        """Forward, the keys and values of all others."""
+        job = work(4096, 8, mask=Full(), backward=False)
+        problem = problem_of(METHOD, Layout(8, 1), job, job.mask)
+        _, received = cost.traffic(METHOD, Layout(8, 1), problem, 3)["forward", "all"]
+        assert received == 7 * 512 * 2 * 8 * 128 * 2
+
+    @pytest.mark.parametrize("kind", ["full", "causal", "one", "two"])
+    def test_kernel(self, kind):
+        for dtype, shape in ((np.float32, (3, 70)), (np.float64, (60, 5)), (np.float64, (0, 3))):
+            kernels.test_kernel("plain", dtype, kind, 40.0, (4, 2, 7), shape)
+
+    def test_kernels_are_checked(self):
+        for dtype, softcap, text in (
+            ("f2", None, "takes float32, float64, not"),
+            ("f4", 3.0, "no so"),
+        ):
+            with pytest.raises(ValueError, match=f"kernel 'plain' .*{text}"):
+                check_kernel("plain", np.dtype(dtype), softcap)
+
+    def test_masks_by_name(self):
+        assert isinstance(make_mask("sinks:2,window=4", 9), Mask)
+        assert split_masks("sinks:2,window=4,full") == ["sinks:2,window=4", "full"]
+        with pytest.raises(
+            ValueError, match=r"mask must be sinks\[:sinks,window\], got 'sinks:2'"
+        ):
+            make_mask("sinks:2", 9)
+
+    @pytest.mark.parametrize("register, given, text", [
+        (register_method, ("ring", METHODS["ring"]), "there is a method 'ring' already"),
+        (register_method, (METHOD, METHODS["ring"]), "there is a method 'gather kv' already"),
+        (register_method, ("auto", METHODS["ring"]), "there is a method 'auto' already"),
+        (register_method, ("gather_kv", METHODS["ring"]), "must be words of a-z and 0-9"),
+        (register_method, ("mine", print), "method 'mine' must be a Method, got <built-in"),
+        (register_mask, ("causal", print), "there is a mask 'causal' already"),
+        (register_mask, ("file", print), "there is a mask 'file' already"),
+        (register_mask, ("a:b", print), "must be of a-z, 0-9 and _, got 'a:b'"),
+        (register_mask, ("mine", Causal()), "must be made by a function, got Causal()"),
+        (register_kernel, ("auto", print), "there is a kernel 'auto' already"),
+        (register_kernel, ("plain", print), "there is a kernel 'plain' already"),
+        (register_kernel, ("a b", print), "must be of a-z, 0-9 and -, got 'a b'"),
+        (register_kernel, ("mine", None), "must be made by a class or function, got None"),
+        (register_kernel, ("mine", print, ["int8"]), "dtypes must be of float16, "),
+    ])  # fmt: skip
+    def test_refused_names(self, register, given, text):
+        before = [list(x) for x in (METHODS, KERNELS, PATTERNS)]
+        with pytest.raises(ValueError, match=text.replace("()", r"\(\)")):
+            register(*given)
+        assert before == [list(x) for x in (METHODS, KERNELS, PATTERNS)]
+        assert isinstance(METHODS[METHOD], Method)
+
+
+BAD = {
+    "name": ("from a2d_mpi import register_kernel\n\nregister_kernel('numpy', print)",
+             "line 3: ValueError: there is a kernel 'numpy' already"),
+    "syntax": ("def f(:", "line 1: SyntaxError: invalid syntax"),
+    "error": ("def f():\n    raise KeyError('two\\nlines')\nf()", "line 2: KeyError: 'two"),
+    "exit": ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
+    "kernel": ("from a2d_mpi import register_kernel\nclass Mine:\n"
+               "    def __init__(self, *given, **others): pass\nregister_kernel('mine', Mine)",
+               "kernel 'mine': Mine has no method forward"),
+}  # fmt: skip
+
+
+def test_bad_files(tmp_path):
+    """One line, exit code 2 on all ranks."""
+    for name, (code, _) in BAD.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    here = {x: str(tmp_path / f"{x}.py") for x in BAD}
+    sample = readme.ROOT / "data" / "minilm_l3_1536.h5"
+    common, missing = [sample, "--seqlen", "9"], str(tmp_path / "none.py")
+    run = [*common, "--import", here["kernel"], "--kernel", "mine"]
+    assert_each_refused(
+        [
+            *(("attention.py", [*common, "--import", here[x]], [], BAD[x][1])
+              for x in BAD if x != "kernel"),
+            ("attention.py", run, [], BAD["kernel"][1]),
+            ("attention.py", [*common, "--import", missing], [], "No such file or directory"),
+            ("attention.py", [*common, "--import"], [], "argument --import: expected one"),
+            ("attention.py", [*common, "--import", ""], [], "--import must be a path, got ''"),
+            ("attention.py", [*common, "--import", tmp_path], [], "is not a regular file"),
+            ("attention.py", [*common, "--mask-file", ""], [], "--mask-file must be a path, got"),
+            ("attention.py", common, ["--import", here["kernel"]], "ranks disagree on --import"),
+            ("attention.py", common, [f"--import={missing}"], "none.py: No such file or"),
+        ], 2,
+    )  # fmt: skip
