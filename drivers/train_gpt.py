@@ -13,7 +13,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_engine, add_grid, run
-from a2d_mpi.experiments.options import SEED, add_model, escaped, whole
+from a2d_mpi.experiments.options import SEED, add_model, escaped, real, whole
 from a2d_mpi.experiments.train_gpt import train
 
 
@@ -24,7 +24,13 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("text", type=Path, help="text file; its bytes are the tokens")
     add("--folder", type=Path, required=True, help="of checkpoints")
     add("--output", type=Path, help="HDF5 file for losses, seconds and traffic")
-    add("--resume", action="store_true", help="go on from the latest whole checkpoint")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--resume", action="store_true", help="go on from the latest whole checkpoint"
+    )
+    start.add_argument(
+        "--anew", action="store_true", help="begin, and move checkpoints to a folder in --folder"
+    )
     add_model(parser, "tiny")
     add("--seqlen", type=whole(2), default=1024, help="tokens of a step (default %(default)s)")
     add(
@@ -40,7 +46,12 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--steps", type=whole(1), default=200, help="of the whole run (default %(default)s)")
     add("--until", type=whole(1), help="stop after so many steps of them; default: all")
     add("--every", type=whole(1), default=50, help="steps between checkpoints (%(default)s)")
-    add("--rate", type=float, default=1e-3, help="highest learning rate (default %(default)s)")
+    add(
+        "--rate",
+        type=real(0, 1e6),
+        default=1e-3,
+        help="highest learning rate (default %(default)s)",
+    )
     add("--warmup", type=whole(1), default=20, help="steps (default %(default)s)")
     add("--seed", type=SEED, default=0, help="of weights and batches (default %(default)s)")
     add_engine(parser)

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn, TypeVar
 
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.gpus import TRANSFERS
+from a2d_mpi.core.atomic import held
+from a2d_mpi.experiments.files import check_files, files_held
 from a2d_mpi.experiments.options import (
     BAD_INPUT,
     BLOCK_HELP,
@@ -65,6 +67,23 @@ def _wait_idly(comm: MPI.Intracomm) -> None:
     arrived = comm.Ibarrier()
     while not arrived.Test():
         time.sleep(IDLE)
+
+
+@contextmanager
+def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[None]:
+    """Rank 0 keeps other jobs from writing these files or folders, until the block ends.
+
+    Collective over `comm`.
+
+    Raises
+    ------
+    CollectiveError
+        If another job has one of them; see `a2d_mpi.core.atomic.held`.
+    """
+    with ExitStack() as stack:
+        if paths:
+            together(comm, lambda: [stack.enter_context(held(x)) for x in paths], on=0)
+        yield
 
 
 def add_grid(parser: Parser) -> None:
@@ -136,7 +155,10 @@ def run(
     prog = parser.prog
     alive = _name_if_killed(f"{prog}: rank {comm.rank}")
     try:
-        code = body(comm, arguments(comm, parser, apart))
+        args = arguments(comm, parser, apart)
+        together(comm, lambda: check_files(args))
+        with holding(comm, *files_held(args)):
+            code = body(comm, args)
     except SystemExit as end:  # --help, on all ranks
         code = end.code
     except CollectiveError as error:
@@ -151,6 +173,7 @@ def run(
         sys.stderr.flush()
         alive()
         comm.Abort(70)
+        os._exit(70)  # the call may return where another rank has aborted, too
     # No launcher may see a code, and end the others, before the message is out.
     comm.Barrier()
     alive()
@@ -158,7 +181,7 @@ def run(
 
 
 def _name_if_killed(who: str) -> Callable[[], object]:
-    """Have a shell say so when this process ends without having called what is returned.
+    """Have a shell say so when this process ends without having called what is returned, once.
 
     Launchers name a host and a process at best (MPICH's may name the wrong one), and end all other
     ranks before any could tell.  MPICH's, when the rank's connection to it breaks: the shell keeps

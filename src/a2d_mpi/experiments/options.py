@@ -8,10 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
+from a2d_mpi.core.atomic import held
 from a2d_mpi.core.patterns import PATTERNS, check_mask
+from a2d_mpi.experiments.files import check_files, files_held
 from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.schedules import METHODS
 
@@ -212,7 +215,12 @@ def run_serial(
     open_streams()
     parser = build_parser()
     try:
-        code = body(parser.parse_args())
+        args = parser.parse_args()
+        check_files(args)
+        with ExitStack() as stack:
+            for path in files_held(args):
+                stack.enter_context(held(path))
+            code = body(args)
     except (ValueError, OSError, MemoryError) as error:
         print(f"{parser.prog}: error: {str(error) or type(error).__name__}", file=sys.stderr)
         code = BAD_INPUT

@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,15 @@ import numpy as np
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.kernel_plots import draw_kernels, draw_tiles, read_all, read_figures
 from a2d_mpi.experiments.loss_plots import draw_losses, read_losses
-from a2d_mpi.experiments.pictures import FILLS, STYLES, log_ranks, plain_ticks, pyplot, save
+from a2d_mpi.experiments.pictures import (
+    FILLS,
+    STYLES,
+    check_picture,
+    log_ranks,
+    plain_ticks,
+    pyplot,
+    save,
+)
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.scale import read_scale
@@ -49,6 +58,8 @@ def plot(args: argparse.Namespace) -> int:
     chosen = read(args)
     plt = pyplot(**SETTINGS)
     os.makedirs(args.output, exist_ok=True)
+    for name, kind in product(names, formats):
+        check_picture(Path(args.output, f"{name}.{kind}"))
     missing = []
     for name in names:
         try:
