@@ -4,8 +4,8 @@
         --rows 2 --cols 2 --steps 200 --output results/tiny.h5
 
 Packed documents do not see each other; they are cut at --separator.  Checkpoints in --folder:
---resume goes on to the same bits as a run that was not interrupted.
-Exit code 2: bad input, or nothing can be written.
+--resume goes on to the same bits as a run that was not interrupted, on the same grid and CPU.
+Exit code 1: the loss is no longer finite.  2: bad input, or nothing can be written.
 """
 
 from pathlib import Path
