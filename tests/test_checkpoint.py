@@ -187,3 +187,20 @@ def test_says_what_computed_which_steps(tmp_path):
     assert "the loss is nan; the training ends, and the checkpoints in" in done.stderr
     left = [load(x) for x in sorted(Path(tmp_path, "run").glob("*.h5"))]
     assert left and all(np.isfinite(x.weights).all() for x in left)
+
+
+def test_reader_beside_a_run_that_goes_on(tmp_path, monkeypatch):
+    """The run removes what a reader has listed: it looks again."""
+    from a2d_mpi.experiments import checkpoint
+
+    save(tmp_path, state(2))
+
+    def late(path, real=load):
+        if path.name == path_of(tmp_path, 2).name:
+            save(tmp_path, state(4))
+            path.unlink()
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "load", late)
+    found, refused = checkpoint.latest(tmp_path)
+    assert found.step == 4 and not refused

@@ -20,11 +20,11 @@ CHECKPOINTS = "folder"  # read and written
 CHECKPOINT = re.compile(r"step-(\d{9})\.h5")
 
 
-def files_read(args: argparse.Namespace) -> list[str]:
+def files_read(args: argparse.Namespace, virtual: bool = True) -> list[str]:
     """All files that a driver reads, by its options.
 
-    Of a folder all that is in it; of an HDF5 file also those that hold its numbers; beside a
-    benchmark the profile of the same name.
+    Of a folder all that is in it; of an HDF5 file also the sources of its `virtual` datasets, to
+    find which takes long where there are thousands; beside a benchmark the profile of its name.
     """
     from a2d_mpi.experiments.hdf5 import sources
 
@@ -33,7 +33,8 @@ def files_read(args: argparse.Namespace) -> list[str]:
         given = getattr(args, name, None) or ()
         for path in given if isinstance(given, list) else [given] if given else []:
             inside = list(Path(path).iterdir()) if os.path.isdir(path) else []
-            found += [os.fspath(path), *map(os.fspath, inside), *sources(path)]
+            found += [os.fspath(path), *map(os.fspath, inside)]
+            found += sources(path) if virtual else []
             if name == "benchmark":
                 found.append(os.fspath(Path(path).with_suffix(".toml")))
     return found
@@ -62,10 +63,13 @@ def check_files(args: argparse.Namespace) -> None:
     OSError
         If an output is an input or another output, or one of them has the name of a checkpoint.
     """
+    import h5py
+
     written, folder = files_written(args), getattr(args, CHECKPOINTS, None)
     if not written and not folder:
         return
-    read = files_read(args)
+    # What is no HDF5 file holds no numbers of one.
+    read = files_read(args, any(os.path.isfile(x) and h5py.is_hdf5(x) for x in written))
     for i, path in enumerate(written):
         others = [*((x, "input") for x in read), *((x, "output") for x in written[:i])]
         for other, what in others:
