@@ -34,6 +34,7 @@ from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.checkpoint import latest
 from a2d_mpi.experiments.results import read_result
 
+TRAINED = Path(tempfile.gettempdir(), f"a2d_mpi-kills-{os.getpid()}")
 KINDS = ("all", "rank", "term")
 ROOT = DRIVERS.parent
 MODEL = ("--layers", "1", "--width", "8", "--nheads", "2")
@@ -135,11 +136,10 @@ def generated(_: Path) -> set:
 
 def checkpoints() -> Path:
     """A trained model, for `generate.py`, made once."""
-    folder = Path(tempfile.gettempdir(), f"a2d_mpi-kills-{os.getpid()}")
-    if not folder.exists():
-        job = start(2, *TEXT, "--steps", 4, "--folder", folder, program="train_gpt.py")
+    if not TRAINED.exists():
+        job = start(2, *TEXT, "--steps", 4, "--folder", TRAINED, program="train_gpt.py")
         job.communicate(timeout=100)
-    return folder
+    return TRAINED
 
 
 def listed(done: Callable[[Path], set]) -> Callable[[Path, str], object]:
@@ -261,7 +261,7 @@ def main(argv=None) -> int:
                 print(f"{program:<16} {kind:<5}", ", ".join(
                     f"{table[program, kind][x]} {x}" for x in ("kills", "resumed", "equal", "lost")
                 ), flush=True)  # fmt: skip
-    shutil.rmtree(checkpoints(), ignore_errors=True)
+    shutil.rmtree(TRAINED, ignore_errors=True)
     total = sum(table.values(), Counter())
     print("in all:", ", ".join(f"{total[x]} {x}" for x in ("kills", "resumed", "equal", "lost")))
     return int(bad)
