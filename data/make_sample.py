@@ -34,7 +34,6 @@ from tqdm import tqdm
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.options import Parser, run_serial
 from a2d_mpi.experiments.pretrained import (
-    MODEL_FILES,
     PACKAGE,
     WINDOW,
     describe_model,
@@ -171,9 +170,6 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--tokens is {args.tokens}, must be at least 1")
     check_writable(args.output)
     folder = args.model or find_model()
-    for path in (args.text, *(folder / name for name in MODEL_FILES)):
-        if path and path.exists() and args.output.exists() and args.output.samefile(path):
-            raise ValueError(f"{args.output} is an input, too: {path}")
     encoder, tokenizer = load_model(folder)
     if not 0 <= args.layer < encoder.layers:
         raise ValueError(f"--layer is {args.layer}, must be 0 to {encoder.layers - 1}")

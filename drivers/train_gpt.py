@@ -4,14 +4,14 @@
         --rows 2 --cols 2 --steps 200 --output results/tiny.h5
 
 Packed documents do not see each other; they are cut at --separator.  Checkpoints in --folder:
---resume goes on to the same bits as a run that was not interrupted.
-Exit code 2: bad input, or nothing can be written.
+--resume goes on to the same bits as a run that was not interrupted, on the same grid and CPU.
+Exit code 1: the loss is no longer finite.  2: bad input, or nothing can be written.
 """
 
 from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_engine, add_grid, run
-from a2d_mpi.experiments.options import SEED, add_model, escaped, path, whole
+from a2d_mpi.experiments.options import SEED, add_model, escaped, path, real, whole
 from a2d_mpi.experiments.train_gpt import train
 
 
@@ -22,7 +22,13 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("text", type=path, help="text file; its bytes are the tokens")
     add("--folder", type=path, required=True, help="of checkpoints")
     add("--output", type=path, help="HDF5 file for losses, seconds and traffic")
-    add("--resume", action="store_true", help="go on from the latest whole checkpoint")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument(
+        "--resume", action="store_true", help="go on from the latest whole checkpoint"
+    )
+    start.add_argument(
+        "--anew", action="store_true", help="begin, and move checkpoints to a folder in --folder"
+    )
     add_model(parser, "tiny")
     add("--seqlen", type=whole(2), default=1024, help="tokens of a step (default %(default)s)")
     add(
@@ -38,7 +44,12 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--steps", type=whole(1), default=200, help="of the whole run (default %(default)s)")
     add("--until", type=whole(1), help="stop after so many steps of them; default: all")
     add("--every", type=whole(1), default=50, help="steps between checkpoints (%(default)s)")
-    add("--rate", type=float, default=1e-3, help="highest learning rate (default %(default)s)")
+    add(
+        "--rate",
+        type=real(0, 1e6),
+        default=1e-3,
+        help="highest learning rate (default %(default)s)",
+    )
     add("--warmup", type=whole(1), default=20, help="steps (default %(default)s)")
     add("--seed", type=SEED, default=0, help="of weights and batches (default %(default)s)")
     add_engine(parser)

@@ -244,15 +244,16 @@ def test_goes_on(tmp_path):
     def trained(folder, *more):
         done = drive("train_gpt.py", 2, text, "--folder", folder, *OPTIONS, *more)
         assert done.returncode == 0, done.stderr
-        return done.stdout
+        return done.stderr
 
     trained(whole, "--output", tmp_path / "log.h5")
     trained(parts, "--until", 5)
     assert [x.name for x in sorted(parts.iterdir())] == ["step-000000004.h5", "step-000000005.h5"]
     damaged = parts / "step-000000005.h5"
-    damaged.write_bytes(damaged.read_bytes()[:-100])
+    damaged.write_bytes(cut := damaged.read_bytes()[:-100])
     shown = trained(parts, "--resume")
-    assert "refused:" in shown and "step-000000005.h5" in shown
+    assert "refused, and renamed to step-000000005.h5.damaged: " in shown
+    assert (parts / "step-000000005.h5.damaged").read_bytes() == cut
     first, second = (load(x / "step-000000009.h5") for x in (whole, parts))
     assert first.weights.tobytes() == second.weights.tobytes()
     assert first.moments.tobytes() == second.moments.tobytes()

@@ -57,7 +57,7 @@ def ranks_below(pid):
         except OSError:
             continue
         rank = re.search(r"(?:^|\0)(?:PMI|OMPI_COMM_WORLD)_RANK=(\d+)", environment)
-        if rank and "bench.py" in command and not command.startswith("/bin/sh"):
+        if rank and str(DRIVERS) in command and not command.startswith("/bin/sh"):
             ranks[int(rank[1])] = child
     return found, ranks
 

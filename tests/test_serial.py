@@ -63,8 +63,8 @@ def test_bad_samples(tmp_path):
             ([output, "--dtype", "int8"], "invalid choice"),
             (["/nowhere/sample.h5"], "cannot write /nowhere/sample.h5"),
             ([tmp_path], "it is not a regular file"),
-            ([text, "--text", text, *model], "is an input, too"),
-            ([tmp_path / "config.json", *model], "is an input, too"),
+            ([text, "--text", text, *model], "it is the input"),
+            ([tmp_path / "config.json", *model], "it is the input"),
             ([output, *model], "error: "),  # no package, or no such model
         )
     ])  # fmt: skip

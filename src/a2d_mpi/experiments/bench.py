@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.atomic import refuse_same
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
@@ -70,7 +69,6 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     """Blocks of configurations, settings, machine, and what is done; on one rank."""
-    refuse_same(args.output, args.profile, args.mask_file)
     machine = read_machine(args.profile) if args.profile else None
     overlaps = []
     for x in _list(args.overlap.replace("both", "on,off")):

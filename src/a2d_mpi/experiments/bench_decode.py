@@ -14,9 +14,9 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
-from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.check import error_bounds
 from a2d_mpi.experiments.cli import check_room, together
+from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check, new_file, set_attributes
@@ -179,7 +179,7 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
             f"got {args.ranks}"
         )
     if args.output and comm.rank == 0:
-        check_writable(args.output)
+        check_output(args.output, SCHEMA)
     most = max(args.contexts) + args.trials + 1
     sizes = args.layers, args.width, args.nheads, most, args.nheads_kv
     return GPTConfig(256, *sizes, positions="rotary")

@@ -15,12 +15,13 @@ from mpi4py import MPI
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.comm.gpus import bind_gpu, gpu_aware
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.bench_tile import torch_calls
+from a2d_mpi.experiments.benchmark import SCHEMA
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.kernel_plots import add_figures
 from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs
 from a2d_mpi.experiments.options import FAILED_CHECK
@@ -36,7 +37,7 @@ Found = dict[str, Any]  # seconds of the trials of each call, and TFLOP of some
 def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Run the benchmark that is asked for; returns the exit code."""
     if args.output:
-        together(comm, lambda: check_writable(args.output), on=0)
+        together(comm, lambda: check_output(args.output, SCHEMA), on=0)
     device, sharing = bind_gpu(comm)
     aware, why = gpu_aware(args.transfers)
     how = f"{'device' if aware else 'host'} transfers ({why})"

@@ -13,11 +13,12 @@ from importlib.util import find_spec
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.host import HOST
+from a2d_mpi.experiments.benchmark import SCHEMA
+from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.kernel_plots import add_figures
 from a2d_mpi.experiments.options import BadOption
 from a2d_mpi.experiments.origin import provenance
@@ -47,7 +48,7 @@ def bench_tile(args: argparse.Namespace) -> int:
     except ImportError:
         raise ValueError("torch is missing: pip install -e '.[bench]'") from None
     if args.output:
-        check_writable(args.output)
+        check_output(args.output, SCHEMA)
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         # One and the same core for all.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from a2d_mpi.core.atomic import check_writable, remove_leftovers
+from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
 from a2d_mpi.experiments.results import Result, fill, load, new_file, set_attributes
 
@@ -62,7 +62,6 @@ def start_benchmark(
     ValueError
         If it exists and `resume` is false, or it was made with other settings.
     """
-    remove_leftovers(path)
     if not extends(path, resume):
         return {}
     with reading(path, SCHEMA) as file:

@@ -42,7 +42,7 @@ from a2d_mpi.planning.calibration import (
     fit_steps,
 )
 from a2d_mpi.planning.machine import Link, Machine
-from a2d_mpi.planning.profile import write_machine
+from a2d_mpi.planning.profile import read_machine, write_machine
 
 # Queries, keys, nheads, nheads_kv, headdim, mask: few and many of each.
 SHAPES = (
@@ -72,7 +72,7 @@ ATTEMPTS = 3  # measurements, until one is not disturbed
 def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure until nothing disturbs, and write the profile; returns the exit code."""
     where = together(comm, lambda: _validated(args, Place(comm)))
-    together(comm, lambda: check_writable(args.output, 1 << 16), on=0)
+    together(comm, lambda: check_writable(args.output, 1 << 16, read_machine), on=0)
     attempts: list[Measured] = []
     for _ in range(1 if args.accept_disturbed else ATTEMPTS):
         attempts.append(_measure(comm, args, where))

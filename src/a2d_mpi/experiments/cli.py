@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Container
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn, TypeVar
 
 from mpi4py import MPI
@@ -19,7 +19,9 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.gpus import TRANSFERS
 from a2d_mpi.comm.place import Place
+from a2d_mpi.core.atomic import held
 from a2d_mpi.core.sizes import check_memory
+from a2d_mpi.experiments.files import check_files, files_held
 from a2d_mpi.experiments.options import (
     BAD_INPUT,
     BLOCK_HELP,
@@ -95,6 +97,23 @@ def _wait_idly(comm: MPI.Intracomm) -> None:
         time.sleep(IDLE)
 
 
+@contextmanager
+def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[None]:
+    """Rank 0 keeps other jobs from writing these files or folders, until the block ends.
+
+    Collective over `comm`.
+
+    Raises
+    ------
+    CollectiveError
+        If another job has one of them; see `a2d_mpi.core.atomic.held`.
+    """
+    with ExitStack() as stack:
+        if paths:
+            together(comm, lambda: [stack.enter_context(held(x)) for x in paths], on=0)
+        yield
+
+
 def add_grid(parser: Parser) -> None:
     """Add the options of a method and its grid; see `a2d_mpi.experiments.measure.open_grid`."""
     add = parser.add_argument
@@ -164,7 +183,10 @@ def run(
     prog = parser.prog
     alive = _name_if_killed(f"{prog}: rank {comm.rank}")
     try:
-        code = body(comm, arguments(comm, parser, apart))
+        args = arguments(comm, parser, apart)
+        together(comm, lambda: check_files(args))
+        with holding(comm, *files_held(args)):
+            code = body(comm, args)
     except SystemExit as end:  # --help, on all ranks
         code = end.code
     except CollectiveError as error:
@@ -179,6 +201,7 @@ def run(
         sys.stderr.flush()
         alive()
         comm.Abort(70)
+        os._exit(70)  # the call may return where another rank has aborted, too
     if lost_output(prog):
         code = BAD_INPUT
     # No launcher may see a code, and end the others, before the message is out.
@@ -188,7 +211,7 @@ def run(
 
 
 def _name_if_killed(who: str) -> Callable[[], object]:
-    """Have a shell say so when this process ends without having called what is returned.
+    """Have a shell say so when this process ends without having called what is returned, once.
 
     Launchers name a host and a process at best (MPICH's may name the wrong one), and end all other
     ranks before any could tell.  MPICH's, when the rank's connection to it breaks: the shell keeps

@@ -14,11 +14,11 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.core.atomic import check_writable, refuse_same
 from a2d_mpi.core.documents import Documents, positions_in
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.reference import attention
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import check_grid, open_grid, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.pretrained import (
@@ -203,8 +203,7 @@ def _error(encoder: Encoder, packed: Packed, found: np.ndarray) -> float:
 def _prepared(args: argparse.Namespace) -> tuple[Encoder, Packed, dict[str, object]]:
     """The model, what it is to encode, and attributes that say what these are."""
     if args.output:
-        check_writable(args.output)
-        refuse_same(args.output, args.text)
+        check_output(args.output, SCHEMA)
     folder = args.model or find_model()
     encoder, tokenizer = load_model(folder)
     text, attributes = read_text(args.text)

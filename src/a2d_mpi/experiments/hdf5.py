@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 
 import h5py
 import numpy as np
+
+from a2d_mpi.core.atomic import check_writable
 
 
 @contextmanager
@@ -43,6 +45,24 @@ def reading(
         number = getattr(error, "errno", None)
         reason = os.strerror(number) if number else " ".join(str(error).split())
         raise OSError(f"cannot read {path} as HDF5: {reason}") from error
+
+
+def check_output(path: str | os.PathLike[str], schema: tuple[str, int], nbytes: int = 0) -> None:
+    """Check before the work that a file of `nbytes` can be written after it.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written.
+    ValueError
+        If a file is there that is not of the schema: of another program, or of somebody's work.
+    """
+
+    def read(path: str | os.PathLike[str]) -> None:
+        with reading(path, schema):
+            pass
+
+    check_writable(path, nbytes, read)
 
 
 def member(group: h5py.Group, path: str, virtual: bool = True) -> h5py.Group | h5py.Dataset | None:
@@ -103,6 +123,20 @@ def plain(attrs: h5py.AttributeManager) -> dict[str, object]:
     values = {k: np.asarray(v).tolist() for k, v in attrs.items()}
     texts = {k: v.decode(errors="replace") for k, v in values.items() if isinstance(v, bytes)}
     return {**values, **texts}
+
+
+def sources(path: str | os.PathLike[str]) -> list[str]:
+    """Files that hold numbers of an HDF5 file, besides itself; none if it is no such file."""
+    found: set[str] = set()
+
+    def add(_: str, x: h5py.Group | h5py.Dataset) -> None:
+        if isinstance(x, h5py.Dataset) and x.is_virtual:
+            found.update(source.file_name for source in x.virtual_sources())
+
+    with suppress(OSError, RuntimeError, KeyError, ValueError, TypeError), _opened(path) as file:
+        file.visititems(add)
+    folder = os.path.dirname(os.path.realpath(path))
+    return sorted(os.path.join(folder, x) for x in found - {"."})
 
 
 def _opened(path: str | os.PathLike[str]) -> h5py.File:

@@ -13,13 +13,13 @@ from tqdm import tqdm
 from a2d_mpi.attention.methods import DoubleRingAttention, make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
-from a2d_mpi.core.atomic import check_writable, refuse_same
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.mask_file import FILE, read_mask
 from a2d_mpi.experiments.measure import (
     RESULTS,
@@ -33,7 +33,14 @@ from a2d_mpi.experiments.measure import (
     refuse_nan,
 )
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import InputInfo, Result, inspect_input, read_shard, write_result
+from a2d_mpi.experiments.results import (
+    RESULT_SCHEMA,
+    InputInfo,
+    Result,
+    inspect_input,
+    read_shard,
+    write_result,
+)
 from a2d_mpi.experiments.summary import phases_of
 
 
@@ -44,7 +51,8 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     digest = args.mask_file and f"a mask with digest {mask.digest(config.seqlen)}"
     agree(comm, None, {"dout in the input file": info.has_dout, "--mask-file": digest})
     if args.output:
-        together(comm, lambda: check_writable(args.output, _output_bytes(args, config)), on=0)
+        nbytes = _output_bytes(args, config)
+        together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes), on=0)
     device = open_device(comm, args.device)
     phases = {"backward": args.backward, "overlap": not args.no_overlap}
     grid = open_grid(comm, args, Workload(**config.arguments, mask=mask, **phases))
@@ -104,8 +112,6 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     if args.inner is not None and args.method != double:
         raise ValueError(f"--inner needs --method {double.replace(' ', '_')}")
     info = inspect_input(args.input)
-    if args.output:
-        refuse_same(args.output, *info.files, args.profile, args.mask_file)
     if args.seqlen is None:
         args.seqlen = info.seqlen
     if args.seqlen > info.seqlen:

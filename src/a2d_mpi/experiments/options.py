@@ -8,14 +8,16 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
-from a2d_mpi.core.atomic import read_regular
+from a2d_mpi.core.atomic import held, read_regular
 from a2d_mpi.core.config import LARGEST
 from a2d_mpi.core.patterns import PATTERNS, parse_mask, split_masks
+from a2d_mpi.experiments.files import check_files, files_held
 from a2d_mpi.experiments.streams import lost_output, open_streams
 from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.planning.profile import parse_count
@@ -177,13 +179,18 @@ def masks(text: str) -> list[str]:
     return found
 
 
-def import_file(text: str) -> str:
-    """A type of options: a user's Python file, which is run, once in a process.
+class Imported(NamedTuple):
+    """A user's Python file, and a digest of what it holds, on which ranks agree."""
 
-    Returns
-    -------
-    str
-        The path and a digest of what it holds, on which ranks agree.
+    path: str
+    digest: str
+
+    def __fspath__(self) -> str:
+        return self.path
+
+
+def import_file(text: str) -> Imported:
+    """A type of options: a user's Python file, which is run, once in a process.
 
     Raises
     ------
@@ -210,7 +217,7 @@ def import_file(text: str) -> str:
             line = next((x for x in lines if x), 1)
             what = (str(getattr(error, "msg", error)).splitlines() or [""])[0]
             raise ValueError(f"{name}, line {line}: {type(error).__name__}: {what}") from None
-    return f"{name} with digest {digest}"
+    return Imported(name, digest)
 
 
 class Parser(argparse.ArgumentParser):
@@ -312,7 +319,12 @@ def run_serial(
     open_streams()
     parser = build_parser()
     try:
-        code = body(parser.parse_args())
+        args = parser.parse_args()
+        check_files(args)
+        with ExitStack() as stack:
+            for path in files_held(args):
+                stack.enter_context(held(path))
+            code = body(args)
     except (ValueError, OSError, MemoryError) as error:
         print(f"{parser.prog}: error: {reason(error)}", file=sys.stderr)
         code = BAD_INPUT

@@ -16,6 +16,7 @@ _NOTHING = {
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
+_BEGINS = {"png": b"\x89PNG", "svg": (b"<?xml", b"<svg"), "pdf": b"%PDF"}
 # Of the parts of a phase: colour and hatch.
 FILLS = {"compute": ("#0072B2", ""), "merge": ("#009E73", "...."), "wait": ("#E69F00", "////"),
          "other": ("#DDDDDD", "")}  # fmt: skip
@@ -60,13 +61,13 @@ def check_picture(path: Path) -> None:
     Raises
     ------
     ValueError
-        If its name does not end with a known format.
+        If its name does not end with a known format, or another kind of file has the name.
     OSError
         If the file cannot be written.
     """
     if _format(path) not in _NOTHING:
         raise ValueError(f"{path} must end with .{', .'.join(_NOTHING)}")
-    check_writable(path)
+    check_writable(path, 0, _check_begin)
 
 
 def save(figure, path: Path, **options: object) -> None:
@@ -103,6 +104,14 @@ def plain_ticks(axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def _check_begin(path: Path) -> None:
+    """ValueError unless a file begins as pictures do of the format that it is named after."""
+    with open(path, "rb") as file:
+        begin = file.read(5)
+    if not begin.startswith(_BEGINS[_format(path)]):
+        raise ValueError(f"it begins with {begin!r}")
 
 
 def _format(path: Path) -> str:

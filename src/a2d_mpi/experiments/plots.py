@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from textwrap import fill
 
@@ -20,6 +21,7 @@ from a2d_mpi.experiments.pictures import (
     FILLS,
     STYLES,
     add_styles,
+    check_picture,
     log_ranks,
     no_formulas,
     plain_ticks,
@@ -61,6 +63,8 @@ def plot(args: argparse.Namespace) -> int:
     chosen = read(args)
     plt = pyplot(**SETTINGS)
     os.makedirs(args.output, exist_ok=True)
+    for name, kind in product(names, formats):
+        check_picture(Path(args.output, f"{name}.{kind}"))
     missing = []
     for name in names:
         try:

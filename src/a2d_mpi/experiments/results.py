@@ -43,8 +43,6 @@ class InputInfo:
     has_dout : bool
     attributes : dict
         All root attributes: where the data come from.
-    files : tuple of str
-        That the numbers are read from: `path`, and the sources of virtual datasets.
     """
 
     path: str
@@ -54,7 +52,6 @@ class InputInfo:
     headdim: int
     has_dout: bool
     attributes: dict[str, object]
-    files: tuple[str, ...] = ()
 
     def shape(self, name: str) -> tuple[int, int, int]:
         """(tokens, heads, headdim) of the dataset `name`."""
@@ -73,7 +70,7 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
         If the schema is another, or a dataset is missing or of a wrong type or shape.
     """
     with reading(path, INPUT_SCHEMA) as file:
-        shapes, files = {}, {os.fspath(path)}
+        shapes = {}
         for name in ("q", "k", "v", "dout"):
             data = member(file, name)
             if data is None and name == "dout":
@@ -87,14 +84,11 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
                     f"{path}: {name} has shape {data.shape}, must be (seqlen, heads, headdim)"
                 )
             shapes[name] = data.shape
-            if data.is_virtual:
-                folder = os.path.dirname(file.filename)
-                files |= {os.path.join(folder, x.file_name) for x in data.virtual_sources()}
         attributes = plain(file.attrs)
     seqlen, nheads, headdim = shapes["q"]
     nheads_kv = shapes["k"][1]
     sizes, has_dout = (seqlen, nheads, nheads_kv, headdim), "dout" in shapes
-    info = InputInfo(os.fspath(path), *sizes, has_dout, attributes, tuple(sorted(files)))
+    info = InputInfo(os.fspath(path), *sizes, has_dout, attributes)
     if any(shape != info.shape(name) for name, shape in shapes.items()):
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise ValueError(f"{path}: shapes do not agree: {listed}")

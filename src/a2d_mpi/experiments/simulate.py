@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from a2d_mpi.core.atomic import remove_leftovers
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import extends, read_benchmark
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
@@ -220,7 +219,6 @@ def configuration_of(result: Result) -> Configuration:
 
 
 def _there(path: str, resume: bool) -> dict[str, dict[str, object]]:
-    remove_leftovers(path)
     return read_simulations(path) if extends(path, resume) else {}
 
 

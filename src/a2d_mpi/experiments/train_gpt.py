@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -15,17 +16,18 @@ from tqdm import tqdm
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.atomic import check_writable, refuse_same, remove_leftovers
 from a2d_mpi.core.documents import Documents
 from a2d_mpi.core.masks import Causal, Mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.checkpoint import State, newest, save
-from a2d_mpi.experiments.cli import check_room, together
+from a2d_mpi.experiments.checkpoint import State, put_away, resumed, save
+from a2d_mpi.experiments.cli import check_room, holding, together
+from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.loss_plots import SCHEMA
 from a2d_mpi.experiments.measure import check_grid, open_device, open_grid, origin_of
-from a2d_mpi.experiments.options import model_of
+from a2d_mpi.experiments.options import FAILED_CHECK, model_of
+from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.gpt.adam import LearningRate
 from a2d_mpi.gpt.config import GPTConfig
@@ -35,6 +37,7 @@ from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.gpt.training import Training
+from a2d_mpi.kernels import make_kernel
 
 PARTS = (*STEP_PARTS, "plan")  # of a step's seconds
 # Options that a run must go on with.
@@ -42,7 +45,7 @@ SAME = ("seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator", "vali
 
 
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Train, or go on; returns the exit code."""
+    """Train, or go on; returns the exit code: 1 if the loss is no longer finite."""
     text, held, config = together(comm, lambda: _validated(args))
     size = np.dtype(args.dtype).itemsize
     nbytes = training_bytes(config, -(-args.seqlen // comm.size), size, args.recompute)
@@ -53,13 +56,38 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     sizes = {"seqlen": args.seqlen, "dtype": args.dtype, **config.heads}
     device = open_device(comm, args.device)
     grid = open_grid(comm, args, Workload(**sizes, mask=Causal(), backward=True))
+    together(comm, lambda: args.folder.mkdir(parents=True, exist_ok=True), on=0)
+    with holding(comm, args.folder):
+        return _train(comm, grid, args, config, (text, held), device)
+
+
+def _train(
+    comm: MPI.Intracomm,
+    grid: ProcessGrid,
+    args: argparse.Namespace,
+    config: GPTConfig,
+    texts: tuple[Text, Text | None],
+    device: Device,
+) -> int:
+    text, held = texts
     state = _resumed(comm, args, config, text)
-    with threadpool_limits(args.threads):
+    # Whether numbers are finite is looked at, step by step.
+    with threadpool_limits(args.threads), np.errstate(over="ignore", invalid="ignore"):
         trainer = Trainer(comm, grid, args, config, text, state, device)
+        if comm.rank == 0 and (why := state.other_bits(trainer.ranges)):
+            print(f"train_gpt.py: {why}", file=sys.stderr, flush=True)
         steps = range(state.step, args.until or args.steps)
         with tqdm(steps, "steps", disable=comm.rank != 0, leave=False) as shown:
             for step in shown:
-                loss = trainer.step()
+                try:
+                    loss = trainer.step()
+                except FloatingPointError as error:
+                    shown.close()
+                    if comm.rank == 0:
+                        print(f"train_gpt.py: step {step + 1}: {error}; the training ends, and "
+                              f"the checkpoints in {args.folder} stay as they are",
+                              file=sys.stderr, flush=True)  # fmt: skip
+                    return FAILED_CHECK
                 shown.set_postfix(loss=f"{loss:.3f}")
                 if (step + 1) % args.every == 0 or step + 1 == steps.stop:
                     together(comm, lambda: trainer.keep(args.folder), on=0)
@@ -106,6 +134,7 @@ class Trainer:
         self._comm, self._grid, self._args, self._text = comm, grid, args, text
         self._device = device
         self.config, self.done, self._run = config, state.step, state.run
+        self.ranges = state.ranges_with(self._settings())
         weights = Parameters(config, device.upload(state.weights))
         moments = device.upload(state.moments)
         self._training = Training(
@@ -173,6 +202,25 @@ class Trainer:
         names = ("rows", "cols", "heads")
         return {"method": self._args.method, **{x: getattr(self._grid, x) for x in names}}
 
+    def _settings(self) -> dict[str, object]:
+        """What may change the bits, of all ranks.  Collective."""
+        args, grid = self._args, self._grid
+        kernel = make_kernel(args.kernel, self._device, np.dtype(args.dtype), 1.0)
+        hosts = self._comm.allgather((cpu_name(), blas_name()))
+        cpus, blas = ("; ".join(sorted(set(x))) for x in zip(*hosts))
+        return {
+            **self.layout(),
+            "order": grid.layout.order,
+            "block": "x".join(map(str, grid.layout.block)),
+            "ranks": self._comm.size,
+            "threads": args.threads,
+            "device": self._device.name,
+            "kernel": kernel.name,
+            "cpu": cpus,
+            "blas": blas,
+            "numpy": np.__version__,
+        }
+
     def traffic(self) -> dict[str, np.ndarray]:
         """Bytes that this rank has sent and received, by phase and communicator."""
         self._forget()
@@ -186,7 +234,8 @@ class Trainer:
         """Write a checkpoint."""
         arrays = self.weights(), self._device.download(self._training.adam.moments)
         log = np.array(self.losses), np.array(self.seconds)
-        save(folder, State(self.config, self._run, self.done, *arrays, *log))
+        self.ranges[-1]["end"] = self.done
+        save(folder, State(self.config, self._run, self.done, *arrays, *log, self.ranges))
 
     def free(self) -> None:
         """Free plan and communicators.  Collective."""
@@ -210,6 +259,8 @@ def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
                 f"--validate {args.validate} holds out {len(held.bytes)} bytes, fewer than "
                 f"--seqlen {args.seqlen}"
             )
+    if args.until and args.until > args.steps:
+        raise ValueError(f"--until {args.until} is beyond the last of --steps {args.steps}")
     return text, held, config
 
 
@@ -218,29 +269,19 @@ def _resumed(
 ) -> State:
     """The state to go on from: rank 0 reads it, all get it."""
     run = {"text_sha256": text.sha256, **{x: str(getattr(args, x)) for x in SAME}}
-    state = comm.bcast(together(comm, lambda: _earlier(args, config, run), on=0))
+
+    def earlier() -> State | None:
+        if args.output:
+            check_output(args.output, SCHEMA)
+        if args.anew:
+            put_away(args.folder)
+        return resumed(args.folder, config, run, args.resume)
+
+    state = comm.bcast(together(comm, earlier, on=0))
     if state is None:
         weights = initial(config, args.seed, args.dtype)
         moments = np.zeros((2, config.parameters), args.dtype)
         state = State(config, run, 0, weights, moments, np.zeros(0), np.zeros(0))
-    return state
-
-
-def _earlier(args: argparse.Namespace, config: GPTConfig, run: dict[str, object]) -> State | None:
-    """The state of the latest checkpoint, if it is of this run and this is to go on."""
-    if args.output:
-        refuse_same(args.output, args.text)
-        check_writable(args.output)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    state = newest(args.folder)
-    if state is None:
-        return None
-    if not args.resume:
-        raise ValueError(f"{args.folder} has checkpoints; --resume goes on from the latest")
-    was, wanted = ({**asdict(c), **r} for c, r in ((state.config, state.run), (config, run)))
-    differ = [f"{x} was {was.get(x)}, is {wanted[x]}" for x in wanted if was.get(x) != wanted[x]]
-    if differ:
-        raise ValueError(f"the run in {args.folder} is another: {'; '.join(differ)}")
     return state
 
 
@@ -258,6 +299,8 @@ def write(
         set_attributes(config, trainer._run | asdict(trainer.config) | trainer.layout())
         for name, x in zip(("text", "held_out"), texts):
             set_attributes(file.create_group(name), x)
+        for i, x in enumerate(trainer.ranges):
+            set_attributes(file.create_group(f"ranges/{i}"), x)
         file["loss"] = np.array(trainer.losses)
         file["seconds/total"] = np.array(trainer.seconds)
         for name, x in zip(PARTS, np.array(trainer.parts).reshape(-1, len(PARTS)).T):
@@ -265,7 +308,6 @@ def write(
         for name in traffic[0]:
             both = np.array([x[name] for x in traffic])  # (ranks, 2)
             file[f"traffic/{name}/sent"], file[f"traffic/{name}/received"] = both.T
-    remove_leftovers(path)
 
 
 def _report(trainer: Trainer, text: Text, held_out: dict, args: argparse.Namespace) -> None:

@@ -63,9 +63,17 @@ class Adam:
         self._betas, self._epsilon, self._decay, self._clip = betas, epsilon, decay, clip
 
     def update(self, gradients: Parameters, rate: float) -> float:
-        """Update the weights; returns the norm of the gradient."""
+        """Update the weights; returns the norm of the gradient.
+
+        Raises
+        ------
+        FloatingPointError
+            If the norm is not finite, and nothing is updated, or a weight is not, then.
+        """
         g, w = gradients.flat, self._weights.flat
         norm = float((g.astype("f8") ** 2).sum()) ** 0.5
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the norm of the gradient is {norm}")
         if norm > self._clip:
             g *= self._clip / norm
         self.step += 1
@@ -79,4 +87,6 @@ class Adam:
                 x *= 1 - rate * self._decay
         unbiased = rate / (1 - b1**self.step)
         w -= unbiased * m / ((v / (1 - b2**self.step)) ** 0.5 + self._epsilon)
+        if not math.isfinite(w.sum(dtype="f8")):
+            raise FloatingPointError("there are weights that are not finite")
         return norm

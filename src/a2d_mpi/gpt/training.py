@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -66,6 +67,11 @@ class Training:
 
         By `a2d_mpi.gpt.cost.PARTS`: attention without waiting for its messages, that, waiting for
         sums of gradients, Adam, and all else.
+
+        Raises
+        ------
+        FloatingPointError
+            On all ranks, if the loss, the gradients or the new weights are not finite.
         """
         start = time.perf_counter()
         timed, count = _Timed(plan), max(1, int((batch.targets >= 0).sum()))
@@ -75,6 +81,8 @@ class Training:
         marks.append(time.perf_counter())
         loss = total(self._comm, loss)
         marks.append(time.perf_counter())
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss}")
         self.adam.update(self.gradients, rate)
         marks.append(time.perf_counter())
         waited, agreed, adam = np.diff(marks).tolist()

@@ -1,0 +1,206 @@
+"""Checkpoints: what a folder keeps, what a run goes on from, and what it says of its bits."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from helpers import DRIVERS, assert_each_refused, drive_each
+
+from a2d_mpi.experiments.checkpoint import State, load, put_away, resumed, save
+from a2d_mpi.gpt.config import GPTConfig
+
+CONFIG, RUN = GPTConfig(4, 1, 2, 1, 4), {"seed": "0"}
+README = DRIVERS.parent / "README.md"
+TRAIN = [
+    README,
+    "--layers",
+    "1",
+    "--width",
+    "8",
+    "--nheads",
+    "2",
+    "--seqlen",
+    "40",
+    "--steps",
+    "9",
+]
+
+
+def state(step, **changes):
+    n = CONFIG.parameters
+    arrays = np.full(n, float(step)), np.zeros((2, n)), np.ones(step), np.ones(step)
+    return replace(State(CONFIG, RUN, step, *arrays), **changes)
+
+
+def damage(path):
+    path.write_bytes(path.read_bytes()[:-100])
+    return path
+
+
+def names(folder):
+    return sorted(str(x.relative_to(folder)) for x in folder.rglob("*"))
+
+
+def contents(folder):
+    return {x.name: x.read_bytes() for x in folder.iterdir()}
+
+
+def path_of(folder, step):
+    return folder / f"step-{step:09}.h5"
+
+
+def test_keeps_all_but_its_own_earlier_ones(tmp_path):
+    """Files of other runs, damaged ones and later ones are not this run's to delete."""
+    for step in (2, 4):
+        save(tmp_path, state(step))
+    save(tmp_path, state(3, run={"seed": "1"}))
+    save(tmp_path, state(5, config=replace(CONFIG, layers=2)))
+    for step in (7, 8, 9):
+        damage(save(tmp_path, state(step, run={"seed": "2"})))
+    for step in (6, 7):
+        assert load(save(tmp_path, state(step))).step == step
+    kept = [3, 5, 6, 7, 8, 9]
+    assert names(tmp_path) == [path_of(tmp_path, x).name for x in kept]
+
+
+def test_goes_on_from_the_latest_that_is_whole(tmp_path, capsys):
+    for step in (2, 4):
+        save(tmp_path, state(step))
+    damage(path_of(tmp_path, 4))
+    before = contents(tmp_path)
+    for run, resume, told in (
+        (RUN, False, "has checkpoints; --resume goes on from the latest, --anew moves them away"),
+        ({"seed": "1"}, True, "is another: seed was 0, is 1"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            resumed(tmp_path, CONFIG, run, resume)
+        assert contents(tmp_path) == before
+    assert capsys.readouterr().err == ""
+    assert resumed(tmp_path, CONFIG, RUN, True).step == 2
+    told = capsys.readouterr().err
+    assert told.startswith("refused, and renamed to step-000000004.h5.damaged: ")
+    assert str(path_of(tmp_path, 4)) in told and told.count("\n") == 1
+    assert [*contents(tmp_path).values()] == [*before.values()]
+    damage(save(tmp_path, state(4)))
+    assert resumed(tmp_path, CONFIG, RUN, True).step == 2
+    assert len(names(tmp_path)) == 3 and "step-000000004.h5.damaged-2" in names(tmp_path)
+
+
+def test_does_not_begin_again_unasked(tmp_path):
+    """All are damaged: again and again it stops, until it is told to begin."""
+    for step in (8, 9):
+        save(tmp_path, state(step))
+        damage(path_of(tmp_path, step))
+    before = contents(tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"no checkpoint that is whole: .*000009.*; --anew "):
+            resumed(tmp_path, CONFIG, RUN, True)
+        assert contents(tmp_path) == before
+    put_away(tmp_path)
+    assert contents(tmp_path / "before") == before
+    assert resumed(tmp_path, CONFIG, RUN, True) is None
+    save(tmp_path, state(1))
+    put_away(tmp_path)
+    assert (tmp_path / "before-2" / "step-000000001.h5").exists()
+    # Renamed ones stand for a run, too.
+    path_of(tmp_path, 3).with_suffix(".h5.damaged").touch()
+    with pytest.raises(ValueError, match="no checkpoint that is whole: damaged ones were renamed"):
+        resumed(tmp_path, CONFIG, RUN, True)
+
+
+def test_sizes_must_fit(tmp_path):
+    """The checksum is right, the sizes are not: one line, which names the file."""
+    good = state(3)
+    wrong = [
+        {"weights": good.weights[:-1]}, {"weights": good.weights.astype(int)},
+        {"moments": good.moments[0]}, {"losses": np.ones(2)}, {"seconds": np.ones((3, 1))},
+        {"step": 2}, {"step": -1}, {"step": 3.0}, {"config": replace(CONFIG, vocab=5)},
+        {"run": [1]}, {"ranges": {"begin": 0}},
+    ]  # fmt: skip
+    for changes in wrong:
+        path = save(tmp_path, state(3))
+        path.rename(path := tmp_path / "x.h5")
+        with h5py.File(path, "r+") as file:
+            bad = replace(good, **changes)
+            for name in ("weights", "moments", "losses", "seconds"):
+                del file[name]
+                file[name] = getattr(bad, name)
+            file.attrs["config"] = json.dumps(bad.config.__dict__)
+            file.attrs["run"], file.attrs["ranges"] = map(json.dumps, (bad.run, bad.ranges))
+            file.attrs["step"], file.attrs["sha256"] = bad.step, bad.digest()
+        with pytest.raises(OSError, match=rf"^cannot read {path} as HDF5: .*(damaged|must)"):
+            load(path)
+    for name in ("config", "run", "ranges"):
+        for text in ('{"layers": ', '{"layers": 1e400}', "[" * 10**5, "{}", 3.0):
+            save(tmp_path, good).rename(path)
+            with h5py.File(path, "r+") as file:
+                file.attrs[name] = text
+            with pytest.raises(OSError, match=f"^cannot read {path} as HDF5: "):
+                load(path)
+
+
+def test_refusals(tmp_path):
+    """Of the drivers: exit code 2, nothing is deleted."""
+    path = save(tmp_path, state(3, losses=np.ones(2)))
+    for step in (8, 9):
+        damage(save(tmp_path, state(step)))
+    before = contents(tmp_path)
+    train = [*TRAIN, "--folder", tmp_path]
+    cases = [
+        *(([*train, "--rate", x], "--rate must be from 0 to 1e+06, got")
+          for x in ("nan", "inf", "1e300", "-1")),
+        ([*train, "--until", "10"], "--until 10 is beyond the last of --steps 9"),
+        (train, "has checkpoints; --resume goes on"),
+        ([*train, "--resume"], "has no checkpoint that is whole: "),
+        ([*train, "--resume", "--anew"], "not allowed with argument"),
+    ]  # fmt: skip
+    assert_each_refused([
+        *(("train_gpt.py", options, [], told) for options, told in cases),
+        ("generate.py", [path, "--prompt", "x"], [], f"cannot read {path} as HDF5: it is damaged"),
+    ], 2)  # fmt: skip
+    assert contents(tmp_path) == before
+
+
+def test_says_what_computed_which_steps(tmp_path):
+    """Ranges of steps by grid and kernel, and a line where the bits are another run's."""
+    train = [*TRAIN, "--separator", "", "--every", "2", "--folder", tmp_path / "run"]
+    log = tmp_path / "log.h5"
+    other = ["--rows", "2", "--kernel", "numpy", "--output", log]
+    done, found = drive_each([
+        ("train_gpt.py", [*train, "--until", "4"], []),
+        ("train_gpt.py", [*train, "--until", "6", "--resume"], []),
+        ("train_gpt.py", [*train, "--resume", *other], []),
+        ("train_gpt.py", [*train, "--anew", "--rate", "1e6"], []),
+    ], 2)  # fmt: skip
+    assert [code for code, _ in found] == [0, 0, 0, 1], done.stderr
+    assert done.stderr.count("rows was 1, is 2; cols was 2, is 1") == 1
+    assert done.stderr.count("bits differ from an uninterrupted run's") == 1
+    ranges = load(tmp_path / "run" / "before" / "step-000000009.h5").ranges
+    assert [(x["begin"], x["end"], x["rows"]) for x in ranges] == [(0, 6, 1), (6, 9, 2)]
+    assert all(x["kernel"] in ("numpy", "numba") and x["blas"] and x["cpu"] for x in ranges)
+    with h5py.File(log) as file:
+        assert [dict(file[f"ranges/{i}"].attrs) for i in range(2)] == ranges
+    # A loss that is not finite ends the training, and its checkpoints stay.
+    assert "the loss is nan; the training ends, and the checkpoints in" in done.stderr
+    left = [load(x) for x in sorted(Path(tmp_path, "run").glob("*.h5"))]
+    assert left and all(np.isfinite(x.weights).all() for x in left)
+
+
+def test_reader_beside_a_run_that_goes_on(tmp_path, monkeypatch):
+    """The run removes what a reader has listed: it looks again."""
+    from a2d_mpi.experiments import checkpoint
+
+    save(tmp_path, state(2))
+
+    def late(path, real=load):
+        if path.name == path_of(tmp_path, 2).name:
+            save(tmp_path, state(4))
+            path.unlink()
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "load", late)
+    found, refused = checkpoint.latest(tmp_path)
+    assert found.step == 4 and not refused

@@ -1,0 +1,207 @@
+"""Files that drivers read and write: nothing takes the place of anything else, jobs keep apart."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from helpers import DRIVERS, assert_each_refused, parser_of
+
+from a2d_mpi.core.atomic import check_writable, held, replacing
+from a2d_mpi.experiments.files import CHECKPOINTS, READ, WRITTEN, check_files
+from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.options import path
+from a2d_mpi.experiments.pictures import check_picture
+from a2d_mpi.experiments.results import new_file, set_attributes
+
+PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
+SCHEMA = ("test", 1)
+TRAIN = ["--width", "8", "--nheads", "2", "--seqlen", "40", "--separator", ""]
+
+
+def test_all_options_that_name_files_are_known():
+    named = set()
+    for program in PROGRAMS:
+        for action in parser_of(f"drivers/{program}")._actions:
+            words = f"{action.help} {action.metavar}".lower().replace(",", " ").split()
+            if action.nargs != 0 and (action.type is path or {"file", "files", "dir"} & {*words}):
+                named.add(action.dest)
+    named -= {"name", "workload", "run", "seqlen", "seed", "distribution"}  # of what is in a file
+    assert named <= {*READ, *WRITTEN, CHECKPOINTS}, named
+    dests = {x.dest for y in PROGRAMS for x in parser_of(f"drivers/{y}")._actions}
+    assert {*READ, *WRITTEN, CHECKPOINTS} <= dests | {"machines"}  # which study.py sets
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Inputs of all sorts."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("text", "p.toml", "b.toml", "model/vocab.txt", "c/step-000000004.h5"):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("kept")
+    Path("own.py").write_text("kept = True")
+    with h5py.File("b.h5", "w") as file, h5py.File("source.h5", "w") as source:
+        source["k"] = np.zeros(3)
+        layout = h5py.VirtualLayout((3,), "f8")
+        layout[:] = h5py.VirtualSource("source.h5", "k", (3,))
+        file.create_virtual_dataset("k", layout)
+    os.link("p.toml", "link.toml")
+    os.symlink("text", "symlink")
+    os.link("b.h5", "bytes.png")
+    return tmp_path
+
+
+TRAINING = "train_gpt.py text --folder c"
+CASES = [
+    f"{TRAINING} --grid auto --profile p.toml --output p.toml",
+    f"{TRAINING} --profile p.toml --output link.toml",
+    f"{TRAINING} --output ../NAME/text",
+    f"{TRAINING} --output c/step-000000004.h5",
+    f"{TRAINING} --output c/step-000000005.h5",  # not there yet
+    "train_gpt.py c/step-000000004.h5 --folder ../NAME/c",
+    "encode.py text --output symlink",
+    "encode.py --model model --output model/vocab.txt",
+    "attention.py b.h5 --output source.h5",
+    "attention.py text --mask-file b.h5 --output ./b.h5",
+    "attention.py b.h5 --import own.py --output own.py",
+    "bench.py --profile p.toml --output link.toml --resume",
+    "bench_train.py --profile p.toml --output p.toml",
+    "simulate.py --benchmark text b.h5 --output b.toml",
+    "simulate.py --profile text p.toml --output p.toml",
+    "plot_schedule.py p.toml --profile p.toml --ranks 4 --seqlen 4",
+    "plot.py b.h5 --output . --what bytes,speedup --format svg,png",
+    "mask_table.py --output new.csv --picture ../NAME/new.csv",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_output_is_an_input(folder, case):
+    program, *options = case.replace("NAME", folder.name).split()
+    args = parser_of(f"drivers/{program}").parse_args(options)
+    with pytest.raises(OSError, match=r"it is the (in|out)put|has the name of a checkpoint"):
+        check_files(args)
+    for name in ("output", "picture"):
+        if hasattr(args, name):
+            setattr(args, name, f"other {name}")
+    if "train_gpt.py c/" not in case:
+        check_files(args)
+
+
+def test_drivers_replace_nothing_else(tmp_path):
+    """A text, or another kind of HDF5 file, is refused before any work; also by its folder."""
+    sample = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
+    (text := tmp_path / "notes.h5").write_text("kept")
+    with new_file(other := tmp_path / "other.h5") as file:
+        set_attributes(file, {"schema": "somebody's", "schema_version": 1})
+    (profile := tmp_path / "p.toml").write_text('name = "m"\nranks_per_node = 1\n')
+    readme, before = DRIVERS.parent / "README.md", other.read_bytes()
+    train = [readme, "--folder", tmp_path / "run", *TRAIN]
+    cases = [
+        (program, [*options, "--output", path], [], "is another kind of file, not replaced")
+        for program, options in (
+            ("attention.py", [sample]), ("train_gpt.py", train), ("bench_decode.py", []),
+        )
+        for path in (text, other)
+    ]  # fmt: skip
+    cases += [
+        ("calibrate.py", ["--output", text], [], "is another kind of file, not replaced"),
+        ("train_gpt.py", [*train, "--grid", "auto", "--profile", profile, "--output", profile],
+         [], "it is the input"),
+    ]  # fmt: skip
+    assert_each_refused(cases, 2)
+    assert text.read_text() == "kept" and other.read_bytes() == before
+    assert sorted(os.listdir(tmp_path)) == ["notes.h5", "other.h5", "p.toml", "run"]
+
+
+def test_own_and_empty_files_are_replaced(tmp_path):
+    with new_file(own := tmp_path / "own.h5") as file:
+        set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1]})
+    (empty := tmp_path / "empty.png").touch()
+    check_output(own, SCHEMA)
+    check_output(empty, SCHEMA)
+    check_picture(empty)
+    (picture := tmp_path / "x.svg").write_text("<?xml version='1.0'?>")
+    check_picture(picture)
+    picture.write_text("notes")
+    with pytest.raises(ValueError, match="another kind of file, not replaced: it begins with"):
+        check_picture(picture)
+
+
+HOLD = """
+import sys, time
+from a2d_mpi.core.atomic import held, replacing
+with held(sys.argv[1]), replacing(sys.argv[2]) as (_, temporary):
+    open(temporary, "w").close()
+    print(temporary, flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_jobs_keep_apart(tmp_path, what):
+    """The second is told who has it; a killed job leaves nothing that blocks, or stays."""
+    path = tmp_path / "run.h5" if what == "file" else tmp_path
+    inside = tmp_path / "run.h5"
+    command = [sys.executable, "-c", HOLD, path, inside]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        temporary = job.stdout.readline().strip()
+        told = f"cannot write {path}: PID {job.pid} on {socket.gethostname()} is writing it"
+        with pytest.raises(OSError) as error, held(path):
+            pass
+        assert str(error.value) == told
+        with replacing(inside) as (_, mine):
+            assert mine != temporary
+        assert os.path.exists(temporary)  # not swept
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.communicate()
+    assert len(os.listdir(tmp_path)) == 2  # the lock file, the temporary one
+    (other := tmp_path / ".mine.h5.tmp").write_text("kept")
+    with held(path):
+        assert not os.path.exists(temporary)
+        with pytest.raises(OSError, match=f"PID {os.getpid()} on "), held(path):
+            pass
+    assert os.listdir(tmp_path) == [other.name]
+
+
+def test_without_locks(tmp_path, monkeypatch):
+    """A file system that has none: jobs go on, and leave what may be another one's."""
+    import errno
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (left := tmp_path / ".run.h5.12-0a.tmp").touch()
+    monkeypatch.setattr("fcntl.flock", flock)
+    with held(tmp_path / "run.h5"), held(tmp_path / "run.h5"):
+        check_writable(tmp_path / "run.h5")
+    assert os.listdir(tmp_path) == [left.name]
+
+
+RUN = """
+import sys, time
+from mpi4py import MPI
+from a2d_mpi.experiments.cli import Parser, run
+
+class Comm(MPI.Intracomm):
+    def Abort(self, code=0):
+        print("abort", code, flush=True)  # and it returns: another rank's abort ends the job
+
+def body(*_):
+    raise RuntimeError("a defect")
+
+sys.argv = ["x.py"]
+run(Comm(MPI.COMM_WORLD), lambda comm: Parser("x.py", "X.", comm), body)
+"""
+
+
+def test_abort_that_returns():
+    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (70, "abort 70\n")
+    assert done.stderr.count("Traceback") == 1 and "a defect" in done.stderr
