@@ -33,6 +33,7 @@ MASKS = (
 )
 PRIMES = (2, 3, 5, 7, 11, 13, 31, 53, 89, 97, 127, 149)
 FAR = 2**62
+AGAIN = ("none", "the same", "fresh", "fresh after free")
 ORDERS = 4  # of summation, of which the largest error counts: one draw of it may be anything
 
 
@@ -64,14 +65,19 @@ class Case:
     dtype: np.dtype
     options: dict[str, object]  # of the plan
     backward: bool
-    repeat: bool
     blocks: tuple[int, int, int, int]  # rows, keys, alignment of the kernel; grain of messages
     values: str
     nodes: tuple[int, ...]
+    refilled: bool  # both data sets are given in the same arrays, one after the other
+    in_turn: bool  # both forward calls, then both backward calls
+    again: str  # the plan that repeats the first results: one of AGAIN
 
-    def inputs(self) -> list[np.ndarray]:
-        """q, k, v, dout of whole sequences; what nobody sees is NaN, or large."""
-        rng = np.random.default_rng([self.seed, 1])
+    def inputs(self, data: int = 0) -> list[np.ndarray]:
+        """q, k, v, dout of whole sequences, of one of two data sets.
+
+        Rows that nobody sees are NaN, or large.
+        """
+        rng = np.random.default_rng([self.seed, 1 + 2 * data])
         (n, m), d = self.seen.shape, self.sizes["headdim"]
         shapes = (n, self.sizes["nheads"]), (m, self.sizes["nheads_kv"])
         found = [rng.standard_normal((*shapes[x], d)) for x in (0, 1, 1, 0)]
@@ -135,12 +141,13 @@ def draw(seed: int, ranks: int) -> Case:
     sizes |= lengths
     return Case(
         *(seed, method, shape, pick("rcu", "ruc", "cru", "cur", "urc", "ucr"), mask, seen, name),
-        *(sizes, DTYPES[dtype], options, rng.random() < 0.75, rng.random() < 0.5),
+        *(sizes, DTYPES[dtype], options, rng.random() < 0.75),
         (pick(512, 512, 64, 16, 5), pick(512, 512, 64, 7), pick(32, 32, 4, 1), pick(128, 4, 1)),
         pick("normal", "normal", "sparse", "padded", "padded")
         if dtype == "float16" or abs(options["softmax_scale"] or 0) > 100
         else pick("normal", "normal", "sparse", "padded", "padded", "large"),
         tuple(rng.integers(1 + rng.integers(ranks), size=ranks).tolist()),
+        *(rng.random() < 0.5, rng.random() < 0.3, pick(*AGAIN)),
     )
 
 
@@ -199,15 +206,15 @@ def _mask(name: str, n: int, m: int, rng: np.random.Generator) -> tuple[Mask, np
 
 
 def solve(
-    case: Case, out: np.ndarray
+    case: Case, data: int, out: np.ndarray
 ) -> tuple[dict[str, np.ndarray], dict[str, float], list[np.ndarray]]:
     """Exact results, the errors of plain ones in the case's precision, and the inputs, clean.
 
-    `out`: the one that was found.  Gradients of 16-bit tensors are those at this out, which is
-    judged itself: of few tokens, its rounding may be all that is wrong with them, and by how
-    much is a matter of luck.
+    `data`: which of the two data sets.  `out`: the one that was found.  Gradients of 16-bit
+    tensors are those at this out, which is judged itself: of few tokens, its rounding may be all
+    that is wrong with them, and by how much is a matter of luck.
     """
-    whole = case.inputs()
+    whole = case.inputs(data)
     masked, unseen = ~case.seen.any(axis=1), ~case.seen.any(axis=0)
     for x, hidden in zip(whole, (masked, unseen, unseen, masked)):
         x[hidden] = 0  # padding may hold anything
