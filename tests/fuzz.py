@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import numpy as np
@@ -27,15 +27,13 @@ from cases import accounts
 from fuzz_cases import Case, draw, solve
 from helpers import bounds_for, distance
 from mpi4py import MPI
+from sabotage import SABOTAGES, sabotaged
 
-import a2d_mpi.core.merge
 from a2d_mpi import ProcessGrid
-from a2d_mpi.attention.executor import Executor
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import OF_KEYS
-from a2d_mpi.core.masks import Mask
 from a2d_mpi.kernels.numpy import NumpyKernel
 
 TOO_MANY = 3  # failures, after which there is no use in going on
@@ -51,9 +49,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--first", type=int, help="seed of the first case; default: any")
     parser.add_argument("--case", type=int, help="run this one only, and say how far off it is")
-    parser.add_argument("--fault", choices=FAULTS, help="of the package, on purpose")
+    parser.add_argument("--fault", choices=SABOTAGES, help="of the package, on purpose")
     args = parser.parse_args()
-    with FAULTS[args.fault]() if args.fault else nullcontext():
+    with sabotaged(args.fault):
         if args.case is not None:
             return int(run([args.case], verbose=True) > 0)
         first = args.first
@@ -262,37 +260,6 @@ def _watched(seed: int):
 def _complain(seed: int, why: str) -> None:
     print(f"fuzz: FAILED: bash jobs/fuzz.sh --case {seed} {COMM.size}: {why}", flush=True)
 
-
-def _mask_off_by_one():
-    right = Mask.intervals
-
-    def wrong(self, q_tokens, k_tokens):
-        (begin, end), *others = right(self, q_tokens, k_tokens)
-        return (begin, np.minimum(end + 1, len(k_tokens))), *others
-
-    return patch.object(Mask, "intervals", wrong)
-
-
-def _merge_off_by_a_little():
-    def wrong(out, *others):
-        a2d_mpi.core.merge.merge(out, *others)
-        out *= 1 + 3e-6
-
-    return patch("a2d_mpi.devices.host.merge", wrong)
-
-
-def _dropped_partial():
-    right = Executor._compiled
-
-    def wrong(self):
-        program = right(self)
-        first = next((x for x in program if x[0] in (Executor._merge, Executor._add)), None)
-        return [x for x in program if x is not first]
-
-    return patch.object(Executor, "_compiled", wrong)
-
-
-FAULTS = {"mask": _mask_off_by_one, "merge": _merge_off_by_a_little, "partial": _dropped_partial}
 
 if __name__ == "__main__":
     try:

@@ -21,8 +21,9 @@ from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.bench_tile import torch_calls
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.kernel_plots import add_figures
-from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs
+from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import grid_shape
 from a2d_mpi.experiments.timing import in_turn

@@ -20,19 +20,18 @@ from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.inputs import random_rows, refuse_nan
 from a2d_mpi.experiments.mask_file import read_mask
 from a2d_mpi.experiments.measure import (
     RESULTS,
-    SAMPLE,
     Measurement,
     check_grid,
     open_device,
     open_grid,
     origin_of,
-    random_rows,
-    refuse_nan,
 )
-from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
+from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.results import InputInfo, Result, inspect_input, read_shard, write_result
 from a2d_mpi.experiments.summary import phases_of
 
@@ -63,13 +62,14 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     tensors = together(comm, lambda: _read(args, info, plan))
     if args.check != "none":
         refuse_nan(comm, tensors)
-    measured = Measurement(plan, tensors, args.backward, device)
+    checked = args.check != "none"
+    measured = Measurement(plan, tensors, args.backward, device, checked)
     with threadpool_limits(args.threads):
         # Checked before it is timed: the timed runs must then repeat the checked one bit for bit.
-        for _ in range(max(args.warmup, args.check != "none")):
+        for _ in range(max(args.warmup, checked)):
             measured.call()
-        if args.check != "none":
-            measured.check(None if args.check == "full" else SAMPLE, args.seed)
+        if checked:
+            measured.check(checked_rows(args.check), args.seed)
         for _ in tqdm(range(args.trials), "trials", disable=comm.rank != 0, leave=False):
             measured.trial()
         measured.finish()
@@ -78,7 +78,10 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
     config |= {name: getattr(args, name) for name in (*same, "sink")} | {"input": str(args.input)}
     outputs = measured.outputs() if args.save_outputs else {}
-    result = measured.result(config, origin_of(comm, device), outputs=outputs)
+    origin = origin_of(comm, device)
+    if args.output:
+        origin |= together(comm, lambda: _digests(args, info), on=0) or {}
+    result = measured.result(config, origin, outputs=outputs)
     try:
         if args.output:
             together(comm, lambda: write_result(args.output, result), on=0)
@@ -119,6 +122,13 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     if args.mask_file:
         return info, config, read_mask(args.mask_file, config.seqlen)
     return info, config, make_mask(args.mask, config.seqlen)
+
+
+def _digests(args: argparse.Namespace, info: InputInfo) -> dict[str, str]:
+    """SHA-256 of the input, then of sources of virtual datasets, and of the mask file."""
+    sources = [x for x in info.files if x != info.path]
+    found = {"input_sha256": sha256(info.path, *sources)}
+    return found | ({"mask_file_sha256": sha256(args.mask_file)} if args.mask_file else {})
 
 
 def _output_bytes(args: argparse.Namespace, config: AttentionConfig) -> int:

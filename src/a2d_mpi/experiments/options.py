@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BAD_INPUT = 2  # exit code: nothing was computed, or nothing could be written
+SAMPLE = 16  # query rows and key rows that --check sample compares
 FAILED_CHECK = 1  # exit code: a result is wrong
 METHOD_HELP = f"one of: {', '.join(METHODS)}; or with underscores"
 ORDER_HELP = (
@@ -126,6 +127,29 @@ SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 SEQLEN, HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("seqlen", "nheads", "headdim"))
 LAYERS, WIDTH = whole(1, 4096), whole(1, 1 << 20)
 BLOCK = whole(1, 1 << 20)  # tokens of a block of the cache
+
+
+CHECK_HELP = (
+    f"rows to compare with float64: sample ({SAMPLE} query rows and {SAMPLE} key rows, and both "
+    "ends; an error of a single other row is missed), rows:N (N of each), full (all)"
+)
+
+
+def check_text(text: str, none: bool = True) -> str:
+    """A type of options: sample, full, rows:N, or with `none` also none."""
+    known = ("none",) * none + ("sample", "full")
+    if not text.startswith("rows:") and text not in known:
+        raise BadOption(f"must be {', '.join(known)} or rows:N, got {text[:40]!r}")
+    if text not in known:
+        whole(1)(text.removeprefix("rows:"))
+    return text
+
+
+def checked_rows(text: str) -> int | None:
+    """Rows that --check compares; None: all."""
+    if text in ("sample", "full"):
+        return SAMPLE if text == "sample" else None
+    return int(text.removeprefix("rows:"))
 
 
 def block(text: str) -> tuple[int, int]:
