@@ -223,11 +223,11 @@ def solve(
     if case.dtype.itemsize > 2:
         out = None
     exact = _dense(case, whole, np.dtype(np.float64), out)
-    size = exact.pop("size of dk", np.zeros(1)).max()
+    sizes = {x: exact.pop(f"size of {x}").max() for x in ("dq", "dk") if x in exact}
     errors = dict.fromkeys(exact, 0.0)
     if case.dtype != np.float64:
-        if case.backward:  # what many queries' rounding leaves where it is all there is
-            errors["dk"] = float(np.finfo(compute_dtype(case.dtype)).eps * size)
+        for x, size in sizes.items():  # what rounding leaves of terms that cancel
+            errors[x] = float(np.finfo(compute_dtype(case.dtype)).eps * size)
         rng = np.random.default_rng([case.seed, 2])
         scale = abs(case.options["softmax_scale"] or 0)
         capped = "logit_softcap" in case.options and scale > 100
@@ -303,10 +303,11 @@ def _dense(
         else:
             dp = times(dout, v) - delta
         ds = slope * p * dp
-        if rng is None:  # of a sum over queries of terms of random signs, before they cancel
-            terms = slope * p * (np.abs(dout) @ np.abs(v).swapaxes(1, 2))
-            size = np.sqrt((terms**2).swapaxes(1, 2) @ (scale * q) ** 2)
-            results["size of dk"] = np.sqrt((size**2).reshape(-1, group, *size.shape[1:]).sum(1))
+        if rng is None:  # of sums of terms of random signs, before they cancel
+            terms = (scale * slope * p * (np.abs(dout) @ np.abs(v).swapaxes(1, 2))) ** 2
+            results["size of dq"] = np.sqrt(terms @ k**2)
+            size = terms.swapaxes(1, 2) @ q**2
+            results["size of dk"] = np.sqrt(size.reshape(-1, group, *size.shape[1:]).sum(1))
         results["dq"] = kept(scale * (ds @ k))
         for name, x in (("dk", scale * (ds.swapaxes(1, 2) @ q)), ("dv", p.swapaxes(1, 2) @ dout)):
             results[name] = kept(

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import h5py
@@ -70,7 +71,8 @@ def test_main_job(main_jobs, name):
     assert code == 0, stderr
     assert "written to" in stdout and "FAILED" not in stdout
     result = read_result(folder / f"{name}.h5")
-    assert result.config["seqlen"] == 301
+    assert result.config["seqlen"] == 301 and result.config["ranks"] == 4
+    assert result.provenance["input_sha256"] == sha256(SAMPLE.read_bytes()).hexdigest()
     phases = ["forward", "backward"] if "--backward" in options else ["forward"]
     assert set(result.timings) == {
         f"{phase}/{part}" for phase in phases for part in ("compute", "merge", "wait", "total")
