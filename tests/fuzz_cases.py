@@ -72,7 +72,7 @@ class Case:
     nodes: tuple[int, ...]
     refilled: bool  # both data sets are given in the same arrays, one after the other
     in_turn: bool  # both forward calls, then both backward calls
-    again: str  # the plan that repeats the first results: one of AGAIN
+    again: str  # the plan that repeats the results: one of AGAIN
 
     def inputs(self, data: int = 0) -> list[np.ndarray]:
         """q, k, v, dout of whole sequences, of one of two data sets.
