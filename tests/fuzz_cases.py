@@ -230,7 +230,8 @@ def solve(
             errors[x] = float(np.finfo(compute_dtype(case.dtype)).eps * size)
         rng = np.random.default_rng([case.seed, 2])
         scale = abs(case.options["softmax_scale"] or 0)
-        capped = "logit_softcap" in case.options and scale > 100
+        huge = scale > 100 or case.values == "large"
+        capped = huge and "logit_softcap" in case.options
         for number in range(ORDERS_CAPPED if capped else ORDERS):
             plain = _dense(case, whole, compute_dtype(case.dtype), out, rng, number % 2 == 1)
             for x, y in plain.items():
