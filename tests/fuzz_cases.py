@@ -37,6 +37,7 @@ AGAIN = ("none", "the same", "fresh", "fresh after free")
 # Orders of summation, of which the largest error counts: one draw of it may be anything.  Under a
 # soft-cap huge logits count only where their terms cancel, which few do: draws differ more.
 ORDERS, ORDERS_CAPPED = 4, 16
+SIZED = ("lse", "dq", "dk")  # results that may cancel to much less than their terms
 
 
 class Several(Mask):
@@ -223,15 +224,14 @@ def solve(
     if case.dtype.itemsize > 2:
         out = None
     exact = _dense(case, whole, np.dtype(np.float64), out)
-    sizes = {x: exact.pop(f"size of {x}").max() for x in ("dq", "dk") if x in exact}
+    sizes = {x: exact.pop(f"size of {x}").max() for x in SIZED if f"size of {x}" in exact}
     errors = dict.fromkeys(exact, 0.0)
     if case.dtype != np.float64:
         for x, size in sizes.items():  # what rounding leaves of terms that cancel
             errors[x] = float(np.finfo(compute_dtype(case.dtype)).eps * size)
         rng = np.random.default_rng([case.seed, 2])
         scale = abs(case.options["softmax_scale"] or 0)
-        huge = scale > 100 or case.values == "large"
-        capped = huge and "logit_softcap" in case.options
+        capped = "logit_softcap" in case.options and scale > 100
         for number in range(ORDERS_CAPPED if capped else ORDERS):
             plain = _dense(case, whole, compute_dtype(case.dtype), out, rng, number % 2 == 1)
             for x, y in plain.items():
@@ -294,6 +294,11 @@ def _dense(
     else:  # from the rounded lse, as nothing else is kept of the forward pass
         p = np.exp(s - np.where(np.isneginf(lse), 0, lse))
     results = {"out": out, "lse": lse[..., 0]}
+    if (
+        rng is None and cap
+    ):  # of logits before they are capped, where the cap leaves their rounding
+        terms = np.abs(scale) * slope * p * np.sqrt(q**2 @ (k**2).swapaxes(1, 2))
+        results["size of lse"] = terms.sum(axis=2)
     if case.backward:
         if given is not None:
             out = given.swapaxes(0, 1).astype(kind)
