@@ -12,13 +12,14 @@ from a2d_mpi.core.distribution import DISTRIBUTIONS
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.cli import Parser, add_engine, add_grid, run
 from a2d_mpi.experiments.job import attention
-from a2d_mpi.experiments.measure import SAMPLE
 from a2d_mpi.experiments.options import (
+    CHECK_HELP,
     SEED,
     SEQLEN,
     TRIALS,
     WARMUP,
     add_mask,
+    check_text,
     path,
     real,
     whole,
@@ -46,12 +47,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--no-overlap", action="store_true", help="communicate and compute in turn")
     add("--trials", type=TRIALS, default=5, help="timed runs (default %(default)s)")
     add("--warmup", type=WARMUP, default=1, help="runs before them (default %(default)s)")
-    add(
-        "--check",
-        choices=("none", "sample", "full"),
-        default="sample",
-        help=f"against float64: {SAMPLE} or more rows each, or all (default %(default)s)",
-    )
+    add("--check", type=check_text, default="sample", help=f"{CHECK_HELP}, none; default: sample")
     add("--seed", type=SEED, default=0, help="of the sample, and of dout if the file has none")
     add("--output", type=path, help="HDF5 file for timings, traffic and checks")
     add("--save-outputs", action="store_true", help="also write out, lse and the gradients")

@@ -20,6 +20,8 @@ Exit code 0: all checks passed, also those of an earlier run.  1: a check failed
 the output cannot be written.
 """
 
+from functools import partial
+
 from mpi4py import MPI
 
 from a2d_mpi.core.dtypes import DTYPES
@@ -27,6 +29,7 @@ from a2d_mpi.experiments.bench import SPANS, bench
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.options import (
     BLOCK_HELP,
+    CHECK_HELP,
     HEADDIM,
     HEADS,
     MASK_FILE_HELP,
@@ -36,6 +39,7 @@ from a2d_mpi.experiments.options import (
     SEED,
     TRIALS,
     WARMUP,
+    check_text,
     listed,
     masks,
     one_of,
@@ -70,6 +74,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--overlap", default="on", help="on, off (phase by phase) or both (default %(default)s)")
     add("--trials", type=TRIALS, default=5, help="timed runs of each (default %(default)s)")
     add("--warmup", type=WARMUP, default=1, help="runs before, 1 at least (default %(default)s)")
+    check = partial(check_text, none=False)
+    add("--check", type=check, default="sample", help=f"{CHECK_HELP}; default: sample")
     add("--spans", choices=SPANS, default="all", help="of which plans to keep what ranks did when")
     add("--seed", type=SEED, default=0, help="of the numbers, and of the rows that are checked")
     add(

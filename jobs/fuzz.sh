@@ -3,6 +3,7 @@
 #
 #   bash jobs/fuzz.sh SECONDS [RANKS [FIRST]]   default: 4 ranks, any seed for the first one
 #   bash jobs/fuzz.sh --case SEED RANKS         one again, with the numbers
+#   bash jobs/fuzz.sh openmpi ...               the same with Open MPI; default: MPICH
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
@@ -12,7 +13,10 @@ usage() {
   exit 2
 }
 
-seconds=60
+mpi=any seconds=60
+case ${1:-} in
+  mpich | openmpi) mpi=$1 && shift ;;
+esac
 if [[ ${1:-} == --case ]]; then
   (($# == 3)) || usage
   ranks=$3 options=(--case "$2")
@@ -21,5 +25,5 @@ else
   seconds=$1 ranks=${2:-4} options=(--seconds "$1" ${3:+--first "$3"})
 fi
 [[ $seconds =~ ^[1-9][0-9]*$ && $ranks =~ ^[1-8]$ ]] || usage
-use_env any pytest
+use_env "$mpi" pytest
 run_mpi "$ranks" $((seconds + 120)) python tests/fuzz.py "${options[@]}"

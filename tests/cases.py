@@ -158,10 +158,10 @@ def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
     ]
 
 
-def accounts(plan, backward):
+def accounts(plan, backward, calls=1):
     """What is wrong with the traffic or the buffers of a plan, in words.
 
-    After one forward and, if `backward`, one backward call.
+    After so many forward and, if `backward`, backward calls.
     """
     method, rank, bad = plan.method, plan.grid.comm.rank, []
     sizes = method, plan.layout, plan.problem, rank
@@ -170,7 +170,9 @@ def accounts(plan, backward):
         ("bytes", plan.traffic.bytes, plan.predicted_traffic()),
         ("messages", plan.traffic.messages, cost.messages(*sizes)),
     ):
-        expected = {key: both for key, both in expected.items() if key[0] in phases}
+        expected = {
+            key: [calls * x for x in both] for key, both in expected.items() if key[0] in phases
+        }
         if counted != expected:
             bad.append(f"{counted} {what} but predicted {expected}")
     held = buffers(*sizes, backward)

@@ -4,8 +4,10 @@
     mpiexec -n 4 python tests/fuzz.py --case 123456789
     mpiexec -n 4 python tests/fuzz.py --fault merge
 
-Results, bytes, messages, buffers and areas of each; some are called twice, which must give the
-same bits.  As many cases as ranks make a batch: each rank judges one of them.
+Results, bytes, messages, buffers and areas of each.  Every plan is called on two data sets, which
+no call may change; results of the first must outlive the calls on the second.  Some cases repeat
+both, on the same plan or on a fresh one: to the same bits.  As many cases as ranks make a
+batch: each rank judges one of them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import numpy as np
@@ -25,14 +27,13 @@ from cases import accounts
 from fuzz_cases import Case, draw, solve
 from helpers import bounds_for, distance
 from mpi4py import MPI
+from sabotage import SABOTAGES, sabotaged
 
-import a2d_mpi.core.merge
 from a2d_mpi import ProcessGrid
-from a2d_mpi.attention.executor import Executor
 from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import OF_KEYS
-from a2d_mpi.core.masks import Mask
 from a2d_mpi.kernels.numpy import NumpyKernel
 
 TOO_MANY = 3  # failures, after which there is no use in going on
@@ -48,9 +49,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--first", type=int, help="seed of the first case; default: any")
     parser.add_argument("--case", type=int, help="run this one only, and say how far off it is")
-    parser.add_argument("--fault", choices=FAULTS, help="of the package, on purpose")
+    parser.add_argument("--fault", choices=SABOTAGES, help="of the package, on purpose")
     args = parser.parse_args()
-    with FAULTS[args.fault]() if args.fault else nullcontext():
+    with sabotaged(args.fault):
         if args.case is not None:
             return int(run([args.case], verbose=True) > 0)
         first = args.first
@@ -95,48 +96,114 @@ def run(seeds: Sequence[int], verbose: bool = False) -> int:
 
 
 def _run(case: Case) -> dict[str, object]:
-    """What this rank has and finds: results, tokens, area, and what is wrong."""
+    """Results of this rank for both data sets, its tokens and area, and what is wrong."""
     rows, keys, align, grain = case.blocks
     nodes = case.nodes if case.method == "node aware" else None
     key = case.shape, case.order, nodes
     if key not in _grids:
         _grids[key] = ProcessGrid(COMM, *case.shape, order=case.order, nodes=nodes)
     defaults = (None, rows, keys, None, None, None)
+
+    def make():
+        return make_plan(
+            case.method, _grids[key], case.mask, **case.sizes, dtype=case.dtype, **case.options
+        )
+
     with (
         patch.object(NumpyKernel.__init__, "__defaults__", defaults),
         patch("a2d_mpi.kernels.blocks.ALIGN", align),
         patch("a2d_mpi.core.chunks.GRAIN", grain),
         np.errstate(all="ignore"),
     ):
-        plan = make_plan(
-            case.method, _grids[key], case.mask, **case.sizes, dtype=case.dtype, **case.options
-        )
-        of_ranks = plan.tokens, plan.tokens_kv, plan.tokens_kv, plan.tokens
-        q, k, v, dout = (x[own] for x, own in zip(case.inputs(), of_ranks))
-
-        def call():
-            out, lse = plan.forward(q, k, v)
-            results = {"out": out, "lse": lse}
-            if case.backward:
-                gradients = plan.backward(dout, q, k, v, out, lse)
-                results.update(zip(("dq", "dk", "dv"), gradients))
-            return results
-
-        results = call()
-        bad = accounts(plan, case.backward)
-        if case.repeat:
-            bits = {x: y.tobytes() for x, y in results.items()}
-            again = call()
-            bad += [f"{x} does not repeat" for x, y in again.items() if y.tobytes() != bits[x]]
-            bad += [f"{x} was changed" for x, y in results.items() if y.tobytes() != bits[x]]
-        for x, y in results.items():
-            if y.dtype != (plan.compute_dtype if x == "lse" else plan.dtype):
-                bad.append(f"{x} is {y.dtype}")
+        plan = make()
+        calls = _Calls(case, plan)
+        if case.in_turn:
+            for which in (0, 1):
+                calls.forward(plan, which)
+            for which in (0, 1):
+                calls.backward(plan, which)
+        else:
+            for which in (0, 1):
+                calls.forward(plan, which)
+                calls.backward(plan, which)
+        calls.bad += accounts(plan, case.backward, calls=2)
         area, tokens, tokens_kv = plan.area(), plan.tokens, plan.tokens_kv
+        if case.again == "fresh after free":
+            plan.free()
+        if case.again != "none":
+            other = plan if case.again == "the same" else make()
+            for which in (1, 0):  # 0, 1, 1, 0: two buffers in turn would not show in 0, 1, 0
+                calls.forward(other, which)
+                calls.backward(other, which)
+            other.free()
         plan.free()
     if nodes:  # there are more of them than MPI has communicators
         _grids.pop(key).free()
-    return {"results": results, "tokens": (tokens, tokens_kv), "area": area, "bad": bad}
+    tokens = tokens, tokens_kv
+    return {"results": calls.results[:2], "tokens": tokens, "area": area, "bad": calls.wrong()}
+
+
+class _Calls:
+    """Calls of plans on a rank's shards of two data sets, and what is wrong with them.
+
+    No call may change its arguments, nor the results of earlier calls; results of the same data
+    must have the same bits.
+    """
+
+    def __init__(self, case: Case, plan: AttentionPlan) -> None:
+        owned = plan.tokens, plan.tokens_kv, plan.tokens_kv, plan.tokens
+        self._data = [[x[y] for x, y in zip(case.inputs(i), owned)] for i in (0, 1)]
+        self._kept = [[x.tobytes() for x in shards] for shards in self._data]
+        self._arrays = [x.copy() for x in self._data[0]] if case.refilled else None
+        self._case, self._dtypes = case, {"lse": plan.compute_dtype}
+        self._which: list[int] = []  # data set of each forward call
+        self._bits: list[dict[str, bytes]] = []
+        self.results: list[dict[str, np.ndarray]] = []
+        self.bad: list[str] = []
+
+    def forward(self, plan: AttentionPlan, which: int) -> None:
+        q, k, v, _ = given = self._given(which)
+        self._which.append(which)
+        self.results.append({})
+        self._bits.append({})
+        self._add(-1, given, ("out", "lse"), plan.forward(q, k, v))
+
+    def backward(self, plan: AttentionPlan, which: int) -> None:
+        """Of the latest forward call on that data set."""
+        if not self._case.backward:
+            return
+        number = len(self._which) - 1 - self._which[::-1].index(which)
+        q, k, v, dout = given = self._given(which)
+        found = (self.results[number][x] for x in ("out", "lse"))
+        gradients = plan.backward(dout, q, k, v, *found)
+        self._add(number, given, ("dq", "dk", "dv"), gradients)
+
+    def wrong(self) -> list[str]:
+        """After all calls, in words."""
+        for which, results, bits in zip(self._which, self.results, self._bits):
+            for x, y in results.items():
+                if y.tobytes() != bits[x]:
+                    self.bad.append(f"{x} of data set {which} was changed by a later call")
+                if y.dtype != self._dtypes.get(x, self._case.dtype):
+                    self.bad.append(f"{x} is {y.dtype}")
+                if bits[x] != self._bits[which][x]:
+                    self.bad.append(f"{x} does not repeat")
+        return self.bad
+
+    def _given(self, which: int) -> list[np.ndarray]:
+        if not self._arrays:
+            return self._data[which]
+        for to, x in zip(self._arrays, self._data[which]):
+            to[...] = x
+        return self._arrays
+
+    def _add(self, number: int, given: list, names: Sequence[str], found: Sequence) -> None:
+        self.results[number].update(zip(names, found))
+        self._bits[number].update((x, y.tobytes()) for x, y in zip(names, found))
+        kept = self._kept[self._which[number]]
+        for name, x, bits in zip(("q", "k", "v", "dout"), given, kept):
+            if x.tobytes() != bits:
+                self.bad.append(f"{name} was overwritten")
 
 
 def _judge(case: Case, records: list[dict], verbose: bool) -> list[str]:
@@ -148,13 +215,20 @@ def _judge(case: Case, records: list[dict], verbose: bool) -> list[str]:
     area = sum(x["area"] for x in records)
     if area != pairs:
         bad.append(f"areas add up to {area}, not {pairs}")
-    found = {}
-    for name, part in records[0]["results"].items():
+    for data in (0, 1):
+        bad += _compared(case, data, records, verbose)
+    return bad
+
+
+def _compared(case: Case, data: int, records: list[dict], verbose: bool) -> list[str]:
+    """Results of a data set that are out of their bounds, in words."""
+    found, bad = {}, []
+    for name, part in records[0]["results"][data].items():
         of_keys = name in OF_KEYS
         found[name] = np.empty((case.seen.shape[of_keys], *part.shape[1:]))
         for x in records:
-            found[name][x["tokens"][of_keys]] = x["results"][name]
-    exact, same, whole = solve(case, found["out"])
+            found[name][x["tokens"][of_keys]] = x["results"][data][name]
+    exact, same, whole = solve(case, data, found["out"])
     scale = case.options["softmax_scale"]
     scale = case.sizes["headdim"] ** -0.5 if scale is None else scale
     bounds = bounds_for(case.dtype, scale, whole, exact, same)
@@ -163,7 +237,7 @@ def _judge(case: Case, records: list[dict], verbose: bool) -> list[str]:
         if verbose:
             print(f"{name}: error {error:.3g}, bound {bounds[name]:.3g}, plain {same[name]:.3g}")
         if not error <= bounds[name]:
-            bad.append(f"{name} {error:.3g} > {bounds[name]:.3g}")
+            bad.append(f"{name} of data set {data} {error:.3g} > {bounds[name]:.3g}")
     return bad
 
 
@@ -187,37 +261,6 @@ def _watched(seed: int):
 def _complain(seed: int, why: str) -> None:
     print(f"fuzz: FAILED: bash jobs/fuzz.sh --case {seed} {COMM.size}: {why}", flush=True)
 
-
-def _mask_off_by_one():
-    right = Mask.intervals
-
-    def wrong(self, q_tokens, k_tokens):
-        (begin, end), *others = right(self, q_tokens, k_tokens)
-        return (begin, np.minimum(end + 1, len(k_tokens))), *others
-
-    return patch.object(Mask, "intervals", wrong)
-
-
-def _merge_off_by_a_little():
-    def wrong(out, *others):
-        a2d_mpi.core.merge.merge(out, *others)
-        out *= 1 + 3e-6
-
-    return patch("a2d_mpi.devices.host.merge", wrong)
-
-
-def _dropped_partial():
-    right = Executor._compiled
-
-    def wrong(self):
-        program = right(self)
-        first = next((x for x in program if x[0] in (Executor._merge, Executor._add)), None)
-        return [x for x in program if x is not first]
-
-    return patch.object(Executor, "_compiled", wrong)
-
-
-FAULTS = {"mask": _mask_off_by_one, "merge": _merge_off_by_a_little, "partial": _dropped_partial}
 
 if __name__ == "__main__":
     try:

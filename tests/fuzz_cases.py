@@ -33,7 +33,11 @@ MASKS = (
 )
 PRIMES = (2, 3, 5, 7, 11, 13, 31, 53, 89, 97, 127, 149)
 FAR = 2**62
-ORDERS = 4  # of summation, of which the largest error counts: one draw of it may be anything
+AGAIN = ("none", "the same", "fresh", "fresh after free")
+# Orders of summation, of which the largest error counts: one draw of it may be anything.  Under a
+# soft-cap huge logits count only where their terms cancel, which few do: draws differ more.
+ORDERS, ORDERS_CAPPED = 4, 16
+SIZED = ("lse", "dq", "dk")  # results that may cancel to much less than their terms
 
 
 class Several(Mask):
@@ -64,14 +68,19 @@ class Case:
     dtype: np.dtype
     options: dict[str, object]  # of the plan
     backward: bool
-    repeat: bool
     blocks: tuple[int, int, int, int]  # rows, keys, alignment of the kernel; grain of messages
     values: str
     nodes: tuple[int, ...]
+    refilled: bool  # both data sets are given in the same arrays, one after the other
+    in_turn: bool  # both forward calls, then both backward calls
+    again: str  # the plan that repeats the results: one of AGAIN
 
-    def inputs(self) -> list[np.ndarray]:
-        """q, k, v, dout of whole sequences; what nobody sees is NaN, or large."""
-        rng = np.random.default_rng([self.seed, 1])
+    def inputs(self, data: int = 0) -> list[np.ndarray]:
+        """q, k, v, dout of whole sequences, of one of two data sets.
+
+        Rows that nobody sees are NaN, or large.
+        """
+        rng = np.random.default_rng([self.seed, 1 + 2 * data])
         (n, m), d = self.seen.shape, self.sizes["headdim"]
         shapes = (n, self.sizes["nheads"]), (m, self.sizes["nheads_kv"])
         found = [rng.standard_normal((*shapes[x], d)) for x in (0, 1, 1, 0)]
@@ -135,12 +144,13 @@ def draw(seed: int, ranks: int) -> Case:
     sizes |= lengths
     return Case(
         *(seed, method, shape, pick("rcu", "ruc", "cru", "cur", "urc", "ucr"), mask, seen, name),
-        *(sizes, DTYPES[dtype], options, rng.random() < 0.75, rng.random() < 0.5),
+        *(sizes, DTYPES[dtype], options, rng.random() < 0.75),
         (pick(512, 512, 64, 16, 5), pick(512, 512, 64, 7), pick(32, 32, 4, 1), pick(128, 4, 1)),
         pick("normal", "normal", "sparse", "padded", "padded")
         if dtype == "float16" or abs(options["softmax_scale"] or 0) > 100
         else pick("normal", "normal", "sparse", "padded", "padded", "large"),
         tuple(rng.integers(1 + rng.integers(ranks), size=ranks).tolist()),
+        *(rng.random() < 0.5, rng.random() < 0.3, pick(*AGAIN)),
     )
 
 
@@ -199,25 +209,30 @@ def _mask(name: str, n: int, m: int, rng: np.random.Generator) -> tuple[Mask, np
 
 
 def solve(
-    case: Case, out: np.ndarray
+    case: Case, data: int, out: np.ndarray
 ) -> tuple[dict[str, np.ndarray], dict[str, float], list[np.ndarray]]:
     """Exact results, the errors of plain ones in the case's precision, and the inputs, clean.
 
-    `out`: the one that was found.  Gradients of 16-bit tensors are those at this out, which is
-    judged itself: of few tokens, its rounding may be all that is wrong with them, and by how
-    much is a matter of luck.
+    `data`: which of the two data sets.  `out`: the one that was found.  Gradients of 16-bit
+    tensors are those at this out, which is judged itself: of few tokens, its rounding may be all
+    that is wrong with them, and by how much is a matter of luck.
     """
-    whole = case.inputs()
+    whole = case.inputs(data)
     masked, unseen = ~case.seen.any(axis=1), ~case.seen.any(axis=0)
     for x, hidden in zip(whole, (masked, unseen, unseen, masked)):
         x[hidden] = 0  # padding may hold anything
     if case.dtype.itemsize > 2:
         out = None
     exact = _dense(case, whole, np.dtype(np.float64), out)
+    sizes = {x: exact.pop(f"size of {x}").max() for x in SIZED if f"size of {x}" in exact}
     errors = dict.fromkeys(exact, 0.0)
     if case.dtype != np.float64:
+        for x, size in sizes.items():  # what rounding leaves of terms that cancel
+            errors[x] = float(np.finfo(compute_dtype(case.dtype)).eps * size)
         rng = np.random.default_rng([case.seed, 2])
-        for number in range(ORDERS):
+        scale = abs(case.options["softmax_scale"] or 0)
+        capped = "logit_softcap" in case.options and scale > 100
+        for number in range(ORDERS_CAPPED if capped else ORDERS):
             plain = _dense(case, whole, compute_dtype(case.dtype), out, rng, number % 2 == 1)
             for x, y in plain.items():
                 errors[x] = max(errors[x], distance(y, exact[x]))
@@ -230,9 +245,12 @@ def _dense(
     kind: np.dtype,
     given: np.ndarray | None,
     rng: np.random.Generator | None = None,
-    scale_q: bool = False,
+    like_kernels: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Softmax attention and its gradients; exact, or with `rng` as the kernels round."""
+    """Softmax attention and its gradients; exact, or with `rng` rounded, in any order.
+
+    `like_kernels`: rounded where the kernels round.
+    """
     q, k, v, dout = (x.astype(kind).swapaxes(0, 1) for x in whole)  # (heads, tokens, headdim)
     nheads, _, d = q.shape
     group = nheads // len(k)
@@ -250,7 +268,7 @@ def _dense(
     def kept(x):
         return x if rng is None else x.astype(case.dtype).astype(kind)
 
-    s = times(q * scale, k) if scale_q else times(q, k) * scale
+    s = times(q * scale, k) if like_kernels else times(q, k) * scale
     slope, cap = kind.type(1), case.options.get("logit_softcap")
     if cap:
         s = kind.type(cap) * (slope := np.tanh(s / kind.type(cap)))
@@ -258,20 +276,44 @@ def _dense(
     s = np.where(seen, s, -np.inf)
     top = s.max(axis=2, keepdims=True)
     top[np.isneginf(top)] = 0
+    if like_kernels and np.abs(top).max(initial=0) < 20:
+        top[...] = 0  # kernels take no maximum where nothing can overflow
     p = np.exp(s - top)
     total = p.sum(axis=2, keepdims=True)
     with np.errstate(divide="ignore"):
         lse = np.log(total) + top
-    out = kept(p @ v / np.where(total > 0, total, 1))
+    if like_kernels:  # partial outs travel rounded, and may be larger than their mean
+        parts = np.array_split(np.arange(len(keys)), case.shape[0] * case.shape[1])
+        sums = [p[..., x].sum(axis=2, keepdims=True) for x in parts]
+        partials = [kept(p[..., x] @ v[:, x] / np.where(t > 0, t, 1)) for x, t in zip(parts, sums)]
+        out = kept(sum(x * t for x, t in zip(partials, sums)) / np.where(total > 0, total, 1))
+    else:
+        out = kept(p @ v / np.where(total > 0, total, 1))
     if rng is None:
         p /= np.where(total > 0, total, 1)
     else:  # from the rounded lse, as nothing else is kept of the forward pass
         p = np.exp(s - np.where(np.isneginf(lse), 0, lse))
     results = {"out": out, "lse": lse[..., 0]}
+    if (
+        rng is None and cap
+    ):  # of logits before they are capped, where the cap leaves their rounding
+        terms = np.abs(scale) * slope * p * np.sqrt(q**2 @ (k**2).swapaxes(1, 2))
+        results["size of lse"] = terms.sum(axis=2)
     if case.backward:
         if given is not None:
             out = given.swapaxes(0, 1).astype(kind)
-        ds = slope * p * (times(dout, v) - (dout * out).sum(axis=2, keepdims=True))
+        delta = (dout * out).sum(axis=2, keepdims=True)
+        if like_kernels:  # one more column, subtracted within the product
+            ones = np.ones((*v.shape[:2], 1), kind)
+            dp = np.concatenate([dout, -delta], 2) @ np.concatenate([v, ones], 2).swapaxes(1, 2)
+        else:
+            dp = times(dout, v) - delta
+        ds = slope * p * dp
+        if rng is None:  # of sums of terms of random signs, before they cancel
+            terms = (scale * slope * p * (np.abs(dout) @ np.abs(v).swapaxes(1, 2))) ** 2
+            results["size of dq"] = np.sqrt(terms @ k**2)
+            size = terms.swapaxes(1, 2) @ q**2
+            results["size of dk"] = np.sqrt(size.reshape(-1, group, *size.shape[1:]).sum(1))
         results["dq"] = kept(scale * (ds @ k))
         for name, x in (("dk", scale * (ds.swapaxes(1, 2) @ q)), ("dv", p.swapaxes(1, 2) @ dout)):
             results[name] = kept(

@@ -88,7 +88,7 @@ def test_everything_is_there_and_checked(finished, results):
         assert config["name"] == name
         assert config["rows"] * config["cols"] * config["heads"] == ranks
         assert result.passed and set(result.checks) == {
-            *("out", "lse", "dq", "dk", "dv", "traffic", "repeat")
+            *("out", "lse", "dq", "dk", "dv", "traffic", "repeat", "inputs")
         }
         for phase in ("forward", "backward"):
             assert result.timings[f"{phase}/total"].shape == (2, ranks)

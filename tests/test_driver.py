@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import h5py
@@ -70,7 +71,8 @@ def test_main_job(main_jobs, name):
     assert code == 0, stderr
     assert "written to" in stdout and "FAILED" not in stdout
     result = read_result(folder / f"{name}.h5")
-    assert result.config["seqlen"] == 301
+    assert result.config["seqlen"] == 301 and result.config["ranks"] == 4
+    assert result.provenance["input_sha256"] == sha256(SAMPLE.read_bytes()).hexdigest()
     phases = ["forward", "backward"] if "--backward" in options else ["forward"]
     assert set(result.timings) == {
         f"{phase}/{part}" for phase in phases for part in ("compute", "merge", "wait", "total")
@@ -84,7 +86,7 @@ def test_main_job(main_jobs, name):
     assert {name.split("/")[0] for name in result.traffic} == set(phases)
     names = {"traffic"}
     if "none" not in options:
-        names |= {"repeat", "out", "lse"} | (
+        names |= {"repeat", "inputs", "out", "lse"} | (
             {"dq", "dk", "dv"} if "--backward" in options else set()
         )
     assert set(result.checks) == names
@@ -186,6 +188,8 @@ def test_miscounted_traffic_fails(tmp_path):
 
 
 OPTIONS = [
+    (["--check", "some"], "--check must be none, sample, full or rows:N, got 'some'"),
+    (["--check", "rows:0"], "--check must be at least 1, got 0"),
     (["--rows", "3"], "3 rows do not divide 2 ranks"),
     (["--cols", "3"], "3 columns do not divide 2 ranks"),
     (["--rows", "2", "--heads", "2"], "2 rows x 2 ranks a head group do not divide 2 ranks"),

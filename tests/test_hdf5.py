@@ -13,6 +13,7 @@ from test_results import SHAPES, error_of, make_result, write_input
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.experiments.benchmark import add_results, read_benchmark
 from a2d_mpi.experiments.files import files_read
+from a2d_mpi.experiments.hdf5 import sources
 from a2d_mpi.experiments.results import (
     SMALLER,
     inspect_input,
@@ -152,6 +153,7 @@ def test_takes_a_virtual_dataset_whose_sources_are_there(folder):
         info = inspect_input(path)
         read = files_read(Namespace(input=path))  # none is an output
         assert {str(path), str(folder / "source.h5")} <= set(read)
+        assert sources(path, ["k"]) == sources(path) and not sources(path, ["q", "none"])
         found = read_shard(info, "k", WHOLE, 0, "f4")
         assert np.array_equal(found, k)
 

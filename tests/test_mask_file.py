@@ -1,5 +1,6 @@
 """Masks by name or from a file, in drivers: run, recorded, or refused."""
 
+from hashlib import sha256
 from types import SimpleNamespace
 
 import h5py
@@ -167,6 +168,9 @@ def test_masks_of_a_run(tmp_path):
     assert [code for code, _ in found] == [0] * len(runs), done.stderr + done.stdout
     results = [read_result(f"{output}{i}") for i in range(len(runs))]
     assert [x.config["mask"] for x in results] == list(runs)
+    hashes = [x.provenance.get("mask_file_sha256") for x in results]
+    files = [(tmp_path / f"{x}.h5").read_bytes() for x in ("several", "causal")]
+    assert hashes == [None, None, *(sha256(x).hexdigest() for x in files)]
     areas = [int(x.area.sum()) for x in results]
     window = sum(min(i + 2, N - 1) - max(i - 3, 0) + 1 for i in range(N))
     documents = sum(n * (n + 1) // 2 for n in (7, 23))

@@ -16,6 +16,7 @@ from oracles import documents, heavy_tailed
 from test_bench import PROFILE
 
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid, schedules
+from a2d_mpi.attention.executor import executors
 from a2d_mpi.core import chunks
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.masks import IntervalMask
@@ -23,13 +24,14 @@ from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.summary import summarise
-from a2d_mpi.planning import cost
+from a2d_mpi.planning import cost, memory
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import most_memory, peak_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import candidates, layouts
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import METHODS, node_aware, problem_of, write, write_all
+from a2d_mpi.schedules.accounts import buffers as schedule_buffers
 from a2d_mpi.schedules.steps import Copy, Message
 
 ROOT = Path(__file__).parents[1]
@@ -254,6 +256,29 @@ def test_most_memory(shape, node, dtype):
         held = [peak_memory("node aware", layout, sizes, rank, True)
                 for rank in range(layout.size)]  # fmt: skip
         assert most_memory("node aware", layout, sizes, True) == max(held)
+
+
+def test_sorted_keys_of_own_work_that_waits(monkeypatch):
+    """Of ranks with shards long enough to be cut, beside shorter ones: predicted, as plans do."""
+    monkeypatch.setattr(chunks, "GRAIN", 1)
+    layout = Layout(3, 2).on_nodes((0, 0, 1, 1, 2, 2))
+    work = Workload(7, 2, 4, mask=Causal())
+    sizes = problem_of("node aware", layout, work, work.mask, "zigzag")
+    found = []
+    for rank in range(6):
+        made = [
+            {name for x in executors("node aware", phase, layout, sizes, rank, True)
+             for name in x._arrays.orders}
+            for phase in PHASES
+        ]  # fmt: skip
+        held = [
+            {key[0] for x in chain for key in schedule_buffers(x, sizes.config)
+             if key[-1] == "sorted"}
+            for chain in memory._phases("node aware", layout, sizes, rank, True)
+        ]  # fmt: skip
+        assert made == held, rank
+        found += made
+    assert {"col"} in found and set() in found
 
 
 def test_layouts():

@@ -196,7 +196,7 @@ def test_reading_a_result(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     printed = run("\n".join(blocks("docs/results.md", "python")), tmp_path)
-    assert len(re.findall("True$", printed, re.MULTILINE)) == 7
+    assert len(re.findall("True$", printed, re.MULTILINE)) == 8
 
 
 @pytest.mark.launches

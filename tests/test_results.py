@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -260,6 +261,14 @@ def test_layout(tmp_path):
         assert file["config"].attrs["method"] == "ring"
         assert file["timings/forward/total"].attrs["unit"] == "s"
         assert file["timings/forward/total"].dtype == np.float64
+        for name, axes in (
+            ("timings", ["trial", "rank"]),
+            ("traffic", ["rank"]),
+            ("area", ["rank"]),
+        ):
+            attributes = file[name].attrs
+            assert (list(attributes["axes"]), attributes["ranks"]) == (axes, 3)
+        assert [file[x].attrs["unit"] for x in ("timings", "traffic")] == ["s", "byte"]
         assert file["traffic/forward/row/predicted_sent"].dtype == np.int64
         assert file["area"].dtype == np.int64
         assert file["checks/out"].attrs["passed"]
@@ -299,9 +308,20 @@ def test_provenance(monkeypatch):
     assert re.fullmatch(r"[0-9a-f]{40,64}(-dirty)?|unknown", found["git_commit"])
     assert found["command_line"] == "attention.py --output 'a b.h5'"
     assert found["mpi_library"] == "Open MPI 5"
+    assert found["python_version"] == platform.python_version()
+    assert found["numpy_version"] == np.__version__
+    assert re.fullmatch(r"\d+\.\d+.*", found["mpi4py_version"])
+    assert re.fullmatch(r"\d+\.\d+.*|none", found["numba_version"])
     assert found["hostnames"] == ["n1", "n2"]
     assert found["device"]
     assert datetime.fromisoformat(found["utc_time"]).utcoffset().total_seconds() == 0
+
+
+def test_sha256(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"abc")
+    one = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2
+    assert origin.sha256(path, path) == f"{one} {one}"
 
 
 def run_git(folder, *args):

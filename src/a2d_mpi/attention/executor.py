@@ -11,15 +11,13 @@ import numpy as np
 from a2d_mpi.attention.arrays import Arrays
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
-from a2d_mpi.core.chunks import split_own_shard, splits_own_shard
-from a2d_mpi.core.intervals import keys_per_query, queries_per_key
 from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.accounts import merged_at_once, merged_rows
-from a2d_mpi.schedules.places import Places
+from a2d_mpi.schedules.places import Places, own_cuts
 from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import Span, chunk_of
 from a2d_mpi.schedules.steps import KINDS, Attend, Copy, Merge, Message, Rows, Wait, Zero
@@ -47,25 +45,8 @@ def executors(
         As for `a2d_mpi.schedules.write`.
     """
     splits: dict[bool, list[slice]] = {}
-    mask = problem.mask
-
-    def cuts(schedule: Schedule, own: Rows, others: Rows, ranks: int) -> bool:
-        """Split this rank's own rows by their visible pairs with the others."""
-        side, sizes = schedule.arrays[own.array].of_keys, schedule.sizes
-        shard = sizes.shards(side).tokens(schedule.rank)
-        if not splits_own_shard(len(shard), ranks):
-            return False
-        owners = schedule.arrays[others.array].owners
-        tokens = np.concatenate([sizes.shards(not side).tokens(p) for p in owners])
-        if side:
-            areas = queries_per_key(mask.intervals(tokens, shard), len(shard))
-        else:
-            areas = keys_per_query(mask.intervals(shard, np.sort(tokens)))
-        splits[side] = split_own_shard(areas, ranks)
-        return len(splits[side]) > 1
-
-    found = write(method, phase, layout, problem, rank, overlap, cuts=cuts)
-    config = problem.config
+    found = write(method, phase, layout, problem, rank, overlap, cuts=own_cuts(splits))
+    config, mask = problem.config, problem.mask
     return [
         Executor(x, Arrays(x, layout, config, Places(x, splits)), x.mask or mask) for x in found
     ]

@@ -18,9 +18,10 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.mask_file import FILE
-from a2d_mpi.experiments.measure import SAMPLE, Measurement, open_device, origin_of, random_inputs
-from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
+from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.results import Result
 from a2d_mpi.experiments.summary import phases_of, summarise
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
@@ -130,7 +131,7 @@ def _checked(
         for _ in range(max(1, args.warmup)):
             measured[c].call()
             update(1)
-        measured[c].check(SAMPLE, args.seed)
+        measured[c].check(checked_rows(args.check), args.seed)
     return measured
 
 
@@ -147,18 +148,16 @@ def _timed(
     for run in turns(list(measured.values()), args.trials):
         run.trial()
         update(1)
-    results = {}
+    results, same = {}, ("check", "trials", "warmup", "seed", "threads", "kernel")
     for c, run in measured.items():
         run.finish()
         config = {
             "name": c.name,
             "workload": c.case.name,
             "method": c.method,
-            "ranks": comm.size,
             "mask": c.case.mask,
             "picked": c.picked,
-            "check": "sample",
-            **{x: getattr(args, x) for x in ("trials", "warmup", "seed", "threads", "kernel")},
+            **{x: getattr(args, x) for x in same},
             "device": device.name,
         }
         seconds, figures = {}, {}

@@ -22,8 +22,9 @@ from a2d_mpi.experiments.bench_tile import torch_calls
 from a2d_mpi.experiments.benchmark import SCHEMA
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.kernel_plots import add_figures
-from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs
+from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import grid_shape
 from a2d_mpi.experiments.timing import in_turn

@@ -15,7 +15,8 @@ from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.transport import PROGRESS
 from a2d_mpi.core.patterns import make_mask
-from a2d_mpi.experiments.measure import Measurement, random_inputs
+from a2d_mpi.experiments.inputs import random_inputs
+from a2d_mpi.experiments.measure import Measurement
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.schedules import attention2d, steps
 

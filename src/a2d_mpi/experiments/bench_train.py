@@ -29,7 +29,8 @@ from a2d_mpi.core.masks import Mask
 from a2d_mpi.experiments.benchmark import extends
 from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.hdf5 import reading
-from a2d_mpi.experiments.measure import Measurement, origin_of, random_inputs
+from a2d_mpi.experiments.inputs import random_inputs
+from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, model_of
 from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.experiments.step_plots import SCHEMA, Steps

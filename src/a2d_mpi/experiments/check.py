@@ -8,6 +8,7 @@ plain computation, plus a term for rounding the inputs' products, bounds the err
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 
@@ -191,6 +192,22 @@ def error_bounds(
         says = math.isfinite(bound) and bound <= max(size / 10, half_of_digits * term)
         bounds[name] = bound if says else math.nan
     return bounds
+
+
+def worse(a: Check, b: Check) -> Check:
+    """The one to report of two checks of one tensor: a failed one, or that nearer its bound."""
+    if a.passed and b.passed:
+        return a if a.error * b.bound >= b.error * a.bound else b
+    return b if a.passed else a
+
+
+def digests(tensors: Mapping[str, np.ndarray]) -> dict[str, bytes]:
+    """A hash of the bits of each tensor."""
+    return {
+        # As bytes: Python's buffers know no bfloat16.
+        name: hashlib.blake2b(np.ascontiguousarray(x).reshape(-1).view(np.uint8)).digest()
+        for name, x in tensors.items()
+    }
 
 
 class _Errors:

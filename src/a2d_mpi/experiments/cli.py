@@ -32,10 +32,9 @@ from a2d_mpi.experiments.options import (
     block,
     method_name,
     path,
-    reason,
     whole,
 )
-from a2d_mpi.experiments.streams import lost_output, open_streams
+from a2d_mpi.experiments.streams import lost_output, open_streams, reason
 from a2d_mpi.kernels import KERNELS
 from a2d_mpi.schedules import METHODS
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from math import prod
 
@@ -125,8 +125,11 @@ def plain(attrs: h5py.AttributeManager) -> dict[str, object]:
     return {**values, **texts}
 
 
-def sources(path: str | os.PathLike[str]) -> list[str]:
-    """Files that hold numbers of an HDF5 file, besides itself; none if it is no such file."""
+def sources(path: str | os.PathLike[str], names: Iterable[str] | None = None) -> list[str]:
+    """Files that hold numbers of an HDF5 file, besides itself; none if it is no such file.
+
+    `names`: of these datasets only.  Default: of all.
+    """
     found: set[str] = set()
 
     def add(_: str, x: h5py.Group | h5py.Dataset) -> None:
@@ -134,7 +137,11 @@ def sources(path: str | os.PathLike[str]) -> list[str]:
             found.update(source.file_name for source in x.virtual_sources())
 
     with suppress(OSError, RuntimeError, KeyError, ValueError, TypeError), _opened(path) as file:
-        file.visititems(add)
+        if names is None:
+            file.visititems(add)
+        else:
+            for name in names:
+                add(name, member(file, name))
     folder = os.path.dirname(os.path.realpath(path))
     return sorted(os.path.join(folder, x) for x in found - {"."})
 

@@ -19,20 +19,19 @@ from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.hdf5 import check_output, sources
+from a2d_mpi.experiments.inputs import TENSORS, random_rows, refuse_nan
 from a2d_mpi.experiments.mask_file import FILE, read_mask
 from a2d_mpi.experiments.measure import (
     RESULTS,
-    SAMPLE,
     Measurement,
     check_grid,
     open_device,
     open_grid,
     origin_of,
-    random_rows,
-    refuse_nan,
 )
-from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
+from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.results import (
     RESULT_SCHEMA,
     InputInfo,
@@ -69,15 +68,17 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         **{name: x for name, x in chosen.items() if x is not None},
     )
     tensors = together(comm, lambda: _read(args, info, plan))
+    digests = together(comm, lambda: _digests(args), on=0) if args.output else None
     if args.check != "none":
         refuse_nan(comm, tensors)
-    measured = Measurement(plan, tensors, args.backward, device)
+    checked = args.check != "none"
+    measured = Measurement(plan, tensors, args.backward, device, checked)
     with threadpool_limits(args.threads):
         # Checked before it is timed: the timed runs must then repeat the checked one bit for bit.
-        for _ in range(max(args.warmup, args.check != "none")):
+        for _ in range(max(args.warmup, checked)):
             measured.call()
-        if args.check != "none":
-            measured.check(None if args.check == "full" else SAMPLE, args.seed)
+        if checked:
+            measured.check(checked_rows(args.check), args.seed)
         for _ in tqdm(range(args.trials), "trials", disable=comm.rank != 0, leave=False):
             measured.trial()
         measured.finish()
@@ -86,7 +87,8 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
     config |= {name: getattr(args, name) for name in (*same, "sink")} | {"input": str(args.input)}
     outputs = measured.outputs() if args.save_outputs else {}
-    result = measured.result(config, origin_of(comm, device), outputs=outputs)
+    origin = origin_of(comm, device) | (digests or {})
+    result = measured.result(config, origin, outputs=outputs)
     try:
         if args.output:
             together(comm, lambda: write_result(args.output, result), on=0)
@@ -125,6 +127,12 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     if args.mask_file:
         return info, config, read_mask(args.mask_file, config.seqlen)
     return info, config, make_mask(args.mask, config.seqlen)
+
+
+def _digests(args: argparse.Namespace) -> dict[str, str]:
+    """SHA-256 of the input, then of sources of virtual datasets, and of the mask file."""
+    found = {"input_sha256": sha256(args.input, *sources(args.input, TENSORS[:4]))}
+    return found | ({"mask_file_sha256": sha256(args.mask_file)} if args.mask_file else {})
 
 
 def _output_bytes(args: argparse.Namespace, config: AttentionConfig) -> int:

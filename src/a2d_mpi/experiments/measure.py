@@ -3,6 +3,7 @@
 ::
 
     run = Measurement(plan, tensors, backward=True)
+    run.call()
     run.check(rows=16)  # against float64, before anything is timed
     for _ in range(trials):
         run.trial()
@@ -16,21 +17,22 @@ from __future__ import annotations
 
 import argparse
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import CollectiveError, agree
+from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
-from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.experiments.check import check_attention, digests, worse
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.inputs import other_data
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import PARTS, SPAN, Check, Result
 from a2d_mpi.experiments.summary import usual_trial
@@ -38,7 +40,6 @@ from a2d_mpi.experiments.sweep import grid_shape
 from a2d_mpi.planning.profile import read_machine
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
-SAMPLE = 16  # query rows and key rows that are looked at in a sampled check
 
 
 def open_device(comm: MPI.Intracomm, name: str) -> Device:
@@ -69,48 +70,6 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
     return ProcessGrid(comm, rows, cols, args.heads, args.order, args.block)
 
 
-def random_rows(
-    tokens: Iterable[int], shape: tuple[int, ...], dtype: np.dtype, seed: int, stream: int = 0
-) -> np.ndarray:
-    """Standard normal numbers for tokens, the same whatever the ranks and the distribution.
-
-    Parameters
-    ----------
-    tokens : iterable of int
-    shape : tuple of int
-        Of one token.
-    dtype : dtype
-    seed, stream : int
-        Other numbers for another seed, and for another stream (tensor).
-
-    Returns
-    -------
-    (tokens, *shape) dtype
-    """
-    generators = (
-        np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, stream, token]))
-        for token in tokens
-    )
-    rows = [generator.standard_normal(shape).astype(dtype) for generator in generators]
-    return np.array(rows, dtype).reshape(len(rows), *shape)
-
-
-def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[str, np.ndarray]:
-    """This rank's shards of q, k, v and perhaps dout, `random_rows` each."""
-    return {
-        name: random_rows(plan.tokens.tolist(), plan.config.shape(name), plan.dtype, seed, stream)
-        for stream, name in enumerate(("dout", "q", "k", "v"))
-        if name != "dout" or backward
-    }
-
-
-def refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:
-    """ValueError on all ranks if any number on any rank is NaN or infinite."""
-    bad = {name: int(x.size - np.isfinite(x).sum()) for name, x in tensors.items()}
-    found = [f"{name} has {n} elements that are NaN or infinite" for name, n in bad.items() if n]
-    agree(comm, "; ".join(found) + ": nothing can be checked" if found else None)
-
-
 def origin_of(comm: MPI.Intracomm, device: Device = HOST) -> dict[str, object]:
     """Provenance of what these ranks measure; rank 0's, empty on the others."""
     hosts = comm.gather(socket.gethostname())
@@ -122,6 +81,9 @@ def origin_of(comm: MPI.Intracomm, device: Device = HOST) -> dict[str, object]:
 class Measurement:
     """A plan and its tensors, run again and again.
 
+    After `check` the trials take two data sets in turn, in the same arrays: the given one, and
+    `other_data` of it.
+
     Parameters
     ----------
     plan : AttentionPlan
@@ -132,13 +94,16 @@ class Measurement:
         Also the gradients.
     device : Device
         Where the tensors go.
+    checked : bool
+        False: there will be no `check`.
 
     Attributes
     ----------
     plan
     phases : tuple of str
     tensors : dict of arrays
-        Those given and, after a call, the results, on the device.
+        Those given and, after a call, the results, on the device.  After `check`: the checked
+        results.
     checks : dict of str to Check
         Those done so far.
     seconds : dict of str to list of float
@@ -151,75 +116,120 @@ class Measurement:
         tensors: Mapping[str, np.ndarray],
         backward: bool,
         device: Device = HOST,
+        checked: bool = True,
     ) -> None:
         self.plan, self.device = plan, device
         self.phases = ("forward", "backward") if backward else ("forward",)
         self.tensors: dict[str, Array] = {x: device.upload(y) for x, y in tensors.items()}
         self.checks: dict[str, Check] = {}
-        self._checked: dict[str, np.ndarray] | None = None
+        self._given = dict(self.tensors)
+        self._given_bits = digests(tensors) if checked else {}
+        # After a check: hashes of the results of each data set.
+        self._result_bits: list[dict[str, bytes]] = []
         self._differ = 0  # results of trials that were not the checked ones
         self.seconds: dict[str, list[float]] = {
             f"{phase}/{part}": [] for phase in self.phases for part in PARTS
         }
         self._spans: list[dict[str, list]] = []
 
-    def forward(self) -> None:
-        """Run the forward pass; out and lse go to `tensors`."""
-        t = self.tensors
+    def forward(self, tensors: dict[str, Array] | None = None) -> None:
+        """Run the forward pass; out and lse go to `tensors`, by default those of this object."""
+        t = self.tensors if tensors is None else tensors
         t["out"], t["lse"] = self.plan.forward(t["q"], t["k"], t["v"], t.get("sink"))
 
-    def backward(self) -> None:
+    def backward(self, tensors: dict[str, Array] | None = None) -> None:
         """Run the backward pass on the latest out and lse; the gradients go to `tensors`."""
-        t = self.tensors
+        t = self.tensors if tensors is None else tensors
         given = (t[name] for name in ("dout", "q", "k", "v", "out", "lse"))
         gradients = self.plan.backward(*given, t.get("sink"))
         t |= zip(("dq", "dk", "dv", "dsink"), gradients)  # dsink only with a sink
 
-    def call(self) -> None:
+    def call(self, tensors: dict[str, Array] | None = None) -> None:
         """Run all phases, each begun by all ranks together."""
         for phase in self.phases:
             self.plan.grid.comm.Barrier()
-            getattr(self, phase)()
+            getattr(self, phase)(tensors)
 
-    def check(self, rows: int | None = SAMPLE, seed: int = 0) -> None:
-        """Check the results of the latest call against float64.
+    def check(self, rows: int | None, seed: int = 0) -> None:
+        """Check the results of the latest call against float64, and those of a call on other data.
 
-        Later trials must repeat them bit for bit.  Arguments as of `check_attention`.
+        Later trials must repeat them bit for bit, whatever was called between.  Arguments as of
+        `check_attention`.
         """
-        self._checked = self.on_host()
-        self.checks |= check_attention(self.plan, self._checked, rows, seed)
+        found = self._checked(self.tensors, rows, seed)
+        tensors = dict(self._given)
+        self._exchange()
+        self.call(tensors)
+        more = self._checked(tensors, rows, seed + 2)
+        self._exchange(back=True)
+        self._differ += self._overwritten()
+        self.checks |= {name: worse(found[name], more[name]) for name in found}
+
+    def _checked(
+        self, tensors: Mapping[str, Array], rows: int | None, seed: int
+    ) -> dict[str, Check]:
+        """Checks of the results of one call, whose bits are remembered."""
+        self._result_bits.append(digests(self._results(tensors)))
+        return check_attention(self.plan, self._on_host(tensors), rows, seed)
 
     def trial(self) -> None:
         """Run once, timed and counted."""
         if not self._spans:
             self.plan.traffic.clear()
-        self.call()
+        tensors, data = self.tensors, 0
+        if self._result_bits:
+            # 0, 1, 1, 0, ...: buffers that a plan uses in turn would follow a plain alternation.
+            tensors, data = dict(self._given), (len(self._spans) + 1) // 2 % 2
+        if data:
+            self._exchange()
+        self.call(tensors)
         timings = self.plan.timings
         for name, so_far in self.seconds.items():
             so_far.append(timings[name])
         self._spans.append({phase: self.plan.spans(phase) for phase in self.phases})
-        if self._checked is not None:
-            found = self.on_host()
-            names = (*RESULTS, "dsink") if self.plan.deterministic else ("out", "lse")
-            self._differ += sum(
-                self._checked[name].tobytes() != found[name].tobytes()
-                for name in names
-                if name in found
-            )
+        if self._result_bits:
+            found = self._results(tensors)
+            if not self.plan.deterministic:
+                found = {name: found[name] for name in ("out", "lse")}
+            self._differ += _differing(found, self._result_bits[data]) + self._overwritten()
+        if data:
+            self._exchange(back=True)
 
     def finish(self) -> None:
-        """After the trials: check what was counted, and that the results were always the same."""
+        """After the trials: check what was counted, and that the results were always the same, in
+        memory too, and that the inputs are what they were.
+        """
         self.checks["traffic"] = self._traffic_check()
-        if self._checked is not None:
-            self.checks["repeat"] = self._repeat_check()
+        if not self._result_bits:
+            return
+        comm = self.plan.grid.comm
+        changed = _differing(self._on_host(self._given), self._given_bits)
+        for name, number in (("repeat", self._differ), ("inputs", changed)):
+            self.checks[name] = Check(float(comm.allreduce(number)), 0.0, comm.size)
 
-    def on_host(self) -> dict[str, np.ndarray]:
-        """The tensors as NumPy arrays."""
-        return {name: self.device.download(x) for name, x in self.tensors.items()}
+    def _overwritten(self) -> int:
+        """Number of the first checked results that a later call has changed in memory."""
+        return _differing(self._results(self.tensors), self._result_bits[0])
+
+    def _exchange(self, back: bool = False) -> None:
+        """Put the other data set into the arrays that were given, or those back."""
+        for name, x in self._given.items():
+            other = other_data(name, self.device.download(x), back)
+            self.device.put(x, self.device.upload(other))
+
+    def _on_host(self, tensors: Mapping[str, Array]) -> dict[str, np.ndarray]:
+        """Tensors as NumPy arrays."""
+        return {name: self.device.download(x) for name, x in tensors.items()}
+
+    def _results(self, tensors: Mapping[str, Array]) -> dict[str, np.ndarray]:
+        """Results among the tensors, as NumPy arrays."""
+        names = (*RESULTS, "dsink")
+        return self._on_host({name: tensors[name] for name in names if name in tensors})
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Whole results in the order of the sequence, on rank 0; empty on the others."""
-        comm, plan, tensors, whole = self.plan.grid.comm, self.plan, self.on_host(), {}
+        comm, plan, whole = self.plan.grid.comm, self.plan, {}
+        tensors = self._results(self.tensors)
         for name in (x for x in RESULTS if x in tensors):
             parts = comm.gather(tensors[name])
             if comm.rank == 0:
@@ -293,14 +303,15 @@ class Measurement:
         ]
         return Check(float(comm.allreduce(max(off, default=0), op=MPI.MAX)), 0.0, comm.size)
 
-    def _repeat_check(self) -> Check:
-        """Number of results, of all trials and ranks, that are not the checked ones to the bit."""
-        comm = self.plan.grid.comm
-        return Check(float(comm.allreduce(self._differ)), 0.0, comm.size)
+
+def _differing(tensors: Mapping[str, np.ndarray], bits: Mapping[str, bytes]) -> int:
+    """Number of tensors whose bits are not those of these hashes."""
+    return sum(x != bits[name] for name, x in digests(tensors).items())
 
 
 def _config(plan: AttentionPlan) -> dict[str, object]:
     return {
+        "ranks": plan.grid.comm.size,
         **{x: getattr(plan.grid, x) for x in ("rows", "cols", "heads")},
         **plan.config.arguments,
         "logit_softcap": plan.logit_softcap or 0.0,  # 0: none

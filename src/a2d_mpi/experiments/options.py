@@ -18,7 +18,7 @@ from a2d_mpi.core.atomic import held, read_regular
 from a2d_mpi.core.config import LARGEST
 from a2d_mpi.core.patterns import PATTERNS, parse_mask, split_masks
 from a2d_mpi.experiments.files import check_files, files_held
-from a2d_mpi.experiments.streams import lost_output, open_streams
+from a2d_mpi.experiments.streams import lost_output, open_streams, reason
 from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
 from a2d_mpi.planning.profile import parse_count
 from a2d_mpi.schedules import METHODS
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BAD_INPUT = 2  # exit code: nothing was computed, or nothing could be written
+SAMPLE = 16  # query rows and key rows that --check sample compares
 FAILED_CHECK = 1  # exit code: a result is wrong
 METHOD_HELP = f"one of: {', '.join(METHODS)}; or with underscores"
 ORDER_HELP = (
@@ -132,6 +133,29 @@ SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 SEQLEN, HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("seqlen", "nheads", "headdim"))
 LAYERS, WIDTH = whole(1, 4096), whole(1, 1 << 20)
 BLOCK = whole(1, 1 << 20)  # tokens of a block of the cache
+
+
+CHECK_HELP = (
+    f"rows to compare with float64: sample ({SAMPLE} query rows and {SAMPLE} key rows, and both "
+    "ends; an error of a single other row is missed), rows:N (N of each), full (all)"
+)
+
+
+def check_text(text: str, none: bool = True) -> str:
+    """A type of options: sample, full, rows:N, or with `none` also none."""
+    known = ("none",) * none + ("sample", "full")
+    if not text.startswith("rows:") and text not in known:
+        raise BadOption(f"must be {', '.join(known)} or rows:N, got {text[:40]!r}")
+    if text not in known:
+        whole(1)(text.removeprefix("rows:"))
+    return text
+
+
+def checked_rows(text: str) -> int | None:
+    """Rows that --check compares; None: all."""
+    if text in ("sample", "full"):
+        return SAMPLE if text == "sample" else None
+    return int(text.removeprefix("rows:"))
 
 
 def block(text: str) -> tuple[int, int]:
@@ -277,12 +301,8 @@ def add_model(parser: Parser, default: str | None) -> None:
     """Add the options of a GPT's sizes; see `model_of`."""
     add = parser.add_argument
     add("--preset", choices=PRESETS, default=default, help="default %(default)s")
-    for name, kind in (
-        ("layers", LAYERS),
-        ("width", WIDTH),
-        ("nheads", HEADS),
-        ("nheads-kv", HEADS),
-    ):
+    sizes = {"layers": LAYERS, "width": WIDTH, "nheads": HEADS, "nheads-kv": HEADS}
+    for name, kind in sizes.items():
         add(f"--{name}", type=kind, help="default: the preset's")
     add("--positions", choices=POSITIONS, help="default: the preset's")
     add("--recompute", action="store_true", help="keep less of each block, compute it again")
@@ -301,13 +321,6 @@ def model_of(args: argparse.Namespace, **sizes: int) -> GPTConfig:
     if {"width", "nheads"} & given.keys():
         given = {"mlp": None, "nheads_kv": None, **given}
     return replace(PRESETS[args.preset], **sizes, **given)
-
-
-def reason(error: Exception) -> str:
-    """One line for the user, with the name of the file if it is about one."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error) or type(error).__name__
 
 
 def run_serial(

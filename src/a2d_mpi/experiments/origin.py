@@ -1,13 +1,16 @@
-"""The origin of a result: versions, commit, command, MPI, hosts, device, time."""
+"""The origin of a result: versions, commit, command, MPI, hosts, device, files, time."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import platform
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from threadpoolctl import threadpool_info
@@ -24,12 +27,15 @@ def provenance(
     Returns
     -------
     dict
-        package_version, git_commit (of the package's source; "-dirty" if it was changed since,
+        package_version, python_version, those of NumPy, mpi4py and Numba ("none" where it is not
+        installed), git_commit (of the package's source; "-dirty" if it was changed since,
         "unknown" without git), command_line, mpi_library, hostnames, device (default: the CPU's
         name), blas (that of NumPy, and the CPU that it takes this one for), utc_time (ISO 8601).
     """
     return {
         "package_version": a2d_mpi.__version__,
+        "python_version": platform.python_version(),
+        **{f"{name}_version": _version(name) for name in ("numpy", "mpi4py", "numba")},
         "git_commit": _git_commit(),
         "command_line": shlex.join(sys.argv),
         "mpi_library": mpi_library,
@@ -38,6 +44,32 @@ def provenance(
         "blas": blas_name(),
         "utc_time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def sha256(*paths: str | os.PathLike[str]) -> str:
+    """SHA-256 of files, with blanks between them.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be read.
+    """
+    found = []
+    for path in paths:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while piece := file.read(1 << 20):
+                digest.update(piece)
+        found.append(digest.hexdigest())
+    return " ".join(found)
+
+
+def _version(package: str) -> str:
+    """From its metadata: importing Numba would take a second."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def _git_commit() -> str:

@@ -29,6 +29,12 @@ FLOATS = ("float16", "float32", "float64")
 # since the phase began there.
 SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f4"), ("end", "f4")])
 PARTS = ("compute", "merge", "wait", "total")
+# Units and names of the axes of what these hold.
+UNITS = {
+    "timings": ("s", ("trial", "rank")),
+    "traffic": ("byte", ("rank",)),
+    "area": ("(query, key) pair", ("rank",)),
+}
 SMALLER = {"compression": "gzip", "shuffle": True}
 
 
@@ -280,6 +286,8 @@ def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = Non
     group["area"] = np.asarray(result.area, np.int64)
     names = ("timings", "traffic", "checks", "outputs")
     timings, traffic, checks, outputs = map(group.create_group, names)
+    for name, (unit, axes) in UNITS.items():
+        set_attributes(group[name], {"unit": unit, "axes": axes, "ranks": len(result.area)})
     for name, seconds in result.timings.items():
         timings[name] = np.asarray(seconds, np.float64)
         timings[name].attrs["unit"] = "s"

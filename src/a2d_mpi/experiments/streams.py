@@ -1,4 +1,4 @@
-"""Standard output and error, to which nothing that is printed ends a program."""
+"""Standard output and error: nothing that is printed ends a program, errors are one line."""
 
 from __future__ import annotations
 
@@ -51,3 +51,10 @@ def open_streams() -> None:
             write_through=old.write_through,
         )
         setattr(sys, name, new)
+
+
+def reason(error: Exception) -> str:
+    """One line for the user, with the name of the file if it is about one."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__

@@ -14,6 +14,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import write, write_all
 from a2d_mpi.schedules.accounts import buffers as schedule_buffers
 from a2d_mpi.schedules.accounts import results
+from a2d_mpi.schedules.places import own_cuts
 from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.steps import KINDS
 
@@ -86,7 +87,9 @@ def buffers(
 def _phases(
     method: str, layout: Layout, problem: Problem, rank: int, backward: bool
 ) -> list[list[Schedule]]:
-    return [write(method, x, layout, problem, rank) for x in PHASES[: 1 + backward]]
+    phases = PHASES[: 1 + backward]
+    # As plans do: a rank that keeps some of its own work for the end may need sorted keys for it.
+    return [write(method, x, layout, problem, rank, cuts=own_cuts({})) for x in phases]
 
 
 def _buffers(phases: Sequence[list[Schedule]], layout: Layout, problem: Problem) -> Ranks:

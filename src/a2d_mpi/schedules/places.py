@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 
 import numpy as np
 
-from a2d_mpi.core.chunks import chunks
+from a2d_mpi.core.chunks import chunks, split_own_shard, splits_own_shard
+from a2d_mpi.core.intervals import keys_per_query, queries_per_key
 from a2d_mpi.core.meetings import size
 from a2d_mpi.schedules.schedule import Schedule
 from a2d_mpi.schedules.sizes import Chosen, Meets, Span
@@ -166,6 +167,29 @@ class Places:
                 ends = [shards.place(owner, token) for token in span]
             self._edges[key] = np.array(ends if ends[0] < ends[1] else [], np.int64)
         return self._edges[key]
+
+
+def own_cuts(splits: dict[bool, list[slice]]) -> Callable[[Schedule, Rows, Rows, int], bool]:
+    """The function `Schedule.cuts` of one rank: by its visible pairs with the others.
+
+    It puts the slices of the rank's own queries (False) and keys (True) into `splits`.
+    """
+
+    def cuts(schedule: Schedule, own: Rows, others: Rows, ranks: int) -> bool:
+        side, sizes = schedule.arrays[own.array].of_keys, schedule.sizes
+        mask, shard = sizes.problem.mask, sizes.shards(side).tokens(schedule.rank)
+        if not splits_own_shard(len(shard), ranks):
+            return False
+        owners = schedule.arrays[others.array].owners
+        tokens = np.concatenate([sizes.shards(not side).tokens(p) for p in owners])
+        if side:
+            areas = queries_per_key(mask.intervals(tokens, shard), len(shard))
+        else:
+            areas = keys_per_query(mask.intervals(shard, np.sort(tokens)))
+        splits[side] = split_own_shard(areas, ranks)
+        return len(splits[side]) > 1
+
+    return cuts
 
 
 def sorted_arrays(schedule: Schedule) -> set[str]:
