@@ -31,8 +31,8 @@ STAGED_MESSAGE = 4 << 20  # bytes of a piece that is copied through the host
 PROGRESS = ("poll", "thread", "none")
 PERIOD = 1e-3  # seconds between two calls of the thread
 # A poll is followed by a rest: ten times what it took, at most PERIOD.  Open MPI with more ranks
-# than cores gives the core away when it finds nothing, for milliseconds if others want it: the rest
-# saves a seventh of both phases (4 ranks on 2 busy cores, 12 heads of 32, 1536 causal tokens).
+# than cores gives the core away when it finds nothing, for milliseconds if others want it: rests
+# save a seventh of both phases (4 ranks on 2 busy cores, 12 heads of 32, 1536 causal tokens).
 REST = 10
 
 
