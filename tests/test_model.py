@@ -243,7 +243,7 @@ def test_memory():
 
 
 def test_memory_of_a_kernel_is_that_of_its_workspace():
-    for sizes in ((700, 4, 64, 2), (3000, 1, 32, 1), (520, 16, 16, 16)):
+    for sizes in ((700, 4, 64, 2), (3000, 1, 32, 1), (1024, 16, 16, 16)):
         n, nheads, d, nheads_kv = sizes
         config = AttentionConfig(n, nheads, d, nheads_kv)
         rng, work = np.random.default_rng(0), Workspace()
@@ -254,11 +254,11 @@ def test_memory_of_a_kernel_is_that_of_its_workspace():
         out, lse = np.empty_like(q), np.empty(q.shape[:2], np.float32)
         kernel.forward(q, k, v, intervals, out, lse)
         expected = kernel_buffers(config, n, n, False)
-        assert work.nbytes("") == pytest.approx(sum(expected.values()), rel=0.02)
+        assert work.nbytes("") == sum(expected.values())
         gradients = (np.empty_like(x) for x in (q, k, v))
         kernel.backward(dout, q, k, v, lse, lse, intervals, *gradients, fresh=True)
         expected |= kernel_buffers(config, n, n, True)
-        assert work.nbytes("") == pytest.approx(sum(expected.values()), rel=0.02)
+        assert work.nbytes("") == sum(expected.values())
 
 
 @pytest.mark.parametrize("number", [1, 13])
