@@ -274,6 +274,13 @@ def advance(transport, comm):
         transport.poll(comm)
 
 
+CPU_TORCH = """
+import sys, types
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.cuda = types.SimpleNamespace(is_available=lambda: False)
+"""
+
+
 def test_benchmark_of_masks(monkeypatch, tmp_path):
     sizes = ["--seqlen", "40", "--nheads", "2", "--nheads-kv", "1", "--headdim", "8"]
     sizes += ["--trials", "3", "--output", tmp_path / "gpu.h5", "--masks", "full"]
@@ -295,9 +302,10 @@ def test_benchmark(monkeypatch, tmp_path, what, ranks):
     sizes += ["--transfers", "device", "--output", tmp_path / "gpu.h5"]
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     for mps in (False, True) if what == "split" else (False,):
-        done = drive(monkeypatch, "bench_gpu.py", ranks, what, *sizes)
+        done = drive(monkeypatch, "bench_gpu.py", ranks, what, *sizes, sabotage=CPU_TORCH)
         assert done.returncode == 0, done.stderr
-        assert "TFLOP/s" in done.stdout if what == "kernel" else "host: 0 bytes" in done.stdout
+        words = ("TFLOP/s", "torch has no GPU") if what == "kernel" else ("host: 0 bytes",)
+        assert all(x in done.stdout for x in words)
         said = f"{ranks} {'at once (MPS)' if mps else 'in turns'} on a GPU"
         assert said in done.stdout or what == "kernel"
         (tmp_path / "control").touch()

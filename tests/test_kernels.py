@@ -8,6 +8,7 @@ from helpers import bounds_for, distance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from a2d_mpi.comm.transport import HostTransport
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.masks import Causal, Full, IntervalMask
@@ -206,6 +207,27 @@ def test_polls_between_blocks():
     intervals = Full().intervals(np.arange(64), np.arange(64))
     kernel.forward(q, k, v, intervals, np.empty_like(q), np.empty((64, 1), np.float32))
     assert len(polls) == 8
+
+
+def test_polls_that_take_long_are_rare(monkeypatch):
+    now, began = [0.0], []
+    monkeypatch.setattr("a2d_mpi.comm.transport.time.perf_counter", lambda: now[0])
+
+    class Comm:
+        def Iprobe(self, *_):
+            began.append(now[0])
+            now[0] += takes[-1]
+
+    takes = []
+    for seconds, after in ((1e-6, 11e-6), (4e-3, 5e-3)):  # the rest is at most 1 ms
+        transport, start = HostTransport(), now[0]
+        takes.append(seconds), began.clear()
+        for _ in range(3):
+            transport.poll(Comm())
+            now[0] = start + 0.99 * after
+            transport.poll(Comm())
+            now[0] = start = start + 1.01 * after
+        assert len(began) == 3 and np.allclose(np.diff(began), 1.01 * after)
 
 
 def test_blocks_are_cut_once_and_few_are_kept(monkeypatch):

@@ -10,6 +10,8 @@ from random import Random
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 
+import helpers
+import memory
 import numpy as np
 import pytest
 from helpers import assert_all_refused, drive, parser_of, runs_on
@@ -18,14 +20,19 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.kernel_memory import kernel_buffers
 from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, flops
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.experiments import calibrate
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.kernels import make_kernel
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.calibration import (
     Sample,
@@ -233,6 +240,31 @@ def test_memory():
     sizes = problem_of("ring", Layout(16, 1), job, job.mask, "zigzag")
     grid, ring = (peak_memory(x, Layout(16, 1), sizes, 3) for x in ("attention2d", "ring"))
     assert grid > 2 * ring
+
+
+def test_memory_of_a_kernel_is_that_of_its_workspace():
+    for sizes in ((700, 4, 64, 2), (3000, 1, 32, 1), (1024, 16, 16, 16)):
+        n, nheads, d, nheads_kv = sizes
+        config = AttentionConfig(n, nheads, d, nheads_kv)
+        rng, work = np.random.default_rng(0), Workspace()
+        kernel = make_kernel("numpy", HOST, np.dtype(np.float32), d**-0.5, work=work)
+        q, k, v, dout = (rng.standard_normal((n, h, d), np.float32)
+                         for h in (nheads, nheads_kv, nheads_kv, nheads))  # fmt: skip
+        intervals = Full().intervals(np.arange(n), np.arange(n))
+        out, lse = np.empty_like(q), np.empty(q.shape[:2], np.float32)
+        kernel.forward(q, k, v, intervals, out, lse)
+        expected = kernel_buffers(config, n, n, False)
+        assert work.nbytes("") == sum(expected.values())
+        gradients = (np.empty_like(x) for x in (q, k, v))
+        kernel.backward(dout, q, k, v, lse, lse, intervals, *gradients, fresh=True)
+        expected |= kernel_buffers(config, n, n, True)
+        assert work.nbytes("") == sum(expected.values())
+
+
+@pytest.mark.parametrize("number", [1, 13])
+def test_memory_is_what_processes_grow_by(number):
+    predicted, measured = memory.one(helpers.launch, number)
+    assert predicted == pytest.approx(measured, rel=memory.TOLERANCE), memory.CASES[number]
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -11,7 +11,7 @@ from a2d_mpi.attention.executor import Executor
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.planning import cost
+from a2d_mpi.planning import cost, memory
 
 
 class Figures:
@@ -70,6 +70,17 @@ class Figures:
         """
         rank = self.grid.comm.rank if rank is None else rank
         return cost.traffic(self.method, self.layout, self.problem, rank)
+
+    def predicted_memory(self, backward: bool = True, rank: int | None = None) -> int:
+        """Bytes by which the process of `rank` (default: this one) grows, with its arrays.
+
+        From before they and the plan are made to the end of a call of each phase; after the first
+        call with its kernel, if that is one of the host.  By `a2d_mpi.planning.memory`.
+        """
+        rank = self.grid.comm.rank if rank is None else rank
+        kernel = self.kernel if self.kernel in memory.LIBRARIES else None
+        sizes = self.method, self.layout, self.problem, rank
+        return memory.peak_memory(*sizes, backward, kernel)
 
     def area(self, rank: int | None = None) -> int:
         """Visible (query, key) pairs that `rank` (default: this one) computes.

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -73,11 +74,7 @@ def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found:
     """
     # One that is wrong is refused before any has run.
     together(comm, lambda: [make_mask(mask, args.seqlen) for mask in args.masks])
-    try:
-        import torch
-    except ImportError:
-        torch = None
-        print("torch is not installed: nothing to compare with")
+    torch = _torch()
     right, of_full = True, {}
     for mask in args.masks:
         with _problem(MPI.COMM_SELF, mask, args, device) as run:
@@ -193,6 +190,19 @@ def _passes(run: Measurement) -> bool:
         if not check.passed and run.plan.grid.comm.rank == 0:
             print(f"{name} is off by {check.error:.2e}, allowed are {check.bound:.2e}")
     return all(check.passed for check in run.checks.values())
+
+
+def _torch() -> ModuleType | None:
+    """The module torch, if it is installed and can use a GPU; else say what is missing."""
+    try:
+        import torch
+    except ImportError:
+        print("torch is not installed: nothing to compare with")
+        return None
+    if not torch.cuda.is_available():  # its build for CPUs
+        print("torch has no GPU: nothing to compare with")
+        return None
+    return torch
 
 
 def _torch_calls(torch, run: Measurement, mask: str) -> dict[str, Callable]:

@@ -336,9 +336,15 @@ def load(group: h5py.Group) -> Result:
 
 
 def set_attributes(group: h5py.Group, values: Mapping[str, object]) -> None:
-    """Attributes of a group; text that HDF5 cannot hold is escaped."""
+    """Attributes of a group; paths are text, and text that HDF5 cannot hold is escaped."""
     for name, value in values.items():
-        if isinstance(value, str):
-            # A path may hold bytes that are no UTF-8; Open MPI ends its version with a NUL.
-            value = value.encode(errors="backslashreplace").decode().replace("\0", "")
-        group.attrs[name] = value
+        group.attrs[name] = list(map(_text, value)) if isinstance(value, list) else _text(value)
+
+
+def _text(value: object) -> object:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, str):
+        # A path may hold bytes that are no UTF-8; Open MPI ends its version with a NUL.
+        value = value.encode(errors="backslashreplace").decode().replace("\0", "")
+    return value

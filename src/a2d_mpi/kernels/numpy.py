@@ -27,6 +27,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from a2d_mpi.core.kernel_memory import BLOCK_K, BLOCK_Q
 from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
@@ -34,8 +35,6 @@ from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.packing import Packing
 from a2d_mpi.kernels.passes import Passes
 
-BLOCK_Q = 512  # rows of a cache block: query tokens x query heads per KV head
-BLOCK_K = 512  # keys of a cache block
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from a2d_mpi.core.dtypes import compute_dtype
+from a2d_mpi.core.kernel_memory import head_groups
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.blocks import Blocker, CacheBlock
 from a2d_mpi.kernels.passes import Passes
 
-PACKED = 9 << 19  # elements of a tensor that are packed at once, if they are of several heads
+COPIED = 1 << 19  # elements that are copied at once to leave out tokens, if of several heads
 
 
 class Packing:
@@ -95,8 +96,7 @@ class Packing:
 
         A token's heads lie side by side: to pack them one by one takes twice as long.
         """
-        most = max(1, PACKED // max(1, (rows + nk) * d))
-        count = -(-nheads_kv // most)
+        count = head_groups(nheads_kv, rows, nk, d)
         bounds = [nheads_kv * i // count for i in range(count + 1)]
         return [(first, last - first) for first, last in zip(bounds, bounds[1:], strict=False)]
 
@@ -174,13 +174,12 @@ class Packing:
 
         `masked` rows of q and `unseen` ones of k and v do not count: they may hold anything.
         """
-        if masked is not None:
-            q = q[~masked]
-        if unseen is not None:
-            k, v = k[~unseen], v[~unseen]
-        if not (q.size and k.size):
+        shown = None if masked is None else ~masked, None if unseen is None else ~unseen
+        if not all(len(x) if y is None else y.any() for x, y in zip((q, k), shown)):
             return True
-        q2, k2, least, most = self._passes.largest_norms(q, k, v)
+        norms = [self._passes.largest_norms(*x) for x in _by_heads(q, k, v, *shown)]
+        q2, k2 = (max(x[i] for x in norms) for i in (0, 1))
+        least, most = min(x[2] for x in norms), max(x[3] for x in norms)
         largest = math.sqrt(q2) * math.sqrt(k2) * abs(self.softmax_scale)
         if self.logit_softcap is not None and not math.isnan(largest):
             largest = min(largest, self.logit_softcap)
@@ -188,4 +187,26 @@ class Packing:
         if not (largest <= self._half and math.sqrt(most) * len(v) < self._high):
             return False
         # An element of v is as large as its vector over the root of d, or larger.
+        if shown[1] is not None and most == 0:
+            v = v[shown[1]]
         return least > self._low**2 * v.shape[2] or (most == 0 and not v.any())
+
+
+def _by_heads(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    queries: np.ndarray | None,
+    keys: np.ndarray | None,
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Some tokens of q, k and v, of all heads if they are small; None: all tokens, as they are."""
+    if queries is None and keys is None:
+        yield q, k, v
+        return
+    of_head = max(1, (q.size + k.size + v.size) // k.shape[1])
+    step, group = max(1, COPIED // of_head), q.shape[1] // k.shape[1]
+    for a in range(0, k.shape[1], step):
+        b = a + step
+        found = q[:, a * group : b * group], k[:, a:b], v[:, a:b]
+        picked = zip(found, (queries, keys, keys))
+        yield tuple(np.ascontiguousarray(x) if y is None else x[y] for x, y in picked)

@@ -6,6 +6,7 @@ Profiles (`a2d_mpi.planning.profile`) hold these numbers, and describe them.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
@@ -191,6 +192,11 @@ class Machine:
                     f"{self.ranks_per_node} a node: calibrate with as many ranks on as many nodes"
                 )
         return self.inside or Link(1.0), self.between or Link(1.0)
+
+    def host_kernel(self, dtype: str) -> str | None:
+        """The kernel of the host that was measured, "numpy" or "numba"; None: a GPU's."""
+        found = re.search(rf"\b{dtype}: (numpy|numba)\b", self.computed_by)
+        return found and found[1]
 
     def kernel(self, dtype: str, phase: str) -> KernelModel:
         """The kernel of a dtype; ValueError if the profile has none."""

@@ -267,7 +267,10 @@ def candidate(
     """Costs of one plan; `room`: bytes that a rank has for it, default: any number."""
     name = distribution_of(method, work.mask)
     problem = problem_of(method, layout, work, work.mask, name)
-    received, number, memory = _needs(method, essence(method, layout), problem, work.backward)
+    kernel = machine.host_kernel(work.config.dtype)
+    received, number, memory = _needs(
+        method, essence(method, layout), problem, work.backward, kernel
+    )
     node = layout.physical() // machine.ranks_per_node
     ranks, sources, nbytes = received
     whole = np.zeros(layout.size, np.int64)
@@ -289,7 +292,7 @@ def candidate(
 
 @lru_cache(maxsize=1)
 def _needs(
-    method: str, layout: Layout, problem: Problem, backward: bool
+    method: str, layout: Layout, problem: Problem, backward: bool, kernel: str | None
 ) -> tuple[tuple[np.ndarray, ...], int, int]:
     """All that is received, (ranks, sources, bytes), and the most messages and memory of a rank.
 
@@ -306,7 +309,7 @@ def _needs(
         for size in set(move.tensors):
             number = number_of_messages(move.tokens * size)
             messages[move.rank] += move.tensors.count(size) * number
-    memory = most_memory(method, layout, problem, backward)
+    memory = most_memory(method, layout, problem, backward, kernel)
     columns = zip(*(np.broadcast_arrays(*found) for found in received.values()))
     arrays = tuple(np.concatenate([np.ravel(x) for x in column]) for column in columns)
     return arrays or (np.zeros(0, np.int64),) * 3, int(messages.max()), memory
