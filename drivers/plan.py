@@ -26,6 +26,12 @@ def build_parser() -> Parser:
     add("--memory", help="of a rank: 80GB, 80GiB; default: what the profile says")
     add("--gpt", choices=PRESETS, help="also training steps of this model, whose heads these are")
     add("--recompute", action="store_true", help="with --gpt: blocks keep less")
+    add(
+        "--simulate",
+        choices=("best", "all"),
+        default="best",
+        help="best: until the fastest plan is certain, all: every plan (default %(default)s)",
+    )
     add("--top", type=whole(0), default=20, help="lines to print, 0: all (default %(default)s)")
     return parser
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Did a change of the code change what it computes or sends?  Runs some sixty configurations
+# Did a change of the code change what it computes or sends?  Runs some 220 configurations
 # (tests/net.py) at another commit, in a worktree of its own, and with the files here, on this
 # machine, and lists what differs: bits of results, bytes, messages.  Exit code 1 if anything does.
 #

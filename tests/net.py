@@ -2,7 +2,7 @@
 
     mpiexec -n 6 python tests/net.py OUTPUT.json
 
-runs some sixty small configurations, by the public interface only, and writes for each of them a
+runs some 220 small configurations, by the public interface only, and writes for each of them a
 digest of every result (bits differ between CPUs) and what every rank sent and received (the same
 everywhere; `tests/traffic.json` holds it, and `test_net.py` holds the code to it).  `jobs/net.sh`
 compares two commits.
@@ -14,7 +14,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 
 import ml_dtypes
 import numpy as np
@@ -22,25 +22,43 @@ from mpi4py import MPI
 
 from a2d_mpi import (
     Attention2D,
+    BlocksAttention,
     Causal,
+    Documents,
     DoubleRingAttention,
     Full,
     IntervalMask,
+    NodeAwareAttention,
     ProcessGrid,
     RingAttention,
+    SlidingWindow,
+    TriangleAttention,
 )
 
 RANKS = 6
 NHEADS, HEADDIM = 4, 8
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 DTYPES = {"float32": np.float32, "float64": np.float64, "bfloat16": ml_dtypes.bfloat16}
-# Method, what its constructor takes, and the grid: rows, columns, heads.
+CUTS = (0.1, 0.15, 0.6, 0.62, 0.9)  # ends of documents, as shares of the sequence
+# Node of every rank of a grid, for node-aware plans: even and uneven ones.
+NODES = {
+    (2, 3, 1): (0, 0, 0, 1, 1, 1),
+    (3, 2, 1): (0, 0, 1, 1, 1, 2),
+    (1, 6, 1): (0, 0, 1, 1, 2, 2),
+    (4, 1, 1): (0, 0, 1, 1),
+    (1, 2, 2): (0, 1, 0, 1),
+}
+# Method, and what its constructor takes.
 METHODS = {
     "attention2d": (Attention2D, {}),
     "ring": (RingAttention, {}),
     "striped ring": (RingAttention, {"distribution": "striped"}),
     "double ring": (DoubleRingAttention, {}),
+    "triangle": (TriangleAttention, {}),
+    "node aware": (NodeAwareAttention, {}),
+    "blocks": (BlocksAttention, {}),
 }
+# With the grid: rows, columns, heads.
 PLANS = (
     *(("attention2d", x) for x in ((2, 2, 1), (2, 3, 1), (3, 2, 1), (1, 5, 1), (4, 1, 1))),
     *(("attention2d", x) for x in ((2, 1, 2), (1, 3, 2), (1, 1, 4))),
@@ -48,7 +66,12 @@ PLANS = (
     *(("striped ring", x) for x in ((5, 1, 1),)),
     *(("double ring", x) for x in ((2, 3, 1), (2, 2, 1))),
 )
-# Mask, dtype, nheads_kv, seqlen, overlap: each plan meets some of them.
+MORE_PLANS = (
+    *(("triangle", x) for x in ((3, 1, 1), (6, 1, 1), (3, 1, 2))),
+    *(("node aware", x) for x in NODES),
+    *(("blocks", x) for x in ((4, 1, 1), (6, 1, 1), (3, 1, 2))),
+)
+# Mask, dtype, nheads_kv, seqlen, overlap.
 VARIANTS = (
     ("causal", "float32", 4, 97, True),
     ("causal", "float32", 2, 3, True),
@@ -58,13 +81,23 @@ VARIANTS = (
     # Between two ranks chunks are cut in units, and work on the own one is kept for the end.
     ("causal", "float32", 2, 1210, True),
 )
+MORE_VARIANTS = (
+    ("documents", "float32", 2, 131, True),
+    ("documents", "bfloat16", 4, 1100, False),
+    ("sliding", "float32", 4, 118, True),
+    ("sliding and documents", "float64", 1, 77, True),
+)
 
 
 def configurations() -> Iterator[tuple]:
     """Name, method, shape and variant of each."""
-    for (method, shape), variant in product(PLANS, VARIANTS):
+    first = product(PLANS, VARIANTS)
+    more = chain(product(MORE_PLANS, VARIANTS + MORE_VARIANTS), product(PLANS, MORE_VARIANTS))
+    for (method, shape), variant in chain(first, more):
         mask, dtype, nheads_kv, seqlen, overlap = variant
         if nheads_kv % shape[2] and shape[2] % nheads_kv:
+            continue
+        if method == "triangle" and mask != "causal":
             continue
         name = f"{method} {'x'.join(map(str, shape))} {mask} {dtype} kv{nheads_kv} n{seqlen}"
         yield name + " in turn" * (not overlap), method, shape, variant
@@ -74,7 +107,16 @@ def run(grid: ProcessGrid, method: str, variant: tuple) -> dict[str, object]:
     """One configuration: digests on rank 0, traffic of every rank."""
     mask, dtype, nheads_kv, seqlen, overlap = variant
     tokens = np.arange(seqlen)
-    masks = {"causal": Causal(), "full": Full(), "window": IntervalMask(tokens - 9, tokens + 2)}
+    packed = Documents([0, *(int(x * seqlen) for x in CUTS), seqlen])
+    window = SlidingWindow(seqlen // 7)
+    masks = {
+        "causal": Causal(),
+        "full": Full(),
+        "window": IntervalMask(tokens - 9, tokens + 2),
+        "documents": packed,
+        "sliding": window,
+        "sliding and documents": window & packed,
+    }
     kind, options = METHODS[method]
     sizes = {"seqlen": seqlen, "nheads": NHEADS, "nheads_kv": nheads_kv, "headdim": HEADDIM}
     plan = kind(grid, masks[mask], dtype=dtype, overlap=overlap, **sizes, **options)
@@ -110,9 +152,10 @@ def run_all(comm: MPI.Intracomm) -> dict[str, dict]:
         size = int(np.prod(shape))
         part = comm.Split(0 if comm.rank < size else MPI.UNDEFINED)
         if part != MPI.COMM_NULL:
-            if shape not in grids:
-                grids[shape] = ProcessGrid(part, *shape)
-            found[name] = run(grids[shape], method, variant)
+            nodes = NODES[shape] if method == "node aware" else None
+            if (shape, nodes) not in grids:
+                grids[shape, nodes] = ProcessGrid(part, *shape, nodes=nodes)
+            found[name] = run(grids[shape, nodes], method, variant)
             part.Free()
     for grid in grids.values():
         grid.free()

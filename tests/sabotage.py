@@ -33,6 +33,7 @@ from a2d_mpi.core.masks import Mask
 from a2d_mpi.devices.host import Host
 from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.numpy import NumpyKernel
+from a2d_mpi.schedules.steps import Add, Merge, Receive
 
 HERE = Path(__file__).resolve().parent
 DRIVER = HERE.parent / "drivers" / "attention.py"
@@ -256,10 +257,12 @@ def lse_is_the_larger_one(rank):
 def partial(rank):
     """The first partial result that has travelled is not merged, or not added."""
 
-    def wrong(right, self):
-        program = right(self)
-        first = next((x for x in program if x[0] in (Executor._merge, Executor._add)), None)
-        return [x for x in program if x is not first]
+    def wrong(right, self, step, program):
+        arrived = {x.rows.array for x in program.steps if isinstance(x, Receive)}
+        first = (x for x in program.steps if isinstance(x, Merge | Add))
+        if step is next((x for x in first if x.source.array in arrived), None):
+            return []
+        return right(self, step, program)
 
     return [around(Executor, "_compiled", wrong)]
 
@@ -369,7 +372,7 @@ def _kept_results(slots: int) -> list:
             found[slot] = self, right(self, array, wide)  # kept: no other has this id
         return dict(found[slot][1])
 
-    return [around(Arrays, "_new", wrong)]
+    return [around(Arrays, "_result", wrong)]
 
 
 @sabotage(CALLS)

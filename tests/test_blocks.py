@@ -13,7 +13,6 @@ from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import problem_of, write
-from a2d_mpi.schedules.places import Places
 from a2d_mpi.schedules.steps import Attend
 
 DOCUMENTS = "causal_document:0,3,3,50,90,97"
@@ -44,12 +43,11 @@ def test_every_pair_once(mask, ranks):
     sizes = problem_of("blocks", Layout(ranks, 1), config, mask)
     times = np.zeros((256, 256), int)
     for rank in range(ranks):
-        (schedule,) = write("blocks", "forward", Layout(ranks, 1), sizes, rank)
-        places = Places(schedule)
-        for step in schedule.steps:
+        (program,) = write("blocks", "forward", Layout(ranks, 1), sizes, rank)
+        for step in program.steps:
             if isinstance(step, Attend):
-                q, k = places.tokens(step.queries), places.tokens(step.keys)
-                times[np.ix_(q, k)] += schedule.mask.dense(q, k)
+                q, k = program.tokens(step.queries), program.tokens(step.keys)
+                times[np.ix_(q, k)] += program.mask.dense(q, k)
     tokens = np.arange(256)
     assert (times == mask.dense(tokens, tokens)).all()
 

@@ -15,8 +15,7 @@ from mpi4py import MPI
 from oracles import documents, heavy_tailed
 from test_bench import PROFILE
 
-from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid, schedules
-from a2d_mpi.attention.executor import executors
+from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.core import chunks
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.masks import IntervalMask
@@ -24,15 +23,15 @@ from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.summary import summarise
-from a2d_mpi.planning import cost, memory
+from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import most_memory, peak_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import candidates, layouts
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules import METHODS, node_aware, problem_of, write, write_all
-from a2d_mpi.schedules.accounts import buffers as schedule_buffers
-from a2d_mpi.schedules.steps import Copy, Message
+from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import Receive, Send
 
 ROOT = Path(__file__).parents[1]
 A100 = read_machine(ROOT / "data" / "machines" / "a100-16x4.toml")
@@ -98,7 +97,7 @@ def test_results(comm, monkeypatch, shape, nodes):
 @pytest.mark.one_mpi
 def test_the_tests_can_tell(comm, monkeypatch):
     """A member's partial results that do not get into its node's sum are missed."""
-    monkeypatch.setattr(node_aware, "Merge", lambda rows, to: Copy(rows, rows))
+    monkeypatch.setattr(Program, "combine", lambda program, source, target: None)
     grid = ProcessGrid(comm, 1, comm.size, nodes=[0] * 2 + [1] * (comm.size - 2))
     plan = NodeAwareAttention(grid, Causal(), seqlen=97, nheads=NHEADS, headdim=16)
     bad = failures(plan, run(plan, *inputs(97, NHEADS, 16)), Causal(), 97, NHEADS, 16)
@@ -173,7 +172,7 @@ def test_the_nodes_of_the_issue():
     work = Workload(1 << 16, 96, 128, mask=Full())
     n, p, lse = 1024, 96 * 128 * 2, 96 * 4
     aware, plain = (
-        [x for x in candidates(A100, 64, work, methods=(method,))
+        [x for x in candidates(A100, 64, work, methods=(method,), number=None)
          if (x.layout.rows, x.layout.cols) == (8, 8)]
         for method in ("node aware", "attention2d")
     )  # fmt: skip
@@ -187,27 +186,6 @@ def test_the_nodes_of_the_issue():
     assert in_blocks.total.max() > min(x.seconds for x in plain)
 
 
-@pytest.mark.parametrize("layout, ranks_per_node", EVEN, ids=str)
-def test_all_ranks_at_once_as_one_by_one(layout, ranks_per_node):
-    layout = on_nodes(layout, ranks_per_node)
-
-    def of_rank(x, rank):
-        if isinstance(x, np.ndarray):
-            return int(x[rank])
-        if isinstance(x, tuple):
-            return tuple(of_rank(y, rank) for y in x)
-        if hasattr(x, "__dict__"):
-            return type(x), *(of_rank(y, rank) for y in vars(x).values())
-        return x
-
-    for phase in PHASES:
-        everyone = write_all("node aware", phase, layout, problem(layout))[0][layout.heads > 1]
-        for rank in range(layout.size):
-            one = write("node aware", phase, layout, problem(layout), rank)[layout.heads > 1]
-            steps = [of_rank(x, rank) for x in everyone.steps]
-            assert steps == [of_rank(x, rank) for x in one.steps]
-
-
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 8))
 
 
@@ -219,13 +197,14 @@ def test_any_nodes(shape, node, overlap):
     layout = Layout(rows, cols).on_nodes(node)
     ways, found, load = ({}, {}), Counter(), Counter()
     for rank in range(layout.size):
-        steps = write("node aware", "backward", layout, problem(layout), rank, overlap)[0]
-        for x in (x for x in steps.steps if isinstance(x, Message)):
-            kind, owner = steps.arrays[x.rows.array].kind, x.rows.owner
+        program = write("node aware", "backward", layout, problem(layout), rank, overlap)[0]
+        for x in (x for x in program.steps if isinstance(x, Send | Receive)):
+            kind, sent = program.arrays[x.rows.array].kind, isinstance(x, Send)
+            ((owner, _),) = program.pieces(x.rows)
             assert x.channel.endswith("node") == (node[rank] == node[x.peer])
-            ends = (rank, x.peer) if x.sent else (x.peer, rank)
-            ways[x.sent].setdefault((*ends, x.channel, kind), []).append(owner)
-            if x.sent or node[rank] == node[x.peer]:
+            ends = (rank, x.peer) if sent else (x.peer, rank)
+            ways[sent].setdefault((*ends, x.channel, kind), []).append(owner)
+            if sent or node[rank] == node[x.peer]:
                 continue
             fetched = kind in ("qd", "kv")
             found[kind, owner, node[rank] if fetched else node[x.peer]] += 1
@@ -258,29 +237,6 @@ def test_most_memory(shape, node, dtype):
         assert most_memory("node aware", layout, sizes, True) == max(held)
 
 
-def test_sorted_keys_of_own_work_that_waits(monkeypatch):
-    """Of ranks with shards long enough to be cut, beside shorter ones: predicted, as plans do."""
-    monkeypatch.setattr(chunks, "GRAIN", 1)
-    layout = Layout(3, 2).on_nodes((0, 0, 1, 1, 2, 2))
-    work = Workload(7, 2, 4, mask=Causal())
-    sizes = problem_of("node aware", layout, work, work.mask, "zigzag")
-    found = []
-    for rank in range(6):
-        made = [
-            {name for x in executors("node aware", phase, layout, sizes, rank, True)
-             for name in x._arrays.orders}
-            for phase in PHASES
-        ]  # fmt: skip
-        held = [
-            {key[0] for x in chain for key in schedule_buffers(x, sizes.config)
-             if key[-1] == "sorted"}
-            for chain in memory._phases("node aware", layout, sizes, rank, True)
-        ]  # fmt: skip
-        assert made == held, rank
-        found += made
-    assert {"col"} in found and set() in found
-
-
 def test_layouts():
     """Those that have nodes of several ranks in some row or column, alike, once each."""
     work = Workload(1 << 16, 96, 128, mask=Causal())
@@ -299,10 +255,9 @@ def test_layouts():
     assert not METHODS["node aware"].suits(Layout(4, 4))
     uneven = Layout(2, 4).on_nodes([0, 0, 0, 1, 1, 1, 2, 2])
     assert not METHODS["node aware"].suits(uneven)
-    assert len(write_all("node aware", "forward", uneven, problem(uneven))) == 8
     uneven = Layout(2, 1, 4).on_nodes([0, 0, 1, 1, 0, 1, 0, 1])
     with pytest.raises(UnlikeRanks, match="context groups"):
-        write("node aware", "forward", uneven, problem(uneven), np.arange(8))
+        uneven.nodes_of_group()
 
 
 def test_seconds_of_uneven_nodes():
@@ -318,32 +273,13 @@ def test_seconds_of_uneven_nodes():
     assert seconds == sorted(seconds) and seconds[0] < 0.9 * seconds[2]
 
 
-@pytest.mark.parametrize("mask, near", [(Full(), 0.01), (Causal(), 0.13)], ids=str)
-def test_seconds_rank_by_rank(monkeypatch, mask, near):
-    """As of all ranks at once, but for work that is kept for the end, and messages' sizes.
-
-    These make links that several ranks share: 11.5 and 20.0 s at once, 10.6 and 17.8 rank by rank;
-    SimGrid, who shares them flow by flow, says 13.1 and 18.8.
-    """
-    slow = read_machine(ROOT / "data" / "results" / "16x4.toml")
-    work = Workload(4096, 8, 64, mask=mask, dtype="float32", backward=True)
-    layout = on_nodes(Layout(8, 8, 1, "rcu", (2, 2)), 4)
-    found = []
-    for at_once in (True, False):
-        schedules._write_all.cache_clear()
-        monkeypatch.setitem(METHODS, "node aware", METHODS["node aware"]._replace(at_once=at_once))
-        phases = predict(slow, "node aware", layout, work).values()
-        found.append([x.total.max() for x in phases])
-    schedules._write_all.cache_clear()
-    assert found[0] != found[1] and found[0] == pytest.approx(found[1], rel=near)
-
-
 def test_the_pick_where_the_network_is_slow():
     """16 nodes of 4: what the nodes know saves half of the time, and a ring's three quarters."""
     slow = read_machine(ROOT / "data" / "results" / "16x4.toml")
     work = Workload(4096, 8, 64, mask=Causal(), dtype="float32")
     best = {}
-    for x in candidates(slow, 64, work):
+    methods = "attention2d", "node aware"
+    for x in candidates(slow, 64, work, methods=methods, number=None):
         best.setdefault(x.method if x.layout.heads == 1 else "heads", x)
     aware, plain = best["node aware"].seconds, best["attention2d"].seconds
     assert 48 / 88 < aware / plain < 48 / 88 / 0.9

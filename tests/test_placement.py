@@ -144,21 +144,6 @@ def test_heavy_tailed_documents(seed):
     assert largest(found) <= grids, f"{largest(found) / grids:.3f} of the best grid"
 
 
-def test_hypergraph():
-    pytest.importorskip("mtkahypar")
-    mask = documents(heavy_tailed(N, 1))
-    found, again = (checked(place(mask, N, 6, partitioner="hypergraph")) for _ in range(2))
-    assert (found.rank == again.rank).all()
-
-
-def test_hypergraph_without_its_library():
-    with patch.dict("sys.modules", mtkahypar=None):
-        placement.hypergraph._library.cache_clear()
-        with pytest.raises(ValueError, match="pip install mtkahypar"):
-            place(Causal(), 64, 2, partitioner="hypergraph")
-    placement.hypergraph._library.cache_clear()
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -167,7 +152,6 @@ def test_hypergraph_without_its_library():
         ({"nblocks": 0}, "one block"),
         ({"kv_share": 0}, "kv_share"),
         ({"kv_share": 1.5}, "kv_share"),
-        ({"partitioner": "x"}, "unknown partitioner 'x'"),
         ({"mask": IntervalMask(np.zeros(4, int), np.ones(4, int))}, "4 rows for a sequence of 64"),
     ],
 )

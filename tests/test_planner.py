@@ -59,7 +59,7 @@ def test_orders_differ_in_who_shares_a_node():
 
 def test_the_paper_s_machine():
     """64 nodes of one H100, GPT-3's heads: the ring loses to grids and to head axes."""
-    found = candidates(H100, 64, work())
+    found = candidates(H100, 64, work(), number=None)
     best = {
         (method, headless): next(
             p for p in found if p.method == method and (p.layout.heads == 1) == headless
@@ -77,7 +77,9 @@ def test_the_paper_s_machine():
 
 def test_one_axis_inside_the_nodes():
     """The A100 nodes: orders differ, and what crosses the nodes is what the layout says."""
-    found = candidates(A100, 64, work(backward=False, mask=Full()), methods=("attention2d",))
+    found = candidates(
+        A100, 64, work(backward=False, mask=Full()), methods=("attention2d",), number=None
+    )
     by_order = {p.layout.order: p for p in found if (p.layout.rows, p.layout.cols) == (8, 8)}
     assert len(by_order) == 2
     n, p = 1024, 96 * 128 * 2
@@ -89,10 +91,11 @@ def test_one_axis_inside_the_nodes():
 
 def test_sorted_and_consistent():
     for machine in (H100, A100):
-        found = candidates(machine, 8, work(1 << 14))
+        found = candidates(machine, 8, work(1 << 14), number=None)
         assert all(a.seconds <= b.seconds for a, b in pairwise(p for p in found if p.fits))
         for plan in found:
             assert sum(plan.split.values()) == pytest.approx(plan.seconds)
+            assert 0.6 * plan.seconds < plan.bound < plan.seconds
             sizes = problem_of(
                 plan.method, plan.layout, work(1 << 14), work(1 << 14).mask, plan.distribution
             )
@@ -110,7 +113,7 @@ def test_sorted_and_consistent():
 def _of_ranks(method, layout, sizes):
     """What each of twelve ranks receives, its number of messages, and the bytes that it holds."""
     ranks = range(12)
-    moves = [x for p in ranks for x in cost.moves(method, layout, sizes, p, sent=False)]
+    moves = [x for x in cost.moves(method, layout, sizes, None) if not x.sent]
     counted = [cost.messages(method, layout, sizes, p) for p in ranks]
     messages = [sum(both[1] for both in x.values()) for x in counted]
     return moves, messages, [peak_memory(method, layout, sizes, p, True) for p in ranks]
@@ -122,7 +125,7 @@ def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv, node_size, methods):
     """What the planner says of the busiest rank and node, from the messages of each rank."""
     job = work(seqlen, 2, nheads_kv)
     machine = replace(A100, ranks_per_node=node_size)
-    found = candidates(machine, 12, job, methods=methods)
+    found = candidates(machine, 12, job, methods=methods, number=None)
     assert len(found) > 5
     of_ranks = lru_cache(None)(_of_ranks)  # the same for all orders of the axes
     for plan in found:
@@ -133,9 +136,8 @@ def test_all_ranks_at_once_as_one_by_one(seqlen, nheads_kv, node_size, methods):
         moves, messages, held = of_ranks(method, essence(method, layout), sizes)
         for move in moves:
             assert move.peer != move.rank
-            nbytes = move.tokens * sum(move.tensors)
-            received[move.rank] += nbytes
-            crossing[node[move.rank]] += nbytes * (node[move.rank] != node[move.peer])
+            received[move.rank] += move.nbytes
+            crossing[node[move.rank]] += move.nbytes * (node[move.rank] != node[move.peer])
         expected = max(received), max(crossing), max(messages)
         assert (plan.received, plan.crossing, plan.messages) == expected, (method, layout)
         # It cannot tell whose keys are in order.
@@ -168,13 +170,14 @@ def test_where_the_triangle_helps():
 
 
 def test_many_ranks_take_seconds():
-    """Before, 512 ranks took a minute: each rank's messages and the pairs of each layout."""
+    """Each plan's programs are written once, and few plans are simulated."""
     start, steps = time.process_time(), []
     found = candidates(
-        H100, 256, work(1 << 20), progress=lambda xs: (steps.append(1) or x for x in xs)
+        H100, 64, work(1 << 20), progress=lambda xs: (steps.append(1) or x for x in xs)
     )
     assert time.process_time() - start < SECONDS
-    assert len(steps) == len(found) > 60
+    assert 40 < len(steps) <= len(found)
+    assert sum(bool(x.phases) for x in found) < len(found) / 2
 
 
 def test_memory_limits():
@@ -246,7 +249,7 @@ BAD = [
     (("--memory", ""), "--memory: '' is no size"),
     (("--memory", "much"), "'much' is no size"),
     (("--ranks", "0"), "--ranks must be at least 1, got 0"),
-    (("--ranks", "99999999"), "--ranks must be at most 2048, got 99999999"),
+    (("--ranks", "99999999"), "--ranks must be at most 512, got 99999999"),
     (("--ranks", "1", "--method", "ring"), "no plan for 1 ranks with ring"),
     (("--nheads", "99999999999"), "nheads must be at most 65536"),
     (("--nheads-kv", "5"), "nheads_kv must divide nheads"),

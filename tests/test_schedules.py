@@ -7,52 +7,56 @@ from helpers import assert_all
 from a2d_mpi import Causal, ProcessGrid
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.schedules import METHODS, Method
-from a2d_mpi.schedules.steps import Attend, Merge, Rows, Zero
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.multirank]
 
 
-def post(s, kind):
+def post(p, kind):
     """Everyone's k and v to everyone, straight from their owners; returns the messages."""
-    n = s.sizes.rows * s.sizes.cols
-    peers = [(s.rank + i) % n for i in range(1, n)]
-    s.channels["all"] = tuple(range(n))
-    q = Rows(s.array(f"own {kind}", kind, (s.rank,), "given"), s.rank)
-    k = Rows(s.array("own kv", "kv", (s.rank,), "given"), s.rank)
-    coming = [s.receive("all", p, Rows(s.array(f"kv {i}", "kv"), p)) for i, p in enumerate(peers)]
-    for p in peers:
-        s.send("all", p, k)
-    return q, k, coming
+    n = p.group.rows * p.group.cols
+    peers = [(p.rank + i) % n for i in range(1, n)]
+    p.channels["all"] = tuple(range(n))
+    q, k = p.own(f"own {kind}", kind, "given"), p.own("own kv", "kv", "given")
+    coming = {}
+    for peer in peers:
+        kv = p.array(f"kv of {peer}", "kv", [(peer, p.group.whole(True, peer))])
+        coming[peer] = p.receive("all", peer, p.rows(kv))
+    for peer in peers:
+        p.send("all", peer, k)
+    return q, k, {peer: message for peer, message in coming.items() if message}
 
 
-def forward(s):
-    q, k, coming = post(s, "q")
-    out = Rows(s.array("out", "out", (s.rank,), "result"), s.rank)
-    s.add(Attend(q, k, out))
-    for message in coming:
-        s.wait([message])
-        s.add(Attend(q, message.rows, out))
-    s.results = {"out": out}
+def forward(p):
+    q, k, coming = post(p, "q")
+    out = p.own("out", "out", "result")
+    p.attend(q, k, out)
+    for message in coming.values():
+        p.wait([message])
+        p.attend(q, message.rows, out)
+    p.results = {"out": out}
 
 
-def backward(s):
-    q, k, coming = post(s, "qd")
-    dq = Rows(s.array("dq", "dq", (s.rank,)), s.rank)
-    dkv = Rows(s.array("dkv", "dkv"), s.rank)
+def backward(p):
+    q, k, coming = post(p, "qd")
+    dq, dkv = p.own("dq", "dq"), p.own("dkv", "dkv")
     back = [
-        s.receive("all", m.peer, Rows(s.array(f"dkv from {i}", "dkv"), s.rank))
-        for i, m in enumerate(coming)
+        p.receive("all", peer, p.own(f"dkv from {peer}", "dkv"))
+        for peer in range(p.group.rows * p.group.cols)
+        if peer != p.rank
     ]
-    s.add(Zero(dq), Zero(dkv), Attend(q, k, dq, dkv))
-    for i, message in enumerate(coming):
-        theirs = Rows(s.array(f"dkv to {i}", "dkv"), message.peer)
-        s.wait([message])
-        s.add(Zero(theirs), Attend(q, message.rows, dq, theirs))
-        s.send("all", message.peer, theirs)
+    p.clear(dq)
+    p.clear(dkv)
+    p.differentiate(q, k, dq, dkv)
+    for peer, message in coming.items():
+        theirs = p.sums(f"dkv to {peer}", "dkv", f"kv of {peer}")(message.rows)
+        p.wait([message])
+        p.differentiate(q, message.rows, dq, theirs)
+        p.send("all", peer, theirs)
     for message in back:
-        s.wait([message])
-        s.add(Merge(message.rows, dkv))
-    s.results = {"dq": dq, "dkv": dkv}
+        if message:
+            p.wait([message])
+            p.combine(message.rows, dkv)
+    p.results = {"dq": dq, "dkv": dkv}
 
 
 class Toy(AttentionPlan):

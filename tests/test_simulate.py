@@ -25,8 +25,8 @@ from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.model import Phase, predict
 from a2d_mpi.planning.network import PORTS, Cables, Network, parse_network
 from a2d_mpi.planning.profile import write_machine
-from a2d_mpi.planning.simgrid import Replay, taped
-from a2d_mpi.planning.tape import Kind
+from a2d_mpi.planning.simgrid import Replay
+from a2d_mpi.planning.survey import programs_of
 from a2d_mpi.schedules import METHODS, distribution_of, problem_of
 
 # At once, with heads, rank by rank, on uneven nodes.
@@ -41,78 +41,31 @@ PLANS = [
 ]
 
 
-def follow(record, latency):
-    """When all ranks are done and how long they waited, where only latency takes time."""
-    done, posted = {}, {}
-    now, idle, waited = (np.zeros(record.size) for _ in range(3))
-    left = [list(range(*x)) for x in record.ranges]
-
-    def known(rank, number, source):
-        wide, base, _, nbytes = record.messages[number]
-        column = 0 if not wide else rank if source < 0 else record.ints[source + rank]
-        return base + column, record.ints[nbytes + column]
-
-    moved = True
-    while moved:
-        moved = False
-        for rank in range(record.size):
-            while left[rank]:
-                kind, wide, a, b, c = record.ops[left[rank][0]]
-                if kind == Kind.SPEND:
-                    now[rank] += record.doubles[a + wide * rank]
-                elif kind == Kind.WAIT:
-                    keys = [known(rank, *side) for side in record.sides[a : a + b]]
-                    if any(n and key not in done for key, n in keys):
-                        break
-                    ready = max([now[rank], *(done[key] for key, n in keys if n)])
-                    idle[rank] += ready - now[rank]
-                    work = record.doubles[c + wide * rank] if c >= 0 else 0
-                    paid = min(idle[rank], work)
-                    idle[rank] -= paid
-                    waited[rank] += ready + work - paid - now[rank]
-                    now[rank] = ready + work - paid
-                else:
-                    key, n = known(rank, a, -1 if kind == Kind.SEND else b)
-                    posted.setdefault(key, []).append(now[rank])
-                    if len(posted[key]) == 2 and n:
-                        done[key] = max(posted[key]) + latency
-                left[rank].pop(0)
-                moved = True
-    assert not any(left), "ranks wait for ever"
-    assert all(len(x) == 2 for x in posted.values())
-    return now, waited
-
-
 @pytest.mark.parametrize("method, layout", PLANS)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_programs_are_those_of_the_model(method, layout, phase, mask=None):
-    mask = mask or (Causal() if distribution_of(method, Causal()) != "contiguous" else Full())
+def test_programs_send_what_schedules_send(method, layout, phase):
+    """Both sides post a message, and its sender and its receiver wait for it."""
+    mask = Causal() if distribution_of(method, Causal()) != "contiguous" else Full()
     work = Workload(96, 4, 8, 2, dtype="float32", mask=mask, backward=True)
-    link = Link(1e18, latency=3e-3, overhead=2e-4, hidden=0.5)
-    ours = machine(link, link, start=1e-3, step=1e-4, turn=5e-5, copy=1e6, merge=1e6)
     problem = problem_of(method, layout, work, mask)
-    record = taped(ours, method, layout, work, problem, phase)
-    now, waited = follow(record, link.latency)
-    expected = predict(ours, method, layout, work)[phase]
-    np.testing.assert_allclose(now, expected.total, rtol=1e-9)
-    np.testing.assert_allclose(waited, expected.wait, rtol=1e-9, atol=1e-12)
-    for part in ("compute", "merge", "other"):
-        np.testing.assert_allclose(record.spent[part], getattr(expected, part), rtol=1e-9)
-    # Who sends how much to whom.
+    programs, sent = programs_of(machine(), method, layout, work, problem, phase)
     moved = np.zeros((layout.size, layout.size), np.int64)
     for move in cost.moves(method, layout, problem, None, (phase,), sent=True):
         np.add.at(moved, (move.rank, move.peer), move.tokens * sum(move.tensors))
     found = np.zeros_like(moved)
-    for kind, wide, number, _, source in record.ops:
-        if kind == Kind.SEND:
-            _, _, to, nbytes = record.messages[number]
-            width = layout.size if wide else 1
-            sources = np.arange(width) if wide else source
-            ends = sources, record.ints[to : to + width]
-            np.add.at(found, ends, record.ints[nbytes : nbytes + width])
+    np.add.at(found, (sent.source, sent.to), sent.nbytes)
     np.testing.assert_array_equal(found, moved)
-    source, to = record.ends()
-    assert set(zip(*np.nonzero(moved))) <= set(zip(source, to))
+    assert sent.nbytes.min() > 0
+    numbers = range(len(sent.nbytes))
+    sides = sorted(x for m in numbers for x in ((m, sent.source[m]), (m, sent.to[m])))
+    for kind in ("post", "wait"):
+        assert sides == sorted(
+            (m, rank)
+            for rank, program in enumerate(programs)
+            for operation in program
+            if operation[0] == kind
+            for m in operation[1]
+        )
 
 
 def cables(kind, ranks, per_node=1, nics=1, oversubscription=1.0, slow_port=1.0):

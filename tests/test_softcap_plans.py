@@ -167,18 +167,15 @@ def test_bad_input(comm, where):
     for wrong, text in (
         ({"logit_softcap": 0.0}, "logit_softcap must be between 1e-30 and 1e30, got 0.0"),
         ({"logit_softcap": 1.0, "kernel": "cudnn", "dtype": "bfloat16"}, "has no soft-cap"),
-        ({"dropout": 0.1}, "dropout is out of scope: it must be 0, got 0.1"),
     ):
         more = wrong if here else {x: y for x, y in wrong.items() if x in ("dtype",)}
         found = message_of(comm, lambda more=more: Attention2D(grid, Full(), **GOOD, **more))
         assert_all(comm, text in found, found)
     if comm.size > 1 and where == "last":
         cap = 2.0 if here else 3.0
-        found = message_of(
-            comm, lambda: Attention2D(grid, Full(), **GOOD, logit_softcap=cap, dropout=0)
-        )
+        found = message_of(comm, lambda: Attention2D(grid, Full(), **GOOD, logit_softcap=cap))
         assert_all(comm, "ranks disagree on logit_softcap: 3.0 on rank 0" in found, found)
-    plan = Attention2D(grid, Full(), **GOOD, dropout=None)
+    plan = Attention2D(grid, Full(), **GOOD)
     x, sink = np.ones((len(plan.tokens), 4, 8), np.float32), np.zeros(4, np.float32)
     for wrong, text in (
         (sink[:3], "sink has shape (3,) and dtype float32, this plan needs (4,) and float32"),

@@ -51,8 +51,7 @@ from a2d_mpi.kernels.cudnn import CudnnKernel  # noqa: E402
 from a2d_mpi.kernels.cupy import CupyKernel  # noqa: E402
 from a2d_mpi.kernels.graphs import Graphs  # noqa: E402
 from a2d_mpi.schedules import problem_of, write  # noqa: E402
-from a2d_mpi.schedules.places import Places  # noqa: E402
-from a2d_mpi.schedules.steps import Attend  # noqa: E402
+from a2d_mpi.schedules.steps import Attend, Differentiate  # noqa: E402
 
 Graphs._build = lambda self, block, backward, gradients: (graph, 1 << 20)
 
@@ -63,13 +62,12 @@ def calls(phase):
     nheads, nheads_kv = map(int, args.heads.split(","))
     config = AttentionConfig(args.seqlen, nheads, 16, nheads_kv=nheads_kv, dtype="bfloat16")
     problem = problem_of("attention2d", layout, config, mask)
-    for schedule in write("attention2d", phase, layout, problem, 0):
-        places = Places(schedule)
-        for step in schedule.steps:
-            if not isinstance(step, Attend):
+    for program in write("attention2d", phase, layout, problem, 0):
+        for step in program.steps:
+            if not isinstance(step, Attend | Differentiate):
                 continue
-            queries, keys = places.tokens(step.queries), np.sort(places.tokens(step.keys))
-            intervals = (schedule.mask or problem.mask).intervals(queries, keys)
+            queries, keys = program.tokens(step.queries), np.sort(program.tokens(step.keys))
+            intervals = program.mask.intervals(queries, keys)
             q, k = (len(queries), nheads, 16), (len(keys), nheads_kv, 16)
             tensor, wide = DTYPES["bfloat16"], np.float32
             if phase == "forward":

@@ -59,7 +59,7 @@ class Calls:
 
     def connect(self) -> None:
         """Get the communicators of all channels; collective over the ranks of the grid."""
-        described = [x.schedule.channels for x in chain.from_iterable(self._executors.values())]
+        described = [x.channels for x in chain.from_iterable(self._executors.values())]
         channels = {name: ranks for found in described for name, ranks in found.items()}
         # In an order that is the same on all ranks: the grid may have to make communicators.
         for name, ranks in sorted(channels.items(), key=lambda x: x[1]):
@@ -122,7 +122,7 @@ class Calls:
         """Results of a phase, in arrays of their own and in the caller's dtypes."""
         engine, executors, more = self._engine, self._executors[phase], ()
         # The last executor but an exchange of heads: its out is yet to be rounded.
-        attends = [x for x in executors if "head" not in x.schedule.channels][-1]
+        attends = [x for x in executors if "head" not in x.channels][-1]
         if phase == "backward":
             with engine.clock("compute"):  # delta: (n, nheads)
                 tensors["delta"] = engine.device.delta(tensors["dout"], tensors.pop("out"))
@@ -130,7 +130,7 @@ class Calls:
                     more = (engine.device.sink_gradient(tensors["lse"], tensors["delta"], sink),)
         for executor in executors:
             sinks = sink is not None and phase == "forward" and executor is attends
-            tensors = executor.run(engine, self._channels, tensors, wide=sinks)
+            tensors = executor.run(engine, self._channels, tensors, accumulated=sinks)
             if sinks:
                 with engine.clock("merge"):
                     engine.device.add_sink(*tensors.values(), self._own_heads(sink))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from a2d_mpi.attention.engine import Engine
-from a2d_mpi.attention.executor import Executor
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost, memory
+from a2d_mpi.schedules import write
+from a2d_mpi.schedules.accounts import area
 
 
 class Figures:
@@ -21,7 +20,7 @@ class Figures:
     grid: ProcessGrid
     problem: Problem
     _engine: Engine
-    _chain: Callable[[str, int], list[Executor]]
+    overlap: bool
     compute_dtype: np.dtype
 
     @property
@@ -74,8 +73,9 @@ class Figures:
     def predicted_memory(self, backward: bool = True, rank: int | None = None) -> int:
         """Bytes by which the process of `rank` (default: this one) grows, with its arrays.
 
-        From before they and the plan are made to the end of a call of each phase; after the first
-        call with its kernel, if that is one of the host.  By `a2d_mpi.planning.memory`.
+        From before the arrays and the plan are made to the end of a call of each phase; after the
+        first call with its kernel, if that is a kernel of the host.  By
+        `a2d_mpi.planning.memory`.
         """
         rank = self.grid.comm.rank if rank is None else rank
         kernel = self.kernel if self.kernel in memory.LIBRARIES else None
@@ -88,4 +88,5 @@ class Figures:
         For each of the heads of its context group: ``nheads / grid.heads``.
         """
         rank = self.grid.comm.rank if rank is None else rank
-        return sum(executor.area() for executor in self._chain("forward", rank))
+        found = write(self.method, "forward", self.layout, self.problem, rank, self.overlap)
+        return sum(map(area, found))

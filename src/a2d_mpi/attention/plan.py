@@ -6,7 +6,7 @@ import numpy as np
 
 from a2d_mpi.attention.calls import Calls
 from a2d_mpi.attention.engine import Engine
-from a2d_mpi.attention.executor import Executor, executors
+from a2d_mpi.attention.executor import executors
 from a2d_mpi.attention.figures import Figures
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
@@ -54,8 +54,6 @@ class AttentionPlan(Figures):
         Default: ``1 / sqrt(headdim)``.
     logit_softcap : float, optional
         c > 0: scaled logits s become ``c tanh(s / c)``.  Default: they stay as they are.
-    dropout : float, optional
-        0 or None: dropout of probabilities is out of scope.
     kernel : str
         One of `a2d_mpi.kernels.KERNELS`; "auto": the fastest for the arrays' device, the dtype
         and the soft-cap.
@@ -123,7 +121,6 @@ class AttentionPlan(Figures):
         distribution_kv: str | None = None,
         softmax_scale: float | None = None,
         logit_softcap: float | None = None,
-        dropout: float | None = None,
         kernel: str = "auto",
         overlap: bool | str = True,
         transfers: str = "auto",
@@ -138,8 +135,6 @@ class AttentionPlan(Figures):
                 if not isinstance(mask, Mask):
                     raise ValueError(f"mask must be a Mask, got {mask!r}")
                 sizes = seqlen, nheads, headdim, nheads_kv
-                if dropout:
-                    raise ValueError(f"dropout is out of scope: it must be 0, got {dropout!r}")
                 others = {
                     "softmax_scale": softmax_scale,
                     "logit_softcap": logit_softcap,
@@ -153,7 +148,8 @@ class AttentionPlan(Figures):
                 digest = mask.aligned(*lengths).digest(*lengths)  # and all intervals are checked
                 self._describe(problem_of(self.method, self.layout, config, mask, *named))
                 self._engine = _engine(grid, config, kernel, overlap, transfers, threads)
-                chains = {phase: self._chain(phase, grid.comm.rank) for phase in PHASES}
+                sizes = self.layout, self.problem, grid.comm.rank, self.overlap
+                chains = {phase: executors(self.method, phase, *sizes) for phase in PHASES}
                 self._calls = Calls(
                     *(name, number, grid, config, len(self.tokens), len(self.tokens_kv)),
                     *(self._engine, chains, self.traffic, check_finite),
@@ -262,10 +258,6 @@ class AttentionPlan(Figures):
     def _options(self) -> dict[str, object]:
         """Arguments of this method alone; ranks must agree on them too."""
         return {}
-
-    def _chain(self, phase: str, rank: int) -> list[Executor]:
-        """Executors of a rank in a phase, to be run one after the other."""
-        return executors(self.method, phase, self.layout, self.problem, rank, self.overlap)
 
 
 def _check_fit(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from a2d_mpi.core.intervals import runs_of
 from a2d_mpi.core.masks import Interval, Mask
-from a2d_mpi.core.meetings import run_edges
 
 
 class Assigned(Mask):
@@ -78,5 +78,4 @@ class Assigned(Mask):
         else:
             for begin, end in self.visible(np.arange(first, last)):
                 meets[:-1] += end > begin
-        edges = run_edges(meets > 0) + first
-        return list(zip(edges[::2].tolist(), edges[1::2].tolist()))
+        return [(first + begin, first + end) for begin, end in runs_of(meets > 0)]

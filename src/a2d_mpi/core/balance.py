@@ -13,8 +13,8 @@ import numpy as np
 
 from a2d_mpi.core.blocks import cuts, visible_pairs
 from a2d_mpi.core.distribution import share
+from a2d_mpi.core.intervals import merged
 from a2d_mpi.core.masks import Mask
-from a2d_mpi.core.pairs import merged
 
 # Runs are halved until the largest area is at most this times the mean one, ...
 _EVEN = 1.02

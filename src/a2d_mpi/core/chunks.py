@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 GRAIN = 128  # tokens: a shard is cut at a multiple of it, if it has two of these at least
 FIRST_SHARE = 0.6  # share of the work on a rank's own shard that comes before the other work
 
@@ -26,19 +24,19 @@ def splits_own_shard(tokens: int, ranks: int) -> bool:
     return ranks > 1 and tokens >= 2 * GRAIN
 
 
-def split_own_shard(pairs: np.ndarray, ranks: int) -> list[slice]:
+def split_own_shard(first: int, tokens: int, ranks: int) -> list[slice]:
     """Tokens of its own shard that a rank does before the other shards, and those after them.
 
     Parameters
     ----------
-    pairs : (n,) int64
-        Visible pairs of each token: the first slice has about `FIRST_SHARE` of them.
+    first : int
+        Tokens that have about `FIRST_SHARE` of the visible pairs.
+    tokens : int
+        Of the shard.
     ranks : int
         Of the row or column.  One rank alone has no partial results that travel at the end.
     """
-    n = len(pairs)
-    first = int(np.searchsorted(np.cumsum(pairs), FIRST_SHARE * pairs.sum()))
     middle = GRAIN * round(first / GRAIN)
-    if splits_own_shard(n, ranks) and 0 < middle < n:
-        return [slice(0, middle), slice(middle, n)]
-    return [slice(0, n)]
+    if splits_own_shard(tokens, ranks) and 0 < middle < tokens:
+        return [slice(0, middle), slice(middle, tokens)]
+    return [slice(0, tokens)]

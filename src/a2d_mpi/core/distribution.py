@@ -14,11 +14,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from a2d_mpi.core import triangle
+from a2d_mpi.core.intervals import Runs, before, joined, members
 
 FORMULAS = ("contiguous", "zigzag", "striped", "triangle")
 DISTRIBUTIONS = (*FORMULAS, "balanced")
 LISTED = ("balanced", "blocks")  # those whose runs are given: they depend on a mask
-Runs = tuple[tuple[range, ...], ...]
+Shards = tuple[tuple[range, ...], ...]  # the tokens of every shard, in order
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Distribution:
     seqlen: int
     nshards: int
     group: int = 1
-    listed: Runs | None = field(default=None, repr=False)
+    listed: Shards | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         # NumPy's integers would overflow in the products below.
@@ -103,9 +104,17 @@ class Distribution:
 
     def runs(self, shard: int) -> tuple[range, ...]:
         """The tokens of `shard`, in order; runs may be empty."""
-        return _runs(self, shard)
+        known = self._known
+        if shard not in known:
+            known[shard] = self._found(shard)
+        return known[shard]
 
-    def _runs(self, shard: int) -> tuple[range, ...]:
+    @cached_property
+    def _known(self) -> dict[int, tuple[range, ...]]:
+        """Runs of the shards that were asked for: planners ask for all, again and again."""
+        return {}
+
+    def _found(self, shard: int) -> tuple[range, ...]:
         n, p = self.seqlen, self.nshards
         if not 0 <= shard < p:
             raise ValueError(f"shard {shard} is not in [0, {p})")
@@ -139,8 +148,28 @@ class Distribution:
 
     def within(self, shard: int, begin: int, end: int) -> list[range]:
         """The tokens of `shard` in [begin, end), in order, as runs; none is empty."""
-        found = (r[_before(r, begin) : _before(r, end)] for r in self.runs(shard))
+        found = (r[before(r, begin) : before(r, end)] for r in self.runs(shard))
         return [x for x in found if x]
+
+    def places(self, shard: int, tokens: Runs) -> Runs:
+        """Places in `shard` of its tokens among these runs of tokens."""
+        found, done = [], 0
+        for r in self.runs(shard):
+            found += [(done + a, done + b) for a, b in members(r, tokens)]
+            done += len(r)
+        return joined(found)
+
+    def at(self, shard: int, places: Runs) -> list[range]:
+        """The tokens at these places of `shard`, in order, as progressions; none is empty."""
+        found, done = [], 0
+        for r in self.runs(shard):
+            last = done + len(r)
+            for begin, end in places:
+                a, b = max(begin, done), min(end, last)
+                if a < b:
+                    found.append(r[a - done : b - done])
+            done = last
+        return found
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -156,25 +185,16 @@ class Distribution:
                 done += len(r)
 
 
-# Planners ask for those of all ranks, again and again.
-_runs = lru_cache(maxsize=1 << 14)(Distribution._runs)
-
-
 @lru_cache(maxsize=1 << 16)
 def _place(shards: Distribution, shard: int, token: int) -> int:
-    return sum(_before(r, token) for r in shards.runs(shard))
+    return sum(before(r, token) for r in shards.runs(shard))
 
 
 def share(pieces: tuple[range, ...], place: int, places: int) -> tuple[range, ...]:
     """One of several equal shares of the tokens of some pieces, one piece after the other."""
-    n, before, found = sum(map(len, pieces)), 0, []
+    n, done, found = sum(map(len, pieces)), 0, []
     begin, end = n * place // places, n * (place + 1) // places
     for piece in pieces:
-        found.append(piece[max(0, begin - before) : max(0, end - before)])
-        before += len(piece)
+        found.append(piece[max(0, begin - done) : max(0, end - done)])
+        done += len(piece)
     return tuple(found)
-
-
-def _before(tokens: range, token: int) -> int:
-    """Number of tokens before another one."""
-    return len(range(tokens.start, min(tokens.stop, token), tokens.step))

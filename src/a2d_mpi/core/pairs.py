@@ -6,7 +6,7 @@ sum over entries of one (shards, shards) matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
 
@@ -66,35 +66,24 @@ def pairs_of_runs(mask: Mask, queries: list[range], keys: list[range]) -> tuple[
 
     As the entries of `visible_pairs`, for runs of consecutive tokens, in order.
     """
-    if type(mask) is Full:
-        return sum(map(len, queries)) * sum(map(len, keys)), 0
-    if type(mask) is not Causal:
-        tokens = (np.concatenate([[0][:0], *x]).astype(np.int64) for x in (queries, keys))
-        seen = sum(end - begin for begin, end in mask.intervals(*tokens))
-        return int(np.sum(seen)), int(np.sum((seen > 0) & (seen < sum(map(len, keys)))))
-    area = cut = 0
-    for q, k in product(queries, keys):
-        first = q.start - k.start  # query i of the run sees clip(i + first + 1, 0, n) keys
-        m, n = len(q), len(k)
-        whole, rest = (_sum(m + x) - _sum(x) for x in (first, first - n))
-        area += whole - rest
-        cut += max(min(m, n - first - 1) - max(-first, 0), 0)
-    return area, cut
-
-
-def merged(runs: Iterable[range]) -> list[range]:
-    """Runs of consecutive tokens in order, those that touch as one, none empty."""
-    found: list[range] = []
-    for run in sorted((x for x in runs if x), key=lambda x: x.start):
-        if found and found[-1].stop == run.start:
-            found[-1] = range(found[-1].start, run.stop)
-        else:
-            found.append(run)
-    return found
-
-
-def _sum(x: int) -> int:
-    return x * (x + 1) // 2 if x > 0 else 0
+    nq, nk = sum(map(len, queries)), sum(map(len, keys))
+    if type(mask) is Full or not nq or not nk:
+        return nq * nk, 0
+    steps = {r.step for r in (*queries, *keys) if len(r) > 1} or {1}
+    if type(mask) is not Causal or len(steps) > 1:
+        q, k = (
+            np.concatenate([np.arange(r.start, r.stop, r.step) for r in x])
+            for x in (queries, keys)
+        )
+        seen = sum(end - begin for begin, end in mask.intervals(q, np.sort(k)))
+        return int(np.sum(seen)), int(np.sum((seen > 0) & (seen < nk)))
+    q_start, m = np.array([(r.start, len(r)) for r in queries]).T[..., None]
+    k_start, n = np.array([(r.start, len(r)) for r in keys]).T
+    # Query i of a run sees clip(i + first + 1, 0, n) keys of another run.
+    first = (q_start - k_start) // steps.pop()
+    area = _stairs(m + first) - _stairs(first) - _stairs(m + first - n) + _stairs(first - n)
+    cut = np.maximum(np.minimum(m, n - first - 1) - np.maximum(-first, 0), 0)
+    return int(area.sum()), int(cut.sum())
 
 
 def by_rows(shards: int) -> Iterator[slice]:

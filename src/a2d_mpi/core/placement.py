@@ -13,15 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi.core import hypergraph, starts
+from a2d_mpi.core import starts
 from a2d_mpi.core.assignment import Assignment
 from a2d_mpi.core.blocks import along_documents
 from a2d_mpi.core.demand import Demand, demand
+from a2d_mpi.core.intervals import merged
 from a2d_mpi.core.masks import Mask
-from a2d_mpi.core.pairs import merged
 from a2d_mpi.core.refinement import EVEN, STAGES, STRICT, kicked, merit, move_owners, refine
 
-PARTITIONERS = ("greedy", "hypergraph")
 # Blocks a rank, and in all, unless told: few long blocks make few kernel calls; with fewer blocks
 # one pair has several percent of a rank's work.
 _BLOCKS_EACH, _MOST_EACH = 4, 8
@@ -111,7 +110,6 @@ def place(
     ranks: int,
     nblocks: int | None = None,
     kv_share: float = 1.0,
-    partitioner: str = "greedy",
 ) -> Placement:
     """Place the blocks of a sequence and their pairs on ranks.
 
@@ -128,8 +126,6 @@ def place(
         pairs are too large for even work.
     kv_share : float
         ``nheads_kv / nheads``.
-    partitioner : {"greedy", "hypergraph"}
-        "hypergraph" tries a start by mtkahypar, too, which must be installed.
 
     Returns
     -------
@@ -140,7 +136,7 @@ def place(
     Raises
     ------
     ValueError
-        For no ranks or blocks, a negative seqlen, an unknown partitioner, `kv_share` outside of
+        For no ranks or blocks, a negative seqlen, `kv_share` outside of
         (0, 1], or a mask of another length.
     """
     if ranks < 1 or seqlen < 0 or (nblocks is not None and nblocks < 1):
@@ -150,8 +146,6 @@ def place(
         )
     if not 0 < kv_share <= 1:
         raise ValueError(f"kv_share is nheads_kv / nheads, in (0, 1]; got {kv_share}")
-    if partitioner not in PARTITIONERS:
-        raise ValueError(f"unknown partitioner {partitioner!r}; one of {PARTITIONERS}")
     mask.check(seqlen)
     if not seqlen:
         none, zero = np.zeros(0, np.int64), np.zeros(ranks)
@@ -162,7 +156,7 @@ def place(
     number = nblocks or usual
     while True:
         bounds = along_documents(mask, seqlen, min(number, seqlen))
-        trial = _best(demand(mask, bounds, kv_share), ranks, partitioner)
+        trial = _best(demand(mask, bounds, kv_share), ranks)
         finer = 2 * number <= min(seqlen, 4 * usual)
         if nblocks or trial.uneven <= EVEN or not finer:
             break
@@ -174,12 +168,12 @@ def place(
     )
 
 
-def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
+def _best(x: Demand, ranks: int) -> Assignment:
     """Refine several starts a little, fewer of them more, and the best one to the end."""
     if not len(x.row) or ranks == 1:
         owner = starts.contiguous(x, ranks)
         return Assignment(x, ranks, owner, owner[x.col])
-    trials = _starts(x, ranks, partitioner)
+    trials = _starts(x, ranks)
     for trial in trials:
         move_owners(trial, 16)
     budget = min(_BUDGET, max(_BUDGET_LEAST, _BUDGET_TOKEN * int(x.tokens.sum())))
@@ -202,7 +196,7 @@ def _best(x: Demand, ranks: int, partitioner: str) -> Assignment:
         left -= used
         best = min(best, trial, key=merit)
     if best.uneven > EVEN:  # with two ranks refinement may give all to one of them
-        best = min([best, *_starts(x, ranks, partitioner)], key=merit)
+        best = min([best, *_starts(x, ranks)], key=merit)
     # What is left is spent on random changes of the best assignment, each refined.
     while left > 0 and best.largest > 0:
         trial, used = refine(kicked(best, rng), left, STAGES[1:])
@@ -216,12 +210,10 @@ def _promise(trial: Assignment) -> float:
     return (trial.largest + trial.received.mean()) * (0.5 + 0.5 * max(trial.uneven, EVEN))
 
 
-def _starts(x: Demand, ranks: int, partitioner: str) -> list[Assignment]:
+def _starts(x: Demand, ranks: int) -> list[Assignment]:
     """Starts that differ from each other."""
     trials = [starts.packed(x, ranks, s) for s in _SMALL]
     trials += [starts.packed(x, ranks, 0.5, u) for u in _UNEVEN]
     trials += sorted(starts.grids(x, ranks, _GRID_UNEVEN), key=_promise)[:_GRIDS]
-    if partitioner == "hypergraph":
-        trials.append(hypergraph.partitioned(x, ranks))
     different = {t.rank.tobytes(): t for t in trials}
     return list(different.values())

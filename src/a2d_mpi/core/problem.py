@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+
+import numpy as np
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.masks import Full, Mask
-from a2d_mpi.core.meetings import Meetings, meetings
+from a2d_mpi.core.visibility import Visibility, visibility
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,17 @@ class Problem:
         return self.counts if self.keys is None else self.keys.counts
 
     @cached_property
-    def meetings(self) -> Meetings | None:
-        """The tokens of each shard that have to travel, and to whom; None: all."""
-        return meetings(self.mask, self.shards, self.shards_kv)
+    def visibility(self) -> Visibility:
+        """The tokens of each shard that other shards require."""
+        return visibility(self.mask, self.shards, self.shards_kv)
+
+    def tokens_of(self, of_keys: bool, owners: tuple[int, ...]) -> np.ndarray:
+        """Sorted tokens of several shards; kept, as many ranks ask for the same."""
+        return _tokens_of(self.shards_kv if of_keys else self.shards, owners)
+
+    def runs_of(self, of_keys: bool, owners: tuple[int, ...]) -> list[range]:
+        """Tokens of several shards as progressions, shard by shard; kept, likewise."""
+        return _runs_of(self.shards_kv if of_keys else self.shards, owners)
 
     def context_group(self, heads: int) -> Problem:
         """The problem of one context group: all tokens of its head groups, 1/`heads` of the heads.
@@ -63,6 +73,16 @@ class Problem:
         keys = None if self.keys is None else self.keys.positions(heads)
         shards = self.shards.positions(heads)
         return Problem(self.config.context_group(heads), shards, self.mask, keys)
+
+
+@lru_cache(maxsize=256)
+def _runs_of(shards: Distribution, owners: tuple[int, ...]) -> list[range]:
+    return [r for p in owners for r in shards.runs(p) if r]
+
+
+@lru_cache(maxsize=256)
+def _tokens_of(shards: Distribution, owners: tuple[int, ...]) -> np.ndarray:
+    return np.sort(np.concatenate([shards.tokens(p) for p in owners]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from a2d_mpi.attention import arrays, executor
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.transport import PROGRESS
@@ -18,17 +17,16 @@ from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.measure import Measurement
 from a2d_mpi.experiments.timing import turns
-from a2d_mpi.schedules import attention2d, steps
+from a2d_mpi.schedules import attention2d, group, program
 
 _by_query = attention2d.gradients_by_query
 # Refinements of the schedules of Attention2D: the functions without each.
 REFINEMENTS = {
     "all": {},
-    "whole shards": {(module, "chunks"): lambda tokens, ranks: [slice(0, tokens)]
-                     for module in (steps, arrays)},
-    "own work first": {(executor, "splits_own_shard"): lambda tokens, ranks: False},
+    "whole shards": {(group, "chunks"): lambda tokens, ranks: [slice(0, tokens)]},
+    "own work first": {(program, "splits_own_shard"): lambda tokens, ranks: False},
     "other reduction": {(attention2d, "gradients_by_query"): lambda *x: not _by_query(*x)},
-}  # fmt: skip
+}
 
 
 def bench_overlap(comm: MPI.Intracomm, args: argparse.Namespace) -> int:

@@ -91,7 +91,8 @@ def plan(args: argparse.Namespace) -> int:
     progress = partial(tqdm, desc="plans", disable=None, delay=2, leave=False)
     methods = tuple(args.method or METHODS)
     idle = IDLE if args.ranks <= IDLE_RANKS else 0.0
-    found = candidates(machine, args.ranks, work, memory, methods, progress, idle)
+    number = None if args.simulate == "all" else 1
+    found = candidates(machine, args.ranks, work, memory, methods, progress, idle, number)
     if not found:
         raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
     _print(found, args.ranks, machine, work, memory, args.top)
@@ -117,8 +118,11 @@ def _print(
     if machine.computed_by:
         print(f"kernels: {one_line(machine.computed_by)}")
     fitting = [plan for plan in found if plan.fits]
+    bounds = sum(not plan.phases for plan in fitting)
     print(
         f"{len(fitting)} plans fit"
+        + f", {bounds} of which are not simulated: they take at least (>=) as long as the first"
+        * (bounds > 0)
         + f", {len(found) - len(fitting)} do not" * (len(found) > len(fitting))
     )
     print(
@@ -127,13 +131,18 @@ def _print(
     )
     shown = found[:top] if top else found
     for plan in shown:
-        layout, split = plan.layout, plan.split
+        layout = plan.layout
         grid = f"{layout.rows}x{layout.cols}x{layout.heads}"
-        times = "".join(f"{duration(x):>10}" for x in (plan.seconds, *split.values()))
+        if plan.phases:
+            times = "".join(f"{duration(x):>10}" for x in (plan.seconds, *plan.split.values()))
+            moved = f"{_bytes(plan.received):>10}{_bytes(plan.crossing):>11}"
+            moved += f"{plan.over_bound:>9.2f}"
+            memory = _bytes(plan.memory)
+        else:  # bounds only
+            times = f"{'>= ' + duration(plan.bound):>10}" + f"{'-':>10}" * 4
+            moved, memory = f"{'-':>10}{'-':>11}{'-':>9}", f">= {_bytes(plan.memory)}"
         print(
-            f"{plan.method:<13} {grid:<10} {layout.numbering:<8}{times}"
-            f"  {_bytes(plan.received):>8}{_bytes(plan.crossing):>11}{plan.over_bound:>9.2f}"
-            f"{_bytes(plan.memory):>10}  "
+            f"{plan.method:<13} {grid:<10} {layout.numbering:<8}{times}{moved}{memory:>10}  "
             + "; ".join(
                 x for x in (plan.known_as, _idle(plan, ranks), why_not(plan, found[0])) if x
             )
@@ -157,7 +166,7 @@ def _print_steps(
         "\n\nmethod        grid            total" + "".join(f"{x:>11}" for x in STEP_PARTS)
         + "   tokens/s    memory"
     )  # fmt: skip
-    for plan in found:
+    for plan in (x for x in found if x.phases):
         step = predict_step(machine, plan, config, seqlen, args.dtype, args.recompute)
         layout, times = plan.layout, (step.total, *step.seconds.values())
         print(

@@ -13,7 +13,6 @@ import numpy as np
 from a2d_mpi.core.atomic import check_writable, read_regular, replacing
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import DISTRIBUTIONS
-from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.patterns import PATTERNS, make_mask, usage
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
@@ -22,8 +21,7 @@ from a2d_mpi.experiments.options import BadOption, method_name
 from a2d_mpi.experiments.pictures import check_picture, pyplot, save
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS, problem_of, write
-from a2d_mpi.schedules.places import Places
-from a2d_mpi.schedules.steps import Attend
+from a2d_mpi.schedules.accounts import area
 
 
 class Figures(NamedTuple):
@@ -45,35 +43,14 @@ class Figures(NamedTuple):
 
 def figures(method: str, layout: Layout, problem: Problem) -> Figures:
     """Count the visible pairs and the bytes of every rank."""
-    at_once, most = METHODS[method].at_once, np.zeros((2, layout.size))
-    for rank in [None] if at_once else range(layout.size):
+    most, areas = np.zeros((2, layout.size)), np.zeros(layout.size)
+    for rank in range(layout.size):
         for move in cost.moves(method, layout, problem, rank, ("forward",)):
-            most[int(move.sent), move.rank] += move.tokens * sum(move.tensors)
-    areas = _tiles(method, layout, problem) if at_once else _calls(method, layout, problem)
+            most[int(move.sent), rank] += move.nbytes
+        areas[rank] = sum(map(area, write(method, "forward", layout, problem, rank)))
     whole = problem.config.seqlen * problem.config.nbytes("q")
     grid = f"{layout.rows}x{layout.cols}"
     return Figures(grid, float(areas.max() / max(areas.mean(), 1)), float(most.max() / whole))
-
-
-def _tiles(method: str, layout: Layout, problem: Problem) -> np.ndarray:
-    """Visible pairs of every rank, if it computes a tile."""
-    rows, cols = METHODS[method].tiles(layout)
-    pairs, _ = visible_pairs(problem.mask, problem.shards, problem.shards_kv)
-    of_rows = pairs.reshape(rows, cols, -1).sum(axis=1)  # (rows, shards of keys)
-    return of_rows.reshape(rows, rows, cols).sum(axis=1)
-
-
-def _calls(method: str, layout: Layout, problem: Problem) -> np.ndarray:
-    """Visible pairs of every rank, kernel call by kernel call."""
-    found = np.zeros(layout.size, np.int64)
-    for rank in range(layout.size):
-        for schedule in write(method, "forward", layout, problem, rank):
-            places, mask = Places(schedule), schedule.mask or problem.mask
-            for step in schedule.steps:
-                if isinstance(step, Attend):
-                    keys = np.sort(places.tokens(step.keys))
-                    found[rank] += mask.area(places.tokens(step.queries), keys)
-    return found
 
 
 def best_of(method: str, distribution: str | None, text: str, seqlen: int, ranks: int) -> Figures:

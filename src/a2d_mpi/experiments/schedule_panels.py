@@ -17,8 +17,7 @@ from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import predict
 from a2d_mpi.schedules import distribution_of, problem_of, write
-from a2d_mpi.schedules.places import Places
-from a2d_mpi.schedules.steps import Attend
+from a2d_mpi.schedules.steps import Attend, Differentiate
 
 TOKENS = 72  # drawn, about: with more of them the slices of a rank are not seen
 Spans = list[list[tuple[str, float, float]]]
@@ -86,12 +85,11 @@ def blocks(
     """Every kernel call of all ranks: the logical rank, tokens of queries and keys, the mask."""
     problem = problem_of(method, layout, work, work.mask)
     for rank in range(layout.size):
-        for schedule in write(method, phase, layout, problem, rank, work.overlap):
-            places = Places(schedule)
-            for step in schedule.steps:
-                if isinstance(step, Attend):
-                    tokens = (places.tokens(x) for x in (step.queries, step.keys))
-                    yield rank, *tokens, schedule.mask or problem.mask
+        for program in write(method, phase, layout, problem, rank, work.overlap):
+            for step in program.steps:
+                if isinstance(step, Attend | Differentiate):
+                    tokens = (program.tokens(x) for x in (step.queries, step.keys))
+                    yield rank, *tokens, program.mask
 
 
 def who_computes(method: str, layout: Layout, work: Workload) -> np.ndarray:
@@ -111,8 +109,9 @@ def who_computes(method: str, layout: Layout, work: Workload) -> np.ndarray:
 def bytes_received(method: str, phase: str, layout: Layout, problem: Problem) -> np.ndarray:
     """Bytes that each logical rank (row) receives from each (column), (P, P) float64."""
     found = np.zeros((layout.size, layout.size))
-    for move in cost.moves(method, layout, problem, None, (phase,), sent=False):
-        found[move.rank, move.peer] += move.tokens * sum(move.tensors)
+    for move in cost.moves(method, layout, problem, None, (phase,)):
+        if not move.sent:
+            found[move.rank, move.peer] += move.nbytes
     return found
 
 

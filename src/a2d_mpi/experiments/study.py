@@ -162,8 +162,8 @@ def _busiest_node(result: Result, phases: Sequence[str]) -> int:
     for phase in phases:
         crossing = np.zeros((2, max(nodes) + 1), np.int64)
         for move in cost.moves(method, layout, problem, None, (phase,)):
-            nbytes = move.tokens * sum(move.tensors) * (node[move.rank] != node[move.peer])
-            np.add.at(crossing[int(move.sent)], node[move.rank], nbytes)
+            if node[move.rank] != node[move.peer]:
+                crossing[int(move.sent), node[move.rank]] += move.nbytes
         most += int(crossing.max())
     return most
 

@@ -18,17 +18,17 @@ from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.experiments.mask_file import FILE, mask_of
 from a2d_mpi.experiments.options import method_name
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.clock import PARTS
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates, layouts
+from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 
-# Ranks of a plan that the planner looks for, at most.  The model keeps figures of every pair of
-# ranks.  With a100-16x4.toml, causal and with gradients, 2048 take 0.8 GB and two minutes of CPU
-# time, 4096 would take 2 GB and nine minutes.
-PLANNED = 2048
+# Ranks of a plan that the planner looks for, at most.  With h100-64x1.toml, 1M causal tokens and
+# gradients, 256 ranks take 18 s of CPU time and 0.2 GB, 512 ranks 65 s and 0.4 GB; the programs
+# of all ranks are written for each plan that is simulated.
+PLANNED = 512
 _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?")
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 

@@ -1,4 +1,4 @@
-"""Bytes and messages of every method, read off its schedule, and what nobody can do without.
+"""Bytes and messages of every method, read off its programs, and what nobody can do without.
 
 Exact for shards of any sizes.
 """
@@ -7,63 +7,52 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import product
 from typing import NamedTuple
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.meetings import Ranks
 from a2d_mpi.core.problem import Problem
-from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import write, write_all
-from a2d_mpi.schedules.accounts import messages as messages_of
-from a2d_mpi.schedules.accounts import number_of_messages
+from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
+from a2d_mpi.schedules import write
+from a2d_mpi.schedules.steps import Receive, Send
 
 Bytes = dict[tuple[str, str], list[int]]
+_MESSAGES = {None: (Send, Receive), True: Send, False: Receive}
 
 
 class Move(NamedTuple):
-    """Messages between a rank, or every rank, and a peer of it.
+    """Rows between a rank and a peer of it.
 
     Attributes
     ----------
-    phase, channel : str
+    phase, channel, kind : str
     sent : bool
         Or received.
-    tokens : Ranks
-    tensors : sequence of int
-        Bytes of a token in each message.
-    rank, peer : Ranks
-        Logical ranks.
+    tokens : int
+    tensors : list of int
+        Bytes of a token in each tensor.
+    rank, peer : int
+        Of the layout.
     """
 
     phase: str
     channel: str
+    kind: str
     sent: bool
-    tokens: Ranks
-    tensors: Sequence[int]
-    rank: Ranks
-    peer: Ranks
+    tokens: int
+    tensors: list[int]
+    rank: int
+    peer: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.tokens * sum(self.tensors)
 
-def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
-    """Bytes [sent, received] by a logical rank, by (phase, communicator).
-
-    Parameters
-    ----------
-    method : str
-        One of `METHODS`.
-    layout : Layout
-    problem : Problem
-        With the counts of all ranks of the layout and all heads.
-    rank : int
-        Logical.
-    """
-    return _summed(method, layout, problem, rank, lambda nbytes: nbytes)
-
-
-def messages(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
-    """The number of messages; otherwise like `traffic`."""
-    return _summed(method, layout, problem, rank, number_of_messages)
+    @property
+    def messages(self) -> int:
+        """MPI messages in which they travel."""
+        return sum(-(-self.tokens * x // MAX_MESSAGE) for x in self.tensors)
 
 
 def moves(
@@ -74,20 +63,48 @@ def moves(
     phases: Sequence[str] = PHASES,
     sent: bool | None = None,
 ) -> Iterator[Move]:
-    """All messages of a logical rank, or of all ranks (None): then they may be arrays.
+    """All rows that a rank sends or receives, array by array.
 
-    `sent`: only those that are sent, or only those that are received.
+    Parameters
+    ----------
+    method : str
+        One of `METHODS`.
+    layout : Layout
+    problem : Problem
+        With all ranks of the layout and all heads.
+    rank : int or None
+        Of the layout; None: all ranks.
+    phases : sequence of str
+    sent : bool, optional
+        Only rows that are sent, or only rows that are received.
     """
-    group = problem.config.context_group(layout.heads)
-    for phase in phases:
-        if rank is None:
-            chains = write_all(method, phase, layout, problem)
-        else:
-            chains = [write(method, phase, layout, problem, rank)]
-        for schedule in chain.from_iterable(chains):
-            for message, tokens, tensors in messages_of(schedule, group, sent):
-                ends = (schedule.logical(x) for x in (schedule.rank, message.peer))
-                yield Move(phase, message.channel, message.sent, tokens, tensors, *ends)
+    ranks = range(layout.size) if rank is None else (rank,)
+    for phase, x in product(phases, ranks):
+        for program in write(method, phase, layout, problem, x):
+            for step in program.steps:
+                if isinstance(step, _MESSAGES[sent]):
+                    array, peer = program.arrays[step.rows.array], program.logical(step.peer)
+                    rows = step.rows.count, program.group.row_bytes(array)
+                    ends = isinstance(step, Send), *rows, x, peer
+                    yield Move(phase, step.channel, array.kind, *ends)
+
+
+def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
+    """Bytes [sent, received] by a rank, by (phase, channel); arguments as of `moves`."""
+    found: Bytes = {}
+    for move in moves(method, layout, problem, rank):
+        both = found.setdefault((move.phase, move.channel), [0, 0])
+        both[not move.sent] += move.nbytes
+    return found
+
+
+def messages(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
+    """The number of MPI messages; otherwise like `traffic`."""
+    found: Bytes = {}
+    for move in moves(method, layout, problem, rank):
+        both = found.setdefault((move.phase, move.channel), [0, 0])
+        both[not move.sent] += move.messages
+    return found
 
 
 def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = False) -> float:
@@ -102,11 +119,3 @@ def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = F
     q, kv = problem.config.nbytes("q"), 2 * problem.config.nbytes("k")
     per_q, per_k = (3 * q, 2 * kv) if backward else (2 * q, kv)
     return max(0.0, 2 * math.sqrt(per_q * per_k * area) - tokens * (per_q + per_k))
-
-
-def _summed(method, layout, problem, rank, size) -> Bytes:
-    found: Bytes = {}
-    for move in moves(method, layout, problem, rank):
-        both = found.setdefault((move.phase, move.channel), [0, 0])
-        both[not move.sent] += sum(size(move.tokens * x) for x in move.tensors)
-    return {key: both for key, both in found.items() if any(both)}

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds at most: arrays, buffers of its schedules, and those of its kernel."""
+"""Bytes that a rank holds at most: arrays, buffers of its programs, and buffers of its kernel."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES, AttentionConfig
 from a2d_mpi.core.kernel_memory import kernel_buffers
-from a2d_mpi.core.masks import Full
-from a2d_mpi.core.meetings import Ranks
+from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import write, write_all
-from a2d_mpi.schedules.accounts import buffers as schedule_buffers
-from a2d_mpi.schedules.accounts import merged_at_once, results, tokens_of
-from a2d_mpi.schedules.places import own_cuts
-from a2d_mpi.schedules.schedule import Schedule
-from a2d_mpi.schedules.steps import KINDS, Attend, Merge
+from a2d_mpi.schedules import write
+from a2d_mpi.schedules.accounts import buffers as program_buffers
+from a2d_mpi.schedules.accounts import nbytes
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import KINDS, Attend, Differentiate, Merge
 
 # Bytes that the first calls of a kernel of the host load, by NumPy, OpenBLAS, MPI, Numba and this
 # package.  Measured with plans of 64 tokens on 1, 2 and 4 ranks, with MPICH and Open MPI: 3 to 5.5
@@ -37,72 +35,21 @@ def peak_memory(
     backward: bool = False,
     kernel: str | None = None,
 ) -> int:
-    """Bytes of the caller's arrays, the results, the plan's buffers and its kernel.
+    """Bytes of the caller's arrays, the results, the plan's buffers and its kernel on a rank.
 
-    Of a logical rank, in one call of each phase.
+    In one call of each phase.
 
     Parameters
     ----------
     method, layout, problem, rank
-        As in `a2d_mpi.planning.cost.traffic`.
+        As in `a2d_mpi.planning.cost.moves`.
     backward : bool
     kernel : {"numpy", "numba"}, optional
         Of the host: its buffers and `LIBRARIES` count, so that this is by how much the process
-        grows (tests/memory.py measures it).  Default: one that needs none, as on a GPU.
+        grows (tests/memory.py measures it).  Default: a kernel that needs none, as on a GPU.
     """
     phases = _phases(method, layout, problem, rank, backward)
-    held = _peak(phases, layout, problem, rank, backward)
-    return int(held + _of_kernel(phases, layout, problem, kernel))
-
-
-def _peak(
-    phases: Sequence[list[Schedule]], layout: Layout, problem: Problem, rank: Ranks, backward: bool
-) -> Ranks:
-    held = _buffers(phases, layout, problem)
-    config, last = problem.config, phases[-1]
-    own = [np.array(x)[rank] for x in (problem.counts, problem.counts_kv)]
-    given = ("q", "k", "v", *("dout", "out", "lse", "delta") * backward)
-    held += sum(own[x in OF_KEYS] * config.nbytes(x) for x in given)
-    group = config.context_group(layout.heads)
-    held += sum(results(schedule, group, config) for schedule in last)
-    # New once more: results that lie in buffers or have the dtype of the computation.
-    for array in (last[-1].arrays[rows.array] for rows in last[-1].results.values()):
-        for name in KINDS[array.kind]:
-            wide = name in array.wide and config.narrow
-            if name != "lse" and (array.role == "buffer" or wide):
-                held += own[name in OF_KEYS] * config.nbytes(name)
-    return held
-
-
-def _of_kernel(
-    phases: Sequence[list[Schedule]], layout: Layout, problem: Problem, kernel: str | None
-) -> Ranks:
-    """Bytes that a kernel of the host needs, and those of the intervals that it is given."""
-    if kernel is None:
-        return 0
-    group = problem.config.context_group(layout.heads)
-    needed: dict[str, Ranks] = {}
-    intervals = peak = 0
-    for phase, schedules in enumerate(phases):
-        for schedule in schedules:
-            tokens, merged = tokens_of(schedule), iter(merged_at_once(schedule))
-            for step in schedule.steps:
-                passing = 0  # for a while
-                if isinstance(step, Attend):
-                    nq, (nk, runs) = tokens.of(step.queries), _keys(schedule, step)
-                    pieces, hides = _visible(schedule, problem, step)
-                    intervals = intervals + INTERVAL * pieces * runs * nq
-                    sums = next(merged) * _merge(group, nq)
-                    if not pieces:
-                        continue
-                    for name, nbytes in kernel_buffers(group, nq, nk, phase > 0, hides).items():
-                        needed[name] = np.maximum(nbytes, needed.get(name, 0))
-                    passing = sums
-                elif isinstance(step, Merge) and schedule.arrays[step.to.array].kind == "out":
-                    passing = _merge(group, tokens.of(step.rows))
-                peak = np.maximum(peak, sum(needed.values()) + passing)
-    # After a forward pass there is more to come than it needs for a while.
-    return LIBRARIES[kernel] + intervals + (sum(needed.values()) if len(phases) > 1 else peak)
+    return peak_of(phases, problem, rank, kernel)
 
 
 def most_memory(
@@ -112,81 +59,98 @@ def most_memory(
     backward: bool = False,
     kernel: str | None = None,
 ) -> int:
-    """`peak_memory` of the rank that holds the most, about.
-
-    See `a2d_mpi.schedules.accounts.buffers` for what it leaves out where it reads the schedules of
-    all ranks at once.
-    """
-    phases = PHASES[: 1 + backward]
-    chains = list(zip(*(write_all(method, x, layout, problem) for x in phases)))
-    ranks = [np.arange(layout.size)] if len(chains) == 1 else range(layout.size)
-    return max(
-        int(
-            np.max(
-                _peak(x, layout, problem, rank, backward) + _of_kernel(x, layout, problem, kernel)
-            )
-        )
-        for rank, x in zip(ranks, chains)
-    )
+    """`peak_memory` of the rank that holds the most."""
+    ranks = range(layout.size)
+    return max(peak_memory(method, layout, problem, rank, backward, kernel) for rank in ranks)
 
 
 def buffers(
-    method: str,
-    layout: Layout,
-    problem: Problem,
-    rank: int,
-    backward: bool = False,
+    method: str, layout: Layout, problem: Problem, rank: int, backward: bool = False
 ) -> int:
     """Bytes that a plan keeps between calls (`AttentionPlan.buffer_bytes`); see `peak_memory`.
 
-    Exact, but for parts of one token, which are never out of order.  `backward`: after a backward
-    call.
+    `backward`: after a backward call.
     """
-    return int(_buffers(_phases(method, layout, problem, rank, backward), layout, problem))
+    return _buffers(_phases(method, layout, problem, rank, backward))
+
+
+def peak_of(
+    phases: Sequence[list[Program]], problem: Problem, rank: int, kernel: str | None = None
+) -> int:
+    """The same as `peak_memory`, for programs of one phase or of both that are there already."""
+    held, config, last = _buffers(phases), problem.config, phases[-1]
+    if kernel is not None:
+        held += LIBRARIES[kernel] + _of_kernel(phases)
+    own = problem.counts[rank], problem.counts_kv[rank]
+    given = ("q", "k", "v", *("dout", "out", "lse", "delta") * (len(phases) > 1))
+    held += sum(own[x in OF_KEYS] * config.nbytes(x) for x in given)
+    for program in last:
+        results = (name for name, array in program.arrays.items() if array.role == "result")
+        held += sum(nbytes(program, program.rows(name)) for name in results)
+    # New once more: results that lie in buffers or have the accumulation dtype.
+    for array in (last[-1].arrays[rows.array] for rows in last[-1].results.values()):
+        for name in KINDS[array.kind]:
+            rounded = name in array.accumulated and config.narrow
+            if name != "lse" and (array.role == "buffer" or rounded):
+                held += own[name in OF_KEYS] * config.nbytes(name)
+    return held
 
 
 def _phases(
     method: str, layout: Layout, problem: Problem, rank: int, backward: bool
-) -> list[list[Schedule]]:
-    phases = PHASES[: 1 + backward]
-    # As plans do: a rank that keeps some of its own work for the end may need sorted keys for it.
-    return [write(method, x, layout, problem, rank, cuts=own_cuts({})) for x in phases]
+) -> list[list[Program]]:
+    return [write(method, x, layout, problem, rank) for x in PHASES[: 1 + backward]]
 
 
-def _buffers(phases: Sequence[list[Schedule]], layout: Layout, problem: Problem) -> Ranks:
-    group = problem.config.context_group(layout.heads)
-    held: dict[object, int] = {}
-    for schedule in chain.from_iterable(phases):
-        for key, nbytes in schedule_buffers(schedule, group).items():
-            held[key] = np.maximum(nbytes, held.get(key, 0))
+def _buffers(phases: Sequence[list[Program]]) -> int:
+    held: dict[tuple[str, str], int] = {}
+    for program in chain.from_iterable(phases):
+        for key, size in program_buffers(program).items():
+            held[key] = max(size, held.get(key, 0))
     return sum(held.values())
 
 
-def _merge(group: AttentionConfig, rows: Ranks) -> Ranks:
-    """Bytes of a merge of rows while it lasts: statistics, and out as wide as it is computed."""
-    return rows * (STATISTICS * group.nheads + group.narrow * group.nbytes("out", wide=True))
+def _of_kernel(phases: Sequence[list[Program]]) -> int:
+    """Bytes that a kernel of the host needs, and bytes of the intervals that it is given."""
+    needed: dict[str, int] = {}
+    intervals = peak = 0
+    for backward, programs in enumerate(phases):
+        for program in programs:
+            config = program.group.config
+            for step in program.steps:
+                passing = 0  # for a while
+                if isinstance(step, Attend | Differentiate):
+                    nq, nk = step.queries.count, step.keys.count
+                    pieces, hides = _visible(program, step)
+                    intervals += INTERVAL * pieces * nq
+                    if not pieces:
+                        continue
+                    for name, size in kernel_buffers(config, nq, nk, backward > 0, hides).items():
+                        needed[name] = max(int(size), needed.get(name, 0))
+                elif isinstance(step, Merge):
+                    passing = _merge(config, step.source.count)
+                peak = max(peak, sum(needed.values()) + passing)
+    # After a forward pass there is more to come than it needs for a while.
+    return intervals + (sum(needed.values()) if len(phases) > 1 else peak)
 
 
-def _keys(schedule: Schedule, step: Attend) -> tuple[Ranks, int]:
-    """Keys of the largest kernel call for a step, and calls: backward ones are made run by run."""
-    tokens, found = tokens_of(schedule), []
-    whole = not isinstance(step.keys.part, str)
-    if whole and tokens.places is not None and step.keys_into is not None:
-        found = [b - a for a, b, *_ in tokens.places.common_runs(step.keys, step.keys_into)]
-    return max(found, default=tokens.of(step.keys)), max(1, len(found))
+def _merge(config: AttentionConfig, rows: int) -> int:
+    """Bytes of a merge while it lasts: statistics, and out in the accumulation dtype."""
+    return rows * (STATISTICS * config.nheads + config.narrow * config.nbytes("out", wide=True))
 
 
-def _visible(schedule: Schedule, problem: Problem, step: Attend) -> tuple[int, bool]:
+def _visible(program: Program, step: Attend | Differentiate) -> tuple[int, bool]:
     """Intervals of a query, 0 if no pair is visible; whether there are keys that no query sees."""
-    mask, places = schedule.mask or problem.mask, tokens_of(schedule).places
-    cut = any(isinstance(x.part, str) for x in (step.queries, step.keys))
-    if places is None or cut:  # of all ranks at once, or a share of own work: nearly always
-        return 1, not isinstance(mask, Full)
-    queries, keys = (places.tokens(x) for x in (step.queries, step.keys))
-    found = mask.intervals(queries, np.sort(keys))
+    if not program.sees(step.queries, step.keys):
+        return 0, False
+    if type(program.mask) is Full:
+        return 1, False
+    if type(program.mask) is Causal:
+        return 1, program.extremes(step.queries)[1] < program.extremes(step.keys)[1]
+    queries, keys = program.tokens(step.queries), np.sort(program.tokens(step.keys))
+    found = program.mask.intervals(queries, keys)
     change = np.zeros(len(keys) + 1, np.int64)
     for begin, end in found:
         np.add.at(change, begin, 1)
         np.add.at(change, end, -1)
-    seen = np.cumsum(change[:-1]) > 0
-    return len(found) * bool(seen.any()), not seen.all()
+    return len(found), not (np.cumsum(change[:-1]) > 0).all()

@@ -1,5 +1,9 @@
 """Search for the fastest method, grid and rank order on a machine; no MPI import.
 
+Every candidate gets a lower bound of its time: what two of its ranks take if their peers never
+keep them waiting and their links carry nothing else.  Candidates are simulated in the order of
+their bounds until no bound is below the best simulated time.
+
 ::
 
     machine = read_machine("data/machines/h100-64x1.toml")
@@ -10,25 +14,23 @@
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 
 import numpy as np
 
-from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.pairs import visible_pairs
 from a2d_mpi.core.problem import Problem, Workload
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.planning import cost
-from a2d_mpi.planning.clock import PARTS
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.memory import most_memory
-from a2d_mpi.planning.model import Phase, predict, slowest_seconds
+from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
+from a2d_mpi.planning.simulator import PARTS, Operation
+from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.schedules import METHODS, distribution_of, essence, problem_of
-from a2d_mpi.schedules.accounts import number_of_messages
 
 
 @dataclass(frozen=True)
@@ -41,37 +43,41 @@ class Candidate:
         One of `a2d_mpi.schedules.METHODS`.
     layout : Layout
     distribution : str
-    phases : dict of str to Phase
-        Seconds of every logical rank.
-    received, crossing : int
-        Bytes that the busiest rank receives, and that the busiest node gets from other nodes.
-    messages : int
-        That the busiest rank receives.
+    bound : float
+        Seconds that it takes at least.
     memory : int
-        Bytes that a rank holds at most.
-    over_bound : float
-        Bytes that all ranks receive, as a multiple of what exact attention without a head axis
-        cannot do without (`a2d_mpi.planning.cost.lower_bound`); below 1 is possible with a head
-        axis, inf on one rank.
+        Bytes that a rank holds at most; if it was not simulated: that some ranks hold.
     fits : bool
         Whether the memory suffices.
+    phases : dict of str to Phase
+        Seconds of every rank; empty if it was not simulated.
+    received, crossing : int
+        Bytes that the busiest rank receives, and that the busiest node gets from other nodes; 0 if
+        it was not simulated.
+    messages : int
+        MPI messages that the busiest rank receives, likewise.
+    over_bound : float
+        Bytes that all ranks receive, as a multiple of the bytes that exact attention without a
+        head axis cannot do without (`a2d_mpi.planning.cost.lower_bound`); below 1 is possible
+        with a head axis, inf on one rank, NaN if it was not simulated.
     """
 
     method: str
     layout: Layout
     distribution: str
-    phases: dict[str, Phase]
-    received: int
-    crossing: int
-    messages: int
+    bound: float
     memory: int
-    over_bound: float
     fits: bool
+    phases: dict[str, Phase] = field(default_factory=dict)
+    received: int = 0
+    crossing: int = 0
+    messages: int = 0
+    over_bound: float = math.nan
 
     @property
     def seconds(self) -> float:
-        """Of the slowest rank, phase by phase."""
-        return slowest_seconds(self.phases)
+        """Seconds of the slowest rank, phase by phase; inf if it was not simulated."""
+        return slowest_seconds(self.phases) if self.phases else math.inf
 
     @property
     def split(self) -> dict[str, float]:
@@ -93,8 +99,12 @@ def candidates(
     methods: Sequence[str] | None = None,
     progress: Callable[[Sequence], Iterable] = iter,
     idle: float = 0.0,
+    number: int | None = 1,
 ) -> list[Candidate]:
-    """All candidates for that many ranks: those that fit, fastest first, then those that do not.
+    """All candidates for that many ranks.
+
+    First those that were simulated and fit, fastest first; then those that were not simulated, by
+    their bounds; then those that do not fit.
 
     Parameters
     ----------
@@ -110,6 +120,9 @@ def candidates(
         Shows how far it is: it is given a sequence and iterates over it, as ``tqdm`` does.
     idle : float
         Share of the ranks that may be left idle, for methods that cannot have any number.
+    number : int, optional
+        Candidates that are certain to be the fastest: others are simulated until they are.  None:
+        all are simulated.
 
     Raises
     ------
@@ -123,13 +136,24 @@ def candidates(
     shapes = [
         (method, layout)
         for method in (METHODS if methods is None else methods)
-        for number in (ranks, *_fewer(method, ranks, work, idle))
-        for layout in layouts(method, number, work, machine.ranks_per_node)
+        for size in (ranks, *_fewer(method, ranks, work, idle))
+        for layout in layouts(method, size, work, machine.ranks_per_node)
     ]
-    # Those after each other that share the matrices of visible pairs.
-    alike = sorted(shapes, key=lambda x: (distribution_of(x[0], work.mask), x[1].heads))
-    found = {x: candidate(machine, *x, work, room) for x in progress(alike)}
-    return sorted((found[x] for x in shapes), key=lambda x: (not x.fits, x.seconds))
+    # Those after each other that have the same programs.
+    alike = sorted(shapes, key=lambda x: (x[0], x[1].size, x[1].heads, x[1].rows, x[1].block))
+    bounded = {x: _bounded(machine, *x, work, room) for x in alike}
+    groups: dict[tuple, list[tuple[str, Layout]]] = {}
+    for x in sorted((x for x in alike if bounded[x].fits), key=lambda x: bounded[x].bound):
+        groups.setdefault((x[0], essence(*x)), []).append(x)
+    best: list[float] = []
+    for group in progress(list(groups.values())):
+        for x in group:
+            if number is not None and len(best) >= number and bounded[x].bound >= best[number - 1]:
+                continue
+            bounded[x] = _simulated(machine, bounded[x], work, room)
+            if bounded[x].fits:
+                insort(best, bounded[x].seconds)
+    return sorted(bounded.values(), key=lambda x: (not x.fits, x.seconds, x.bound))
 
 
 def best_candidates(
@@ -149,13 +173,16 @@ def best_candidates(
     ValueError
         If none fits, with the least memory that one needs.
     """
-    found = candidates(machine, ranks, work, memory, methods)
+    found = []
+    for some in [methods] if number is not None else [(x,) for x in methods or METHODS]:
+        found += candidates(machine, ranks, work, memory, some, number=number or 1)
+    found.sort(key=lambda x: (not x.fits, x.seconds))
     if not found:
         raise ValueError(f"no plan for {ranks} ranks with {', '.join(methods or METHODS)}")
     if not found[0].fits:
         least = min(candidate.memory for candidate in found) + machine.reserved
         raise ValueError(f"no plan fits: the smallest needs {least} bytes a rank")
-    fit = [x for x in found if x.fits]
+    fit = [x for x in found if x.fits and x.phases]
     if number is not None:
         return fit[:number]
     first: dict[str, Candidate] = {}
@@ -229,6 +256,8 @@ def why_not(candidate: Candidate, best: Candidate) -> str:
     """Say in a few words why a candidate is not the best one."""
     if not candidate.fits:
         return "does not fit in memory"
+    if not candidate.phases:
+        return "not simulated: its bound is not below the best time"
     if candidate.seconds <= best.seconds:
         return "" if candidate is best else "as fast"
     ours, theirs = candidate.split, best.split
@@ -264,55 +293,103 @@ def _percent(x: float) -> str:
 def candidate(
     machine: Machine, method: str, layout: Layout, work: Workload, room: int | None = None
 ) -> Candidate:
-    """Costs of one plan; `room`: bytes that a rank has for it, default: any number."""
-    name = distribution_of(method, work.mask)
-    problem = problem_of(method, layout, work, work.mask, name)
-    kernel = machine.host_kernel(work.config.dtype)
-    received, number, memory = _needs(
-        method, essence(method, layout), problem, work.backward, kernel
-    )
+    """Simulate one plan; `room`: bytes that a rank has for it, default: any number."""
+    return _simulated(machine, _bounded(machine, method, layout, work, room), work, room)
+
+
+def _simulated(machine: Machine, plan: Candidate, work: Workload, room: int | None) -> Candidate:
+    """The same plan, simulated."""
+    method, layout = plan.method, plan.layout
+    problem = problem_of(method, layout, work, work.mask)
+    found = survey_of(machine, method, layout, work, problem)
     node = layout.physical() // machine.ranks_per_node
-    ranks, sources, nbytes = received
-    whole = np.zeros(layout.size, np.int64)
-    np.add.at(whole, ranks, nbytes)
-    crosses = node[sources] != node[ranks]
-    return Candidate(
-        method,
-        layout,
-        name,
-        predict(machine, method, layout, work, name),
-        int(whole.max()),
-        int(np.bincount(node[ranks], nbytes * crosses, 1).max()),
-        number,
-        memory,
-        _over_bound(int(whole.sum()), layout, work, problem),
-        room is None or memory <= room,
+    received, crossing = np.zeros(layout.size), np.zeros(int(node.max()) + 1)
+    for messages in found.messages.values():
+        received += np.bincount(messages.to, messages.nbytes, layout.size)
+        far = node[messages.source] != node[messages.to]
+        crossing += np.bincount(node[messages.to], messages.nbytes * far, len(crossing))
+    return replace(
+        plan,
+        phases=simulated(machine, layout, found),
+        memory=found.memory,
+        fits=room is None or found.memory <= room,
+        received=int(received.max()),
+        crossing=int(crossing.max()),
+        messages=found.received,
+        over_bound=_over_bound(int(received.sum()), layout, work, problem),
     )
 
 
-@lru_cache(maxsize=1)
-def _needs(
-    method: str, layout: Layout, problem: Problem, backward: bool, kernel: str | None
-) -> tuple[tuple[np.ndarray, ...], int, int]:
-    """All that is received, (ranks, sources, bytes), and the most messages and memory of a rank.
+def _bounded(
+    machine: Machine, method: str, layout: Layout, work: Workload, room: int | None
+) -> Candidate:
+    """A plan that is not simulated, with the bound of its time that two of its ranks give.
 
-    The same for layouts of the same essence.
+    The two ranks have the first and the last row and the first column of the grid: with zigzag and
+    contiguous shards no rank has more to send or to receive under a causal mask.
     """
-    received: dict[tuple, list] = {}
-    messages = np.zeros(layout.size, np.int64)
-    phases = PHASES[: 1 + backward]
-    for move in cost.moves(method, layout, problem, None, phases, sent=False):
-        # Sources of all ranks are neighbours at some distance along an axis: rank 0's tells it.
-        first = np.ravel(move.peer)[0], None if np.ndim(move.rank) else move.rank
-        found = received.setdefault(first, [move.rank, move.peer, 0])
-        found[2] = found[2] + move.tokens * sum(move.tensors)
-        for size in set(move.tensors):
-            number = number_of_messages(move.tokens * size)
-            messages[move.rank] += move.tensors.count(size) * number
-    memory = most_memory(method, layout, problem, backward, kernel)
-    columns = zip(*(np.broadcast_arrays(*found) for found in received.values()))
-    arrays = tuple(np.concatenate([np.ravel(x) for x in column]) for column in columns)
-    return arrays or (np.zeros(0, np.int64),) * 3, int(messages.max()), memory
+    problem = problem_of(method, layout, work, work.mask)
+    ranks = tuple(sorted({0, (layout.positions - layout.cols) * layout.heads}))
+    found = survey_of(machine, method, layout, work, problem, ranks)
+    seconds = 0.0
+    for phase, operations in found.operations.items():
+        costs = _costs_alone(machine, layout, found, phase)
+        receiver = found.messages[phase].to.tolist()
+        alone = (
+            _alone(mine, [x == r for x in receiver], *costs) for r, mine in zip(ranks, operations)
+        )
+        seconds += max(alone)
+    fits = room is None or found.memory <= room
+    name = distribution_of(method, work.mask)
+    return Candidate(method, layout, name, float(seconds), found.memory, fits)
+
+
+def _costs_alone(
+    machine: Machine, layout: Layout, found: Survey, phase: str
+) -> tuple[list[bool], list[float], list[float], list[float]]:
+    """Of every message: whether it is between nodes, overhead, s on its own links, latency."""
+    messages, node = found.messages[phase], layout.physical() // machine.ranks_per_node
+    far = node[messages.source] != node[messages.to]
+    inside, between = machine.links(layout.size)
+    port = between.bandwidth * max(1.0, between.nics / machine.ranks_per_node)
+    overhead = found.tensors[phase] * np.where(far, between.overhead, inside.overhead)
+    seconds = messages.nbytes / np.where(far, port, inside.bandwidth)
+    latency = np.where(far, between.latency, inside.latency)
+    return far.tolist(), overhead.tolist(), seconds.tolist(), latency.tolist()
+
+
+def _alone(
+    operations: Sequence[Operation],
+    receives: Sequence[bool],
+    far: Sequence[bool],
+    overhead: Sequence[float],
+    seconds: Sequence[float],
+    latency: Sequence[float],
+) -> float:
+    """Seconds of a rank whose peers never keep it waiting, and whose links carry nothing else.
+
+    When a rank has waited for all messages that it has posted, later ones start at that time at
+    the earliest: what they take is added.
+    """
+    now = since = 0.0
+    posted: dict[int, float] = {}
+    carried: dict[tuple[bool, bool], float] = {}
+    for operation in operations:
+        if operation[0] == "spend":
+            now += operation[2]
+        elif operation[0] == "post":
+            now += sum(overhead[m] for m in operation[1])
+            posted.update(dict.fromkeys(operation[1], now))
+        else:
+            for m in operation[1]:
+                if m in posted:
+                    link = receives[m], far[m]
+                    carried[link] = carried.get(link, since) + seconds[m]
+                    arrival = max(carried[link], posted.pop(m) + seconds[m]) + latency[m]
+                    now = max(now, arrival)
+            if not posted:
+                since, carried = now, {}
+    return now
 
 
 def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:

@@ -24,28 +24,21 @@ using Doubles = std::vector<double>;
 
 enum Kind { SPEND, SEND, RECEIVE, WAIT };
 
-struct Op {  // wide: its array has an entry for each rank, or else one
-  int64_t kind, wide, a, b, c;
-};
-
-struct Side {  // of message a: the sender's (b < 0), or the receiver's, from ints[b + rank]
-  int64_t message, from;
+struct Op {  // of message a, or of b messages from side a on
+  int64_t kind, a, b;
 };
 
 struct Sent {  // one message, while somebody needs it
   s4u::Mailbox* mailbox = nullptr;
   s4u::CommPtr comm[2];  // as the sender knows it, and the receiver
   int left = 2;          // sides that may still wait for it
-  double latency = 0;
 };
 
-static Ints ints, wide, base, to, bytes, begin, end;
-static Doubles doubles, pace;
+static Ints bytes, sides, begin, end;
+static Doubles latency, seconds, pace;
 static std::vector<Op> ops;
-static std::vector<Side> sides;
 static std::vector<s4u::Mailbox*> unused;
-static std::unordered_map<int64_t, double> latencies;  // by from * ranks + to
-static std::unordered_map<int64_t, Sent> sent;         // by base[message] + column
+static std::unordered_map<int64_t, Sent> sent;  // by message
 static Doubles finished, waited;
 static int64_t messages, mailboxes;
 
@@ -61,50 +54,36 @@ template <class T> static std::vector<T> read(FILE* file)
   return found;
 }
 
-// The message that a rank knows by a side, and its bytes; 0: there is none.
-static std::pair<int64_t, int64_t> known(int64_t rank, int64_t m, int64_t from)
-{
-  int64_t column = !wide[m] ? 0 : from < 0 ? rank : ints[from + rank];
-  return {base[m] + column, ints[bytes[m] + column]};
-}
-
-static void post(int64_t rank, const Op& op)
+static void post(const Op& op)
 {
   static void* parcel;  // nothing is in it
   bool sends = op.kind == SEND;
-  auto [key, size] = known(rank, op.a, sends ? -1 : op.b);
-  if (size == 0)
-    return;
-  Sent& message = sent[key];
+  Sent& message = sent[op.a];
   if (!message.mailbox && unused.empty())
     unused.push_back(s4u::Mailbox::by_name(std::to_string(mailboxes++)));
   if (!message.mailbox) {  // still: other actors went on meanwhile
     message.mailbox = unused.back();
     unused.pop_back();
-    int64_t column = key - base[op.a], source = wide[op.a] ? column : op.c;
-    message.latency = latencies.at(source * int64_t(finished.size()) + ints[to[op.a] + column]);
     messages++;
   }
-  auto comm = sends ? message.mailbox->put_async(&parcel, uint64_t(size))
+  auto comm = sends ? message.mailbox->put_async(&parcel, uint64_t(bytes[op.a]))
                     : message.mailbox->get_async(&parcel);
-  sent[key].comm[!sends] = comm;
+  sent[op.a].comm[!sends] = comm;
 }
 
-// When all is there that a rank waits for.
-static double arrival(int64_t rank, const Op& op)
+// When all is there that a rank waits for: messages that it sent (2 m), or receives (2 m + 1).
+static double arrival(const Op& op)
 {
   double ready = 0;
-  for (const Side *side = &sides[op.a], *last = side + op.b; side != last; side++) {
-    auto [key, size] = known(rank, side->message, side->from);
-    if (size == 0)
-      continue;
-    auto comm = sent[key].comm[side->from >= 0];
+  for (int64_t i = op.a; i < op.a + op.b; i++) {
+    int64_t m = sides[i] / 2;
+    auto comm = sent[m].comm[sides[i] % 2];
     comm->wait();
-    Sent& message = sent[key];
-    ready = std::max(ready, comm->get_finish_time() + message.latency);
+    Sent& message = sent[m];
+    ready = std::max(ready, comm->get_finish_time() + latency[m]);
     if (--message.left == 0) {
       unused.push_back(message.mailbox);
-      sent.erase(key);
+      sent.erase(m);
     }
   }
   return ready;
@@ -115,13 +94,12 @@ static void run(int64_t rank)
   double now = 0, idle = 0;  // SimGrid's clock is behind until others could tell
   for (int64_t i = begin[rank]; i < end[rank]; i++) {
     const Op& op = ops[i];
-    int64_t column = op.wide ? rank : 0;
+    double work = seconds[i] * pace[rank];
     if (op.kind == SPEND) {
-      now += doubles[op.a + column] * pace[rank];
+      now += work;
     } else if (op.kind == WAIT) {
-      double ready = std::max(now, arrival(rank, op));
+      double ready = std::max(now, arrival(op));
       idle += ready - now;
-      double work = op.c < 0 ? 0 : doubles[op.c + column] * pace[rank];
       double paid = std::min(idle, work);  // it worked for these messages while it waited
       idle -= paid;
       ready += work - paid;
@@ -130,7 +108,7 @@ static void run(int64_t rank)
     } else {
       if (now > s4u::Engine::get_clock())
         s4u::this_actor::sleep_until(now);
-      post(rank, op);
+      post(op);
     }
   }
   finished[rank] = now;
@@ -150,14 +128,10 @@ int main(int argc, char** argv)
   size_t size = pace.size();
   auto bandwidth = read<double>(input);
   auto from = read<int64_t>(input), towards = read<int64_t>(input);
-  auto latency = read<double>(input);
   auto first = read<int64_t>(input), passed = read<int64_t>(input);  // links of each route
-  ints = read<int64_t>(input);
-  doubles = read<double>(input);
-  wide = read<int64_t>(input), base = read<int64_t>(input);
-  to = read<int64_t>(input), bytes = read<int64_t>(input);
-  ops = read<Op>(input);
-  sides = read<Side>(input);
+  bytes = read<int64_t>(input), latency = read<double>(input);       // of each message
+  ops = read<Op>(input), seconds = read<double>(input);
+  sides = read<int64_t>(input);
   begin = read<int64_t>(input), end = read<int64_t>(input);  // of each rank's ops
   fclose(input);
 
@@ -174,7 +148,6 @@ int main(int argc, char** argv)
       path.emplace_back(links[passed[k]]);
     zone->add_route(hosts[from[i]]->get_netpoint(), hosts[towards[i]]->get_netpoint(), nullptr,
                     nullptr, path, false);
-    latencies[from[i] * int64_t(size) + towards[i]] = latency[i];
   }
   zone->seal();
   finished.resize(size), waited.resize(size);

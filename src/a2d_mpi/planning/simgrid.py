@@ -1,10 +1,8 @@
 """Seconds that a method takes by SimGrid, which shares a network's links among all messages.
 
-What every rank does is what the model has it do (`a2d_mpi.planning.tape`), and takes as long: busy
-times, overheads of messages, latencies, and what a transfer takes from its receiver's core.  Only
-the network differs: links and routes of `a2d_mpi.planning.network`, and SimGrid's flows on them,
-max-min fair, as many bytes/s as a link has.  SimGrid is a process of its own, made from
-``replay.cpp`` when it is first needed.
+It runs the same programs (`a2d_mpi.planning.survey`) as `a2d_mpi.planning.simulator`, and judges
+it; the network may be any of `a2d_mpi.planning.network`.  SimGrid is a process of its own, made
+from ``replay.cpp`` when it is first needed.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.core.problem import Problem, Workload
+from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.planning.events import Events
 from a2d_mpi.planning.machine import Machine
-from a2d_mpi.planning.model import Phase, Walk, slowest_seconds
+from a2d_mpi.planning.model import Phase, slowest_seconds
 from a2d_mpi.planning.network import Cables, Network
-from a2d_mpi.planning.tape import Record, Tape, TapedLinks
-from a2d_mpi.schedules import distribution_of, problem_of
+from a2d_mpi.planning.simulator import Messages, Operation, spent
+from a2d_mpi.planning.survey import placed, survey_of
+from a2d_mpi.schedules import problem_of
 
 NEEDS = (
     "simulations need SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu)"
@@ -47,6 +45,7 @@ OPTIONS = (
     "contexts/stack-size:64",
 )
 SWITCH = Network()
+_SPEND, _SEND, _RECEIVE, _WAIT = range(4)  # as in replay.cpp
 
 
 @dataclass(frozen=True)
@@ -108,57 +107,59 @@ def simulate(
     TimeoutError
     """
     binary, began = replayer(), time.monotonic()
-    name = distribution or distribution_of(method, work.mask)
-    problem = problem_of(method, layout, work, work.mask, name)
+    problem = problem_of(method, layout, work, work.mask, distribution)
+    found = survey_of(machine, method, layout, work, problem)
     pace = np.ones(layout.size) if slow is None else np.asarray(slow, float)[layout.physical()]
     phases, memory, messages = {}, 0, 0
     for phase in work.phases:
-        record = taped(machine, method, layout, work, problem, phase)
-        arrays = replay_input(record, Cables(network, machine, layout.size), layout, pace)
+        programs, listed = placed(machine, layout, found, phase)
+        cables = Cables(network, machine, layout.size)
+        arrays = replay_input(programs, listed, cables, layout.physical(), pace)
         now, waited, (nbytes, number) = _run(binary, arrays, layout.size, timeout, coarse)
-        spent = {part: pace * seconds for part, seconds in record.spent.items()}
-        spent["wait"] = waited
-        assert np.allclose(sum(spent.values()), now), "a rank's time is not what it spent"
-        phases[phase] = Phase(**spent)
+        parts = {part: pace * seconds for part, seconds in spent(programs).items()}
+        parts["wait"] = waited
+        assert np.allclose(sum(parts.values()), now), "a rank's time is not what it spent"
+        phases[phase] = Phase(**parts)
         memory, messages = max(memory, int(nbytes)), messages + int(number)
     return Replay(phases, time.monotonic() - began, memory, messages)
 
 
-def taped(
-    machine: Machine,
-    method: str,
-    layout: Layout,
-    work: Workload,
-    problem: Problem,
-    phase: str,
-) -> Record:
-    """All that the ranks do in a phase."""
-    tape, events, record = Tape(), Events(machine, layout), Record(layout.size)
-    links = TapedLinks(machine, layout, tape)
-    if Walk(machine, layout, work, problem, phase).go(method, tape, links, events):
-        record.of_all(tape.steps, links.pairs)
-    else:
-        record.of_each(events)
-    return record
-
-
 def replay_input(
-    record: Record, cables: Cables, layout: Layout, pace: np.ndarray
+    programs: Sequence[Sequence[Operation]],
+    messages: Messages,
+    cables: Cables,
+    place: np.ndarray,
+    pace: np.ndarray,
 ) -> list[np.ndarray]:
-    """The arrays that the replayer reads, in its order."""
-    place = layout.physical()
-    ends = record.ends()
-    there = [place[x] for x in ends]
-    routes = cables.routes(*there)
-    passed = routes >= 0
-    first = np.concatenate([[0], np.cumsum(passed.sum(axis=1))])
-    messages = np.array(record.messages, np.int64).reshape(-1, 4).T
+    """The arrays that the replayer reads, in its order; arguments as of the simulator.
+
+    `pace`: all that a rank does takes so many times as long, (P,) float64.
+    """
+    ops, seconds, sides, ranges = [], [], [], [0]
+    receivers = messages.to.tolist()
+    for rank, program in enumerate(programs):
+        for kind, operand, *work in program:
+            if kind == "post":
+                for m in operand:
+                    ops.append((_RECEIVE if receivers[m] == rank else _SEND, m, 0))
+                    seconds.append(0.0)
+                continue
+            seconds.append(work[0])
+            if kind == "spend":
+                ops.append((_SPEND, 0, 0))
+            else:
+                ops.append((_WAIT, len(sides), len(operand)))
+                sides += [2 * m + (receivers[m] == rank) for m in operand]
+        ranges.append(len(ops))
+    size = len(programs)
+    ends = np.divmod(np.unique(messages.source * size + messages.to), size)
+    routes = cables.routes(*(place[x] for x in ends))
+    first = np.concatenate([[0], np.cumsum((routes >= 0).sum(axis=1))])
+    latency = cables.latency(place[messages.source], place[messages.to])
     return [
-        pace, cables.bandwidth,
-        *ends, cables.latency(*there), first, routes[passed],
-        record.ints, record.doubles, *messages,
-        np.array(record.ops, np.int64), np.array(record.sides, np.int64),
-        *np.array(record.ranges, np.int64).T,
+        pace, cables.bandwidth, *ends, first, routes[routes >= 0], messages.nbytes, latency,
+        np.array(ops, np.int64).reshape(-1, 3), np.array(seconds, float),
+        np.array(sides, np.int64), np.array(ranges[:-1]), np.array(ranges[1:]),
     ]  # fmt: skip
 
 

@@ -6,26 +6,21 @@
 from __future__ import annotations
 
 import re
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
+from typing import NamedTuple
 
 from a2d_mpi.core.balance import balanced, shares
-from a2d_mpi.core.chunks import splits_own_shard
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.core.mask_check import check_visible
-from a2d_mpi.core.masks import Causal, Full, Mask
-from a2d_mpi.core.meetings import Ranks
+from a2d_mpi.core.masks import Full, Mask
 from a2d_mpi.core.problem import Problem
-from a2d_mpi.core.sizes import Layout, UnlikeRanks
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules import alone, attention2d, blocks, heads, node_aware, ring, triangle
+from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.schedule import Schedule
-from a2d_mpi.schedules.sizes import Sizes
+from a2d_mpi.schedules.program import Program
 
 METHODS: dict[str, Method] = {
     "attention2d": attention2d.METHOD,
@@ -36,8 +31,6 @@ METHODS: dict[str, Method] = {
     "node aware": node_aware.METHOD,
     "blocks": blocks.METHOD,
 }
-
-MOST_EXACT = 128
 
 
 def register_method(name: str, method: Method) -> None:
@@ -135,13 +128,13 @@ def write(
     phase: str,
     layout: Layout,
     problem: Problem,
-    rank: Ranks,
+    rank: int,
     overlap: bool = True,
-    **others: Any,
-) -> list[Schedule]:
-    """The schedules of a logical rank, or of several, one after the other.
+) -> list[Program]:
+    """Write the programs of one rank, which it runs one after the other.
 
-    That of its context group and, with a head axis, the exchange of heads before and after it.
+    The program of its context-parallel group and, with a head axis, the exchange of heads before
+    and after it.
 
     Parameters
     ----------
@@ -150,72 +143,75 @@ def write(
     phase : {"forward", "backward"}
     layout : Layout
     problem : Problem
-        With the counts of all ranks of the layout and all heads.
-    rank : Ranks
+        With all ranks of the layout and all heads.
+    rank : int
+        In the layout.
     overlap : bool
-    **others
-        Further fields of the `Schedule` of the context group.
 
     Raises
     ------
     ValueError
         If there is no such method, or the problem does not fit the layout.
     """
+    return next(write_each(method, phase, layout, problem, (rank,), overlap))
+
+
+def write_each(
+    method: str,
+    phase: str,
+    layout: Layout,
+    problem: Problem,
+    ranks: Iterable[int],
+    overlap: bool = True,
+) -> Iterator[list[Program]]:
+    """Write the programs of several ranks, one rank after the other; arguments as of `write`.
+
+    The ranks of a Ulysses group have the same program of their context-parallel group: where they
+    follow each other it is written once.
+    """
+    groups = _groups(method, layout, problem, overlap)
+    backward, u = phase == "backward", layout.heads
+    known, inside = _known(method) if layout.positions > 1 else alone, None
+    for rank in ranks:
+        position, group = rank // u, groups.inside[rank % u]
+        if inside is None or (inside.rank, inside.group) != (position, group):
+            inside = Program(position, group)
+            (known.backward if backward else known.forward)(inside)
+            inside.finish()
+        programs = [inside.of_ranks(u, rank % u)]
+        if u > 1:
+            before, after = (Program(rank, groups.heads) for _ in range(2))
+            heads.share(before, backward)
+            heads.collect(after, backward)
+            before.finish()
+            after.finish()
+            programs = [before, *programs, after]
+        yield programs
+
+
+class _Groups(NamedTuple):
+    """Groups of all ranks of a layout: the context-parallel groups, and the Ulysses groups."""
+
+    inside: list[Group]
+    heads: Group
+
+
+@lru_cache(maxsize=4)  # the programs of all ranks share what their groups know
+def _groups(method: str, layout: Layout, problem: Problem, overlap: bool) -> _Groups:
     if problem.shards.nshards != layout.size:
         raise ValueError(f"{problem.shards.nshards} shards for {layout.size} ranks")
-    known, back, u = _known(method), phase == "backward", layout.heads
-    group = problem.context_group(u)
-    whole = problem.config
+    known, u, config = _known(method), layout.heads, problem.config
     rows, cols, inner = known.shape(layout)
-    alike = {"overlap": overlap, "narrow": whole.narrow, "shares_kv": whole.nheads_kv < u}
-    nodes = None
-    if known.knows_nodes:
-        nodes = layout.nodes_of_group(None if np.ndim(rank) else rank % u)
-    sizes = Sizes(rows, cols, group, **{"inner": inner, "nodes": nodes, **alike})
-    inside = Schedule(rank // u, sizes, (u, rank % u), **others)
-    of = known if layout.positions > 1 else alone
-    (of.backward if back else of.forward)(inside)
-    if u == 1:
-        return [inside]
-    sizes = Sizes(1, u, problem, **alike)
-    before, after = (Schedule(rank, sizes) for _ in range(2))
-    heads.share(before, back)
-    heads.collect(after, back)
-    return [before, inside, after]
-
-
-def write_all(
-    method: str, phase: str, layout: Layout, problem: Problem, overlap: bool = True
-) -> list[list[Schedule]]:
-    """The schedules of all logical ranks; see `write`.  The latest are remembered.
-
-    Either one chain for all ranks at once, or, if their steps differ (`Method.at_once`, or uneven
-    nodes), one for each rank.  In the former all ranks keep some work on their own shard for the
-    end, or none does; and under a causal mask more than `MOST_EXACT` ranks are taken to send whole
-    shards, as the busiest of them does: to tell who needs less takes minutes.
-    """
-    return _write_all(method, phase, essence(method, layout), problem, overlap)
+    group = problem.context_group(u)
+    alike = {"overlap": overlap, "narrow": config.narrow, "shares_kv": config.nheads_kv < u}
+    inside = [
+        Group(rows, cols, group, group.config, inner=inner, nodes=nodes, **alike)
+        for nodes in (map(layout.nodes_of_group, range(u)) if known.knows_nodes else [None] * u)
+    ]
+    return _Groups(inside, Group(1, u, problem, group.config, **alike))
 
 
 def essence(method: str, layout: Layout) -> Layout:
-    """The layout without what the method's schedules do not depend on."""
+    """The layout without what the method's programs do not depend on."""
     nodes = layout.nodes if _known(method).knows_nodes else None
     return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes)
-
-
-@lru_cache(maxsize=2)  # both phases of layouts that differ in what is not their essence
-def _write_all(
-    method: str, phase: str, layout: Layout, problem: Problem, overlap: bool
-) -> list[list[Schedule]]:
-    least = min(problem.context_group(layout.heads).counts)
-    if _known(method).at_once:
-        if layout.size > MOST_EXACT and type(problem.mask) is Causal:
-            problem = replace(problem, mask=Full())
-        with suppress(UnlikeRanks):
-            chain = write(
-                *(method, phase, layout, problem, np.arange(layout.size), overlap),
-                cuts=lambda schedule, own, others, ranks: splits_own_shard(least, ranks),
-            )
-            return [chain]
-    ranks = range(layout.size)
-    return [write(method, phase, layout, problem, rank, overlap) for rank in ranks]

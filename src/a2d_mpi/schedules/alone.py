@@ -1,23 +1,23 @@
-"""A context group of one rank: one kernel call, which writes results as the caller gets them."""
+"""A context-parallel group of one rank: one kernel call, which writes the final results."""
 
 from __future__ import annotations
 
-from a2d_mpi.schedules.schedule import Schedule
-from a2d_mpi.schedules.steps import WIDE, Attend, Rows
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import SUMS
 
 
-def forward(s: Schedule) -> None:
-    """Write down the forward pass of rank ``s.rank``."""
-    q, kv = (Rows(s.array(f"own {x}", x, (s.rank,), "given"), s.rank) for x in ("q", "kv"))
-    out = Rows(s.array("out", "out", (s.rank,), "result", wide=("lse",)), s.rank)
-    s.add(Attend(q, kv, out))
-    s.results = {"out": out}
+def forward(p: Program) -> None:
+    """Write the forward pass of a rank."""
+    q, kv = p.own("own q", "q", "given"), p.own("own kv", "kv", "given")
+    out = p.own("out", "out", "result", accumulated=("lse",))
+    p.attend(q, kv, out)
+    p.results = {"out": out}
 
 
-def backward(s: Schedule) -> None:
-    """Write down the backward pass of rank ``s.rank``."""
-    q, kv = (Rows(s.array(f"own {x}", x, (s.rank,), "given"), s.rank) for x in ("qd", "kv"))
-    wide = WIDE if s.sizes.shares_kv else ()  # other context groups add to them
-    dq, dkv = (Rows(s.array(x, x, (s.rank,), "result", wide=wide), s.rank) for x in ("dq", "dkv"))
-    s.add(Attend(q, kv, dq, dkv, fresh=True))
-    s.results = {"dq": dq, "dkv": dkv}
+def backward(p: Program) -> None:
+    """Write the backward pass of a rank."""
+    q, kv = p.own("own qd", "qd", "given"), p.own("own kv", "kv", "given")
+    accumulated = SUMS if p.group.shares_kv else ()  # other groups add to them
+    dq, dkv = (p.own(x, x, "result", accumulated=accumulated) for x in ("dq", "dkv"))
+    p.differentiate(q, kv, dq, dkv, fresh=True)
+    p.results = {"dq": dq, "dkv": dkv}

@@ -1,9 +1,9 @@
 """Attention2D: every rank of an R x C grid computes one tile.
 
-Rank (r, c) meets the queries of grid row r with the keys of grid column c.  It gathers the former
-along its row and the latter along its column, and each partial result goes to its owner: out to
-the owner of the queries, in the backward pass dq likewise and dk, dv to the owner of the keys.  On
-square grids what a rank receives falls as 1/sqrt(P).
+Rank (r, c) computes the queries of grid row r against the keys of grid column c.  It gathers the
+queries along its row and the keys along its column.  Each partial result goes to its owner: out to
+the owner of the queries; in the backward pass dq likewise, and dk, dv to the owner of the keys.
+On square grids the bytes that a rank receives fall as 1/sqrt(P).
 
 Source: Elango, "Attention2D: Communication Efficient Distributed Self-Attention Mechanism",
 arXiv:2503.15758.  The order of the work is ours: post everything, compute on what is here, send
@@ -12,143 +12,147 @@ what is finished, wait only for what is needed next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from a2d_mpi.core.meetings import Ranks
+from a2d_mpi.core.intervals import Runs
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.schedules.collectives import Coming, Partials, all_gather
+from a2d_mpi.schedules.group import chunked
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.schedule import Schedule
-from a2d_mpi.schedules.steps import Attend, Merge, Message, Rows, Zero
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import Rows
 
 
 class Tile:
-    """The grid around a rank, and the order in which it computes its tile."""
+    """The grid around a rank, the gathered rows of its tile, and the order of its kernel calls.
 
-    def __init__(self, s: Schedule) -> None:
-        self.s, (rows, cols) = s, (s.sizes.rows, s.sizes.cols)
-        r, c = s.rank // cols, s.rank % cols
+    Parameters
+    ----------
+    p : Program
+    kind : str
+        Of the queries' rows: "q" or "qd".
+    """
 
-        def at(row: Ranks, col: Ranks) -> Ranks:
-            return row % rows * cols + col % cols
-
+    def __init__(self, p: Program, kind: str) -> None:
+        self.p, (rows, cols) = p, (p.group.rows, p.group.cols)
+        r, c = divmod(p.rank, cols)
         # Nearest following first: no rank is everybody's first target.
-        self.row_peers = [at(r, c + i) for i in range(1, cols)]
-        self.col_peers = [at(r + i, c) for i in range(1, rows)]
-        s.channels["row"] = tuple(at(r, j) for j in range(cols))
-        s.channels["col"] = tuple(at(i, c) for i in range(rows))
-        # The keys that queries meet on this rank and on each peer of its row, and the queries that
-        # keys meet on this rank and on each peer of its column, by their owners.
-        self.columns = [tuple(at(i, c + j) for i in range(rows)) for j in range(cols)]
-        self.rows = [tuple(at(r + i, j) for j in range(cols)) for i in range(rows)]
-
-    def gather(self, kind: str) -> None:
-        """Gather the rows of queries along the row, those of keys along the column."""
-        s = self.s
-        own_q = s.array(f"own {kind}", kind, (s.rank,), "given")
-        own_k = s.array("own kv", "kv", (s.rank,), "given")
-        self.q, self.q_coming = s.all_gather("row", kind, own_q, self.row_peers, self.columns)
-        self.k, self.k_coming = s.all_gather("col", "kv", own_k, self.col_peers, self.rows)
-
-    def blocks(self, by_query: bool) -> Iterator[tuple[Rows, Rows]]:
-        """Yield the queries and keys of each kernel call, when these are here.
-
-        By query: the first part of this rank's own queries meets the keys of each owner as they
-        come; then the others' queries, as they come, meet all keys at once; the rest of its own
-        come last, while the others' partial results travel.  By key: the same with the roles
-        exchanged.
-        """
-        s = self.s
-        if not s.sizes.overlap:
-            for coming in (self.q_coming, self.k_coming):
-                self.wait([m for messages in coming.values() for m in messages])
-        early = (self.q, self.q_coming, self.row_peers)
-        late = (self.k, self.k_coming, self.col_peers)
-        (x, x_coming, x_peers), (y, y_coming, y_peers) = (
-            (early, late) if by_query else (late, early)
+        self.row_peers = [r * cols + (c + i) % cols for i in range(1, cols)]
+        self.col_peers = [(r + i) % rows * cols + c for i in range(1, rows)]
+        p.channels["row"] = tuple(p.group.row_of(p.rank))
+        p.channels["col"] = tuple(p.group.column_of(p.rank))
+        self.own_q, self.own_k = (
+            p.own(f"own {kind}", kind, "given"),
+            p.own("own kv", "kv", "given"),
         )
+        self.gather()
 
-        def pair(a: Rows, b: Rows) -> tuple[Rows, Rows]:
-            return (a, b) if by_query else (b, a)
+    def required_queries(self, owner: int, member: int) -> Runs:
+        """Places of the owner's queries that see keys of the member's column."""
+        return self.p.group.required(False, owner, self.p.group.column_of(member))
 
-        first, *rest = s.parts(Rows(x, s.rank), Rows(y), len(x_peers) + 1)
-        yield pair(Rows(x, s.rank, first), Rows(y, s.rank))
-        for rows in self._as_they_come(y, y_coming, y_peers):
-            yield pair(Rows(x, s.rank, first), rows)
-        for rows in self._as_they_come(x, x_coming, x_peers):
-            yield pair(rows, Rows(y))
-        for part in rest:
-            yield pair(Rows(x, s.rank, part), Rows(y))
+    def required_keys(self, owner: int, member: int) -> Runs:
+        """Places of the owner's keys that queries of the member's row see."""
+        return self.p.group.required(True, owner, self.p.group.row_of(member))
 
-    def wait(self, messages: Sequence[Message]) -> None:
-        """Wait for messages that bring rows."""
-        self.s.wait(messages)
+    def gather(self) -> None:
+        """Gather the rows of queries along the row, and the rows of keys along the column."""
+        row = "row", self.own_q.array, self.row_peers, self.required_queries
+        col = "col", self.own_k.array, self.col_peers, self.required_keys
+        self.q, self.q_coming = all_gather(self.p, *row)
+        self.k, self.k_coming = all_gather(self.p, *col)
 
-    def place(self, queries: Rows) -> int:
-        """Place of their owner among the peers of the row, from 1."""
-        return next(i for i, p in enumerate(self.row_peers, 1) if p is queries.owner)
+    def calls(self, by_query: bool) -> Iterator[tuple[int | None, Rows, int | None, Rows]]:
+        """Yield owner and rows of the queries, then of the keys, of each kernel call, when here.
 
-    def _as_they_come(
-        self, array: str, coming: dict[int, list[Message]], peers: list[Ranks]
-    ) -> Iterator[Rows]:
-        for i in range(len(peers)):
-            for message in coming[i]:
-                if self.s.sizes.overlap:
-                    self.wait([message])
-                yield message.rows
-
-
-def forward(s: Schedule) -> None:
-    """Write down the forward pass of rank ``s.rank``."""
-    tile = Tile(s)
-    tile.gather("q")  # q: (C n, H, D); k, v: (R n, Hkv, D)
-    out = s.array("out", "out", (s.rank,), "result")  # (n, H, D), and lse (n, H)
-    coming = s.partials("row", "out", tile.row_peers, tile.columns)  # as large, from C - 1 peers
-    for queries, keys in tile.blocks(by_query=True):
-        if queries.owner is s.rank:
-            s.add(Attend(queries, keys, Rows(out, s.rank, queries.part)))
+        By query: the first part of this rank's own queries meets the keys of each owner as these
+        arrive.  Then the other owners' queries, as they arrive, meet all keys at once (owner
+        None).  The rest of its own queries comes last, while partial results travel.  By key: the
+        same with the roles exchanged.
+        """
+        p, rank = self.p, self.p.rank
+        if not p.group.overlap:
+            self.wait(self.q_coming)
+            self.wait(self.k_coming)
+        if by_query:
+            first, *rest = p.split_own(False, p.channels["col"], p.group.cols)
+            own = p.rows(self.q, rank, first)
+            yield rank, own, rank, p.rows(self.k, rank)
+            for owner, keys in self._arriving(self.k_coming):
+                yield rank, own, owner, keys
+            for owner, queries in self._arriving(self.q_coming):
+                yield owner, queries, None, p.rows(p.sorted(self.k))
+            for part in rest:
+                yield rank, p.rows(self.q, rank, part), None, p.rows(p.sorted(self.k))
         else:
-            name = s.array(f"out to {tile.place(queries)}", "out", meets=tile.columns[0])
-            partial = Rows(name, queries.owner, queries.part)
-            s.add(Attend(queries, keys, partial))
-            s.give("row", queries.owner, partial)
-    s.release("row")
-    for rows, messages, part in coming:
-        s.wait(messages)
-        s.add(Merge(rows, Rows(out, s.rank, part)))
-    s.results = {"out": Rows(out, s.rank)}
+            first, *rest = p.split_own(True, p.channels["row"], p.group.rows)
+            own = p.rows(self.k, rank, first)
+            yield rank, p.rows(self.q, rank), rank, own
+            for owner, queries in self._arriving(self.q_coming):
+                yield owner, queries, rank, own
+            for owner, keys in self._arriving(self.k_coming):
+                yield None, p.rows(self.q), owner, keys
+            for part in rest:
+                yield None, p.rows(self.q), rank, p.rows(self.k, rank, part)
+
+    def _arriving(self, coming: Coming) -> Iterator[tuple[int, Rows]]:
+        """Wait for each message in turn; yield the owner and the rows that it brings."""
+        for owner, message in coming:
+            if self.p.group.overlap:
+                self.wait([(owner, message)])
+            yield owner, message.rows
+
+    def wait(self, coming: Coming) -> None:
+        """Wait for messages that bring rows."""
+        self.p.wait(message for _, message in coming)
 
 
-def backward(s: Schedule) -> None:
-    """Write down the backward pass of rank ``s.rank``."""
-    tile, sizes = Tile(s), s.sizes
-    tile.gather("qd")  # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
-    dq = s.array("dq", "dq", s.channels["row"], meets=tile.columns[0])  # (C n, H, D)
-    dkv = s.array("dkv", "dkv", s.channels["col"], meets=tile.rows[0])  # dk, dv: (R n, Hkv, D)
-    s.add(Zero(Rows(dq)), Zero(Rows(dkv)))
-    dq_coming = s.partials("row", "dq", tile.row_peers, tile.columns)
-    dkv_coming = s.partials("col", "dkv", tile.col_peers, tile.rows)
-    by_query = gradients_by_query(sizes.rows, sizes.cols, sizes.nheads, sizes.nheads_kv)
-    for queries, keys in tile.blocks(by_query):
-        into, keys_into = queries._replace(array=dq), keys._replace(array=dkv)
-        s.add(Attend(queries, keys, into, keys_into))
+def forward(p: Program) -> None:
+    """Write the forward pass of a rank."""
+    tile = Tile(p, "q")  # q: (C n, H, D); k, v: (R n, Hkv, D)
+    out = p.own("out", "out", "result")  # (n, H, D), and lse (n, H)
+    partials = Partials(p, "row", "out", tile.row_peers, tile.required_queries)
+    for owner, queries, _, keys in tile.calls(by_query=True):
+        if owner == p.rank:
+            p.attend(queries, keys, p.matching(out.array, queries))
+        else:
+            places = tile.required_queries(owner, p.rank)
+            name = p.array(f"out to {owner}", "out", [(owner, places)])
+            partial = p.matching(name, queries)
+            p.attend(queries, keys, partial)
+            p.give("row", owner, partial)
+    partials.combine(out.array)
+    p.results = {"out": out}
+
+
+def backward(p: Program) -> None:
+    """Write the backward pass of a rank."""
+    group = p.group
+    tile = Tile(p, "qd")  # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
+    by_query = gradients_by_query(group.rows, group.cols, group.nheads, group.nheads_kv)
+    dq = p.sums("dq", "dq", tile.q)  # (C n, H, D)
+    dkv = p.sums("dkv", "dkv", tile.k, by_token=by_query)  # dk, dv: (R n, Hkv, D)
+    dq_partials = Partials(p, "row", "dq", tile.row_peers, tile.required_queries)
+    dkv_partials = Partials(p, "col", "dkv", tile.col_peers, tile.required_keys)
+    for q_owner, queries, k_owner, keys in tile.calls(by_query):
+        into, keys_into = dq(queries), dkv(keys)
+        p.differentiate(queries, keys, into, keys_into)
         # Finished: these queries have met all keys, or these keys all queries.
-        if keys.owner is None and queries.owner is not s.rank:
-            s.give("row", queries.owner, into)
-        elif queries.owner is None and keys.owner is not s.rank:
-            s.give("col", keys.owner, keys_into)
-    late = ("row", dq, tile.row_peers, tile.columns)
+        if k_owner is None and q_owner != p.rank:
+            p.give("row", q_owner, into)
+        elif q_owner is None and k_owner != p.rank:
+            p.give("col", k_owner, keys_into)
     if by_query:
-        late = ("col", dkv, tile.col_peers, tile.rows)
-    channel, array, peers, (here, *_) = late
-    for p in peers:
-        for chunk in sizes.chunks(p, len(peers) + 1, by_query, here):
-            s.give(channel, p, Rows(array, p, chunk))
-    for channel, array, coming in (("row", dq, dq_coming), ("col", dkv, dkv_coming)):
-        s.release(channel)
-        for rows, messages, part in coming:
-            s.wait(messages)
-            s.add(Merge(rows, Rows(array, s.rank, part)))
-    s.results = {"dq": Rows(dq, s.rank), "dkv": Rows(dkv, s.rank)}
+        for peer in tile.col_peers:
+            for chunk in chunked(tile.required_keys(peer, p.rank), group.rows):
+                p.give("col", peer, p.rows("dkv", peer, chunk))
+    else:
+        for peer in tile.row_peers:
+            for chunk in chunked(tile.required_queries(peer, p.rank), group.cols):
+                p.give("row", peer, p.rows("dq", peer, chunk))
+    dq_partials.combine("dq")
+    dkv_partials.combine("dkv")
+    p.results = {"dq": p.rows("dq", p.rank), "dkv": p.rows("dkv", p.rank)}
 
 
 def gradients_by_query(rows: int, cols: int, nheads: int, nheads_kv: int) -> bool:

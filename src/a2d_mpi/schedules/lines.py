@@ -1,22 +1,21 @@
 """Rows and columns of a grid, node by node: who fetches what, and the all-gather of their rows.
 
-Of a shard those rows go to a node that any of its ranks needs, and from the rank that fetches them
-to each of the others those that this one needs.  The fetcher computes on all that it holds: the
+Of a shard a node gets the rows that any of its ranks requires, and from the rank that fetches them
+each other rank gets the rows that it requires.  The fetcher computes on all that it holds: the
 mask hides the rest from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 import numpy as np
 
-from a2d_mpi.core.meetings import Others, Ranks
-from a2d_mpi.core.sizes import UnlikeRanks
-from a2d_mpi.schedules.schedule import Schedule
-from a2d_mpi.schedules.sizes import identity
-from a2d_mpi.schedules.steps import Copy, Message, Rows
+from a2d_mpi.core.intervals import Runs
+from a2d_mpi.schedules.group import chunked
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import Receive
 
 
 class Line:
@@ -24,181 +23,148 @@ class Line:
 
     Parameters
     ----------
-    s : Schedule
+    p : Program
     name : {"row", "col"}
         Of its channel between nodes.
+    own : str
+        Array of this rank's rows.
 
     Attributes
     ----------
     inside : str
         Channel inside a node.
-    near : list of Ranks
+    near : list of int
         The other ranks of this rank's node, next first.
-    far : list of list of (Ranks, int)
+    far : list of list of (int, int)
         The ranks of every other node, next node first, each with the distance of the member of
         this rank's node that fetches its rows: `near` from 1; 0, this rank itself, comes last.
-    takers : list of Ranks
+    takers : list of int
         The rank of every other node that fetches this rank's rows.
-
-    Which rows a rank or a node needs, and holds, is said by the ranks on the other side of the
-    tiles: the rows that meet theirs (`a2d_mpi.core.meetings`).
+    gathered : str
+        Array of this rank's rows and of all rows that it fetches or requires.
     """
 
-    def __init__(self, s: Schedule, name: str) -> None:
-        self.s, self.name, self.inside = s, name, f"{name} node"
+    def __init__(self, p: Program, name: str, own: str) -> None:
+        self.p, self.name, self.inside, self._own = p, name, f"{name} node", own
         self.of_keys = name == "col"
-        self._nodes, self.takers = _by_node(s, name)
-        own, *self.far = self._nodes
-        own[-1] = s.rank, 0  # the same numbers, and the same object
-        self.near = [p for p, distance in own if distance]
-        self.ways = {identity(p): (d, e) for d, x in enumerate((own, *self.far)) for p, e in x}
-        self.numbers = {key: n for n, key in enumerate(self.ways)}
+        self._nodes, self.takers = self._by_node()
+        ranks, *self.far = self._nodes
+        self.near = [x for x, distance in ranks if distance]
+        self.ways = {x: (d, e) for d, node in enumerate(self._nodes) for x, e in node}
         self.ranks = len(self.ways)
         if self.near:
-            s.channels[self.inside] = s.channels[name]
-        self._across: dict[int, Others] = {}
-        self._passed = 0 if self.near else len(self.far)  # nodes whose chunks were passed on
-        self._here: set[Message] = set()
+            p.channels[self.inside] = p.channels[name]
+        self._passed = 0 if self.near else len(self.far)  # nodes whose rows were passed on
+        self._here: set[Receive] = set()
+        self.gathered = own
+        if self.ranks > 1:
+            whole = p.group.whole(self.of_keys, p.rank)
+            pieces = [(x, whole if x == p.rank else self.held(x)) for x in sorted(self.ways)]
+            self.gathered = p.array(name, p.arrays[own].kind, pieces)
 
-    def receive(self, kind: str, own: str) -> str:
-        """Post the receives of everyone's rows of an array; returns the array of all of them."""
-        self._own = own
-        self._whole = whole = own if self.ranks == 1 else self.array(self.name, kind)
-        self._fetched = [
-            [(p, self._from(self.name, p, p)) for p, e in node if not e] for node in self.far
+    def _by_node(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
+        """The ranks of the line by node, this rank's own first, and `takers`.
+
+        With each rank the distance, in this rank's node, of the member that fetches its rows:
+        place k is fetched by place k mod b of b members.
+        """
+        p, groups = self.p, {}
+        for x in p.channels[self.name]:
+            groups.setdefault(x if p.group.nodes is None else p.group.nodes[x], []).append(x)
+        own = p.rank if p.group.nodes is None else p.group.nodes[p.rank]
+        names = sorted(groups)
+        names = names[names.index(own) :] + names[: names.index(own)]
+        b, i = len(groups[own]), groups[own].index(p.rank)
+        nodes = [
+            sorted(((x, (k - i) % b) for k, x in enumerate(groups[n])), key=lambda x: x[1] or b)
+            for n in names
         ]
-        self._near = [self._from(self.inside, p, p) for p in self.near]
+        return nodes, [groups[n][i % len(groups[n])] for n in names[1:]]
+
+    def post(self) -> None:
+        """Post the receives of all rows."""
+        self._fetched = [
+            [(x, self._from(self.name, x, x)) for x, e in node if not e] for node in self.far
+        ]
+        self._near = [(x, self._from(self.inside, x, x)) for x in self.near]
         self._passed_on = [
-            [self._from(self.inside, self.near[e - 1], p) for p, e in node if e]
+            [(x, self._from(self.inside, self.near[e - 1], x)) for x, e in node if e]
             for node in self.far
         ]
-        return whole
 
-    def array(self, name: str, kind: str) -> str:
-        """Declare an array of this rank's rows and those that it holds of the others."""
-        owners = [p for p, _ in chain(*self._nodes)]
-        if not np.ndim(self.s.rank):
-            owners.sort()  # as the tokens of contiguous shards
-        spans = [None if p is self.s.rank else self.s.chosen(self.held(p)) for p in owners]
-        return self.s.array(name, kind, owners, spans=tuple(spans) if any(spans) else ())
+    def across(self, member: int) -> range:
+        """Ranks across a member's tile: it requires this line's rows that their rows see."""
+        return (self.p.group.row_of if self.of_keys else self.p.group.column_of)(member)
 
-    def needs(self, member: Ranks) -> Others:
-        """Ranks across a member's tile: of this line's rows it needs those that meet theirs."""
-        if (key := identity(member)) not in self._across:
-            rows, cols = self.s.sizes.rows, self.s.sizes.cols
-            if self.of_keys:
-                found = tuple(member // cols * cols + j for j in range(cols))
-            else:
-                found = tuple(member % cols + i * cols for i in range(rows))
-            self._across[key] = found
-        return self._across[key]
+    def required(self, owner: int, member: int) -> Runs:
+        """Places of the owner's rows that a member requires."""
+        return self.p.group.required(self.of_keys, owner, self.across(member))
 
-    def needed_in(self, node: int) -> Others:
-        """The same of all members in a node together; 0: in this rank's."""
-        return tuple(chain.from_iterable(self.needs(p) for p, _ in self._nodes[node]))
+    def required_in(self, owner: int, node: int) -> Runs:
+        """Places of the owner's rows that any member in a node requires; 0: this rank's node."""
+        members = chain.from_iterable(self.across(x) for x, _ in self._nodes[node])
+        return self.p.group.required(self.of_keys, owner, frozenset(members))
 
-    def held(self, owner: Ranks) -> Others:
-        """The same for the rows of an owner that this rank holds, for itself or for its node."""
-        node, distance = self.ways[identity(owner)]
-        return self.needs(self.s.rank) if distance or not node else self.needed_in(0)
+    def held(self, owner: int) -> Runs:
+        """Places of the owner's rows that this rank holds, for itself or for its node."""
+        node, distance = self.ways[owner]
+        if distance or not node:
+            return self.required(owner, self.p.rank)
+        return self.required_in(owner, 0)
 
-    def chunks(self, owner: Ranks, others: Others) -> list[tuple[int, int]]:
-        """Chunks in which the rows of an owner travel that meet others."""
-        return self.s.sizes.chunks(owner, self.ranks, self.of_keys, others)
+    def chunks(self, places: Runs) -> list[Runs]:
+        """Places in the chunks in which they travel."""
+        return chunked(places, self.ranks)
 
-    def _from(self, channel: str, peer: Ranks, owner: Ranks) -> list[Message]:
-        chunks = self.chunks(owner, self.held(owner))
-        return [self.s.receive(channel, peer, Rows(self._whole, owner, x)) for x in chunks]
+    def _from(self, channel: str, peer: int, owner: int) -> list[Receive]:
+        p = self.p
+        return [
+            p.receive(channel, peer, p.rows(self.gathered, owner, chunk))
+            for chunk in self.chunks(self.held(owner))
+        ]
 
-    def coming(self, far_first: bool) -> dict[int, list[Message]]:
-        """Messages that bring the others' rows, in the order of their use."""
-        far: list[list[Message]] = []
-        for owners, passed_on in zip(self._fetched, self._passed_on):
-            fetched = [messages for _, messages in owners]
+    def coming(self, far_first: bool) -> list[tuple[int, Receive]]:
+        """Messages that bring the others' rows, with the owner, in the order of their use."""
+        far: list[tuple[int, list[Receive]]] = []
+        for fetched, passed_on in zip(self._fetched, self._passed_on):
             # What this rank fetched is here first; what it sums for its node may be done last.
             far += passed_on + fetched if far_first else fetched + passed_on
-        return dict(enumerate(far + self._near if far_first else self._near + far))
+        ordered = far + self._near if far_first else self._near + far
+        return [(owner, message) for owner, messages in ordered for message in messages]
 
     def send(self, channel: str) -> None:
-        """Send this rank's rows to the others of its node, or to those that fetch them."""
+        """Send this rank's rows to the others of its node, or to the ranks that fetch them."""
+        me = self.p.rank
         # They are the first that the rank before this one needs, and the last of the next.
         if channel == self.name:
-            peers = [(p, self.needed_in(d)) for d, p in enumerate(self.takers, 1)]
+            peers = [(x, self.required_in(me, d)) for d, x in enumerate(self.takers, 1)]
         else:
-            peers = [(p, self.needs(p)) for p in self.near]
-        for p, others in reversed(peers):
-            self._send(channel, p, Rows(self._own, self.s.rank), others)
+            peers = [(x, self.required(me, x)) for x in self.near]
+        for peer, places in reversed(peers):
+            self._send(channel, peer, self._own, me, places)
 
-    def _send(self, channel: str, peer: Ranks, rows: Rows, others: Others) -> None:
-        for x in self.chunks(rows.owner, others):
-            self.s.send(channel, peer, rows._replace(part=self.s.chosen(others, x)))
+    def _send(self, channel: str, peer: int, array: str, owner: int, places: Runs) -> None:
+        for chunk in self.chunks(places):
+            self.p.send(channel, peer, self.p.rows(array, owner, chunk))
 
     def keep(self) -> None:
-        """Put this rank's rows beside those of the others."""
+        """Put this rank's rows beside the rows of the others."""
         if self.ranks > 1:
-            own = Rows(self._own, self.s.rank)
-            self.s.add(Copy(own, own._replace(array=self._whole)))
-
-    def node_of(self, message: Message) -> int:
-        """Of the owner of the rows that come: 0, this rank's own; others from 1."""
-        return self.ways[identity(message.rows.owner)][0]
+            self.p.copy(self.p.rows(self._own), self.p.rows(self.gathered, self.p.rank))
 
     def pass_on(self, nodes: int) -> None:
-        """Pass the chunks of so many other nodes on, when they are here."""
+        """Pass the rows of the first other nodes on to this rank's node, when they are here."""
         for owner, messages in chain.from_iterable(self._fetched[self._passed : nodes]):
-            self.s.wait(messages)
+            self.p.wait(messages)
             self._here.update(messages)
-            for p in reversed(self.near):
-                self._send(self.inside, p, Rows(self._whole, owner), self.needs(p))
+            for peer in reversed(self.near):
+                places = self.required(owner, peer)
+                self._send(self.inside, peer, self.gathered, owner, places)
         self._passed = max(self._passed, nodes)
 
-    def wait(self, messages: Sequence[Message]) -> None:
+    def wait(self, messages: Iterable[Receive]) -> None:
         """Wait for messages; what this rank fetched was waited for when it was passed on."""
-        self.s.wait([m for m in messages if m not in self._here])
-
-
-def _by_node(s: Schedule, name: str) -> tuple[list[list[tuple[Ranks, int]]], list[Ranks]]:
-    """The ranks of a row or column by node, this rank's own first, and `Line.takers`.
-
-    With each rank the distance, in this rank's node, of the member that fetches its rows: place k
-    is fetched by place k mod b of b members.
-    """
-    cols = s.sizes.cols
-    grid = np.arange(s.sizes.rows * cols).reshape(-1, cols)
-    at, line = s.rank % cols, s.rank // cols
-    if name == "col":
-        grid, at, line = grid.T, line, at
-    node = grid if s.sizes.nodes is None else np.array(s.sizes.nodes)[grid]
-    if np.ndim(s.rank):
-        return _by_equal_node(grid, node, line, at)
-    own, groups = int(node[line, at]), {}
-    for p, x in zip(grid[line].tolist(), node[line].tolist()):
-        groups.setdefault(x, []).append(p)
-    names = sorted(groups)
-    names = names[names.index(own) :] + names[: names.index(own)]
-    b, i = len(groups[own]), groups[own].index(s.rank)
-    found = [
-        sorted(((p, (k - i) % b) for k, p in enumerate(groups[x])), key=lambda x: x[1] or b)
-        for x in names
-    ]
-    return found, [groups[x][i % len(groups[x])] for x in names[1:]]
-
-
-def _by_equal_node(
-    grid: np.ndarray, node: np.ndarray, line: np.ndarray, at: np.ndarray
-) -> tuple[list[list[tuple[Ranks, int]]], list[Ranks]]:
-    """The same of all ranks at once, which see the same numbers of ranks and nodes."""
-    if not (b := equal_share(node)):
-        raise UnlikeRanks("the nodes do not divide all rows and columns of the grid alike")
-    order = np.argsort(node, axis=1, kind="stable")
-    table = np.take_along_axis(grid, order, axis=1).reshape(len(grid), -1, b)
-    j, i = np.divmod(np.argsort(order, axis=1)[line, at], b)
-    nodes = range(table.shape[1])
-    found = [
-        [(table[line, (j + d) % len(nodes), (i + e) % b], e) for e in (*range(1, b), 0)]
-        for d in nodes
-    ]
-    return found, [x[-1][0] for x in found[1:]]
+        self.p.wait(x for x in messages if x not in self._here)
 
 
 def equal_share(node: np.ndarray) -> int:

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from a2d_mpi.core.distribution import Runs
+from a2d_mpi.core.distribution import Shards
 from a2d_mpi.core.masks import Causal, Mask
 from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules.schedule import Schedule
+from a2d_mpi.schedules.program import Program
 
 
 class Method(NamedTuple):
-    """A method: the schedules of its phases inside one context group.
+    """A method: how the programs of its phases are written, inside one context-parallel group.
 
     Attributes
     ----------
     forward, backward : callable
-        Write the steps of a phase down into a `Schedule`.
+        Write the steps of a phase into a `Program`.
     shape : callable
-        What of `Sizes` follows from a layout: rows, columns, and the inner channel of rings.
+        Rows, columns and the inner channel of rings, of a layout.
     distribution : str or None
         The only one that makes it this method; None: the one that balances the mask.
     suits : callable
@@ -38,26 +38,22 @@ class Method(NamedTuple):
         The most positions, of so many at most, that a context group can have.
     causal : bool
         Whether it is for the causal mask only.
-    at_once : bool
-        Whether the schedules of all ranks can be written at once: all ranks do the same steps, and
-        each message step is a permutation of the ranks.
     known_as : callable
         Name under which the literature knows it on a layout, or "".
     knows_nodes : bool
         Whether its schedules depend on `Layout.nodes`.
     """
 
-    forward: Callable[[Schedule], None]
-    backward: Callable[[Schedule], None]
+    forward: Callable[[Program], None]
+    backward: Callable[[Program], None]
     shape: Callable[[Layout], tuple[int, int, str]]
     distribution: str | None = None
     suits: Callable[[Layout], bool] = lambda layout: True
     tiles: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
-    place: Callable[[Mask, int, int, float], Runs] | None = None
+    place: Callable[[Mask, int, int, float], Shards] | None = None
     digest: Callable[[Problem], str] | None = None
     whole: Callable[[int], int] = lambda positions: positions
     causal: bool = False
-    at_once: bool = True
     known_as: Callable[[Layout], str] = lambda layout: ""
     knows_nodes: bool = False
 

@@ -15,8 +15,8 @@ node all ranks use the network all the time, instead of the last of each node on
          group 1  [ rank 3 -->  rank 4 -->  rank 5 ]  blocks 3 4 5 in round 0, 0 1 2 in round 1
                       inner hops: one each step; outer hops, downwards: one each round
 
-Where the mask hides pairs, a block is cut to the tokens that the ranks still ahead need, and goes
-no further than the last of these.
+Where the mask hides pairs, a block is cut to the keys that the ranks still ahead require, and goes
+no further than the last of these ranks.
 
 In the backward pass dK and dV follow their block, one step behind.  A rank adds to those of the
 ranks before it, and the last rank that adds anything sends the sum back to the rank where the
@@ -29,206 +29,219 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from a2d_mpi.core.meetings import Around, Others, Ranks
+from a2d_mpi.core.intervals import Runs
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.schedule import Schedule
-from a2d_mpi.schedules.steps import Attend, Copy, Merge, Message, Rows, Zero
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import Message, Rows
 
 BACK = 1  # tag of gradients on their way back
 
 
 class Ring:
-    """The rings around a rank: `groups` of them, of `places` ranks each.
+    """The rings around a rank: `groups` rings, of `places` ranks each."""
 
-    Parameters
-    ----------
-    s : Schedule
-    """
-
-    def __init__(self, s: Schedule) -> None:
-        self.s, self.inner = s, s.sizes.inner
-        self.groups, self.places = s.sizes.rows, s.sizes.cols
-        self.group, self.place = s.rank // self.places, s.rank % self.places
-        ranks = tuple(range(self.groups * self.places))
-        self._ranks: dict[tuple[int, int], Ranks] = {(0, 0): s.rank}
+    def __init__(self, p: Program) -> None:
+        self.p, self.inner = p, p.group.inner
+        self.groups, self.places = p.group.rows, p.group.cols
+        self.group, self.place = divmod(p.rank, self.places)
+        self.own = p.own("own kv", "kv", "given")
         # The rank before this one, and the one after it.
         self.around = {self.inner: (self.at(0, -1), self.at(0, 1))}
-        s.channels[self.inner] = ranks
         if self.groups > 1:
             self.around["outer"] = (self.at(-1, 0), self.at(1, 0))
-            s.channels["outer"] = ranks
-        s.array("own kv", "kv", (s.rank,), "given")
+        for channel in self.around:
+            p.channels[channel] = tuple(range(self.groups * self.places))
 
-    def at(self, groups: int, places: int) -> Ranks:
-        """The rank so many groups and places after this one."""
-        key = groups % self.groups, places % self.places
-        if key not in self._ranks:  # each once: equal ranks are the same object
-            place = (self.place + key[1]) % self.places
-            self._ranks[key] = (self.group + key[0]) % self.groups * self.places + place
-        return self._ranks[key]
+    def at(self, groups: int, places: int) -> int:
+        """The rank that is this many groups and places after this one."""
+        group = (self.group + groups) % self.groups
+        return group * self.places + (self.place + places) % self.places
 
-    def line(self, first: int, number: int) -> Around:
-        """So many ranks of this group, the first of them so many places after this one."""
-        return Around(self.at(0, first), number, self.places)
+    def line(self, first: int, number: int) -> frozenset[int]:
+        """Ranks of this group, the first of them `first` places after this one."""
+        return self.p.group.ring_of(self.at(0, first), number, self.places)
 
-    def all_of(self, first: int, number: int) -> Around:
-        """All ranks of so many groups, the first of them so many groups after this one."""
+    def all_of(self, first: int, number: int) -> frozenset[int]:
+        """All ranks of some groups, the first of them `first` groups after this one."""
+        begin = (self.group + first) % self.groups * self.places
         whole = self.groups * self.places
-        first_rank = (self.group + first) % self.groups * self.places
-        return Around(first_rank, number * self.places, whole)
+        return self.p.group.ring_of(begin, number * self.places, whole)
 
-    def slot(self, kind: str, use: str, turn: int, meets: Others | None = None) -> str:
-        """An array for the tokens of a block that meet others, in one of two buffers in turn."""
-        room = f"{kind} {use} {turn % 2}"
-        return self.s.array(f"{kind} {use} {turn}", kind, meets=meets, room=room)
+    def required(
+        self,
+        owner: int,
+        others: frozenset[int],
+        provided: frozenset[int] | None = None,
+        unless: frozenset[int] = frozenset(),
+    ) -> Runs:
+        """Places of the owner's keys that other ranks require.
 
-    def shift(self, channel: str, rows: Rows | None, following: Rows | None) -> list[Message]:
-        """Pass rows on and get the following ones, as far as there are any."""
-        before, after = self.around[channel]
-        posted = []
-        if following is not None:
-            posted.append(self.s.receive(channel, before, following))
-        if rows is not None:
-            posted.append(self.s.send(channel, after, rows))
-        return self.s.exchange(*posted)
-
-    def blocks(self) -> Iterator[tuple[int, int, str, Ranks]]:
-        """Yield round, step, array and owner of every block, (n, Hkv, D) each; the own first.
-
-        Of a block those tokens are here that this rank or those ahead need; there may be none.
+        None if `provided` require none of its keys, or if `unless` require any.
         """
-        s, first = self.s, "own kv"
+        if provided is not None and not self.p.group.required(True, owner, provided):
+            return ()
+        if self.p.group.required(True, owner, unless):
+            return ()
+        return self.p.group.required(True, owner, others)
+
+    def slot(self, kind: str, use: str, turn: int, owner: int, places: Runs) -> Rows:
+        """Declare rows for some tokens of a block, in one of two buffers in turn."""
+        room = f"{kind} {use} {turn % 2}"
+        name = self.p.array(f"{kind} {use} {turn}", kind, [(owner, places)], room=room)
+        return self.p.rows(name)
+
+    def shift(self, channel: str, rows: Rows, following: Rows) -> list[Message]:
+        """Pass rows on to the next rank, and receive rows from the one before."""
+        before, after = self.around[channel]
+        received = self.p.receive(channel, before, following)
+        return self.p.exchange(received, self.p.send(channel, after, rows))
+
+    def blocks(self) -> Iterator[tuple[int, int, int, Rows]]:
+        """Yield round, step, owner and rows of every block, (n, Hkv, D) each; the own block first.
+
+        The rows are the keys that this rank or the ranks ahead require; there may be none.
+        """
+        p, first = self.p, self.own
         for r in range(self.groups):
-            block, leaving, owner, following = first, [], self.at(-r, 0), self.at(-r - 1, 0)
+            block, leaving = first, []
             if left := self.groups - 1 - r:
-                here, there = (self.all_of(i, left) for i in (0, 1))
-                first = self.slot("kv", "outer", r, here)
-                passed, coming = s.some(block, owner, there), s.some(first, following, here)
-                leaving = self.shift("outer", passed, coming)
+                owner, following = self.at(-r, 0), self.at(-r - 1, 0)
+                here = self.required(following, self.all_of(0, left))
+                passed = p.rows(block.array, owner, self.required(owner, self.all_of(1, left)))
+                first = self.slot("kv", "outer", r, following, here)
+                leaving = self.shift("outer", passed, first)
             for t in range(self.places):
-                after, travelling = block, []
-                owner, following = self.at(-r, -t), self.at(-r, -t - 1)
+                after, travelling, owner = block, [], self.at(-r, -t)
                 if left := self.places - 1 - t:
-                    here, there = (self.line(i, left) for i in (0, 1))
-                    after = self.slot("kv", self.inner, r * self.places + t, here)
-                    passed, coming = s.some(block, owner, there), s.some(after, following, here)
-                    travelling = self.shift(self.inner, passed, coming)
-                yield r, t, block, owner
-                s.wait(travelling)
+                    following = self.at(-r, -t - 1)
+                    here = self.required(following, self.line(0, left))
+                    passed = p.rows(block.array, owner, self.required(owner, self.line(1, left)))
+                    after = self.slot("kv", self.inner, r * self.places + t, following, here)
+                    travelling = self.shift(self.inner, passed, after)
+                yield r, t, owner, block
+                p.wait(travelling)
                 block = after
-            s.wait(leaving)
+            p.wait(leaving)
 
 
-def forward(s: Schedule) -> None:
-    """Write down the forward pass of rank ``s.rank``."""
-    q = Rows(s.array("own q", "q", (s.rank,), "given"), s.rank)
-    out = Rows(s.array("out", "out", (s.rank,), "result"), s.rank)
-    for r, t, block, owner in Ring(s).blocks():
-        if r == t == 0 or s.some(block, owner, (s.rank,)):
-            s.add(Attend(q, Rows(block, owner), out))
-    s.results = {"out": out}
+def forward(p: Program) -> None:
+    """Write the forward pass of a rank."""
+    q, out = p.own("own q", "q", "given"), p.own("out", "out", "result")
+    for r, t, owner, block in Ring(p).blocks():
+        if r == t == 0 or p.group.required(True, owner, (p.rank,)):
+            p.attend(q, block, out)
+    p.results = {"out": out}
 
 
-def backward(s: Schedule) -> None:
-    """Write down the backward pass of rank ``s.rank``."""
-    gradients = Gradients(ring := Ring(s))
-    q = Rows(s.array("own qd", "qd", (s.rank,), "given"), s.rank)
-    dq = Rows(s.array("dq", "dq", (s.rank,)), s.rank)
-    s.add(Zero(dq))
-    for r, t, block, owner in ring.blocks():
+def backward(p: Program) -> None:
+    """Write the backward pass of a rank."""
+    ring = Ring(p)
+    q, dq = p.own("own qd", "qd", "given"), p.own("dq", "dq")
+    gradients = Gradients(ring)
+    p.clear(dq)
+    for r, t, owner, block in ring.blocks():
         dkv = gradients.rows(r, t, owner)
-        keys = s.some(block, owner, (s.rank,))
-        s.add(Zero(dkv))
-        if keys:
-            s.add(Attend(q, keys, dq, keys._replace(array=dkv.array)))
-        gradients.pass_on(r, t, dkv)
-    s.results = {"dq": dq, "dkv": gradients.finish()}
+        p.clear(dkv)
+        if seen := p.group.required(True, owner, (p.rank,)):
+            keys = p.rows(block.array, owner, seen)
+            p.differentiate(q, keys, dq, p.rows(dkv.array, owner, seen))
+        gradients.pass_on(r, t, owner, dkv)
+    p.results = {"dq": dq, "dkv": gradients.finish()}
 
 
 class Gradients:
     """dK and dV of the blocks, on their way round and home."""
 
     def __init__(self, ring: Ring) -> None:
-        self.ring, self.s = ring, ring.s
+        self.ring, self.p = ring, ring.p
         self._travelling: list[Message] = []  # on inner hops
-        self._returned: list[Message] = []  # to where their block began its round
+        self._returned: list[Message | None] = []  # to where their block began its round
         self._returning: list[Message] = []
         self._leaving: list[Message] = []  # on outer hops
         self._arrived: Rows | None = None
         self._begun: Rows | None = None  # of the block that began this round here
         self._total: Rows | None = None
 
-    def rows(self, r: int, t: int, owner: Ranks) -> Rows:
+    def rows(self, r: int, t: int, owner: int) -> Rows:
         """Rows for the gradients of a block, as far as the ranks so far have added to them."""
+        ring = self.ring
         if t == 0:
-            return Rows(self.ring.slot("dkv", "begun", r), owner)
-        behind, turn = self.ring.line(1 - t, t), r * self.ring.places + t
-        return Rows(self.ring.slot("dkv", self.ring.inner, turn, behind), owner)
+            return ring.slot("dkv", "begun", r, owner, self.p.group.whole(True, owner))
+        places, turn = ring.required(owner, ring.line(1 - t, t)), r * ring.places + t
+        return ring.slot("dkv", ring.inner, turn, owner, places)
 
-    def pass_on(self, r: int, t: int, dkv: Rows) -> None:
+    def pass_on(self, r: int, t: int, owner: int, dkv: Rows) -> None:
         """Add what the ranks before this one found, and pass the sum on or send it back."""
-        s, ring, last = self.s, self.ring, self.ring.places - 1
-        s.wait(self._travelling)
-        s.wait(self._returning)
+        p, ring, last = self.p, self.ring, self.ring.places - 1
+        p.wait(self._travelling)
+        p.wait(self._returning)
         if self._arrived:
-            s.add(Merge(self._arrived, self._arrived._replace(array=dkv.array)))
+            p.combine(self._arrived, p.matching(dkv.array, self._arrived))
         if t == 0:
             if r > 0:
                 self._leave(r - 1)
             self._begun = dkv
-            self._expect(r)
-        self._arrived = passed = returned = None
+            self._expect(r, owner)
+        self._arrived, passed, back = None, Rows(dkv.array, ()), ()
         ahead = ring.line(1, last - t)
         if t > 0:
             behind, me = ring.line(1 - t, t), ring.line(0, 1)
-            passed = s.some(dkv.array, dkv.owner, behind, ahead)
-            returned = s.some(dkv.array, dkv.owner, behind, me, ahead)
-        if 0 < t < last:  # the next to come are those of the next block
-            behind, turn = ring.line(-t, t), r * ring.places + t
-            name = ring.slot("dkv", "arrived", turn, behind)
-            self._arrived = s.some(name, ring.at(-r, -t - 1), behind, ring.line(0, last - t))
-        self._travelling = ring.shift(ring.inner, passed, self._arrived)
+            passed = p.rows(dkv.array, owner, ring.required(owner, behind, ahead))
+            back = ring.required(owner, behind, me, ahead)
+        arriving = Rows("", ())
+        if 0 < t < last:  # the next to come are the gradients of the next block
+            following, turn = ring.at(-r, -t - 1), r * ring.places + t
+            places = ring.required(following, ring.line(-t, t), ring.line(0, last - t))
+            arriving = ring.slot("dkv", "arrived", turn, following, places)
+            self._arrived = arriving if places else None
+        self._travelling = ring.shift(ring.inner, passed, arriving)
         self._returning = []
-        if returned:
-            self._returning = s.exchange(s.send(ring.inner, ring.at(0, -t), returned, BACK))
+        if back:
+            rows = p.rows(dkv.array, owner, back)
+            self._returning = p.exchange(p.send(ring.inner, ring.at(0, -t), rows, BACK))
 
     def finish(self) -> Rows:
         """Get the rest; returns this rank's own gradients."""
-        s, ring = self.s, self.ring
-        s.wait(self._travelling)
-        s.wait(self._returning)
+        p, ring = self.p, self.ring
+        p.wait(self._travelling)
+        p.wait(self._returning)
         if ring.groups == 1:
             self._collect()
             return self._begun
         self._leave(ring.groups - 1)
-        s.wait(self._leaving)
+        p.wait(self._leaving)
         return self._total
 
-    def _expect(self, r: int) -> None:
+    def _expect(self, r: int, owner: int) -> None:
         """Post the receive of what other ranks add to the block that begins a round here."""
-        s, ring, last = self.s, self.ring, self.ring.places - 1
+        p, ring, last = self.p, self.ring, self.ring.places - 1
         self._returned = []
         for t in range(1, ring.places):  # whichever rank is the last to add anything
             behind, ahead = ring.line(1, t), ring.line(t + 1, last - t)
-            name = f"dkv back {r * ring.places + t}"
-            s.array(name, "dkv", meets=behind, room="dkv back")
-            if rows := s.some(name, self._begun.owner, behind, ring.line(t, 1), ahead):
-                self._returned.append(s.receive(ring.inner, ring.at(0, t), rows, BACK))
+            places = ring.required(owner, behind, ring.line(t, 1), ahead)
+            name, room = f"dkv back {r * ring.places + t}", "dkv back"
+            p.array(name, "dkv", [(owner, places)], room=room)
+            self._returned.append(p.receive(ring.inner, ring.at(0, t), p.rows(name), BACK))
 
     def _collect(self) -> None:
+        """Add what other ranks added to the block that began the round here."""
+        p = self.p
         for message in self._returned:
-            self.s.wait([message])
-            self.s.add(Merge(message.rows, message.rows._replace(array=self._begun.array)))
+            if message:
+                p.wait([message])
+                p.combine(message.rows, p.matching(self._begun.array, message.rows))
 
     def _leave(self, r: int) -> None:
         """Pass on the sum of the groups so far for the block that began a round."""
-        s, ring = self.s, self.ring
+        p, ring = self.p, self.ring
         self._collect()
-        s.wait(self._leaving)
-        total = Rows(ring.slot("dkv", "outer", r), ring.at(-r, 0))
-        s.add(Copy(self._begun, total) if r == 0 else Merge(self._begun, total))
-        self._total = Rows(ring.slot("dkv", "outer", r + 1), ring.at(-r - 1, 0))
+        p.wait(self._leaving)
+        owner, following = ring.at(-r, 0), ring.at(-r - 1, 0)
+        total = ring.slot("dkv", "outer", r, owner, p.group.whole(True, owner))
+        (p.copy if r == 0 else p.combine)(self._begun, total)
+        whole = p.group.whole(True, following)
+        self._total = ring.slot("dkv", "outer", r + 1, following, whole)
         self._leaving = ring.shift("outer", total, self._total)
 
 

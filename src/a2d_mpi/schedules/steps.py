@@ -1,18 +1,16 @@
-"""Steps of schedules: sends, receives, kernel calls and merges of a rank, in order.
+"""Steps of a program: all that one rank does in one phase, in order.
 
-A schedule is data: a list of steps, in order, without MPI, devices or times.  Others read it: the
-executor (`a2d_mpi.attention.executor`) and the accounts (`a2d_mpi.schedules.accounts`).  It is of
-one rank or of all at once: whatever depends on the rank is an int, or an array with an entry for
-each rank; so a planner reads the schedules of thousands of ranks as fast as one.
+A step is a plain value.  It names arrays, and rows by their positions in the memory of an array.
+Whatever costs time, bytes or memory is a step or a declared array.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from a2d_mpi.core.meetings import Others, Ranks
-from a2d_mpi.schedules.sizes import Chosen, Meets, Span
+from a2d_mpi.core.intervals import Runs
 
 # The tensors of a kind of rows.
 KINDS = {
@@ -25,10 +23,11 @@ KINDS = {
     "qkv": ("q", "k", "v"),
     "qkvd": ("dout", "q", "k", "v", "lse", "delta"),
     "gradients": ("dq", "dk", "dv"),
+    "compensation": ("lse",),  # digits that merges round off
 }
-OF_KEYS = ("kv", "dkv")  # kinds whose rows are keys; those of the others are queries
-WIDE = ("lse", "delta", "dq", "dk", "dv")  # sent as they are computed: sums, and statistics
-FIRST, REST = "first", "rest"  # parts of a rank's own shard: what it computes first, and last
+OF_KEYS = ("kv", "dkv")  # kinds whose rows are keys; the rows of the other kinds are queries
+# Tensors that travel in the accumulation dtype: sums and statistics.
+SUMS = ("lse", "delta", "dq", "dk", "dv")
 
 
 class Rows(NamedTuple):
@@ -37,145 +36,176 @@ class Rows(NamedTuple):
     Attributes
     ----------
     array : str
-    owner : Ranks or None
-        Owner of the tokens; None: all owners of the array.
-    part : (int, int), "first", "rest", Span, Chosen, Meets or None
-        Of the tokens that the array has of the owner: the i-th of the chunks in which they travel
-        along n ranks, each in a message; the share that their owner computes first, or last; those
-        in a span of the sequence, which also selects among the tokens of all owners; those at
-        some places of the shard; those that meet others; None: all.
-    heads : Ranks or None
-        Of an array with all heads: those of this rank of the head group.
+    runs : tuple of range
+        Positions in the memory of the array, in order.
+    head : int or None
+        Of an array with all heads: only the heads of this rank of the Ulysses group.
     """
 
     array: str
-    owner: Ranks | None = None
-    part: tuple[int, int] | str | Span | Chosen | Meets | None = None
-    heads: Ranks | None = None
+    runs: tuple[range, ...]
+    head: int | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return sum(map(len, self.runs))
 
 
 @dataclass(frozen=True)
 class Array:
-    """Tensors of some owners' tokens, one owner after the other.
+    """Tensors of the tokens of some owners.
 
     Attributes
     ----------
     kind : str
         One of `KINDS`.
-    owners : tuple of Ranks
-        Empty: one owner at a time.
+    pieces : tuple of (int, Runs)
+        Owners, and the places in the owner's shard of the tokens that the array holds, in the
+        order of memory.  An owner may have several pieces.
     role : {"given", "result", "buffer"}
         From the caller, for the caller, or a buffer of the plan.
-    wide : tuple of str
-        Tensors that have the dtype of the computation, not that of the caller.
-    all_heads : bool
-        Whether it has the heads of all context groups.
-    packed : bool
-        Whether its tensors lie one after the other, and travel in one message.
+    accumulated : tuple of str
+        Tensors of the accumulation dtype; the others have the storage dtype.
     by_token : bool
-        Whether its rows are in the order of tokens, not one owner after the other.
-    spans : tuple of Span, Chosen, Meets or None
-        Of every owner, the tokens that the array has; empty, or None: whole shards.  An owner may
-        occur with several spans.
-    meets : Others, optional
-        The array has those tokens of an owner that meet these others, and the whole shard of its
-        own rank where `owners` are given; None: whole shards.
+        Whether the rows are in the order of tokens, not piece after piece.
+    all_heads : bool
+        Whether it has the heads of all context-parallel groups.
+    packed : bool
+        Whether its tensors lie one after the other in memory, and travel in one message.
+    as_computed : bool
+        Whether the kernel chooses the dtype: it writes partial results there.
     room : str
         Buffer that it shares with other arrays, at other times; default: one of its own.
     """
 
     kind: str
-    owners: tuple[Ranks, ...]
+    pieces: tuple[tuple[int, Runs], ...]
     role: str = "buffer"
-    wide: tuple[str, ...] = WIDE
+    accumulated: tuple[str, ...] = SUMS
+    by_token: bool = False
     all_heads: bool = False
     packed: bool = False
-    by_token: bool = False
-    spans: tuple[Span | Chosen | Meets | None, ...] = ()
-    meets: Others | None = None
+    as_computed: bool = False
     room: str = ""
 
     @property
     def of_keys(self) -> bool:
-        """True if its rows are keys, not queries."""
+        """True if its rows are keys, False if they are queries."""
         return self.kind in OF_KEYS
 
-    @property
-    def pieces(self) -> list[tuple[Ranks, Span | Chosen | Meets | None]]:
-        """Owners with their spans; None: whole shards."""
-        return list(zip(self.owners, self.spans or (None,) * len(self.owners)))
+    @cached_property
+    def length(self) -> int:
+        """Number of its rows."""
+        return sum(end - begin for _, places in self.pieces for begin, end in places)
 
 
-@dataclass(frozen=True, eq=False)
-class Message:
-    """Rows on their way, each tensor by itself.
+class Send(NamedTuple):
+    """Start sending rows to a peer of a channel.
 
     Attributes
     ----------
-    sent : bool
-        Or received.
     channel : str
-    peer : Ranks
-        Receiver of what is sent, or sender.
+    peer : int
     rows : Rows
+        One run.
     tag : int
-        Tells apart messages of one kind that both sides may post in different orders: 0 to 3.
+        Tells messages apart that the two ranks may post in different orders.
+    turn : int
+        Messages with the same channel, peer, kind of rows, direction and tag before this one: the
+        peer counts them in the same way.
+    index : int
+        Messages of the program before this one.
     """
 
-    sent: bool
     channel: str
-    peer: Ranks
+    peer: int
     rows: Rows
-    tag: int = 0
+    tag: int
+    turn: int
+    index: int
 
 
-@dataclass(frozen=True)
-class Wait:
-    """Until these messages are done."""
+class Receive(NamedTuple):
+    """Start receiving rows from a peer of a channel; attributes as of `Send`."""
 
-    messages: tuple[Message, ...]
+    channel: str
+    peer: int
+    rows: Rows
+    tag: int
+    turn: int
+    index: int
 
 
-@dataclass(frozen=True)
-class Copy:
-    """Rows of one array to another."""
+class Wait(NamedTuple):
+    """Block until messages of one channel are done, which are given by their index."""
+
+    channel: str
+    messages: tuple[int, ...]
+
+
+class Copy(NamedTuple):
+    """Copy rows, also between orders, heads and dtypes."""
+
+    source: Rows
+    target: Rows
+
+
+class Clear(NamedTuple):
+    """Set rows to zero."""
 
     rows: Rows
-    to: Rows
 
 
-@dataclass(frozen=True)
-class Zero:
-    """All of an array, for as many tokens as its rows are."""
+class Attend(NamedTuple):
+    """Forward: write the partial result of some queries over some keys, both one run.
 
-    rows: Rows
-
-
-@dataclass(frozen=True)
-class Attend:
-    """One call of a kernel: queries against keys, where the mask lets them.
-
-    Forward it makes a partial result for the rows `into`, which is merged with what these hold;
-    backward it adds to the gradients `into` and `keys_into`, or writes them if they are `fresh`.
+    A query that sees none of the keys gets out 0 and lse -inf.
     """
 
     queries: Rows
     keys: Rows
-    into: Rows
-    keys_into: Rows | None = None
+    target: Rows
+
+
+class Differentiate(NamedTuple):
+    """Backward: add the gradients of some queries over some keys, each one run.
+
+    Attributes
+    ----------
+    queries, keys, dq, dkv : Rows
+    fresh : bool
+        Write the gradients; the targets hold nothing yet.
+    """
+
+    queries: Rows
+    keys: Rows
+    dq: Rows
+    dkv: Rows
     fresh: bool = False
 
 
-@dataclass(frozen=True)
-class Merge:
-    """A partial result that came: merged, or added, to rows of the same kind.
+class Merge(NamedTuple):
+    """Merge a partial result into rows that hold another one; the source is scratch afterwards.
 
-    Of gradients that have other heads than those of their target, only `Array.wide` ones are
-    sums; the others are copied.
+    `compensation`: digits of the target's lse that merges rounded off.
     """
 
-    rows: Rows
-    to: Rows
+    source: Rows
+    target: Rows
+    compensation: Rows
 
 
-Step = Message | Wait | Copy | Zero | Attend | Merge
+class Add(NamedTuple):
+    """Add rows to others.
+
+    Between arrays with different heads only tensors that are `Array.accumulated` are sums; the
+    others are copied.
+    """
+
+    source: Rows
+    target: Rows
+
+
+Message = Send | Receive
+Step = Send | Receive | Wait | Copy | Clear | Attend | Differentiate | Merge | Add

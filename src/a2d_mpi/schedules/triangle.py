@@ -27,19 +27,19 @@ import functools
 from collections.abc import Iterator
 
 from a2d_mpi.core import triangle
+from a2d_mpi.core.intervals import Runs
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.schedule import Schedule
-from a2d_mpi.schedules.sizes import Span
-from a2d_mpi.schedules.steps import KINDS, WIDE, Attend, Copy, Merge, Message, Rows, Zero
+from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.steps import KINDS, SUMS, Receive, Rows
 from a2d_mpi.schedules.trees import trees
 
 
 class Side:
-    """The queries, or the keys, of a segment, as this rank meets them: on their way to members.
+    """The queries, or the keys, of a segment, on their way to the members that need them.
 
     Parameters
     ----------
-    s : Schedule
+    p : Program
     channel : str
         "row" or "col": the team of the segment.
     of_keys : bool
@@ -51,105 +51,112 @@ class Side:
 
     Attributes
     ----------
-    span : Span
-        Tokens of the segment.
+    bounds : Segment
     others : list of int
         Owners of rows that this rank needs from others: those whose rows come first are first.
     """
 
     def __init__(
         self,
-        s: Schedule,
+        p: Program,
         channel: str,
         of_keys: bool,
         segment: int,
         sizes: tuple[int, int],
         back: tuple[int, int],
     ) -> None:
-        shards = s.sizes.problem.shards
+        shards = p.group.problem.shards
         t = triangle.segments(shards.nshards)
         members = [triangle.row_members(segment), triangle.column_members(segment, t)]
-        self.s, self.channel, self.members = s, channel, members[of_keys]
+        self.p, self.channel, self.members = p, channel, members[of_keys]
         self.bounds = triangle.segment(shards.seqlen, t, segment)
-        self.span = Span(self.bounds.begin, self.bounds.end)
         team = tuple(sorted(members[0] + members[1]))
-        s.channels[channel] = team
+        p.channels[channel] = team
+        self._team = team
         self._there, self._back = (
-            {p: found[segment, of_keys, p] for p in team}
+            {x: found[segment, of_keys, x] for x in team}
             for found in (trees(t, *sizes), trees(t, *back))
         )
-        place = team.index(s.rank)
-        self._after = {p: (x - place) % len(team) for x, p in enumerate(team)}
-        needed = [p for p in team if p != s.rank and s.rank in self.members]
+        place = team.index(p.rank)
+        self._after = {x: (i - place) % len(team) for i, x in enumerate(team)}
+        needed = [x for x in team if x != p.rank and p.rank in self.members]
         # Straight from the owner; then through others.  Owners nearest before this rank first.
-        self.others = sorted(needed, key=lambda p: (self._there[p][s.rank] != p, -self._after[p]))
+        self.others = sorted(needed, key=lambda x: (self._there[x][p.rank] != x, -self._after[x]))
+
+    def slice(self, owner: int) -> Runs:
+        """Places of the owner's tokens in the segment."""
+        shards = self.p.group.problem.shards
+        return shards.places(owner, ((self.bounds.begin, self.bounds.end),))
 
     def children(self, owner: int) -> list[int]:
         """To whom this rank sends an owner's rows: who passes them on first, nearest following."""
         tree = self._there[owner]
         passing = set(tree.values())
-        found = [x for x, parent in tree.items() if parent == self.s.rank]
+        found = [x for x, parent in tree.items() if parent == self.p.rank]
         return sorted(found, key=lambda x: (x not in passing, self._after[x]))
 
     def helpers(self, owner: int) -> list[int]:
         """From whom this rank gets partial results of an owner's rows, to merge them."""
-        found = [x for x, parent in self._back[owner].items() if parent == self.s.rank]
+        found = [x for x, parent in self._back[owner].items() if parent == self.p.rank]
         return sorted(found, key=lambda x: -self._after[x])
 
-    def post(self, kind: str, pieces: list[tuple[int, Span]]) -> str:
+    def post(self, kind: str, pieces: list[tuple[int, Runs]]) -> str:
         """Post the receives of all rows of a kind; returns the array that will have them."""
-        s = self.s
-        whole = f"{self.channel} {kind}"
-        s.array(whole, kind, [p for p, _ in pieces], spans=tuple(x for _, x in pieces))
-        self._coming = {
-            p: s.receive(self.channel, self._there[p][s.rank], Rows(whole, p, self.span))
-            for p in self.others
-        }
+        p, whole = self.p, f"{self.channel} {kind}"
+        p.array(whole, kind, pieces)
+        self._coming = {x: self._receive(self._there[x][p.rank], whole, x) for x in self.others}
         return whole
 
-    def send(self, rows: Rows) -> None:
+    def send(self, array: str, owner: int) -> None:
         """Send an owner's rows to those who get them from this rank."""
-        for p in self.children(rows.owner):
-            self.s.send(self.channel, p, rows)
+        for peer in self.children(owner):
+            self.p.send(self.channel, peer, *self._tagged(array, owner))
 
-    def arrive(self, owner: int) -> Rows:
+    def arrive(self, array: str, owner: int) -> None:
         """Wait for an owner's rows, and pass them on."""
-        message = self._coming[owner]
-        self.s.wait([message])
-        self.send(message.rows)
-        return message.rows
+        self.p.wait([self._coming[owner]])
+        self.send(array, owner)
 
     def post_partials(self, kind: str) -> None:
         """Post the receives of all partial results that this rank merges."""
-        s = self.s
-        self._partials: dict[int, list[Message]] = {}
-        for p in [*self.others, s.rank]:
-            for i, x in enumerate(self.helpers(p)):
-                name = f"{kind} {self.channel} {i} of {p}"
-                rows = Rows(s.array(name, kind, (p,), spans=(self.span,)), p, self.span)
-                self._partials.setdefault(p, []).append(s.receive(self.channel, x, rows))
+        p = self.p
+        self._partials: dict[int, list[Receive | None]] = {}
+        for owner in [*self.others, p.rank]:
+            for i, peer in enumerate(self.helpers(owner)):
+                name = f"{kind} {self.channel} {i} of {owner}"
+                p.array(name, kind, [(owner, self.slice(owner))])
+                self._partials.setdefault(owner, []).append(self._receive(peer, name, owner))
 
     def is_helped(self, owner: int) -> bool:
         """Tell whether others give this rank their partial results for an owner's rows."""
         return owner in self._partials
 
-    def merge(self, to: Rows) -> None:
-        """Merge what came for an owner's rows."""
-        for message in self._partials.get(to.owner, []):
-            self.s.wait([message])
-            self.s.add(Merge(message.rows, to))
+    def merge(self, array: str, owner: int) -> None:
+        """Merge what came for an owner's rows in the segment."""
+        for message in self._partials.get(owner, []):
+            if message:
+                self.p.wait([message])
+                self.p.combine(message.rows, self.p.rows(array, owner, self.slice(owner)))
 
-    def give(self, partial: Rows) -> None:
+    def give(self, array: str, owner: int) -> None:
         """Merge what came for an owner's rows with this rank's own part, and send it on."""
-        s, array = self.s, self.s.arrays[partial.array]
-        self.merge(partial)
-        if s.sizes.narrow and array.wide != WIDE:  # merged as it is computed, rounded once
-            name = s.array(
-                f"{partial.array}, rounded", array.kind, array.owners, spans=array.spans
-            )
-            s.add(Copy(partial, rounded := partial._replace(array=name)))
-            partial = rounded
-        s.send(self.channel, self._back[partial.owner][s.rank], partial)
+        p, partial = self.p, self.p.arrays[array]
+        self.merge(array, owner)
+        if p.group.narrow and partial.accumulated != SUMS:
+            # Merged as it is computed, rounded once.
+            rounded = p.array(f"{array}, rounded", partial.kind, partial.pieces)
+            rows = p.rows(array, owner, self.slice(owner))
+            p.copy(rows, rows._replace(array=rounded))
+            array = rounded
+        peer = self._back[owner][p.rank]
+        p.send(self.channel, peer, *self._tagged(array, owner))
+
+    def _receive(self, peer: int, array: str, owner: int) -> Receive | None:
+        return self.p.receive(self.channel, peer, *self._tagged(array, owner))
+
+    def _tagged(self, array: str, owner: int) -> tuple[Rows, int]:
+        """Rows of an owner; its place in the team tells messages with other owners' rows apart."""
+        return self.p.rows(array, owner, self.slice(owner)), self._team.index(owner)
 
 
 class Block:
@@ -160,148 +167,155 @@ class Block:
     the roles exchanged.
     """
 
-    def __init__(self, s: Schedule, kind: str, by_query: bool) -> None:
-        self.s, (i, j) = s, triangle.pair(s.rank)
-        q, kv = s.sizes.nheads, 2 * s.sizes.nheads_kv
+    def __init__(self, p: Program, kind: str, by_query: bool) -> None:
+        self.p, (i, j) = p, triangle.pair(p.rank)
+        self.by_query = by_query
+        q, kv = p.group.nheads, 2 * p.group.nheads_kv
         sizes, back = ((q, kv), (q, 0)) if kind == "q" else ((2 * q, kv), (q, kv))
-        side = functools.partial(Side, s, sizes=sizes, back=back)
+        side = functools.partial(Side, p, sizes=sizes, back=back)
         self.q, self.k = side("row", False, i), side("col", True, j)
         # Others need this rank's slices, too: its queries of j, and its keys of i.
         self.fed_q, self.fed_k = side("col", False, j), side("row", True, i)
-        self.own_q = s.array(f"own {kind}", kind, (s.rank,), "given")
-        self.own_k = s.array("own kv", "kv", (s.rank,), "given")
+        self.own_q, self.own_k = (
+            p.own(f"own {kind}", kind, "given"),
+            p.own("own kv", "kv", "given"),
+        )
         self.early, self.late = (self.k, self.q) if by_query else (self.q, self.k)
         # Early rows are kept, with this rank's own, as the late ones meet all of them at once.
-        own = [(s.rank, self.k.span), (s.rank, self.q.span)]
-        kept = [(p, self.early.span) for p in sorted([*self.early.others, s.rank])]
+        own = [(p.rank, self.k.slice(p.rank)), (p.rank, self.q.slice(p.rank))]
+        kept = [(x, self.early.slice(x)) for x in sorted([*self.early.others, p.rank])]
         pieces = {
             self.early: [*kept, own[1]] if by_query else [own[0], *kept],
-            self.late: [(p, self.late.span) for p in self.late.others],
+            self.late: [(x, self.late.slice(x)) for x in self.late.others],
         }
         self.all_k = self.k.post("kv", pieces[self.k])
         self.all_q = self.q.post(kind, pieces[self.q])
-        for side in (self.k, self.fed_k):
-            side.send(Rows(self.own_k, s.rank, side.span))
-        for side in (self.q, self.fed_q):
-            side.send(Rows(self.own_q, s.rank, side.span))
+        for feeding in (self.k, self.fed_k):
+            feeding.send(self.own_k.array, p.rank)
+        for feeding in (self.q, self.fed_q):
+            feeding.send(self.own_q.array, p.rank)
         given, whole = (self.own_k, self.all_k) if by_query else (self.own_q, self.all_q)
-        for p, span in own:
-            s.add(Copy(Rows(given, p, span), Rows(whole, p, span)))
+        for _, places in own:
+            p.copy(p.rows(given.array, p.rank, places), p.rows(whole, p.rank, places))
 
-    def calls(self) -> Iterator[tuple[Rows, Rows, bool]]:
-        """Yield queries and keys of each kernel call, and whether late rows have met all."""
-        s = self.s
+    def calls(self) -> Iterator[tuple[int, Rows, Rows, bool]]:
+        """Yield owner, queries and keys of each kernel call, and whether late rows have met all.
+
+        The owner is the owner of what arrived last.
+        """
+        p, me = self.p, self.p.rank
         arrived = self._arrivals()
-        if not s.sizes.overlap:
+        if not p.group.overlap:
             arrived = iter(list(arrived))
-        yield Rows(self.own_q, s.rank), Rows(self.own_k, s.rank), False
+        yield me, self.own_q, self.own_k, False
         low, high = self.k.bounds, self.q.bounds
-        for side, rows in arrived:
-            late, fed = side is self.late, rows.owner not in side.members
-            owner = None if late else s.rank
+        for side, owner in arrived:
+            late, fed = side is self.late, owner not in side.members
             if side is self.k:
-                array = self.all_q if late else self.own_q
                 # Keys of A: not for this rank's own queries of B's lower half.
-                queries = Rows(array, owner, Span(low.half, high.end) if fed else None)
-                yield queries, rows, late
+                first = low.half if fed else 0
+                array = self.all_q if late else self.own_q.array
+                queries = p.rows_within(array, first, high.end)
+                yield owner, queries, p.rows(self.all_k, owner, side.slice(owner)), late
             else:
-                array = self.all_k if late else self.own_k
-                lower = rows._replace(part=Span(high.begin, high.half))
-                yield lower, Rows(array, owner), late and not fed
+                keys = p.sorted(self.all_k) if late else self.own_k.array
+                places = p.group.problem.shards.places
+                lower = p.rows(self.all_q, owner, places(owner, ((high.begin, high.half),)))
+                yield owner, lower, p.rows(keys), late and not fed
                 if fed:  # queries of B's upper half: not for this rank's own keys of i
-                    upper = rows._replace(part=Span(high.half, high.end))
-                    yield upper, Rows(array, owner, self.k.span), late
+                    upper = p.rows(self.all_q, owner, places(owner, ((high.half, high.end),)))
+                    yield owner, upper, p.rows_within(keys, low.begin, low.end), late
 
-    def _arrivals(self) -> Iterator[tuple[Side, Rows]]:
+    def _arrivals(self) -> Iterator[tuple[Side, int]]:
         """Pass all rows on as they come; yield early ones at once, then the late ones.
 
         Rows that others wait for are first, early and late ones in turn.
         """
-        sides, held = (self.early, self.late), []
+        arrays, held = {self.q: self.all_q, self.k: self.all_k}, []
         order = [
-            (not side.children(p), i, side is self.late, side)
-            for side in sides
-            for i, p in enumerate(side.others)
+            (not side.children(x), i, side is self.late, side)
+            for side in (self.early, self.late)
+            for i, x in enumerate(side.others)
         ]
         for _, i, late, side in sorted(order, key=lambda x: x[:3]):
-            rows = side.arrive(side.others[i])
+            owner = side.others[i]
+            side.arrive(arrays[side], owner)
             if late:
-                held.append(rows)
+                held.append((side, owner))
             else:
-                yield side, rows
-        for rows in held:
-            yield self.late, rows
+                yield side, owner
+        yield from held
 
 
-def forward(s: Schedule) -> None:
-    """Write down the forward pass of rank ``s.rank``."""
-    block = Block(s, "q", by_query=True)
-    out = s.array("out", "out", (s.rank,), "result")
+def forward(p: Program) -> None:
+    """Write the forward pass of a rank."""
+    block = Block(p, "q", by_query=True)
+    out = p.own("out", "out", "result")
     for side in (block.q, block.fed_q):
         side.post_partials("out")
     held = []
-    for queries, keys, done in block.calls():
-        into, p = Rows(out, s.rank, queries.part), queries.owner
-        if p != s.rank:
-            wide = KINDS["out"] if block.q.is_helped(p) else WIDE
-            name = s.array(f"out to {p}", "out", (p,), spans=(block.q.span,), wide=wide)
-            into = Rows(name, p, queries.part)
-        s.add(Attend(queries, keys, into))
+    for owner, queries, keys, done in block.calls():
+        target = "out"
+        if queries.array != block.own_q.array:
+            accumulated = KINDS["out"] if block.q.is_helped(owner) else SUMS
+            pieces = [(owner, block.q.slice(owner))]
+            target = p.array(f"out to {owner}", "out", pieces, accumulated=accumulated)
+        p.attend(queries, keys, p.matching(target, queries))
         if done:
-            held += _given(block.q, into._replace(part=block.q.span))
+            held += _given(block.q, target, owner)
     _give(held)
     for side in (block.q, block.fed_q):
-        side.merge(Rows(out, s.rank, side.span))
-    s.results = {"out": Rows(out, s.rank)}
+        side.merge("out", p.rank)
+    p.results = {"out": out}
 
 
-def backward(s: Schedule) -> None:
-    """Write down the backward pass of rank ``s.rank``."""
+def backward(p: Program) -> None:
+    """Write the backward pass of a rank."""
     # The larger of both reductions is finished one owner after the other.
-    by_query = s.sizes.nheads >= 2 * s.sizes.nheads_kv
-    block = Block(s, "qd", by_query)
-    dq, dkv = (s.array(x, x, (s.rank,), "result") for x in ("dq", "dkv"))
-    gradient = {block.own_q: dq, block.own_k: dkv}
-    for rows, kind in ((block.all_q, "dq"), (block.all_k, "dkv")):
-        like = s.arrays[rows]
-        gradient[rows] = s.array(f"all {kind}", kind, like.owners, spans=like.spans)
-    s.add(*(Zero(Rows(name)) for name in gradient.values()))
+    by_query = p.group.nheads >= 2 * p.group.nheads_kv
+    block = Block(p, "qd", by_query)
+    dq, dkv = p.own("dq", "dq", "result"), p.own("dkv", "dkv", "result")
+    p.clear(dq)
+    p.clear(dkv)
+    all_dq = p.sums("all dq", "dq", block.all_q)
+    all_dkv = p.sums("all dkv", "dkv", block.all_k, by_token=by_query)
     home = ((block.q, "dq"), (block.fed_q, "dq"), (block.k, "dkv"), (block.fed_k, "dkv"))
     for side, kind in home:
         side.post_partials(kind)
+    late, early = ("all dq", "all dkv") if by_query else ("all dkv", "all dq")
     held = []
-    for queries, keys, done in block.calls():
-        into, keys_into = (x._replace(array=gradient[x.array]) for x in (queries, keys))
-        s.add(Attend(queries, keys, into, keys_into))
+    for owner, queries, keys, done in block.calls():
+        own_q, own_k = queries.array == block.own_q.array, keys.array == block.own_k.array
+        into = queries._replace(array="dq") if own_q else all_dq(queries)
+        keys_into = keys._replace(array="dkv") if own_k else all_dkv(keys)
+        p.differentiate(queries, keys, into, keys_into)
         if done:
-            late = into if block.late is block.q else keys_into
-            held += _given(block.late, late._replace(part=block.late.span))
-    kept, own = (block.all_k, dkv) if by_query else (block.all_q, dq)
-    early = block.early
-    held += [(early, Rows(gradient[kept], p, early.span)) for p in early.others]
-    _give(held)
-    for span in (block.k.span, block.q.span):
-        s.add(Merge(Rows(gradient[kept], s.rank, span), Rows(own, s.rank, span)))
+            held += _given(block.late, late, owner)
+    _give([*held, *((block.early, early, owner) for owner in block.early.others)])
+    for side in (block.k, block.q):
+        places = side.slice(p.rank)
+        own = "dkv" if by_query else "dq"
+        p.combine(p.rows(early, p.rank, places), p.rows(own, p.rank, places))
     for side, kind in home:
-        side.merge(Rows(dq if kind == "dq" else dkv, s.rank, side.span))
-    s.results = {"dq": Rows(dq, s.rank), "dkv": Rows(dkv, s.rank)}
+        side.merge(kind, p.rank)
+    p.results = {"dq": dq, "dkv": dkv}
 
 
-Partials = list[tuple[Side, Rows]]
+Partials = list[tuple[Side, str, int]]  # array and owner of rows
 
 
-def _given(side: Side, partial: Rows) -> Partials:
+def _given(side: Side, array: str, owner: int) -> Partials:
     """Send a finished partial result at once, or return it: others are to be merged with it."""
-    if side.s.sizes.overlap and not side.is_helped(partial.owner):
-        side.give(partial)
+    if side.p.group.overlap and not side.is_helped(owner):
+        side.give(array, owner)
         return []
-    return [(side, partial)]
+    return [(side, array, owner)]
 
 
 def _give(held: Partials) -> None:
-    """Send partial results; last those that wait for others."""
-    for side, partial in sorted(held, key=lambda x: x[0].is_helped(x[1].owner)):
-        side.give(partial)
+    """Send partial results; last the ones that wait for others."""
+    for side, array, owner in sorted(held, key=lambda x: x[0].is_helped(x[2])):
+        side.give(array, owner)
 
 
 METHOD = Method(
@@ -312,5 +326,4 @@ METHOD = Method(
     suits=lambda layout: layout.cols == 1 and triangle.fits(layout.positions),
     whole=triangle.largest,
     causal=True,
-    at_once=False,
 )

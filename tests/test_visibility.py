@@ -10,14 +10,13 @@ from oracles import documents, grid_figures, heavy_tailed, many_masks, node_traf
 
 from a2d_mpi import Causal, Full
 from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.intervals import size
 from a2d_mpi.core.masks import IntervalMask
-from a2d_mpi.core.meetings import Around, meetings, size
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.visibility import visibility
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import METHODS, problem_of, write, write_all
-from a2d_mpi.schedules.accounts import tokens_of
-from a2d_mpi.schedules.places import Places
-from a2d_mpi.schedules.steps import Attend, Merge, Message
+from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules.steps import Attend, Merge, Receive, Send
 
 SEQLEN, RANKS = 2048, 6
 MASKS = {
@@ -66,19 +65,19 @@ def test_nothing_is_received_in_vain(mask, method):
     seen = {p: mask.dense(sizes.shards.tokens(p), np.arange(SEQLEN)) for p in range(RANKS)}
     for phase in ("forward", "backward"):
         for rank in range(RANKS):
-            (schedule,) = write(method, phase, layout, sizes, rank)
-            places = Places(schedule)
-            for step in schedule.steps:
-                if not isinstance(step, Message) or step.sent:
+            (program,) = write(method, phase, layout, sizes, rank)
+            for step in program.steps:
+                if not isinstance(step, Receive):
                     continue
-                tokens = places.tokens(step.rows)
+                tokens = program.tokens(step.rows)
                 assert len(tokens), step
-                kind = schedule.arrays[step.rows.array].kind
+                kind = program.arrays[step.rows.array].kind
                 if kind == "kv":
                     others = range(rank // 3 * 3, rank // 3 * 3 + 3)
                     if method not in grids:
                         # A rank may compute what is another's, queries and keys.
-                        apart = step.rows.owner if method != "blocks" else None
+                        ((owner, _),) = program.pieces(step.rows)
+                        apart = owner if method != "blocks" else None
                         others = [p for p in range(RANKS) if p != apart]
                     assert np.any([seen[p][:, tokens].any(axis=0) for p in others], axis=0).all()
                 elif kind in ("q", "qd"):
@@ -93,13 +92,15 @@ def test_merges_meet_what_was_computed(nodes):
     layout, method = Layout(2, 3, nodes=nodes), "node aware" if nodes else "attention2d"
     sizes = problem(method, layout, MASKS["causal_document"], "zigzag")
     for rank in range(RANKS):
-        (schedule,) = write(method, "forward", layout, sizes, rank)
-        places = Places(schedule)
-        for step in schedule.steps:
+        (program,) = write(method, "forward", layout, sizes, rank)
+        for step in program.steps:
             if isinstance(step, Attend):
-                assert places.count(step.queries) == places.count(step.into)
+                both = step.queries, step.target
             elif isinstance(step, Merge):
-                assert places.tokens(step.rows).tolist() == places.tokens(step.to).tolist()
+                both = step.source, step.target
+            else:
+                continue
+            assert program.tokens(both[0]).tolist() == program.tokens(both[1]).tolist()
 
 
 @pytest.mark.parametrize("distribution", NAMES)
@@ -110,7 +111,7 @@ def test_merges_meet_what_was_computed(nodes):
     ((4, 3), (0, 0, 1, 0, 2, 2, 1, 1, 1, 0, 0, 2)),
 ])  # fmt: skip
 def test_tokens_on_nodes(shape, node, seqlen_kv, distribution):
-    """Each is received as often as an oracle says; all ranks at once are one by one."""
+    """Each is received as often as an oracle says."""
     n, layout, method = 240, Layout(*shape, nodes=node), "node aware"
     i, ends = np.arange(n), np.random.default_rng(1).integers(-40, seqlen_kv + 40, (2, n))
     config = AttentionConfig(n, 4, 8, 2, seqlen_kv=seqlen_kv)
@@ -132,37 +133,30 @@ def test_tokens_on_nodes(shape, node, seqlen_kv, distribution):
             expected = {key: x * returned[key] for key, x in traffic.items()}
             found, ways = {key: 0 * x for key, x in expected.items()}, (Counter(), Counter())
             for rank in range(layout.size):
-                (schedule,) = write(method, phase, layout, sizes, rank)
-                for key, x in travelling(schedule):
-                    tokens, ends = Places(schedule).tokens(x.rows), (rank, x.peer)
-                    ways[x.sent][key, ends if x.sent else ends[::-1], tokens.tobytes()] += 1
-                    if not x.sent:
+                (program,) = write(method, phase, layout, sizes, rank)
+                for key, x in travelling(program):
+                    sent, tokens = isinstance(x, Send), program.tokens(x.rows)
+                    ends = (rank, x.peer) if sent else (x.peer, rank)
+                    ways[sent][key, ends, tokens.tobytes()] += 1
+                    if not sent:
                         np.add.at(found[key][rank], tokens, 1)
             assert ways[0] == ways[1]
             for key, x in found.items():
                 assert np.array_equal(x, expected[key]), (mask, phase, key)
-            (everyone, *_) = write_all(method, phase, layout, sizes)
-            if np.ndim(everyone[0].rank) and distribution != "striped":
-                totals = dict.fromkeys(expected, 0)
-                for key, x in travelling(everyone[0]):
-                    if not x.sent:
-                        totals[key] = totals[key] + tokens_of(everyone[0]).of(x.rows)
-                for key, x in totals.items():
-                    assert np.array_equal(expected[key].sum(axis=1), x + 0 * expected[key][:, 0])
 
 
-def travelling(schedule):
+def travelling(program):
     """Messages, with the keys of `node_traffic`."""
-    for x in schedule.steps:
-        if isinstance(x, Message):
-            array = schedule.arrays[x.rows.array]
+    for x in program.steps:
+        if isinstance(x, Send | Receive):
+            array = program.arrays[x.rows.array]
             key = array.of_keys, array.kind in ("out", "dq", "dkv"), x.channel.endswith("node")
             yield key, x
 
 
 @given(st.data())
-def test_meetings_are_the_definition(data):
-    """Of any mask, shards and others; for all ranks at once as one by one."""
+def test_required_rows_are_the_definition(data):
+    """Of any mask, shards and other shards."""
     n, ranks = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 5))
     ends = st.lists(st.integers(-2, n + 2), min_size=n, max_size=n)
     drawn = IntervalMask(np.array(data.draw(ends)), np.array(data.draw(ends)))
@@ -170,38 +164,24 @@ def test_meetings_are_the_definition(data):
     config = AttentionConfig(n, 1, 1)
     name = data.draw(st.sampled_from(NAMES))
     shards = problem_of("attention2d", Layout(1, ranks), config, mask, name).shards
-    found = meetings(mask, shards, shards)
+    found = visibility(mask, shards, shards)
     tokens = [shards.tokens(p) for p in range(ranks)]
     visible = mask.dense(np.arange(n), np.arange(n))
-    owners = np.array(data.draw(st.permutations(range(ranks))))
-    sets = [np.array(data.draw(st.permutations(range(ranks)))) for _ in range(2)]
-    ring = data.draw(st.sampled_from([x for x in range(1, ranks + 1) if ranks % x == 0]))
-    around = Around(owners, data.draw(st.integers(0, ring)), ring)
+    others = tuple(sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1))))
     for of_keys in (False, True):
         seen = visible.T if of_keys else visible
-        for others in (tuple(sets), around):
-            counted = found.count(of_keys, owners, others)
-            for i, owner in enumerate(owners.tolist()):
-                if isinstance(others, Around):
-                    members = Around(int(others.first[i]), others.number, ring)
-                    in_ring = [p for p in range(ranks) if p // ring == members.first // ring]
-                    place = in_ring.index(members.first)
-                    listed = (in_ring[place:] + in_ring[:place])[: members.number]
-                else:
-                    listed = members = tuple(int(x[i]) for x in others)
-                if not listed:
-                    continue
-                keys = np.concatenate([tokens[p] for p in listed])
-                wanted = np.flatnonzero(seen[np.ix_(tokens[owner], keys)].any(axis=1))
-                edges = found.places(of_keys, owner, members)
-                where = np.concatenate([[], *map(np.arange, edges[::2], edges[1::2])])
-                assert where.tolist() == wanted.tolist()
-                assert counted[i] == size(edges) == len(wanted)
+        for owner in range(ranks):
+            theirs = np.concatenate([tokens[p] for p in others])
+            wanted = np.flatnonzero(seen[np.ix_(tokens[owner], theirs)].any(axis=1))
+            runs = found.required(of_keys, owner, others)
+            where = np.concatenate([[], *(np.arange(*run) for run in runs)])
+            assert where.tolist() == wanted.tolist() and size(runs) == len(wanted)
 
 
-def test_all_tokens_meet():
+def test_all_rows_are_required_under_a_full_mask():
     shards = problem("attention2d", Layout(2, 3), Full(), "contiguous").shards
-    assert meetings(Full(), shards, shards) is None
+    found = visibility(Full(), shards, shards)
+    assert all(size(found.required(True, p, (0,))) == shards.counts[p] for p in range(RANKS))
 
 
 def test_equal_documents_move_nothing():

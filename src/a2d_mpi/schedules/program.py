@@ -1,0 +1,585 @@
+"""Programs: the steps of one rank in one phase, and the vocabulary in which methods write them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from a2d_mpi.core.chunks import FIRST_SHARE, split_own_shard, splits_own_shard
+from a2d_mpi.core.intervals import (
+    Runs,
+    common,
+    cut,
+    keys_per_query,
+    queries_per_key,
+    size,
+)
+from a2d_mpi.core.masks import Causal, Full
+from a2d_mpi.core.pairs import pairs_of_runs
+from a2d_mpi.schedules.group import Group
+from a2d_mpi.schedules.steps import (
+    KINDS,
+    SUMS,
+    Add,
+    Array,
+    Attend,
+    Clear,
+    Copy,
+    Differentiate,
+    Merge,
+    Message,
+    Receive,
+    Rows,
+    Send,
+    Step,
+    Wait,
+)
+
+
+class Program:
+    """All that one rank does in one phase.
+
+    Parameters
+    ----------
+    rank : int
+        In the group.
+    group : Group
+
+    Attributes
+    ----------
+    channels : dict of str to tuple of int
+        The ranks of each channel, by their rank in it.
+    arrays : dict of str to Array
+    steps : list of Step
+    body : int
+        Number of steps before the waits that end the program.
+    messages : int
+        Number of messages, sent and received.
+    results : dict of str to Rows
+        Rows that hold the results of this rank's shard in the end, by kind.
+    mask : Mask
+        Of the pairs that this rank computes.
+    """
+
+    def __init__(self, rank: int, group: Group) -> None:
+        self.rank, self.group, self.mask = rank, group, group.problem.mask
+        self._stride, self._offset = 1, 0
+        self.channels: dict[str, tuple[int, ...]] = {}
+        self.arrays: dict[str, Array] = {}
+        self.steps: list[Step] = []
+        self.results: dict[str, Rows] = {}
+        self._known_offsets: dict[str, list[int]] = {}
+        self._index: dict[str, dict[int, list[int]]] = {}
+        self._twins: dict[str, str] = {}
+        self.messages = self.body = 0
+        self._turns: dict[tuple, int] = {}
+        self._token_runs: dict[Rows, list[range]] = {}
+        self._packed: dict[Rows, Rows] = {}
+        self._ends: dict[Rows, tuple[int, int]] = {}
+        self._partial: dict[tuple, Rows] = {}
+        self._written: dict[str, list[range]] = {}
+        self._unsorted_sums: set[str] = set()
+        self._sorted: set[str] = set()
+        self._held: list[tuple[str, int, Rows]] = []
+        self._positions: dict[str, list[tuple[int, list[range]]]] = {}
+
+    def of_ranks(self, stride: int, offset: int) -> Program:
+        """The same program for the ranks ``p stride + offset`` of the layout."""
+        found = copy(self)
+        found._stride, found._offset = stride, offset
+        return found
+
+    def logical(self, rank: int) -> int:
+        """The rank of the layout that a rank of the group is."""
+        return rank * self._stride + self._offset
+
+    # Arrays and rows.
+
+    def array(
+        self,
+        name: str,
+        kind: str,
+        pieces: Iterable[tuple[int, Runs]],
+        role: str = "buffer",
+        accumulated: tuple[str, ...] | None = None,
+        **others: bool | str,
+    ) -> str:
+        """Declare an array, see `a2d_mpi.schedules.steps.Array`; returns its name.
+
+        All tensors of results are accumulated by default.
+        """
+        if name not in self.arrays:
+            if accumulated is None:
+                accumulated = KINDS[kind] if role == "result" else SUMS
+            self.arrays[name] = Array(kind, tuple(pieces), role, accumulated, **others)
+        return name
+
+    def _offsets(self, name: str) -> list[int]:
+        """Rows of an array before each of its pieces, and all of them."""
+        if name not in self._known_offsets:
+            sizes = (size(places) for _, places in self.arrays[name].pieces)
+            self._known_offsets[name] = list(accumulate(sizes, initial=0))
+        return self._known_offsets[name]
+
+    def _of_owner(self, name: str, owner: int) -> Sequence[int]:
+        """Numbers of the pieces of an array that are an owner's."""
+        if name not in self._index:
+            index = self._index[name] = {}
+            for i, (owned_by, _) in enumerate(self.arrays[name].pieces):
+                index.setdefault(owned_by, []).append(i)
+        return self._index[name].get(owner, ())
+
+    def _held_at(self, name: str, owner: int) -> list[tuple[int, Runs]]:
+        """Offsets in an array of an owner's pieces, and their places in the owner's shard."""
+        offsets, pieces = self._offsets(name), self.arrays[name].pieces
+        return [(offsets[i], pieces[i][1]) for i in self._of_owner(name, owner)]
+
+    def own(self, name: str, kind: str, role: str = "buffer", **others: bool | str) -> Rows:
+        """Declare an array of this rank's shard; returns all its rows."""
+        whole = self.group.whole(kind in ("kv", "dkv"), self.rank)
+        return self.rows(self.array(name, kind, [(self.rank, whole)], role, **others))
+
+    def rows(
+        self,
+        name: str,
+        owner: int | None = None,
+        places: Runs | None = None,
+        head: int | None = None,
+    ) -> Rows:
+        """Rows of an array: all, or those of an owner's tokens, at some places of its shard."""
+        array = self.arrays[name]
+        if owner is None:
+            return Rows(name, (range(array.length),) if array.length else (), head)
+        if array.by_token:
+            where = self._by_token(name)
+            runs = (r for i in self._of_owner(name, owner) for r in where[i][1])
+            return Rows(name, tuple(runs), head)
+        found: list[range] = []
+        for offset, held in self._held_at(name, owner):
+            _place(found, offset, held, places)
+        return Rows(name, tuple(found), head)
+
+    def rows_within(self, name: str, begin: int, end: int) -> Rows:
+        """Rows of the tokens in ``[begin, end)``, of all owners."""
+        array = self.arrays[name]
+        shards, found = self.group.shards(array.of_keys), []
+        if not array.by_token:
+            for offset, (owner, held) in zip(self._offsets(name), array.pieces):
+                _place(found, offset, held, shards.places(owner, ((begin, end),)))
+            return Rows(name, tuple(found))
+        tokens = self.tokens(self.rows(name))
+        first, last = np.searchsorted(tokens, (begin, end)).tolist()
+        return Rows(name, (range(first, last),) if first < last else ())
+
+    def matching(self, name: str, rows: Rows) -> Rows:
+        """Rows of another array for the same tokens."""
+        found: list[range] = []
+        for owner, wanted in self.pieces(rows):
+            for offset, held in self._held_at(name, owner):
+                _place(found, offset, held, wanted)
+        return Rows(name, tuple(found))
+
+    def pieces(self, rows: Rows) -> list[tuple[int, Runs]]:
+        """Owners, and places in their shards, of rows of an array that is not by token."""
+        pieces, offsets = self.arrays[rows.array].pieces, self._offsets(rows.array)
+        found = []
+        for run in rows.runs:
+            i = bisect_right(offsets, run.start) - 1
+            while i < len(pieces) and offsets[i] < run.stop:
+                first, last = run.start - offsets[i], run.stop - offsets[i]
+                owner, places = pieces[i]
+                if first > 0 or last < offsets[i + 1] - offsets[i]:
+                    places = cut(places, max(first, 0), last)
+                if places:
+                    found.append((owner, places))
+                i += 1
+        return found
+
+    def token_runs(self, rows: Rows) -> list[range]:
+        """Tokens of rows as progressions; of all rows of an array by token, in any order."""
+        if rows not in self._token_runs:
+            array = self.arrays[rows.array]
+            if array.by_token and rows.count < array.length:
+                return _progressions(self.tokens(rows))
+            shards = self.group.shards(array.of_keys)
+            pieces = array.pieces if rows.count == array.length else self.pieces(rows)
+            found = [r for owner, places in pieces for r in shards.at(owner, places)]
+            self._token_runs[rows] = found
+        return self._token_runs[rows]
+
+    def tokens(self, rows: Rows) -> np.ndarray:
+        """Token of every row, (rows,) int64, in the order of the rows."""
+        array = self.arrays[rows.array]
+        if array.by_token:
+            whole = self.token_runs(Rows(rows.array, (range(array.length),)))
+            return np.sort(_concatenated(whole))[positions(rows)]
+        return _concatenated(self.token_runs(rows))
+
+    def sorted_twin(self, name: str) -> str:
+        """Declare the array whose rows are those of another one, by token; returns its name.
+
+        The array itself, if its rows are in that order.
+        """
+        if name not in self._twins:
+            array, runs = self.arrays[name], self.token_runs(self.rows(name))
+            self._twins[name] = name
+            if any(a[-1] > b[0] for a, b in pairwise(runs)):
+                others = {"accumulated": array.accumulated, "by_token": True}
+                twin = self.array(f"{name} by token", array.kind, array.pieces, **others)
+                self._twins[name] = twin
+        return self._twins[name]
+
+    def sorted(self, name: str) -> str:
+        """Copy the rows of an array to its sorted twin, once; returns the twin."""
+        twin = self.sorted_twin(name)
+        if twin != name and name not in self._sorted:
+            self._sorted.add(name)
+            self.copy(self.rows(name), self._piecewise(twin))
+        return twin
+
+    def sums(
+        self, name: str, kind: str, like: str, by_token: bool = False
+    ) -> Callable[[Rows], Rows]:
+        """Declare and clear an array of sums for the rows of another array.
+
+        Parameters
+        ----------
+        name, kind : str
+        like : str
+            The array with the same tokens.
+        by_token : bool
+            Some kernel calls add to all rows in the order of tokens, as `sorted` has them.  These
+            sums are added to the array before its rows are first sent or combined.
+
+        Returns
+        -------
+        callable
+            Finds the sums for rows of the array `like` or of its sorted twin.
+        """
+        self.array(name, kind, self.arrays[like].pieces)
+        self.clear(self.rows(name))
+        names = {like: name}
+        if by_token and (twin := self.sorted_twin(name)) != name:
+            names[self.sorted_twin(like)] = twin
+            self.clear(self.rows(twin))
+            self._unsorted_sums.add(name)
+        return lambda rows: rows._replace(array=names[rows.array])
+
+    def _piecewise(self, name: str) -> Rows:
+        """All rows of an array by token, in the order of its pieces."""
+        return Rows(name, tuple(r for _, runs in self._by_token(name) for r in runs))
+
+    def _by_token(self, name: str) -> list[tuple[int, list[range]]]:
+        """Owners, and positions in an array by token, of every piece."""
+        if name not in self._positions:
+            array = self.arrays[name]
+            shards = self.group.shards(array.of_keys)
+            tokens = [shards.at(owner, places) for owner, places in array.pieces]
+            owners = (owner for owner, _ in array.pieces)
+            self._positions[name] = list(zip(owners, ranks_among(tokens)))
+        return self._positions[name]
+
+    def split_own(self, of_keys: bool, others: Sequence[int], ranks: int) -> list[Runs]:
+        """Cut this rank's shard in the part that it computes first and the part for the end.
+
+        Parameters
+        ----------
+        of_keys : bool
+            Of keys or queries.
+        others : sequence of int
+            Owners of the tokens on the other side of the tile.
+        ranks : int
+            Of the row or column along which partial results travel.
+        """
+        whole = self.group.whole(of_keys, self.rank)
+        if not splits_own_shard(size(whole), ranks):
+            return [whole]
+        n = size(whole)
+        first = self._tokens_with(of_keys, tuple(others), n)
+        return [((x.start, x.stop),) for x in split_own_shard(first, n, ranks)]
+
+    def _tokens_with(self, of_keys: bool, others: tuple[int, ...], n: int) -> int:
+        """First tokens of this rank's shard that have `FIRST_SHARE` of its visible pairs."""
+        shards, problem = self.group.shards(of_keys), self.group.problem
+        if type(self.mask) in (Full, Causal):  # in closed form, far faster
+            theirs = problem.runs_of(not of_keys, others)
+
+            def pairs(tokens: int) -> int:
+                own = shards.at(self.rank, ((0, tokens),))
+                return pairs_of_runs(self.mask, *((theirs, own) if of_keys else (own, theirs)))[0]
+
+            target = FIRST_SHARE * pairs(n)
+            return bisect_left(range(n), target, key=lambda i: pairs(i + 1))
+        shard, tokens = shards.tokens(self.rank), problem.tokens_of(not of_keys, others)
+        if of_keys:
+            areas = queries_per_key(self.mask.intervals(tokens, shard), len(shard))
+        else:
+            areas = keys_per_query(self.mask.intervals(shard, tokens))
+        return int(np.searchsorted(np.cumsum(areas), FIRST_SHARE * areas.sum()))
+
+    # Messages.
+
+    def receive(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> Receive | None:
+        """Start receiving rows; None if there are none."""
+        if not rows.runs:
+            return None
+        message = Receive(channel, peer, rows, tag, *self._count(False, channel, peer, rows, tag))
+        self.steps.append(message)
+        return message
+
+    def send(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> Send | None:
+        """Start sending rows, scattered ones in a packed copy; None if there are none."""
+        if not rows.runs:
+            return None
+        self._add_sorted_sums(rows.array)
+        if len(rows.runs) > 1:
+            rows = self._side_by_side(rows)
+        message = Send(channel, peer, rows, tag, *self._count(True, channel, peer, rows, tag))
+        self.steps.append(message)
+        return message
+
+    def wait(self, messages: Iterable[Message | None]) -> None:
+        """Block until messages of one channel are done."""
+        if found := [x for x in messages if x]:
+            self.steps.append(Wait(found[0].channel, tuple(x.index for x in found)))
+
+    def exchange(self, *messages: Message | None) -> list[Message]:
+        """Messages that were posted together; without overlap the rank waits for them at once."""
+        found = [x for x in messages if x]
+        if not self.group.overlap:
+            self.wait(found)
+            return []
+        return found
+
+    def give(self, channel: str, owner: int, rows: Rows) -> None:
+        """Send a finished partial result to its owner; without overlap, when all are finished."""
+        if self.group.overlap:
+            self.send(channel, owner, rows)
+        else:
+            self._held.append((channel, owner, rows))
+
+    def release(self, channel: str) -> None:
+        """Send all finished partial results that wait for a channel."""
+        for x in [x for x in self._held if x[0] == channel]:
+            self.send(*x)
+        self._held = [x for x in self._held if x[0] != channel]
+
+    def finish(self) -> None:
+        """Wait for all messages that nothing has waited for."""
+        self.body = len(self.steps)
+        waited = {x for step in self.steps if isinstance(step, Wait) for x in step.messages}
+        left = [x for x in self.steps if isinstance(x, Send | Receive) and x.index not in waited]
+        for channel in self.channels:
+            self.wait(x for x in left if x.channel == channel)
+
+    def _count(self, sent: bool, channel: str, peer: int, rows: Rows, tag: int) -> tuple[int, int]:
+        """Turn and index of the next message."""
+        key = sent, channel, peer, self.arrays[rows.array].kind, tag
+        turn = self._turns[key] = self._turns.get(key, -1) + 1
+        self.messages += 1
+        return turn, self.messages - 1
+
+    def _side_by_side(self, rows: Rows) -> Rows:
+        """A packed copy of scattered rows, made when it is first needed."""
+        if rows not in self._packed:
+            array = self.arrays[rows.array]
+            name = self.array(
+                f"packed {len(self._packed)}",
+                array.kind,
+                self.pieces(rows),
+                accumulated=array.accumulated,
+            )
+            self._packed[rows] = self.rows(name)
+            self.copy(rows, self._packed[rows])
+        return self._packed[rows]
+
+    # Work.
+
+    def copy(self, source: Rows, target: Rows) -> None:
+        """Copy rows."""
+        if source.runs:
+            self.steps.append(Copy(source, target))
+
+    def clear(self, rows: Rows) -> None:
+        """Set rows to zero."""
+        if rows.runs:
+            self.steps.append(Clear(rows))
+
+    def attend(self, queries: Rows, keys: Rows, target: Rows) -> None:
+        """Compute a partial result: write it to rows that hold nothing yet, or merge it."""
+        if not queries.runs:
+            return
+        written = self._written.setdefault(target.array, [])
+        if not any(a.start < b.stop and b.start < a.stop for a in target.runs for b in written):
+            written += target.runs
+            self.steps.append(Attend(queries, keys, target))
+        elif self.sees(queries, keys):
+            partial = self._partial_of(target)
+            self.steps.append(Attend(queries, keys, partial))
+            self.combine(partial, target)
+
+    def differentiate(
+        self, queries: Rows, keys: Rows, dq: Rows, dkv: Rows, fresh: bool = False
+    ) -> None:
+        """Add gradients, in one kernel call for each run of keys; `fresh`: write them."""
+        if not fresh and not self.sees(queries, keys):
+            return
+        for k, dk in _common_runs(keys.runs, dkv.runs) or [((), ())]:
+            parts = keys._replace(runs=k), dq, dkv._replace(runs=dk)
+            self.steps.append(Differentiate(queries, *parts, fresh))
+
+    def combine(self, source: Rows, target: Rows) -> None:
+        """Merge a partial result, or add a sum, to rows of the same kind."""
+        if not source.runs:
+            return
+        self._add_sorted_sums(source.array)
+        array = self.arrays[target.array]
+        if array.kind != "out":
+            self.steps.append(Add(source, target))
+            return
+        name = f"compensation of {target.array}"
+        if name not in self.arrays:
+            self.array(name, "compensation", array.pieces)
+            self.clear(self.rows(name))
+        self.steps.append(Merge(source, target, target._replace(array=name)))
+
+    def sees(self, queries: Rows, keys: Rows) -> bool:
+        """Tell whether any of the queries sees any of the keys."""
+        if not (queries.runs and keys.runs):
+            return False
+        if type(self.mask) is Full:
+            return True
+        if type(self.mask) is Causal:
+            return self.extremes(queries)[1] >= self.extremes(keys)[0]
+        intervals = self.mask.intervals(self.tokens(queries), np.sort(self.tokens(keys)))
+        return any((end > begin).any() for begin, end in intervals)
+
+    def extremes(self, rows: Rows) -> tuple[int, int]:
+        """First and last token of rows."""
+        if rows not in self._ends:
+            runs = self.token_runs(rows)
+            self._ends[rows] = min(r[0] for r in runs), max(r[-1] for r in runs)
+        return self._ends[rows]
+
+    def _partial_of(self, target: Rows) -> Rows:
+        """Rows for a partial result that is merged with others at once."""
+        if target not in self._partial:
+            self._partial[target] = self.rows(
+                self.array(
+                    f"partial {len(self._partial)}",
+                    "out",
+                    self.pieces(target),
+                    accumulated=KINDS["out"],
+                    as_computed=True,
+                    room="partial",
+                )
+            )
+        return self._partial[target]
+
+    def _add_sorted_sums(self, name: str) -> None:
+        """Add the sums of an array's sorted twin to the array, before its rows are used."""
+        if name in self._unsorted_sums:
+            self._unsorted_sums.remove(name)
+            twin = self.sorted_twin(name)
+            self.steps.append(Add(self._piecewise(twin), self.rows(name)))
+
+
+def positions(rows: Rows) -> np.ndarray:
+    """Positions of rows in the memory of their array, (rows,) int64."""
+    return _concatenated(rows.runs)
+
+
+def common_rows(source: Rows, target: Rows) -> list[tuple[Rows, Rows]]:
+    """Cut rows of two arrays in parts that are one run in both."""
+    return [
+        (source._replace(runs=a), target._replace(runs=b))
+        for a, b in _common_runs(source.runs, target.runs)
+    ]
+
+
+def _common_runs(
+    one: Sequence[range], other: Sequence[range]
+) -> list[tuple[tuple[range], tuple[range]]]:
+    found, i, j, a, b = [], 0, 0, 0, 0  # a, b: how much of the runs i, j is done
+    while i < len(one) and j < len(other):
+        n = min(len(one[i]) - a, len(other[j]) - b)
+        found.append(((one[i][a : a + n],), (other[j][b : b + n],)))
+        a, b = a + n, b + n
+        if a == len(one[i]):
+            i, a = i + 1, 0
+        if b == len(other[j]):
+            j, b = j + 1, 0
+    return found
+
+
+def _place(found: list[range], offset: int, held: Runs, places: Runs | None) -> None:
+    """Append the positions of some places to runs of positions; the places are held at offset."""
+    for begin, end in held:
+        wanted = ((begin, end),) if places is None else common(places, begin, end)
+        for a, b in wanted:
+            first, last = offset + a - begin, offset + b - begin
+            if found and found[-1].stop == first:
+                found[-1] = range(found[-1].start, last)
+            else:
+                found.append(range(first, last))
+        offset += end - begin
+
+
+def _joined(runs: list[range]) -> list[range]:
+    found: list[range] = []
+    for run in runs:
+        if found and found[-1].stop == run.start:
+            found[-1] = range(found[-1].start, run.stop)
+        else:
+            found.append(run)
+    return found
+
+
+def _concatenated(runs: Iterable[range]) -> np.ndarray:
+    found = [np.arange(r.start, r.stop, r.step) for r in runs]
+    return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+def ranks_among(pieces: Sequence[Sequence[range]]) -> list[list[range]]:
+    """Positions of the integers of each piece in the sorted union of all pieces.
+
+    `pieces`: ascending progressions; none is empty, and no integer occurs twice.
+    """
+    found: list[list[range]] = [[] for _ in pieces]
+    ordered = sorted(((r, i) for i, piece in enumerate(pieces) for r in piece), key=_start)
+    if all(a[-1] < b[0] for (a, _), (b, _) in pairwise(ordered)):
+        done = 0
+        for r, i in ordered:
+            found[i] = _joined([*found[i], range(done, done + len(r))])
+            done += len(r)
+        return found
+    integers = [_concatenated(piece) for piece in pieces]
+    order = np.argsort(np.concatenate(integers))
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    ends = np.cumsum([len(x) for x in integers])
+    return [_progressions(x) for x in np.split(place, ends[:-1])]
+
+
+def _start(piece: tuple[range, int]) -> int:
+    return piece[0].start
+
+
+def _progressions(x: np.ndarray) -> list[range]:
+    """Integers in ascending order as few arithmetic progressions."""
+    steps, found, first = np.diff(x), [], 0
+    changes = np.flatnonzero(np.diff(steps)) + 1
+    while first < len(x):
+        if first == len(x) - 1:
+            found.append(range(int(x[first]), int(x[first]) + 1))
+            break
+        step = int(steps[first])
+        later = changes[np.searchsorted(changes, first, side="right") :]
+        last = int(later[0]) if len(later) else len(x) - 1
+        found.append(range(int(x[first]), int(x[last]) + 1, step))
+        first = last + 1
+    return found
