@@ -15,7 +15,8 @@ from a2d_mpi.attention.executor import executors
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import problem_of, triangle
+from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.program import Program
 
 SAMPLE = Path(__file__).parents[1] / "data" / "minilm_l3_1536.h5"
 # Ranks that take part, and those among them that share the heads.
@@ -70,7 +71,7 @@ def test_a_wrong_variant_fails(comm, grid, monkeypatch):
     reference(61, NHEADS)
     found = []
     if grid is not None and grid.group_comm.size > 1:
-        monkeypatch.setattr(triangle, "Merge", lambda rows, to: triangle.Zero(rows))
+        monkeypatch.setattr(Program, "combine", lambda p, source, target: p.clear(source))
         plan = TriangleAttention(grid, Causal(), seqlen=61, nheads=NHEADS, headdim=16)
         found = failures(plan, run(plan, *inputs(61, NHEADS, 16)), Causal(), 61, NHEADS, 16)
     seen = comm.allreduce(len(found))
