@@ -6,7 +6,7 @@ Exact for shards of any sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -91,20 +91,20 @@ def moves(
 
 def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
     """Bytes [sent, received] by a rank, by (phase, channel); arguments as of `moves`."""
-    found: Bytes = {}
-    for move in moves(method, layout, problem, rank):
-        both = found.setdefault((move.phase, move.channel), [0, 0])
-        both[not move.sent] += move.nbytes
-    return found
+    return _summed(moves(method, layout, problem, rank), "nbytes")
 
 
 def messages(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
     """The number of MPI messages; otherwise like `traffic`."""
-    found: Bytes = {}
-    for move in moves(method, layout, problem, rank):
-        both = found.setdefault((move.phase, move.channel), [0, 0])
-        both[not move.sent] += move.messages
-    return found
+    return _summed(moves(method, layout, problem, rank), "messages")
+
+
+def _summed(found: Iterable[Move], figure: str) -> Bytes:
+    both: Bytes = {}
+    for move in found:
+        sums = both.setdefault((move.phase, move.channel), [0, 0])
+        sums[not move.sent] += getattr(move, figure)
+    return both
 
 
 def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = False) -> float:
