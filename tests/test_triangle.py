@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, TriangleAttention
-from a2d_mpi.attention.executor import executors
 from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules import problem_of, write
+from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.program import Program
 
 SAMPLE = Path(__file__).parents[1] / "data" / "minilm_l3_1536.h5"
@@ -166,9 +166,9 @@ def test_balance(t, seqlen):
     work = Workload(seqlen, 1, 1, mask=Causal(), dtype="float32")
     problem = problem_of("triangle", layout, work, work.mask)
     areas = [
-        executor.area()
+        area(program)
         for rank in range(layout.size)
-        for executor in executors("triangle", "forward", layout, problem, rank, True)
+        for program in write("triangle", "forward", layout, problem, rank)
     ]
     assert sum(areas) == seqlen * (seqlen + 1) // 2
     assert max(areas) / np.mean(areas) <= 1 + 3 * layout.size / seqlen
