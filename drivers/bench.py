@@ -25,7 +25,7 @@ from functools import partial
 from mpi4py import MPI
 
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.experiments.bench import SPANS, bench
+from a2d_mpi.experiments.bench import OVERLAPS, SPANS, bench
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.options import (
     BLOCK_HELP,
@@ -71,7 +71,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--headdim", type=listed(HEADDIM), default="64", help="of a head (default %(default)s)")
     add("--dtypes", type=listed(one_of(DTYPES)), default="float32", help="default %(default)s")
     add("--backward", action="store_true", help="also the gradients")
-    add("--overlap", default="on", help="on, off (phase by phase) or both (default %(default)s)")
+    text = "off: communicate and compute in turn (default %(default)s)"
+    add("--overlap", choices=OVERLAPS, default="on", help=text)
     add("--trials", type=TRIALS, default=5, help="timed runs of each (default %(default)s)")
     add("--warmup", type=WARMUP, default=1, help="runs before, 1 at least (default %(default)s)")
     check = partial(check_text, none=False)

@@ -11,15 +11,13 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.bench_decode import bench_decode
 from a2d_mpi.experiments.cli import Parser, run
+from a2d_mpi.experiments.model_options import BLOCK, LAYERS, WIDTH
 from a2d_mpi.experiments.options import (
-    BLOCK,
     HEADS,
-    LAYERS,
     SEED,
     SEQLEN,
     THREADS,
     TRIALS,
-    WIDTH,
     listed,
     path,
     whole,

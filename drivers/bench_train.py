@@ -15,11 +15,11 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.bench_train import bench_train
 from a2d_mpi.experiments.cli import Parser, run
+from a2d_mpi.experiments.model_options import add_model
 from a2d_mpi.experiments.options import (
     SEED,
     THREADS,
     TRIALS,
-    add_model,
     mask_text,
     path,
     tokens,

@@ -10,9 +10,8 @@ A link that these ranks do not have (one node, or one rank on each) is left out 
 which then does for ranks that do not need it.
 
 Again and again it looks whether the ranks get their cores, and whether the same kernel takes as
-long as before.  If figures may be off by more than 20 % it measures once more, three times at
-most; then it refuses.  Exit code 2: bad input, the machine is disturbed, or the output cannot be
-written.
+long as before.  If figures may be off by more than 20 % the output and the profile say so: measure
+once more then.  Exit code 2: bad input, or the output cannot be written.
 """
 
 from mpi4py import MPI
@@ -39,8 +38,6 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--kernel", choices=("auto", "numpy", "numba"), default="auto",
         help="default: the fastest that is installed")  # fmt: skip
     add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
-    add("--accept-disturbed", action="store_true",
-        help="measure once, and write the profile even if others use the machine")  # fmt: skip
     return parser
 
 

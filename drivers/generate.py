@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.generate import generate
+from a2d_mpi.experiments.model_options import BLOCK
 from a2d_mpi.experiments.options import (
-    BLOCK,
     METHOD_HELP,
     SEED,
     listed,
@@ -28,12 +28,11 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("generate.py", __doc__, comm)
     add = parser.add_argument
-    add("checkpoint", type=path, help="file, or folder of which the latest is taken")
-    add("--prompt", action="append", help="text; may be given several times")
-    add("--prompts", type=path, help="file with a prompt in each line")
+    add("checkpoint", type=path, help="file, or folder (its latest checkpoint)")
+    add("--prompt", action="append", required=True, help="text; may be given several times")
     add("--tokens", type=whole(1), default=100, help="new ones a prompt (default %(default)s)")
     add("--temperature", type=real(0, 1e6), default=0.0, help="0: the likeliest (default)")
-    add("--top-k", type=whole(1), help="draw from so many likeliest ones; default: all")
+    add("--top-k", type=whole(1), help="draw from the K likeliest tokens; default: all")
     add("--seed", type=SEED, default=0, help="of what is drawn (default %(default)s)")
     add("--room", type=listed(whole(0)), help="blocks on each rank: 10,10,4,10; default: no limit")
     add("--arrive", type=listed(whole(0)), help="steps at which prompts come: 0,0,7; default: 0")

@@ -9,6 +9,8 @@ again; --picture draws all that is in it.  No MPI is needed.
 Exit code 2: bad input.
 """
 
+import argparse
+
 from a2d_mpi.experiments.mask_table import plan_text, print_table
 from a2d_mpi.experiments.options import (
     MASK_HELP,
@@ -20,6 +22,8 @@ from a2d_mpi.experiments.options import (
     run_serial,
     whole,
 )
+from a2d_mpi.figures.mask_plots import draw_table
+from a2d_mpi.figures.pictures import check_picture, save
 
 PLANS = [
     *(f"attention2d/{name}" for name in ("contiguous", "zigzag", "balanced")),
@@ -48,5 +52,15 @@ def build_parser() -> Parser:
     return parser
 
 
+def table(args: argparse.Namespace) -> int:
+    """Print, keep and draw the table; returns the exit code."""
+    if args.picture:
+        check_picture(args.picture)
+    known = print_table(args)
+    if args.picture:
+        save(draw_table(known), args.picture, dpi=120)
+    return 0
+
+
 if __name__ == "__main__":
-    run_serial(build_parser, print_table)
+    run_serial(build_parser, table)

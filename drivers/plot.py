@@ -10,7 +10,7 @@ timeline  what every rank of one run did when
 
 Alone, of files of other drivers:
 training     loss by tokens (drivers/train_gpt.py)
-kernels      TFLOP/s of the GPU's kernels and of PyTorch's (drivers/bench_gpu.py)
+kernels      speed of kernels and of PyTorch's (drivers/bench_gpu.py, bench_tile.py)
 steps        seconds of training steps by part, measured and predicted (drivers/bench_train.py)
 activations  memory by number of ranks (drivers/bench_train.py)
 strong       time by number of ranks, with per cent of ideal scaling (drivers/simulate.py)
@@ -26,7 +26,7 @@ stderr.  Exit code 2: bad input, or nothing could be drawn.
 """
 
 from a2d_mpi.experiments.options import Parser, path, run_serial, whole
-from a2d_mpi.experiments.plots import FIGURES, OTHERS, PHASES, plot
+from a2d_mpi.figures.plots import FIGURES, OTHERS, PHASES, plot
 
 
 def build_parser() -> Parser:

@@ -8,10 +8,10 @@ import argparse
 
 import numpy as np
 
-from a2d_mpi.core.distribution import DISTRIBUTIONS
-from a2d_mpi.experiments.mask_plots import COLOURS, tiling
+from a2d_mpi.core.config import DISTRIBUTIONS
 from a2d_mpi.experiments.options import MASK_HELP, Parser, mask_text, path, run_serial, whole
-from a2d_mpi.experiments.pictures import check_picture, pyplot, save
+from a2d_mpi.figures.mask_plots import COLOURS, tiling
+from a2d_mpi.figures.pictures import check_picture, pyplot, save
 
 LONGEST = 4096  # tokens: every pair of them is a pixel
 

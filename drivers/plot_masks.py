@@ -9,9 +9,9 @@ of the key's owner; above it the distribution, and the largest area of a rank ov
 Nothing is run; no MPI is needed.  Exit code 2: bad input.
 """
 
-from a2d_mpi.core.distribution import DISTRIBUTIONS
-from a2d_mpi.experiments.mask_plots import LONGEST, RANKS, plot_masks
+from a2d_mpi.core.config import DISTRIBUTIONS
 from a2d_mpi.experiments.options import MASK_HELP, Parser, masks, path, run_serial, whole
+from a2d_mpi.figures.mask_plots import LONGEST, RANKS, plot_masks
 
 
 def build_parser() -> Parser:

@@ -21,7 +21,7 @@ from a2d_mpi.experiments.options import (
     path,
     run_serial,
 )
-from a2d_mpi.experiments.schedule_plots import PLANS, RANKS, plot_schedule
+from a2d_mpi.figures.schedule_plots import PLANS, RANKS, plot_schedule
 
 
 def build_parser() -> Parser:

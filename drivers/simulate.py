@@ -4,12 +4,9 @@
         --networks "switch,fat tree:2,dragonfly" --ranks 64,256,1024 --seqlens 1M --nheads 32 \
         --nheads-kv 32,8 --masks causal --backward --plans "ring,auto:each" --resume
 
-    python drivers/simulate.py --output build/runs.h5 --benchmark data/results/*.h5
-
 Every rank does what the model has it do, for as long; only the network is another: SimGrid shares
 its links among all messages.  Plans are those of drivers/bench.py; a network is "switch", "fat
-tree", "fat tree:4" (four times oversubscribed) or "dragonfly".  --benchmark: the plans of files of
-drivers/bench.py instead, each on the profile beside it of the same name, against the measurement.
+tree", "fat tree:4" (four times oversubscribed) or "dragonfly".
 Every simulation is added to the file when it is done; --resume goes on where an earlier run ended,
 and tries again what ran out of time, if there is more now.  All-gathers of many ranks take long:
 for each message that ends, SimGrid shares the links anew among all others.  With --coarse 1e-3
@@ -29,6 +26,7 @@ from a2d_mpi.experiments.options import (
     Parser,
     listed,
     masks,
+    one_of,
     path,
     real,
     run_serial,
@@ -44,27 +42,21 @@ def build_parser() -> Parser:
     add = parser.add_argument
     add("--output", type=path, required=True, help="HDF5 file")
     add("--resume", action="store_true", help="add to the file what is not there yet")
-    add(
-        "--benchmark",
-        type=path,
-        nargs="+",
-        help="files of drivers/bench.py: their plans, and no others",
-    )
-    add("--profile", type=path, nargs="+", default=[], help="TOML files, see data/machines")
+    add("--profile", type=path, nargs="+", required=True, help="TOML files, see data/machines")
     add("--networks", default="switch", help="default %(default)s")
     add("--ranks", type=listed(whole(1, RANKS)), default=[64], help="64,256: default 64")
     add("--plans", default="auto:each", help="as of drivers/bench.py (default %(default)s)")
     add("--seqlens", type=listed(tokens), default="1M", help="64K,1M (default %(default)s)")
     add("--masks", type=masks, default="causal", help=f"{MASK_HELP} (default %(default)s)")
-    add("--nheads", type=HEADS, default=32, help="query heads (default %(default)s)")
+    add("--nheads", type=listed(HEADS), default="32", help="query heads (default %(default)s)")
     add("--nheads-kv", type=listed(HEADS), help="32,8; default: as many as query heads")
-    add("--headdim", type=HEADDIM, default=128, help="default %(default)s")
-    add("--dtype", choices=DTYPES, default="bfloat16")
+    add("--headdim", type=listed(HEADDIM), default="128", help="default %(default)s")
+    add("--dtypes", type=listed(one_of(DTYPES)), default="bfloat16", help="default %(default)s")
     add("--backward", action="store_true", help="also the gradients")
     for name, kind, what in (
         ("slow-rank", real(1, 1e6), "what the first rank does takes so many times as long"),
-        ("slow-port", real(1, 1e6), "the first node's first NIC has so many times less bandwidth"),
         ("latency", real(0, 1e6), "latencies are so many times as long"),
+        ("slow-port", real(1, 1e6), "the first node's first NIC has so many times less bandwidth"),
     ):
         add(f"--{name}", type=kind, default=1.0, help=f"{what} (default %(default)s)")
     add("--links-alone", action="store_true", help="ranks compute, copy and merge in no time")

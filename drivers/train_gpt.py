@@ -4,14 +4,16 @@
         --rows 2 --cols 2 --steps 200 --output results/tiny.h5
 
 Packed documents do not see each other; they are cut at --separator.  Checkpoints in --folder:
---resume goes on to the same bits as a run that was not interrupted, on the same grid and CPU.
+--resume continues the run, to the same bits as without a break on the same grid and CPU.
 Exit code 1: the loss is no longer finite.  2: bad input, or nothing can be written.
 """
 
 from mpi4py import MPI
 
-from a2d_mpi.experiments.cli import Parser, add_engine, add_grid, run
-from a2d_mpi.experiments.options import SEED, add_model, escaped, path, real, whole
+from a2d_mpi.experiments.cli import Parser, add_engine, run
+from a2d_mpi.experiments.grids import add_grid
+from a2d_mpi.experiments.model_options import add_model
+from a2d_mpi.experiments.options import SEED, escaped, path, real, whole
 from a2d_mpi.experiments.train_gpt import train
 
 
@@ -24,7 +26,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--output", type=path, help="HDF5 file for losses, seconds and traffic")
     start = parser.add_mutually_exclusive_group()
     start.add_argument(
-        "--resume", action="store_true", help="go on from the latest whole checkpoint"
+        "--resume", action="store_true", help="resume from the latest whole checkpoint"
     )
     start.add_argument(
         "--anew", action="store_true", help="begin, and move checkpoints to a folder in --folder"
@@ -37,12 +39,12 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         default=r"\n\n\n",
         help=r"of documents (default \n\n\n); empty: none",
     )
-    add("--validate", type=float, default=0.0, metavar="SHARE",
+    add("--validate", type=real(0, 1), default=0.0, metavar="SHARE",
         help="of the documents: held out, and evaluated at the end (default: none)")  # fmt: skip
     add_grid(parser)
     add("--dtype", choices=("float32", "float64"), default="float32")
     add("--steps", type=whole(1), default=200, help="of the whole run (default %(default)s)")
-    add("--until", type=whole(1), help="stop after so many steps of them; default: all")
+    add("--until", type=whole(1), help="stop after this step; default: --steps")
     add("--every", type=whole(1), default=50, help="steps between checkpoints (%(default)s)")
     add(
         "--rate",

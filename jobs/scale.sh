@@ -7,7 +7,7 @@
 # Files: scale.h5 (all methods by ranks and tokens, and what the planner picks), all.h5 (every plan
 # for one workload), partitions.h5 (triangles and blocks), networks.h5 (those that are worse than one
 # switch), links.h5 (communication alone).  What is there already is not done again.  Then
-# python drivers/scale.py prints tables, drivers/plot.py draws; SimGrid: see jobs/simulate.sh.
+# python drivers/study.py --simulated prints tables, drivers/plot.py draws; SimGrid: see jobs/simulate.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output=${1:?usage: scale.sh FOLDER [64] [256] [1024] [4096] [gathers] [picks] [all] [partitions] [networks] [links]}

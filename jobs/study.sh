@@ -13,7 +13,7 @@
 #
 # Rates: such that two cores carry them, and the ring computes for 0.5 to 10 % of the time for which it
 # transfers, as it does with 4 K to 15 K tokens on the profiles of the paper's machines in
-# data/machines/; drivers/study.py works that out for each workload.
+# data/machines/ by the model.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [scaling] [overlap] [triangle] [nodes] [masks] [train]}
@@ -38,8 +38,7 @@ stem() {
 calibrated() {
   local name="$1 emulated, $2${EMULATE_CORES:+, $EMULATE_CORES cores a node}"
   [[ -e $(stem "$1").toml ]] ||
-    on "$1" "$2" drivers/calibrate.py --output "$(stem "$1").toml" --name "$name" \
-      --accept-disturbed
+    on "$1" "$2" drivers/calibrate.py --output "$(stem "$1").toml" --name "$name"
 }
 
 # bench CLUSTER RATE OPTIONS...

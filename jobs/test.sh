@@ -1,26 +1,30 @@
 #!/usr/bin/env bash
-# The whole test suite: the serial tests, then those of MPI on 1, 4, 5 and 6 ranks, with MPICH; with
-# Open MPI what another MPI may change, on 4 and 6: tests marked `launches`, and of those on ranks
-# all but the ones marked `one_mpi`; on 5 ranks not those marked `grids`.  Two processes share the
-# serial tests out.  Fails if any test fails, hangs or is skipped.
+# The tests with MPICH, and then those that another MPI may change with Open MPI: first the serial
+# ones, which two processes share out, then those on ranks.  docs/testing.md says what a tier is.
+# Fails if any test fails, hangs or is skipped.
+#
+#   bash jobs/test.sh                       every feature once: five minutes on two cores
+#   bash jobs/test.sh all                   the whole suite: also the tests marked `thorough`
+#   bash jobs/test.sh openmpi -k causal     one MPI only; the rest goes to pytest.  Also after `all`
+#   bash jobs/test.sh gpu                   the tests for GPUs, on real ones; see jobs/test_gpu.sh
 #
 # With A2D_MPI_ENV=active: the MPI that is there only.
-#
-#   bash jobs/test.sh openmpi -k causal     one MPI only; the rest goes to pytest
-#   bash jobs/test.sh gpu                   the tests for GPUs, on real ones; see jobs/test_gpu.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
 source jobs/gpu.sh
 
-mpis=(mpich openmpi)
+mpis=(mpich openmpi) rank_counts=(1 4 6) second_counts=(4) tier=" and not thorough"
+if [[ ${1:-} == all ]]; then
+  rank_counts=(1 4 5 6) second_counts=(4 6) tier="" && shift
+fi
 case ${1:-} in
   mpich | openmpi | gpu) mpis=("$1") && shift ;;
 esac
 if [[ ${A2D_MPI_ENV:-} == active && ${#mpis[@]} == 2 ]]; then mpis=(any); fi
-rank_counts=(1 4 5 6) tests=(tests) most=900 # seconds of one run
+tests=(tests) most=900 # seconds of one run
 if [[ ${mpis[0]} == gpu ]]; then
-  rank_counts=(1 4 6) most=400
+  rank_counts=(1 4 6) most=400 tier=""
   tests=(tests/test_gpu_kernels.py tests/test_cudnn.py tests/test_device.py -k real)
   export A2D_TEST_GPU=1 # a GPU that is not found is a failure
 fi
@@ -75,8 +79,8 @@ yielding() (
 
 # add NAME START STATUS LOG: of a run of pytest that began at START.
 add() {
-  local name=$1 start=$2 status=$3 p f note=""
-  p=$(count passed "$4")
+  local name=$1 start=$2 status=$3 p f s note=""
+  p=$(count passed "$4") s=$(count skipped "$4")
   f=$(($(count failed "$4") + $(count error "$4")))
   # 5: pytest found no test, which a narrowed suite may do.
   if ((status == 5 && narrowed > 0)); then status=0; fi
@@ -85,6 +89,7 @@ add() {
     124 | 137) note=", out of time" ;;
     *) note=", exit code $status" ;;
   esac
+  if ((s > 0)); then note+=", $s skipped (no GPU)"; fi
   # A run that broke off may report no failure; MPICH calls it 0 if a rank left with 0.
   if ((f == 0 && (status != 0 || p == 0 && narrowed == 0))); then f=1; fi
   lines+=("$name: $p passed, $f failed, $((SECONDS - start)) s$note")
@@ -100,16 +105,22 @@ for mpi in "${mpis[@]}"; do
   fi
   # Serial is the runner only: the drivers that these tests start run on ranks of this MPI.  Those
   # marked `launches` see differences between MPIs, the others need no second one.
-  marks="not mpi" counts=("${rank_counts[@]}")
-  if [[ $mpi != "${mpis[0]}" ]]; then marks+=" and launches" counts=(4 6); fi
+  marks="not mpi$tier" counts=("${rank_counts[@]}")
+  if [[ $mpi != "${mpis[0]}" ]]; then marks+=" and launches" counts=("${second_counts[@]}"); fi
   record=record_twice
   if [[ $mpi == gpu ]]; then record=record; fi
-  $record "$mpi, serial" limited "$most" python -m pytest "${tests[@]}" -q --color=no -m "$marks" "$@"
+  if [[ $mpi == "${mpis[0]}" || -z $tier ]]; then
+    $record "$mpi, serial" limited "$most" \
+      python -m pytest "${tests[@]}" -q --color=no -m "$marks" "$@"
+  fi
   for ranks in "${counts[@]}"; do
-    marks=mpi
-    if [[ $mpi != "${mpis[0]}" ]]; then marks="mpi and not one_mpi"; fi
-    if ((ranks == 1)); then marks="mpi and not multirank"; fi
-    if ((ranks == 5)); then marks+=" and not grids"; fi
+    marks="mpi$tier" second="" short=""
+    if [[ $mpi != "${mpis[0]}" ]]; then second=yes; fi
+    # The first tier has all of its tests on 1 and 4 ranks, once.
+    if [[ $tier && ($second || $ranks == 6) ]]; then short=yes; fi
+    if [[ $second || $short ]]; then marks+=" and not one_mpi"; fi
+    if [[ $ranks == 5 || $short || ($second && $ranks == 6) ]]; then marks+=" and not grids"; fi
+    if ((ranks == 1)); then marks+=" and not multirank"; fi
     record "$mpi, $ranks ranks" run_mpi "$ranks" "$most" \
       python -m pytest "${tests[@]}" -q --color=no --with-mpi -m "$marks" "$@"
   done

@@ -3,9 +3,10 @@
 Marks: ``mpi`` or ``mpi(min_size=4)``, runs with ``--with-mpi`` only, on all ranks; ``multirank``,
 needs more than one of them; ``launches``: serial, but starts ranks in ways in which MPIs differ,
 and so runs with each of them; ``one_mpi``: on all ranks, but about numbers, which a second MPI
-cannot change: it has carried the bytes of other cases.  Nothing is passed over in silence: too few
-ranks, a skip (unless its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a misspelt
-mark are failures.
+cannot change: it has carried the bytes of other cases; ``thorough``: goes deeper into what another
+test covers, and so is not in the first tier (docs/testing.md).  Nothing is passed over in silence:
+too few ranks, a skip (unless its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a
+misspelt mark are failures.
 
 Two runs with the same ``--share FOLDER`` share the test files out among them.
 
@@ -76,6 +77,8 @@ def _import_cupy(kind):
 
         cupy.cuda.runtime.getDeviceCount()
     except ImportError:
+        if kind == "emulated":
+            raise
         pytest.skip("no GPU packages: cupy is not installed")
     except cupy.cuda.runtime.CUDARuntimeError as error:
         pytest.skip(f"no GPU: {error}")

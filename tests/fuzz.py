@@ -73,8 +73,6 @@ def run(seeds: Sequence[int], verbose: bool = False) -> int:
     for judge, seed in enumerate(seeds):
         with _watched(seed):
             case = draw(seed, COMM.size)
-            if MPI.Query_thread() < MPI.THREAD_MULTIPLE and case.options["overlap"] == "thread":
-                case.options["overlap"] = "poll"
             try:
                 record = _run(case)
             except CollectiveError as error:  # on all ranks, which are still in step
@@ -112,7 +110,7 @@ def _run(case: Case) -> dict[str, object]:
     with (
         patch.object(NumpyKernel.__init__, "__defaults__", defaults),
         patch("a2d_mpi.kernels.blocks.ALIGN", align),
-        patch("a2d_mpi.core.chunks.GRAIN", grain),
+        patch("a2d_mpi.schedules.chunks.GRAIN", grain),
         np.errstate(all="ignore"),
     ):
         plan = make()

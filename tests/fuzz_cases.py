@@ -12,9 +12,9 @@ import numpy as np
 from helpers import distance
 
 from a2d_mpi import Causal, Documents, Full, IntervalMask, Mask, PrefixLM, SlidingWindow
-from a2d_mpi.core import triangle
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.core.sizes import misfit
+from a2d_mpi.sharding import triangle
 
 METHODS = (
     *("attention2d", "attention2d", "node aware", "triangle"),
@@ -116,7 +116,7 @@ def draw(seed: int, ranks: int) -> Case:
     headdim = pick(1, 2, 3, 5, 8, 8, 16, 17, 32, 33, 64)
     options = {
         "distribution": pick(None, "contiguous", "zigzag", "striped", "balanced"),
-        "overlap": pick(True, True, False, "poll", "none", "thread"),
+        "overlap": pick(True, True, False),
         "kernel": pick("auto", "numpy"),
         "softmax_scale": pick(None, None, None, None, float(rng.standard_normal()), -0.2, 1e-3),
     }

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import zip_longest
@@ -25,10 +25,13 @@ if TYPE_CHECKING:  # the many runs of pytest in test_harness.py need none of the
 
 DRIVERS = Path(__file__).parents[1] / "drivers"
 SECONDS = 30  # a generous "within seconds", for busy machines
+# Without it, kernel "auto" is "numpy".  Importing it takes every rank more time than most jobs do.
+NO_NUMBA = 'sys.modules["numba"] = None'
 # Runs a driver after a few lines of sabotage.  `rank` is this process's rank.  The package comes
 # first, as in the drivers: it may choose NumPy's matrix products, and so the last bits.
 SABOTAGE = """
 import os, runpy, sys
+{}
 import a2d_mpi
 from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
@@ -39,6 +42,7 @@ runpy.run_path({driver!r}, run_name="__main__")
 # Runs drivers one after the other, each with a list of options, and more of them on rank 1.
 EACH = """
 import json, os, runpy, sys
+{}
 import a2d_mpi
 from mpi4py import MPI
 rank = MPI.COMM_WORLD.rank
@@ -60,6 +64,15 @@ ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+
+
+# Of parameters that only go deeper: for the second tier, and for one MPI.
+DEEPER = pytest.mark.thorough, pytest.mark.one_mpi
+
+
+def deeper(values: Iterable[object], first: Container[object]) -> list:
+    """Parameters of a test, of which those that are not in `first` only go deeper."""
+    return [pytest.param(x, marks=() if x in first else DEEPER) for x in values]
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -173,12 +186,17 @@ def named(case: object) -> Iterator[None]:
 
 
 def drive(
-    program: str, ranks: int, *options: object, sabotage: str = "", timeout: float = 100
+    program: str,
+    ranks: int,
+    *options: object,
+    sabotage: str = "",
+    timeout: float = 100,
+    numba: bool = False,
 ) -> subprocess.CompletedProcess:
     """Run a driver, after some lines of Python if there are any; see `launch`."""
     path = str(DRIVERS / program)
-    command = ["-c", SABOTAGE.format(sabotage, driver=path)] if sabotage else [path]
-    return launch(ranks, *command, *options, timeout=timeout)
+    code = SABOTAGE.format("" if numba else NO_NUMBA, sabotage, driver=path)
+    return launch(ranks, "-c", code, *options, timeout=timeout)
 
 
 def drive_each(
@@ -187,6 +205,7 @@ def drive_each(
     sabotage: str = "",
     timeout: float = 100,
     cwd: Path | None = None,
+    numba: bool = False,
 ) -> tuple[subprocess.CompletedProcess, list[tuple[int, str]]]:
     """Run drivers one after the other in the same processes, which is soon done.
 
@@ -194,7 +213,7 @@ def drive_each(
     ----------
     cases : sequence of (str, sequence, sequence)
         Drivers, their options, and more of them on rank 1.
-    ranks, sabotage, timeout, cwd
+    ranks, sabotage, timeout, cwd, numba
         As for `drive` and `launch`.
 
     Returns
@@ -205,7 +224,8 @@ def drive_each(
         Of each the exit code, -1 if it was not said, and what was on stdout until then.
     """
     each = [(str(DRIVERS / x), [*map(str, common)], [*more]) for x, common, more in cases]
-    done = launch(ranks, "-c", EACH.format(sabotage), json.dumps(each), timeout=timeout, cwd=cwd)
+    code = EACH.format("" if numba else NO_NUMBA, sabotage)
+    done = launch(ranks, "-c", code, json.dumps(each), timeout=timeout, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = re.split(r"^exit code (\d+)\n", done.stdout, flags=re.MULTILINE)
     found = [(int(code), text) for text, code in zip(parts[::2], parts[1::2])]
@@ -214,9 +234,9 @@ def drive_each(
 
 def runs_on(method: str, layout: object, mask: object) -> bool:
     """Whether a method can be run on a layout, with a mask."""
-    from a2d_mpi.core import triangle
-    from a2d_mpi.core.masks import Causal
+    from a2d_mpi.masks.mask import Causal
     from a2d_mpi.schedules import METHODS
+    from a2d_mpi.sharding import triangle
 
     if not METHODS[method].causal:
         return True

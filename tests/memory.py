@@ -77,7 +77,7 @@ def rank(number):
 
     from a2d_mpi import ProcessGrid
     from a2d_mpi.attention import methods
-    from a2d_mpi.core.patterns import make_mask
+    from a2d_mpi.masks.patterns import make_mask
 
     _, method, grid, mask, *sizes, dtype, kernel, phases = CASES[number].split()
     seqlen, nheads, nheads_kv, headdim = map(int, sizes)

@@ -4,8 +4,8 @@
 
 runs some 220 small configurations, by the public interface only, and writes for each of them a
 digest of every result (bits differ between CPUs) and what every rank sent and received (the same
-everywhere; `tests/traffic.json` holds it, and `test_net.py` holds the code to it).  `jobs/net.sh`
-compares two commits.
+everywhere; `tests/traffic.json` holds it, and `test_net.py` holds the predictions to it).
+`jobs/net.sh` compares two commits.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from a2d_mpi import (
     DoubleRingAttention,
     Full,
     IntervalMask,
+    Mask,
     NodeAwareAttention,
     ProcessGrid,
     RingAttention,
@@ -103,23 +104,27 @@ def configurations() -> Iterator[tuple]:
         yield name + " in turn" * (not overlap), method, shape, variant
 
 
-def run(grid: ProcessGrid, method: str, variant: tuple) -> dict[str, object]:
-    """One configuration: digests on rank 0, traffic of every rank."""
-    mask, dtype, nheads_kv, seqlen, overlap = variant
+def make_mask(name: str, seqlen: int) -> Mask:
+    """The mask of a variant."""
     tokens = np.arange(seqlen)
     packed = Documents([0, *(int(x * seqlen) for x in CUTS), seqlen])
     window = SlidingWindow(seqlen // 7)
-    masks = {
+    return {
         "causal": Causal(),
         "full": Full(),
         "window": IntervalMask(tokens - 9, tokens + 2),
         "documents": packed,
         "sliding": window,
         "sliding and documents": window & packed,
-    }
+    }[name]
+
+
+def run(grid: ProcessGrid, method: str, variant: tuple) -> dict[str, object]:
+    """One configuration: digests on rank 0, traffic of every rank."""
+    mask, dtype, nheads_kv, seqlen, overlap = variant
     kind, options = METHODS[method]
     sizes = {"seqlen": seqlen, "nheads": NHEADS, "nheads_kv": nheads_kv, "headdim": HEADDIM}
-    plan = kind(grid, masks[mask], dtype=dtype, overlap=overlap, **sizes, **options)
+    plan = kind(grid, make_mask(mask, seqlen), dtype=dtype, overlap=overlap, **sizes, **options)
     rng = np.random.default_rng(0)
     dout, q, k, v = (
         rng.standard_normal((seqlen, heads, HEADDIM)).astype(DTYPES[dtype])[plan.tokens]

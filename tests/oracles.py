@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from a2d_mpi.core.masks import Causal, Full, IntervalMask, Mask
+from a2d_mpi.masks.mask import Causal, Full, IntervalMask, Mask
 
 
 class Intervals(Mask):

@@ -8,7 +8,7 @@ Apart from the default tests, as it needs SimGrid and a compiler (g++, libsimgri
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -16,12 +16,11 @@ import pytest
 from test_model import RESULTS, machine
 from test_simulate import PLANS
 
-from a2d_mpi.core.masks import Causal, Full
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import read_benchmark
-from a2d_mpi.experiments.simulate import configuration_of
 from a2d_mpi.experiments.summary import summarise
+from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import simulator
 from a2d_mpi.planning.machine import Link, Machine
 from a2d_mpi.planning.network import PORTS, Cables, Network
@@ -29,6 +28,7 @@ from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simgrid import simulate
 from a2d_mpi.planning.survey import programs_of
 from a2d_mpi.schedules import METHODS, distribution_of, problem_of
+from a2d_mpi.schedules.problem import Workload
 
 LINK = Link(1e6, latency=1e-3, overhead=1e-5)
 
@@ -45,7 +45,7 @@ def of_ring(ranks, seqlen=4096):
 def shared(profile: Machine, method: str, layout: Layout, work: Workload) -> dict[str, np.ndarray]:
     """Seconds of every rank by the simulator; all messages on a link share it, as in SimGrid."""
     found = {}
-    cables, place = Cables(Network(), profile, layout.size), layout.physical()
+    cables, place = Cables(Network(), profile, layout.size), layout.world_ranks()
     for phase in work.phases:
         problem = problem_of(method, layout, work, work.mask)
         programs = programs_of(profile, method, layout, work, problem, phase)
@@ -80,7 +80,7 @@ def test_ranks_share_the_nic_of_their_node():
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
 def test_oversubscription(factor):
-    # Each head group has two ranks, under different switches: all messages cross.
+    # Each Ulysses group has two ranks, under different switches: all messages cross.
     layout = Layout(2, 1, PORTS, order="rcu")
     work = replace(work_of(seqlen=1 << 12), nheads=PORTS, nheads_kv=PORTS)
     tree = Network("fat tree", factor)
@@ -115,13 +115,25 @@ def test_coarse():
         assert 0 < abs(found - exact) < 3 * seconds
 
 
+def plan_of(c: Mapping[str, object]) -> tuple[str, Layout, Workload]:
+    """Method, layout and workload of a measured result."""
+    sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
+    options = {"dtype": c["dtype"], **{x: bool(c[x]) for x in ("backward", "overlap")}}
+    work = Workload(*sizes, mask=make_mask(c["mask"], int(c["seqlen"])), **options)
+    nodes = None
+    if METHODS[c["method"]].knows_nodes:
+        nodes = tuple(int(x) for x in c["nodes"].split())
+    block = tuple(int(x) for x in c.get("block", "1x1").split("x"))
+    shape = (int(c[x]) for x in ("rows", "cols", "heads"))
+    return c["method"], Layout(*shape, c["order"], block, nodes), work
+
+
 @pytest.mark.parametrize("name", ["16x1", "64x1", "16x4"])
 def test_measured_runs(name):
     """In the median within 10 % of what the emulated clusters took, and no run beyond 30 %."""
     profile, off = read_machine(RESULTS / f"{name}.toml"), []
     for result in read_benchmark(RESULTS / f"{name}.h5").values():
-        what = configuration_of(result)
-        plan = profile, what.method, what.layout, what.case.work(what.overlap)
+        plan = profile, *plan_of(result.config)
         off.append(simulate(*plan).total / summarise(result).seconds - 1)
     assert np.median(np.abs(off)) < 0.1 and np.abs(off).max() < 0.3
 

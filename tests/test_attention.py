@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +22,15 @@ from cases import (
     label,
     run,
 )
-from helpers import assert_all
+from helpers import assert_all, deeper
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
-from a2d_mpi.core import chunks
-from a2d_mpi.core import distribution as distributions
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.planning.planner import best_candidate
 from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.schedules import chunks
+from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.sharding import distribution as distributions
 
 PROFILES = Path(__file__).parents[1] / "data" / "machines"
 
@@ -41,9 +41,7 @@ one_mpi = pytest.mark.one_mpi
 ALL = SIZE == 4
 # The triangle's is for its own numbers of ranks: see test_triangle.
 DISTRIBUTIONS = [x for x in distributions.FORMULAS if x != "triangle"]
-SHARED_OUT = {1: ["contiguous"], 5: ["contiguous"], 6: ["zigzag", "striped"]}.get(
-    SIZE, DISTRIBUTIONS
-)
+SHARED_OUT = {1: ["zigzag"], 5: ["contiguous"], 6: ["zigzag", "striped"]}.get(SIZE, DISTRIBUTIONS)
 LARGE = 1009
 
 
@@ -55,16 +53,11 @@ def method(request, comm):
     grid.free()
 
 
-def numbers(values, for_all):
-    """Parameters, of which a second MPI sees those in `for_all` only."""
-    return [pytest.param(x, marks=() if x in for_all else one_mpi) for x in values]
-
-
-@pytest.mark.parametrize("seqlen", numbers(SEQLENS, (3, LARGE)))
+@pytest.mark.parametrize("seqlen", deeper(SEQLENS, (3, LARGE)))
 @pytest.mark.parametrize(
-    "dtype", numbers(["float32", "float64"] if ALL else ["float64"], ["float64"])
+    "dtype", deeper(["float32", "float64"] if ALL else ["float64"], ["float64"])
 )
-@pytest.mark.parametrize("distribution", numbers(SHARED_OUT, ["zigzag"]))
+@pytest.mark.parametrize("distribution", deeper(SHARED_OUT, ["zigzag"]))
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
 def test_results_and_traffic(comm, method, mask, distribution, dtype, seqlen):
     bad = []
@@ -82,8 +75,8 @@ def test_results_and_traffic(comm, method, mask, distribution, dtype, seqlen):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.parametrize("seqlen", numbers([1, 64, LARGE] if ALL else [LARGE], [LARGE]))
-@pytest.mark.parametrize("dtype", numbers(["float16", "bfloat16"], ["bfloat16"]))
+@pytest.mark.parametrize("seqlen", deeper([1, 64, LARGE] if ALL else [LARGE], [LARGE]))
+@pytest.mark.parametrize("dtype", deeper(["float16", "bfloat16"], ["bfloat16"]))
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
 def test_low_precision(comm, method, mask, dtype, seqlen):
     """16-bit tensors: at most twice the error of one float32 computation, rounded at the end."""
@@ -98,7 +91,7 @@ def test_low_precision(comm, method, mask, dtype, seqlen):
 
 @pytest.mark.parametrize("algorithm", OTHERS, ids=label)
 @pytest.mark.parametrize("seqlen", [3, 101])
-@pytest.mark.parametrize("distribution", numbers(SHARED_OUT, ["zigzag"]))
+@pytest.mark.parametrize("distribution", deeper(SHARED_OUT, ["zigzag"]))
 def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
     """Both masks, KV heads shared and not, 16 bits too; the same bits without overlap."""
     grid, bad = ProcessGrid(comm, *algorithm[1]), []
@@ -124,7 +117,7 @@ def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-@pytest.mark.parametrize("shape", numbers(UNITS, UNITS[-1:]), ids=str)
+@pytest.mark.parametrize("shape", deeper(UNITS, UNITS[-1:]), ids=str)
 def test_chunks_in_units(comm, monkeypatch, shape):
     """Cut where they are long enough: right, counted, and the same bits without overlap."""
     monkeypatch.setattr(chunks, "GRAIN", 4)
@@ -152,7 +145,7 @@ def test_chunks_in_units(comm, monkeypatch, shape):
 
 
 @one_mpi
-@pytest.mark.parametrize("distribution", SHARED_OUT)
+@pytest.mark.parametrize("distribution", deeper(SHARED_OUT, ["zigzag"]))
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
 def test_huge_logits(comm, method, mask, distribution):
     """Logits of +-1e4 and more: finite, correct."""
@@ -175,7 +168,7 @@ def mask_with_masked_rows(seqlen):
 
 
 @one_mpi
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", deeper(DISTRIBUTIONS, ["zigzag"]))
 @pytest.mark.parametrize("seqlen", [2, 100])
 def test_queries_that_see_nothing(comm, method, distribution, seqlen):
     mask = mask_with_masked_rows(seqlen)
@@ -191,7 +184,7 @@ def test_queries_that_see_nothing(comm, method, distribution, seqlen):
     assert_all(comm, silent and not bad, "; ".join(bad) or "a masked row is not silent")
 
 
-@pytest.mark.parametrize("distribution", numbers([*DISTRIBUTIONS, "balanced"], ["zigzag"]))
+@pytest.mark.parametrize("distribution", deeper([*DISTRIBUTIONS, "balanced"], ["zigzag"]))
 def test_same_bits_every_time_and_without_overlap(comm, method, distribution):
     runs = []
     for overlap in (True, True, False):
@@ -223,20 +216,6 @@ def test_results_do_not_depend_on_a_late_rank(comm, method):
     again = run(plan, *inputs(200, NHEADS, 16))
     same = all(first[x].tobytes() == again[x].tobytes() for x in TENSORS)
     assert_all(comm, same, "a late rank changes the result")
-
-
-def test_results_are_the_callers(comm, method):
-    """A later call must not write into what an earlier one returned, nor into the inputs."""
-    plan = method(Causal(), seqlen=50, nheads=NHEADS, headdim=8)
-    x = inputs(50, NHEADS, 8)
-    given = [y.copy() for y in x]
-    first = run(plan, *x)
-    kept = {name: y.copy() for name, y in first.items()}
-    run(plan, *(2 * y for y in x))
-    plan.free()
-    same = all(np.array_equal(first[name], kept[name]) for name in TENSORS)
-    same &= all(np.array_equal(a, b) for a, b in zip(given, x))
-    assert_all(comm, same, "arrays were overwritten")
 
 
 def test_inputs_may_be_strided(comm, method):
@@ -274,7 +253,7 @@ def test_timings_add_up(comm, method):
 
 
 @pytest.mark.multirank
-@pytest.mark.parametrize("order", ["rcu", "ruc", "cru", "cur", "urc", "ucr"])
+@pytest.mark.parametrize("order", deeper(map("".join, permutations("rcu")), ["ruc", "cur"]))
 def test_order_of_ranks(comm, order):
     """Which ranks are neighbours changes nothing else."""
     heads = 2 if comm.size % 2 == 0 else 1

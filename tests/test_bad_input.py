@@ -110,6 +110,7 @@ WRONG = [
     ({"softmax_scale": 10**400}, "int too large"),
     ({"distribution": "blocks"}, "blocks"),
     ({"kernel": "fast"}, "fast"),
+    ({"overlap": "thread"}, "overlap must be true or false, got 'thread'"),
     ({"threads": 0}, "threads must be a positive integer, got 0"),
     ({"softmax_scale": float("nan")}, "nan"),
     ({"mask": "causal"}, "mask must be a Mask"),
@@ -125,14 +126,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize("algorithm", [Attention2D, RingAttention])
 @pytest.mark.parametrize("wrong, text", WRONG)
 @pytest.mark.parametrize("where", ["all", "last"])
-def test_plan(comm, grid, algorithm, wrong, text, where):
+def test_plan(comm, grid, wrong, text, where):
     config = {"mask": Full(), **GOOD}
     if where == "all" or comm.rank == comm.size - 1:
         config.update(wrong)
-    found = message_of(comm, lambda: algorithm(grid, **config))
+    found = message_of(comm, lambda: Attention2D(grid, **config))
     assert text in found
     if where == "last" and comm.size > 1:
         assert f"on rank {comm.size - 1}" in found
@@ -201,10 +201,9 @@ class Unwilling(Full):
 
 
 @pytest.mark.parametrize("error", [IndexError("beyond"), MemoryError(), ZeroDivisionError("no")])
-@pytest.mark.parametrize("algorithm", [Attention2D, RingAttention])
-def test_mask_that_raises_on_one_rank(comm, grid, algorithm, error):
+def test_mask_that_raises_on_one_rank(comm, grid, error):
     mask = Unwilling(error, comm.rank, comm.size)
-    text = message_of(comm, lambda: algorithm(grid, mask, **GOOD))
+    text = message_of(comm, lambda: Attention2D(grid, mask, **GOOD))
     assert (str(error) or "MemoryError") in text
 
 
@@ -236,10 +235,9 @@ def test_interrupted_plan_refuses_to_go_on(comm):
     assert "make a new grid and a new plan" in message_of(comm, lambda: plan.forward(*x))
 
 
-@pytest.mark.parametrize("algorithm", [Attention2D, RingAttention])
 @pytest.mark.parametrize("bad", ["shape", "dtype", "type", "mask"])
-def test_arrays(comm, grid, algorithm, bad):
-    plan = algorithm(grid, Causal(), **GOOD)
+def test_arrays(comm, grid, bad):
+    plan = RingAttention(grid, Causal(), **GOOD)
     q, k, v = (np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3))
     good = q, k, v
     if comm.rank == comm.size - 1:

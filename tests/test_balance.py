@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from helpers import deeper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import Intervals, grid_figures, heavy_tailed, many_masks, owners_of
 
-from a2d_mpi.core.balance import balanced
-from a2d_mpi.core.blocks import borders, visible_pairs
-from a2d_mpi.core.masks import Causal, Full, IntervalMask
+from a2d_mpi.masks.mask import Causal, Full, IntervalMask
+from a2d_mpi.sharding.balance import balanced
+from a2d_mpi.sharding.blocks import borders, visible_pairs
 
 N = 16384
 NAMES = list(many_masks(64, 0, 8))
@@ -21,7 +22,9 @@ def uneven(mask, shards, rows, cols, heads=1):
     return area.max() / area.mean()
 
 
-@pytest.mark.parametrize("shape", [(4, 4), (8, 8), (2, 3), (16, 1), (1, 6)], ids=str)
+@pytest.mark.parametrize(
+    "shape", deeper([(4, 4), (8, 8), (2, 3), (16, 1), (1, 6)], [(4, 4)]), ids=str
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_tiles_are_even(name, shape):
     mask = many_masks(N, 1)[name]

@@ -8,12 +8,12 @@ from oracles import documents, heavy_tailed
 
 from a2d_mpi import Causal, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.core.assigned import Assigned
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Attend
+from a2d_mpi.sharding.assigned import Assigned
 
 DOCUMENTS = "causal_document:0,3,3,50,90,97"
 

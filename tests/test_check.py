@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import GRIDS, NHEADS, TENSORS, inputs, run
-from helpers import DRIVERS, assert_all, bounds_for, drive, drive_each
+from helpers import DRIVERS, assert_all, bounds_for, deeper, drive, drive_each
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
 from a2d_mpi.core import reference
@@ -23,7 +23,7 @@ TOLD = {"float64": 1e-6, "float32": 0.01, "float16": 0.05, "bfloat16": 0.05}
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("rows", [None, 16], ids=["full", "sample"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", deeper(DTYPES, ["float32"]))
 def test_logits_of_10000(comm, dtype, rows):
     """Right results pass; a wrong element of lse or of a gradient does not."""
     grid = ProcessGrid(comm, *GRIDS[-1])
@@ -90,7 +90,7 @@ def test_overflow_and_logits_of_a_billion(tmp_path):
     assert verdicts[2]["lse"] == "FAILED: not checked, rounding alone may change a tenth of it"
     assert verdicts[2]["dv"].startswith("FAILED: not checked")
     assert set(verdicts[3].values()) == {"passed"}
-    assert "check.py" not in done.stderr  # no warnings of NumPy's
+    assert "Warning" not in done.stderr  # every rank would warn, again and again
 
 
 def test_one_byte_too_many_in_one_of_five_trials():

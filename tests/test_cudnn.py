@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from cases import METHODS, OTHERS, inputs, label
 from cases import run as run_plan
-from helpers import assert_all
+from helpers import assert_all, deeper
 from test_gpu_kernels import TENSORS, failures, make, plain_kernel, run
 from test_kernels import dense, plain, random_intervals
 
 from a2d_mpi import Documents, ProcessGrid, SlidingWindow
-from a2d_mpi.core import shapes
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.core.masks import Causal
-from a2d_mpi.core.patterns import PATTERNS, make_mask
+from a2d_mpi.kernels import shapes
+from a2d_mpi.masks.mask import Causal
+from a2d_mpi.masks.patterns import PATTERNS, make_mask
 
 
 def cudnn_kernel(cupy, plain, **options):
@@ -87,17 +87,13 @@ def launches(request, monkeypatch, cupy):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype, heads", [("float16", (1, 1)), ("bfloat16", (4, 2))])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("gradients", ["native", "float32"])
-def test_cudnn(cupy, dtype, heads, mask, gradients, launches):
+def test_cudnn(cupy, dtype, heads, mask, launches):
     """Every run of a block, out and gradients in both dtypes that a caller may have."""
-    # A real graph of a general run takes cuDNN seconds to build.
-    if cupy.kind == "real" and (heads[0] != heads[1] or "general" in MASKS[mask]):
-        gradients = "native"
     nq, nk = 200, 240
     q, k, v, dout = make((nq, nk, *heads, 32), DTYPES[dtype])
     intervals, bad = intervals_of(mask, nq, nk), []
     exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), gradients=gradients)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
     for wide, fresh in ((True, False), (False, True), (True, True)):
         found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
         bad += failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
@@ -112,7 +108,7 @@ def test_cudnn(cupy, dtype, heads, mask, gradients, launches):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 @pytest.mark.parametrize("text", PATTERNS)
-@pytest.mark.parametrize("step", [1, 2])  # contiguous and striped shards
+@pytest.mark.parametrize("step", deeper([1, 2], [2]))  # contiguous and striped shards
 def test_patterns(cupy, text, step, monkeypatch):
     from a2d_mpi.kernels import cudnn_pieces
 
@@ -166,7 +162,7 @@ def packed(rng, n, skip):
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+@pytest.mark.parametrize("heads", deeper([(2, 2), (4, 2)], [(4, 2)]))
 @pytest.mark.parametrize("wide, fresh", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("general", [False, True])
 def test_documents_are_batched(cupy, heads, wide, fresh, general, monkeypatch):
@@ -272,7 +268,7 @@ def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, deterministic, major
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-@pytest.mark.parametrize("mask", ["full", "causal", "window", "two"])
+@pytest.mark.parametrize("mask", deeper(["full", "causal", "window", "two"], ["window"]))
 def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
     """Their launches are cut, so that a long block needs no more memory than there is."""
     from a2d_mpi.kernels import cudnn_pieces
@@ -328,9 +324,8 @@ def test_forward_by_cudnn_backward_by_the_plain_kernel(cupy, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("parts", ["few", "some", "many"])
-@pytest.mark.parametrize("gradients", ["native", "float32"])
-def test_partials_of_cudnn(cupy, dtype, parts, gradients):
+@pytest.mark.parametrize("parts", deeper(["few", "some", "many"], ["few"]))
+def test_partials_of_cudnn(cupy, dtype, parts):
     """One problem in parts x parts blocks: partials rounded by cuDNN keep the bound of one."""
     from a2d_mpi.devices.cuda import Cuda
 
@@ -340,7 +335,7 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
     device, kept, d, mask = Cuda.current(), DTYPES[dtype], 32, Causal()
     host = make((n, n, 2, 2, d), kept)
     q, k, v, dout = map(cupy.asarray, host)
-    kernel = cudnn_kernel(cupy, plain_kernel(cupy, kept, d**-0.5), gradients=gradients)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, kept, d**-0.5))
     tokens = np.arange(n)
     bounds = [n * i // parts for i in range(parts + 1)]
     pieces = [slice(a, b) for a, b in zip(bounds, bounds[1:])]
@@ -348,6 +343,7 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
     final = cupy.empty((n, 2, d), kept)
     rest = cupy.asarray(np.zeros((n, 2), np.float32))
     sums = [cupy.asarray(np.zeros((n, 2, d), np.float32)) for _ in range(3)]
+    used = []  # intervals keep what queued launches read
     for rows in pieces:
         for j, keys in enumerate(pieces):
             if keys.start >= rows.stop:
@@ -355,6 +351,7 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
             partial = cupy.empty(q[rows].shape, kept)
             partial_lse = cupy.empty(lse[rows].shape, np.float32)
             seen = mask.intervals(tokens[rows], tokens[keys])
+            used.append(seen)
             kernel.forward(q[rows], k[keys], v[keys], seen, partial, partial_lse)
             if j == 0:
                 device.put(out[rows], partial)
@@ -369,6 +366,7 @@ def test_partials_of_cudnn(cupy, dtype, parts, gradients):
             if keys.start >= rows.stop:
                 continue
             seen = mask.intervals(tokens[rows], tokens[keys])
+            used.append(seen)
             kernel.backward(
                 dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows], seen,
                 dq[rows], dk[keys], dv[keys],
@@ -395,7 +393,7 @@ class Sinks(Causal):
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 @pytest.mark.parametrize("method", [METHODS[(len(METHODS) - 1) // 2], OTHERS[-1]], ids=label)
-@pytest.mark.parametrize("distribution", [None, "striped"])
+@pytest.mark.parametrize("distribution", deeper([None, "striped"], ["striped"]))
 def test_plans(comm, cupy, method, distribution, monkeypatch):
     """Partial results of many runs, merged within a rank and between ranks."""
     from graphs import HostGraphs

@@ -12,14 +12,18 @@ import helpers
 import numpy as np
 import pytest
 from cases import METHODS, OTHERS, SIZE, TENSORS, failures, inputs, label, run
-from helpers import assert_all, assert_refused
+from helpers import DEEPER, assert_all, assert_refused, deeper
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
+from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
-from a2d_mpi.comm.transport import DeviceTransport
-from a2d_mpi.experiments.benchmark import add_results
-from a2d_mpi.experiments.kernel_plots import add_figures, read_figures
+from a2d_mpi.experiments.benchmark import (
+    KernelTimes,
+    add_kernel_times,
+    add_results,
+    read_kernel_times,
+)
 from a2d_mpi.experiments.results import read_result
 
 pytestmark = pytest.mark.grids
@@ -64,7 +68,7 @@ CASES = [
     ("real", "full", "bfloat16", "host"),
     ("emulated", "full", "float32", "device"),
     ("emulated", "causal", "float64", "host"),
-    pytest.param("emulated", "causal", "float16", "device", marks=pytest.mark.one_mpi),
+    pytest.param("emulated", "causal", "float16", "device", marks=DEEPER),
     pytest.param("emulated", "causal", "bfloat16", "host", marks=pytest.mark.one_mpi),
 ]
 
@@ -75,7 +79,7 @@ def test_results_and_traffic(comm, cupy, on, method, mask, dtype, transfers, mon
     mask = {"full": Full(), "causal": Causal()}[mask]
     # Several pieces a message, but not thousands.
     size = {"emulated": 700, "real": 100_000}[cupy.kind]
-    monkeypatch.setattr("a2d_mpi.comm.transport.STAGED_MESSAGE", size)
+    monkeypatch.setattr("a2d_mpi.comm.device_transport.STAGED_MESSAGE", size)
     bad = []
     for seqlen, nheads_kv, headdim in SIZES[cupy.kind]:
         plan = method(
@@ -196,7 +200,7 @@ def drive(monkeypatch, program, ranks, *options, gpus=1, **more):
 SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
 
 
-@pytest.mark.parametrize("transfers", ["device", "host"])
+@pytest.mark.parametrize("transfers", deeper(["device", "host"], ["device"]))
 def test_main_job(monkeypatch, tmp_path, transfers):
     """Two ranks, two GPUs: each takes its own."""
     output = tmp_path / "run.h5"
@@ -222,7 +226,7 @@ def test_no_gpu(monkeypatch, gpus):
     assert_refused(done, "CuPy is not installed" if gpus is None else "finds no GPU")
 
 
-@pytest.mark.parametrize("transfers", ["device", "host"])
+@pytest.mark.parametrize("transfers", deeper(["device", "host"], ["device"]))
 def test_a_fault_of_one_gpu_ends_all_ranks(monkeypatch, transfers):
     """CUDA's events after it are never done: to wait for them would take for ever."""
     sabotage = """
@@ -288,15 +292,17 @@ def test_benchmark_of_masks(monkeypatch, tmp_path):
     done = drive(monkeypatch, "bench_gpu.py", 1, "kernel", *sizes, *masks)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("of the full mask's") == 4
-    assert "causal_document:5 parts" in done.stdout
-    found = read_figures(tmp_path / "gpu.h5", "kernel 1 KV heads of masks")
+    assert "causal_document:0,9,17,20,29,40" in done.stdout
+    found = read_kernel_times(tmp_path / "gpu.h5")["kernel 1 KV heads of masks"]
     assert {x.split("/")[0] for x in found.seconds} == {"full", *masks}
     done = drive(monkeypatch, "bench_gpu.py", 1, "kernel", *sizes, "causal", "cheese")
     assert_refused(done, "cheese")
-    assert "TFLOP/s" not in done.stdout
+    assert "FLOP/s" not in done.stdout
 
 
-@pytest.mark.parametrize("what, ranks", [("kernel", 1), ("split", 4), ("transfers", 2)])
+@pytest.mark.parametrize("what, ranks", [
+    ("kernel", 1), pytest.param("split", 4, marks=DEEPER), ("transfers", 2),
+])  # fmt: skip
 def test_benchmark(monkeypatch, tmp_path, what, ranks):
     sizes = ["--seqlen", "40", "--nheads", "2", "--headdim", "8", "--trials", "3"]
     sizes += ["--transfers", "device", "--output", tmp_path / "gpu.h5"]
@@ -304,17 +310,18 @@ def test_benchmark(monkeypatch, tmp_path, what, ranks):
     for mps in (False, True) if what == "split" else (False,):
         done = drive(monkeypatch, "bench_gpu.py", ranks, what, *sizes, sabotage=CPU_TORCH)
         assert done.returncode == 0, done.stderr
-        words = ("TFLOP/s", "torch has no GPU") if what == "kernel" else ("host: 0 bytes",)
+        words = ("GFLOP/s", "torch has no GPU") if what == "kernel" else ("host: 0 bytes",)
         assert all(x in done.stdout for x in words)
         said = f"{ranks} {'at once (MPS)' if mps else 'in turns'} on a GPU"
         assert said in done.stdout or what == "kernel"
         (tmp_path / "control").touch()
     name = f"{what} device" + " with MPS" * (what == "split")
-    found = read_figures(tmp_path / "gpu.h5", name)
+    found = read_kernel_times(tmp_path / "gpu.h5", name)[name]
     assert found.attributes["device"] == "emulated GPU" and found.attributes["right"]
     assert found.seconds and all((x > 0).all() and len(x) == 3 for x in found.seconds.values())
 
 
+@pytest.mark.thorough
 def test_timeline_of_four_ranks(monkeypatch, tmp_path):
     """As jobs/gpu_all.sh has it drawn, beside the figures of the benchmark."""
     file = tmp_path / "gpu.h5"
@@ -322,7 +329,7 @@ def test_timeline_of_four_ranks(monkeypatch, tmp_path):
     options += ["--device", "gpu", "--transfers", "device", "--backward", "--output", file]
     done = drive(monkeypatch, "bench.py", 4, *options)
     assert done.returncode == 0, done.stderr
-    add_figures(file, "kernel", {"made": "up"}, {})
+    add_kernel_times(file, "kernel", KernelTimes({"made": "up"}, {}))
     options = ["--what", "timeline", "--format", "svg", "--output", tmp_path]
     done = helpers.drive("plot.py", 0, file, *options)
     assert done.returncode == 0, done.stderr
@@ -332,48 +339,34 @@ def test_timeline_of_four_ranks(monkeypatch, tmp_path):
 
 
 def test_picture_of_kernels(tmp_path):
-    """Of a file that this test makes: rates are work over medians; a backend may be missing."""
+    """Of a file that this test makes: speeds are work over medians; a backend may be missing."""
     file, seconds = tmp_path / "gpu.h5", {}
-    sizes = {"device": "made up", "seqlen": 8, "nheads": 2, "headdim": 4, "dtype": "bfloat16"}
+    work = {"device": "made up"}
     for i, call in enumerate(product(("full", "causal"), ("forward", "backward"))):
-        sizes[f"tflop/{'/'.join(call)}"] = 101.0
+        work[f"tflop/{'/'.join(call)}"] = 101.0
         seconds["/".join((*call, "a2d_mpi"))] = np.array([1, 0.1 * (i + 2), 0.01])
         if i:
             seconds["/".join((*call, "torch FLASH"))] = np.array([0.125])
-    for what in ("split", "kernel", "kernel"):  # the later ones stand
-        add_figures(file, what, sizes, seconds)
-        assert read_figures(file, "kernel" if what == "kernel" else "split").attributes == sizes
+    for what in ("kernel", "kernel"):  # the later one stands
+        add_kernel_times(file, what, KernelTimes(work, seconds))
+        assert read_kernel_times(file, what)[what].attributes == work
+    add_kernel_times(file, "split", KernelTimes({}, {"forward alone": np.ones(3)}))  # not drawn
+    tiles = {f"{shape}/full/forward/{x}": np.array([2.0, 1.0, 9.0])
+             for shape in ("256x8x64", "16x16x16") for x in ("numpy", "numba")}  # fmt: skip
+    work = {"tflop/256x8x64/full/forward": 0.5, "tflop/16x16x16/full/forward": 0.25}
+    add_kernel_times(file, "one core", KernelTimes(work, tiles))
     options = ["--what", "kernels", "--format", "svg", "--output", tmp_path]
     done = helpers.drive("plot.py", 0, file, *options)
     assert done.returncode == 0, done.stderr
     drawn = (tmp_path / "kernels.svg").read_text()
-    texts = ("505", "337", "252", "202", "808", "a2d_mpi", "torch FLASH")
-    assert [drawn.count(f"<!-- {x} -->") for x in texts] == [1, 1, 1, 1, 3, 1, 1]
+    numbers, words = (505, 337, 252, 202, 808, 250, 125), ("a2d_mpi", "torch FLASH", "numba")
+    assert [drawn.count(f"<!--  {x} -->") for x in numbers] == [1, 1, 1, 1, 3, 2, 2]
+    assert [drawn.count(f"<!-- {x} -->") for x in words] == [1, 1, 1]
+    assert "<!-- one core -->" in drawn and "<!-- split -->" not in drawn
     other = tmp_path / "bench.h5"
     add_results(other, {}, {})
     done = helpers.drive("plot.py", 0, other, *options)
-    assert_refused(done, "it has no group figures/kernel")
-
-
-def test_picture_of_tiles(tmp_path):
-    """Of a file that this test makes: a panel for each machine, by size; NumPy alone on one."""
-    file = tmp_path / "tiles.h5"
-    for name, kernels in (
-        ("one CPU", ("torch", "numpy", "numba")),
-        ("another", ("torch", "numpy")),
-    ):
-        seconds = {
-            f"{shape}/full/forward/{x}": np.array([2.0, 1.0, 9.0])
-            for shape in ("256x8x64", "16x16x16")
-            for x in kernels
-        }
-        add_figures(file, name, {"threads": 1}, seconds)
-    options = ["--what", "tiles", "--format", "svg", "--output", tmp_path]
-    done = helpers.drive("plot.py", 0, file, *options)
-    assert done.returncode == 0, done.stderr
-    drawn = (tmp_path / "tiles.svg").read_text()
-    assert all(drawn.count(f"<!-- {x} -->") == 1 for x in ("one CPU", "another", "numba"))
-    assert drawn.index("<!-- 16x16x16") < drawn.index("<!-- 256x8x64")
+    assert_refused(done, "it has no group figures")
 
 
 def test_who_says_that_mpi_takes_device_memory(monkeypatch):

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from a2d_mpi.core.distribution import FORMULAS, Distribution
-from a2d_mpi.core.masks import Causal
+from a2d_mpi.masks.mask import Causal
+from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 
 sizes = st.one_of(st.integers(0, 40), st.integers(0, 5000))
 # Names with numbers of shards that they have.
@@ -27,14 +27,16 @@ def test_every_token_has_one_owner(kind, seqlen):
 
 
 @given(kinds, sizes, st.integers(0, 5000), st.integers(0, 5000))
-def test_tokens_of_a_span(kind, seqlen, begin, end):
+def test_places_of_a_span(kind, seqlen, begin, end):
     d = Distribution(kind[0], seqlen, kind[1])
     for p in range(d.nshards):
         tokens = d.tokens(p)
-        here = tokens[d.place(p, begin) : d.place(p, end)] if begin < end else tokens[:0]
-        runs = [np.arange(x.start, x.stop, x.step) for x in d.within(p, begin, end)]
-        assert np.array_equal(np.concatenate([tokens[:0], *runs]), here)
-        assert all(len(x) for x in runs)
+        here = np.flatnonzero((tokens >= begin) & (tokens < end))
+        places = d.places(p, ((begin, end),) if begin < end else ())
+        assert [x for a, b in places for x in range(a, b)] == here.tolist()
+        runs = d.at(p, places)
+        assert [x for r in runs for x in r] == tokens[here].tolist()
+        assert all(runs)
 
 
 @given(kinds, sizes)

@@ -138,7 +138,6 @@ def test_pack():
     assert packed.lengths.tolist() == [4, 512, 512, 82, 3, 5]
     assert packed.texts[0] == "one two" and packed.texts[4:] == ["three", "four five six"]
     assert " ".join(packed.texts[1:4]) == long
-    assert packed.places.tolist() == [x for n in packed.lengths for x in range(n)]
     ids = Tokenizer().encode(long, add_special_tokens=False).ids
     assert packed.tokens[4:516].tolist() == [1, *ids[:510], 2]
     assert packed.tokens[-5:].tolist()[::4] == [1, 2]

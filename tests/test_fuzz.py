@@ -20,7 +20,7 @@ FAULTS = {  # and what is wrong then
 def fuzz(cases):
     """Exit code and stdout of each list of options, in the same processes; stderr of them all."""
     here = f"sys.path.insert(0, {str(FUZZ.parent)!r})"
-    done, found = drive_each([(FUZZ, x, []) for x in cases], 4, here, timeout=200)
+    done, found = drive_each([(FUZZ, x, []) for x in cases], 4, here, timeout=200, numba=True)
     return found, done.stderr
 
 
@@ -47,6 +47,7 @@ def again(searched):
     return dict(zip(FAULTS, zip(found[::2], found[1::2]))), stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("fault", "what"), FAULTS.items())
 def test_faults_are_found(searched, again, fault, what):
     """A mask off by one, a merge off by 3e-6, a dropped partial, a stale q: within 100."""

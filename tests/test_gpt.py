@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import assert_all, assert_all_refused, drive
+from helpers import DEEPER, assert_all, assert_all_refused, drive
 from mpi4py import MPI
 
 from a2d_mpi import Causal, Documents, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.experiments.checkpoint import State, latest, load
 from a2d_mpi.experiments.train_gpt import Trainer
-from a2d_mpi.gpt.adam import Adam, LearningRate
+from a2d_mpi.gpt.adam import Adam, learning_rate
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.gradients import GradientSum, total
 from a2d_mpi.gpt.model import GPT
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def small(positions="learned", nheads_kv=1):
-    return GPTConfig(17, 2, 12, 3, 40, nheads_kv, 20, positions)
+    return GPTConfig(17, 2, 12, 3, 40, nheads_kv, positions)
 
 
 def shaken(config, seed=0):
@@ -59,7 +59,7 @@ def test_state_dict(positions):
     assert found.keys() == ends | {f"h.{i}.{name}.{kind}" for i, name, kind in parts}
     assert sum(y.size for y in found.values()) == config.parameters
     assert all(y.flags.c_contiguous and y.flags.owndata for y in found.values())
-    assert found["wte.weight"].shape == (17, 12) and found["h.1.fc.weight"].shape == (20, 12)
+    assert found["wte.weight"].shape == (17, 12) and found["h.1.fc.weight"].shape == (48, 12)
     assert np.allclose(found["h.1.fc.weight"] @ x, x @ weights.block(1)["fc.weight"])
 
 
@@ -120,9 +120,9 @@ def test_adam():
     config = GPTConfig(1, 1, 1, 1, 1)
     weights = Parameters(config, np.full(config.parameters, 0.5))
     gradients = Parameters(config, np.zeros(config.parameters))
-    adam = Adam(weights, np.zeros((2, config.parameters)), clip=1e9)
+    adam = Adam(weights, np.zeros((2, config.parameters)))
     w, m, v = 0.5, 0.0, 0.0
-    for step, g in enumerate((0.3, -2.0, 0.1), 1):
+    for step, g in enumerate((0.03, -0.1, 0.01), 1):
         gradients.flat[:] = g
         adam.update(gradients, 0.01)
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
@@ -130,12 +130,13 @@ def test_adam():
             (v / (1 - 0.95**step)) ** 0.5 + 1e-8
         )
         assert weights.named["wte"][0, 0] == pytest.approx(w, rel=1e-12)
-    clipped = Adam(weights, np.zeros((2, config.parameters)), clip=1.0)
+    clipped = Adam(weights, np.zeros((2, config.parameters)))
     gradients.flat[:] = 10.0
     assert clipped.update(gradients, 0.0) == pytest.approx(10 * config.parameters**0.5)
     assert (gradients.flat**2).sum() == pytest.approx(1)
-    rates = LearningRate(1.0, 2, 10)
-    assert [rates.at(x) for x in (0, 1, 2, 10)] == pytest.approx([0.5, 1.0, 1.0, 0.1])
+    assert [learning_rate(x, 1.0, 2, 10) for x in (0, 1, 2, 10)] == pytest.approx(
+        [0.5, 1.0, 1.0, 0.1]
+    )
 
 
 def test_text(tmp_path):
@@ -178,7 +179,7 @@ def losses(comm, grid, method, dtype, steps, separator):
                      recompute=method == "ring")  # fmt: skip
     weights, moments = initial(config, 0, dtype), np.zeros((2, config.parameters), dtype)
     state = State(config, {}, 0, weights, moments, np.zeros(0), np.zeros(0))
-    trainer = Trainer(comm, grid, args, config, Text(ROOT / "README.md", separator), state)
+    trainer = Trainer(comm, grid, args, Text(ROOT / "README.md", separator), state)
     found = [trainer.step() for _ in range(steps)]
     trainer.free()
     return np.array(found), weights
@@ -187,7 +188,8 @@ def losses(comm, grid, method, dtype, steps, separator):
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("dtype, bound, steps, separator", [
-    ("float32", 1e-5, 50, b""), ("float64", 1e-10, 50, b""), ("float64", 1e-10, 8, b" "),
+    pytest.param("float32", 1e-5, 50, b"", marks=DEEPER), ("float64", 1e-10, 8, b" "),
+    pytest.param("float64", 1e-10, 50, b"", marks=DEEPER),
 ])  # fmt: skip
 def test_same_losses(comm, dtype, bound, steps, separator):
     """After each step, on any grid and ring as on one rank; the same weights on all."""

@@ -12,16 +12,16 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.masks import Causal
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.gpt_files import read_steps
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.step_plots import read_steps
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import PARTS, activations, predict_step, product_flops, sum_seconds
 from a2d_mpi.gpt.gradients import GradientSum
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
+from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.planner import candidate
 

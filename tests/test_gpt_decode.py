@@ -20,8 +20,8 @@ from a2d_mpi.gpt.steps import step_traffic
 
 pytestmark = pytest.mark.grids
 
-CONFIG = GPTConfig(23, 2, 24, 6, 256, nheads_kv=2, mlp=24, positions="rotary")
-LENGTHS, NEW = (1, 5, 40), 200
+CONFIG = GPTConfig(23, 2, 24, 6, 256, nheads_kv=2, positions="rotary")
+LENGTHS, NEW = (1, 5, 40), 60
 
 
 @cache

@@ -37,7 +37,7 @@ def losses(comm, grid, dtype, transfers, positions, device=None):
     state = State(config, {}, 0, weights, moments, np.zeros(0), np.zeros(0))
     text = Text(SHORT, b" ")
     options = {} if device is None else {"device": device}
-    trainer = Trainer(comm, grid, args, config, text, state, **options)
+    trainer = Trainer(comm, grid, args, text, state, **options)
     found = [*(trainer.step() for _ in range(STEPS)), trainer.evaluate(text)]
     weights = trainer.weights()
     trainer.free()

@@ -68,6 +68,7 @@ def wheel(folder, name, files):
         file.writestr(f"{info}/RECORD", "")
 
 
+@pytest.mark.thorough
 def test_jobs_take_a_folder_of_wheels(machine):
     """The active Python and MPI, and a CuPy that only the folder has: that of the emulated GPU."""
     wheels = machine.folder / "wheels"

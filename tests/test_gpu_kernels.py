@@ -12,11 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import bounds_for, distance
+from helpers import DEEPER, bounds_for, distance
 from test_kernels import TENSORS, dense, plain, random_intervals, tensors
 
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.masks.intervals import Intervals
 
 SHAPES = {
     "emulated": [(1, 1, 1, 1, 5), (3, 70, 4, 2, 40), (75, 34, 2, 1, 32)],
@@ -35,6 +36,7 @@ def plain_kernel(cupy, dtype, scale):
 
 def run(cupy, kernel, q, k, v, dout, intervals, exact, wide=True, fresh=False):
     """All results, with the statistics of `exact` (float64) for the backward pass."""
+    intervals = Intervals.of(intervals)  # they keep what queued launches read, as those of plans
     compute = compute_dtype(q.dtype)
     dtype = compute if wide else q.dtype
     on_gpu = [cupy.asarray(x) for x in (dout, q, k, v)]
@@ -134,7 +136,9 @@ def compiler_log(*options):
     return kept.read_text()
 
 
-@pytest.mark.parametrize("element, headdim", [(0, 256), (1, 128), (2, 256), (3, 64)])
+@pytest.mark.parametrize("element, headdim", [
+    (1, 128), *(pytest.param(*x, marks=DEEPER) for x in ((0, 256), (2, 256), (3, 64))),
+])  # fmt: skip
 def test_kernels_compile(element, headdim):
     """For A100 and H100, within what a block may have: all in registers, also at headdim 256."""
     if shutil.which("nvcc") is None:

@@ -83,12 +83,11 @@ DRIVER = """
 """
 
 
-PASSES = {"forward": (False, "native"), "backward": (True, "native"), "float32": (True, "float32")}
-PASSES["deterministic"] = (True, "native")
+PASSES = {"forward": False, "backward": True, "deterministic": True}  # whether it is backward
 
 
 def cases(name):
-    """(block, backward, gradients) of all graphs of a pass."""
+    """(block, backward) of all graphs of a pass."""
     shapes = [("full", 1003, 517, 0), ("band", 517, 1003, 100), ("general", 1003, 517, 0)]
     shapes += [(shape, 517, 1003, 0) for shape in ("causal", "anti-causal")]
     kinds = [("bfloat16", 2, 64), ("float16", 16, 64), ("bfloat16", 16, 128), ("float16", 2, 128)]
@@ -105,7 +104,7 @@ def cases(name):
     blocks += [dataclasses.replace(BLOCK, headdim=headdim) for headdim in (8, 32, 80, 192, 100)]
     blocks += [dataclasses.replace(BLOCK, shape="band", window=w) for w in (1, 1024, 5000)]
     if name == "deterministic":  # ragged ones would take too much memory
-        return [(block, *PASSES[name]) for block in blocks]
+        return [(block, PASSES[name]) for block in blocks]
     ragged = {"nq": 1024, "nk": 2048, "batch": 32, "total": 9216}
     blocks += [
         Block(dtype, 16, nheads_kv, headdim, shape=shape, scale=0.1, window=window, **ragged)
@@ -113,10 +112,10 @@ def cases(name):
         for shape, window in (("full", 0), ("causal", 0), ("anti-causal", 0), ("band", 100))
     ]
     change = {**ragged, "batch": 1, "nk": 1024, "shape": "causal"}
-    headdims = (32, 80, 192) if PASSES[name][0] else (8, 32, 192)
+    headdims = (32, 80, 192) if PASSES[name] else (8, 32, 192)
     blocks += [dataclasses.replace(BLOCK, **change, headdim=d) for d in headdims]
     blocks += [dataclasses.replace(BLOCK, **change | {"shape": x}) for x in ("full", "causal")]
-    return [(block, *PASSES[name]) for block in blocks]
+    return [(block, PASSES[name]) for block in blocks]
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -144,8 +143,7 @@ def test_all_that_is_called_supported_is_built(name, of_pass, tmp_path):
     capability = divmod(DEVICES[name]["deviceVer"] // 10, 10)
     wrong = []
     for case, outcome in zip(cases(of_pass), built, strict=True):
-        block, backward, gradients = case
-        reason = supported(block, capability, backward, gradients, of_pass == "deterministic")
+        reason = supported(case[0], capability, case[1], of_pass == "deterministic")
         # A graph is built, or there is a reason why not, and the caller could have known it.
         unsafe = "may be NaN" in str(reason)  # whether it is built or not
         if not unsafe and isinstance(outcome, int) != (reason is None):
@@ -171,33 +169,11 @@ def build(driver, name, of_pass):
     print(json.dumps(outcomes))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"dtype": "float32"},
-        {"nheads": 0},
-        {"nheads_kv": 3},
-        {"nq": 0},
-        {"shape": "strict"},
-        {"shape": "causal", "nq": 1025},
-        {"shape": "anti-causal", "nq": 1025},
-        {"shape": "band"},
-        {"shape": "band", "window": 1, "nq": 1025},
-        {"window": 5},
-        {"batch": -1},
-        {"batch": 1, "shape": "general"},
-    ],
-)
-def test_wrong_blocks(change):
-    with pytest.raises(ValueError):
-        dataclasses.replace(BLOCK, **change)
-
-
 def test_supported():
     def why(capability=(9, 0), options=(), **change):
         return supported(dataclasses.replace(BLOCK, **change), capability, **dict(options))
 
-    forward, float32 = {"backward": False}, {"gradients": "float32"}
+    forward = {"backward": False}
     assert why() is why((8, 0)) is why((10, 0)) is why((12, 0)) is None
     assert "7, 5" in why((7, 5))
     assert "multiple of 8" in why(headdim=100)
@@ -213,9 +189,7 @@ def test_supported():
     assert why(nk=192, shape="causal", nq=192) is why((8, 0), nk=192) is why(nk=256) is None
     assert why(nk=192, batch=1) is why(options=forward, nk=192) is None
     assert "192 keys may be NaN" in why(nk=192)
-    assert why(options=float32) is why(nheads_kv=2) is None
-    assert "share a KV head" in why(options=float32, nheads_kv=2)
-    assert "deterministic" in why(options=float32 | {"deterministic": True})
+    assert why(nheads_kv=2) is None
     assert (
         why(batch=4)
         is why((8, 0), forward, batch=4)
@@ -251,8 +225,8 @@ def launched(monkeypatch):
         def execute(self, pack, workspace, handle):
             log.append(("launch", pack, workspace, handle))
 
-    def fake_build(self, block, backward, gradients):
-        log.append(("build", block.nq, backward, gradients))
+    def fake_build(self, block, backward):
+        log.append(("build", block.nq, backward))
         if block.nq == 13:
             raise Refusal("no engine for ____\n{plan}")
         if block.nq == 14:
@@ -279,15 +253,12 @@ def test_graphs_are_built_once(launched):
     found.get(BLOCK, False)(range(1, 6), 6, stream=9)
     found.get(dataclasses.replace(BLOCK), False)(range(1, 6), 6, stream=9)
     launch = ("launch", {1: 1, 2: 2, 3: 3, 4: 4, 5: 5}, 6, 77)
-    assert log == [("build", 512, False, "native"), ("stream", 77, 9), launch, launch]
+    assert log == [("build", 512, False), ("stream", 77, 9), launch, launch]
     log.clear()
-    for gradients in ("native", "float32", "native"):
-        found.get(BLOCK, True, gradients)(range(11, 20), 6, 10)
+    for _ in range(2):
+        found.get(BLOCK, True)(range(11, 20), 6, 10)
     launch = ("launch", dict(enumerate(range(11, 20), 1)), 6, 77)
-    builds = [("build", 512, True, gradients) for gradients in ("native", "float32")]
-    assert log == [builds[0], ("stream", 77, 10), launch, builds[1], launch, launch]
-    with pytest.raises(ValueError, match="float64"):
-        found.get(BLOCK, True, "float64")
+    assert log == [("build", 512, True), ("stream", 77, 10), launch, launch]
     found.free()
     found.free()
     assert log[-2:] == [launch, ("destroy", 77)]
@@ -322,7 +293,7 @@ def test_a_refusal_is_kept(launched):
     for _ in range(2):
         with pytest.raises(NotSupported, match=r"forward pass of Block.*nq=13.*no engine for$"):
             found.get(refused, False)
-    assert log == [("build", 13, False, "native")]
+    assert log == [("build", 13, False)]
 
 
 def test_a_failure_is_told_once(launched):

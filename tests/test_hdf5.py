@@ -2,7 +2,6 @@
 
 import os
 import socket
-from argparse import Namespace
 
 import h5py
 import numpy as np
@@ -10,10 +9,7 @@ import pytest
 from helpers import assert_all_refused
 from test_results import SHAPES, error_of, make_result, write_input
 
-from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.experiments.benchmark import add_results, read_benchmark
-from a2d_mpi.experiments.files import files_read
-from a2d_mpi.experiments.hdf5 import sources
 from a2d_mpi.experiments.results import (
     SMALLER,
     inspect_input,
@@ -21,6 +17,7 @@ from a2d_mpi.experiments.results import (
     read_shard,
     write_result,
 )
+from a2d_mpi.sharding.distribution import Distribution
 
 SHAPE = SHAPES["k"]
 WHOLE = Distribution("contiguous", SHAPE[0], 1)
@@ -32,36 +29,20 @@ def external(file, name="k"):
     file.create_dataset(name, SHAPE, "f4", external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)])
 
 
-def virtual(file, *sources, shape=SHAPE, **options):
-    """`sources`: selection of k, path, name and shape of the source, selection of it."""
-    layout = h5py.VirtualLayout(shape, "f4", **options)
-    for target, path, name, size, chosen in sources:
-        layout[target] = h5py.VirtualSource(path, name, size, "f4")[chosen]
-    file.create_virtual_dataset("k", layout, fillvalue=0)
-
-
-def endless(file, name="k", path="source.h5"):
-    """A virtual dataset that has as many tokens as its source."""
-    more = (h5py.h5s.UNLIMITED, *SHAPE[1:])
-    spaces = [h5py.h5s.create_simple((n, *SHAPE[1:]), more) for n in (0, SHAPE[0])]
-    for space, n in zip(spaces, (more[0], 1 if "%" in path else more[0])):
-        space.select_hyperslab((0, 0, 0), (n, 1, 1), (1, 1, 1), (1, *SHAPE[1:]))
-    options = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    options.set_virtual(spaces[0], path.encode(), b"k", spaces[1])
-    h5py.h5d.create(file.id, name.encode(), h5py.h5t.NATIVE_FLOAT, spaces[0], options)
+def virtual(file, name="k"):
+    """Numbers of another file, as if they were here."""
+    layout = h5py.VirtualLayout(SHAPE, "f4")
+    layout[:] = h5py.VirtualSource("source.h5", "k", SHAPE)
+    file.create_virtual_dataset(name, layout)
 
 
 def linked(file, link):
     file["k"] = link
 
 
-def of(path, name="k", shape=SHAPE, chosen=np.s_[:]):
-    """A virtual dataset with one source."""
-    return lambda file: virtual(file, (np.s_[:], path, name, shape, chosen))
-
-
 BAD = {
     "external storage": (external, "the numbers of k are in other files (external storage)"),
+    "virtual": (virtual, "the numbers of k are in other files (a virtual dataset)"),
     "external link": (lambda f: linked(f, h5py.ExternalLink("source.h5", "/k")), "k is a link"),
     "link to a pipe": (lambda f: linked(f, h5py.ExternalLink("pipe", "/k")), "k is a link"),
     "soft link": (lambda f: linked(f, h5py.SoftLink("/v")), "k is a link to another place"),
@@ -80,49 +61,14 @@ BAD = {
         lambda f: f.create_dataset("k", HUGE, "f4", chunks=(1, 2, 4)),
         "k has 0 of the 1000000000000 chunks",
     ),
-    "source missing": (of("none.h5"), "made of k in none.h5, which cannot be read: No such file"),
-    "source of text": (of("text"), "made of k in text, which cannot be read: "),
-    "source a pipe": (of("pipe"), "which cannot be read: it is not a regular file"),
-    "endless, a pipe": (lambda f: endless(f, path="pipe"), "it is not a regular file"),
-    "source without it": (of("source.h5", "x"), "made of x in source.h5, which cannot be read"),
-    "source a group": (of("source.h5", "group"), "made of group in source.h5, which cannot"),
-    "source elsewhere": (of("/etc/passwd"), "k in /etc/passwd: must be in this folder"),
-    "source above": (of("../source.h5"), "k in ../source.h5: must be in this folder"),
-    "numbered": (lambda f: endless(f, path="source%b.h5"), "k in source%b.h5: must be in this"),
-    "source external": (of("source.h5", "external"), "of external are in other files"),
-    "source virtual": (of("source.h5", "virtual"), "virtual is a virtual dataset itself"),
-    "source unwritten": (of("source.h5", "unwritten"), "unwritten has 0 of the 928 bytes"),
-    "made of itself": (of("."), "k is a virtual dataset itself"),
-    "beyond the source": (
-        of("source.h5", shape=(58, 2, 4), chosen=np.s_[29:]),
-        "needs more of k in source.h5 than its (29, 2, 4)",
-    ),
-    "a gap": (
-        lambda f: virtual(f, (np.s_[:28], "source.h5", "k", SHAPE, np.s_[:28])),
-        "its sources are 224 of 232 numbers",
-    ),
-    "a gap and twice the same": (
-        lambda f: virtual(
-            f, *((np.s_[i : i + 28], "source.h5", "k", SHAPE, np.s_[:28]) for i in (1, 1))
-        ),
-        "its sources are 224 of 232 numbers",
-    ),
-    "no source": (virtual, "its sources are 0 of 232 numbers"),
-    "endless": (endless, "k is virtual and grows with its sources"),
 }
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """With a good source file, a pipe and a text."""
+    """With a good input file and a pipe."""
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "text").write_text("k")
     write_input(tmp_path / "source.h5")
-    with h5py.File(tmp_path / "source.h5", "a") as file:
-        external(file, "external")
-        endless(file, "virtual", path=".")
-        file.create_dataset("unwritten", SHAPE, "f4")
-        file.create_group("group")
     return tmp_path
 
 
@@ -134,28 +80,6 @@ def test_refuses_numbers_that_are_elsewhere_or_nowhere(folder):
             spoil(file)
         found = error_of(lambda: inspect_input(path), OSError)
         assert found.startswith(f"cannot read {path} as HDF5: ") and text in found, (name, found)
-
-
-def test_takes_a_virtual_dataset_whose_sources_are_there(folder):
-    path = folder / "input.h5"
-    k = write_input(path)["k"]
-    made = (
-        lambda f: virtual(f, (np.s_[:], "source.h5", "k", SHAPE, np.s_[:])),
-        lambda f: virtual(
-            f, *((x, y, "k", SHAPE, x) for x, y in ((np.s_[1::2], "source.h5"), (np.s_[::2], "b")))
-        ),
-    )
-    write_input(folder / "b")
-    for make in made:
-        write_input(path, k=None)
-        with h5py.File(path, "a") as file:
-            make(file)
-        info = inspect_input(path)
-        read = files_read(Namespace(input=path))  # none is an output
-        assert {str(path), str(folder / "source.h5")} <= set(read)
-        assert sources(path, ["k"]) == sources(path) and not sources(path, ["q", "none"])
-        found = read_shard(info, "k", WHOLE, 0, "f4")
-        assert np.array_equal(found, k)
 
 
 def test_refuses_what_is_no_file(folder):

@@ -14,10 +14,10 @@ from helpers import assert_each_refused, drive_each
 from test_planner import A100, work
 
 from a2d_mpi import Mask, make_mask, register_kernel, register_mask, register_method
-from a2d_mpi.core.masks import Causal, Full
-from a2d_mpi.core.patterns import PATTERNS, split_masks
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.kernels import KERNELS, check_kernel
+from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.masks.patterns import PATTERNS, split_masks
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.planner import candidates
 from a2d_mpi.schedules import METHODS, Method, problem_of

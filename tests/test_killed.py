@@ -17,11 +17,12 @@ from test_bench import METHODS, SMALL, bench
 
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.checkpoint import latest
-from a2d_mpi.experiments.loss_plots import read_losses
+from a2d_mpi.experiments.gpt_files import read_losses
 from a2d_mpi.experiments.sweep import Case, plans_for
 
 launches = pytest.mark.launches
 
+NUMPY = ["--kernel", "numpy"]  # as `drive` has it: what is killed goes on with the same bits
 SWEEP = ["--seqlens", "256,257,258,259", "--masks", "causal,full", "--plans", "all", "--backward"]
 
 
@@ -68,10 +69,11 @@ def kill(pids):
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.thorough
 def test_killed_at_any_moment(tmp_path):
     """The launcher and all ranks, again and again: what was printed is there, and goes on."""
     output = tmp_path / "bench.h5"
-    options = ["--output", output, *SMALL, *SWEEP, "--resume"]
+    options = ["--output", output, *SMALL, *SWEEP, *NUMPY, "--resume"]
     moments = random.Random(0)
     known = {}
     for _ in range(3):
@@ -108,7 +110,11 @@ def test_killed_at_any_moment(tmp_path):
 # How a job ends of which a rank was killed is for MPI to say, the file is for the kernel.
 @pytest.mark.parametrize(
     "moment",
-    ["while filling", "before the replacement", pytest.param("after it", marks=launches)],
+    [
+        pytest.param("while filling", marks=pytest.mark.thorough),
+        pytest.param("before the replacement", marks=pytest.mark.thorough),
+        pytest.param("after it", marks=launches),
+    ],
 )
 def test_killed_while_writing(tmp_path, moment):
     output = tmp_path / "bench.h5"
@@ -135,7 +141,7 @@ def test_killed_while_writing(tmp_path, moment):
 
 
 @launches
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_rank_that_is_killed_is_named(tmp_path, victim):
     output = tmp_path / "bench.h5"
     job = start(3, "--output", output, *SMALL, "--seqlens", "2048", "--trials", "100000")
@@ -158,7 +164,7 @@ def test_rank_that_is_killed_is_named(tmp_path, victim):
 
 TRAINING = [
     *(DRIVERS.parent / "README.md", "--separator", "", "--layers", "1", "--width", "8"),
-    *("--nheads", "2", "--seqlen", "40", "--warmup", "5"),
+    *("--nheads", "2", "--seqlen", "40", "--warmup", "5", *NUMPY),
 ]
 
 
@@ -177,6 +183,7 @@ def files(folder):
     return ["--folder", folder / "checkpoints", "--output", folder / "log.h5"]
 
 
+@pytest.mark.thorough
 def test_training_killed_at_any_moment(tmp_path):
     """The launcher and all ranks, again and again, before and after any step."""
     options = [*TRAINING, "--steps", "150", "--every", "3"]

@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 from helpers import assert_all_refused, drive, parser_of
 
-from a2d_mpi.core.patterns import PATTERNS, make_mask
-from a2d_mpi.core.problem import Workload
-from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.mask_plots import plot_masks, tiling
 from a2d_mpi.experiments.mask_table import Figures, best_of, read_table
-from a2d_mpi.experiments.schedule_panels import who_computes
+from a2d_mpi.figures.mask_plots import plot_masks, tiling
+from a2d_mpi.masks.patterns import PATTERNS, make_mask
+from a2d_mpi.schedules import distribute
 
 ROOT = Path(__file__).parents[1]
 PROBLEM = [
@@ -22,13 +20,19 @@ PROBLEM = [
 
 
 @pytest.mark.parametrize("text", PATTERNS)
-def test_tiles_are_those_of_the_schedule(text):
-    found = tiling(text, 60, 2, 3, None)
-    work = Workload(60, 4, 8, mask=make_mask(text, 60))
-    computes = who_computes("attention2d", Layout(2, 3), work)[0]
-    assert np.array_equal(found.ranks, computes)
-    assert found.areas.tolist() == [(computes == rank).sum() for rank in range(6)]
-    assert found.distribution == work.mask.default_distribution
+def test_tiles_are_those_of_owners(text):
+    """The row of the query's owner, the column of the key's."""
+    mask, tokens, owner = make_mask(text, 60), np.arange(60), np.empty(60, int)
+    for name in (None, "striped"):
+        found = tiling(text, 60, 2, 3, name)
+        assert found.distribution == (name or mask.default_distribution)
+        shards = distribute(found.distribution, mask, 60, 2, 3)
+        for rank in range(6):
+            owner[shards.tokens(rank)] = rank
+        ranks = (owner // 3)[:, None] * 3 + (owner % 3)[None, :]
+        visible = mask.dense(tokens, tokens)
+        assert np.array_equal(found.ranks, np.where(visible, ranks, -1))
+        assert found.areas.tolist() == [(found.ranks == rank).sum() for rank in range(6)]
 
 
 def test_picture(tmp_path):
@@ -112,14 +116,16 @@ def test_table_is_completed(tmp_path):
     assert path.read_text() == "no table"
 
 
+@pytest.mark.thorough
 def test_study_of_masks():
     """The figures of docs/masks.md, from the committed results."""
     done = drive("study.py", 0, ROOT / "data" / "results" / "masks" / "16x1.h5")
     assert done.returncode == 0, done.stderr
     assert "picks within 10 % of the fastest: 4 of 4" in done.stdout
-    shown = re.findall(r"whatever the mask / pick, fastest: (.*)", done.stdout)
-    assert sorted(shown) == [
-        "2.18 (blocks 16x1x1@rcu)",
-        "3.11 (blocks 16x1x1@rcu)",
-        "5.02 (attention2d 1x16x1@rcu)",
+    picks = re.findall(r"  (\S.*) both +([\d.]+) .*picked", done.stdout)
+    assert sorted((x.strip(), round(float(ms) / 1e3, 2)) for x, ms in picks) == [
+        ("attention2d 1x16x1@rcu", 0.4),
+        ("attention2d 2x4x2@rcu", 1.63),
+        ("blocks 16x1x1@rcu", 0.64),
+        ("blocks 16x1x1@rcu", 0.92),
     ]

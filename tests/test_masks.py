@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from a2d_mpi import check_mask, make_mask
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.intervals import keys_per_query, queries_per_key
-from a2d_mpi.core.masks import Causal, Full, IntervalMask, Mask
-from a2d_mpi.core.patterns import PATTERNS
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.intervals import keys_per_query, queries_per_key
+from a2d_mpi.masks.mask import Causal, Full, IntervalMask, Mask
+from a2d_mpi.masks.patterns import PATTERNS
 from a2d_mpi.schedules import problem_of
 
 

@@ -13,18 +13,13 @@ import helpers
 import memory
 import numpy as np
 import pytest
-from helpers import assert_all_refused, drive, parser_of, runs_on
+from helpers import DEEPER, assert_all_refused, deeper, drive, parser_of, runs_on
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.kernel_memory import kernel_buffers
-from a2d_mpi.core.masks import Causal, Full
-from a2d_mpi.core.pairs import visible_pairs
-from a2d_mpi.core.patterns import make_mask
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, flops
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.workspace import Workspace
@@ -32,6 +27,8 @@ from a2d_mpi.experiments import calibrate
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.kernels import make_kernel
+from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.calibration import (
     Sample,
@@ -52,6 +49,7 @@ from a2d_mpi.planning.profile import (
 )
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, distribution_of, problem_of
+from a2d_mpi.schedules.problem import Workload
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "data" / "results"
@@ -87,7 +85,7 @@ methods = st.sampled_from(list(METHODS))
 
 
 @given(layouts, methods, st.sampled_from([Full(), Causal()]), st.integers(1, 500), st.booleans())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
     """Neither than the computing alone, nor than the bytes through my link."""
     assume(runs_on(method, layout, mask))
@@ -95,12 +93,12 @@ def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
     job = work(seqlen, mask=mask, overlap=overlap)
     name = distribution_of(method, job.mask)
     sizes = problem_of(method, layout, job, job.mask, name)
-    area, _ = visible_pairs(mask, sizes.context_group(layout.heads).shards)
+    area = mask.area(np.arange(seqlen), np.arange(seqlen))
     for phase, found in predict(here, method, layout, job).items():
         assert np.all(found.compute >= 0) and np.all(found.wait >= 0)
         parts = sum(getattr(found, part) for part in PARTS)
         assert np.allclose(parts, found.total)
-        work_all = flops(int(area.sum()), job.nheads, 16, phase == "backward")
+        work_all = flops(area, job.nheads, 16, phase == "backward")
         assert found.compute.sum() * KERNEL.flops >= 0.999 * work_all
         assert found.total.max() >= work_all / layout.size / KERNEL.flops
         for rank in range(layout.size):
@@ -111,7 +109,7 @@ def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
 
 
 @given(layouts, methods, st.booleans())
-@settings(max_examples=25)
+@settings(max_examples=12)
 def test_a_faster_link_never_hurts(layout, method, overlap):
     assume(runs_on(method, layout, CAUSAL))
     job = work(overlap=overlap)
@@ -242,7 +240,7 @@ def test_memory_of_a_kernel_is_that_of_its_workspace():
         assert work.nbytes("") == sum(expected.values())
 
 
-@pytest.mark.parametrize("number", [1, 13])
+@pytest.mark.parametrize("number", deeper([1, 13], [1]))
 def test_memory_is_what_processes_grow_by(number):
     predicted, measured = memory.one(helpers.launch, number)
     assert predicted == pytest.approx(measured, rel=memory.TOLERANCE), memory.CASES[number]
@@ -421,7 +419,7 @@ def test_any_profile_is_refused_or_predicts(tmp_path):
     """Profiles with some values, lines or tables changed at random."""
     random, lines = Random(0), [path.read_text().splitlines() for path in PROFILES]
     refused = {True: 0, False: 0}
-    for _ in range(400):
+    for _ in range(150):
         found = list(random.choice(lines))
         for _ in range(random.choice((1, 1, 2, 3))):
             here = random.randrange(len(found))
@@ -442,7 +440,7 @@ def test_any_profile_is_refused_or_predicts(tmp_path):
             refused[True] += 1
         else:
             refused[False] += 1
-    assert min(refused.values()) > 50
+    assert min(refused.values()) > 20
 
 
 @given(st.text(max_size=100), st.text(max_size=100))
@@ -474,13 +472,15 @@ def test_links_that_are_needed(tmp_path):
     assert total(spread, "ring", Layout(8, 1), job) == total(machine(), "ring", Layout(8, 1), job)
 
 
-@pytest.mark.parametrize("cluster, median, worst", [
-    ("16x1", 0.05, 0.22), ("16x4", 0.05, 0.22), ("64x1", 0.05, 0.22), ("masks/16x1", 0.15, 0.4),
+@pytest.mark.parametrize("cluster, step, median, worst", [
+    ("16x1", 1, 0.05, 0.22), *(pytest.param(*x, marks=DEEPER) for x in (
+        ("16x4", 4, 0.05, 0.22), ("64x1", 1, 0.05, 0.22), ("masks/16x1", 1, 0.15, 0.4),
+    )),
 ])  # fmt: skip
-def test_the_study_is_predicted(cluster, median, worst):
-    """Measured seconds of the committed results, by the profile that was calibrated with them."""
+def test_the_study_is_predicted(cluster, step, median, worst):
+    """Measured seconds of every so many of the committed results, by their calibrated profile."""
     here, off = read_machine(RESULTS / f"{cluster}.toml"), []
-    for result in read_benchmark(RESULTS / f"{cluster}.h5").values():
+    for result in list(read_benchmark(RESULTS / f"{cluster}.h5").values())[::step]:
         c = result.config
         layout = Layout(*(int(c[x]) for x in ("rows", "cols", "heads")), c["order"])
         sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
@@ -500,7 +500,7 @@ def test_the_study_is_predicted(cluster, median, worst):
             continue  # measured when whole shards travelled, whatever the mask hides
         phases = predict(here, c["method"], layout, job, c["distribution"]).values()
         off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
-    assert len(off) >= 20
+    assert len(off) >= 20 // step
     assert np.median(np.abs(off)) < median and np.max(np.abs(off)) < worst
 
 
@@ -521,7 +521,7 @@ def test_calibrate(tmp_path):
     path = tmp_path / "here.toml"
     common = ["--output", path, "--seconds", "1"]
     name = 'a "\\ # \n\t\x1b[1m\x7f\u2028\N{GREEK SMALL LETTER PI}'
-    options = ["--dtype", "bfloat16", "--name", name, "--accept-disturbed", "--kernel", "numpy"]
+    options = ["--dtype", "bfloat16", "--name", name, "--kernel", "numpy"]
     done = drive("calibrate.py", 2, *common, *options)
     assert done.returncode == 0, done.stderr
     found = read_machine(path)
@@ -538,7 +538,7 @@ def test_calibrate(tmp_path):
         ([*common, "--name=\udcff"], [], "UTF-8, at most 100 characters, got '\\udcff'"),
         ([*common, "--name=" + 101 * "x"], [], "at most 100 characters, got 'xxx"),
         ([*common, "--kernel=cupy"], [], "invalid choice"),
-        ([*common, "--kernel=numba", "--dtype=float64"], [], "computes in float32, not float64"),
+        ([*common, "--kernel=numba", "--dtype=float64"], [], "float32, not float64"),
         ([*common, "--threads=0"], [], "--threads must be at least 1"),
         ([*common, f"--threads={10**30}"], [], "--threads must be at most 1024"),
     ])  # fmt: skip
@@ -546,7 +546,7 @@ def test_calibrate(tmp_path):
 
 def test_one_rank_measures_no_link(tmp_path):
     path = tmp_path / "here.toml"
-    options = ["--output", path, "--seconds", "0.5", "--accept-disturbed"]
+    options = ["--output", path, "--seconds", "0.5"]
     assert drive("calibrate.py", 1, *options).returncode == 0
     found = read_machine(path)
     assert found.inside is None and found.between is None
@@ -569,29 +569,15 @@ def test_disturbance():
     assert disturbance([1.0], [1.0])[0] == 0
 
 
-@pytest.mark.parametrize("offs, options, told", [
-    ((0.1,), [], []),
-    ((0.9, 0.1), [], ["90"]),
-    ((0.9, 0.66, 0.7), [], ["90", "66", "70"]),
-    ((0.66,), ["--accept-disturbed"], ["66"]),
-])  # fmt: skip
-def test_a_disturbed_machine(tmp_path, monkeypatch, capsys, offs, options, told):
-    """Is measured again; then it is refused, or the profile says so."""
-    tiny = Workload(2, 2, 16, dtype="float32"), 0.5, 0.5
-    found = [calibrate.Measured(machine(), [], tiny, off, "of this") for off in offs]
-    monkeypatch.setattr(calibrate, "_measure", lambda *_: found.pop(0))
+@pytest.mark.parametrize("off, told", [(0.1, "steady within 10 %"), (
+    0.66, "DISTURBED by other work, figures may be off by 66 %: of this")])  # fmt: skip
+def test_a_disturbed_machine(tmp_path, monkeypatch, capsys, off, told):
+    """The profile and the output say so."""
+    monkeypatch.setattr(calibrate, "disturbance", lambda *_: (off, "of this"))
     path = tmp_path / "here.toml"
-    args = parser_of("drivers/calibrate.py").parse_args(["--output", str(path), *options])
-    text = "disturbed by other work: figures may be off by {} %, more than 20 %: of this"
-    if len(offs) < calibrate.ATTEMPTS:
-        assert calibrate.calibrate(MPI.COMM_SELF, args) == 0
-        mark = text.format("66") if options else "steady within 10 %"
-        assert f"\n# {mark}\n" in path.read_text()
-    else:
-        with pytest.raises(CollectiveError, match=text.format("66") + "; nothing was written"):
-            calibrate.calibrate(MPI.COMM_SELF, args)
-        assert not path.exists()
-    assert re.findall(text.format(r"(\d+)"), capsys.readouterr().err) == told and not found
+    args = parser_of("drivers/calibrate.py").parse_args(["--output", f"{path}", "--seconds=0.1"])
+    assert calibrate.calibrate(MPI.COMM_SELF, args) == 0
+    assert f"\n# {told}\n" in path.read_text() and f"{told}\n" in capsys.readouterr().out
 
 
 def test_no_mpi_for_plans():

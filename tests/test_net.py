@@ -1,21 +1,33 @@
-"""Bytes and messages of every rank are those of `tests/traffic.json`; see `net.py`."""
+"""Predicted bytes and messages of every rank are those of `tests/traffic.json`; see `net.py`.
+
+Other tests hold what plans send to the predictions.
+"""
 
 import json
 from pathlib import Path
 
-from helpers import launch
-from net import RANKS
+import net
+import pytest
 
-HERE = Path(__file__).parent
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.planning import cost
+from a2d_mpi.schedules import problem_of
 
 
-def test_traffic(tmp_path):
+@pytest.mark.thorough
+def test_traffic():
     """Committed, so that no change of a formula and of the code together goes unseen."""
-    done = launch(RANKS, HERE / "net.py", tmp_path / "now.json", timeout=100)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "now.json").read_text())
-    known = json.loads((HERE / "traffic.json").read_text())
-    assert found.keys() == known.keys()
-    for name, expected in known.items():
-        for kind, counts in expected.items():
-            assert found[name][kind] == counts, f"{kind} of {name}"
+    known = json.loads(Path(__file__).with_name("traffic.json").read_text())
+    names = set()
+    for name, method, shape, (mask, dtype, nheads_kv, seqlen, _) in net.configurations():
+        nodes = net.NODES[shape] if method == "node aware" else None
+        layout = Layout(*shape, nodes=nodes)
+        config = AttentionConfig(seqlen, net.NHEADS, net.HEADDIM, nheads_kv, dtype=dtype)
+        problem = problem_of(method, layout, config, net.make_mask(mask, seqlen))
+        for kind, count in (("bytes", cost.traffic), ("messages", cost.messages)):
+            ranks = [count(method, layout, problem, rank) for rank in range(layout.size)]
+            found = [{"/".join(key): list(both) for key, both in x.items()} for x in ranks]
+            assert found == known[name][kind], f"{kind} of {name}"
+        names.add(name)
+    assert names == known.keys()

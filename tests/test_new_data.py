@@ -7,8 +7,9 @@ from helpers import assert_all, distance
 
 from a2d_mpi import Causal, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.core import reference, triangle
+from a2d_mpi.core import reference
 from a2d_mpi.schedules import METHODS
+from a2d_mpi.sharding import triangle
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi, pytest.mark.grids]
 SEQLEN, NHEADS, HEADDIM = 41, 12, 8

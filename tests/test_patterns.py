@@ -21,7 +21,8 @@ from a2d_mpi import (
     SlidingWindow,
     make_mask,
 )
-from a2d_mpi.core.patterns import PATTERNS, documents, long_documents, split_masks
+from a2d_mpi.masks.longca import documents, long_documents
+from a2d_mpi.masks.patterns import PATTERNS, split_masks
 
 sizes = st.integers(0, 12)
 
@@ -361,6 +362,6 @@ def test_a_million_queries_are_fast():
     tokens = np.arange(10**6)
     for name in PATTERNS:
         mask = make_mask(name, len(tokens))
-        start = time.perf_counter()
+        start = time.process_time()
         mask.visible(tokens)
-        assert time.perf_counter() - start < 1, name  # seen: 0.06 s at most
+        assert time.process_time() - start < 1, name  # seen: 0.06 s at most

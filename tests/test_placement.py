@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from helpers import deeper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import (
@@ -17,9 +18,9 @@ from oracles import (
     zigzag,
 )
 
-from a2d_mpi.core import placement
-from a2d_mpi.core.masks import Causal, Full, IntervalMask
-from a2d_mpi.core.placement import place
+from a2d_mpi.masks.mask import Causal, Full, IntervalMask
+from a2d_mpi.sharding import placement
+from a2d_mpi.sharding.placement import place
 
 N = 16384
 
@@ -36,13 +37,13 @@ def figures(mask, seqlen, found, kv_share):
     seen = mask.dense(np.arange(seqlen), np.arange(seqlen))
     computed = np.zeros_like(seen, dtype=int)
     work, received, sent = np.zeros((3, found.ranks))
-    owner = np.repeat(found.owner, np.diff(found.bounds))
+    owner = np.repeat(found.owner, found.demand.tokens)
     for rank in range(found.ranks):
         here = np.zeros_like(seen)
-        for i, j in found.pairs[found.rank == rank]:
+        for i, j in found.demand.pairs[found.rank == rank]:
             here[
-                found.blocks[i].start : found.blocks[i].stop,
-                found.blocks[j].start : found.blocks[j].stop,
+                found.demand.blocks[i].start : found.demand.blocks[i].stop,
+                found.demand.blocks[j].start : found.demand.blocks[j].stop,
             ] = 1
         here &= seen
         computed += here
@@ -69,7 +70,7 @@ def checked(found, name=""):
     """Assert that work and tokens are even."""
     work, tokens = found.work, found.tokens
     assert work.max() <= 1.05 * work.mean(), f"{name}: work {work.max() / work.mean():.3f}"
-    block = max(map(len, found.blocks))
+    block = max(map(len, found.demand.blocks))
     assert tokens.max() <= max(1.05 * tokens.mean(), tokens.mean() + block), name
     return found
 
@@ -77,40 +78,40 @@ def checked(found, name=""):
 @settings(deadline=None, max_examples=25)
 @given(
     st.integers(0, 2**32 - 1),
-    st.integers(0, 60),
+    st.integers(1, 60),
     st.integers(1, 7),
-    st.integers(1, 12),
     st.sampled_from([1, 0.25]),
 )
-def test_every_pair_is_computed_once(seed, seqlen, ranks, nblocks, kv_share):
+def test_every_pair_is_computed_once(seed, seqlen, ranks, kv_share):
     """Intervals may be out of range, but those of one query do not overlap."""
     a, b, c, d = np.random.default_rng(seed).integers(-3, 65, (4, seqlen))
     mask = Intervals((a, b), (np.maximum(c, np.maximum(a, b)), d))
     with patch.object(placement, "_BUDGET", 60_000):
-        found = place(mask, seqlen, ranks, nblocks, kv_share)
-        again = place(mask, seqlen, ranks, nblocks, kv_share)
+        found = place(mask, seqlen, ranks, kv_share)
+        again = place(mask, seqlen, ranks, kv_share)
     owners_of(found.runs(), seqlen)
-    assert (np.repeat(found.owner, np.diff(found.bounds)) == owners_of(found.runs(), seqlen)).all()
+    assert (np.repeat(found.owner, found.demand.tokens) == owners_of(found.runs(), seqlen)).all()
     work, received, sent = figures(mask, seqlen, found, kv_share)
     assert (found.work == work).all()
     np.testing.assert_allclose(found.received, received)
     np.testing.assert_allclose(found.sent, sent)
-    for name in ("bounds", "owner", "pairs", "rank", "visible"):
+    for name in ("owner", "rank"):
         assert (getattr(found, name) == getattr(again, name)).all()
+    assert (found.demand.pairs == again.demand.pairs).all()
 
 
 @pytest.mark.parametrize("name", list(many_masks(64, 0, 8)))
 def test_traffic_is_counted_to_the_token(name):
     mask = many_masks(1024, 3, 16)[name]
     with patch.object(placement, "_BUDGET", 300_000):
-        found = place(mask, 1024, 6, 24, 0.25)
+        found = place(mask, 1024, 6, 0.25)
     work, received, sent = figures(mask, 1024, found, 0.25)
     assert (found.work == work).all()
     np.testing.assert_allclose(found.received, received)
     np.testing.assert_allclose(found.sent, sent)
 
 
-@pytest.mark.parametrize("name", list(many_masks(64, 0, 8)))
+@pytest.mark.parametrize("name", deeper(many_masks(64, 0, 8), ["causal_document"]))
 def test_even_work_and_no_more_traffic_than_grids(name):
     mask = many_masks(N, 0)[name]
     found = checked(place(mask, N, 16), name)
@@ -118,11 +119,11 @@ def test_even_work_and_no_more_traffic_than_grids(name):
     assert largest(found) <= 1.01 * grids, f"{name}: {largest(found) / grids:.3f} of the best grid"
 
 
-@pytest.mark.parametrize("ranks, share", [(8, 0.9), (16, 0.9), (64, 0.9)])
-def test_causal(ranks, share):
+@pytest.mark.parametrize("ranks", deeper([8, 16, 64], [8]))
+def test_causal(ranks):
     found = checked(place(Causal(), N, ranks))
     grid = best_grid(Causal(), N, ranks, zigzag(N, ranks))
-    assert largest(found) <= share * grid, f"{ranks}: {largest(found) / grid:.3f} of the best grid"
+    assert largest(found) <= 0.9 * grid, f"{ranks}: {largest(found) / grid:.3f} of the best grid"
 
 
 def test_equal_documents_stay():
@@ -147,9 +148,8 @@ def test_heavy_tailed_documents(seed):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"ranks": 0}, "at least one rank"),
-        ({"seqlen": -1}, "seqlen >= 0"),
-        ({"nblocks": 0}, "one block"),
+        ({"ranks": 0}, "one rank"),
+        ({"seqlen": 0}, "at least one token"),
         ({"kv_share": 0}, "kv_share"),
         ({"kv_share": 1.5}, "kv_share"),
         ({"mask": IntervalMask(np.zeros(4, int), np.ones(4, int))}, "4 rows for a sequence of 64"),

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 from test_shapes import SHORTEST, calls
 
-from a2d_mpi.core.patterns import make_mask
-from a2d_mpi.core.shapes import runs
 from a2d_mpi.kernels.ragged import (
     LONG,
     TILE,
@@ -19,6 +17,8 @@ from a2d_mpi.kernels.ragged import (
     size_class,
     size_classes,
 )
+from a2d_mpi.kernels.shapes import runs
+from a2d_mpi.masks.patterns import make_mask
 
 
 def documents(*lengths):

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import launch, parser_of
+from helpers import drive, launch, parser_of
 
 import a2d_mpi
 from a2d_mpi import Causal
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.patterns import PATTERNS
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.loss_plots import read_losses
+from a2d_mpi.experiments.gpt_files import read_losses
 from a2d_mpi.gpt.text import Text
+from a2d_mpi.masks.patterns import PATTERNS
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import problem_of
 
@@ -113,6 +113,9 @@ def test_names(page):
 
 def test_both_commands_are_there():
     assert {"bash jobs/local.sh\n", "bash jobs/test.sh\n"} <= set(blocks("README.md", "bash"))
+    assert "`bash jobs/test.sh all`" in read("README.md")
+    for command in ("bash jobs/local.sh", "bash jobs/test.sh all"):
+        assert f"\n{command} || status=1" in read(".ci/run")
 
 
 def test_every_page_is_listed():
@@ -190,34 +193,10 @@ def test_adding_a_mask():
 @pytest.mark.launches
 def test_reading_a_result(tmp_path):
     (tmp_path / "results").mkdir()
-    done = launch(
-        4, ROOT / "drivers" / "attention.py", ROOT / "data" / "minilm_l3_1536.h5", "--backward",
-        "--seqlen", "64", "--output", tmp_path / "results" / "local.h5", timeout=60,
+    done = drive(
+        "attention.py", 4, ROOT / "data" / "minilm_l3_1536.h5", "--backward", "--seqlen", "64",
+        "--output", tmp_path / "results" / "local.h5",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     printed = run("\n".join(blocks("docs/results.md", "python")), tmp_path)
     assert len(re.findall("True$", printed, re.MULTILINE)) == 8
-
-
-@pytest.mark.launches
-def test_adding_a_method(tmp_path):
-    check = """
-import numpy as np
-from mpi4py import MPI
-from a2d_mpi import Attention2D, Causal, ProcessGrid
-
-grid, rng, found = ProcessGrid(MPI.COMM_WORLD, 2, 2), np.random.default_rng(0), []
-whole = [rng.standard_normal((103, heads, 8)) for heads in (4, 4, 2, 2)]
-for kind in (GatherAttention, Attention2D):
-    plan = kind(grid, Causal(), seqlen=103, nheads=4, nheads_kv=2, headdim=8, dtype="float64")
-    dout, q, k, v = (x[plan.tokens] for x in whole)
-    out, lse = plan.forward(q, k, v)
-    found.append((out, lse, *plan.backward(dout, q, k, v, out, lse)))
-    assert plan.traffic.bytes == plan.predicted_traffic()
-print(all(np.allclose(x, y, 0, 1e-12) for x, y in zip(*found)), list(plan.traffic.bytes))
-"""
-    example = tmp_path / "example.py"
-    example.write_text("\n".join([*blocks("docs/adding-a-method.md", "python"), check]))
-    done = launch(4, example, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("True") == 4, done.stdout

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from a2d_mpi.core import reference
-from a2d_mpi.core.masks import Causal, Full, IntervalMask
+from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 
 SCALE = 0.7
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from a2d_mpi.attention.methods import plan_class
-from a2d_mpi.comm.transport import DeviceTransport, HostTransport, Transport
+from a2d_mpi.comm.device_transport import DeviceTransport
+from a2d_mpi.comm.transport import HostTransport, Transport
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.host import Host
 from a2d_mpi.devices.protocol import Device
@@ -54,9 +55,13 @@ import sys
 sys.modules["mpi4py"] = None  # importing it fails
 import a2d_mpi
 from a2d_mpi import Causal, Distribution, Full, IntervalMask, devices, kernels
-from a2d_mpi.core import pairs, atomic, dtypes, merge, chunks, reference, sizes
-from a2d_mpi.experiments import bench_tile, benchmark, candidates, options, plots, results
-from a2d_mpi.experiments import pretrained, schedule_plots, study, summary, sweep, timing
+from a2d_mpi.core import atomic, dtypes, merge, reference, sizes
+from a2d_mpi.schedules import chunks
+from a2d_mpi.sharding import pairs
+from a2d_mpi.experiments import bench_tile, benchmark, candidates, options, results
+from a2d_mpi.figures import plots
+from a2d_mpi.experiments import pretrained, study, summary, sweep, timing
+from a2d_mpi.figures import schedule_plots
 from a2d_mpi.planning import calibration, cost, memory, model, planner
 try:
     a2d_mpi.Attention2D
@@ -65,6 +70,39 @@ except ImportError:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "as it must\n", done.stderr
+
+
+def test_main_job_loads_what_it_uses():
+    """The driver's imports bring in neither the planner nor models, figures or optimisers."""
+    code = "import runpy, sys; runpy.run_path('drivers/attention.py'); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    loaded = {x for x in done.stdout.split() if x.startswith("a2d_mpi.")}
+    assert "a2d_mpi.experiments.job" in loaded, done.stderr
+    rooms = {x.split(".")[1] for x in loaded}
+    assert not rooms & {"gpt", "figures"}
+    unused = {
+        *(f"a2d_mpi.planning.{x}" for x in ("planner", "simulator", "profile", "survey")),
+        *(f"a2d_mpi.sharding.{x}" for x in ("placement", "refinement")),
+        *(f"a2d_mpi.experiments.{x}" for x in ("model_options", "sweep", "summary")),
+    }
+    assert not loaded & unused
+    assert len(loaded) < 100  # of more than 160
+
+
+def test_a_method_is_imported_when_it_is_used():
+    code = """
+import sys
+from a2d_mpi.schedules import METHODS
+loaded = lambda: [x for x in ("attention2d", "ring", "triangle", "blocks")
+                  if f"a2d_mpi.schedules.{x}" in sys.modules]
+print(len(METHODS), "ring" in METHODS, loaded())
+METHODS["double ring"]
+print(loaded())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "7 True []\n['ring']\n", done.stderr
 
 
 def misses(kind, protocol):

@@ -1,5 +1,6 @@
 """Some sabotages, which the drivers' check must catch; `tests/sabotage.py` tries all."""
 
+import pytest
 from sabotage import SABOTAGES, by_check
 
 # By sabotage: a check that fails.
@@ -17,6 +18,7 @@ def test_there_are_thirty():
     assert len(SABOTAGES) >= 30 and all(x.says for x in SABOTAGES.values())
 
 
+@pytest.mark.thorough
 def test_the_driver_catches_some():
     """A sample misses a row that is wrong, as its documentation says, and more rows do not."""
     row = "one-row-of-dk"

@@ -2,18 +2,18 @@
 
 import os
 
-import pytest
-from helpers import assert_all_refused, drive
+from helpers import assert_all_refused, drive, drive_each
 
 GRID, SAMPLE = "plot_grid.py", "../data/make_sample.py"
 TEXT = "../data/make_text.py"
 PROGRAMS = ["plan.py", "plot.py", "plot_schedule.py", GRID, "study.py", SAMPLE, TEXT]
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_help(program):
-    done = drive(program, 0, "--help")
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: ")
+def test_help():
+    done, found = drive_each([(program, ["--help"], []) for program in PROGRAMS], 0)
+    assert done.stderr == ""
+    for program, (code, stdout) in zip(PROGRAMS, found):
+        assert code == 0 and stdout.startswith("usage: "), program
 
 
 def test_bad_pictures(tmp_path):

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_kernels import dense
 
-from a2d_mpi.core import shapes
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.patterns import PATTERNS, make_mask
-from a2d_mpi.core.shapes import runs
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.kernels import shapes
+from a2d_mpi.kernels.shapes import runs
+from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Attend, Differentiate
 

@@ -9,25 +9,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import parser_of
-from test_model import RESULTS, machine
+from test_model import machine
 
-from a2d_mpi.core.masks import Causal, Full
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import simulate as job
-from a2d_mpi.experiments.benchmark import read_benchmark
-from a2d_mpi.experiments.plots import plot
-from a2d_mpi.experiments.scale import read_scale
-from a2d_mpi.experiments.scale_plots import AT_SCALE
-from a2d_mpi.experiments.scale_study import scale_study
+from a2d_mpi.experiments.study import study
+from a2d_mpi.figures.plots import plot
+from a2d_mpi.figures.scale_plots import AT_SCALE, read_scale
+from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost, simgrid
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.model import Phase, predict
 from a2d_mpi.planning.network import PORTS, Cables, Network, parse_network
 from a2d_mpi.planning.profile import write_machine
 from a2d_mpi.planning.simgrid import Replay
+from a2d_mpi.planning.simulator import POST, WAIT
 from a2d_mpi.planning.survey import programs_of
-from a2d_mpi.schedules import METHODS, distribution_of, problem_of
+from a2d_mpi.schedules import distribution_of, problem_of
+from a2d_mpi.schedules.problem import Workload
 
 # At once, with heads, rank by rank, on uneven nodes.
 PLANS = [
@@ -58,13 +57,13 @@ def test_programs_send_what_schedules_send(method, layout, phase):
     assert sent.nbytes.min() > 0
     numbers = range(len(sent.nbytes))
     sides = sorted(x for m in numbers for x in ((m, sent.source[m]), (m, sent.to[m])))
-    for kind in ("post", "wait"):
+    for kind in (POST, WAIT):
         assert sides == sorted(
             (m, rank)
-            for rank, program in enumerate(programs)
-            for operation in program
-            if operation[0] == kind
-            for m in operation[1]
+            for rank in range(layout.size)
+            for done, _, of_messages in programs.of_rank(rank)
+            if done == kind
+            for m in of_messages
         )
 
 
@@ -166,7 +165,7 @@ def test_driver(fake, tmp_path, capsys):
     profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
     write_machine(profile, replace(machine(ranks_per_node=2), name="a/b"))
     main = {x: f"{v}" for x, v in (("output", output), ("profile", profile))}
-    options = ["--ranks", "4,6", "--seqlens", "96", "--nheads", "4", "--headdim", "8", "--dtype",
+    options = ["--ranks", "4,6", "--seqlens", "96", "--nheads", "4", "--headdim", "8", "--dtypes",
                "float32", "--plans", "ring", "--networks", "switch,fat tree:2"]  # fmt: skip
     options += [x for name, value in main.items() for x in (f"--{name}", value)]
 
@@ -193,7 +192,7 @@ def test_driver(fake, tmp_path, capsys):
         assert x["cost messages"] == 20 and "timeout" not in x
     once("--resume", "--slow-rank", "2", "--timeout", "20")
     assert len(job.read_simulations(output)) == 8 and fake[-1][3] == 2
-    assert "50.0 % (median)" in capsys.readouterr().out
+    assert "simulated" in capsys.readouterr().out
 
 
 def test_what_is_done_is_kept(fake, tmp_path):
@@ -201,7 +200,7 @@ def test_what_is_done_is_kept(fake, tmp_path):
     profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
     write_machine(profile, machine())
     options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96", "--nheads",
-               "4", "--headdim", "8", "--dtype", "float32", "--plans", "ring:4x1", "--ranks",
+               "4", "--headdim", "8", "--dtypes", "float32", "--plans", "ring:4x1", "--ranks",
                "4,6"]  # fmt: skip
     with pytest.raises(ValueError, match="is not 6 ranks"):
         job.simulate_all(parser_of("drivers/simulate.py").parse_args(options))
@@ -215,19 +214,11 @@ def test_refused(tmp_path, option):
         job.simulate_all(parser_of("drivers/simulate.py").parse_args(args))
 
 
-def test_plans_of_a_benchmark():
-    for name, result in read_benchmark(RESULTS / "16x4.h5").items():
-        what = job.configuration_of(result)
-        assert what.name == name and what.method in METHODS
-        if METHODS[what.method].knows_nodes:
-            assert len(set(what.layout.nodes)) == 16
-
-
 def test_plots(fake, tmp_path):
     profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
     write_machine(profile, machine(ranks_per_node=2))
     options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96,192",
-               "--nheads", "4", "--headdim", "8", "--dtype", "float32", "--timeout", "20",
+               "--nheads", "4", "--headdim", "8", "--dtypes", "float32", "--timeout", "20",
                "--plans", "ring,attention2d"]  # fmt: skip
     for more in (["--ranks", "4,6"], ["--ranks", "4", "--slow-rank", "2", "--resume"]):
         args = parser_of("drivers/simulate.py").parse_args([*options, *more])
@@ -253,7 +244,7 @@ def test_tables(fake, tmp_path, capsys):
     profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
     write_machine(profile, machine(ranks_per_node=2))
     options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96,192",
-               "--nheads", "4", "--headdim", "8", "--dtype", "float32",
+               "--nheads", "4", "--headdim", "8", "--dtypes", "float32",
                "--timeout", "20"]  # fmt: skip
     options += ["--ranks", "4,6,8", "--resume", "--plans"]
     for more in (["ring,attention2d"], ["ring", "--networks", "fat tree:2"], ["auto:each"]):
@@ -261,20 +252,12 @@ def test_tables(fake, tmp_path, capsys):
     picked = [x for x in job.read_simulations(output).values() if x["picked"]]
     assert len(picked) == 6 < len(fake)  # of each workload one, were it there before or not
     capsys.readouterr()
-    args = parser_of("drivers/scale.py").parse_args([f"{output}"])
-    assert scale_study(args) == 0
+    args = parser_of("drivers/study.py").parse_args([f"{output}", "--simulated"])
+    assert study(args) == 0
     text = capsys.readouterr().out
-    for line in (
-        r"\| 4 \| \d+ \| 50.0 \| 50.0 \| -50.0 \| -50.0 \|",
-        "6 ranks: 2 of 2 picks",
-        r"\| test \| fat tree:2 \|  \| [*][*]",
-        r"\| test \| 192 \| ring \| 4: .* 8: .*\|",
-        r"\| 8 \| 1.0 s, 0 MB \| 1.0 s, 0 MB \|",
-    ):
-        assert re.search(line, text), (line, text)
-    args.tables = "winner"
-    with pytest.raises(ValueError, match="winner"):
-        scale_study(args)
+    assert "model: off by 50.0 % (median), 50.0 % (worst of " in text
+    assert "picks within 10 % of the fastest: 6 of 6" in text
+    assert re.search(r"-n192-.*-fat tree:2-test, 8 ranks\n.*\n  ring 8x1x1@rcu +forward +\d", text)
 
 
 def test_links_alone():

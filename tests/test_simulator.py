@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from test_model import machine
 
-from a2d_mpi.core.masks import Causal
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import simulator
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.planning.simulator import PARTS, Messages, simulate
+from a2d_mpi.planning.simulator import PARTS, POST, WAIT, Messages, Operations, simulate
 from a2d_mpi.planning.survey import programs_of
 from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.problem import Workload
 
 ROOT = Path(__file__).parents[1]
 MB = 10**6
@@ -32,13 +32,27 @@ def _both(request, monkeypatch):
         monkeypatch.setattr(simulator, "MANY", 0)
 
 
+def columns_of(programs):
+    """Operations of all ranks: ("spend", part, s), ("post", messages), ("wait", messages, s)."""
+    flat = [x for program in programs for x in program]
+    kinds = {"post": POST, "wait": WAIT}
+    numbers = [x[1] if x[0] in kinds else [] for x in flat]
+    return Operations(
+        np.cumsum([0, *map(len, programs)]),
+        np.array([kinds[x[0]] if x[0] in kinds else PARTS.index(x[1]) for x in flat], np.int64),
+        np.array([x[2] if len(x) > 2 else 0.0 for x in flat]),
+        np.cumsum([0, *map(len, numbers)]),
+        np.array([m for x in numbers for m in x], np.int64),
+    )
+
+
 def ended(programs, messages, per_node=1, in_order=True, **link):
     """When each rank is done, at 1 MB/s between nodes and 1000 inside; and the spans of all."""
     there = machine(Link(MB, **link), Link(1000 * MB), ranks_per_node=per_node)
     size, spans = len(programs), [[] for _ in programs]
     columns = Messages(*np.array(messages, np.int64).T)
     cables, place = Cables(Network(), there, size), np.arange(size)
-    parts = simulate(programs, columns, cables, place, spans, in_order=in_order)
+    parts = simulate(columns_of(programs), columns, cables, place, spans, in_order=in_order)
     found = sum(parts.values())
     for rank, x in enumerate(spans):
         assert [end for *_, end in x[-1:]] == pytest.approx([found[rank]] * bool(x))
@@ -147,5 +161,5 @@ def test_as_simgrid(plan):
     cables = Cables(Network(), profile, layout.size)
     for phase, seconds in plan["seconds"].items():
         programs = programs_of(profile, plan["method"], layout, work, problem, phase)
-        parts = simulate(*programs, cables, layout.physical(), in_order=False)
+        parts = simulate(*programs, cables, layout.world_ranks(), in_order=False)
         assert sum(parts.values()).max() == pytest.approx(seconds, rel=0.02)

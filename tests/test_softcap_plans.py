@@ -5,7 +5,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cases import NHEADS, OTHERS, SIZE, label
-from helpers import assert_all
+from helpers import DEEPER, assert_all
 from test_bad_input import message_of
 from test_softcap import TENSORS, bounds, out_of_bounds, plain
 
@@ -63,7 +63,9 @@ def wrong_with(plan, found, exact, largest):
 
 
 @pytest.mark.parametrize("method", PLANS, ids=label)
-@pytest.mark.parametrize("cap, sinks", [(2.0, False), (None, True), (2.0, True)])
+@pytest.mark.parametrize("cap, sinks", [
+    (2.0, True), *(pytest.param(*x, marks=DEEPER) for x in ((2.0, False), (None, True))),
+])  # fmt: skip
 def test_plans(comm, method, cap, sinks):
     grid, bad = ProcessGrid(comm, *method[1]), []
     for mask, dtype, nheads_kv in (

@@ -92,7 +92,7 @@ def sequence(config):
 
 def errors(dtype, positions, nheads_kv, checkpoint, comm=MPI.COMM_SELF, plan=None):
     """Relative errors of loss and gradients, by name, of this rank's tokens of `plan`."""
-    config = GPTConfig(61, 3, 48, 6, 64, nheads_kv, 80, positions)
+    config = GPTConfig(61, 3, 48, 6, 64, nheads_kv, positions)
     noise = 0.1 * np.random.default_rng(2).standard_normal(config.parameters)
     weights = Parameters(config, initial(config, 1, "float64") + noise)  # biases are not 0
     weights = Parameters(config, weights.flat.astype(dtype))

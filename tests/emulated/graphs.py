@@ -26,21 +26,25 @@ class HostGraphs:
         self.built = set()
         self.rows = 0, 0  # of the tensors of ragged launches, if what these read is to be checked
 
-    def get(self, block, backward, gradients="native"):
+    def get(self, block, backward):
         if block.shape in self.refuse:
             raise NotSupported(block.shape)
-        self.built.add((block, backward, gradients))
-        return HostLaunch(self, block, gradients if backward else None)
+        assert min(block.nq, block.nk) > 0 and not block.nheads % block.nheads_kv
+        assert block.nq <= block.nk or block.shape in ("full", "general")
+        assert (block.shape == "band") == (block.window > 0)
+        assert not block.batch or block.shape != "general"
+        self.built.add((block, backward))
+        return HostLaunch(self, block, backward)
 
 
 class HostLaunch:
     workspace_size = 100
 
-    def __init__(self, graphs, block, gradients):
-        self._graphs, self.block, self._gradients = graphs, block, gradients
+    def __init__(self, graphs, block, backward):
+        self._graphs, self.block, self._is_backward = graphs, block, backward
 
     def __call__(self, pointers, workspace, stream):
-        names = "q k v out stats" if self._gradients is None else "q k v out dout stats dq dk dv"
+        names = "q k v out dout stats dq dk dv" if self._is_backward else "q k v out stats"
         names = names.split() + ["begin", "end"] * (self.block.shape == "general")
         names += ["nq", "nk", "of_q", "of_k", "of_stats"] * (self.block.batch > 0)
         to = SimpleNamespace(**dict(zip(names, pointers, strict=True)))
@@ -48,14 +52,14 @@ class HostLaunch:
         odd = {x: y % 16 for x, y in vars(to).items() if y % 16}
         assert not odd, f"cuDNN wants addresses of whole 16 bytes: {odd}"
         self._graphs.launched.append(self.block)
-        compute = self._forward if self._gradients is None else self._backward
+        compute = self._backward if self._is_backward else self._forward
         if self.block.batch:
             compute = self._each
         cupy.cuda.get_current_stream()._enqueue(lambda: compute(to))
 
     def _each(self, at):
         """Compute the sequences of a ragged launch one after the other."""
-        block, n, backward = self.block, self.block.batch, self._gradients is not None
+        block, n, backward = self.block, self.block.batch, self._is_backward
         nq, nk = (_array(x, (n,), np.int32) for x in (at.nq, at.nk))
         assert nq.min() > 0 and nk.min() > 0, "NaN before cuDNN 9.25"
         assert nq.max() <= block.nq and nk.max() <= block.nk
@@ -65,14 +69,12 @@ class HostLaunch:
         assert (first_q == of_stats).all() and (first_q[:-1] + nq <= first_q[1:]).all()
         assert (first_k[:-1] + nk <= first_k[1:]).all(), "gradients of a key are written twice"
         assert not backward or first_q[-1] <= block.total
-        wide = 4 if self._gradients == "float32" else 2
-        sizes = {"dq": wide, "dk": wide, "dv": wide, "stats": 4}
         for i in range(n):
             own = dataclasses.replace(block, nq=int(nq[i]), nk=int(nk[i]), batch=0, total=0)
-            launch, there = HostLaunch(self._graphs, own, self._gradients), SimpleNamespace()
+            launch, there = HostLaunch(self._graphs, own, backward), SimpleNamespace()
             for x, pointer in vars(at).items():
                 which = 1 if x in ("k", "v", "dk", "dv") else 2 if x == "stats" else 0
-                setattr(there, x, pointer + int(offsets[which][i]) * sizes.get(x, 2))
+                setattr(there, x, pointer + int(offsets[which][i]) * (4 if x == "stats" else 2))
             launch._check_tiles(there, int(first_q[i]), int(first_k[i]))
             stats = _array(there.stats, (own.nq, own.nheads), np.float32)
             there.stats = (turned := np.ascontiguousarray(stats.T)).ctypes.data
@@ -88,7 +90,7 @@ class HostLaunch:
         if rows_k:
             shape = nk, block.nheads_kv, block.headdim
             _check(*(_array(x, shape, dtype) for x in (at.k, at.v)))
-        if rows_q and self._gradients is not None:
+        if rows_q and self._is_backward:
             shape = nq, block.nheads, block.headdim
             _check(*(_array(x, shape, dtype) for x in (at.q, at.out, at.dout)))
             assert (_array(at.stats, shape[:2], np.float32) > HIDDEN / 2).all()
@@ -118,17 +120,16 @@ class HostLaunch:
         found = reference.attention_backward(
             dout, q, k, v, lse, delta, self._visible(at), block.scale, np.float32, dtype
         )
-        kind = np.dtype(np.float32) if self._gradients == "float32" else dtype
-        for to, x in zip(self._tensors("qkk", (at.dq, at.dk, at.dv), kind), found, strict=True):
+        for to, x in zip(self._tensors("qkk", (at.dq, at.dk, at.dv)), found, strict=True):
             to[...] = x
 
-    def _tensors(self, sides, pointers, dtype=None):
+    def _tensors(self, sides, pointers):
         block = self.block
         shapes = {
             "q": (block.nq, block.nheads, block.headdim),
             "k": (block.nk, block.nheads_kv, block.headdim),
         }
-        dtype = dtype or DTYPES[block.dtype]
+        dtype = DTYPES[block.dtype]
         return [_array(p, shapes[s], dtype) for p, s in zip(pointers, sides, strict=True)]
 
     def _visible(self, at):

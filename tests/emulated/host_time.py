@@ -44,12 +44,12 @@ sys.modules["cudnn"] = SimpleNamespace(
 
 from a2d_mpi.core.config import AttentionConfig  # noqa: E402
 from a2d_mpi.core.dtypes import DTYPES  # noqa: E402
-from a2d_mpi.core.patterns import make_mask  # noqa: E402
 from a2d_mpi.core.sizes import Layout  # noqa: E402
 from a2d_mpi.devices.cuda import Cuda  # noqa: E402
 from a2d_mpi.kernels.cudnn import CudnnKernel  # noqa: E402
 from a2d_mpi.kernels.cupy import CupyKernel  # noqa: E402
 from a2d_mpi.kernels.graphs import Graphs  # noqa: E402
+from a2d_mpi.masks.patterns import make_mask  # noqa: E402
 from a2d_mpi.schedules import problem_of, write  # noqa: E402
 from a2d_mpi.schedules.steps import Attend, Differentiate  # noqa: E402
 

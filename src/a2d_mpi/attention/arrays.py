@@ -26,10 +26,10 @@ class Arrays:
 
     def __init__(self, program: Program, layout: Layout, config: AttentionConfig) -> None:
         self._declared, self._results = program.arrays, program.results
-        self._config, self._group = config, config.context_group(layout.heads)
+        self._config, self._group = config, config.cp_group(layout.heads)
         self._heads = layout.heads
         self._views: dict[Rows, list[Array]] = {}
-        self._parcels: dict[Rows, list[Array]] = {}
+        self._parcels: dict[str, tuple[Array, list[Array]]] = {}
         self._version: object = None
 
     def begin(self, engine: Engine, given: Mapping[str, Array], accumulated: bool) -> None:
@@ -96,9 +96,7 @@ class Arrays:
         """Rows in the messages that carry them: one for all tensors of a packed array."""
         if not self._declared[rows.array].packed:
             return self.tensors(rows)
-        if rows not in self._parcels:
-            self._parcels[rows] = [self._parcel(rows.array)[0]]
-        return self._parcels[rows]
+        return [self._parcel(rows.array)[0]]
 
     def first_heads(self, rows: Rows) -> list[int]:
         """First head of each tensor that a rank of the Ulysses group computes."""
@@ -120,9 +118,12 @@ class Arrays:
 
     def _parcel(self, name: str) -> tuple[Array, list[Array]]:
         """A packed array as bytes, and its tensors: (tokens, heads, headdim) each."""
-        array = self._declared[name]
-        shapes = ((array.length, *self._group.shape(x)) for x in KINDS[array.kind])
-        return self._engine.work.parcel((name, "all"), list(zip(shapes, self._dtypes(array))))
+        if name not in self._parcels:
+            array = self._declared[name]
+            shapes = ((array.length, *self._group.shape(x)) for x in KINDS[array.kind])
+            tensors = list(zip(shapes, self._dtypes(array)))
+            self._parcels[name] = self._engine.work.parcel((name, "all"), tensors)
+        return self._parcels[name]
 
     def _result(self, array: Declared, accumulated: bool) -> dict[str, Array]:
         """New arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""

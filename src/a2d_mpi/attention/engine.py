@@ -11,13 +11,14 @@ from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.gpus import gpu_aware
+from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call, Rendezvous
 from a2d_mpi.comm.threads import BlasThreads
-from a2d_mpi.comm.transport import PROGRESS, DeviceTransport, HostTransport, Transport
+from a2d_mpi.comm.transport import HostTransport, Transport
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
-from a2d_mpi.devices.workspace import Remembered, Workspace
+from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
 
 
@@ -30,12 +31,11 @@ class Engine:
         One of `a2d_mpi.kernels.KERNELS`.
     config : AttentionConfig
     transfers : {"auto", "device", "host"}
-    progress : str
-        One of `a2d_mpi.comm.transport.PROGRESS`.
-    polls : Intracomm or None
-        Communicator that kernels on the host poll between their blocks; None: no polling.
-    threads : BlasThreads
-        Of kernels on the host.
+    overlap : bool
+        Kernels on the host poll MPI between their blocks.
+    grid : ProcessGrid
+    threads : int or None
+        BLAS threads of kernels on the host; None: as many as a rank has cores.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Engine:
     Raises
     ------
     ValueError
-        If there is no such kernel for the dtype, or no such transfers or progress.
+        If there is no such kernel for the dtype, or no such transfers, overlap or threads.
     """
 
     def __init__(
@@ -55,26 +55,23 @@ class Engine:
         kernel: str,
         config: AttentionConfig,
         transfers: str,
-        progress: str,
-        polls: MPI.Intracomm | None,
-        threads: BlasThreads,
+        overlap: bool,
+        grid: ProcessGrid,
+        threads: int | None,
     ) -> None:
         self._options = config.dtype_of("q"), config.softmax_scale
         self._softcap = config.logit_softcap
         check_kernel(kernel, self._options[0], self._softcap)
-        if progress not in PROGRESS:
-            raise ValueError(f"overlap must be true, false or one of {PROGRESS}, got {progress!r}")
-        if progress == "thread" and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise ValueError("overlap by a thread needs MPI_THREAD_MULTIPLE")
+        if overlap not in (True, False):
+            raise ValueError(f"overlap must be true or false, got {overlap!r}")
         gpu_aware(transfers)
         self._name, self._transfers = kernel, transfers
-        self._progress, self._threads = progress, threads
-        self._polls = _Polls(polls)
+        self._threads = BlasThreads.of_rank(threads, grid.cores)
+        self._polls = _Polls(grid.comm if overlap and grid.comm.size > 1 else None)
         self.device: Device | None = None
         self.kernel: Kernel | None = None
         self.work = Workspace()
         self.waits: dict[str, list[tuple[float, float]]] = {}
-        self._constants = Remembered()
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
         self._phase, self._end = "", None
 
@@ -87,7 +84,29 @@ class Engine:
             self._name, device, *self._options, self._polls.poll, work, self._softcap
         )
         self.device, self.work, self.transport = device, work, None
-        self._constants, self._spans, self._end = Remembered(), {}, None
+        self._spans, self._end = {}, None
+
+    def taken(self, arrays: dict[str, Array], check_finite: bool) -> tuple[dict[str, Array], bool]:
+        """The arrays C-contiguous, and whether no element is known to be NaN or infinite.
+
+        -inf is a value of lse (a query that sees no key) and of a sink (none).
+
+        Raises
+        ------
+        ValueError
+            If `check_finite`, and an element is NaN or infinite.
+        """
+        taken = {name: self.device.contiguous(x) for name, x in arrays.items()}
+        if not check_finite and self.device is not HOST:
+            return taken, True  # the check would wait for the GPU
+        bad = [
+            name
+            for name, x in taken.items()
+            if not self.device.finite(x, lowest=name in ("lse", "sink"))
+        ]
+        if bad and check_finite:
+            raise ValueError(f"{', '.join(bad)}: NaN or infinite elements (check_finite)")
+        return taken, not bad
 
     @property
     def way(self) -> str:
@@ -132,14 +151,12 @@ class Engine:
             raise CollectiveError("ranks disagree on the sink: given on some, None on others")
         staged = bool(found & 8)
         if self.device is HOST:
-            self.transport = self.transport or HostTransport(self._progress)
+            self.transport = self.transport or HostTransport()
             self.kernel.careful = bool(found & 16)
         elif getattr(self.transport, "staged", None) is not staged:
-            self.transport = DeviceTransport(self.device, staged)
+            from a2d_mpi.comm.device_transport import DeviceTransport
 
-    def upload(self, x: np.ndarray) -> Array:
-        """Copy a constant array of the plan to the device, once."""
-        return self._constants.get(x, lambda: self.device.upload(x))
+            self.transport = DeviceTransport(self.device, staged)
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:

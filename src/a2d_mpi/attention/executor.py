@@ -10,11 +10,12 @@ import numpy as np
 from a2d_mpi.attention.arrays import Arrays
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
-from a2d_mpi.core.intervals import Interval
-from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
+from a2d_mpi.devices.workspace import Constant
+from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.schedules import write
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program, common_rows, positions
 from a2d_mpi.schedules.steps import (
     KINDS,
@@ -111,7 +112,7 @@ class Executor:
                 return [(Executor._clear, step.rows)]
             case Attend() | Differentiate():
                 found = program.tokens(step.queries), program.tokens(step.keys)
-                intervals = program.mask.intervals(*found)
+                intervals = Intervals.of(program.mask.intervals(*found))
                 if isinstance(step, Differentiate):
                     return [(Executor._differentiate, step, intervals)]
                 return [(Executor._attend, step, intervals)]
@@ -136,15 +137,15 @@ class Executor:
         if add:  # rows in the order of tokens, to the same rows in another order
             order = np.empty(source.count, np.int64)
             order[positions(source)] = positions(target)
-            return [(Executor._by_index, "add_at", source.array, target.array, order)]
+            return [(Executor._by_index, "add_at", source.array, target.array, Constant(order))]
         names = source.array, target.array
         if by_token:  # some rows, to a parcel
-            return [(Executor._by_index, "take", *names, positions(source))]
+            return [(Executor._by_index, "take", *names, Constant(positions(source)))]
         if target.count < program.arrays[target.array].length:  # a parcel, to some rows
-            return [(Executor._by_index, "put_at", *names, positions(target))]
+            return [(Executor._by_index, "put_at", *names, Constant(positions(target)))]
         order = np.empty(target.count, np.int64)
         order[positions(target)] = positions(source)
-        return [(Executor._by_index, "take", *names, order)]
+        return [(Executor._by_index, "take", *names, Constant(order))]
 
     def _post(self, message: Message, peer: int, tag: int) -> None:
         channel = self._channels[message.channel]
@@ -160,7 +161,7 @@ class Executor:
         for x in self._arrays.tensors(rows):
             self._engine.device.zero(x)
 
-    def _attend(self, step: Attend, intervals: tuple[Interval, ...]) -> None:
+    def _attend(self, step: Attend, intervals: Intervals) -> None:
         tensors = self._arrays.tensors
         (q,) = tensors(step.queries)  # (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
@@ -168,7 +169,7 @@ class Executor:
         with self._engine.clock("compute"):
             self._engine.kernel.forward(q, k, v, intervals, out, lse)
 
-    def _differentiate(self, step: Differentiate, intervals: tuple[Interval, ...]) -> None:
+    def _differentiate(self, step: Differentiate, intervals: Intervals) -> None:
         tensors, kernel = self._arrays.tensors, self._engine.kernel
         dout, q, lse, delta = tensors(step.queries)  # q: (queries, nheads, headdim)
         k, v = tensors(step.keys)  # (keys, nheads_kv, headdim)
@@ -190,13 +191,12 @@ class Executor:
                 for x, y in zip(tensors(source), tensors(target)):
                     self._engine.device.put(y, x, add)
 
-    def _by_index(self, how: str, source: str, target: str, order: np.ndarray) -> None:
+    def _by_index(self, how: str, source: str, target: str, order: Constant) -> None:
         """Copy or add rows by `order`; `how`: the device's "take", "put_at" or "add_at"."""
         move = getattr(self._engine.device, how)
         with self._engine.clock("merge"):
-            order = self._engine.upload(order)
             for x, y in zip(self._arrays.whole(source), self._arrays.whole(target)):
-                move(y, x, order)
+                move(y, x, order.on(self._engine.device))
 
     def _take_heads(self, source: Rows, target: Rows) -> None:
         tensors = self._arrays.tensors(source), self._arrays.tensors(target)

@@ -8,8 +8,8 @@ import numpy as np
 
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.masks import Mask
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.mask import Mask
 
 
 class Attention2D(AttentionPlan):
@@ -21,7 +21,7 @@ class Attention2D(AttentionPlan):
     -----
     Gathered tensors are not kept between `forward` and `backward`: backward gathers q, dout, lse
     and delta along the row and k, v along the column anew, so that memory between the phases is
-    O(N / P).  With a head axis each context group does this for its share of the heads.
+    O(N / P).  With a head axis each context-parallel group does this for its share of the heads.
     """
 
     method = "attention2d"
@@ -38,7 +38,7 @@ class NodeAwareAttention(AttentionPlan):
 
 
 class RingAttention(AttentionPlan):
-    """Baseline: attention on a ring of all ranks of a context group, whatever its shape.
+    """Baseline: attention on a ring of all ranks of a context-parallel group, whatever its shape.
 
     Parameters, attributes and methods are those of `AttentionPlan`.  With a head axis it is USP
     (arXiv:2405.07719).
@@ -51,13 +51,13 @@ class DoubleRingAttention(AttentionPlan):
     """Baseline: rings of `inner` consecutive ranks and a ring of these rings.
 
     All parameters, attributes and methods but one are those of `AttentionPlan`.  With a head axis
-    every context group is a double ring.  See `a2d_mpi.schedules.ring`.
+    every context-parallel group is a double ring.  See `a2d_mpi.schedules.ring`.
 
     Parameters
     ----------
     inner : int, optional
-        Ranks of an inner ring, a divisor of those of a context group; 1 and all of them both make
-        a single ring.  Default: the grid's columns, so that each of its rows is an inner ring.
+        Ranks of an inner ring, a divisor of the size of a context-parallel group.  1 and that size
+        both make a single ring.  Default: the grid's columns: each of its rows is an inner ring.
 
     Attributes
     ----------
@@ -89,8 +89,8 @@ class DoubleRingAttention(AttentionPlan):
 class TriangleAttention(AttentionPlan):
     """Causal attention, partitioned so that all ranks have the same area and no half-empty tile.
 
-    Parameters, attributes and methods are those of `AttentionPlan`.  A context group, whatever the
-    shape of the grid, has T (T-1) / 2 ranks: 1, 3, 6, 10, 15, ...  See
+    Parameters, attributes and methods are those of `AttentionPlan`.  A context-parallel group has
+    T (T-1) / 2 ranks: 1, 3, 6, 10, 15, ...  The shape of the grid does not matter.  See
     `a2d_mpi.schedules.triangle`.
     """
 

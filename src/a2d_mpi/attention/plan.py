@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
-from a2d_mpi.attention.calls import Calls
+from a2d_mpi.attention.checks import check_problem, check_sink, check_tensors
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.attention.executor import executors
-from a2d_mpi.attention.figures import Figures
-from a2d_mpi.comm.channel import Traffic
+from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
-from a2d_mpi.comm.threads import BlasThreads
 from a2d_mpi.core.config import PHASES, AttentionConfig
-from a2d_mpi.core.masks import Mask
-from a2d_mpi.core.problem import Problem
-from a2d_mpi.core.sizes import misfit
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.masks.mask import Mask
+from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules.accounts import area
+from a2d_mpi.schedules.problem import Problem
 
 
-class AttentionPlan(Figures):
+class AttentionPlan:
     """Exact self-attention of one sequence that is spread over the ranks of a grid.
 
     A plan checks its arguments on all ranks together, keeps its buffers, and can be called many
@@ -57,10 +58,8 @@ class AttentionPlan(Figures):
     kernel : str
         One of `a2d_mpi.kernels.KERNELS`; "auto": the fastest for the arrays' device, the dtype
         and the soft-cap.
-    overlap : bool or str
+    overlap : bool
         Compute while messages travel.  False: phase by phase, with the same results bit for bit.
-        One of `a2d_mpi.comm.transport.PROGRESS` names the caller of MPI meanwhile; True is the
-        first of them, the best here (`drivers/bench_overlap.py`).
     transfers : {"auto", "device", "host"}
         Way of device arrays to MPI: as they are, or through the host; see
         `a2d_mpi.comm.gpus.gpu_aware`.
@@ -122,53 +121,59 @@ class AttentionPlan(Figures):
         softmax_scale: float | None = None,
         logit_softcap: float | None = None,
         kernel: str = "auto",
-        overlap: bool | str = True,
+        overlap: bool = True,
         transfers: str = "auto",
         threads: int | None = None,
         check_finite: bool = False,
     ) -> None:
         self.grid, self.mask, self.overlap, self.traffic = grid, mask, bool(overlap), Traffic()
-        name, arguments = type(self).__name__, {}
-        with grid.rendezvous.turn() as problem:
-            number = grid.rendezvous.plans + 1
+        self._check_finite, self._broken, self._calls = check_finite, False, 0
+        rendezvous, name, arguments = grid.rendezvous, type(self).__name__, {}
+        with rendezvous.turn() as problem:
+            self._number = rendezvous.plans + 1
             try:
-                if not isinstance(mask, Mask):
-                    raise ValueError(f"mask must be a Mask, got {mask!r}")
-                sizes = seqlen, nheads, headdim, nheads_kv
-                others = {
-                    "softmax_scale": softmax_scale,
-                    "logit_softcap": logit_softcap,
-                    "seqlen_kv": seqlen_kv,
-                }
-                config = AttentionConfig(*sizes, dtype=dtype, **others)
-                _check_fit(config, mask, grid, threads)
+                config = AttentionConfig(
+                    seqlen,
+                    nheads,
+                    headdim,
+                    nheads_kv,
+                    dtype=dtype,
+                    softmax_scale=softmax_scale,
+                    seqlen_kv=seqlen_kv,
+                    logit_softcap=logit_softcap,
+                )
                 named = distribution, distribution_kv
-                _check_method(self.method, mask, config, named)
+                check_problem(self.method, mask, config, grid, named)
                 lengths = config.seqlen, config.seqlen_kv
                 digest = mask.aligned(*lengths).digest(*lengths)  # and all intervals are checked
                 self._describe(problem_of(self.method, self.layout, config, mask, *named))
-                self._engine = _engine(grid, config, kernel, overlap, transfers, threads)
-                sizes = self.layout, self.problem, grid.comm.rank, self.overlap
-                chains = {phase: executors(self.method, phase, *sizes) for phase in PHASES}
-                self._calls = Calls(
-                    *(name, number, grid, config, len(self.tokens), len(self.tokens_kv)),
-                    *(self._engine, chains, self.traffic, check_finite),
-                )
-                arguments = {"method": name, **config.arguments}
-                arguments["mask"] = f"{type(mask).__name__} (digest {digest})"
-                arguments["distribution"] = self.distribution.name
-                arguments["distribution_kv"] = self.problem.shards_kv.name
+                self._engine = Engine(kernel, config, transfers, overlap, grid, threads)
+                self._executors = {
+                    phase: executors(
+                        self.method, phase, self.layout, self.problem, grid.comm.rank, self.overlap
+                    )
+                    for phase in PHASES
+                }
+                arguments = {
+                    "method": name,
+                    **config.arguments,
+                    "mask": f"{type(mask).__name__} (digest {digest})",
+                    "distribution": self.distribution.name,
+                    "distribution_kv": self.problem.shards_kv.name,
+                    "kernel": kernel,
+                    "overlap": overlap,
+                    "transfers": transfers,
+                    **self._options,
+                }
                 if digest := METHODS[self.method].digest:
-                    group = self.problem.context_group(grid.heads)
+                    group = self.problem.cp_group(grid.heads)
                     arguments["placement"] = f"a placement with digest {digest(group)}"
-                arguments |= {"kernel": kernel, "overlap": overlap, "transfers": transfers}
-                arguments |= self._options
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = problem or str(error) or type(error).__name__
-            grid.rendezvous.meet(Call("making", number, 0, name))
-            grid.rendezvous.agree(problem, arguments)
-            grid.rendezvous.plans = number
-            self._calls.connect()
+            rendezvous.meet(Call("making", self._number, 0, name))
+            rendezvous.agree(problem, arguments)
+            rendezvous.plans = self._number
+            self._channels = self._connected()
 
     def _describe(self, problem: Problem) -> None:
         """Set the attributes that need no communication."""
@@ -180,6 +185,16 @@ class AttentionPlan(Figures):
         self.dtype, self.compute_dtype = config.dtype_of("q"), config.compute_dtype
         self.tokens = problem.shards.tokens(rank)  # (n,)
         self.tokens_kv = self.tokens if problem.keys is None else problem.keys.tokens(rank)  # (m,)
+
+    def _connected(self) -> dict[str, Channel]:
+        """The channels of all programs by name; collective over the ranks of the grid."""
+        programs = chain.from_iterable(self._executors.values())
+        ranks = {name: x for program in programs for name, x in program.channels.items()}
+        # In an order that is the same on all ranks: the grid may have to make communicators.
+        return {
+            name: Channel(self.grid.comm_of(name, members), name, self.traffic)
+            for name, members in sorted(ranks.items(), key=lambda x: x[1])
+        }
 
     def forward(
         self, q: Array, k: Array, v: Array, sink: Array | None = None
@@ -209,7 +224,7 @@ class AttentionPlan(Figures):
         ValueError
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
-        return self._calls.run("forward", {"q": q, "k": k, "v": v}, sink)
+        return self._call("forward", {"q": q, "k": k, "v": v}, sink)
 
     def backward(
         self,
@@ -248,59 +263,165 @@ class AttentionPlan(Figures):
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
-        return self._calls.run("backward", given, sink)
+        return self._call("backward", given, sink)
 
     def free(self) -> None:
         """Release the buffers.  The grid stays.  Local."""
-        self._calls.free()
+        self._engine.work.clear()
+        for executor in chain.from_iterable(self._executors.values()):
+            executor.free()
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """See the attributes of the class."""
+        return self._engine.timings
+
+    @property
+    def staged_bytes(self) -> int:
+        """See the attributes of the class."""
+        return self._engine.staged_bytes
+
+    def spans(self, phase: str) -> list[tuple[str, float, float]]:
+        """Parts of the latest call of a phase on this rank, with their times: `Engine.spans`."""
+        return self._engine.spans(phase)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of all buffers but the kernel's; predicted by `planning.memory.buffers`."""
+        return self._engine.work.nbytes(apart="kernel")
+
+    @property
+    def kernel(self) -> str | None:
+        """Name of the latest call's kernel; None before the first one."""
+        return getattr(self._engine.kernel, "name", None)
+
+    @property
+    def deterministic(self) -> bool:
+        """True if gradients of the latest call's kernel repeat bit for bit; out and lse do."""
+        return getattr(self._engine.kernel, "deterministic", True)
+
+    @property
+    def product_dtype(self) -> np.dtype:
+        """Dtype to which the latest call's kernel rounds probabilities before products."""
+        return getattr(self._engine.kernel, "product_dtype", self.compute_dtype)
+
+    @property
+    def layout(self) -> Layout:
+        """Shape of the grid and order of its ranks, as `a2d_mpi.planning` takes them."""
+        return self.grid.layout
+
+    def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
+        """Bytes [sent, received] by one forward and one backward call of `rank`.
+
+        The keys are those of ``traffic.bytes``.  Source: `a2d_mpi.planning.cost`.
+        """
+        from a2d_mpi.planning import cost
+
+        rank = self.grid.comm.rank if rank is None else rank
+        return cost.traffic(self.method, self.layout, self.problem, rank)
+
+    def predicted_memory(self, backward: bool = True, rank: int | None = None) -> int:
+        """Bytes by which the process of `rank` (default: this one) grows, with its arrays.
+
+        From before the arrays and the plan are made to the end of a call of each phase; after the
+        first call with its kernel, if that is a kernel of the host.  Source:
+        `a2d_mpi.planning.memory`.
+        """
+        from a2d_mpi.planning import memory
+
+        rank = self.grid.comm.rank if rank is None else rank
+        kernel = self.kernel if self.kernel in memory.LIBRARIES else None
+        return memory.peak_memory(self.method, self.layout, self.problem, rank, backward, kernel)
+
+    def area(self, rank: int | None = None) -> int:
+        """Visible (query, key) pairs that `rank` (default: this one) computes.
+
+        The pairs of one head; a context-parallel group has ``nheads / grid.heads`` heads.
+        """
+        rank = self.grid.comm.rank if rank is None else rank
+        programs = write(self.method, "forward", self.layout, self.problem, rank, self.overlap)
+        return sum(map(area, programs))
 
     @property
     def _options(self) -> dict[str, object]:
         """Arguments of this method alone; ranks must agree on them too."""
         return {}
 
+    def _call(self, phase: str, arrays: dict[str, Array], sink: Array | None) -> tuple[Array, ...]:
+        """Run one call; collective over the ranks of the grid.
 
-def _check_fit(
-    config: AttentionConfig, mask: Mask, grid: ProcessGrid, threads: int | None
-) -> None:
-    """Raise ValueError for arguments that do not fit each other, the grid or the machine."""
-    config.check_room(grid.comm.size)
-    mask.aligned(config.seqlen, config.seqlen_kv)
-    why = misfit(config.nheads, config.nheads_kv, grid.heads)
-    if why:
-        raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
-    if threads is not None and (not isinstance(threads, (int, np.integer)) or threads < 1):
-        raise ValueError(f"threads must be a positive integer, got {threads!r}")
+        Parameters
+        ----------
+        phase : {"forward", "backward"}
+        arrays : dict of str to arrays
+            The caller's shards by tensor name, (n, heads, headdim), of lse (n, heads).
+        sink : (nheads,) array, optional
 
+        Returns
+        -------
+        tuple of arrays
+            Results as the caller gets them, in the order of `a2d_mpi.schedules.steps.KINDS`, and
+            in the backward pass the gradient of a sink.
 
-def _check_method(
-    method: str, mask: Mask, config: AttentionConfig, named: tuple[str | None, str | None]
-) -> None:
-    """Raise ValueError for a mask, lengths or distributions that are not for a method."""
-    known = METHODS[method]
-    if not known.takes(mask):
-        raise ValueError(
-            f"a {method} needs a causal mask, got {type(mask).__name__}: it leaves out the pairs "
-            "of a query and a later key"
-        )
-    if (known.causal or known.place) and config.seqlen_kv != config.seqlen:
-        raise ValueError(
-            f"a {method} has one sequence, got {config.seqlen} queries and {config.seqlen_kv} keys"
-        )
-    for name in named:
-        if known.distribution and name not in (None, known.distribution):
-            raise ValueError(f"a {method} has no {name} distribution")
+        Raises
+        ------
+        ValueError
+            On all ranks, if an array is wrong on any of them.
+        """
+        engine, rendezvous = self._engine, self.grid.rendezvous
+        with rendezvous.turn() as problem:
+            tensors, finite = {}, True
+            try:
+                if self._broken:
+                    raise ValueError(
+                        "an earlier call was interrupted: make a new grid and a new plan"
+                    )
+                lengths = len(self.tokens), len(self.tokens_kv)
+                engine.move_to(check_tensors(arrays, lengths, self.config))
+                tensors, finite = engine.taken(arrays, self._check_finite)
+                if sink is not None:
+                    check_sink(sink, self.config, engine.device)
+                    taken, _ = engine.taken({"sink": sink}, self._check_finite)
+                    sink = taken["sink"]
+            except Exception as error:  # of any kind: the other ranks must hear of it
+                problem = problem or str(error) or type(error).__name__
+            call = Call(phase, self._number, self._calls + 1, type(self).__name__)
+            engine.connect(rendezvous, call, problem, finite, sink is not None)
+            self._calls += 1
+            for channel in self._channels.values():
+                channel.start(phase, engine.transport, rendezvous.watch)
+            self._broken = True  # messages are under way until the end
+            with engine.running(phase):
+                results = self._computed(phase, tensors, sink)
+            self._broken = False
+            engine.waits[phase] = [
+                wait for channel in self._channels.values() for wait in channel.waits
+            ]
+            return results
 
-
-def _engine(
-    grid: ProcessGrid,
-    config: AttentionConfig,
-    kernel: str,
-    overlap: bool | str,
-    transfers: str,
-    threads: int | None,
-) -> Engine:
-    progress = overlap if isinstance(overlap, str) else "poll" if overlap else "none"
-    polls = grid.comm if overlap and grid.comm.size > 1 else None
-    blas = BlasThreads.of_rank(threads, grid.cores)
-    return Engine(kernel, config, transfers, progress, polls, blas)
+    def _computed(
+        self, phase: str, tensors: dict[str, Array], sink: Array | None
+    ) -> tuple[Array, ...]:
+        """Results of a phase, in arrays of their own and in the caller's dtypes."""
+        engine, programs, dsink = self._engine, self._executors[phase], ()
+        if phase == "backward":
+            with engine.clock("compute"):  # delta: (n, nheads)
+                tensors["delta"] = engine.device.delta(tensors["dout"], tensors.pop("out"))
+                if sink is not None:
+                    dsink = (engine.device.sink_gradient(tensors["lse"], tensors["delta"], sink),)
+        attends = [x for x in programs if "head" not in x.channels][-1]
+        for program in programs:
+            sinks = sink is not None and phase == "forward" and program is attends
+            tensors = program.run(engine, self._channels, tensors, accumulated=sinks)
+            if sinks:
+                n = len(sink) // self.grid.heads
+                own = sink[self.grid.head * n :][:n]  # of this rank's context-parallel group
+                with engine.clock("merge"):
+                    engine.device.add_sink(*tensors.values(), own)
+        for name, x in tensors.items():
+            dtype = self.config.dtype_of(name)
+            if x.dtype != dtype or programs[-1].in_buffers:
+                tensors[name] = engine.device.empty(x.shape, dtype)  # (n, heads, headdim)
+                with engine.clock("merge"):
+                    engine.device.put(tensors[name], x)
+        return *tensors.values(), *dsink

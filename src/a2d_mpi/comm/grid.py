@@ -15,27 +15,26 @@ from a2d_mpi.comm.rendezvous import Rendezvous
 from a2d_mpi.comm.threads import cores_of_rank
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
-    from a2d_mpi.core.problem import Workload
     from a2d_mpi.planning.machine import Machine
+    from a2d_mpi.schedules.problem import Workload
 
 
 class ProcessGrid:
-    """P = rows x cols x heads ranks: a grid with a head group of ranks at each position.
+    """P = rows x cols x heads ranks: a grid with a Ulysses group of ranks at each position.
 
-    With ``heads`` 1 a head group is one rank::
+    With ``heads`` 1 a Ulysses group is one rank::
 
         R = 2, C = 3        col 0     col 1     col 2
                  row 0   [ rank 0 | rank 1 | rank 2 ]  <- row_comm: gather Q, reduce out
                  row 1   [ rank 3 | rank 4 | rank 5 ]
                             ^ col_comm: gather K, V; in the backward pass reduce dK, dV
 
-    With ``heads`` U > 1 a head group is U ranks, and rank ``(r C + c) U + u`` is the u-th rank of
-    the head group at position (r, c).  The ranks of a head group exchange tokens for heads.  Then
-    the u-th ranks of all head groups, a *context group*, are a grid like the one above for 1/U of
-    the heads.  R = C = 1 is DeepSpeed-Ulysses (arXiv:2309.14509).
+    With ``heads`` U > 1 a *Ulysses group* is U ranks, and rank ``(r C + c) U + u`` is the u-th
+    rank of the Ulysses group at position (r, c).  The ranks of a Ulysses group exchange tokens for
+    heads.  Then the u-th ranks of all Ulysses groups, a *context-parallel group*, are a grid like
+    the one above for 1/U of the heads.  R = C = 1 is DeepSpeed-Ulysses (arXiv:2309.14509).
 
     Collective over `comm`.
 
@@ -49,7 +48,7 @@ class ProcessGrid:
     order : str
         A permutation of "rcu": these axes from the slowest to the fastest varying rank of `comm`.
         Neighbouring ranks of `comm` are usually on one node: with the default, "rcu", these are
-        the ranks of a head group.  The grid's own ranks are numbered as above for every order.
+        the ranks of a Ulysses group.  The grid's own ranks are numbered as above for every order.
     block : (int, int)
         Rows and columns of blocks of the grid: neighbouring ranks of `comm` are first those of a
         block, row by row, and then those along the last axis of `order`.
@@ -61,13 +60,13 @@ class ProcessGrid:
     comm : Intracomm
         All ranks of the grid, by the grid's numbers.
     row_comm : Intracomm
-        The C ranks of this rank's row and context group, by column.
+        The C ranks of this rank's row and context-parallel group, by column.
     col_comm : Intracomm
-        The R ranks of this rank's column and context group, by row.
+        The R ranks of this rank's column and context-parallel group, by row.
     head_comm : Intracomm
-        The U ranks of this rank's head group.
+        The U ranks of this rank's Ulysses group.
     group_comm : Intracomm
-        The R C ranks of this rank's context group, by ``r C + c``.
+        The R C ranks of this rank's context-parallel group, by ``r C + c``.
     rows, cols, heads, row, col, head : int
         R, C, U, and the coordinates of this rank.
     cores : int
@@ -113,7 +112,7 @@ class ProcessGrid:
             arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
             agree(comm, problem, {**arguments, "block": block, "nodes": nodes})
         self.rows, self.cols, self.heads = (int(x) for x in sizes)
-        logical = int(np.argsort(self.layout.physical())[comm.rank])
+        logical = int(np.argsort(self.layout.world_ranks())[comm.rank])
         position, self.head = divmod(logical, self.heads)
         self.row, self.col = divmod(position, self.cols)
         self._comms: list[MPI.Intracomm] = []
@@ -142,7 +141,7 @@ class ProcessGrid:
         machine: Machine,
         work: Workload,
         memory: int | None = None,
-        method: str = next(iter(METHODS)),
+        method: str = "attention2d",
     ) -> ProcessGrid:
         """Make the grid that `a2d_mpi.planning.planner` finds fastest for a problem on a machine.
 
@@ -153,11 +152,11 @@ class ProcessGrid:
         comm : Intracomm
             Its ranks fill the machine's nodes one after the other.
         machine : a2d_mpi.planning.machine.Machine
-        work : a2d_mpi.core.problem.Workload
+        work : a2d_mpi.schedules.problem.Workload
         memory : int, optional
             Bytes of a rank; default: those of the machine.
         method : str
-            One of `a2d_mpi.schedules.METHODS`; default: the first.
+            One of `a2d_mpi.schedules.METHODS`.
 
         Raises
         ------
@@ -177,16 +176,16 @@ class ProcessGrid:
         return cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
 
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
-        """Communicator of a channel: this rank's head group, context group, row or column.
+        """Communicator of a channel of this rank: a row, a column, or a group.
 
         One of other ranks is made when it is first asked for; collective over these.
 
         Parameters
         ----------
         channel : str
-            "head": the head group.
+            "head": the Ulysses group.
         ranks : tuple of int
-            Of the channel, in its order; but for "head", ranks of the context group.
+            Of the channel, in its order; but for "head", ranks of the context-parallel group.
         """
         if channel == "head":
             return self.head_comm

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 from threadpoolctl import ThreadpoolController
 
@@ -52,7 +53,15 @@ class BlasThreads:
 
     @classmethod
     def of_rank(cls, threads: int | None, cores: int) -> BlasThreads:
-        """Limit to `threads`, else to the number in the environment, else to `cores`."""
+        """Limit to `threads`, else to the number in the environment, else to `cores`.
+
+        Raises
+        ------
+        ValueError
+            If `threads` is neither None nor a positive integer.
+        """
+        if threads is not None and (not isinstance(threads, (int, np.integer)) or threads < 1):
+            raise ValueError(f"threads must be a positive integer, got {threads!r}")
         if threads is None and not any(os.environ.get(x) for x in VARIABLES):
             threads = cores
         return cls(threads)

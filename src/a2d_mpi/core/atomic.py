@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import io
 import os
 import re
 import secrets
@@ -78,32 +77,6 @@ def same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> boo
     return os.path.realpath(one) == os.path.realpath(other)
 
 
-class Sink(io.FileIO):
-    """A file on which no write fails, as HDF5 sees it; the first error is kept.
-
-    HDF5 cannot close a file after a write that failed: it stays open, and the interpreter may
-    crash at exit.  So after an error nothing more is written, and HDF5 does not learn of it.
-    """
-
-    error: BaseException | None = None
-
-    def write(self, data: memoryview) -> int:
-        rest = memoryview(data)
-        try:
-            while rest and not self.error:  # one system call writes 2 GiB at most
-                rest = rest[super().write(rest) :]
-        except BaseException as error:  # nor may an interrupt pass through HDF5
-            self.error = error
-        return len(data)
-
-    def truncate(self, size: int | None = None) -> int | None:
-        try:
-            return size if self.error else super().truncate(size)
-        except BaseException as error:
-            self.error = error
-        return size
-
-
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     """Real path of a file, and of a temporary file beside it that is gone in the end."""
@@ -162,21 +135,18 @@ def _locked(path: str) -> tuple[int, bool]:
     while True:
         file, works = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), True
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno in _HELD:
-                    who = os.pread(file, 1000, 0).decode(errors="replace") or "another job"
-                    raise OSError(f"{who} is writing it") from error
-                works = False
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(file), os.stat(path)):
-                    os.ftruncate(file, 0)
-                    os.pwrite(file, f"PID {os.getpid()} on {socket.gethostname()}".encode(), 0)
-                    return file, works
-        except BaseException:
-            os.close(file)
-            raise
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                who = os.pread(file, 1000, 0).decode(errors="replace") or "another job"
+                os.close(file)
+                raise OSError(f"{who} is writing it") from error
+            works = False
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), os.stat(path)):
+                os.ftruncate(file, 0)
+                os.pwrite(file, f"PID {os.getpid()} on {socket.gethostname()}".encode(), 0)
+                return file, works
         os.close(file)  # the job before has just removed it
 
 

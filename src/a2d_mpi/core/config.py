@@ -12,6 +12,7 @@ from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.core.sizes import check_memory, misfit
 
 PHASES = ("forward", "backward")
+DISTRIBUTIONS = ("contiguous", "zigzag", "striped", "triangle", "balanced")  # a2d_mpi.sharding
 # Beyond these the pairs of a sequence, and the bytes of a tensor, are no 64-bit integers.
 LARGEST = {
     "seqlen": 1 << 31,
@@ -98,25 +99,25 @@ class AttentionConfig:
         return compute_dtype(DTYPES[self.dtype])
 
     @property
-    def narrow(self) -> bool:
+    def mixed_precision(self) -> bool:
         """True if tensors are narrower than the dtype of the computation."""
         return DTYPES[self.dtype].itemsize < self.compute_dtype.itemsize
 
-    def dtype_of(self, name: str, wide: bool = False) -> np.dtype:
-        """Dtype of a tensor as the caller has it or, if `wide`, as it is computed."""
-        return self.compute_dtype if wide or name in _STATISTICS else DTYPES[self.dtype]
+    def dtype_of(self, name: str, accumulated: bool = False) -> np.dtype:
+        """Dtype of a tensor as the caller has it or, if `accumulated`, as it is computed."""
+        return self.compute_dtype if accumulated or name in _STATISTICS else DTYPES[self.dtype]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of one token of a tensor: (heads, headdim), of lse and delta (heads,)."""
         heads = self.nheads_kv if name in OF_KEYS else self.nheads
         return (heads,) if name in _STATISTICS else (heads, self.headdim)
 
-    def nbytes(self, name: str, wide: bool = False) -> int:
-        """Bytes of one token of a tensor; `wide` as of `dtype_of`."""
-        return math.prod(self.shape(name)) * self.dtype_of(name, wide).itemsize
+    def nbytes(self, name: str, accumulated: bool = False) -> int:
+        """Bytes of one token of a tensor; `accumulated` as of `dtype_of`."""
+        return math.prod(self.shape(name)) * self.dtype_of(name, accumulated).itemsize
 
-    def context_group(self, heads: int) -> AttentionConfig:
-        """The config of one context group, which has 1/`heads` of the heads.
+    def cp_group(self, heads: int) -> AttentionConfig:
+        """The config of one context-parallel group, which has 1/`heads` of the heads.
 
         Raises
         ------

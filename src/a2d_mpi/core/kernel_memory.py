@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from a2d_mpi.core.config import AttentionConfig
-
-Number = int | np.ndarray  # one, or one for each rank
 
 BLOCK_Q = 512  # rows of a cache block: query tokens x query heads per KV head
 BLOCK_K = 512  # keys of a cache block
 PACKED = 9 << 19  # elements of a tensor that are packed at once, if they are of several heads
 
 
-def head_groups(nheads_kv: int, rows: Number, nk: Number, headdim: int) -> Number:
+def head_groups(nheads_kv: int, rows: int, nk: int, headdim: int) -> int:
     """Groups of KV heads whose keys and queries are packed at once; `rows`: of a query block."""
-    elements = (rows + nk) * headdim
-    most = PACKED // (elements + (elements == 0))  # also of integers, for NumPy would take long
-    return -(-nheads_kv // (most + (most == 0)))
+    elements = max(1, (rows + nk) * headdim)
+    return -(-nheads_kv // max(1, PACKED // elements))
 
 
 def kernel_buffers(
-    config: AttentionConfig, nq: Number, nk: Number, backward: bool, hides: bool = False
-) -> dict[str, Number]:
+    config: AttentionConfig, nq: int, nk: int, backward: bool, hides: bool = False
+) -> dict[str, int]:
     """Bytes of each buffer that the kernel needs for a call; a later call uses the same buffers.
 
     Parameters
     ----------
     config : AttentionConfig
-        Of a context group.
+        Of a context-parallel group.
     nq, nk : int
         Queries and keys of the call.
     backward : bool
@@ -42,13 +37,13 @@ def kernel_buffers(
     """
     d, heads_kv = config.headdim, config.nheads_kv
     group = config.nheads // heads_kv
-    rows = np.minimum(max(1, BLOCK_Q // group), nq) * group
+    rows = min(max(1, BLOCK_Q // group), nq) * group
     heads = -(-heads_kv // head_groups(heads_kv, rows, nk, d))
-    keys = -(-nk // np.maximum(1, -(-nk // BLOCK_K)))  # of a cache block
+    keys = -(-nk // max(1, -(-nk // BLOCK_K)))  # of a cache block
     block = rows * keys + 2 * (rows + keys) * (d + 1)
-    at_once = np.minimum(heads, np.maximum(1, BLOCK_Q * BLOCK_K // np.maximum(1, block)))
+    at_once = min(heads, max(1, BLOCK_Q * BLOCK_K // max(1, block)))
     found = {"q": heads * rows * (d + backward), "scores": at_once * rows * keys}
-    found["partial"] = at_once * d * (np.maximum(rows, keys) if backward else rows)
+    found["partial"] = at_once * d * (max(rows, keys) if backward else rows)
     if backward:
         found |= {"dq": heads * rows * d, "dout": heads * rows * (d + 1)}
         found |= dict.fromkeys("kv", heads * nk * (d + 1))
@@ -57,6 +52,6 @@ def kernel_buffers(
         found |= dict.fromkeys(more, found["scores"])
     else:
         found |= {"acc": heads * rows * d, "total": heads * rows}
-        if hides or config.narrow:
+        if hides or config.mixed_precision:
             found |= dict.fromkeys("kv", heads * nk * d)
     return {name: elements * config.compute_dtype.itemsize for name, elements in found.items()}

@@ -12,7 +12,7 @@ import numpy as np
 
 
 def merge(
-    out: np.ndarray, lse: np.ndarray, rest: np.ndarray, out2: np.ndarray, lse2: np.ndarray
+    out: np.ndarray, lse: np.ndarray, compensation: np.ndarray, out2: np.ndarray, lse2: np.ndarray
 ) -> None:
     """Merge (out2, lse2) into (out, lse), in place.
 
@@ -24,19 +24,19 @@ def merge(
     lse, lse2 : (tokens, nheads) float32 or wider
         Log-sum-exp of the partial results, in nats; -inf where a query saw no key.  `lse`
         receives the merged one; `lse2` is left as it is.
-    rest : (tokens, nheads), dtype of `lse`
+    compensation : (tokens, nheads), dtype of `lse`
         Rounding error of `lse` in earlier merges, 0 before the first one.
 
     Notes
     -----
     The exponentials are shifted by the larger lse: nothing overflows.  The merged out is a convex
     combination: its error does not grow with the number of merges.  The error of lse would grow by
-    half a rounding in each merge without `rest`.  Where both lse are -inf the result is (0, -inf).
-    NaN stays NaN.
+    half a rounding in each merge without `compensation`.  Where both lse are -inf the result is
+    (0, -inf).  NaN stays NaN.
     """
     if out2.dtype != out.dtype:
         out2 = out2.astype(out.dtype)
-    exact = np.add(lse, rest, dtype=np.float64)  # (tokens, nheads)
+    exact = np.add(lse, compensation, dtype=np.float64)  # (tokens, nheads)
     shift = np.maximum(exact, lse2)  # (tokens, nheads)
     # -inf - -inf would be NaN: masked rows are shifted by 0 instead.
     shift[np.isneginf(shift)] = 0
@@ -46,7 +46,7 @@ def merge(
     with np.errstate(divide="ignore", invalid="ignore"):
         exact = np.log(total) + shift  # (tokens, nheads)
         lse[...] = exact
-        rest[...] = np.where(np.isfinite(exact), exact - lse, 0)
+        compensation[...] = np.where(np.isfinite(exact), exact - lse, 0)
     total[total == 0] = 1
     out *= (weight / total).astype(out.dtype)[..., None]  # (tokens, nheads, headdim)
     out2 *= (weight2 / total).astype(out.dtype)[..., None]  # (tokens, nheads, headdim)

@@ -18,22 +18,22 @@ class UnlikeRanks(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks as rows x cols head groups of `heads` ranks each, and their places in the machine.
+    """Ranks as rows x cols Ulysses groups of `heads` ranks each, and their places in the machine.
 
     Parameters
     ----------
     rows, cols, heads : int
-        R, C and U.  The logical rank of (r, c, u) is ``(r C + c) U + u``; the U ranks of a head
+        R, C and U.  The grid rank of (r, c, u) is ``(r C + c) U + u``; the U ranks of a head
         group share the heads.  Rings take the positions (r, c) one after the other; a double ring
         has R outer steps over inner rings of C positions.
     order : str
-        A permutation of "rcu": the axes from the slowest to the fastest varying physical rank.
-        Nodes hold consecutive physical ranks.
+        A permutation of "rcu": the axes from the slowest to the fastest varying world rank.
+        Nodes hold consecutive world ranks.
     block : (int, int)
         Rows and columns of the blocks of the grid whose ranks are neighbours: inside a block the
-        physical ranks follow each other, row by row; `order` is that of the blocks and the heads.
+        world ranks follow each other, row by row; `order` is that of the blocks and the heads.
     nodes : tuple of int, optional
-        Node of every logical rank, for methods whose schedules depend on it; see `on_nodes`.
+        Node of every grid rank, for methods whose schedules depend on it; see `on_nodes`.
         None: every rank is alone on its node.
     """
 
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def positions(self) -> int:
-        """R C, the positions of the grid: ranks of a context group."""
+        """R C, the positions of the grid: ranks of a context-parallel group."""
         return self.rows * self.cols
 
     @property
@@ -70,8 +70,8 @@ class Layout:
         """The order and, after a slash, the blocks if they are larger than a rank: "rcu/2x2"."""
         return self.order + f"/{self.block[0]}x{self.block[1]}" * (self.block != (1, 1))
 
-    def physical(self) -> np.ndarray:
-        """Physical rank of every logical rank, (P,) int64."""
+    def world_ranks(self) -> np.ndarray:
+        """World rank of every grid rank, (P,) int64."""
         br, bc = self.block
         sizes = {"r": self.rows // br, "c": self.cols // bc, "u": self.heads}
         ranks = np.arange(self.size).reshape([*(sizes[axis] for axis in self.order), br, bc])
@@ -79,7 +79,7 @@ class Layout:
         return ranks.transpose(r, 3, c, 4, u).ravel()
 
     def nodes_of_group(self, head: int | None = None) -> tuple[int, ...] | None:
-        """Nodes of the ranks of a context group; None: of every group.
+        """Nodes of the ranks of a context-parallel group; None: of every group.
 
         Raises
         ------
@@ -94,13 +94,13 @@ class Layout:
         names = [np.unique(x, return_index=True, return_inverse=True)[1:] for x in groups]
         found = {tuple(first[inverse].tolist()) for first, inverse in names}
         if len(found) > 1:
-            raise UnlikeRanks("the context groups are not divided among the nodes alike")
+            raise UnlikeRanks("the context-parallel groups are not divided among the nodes alike")
         return found.pop()
 
     def on_nodes(self, node: Sequence[int] | np.ndarray) -> Layout:
-        """The layout with the node of every physical rank, whatever the nodes are called."""
+        """The layout with the node of every world rank, whatever the nodes are called."""
         _, first, names = np.unique(
-            np.asarray(node)[self.physical()], return_index=True, return_inverse=True
+            np.asarray(node)[self.world_ranks()], return_index=True, return_inverse=True
         )
         nodes = None if len(first) == self.size else tuple(first[names].tolist())
         return replace(self, nodes=nodes)

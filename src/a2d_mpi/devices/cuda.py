@@ -122,9 +122,9 @@ class Cuda:
         stride, begin = to.shape[1] * to.shape[2], first * to.shape[2]
         self._rows("put_columns", x.dtype, to, x, stride, begin, int(add), x.shape, outer=1)
 
-    def merge(self, out: Array, lse: Array, rest: Array, out2: Array, lse2: Array) -> None:
+    def merge(self, out: Array, lse: Array, compensation: Array, out2: Array, lse2: Array) -> None:
         tensor, _, wide = _types(out, out2)
-        self._rows("merge", tensor, out, lse, rest, out2, wide, lse2, out.shape)
+        self._rows("merge", tensor, out, lse, compensation, out2, wide, lse2, out.shape)
 
     def add_sink(self, out: Array, lse: Array, sink: Array) -> None:
         self._rows("add_sink", out.dtype, out, lse, sink, len(sink), out.shape)

@@ -62,8 +62,8 @@ class Host:
     def put_heads(self, to: Array, x: Array, first: int, add: bool = False) -> None:
         self.put(to[:, first : first + x.shape[1]], x, add)
 
-    def merge(self, out: Array, lse: Array, rest: Array, out2: Array, lse2: Array) -> None:
-        merge(out, lse, rest, out2, lse2)
+    def merge(self, out: Array, lse: Array, compensation: Array, out2: Array, lse2: Array) -> None:
+        merge(out, lse, compensation, out2, lse2)
 
     def add_sink(self, out: Array, lse: Array, sink: Array) -> None:
         add_sink(out, lse, sink)

@@ -62,7 +62,7 @@ class Device(Protocol):
     def put_heads(self, to: Array, x: Array, first: int, add: bool = False) -> None:
         """Copy (or add) all heads of x to heads of `to`, from `first` on; both of one dtype."""
 
-    def merge(self, out: Array, lse: Array, rest: Array, out2: Array, lse2: Array) -> None:
+    def merge(self, out: Array, lse: Array, compensation: Array, out2: Array, lse2: Array) -> None:
         """Merge (out2, lse2) into (out, lse): see `a2d_mpi.core.merge.merge`."""
 
     def add_sink(self, out: Array, lse: Array, sink: Array) -> None:

@@ -1,9 +1,9 @@
-"""Buffers that plans keep, and results that are remembered by the objects they follow from."""
+"""Buffers and constant arrays that plans keep."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,35 +11,21 @@ import numpy as np
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 
-KEPT = 1024  # objects whose results are remembered; a ring has as many as ranks
+KEPT = 1024  # views of buffers that are kept
 
 
-class Remembered:
-    """Results that follow from objects that do not change, by the identity of the objects."""
+class Constant:
+    """An array on the host that does not change, copied to each device once."""
 
-    def __init__(self) -> None:
-        self._made: dict[tuple[object, ...], tuple[object, Any]] = {}
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self._copies: dict[Device, Array] = {}
 
-    def get(
-        self,
-        x: object,
-        make: Callable[[], Any],
-        *options: int,
-        keep: Callable[[], bool] = lambda: True,
-    ) -> Any:
-        """Result of `make` for `x` and these options, from now or from an earlier call.
-
-        It is remembered if `keep` then says so.
-        """
-        key = id(x), *options
-        if key not in self._made:
-            made = make()
-            if not keep():
-                return made
-            if len(self._made) == KEPT:  # a caller who has new objects at every call
-                self._made.clear()
-            self._made[key] = x, made  # x is kept, too: no other object gets its id
-        return self._made[key][1]
+    def on(self, device: Device) -> Array:
+        """The array on a device."""
+        if device not in self._copies:
+            self._copies[device] = device.upload(self._array)
+        return self._copies[device]
 
 
 class Workspace:

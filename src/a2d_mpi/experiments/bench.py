@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
-from itertools import product
 from zlib import crc32
 
 import numpy as np
@@ -22,15 +20,15 @@ from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
-from a2d_mpi.experiments.results import Result
-from a2d_mpi.experiments.summary import phases_of, summarise
-from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
+from a2d_mpi.experiments.results import Result, phases_of
+from a2d_mpi.experiments.summary import summarise, table
+from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
 from a2d_mpi.schedules import METHODS
 
-OVERLAPS = {"on": True, "off": False}
+OVERLAPS = {"on": (True,), "off": (False,), "both": (True, False)}
 SPANS = ("all", "picked", "none")  # the planner's; they are most of a file
 
 
@@ -60,7 +58,8 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             together(comm, lambda new=results: add_results(args.output, settings, new), on=0)
             passed &= comm.bcast(all(result.passed for result in results.values()))
             if comm.rank == 0:
-                bar.write(_table(results))
+                found = [summarise(x, [phase]) for x in results.values() for phase in phases_of(x)]
+                bar.write(table(found))
     if comm.rank == 0:
         print(f"written to {args.output}" + "; A CHECK FAILED" * (not passed), flush=True)
     for grid in grids.values():
@@ -71,29 +70,16 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     """Blocks of configurations, settings, machine, and what is done; on one rank."""
     machine = read_machine(args.profile) if args.profile else None
-    overlaps = []
-    for x in _list(args.overlap.replace("both", "on,off")):
-        if x not in OVERLAPS:
-            raise ValueError(f"--overlap must be on, off or both, got {x!r}")
-        overlaps.append(OVERLAPS[x])
-    heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
     masks = [f"{FILE}{args.mask_file}"] if args.mask_file else args.masks
-    cases = [
-        Case(seqlen, h, headdim, h_kv, dtype=dtype, mask=mask, backward=args.backward)
-        for dtype, headdim, h, h_kv, seqlen, mask in product(
-            args.dtypes, args.headdim, args.nheads, heads_kv, args.seqlens, masks
-        )
-    ]
-    specs = _list(args.plans)
-    if not (cases and specs and overlaps):
+    cases = cases_of(args, masks)
+    specs = [x.strip() for x in args.plans.split(",") if x.strip()]
+    if not (cases and specs):
         raise ValueError("nothing to run: a list is empty")
     for c in cases:  # before anything walks over all tokens
         c.work()
         c.check_room(ranks)
-    sweep = [
-        plans_for(case, specs, ranks, tuple(METHODS), overlaps, machine)
-        for case in dict.fromkeys(cases)
-    ]
+    overlaps = OVERLAPS[args.overlap]
+    sweep = [plans_for(x, specs, ranks, tuple(METHODS), overlaps, machine) for x in cases]
     names = ("trials", "warmup", "seed", "device", "kernel", "transfers", "threads")
     settings = {name: getattr(args, name) for name in names}
     settings["machine"] = machine.name if machine else "none"
@@ -171,26 +157,3 @@ def _timed(
             results[c.name] = result
         run.plan.free()
     return results
-
-
-def _table(results: dict[str, Result]) -> str:
-    """One line for each plan and phase: the slowest rank in the median trial."""
-    first = next(iter(results.values()))
-    lines = [
-        first.config["workload"] + f", {first.config['ranks']} ranks",
-        f"  {'plan':<30} {'phase':<9}" + "       ms     wait predicted    received  checks",
-    ]
-    for result in results.values():
-        for phase in phases_of(result):
-            x = summarise(result, [phase])
-            predicted = "" if math.isnan(x.predicted) else f"{1e3 * x.predicted:.2f}"
-            lines.append(
-                f"  {x.plan:<30} {phase:<9}{1e3 * x.seconds:>9.2f}{1e3 * x.parts['wait']:>9.2f}"
-                f"{predicted:>10}{x.received:>12}  {'passed' if x.passed else 'FAILED'}"
-                f"{'  (picked)' if x.picked else ''}"
-            )
-    return "\n".join(lines)
-
-
-def _list(text: str) -> list[str]:
-    return [x.strip() for x in text.split(",") if x.strip()]

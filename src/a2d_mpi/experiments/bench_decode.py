@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
@@ -19,7 +18,7 @@ from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import Check, new_file, set_attributes
+from a2d_mpi.experiments.results import Check, new_file, set_attributes, write_checks
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
@@ -40,20 +39,17 @@ class Measured:
     ranks, context : int
     seconds : (trials, ranks, parts) float
         By `PARTS`.
-    sent, predicted : (int, int)
-        Bytes and messages of a step: the most that a rank sent, and `step_traffic`.
-    nbytes : int
-        Of the largest cache.
+    counts : dict of str to int
+        Bytes and messages of a step, the most that a rank sent and `step_traffic`, and bytes of
+        the largest cache.
     checks : dict of str to Check
     """
 
     ranks: int
     context: int
     seconds: np.ndarray
-    sent: tuple[int, int]
-    predicted: tuple[int, int]
-    nbytes: int
-    checks: dict[str, Check] = field(default_factory=dict)
+    counts: dict[str, int]
+    checks: dict[str, Check]
 
 
 def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -116,18 +112,20 @@ def _measured(
         comm.Barrier()
         start = time.perf_counter()
         decoder.step(dict.fromkeys(names, 1))
-        whole = time.perf_counter() - start
+        total = time.perf_counter() - start
         parts = {x: y - before[x] for x, y in decoder.attention.seconds.items()}
-        parts["other"] = whole - parts["attention"] - parts["merge"]
+        parts["other"] = total - parts["attention"] - parts["merge"]
         seconds.append([parts[x] for x in PARTS])
         sent.add(tuple(b - a for a, b in zip(counted, decoder.sent)))
     predicted = step_traffic(config, positions, grid.heads, args.requests, 4)
     off = max(abs(a - b) for x in sent for a, b in zip(x, predicted))
     checks["traffic"] = Check(float(comm.allreduce(off, op=MPI.MAX)), 0.0, comm.size)
     nbytes = comm.allreduce(decoder.cache.nbytes, op=MPI.MAX)
-    every = np.array(comm.allgather(seconds[1:])).swapaxes(0, 1)  # the first one warms up
+    every_rank = np.array(comm.allgather(seconds[1:])).swapaxes(0, 1)  # the first one warms up
     decoder.free()
-    return Measured(comm.size, context, every, max(sent), predicted, nbytes, checks)
+    names = ("sent_bytes", "sent_messages", "predicted_bytes", "predicted_messages", "cache_bytes")
+    counts = dict(zip(names, (*max(sent), *predicted, nbytes)))
+    return Measured(comm.size, context, every_rank, counts, checks)
 
 
 def _keys(config: GPTConfig, seed: int, *which: int) -> np.ndarray:
@@ -165,7 +163,8 @@ def _line(run: Measured) -> str:
     usual = 1e3 * np.median(run.seconds.mean(axis=1), axis=0)  # (parts,)
     step = 1e3 * np.median(run.seconds[..., :3].sum(axis=2).max(axis=1))
     return (f"{run.ranks:>5}{run.context:>9}{step:>9.2f}" + "".join(f"{x:>11.2f}" for x in usual)
-            + f"{run.sent[0]:>12}{run.sent[1]:>10}{run.nbytes / 1e6:>10.1f}")  # fmt: skip
+            + f"{run.counts['sent_bytes']:>12}{run.counts['sent_messages']:>10}"
+              f"{run.counts['cache_bytes'] / 1e6:>10.1f}")  # fmt: skip
 
 
 def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
@@ -197,17 +196,12 @@ def _room(config: GPTConfig, args: argparse.Namespace, ranks: int) -> int:
 
 
 def _write(args: argparse.Namespace, runs: list[Measured], origin: Mapping[str, object]) -> None:
-    with new_file(Path(args.output)) as file:
-        set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **origin})
+    with new_file(args.output, SCHEMA) as file:
+        set_attributes(file, origin)
         set_attributes(file.create_group("config"), {x: getattr(args, x) for x in SIZES})
         for run in runs:
             group = file.create_group(f"runs/{run.ranks}/{run.context}")
             group["seconds"] = run.seconds
             group["seconds"].attrs["parts"] = PARTS
-            names = "sent_bytes", "sent_messages", "predicted_bytes", "predicted_messages"
-            values = zip((*names, "cache_bytes"), (*run.sent, *run.predicted, run.nbytes))
-            set_attributes(group, dict(values))
-            for name, check in run.checks.items():
-                found = {"error": check.error, "bound": check.bound, "rows": check.rows}
-                found["passed"] = check.passed
-                set_attributes(group.create_group(f"checks/{name}"), found)
+            set_attributes(group, run.counts)
+            write_checks(group, run.checks)

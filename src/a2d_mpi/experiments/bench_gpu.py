@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -16,24 +14,21 @@ from mpi4py import MPI
 from a2d_mpi.attention.methods import Attention2D
 from a2d_mpi.comm.gpus import bind_gpu, gpu_aware
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.patterns import make_mask
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.bench_tile import torch_calls
-from a2d_mpi.experiments.benchmark import SCHEMA
+from a2d_mpi.experiments.bench_tile import MASKS, find_torch, print_speeds, torch_calls
+from a2d_mpi.experiments.benchmark import SCHEMA, KernelTimes, add_kernel_times
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.grids import grid_shape
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.inputs import random_inputs
-from a2d_mpi.experiments.kernel_plots import add_figures
 from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.sweep import grid_shape
 from a2d_mpi.experiments.timing import in_turn
+from a2d_mpi.masks.patterns import make_mask
 
 MEBI = 1 << 20
-PHASES = ("forward", "backward")
-MASKS = ("full", "causal")  # that torch has
-Found = dict[str, Any]  # seconds of the trials of each call, and TFLOP of some
 
 
 def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -46,18 +41,18 @@ def bench_gpu(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     turns = "one" if sharing == 1 else f"{sharing} {'at once (MPS)' if _mps() else 'in turns'}"
     if comm.rank == 0:
         print(f"{device.description}, {comm.size} ranks, {turns} on a GPU, {how}", flush=True)
-    found: Found = {}
-    right = BENCHMARKS[args.what](comm, args, device, found)
+    times = KernelTimes({}, {})
+    right = BENCHMARKS[args.what](comm, args, device, times)
     if args.output:
-        about = origin_of(comm, device) | {x: y for x, y in vars(args).items() if y is not None}
-        about |= {"ranks": comm.size, "ranks_of_a_gpu": turns, "way": how, "right": right}
-        about |= {x: y for x, y in found.items() if x.startswith("tflop/")}
-        seconds = {x: y for x, y in found.items() if x not in about}
+        times.attributes |= origin_of(comm, device)
+        times.attributes |= {x: y for x, y in vars(args).items() if y is not None}
+        times.attributes |= {"ranks": comm.size, "ranks_of_a_gpu": turns, "way": how}
+        times.attributes["right"] = right
         chosen = [x for x in (args.kernel, args.transfers) if x != "auto"]
         chosen += [f"{args.nheads_kv} KV heads"] * (args.nheads_kv is not None)
         chosen += ["of masks"] * (tuple(args.masks) != MASKS)
         name = " ".join([args.what, *chosen]) + " with MPS" * (sharing > 1 and _mps())
-        together(comm, lambda: add_figures(args.output, name, about, seconds), on=0)
+        together(comm, lambda: add_kernel_times(args.output, name, times), on=0)
     return 0 if right else FAILED_CHECK
 
 
@@ -67,48 +62,34 @@ def _mps() -> bool:
     return os.path.exists(os.path.join(pipes, "control"))
 
 
-def kernel(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: Found) -> bool:
-    """TFLOP/s of the library on one rank, and of torch; returns whether all is right.
-
-    Masks that come after the full one are compared with it, too.
-    """
-    # One that is wrong is refused before any has run.
+def kernel(
+    comm: MPI.Intracomm, args: argparse.Namespace, device: Device, times: KernelTimes
+) -> bool:
+    """TFLOP/s of the library on one rank, and of torch; returns whether all is right."""
+    # A mask that is wrong is refused before any has run.
     together(comm, lambda: [make_mask(mask, args.seqlen) for mask in args.masks])
-    torch = _torch()
-    right, of_full = True, {}
+    torch, right = find_torch(), True
+    if torch is not None and not torch.cuda.is_available():  # its build for CPUs
+        print("torch has no GPU: nothing to compare with")
+        torch = None
     for mask in args.masks:
         with _problem(MPI.COMM_SELF, mask, args, device) as run:
             calls = {f"{mask}/{phase}/a2d_mpi": getattr(run, phase) for phase in PHASES}
             if torch is not None and mask in MASKS:
                 calls |= _torch_calls(torch, run, mask)
-            seconds = _medians(calls, args.trials, comm, device, found)
+            _medians(calls, args.trials, comm, device, times)
             right &= _passes(run)
             area = run.plan.area()
         for phase in PHASES:
-            work = flops(area, args.nheads, args.headdim, phase == "backward") / 1e12
-            found[f"tflop/{mask}/{phase}"] = work
-            ours = work / seconds.pop(f"{mask}/{phase}/a2d_mpi")
-            theirs = {n: work / s for n, s in seconds.items() if n.split("/")[1] == phase}
-            line = f"{_short(mask):<7} {phase:<8} {ours:6.0f} TFLOP/s"
-            if phase in of_full:
-                line += f"   of the full mask's {ours / of_full[phase]:.2f}"
-            if mask == "full":
-                of_full[phase] = ours
-            if theirs:
-                best = max(theirs, key=theirs.get)
-                line += f"   torch {theirs[best]:6.0f} ({best.split()[-1]})"
-                line += f"   ours/torch {ours / theirs[best]:.3f}"
-            print(line, flush=True)
+            work = flops(area, args.nheads, args.headdim, phase == "backward")
+            times.attributes[f"tflop/{mask}/{phase}"] = work / 1e12
+        print_speeds(times, mask)
     return right
 
 
-def _short(mask: str) -> str:
-    """The name of a mask, with the number of its numbers where they are many."""
-    name, _, numbers = mask.partition(":")
-    return mask if numbers.count(",") < 3 else f"{name}:{numbers.count(',')} parts"
-
-
-def split(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: Found) -> bool:
+def split(
+    comm: MPI.Intracomm, args: argparse.Namespace, device: Device, times: KernelTimes
+) -> bool:
     """Time of all ranks together over the time of one rank alone, causal."""
     with (
         _problem(comm, "causal", args, device) as shared,
@@ -118,7 +99,7 @@ def split(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: 
         for phase in PHASES:
             calls[f"{phase} together"] = getattr(shared, phase)
             calls[f"{phase} alone"] = getattr(alone, phase) if comm.rank == 0 else lambda: None
-        seconds = _medians(calls, args.trials, comm, device, found)
+        seconds = _medians(calls, args.trials, comm, device, times)
         right = _passes(shared)
         staged = comm.allreduce(shared.plan.staged_bytes)
     if comm.rank == 0:
@@ -132,9 +113,11 @@ def split(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: 
     return right
 
 
-def transfers(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, found: Found) -> bool:
+def transfers(
+    comm: MPI.Intracomm, args: argparse.Namespace, device: Device, times: KernelTimes
+) -> bool:
     """GB/s that each rank receives from the one before it."""
-    from a2d_mpi.comm.transport import DeviceTransport
+    from a2d_mpi.comm.device_transport import DeviceTransport
 
     transport = DeviceTransport(device, staged=not gpu_aware(args.transfers)[0])
     before, after = ((comm.rank + i) % comm.size for i in (-1, 1))
@@ -149,7 +132,7 @@ def transfers(comm: MPI.Intracomm, args: argparse.Namespace, device: Device, fou
             transport.wait(messages)
 
         name = f"{size // MEBI} MiB"
-        seconds = _medians({name: shift}, args.trials, comm, device, found)[name]
+        seconds = _medians({name: shift}, args.trials, comm, device, times)[name]
         right &= bool((device.download(received) == before + 1).all())
         if comm.rank == 0:
             print(f"{size // MEBI:4} MiB   {size / seconds / 1e9:6.1f} GB/s per rank", flush=True)
@@ -176,10 +159,14 @@ def _problem(
 
 
 def _medians(
-    calls: dict[str, Callable], trials: int, comm: MPI.Intracomm, device: Device, found: Found
+    calls: dict[str, Callable],
+    trials: int,
+    comm: MPI.Intracomm,
+    device: Device,
+    times: KernelTimes,
 ) -> dict[str, float]:
     seconds = in_turn(calls, trials, comm, warmup=2, device=device)
-    found |= seconds
+    times.seconds |= seconds
     return {name: float(np.median(x)) for name, x in seconds.items()}
 
 
@@ -190,19 +177,6 @@ def _passes(run: Measurement) -> bool:
         if not check.passed and run.plan.grid.comm.rank == 0:
             print(f"{name} is off by {check.error:.2e}, allowed are {check.bound:.2e}")
     return all(check.passed for check in run.checks.values())
-
-
-def _torch() -> ModuleType | None:
-    """The module torch, if it is installed and can use a GPU; else say what is missing."""
-    try:
-        import torch
-    except ImportError:
-        print("torch is not installed: nothing to compare with")
-        return None
-    if not torch.cuda.is_available():  # its build for CPUs
-        print("torch has no GPU: nothing to compare with")
-        return None
-    return torch
 
 
 def _torch_calls(torch, run: Measurement, mask: str) -> dict[str, Callable]:

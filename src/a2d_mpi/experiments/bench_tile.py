@@ -1,11 +1,11 @@
-"""The table of drivers/bench_tile.py; no MPI import."""
+"""The table of drivers/bench_tile.py, and what bench_gpu.py shares with it; no MPI import."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -13,17 +13,20 @@ from importlib.util import find_spec
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.patterns import make_mask
+from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.devices.host import HOST
-from a2d_mpi.experiments.benchmark import SCHEMA
+from a2d_mpi.experiments.benchmark import SCHEMA, KernelTimes, add_kernel_times
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.kernel_plots import add_figures
 from a2d_mpi.experiments.options import BadOption
 from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.experiments.tile import Tile
 from a2d_mpi.experiments.timing import in_turn
 from a2d_mpi.kernels import make_kernel
+from a2d_mpi.masks.patterns import make_mask
+
+MASKS = ("full", "causal")  # that torch has
+BOUND = 1e-4  # largest error of out and the gradients, float32
 
 
 def shapes(text: str) -> list[tuple[int, int, int]]:
@@ -42,118 +45,105 @@ def shapes(text: str) -> list[tuple[int, int, int]]:
 
 
 def bench_tile(args: argparse.Namespace) -> int:
-    """Print a line for each shape, mask and phase; returns the exit code."""
-    try:
-        import torch
-    except ImportError:
-        raise ValueError("torch is missing: pip install -e '.[bench]'") from None
+    """Print a line for each shape, mask, phase and kernel; returns the exit code."""
     if args.output:
         check_output(args.output, SCHEMA)
-    torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        # One and the same core for all.
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    names = ["numpy", "numba"] if find_spec("numba") else ["numpy"]
+    torch = find_torch()
+    modules = [x for x in ("numpy", "numba", "torch") if find_spec(x)]
     about: dict[str, object] = {
         **provenance("none", [socket.gethostname()]),
         "threads": 1,
         "trials": args.trials,
         "dtype": "float32",
-        **{x: version(x) for x in ("numpy", "torch", *names[1:])},
+        **{x: version(x) for x in modules},
     }
-    seconds, wrong = {}, False
+    if torch is not None:
+        torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        # One and the same core for all.
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    times, right = KernelTimes(about, {}), True
     with threadpool_limits(1):
-        print("{device}, 1 thread; numpy {numpy} with {blas}; torch {torch}".format(**about))
-        columns = ("torch", *names, "general")
-        print("seqlen heads headdim mask    pass   ", *(f"{x:>7}" for x in columns),
-              "  GFLOP/s; over torch's:", ", ".join(columns[1:]))  # fmt: skip
-        for shape in args.shapes:
-            for mask in ("full", "causal"):
-                found, works, error = _compare(torch, shape, mask, args.trials, names)
-                wrong |= not error < 1e-4
-                for phase, work in works.items():
-                    of = {x: found[phase, x] for x in columns}
-                    _print_line((*shape, mask, phase), work, of)
-                    group = f"{'x'.join(map(str, shape))}/{mask}/{phase}"
-                    seconds |= {f"{group}/{x}": y for x, y in of.items()}
-                    about[f"tflop/{group}"] = work / 1e12
-                shares = (
-                    f"{100 * np.median(found[x, 'look'] / found[x, names[-1]]):.2f} % of {x}"
-                    for x in works
-                )
-                print(f"    largest difference of out and the gradients: {error:.1e}; "
-                      f"a plan's look for NaN: {', '.join(shares)}")  # fmt: skip
+        print("{device}, 1 thread, float32; {blas}; numpy {numpy}".format(**about))
+        for seqlen, nheads, headdim in args.shapes:
+            for mask in args.masks:
+                tile = Tile(seqlen, seqlen, nheads, nheads, headdim, make_mask(mask, seqlen))
+                calls, error = {}, 0.0
+                for name in (x for x in modules if x != "torch"):
+                    kernel = make_kernel(name, HOST, tile.q.dtype, tile.softmax_scale)
+                    calls |= {f"{x}/{name}": call for x, call in tile.calls(kernel).items()}
+                    for x in PHASES:
+                        calls[f"{x}/{name}"]()
+                    error = float(np.max([error, tile.error()]))  # NaN stays
+                if torch is not None and mask in MASKS:
+                    tensors = map(torch.from_numpy, (tile.q, tile.k, tile.v, tile.dout))
+                    theirs = torch_calls(torch, *tensors, mask == "causal")
+                    calls |= {f"{x}/torch": call for x, call in theirs.items()}
+                of = f"{seqlen}x{nheads}x{headdim}/{mask}"
+                times.seconds |= {f"{of}/{x}": y for x, y in in_turn(calls, args.trials).items()}
+                for phase in PHASES:
+                    work = flops(tile.area, nheads, headdim, phase == "backward")
+                    about[f"tflop/{of}/{phase}"] = work / 1e12
+                print_speeds(times, of)
+                if not error < BOUND:
+                    right = False
+                    print(f"{of}: results are WRONG by {error:.1e}", flush=True)
     if args.output:
         name = args.name or f"{about['device']}, {about['blas']}"
-        add_figures(args.output, name.replace("/", " "), about | {"right": not wrong}, seconds)
-    return int(wrong)
+        about["right"] = right
+        add_kernel_times(args.output, name.replace("/", " "), times)
+    return int(not right)
 
 
-def _print_line(what: tuple, work: int, seconds: dict[str, np.ndarray]) -> None:
-    """GFLOP/s of torch and our kernels, and of the latter the medians of their ratios."""
-    rates = (f"{work / 1e9 / np.median(x):7.1f}" for x in seconds.values())
-    ratios = (f"{np.median(seconds['torch'] / x):6.2f}" for x in list(seconds.values())[1:])
-    print("{:6} {:5} {:7} {:<7} {:<8}".format(*what), *rates, " " * 4, *ratios, flush=True)
+def find_torch():
+    """The module torch; None, and a line that says so, if it is not installed."""
+    try:
+        import torch
+    except ImportError:
+        print("torch is not installed: nothing to compare with")
+        return None
+    return torch
 
 
-def _compare(
-    torch, shape: tuple[int, int, int], mask_name: str, trials: int, names: Sequence[str]
-) -> tuple[dict, dict[str, int], float]:
-    """Seconds of the trials by phase and kernel, FLOP by phase, and the largest difference.
+def print_speeds(times: KernelTimes, of: str) -> None:
+    """Print a line for each phase and implementation of a mask.
 
-    "general" is the last of the kernels without the shortcut for moderate logits, "look" a look
-    for NaN.
+    The speed in the median, and its ratios to that under the full mask, if this was timed before,
+    and to that of torch's fastest backend.
+
+    Parameters
+    ----------
+    times : KernelTimes
+        Calls are "mask/phase/implementation", perhaps with "shape/" before it.
+    of : str
+        "mask", or "shape/mask".
     """
-    seqlen, nheads, headdim = shape
-    rng = np.random.default_rng(0)
-    q, k, v, dout = (rng.standard_normal(shape, np.float32) for _ in range(4))
-    theirs = torch_calls(torch, *map(torch.from_numpy, (q, k, v, dout)), mask_name == "causal")
-    mask, tokens = make_mask(mask_name, seqlen), np.arange(seqlen)
-    intervals = mask.intervals(tokens, tokens)
-    out, lse = np.empty_like(q), np.empty((seqlen, nheads), np.float32)
-    gradients = [np.empty_like(x) for x in (q, k, v)]
-    right = [x.detach().numpy()[0].transpose(1, 0, 2) for x in _all_of(theirs)]
-    looked_at = {"forward": (q, k, v), "backward": (dout, q, k, v, out)}
-    calls = {(phase, "torch"): theirs[phase] for phase in looked_at}
-    error = 0.0
-    for name in (*names, "general"):
-        kernel = make_kernel(
-            names[-1] if name == "general" else name, HOST, q.dtype, headdim**-0.5
-        )
-        if name == "general":
-            kernel._bounded = lambda *_: False
-
-        def forward(kernel=kernel):
-            kernel.forward(q, k, v, intervals, out, lse)
-
-        def backward(kernel=kernel):
-            # delta belongs to the backward pass: autograd computes it too.
-            delta = np.einsum("thd,thd->th", dout, out)
-            kernel.backward(dout, q, k, v, lse, delta, intervals, *gradients, fresh=True)
-
-        forward(), backward()
-        found = (np.abs(x - y).max() for x, y in zip((out, *gradients), right))
-        error = float(np.max([error, *found]))  # NaN stays
-        calls |= {("forward", name): forward, ("backward", name): backward}
-    for phase, arrays in looked_at.items():
-        calls[phase, "look"] = lambda arrays=arrays: [HOST.finite(x) for x in arrays]
-    works = {
-        phase: flops(mask.area(tokens, tokens), nheads, headdim, phase == "backward")
-        for phase in looked_at
-    }
-    return in_turn(calls, trials), works, error
+    *shape, mask = of.split("/")
+    for phase in PHASES:
+        speeds = {x: _speeds(times, "/".join([*shape, x, phase])) for x in (mask, "full")}
+        torch = max((x for y, x in speeds[mask].items() if y.startswith("torch")), default=None)
+        for name, speed in speeds[mask].items():
+            unit, size = ("TFLOP/s", 1) if speed >= 1 else ("GFLOP/s", 1e-3)
+            line = f"{'/'.join([*shape, mask[:40]]):<30} {phase:<8} {name:<12}"
+            line += f"{speed / size:7.4g} {unit}"
+            if mask != "full" and name in speeds["full"]:
+                line += f"   of the full mask's {speed / speeds['full'][name]:.2f}"
+            if torch and not name.startswith("torch"):
+                line += f"   of torch's {speed / torch:.3f}"
+            print(line, flush=True)
 
 
-def _all_of(theirs: dict[str, Callable]) -> tuple:
-    """Out and gradients by torch."""
-    theirs["backward"]()
-    return theirs["results"]()
+def _speeds(times: KernelTimes, group: str) -> dict[str, float]:
+    """TFLOP/s by implementation, in the median."""
+    found = {x.removeprefix(f"{group}/"): y for x, y in times.seconds.items()
+             if x.startswith(f"{group}/")}  # fmt: skip
+    return {x: times.attributes[f"tflop/{group}"] / float(np.median(y)) for x, y in found.items()}
 
 
 def torch_calls(
     torch, q, k, v, dout, causal: bool, backend=nullcontext, then=lambda: None, **options: object
 ) -> dict[str, Callable]:
-    """The phases of torch's attention of (tokens, heads, headdim), and their results.
+    """The phases of torch's attention of (tokens, heads, headdim).
 
     `backend` makes the context of a call, `then` ends what is timed.
     """
@@ -179,5 +169,4 @@ def torch_calls(
         then()
 
     out = attend()
-    results = lambda: (out, *(x.grad for x in given))  # noqa: E731
-    return {"forward": forward, "backward": backward, "results": results}
+    return {"forward": forward, "backward": backward}

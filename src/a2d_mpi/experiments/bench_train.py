@@ -1,4 +1,4 @@
-"""The job of drivers/bench_train.py: training steps by several plans, checked and timed in turn.
+"""The job of drivers/bench_train.py: checks training steps by several plans, and times them.
 
 ::
 
@@ -15,25 +15,25 @@ from __future__ import annotations
 import argparse
 import os
 import tracemalloc
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
-from a2d_mpi.core.masks import Mask
 from a2d_mpi.experiments.benchmark import extends
 from a2d_mpi.experiments.cli import check_room, together
+from a2d_mpi.experiments.gpt_files import STEPS_SCHEMA as SCHEMA
+from a2d_mpi.experiments.gpt_files import Steps
 from a2d_mpi.experiments.hdf5 import reading
 from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.measure import Measurement, origin_of
-from a2d_mpi.experiments.options import FAILED_CHECK, model_of
+from a2d_mpi.experiments.model_options import model_of
+from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import new_file, set_attributes
-from a2d_mpi.experiments.step_plots import SCHEMA, Steps
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.gpt.config import GPTConfig
@@ -42,6 +42,7 @@ from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Batch
 from a2d_mpi.gpt.training import Training
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import candidate, duration
 from a2d_mpi.planning.profile import read_machine
@@ -63,13 +64,13 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             print(f"all of it is in {args.output} already")
         return 0
     _check_room(comm, config, args, len(todo))
-    weights = initial(config, args.seed, args.dtype)
+    weights = Parameters(config, initial(config, args.seed, args.dtype))
     batch = _batch(config, args.seed)
     mask = plans[0].case.work().mask
-    wanted = comm.bcast(_expected(config, weights, batch, mask) if comm.rank == 0 else None)
+    wanted = comm.bcast(_expected(weights, batch, mask) if comm.rank == 0 else None)
     with threadpool_limits(args.threads):
         runs = {
-            name: _opened(comm, config, c, again, weights, batch, args.threads)
+            name: _Run(comm, c, again, weights, batch, args.threads)
             for name, (c, again) in todo.items()
         }
         for run in runs.values():
@@ -77,13 +78,13 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         for run in turns(list(runs.values()), args.trials):
             run.trial()
     origin, failed = origin_of(comm), 0
-    found = {name: run.result(machine) for name, run in runs.items()}
+    measured = {name: run.result(machine) for name, run in runs.items()}
     for run in runs.values():
         failed += not run.passed
         run.free()
-    together(comm, lambda: _write(args.output, origin, found), on=0)
+    together(comm, lambda: _write(args.output, origin, measured), on=0)
     if comm.rank == 0:
-        _report(found)
+        _report(measured)
     return FAILED_CHECK if failed else 0
 
 
@@ -140,31 +141,40 @@ class _Textbook:
         return reference.attention_backward(dout, q, k, v, lse, delta, *self._args)
 
 
-def _expected(
-    config: GPTConfig, weights: np.ndarray, batch: Batch, mask: Mask
-) -> tuple[float, np.ndarray]:
+def _expected(weights: Parameters, batch: Batch, mask: Mask) -> tuple[float, np.ndarray]:
     """Loss and gradient in float64 on this rank."""
-    wide = Parameters(config, weights.astype("f8"))
+    config = weights.config
+    wide = Parameters(config, weights.flat.astype("f8"))
     gradients = Parameters(config, np.zeros(config.parameters))
     model = GPT(wide, _Textbook(config, mask), batch.positions)
     loss = model.loss(batch.tokens, batch.targets, len(batch.tokens), gradients)
     return loss, gradients.flat
 
 
-@dataclass
 class _Run:
     """A plan in a model, and what was measured."""
 
-    comm: MPI.Intracomm
-    configuration: Configuration
-    recompute: bool
-    plan: AttentionPlan
-    training: Training
-    batch: Batch
-    operator: Measurement
-    seconds: list = field(default_factory=list)
-    passed: bool = True
-    errors: tuple[float, float] = (0.0, 0.0)
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        configuration: Configuration,
+        recompute: bool,
+        weights: Parameters,
+        batch: Batch,
+        threads: int,
+    ) -> None:
+        self.comm, self.configuration, self.recompute = comm, configuration, recompute
+        self.batch, self.seconds, self.passed = batch, [], True
+        layout, work = configuration.layout, configuration.case.work()
+        shape = layout.rows, layout.cols, layout.heads
+        grid = ProcessGrid(comm, *shape, order=layout.order, block=layout.block)
+        method = configuration.method
+        self.plan = make_plan(method, grid, work.mask, **work.arguments, threads=threads)
+        flat = weights.flat
+        moments = np.zeros((2, len(flat)), flat.dtype)
+        copy = Parameters(weights.config, flat.copy())
+        self.training = Training(comm, copy, moments, 0, recompute)
+        self.operator = Measurement(self.plan, random_inputs(self.plan, True), backward=True)
 
     def step(self) -> float:
         self.comm.Barrier()
@@ -201,11 +211,10 @@ class _Run:
         """Bytes that loss and gradients allocate at most."""
         training = self.training
         tracemalloc.start()
-        try:
-            training.loss(self.plan, self.batch, len(self.batch.tokens), training.gradients)
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
+        training.loss(self.plan, self.batch, len(self.batch.tokens), training.gradients)
+        _, largest = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return largest
 
     def result(self, machine: Machine | None) -> tuple[dict, dict]:
         """Attributes and arrays of all ranks, on the first; collective."""
@@ -242,49 +251,21 @@ class _Run:
         self.plan.grid.free()
 
 
-def _opened(
-    comm: MPI.Intracomm,
-    config: GPTConfig,
-    c: Configuration,
-    recompute: bool,
-    weights: np.ndarray,
-    batch: Batch,
-    threads: int,
-) -> _Run:
-    """Make grid, plan and model of a run."""
-    layout = c.layout
-    grid = ProcessGrid(
-        *(comm, layout.rows, layout.cols),
-        heads=layout.heads,
-        order=layout.order,
-        block=layout.block,
-    )
-    work = c.case.work()
-    plan = make_plan(c.method, grid, work.mask, **work.arguments, threads=threads)
-    moments = np.zeros((2, len(weights)), weights.dtype)
-    training = Training(comm, Parameters(config, weights.copy()), moments, 0, recompute)
-    operator = Measurement(plan, random_inputs(plan, True), backward=True)
-    return _Run(comm, c, recompute, plan, training, batch, operator)
-
-
-def _write(path: str, origin: dict, found: dict) -> None:
+def _write(path: str, origin: dict, measured: dict) -> None:
     there = os.path.exists(path)
-    with new_file(path, extend=there) as file:
-        if not there:
-            set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1]})
-            file.create_group("runs")
-        for name, (attributes, arrays) in found.items():
-            group = file["runs"].create_group(name)
+    with new_file(path, SCHEMA, extend=there) as file:
+        for name, (attributes, arrays) in measured.items():
+            group = file.create_group(f"runs/{name}")
             set_attributes(group, {**origin, **attributes})
             for x, y in arrays.items():
                 group[x] = y
 
 
-def _report(found: dict) -> None:
+def _report(measured: dict) -> None:
     """Print the table: medians of the slowest rank; in brackets what was predicted."""
     print("plan                       step      " + "".join(f"{x:>20}" for x in PARTS)
           + "      operator  activations    error")  # fmt: skip
-    for attributes, arrays in found.values():
+    for attributes, arrays in measured.values():
         run = Steps(attributes, arrays)
         shown = [duration(x) + (f" ({duration(run.predicted[name])})" if run.predicted else "")
                  for name, x in run.parts.items()]  # fmt: skip

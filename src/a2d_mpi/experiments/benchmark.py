@@ -5,6 +5,8 @@
     /                 attributes: schema, schema_version
     /settings         attributes: what is the same for all results (trials, seed, ...)
     /runs/<name>      laid out as the root of a result file; see `a2d_mpi.experiments.results`
+    /figures/<name>   of bench_gpu.py and bench_tile.py.  Attributes: see `KernelTimes`
+        <call>        (trials,) seconds of the slowest rank
 
 Whenever results are added, an extended copy takes the place of the file.  Functions raise OSError
 and ValueError as those of `a2d_mpi.experiments.results` do.
@@ -14,9 +16,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
 
 from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.experiments.hdf5 import needed, plain, reading
+from a2d_mpi.experiments.hdf5 import arrays, check_output, needed, plain, reading
 from a2d_mpi.experiments.results import Result, fill, load, new_file, set_attributes
 
 SCHEMA = ("a2d_mpi benchmark", 1)
@@ -99,3 +104,45 @@ def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
     """All results of a file, by name."""
     with reading(path, SCHEMA) as file:
         return {name: load(needed(file, f"runs/{name}")) for name in needed(file, "runs")}
+
+
+@dataclass
+class KernelTimes:
+    """The times of one run of drivers/bench_gpu.py or drivers/bench_tile.py.
+
+    Attributes
+    ----------
+    attributes : dict
+        Origin, options, ranks, ...; "tflop/<call>": TFLOP of a call.
+    seconds : dict of str to (trials,) float64
+        Of the slowest rank, by call.
+    """
+
+    attributes: dict[str, object]
+    seconds: dict[str, np.ndarray]
+
+
+def add_kernel_times(path: str | os.PathLike[str], name: str, times: KernelTimes) -> None:
+    """Add the times of one run to a file, in place of earlier ones, or make the file.
+
+    Raises
+    ------
+    OSError, ValueError
+        If it cannot be written, or is no benchmark file.
+    """
+    check_output(path, SCHEMA)
+    add_results(path, {}, {})
+    with new_file(path, extend=True) as file:
+        if f"figures/{name}" in file:
+            del file[f"figures/{name}"]
+        group = file.create_group(f"figures/{name}")
+        set_attributes(group, times.attributes)
+        for call, x in times.seconds.items():
+            group.create_dataset(call, data=x)
+
+
+def read_kernel_times(path: str | os.PathLike[str], *names: str) -> dict[str, KernelTimes]:
+    """The times of these runs, default of all, by name; OSError or ValueError if it has none."""
+    with reading(path, SCHEMA) as file:
+        groups = {x: needed(file, f"figures/{x}") for x in names or needed(file, "figures")}
+        return {name: KernelTimes(plain(x.attrs), arrays(x)) for name, x in groups.items()}

@@ -7,33 +7,29 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import Attention2D, RingAttention
-from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import as_dtype
-from a2d_mpi.core.masks import Causal, Full
 from a2d_mpi.core.merge import merge
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.clock import Clock, kernel_calls
 from a2d_mpi.experiments.origin import blas_name
 from a2d_mpi.experiments.timing import in_turn
 from a2d_mpi.kernels import check_kernel, make_kernel
+from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning.calibration import (
     STEADY,
     disturbance,
@@ -43,6 +39,7 @@ from a2d_mpi.planning.calibration import (
 )
 from a2d_mpi.planning.machine import Link, Machine
 from a2d_mpi.planning.profile import read_machine, write_machine
+from a2d_mpi.schedules.problem import Workload
 
 # Queries, keys, nheads, nheads_kv, headdim, mask: few and many of each.
 SHAPES = (
@@ -66,61 +63,31 @@ SHAPES = (
 FLOOD = 32  # tiny messages posted together
 LARGEST = 16 << 20  # bytes of a message
 HOPS = 8  # large messages that follow each other
-ATTEMPTS = 3  # measurements, until one is not disturbed
 
 
 def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Measure until nothing disturbs, and write the profile; returns the exit code."""
+    """Measure and write the profile; returns the exit code."""
     where = together(comm, lambda: _validated(args, Place(comm)))
     together(comm, lambda: check_writable(args.output, 1 << 16, read_machine), on=0)
-    attempts: list[Measured] = []
-    for _ in range(1 if args.accept_disturbed else ATTEMPTS):
-        attempts.append(_measure(comm, args, where))
-        best = min(attempts, key=lambda x: x.off)
-        steady = best.off <= STEADY
-        if steady:
-            break
-        if comm.rank == 0:
-            print(f"calibrate.py: {attempts[-1].disturbed}", file=sys.stderr, flush=True)
-    agree(comm, None if steady or args.accept_disturbed else
-          f"{best.disturbed}; nothing was written (--accept-disturbed would)")  # fmt: skip
+    machine, notes = _measure(comm, args, where)
     lines = [
         f"Measured {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC by drivers/calibrate.py",
         f"{comm.size} ranks on {len(where.hosts)} nodes: {', '.join(where.hosts[:8])}",
         f"{MPI.Get_library_version().splitlines()[0][:60]}; numpy {np.__version__}",
-        *best.notes,
-        f"steady within {100 * best.off:.0f} %" if steady else best.disturbed,
+        *notes,
         *(f"link.{x} was not measured: these ranks have none" for x in ("inside", "between")
           if x not in where.partners),
     ]  # fmt: skip
-
-    work, grid, ring = best.tiny
-    measured = {"step": (Attention2D.method, grid), "turn": (RingAttention.method, ring)}
-    machine = fit_steps(best.machine, comm.size, work, measured)
     together(comm, lambda: write_machine(args.output, machine, "\n".join(lines)), on=0)
     if comm.rank == 0:
-        print("\n".join((*best.notes, f"written to {args.output}")), flush=True)
+        print("\n".join((*notes, f"written to {args.output}")), flush=True)
     return 0
 
 
-class Measured(NamedTuple):
-    """A machine without its steps, what else is known of them, and by how much it may be off."""
-
-    machine: Machine
-    notes: list[str]
-    tiny: tuple[Workload, float, float]
-    off: float
-    why: str
-
-    @property
-    def disturbed(self) -> str:
-        """A sentence for the user."""
-        off = f"figures may be off by {100 * self.off:.0f} %, more than {100 * STEADY:.0f} %"
-        return f"disturbed by other work: {off}: {self.why}"
-
-
-def _measure(comm: MPI.Intracomm, args: argparse.Namespace, where: Place) -> Measured:
-    """One measurement, the same on all ranks."""
+def _measure(
+    comm: MPI.Intracomm, args: argparse.Namespace, where: Place
+) -> tuple[Machine, list[str]]:
+    """The machine, and how far its figures can be trusted; the same on all ranks."""
     dtypes = args.dtype or ["float32"]
     with threadpool_limits(args.threads):
         clock = Clock(comm, where.share, max(0.02 / where.share, 0.01 * args.seconds))
@@ -137,8 +104,12 @@ def _measure(comm: MPI.Intracomm, args: argparse.Namespace, where: Place) -> Mea
         copy, merging = _memory_rates(clock, 0.05 * args.seconds)
         # Until the last rank is on its way: a barrier right after another one.
         start = float(np.median(in_turn({"": comm.Barrier}, 20, comm)[""]))
-        tiny = _tiny(clock, dtypes[0])
+        work, grid, ring = _tiny(clock, dtypes[0])
         clock.look()
+    off, why = disturbance(clock.shares, clock.seconds)
+    steady = f"steady within {100 * off:.0f} %"
+    if off > STEADY:
+        steady = f"DISTURBED by other work, figures may be off by {100 * off:.0f} %: {why}"
     machine = Machine(
         args.name,
         links.get("inside"),
@@ -152,7 +123,8 @@ def _measure(comm: MPI.Intracomm, args: argparse.Namespace, where: Place) -> Mea
         merge=merging / where.share,
         computed_by=_computed_by(dtypes, args),
     )
-    return Measured(machine, notes, tiny, *disturbance(clock.shares, clock.seconds))
+    measured = {"step": (Attention2D.method, grid), "turn": (RingAttention.method, ring)}
+    return fit_steps(machine, comm.size, work, measured), [*notes, steady]
 
 
 def _computed_by(dtypes: list[str], args: argparse.Namespace) -> str:
@@ -299,9 +271,9 @@ def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:
     rng = np.random.default_rng(0)
     out, out2 = (rng.standard_normal((16384, 4, 64), np.float32) for _ in range(2))
     lse, lse2 = (rng.standard_normal((16384, 4)).astype(np.float32) for _ in range(2))
-    rest = np.zeros_like(lse)
+    compensation = np.zeros_like(lse)
     copies, merges, left = [], [], clock.until(seconds)
     while not copies or left():
         copies.append(clock.mean(lambda: [np.copyto(out2, out) for _ in range(10)]) / 10)
-        merges.append(clock.mean(lambda: merge(out, lse, rest, out2, lse2)))
+        merges.append(clock.mean(lambda: merge(out, lse, compensation, out2, lse2)))
     return out.nbytes / float(np.median(copies)), out.nbytes / float(np.median(merges))

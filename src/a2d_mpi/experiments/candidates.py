@@ -8,7 +8,6 @@ from functools import partial
 from tqdm import tqdm
 
 from a2d_mpi.core.dtypes import DTYPES
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.options import HEADDIM, HEADS, Parser, add_mask, path, tokens, whole
@@ -20,6 +19,7 @@ from a2d_mpi.planning.machine import Machine, one_line
 from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
 from a2d_mpi.planning.profile import parse_size, read_machine
 from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.problem import Workload
 
 IDLE, IDLE_RANKS = 0.1, 256  # share of ranks that may be idle; of so many: larger ones take long
 

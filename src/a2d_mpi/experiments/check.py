@@ -62,14 +62,19 @@ def check_attention(
     errors = _Errors(comm, plan, local)
     sampled = rows is not None and rows < plan.seqlen
     ran_backward, sink = "dq" in local, local.get("sink")
-    softcap = {"logit_softcap": plan.logit_softcap}
     # The reference, and the plain computation in the run's precision, if that is another; a list:
     # all ranks must go through it in the same order.
     kinds = list(dict.fromkeys((np.dtype(np.float64), plan.compute_dtype)))
-
-    def options(kind: np.dtype) -> dict:
-        """The rounding of factors by the run's kernel, which the reference has not; the cap."""
-        return softcap | ({} if kind == np.float64 else {"products": plan.product_dtype})
+    options = {
+        kind: {
+            "softmax_scale": plan.softmax_scale,
+            "dtype": kind,
+            # The run's kernel rounds factors, the reference does not.
+            "products": None if kind == np.float64 else plan.product_dtype,
+            "logit_softcap": plan.logit_softcap,
+        }
+        for kind in kinds
+    }
 
     def stored(x: np.ndarray, kind: np.dtype) -> np.ndarray:
         """A result as the run's dtype keeps it; exact ones are kept in float64."""
@@ -82,43 +87,39 @@ def check_attention(
     for tokens in _blocks(plan.seqlen, rows, seed):
         own, order, q_rows, *dout_rows = _share(plan, tokens, local, "q", "dout")
         visible = plan.mask.dense(tokens[order], plan.tokens)
-        found = {}
+        results = {}
         for kind in kinds:
-            out, lse = reference.attention(
-                q_rows, k, v, visible, plan.softmax_scale, kind, **options(kind)
-            )
+            out, lse = reference.attention(q_rows, k, v, visible, **options[kind])
             out, lse = _merge(comm, out, lse, sink)
             out = stored(out, kind)
-            found[kind] = {"out": out, "lse": lse}
+            results[kind] = {"out": out, "lse": lse}
             if ran_backward:
                 delta = (np.asarray(dout_rows[0], kind) * out).sum(axis=-1)
                 dq, dk_rows, dv_rows = reference.attention_backward(
-                    *(dout_rows[0], q_rows, k, v, lse, delta, visible, plan.softmax_scale, kind),
-                    **options(kind),
+                    dout_rows[0], q_rows, k, v, lse, delta, visible, **options[kind]
                 )
-                found[kind]["dq"] = stored(_sum(comm, dq), kind)
+                results[kind]["dq"] = stored(_sum(comm, dq), kind)
                 dk[kind] += dk_rows
                 dv[kind] += dv_rows
                 if sink is not None and not sampled:
                     dsink[kind] += reference.sink_gradient(lse, delta, sink, kind)
         where = np.searchsorted(plan.tokens, tokens[order][own])
-        for name in found[plan.compute_dtype]:
-            values = {kind: found[kind][name][own] for kind in kinds}
+        for name in results[plan.compute_dtype]:
+            values = {kind: results[kind][name][own] for kind in kinds}
             errors.add(name, local[name][where], values)
     if ran_backward and not sampled:
         for name, values in (("dk", dk), ("dv", dv)):
             errors.add(name, local[name], {kind: stored(x, kind) for kind, x in values.items()})
     elif ran_backward:
         dout, q, lse = local["dout"], local["q"], local["lse"]
-        delta = np.einsum("thd,thd->th", *(x.astype(np.float64) for x in (dout, local["out"])))
+        delta = (dout.astype(np.float64) * local["out"]).sum(axis=-1)
         for tokens in _blocks(plan.seqlen, rows, seed + 1):
             own, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
             visible = plan.mask.dense(plan.tokens, tokens[order])
             values: dict[str, dict] = {"dk": {}, "dv": {}}
             for kind in kinds:
                 _, dk_rows, dv_rows = reference.attention_backward(
-                    *(dout, q, k_rows, v_rows, lse, delta, visible, plan.softmax_scale, kind),
-                    **options(kind),
+                    dout, q, k_rows, v_rows, lse, delta, visible, **options[kind]
                 )
                 for name, x in (("dk", dk_rows), ("dv", dv_rows)):
                     values[name][kind] = stored(_sum(comm, x)[own], kind)
@@ -127,9 +128,8 @@ def check_attention(
                 errors.add(name, local[name][where], values[name])
     if ran_backward and sink is not None:
         if sampled:
-            delta = (local["dout"].astype(np.float64) * local["out"]).sum(-1)
             for kind in kinds:
-                dsink[kind] = _sum(comm, reference.sink_gradient(local["lse"], delta, sink, kind))
+                dsink[kind] = _sum(comm, reference.sink_gradient(lse, delta, sink, kind))
         errors.add("dsink", _sum(comm, local["dsink"]), dsink)
     return errors.checks()
 
@@ -163,9 +163,9 @@ def error_bounds(
         ``2 same_precision + eps ((2 + L) largest + T)``, where L is the largest absolute lse,
         which stands for the logits that count: their rounding is a relative error of the
         exponentials (an absolute one of lse).  T bounds the terms of a gradient before they
-        cancel, by Cauchy-Schwarz; eps is that of the computation.
+        cancel, by Cauchy-Schwarz; eps is the machine epsilon of the computation.
         In float64, where no second computation is at hand, ``1e-12 (largest + T)`` takes the place
-        of the first term: T is that of one token, and what thousands of them leave adds up.
+        of the first term: T bounds the terms of one token, and the rounding of thousands adds up.
         16-bit results may be off by half a rounding (a quarter of their eps times `largest`) more:
         how often one is close to a power of two is a matter of luck.
 
@@ -233,9 +233,9 @@ class _Errors:
         exact, computed = values[np.dtype(np.float64)], computed.astype(np.float64)
         finite = np.isfinite(exact)
         # Only lse may be infinite, of a query that sees no key.
-        known = (finite | np.isneginf(exact) if name == "lse" else finite).all()
+        comparable = (finite | np.isneginf(exact) if name == "lse" else finite).all()
         new = [
-            _distance(computed, exact) if known else math.inf,
+            _distance(computed, exact) if comparable else math.inf,
             _distance(values[self._plain], exact),
             float(np.abs(exact[finite]).max(initial=0)),
         ]
@@ -243,13 +243,11 @@ class _Errors:
         seen[:] = [*map(max, seen, new), seen[3] + len(computed)]
 
     def checks(self) -> dict[str, Check]:
-        def over_ranks(column: int) -> dict[str, float]:
-            return {
-                name: self._comm.allreduce(seen[column], op=MPI.SUM if column == 3 else MPI.MAX)
-                for name, seen in self._seen.items()
-            }
+        def over_ranks(column: int, op: MPI.Op = MPI.MAX) -> dict[str, float]:
+            return {x: self._comm.allreduce(seen[column], op=op) for x, seen in self._seen.items()}
 
-        error, same_precision, largest, rows = map(over_ranks, range(4))
+        error, same_precision, largest = map(over_ranks, range(3))
+        rows = over_ranks(3, MPI.SUM)
         bounds = error_bounds(self._dtype, self._scale, self._norms, largest, same_precision)
         return {name: Check(error[name], bounds[name], rows[name]) for name in error}
 

@@ -21,22 +21,14 @@ from a2d_mpi.comm.gpus import TRANSFERS
 from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import held
 from a2d_mpi.core.sizes import check_memory
-from a2d_mpi.experiments.files import check_files, files_held
+from a2d_mpi.experiments.files import check_files, files_written
 from a2d_mpi.experiments.options import (
     BAD_INPUT,
-    BLOCK_HELP,
-    METHOD_HELP,
-    ORDER_HELP,
     THREADS,
     Parser,
-    block,
-    method_name,
-    path,
-    whole,
 )
 from a2d_mpi.experiments.streams import lost_output, open_streams, reason
 from a2d_mpi.kernels import KERNELS
-from a2d_mpi.schedules import METHODS
 
 T = TypeVar("T")
 IDLE = 0.002  # s between looks of a rank that waits for a long step of another
@@ -113,19 +105,6 @@ def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[Non
         yield
 
 
-def add_grid(parser: Parser) -> None:
-    """Add the options of a method and its grid; see `a2d_mpi.experiments.measure.open_grid`."""
-    add = parser.add_argument
-    add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
-    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
-    add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
-    add("--order", default="rcu", help=f"{ORDER_HELP} (default %(default)s)")
-    add("--block", type=block, default=(1, 1), help=f"{BLOCK_HELP}; default: 1x1")
-    add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
-    add("--profile", type=path, help="TOML file; see data/machines and drivers/calibrate.py")
-    add("--method", type=method_name, default=next(iter(METHODS)), help=METHOD_HELP)
-
-
 def add_engine(parser: Parser) -> None:
     """Add the options that say what a plan runs on."""
     add = parser.add_argument
@@ -184,7 +163,7 @@ def run(
     try:
         args = arguments(comm, parser, apart)
         together(comm, lambda: check_files(args))
-        with holding(comm, *files_held(args)):
+        with holding(comm, *files_written(args)):
             code = body(comm, args)
     except SystemExit as end:  # --help, on all ranks
         code = end.code

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.core.dtypes import as_dtype, compute_dtype
-from a2d_mpi.core.masks import Full
 from a2d_mpi.devices.host import HOST
+from a2d_mpi.experiments.tile import Tile
 from a2d_mpi.experiments.timing import seconds_of
 from a2d_mpi.kernels import make_kernel
+from a2d_mpi.masks.mask import Full
 from a2d_mpi.planning.calibration import Sample
 
 
@@ -76,20 +76,13 @@ def kernel_calls(
     dtype: str, shape: tuple, poll: Callable | None = None, name: str = "auto"
 ) -> tuple[dict[str, Callable], Sample]:
     """The calls of the kernel of that name by phase, and a sample of them without seconds."""
-    nq, nk, h, hkv, d, mask = shape
-    rng = np.random.default_rng(0)
-    kind, wide = as_dtype(dtype), compute_dtype(as_dtype(dtype))
-    q, dout = (rng.standard_normal((nq, h, d)).astype(kind) for _ in range(2))
-    k, v = (rng.standard_normal((nk, hkv, d)).astype(kind) for _ in range(2))
-    kernel, keys = make_kernel(name, HOST, kind, d**-0.5, poll), np.arange(nk)
-    intervals = mask.intervals(np.arange(nq), keys)
-    out, lse = np.empty((nq, h, d), wide), np.empty((nq, h), wide)
-    gradients = [np.zeros(x.shape, wide) for x in (q, k, v)]
-    kernel.forward(q, k, v, intervals, out, lse)
+    nq, nk, *heads, mask = shape
+    tile = Tile(*shape, dtype)
+    kernel = make_kernel(name, HOST, tile.q.dtype, tile.softmax_scale, poll)
+    tile.forward(kernel)
     calls = {
-        "forward": lambda: kernel.forward(q, k, v, intervals, out, lse),
-        "backward": lambda: kernel.backward(dout, q, k, v, lse, lse, intervals, *gradients),
+        "forward": lambda: tile.forward(kernel),
+        "backward": lambda: tile.backward(kernel),
     }
     cut = 0 if isinstance(mask, Full) else nq - 1
-    area = mask.area(np.arange(nq), keys)
-    return calls, Sample(area, nq, nk, cut, (h, hkv, d), 0.0)
+    return calls, Sample(tile.area, nq, nk, cut, tuple(heads), 0.0)

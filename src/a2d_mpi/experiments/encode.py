@@ -14,12 +14,11 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.core.documents import Documents, positions_in
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.reference import attention
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.measure import check_grid, open_grid, origin_of
+from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.pretrained import (
     INSIDE,
@@ -32,6 +31,8 @@ from a2d_mpi.experiments.pretrained import (
 from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.gpt.encoder import Encoder
 from a2d_mpi.gpt.gradients import GradientSum
+from a2d_mpi.masks.documents import Documents, positions_in
+from a2d_mpi.schedules.problem import Workload
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,15 +61,9 @@ class Packed(NamedTuple):
         """Tokens of each document."""
         return np.diff(self.cu_seqlens)
 
-    @property
-    def places(self) -> np.ndarray:
-        """Place of each token in its document, (seqlen,)."""
-        return positions_in(self.cu_seqlens)
-
 
 def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Encode; returns the exit code: 1 if a check failed."""
-    together(comm, lambda: check_grid(args))
     encoder, packed, attributes = comm.bcast(together(comm, lambda: _prepared(args), on=0))
     queries = len(args.query or ())
     mask = Documents(packed.cu_seqlens)
@@ -78,20 +73,20 @@ def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     with threadpool_limits(args.threads):
         comm.Barrier()
         start = time.perf_counter()
-        found = embeddings(plan, encoder, packed)
+        vectors = embeddings(plan, encoder, packed)
         seconds = time.perf_counter() - start
         documents = len(packed.texts) - queries
         if comm.rank == 0:
             print(f"{documents} documents, {queries} queries, {len(packed.tokens)} tokens: "
                   f"{len(packed.tokens) / seconds:.0f} tokens/s on {comm.size} ranks")  # fmt: skip
-            _show_nearest(packed.texts, found, queries, args.nearest)
+            _show_nearest(packed.texts, vectors, queries, args.nearest)
         error = 0.0
         if args.check:
-            error = comm.bcast(together(comm, lambda: _error(encoder, packed, found), on=0))
+            error = comm.bcast(together(comm, lambda: _error(encoder, packed, vectors), on=0))
     origin = origin_of(comm)
     if args.output:
         attributes |= origin
-        together(comm, lambda: write(args.output, packed, found, queries, attributes), on=0)
+        together(comm, lambda: write(args.output, packed, vectors, queries, attributes), on=0)
     plan.free()
     grid.free()
     return 0 if error <= BOUND else FAILED_CHECK
@@ -119,9 +114,9 @@ def pack(
     for text in texts:
         if most is not None and len(inputs) >= most:
             break
-        found = tokenizer.encode(text, add_special_tokens=False)
-        for i, tokens in enumerate(windows(found.ids, tokenizer)):
-            inside = found.offsets[i * INSIDE :][: len(tokens) - 2]
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        for i, tokens in enumerate(windows(encoding.ids, tokenizer)):
+            inside = encoding.offsets[i * INSIDE :][: len(tokens) - 2]
             pieces.append(text[inside[0][0] : inside[-1][1]])
             inputs.append(tokens)
     pieces, inputs = pieces[:most], inputs[:most]
@@ -146,9 +141,8 @@ def embeddings(plan: AttentionPlan, encoder: Encoder, packed: Packed) -> np.ndar
     (documents, E) float64
     """
     own = plan.tokens
-    hidden = encoder.hidden(
-        packed.tokens[own], packed.places[own], lambda *qkv: plan.forward(*qkv)[0]
-    )
+    places = positions_in(packed.cu_seqlens)[own]
+    hidden = encoder.hidden(packed.tokens[own], places, lambda *qkv: plan.forward(*qkv)[0])
     documents = np.searchsorted(packed.cu_seqlens, own, side="right") - 1
     sums = np.zeros((len(packed.texts), hidden.shape[1]))
     np.add.at(sums, documents, hidden)
@@ -162,39 +156,39 @@ def embeddings(plan: AttentionPlan, encoder: Encoder, packed: Packed) -> np.ndar
 def reference(encoder: Encoder, packed: Packed) -> np.ndarray:
     """The same of one document after the other, in float64, by dense attention."""
     weights = {x: y.astype(np.float64) for x, y in encoder.weights.items()}
-    exact, found = Encoder(encoder.config, weights), []
+    exact, vectors = Encoder(encoder.config, weights), []
 
     def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         seen = np.ones((len(q), len(k)), bool)
         return attention(q, k, v, seen, q.shape[2] ** -0.5)[0]
 
     for tokens in np.split(packed.tokens, packed.cu_seqlens[1:-1]):
-        found.append(exact.hidden(tokens, np.arange(len(tokens)), attend).mean(axis=0))
-    return _normal(np.array(found))
+        vectors.append(exact.hidden(tokens, np.arange(len(tokens)), attend).mean(axis=0))
+    return _normal(np.array(vectors))
 
 
 def _normal(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x, axis=1, keepdims=True)
 
 
-def nearest(found: np.ndarray, queries: int, count: int) -> list[list[tuple[int, float]]]:
+def nearest(vectors: np.ndarray, queries: int, count: int) -> list[list[tuple[int, float]]]:
     """The documents nearest to each of the last `queries` ones, with their cosines."""
-    documents, asked = np.split(found, [len(found) - queries])
+    documents, asked = np.split(vectors, [len(vectors) - queries])
     cosines = asked @ documents.T  # (queries, documents)
     return [[(int(i), x[i]) for i in np.argsort(-x, kind="stable")[:count]] for x in cosines]
 
 
-def _show_nearest(texts: Sequence[str], found: np.ndarray, queries: int, count: int) -> None:
+def _show_nearest(texts: Sequence[str], vectors: np.ndarray, queries: int, count: int) -> None:
     asked = texts[len(texts) - queries :]
-    for query, best in zip(asked, nearest(found, queries, count)):
+    for query, best in zip(asked, nearest(vectors, queries, count)):
         print(f"nearest to {query!r}:")
         for i, cosine in best:
             print(f"  {cosine:.4f}  document {i}: {' '.join(texts[i].split())[:SHOWN]}")
 
 
-def _error(encoder: Encoder, packed: Packed, found: np.ndarray) -> float:
+def _error(encoder: Encoder, packed: Packed, vectors: np.ndarray) -> float:
     """Largest difference to `reference`, printed."""
-    error = float(np.abs(found - reference(encoder, packed)).max())
+    error = float(np.abs(vectors - reference(encoder, packed)).max())
     print(f"largest difference to one document after the other in float64: {error:.1e} "
           f"({'passed' if error <= BOUND else 'FAILED'}, bound {BOUND:.0e})")  # fmt: skip
     return error
@@ -214,12 +208,12 @@ def _prepared(args: argparse.Namespace) -> tuple[Encoder, Packed, dict[str, obje
 
 
 def write(
-    path: Path, packed: Packed, found: np.ndarray, queries: int, attributes: dict[str, object]
+    path: Path, packed: Packed, vectors: np.ndarray, queries: int, attributes: dict[str, object]
 ) -> None:
     """Write embeddings, texts and lengths of documents, without the queries."""
-    documents = slice(len(found) - queries)
-    with new_file(path) as file:
-        set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **attributes})
-        file["embeddings"] = found[documents].astype(np.float32)
+    documents = slice(len(vectors) - queries)
+    with new_file(path, SCHEMA) as file:
+        set_attributes(file, attributes)
+        file["embeddings"] = vectors[documents].astype(np.float32)
         file["texts"] = [x.replace("\0", "") for x in packed.texts[documents]]
         file["lengths"] = packed.lengths[documents]

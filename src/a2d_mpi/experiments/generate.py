@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -12,12 +13,11 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.atomic import read_regular
-from a2d_mpi.experiments.checkpoint import State, load, newest
+from a2d_mpi.experiments.checkpoint import State, latest, load
 from a2d_mpi.experiments.cli import check_room, together
+from a2d_mpi.experiments.grids import grid_shape
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.sweep import grid_shape
 from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters
@@ -72,17 +72,20 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
     """Bytes of each prompt."""
-    texts = [x.encode(errors="surrogateescape") for x in args.prompt or ()]
-    if args.prompts:
-        texts += [x for x in read_regular(args.prompts).split(b"\n") if x]
-    if not texts or not all(texts):
-        raise ValueError("there must be prompts, by --prompt or --prompts, and none may be empty")
+    texts = [x.encode(errors="surrogateescape") for x in args.prompt]
+    if not all(texts):
+        raise ValueError("--prompt must not be empty")
     return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in enumerate(texts)}
 
 
 def _state(path: Path) -> State | None:
-    """The checkpoint of a file, or the latest whole one of a folder."""
-    return newest(path) if path.is_dir() else load(path)
+    """The checkpoint of a file, or the latest whole one of a folder; damaged ones are named."""
+    if not path.is_dir():
+        return load(path)
+    state, refused = latest(path)
+    for why in refused.values():
+        print(f"refused: {why}", file=sys.stderr, flush=True)
+    return state
 
 
 def _text(tokens: np.ndarray) -> str:

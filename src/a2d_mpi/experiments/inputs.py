@@ -71,5 +71,5 @@ def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[st
 def refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:
     """ValueError on all ranks if any number on any rank is NaN or infinite."""
     bad = {name: int(x.size - np.isfinite(x).sum()) for name, x in tensors.items()}
-    found = [f"{name} has {n} elements that are NaN or infinite" for name, n in bad.items() if n]
-    agree(comm, "; ".join(found) + ": nothing can be checked" if found else None)
+    wrong = [f"{name} has {n} elements that are NaN or infinite" for name, n in bad.items() if n]
+    agree(comm, "; ".join(wrong) + ": nothing can be checked" if wrong else None)

@@ -14,22 +14,12 @@ from a2d_mpi.attention.methods import DoubleRingAttention, make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.masks import Mask
-from a2d_mpi.core.patterns import make_mask
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import flops
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.hdf5 import check_output, sources
-from a2d_mpi.experiments.inputs import TENSORS, random_rows, refuse_nan
-from a2d_mpi.experiments.mask_file import FILE, read_mask
-from a2d_mpi.experiments.measure import (
-    RESULTS,
-    Measurement,
-    check_grid,
-    open_device,
-    open_grid,
-    origin_of,
-)
+from a2d_mpi.experiments.grids import open_grid
+from a2d_mpi.experiments.hdf5 import check_output
+from a2d_mpi.experiments.inputs import random_rows, refuse_nan
+from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.results import (
@@ -37,10 +27,13 @@ from a2d_mpi.experiments.results import (
     InputInfo,
     Result,
     inspect_input,
+    phases_of,
     read_shard,
     write_result,
 )
-from a2d_mpi.experiments.summary import phases_of
+from a2d_mpi.masks.mask import Mask
+from a2d_mpi.masks.patterns import make_mask
+from a2d_mpi.schedules.problem import Workload
 
 
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -55,24 +48,16 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     device = open_device(comm, args.device)
     phases = {"backward": args.backward, "overlap": not args.no_overlap}
     grid = open_grid(comm, args, Workload(**config.arguments, mask=mask, **phases))
-    chosen = {name: getattr(args, name) for name in ("inner", "distribution")}
-    plan = make_plan(
-        args.method,
-        grid,
-        mask,
-        **config.arguments,
-        overlap=not args.no_overlap,
-        kernel=args.kernel,
-        transfers=args.transfers,
-        threads=args.threads,
-        **{name: x for name, x in chosen.items() if x is not None},
-    )
+    names = ("kernel", "transfers", "threads", "inner", "distribution")
+    options = {name: x for name in names if (x := getattr(args, name)) is not None}
+    options |= {**config.arguments, "overlap": not args.no_overlap}
+    plan = make_plan(args.method, grid, mask, **options)
     tensors = together(comm, lambda: _read(args, info, plan))
     digests = together(comm, lambda: _digests(args), on=0) if args.output else None
-    if args.check != "none":
-        refuse_nan(comm, tensors)
     checked = args.check != "none"
-    measured = Measurement(plan, tensors, args.backward, device, checked)
+    if checked:
+        refuse_nan(comm, tensors)
+    measured = Measurement(plan, tensors, args.backward, device)
     with threadpool_limits(args.threads):
         # Checked before it is timed: the timed runs must then repeat the checked one bit for bit.
         for _ in range(max(args.warmup, checked)):
@@ -82,10 +67,9 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         for _ in tqdm(range(args.trials), "trials", disable=comm.rank != 0, leave=False):
             measured.trial()
         measured.finish()
-    shown = f"{FILE}{args.mask_file}" if args.mask_file else args.mask
-    config = {"method": args.method, "mask": shown, "device": device.name}
-    same = ("trials", "warmup", "check", "seed", "threads", "input", "kernel")
-    config |= {name: getattr(args, name) for name in (*same, "sink")} | {"input": str(args.input)}
+    names = ("method", "mask", "trials", "warmup", "check", "seed", "threads", "kernel", "sink")
+    config = {name: getattr(args, name) for name in names}
+    config |= {"input": str(args.input), "device": device.name}
     outputs = measured.outputs() if args.save_outputs else {}
     origin = origin_of(comm, device) | (digests or {})
     result = measured.result(config, origin, outputs=outputs)
@@ -107,7 +91,6 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     """Refuse what no plan will see, inspect the input file, default to its length, and make the
     mask.
     """
-    check_grid(args)
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
     double = DoubleRingAttention.method
@@ -125,14 +108,17 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     config = AttentionConfig(*sizes, dtype=args.dtype, logit_softcap=args.softcap)
     config.check_room(ranks)
     if args.mask_file:
+        from a2d_mpi.experiments.mask_file import FILE, read_mask
+
+        args.mask = f"{FILE}{args.mask_file}"  # as reports and results name it
         return info, config, read_mask(args.mask_file, config.seqlen)
     return info, config, make_mask(args.mask, config.seqlen)
 
 
 def _digests(args: argparse.Namespace) -> dict[str, str]:
-    """SHA-256 of the input, then of sources of virtual datasets, and of the mask file."""
-    found = {"input_sha256": sha256(args.input, *sources(args.input, TENSORS[:4]))}
-    return found | ({"mask_file_sha256": sha256(args.mask_file)} if args.mask_file else {})
+    """SHA-256 of the input and of the mask file."""
+    names = ("input", "mask_file")
+    return {f"{x}_sha256": sha256(y) for x in names if (y := getattr(args, x))}
 
 
 def _output_bytes(args: argparse.Namespace, config: AttentionConfig) -> int:
@@ -150,7 +136,7 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
     if args.backward and not info.has_dout:
         shape = plan.config.shape("dout")
         tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
-    if args.sink:  # another stream than those of `random_inputs`
+    if args.sink:  # `random_inputs` uses the other streams
         sinks = random_rows([0], plan.config.shape("lse"), plan.compute_dtype, args.seed, stream=4)
         tensors["sink"] = sinks[0]  # (nheads,)
     return tensors

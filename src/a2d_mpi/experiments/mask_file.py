@@ -3,7 +3,7 @@
 ::
 
     /begin, /end   (seqlen,) or (m, seqlen) integers: of query i the keys [begin[i], end[i]), or of
-                   m rows those of every row; none where end <= begin
+                   m rows each row has an interval; it is empty where end <= begin
     or
     /cu_seqlens    (documents + 1,) integers: first tokens of packed documents, and the last end
     /              attribute causal, true or false: inside the documents
@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import os
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import h5py
 import numpy as np
 
-from a2d_mpi.core.documents import Documents
-from a2d_mpi.core.masks import IntervalMask, Mask
-from a2d_mpi.core.patterns import make_mask
 from a2d_mpi.experiments.hdf5 import member, plain, reading
+from a2d_mpi.masks.mask import IntervalMask, Mask
+from a2d_mpi.masks.patterns import make_mask
+
+if TYPE_CHECKING:
+    from a2d_mpi.masks.documents import Documents
 
 SCHEMA = ("a2d_mpi mask", 1)
 FILE = "file:"  # before a path, where masks have texts
@@ -30,22 +33,20 @@ FILE = "file:"  # before a path, where masks have texts
 
 @lru_cache(maxsize=32)
 def mask_of(text: str, seqlen: int) -> Mask:
-    """The mask of a text: that of a file, which is read once, or of `make_mask`.
+    """The mask that a text names: from a file, which is read once, or from `make_mask`.
 
     Raises
     ------
     OSError, ValueError
-        As of `read_mask` and `make_mask`.
+        As `read_mask` and `make_mask` raise them.
     """
     if text.startswith(FILE):
         return read_mask(text.removeprefix(FILE), seqlen)
     return make_mask(text, seqlen)
 
 
-def read_mask(
-    path: str | os.PathLike[str], seqlen: int, seqlen_kv: int | None = None
-) -> IntervalMask | Documents:
-    """Read the mask of `seqlen` queries and as many keys, or `seqlen_kv`.
+def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Documents:
+    """Read the mask of `seqlen` queries and as many keys.
 
     Any number of processes may, at once.
 
@@ -56,7 +57,6 @@ def read_mask(
     ValueError
         If datasets are missing, of a wrong type or shape, or do not fit the sequence.
     """
-    nk = seqlen if seqlen_kv is None else seqlen_kv
     with reading(path, SCHEMA, needs_schema=False) as file:
         names = [name for name in ("begin", "end", "cu_seqlens") if member(file, name) is not None]
         if names not in (["begin", "end"], ["cu_seqlens"]):
@@ -65,15 +65,18 @@ def read_mask(
                 + (" and ".join(names) or "none of them")
             )
         packed = names == ["cu_seqlens"]
-        found = {name: _integers(file, path, name, None if packed else seqlen) for name in names}
+        rows = None if packed else seqlen
+        datasets = {name: _integers(file, path, name, rows) for name in names}
         attributes = plain(file.attrs)
     try:
         if packed:
-            mask = Documents(**found, causal=_causal(attributes))
+            from a2d_mpi.masks.documents import Documents
+
+            mask = Documents(**datasets, causal=_causal(attributes))
         else:
-            _check_range(nk, **found)
-            mask = IntervalMask(**found)
-        mask.check(seqlen, seqlen_kv)
+            _check_range(seqlen, **datasets)
+            mask = IntervalMask(**datasets)
+        mask.check(seqlen)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return mask
@@ -86,8 +89,6 @@ def _integers(
     data = member(file, name)
     if not isinstance(data, h5py.Dataset):
         raise ValueError(f"{path}: {name} is no dataset")
-    if data.is_virtual:
-        raise OSError(f"{name} is a virtual dataset: a mask file holds its numbers itself")
     if data.dtype.kind not in "iu":
         raise ValueError(f"{path}: {name} is {data.dtype}, must be integers")
     shape = data.shape or ()
@@ -110,11 +111,11 @@ def _causal(attributes: dict[str, object]) -> bool:
     return bool(value)
 
 
-def _check_range(nk: int, **arrays: np.ndarray) -> None:
-    """Refuse intervals that are not within `nk` keys."""
+def _check_range(seqlen: int, **arrays: np.ndarray) -> None:
+    """Refuse intervals that are not within `seqlen` keys."""
     for name, x in arrays.items():
-        wrong = np.argwhere((x < 0) | (x > nk))
+        wrong = np.argwhere((x < 0) | (x > seqlen))
         if len(wrong):
             place = tuple(wrong[0])
             index = ", ".join(map(str, place))
-            raise ValueError(f"{name}[{index}] must be 0 to {nk}, got {x[place]}")
+            raise ValueError(f"{name}[{index}] must be 0 to {seqlen}, got {x[place]}")

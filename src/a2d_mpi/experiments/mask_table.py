@@ -11,17 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.core.atomic import check_writable, read_regular, replacing
-from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.distribution import DISTRIBUTIONS
-from a2d_mpi.core.patterns import PATTERNS, make_mask, usage
-from a2d_mpi.core.problem import Problem
+from a2d_mpi.core.config import DISTRIBUTIONS, AttentionConfig
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.mask_plots import COLOURS
 from a2d_mpi.experiments.options import BadOption, method_name
-from a2d_mpi.experiments.pictures import check_picture, pyplot, save
+from a2d_mpi.masks.patterns import make_mask, usage
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS, problem_of, write
 from a2d_mpi.schedules.accounts import area
+from a2d_mpi.schedules.problem import Problem
 
 
 class Figures(NamedTuple):
@@ -39,6 +36,9 @@ class Figures(NamedTuple):
     grid: str
     uneven: float
     moved: float
+
+
+Table = dict[tuple[int, int, str, str], Figures]  # by ranks, tokens, mask and plan
 
 
 def figures(method: str, layout: Layout, problem: Problem) -> Figures:
@@ -75,15 +75,14 @@ def plan_text(text: str) -> str:
     return text
 
 
-def print_table(args: argparse.Namespace) -> int:
-    """Print the table of all masks that are asked for, keep and draw it; returns the exit code."""
+def print_table(args: argparse.Namespace) -> Table:
+    """Print the table of all masks that are asked for, and keep it; returns all that is known."""
     texts = [x for text in args.masks for x in _seeded(text, args.seeds)]
     parts = [x.partition("/") for x in args.plans]
     plans = [(method_name(method), name or None) for method, _, name in parts]
     known = read_table(args.output) if args.output and args.output.exists() else {}
-    for path, check in ((args.output, check_writable), (args.picture, check_picture)):
-        if path:
-            check(path)
+    if args.output:
+        check_writable(args.output)
     print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,")
     print("over those of q; in parentheses its visible pairs over the mean, and the grid")
     print(" | ".join(["mask", *args.plans]), flush=True)
@@ -98,9 +97,7 @@ def print_table(args: argparse.Namespace) -> int:
         print(" | ".join([text, *cells]), flush=True)
         if args.output:
             _write_table(args.output, known)
-    if args.picture:
-        save(draw(known), args.picture, dpi=120)
-    return 0
+    return known
 
 
 def _seeded(text: str, seeds: list[int]) -> list[str]:
@@ -110,7 +107,6 @@ def _seeded(text: str, seeds: list[int]) -> list[str]:
     return [f"{text}:seed={seed}" for seed in seeds]
 
 
-Table = dict[tuple[int, int, str, str], Figures]  # by ranks, tokens, mask and plan
 _COLUMNS = ("ranks", "seqlen", "mask", "plan", *Figures._fields)
 
 
@@ -144,56 +140,3 @@ def _write_table(path: Path, table: Table) -> None:
                 for key, x in sorted(table.items())
             )
         os.replace(temporary, target)
-
-
-def draw(table: Table):
-    """Draw bytes and balance of all plans by mask, medians and ranges of all seeds."""
-    plt = pyplot(**{"font.size": 7, "axes.titlesize": 8})
-    ranks = sorted({key[0] for key in table})
-    masks = [x for x in PATTERNS if any(key[2].partition(":")[0] == x for key in table)]
-    plans = list(dict.fromkeys(key[3] for key in table))
-    figure, axes = plt.subplots(
-        len(ranks), 2, figsize=(7.2, 0.8 + 3.2 * len(ranks)), sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for line, number in zip(axes, ranks):
-        for panel, what, unit in (
-            (line[0], "moved", "bytes of the largest rank / bytes of q"),
-            (line[1], "uneven", "visible pairs of the largest rank / mean"),
-        ):
-            for i, plan in enumerate(plans):
-                _points(panel, table, (number, masks, plan, what), i, len(plans))
-            panel.set_xlabel(unit)
-            panel.set_title(f"{number} ranks", loc="left")
-            panel.grid(axis="x", linewidth=0.3)
-        line[0].set_xscale("symlog", linthresh=0.01)  # equal documents move nothing
-        line[0].set_yticks(range(len(masks)), masks)
-        line[0].set_ylim(len(masks) - 0.5, -0.5)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center",
-                  ncols=len(plans), frameon=False)  # fmt: skip
-    return figure
-
-
-def _points(panel, table: Table, chosen: tuple, i: int, plans: int) -> None:
-    """Draw one plan: the median of the seeds of each mask, and a line over all of them."""
-    number, masks, plan, what = chosen
-    found = [
-        [
-            getattr(x, what)
-            for (ranks, _, text, name), x in table.items()
-            if (ranks, name, text.partition(":")[0]) == (number, plan, mask)
-        ]
-        for mask in masks
-    ]
-    height = np.arange(len(masks)) + 0.7 * ((i + 0.5) / plans - 0.5)
-    colour = COLOURS[i % len(COLOURS)]
-    there = [j for j, x in enumerate(found) if x]
-    panel.hlines(
-        height[there],
-        [min(found[j]) for j in there],
-        [max(found[j]) for j in there],
-        color=colour,
-        linewidth=1,
-    )
-    medians = [np.median(found[j]) for j in there]
-    panel.plot(medians, height[there], "o", color=colour, markersize=3, label=plan)

@@ -15,7 +15,6 @@ All functions and methods are collective over the plan's ranks.
 
 from __future__ import annotations
 
-import argparse
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -27,17 +26,12 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
-from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.inputs import other_data
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import PARTS, SPAN, Check, Result
-from a2d_mpi.experiments.summary import usual_trial
-from a2d_mpi.experiments.sweep import grid_shape
-from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.experiments.results import PARTS, SPAN, Check, Result, usual_trial
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
@@ -48,26 +42,6 @@ def open_device(comm: MPI.Intracomm, name: str) -> Device:
         return HOST if name == "cpu" else bind_gpu(comm)[0]
     except CollectiveError as error:
         raise CollectiveError(f"--device {name}: {error}") from None
-
-
-def check_grid(args: argparse.Namespace) -> None:
-    """Refuse options of a grid that exclude each other."""
-    if (args.grid == "auto") != (args.profile is not None):
-        raise ValueError("--grid auto and --profile need each other")
-    shape = args.rows, args.cols, args.heads, args.order, args.block
-    if args.grid and shape != (None, None, 1, "rcu", (1, 1)):
-        raise ValueError(
-            "--grid auto leaves no choice of --rows, --cols, --heads, --order and --block"
-        )
-
-
-def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> ProcessGrid:
-    """The grid that the options of `add_grid` ask for; the grid itself refuses misfits."""
-    if args.grid == "auto":
-        machine = together(comm, lambda: read_machine(args.profile))
-        return ProcessGrid.auto(comm, machine, work, method=args.method)
-    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
-    return ProcessGrid(comm, rows, cols, args.heads, args.order, args.block)
 
 
 def origin_of(comm: MPI.Intracomm, device: Device = HOST) -> dict[str, object]:
@@ -94,18 +68,16 @@ class Measurement:
         Also the gradients.
     device : Device
         Where the tensors go.
-    checked : bool
-        False: there will be no `check`.
 
     Attributes
     ----------
     plan
     phases : tuple of str
     tensors : dict of arrays
-        Those given and, after a call, the results, on the device.  After `check`: the checked
-        results.
+        The given tensors and, after a call, the results, on the device.  After `check`: the
+        checked results.
     checks : dict of str to Check
-        Those done so far.
+        The checks so far.
     seconds : dict of str to list of float
         This rank's timings of all trials, by "phase/part" as in `AttentionPlan.timings`.
     """
@@ -116,14 +88,13 @@ class Measurement:
         tensors: Mapping[str, np.ndarray],
         backward: bool,
         device: Device = HOST,
-        checked: bool = True,
     ) -> None:
         self.plan, self.device = plan, device
         self.phases = ("forward", "backward") if backward else ("forward",)
         self.tensors: dict[str, Array] = {x: device.upload(y) for x, y in tensors.items()}
         self.checks: dict[str, Check] = {}
         self._given = dict(self.tensors)
-        self._given_bits = digests(tensors) if checked else {}
+        self._given_bits = digests(tensors)
         # After a check: hashes of the results of each data set.
         self._result_bits: list[dict[str, bytes]] = []
         self._differ = 0  # results of trials that were not the checked ones
@@ -133,7 +104,7 @@ class Measurement:
         self._spans: list[dict[str, list]] = []
 
     def forward(self, tensors: dict[str, Array] | None = None) -> None:
-        """Run the forward pass; out and lse go to `tensors`, by default those of this object."""
+        """Run the forward pass; out and lse go to `tensors`, by default `self.tensors`."""
         t = self.tensors if tensors is None else tensors
         t["out"], t["lse"] = self.plan.forward(t["q"], t["k"], t["v"], t.get("sink"))
 
@@ -151,19 +122,19 @@ class Measurement:
             getattr(self, phase)(tensors)
 
     def check(self, rows: int | None, seed: int = 0) -> None:
-        """Check the results of the latest call against float64, and those of a call on other data.
+        """Check the results of the latest call, and of a call on other data, against float64.
 
         Later trials must repeat them bit for bit, whatever was called between.  Arguments as of
         `check_attention`.
         """
-        found = self._checked(self.tensors, rows, seed)
+        given = self._checked(self.tensors, rows, seed)
         tensors = dict(self._given)
         self._exchange()
         self.call(tensors)
-        more = self._checked(tensors, rows, seed + 2)
+        other = self._checked(tensors, rows, seed + 2)
         self._exchange(back=True)
         self._differ += self._overwritten()
-        self.checks |= {name: worse(found[name], more[name]) for name in found}
+        self.checks |= {name: worse(given[name], other[name]) for name in given}
 
     def _checked(
         self, tensors: Mapping[str, Array], rows: int | None, seed: int
@@ -178,7 +149,7 @@ class Measurement:
             self.plan.traffic.clear()
         tensors, data = self.tensors, 0
         if self._result_bits:
-            # 0, 1, 1, 0, ...: buffers that a plan uses in turn would follow a plain alternation.
+            # 0, 1, 1, 0, ...: 0, 1, 0, 1 would hide errors of a plan with two buffers in turn.
             tensors, data = dict(self._given), (len(self._spans) + 1) // 2 % 2
         if data:
             self._exchange()
@@ -188,16 +159,16 @@ class Measurement:
             so_far.append(timings[name])
         self._spans.append({phase: self.plan.spans(phase) for phase in self.phases})
         if self._result_bits:
-            found = self._results(tensors)
+            results = self._results(tensors)
             if not self.plan.deterministic:
-                found = {name: found[name] for name in ("out", "lse")}
-            self._differ += _differing(found, self._result_bits[data]) + self._overwritten()
+                results = {name: results[name] for name in ("out", "lse")}
+            self._differ += _differing(results, self._result_bits[data]) + self._overwritten()
         if data:
             self._exchange(back=True)
 
     def finish(self) -> None:
-        """After the trials: check what was counted, and that the results were always the same, in
-        memory too, and that the inputs are what they were.
+        """After the trials, check the counted bytes, that the results were always the same, and
+        that neither they nor the inputs changed in memory.
         """
         self.checks["traffic"] = self._traffic_check()
         if not self._result_bits:
@@ -228,15 +199,15 @@ class Measurement:
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Whole results in the order of the sequence, on rank 0; empty on the others."""
-        comm, plan, whole = self.plan.grid.comm, self.plan, {}
+        comm, plan, outputs = self.plan.grid.comm, self.plan, {}
         tensors = self._results(self.tensors)
         for name in (x for x in RESULTS if x in tensors):
             parts = comm.gather(tensors[name])
             if comm.rank == 0:
-                whole[name] = np.empty((plan.seqlen, *parts[0].shape[1:]), parts[0].dtype)
+                outputs[name] = np.empty((plan.seqlen, *parts[0].shape[1:]), parts[0].dtype)
                 for rank, part in enumerate(parts):
-                    whole[name][plan.distribution.tokens(rank)] = part
-        return whole
+                    outputs[name][plan.distribution.tokens(rank)] = part
+        return outputs
 
     def result(
         self, config: Mapping[str, object], origin: Mapping[str, object], **others: Any
@@ -253,16 +224,15 @@ class Measurement:
             Further fields of the `Result`.
         """
         comm, plan = self.plan.grid.comm, self.plan
-        seconds = {name: comm.gather(trials) for name, trials in self.seconds.items()}
-        traffic = comm.gather(self._per_call)
-        area = comm.gather(plan.area())
-        spans = comm.gather(self._spans)
-        hosts = comm.gather(socket.gethostname())
-        if comm.rank != 0:
+        gathered = comm.gather(
+            (self.seconds, self._per_call, plan.area(), self._spans, socket.gethostname())
+        )
+        if gathered is None:
             return None
-        timings = {name: np.array(ranks).T for name, ranks in seconds.items()}
+        seconds, traffic, area, spans, hosts = zip(*gathered)
+        timings = {name: np.array([x[name] for x in seconds]).T for name in self.seconds}
         return Result(
-            provenance={**origin, "hostnames": hosts},
+            provenance={**origin, "hostnames": list(hosts)},
             config={
                 **_config(plan),
                 "backward": len(self.phases) > 1,
@@ -290,35 +260,38 @@ class Measurement:
     def _traffic_check(self) -> Check:
         """Largest difference, in bytes of all trials, between what was counted and its formula."""
         comm, traffic, nothing = self.plan.grid.comm, self.plan.traffic.bytes, (0, 0)
-        trials = max(1, len(self._spans))
-        expected = {
-            key: both
-            for key, both in self.plan.predicted_traffic().items()
-            if key[0] in self.phases
-        }
+        trials, predicted = max(1, len(self._spans)), self.plan.predicted_traffic()
+        keys = {*traffic, *(key for key in predicted if key[0] in self.phases)}
         off = [
-            abs(a - trials * b)
-            for key in {*traffic, *expected}
-            for a, b in zip(traffic.get(key, nothing), expected.get(key, nothing))
+            abs(counted - trials * expected)
+            for key in keys
+            for counted, expected in zip(traffic.get(key, nothing), predicted.get(key, nothing))
         ]
         return Check(float(comm.allreduce(max(off, default=0), op=MPI.MAX)), 0.0, comm.size)
 
 
 def _differing(tensors: Mapping[str, np.ndarray], bits: Mapping[str, bytes]) -> int:
-    """Number of tensors whose bits are not those of these hashes."""
+    """Number of tensors whose bits do not have these hashes."""
     return sum(x != bits[name] for name, x in digests(tensors).items())
+
+
+def grid_config(grid: ProcessGrid) -> dict[str, object]:
+    """A grid as result files name it."""
+    layout = grid.layout
+    return {
+        "ranks": grid.comm.size,
+        **{x: getattr(layout, x) for x in ("rows", "cols", "heads", "order")},
+        "block": "x".join(map(str, layout.block)),
+    }
 
 
 def _config(plan: AttentionPlan) -> dict[str, object]:
     return {
-        "ranks": plan.grid.comm.size,
-        **{x: getattr(plan.grid, x) for x in ("rows", "cols", "heads")},
+        **grid_config(plan.grid),
         **plan.config.arguments,
         "logit_softcap": plan.logit_softcap or 0.0,  # 0: none
         "overlap": plan.overlap,
-        "order": plan.grid.layout.order,
-        "block": "x".join(map(str, plan.grid.layout.block)),
-        # Of every logical rank; empty: each is alone on its node.
+        # Of every grid rank; empty: each is alone on its node.
         "nodes": " ".join(map(str, plan.grid.layout.nodes or ())),
         "distribution": plan.distribution.name,
         # How tensors got to MPI: from memory as they are, or copied to the host.

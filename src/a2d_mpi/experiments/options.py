@@ -9,18 +9,15 @@ import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from a2d_mpi.core.atomic import held, read_regular
 from a2d_mpi.core.config import LARGEST
-from a2d_mpi.core.patterns import PATTERNS, parse_mask, split_masks
-from a2d_mpi.experiments.files import check_files, files_held
+from a2d_mpi.experiments.files import check_files, files_written
 from a2d_mpi.experiments.streams import lost_output, open_streams, reason
-from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
-from a2d_mpi.planning.profile import parse_count
+from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
 from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
@@ -79,6 +76,8 @@ def real(least: float, most: float) -> Callable[[str], float]:
 
 def tokens(text: str) -> int:
     """A type of options: a number of tokens, "65536" or "64K"."""
+    from a2d_mpi.planning.profile import parse_count
+
     try:
         return SEQLEN(str(parse_count(text.strip())))
     except BadOption:
@@ -131,8 +130,6 @@ TRIALS, WARMUP = whole(1, 10**6), whole(0, 10**6)
 THREADS = whole(1, 1024)  # of one rank: no node has more cores
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
 SEQLEN, HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("seqlen", "nheads", "headdim"))
-LAYERS, WIDTH = whole(1, 4096), whole(1, 1 << 20)
-BLOCK = whole(1, 1 << 20)  # tokens of a block of the cache
 
 
 CHECK_HELP = (
@@ -143,10 +140,10 @@ CHECK_HELP = (
 
 def check_text(text: str, none: bool = True) -> str:
     """A type of options: sample, full, rows:N, or with `none` also none."""
-    known = ("none",) * none + ("sample", "full")
-    if not text.startswith("rows:") and text not in known:
-        raise BadOption(f"must be {', '.join(known)} or rows:N, got {text[:40]!r}")
-    if text not in known:
+    words = ("none",) * none + ("sample", "full")
+    if not text.startswith("rows:") and text not in words:
+        raise BadOption(f"must be {', '.join(words)} or rows:N, got {text[:40]!r}")
+    if text not in words:
         whole(1)(text.removeprefix("rows:"))
     return text
 
@@ -160,10 +157,10 @@ def checked_rows(text: str) -> int | None:
 
 def block(text: str) -> tuple[int, int]:
     """Rows and columns of a block: "2x3"."""
-    found = re.fullmatch(r"\s*(\d{1,9})x(\d{1,9})\s*", text)
-    if not found:
+    match = re.fullmatch(r"\s*(\d{1,9})x(\d{1,9})\s*", text)
+    if not match:
         raise BadOption(f"must be ROWSxCOLUMNS, got {text[:40]!r}")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def method_name(text: str) -> str:
@@ -181,12 +178,12 @@ def method_name(text: str) -> str:
 
 
 def mask_text(text: str) -> str:
-    """The text of a mask, as `a2d_mpi.core.patterns.make_mask` takes it.
+    """The text of a mask, as `a2d_mpi.masks.patterns.make_mask` takes it.
 
     Raises
     ------
     BadOption
-        If there is no such mask, or it takes no such arguments.
+        If no mask has this name, or the mask does not take these arguments.
     """
     try:
         parse_mask(text)
@@ -197,10 +194,10 @@ def mask_text(text: str) -> str:
 
 def masks(text: str) -> list[str]:
     """A type of options: texts of masks, with commas between them; "all": one of each name."""
-    found = [mask_text(x) for x in split_masks(text)]
-    if not found:
+    texts = [mask_text(x) for x in split_masks(text)]
+    if not texts:
         raise BadOption(f"must name a mask, got {text[:40]!r}")
-    return found
+    return texts
 
 
 class Imported(NamedTuple):
@@ -297,32 +294,6 @@ def add_mask(parser: Parser, default: str) -> None:
     either.add_argument("--mask-file", type=path, help=MASK_FILE_HELP)
 
 
-def add_model(parser: Parser, default: str | None) -> None:
-    """Add the options of a GPT's sizes; see `model_of`."""
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default=default, help="default %(default)s")
-    sizes = {"layers": LAYERS, "width": WIDTH, "nheads": HEADS, "nheads-kv": HEADS}
-    for name, kind in sizes.items():
-        add(f"--{name}", type=kind, help="default: the preset's")
-    add("--positions", choices=POSITIONS, help="default: the preset's")
-    add("--recompute", action="store_true", help="keep less of each block, compute it again")
-
-
-def model_of(args: argparse.Namespace, **sizes: int) -> GPTConfig:
-    """The sizes of the options of `add_model`, and these.
-
-    Raises
-    ------
-    ValueError
-        If they do not fit each other.
-    """
-    names = ("layers", "width", "nheads", "nheads_kv", "positions")
-    given = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
-    if {"width", "nheads"} & given.keys():
-        given = {"mlp": None, "nheads_kv": None, **given}
-    return replace(PRESETS[args.preset], **sizes, **given)
-
-
 def run_serial(
     build_parser: Callable[[], Parser], body: Callable[[argparse.Namespace], int]
 ) -> NoReturn:
@@ -335,7 +306,7 @@ def run_serial(
         args = parser.parse_args()
         check_files(args)
         with ExitStack() as stack:
-            for path in files_held(args):
+            for path in files_written(args):
                 stack.enter_context(held(path))
             code = body(args)
     except (ValueError, OSError, MemoryError) as error:

@@ -27,10 +27,10 @@ def provenance(
     Returns
     -------
     dict
-        package_version, python_version, those of NumPy, mpi4py and Numba ("none" where it is not
-        installed), git_commit (of the package's source; "-dirty" if it was changed since,
-        "unknown" without git), command_line, mpi_library, hostnames, device (default: the CPU's
-        name), blas (that of NumPy, and the CPU that it takes this one for), utc_time (ISO 8601).
+        package_version, python_version, numpy_version, mpi4py_version, numba_version ("none" if
+        it is not installed), git_commit (of the package's source; "-dirty" if it was changed
+        since, "unknown" without git), command_line, mpi_library, hostnames, device (default: the
+        name of the CPU), blas (NumPy's BLAS, and the CPU that it detected), utc_time (ISO 8601).
     """
     return {
         "package_version": a2d_mpi.__version__,
@@ -46,22 +46,19 @@ def provenance(
     }
 
 
-def sha256(*paths: str | os.PathLike[str]) -> str:
-    """SHA-256 of files, with blanks between them.
+def sha256(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file.
 
     Raises
     ------
     OSError
-        If a file cannot be read.
+        If the file cannot be read.
     """
-    found = []
-    for path in paths:
-        digest = hashlib.sha256()
-        with open(path, "rb") as file:
-            while piece := file.read(1 << 20):
-                digest.update(piece)
-        found.append(digest.hexdigest())
-    return " ".join(found)
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def _version(package: str) -> str:
@@ -87,15 +84,15 @@ def _git_commit() -> str:
 
 def blas_name() -> str:
     """Libraries that compute products of matrices, like "openblas 0.3.31 (Haswell)"."""
-    found = [x for x in threadpool_info() if x["user_api"] == "blas"]
-    named = (f"{x['internal_api']} {x['version']} ({x.get('architecture')})" for x in found)
+    libraries = [x for x in threadpool_info() if x["user_api"] == "blas"]
+    named = (f"{x['internal_api']} {x['version']} ({x.get('architecture')})" for x in libraries)
     return ", ".join(sorted(set(named))) or "unknown"
 
 
 def cpu_name() -> str:
     """Name of the CPU, and family and model where the name says little, as on virtual machines."""
-    found = cpu_fields(first_cpu())
-    if "model name" not in found:
+    fields = cpu_fields(first_cpu())
+    if "model name" not in fields:
         return platform.processor() or platform.machine()
-    numbers = [found.get(x, "") for x in ("cpu family", "model")]
-    return "{} (family {}, model {})".format(found["model name"], *numbers)
+    numbers = [fields.get(x, "") for x in ("cpu family", "model")]
+    return "{} (family {}, model {})".format(fields["model name"], *numbers)

@@ -104,11 +104,11 @@ def describe_model(folder: Path, packaged: bool) -> dict[str, str]:
         name = f"sentence-transformers/all-MiniLM-L6-v2 (PyPI {PACKAGE} {version})"
     card = folder / "README.md"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    found = re.match(r"---\n(?:.*\n)*?license: *(\S+)", text)
+    match = re.match(r"---\n(?:.*\n)*?license: *(\S+)", text)
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     return {
         "model": name,
-        "model_license": found[1] if found else "not stated",
+        "model_license": match[1] if match else "not stated",
         "model_sha256": digest,
     }
 

@@ -7,9 +7,9 @@ the wrong thing; the text is one line that names the file, fit to be shown to th
 
 from __future__ import annotations
 
+import io
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import h5py
 import numpy as np
 
-from a2d_mpi.core.atomic import Sink, replacing
+from a2d_mpi.core.atomic import read_regular, replacing
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.distribution import Distribution
 from a2d_mpi.experiments.hdf5 import arrays, member, needed, plain, reading
+from a2d_mpi.sharding.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
 RESULT_SCHEMA = ("a2d_mpi result", 1)
@@ -225,11 +225,24 @@ class Result:
         return all(check.passed for check in self.checks.values())
 
 
+def phases_of(result: Result) -> tuple[str, ...]:
+    """The phases that were timed."""
+    return ("forward", "backward") if result.config["backward"] else ("forward",)
+
+
+def usual_trial(total: np.ndarray) -> int:
+    """The trial, of seconds (trial, rank), whose slowest rank took the (lower) median time."""
+    slowest = total.max(axis=1)
+    return int(np.argsort(slowest, kind="stable")[(len(slowest) - 1) // 2])
+
+
 @contextmanager
-def new_file(path: str | os.PathLike[str], extend: bool = False) -> Iterator[h5py.File]:
+def new_file(
+    path: str | os.PathLike[str], schema: tuple[str, int] | None = None, extend: bool = False
+) -> Iterator[h5py.File]:
     """An HDF5 file to fill: whole under its name at the end of the block, or not there at all.
 
-    Empty at first, or with `extend` a copy of the one that is there.
+    With its schema at first, or with `extend` a copy of the one that is there.
 
     Raises
     ------
@@ -237,17 +250,17 @@ def new_file(path: str | os.PathLike[str], extend: bool = False) -> Iterator[h5p
         If it cannot be written (no room, ...); the file that was there before then still is.
     """
     with replacing(path) as (target, temporary):
-        if extend:
-            shutil.copyfile(target, temporary)
-        with Sink(temporary, "r+" if extend else "w+") as sink:
-            try:
-                # Before HDF5 1.8 an attribute ended at 64 KiB: the names of 4095 hosts.
-                with h5py.File(sink, "r+" if extend else "w", libver="v108") as file:
-                    yield file
-            finally:
-                if sink.error:
-                    raise sink.error
-            os.fsync(sink.fileno())
+        # In memory: after a failed write HDF5 cannot close a file, and may crash at exit.
+        memory = io.BytesIO(read_regular(target) if extend else b"")
+        # Before HDF5 1.8 an attribute ended at 64 KiB: the names of 4095 hosts.
+        with h5py.File(memory, "r+" if extend else "w", libver="v108") as file:
+            if schema and not extend:
+                set_attributes(file, {"schema": schema[0], "schema_version": schema[1]})
+            yield file
+        with open(temporary, "wb") as output:
+            output.write(memory.getbuffer())
+            output.flush()
+            os.fsync(output.fileno())
         os.replace(temporary, target)
 
 
@@ -259,8 +272,8 @@ def write_result(path: str | os.PathLike[str], result: Result) -> None:
     OSError
         If it cannot be written (no room, ...); the file that was there before then still is.
     """
-    with new_file(path) as file:
-        fill(file, result, RESULT_SCHEMA)
+    with new_file(path, RESULT_SCHEMA) as file:
+        fill(file, result)
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:
@@ -277,15 +290,12 @@ def read_result(path: str | os.PathLike[str]) -> Result:
         return load(file)
 
 
-def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = None) -> None:
-    """Put a result into an empty group, or into a file with its schema."""
-    if schema:
-        set_attributes(group, {"schema": schema[0], "schema_version": schema[1]})
+def fill(group: h5py.Group, result: Result) -> None:
+    """Put a result into an empty group."""
     set_attributes(group, result.provenance)
     set_attributes(group.create_group("config"), result.config)
     group["area"] = np.asarray(result.area, np.int64)
-    names = ("timings", "traffic", "checks", "outputs")
-    timings, traffic, checks, outputs = map(group.create_group, names)
+    timings, traffic, outputs = map(group.create_group, ("timings", "traffic", "outputs"))
     for name, (unit, axes) in UNITS.items():
         set_attributes(group[name], {"unit": unit, "axes": axes, "ranks": len(result.area)})
     for name, seconds in result.timings.items():
@@ -294,8 +304,7 @@ def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = Non
     for name, counts in result.traffic.items():
         for what, nbytes in counts.items():
             traffic[f"{name}/{what}"] = np.asarray(nbytes, np.int64)
-    for name, check in result.checks.items():
-        set_attributes(checks.create_group(name), {**vars(check), "passed": check.passed})
+    write_checks(group, result.checks)
     for name, x in result.outputs.items():
         # HDF5 has no bfloat16; float32 holds its numbers as they are.
         outputs[name] = x if x.dtype.kind == "f" else x.astype(np.float32)
@@ -309,6 +318,13 @@ def fill(group: h5py.Group, result: Result, schema: tuple[str, int] | None = Non
         # By far the largest part of a benchmark's file.
         group.create_dataset(f"spans/{phase}", data=spans, **SMALLER if len(spans) else {})
         group[f"spans/{phase}"].attrs.update({"unit": "s", "parts": PARTS})
+
+
+def write_checks(group: h5py.Group, checks: Mapping[str, Check]) -> None:
+    """Put checks into the group "checks" of a group."""
+    group = group.create_group("checks")
+    for name, check in checks.items():
+        set_attributes(group.create_group(name), {**vars(check), "passed": check.passed})
 
 
 def load(group: h5py.Group) -> Result:

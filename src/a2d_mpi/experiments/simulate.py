@@ -7,10 +7,9 @@ The file::
                    for each phase "forward/simulated", "forward/predicted": seconds of the slowest
                    rank, and "forward/simulated wait", "forward/predicted wait": of all ranks, in
                    the mean; "memory", bytes that a rank holds at most, and "room", what it has;
-                   "measured", where the plans are those of a benchmark; "cost seconds",
-                   "cost memory", "cost messages": of the simulation; "coarse": seconds within
-                   which messages ended at once; "timeout": seconds after which it was given up,
-                   and then nothing simulated
+                   "cost seconds", "cost memory", "cost messages": of the simulation; "coarse":
+                   seconds within which messages ended at once; "timeout": seconds after which it
+                   was given up, and then nothing simulated
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.benchmark import extends, read_benchmark
+from a2d_mpi.experiments.benchmark import extends
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
-from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import Result, new_file, set_attributes
-from a2d_mpi.experiments.summary import summarise
-from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
+from a2d_mpi.experiments.results import new_file, set_attributes
+from a2d_mpi.experiments.summary import Summary
+from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
@@ -46,7 +43,7 @@ RANKS = 4096
 
 @dataclass(frozen=True)
 class Task:
-    """A plan on a machine with a network, and what was measured there, if it was.
+    """A plan on a machine with a network.
 
     `coarse`: as of `simulate`, as a share of the predicted time of the shortest phase.
     """
@@ -56,7 +53,6 @@ class Task:
     network: Network
     slow_rank: float = 1.0
     coarse: float = 0.0
-    measured: float | None = None
 
     @property
     def name(self) -> str:
@@ -83,8 +79,6 @@ class Task:
         found["room"] = np.inf
         if self.machine.memory is not None:
             found["room"] = float(self.machine.memory - self.machine.reserved)
-        if self.measured is not None:
-            found["measured"] = self.measured
         plan = self.machine, what.method, layout, work
         predicted = predict(*plan)
         found["coarse"] = self.coarse * min(float(x.total.max()) for x in predicted.values())
@@ -111,11 +105,12 @@ def simulate_all(args: argparse.Namespace) -> int:
     """Simulate what a file lacks, one plan after the other; returns the exit code."""
     replayer()  # or say what to install
     done, origin = _there(args.output, args.resume), provenance("none", ["simulated"])
-    tasks, ours, before = _of_benchmark(args) if args.benchmark else _of_options(args), {}, 0
-    with tqdm(tasks, disable=None, unit="plan") as bar:  # which are planned as they are needed
-        for task in bar:
-            if task.name in ours:
+    met, before = set(), 0
+    with tqdm(_tasks(args), disable=None, unit="plan") as bar:
+        for task in bar:  # planned when it is needed
+            if task.name in met:
                 continue
+            met.add(task.name)
             if _open(done.get(task.name), args.timeout):
                 done[task.name] = found = task.run(args.timeout)
                 _add(args.output, task.name, found, origin)
@@ -125,15 +120,8 @@ def simulate_all(args: argparse.Namespace) -> int:
                 if task.what.picked and not done[task.name]["picked"]:  # it was asked for before
                     done[task.name]["picked"] = True
                     _add(args.output, task.name, done[task.name], origin)
-            ours[task.name] = done[task.name]
     if before:
         print(f"{before} were in {args.output} already")
-    for one, other in (
-        ("predicted", "simulated"),
-        ("simulated", "measured"),
-        ("predicted", "measured"),
-    ):
-        _compare(list(ours.values()), one, other)
     print(f"written to {args.output}")
     return 0
 
@@ -153,29 +141,44 @@ def read_simulations(path: str | Path) -> dict[str, dict[str, object]]:
         return {name: plain(needed(file, f"runs/{name}").attrs) for name in runs}
 
 
-def seconds(found: Mapping[str, object], kind: str) -> float:
-    """Of all phases of an entry, "simulated", "predicted" or "measured"; NaN: there are none."""
-    if kind == "measured":
-        return float(found.get(kind, np.nan))
-    phases = ("forward", "backward") if found["backward"] else ("forward",)
-    return sum(float(found.get(f"{phase}/{kind}", np.nan)) for phase in phases)
+def read_summaries(path: str | Path) -> list[Summary]:
+    """The simulations in a file that ended in time, of plans for which the ranks have the memory.
 
-
-def _of_options(args: argparse.Namespace) -> Iterator[Task]:
-    cases = [
-        Case(seqlen, nheads, args.headdim, kv, dtype=args.dtype, mask=mask, backward=args.backward)
-        for nheads, kv, mask, seqlen in product(
-            [args.nheads],
-            args.nheads_kv or [None],
-            args.masks,
-            args.seqlens,
+    Raises what `read_simulations` does.
+    """
+    return [
+        Summary(
+            name,
+            # A plan's name begins with method, shape and order; the rest is its workload's.
+            {**x, "workload": name.split("-", 3)[3]},
+            "both" if x["backward"] else "forward",
+            seconds(x, "simulated"),
+            {"wait": seconds(x, "simulated", " wait")},
+            predicted=seconds(x, "predicted"),
         )
+        for name, x in read_simulations(path).items()
+        if "timeout" not in x and x["memory"] <= x["room"]
     ]
+
+
+def seconds(found: Mapping[str, object], kind: str, part: str = "") -> float:
+    """Of all phases of an entry, "simulated" or "predicted"; NaN: there are none.
+
+    `part`: " wait", or all.
+    """
+    phases = ("forward", "backward") if found["backward"] else ("forward",)
+    return sum(float(found.get(f"{phase}/{kind}{part}", np.nan)) for phase in phases)
+
+
+def _tasks(args: argparse.Namespace) -> Iterator[Task]:
     networks = [
         replace(parse_network(x), slow_port=args.slow_port) for x in args.networks.split(",")
     ]
+    cases = cases_of(args, args.masks)
     for path, ranks, case in product(args.profile, args.ranks, cases):
         machine = read_machine(path)
+        if args.links_alone:
+            machine = machine.links_alone()
         if args.latency != 1:
             links = {
                 name: replace(link, latency=link.latency * args.latency)
@@ -184,38 +187,9 @@ def _of_options(args: argparse.Namespace) -> Iterator[Task]:
             }
             name = f"{machine.name}, latency x {args.latency:g}"
             machine = replace(machine, name=name, **links)
-        if args.links_alone:
-            machine = machine.links_alone()
         for what in plans_for(case, args.plans.split(","), ranks, tuple(METHODS), machine=machine):
             for network in networks:
                 yield Task(what, machine, network, args.slow_rank, args.coarse)
-
-
-def _of_benchmark(args: argparse.Namespace) -> Iterator[Task]:
-    """The plans of a benchmark's files, each on the profile beside it."""
-    for path in args.benchmark:
-        machine = read_machine(Path(path).with_suffix(".toml"))
-        for result in read_benchmark(path).values():
-            yield Task(
-                *(configuration_of(result), machine, Network()),
-                coarse=args.coarse, measured=summarise(result).seconds,
-            )  # fmt: skip
-
-
-def configuration_of(result: Result) -> Configuration:
-    """The plan and the workload of a measured result."""
-    c = result.config
-    sizes = (int(c[x]) for x in ("seqlen", "nheads", "headdim", "nheads_kv"))
-    case = Case(*sizes, dtype=str(c["dtype"]), mask=str(c["mask"]), backward=bool(c["backward"]))
-    if case.mask.startswith(FILE) and case.name != c["workload"]:
-        raise ValueError(f"{case.mask} is not the mask that was measured: it has changed since")
-    nodes = None
-    if METHODS[str(c["method"])].knows_nodes:
-        nodes = tuple(int(x) for x in str(c["nodes"]).split())
-    block = tuple(int(x) for x in str(c.get("block", "1x1")).split("x"))
-    shape = (int(c[x]) for x in ("rows", "cols", "heads"))
-    layout = Layout(*shape, str(c["order"]), block, nodes)
-    return Configuration(case, str(c["method"]), layout, bool(c["overlap"]), bool(c["picked"]))
 
 
 def _there(path: str, resume: bool) -> dict[str, dict[str, object]]:
@@ -240,26 +214,7 @@ def _add(path: str, name: str, found: Mapping[str, object], origin: Mapping[str,
 
 
 def _line(name: str, found: Mapping[str, object]) -> str:
-    predicted, simulated = seconds(found, "predicted"), seconds(found, "simulated")
+    line = f"{name}: predicted {seconds(found, 'predicted'):.4g} s, "
     if "timeout" in found:
-        return f"{name}: predicted {predicted:.4g} s, not simulated in {found['timeout']:g} s"
-    return (
-        f"{name}: predicted {predicted:.4g} s, simulated {simulated:.4g} "
-        f"({found['cost seconds']:.1f} s, {found['cost memory'] / 1e6:.0f} MB, "
-        f"{found['cost messages']} messages)"
-    )
-
-
-def _compare(entries: list[dict[str, object]], one: str, other: str) -> None:
-    """Print how far the seconds of one kind are from those of another, by machine and ranks."""
-    groups: dict[tuple, list[float]] = {}
-    for x in entries:
-        ratio = seconds(x, one) / seconds(x, other)
-        if np.isfinite(ratio):
-            key = x["machine"], x["network"], x["ranks"]
-            groups.setdefault(key, []).append(abs(ratio - 1))
-    for (machine, network, ranks), off in groups.items():
-        print(
-            f"{one} against {other}, {machine}, {network}, {ranks} ranks: off by "
-            f"{100 * np.median(off):.1f} % (median), {100 * max(off):.1f} % (worst of {len(off)})"
-        )
+        return line + f"not simulated in {found['timeout']:g} s"
+    return line + f"simulated {seconds(found, 'simulated'):.4g} in {found['cost seconds']:.1f} s"

@@ -1,56 +1,99 @@
-"""A result in a few numbers, for tables and plots."""
+"""A result in a few numbers, for tables and plots; no MPI import."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi.experiments.results import Result
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.results import Result, phases_of, usual_trial
+from a2d_mpi.schedules import METHODS
 
 PARTS = ("compute", "merge", "wait", "other")
+# Methods alone and with a head axis, in the order of tables and figures.
+FAMILIES = tuple(
+    method + heads for method in (*METHODS, "all-gather") for heads in ("", " + heads")
+)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One result, of one or both phases.
+    """One result, measured or simulated, of one or both phases.
 
     Attributes
     ----------
-    name, workload, method, shape : str
-        `shape`: rows x cols x heads @ order / block.
-    family : str
-        The method, and whether ranks share the heads too.
-    ranks : int
+    name : str
+    config : mapping
+        Of the result: method, workload, sizes, options.
+    phase : str
+        "forward", "backward" or "both".
     seconds : float
         Of the slowest rank in the median trial, phase by phase.
     parts : dict of str to float
-        Where that rank spent them; `PARTS`.
+        Where that rank spent them, by `PARTS`.  Simulated: "wait" alone, in the mean of all ranks.
     received, formula : int
-        Bytes that the busiest rank received in a call, counted and predicted.
+        Bytes that the busiest rank received in a call, counted and predicted; 0: not known.
     bound : float
         Bytes that a rank cannot do without, without a head axis; NaN if it is not known.
     predicted : float
         Seconds of the slowest rank by the model; NaN without a profile.
-    picked, overlap, passed : bool
+    passed : bool
     """
 
     name: str
-    workload: str
-    method: str
-    shape: str
-    family: str
-    ranks: int
+    config: Mapping[str, object]
+    phase: str
     seconds: float
     parts: dict[str, float]
-    received: int
-    formula: int
-    bound: float
-    predicted: float
-    picked: bool
-    overlap: bool
-    passed: bool
+    received: int = 0
+    formula: int = 0
+    bound: float = math.nan
+    predicted: float = math.nan
+    passed: bool = True
+
+    @property
+    def workload(self) -> str:
+        """Its name."""
+        return str(self.config["workload"])
+
+    @property
+    def method(self) -> str:
+        """Its name; see `a2d_mpi.schedules.METHODS`."""
+        return str(self.config["method"])
+
+    @property
+    def ranks(self) -> int:
+        """Their number."""
+        return int(self.config["ranks"])
+
+    @property
+    def picked(self) -> bool:
+        """Whether the planner chose it."""
+        return bool(self.config["picked"])
+
+    @property
+    def overlap(self) -> bool:
+        """Whether it computes while messages travel."""
+        return bool(self.config["overlap"])
+
+    @property
+    def family(self) -> str:
+        """The method, or the name that others have for it; whether ranks share the heads."""
+        layout = Layout(*(int(self.config[x]) for x in ("rows", "cols", "heads")))
+        method = METHODS.get(self.method)  # None: of a user, who has not imported it here
+        known_as = method.known_as(layout) if method else ""
+        name = known_as if known_as in FAMILIES else self.method
+        return name + " + heads" * (layout.heads > 1)
+
+    @property
+    def shape(self) -> str:
+        """Rows x cols x heads @ order / block."""
+        c, block = self.config, self.config.get("block", "1x1")  # older files know no blocks
+        shape = f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}"
+        return shape + f"/{block}" * (block != "1x1")
 
     @property
     def plan(self) -> str:
@@ -58,20 +101,9 @@ class Summary:
         return f"{self.method} {self.shape}" + " in turn" * (not self.overlap)
 
 
-def phases_of(result: Result) -> tuple[str, ...]:
-    """The phases that were timed."""
-    return ("forward", "backward") if result.config["backward"] else ("forward",)
-
-
-def usual_trial(total: np.ndarray) -> int:
-    """The trial, of seconds (trial, rank), whose slowest rank took the (lower) median time."""
-    slowest = total.max(axis=1)
-    return int(np.argsort(slowest, kind="stable")[(len(slowest) - 1) // 2])
-
-
 def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
     """The numbers of some phases together; default: of all that were timed."""
-    c, phases = result.config, phases or phases_of(result)
+    phases = phases or phases_of(result)
     seconds, parts = 0.0, dict.fromkeys(PARTS, 0.0)
     for phase in phases:
         total = result.timings[f"{phase}/total"]
@@ -88,28 +120,45 @@ def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
     )
     nothing = np.full(1, np.nan)
     return Summary(
-        str(c["name"]),
-        str(c["workload"]),
-        str(c["method"]),
-        f"{c['rows']}x{c['cols']}x{c['heads']}@{c['order']}" + _block(c),
-        str(c["method"]) + " + heads" * (int(c["heads"]) > 1),
-        int(c["ranks"]),
+        str(result.config["name"]),
+        result.config,
+        "both" if len(phases) > 1 else phases[0],
         seconds,
         parts,
         received,
         formula,
         sum(float(result.figures.get(f"{phase} lower bound", np.nan)) for phase in phases),
         sum(float(result.predicted.get(f"{x}/total", nothing).max()) for x in phases),
-        bool(c["picked"]),
-        bool(c["overlap"]),
         result.passed,
     )
 
 
-def _block(config: Mapping[str, object]) -> str:
-    """As `a2d_mpi.core.sizes.Layout.numbering` has it; older files know no blocks."""
-    block = config.get("block", "1x1")
-    return f"/{block}" * (block != "1x1")
+def table(summaries: Sequence[Summary]) -> str:
+    """One line for each summary of one workload on one number of ranks.
+
+    "ratio": of the seconds to those of the planner's pick, if it is there, else of the fastest.
+    """
+    first = summaries[0]
+    lines = [
+        f"{first.workload}, {first.ranks} ranks",
+        f"  {'plan':<30} {'phase':<9}       ms  ratio     wait predicted    received  checks",
+    ]
+    for x in summaries:
+        rivals = [y for y in summaries if y.phase == x.phase]
+        best = min(rivals, key=lambda y: (not y.picked, y.seconds))
+        predicted = "" if math.isnan(x.predicted) else f"{1e3 * x.predicted:.2f}"
+        lines.append(
+            f"  {x.plan:<30} {x.phase:<9}{1e3 * x.seconds:>9.2f}{x.seconds / best.seconds:>7.2f}"
+            f"{1e3 * x.parts['wait']:>9.2f}{predicted:>10}{x.received or '':>12}"
+            f"  {'passed' if x.passed else 'FAILED'}{'  (picked)' if x.picked else ''}"
+        )
+    return "\n".join(lines)
+
+
+def in_order(families: Iterable[str]) -> list[str]:
+    """Families, each once, as in `FAMILIES`; then methods of a user, which are not in there."""
+    given = set(families)
+    return [x for x in FAMILIES if x in given] + sorted(given.difference(FAMILIES))
 
 
 def best_of_families(

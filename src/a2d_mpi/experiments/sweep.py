@@ -5,15 +5,15 @@ This module does not import MPI.
 
 from __future__ import annotations
 
-import math
+import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.experiments.mask_file import FILE, mask_of
 from a2d_mpi.experiments.options import method_name
@@ -24,11 +24,11 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.planner import best_candidates, layouts
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules.problem import Workload
 
-# Ranks of a plan that the planner looks for, at most.  With h100-64x1.toml, 1M causal tokens and
-# gradients, 256 ranks take 18 s of CPU time and 0.2 GB, 512 ranks 65 s and 0.4 GB; the programs
-# of all ranks are written for each plan that is simulated.
-PLANNED = 512
+# Ranks of a plan that the planner looks for, at most.  With h100-8.toml, 1M causal tokens and
+# gradients, 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/plan_times.py).
+PLANNED = 4096
 _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?")
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
@@ -61,6 +61,17 @@ class Case(AttentionConfig):
         """
         mask = mask_of(self.mask, self.seqlen)
         return Workload(**self.arguments, mask=mask, backward=self.backward, overlap=overlap)
+
+
+def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
+    """Every combination of the sizes that a driver's options list, each once."""
+    heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
+    sizes = product(args.dtypes, args.headdim, args.nheads, heads_kv, args.seqlens, masks)
+    found = (
+        Case(seqlen, nheads, headdim, kv, dtype=dtype, mask=mask, backward=args.backward)
+        for dtype, headdim, nheads, kv, seqlen, mask in sizes
+    )
+    return list(dict.fromkeys(found))
 
 
 @dataclass(frozen=True)
@@ -123,31 +134,6 @@ class Configuration:
             for part in (*PARTS, "total")
         }
         return seconds, {**figures, "machine": machine.name}
-
-
-def grid_shape(
-    ranks: int, rows: int | None = None, cols: int | None = None, heads: int = 1
-) -> tuple[int, int]:
-    """Rows and columns; default: as square as the ranks allow.
-
-    Raises
-    ------
-    ValueError
-        If a default cannot be, because what is given does not divide the ranks; the grid itself
-        refuses other misfits.
-    """
-    if rows is not None and cols is not None:
-        return rows, cols
-    known = {"rows": rows, "columns": cols, "ranks a head group": heads if heads > 1 else None}
-    given = {name: n for name, n in known.items() if n is not None}
-    group, rest = divmod(ranks, math.prod(given.values()))
-    if rest:
-        shape = " x ".join(f"{n} {name}" for name, n in given.items())
-        raise ValueError(f"{shape} do not divide {ranks} ranks")
-    if rows is not None or cols is not None:
-        return rows or group, cols or group
-    rows = next(r for r in range(math.isqrt(group), 0, -1) if group % r == 0)
-    return rows, group // rows
 
 
 def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
@@ -256,7 +242,7 @@ def plans_for(
 
 
 def _shapes(method: str, ranks: int) -> list[tuple[int, int]]:
-    """Rows and columns of a method's context groups of that many ranks."""
+    """Rows and columns of a method's context-parallel groups of that many ranks."""
     all_ = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
     known = METHODS[method]  # nodes are not shapes
     return [x for x in all_ if ranks == 1 or known.knows_nodes or known.suits(Layout(*x))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,20 +16,19 @@ from tqdm import tqdm
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.documents import Documents
-from a2d_mpi.core.masks import Causal, Mask
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.checkpoint import State, put_away, resumed, save
+from a2d_mpi.experiments.checkpoint import State, differences, put_away, resumed, save
 from a2d_mpi.experiments.cli import check_room, holding, together
+from a2d_mpi.experiments.gpt_files import TRAINING_SCHEMA as SCHEMA
+from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
-from a2d_mpi.experiments.loss_plots import SCHEMA
-from a2d_mpi.experiments.measure import check_grid, open_device, open_grid, origin_of
-from a2d_mpi.experiments.options import FAILED_CHECK, model_of
+from a2d_mpi.experiments.measure import grid_config, open_device, origin_of
+from a2d_mpi.experiments.model_options import model_of
+from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.results import new_file, set_attributes
-from a2d_mpi.gpt.adam import LearningRate
+from a2d_mpi.gpt.adam import learning_rate
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
 from a2d_mpi.gpt.cost import training_bytes
@@ -38,14 +37,17 @@ from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.gpt.training import Training
 from a2d_mpi.kernels import make_kernel
+from a2d_mpi.masks.documents import Documents
+from a2d_mpi.masks.mask import Causal, Mask
+from a2d_mpi.schedules.problem import Workload
 
 PARTS = (*STEP_PARTS, "plan")  # of a step's seconds
-# Options that a run must go on with.
+# Options that must be the same when a run is resumed.
 SAME = ("seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator", "validate")
 
 
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Train, or go on; returns the exit code: 1 if the loss is no longer finite."""
+    """Train, or resume; returns the exit code: 1 if the loss is no longer finite."""
     text, held, config = together(comm, lambda: _validated(args))
     size = np.dtype(args.dtype).itemsize
     nbytes = training_bytes(config, -(-args.seqlen // comm.size), size, args.recompute)
@@ -58,24 +60,26 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     grid = open_grid(comm, args, Workload(**sizes, mask=Causal(), backward=True))
     together(comm, lambda: args.folder.mkdir(parents=True, exist_ok=True), on=0)
     with holding(comm, args.folder):
-        return _train(comm, grid, args, config, (text, held), device)
+        state = _resumed(comm, args, config, text)
+        return _train(comm, grid, args, (text, held), state, device)
 
 
 def _train(
     comm: MPI.Intracomm,
     grid: ProcessGrid,
     args: argparse.Namespace,
-    config: GPTConfig,
     texts: tuple[Text, Text | None],
+    state: State,
     device: Device,
 ) -> int:
     text, held = texts
-    state = _resumed(comm, args, config, text)
-    # Whether numbers are finite is looked at, step by step.
+    # Each step checks that its numbers are finite.
     with threadpool_limits(args.threads), np.errstate(over="ignore", invalid="ignore"):
-        trainer = Trainer(comm, grid, args, config, text, state, device)
-        if comm.rank == 0 and (why := state.other_bits(trainer.ranges)):
-            print(f"train_gpt.py: {why}", file=sys.stderr, flush=True)
+        trainer = Trainer(comm, grid, args, text, state, device)
+        changes = differences(state.settings, trainer.settings) if state.step else ""
+        if comm.rank == 0 and changes:
+            print(f"train_gpt.py: {changes}: from now on bits differ from an uninterrupted run's",
+                  file=sys.stderr, flush=True)  # fmt: skip
         steps = range(state.step, args.until or args.steps)
         with tqdm(steps, "steps", disable=comm.rank != 0, leave=False) as shown:
             for step in shown:
@@ -113,10 +117,9 @@ class Trainer:
     grid : ProcessGrid
     args : Namespace
         Of drivers/train_gpt.py.
-    config : GPTConfig
     text : Text
     state : State
-        To go on from; on the host, its arrays become the run's.
+        Where to start; its arrays are on the host and become the run's.
     device : Device
         Of weights and activations.
     """
@@ -126,37 +129,34 @@ class Trainer:
         comm: MPI.Intracomm,
         grid: ProcessGrid,
         args: argparse.Namespace,
-        config: GPTConfig,
         text: Text,
         state: State,
         device: Device = HOST,
     ) -> None:
         self._comm, self._grid, self._args, self._text = comm, grid, args, text
         self._device = device
-        self.config, self.done, self._run = config, state.step, state.run
-        self.ranges = state.ranges_with(self._settings())
-        weights = Parameters(config, device.upload(state.weights))
+        self.state = state
+        self.settings = self._settings()
+        weights = Parameters(state.config, device.upload(state.weights))
         moments = device.upload(state.moments)
         self._training = Training(
             comm, weights, moments, state.step, args.recompute, args.transfers
         )
-        self._rates = LearningRate(args.rate, args.warmup, args.steps)
         self._plan: AttentionPlan | None = None
         self._bytes: dict[str, np.ndarray] = {}
-        self.losses, self.seconds = list(state.losses), list(state.seconds)
         self.parts: list[list[float]] = []  # of this rank, by step and `PARTS`
 
     def step(self) -> float:
         """One step; returns the loss before it.  Collective."""
         args = self._args
-        batch = self._text.batch(args.seqlen, args.seed, self.done, not args.separator)
+        state = self.state
+        batch = self._text.batch(args.seqlen, args.seed, state.step, not args.separator)
         start = time.perf_counter()
         plan = self._plan_for(batch)
         planned = time.perf_counter() - start
-        loss, parts = self._training.step(plan, batch, self._rates.at(self.done))
-        self.done += 1
-        self.losses.append(loss)
-        self.seconds.append(planned + sum(parts.values()))
+        rate = learning_rate(state.step, args.rate, args.warmup, args.steps)
+        loss, parts = self._training.step(plan, batch, rate)
+        state.add_step(loss, planned + sum(parts.values()), self.settings)
         self.parts.append([*parts.values(), planned])
         return loss
 
@@ -177,42 +177,28 @@ class Trainer:
         if self._args.separator:
             mask = Documents(batch.cu_seqlens, causal=True)
         self._forget()
-        args = self._args
-        self._plan = make_plan(
-            *(args.method, self._grid, mask),
-            seqlen=args.seqlen,
-            **self.config.heads,
-            dtype=args.dtype,
-            threads=args.threads,
-            kernel=args.kernel,
-            transfers=args.transfers,
-        )
+        names = ("seqlen", "dtype", "threads", "kernel", "transfers")
+        options = self.state.config.heads | {x: getattr(self._args, x) for x in names}
+        self._plan = make_plan(self._args.method, self._grid, mask, **options)
         return self._plan
 
     def _forget(self) -> None:
         if self._plan:
             for key, counts in self._plan.traffic.bytes.items():
-                found = self._bytes.setdefault("/".join(key), np.zeros(2, np.int64))
-                found += counts
+                totals = self._bytes.setdefault("/".join(key), np.zeros(2, np.int64))
+                totals += counts
             self._plan.free()
             self._plan = None
 
-    def layout(self) -> dict[str, object]:
-        """The method and its grid, as result files name them."""
-        names = ("rows", "cols", "heads")
-        return {"method": self._args.method, **{x: getattr(self._grid, x) for x in names}}
-
     def _settings(self) -> dict[str, object]:
         """What may change the bits, of all ranks.  Collective."""
-        args, grid = self._args, self._grid
+        args = self._args
         kernel = make_kernel(args.kernel, self._device, np.dtype(args.dtype), 1.0)
         hosts = self._comm.allgather((cpu_name(), blas_name()))
         cpus, blas = ("; ".join(sorted(set(x))) for x in zip(*hosts))
         return {
-            **self.layout(),
-            "order": grid.layout.order,
-            "block": "x".join(map(str, grid.layout.block)),
-            "ranks": self._comm.size,
+            "method": args.method,
+            **grid_config(self._grid),
             "threads": args.threads,
             "device": self._device.name,
             "kernel": kernel.name,
@@ -232,10 +218,8 @@ class Trainer:
 
     def keep(self, folder: Path) -> None:
         """Write a checkpoint."""
-        arrays = self.weights(), self._device.download(self._training.adam.moments)
-        log = np.array(self.losses), np.array(self.seconds)
-        self.ranges[-1]["end"] = self.done
-        save(folder, State(self.config, self._run, self.done, *arrays, *log, self.ranges))
+        moments = self._device.download(self._training.adam.moments)
+        save(folder, replace(self.state, weights=self.weights(), moments=moments))
 
     def free(self) -> None:
         """Free plan and communicators.  Collective."""
@@ -245,12 +229,7 @@ class Trainer:
 
 def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
     """Read the text, and the part that is held out, and fill in the sizes of the model."""
-    check_grid(args)
     config = model_of(args, vocab=VOCAB, seqlen=args.seqlen)
-    if not 0 <= args.validate < 1:
-        raise ValueError(
-            f"--validate must be a share of at least 0 and less than 1, got {args.validate}"
-        )
     text, held = Text(args.text, args.separator, args.validate), None
     if args.validate:
         held = Text(args.text, args.separator, args.validate, held_out=True)
@@ -267,7 +246,7 @@ def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
 def _resumed(
     comm: MPI.Intracomm, args: argparse.Namespace, config: GPTConfig, text: Text
 ) -> State:
-    """The state to go on from: rank 0 reads it, all get it."""
+    """The state at the start: rank 0 reads it, all ranks get it."""
     run = {"text_sha256": text.sha256, **{x: str(getattr(args, x)) for x in SAME}}
 
     def earlier() -> State | None:
@@ -293,36 +272,37 @@ def write(
     traffic: list[dict],
 ) -> None:
     """Write losses, seconds and traffic of a run; `texts`: trained on, and held out."""
-    with new_file(path) as file:
-        set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **origin})
-        config = file.create_group("config")
-        set_attributes(config, trainer._run | asdict(trainer.config) | trainer.layout())
+    with new_file(path, SCHEMA) as file:
+        set_attributes(file, origin)
+        state = trainer.state
+        config = state.run | asdict(state.config) | trainer.settings
+        set_attributes(file.create_group("config"), config)
         for name, x in zip(("text", "held_out"), texts):
             set_attributes(file.create_group(name), x)
-        for i, x in enumerate(trainer.ranges):
+        for i, x in enumerate(state.ranges):
             set_attributes(file.create_group(f"ranges/{i}"), x)
-        file["loss"] = np.array(trainer.losses)
-        file["seconds/total"] = np.array(trainer.seconds)
+        file["loss"], file["seconds/total"] = state.losses, state.seconds
         for name, x in zip(PARTS, np.array(trainer.parts).reshape(-1, len(PARTS)).T):
             file[f"seconds/{name}"] = x  # rank 0's, of the steps of this start
         for name in traffic[0]:
-            both = np.array([x[name] for x in traffic])  # (ranks, 2)
-            file[f"traffic/{name}/sent"], file[f"traffic/{name}/received"] = both.T
+            counts = np.array([x[name] for x in traffic])  # (ranks, 2)
+            file[f"traffic/{name}/sent"], file[f"traffic/{name}/received"] = counts.T
 
 
 def _report(trainer: Trainer, text: Text, held_out: dict, args: argparse.Namespace) -> None:
     """Print the short table."""
+    state = trainer.state
     for name in held_out and ("loss", "unigram_entropy"):
         print(f"held-out text: {name.replace('_', ' ')} {held_out[name]:.4f} nats")
     if not trainer.parts:
-        print(f"nothing to do: {trainer.done} steps were done before")
+        print(f"nothing to do: {state.step} steps were done before")
         return
-    losses, last = np.array(trainer.losses), slice(-min(20, len(trainer.losses)), None)
-    seconds = np.median(trainer.seconds[-len(trainer.parts) :])
-    print(f"{trainer.config.parameters} parameters, {trainer.done} steps of {args.seqlen} tokens; "
+    last = state.losses[-20:]
+    seconds = np.median(state.seconds[-len(trainer.parts) :])
+    print(f"{state.config.parameters} parameters, {state.step} steps of {args.seqlen} tokens; "
           f"{args.seqlen / seconds:.0f} tokens/s\n"
-          f"loss {losses[0]:.4f} at first, {losses[last].mean():.4f} in the last "
-          f"{len(losses[last])} steps; unigram entropy of the text {text.entropy():.4f} nats\n"
+          f"loss {state.losses[0]:.4f} at first, {last.mean():.4f} in the last "
+          f"{len(last)} steps; unigram entropy of the text {text.entropy():.4f} nats\n"
           "seconds of a step (median, rank 0): "
           + ", ".join(f"{name} {x:.3f}"
                       for name, x in zip(PARTS, np.median(trainer.parts, axis=0))))  # fmt: skip

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.parameters import Parameters
 
+# As GPT-3; the decay is of the weights of linear layers, CLIP the largest norm of the gradient.
+BETAS, EPSILON, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 
-@dataclass(frozen=True)
-class LearningRate:
-    """Learning rate by step: linear warm-up, then a cosine down to a tenth, as GPT-3.
 
-    Attributes
+def learning_rate(step: int, rate: float, warmup: int, steps: int) -> float:
+    """Learning rate of a step, from 0: linear warm-up, then a cosine down to a tenth, as GPT-3.
+
+    Parameters
     ----------
+    step : int
     rate : float
         The highest one.
     warmup, steps : int
         Steps of the warm-up, and all.
     """
-
-    rate: float
-    warmup: int
-    steps: int
-
-    def at(self, step: int) -> float:
-        """Learning rate of a step, from 0."""
-        if step < self.warmup:
-            return self.rate * (step + 1) / self.warmup
-        done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
-        return self.rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    if step < warmup:
+        return rate * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return rate * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 class Adam:
@@ -41,8 +36,8 @@ class Adam:
     weights : Parameters
     moments : (2, parameters) array
         First and second moments; zeros at the start.
-    betas, epsilon, decay, clip
-        As GPT-3: decay of the weights of linear layers, largest norm of the gradient.
+    done : int
+        Number of updates so far.
 
     Attributes
     ----------
@@ -50,17 +45,8 @@ class Adam:
         Number of updates so far.
     """
 
-    def __init__(
-        self,
-        weights: Parameters,
-        moments: Array,
-        betas: tuple[float, float] = (0.9, 0.95),
-        epsilon: float = 1e-8,
-        decay: float = 0.1,
-        clip: float = 1.0,
-    ) -> None:
-        self._weights, self.moments, self.step = weights, moments, 0
-        self._betas, self._epsilon, self._decay, self._clip = betas, epsilon, decay, clip
+    def __init__(self, weights: Parameters, moments: Array, done: int = 0) -> None:
+        self._weights, self.moments, self.step = weights, moments, done
 
     def update(self, gradients: Parameters, rate: float) -> float:
         """Update the weights; returns the norm of the gradient.
@@ -74,19 +60,19 @@ class Adam:
         norm = float((g.astype("f8") ** 2).sum()) ** 0.5
         if not math.isfinite(norm):
             raise FloatingPointError(f"the norm of the gradient is {norm}")
-        if norm > self._clip:
-            g *= self._clip / norm
+        if norm > CLIP:
+            g *= CLIP / norm
         self.step += 1
-        (b1, b2), (m, v) = self._betas, self.moments
+        (b1, b2), (m, v) = BETAS, self.moments
         m *= b1
         m += (1 - b1) * g
         v *= b2
         v += (1 - b2) * g**2
         for x in self._weights.named.values():
             if x.ndim == 2:
-                x *= 1 - rate * self._decay
+                x *= 1 - rate * DECAY
         unbiased = rate / (1 - b1**self.step)
-        w -= unbiased * m / ((v / (1 - b2**self.step)) ** 0.5 + self._epsilon)
+        w -= unbiased * m / ((v / (1 - b2**self.step)) ** 0.5 + EPSILON)
         if not math.isfinite(w.sum(dtype="f8")):
             raise FloatingPointError("there are weights that are not finite")
         return norm

@@ -3,7 +3,7 @@
 All ranks keep the same table of who has which block, so that nothing has to be agreed upon: block
 i of a request goes to the i-th rank after the request's first one, so that a cache grows evenly.
 A rank that has no room borrows it from the one that has most (DistAttention, Lin et al.,
-arXiv:2401.02669).  With a head axis, a rank of the table is a head group, whose ranks keep the
+arXiv:2401.02669).  With a head axis, a rank of the table is a Ulysses group, whose ranks keep the
 same blocks, each its share of the heads.
 """
 

@@ -21,8 +21,6 @@ class GPTConfig:
         Tokens of the longest sequence.
     nheads_kv : int, optional
         Hkv, heads of keys and values (grouped queries).  Default: `nheads`.
-    mlp : int, optional
-        M, width of the hidden layer of an MLP.  Default: ``4 * width``.
     positions : {"learned", "rotary"}
         Learned embeddings (GPT-3), or rotary ones (Su et al., arXiv:2104.09864).
 
@@ -38,16 +36,14 @@ class GPTConfig:
     nheads: int
     seqlen: int
     nheads_kv: int | None = None
-    mlp: int | None = None
     positions: Literal["learned", "rotary"] = "learned"
 
     def __post_init__(self) -> None:
-        for name, value in (("nheads_kv", self.nheads), ("mlp", 4 * self.width)):
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        for name in ("vocab", "layers", "width", "nheads", "seqlen", "nheads_kv", "mlp"):
+        if self.nheads_kv is None:
+            object.__setattr__(self, "nheads_kv", self.nheads)
+        for name in ("vocab", "layers", "width", "nheads", "seqlen", "nheads_kv"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.width % self.nheads or self.nheads % self.nheads_kv:
             raise ValueError(
@@ -65,6 +61,11 @@ class GPTConfig:
         return self.width // self.nheads
 
     @property
+    def mlp(self) -> int:
+        """M, width of the hidden layer of an MLP."""
+        return 4 * self.width
+
+    @property
     def heads(self) -> dict[str, int]:
         """Heads and their dimension, as a plan takes them."""
         return {"nheads": self.nheads, "nheads_kv": self.nheads_kv, "headdim": self.headdim}
@@ -77,12 +78,12 @@ class GPTConfig:
         ``wpe`` positions; of block i, ``h{i}.``, ``ln1``, ``ln2`` are LayerNorms, ``qkv`` and
         ``proj`` belong to attention, ``fc`` and ``out`` to the MLP.
         """
-        found = {"wte": (self.vocab, self.width)}
+        shapes = {"wte": (self.vocab, self.width)}
         if self.positions == "learned":
-            found["wpe"] = (self.seqlen, self.width)
+            shapes["wpe"] = (self.seqlen, self.width)
         for i in range(self.layers):
-            found |= {f"h{i}.{name}": shape for name, shape in self._block.items()}
-        return found | _norm("ln_f", self.width)
+            shapes |= {f"h{i}.{name}": shape for name, shape in self._block.items()}
+        return shapes | _norm("ln_f", self.width)
 
     @property
     def _block(self) -> dict[str, tuple[int, ...]]:

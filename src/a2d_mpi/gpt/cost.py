@@ -22,7 +22,7 @@ CROSS_ENTROPY, UPDATE = 12, 18
 
 
 def product_flops(config: GPTConfig, recompute: bool = False) -> int:
-    """Floating-point operations a token of a step's products of matrices, without attention."""
+    """Floating-point operations per token of a step's matrix products, without attention."""
     c = config
     qkv = (c.nheads + 2 * c.nheads_kv) * c.headdim
     blocks = 2 * c.layers * c.width * (qkv + c.width + 2 * c.mlp)
@@ -30,7 +30,7 @@ def product_flops(config: GPTConfig, recompute: bool = False) -> int:
 
 
 def copied_elements(config: GPTConfig, recompute: bool = False) -> int:
-    """Elements a token that a step's other operations would copy in the same time."""
+    """Elements per token that could be copied in the time of a step's other operations."""
     c, once = config, 1 + recompute
     qkv = (c.nheads + 2 * c.nheads_kv) * c.headdim
     turned = (c.nheads + c.nheads_kv) * c.headdim * (c.positions == "rotary")
@@ -44,10 +44,10 @@ def copied_elements(config: GPTConfig, recompute: bool = False) -> int:
 
 
 def activations(config: GPTConfig, recompute: bool = False) -> int:
-    """Elements a token that a step holds at most, but for attention's buffers.
+    """Largest number of elements per token that a step holds, without attention's buffers.
 
-    Those that all blocks keep (`a2d_mpi.gpt.model.Kept`), and the larger of what the logits, and
-    the backward pass of a block, need at once.
+    All blocks keep elements (`a2d_mpi.gpt.model.Kept`).  The logits and the backward pass of a
+    block need more elements for a while: the larger of the two counts.
     """
     c = config
     qkv = (c.nheads + 2 * c.nheads_kv) * c.headdim
@@ -59,7 +59,7 @@ def activations(config: GPTConfig, recompute: bool = False) -> int:
 
 
 def training_bytes(config: GPTConfig, tokens: int, size: int, recompute: bool = False) -> int:
-    """Bytes of a rank with so many tokens, but for attention's buffers; `size`: of an element.
+    """Bytes of a rank with `tokens`, without attention's buffers; an element has `size` bytes.
 
     Weights, their gradients, Adam's two moments, and activations.
     """
@@ -67,7 +67,7 @@ def training_bytes(config: GPTConfig, tokens: int, size: int, recompute: bool = 
 
 
 def cache_bytes(config: GPTConfig, tokens: int, size: int) -> int:
-    """Bytes of keys and values of all layers; `size`: of an element."""
+    """Bytes of keys and values of all layers; an element has `size` bytes."""
     return size * tokens * 2 * config.layers * config.nheads_kv * config.headdim
 
 
@@ -79,13 +79,13 @@ def sum_seconds(machine: Machine, ranks: int, parts: list[int]) -> list[float]:
     inside, between = machine.links(ranks)
     near = min(ranks, machine.ranks_per_node)
     rate = between.bandwidth * between.nics / near  # of a rank, when all of a node send
-    found = []
+    seconds = []
     for nbytes in parts:
         share = nbytes / ranks
         wire = max((near - 1) * share / inside.bandwidth, (ranks - near) * share / rate)
         calls = 2 * ((near - 1) * inside.overhead + (ranks - near) * between.overhead)
-        found.append(wire + calls + max(inside.latency, between.latency) if ranks > 1 else 0.0)
-    return found
+        seconds.append(wire + calls + max(inside.latency, between.latency) if ranks > 1 else 0.0)
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ def predict_step(
 ) -> Step:
     """Predict a step with a plan, which was made for one layer, with backward.
 
-    Sums of gradients go on while earlier blocks compute; that both use the same links while they
-    do is left out.
+    Gradients are summed while earlier blocks compute.  The prediction leaves out that attention
+    and the sums share links meanwhile.
 
     Raises
     ------

@@ -15,7 +15,6 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.documents import Documents, positions_in
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
@@ -25,6 +24,7 @@ from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
 from a2d_mpi.gpt.steps import SpreadAttention, heads_kv_of
+from a2d_mpi.masks.documents import Documents, positions_in
 
 
 class Decoder:
@@ -114,7 +114,9 @@ class Decoder:
         lengths = [len(x) for x in prompts.values()]
         cu_seqlens = np.cumsum([0, *lengths])
         packed = np.concatenate(list(prompts.values()))
-        keeping = _Keeping(self._plan(cu_seqlens))
+        mask, c = Documents(cu_seqlens, causal=True), self._weights.config
+        sizes = {"seqlen": len(packed), "dtype": self._weights.flat.dtype, **c.heads}
+        keeping = _Keeping(make_plan(self._method, self._grid, mask, **sizes, **self._options))
         own = keeping.tokens
         model = GPT(self._weights, keeping, positions_in(cu_seqlens)[own])
         hidden = model.hidden(self._upload(packed[own]))
@@ -177,15 +179,6 @@ class Decoder:
 
     def _logits(self, model: GPT, hidden: Array) -> np.ndarray:
         return self._download(model.logits(hidden))
-
-    def _plan(self, cu_seqlens: np.ndarray) -> AttentionPlan:
-        return make_plan(
-            *(self._method, self._grid, Documents(cu_seqlens, causal=True)),
-            seqlen=int(cu_seqlens[-1]),
-            **self._weights.config.heads,
-            dtype=self._weights.flat.dtype,
-            **self._options,
-        )
 
     def _move(self, prompts: Mapping[int, np.ndarray], keeping: _Keeping) -> None:
         """Move keys and values from the ranks that computed them to those that keep them."""

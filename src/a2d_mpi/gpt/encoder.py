@@ -36,7 +36,7 @@ class Encoder:
     config : dict
         The model's ``config.json``.
     weights : dict of str to ndarray
-        By the names of Hugging Face's BertModel; those of linear layers are (out, in).
+        Keys are the names of Hugging Face's BertModel; weights of linear layers are (out, in).
     """
 
     def __init__(self, config: Mapping[str, object], weights: Mapping[str, np.ndarray]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 from mpi4py import MPI
 
 from a2d_mpi.comm.channel import Channel, Traffic
+from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
-from a2d_mpi.comm.transport import DeviceTransport, HostTransport, Transport
+from a2d_mpi.comm.transport import HostTransport, Transport
 from a2d_mpi.comm.watch import Watch
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
@@ -51,21 +52,21 @@ class Exchange:
         watch = Watch(self.comm, f"{phase} of a GPT", talks=False)
         self._channel.start(phase, self._transport, watch)
 
-    def all_to_all(self, given: Sequence[Array], received: Sequence[Array], tag: int = 0) -> list:
-        """Start to send ``given[p]`` to each rank p, and to receive ``received[p]`` from it.
+    def all_to_all(self, sent: Sequence[Array], received: Sequence[Array], tag: int = 0) -> list:
+        """Start to send ``sent[p]`` to each rank p, and to receive ``received[p]`` from it.
 
         Both are C-contiguous; returns messages for `wait`.  Exchanges that are under way at the
         same time have different tags.
         """
-        found: list[Any] = []
+        messages: list[Any] = []
         for peer in self._channel.peers:
-            found += self._channel.irecv([received[peer]], peer, tag)
+            messages += self._channel.irecv([received[peer]], peer, tag)
         for peer in self._channel.peers:
-            found += self._channel.isend([given[peer]], peer, tag)
+            messages += self._channel.isend([sent[peer]], peer, tag)
         own = self.comm.rank
-        if given[own].size:
-            self._device.put(received[own], given[own])
-        return found
+        if sent[own].size:
+            self._device.put(received[own], sent[own])
+        return messages
 
     def all_gather(self, own: Array, received: Sequence[Array], tag: int = 0) -> list:
         """Start to send an array to all ranks; ``received[p]`` gets rank p's."""

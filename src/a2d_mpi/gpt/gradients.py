@@ -1,4 +1,4 @@
-"""Sums of gradients over all ranks, in a fixed order, while the backward pass goes on."""
+"""Gradients are summed over all ranks in a fixed order, during the backward pass."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ class GradientSum:
 
     def __init__(self, comm: MPI.Intracomm, flat: Array, transfers: str = "auto") -> None:
         self._flat, self._traffic = flat, Traffic()
-        self._exchange = Exchange(
-            *(comm, "gradients", "all", self._traffic, device_of(flat), transfers)
-        )
+        device = device_of(flat)
+        self._exchange = Exchange(comm, "gradients", "all", self._traffic, device, transfers)
         self._started: list[tuple[slice, Array, Array, list]] = []
 
     @property
@@ -46,11 +45,11 @@ class GradientSum:
         ranks = self._exchange.comm.size
         if ranks == 1:
             return
-        whole = self._flat[part]
-        share = -(-len(whole) // ranks)
-        padded = module_of(whole).zeros((ranks, share), whole.dtype)
-        padded.reshape(-1)[: len(whole)] = whole
-        received = module_of(whole).empty_like(padded)
+        values = self._flat[part]
+        share = -(-len(values) // ranks)
+        padded = module_of(values).zeros((ranks, share), values.dtype)
+        padded.reshape(-1)[: len(values)] = values
+        received = module_of(values).empty_like(padded)
         self._exchange.poll()
         messages = self._exchange.all_to_all(padded, received, len(self._started))
         self._started.append((part, padded, received, messages))
@@ -66,8 +65,8 @@ class GradientSum:
             sent.append((part, padded, total, self._exchange.all_gather(total, padded, tag)))
         for part, padded, _, messages in sent:
             self._exchange.wait(messages)
-            whole = self._flat[part]
-            whole[:] = padded.reshape(-1)[: len(whole)]
+            values = self._flat[part]
+            values[:] = padded.reshape(-1)[: len(values)]
         self._started = []
 
     def free(self) -> None:

@@ -1,8 +1,8 @@
 """Layers of a transformer, forward and backward, on the rows of one rank.
 
-Arrays are NumPy's or CuPy's.  Rows are tokens: n of them.  A forward function returns its result,
-and what the backward one needs; that returns the gradient of the input and adds those of the
-parameters to arrays that it is given.
+Arrays are NumPy's or CuPy's.  Rows are tokens; there are n.  A forward function returns its result
+and what the backward function needs.  A backward function returns the gradient of the input and
+adds the gradients of the parameters to its arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def flat(x: Array) -> Array:
 
 
 def linear_backward(dy: Array, x: Array, weight: Array, dweight: Array, dbias: Array) -> Array:
-    """Of ``y = x @ weight + bias``: x (n, E), weight (E, M), dy (n, M); returns dx."""
+    """Gradient of x in ``y = x @ weight + bias``: x (n, E), weight (E, M), dy (n, M)."""
     dweight += x.T @ dy  # (E, M)
     dbias += dy.sum(axis=0)  # (M,)
     return dy @ weight.T  # (n, E)
@@ -89,9 +89,9 @@ def add_rows(total: Array, indices: Array, rows: Array) -> None:
         return
     xp = module_of(rows)
     order = xp.argsort(indices, kind="stable")
-    known = indices[order]
-    first = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), known[1:] != known[:-1]]))
-    total[known[first]] += xp.add.reduceat(rows[order], first, axis=0)
+    ascending = indices[order]
+    first = xp.flatnonzero(xp.concatenate([xp.ones(1, bool), ascending[1:] != ascending[:-1]]))
+    total[ascending[first]] += xp.add.reduceat(rows[order], first, axis=0)
 
 
 def rotation(positions: Array, headdim: int, dtype: np.dtype) -> tuple[Array, Array]:

@@ -157,14 +157,14 @@ class GPT:
         return loss, layer_norm_backward(dlogits @ w["wte"], of_norm, *norm)
 
     def hidden(self, tokens: Array) -> Array:
-        """Rows of which the logits of this rank's tokens are made, (n, E).  Collective."""
+        """Normalised output of the last block for this rank's tokens, (n, E).  Collective."""
         x, w = self._embed(tokens), self.weights.named
         for i in range(self.config.layers):
             x, _ = self._block(i, x)
         return layer_norm(x, w["ln_f.weight"], w["ln_f.bias"])[0]
 
     def logits(self, hidden: Array) -> Array:
-        """Logits of such rows, (n, V)."""
+        """Logits of rows that `hidden` has returned, (n, V)."""
         return hidden @ self.weights.named["wte"].T
 
     def _embed(self, tokens: Array) -> Array:
@@ -215,13 +215,13 @@ class GPT:
 
     def _split(self, qkv: Array) -> list[Array]:
         """Heads of queries, keys and values, each contiguous."""
-        c, found, begin = self.config, [], 0
-        for heads in (c.nheads, c.nheads_kv, c.nheads_kv):
-            end = begin + heads * c.headdim
+        config, heads_of, begin = self.config, [], 0
+        for heads in (config.nheads, config.nheads_kv, config.nheads_kv):
+            end = begin + heads * config.headdim
             part = module_of(qkv).ascontiguousarray(qkv[:, begin:end])
-            found.append(part.reshape(len(qkv), heads, c.headdim))
+            heads_of.append(part.reshape(len(qkv), heads, config.headdim))
             begin = end
-        return found
+        return heads_of
 
     def _after(self, w: dict[str, Array], x: Array, out: Array) -> tuple[Array, tuple]:
         """The rest of a block after attention, (n, E), and what its backward pass needs."""

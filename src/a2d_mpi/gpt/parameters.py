@@ -43,7 +43,7 @@ class Parameters:
             self.named[name] = flat[begin:end].reshape(shape)
             begin = end
             block, _, inner = name.partition(".")
-            if block[1:].isdigit():
+            if block[1:].isdigit():  # h0, h1, ...
                 self._blocks[int(block[1:])][inner] = self.named[name]
 
     def block(self, i: int) -> dict[str, Array]:
@@ -62,15 +62,15 @@ class Parameters:
         dict of str to ndarray
             Copies, on the host.
         """
-        found = {}
+        state = {}
         for name, part in self.named.items():
             x = device_of(part).download(part)
             if name in ("wte", "wpe"):
                 name += ".weight"
             elif x.ndim == 2:
                 x = x.T
-            found[re.sub(r"^h(\d+)", r"h.\1", name)] = np.array(x, order="C")
-        return found
+            state[re.sub(r"^h(\d+)", r"h.\1", name)] = np.array(x, order="C")
+        return state
 
     def buckets(self) -> Iterator[slice]:
         """Parts of the flat array in the order in which a backward pass finishes their gradients.

@@ -2,9 +2,9 @@
 
 Each rank attends to the blocks that it keeps, and the partial results are merged where they are
 needed (Helix, Bhatia et al., arXiv:2507.07120): first every rank gets its share of the heads from
-all others, then all get all heads.  With a head axis, the ranks of a head group keep the same
-blocks, each its share of the heads, and partial results are merged inside a context group.  The
-bytes of a step do not depend on the length of the context.
+all others, then all get all heads.  With a head axis, the ranks of a Ulysses group keep the same
+blocks, each its share of the heads, and partial results are merged inside a context-parallel
+group.  The bytes of a step do not depend on the length of the context.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class SpreadAttention:
     def _partial(self, layer: int, names: Sequence[int], q: Array) -> Array:
         """Out and lse of this rank's heads over its blocks, (context ranks, B, share, D + 1).
 
-        Shares of the heads are as long for all ranks of the context group: the last may be padded.
+        Shares of the heads are as long for all ranks of the context-parallel group: the last may
+        be padded.
         """
         xp, (b, h, d), ranks = module_of(q), q.shape, self._merging.comm.size
         own, heads_kv = h // self._grid.heads, self.heads_kv.stop - self.heads_kv.start
@@ -111,7 +112,7 @@ class SpreadAttention:
         return xp.ascontiguousarray(whole.reshape(b, ranks, share, d + 1).swapaxes(0, 1))
 
     def _merged(self, given: Array, heads: int) -> Array:
-        """Merge the partial results of a context group, in the order of its ranks, for all."""
+        """Merge the partial results of a context-parallel group, rank after rank, for all."""
         xp, (ranks, b, share, d) = module_of(given), given.shape
         d, axis = d - 1, self._grid.heads
         received = xp.empty_like(given)  # (context ranks, B, share, D + 1): of this rank's heads
@@ -122,7 +123,7 @@ class SpreadAttention:
         merged = merged / weights.sum(axis=0)[..., None]  # (B, share, D)
         whole = xp.empty((ranks * axis, *merged.shape), given.dtype)
         self._joining.wait(self._joining.all_gather(merged, whole))
-        # The heads of a context group are shared out among its ranks.
+        # The heads of a context-parallel group are shared out among its ranks.
         whole = whole.reshape(ranks, axis, b, share, d).transpose(2, 1, 0, 3, 4)
         whole = xp.ascontiguousarray(whole).reshape(b, axis, ranks * share, d)
         return xp.ascontiguousarray(whole[:, :, : heads // axis]).reshape(b, heads, d)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.core.atomic import read_regular
-from a2d_mpi.core.documents import positions_in
+from a2d_mpi.masks.documents import positions_in
 
 VOCAB = 256
 
@@ -69,8 +69,8 @@ class Text:
         share: float = 0.0,
         held_out: bool = False,
     ) -> None:
-        whole = read_regular(path)
-        parts = [x for x in whole.split(separator) if x] if separator else [whole]
+        content = read_regular(path)
+        parts = [x for x in content.split(separator) if x] if separator else [content]
         if not any(parts):
             raise ValueError(f"{path} has no text")
         count = len(parts)
@@ -79,7 +79,7 @@ class Text:
         ]
         if not parts:
             raise ValueError(f"{path} has {count} documents: a share of {share} is none or all")
-        self.sha256 = hashlib.sha256(whole).hexdigest()
+        self.sha256 = hashlib.sha256(content).hexdigest()
         self.bytes = np.frombuffer(b"".join(parts), np.uint8).astype(np.int64)
         self.begins = np.cumsum([0, *map(len, parts)])  # of documents, and the end
 

@@ -58,8 +58,7 @@ class Training:
         self.weights = weights
         zeros = module_of(weights.flat).zeros_like(weights.flat)
         self.gradients = Parameters(weights.config, zeros)
-        self.adam = Adam(weights, moments)
-        self.adam.step = done
+        self.adam = Adam(weights, moments, done)
         self.sum = GradientSum(comm, self.gradients.flat, transfers)
 
     def step(self, plan: AttentionPlan, batch: Batch, rate: float) -> tuple[float, dict]:
@@ -123,7 +122,7 @@ class _Timed:
         return self._called("backward", tensors)
 
     def _called(self, phase: str, tensors: Sequence[Array]) -> tuple:
-        found = getattr(self._plan, phase)(*tensors)
+        results = getattr(self._plan, phase)(*tensors)
         self.seconds += self._plan.timings[f"{phase}/total"]
         self.wait += self._plan.timings[f"{phase}/wait"]
-        return found
+        return results

@@ -8,27 +8,55 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
-from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.numpy import NumpyKernel
-from a2d_mpi.kernels.passes import Passes
-
-# "numba" is "numpy" with its passes over logits compiled (extra `numba`).
-# "cudnn" falls back to "cupy" for blocks that cuDNN does not take.  Its gradients are fastest when
-# their sums run in no fixed order; those of "cudnn-deterministic" repeat bit for bit.
-_OURS = ("auto", "numpy", "numba", "cupy", "cudnn", "cudnn-deterministic")
+from a2d_mpi.masks.intervals import Interval
 
 
-class _Own(NamedTuple):
-    """A kernel that a user registered; see `register_kernel`."""
+def _numpy(dtype: np.dtype, softmax_scale: float, device: Device, **options: Any) -> Kernel:
+    from a2d_mpi.kernels.numpy import NumpyKernel
+
+    return NumpyKernel(dtype, softmax_scale, **options)
+
+
+def _numba(dtype: np.dtype, softmax_scale: float, **options: Any) -> Kernel:
+    try:
+        from a2d_mpi.kernels.compiled import CompiledPasses
+    except ImportError as error:
+        raise ImportError(f"kernel 'numba' needs Numba (extra numba): {error}") from error
+    return _numpy(dtype, softmax_scale, passes=CompiledPasses(compute_dtype(dtype)), **options)
+
+
+def _cupy(
+    dtype: np.dtype, softmax_scale: float, device: Device, logit_softcap: float | None, **_: Any
+) -> Kernel:
+    from a2d_mpi.kernels.cupy import CupyKernel
+
+    return CupyKernel(device, dtype, softmax_scale, logit_softcap)
+
+
+def _cudnn(*given: Any, work: Workspace | None, **options: Any) -> Kernel:
+    from a2d_mpi.kernels.cudnn import CudnnKernel
+
+    return CudnnKernel(_cupy(*given, **options), work)
+
+
+def _cudnn_deterministic(*given: Any, work: Workspace | None, **options: Any) -> Kernel:
+    from a2d_mpi.kernels.cudnn import CudnnKernel
+
+    return CudnnKernel(_cupy(*given, **options), work, deterministic=True)
+
+
+class _Entry(NamedTuple):
+    """A kernel; see `register_kernel`."""
 
     make: Callable[..., Kernel]
     dtypes: tuple[str, ...]
@@ -36,8 +64,21 @@ class _Own(NamedTuple):
     softcap: bool
 
 
-# Names of kernels; those of the package are made by `make_kernel` itself.
-KERNELS: dict[str, _Own | None] = dict.fromkeys(_OURS)
+_ALL, _HALF = tuple(DTYPES), ("float16", "bfloat16")
+# A kernel's module is imported when the kernel is made.
+KERNELS: dict[str, _Entry | None] = {
+    "auto": None,
+    "numpy": _Entry(_numpy, _ALL, gpu=False, softcap=True),
+    # "numpy" with its passes over logits compiled (extra `numba`).
+    "numba": _Entry(_numba, (*_HALF, "float32"), gpu=False, softcap=True),
+    "cupy": _Entry(_cupy, _ALL, gpu=True, softcap=True),
+    # Falls back to "cupy" for blocks that cuDNN does not take.  Its gradients are fastest when
+    # their sums run in no fixed order; those of "cudnn-deterministic" repeat bit for bit.
+    "cudnn": _Entry(_cudnn, _HALF, gpu=True, softcap=False),
+    "cudnn-deterministic": _Entry(_cudnn_deterministic, _HALF, gpu=True, softcap=False),
+}
+# On the host, and on a GPU: the fastest kernel, and the one for all problems.
+_FASTEST = {False: ("numba", "numpy"), True: ("cudnn", "cupy")}
 
 
 class Kernel(Protocol):
@@ -118,25 +159,25 @@ def register_kernel(
         raise ValueError(f"kernel {name!r}: dtypes must be of {', '.join(DTYPES)}, got {wrong}")
     if not callable(make):
         raise ValueError(f"kernel {name!r} must be made by a class or function, got {make!r}")
-    KERNELS[name] = _Own(make, tuple(dtypes), gpu, softcap)
+    KERNELS[name] = _Entry(make, tuple(dtypes), gpu, softcap)
 
 
 def check_kernel(kernel: str, dtype: np.dtype, logit_softcap: float | None = None) -> None:
     """Raise ValueError if there is no such kernel, or it does not take the dtype or a soft-cap."""
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; one of {', '.join(KERNELS)}")
-    if own := KERNELS[kernel]:
-        if dtype not in map(as_dtype, own.dtypes):
-            raise ValueError(f"kernel {kernel!r} takes {', '.join(own.dtypes)}, not {dtype}")
-        if logit_softcap is not None and not own.softcap:
-            raise ValueError(f"kernel {kernel!r} has no soft-cap, got {logit_softcap}")
-        return
-    if kernel == "numba" and compute_dtype(dtype) != np.float32:
-        raise ValueError(f"kernel 'numba' computes in float32, not {dtype}")
-    if kernel.startswith("cudnn") and dtype.itemsize != 2:
-        raise ValueError(f"kernel {kernel!r} takes float16 and bfloat16, not {dtype}")
-    if kernel.startswith("cudnn") and logit_softcap is not None:
-        raise ValueError(f"kernel {kernel!r} has no soft-cap, got logit_softcap {logit_softcap}")
+    if kernel != "auto" and (refusal := _refusal(kernel, dtype, logit_softcap)):
+        raise ValueError(refusal)
+
+
+def _refusal(kernel: str, dtype: np.dtype, logit_softcap: float | None) -> str | None:
+    """Say why a kernel does not take a dtype or a soft-cap; None if it does."""
+    entry = KERNELS[kernel]
+    if dtype not in map(as_dtype, entry.dtypes):
+        return f"kernel {kernel!r} takes {', '.join(entry.dtypes)}, not {dtype}"
+    if logit_softcap is not None and not entry.softcap:
+        return f"kernel {kernel!r} has no soft-cap, got logit_softcap {logit_softcap}"
+    return None
 
 
 def make_kernel(
@@ -156,54 +197,22 @@ def make_kernel(
         If there is no such kernel, or the kernel does not take arrays of this device or dtype, or
         a soft-cap.
     ImportError
-        If cuDNN or Numba is asked for by name and not installed.
+        If CuPy, cuDNN or Numba is asked for by name and not installed.
     """
+    options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
+    if kernel == "auto":
+        fastest, kernel = _FASTEST[device is not HOST]
+        if not _refusal(fastest, dtype, logit_softcap):
+            with suppress(ImportError):
+                return make_kernel(fastest, device, dtype, softmax_scale, **options)
     check_kernel(kernel, dtype, logit_softcap)
-    own = KERNELS[kernel]
-    on_host = not own.gpu if own else kernel in ("numpy", "numba")
-    if (device is HOST) != on_host and kernel != "auto":
+    entry = KERNELS[kernel]
+    if entry.gpu == (device is HOST):
         arrays = "NumPy" if device is HOST else "CuPy"
         raise ValueError(f"kernel {kernel!r} does not take {arrays} arrays")
-    if own:
-        options = {"device": device, "poll": poll or (lambda: None), "work": work}
-        made = own.make(dtype, softmax_scale, **options, logit_softcap=logit_softcap)
-        for phase in PHASES:
-            if not callable(getattr(made, phase, None)):
-                raise ValueError(f"kernel {kernel!r}: {type(made).__name__} has no method {phase}")
-        made.name = kernel
-        return made
-    if device is HOST:
-        passes = _passes(kernel, dtype)
-        return NumpyKernel(
-            *(dtype, softmax_scale, poll),
-            work=work,
-            logit_softcap=logit_softcap,
-            passes=passes,
-        )
-    from a2d_mpi.kernels.cupy import CupyKernel
-
-    plain = CupyKernel(device, dtype, softmax_scale, logit_softcap)
-    if kernel == "cupy" or dtype.itemsize != 2 or logit_softcap is not None:
-        return plain
-    from a2d_mpi.kernels.cudnn import CudnnKernel
-
-    try:
-        return CudnnKernel(plain, work, deterministic=kernel == "cudnn-deterministic")
-    except ImportError:
-        if kernel != "auto":
-            raise
-        return plain
-
-
-def _passes(kernel: str, dtype: np.dtype) -> Passes:
-    """Passes of the NumPy kernel of that name."""
-    wide = compute_dtype(dtype)
-    if kernel == "numpy" or wide != np.float32:
-        return Passes(wide)
-    try:
-        from a2d_mpi.kernels.compiled import CompiledPasses
-    except ImportError as error:
-        if kernel != "auto":
-            raise ImportError(f"kernel 'numba' needs Numba (extra numba): {error}") from error
-        return Passes(wide)
-    return CompiledPasses(wide)
+    made = entry.make(dtype, softmax_scale, device=device, **options)
+    for phase in PHASES:
+        if not callable(getattr(made, phase, None)):
+            raise ValueError(f"kernel {kernel!r}: {type(made).__name__} has no method {phase}")
+    made.name = kernel
+    return made

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.core.masks import Interval
-from a2d_mpi.devices.workspace import Remembered
+from a2d_mpi.masks.intervals import Interval, Intervals, queries_per_key
 
 ALIGN = 32  # keys: unmasked cache blocks begin and end at multiples of it if an interval allows
 
@@ -69,7 +68,6 @@ class Blocker:
 
     def __init__(self, block_q: int, block_k: int) -> None:
         self.block_q, self.block_k = block_q, block_k
-        self._blockings = Remembered()
         self._patterns: dict[tuple, np.ndarray] = {}
         self._room, self._complete = ROOM, True
 
@@ -79,19 +77,21 @@ class Blocker:
         Parameters
         ----------
         intervals : tuple of (begin, end), each (nq,) int
-            Visible keys of each query.  They must not change: the blocking is remembered by their
-            identity, as making that of a small block takes longer than computing the block.
+            Visible keys of each query.  `Intervals` keep the blocking: to cut a small block takes
+            longer than to compute it.
         nk : int
             Keys.
         group : int
             Query heads per KV head.
         """
-        small = len(intervals[0][0]) * group * nk <= self.block_q * self.block_k
+        prepared, key = Intervals.of(intervals).prepared, (self, nk, group)
+        if key in prepared:
+            return prepared[key]
         self._complete = True
-        return self._blockings.get(
-            *(intervals, lambda: self._blocking(intervals, nk, group), nk, group),
-            keep=lambda: small or self._complete,
-        )
+        blocking = self._blocking(intervals, nk, group)
+        if self._complete or len(intervals[0][0]) * group * nk <= self.block_q * self.block_k:
+            prepared[key] = blocking
+        return blocking
 
     def _blocking(self, intervals: tuple[Interval, ...], nk: int, group: int) -> Blocking:
         ends = np.stack([x for pair in intervals for x in pair])  # (2 intervals, nq)
@@ -204,10 +204,6 @@ def _outside(
     intervals: tuple[Interval, ...], nk: int
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Masked rows, (nq,) bool, and unseen keys, (nk,) bool; None where there are none."""
-    change = np.zeros(nk + 1, np.int64)
-    for begin, end in intervals:
-        np.add.at(change, begin, 1)
-        np.add.at(change, end, -1)
     masked = np.all([end <= begin for begin, end in intervals], axis=0)
-    unseen = np.cumsum(change[:-1]) == 0
+    unseen = queries_per_key(intervals, nk) == 0
     return masked if masked.any() else None, unseen if unseen.any() else None

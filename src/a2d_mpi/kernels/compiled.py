@@ -92,9 +92,12 @@ def _exponentials(s: np.ndarray, total: np.ndarray, first: int, hidden: np.ndarr
 
 
 @njit(fastmath={"reassoc"})
-def _by_head(x: np.ndarray) -> np.ndarray:
+def _by_head(x: np.ndarray, hide: np.ndarray) -> np.ndarray:
+    """`hide`: (tokens,), or without elements where all tokens count."""
     found = np.zeros(x.shape[1], np.float32)
     for token in range(x.shape[0]):
+        if len(hide) and hide[token]:
+            continue
         for head in range(x.shape[1]):
             norm = ZERO
             for i in range(x.shape[2]):
@@ -103,10 +106,12 @@ def _by_head(x: np.ndarray) -> np.ndarray:
     return found
 
 
-@_compile("UniTuple(f4, 4)(f4[:,:,::1], f4[:,:,::1], f4[:,:,::1])")
-def _largest_norms(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple:
-    of_v = _by_head(v)
-    return _by_head(q).max(), _by_head(k).max(), of_v.min(), of_v.max()
+@_compile("UniTuple(f4, 4)(f4[:,:,::1], f4[:,:,::1], f4[:,:,::1], b1[:], b1[:])")
+def _largest_norms(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, masked: np.ndarray, unseen: np.ndarray
+) -> tuple:
+    of_v = _by_head(v, unseen)
+    return _by_head(q, masked).max(), _by_head(k, unseen).max(), of_v.min(), of_v.max()
 
 
 @_compile("void(f4[:,:,::1], f4[:,::1], f4[:,:], f4[:,:,:], f4[:,:])")
@@ -130,6 +135,7 @@ def _finish(
 
 # For None: each function is compiled for one type of each argument.
 _NO_ROWS, _NOTHING_HIDDEN = np.zeros((0, 0), np.float32), np.zeros((0, 0), bool)
+_NO_TOKEN = np.zeros(0, bool)
 
 
 class CompiledPasses(Passes):
@@ -138,8 +144,6 @@ class CompiledPasses(Passes):
     Exponentials have a relative error of 1e-7 from -10 to 10 (``np.exp``: 2e-7), and 3e-7 beyond.
     Below -87.7, where float32 has no normal numbers, they are 0; above 88.4 infinite.
     """
-
-    name = "numba"
 
     def exponentials(
         self,
@@ -157,13 +161,19 @@ class CompiledPasses(Passes):
             _exponentials(s, total, differ.start, hidden)
 
     def largest_norms(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        masked: np.ndarray | None,
+        unseen: np.ndarray | None,
     ) -> tuple[float, float, float, float]:
         """See `a2d_mpi.kernels.passes.Passes`."""
         # Not those of 16 bits, nor a caller's that are read-only: another type to Numba.
         if all(x.dtype == np.float32 and x.flags.carray for x in (q, k, v)):
-            return _largest_norms(q, k, v)
-        return super().largest_norms(q, k, v)
+            hide = (_NO_TOKEN if x is None else x for x in (masked, unseen))
+            return _largest_norms(q, k, v, *hide)
+        return super().largest_norms(q, k, v, masked, unseen)
 
     def finish(
         self,

@@ -1,7 +1,7 @@
 """The kernel of cuDNN, the fastest one, for 16-bit tensors.
 
 Each interval of a mask is cut into runs of queries that see one shape each
-(`a2d_mpi.core.shapes.runs`), and cuDNN is launched once for each run, on the keys that the run
+(`a2d_mpi.kernels.shapes.runs`), and cuDNN is launched once for each run, on the keys that the run
 sees, or once for a batch of runs (`a2d_mpi.kernels.ragged`).  Partial results of several intervals
 are merged.  The plain kernel computes the runs that cuDNN refuses.
 
@@ -17,13 +17,13 @@ from typing import Any
 import cupy
 import numpy as np
 
-from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.cudnn_pieces import Piece, Pieces, Runs
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import graphs_of
 from a2d_mpi.kernels.holes import Holes
+from a2d_mpi.masks.intervals import Interval
 
 
 class CudnnKernel:
@@ -39,8 +39,6 @@ class CudnnKernel:
         Gradients repeat bit for bit; slower.
     graphs : Graphs, optional
         The launcher of cuDNN; default: that of the device.
-    gradients : {"native", "float32"}
-        Dtype to which cuDNN rounds the gradients of one run.  Runs are added up in float32.
 
     Attributes
     ----------
@@ -55,6 +53,7 @@ class CudnnKernel:
         If cuDNN or its frontend is not installed.
     """
 
+    name = "cudnn"
     rounds_partials = True
 
     def __init__(
@@ -63,16 +62,13 @@ class CudnnKernel:
         work: Workspace | None = None,
         deterministic: bool = False,
         graphs: Any = None,
-        gradients: str = "native",
     ) -> None:
         self.plain, self.device, self.dtype = plain, plain.device, plain.dtype
         self.product_dtype = self.dtype
         self.deterministic = deterministic
-        self.name = "cudnn-deterministic" if deterministic else "cudnn"
-        self._gradient_dtype = np.dtype(np.float32) if gradients == "float32" else self.dtype
         self._work = work or Workspace(plain.device)
         graphs = graphs or graphs_of(plain.device.index, deterministic)
-        self._pieces = Pieces(plain, graphs, gradients, deterministic)
+        self._pieces = Pieces(plain, graphs, deterministic)
         self._holes = Holes(plain.device, self._work)
 
     def forward(
@@ -98,12 +94,12 @@ class CudnnKernel:
                     self.device.put(out[piece.rows], native[piece.rows])
             return
         total = out if out.dtype == np.float32 else self._buffer("total", out.shape, np.float32)
-        rest = self._buffer("rest", lse.shape, np.float32)
+        compensation = self._buffer("compensation", lse.shape, np.float32)
         self.device.zero(total)
-        self.device.zero(rest)
+        self.device.zero(compensation)
         self._holes.fill(lse)
         for piece in runs.pieces:
-            to = [x[piece.rows] for x in (total, lse, rest)]
+            to = [x[piece.rows] for x in (total, lse, compensation)]
             part = self._buffer("part", to[0].shape), self._buffer("lse", to[1].shape, np.float32)
             self._attend(piece, q, k, v, *part)
             self.device.merge(*to, *part)
@@ -151,12 +147,11 @@ class CudnnKernel:
             stats = self._buffer("stats", (runs.stats,), np.float32)
             self.device.out_and_stats(dout, delta, out, lse, stats, places)
             inputs += [out, dout, stats]
-        at = [x.data.ptr for x in inputs]
         # Tiles of a batch that reach past a sequence read what follows it in the whole tensor.
         of_batches = [self._input(runs, i, x, slice(0, len(x))) for i, x in enumerate(inputs[:5])]
         for piece in runs.pieces:
             if piece.launch is not None:
-                self._add_gradients(piece, inputs, at, of_batches, sums, new)
+                self._add_gradients(piece, inputs, of_batches, sums, new)
                 continue
             rows, keys = piece.rows, piece.keys
             if new[0] and not (whole and piece.intervals):
@@ -196,38 +191,32 @@ class CudnnKernel:
         self,
         piece: Piece,
         inputs: list[Array],
-        at: list[int],
         of_batches: list[int],
         sums: list[Array],
         new: list[bool],
     ) -> None:
         """Gradients of one piece by cuDNN.
 
-        `inputs`: q, k, v, out, dout, stats, which are `at`; for batches all but stats are
-        `of_batches`.
+        `inputs`: q, k, v, out, dout, stats; for batches all but stats are `of_batches`.
         """
         nheads, headdim = sums[0].shape[1:]
         rows, keys, ragged = piece.rows, piece.keys, piece.sequences is not None
         if ragged:
             pointers = of_batches.copy()
-        elif piece.holes is piece.unseen is None:
-            size = nheads * headdim * self.dtype.itemsize
-            first, key = rows.start * size, keys.start * size
-            pointers = [at[0] + first, at[1] + key, at[2] + key, at[3] + first, at[4] + first]
         else:
             pointers = [
                 self._input(piece, i, x, keys if i in (1, 2) else rows)
                 for i, x in enumerate(inputs[:5])
             ]
-        pointers.append(at[5] + piece.stats)
+        pointers.append(inputs[5].data.ptr + piece.stats)
         wait = []  # what is to be added to rows of the sums
         for i, where in enumerate((rows, keys, keys)):
             x = sums[i]
-            if new[i] and x.shape[1] == nheads and x.dtype == self._gradient_dtype:
+            if new[i] and x.shape[1] == nheads and x.dtype == self.dtype:
                 pointers.append(x.data.ptr if ragged else _at(x, where))
                 continue
             shape = len(x) if ragged else where.stop - where.start, nheads, headdim
-            y = self._buffer(("native", i), shape, self._gradient_dtype)
+            y = self._buffer(("native", i), shape)
             pointers.append(y.data.ptr)
             if ragged:
                 y = y[where]

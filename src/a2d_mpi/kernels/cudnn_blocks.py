@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SHAPES = ("full", "causal", "anti-causal", "band", "general")
-
 
 @dataclass(frozen=True)
 class Block:
@@ -21,7 +19,7 @@ class Block:
     nheads, nheads_kv, headdim : int
     nq, nk : int
     shape : {"full", "causal", "anti-causal", "band", "general"}
-        Mask shape, as of `a2d_mpi.core.shapes.Run`; causal, anti-causal and band need
+        Mask shape, as of `a2d_mpi.kernels.shapes.Run`; causal, anti-causal and band need
         ``nq <= nk``.  General: each query sees an interval of keys that is given at the launch.
     scale : float
         Factor of the logits.
@@ -45,22 +43,6 @@ class Block:
     batch: int = 0
     total: int = 0
 
-    def __post_init__(self) -> None:
-        if self.dtype not in ("float16", "bfloat16"):
-            raise ValueError(f"cuDNN computes in float16 or bfloat16, got {self.dtype!r}")
-        if min(self.nheads, self.nheads_kv, self.headdim, self.nq, self.nk) < 1:
-            raise ValueError(f"all sizes must be positive, got {self}")
-        if self.nheads % self.nheads_kv:
-            raise ValueError(f"nheads must be a multiple of nheads_kv, got {self}")
-        if self.shape not in SHAPES:
-            raise ValueError(f"shape must be one of {SHAPES}, got {self.shape!r}")
-        if self.shape not in ("full", "general") and self.nq > self.nk:
-            raise ValueError(f"a {self.shape} block needs nq <= nk, got {self.nq} and {self.nk}")
-        if (self.shape == "band") != (self.window > 0):
-            raise ValueError(f"a band, and only a band, has a window > 0, got {self}")
-        if self.batch < 0 or (self.batch and self.shape == "general"):
-            raise ValueError(f"only simple shapes have batches, of 1 sequence or more, got {self}")
-
 
 def reads_past(shape: str, nk: int, capability: tuple[int, int]) -> bool:
     """Tell whether the gradients of a dense launch may be NaN where the lse is below -88.
@@ -75,7 +57,6 @@ def supported(
     block: Block,
     capability: tuple[int, int],
     backward: bool = True,
-    gradients: str = "native",
     deterministic: bool = False,
 ) -> str | None:
     """Give the reason that cuDNN does not compute `block`; None if it does.
@@ -87,8 +68,6 @@ def supported(
         Compute capability of the device.
     backward : bool
         Also the gradients; False asks about the forward pass only.
-    gradients : {"native", "float32"}
-        Dtype of the gradients.
     deterministic : bool
         As for `Graphs`.
 
@@ -123,11 +102,4 @@ def supported(
         return "cuDNN's gradients for one query may be NaN, and it has none for one key, too"
     if not block.batch and reads_past(block.shape, block.nk, capability):
         return f"cuDNN's gradients for {block.nk} keys may be NaN"
-    # Each query head's gradient of a shared KV head is kept in the 16-bit dtype before the sum:
-    # no kernel writes that sum in float32.
-    if gradients == "float32" and block.nheads != block.nheads_kv:
-        return "cuDNN has no float32 gradients where query heads share a KV head"
-    # The plan that is built has no workspace of scores: dq is accumulated in place.
-    if gradients == "float32" and deterministic:
-        return "cuDNN's float32 gradients are not known to be deterministic"
     return None

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from a2d_mpi.core.masks import Interval
-from a2d_mpi.core.shapes import Run, runs
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.devices.workspace import Remembered
 from a2d_mpi.kernels.cudnn_blocks import Block, reads_past, supported
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import Launch, NotSupported
 from a2d_mpi.kernels.ragged import batches, is_ragged, room, sequences, size_classes
+from a2d_mpi.kernels.shapes import Run, runs
+from a2d_mpi.masks.intervals import Interval, Intervals, queries_per_key
 
 SHORTEST = 64  # queries of a run: a general run does several shorter ones in one launch
 ALIGN = 64  # numbers of 4 bytes: cuDNN wants addresses of whole 16 bytes
@@ -89,54 +87,57 @@ class Runs:
 
 
 class Pieces:
-    """The runs of blocks, remembered by the intervals of their masks.
+    """The runs of blocks, made once for the intervals of a block.
 
     Parameters
     ----------
-    plain, graphs, gradients, deterministic
+    plain, graphs, deterministic
         As for `a2d_mpi.kernels.cudnn.CudnnKernel`.
     """
 
-    def __init__(
-        self, plain: CupyKernel, graphs: Any, gradients: str, deterministic: bool
-    ) -> None:
+    def __init__(self, plain: CupyKernel, graphs: Any, deterministic: bool) -> None:
         self.graphs = graphs
-        self._plain, self._gradients, self._deterministic = plain, gradients, deterministic
-        self._made = Remembered()
+        self._plain, self._deterministic = plain, deterministic
 
     def get(
         self, intervals: tuple[Interval, ...], q: Array, k: Array, nheads_kv: int, backward: bool
     ) -> Runs:
         """Runs of a mask."""
+        prepared = Intervals.of(intervals).prepared
+        key = self, *q.shape[1:], len(k), nheads_kv, backward
+        if key not in prepared:
+            prepared[key] = self._runs(intervals, q, k, nheads_kv, backward)
+        return prepared[key]
 
-        def make() -> Runs:
-            seen = [x for x in intervals if (x[1] > x[0]).any()] or intervals[:1]
-            # Deterministic gradients keep the scores of a launch, in 16 bits.
-            most = SCORES // q.shape[1] if backward and self._deterministic else None
-            found = [run for x in seen for run in runs(x, SHORTEST, most)]
-            if len(seen) > 1:
-                found = [run for run in found if run.shape != "empty"]
-            hidden, single = _hidden(seen, len(k)), len(seen) == 1
-            given = q, hidden, nheads_kv, backward
-            if single:
-                pieces = [x for batch in batches(found) for x in self._batch(batch, *given)]
-            else:
-                pieces = [self._piece(run, *given) for run in found]
-            if not any(piece.launch for piece in pieces):  # the plain kernel takes them at once
-                rows, keys = slice(0, len(q)), slice(0, len(k))
-                if all(run.shape == "empty" for run in found):
-                    return Runs([Piece(rows, slice(0, 0), None, ())] * bool(found), True)
-                return Runs([Piece(rows, keys, None, intervals)], True)
-            holes = np.flatnonzero(seen[0][1] <= seen[0][0])  # of the one, where there are batches
-            made = Runs(pieces, single)
-            if backward:
-                made = self._with_stats(made, q, holes)
-            if any(piece.sequences is not None for piece in pieces):
-                places = [self._upload(x) for x in (holes, np.flatnonzero(hidden))]
-                made = replace(made, holes=places[0], unseen=places[1])
-            return made
-
-        return self._made.get(intervals, make, *q.shape[1:], len(k), nheads_kv, backward)
+    def _runs(
+        self, intervals: tuple[Interval, ...], q: Array, k: Array, nheads_kv: int, backward: bool
+    ) -> Runs:
+        """Cut a block into runs, and find a launch for each."""
+        seen = [x for x in intervals if (x[1] > x[0]).any()] or intervals[:1]
+        # Deterministic gradients keep the scores of a launch, in 16 bits.
+        most = SCORES // q.shape[1] if backward and self._deterministic else None
+        found = [run for x in seen for run in runs(x, SHORTEST, most)]
+        if len(seen) > 1:
+            found = [run for run in found if run.shape != "empty"]
+        hidden, single = queries_per_key(seen, len(k)) == 0, len(seen) == 1
+        given = q, hidden, nheads_kv, backward
+        if single:
+            pieces = [x for batch in batches(found) for x in self._batch(batch, *given)]
+        else:
+            pieces = [self._piece(run, *given) for run in found]
+        if not any(piece.launch for piece in pieces):  # the plain kernel takes them at once
+            rows, keys = slice(0, len(q)), slice(0, len(k))
+            if all(run.shape == "empty" for run in found):
+                return Runs([Piece(rows, slice(0, 0), None, ())] * bool(found), True)
+            return Runs([Piece(rows, keys, None, Intervals(intervals))], True)
+        holes = np.flatnonzero(seen[0][1] <= seen[0][0])  # of the one, where there are batches
+        made = Runs(pieces, single)
+        if backward:
+            made = self._with_stats(made, q, holes)
+        if any(piece.sequences is not None for piece in pieces):
+            places = [self._upload(x) for x in (holes, np.flatnonzero(hidden))]
+            made = replace(made, holes=places[0], unseen=places[1])
+        return made
 
     def _batch(
         self, batch: list[Run], q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
@@ -186,7 +187,7 @@ class Pieces:
             aligned = np.zeros((2, -(-nq // ALIGN) * ALIGN), np.int32)
             aligned[:, :nq] = ends
             there = [self._upload(x) for x in (aligned, *places)]
-        return Piece(run.rows, keys, launch, ((ends[0], ends[1]),), *there)
+        return Piece(run.rows, keys, launch, Intervals([(ends[0], ends[1])]), *there)
 
     def _reads_past(self, run: Run, backward: bool) -> bool:
         return backward and reads_past(run.shape, run.size[1], self._plain.device.capability)
@@ -225,19 +226,9 @@ class Pieces:
     def _launch_of(self, block: Block, backward: bool) -> Launch | None:
         """The launch of cuDNN for a run; None for a run that cuDNN does not take."""
         capability = self._plain.device.capability
-        if supported(block, capability, backward, self._gradients, self._deterministic):
+        if supported(block, capability, backward, self._deterministic):
             return None
         try:
-            return self.graphs.get(block, backward, self._gradients)
+            return self.graphs.get(block, backward)
         except NotSupported:
             return None
-
-
-def _hidden(intervals: Iterable[Interval], nk: int) -> np.ndarray:
-    """Tell of each key whether no query sees it: (nk,) bool."""
-    steps = np.zeros(nk + 1, np.int64)
-    for begin, end in intervals:
-        seen = end > begin
-        np.add.at(steps, begin[seen], 1)
-        np.add.at(steps, end[seen], -1)
-    return np.cumsum(steps[:-1]) == 0

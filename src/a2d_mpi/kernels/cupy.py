@@ -9,10 +9,9 @@ import math
 
 import numpy as np
 
-from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.cuda import BLOCK_ROWS, HEADDIM_MAX, Cuda
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.devices.workspace import Remembered
+from a2d_mpi.masks.intervals import Interval, Intervals
 
 
 class CupyKernel:
@@ -39,8 +38,6 @@ class CupyKernel:
     ) -> None:
         self.device, self.dtype, self.softmax_scale = device, np.dtype(dtype), softmax_scale
         self.logit_softcap = logit_softcap
-        # A plan passes the same tuples at every call: they are uploaded once.
-        self._uploaded = Remembered()
 
     def forward(
         self,
@@ -88,12 +85,11 @@ class CupyKernel:
 
     def _ends(self, intervals: tuple[Interval, ...]) -> Array:
         """Begins and ends of each interval, (2 intervals, nq) int32, on the device."""
-
-        def upload() -> Array:
+        prepared = Intervals.of(intervals).prepared
+        if self not in prepared:
             ends = np.stack([x for pair in intervals for x in pair])
-            return self.device.upload(ends.astype(np.int32))
-
-        return self._uploaded.get(intervals, upload)
+            prepared[self] = self.device.upload(ends.astype(np.int32))
+        return prepared[self]
 
     def _launch(self, name: str, rows: int, *args: Array) -> None:
         q, k = (args[0], args[1]) if name == "forward" else (args[1], args[2])

@@ -24,7 +24,6 @@ FRONTEND = (1, 19)  # `sdpa_backward` takes a `score_mod`
 GAPS = (1, 23)  # since then an engine may take sequences for packed, without gaps (issue 737)
 PACKAGES = "nvidia-cudnn-frontend>=1.19 and nvidia-cudnn-cu13 (or -cu12) >=9.19"
 
-GRADIENTS = ("native", "float32")
 HIDDEN = -1e30  # the logit of a hidden key; -inf would be NaN where a row of a tile is all hidden
 _HIDDEN = np.array(HIDDEN, np.float32)  # cuDNN reads a scalar from the host at each launch
 
@@ -118,43 +117,38 @@ class Graphs:
         self._handle: int | None = None
         self._stream: int | None = None
         # The launch of each block, or the reason that there is none.
-        self._built: dict[tuple[Block, bool, str], Launch | str] = {}
+        self._built: dict[tuple[Block, bool], Launch | str] = {}
         if target is None:
             self._handle = self._cudnn.create_handle()
             target = {"handle": self._handle}
         self._target = dict(target)
 
-    def get(self, block: Block, backward: bool, gradients: str = "native") -> Launch:
+    def get(self, block: Block, backward: bool) -> Launch:
         """The launch of `block`; its graph is built at the first call.
 
         Parameters
         ----------
         block : Block
         backward : bool
-        gradients : {"native", "float32"}
-            Dtype of `dq`, `dk` and `dv`: that of the block, or float32.
 
         Raises
         ------
         NotSupported
         """
-        key = (block, backward, gradients if backward else "native")
-        found = self._built.get(key)
+        found = self._built.get((block, backward))
         if found is None:
-            if gradients not in GRADIENTS:
-                raise ValueError(f"gradients must be one of {GRADIENTS}, got {gradients!r}")
             try:
                 if block.batch and _numbers(self._cudnn.__version__) >= GAPS:
                     raise self._cudnn.cudnnGraphNotSupportedError("offsets may not be read")
-                found = Launch(self, block, *self._build(*key))
+                found = Launch(self, block, *self._build(block, backward))
             except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
                 # A plan's failure quotes the plan, over pages.
                 reason = str(error).strip().partition("\n")[0].rstrip("_ ")
-                pass_ = f"{gradients} gradients" if backward else "forward pass"
+                pass_ = "gradients" if backward else "forward pass"
                 found = f"cuDNN has no kernel for the {pass_} of {block}: {reason}"
                 if isinstance(error, RuntimeError):  # a library that is missing, say
                     warnings.warn(found, RuntimeWarning, stacklevel=2)
-            self._built[key] = found
+            self._built[block, backward] = found
         if isinstance(found, str):
             raise NotSupported(found)
         return found
@@ -175,7 +169,7 @@ class Graphs:
             self._stream = stream
         graph.execute(pack, workspace, handle=self._handle)
 
-    def _build(self, block: Block, backward: bool, gradients: str) -> tuple[Any, int]:
+    def _build(self, block: Block, backward: bool) -> tuple[Any, int]:
         """Build a graph whose tensors are numbered from 1 in the order of the pointers."""
         types = self._cudnn.data_type
         io = types.HALF if block.dtype == "float16" else types.BFLOAT16
@@ -213,8 +207,7 @@ class Graphs:
                 # The float32 sum of dq lies as dq does then, and not as b tensors of nq rows.  The
                 # same number for keys would be for those of shared KV heads.
                 options["max_total_seq_len_q"] = block.total
-            dtype = types.FLOAT if gradients == "float32" else io
-            results = [(queries, dtype), (keys, dtype), (keys, dtype)]
+            results = [(queries, io), (keys, io), (keys, io)]
         else:
             options["generate_stats"] = True
             results = [(queries, io), (rows, types.FLOAT)]

@@ -23,17 +23,11 @@ which one call of NumPy does, g the query heads per KV head, n the rows of a que
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from a2d_mpi.core.kernel_memory import BLOCK_K, BLOCK_Q
-from a2d_mpi.core.masks import Interval
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.blocks import Blocker
 from a2d_mpi.kernels.packing import Packing
-from a2d_mpi.kernels.passes import Passes
+from a2d_mpi.masks.intervals import Interval
 
 SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
 
@@ -60,8 +54,6 @@ class NumpyKernel(Packing):
 
     Attributes
     ----------
-    name : str
-        "numpy", or "numba" with compiled passes.
     careful : bool
         True: NaN and infinite elements stay away from results that do not depend on them.  0 times
         NaN is NaN: products of a cache block spread such elements to pairs that a mask hides.
@@ -69,24 +61,11 @@ class NumpyKernel(Packing):
 
     Notes
     -----
-    A kernel keeps its buffers and the blocking of intervals between calls: intervals must not
-    change.  Threads must not share a kernel.
+    A kernel keeps its buffers between calls, and the intervals keep their blocking.  Threads must
+    not share a kernel.
     """
 
-    def __init__(
-        self,
-        dtype: np.typing.DTypeLike,
-        softmax_scale: float,
-        poll: Callable[[], object] | None = None,
-        block_q: int = BLOCK_Q,
-        block_k: int = BLOCK_K,
-        work: Workspace | None = None,
-        logit_softcap: float | None = None,
-        passes: Passes | None = None,
-    ) -> None:
-        blocker = Blocker(block_q, block_k)
-        super().__init__(dtype, softmax_scale, blocker, work or Workspace(), logit_softcap, passes)
-        self.poll, self.name = poll or (lambda: None), self._passes.name
+    name = "numpy"  # `make_kernel` says whether the passes are compiled
 
     def forward(
         self,

@@ -3,53 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from a2d_mpi.core.dtypes import compute_dtype
-from a2d_mpi.core.kernel_memory import head_groups
+from a2d_mpi.core.kernel_memory import BLOCK_K, BLOCK_Q, head_groups
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels.blocks import Blocker, CacheBlock
 from a2d_mpi.kernels.passes import Passes
 
-COPIED = 1 << 19  # elements that are copied at once to leave out tokens, if of several heads
-
 
 class Packing:
-    """Buffers and products of a kernel.
-
-    Parameters
-    ----------
-    dtype : dtype
-        Of the tensors; float16 and bfloat16 are computed in float32.
-    softmax_scale : float
-    blocker : Blocker
-    work : Workspace
-        Holds the buffers.
-    logit_softcap : float or None
-    passes : Passes or None
-        Default: by NumPy.
-
-    Attributes
-    ----------
-    careful : bool
-        Whether products keep NaN and infinite elements away from results that do not depend on
-        them.
-    """
+    """Buffers and products of a NumPy kernel; see `a2d_mpi.kernels.numpy.NumpyKernel`."""
 
     def __init__(
         self,
         dtype: np.typing.DTypeLike,
         softmax_scale: float,
-        blocker: Blocker,
-        work: Workspace,
-        logit_softcap: float | None,
-        passes: Passes | None,
+        poll: Callable[[], object] | None = None,
+        block_q: int = BLOCK_Q,
+        block_k: int = BLOCK_K,
+        work: Workspace | None = None,
+        logit_softcap: float | None = None,
+        passes: Passes | None = None,
     ) -> None:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale, self.logit_softcap, self.careful = softmax_scale, logit_softcap, False
-        self._work, self._blocker = work, blocker
+        self.poll = poll or (lambda: None)
+        self._work, self._blocker = work or Workspace(), Blocker(block_q, block_k)
         self._passes = passes or Passes(self.dtype)
         # exp(+-half) and its products with values between low and high stay in range.
         info = np.finfo(self.dtype)
@@ -174,12 +156,9 @@ class Packing:
 
         `masked` rows of q and `unseen` ones of k and v do not count: they may hold anything.
         """
-        shown = None if masked is None else ~masked, None if unseen is None else ~unseen
-        if not all(len(x) if y is None else y.any() for x, y in zip((q, k), shown)):
+        if not all(len(x) if y is None else not y.all() for x, y in ((q, masked), (k, unseen))):
             return True
-        norms = [self._passes.largest_norms(*x) for x in _by_heads(q, k, v, *shown)]
-        q2, k2 = (max(x[i] for x in norms) for i in (0, 1))
-        least, most = min(x[2] for x in norms), max(x[3] for x in norms)
+        q2, k2, least, most = self._passes.largest_norms(q, k, v, masked, unseen)
         largest = math.sqrt(q2) * math.sqrt(k2) * abs(self.softmax_scale)
         if self.logit_softcap is not None and not math.isnan(largest):
             largest = min(largest, self.logit_softcap)
@@ -187,26 +166,6 @@ class Packing:
         if not (largest <= self._half and math.sqrt(most) * len(v) < self._high):
             return False
         # An element of v is as large as its vector over the root of d, or larger.
-        if shown[1] is not None and most == 0:
-            v = v[shown[1]]
+        if unseen is not None and most == 0:
+            v = v[~unseen]
         return least > self._low**2 * v.shape[2] or (most == 0 and not v.any())
-
-
-def _by_heads(
-    q: np.ndarray,
-    k: np.ndarray,
-    v: np.ndarray,
-    queries: np.ndarray | None,
-    keys: np.ndarray | None,
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Some tokens of q, k and v, of all heads if they are small; None: all tokens, as they are."""
-    if queries is None and keys is None:
-        yield q, k, v
-        return
-    of_head = max(1, (q.size + k.size + v.size) // k.shape[1])
-    step, group = max(1, COPIED // of_head), q.shape[1] // k.shape[1]
-    for a in range(0, k.shape[1], step):
-        b = a + step
-        found = q[:, a * group : b * group], k[:, a:b], v[:, a:b]
-        picked = zip(found, (queries, keys, keys))
-        yield tuple(np.ascontiguousarray(x) if y is None else x[y] for x, y in picked)

@@ -15,14 +15,7 @@ class Passes:
     ----------
     dtype : dtype
         In which the kernel computes.
-
-    Attributes
-    ----------
-    name : str
-        Of the kernel.
     """
-
-    name = "numpy"
 
     def __init__(self, dtype: np.dtype) -> None:
         self._dtype = dtype
@@ -54,14 +47,23 @@ class Passes:
             total += np.matmul(s, np.ones(s.shape[-1], s.dtype))  # four times as fast as a sum
 
     def largest_norms(
-        self, q: np.ndarray, k: np.ndarray, v: np.ndarray
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        masked: np.ndarray | None,
+        unseen: np.ndarray | None,
     ) -> tuple[float, float, float, float]:
-        """Largest squares of the norms of vectors, (tokens, heads, d) with a token at least.
+        """Largest squares of the norms of vectors, (tokens, heads, d).
 
-        Of all of q; of all of k; of v in the head where it is least, and in that where it is
-        largest.  NaN may be left out.
+        Of q; of k; of v in the head where it is least, and in that where it is largest.  NaN may
+        be left out.  `masked` queries and `unseen` keys, (tokens,) bool or None, do not count;
+        there are others.
         """
         q2, k2, v2 = (np.einsum("thd,thd->th", x, x, dtype=self._dtype) for x in (q, k, v))
+        for x, hide in ((q2, masked), (k2, unseen), (v2, unseen)):
+            if hide is not None:
+                x[hide] = 0
         by_head = v2.max(axis=0)
         return float(q2.max()), float(k2.max()), float(by_head.min()), float(by_head.max())
 

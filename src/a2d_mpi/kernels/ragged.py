@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from a2d_mpi.core.shapes import Run
+from a2d_mpi.kernels.shapes import Run
 
 TILE = 128  # cuDNN's tiles: multiples recur, and have dense graphs
 LONG = 8192  # queries of a run that has a dense graph whatever its size: a document seldom does
@@ -25,7 +25,7 @@ def batches(found: list[Run]) -> list[list[Run]]:
     Parameters
     ----------
     found : list of Run
-        Of one interval of a mask, as `a2d_mpi.core.shapes.runs` returns them.
+        Of one interval of a mask, as `a2d_mpi.kernels.shapes.runs` returns them.
     """
     groups: list[list[Run]] = []
     for run in found:

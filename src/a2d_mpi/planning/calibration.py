@@ -8,10 +8,10 @@ from itertools import combinations
 
 import numpy as np
 
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import KernelModel, Link, Machine, kernel_terms
 from a2d_mpi.planning.model import predict
+from a2d_mpi.schedules.problem import Workload
 
 STEADY = 0.2  # a measurement is disturbed if its figures may be off by more
 

@@ -11,9 +11,9 @@ from itertools import product
 from typing import NamedTuple
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
 from a2d_mpi.schedules import write
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import Receive, Send
 
 Bytes = dict[tuple[str, str], list[int]]
@@ -83,7 +83,7 @@ def moves(
         for program in write(method, phase, layout, problem, x):
             for step in program.steps:
                 if isinstance(step, _MESSAGES[sent]):
-                    array, peer = program.arrays[step.rows.array], program.logical(step.peer)
+                    array, peer = program.arrays[step.rows.array], program.grid_rank(step.peer)
                     rows = step.rows.count, program.group.row_bytes(array)
                     ends = isinstance(step, Send), *rows, x, peer
                     yield Move(phase, step.channel, array.kind, *ends)

@@ -95,12 +95,12 @@ def _advance(rank, actions, ranks, flows, pending, count):
 def _arrive(m, done, actions, flows, woken, number):
     """A message has arrived; ranks that need wait no longer are added to those woken."""
     for side in range(2):
-        a = flows.waiter[side, m]
+        a = flows.waiter[side][m]
         if a >= 0:
             actions.missing[a] -= 1
             actions.end[a] = max(actions.end[a], done)
             if actions.missing[a] == 0 and actions.reached[a]:
-                woken[number] = flows.ends[side, m]
+                woken[number] = flows.ends[side][m]
                 number += 1
     return number
 
@@ -161,17 +161,17 @@ def run(actions, ranks, flows, coarse):
         over = end <= limit
         number = 0
         for i in np.flatnonzero(over):
-            m = active[i]
-            now = max(now, end[i])
-            number = _arrive(m, end[i] + flows.latency[m], actions, flows, woken, number)
+            m, passed = int(active[i]), float(end[i])
+            now = max(now, passed)
+            number = _arrive(m, passed + flows.latency[m], actions, flows, woken, number)
             flows.sent[m] = True
             following = flows.after[m]
             if following >= 0:
-                flows.start[following] = max(flows.start[following], end[i])
+                flows.start[following] = max(flows.start[following], passed)
                 pending[waiting] = following
                 waiting += 1
         for i in range(number):
-            waiting = _advance(woken[i], actions, ranks, flows, pending, waiting)
+            waiting = _advance(int(woken[i]), actions, ranks, flows, pending, waiting)
         coming = pending[:waiting].copy()
         start = flows.start[coming]
         begins = start <= limit

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES, AttentionConfig
 from a2d_mpi.core.kernel_memory import kernel_buffers
-from a2d_mpi.core.masks import Causal, Full
-from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.intervals import queries_per_key
+from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.schedules import write
-from a2d_mpi.schedules.accounts import buffers as program_buffers
+from a2d_mpi.schedules.accounts import buffers as buffers_of
 from a2d_mpi.schedules.accounts import nbytes
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, Attend, Differentiate, Merge
 
@@ -48,8 +50,7 @@ def peak_memory(
         Of the host: its buffers and `LIBRARIES` count, so that this is by how much the process
         grows (tests/memory.py measures it).  Default: a kernel that needs none, as on a GPU.
     """
-    phases = _phases(method, layout, problem, rank, backward)
-    return peak_of(phases, problem, rank, kernel)
+    return peak_of(_phases(method, layout, problem, rank, backward, kernel), problem, rank, kernel)
 
 
 def most_memory(
@@ -74,69 +75,118 @@ def buffers(
     return _buffers(_phases(method, layout, problem, rank, backward))
 
 
+class Held(NamedTuple):
+    """Memory that one program needs; bytes.
+
+    Attributes
+    ----------
+    buffers : dict of (str, str) to int
+        Buffers of the plan, see `a2d_mpi.schedules.accounts.buffers`.
+    results : int
+        Arrays of results.
+    copies : int
+        Results that are new once more: they lie in buffers or have the accumulation dtype.
+    intervals : int
+        Intervals that the kernel is given.
+    kernel : dict of str to int
+        Buffers of the kernel.
+    passing : int
+        The most that is held for a while, with the buffers of the kernel.
+    """
+
+    buffers: dict[tuple[str, str], int]
+    results: int
+    copies: int
+    intervals: int
+    kernel: dict[str, int]
+    passing: int
+
+
+NOTHING = Held({}, 0, 0, 0, {}, 0)
+
+
+def held_by(program: Program, backward: bool, kernel: str | None = None) -> Held:
+    """The memory that a program needs; `kernel` as of `peak_memory`."""
+    results = [name for name, array in program.arrays.items() if array.role == "result"]
+    copies, config = 0, program.group.problem.config
+    for rows in program.results.values():
+        array = program.arrays[rows.array]
+        for name in KINDS[array.kind]:
+            rounded = name in array.accumulated and config.mixed_precision
+            if name != "lse" and (array.role == "buffer" or rounded):
+                copies += rows.count * config.nbytes(name)
+    held = sum(nbytes(program, program.rows(name)) for name in results)
+    found = (0, {}, 0) if kernel is None else _of_kernel(program, backward)
+    return Held(buffers_of(program), held, copies, *found)
+
+
 def peak_of(
-    phases: Sequence[list[Program]], problem: Problem, rank: int, kernel: str | None = None
+    phases: Sequence[Sequence[Held]], problem: Problem, rank: int, kernel: str | None = None
 ) -> int:
-    """The same as `peak_memory`, for programs of one phase or of both that are there already."""
+    """The same as `peak_memory`, for the programs of one phase or of both."""
     held, config, last = _buffers(phases), problem.config, phases[-1]
     if kernel is not None:
-        held += LIBRARIES[kernel] + _of_kernel(phases)
+        both = list(chain.from_iterable(phases))
+        needed = _largest(x.kernel for x in both)
+        held += LIBRARIES[kernel] + sum(x.intervals for x in both)
+        # After a forward pass there is more to come than it needs for a while.
+        held += needed if len(phases) > 1 else max(x.passing for x in both)
     own = problem.counts[rank], problem.counts_kv[rank]
     given = ("q", "k", "v", *("dout", "out", "lse", "delta") * (len(phases) > 1))
     held += sum(own[x in OF_KEYS] * config.nbytes(x) for x in given)
-    for program in last:
-        results = (name for name, array in program.arrays.items() if array.role == "result")
-        held += sum(nbytes(program, program.rows(name)) for name in results)
-    # New once more: results that lie in buffers or have the accumulation dtype.
-    for array in (last[-1].arrays[rows.array] for rows in last[-1].results.values()):
-        for name in KINDS[array.kind]:
-            rounded = name in array.accumulated and config.narrow
-            if name != "lse" and (array.role == "buffer" or rounded):
-                held += own[name in OF_KEYS] * config.nbytes(name)
-    return held
+    return held + sum(x.results for x in last) + last[-1].copies
 
 
 def _phases(
-    method: str, layout: Layout, problem: Problem, rank: int, backward: bool
-) -> list[list[Program]]:
-    return [write(method, x, layout, problem, rank) for x in PHASES[: 1 + backward]]
+    method: str, layout: Layout, problem: Problem, rank: int, backward: bool, kernel=None
+) -> list[list[Held]]:
+    return [
+        [held_by(x, i > 0, kernel) for x in write(method, phase, layout, problem, rank)]
+        for i, phase in enumerate(PHASES[: 1 + backward])
+    ]
 
 
-def _buffers(phases: Sequence[list[Program]]) -> int:
-    held: dict[tuple[str, str], int] = {}
-    for program in chain.from_iterable(phases):
-        for key, size in program_buffers(program).items():
-            held[key] = max(size, held.get(key, 0))
-    return sum(held.values())
+def _buffers(phases: Sequence[Sequence[Held]]) -> int:
+    return _largest(x.buffers for x in chain.from_iterable(phases))
 
 
-def _of_kernel(phases: Sequence[list[Program]]) -> int:
-    """Bytes that a kernel of the host needs, and bytes of the intervals that it is given."""
+def _largest(several: Iterable[dict[Any, int]]) -> int:
+    """Bytes of buffers that are as large as the largest of the same name."""
+    found: dict[Any, int] = {}
+    for sizes in several:
+        for name, size in sizes.items():
+            if size > found.get(name, 0):
+                found[name] = size
+    return sum(found.values())
+
+
+def _of_kernel(program: Program, backward: bool) -> tuple[int, dict[str, int], int]:
+    """What a kernel of the host needs for a program: see `Held`."""
     needed: dict[str, int] = {}
     intervals = peak = 0
-    for backward, programs in enumerate(phases):
-        for program in programs:
-            config = program.group.config
-            for step in program.steps:
-                passing = 0  # for a while
-                if isinstance(step, Attend | Differentiate):
-                    nq, nk = step.queries.count, step.keys.count
-                    pieces, hides = _visible(program, step)
-                    intervals += INTERVAL * pieces * nq
-                    if not pieces:
-                        continue
-                    for name, size in kernel_buffers(config, nq, nk, backward > 0, hides).items():
-                        needed[name] = max(int(size), needed.get(name, 0))
-                elif isinstance(step, Merge):
-                    passing = _merge(config, step.source.count)
-                peak = max(peak, sum(needed.values()) + passing)
-    # After a forward pass there is more to come than it needs for a while.
-    return intervals + (sum(needed.values()) if len(phases) > 1 else peak)
+    config = program.group.config
+    for step in program.steps:
+        passing = 0  # for a while
+        if isinstance(step, Attend | Differentiate):
+            nq, nk = step.queries.count, step.keys.count
+            pieces, hides = _visible(program, step)
+            intervals += INTERVAL * pieces * nq
+            if not pieces:
+                continue
+            for name, size in kernel_buffers(config, nq, nk, backward, hides).items():
+                needed[name] = max(int(size), needed.get(name, 0))
+        elif isinstance(step, Merge):
+            passing = _merge(config, step.source.count)
+        peak = max(peak, sum(needed.values()) + passing)
+    return intervals, needed, peak
 
 
 def _merge(config: AttentionConfig, rows: int) -> int:
     """Bytes of a merge while it lasts: statistics, and out in the accumulation dtype."""
-    return rows * (STATISTICS * config.nheads + config.narrow * config.nbytes("out", wide=True))
+    return rows * (
+        STATISTICS * config.nheads
+        + config.mixed_precision * config.nbytes("out", accumulated=True)
+    )
 
 
 def _visible(program: Program, step: Attend | Differentiate) -> tuple[int, bool]:
@@ -149,8 +199,4 @@ def _visible(program: Program, step: Attend | Differentiate) -> tuple[int, bool]
         return 1, program.extremes(step.queries)[1] < program.extremes(step.keys)[1]
     queries, keys = program.tokens(step.queries), np.sort(program.tokens(step.keys))
     found = program.mask.intervals(queries, keys)
-    change = np.zeros(len(keys) + 1, np.int64)
-    for begin, end in found:
-        np.add.at(change, begin, 1)
-        np.add.at(change, end, -1)
-    return len(found), not (np.cumsum(change[:-1]) > 0).all()
+    return len(found), not queries_per_key(found, len(keys)).all()

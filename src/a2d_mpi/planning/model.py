@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import Spans, simulate
 from a2d_mpi.planning.survey import Survey, placed, survey_of
 from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.problem import Workload
 
 
 @dataclass(frozen=True)
@@ -73,23 +73,19 @@ def predict(
     ValueError
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
-    problem = problem_of(method, layout, work, work.mask, distribution)
-    found = survey_of(machine, method, layout, work, problem)
-    return simulated(machine, layout, found, spans)
-
-
-def simulated(
-    machine: Machine,
-    layout: Layout,
-    found: Survey,
-    spans: dict[str, list[Spans]] | None = None,
-) -> dict[str, Phase]:
-    """Seconds of every rank, by phase, of a survey; arguments as of `predict`."""
-    cables, phases = Cables(Network(), machine, layout.size), {}
-    for phase in found.operations:
+    problem, phases = problem_of(method, layout, work, work.mask, distribution), {}
+    for phase in work.phases:
         trace = None if spans is None else [[] for _ in range(layout.size)]
-        programs = placed(machine, layout, found, phase)
-        phases[phase] = Phase(**simulate(*programs, cables, layout.physical(), trace))
+        found = survey_of(machine, method, layout, work, problem, phase)
+        phases[phase] = simulated(machine, layout, found, trace)
         if spans is not None:
             spans[phase] = trace
     return phases
+
+
+def simulated(
+    machine: Machine, layout: Layout, found: Survey, spans: list[Spans] | None = None
+) -> Phase:
+    """Seconds of every rank in the phase of a survey; `spans`: as of the simulator."""
+    cables = Cables(Network(), machine, layout.size)
+    return Phase(**simulate(*placed(machine, layout, found), cables, layout.world_ranks(), spans))

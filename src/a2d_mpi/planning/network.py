@@ -109,7 +109,7 @@ class Cables:
         self.bandwidth = np.concatenate(links)
 
     def routes(self, source: np.ndarray, to: np.ndarray) -> np.ndarray:
-        """The links from some physical ranks to others, (n, most) int64; -1: no more."""
+        """The links from some world ranks to others, (n, most) int64; -1: no more."""
         nodes = source // self._per_node, to // self._per_node
         ports = [
             x * self._ports + rank % self._per_node % self._ports

@@ -1,8 +1,10 @@
 """Search for the fastest method, grid and rank order on a machine; no MPI import.
 
-Every candidate gets a lower bound of its time: what two of its ranks take if their peers never
-keep them waiting and their links carry nothing else.  Candidates are simulated in the order of
-their bounds until no bound is below the best simulated time.
+Every candidate has a lower bound of its time, which grows as more of the candidate is known: what
+a rank computes on average; what the first steps of one rank take if its peers never keep it
+waiting and its links carry nothing else; the same of all its steps; and one phase after the other,
+simulated.  The candidate with the least bound is always the next one to be known better, until one
+that is simulated has the least.
 
 ::
 
@@ -14,23 +16,29 @@ their bounds until no bound is below the best simulated time.
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import permutations, product
 
 import numpy as np
 
-from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.pairs import visible_pairs
-from a2d_mpi.core.problem import Problem, Workload
-from a2d_mpi.core.sizes import Layout, misfit
+from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.sizes import Layout, flops, misfit
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.memory import peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
-from a2d_mpi.planning.simulator import PARTS, Operation
-from a2d_mpi.planning.survey import Survey, survey_of
-from a2d_mpi.schedules import METHODS, distribution_of, essence, problem_of
+from a2d_mpi.planning.simulator import PARTS, WAIT
+from a2d_mpi.planning.survey import Survey, placed, survey_of
+from a2d_mpi.schedules import METHODS, distribution_of, problem_of
+from a2d_mpi.schedules.problem import Problem, Workload
+from a2d_mpi.sharding.pairs import pairs_of_runs
+
+# Steps of a rank that give a first bound: a ring of 4096 ranks takes seconds to write.
+FIRST_STEPS = 600
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ def candidates(
     work: Workload,
     memory: int | None = None,
     methods: Sequence[str] | None = None,
-    progress: Callable[[Sequence], Iterable] = iter,
+    progress: Callable[[Iterator], Iterable] = iter,
     idle: float = 0.0,
     number: int | None = 1,
 ) -> list[Candidate]:
@@ -117,7 +125,7 @@ def candidates(
     methods : sequence of str, optional
         Default: all of `a2d_mpi.schedules.METHODS`.
     progress : callable
-        Shows how far it is: it is given a sequence and iterates over it, as ``tqdm`` does.
+        Shows how far it is: it is given an iterator and iterates over it, as ``tqdm`` does.
     idle : float
         Share of the ranks that may be left idle, for methods that cannot have any number.
     number : int, optional
@@ -139,21 +147,38 @@ def candidates(
         for size in (ranks, *_fewer(method, ranks, work, idle))
         for layout in layouts(method, size, work, machine.ranks_per_node)
     ]
-    # Those after each other that have the same programs.
-    alike = sorted(shapes, key=lambda x: (x[0], x[1].size, x[1].heads, x[1].rows, x[1].block))
-    bounded = {x: _bounded(machine, *x, work, room) for x in alike}
-    groups: dict[tuple, list[tuple[str, Layout]]] = {}
-    for x in sorted((x for x in alike if bounded[x].fits), key=lambda x: bounded[x].bound):
-        groups.setdefault((x[0], essence(*x)), []).append(x)
-    best: list[float] = []
-    for group in progress(list(groups.values())):
-        for x in group:
-            if number is not None and len(best) >= number and bounded[x].bound >= best[number - 1]:
-                continue
-            bounded[x] = _simulated(machine, bounded[x], work, room)
-            if bounded[x].fits:
-                insort(best, bounded[x].seconds)
-    return sorted(bounded.values(), key=lambda x: (not x.fits, x.seconds, x.bound))
+    # Those that have the same programs follow each other.
+    shapes.sort(key=lambda x: (x[0], x[1].size, x[1].heads, x[1].rows, x[1].block))
+    trials: list[Trial] = []
+    for _ in progress(_search(trials, shapes, machine, work, room, number)):
+        pass
+    found = [x.candidate() for x in trials]
+    return sorted(found, key=lambda x: (not x.fits, x.seconds, x.bound))
+
+
+def _search(
+    trials: list[Trial],
+    shapes: Sequence[tuple[str, Layout]],
+    machine: Machine,
+    work: Workload,
+    room: int | None,
+    number: int | None,
+) -> Iterator[None]:
+    """Know the candidate with the least bound better, again and again; yields after each step."""
+    for method, layout in shapes:
+        trials.append(Trial(machine, method, layout, work, room))
+        yield
+    queue = [(x.seconds, i) for i, x in enumerate(trials) if x.fits]
+    heapify(queue)
+    while queue and number != 0:
+        _, i = heappop(queue)
+        if trials[i].left:
+            trials[i].refine()
+            if trials[i].fits:
+                heappush(queue, (trials[i].seconds, i))
+            yield
+        elif number is not None:  # no bound of the others is below its time
+            number -= 1
 
 
 def best_candidates(
@@ -181,7 +206,7 @@ def best_candidates(
         raise ValueError(f"no plan for {ranks} ranks with {', '.join(methods or METHODS)}")
     if not found[0].fits:
         least = min(candidate.memory for candidate in found) + machine.reserved
-        raise ValueError(f"no plan fits: the smallest needs {least} bytes a rank")
+        raise ValueError(f"no plan fits: the smallest needs at least {least} bytes a rank")
     fit = [x for x in found if x.fits and x.phases]
     if number is not None:
         return fit[:number]
@@ -236,7 +261,7 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
 
 
 def _fewer(method: str, ranks: int, work: Workload, idle: float) -> list[int]:
-    """Numbers of ranks, somewhat fewer, with which a method has larger context groups."""
+    """Numbers of ranks, somewhat fewer, with which a method has larger context-parallel groups."""
     axes = (u for u in range(1, ranks + 1) if not misfit(work.nheads, work.nheads_kv, u))
     numbers = {u * METHODS[method].whole(ranks // u) for u in axes}
     return sorted(x for x in numbers if (1 - idle) * ranks <= x < ranks)
@@ -294,108 +319,159 @@ def candidate(
     machine: Machine, method: str, layout: Layout, work: Workload, room: int | None = None
 ) -> Candidate:
     """Simulate one plan; `room`: bytes that a rank has for it, default: any number."""
-    return _simulated(machine, _bounded(machine, method, layout, work, room), work, room)
+    trial = Trial(machine, method, layout, work, room)
+    while trial.left:
+        trial.refine()
+    return trial.candidate()
 
 
-def _simulated(machine: Machine, plan: Candidate, work: Workload, room: int | None) -> Candidate:
-    """The same plan, simulated."""
-    method, layout = plan.method, plan.layout
-    problem = problem_of(method, layout, work, work.mask)
-    found = survey_of(machine, method, layout, work, problem)
-    node = layout.physical() // machine.ranks_per_node
-    received, crossing = np.zeros(layout.size), np.zeros(int(node.max()) + 1)
-    for messages in found.messages.values():
-        received += np.bincount(messages.to, messages.nbytes, layout.size)
-        far = node[messages.source] != node[messages.to]
-        crossing += np.bincount(node[messages.to], messages.nbytes * far, len(crossing))
-    return replace(
-        plan,
-        phases=simulated(machine, layout, found),
-        memory=found.memory,
-        fits=room is None or found.memory <= room,
-        received=int(received.max()),
-        crossing=int(crossing.max()),
-        messages=found.received,
-        over_bound=_over_bound(int(received.sum()), layout, work, problem),
-    )
+class Trial:
+    """One plan, of which more and more is known.
 
+    Attributes
+    ----------
+    seconds : float
+        That it takes at least; what it takes, if nothing is left.
+    bound : float
+        The same, before a phase was simulated.
+    memory : int
+        Bytes that a rank holds at least; at most, if nothing is left.
+    fits : bool
+    left : list of tuple
+        Functions, with their arguments, that make it known better; the last one is next.
 
-def _bounded(
-    machine: Machine, method: str, layout: Layout, work: Workload, room: int | None
-) -> Candidate:
-    """A plan that is not simulated, with the bound of its time that two of its ranks give.
-
-    The two ranks have the first and the last row and the first column of the grid: with zigzag and
-    contiguous shards no rank has more to send or to receive under a causal mask.
+    Parameters
+    ----------
+    machine, method, layout, work, room
+        As of `candidate`.
     """
-    problem = problem_of(method, layout, work, work.mask)
-    ranks = tuple(sorted({0, (layout.positions - layout.cols) * layout.heads}))
-    found = survey_of(machine, method, layout, work, problem, ranks)
-    seconds = 0.0
-    for phase, operations in found.operations.items():
-        costs = _costs_alone(machine, layout, found, phase)
-        receiver = found.messages[phase].to.tolist()
-        alone = (
-            _alone(mine, [x == r for x in receiver], *costs) for r, mine in zip(ranks, operations)
-        )
-        seconds += max(alone)
-    fits = room is None or found.memory <= room
-    name = distribution_of(method, work.mask)
-    return Candidate(method, layout, name, float(seconds), found.memory, fits)
+
+    def __init__(
+        self, machine: Machine, method: str, layout: Layout, work: Workload, room: int | None
+    ) -> None:
+        self._plan, self._work, self._room = (machine, method, layout), work, room
+        self._problem = problem_of(method, layout, work, work.mask)
+        self.memory, self.fits, self.phases, self._held = 0, True, {}, {}
+        self._sums = np.zeros((3, layout.size))  # received, crossing by node, MPI messages
+        self._seconds = {x: _floor(machine, layout.size, self._problem, x) for x in work.phases}
+        self.bound = self.seconds = sum(self._seconds.values())
+        first, *others = work.phases
+        bounds = [(self._bound, x) for x in others] + [(self._bound, first, FIRST_STEPS)]
+        self.left = [*((self._simulate, x) for x in work.phases), *bounds]
+
+    def refine(self) -> None:
+        """Bound it, or simulate a phase."""
+        do, *operands = self.left.pop()
+        do(*operands)
+        self.seconds = sum(self._seconds.values())
+        if not self.phases:
+            self.bound = self.seconds
+
+    def _bound(self, phase: str, steps: int | None = None) -> None:
+        """What rank 0 takes, or its first steps, if its peers never keep it waiting."""
+        machine, _, layout = self._plan
+        found = self._survey(phase, (0,), steps)
+        seconds = _alone(machine, layout, found, 0)
+        self._seconds[phase] = max(self._seconds[phase], seconds)
+        self._held[phase] = found.held
+        self._hold((0,))
+
+    def _simulate(self, phase: str) -> None:
+        machine, _, layout = self._plan
+        found = self._survey(phase)
+        self.phases[phase] = simulated(machine, layout, found)
+        self._seconds[phase] = float(self.phases[phase].total.max())
+        messages, node = found.messages, layout.world_ranks() // machine.ranks_per_node
+        far = node[messages.source] != node[messages.to]
+        self._sums += [
+            np.bincount(messages.to, messages.nbytes, layout.size),
+            np.bincount(node[messages.to], messages.nbytes * far, layout.size),
+            np.bincount(messages.to, found.pieces, layout.size),
+        ]
+        self._held[phase] = found.held
+        if not self.left:
+            self._hold(range(layout.size))
+            self._held = {}
+
+    def candidate(self) -> Candidate:
+        """All that is known."""
+        _, method, layout = self._plan
+        name = distribution_of(method, self._work.mask)
+        if self.left:
+            return Candidate(method, layout, name, self.seconds, self.memory, self.fits)
+        received, crossing, messages = self._sums.max(axis=1).astype(np.int64).tolist()
+        over = _over_bound(int(self._sums[0].sum()), layout, self._work, self._problem)
+        phases = {x: self.phases[x] for x in self._work.phases}
+        figures = self.memory, self.fits, phases, received, crossing, messages, over
+        return Candidate(method, layout, name, self.bound, *figures)
+
+    def _survey(
+        self, phase: str, ranks: tuple[int, ...] | None = None, steps: int | None = None
+    ) -> Survey:
+        return survey_of(*self._plan, self._work, self._problem, phase, ranks, steps)
+
+    def _hold(self, ranks: Sequence[int]) -> None:
+        """Find the memory of these ranks, of the phases that are known."""
+        kernel = self._plan[0].host_kernel(self._work.dtype)
+        phases = zip(*(self._held[x] for x in self._work.phases if x in self._held))
+        self.memory = max(peak_of(x, self._problem, p, kernel) for p, x in zip(ranks, phases))
+        self.fits = self._room is None or self.memory <= self._room
 
 
-def _costs_alone(
-    machine: Machine, layout: Layout, found: Survey, phase: str
-) -> tuple[list[bool], list[float], list[float], list[float]]:
-    """Of every message: whether it is between nodes, overhead, s on its own links, latency."""
-    messages, node = found.messages[phase], layout.physical() // machine.ranks_per_node
+def _floor(machine: Machine, ranks: int, problem: Problem, phase: str) -> float:
+    """Seconds that a rank computes at least in a phase, however the pairs are divided."""
+    config, kernel = problem.config, machine.kernel(problem.config.dtype, phase)
+    area = _area(problem.mask, config.seqlen, config.seqlen_kv)
+    work = flops(area, config.nheads, config.headdim, phase == PHASES[1])
+    return work / ranks / kernel.flops / machine.share
+
+
+@lru_cache(maxsize=16)
+def _area(mask: Mask, seqlen: int, seqlen_kv: int) -> int:
+    """Visible pairs."""
+    return int(pairs_of_runs(mask, [([range(seqlen)], [range(seqlen_kv)])])[0, 0])
+
+
+def _alone(machine: Machine, layout: Layout, found: Survey, rank: int) -> float:
+    """Seconds of a rank, if nothing but its own messages keeps it waiting.
+
+    Its peers are always there, and its links carry nothing else.  When the rank has waited for all
+    messages that it has posted, later ones start at that time at the earliest: what they take is
+    added.
+    """
+    operations, messages = placed(machine, layout, found)
+    node = layout.world_ranks() // machine.ranks_per_node
     far = node[messages.source] != node[messages.to]
     inside, between = machine.links(layout.size)
     port = between.bandwidth * max(1.0, between.nics / machine.ranks_per_node)
-    overhead = found.tensors[phase] * np.where(far, between.overhead, inside.overhead)
-    seconds = messages.nbytes / np.where(far, port, inside.bandwidth)
-    latency = np.where(far, between.latency, inside.latency)
-    return far.tolist(), overhead.tolist(), seconds.tolist(), latency.tolist()
-
-
-def _alone(
-    operations: Sequence[Operation],
-    receives: Sequence[bool],
-    far: Sequence[bool],
-    overhead: Sequence[float],
-    seconds: Sequence[float],
-    latency: Sequence[float],
-) -> float:
-    """Seconds of a rank whose peers never keep it waiting, and whose links carry nothing else.
-
-    When a rank has waited for all messages that it has posted, later ones start at that time at
-    the earliest: what they take is added.
-    """
-    now = since = 0.0
+    passing = (messages.nbytes / np.where(far, port, inside.bandwidth)).tolist()
+    latency = np.where(far, between.latency, inside.latency).tolist()
+    link = (2 * far + (messages.to == rank)).tolist()
+    now = since = idle = 0.0
     posted: dict[int, float] = {}
-    carried: dict[tuple[bool, bool], float] = {}
-    for operation in operations:
-        if operation[0] == "spend":
-            now += operation[2]
-        elif operation[0] == "post":
-            now += sum(overhead[m] for m in operation[1])
-            posted.update(dict.fromkeys(operation[1], now))
-        else:
-            for m in operation[1]:
-                if m in posted:
-                    link = receives[m], far[m]
-                    carried[link] = carried.get(link, since) + seconds[m]
-                    arrival = max(carried[link], posted.pop(m) + seconds[m]) + latency[m]
-                    now = max(now, arrival)
-            if not posted:
-                since, carried = now, {}
+    carried: dict[int, float] = {}  # until when a link carries what the rank has waited for
+    for kind, seconds, numbers in operations.of_rank(rank):
+        if kind != WAIT:
+            now += seconds
+            posted.update(dict.fromkeys(numbers, now))
+            continue
+        ready = now
+        for m in numbers:
+            if m in posted:
+                passed = carried[link[m]] = carried.get(link[m], since) + passing[m]
+                ready = max(ready, max(passed, posted.pop(m) + passing[m]) + latency[m])
+        idle += ready - now
+        paid = min(idle, seconds)  # it works for these messages while it waits
+        idle -= paid
+        now = ready + seconds - paid
+        if not posted:
+            since, carried = now, {}
     return now
 
 
 def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:
     """Of balanced attention, whose ranks all have the same area and tokens."""
-    whole = (Distribution("contiguous", n, 1) for n in (work.seqlen, work.seqlen_kv))
-    area = int(visible_pairs(problem.mask, *whole)[0].sum()) / layout.size
+    area = _area(problem.mask, work.seqlen, work.seqlen_kv) / layout.size
     least = sum(
         cost.lower_bound(problem, area, work.seqlen / layout.size, phase == "backward")
         for phase in work.phases

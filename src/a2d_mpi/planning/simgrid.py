@@ -19,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from a2d_mpi.core.problem import Workload
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import Phase, slowest_seconds
 from a2d_mpi.planning.network import Cables, Network
-from a2d_mpi.planning.simulator import Messages, Operation, spent
-from a2d_mpi.planning.survey import placed, survey_of
+from a2d_mpi.planning.simulator import WAIT, Messages, Operations, spent
+from a2d_mpi.planning.survey import programs_of
 from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.problem import Workload
 
 NEEDS = (
     "simulations need SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu)"
@@ -55,7 +55,7 @@ class Replay:
     Attributes
     ----------
     phases : dict of str to Phase
-        Seconds of every logical rank.
+        Seconds of every grid rank.
     seconds : float
         That it took.
     memory : int
@@ -93,7 +93,7 @@ def simulate(
         As of `a2d_mpi.planning.model.predict`.
     network : Network
     slow : (P,) float64, optional
-        By physical rank: all that it does takes so many times as long.
+        By world rank: all that it does takes so many times as long.
     timeout : float, optional
         Seconds that the simulation of a phase may take.
     coarse : float
@@ -108,13 +108,12 @@ def simulate(
     """
     binary, began = replayer(), time.monotonic()
     problem = problem_of(method, layout, work, work.mask, distribution)
-    found = survey_of(machine, method, layout, work, problem)
-    pace = np.ones(layout.size) if slow is None else np.asarray(slow, float)[layout.physical()]
+    pace = np.ones(layout.size) if slow is None else np.asarray(slow, float)[layout.world_ranks()]
     phases, memory, messages = {}, 0, 0
     for phase in work.phases:
-        programs, listed = placed(machine, layout, found, phase)
+        programs, listed = programs_of(machine, method, layout, work, problem, phase)
         cables = Cables(network, machine, layout.size)
-        arrays = replay_input(programs, listed, cables, layout.physical(), pace)
+        arrays = replay_input(programs, listed, cables, layout.world_ranks(), pace)
         now, waited, (nbytes, number) = _run(binary, arrays, layout.size, timeout, coarse)
         parts = {part: pace * seconds for part, seconds in spent(programs).items()}
         parts["wait"] = waited
@@ -125,7 +124,7 @@ def simulate(
 
 
 def replay_input(
-    programs: Sequence[Sequence[Operation]],
+    operations: Operations,
     messages: Messages,
     cables: Cables,
     place: np.ndarray,
@@ -136,22 +135,18 @@ def replay_input(
     `pace`: all that a rank does takes so many times as long, (P,) float64.
     """
     ops, seconds, sides, ranges = [], [], [], [0]
-    receivers = messages.to.tolist()
-    for rank, program in enumerate(programs):
-        for kind, operand, *work in program:
-            if kind == "post":
-                for m in operand:
-                    ops.append((_RECEIVE if receivers[m] == rank else _SEND, m, 0))
-                    seconds.append(0.0)
+    receivers, size = messages.to.tolist(), len(operations.first) - 1
+    for rank in range(size):
+        for kind, busy, numbers in operations.of_rank(rank):
+            seconds.append(busy)
+            if kind == WAIT:
+                ops.append((_WAIT, len(sides), len(numbers)))
+                sides += [2 * m + (receivers[m] == rank) for m in numbers]
                 continue
-            seconds.append(work[0])
-            if kind == "spend":
-                ops.append((_SPEND, 0, 0))
-            else:
-                ops.append((_WAIT, len(sides), len(operand)))
-                sides += [2 * m + (receivers[m] == rank) for m in operand]
+            ops.append((_SPEND, 0, 0))
+            ops += [(_RECEIVE if receivers[m] == rank else _SEND, m, 0) for m in numbers]
+            seconds += [0.0] * len(numbers)
         ranges.append(len(ops))
-    size = len(programs)
     ends = np.divmod(np.unique(messages.source * size + messages.to), size)
     routes = cables.routes(*(place[x] for x in ends))
     first = np.concatenate([[0], np.cumsum((routes >= 0).sum(axis=1))])

@@ -1,11 +1,11 @@
 """Seconds that programs of all ranks take on links that concurrent messages share fairly.
 
-The program of a rank is a list of operations:
+The program of a rank is a list of operations (`Operations`):
 
-* ``("spend", part, seconds)``: the rank is busy with one of `PARTS`;
-* ``("post", numbers)``: it posts messages, which it sends or receives;
-* ``("wait", numbers, seconds)``: it waits until messages have arrived.  Receiving them takes
-  that many seconds of its core, in which it may have worked while it waited.
+* the rank is busy for some seconds, with one of `PARTS`;
+* `POST`: after some seconds for their overheads it posts messages, which it sends or receives;
+* `WAIT`: it waits until messages have arrived.  Receiving them takes some seconds of its core, in
+  which it may have worked while it waited.
 
 A message is known by its number, its place in the columns of `Messages`.  It starts when both
 sides have posted it and the message before it, from the same rank to the same rank, has passed
@@ -20,7 +20,8 @@ messages (`MANY`) Numba compiles the loops, if it is installed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -28,14 +29,55 @@ import numpy as np
 from a2d_mpi.planning.flows import Actions, Flows, Ranks, compiled, run
 from a2d_mpi.planning.network import Cables
 
-Operation = tuple
 Spans = list[tuple[str, float, float]]  # part, begin and end of all that a rank does, in order
 PARTS = ("compute", "merge", "wait", "other")
+COMPUTE, MERGE, _, OTHER, POST, WAIT = range(6)  # kinds of operations; the first ones are `PARTS`
 # Starts and ends of messages are one event within this share of a lower bound of the time.
 COARSE = 1e-3
 # Messages from which on Numba is worth its import, 0.5 s.  A causal grid of 256 ranks, 11,520
 # messages, takes 0.23 s without it and 0.06 s with it; 64 ranks, 1344 messages, 0.04 and 0.006 s.
 MANY = 10_000
+
+
+class Operations(NamedTuple):
+    """Operations of all ranks, one rank after the other.
+
+    Attributes
+    ----------
+    first : (P + 1,) int64
+        Where the operations of each rank begin.
+    kind : (n,) int64
+        A place in `PARTS`, `POST` or `WAIT`.
+    seconds : (n,) float64
+    begin : (n + 1,) int64
+        Where the messages of each operation begin in `numbers`.
+    numbers : ndarray of int64
+    """
+
+    first: np.ndarray
+    kind: np.ndarray
+    seconds: np.ndarray
+    begin: np.ndarray
+    numbers: np.ndarray
+
+    @property
+    def rank(self) -> np.ndarray:
+        """Rank of every operation, (n,) int64."""
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+
+    @property
+    def operation(self) -> np.ndarray:
+        """The operation of every one of `numbers`."""
+        return np.repeat(np.arange(len(self.kind)), np.diff(self.begin))
+
+    def of_rank(self, rank: int) -> Iterator[tuple[int, float, list[int]]]:
+        """Kind, seconds and messages of every operation of a rank."""
+        own = slice(self.first[rank], self.first[rank + 1])
+        begin = self.begin[self.first[rank] : self.first[rank + 1] + 1].tolist()
+        numbers = self.numbers[begin[0] : begin[-1]].tolist()
+        ends = (x - begin[0] for x in begin)
+        columns = self.kind[own].tolist(), self.seconds[own].tolist(), pairwise(ends)
+        return ((kind, seconds, numbers[a:b]) for kind, seconds, (a, b) in zip(*columns))
 
 
 class Messages(NamedTuple):
@@ -55,7 +97,7 @@ class Messages(NamedTuple):
 
 
 def simulate(
-    programs: Sequence[Sequence[Operation]],
+    operations: Operations,
     messages: Messages,
     cables: Cables,
     place: np.ndarray,
@@ -67,13 +109,12 @@ def simulate(
 
     Parameters
     ----------
-    programs : sequence of sequences of operations
-        By rank.
+    operations : Operations
     messages : Messages
     cables : Cables
         The links that messages pass.
     place : (P,) int64
-        Physical rank of every rank.
+        World rank of every rank.
     spans : list of Spans, optional
         Gets, by rank, all that it does.
     coarse : float
@@ -92,57 +133,58 @@ def simulate(
     ValueError
         If ranks wait for ever.
     """
-    parts = spent(programs)
-    actions, ends = _actions(programs), np.stack([messages.source, messages.to])
+    parts = spent(operations)
+    actions, ends = _actions(operations), np.stack([messages.source, messages.to])
     flows = _flows(actions, messages, cables, place, in_order)
-    ranks = Ranks(actions.first[:-1].copy(), *np.zeros((3, len(programs))))
+    size = len(actions.first) - 1
+    ranks = Ranks(actions.first[:-1].copy(), *np.zeros((3, size)))
     load = sum(np.bincount(x, flows.nbytes, len(flows.bandwidth)) for x in flows.passed)
     least = max((load / flows.bandwidth).max(), sum(parts.values()).max())
     loop = run if len(messages.source) < MANY else compiled()
+    if loop == run:  # Python reads and writes elements of lists in less time than those of arrays
+        actions, ranks = (type(x)(*(y.tolist() for y in x)) for x in (actions, ranks))
+        names = ("waiter", "ends", "latency", "posted", "pair", "last", "after", "sent")
+        flows = flows._replace(**{x: getattr(flows, x).tolist() for x in names})
     loop(actions, ranks, flows, coarse * least)
+    actions, ranks = (type(x)(*map(np.asarray, x)) for x in (actions, ranks))
     if stuck := np.flatnonzero(ranks.at < actions.first[1:]).tolist():
         at = ranks.at[stuck[0]]
         numbers = actions.numbers[actions.begin[at] : actions.begin[at + 1]][:4]
         pairs = ", ".join(f"{x} to {y}" for x, y in ends[:, numbers].T.tolist())
         raise ValueError(
-            f"{len(stuck)} of {len(programs)} ranks wait for ever, rank {stuck[0]} for one of "
+            f"{len(stuck)} of {size} ranks wait for ever, rank {stuck[0]} for one of "
             f"the messages {pairs}"
         )
     for rank in range(len(spans or ())):
-        _record(spans[rank], programs[rank], actions.end[actions.first[rank] :])
+        ended = actions.end[actions.first[rank] : actions.first[rank + 1]].tolist()
+        _record(spans[rank], operations.of_rank(rank), iter(ended))
     return {**parts, "wait": ranks.waited}
 
 
-def spent(programs: Sequence[Sequence[Operation]]) -> dict[str, np.ndarray]:
-    """Seconds that each rank is busy with each part."""
-    found = {part: [0.0] * len(programs) for part in PARTS}
-    for rank, program in enumerate(programs):
-        for operation in program:
-            if operation[0] == "spend":
-                found[operation[1]][rank] += operation[2]
-    return {part: np.array(seconds) for part, seconds in found.items()}
+def spent(operations: Operations) -> dict[str, np.ndarray]:
+    """Seconds that each rank is busy with each part, (P,) float64."""
+    size = len(operations.first) - 1
+    part = np.where(operations.kind == POST, OTHER, operations.kind)
+    busy = np.where(part < POST, operations.seconds, 0.0)
+    place = np.minimum(part, OTHER) * size + operations.rank
+    sums = np.bincount(place, busy, size * len(PARTS)).reshape(-1, size)
+    return dict(zip(PARTS, sums))
 
 
-def _actions(programs: Sequence[Sequence[Operation]]) -> Actions:
+def _actions(operations: Operations) -> Actions:
     """Columns of the posts and waits; what ranks are busy with delays them."""
-    first, waits, delays, work, begin, numbers = [0], [], [], [], [0], []
-    for program in programs:
-        delay = 0.0
-        for operation in program:
-            if operation[0] == "spend":
-                delay += operation[2]
-                continue
-            waits.append(operation[0] == "wait")
-            delays.append(delay)
-            work.append(operation[2] if waits[-1] else 0.0)
-            numbers += operation[1]
-            begin.append(len(numbers))
-            delay = 0.0
-        first.append(len(waits))
-    count = len(waits)
+    is_action = operations.kind >= POST
+    place, sizes = np.flatnonzero(is_action), np.diff(operations.begin)
+    count, first = len(place), np.searchsorted(place, operations.first)
+    # What a rank does after its last action delays nothing.
+    following = np.cumsum(is_action) - is_action
+    busy = np.where(operations.kind == WAIT, 0.0, operations.seconds)
+    busy[following >= first[1:][operations.rank]] = 0.0
+    waits = operations.kind[place] == WAIT
     return Actions(
-        np.array(first), np.array(waits, bool), np.array(delays, float), np.array(work, float),
-        np.array(begin), np.array(numbers, np.int64),
+        first, waits, np.bincount(following, busy, count + 1)[:count],
+        np.where(waits, operations.seconds[place], 0.0),
+        np.concatenate([[0], np.cumsum(sizes[place])]), operations.numbers,
         np.zeros(count, bool), np.zeros(count, np.int64), np.zeros(count),
     )  # fmt: skip
 
@@ -173,19 +215,22 @@ def _flows(
     )  # fmt: skip
 
 
-def _record(spans: Spans, program: Sequence[Operation], ends: np.ndarray) -> None:
+def _record(
+    spans: Spans, operations: Iterable[tuple[int, float, list[int]]], ends: Iterator[float]
+) -> None:
     """Add what a rank does to its spans, by when its actions ended."""
-    now, end = 0.0, iter(ends.tolist())
-    for operation in program:
-        begin, part = now, operation[1]
-        if operation[0] == "spend":
-            now += operation[2]
-        elif operation[0] == "wait":
-            now, part = max(now, next(end)), "wait"  # sums of another order: not earlier by a bit
+    now = 0.0
+    for kind, seconds, _ in operations:
+        begin, part = now, PARTS[kind] if kind < POST else "wait" if kind == WAIT else "other"
+        if kind == WAIT:
+            now = max(now, next(ends))  # sums of another order: not earlier by a bit
         else:
-            next(end)
+            now += seconds
+            if kind == POST:
+                next(ends)
+        if now == begin and (spans or kind == POST):
             continue
         if spans and spans[-1][0] == part:
             spans[-1] = part, spans[-1][1], now
-        elif now > begin or not spans:
+        else:
             spans.append((part, begin, now))

@@ -1,44 +1,47 @@
-"""All ranks of a plan at once: what they do, send and hold, read off the program of each."""
+"""All ranks of a plan at once: what they do, send and hold, read off the program of each.
+
+A program is read once, into a `Tape`, for all ranks that run it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.core.pairs import pairs_of_runs
-from a2d_mpi.core.problem import Problem, Workload
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
 from a2d_mpi.planning.machine import KernelModel, Machine
-from a2d_mpi.planning.memory import peak_of
-from a2d_mpi.planning.simulator import Messages, Operation
-from a2d_mpi.schedules import essence, write_each
-from a2d_mpi.schedules.accounts import nbytes
+from a2d_mpi.planning.memory import NOTHING, Held, held_by
+from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
+from a2d_mpi.schedules import Part, essence, parts_of
+from a2d_mpi.schedules.accounts import nbytes, pairs_of
+from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
-    Add,
+    KINDS,
     Attend,
     Clear,
-    Copy,
     Differentiate,
     Merge,
     Message,
     Receive,
-    Rows,
     Send,
     Wait,
 )
 
-MESSAGES, CALLS = (Send, Receive), (Attend, Differentiate)
+_CALLS = (Attend, Differentiate)
+_KINDS = {kind: i for i, kind in enumerate(KINDS)}
 
 
 @dataclass(frozen=True)
 class Rates:
     """The figures of one rank of a machine that do not depend on links; see `Machine`."""
 
-    kernels: tuple[tuple[str, KernelModel], ...]
+    kernel: KernelModel
     host_kernel: str | None
     share: float
     start: float
@@ -48,78 +51,63 @@ class Rates:
     merge: float
 
     @classmethod
-    def of(cls, machine: Machine, dtype: str, phases: Sequence[str]) -> Rates:
-        """The rates of a machine; ValueError if it has no kernel for the dtype."""
-        kernels = tuple((phase, machine.kernel(dtype, phase)) for phase in phases)
+    def of(cls, machine: Machine, dtype: str, phase: str) -> Rates:
+        """The rates of a machine in a phase; ValueError if it has no kernel for the dtype."""
         figures = ("share", "start", "step", "turn", "copy", "merge")
-        return cls(kernels, machine.host_kernel(dtype), *(getattr(machine, x) for x in figures))
+        kernel, host = machine.kernel(dtype, phase), machine.host_kernel(dtype)
+        return cls(kernel, host, *(getattr(machine, x) for x in figures))
+
+    def copying(self, size: float) -> float:
+        """Seconds to copy, or to add, this many bytes."""
+        return size / self.copy / self.share
+
+
+class Tape(NamedTuple):
+    """What one program does.  Its messages have numbers of their own.
+
+    Attributes
+    ----------
+    kind, seconds : ndarray
+        Of its operations, see `a2d_mpi.planning.simulator.Operations`.
+    sizes : ndarray
+        The number of messages of each operation.
+    numbers : ndarray
+        The messages of the operations, one operation after the other.
+    messages : (messages, 8) int64
+        Peer, whether it is received, kind of rows, tag, turn, bytes, tensors, MPI messages.
+    held : Held
+    """
+
+    kind: np.ndarray
+    seconds: np.ndarray
+    sizes: np.ndarray
+    numbers: np.ndarray
+    messages: np.ndarray
+    held: Held
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What all ranks of a plan do, send and hold.
+    """What all ranks of a plan do, send and hold in one phase.
 
     Attributes
     ----------
-    operations : dict of str to list of list of Operation
-        By phase and rank; without the costs of messages, which depend on the places of ranks.
-    messages : dict of str to Messages
-        By phase.
-    tensors : dict of str to (n,) int64
-        By phase: tensors of every message, which each cost the overhead of a message.
-    received : int
-        MPI messages that the busiest rank receives, over all phases.
-    memory : int
-        Bytes that a rank holds at most; see `a2d_mpi.planning.memory.peak_memory`.
+    operations : Operations
+        Without the costs of messages, which depend on the places of ranks.
+    messages : Messages
+    tensors : (n,) int64
+        Tensors of every message, which each cost the overhead of a message.
+    pieces : (n,) int64
+        MPI messages of every message.
+    held : list of list of Held
+        By rank and program.
     """
 
-    operations: dict[str, list[list[Operation]]]
-    messages: dict[str, Messages]
-    tensors: dict[str, np.ndarray]
-    received: int
-    memory: int
-
-
-@lru_cache(maxsize=1)  # layouts that differ in the places of ranks follow each other
-def survey(
-    method: str,
-    layout: Layout,
-    problem: Problem,
-    rates: Rates,
-    overlap: bool,
-    ranks: tuple[int, ...] | None = None,
-) -> Survey:
-    """Go through the programs of all ranks.
-
-    Parameters
-    ----------
-    method : str
-        One of `a2d_mpi.schedules.METHODS`.
-    layout : Layout
-    problem : Problem
-        With all ranks of the layout and all heads.
-    rates : Rates
-        Its phases are gone through.
-    overlap : bool
-    ranks : tuple of int, optional
-        Only these ranks; messages between them and others are complete, but nothing else of the
-        others is.
-    """
-    walks = {phase: _Walk(phase, kernel, rates, problem) for phase, kernel in rates.kernels}
-    memory, surveyed = 0, range(layout.size) if ranks is None else ranks
-    written = (write_each(method, x, layout, problem, surveyed, overlap) for x in walks)
-    for rank, *phases in zip(surveyed, *written):
-        for walk, programs in zip(walks.values(), phases):
-            walk.go(rank, programs)
-        memory = max(memory, peak_of(phases, problem, rank, rates.host_kernel))
-    received = sum(np.array(_received(walk, layout.size)) for walk in walks.values())
-    return Survey(
-        {phase: walk.operations for phase, walk in walks.items()},
-        {phase: walk.messages() for phase, walk in walks.items()},
-        {phase: np.array(walk.columns[3], np.int64) for phase, walk in walks.items()},
-        int(received.max()),
-        memory,
-    )
+    operations: Operations
+    messages: Messages
+    tensors: np.ndarray
+    pieces: np.ndarray
+    held: list[list[Held]]
 
 
 def survey_of(
@@ -128,174 +116,219 @@ def survey_of(
     layout: Layout,
     work: Workload,
     problem: Problem,
+    phase: str,
     ranks: tuple[int, ...] | None = None,
+    steps: int | None = None,
 ) -> Survey:
-    """The survey of a plan on a machine; `ranks` as of `survey`.
+    """Go through the programs of all ranks of a plan in one phase.
+
+    Parameters
+    ----------
+    machine : Machine
+    method : str
+        One of `a2d_mpi.schedules.METHODS`.
+    layout : Layout
+    work : Workload
+    problem : Problem
+        With all ranks of the layout and all heads.
+    phase : {"forward", "backward"}
+    ranks : tuple of int, optional
+        Only these ranks; messages between them and others are complete, but nothing else of the
+        others is.
+    steps : int, optional
+        Only the first steps of every program, and waits for their messages.
 
     Raises
     ------
     ValueError
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
-    rates = Rates.of(machine, work.dtype, work.phases)
-    read = survey if ranks is None else _corners
-    return read(method, essence(method, layout), problem, rates, work.overlap, ranks)
+    rates = Rates.of(machine, work.dtype, phase)
+    essentials = method, phase, essence(method, layout), problem, rates, work.overlap
+    return _survey(*essentials, ranks, steps)
+
+
+@lru_cache(maxsize=2)  # layouts that differ in the places of ranks may follow each other
+def _survey(
+    method: str,
+    phase: str,
+    layout: Layout,
+    problem: Problem,
+    rates: Rates,
+    overlap: bool,
+    ranks: tuple[int, ...] | None,
+    steps: int | None,
+) -> Survey:
+    tapes, places, held = [], [], []
+    for rank in range(layout.size) if ranks is None else ranks:
+        parts = parts_of(method, phase, layout, problem, rank, overlap)
+        mine = [_tape(x.anywhere, phase, rates, x == parts[-1], steps) for x in parts]
+        held.append([x.held for x in mine])
+        delta = 2 * problem.counts[rank] * problem.config.nbytes("q") * (phase == PHASES[1])
+        tapes += [_opening(rates, delta), *mine]
+        places += [(rank, 0, 1, 0), *((rank, i, *x[3:]) for i, x in enumerate(parts))]
+    operations, listed = _together(tapes, np.array(places), layout.size)
+    source, to, nbytes, tensors, pieces = listed.T
+    return Survey(operations, Messages(source, to, nbytes), tensors, pieces, held)
 
 
 def programs_of(
     machine: Machine, method: str, layout: Layout, work: Workload, problem: Problem, phase: str
-) -> tuple[list[list[Operation]], Messages]:
+) -> tuple[Operations, Messages]:
     """The operations of all ranks in one phase of a plan, and their messages."""
-    return placed(machine, layout, survey_of(machine, method, layout, work, problem), phase)
+    return placed(machine, layout, survey_of(machine, method, layout, work, problem, phase))
 
 
-def placed(
-    machine: Machine, layout: Layout, found: Survey, phase: str
-) -> tuple[list[list[Operation]], Messages]:
-    """The operations of a phase with the costs of messages on a machine's links.
+def placed(machine: Machine, layout: Layout, found: Survey) -> tuple[Operations, Messages]:
+    """The operations with the costs of messages on a machine's links.
 
     Posting a message costs the overhead of its link for each tensor; receiving it costs the core
     ``1 - hidden`` of the transfer.
     """
-    messages, node = found.messages[phase], layout.physical() // machine.ranks_per_node
+    messages, operations = found.messages, found.operations
+    node = layout.world_ranks() // machine.ranks_per_node
     near = node[messages.source] == node[messages.to]
     inside, between = machine.links(layout.size)
 
     def of_link(name: str) -> np.ndarray:
         return np.where(near, getattr(inside, name), getattr(between, name))
 
-    overhead = (found.tensors[phase] * of_link("overhead")).tolist()
-    work = ((1 - of_link("hidden")) * messages.nbytes / of_link("bandwidth")).tolist()
-    receivers, programs = messages.to.tolist(), []
-    for rank, operations in enumerate(found.operations[phase]):
-        programs.append(program := [])
-        for operation in operations:
-            if operation[0] == "post" and (seconds := sum(overhead[m] for m in operation[1])):
-                program.append(("spend", "other", seconds))
-            elif operation[0] == "wait":
-                core = sum(work[m] for m in operation[1] if receivers[m] == rank)
-                operation = *operation, core
-            program.append(operation)
-    return programs, messages
+    overhead = found.tensors * of_link("overhead")
+    work = (1 - of_link("hidden")) * messages.nbytes / of_link("bandwidth")
+    number, operation = operations.numbers, operations.operation
+    received = messages.to[number] == operations.rank[operation]
+    posts = operations.kind[operation] == POST
+    costs = np.where(posts, overhead[number], work[number] * received)
+    seconds = operations.seconds + np.bincount(operation, costs, len(operations.kind))
+    return operations._replace(seconds=seconds), messages
 
 
-_corners = lru_cache(maxsize=1)(survey.__wrapped__)
+def _together(
+    tapes: Sequence[Tape], places: np.ndarray, ranks: int
+) -> tuple[Operations, np.ndarray]:
+    """The operations of all ranks, and their messages.
+
+    Parameters
+    ----------
+    tapes : sequence of Tape
+        One rank after the other.
+    places : (tapes, 4) int64
+        Rank, number of the program, and stride and offset of the ranks of its group.
+    ranks : int
+
+    Returns
+    -------
+    operations : Operations
+    messages : (n, 5) int64
+        Source, receiver, bytes, tensors, MPI messages.
+    """
+    kind, seconds, sizes, numbers, messages = map(np.concatenate, list(zip(*tapes))[:5])
+    of_tape = np.array([[len(x.kind), len(x.numbers), len(x.messages)] for x in tapes])
+    before = np.cumsum(of_tape[:, 2]) - of_tape[:, 2]
+    numbers += np.repeat(before, of_tape[:, 1])
+    rank, program, stride, offset = np.repeat(places, of_tape[:, 2], axis=0).T
+    peer, receives, *same, nbytes, tensors, pieces = messages.T
+    peer = peer * stride + offset
+    ends = np.where(receives, peer, rank), np.where(receives, rank, peer)
+    # Both sides know a message by these figures.
+    columns = (program, *ends, *same)
+    shape = [int(x.max(initial=0)) + 1 for x in columns]
+    key = np.ravel_multi_index(columns, shape)
+    _, first, number = np.unique(key, return_index=True, return_inverse=True)
+    operations = Operations(
+        np.concatenate([[0], np.cumsum(np.bincount(places[:, 0], of_tape[:, 0], ranks))]).astype(
+            np.int64
+        ),
+        kind,
+        seconds,
+        np.concatenate([[0], np.cumsum(sizes)]),
+        number[numbers],
+    )
+    return operations, np.stack([*ends, nbytes, tensors, pieces], axis=1)[first]
 
 
-def _received(walk: _Walk, ranks: int) -> np.ndarray:
-    found = np.zeros(ranks, np.int64)
-    np.add.at(found, walk.columns[1], walk.pieces)
-    return found
+def _made(
+    operations: Sequence[tuple[int, float, Sequence[int]]],
+    messages: Sequence[tuple[int, ...]],
+    held: Held,
+) -> Tape:
+    kind, seconds, numbers = zip(*operations) if operations else ((), (), ())
+    return Tape(
+        np.array(kind, np.int64),
+        np.array(seconds, float),
+        np.array([len(x) for x in numbers], np.int64),
+        np.array([m for x in numbers for m in x], np.int64),
+        np.array(messages, np.int64).reshape(-1, 8),
+        held,
+    )
 
 
-class _Walk:
-    """The operations and messages of one phase."""
+@lru_cache(maxsize=64)
+def _opening(rates: Rates, delta: int) -> Tape:
+    """Setting out, and the bytes that computing delta takes."""
+    spent = [(OTHER, rates.start, ()), (COMPUTE, rates.copying(delta), ())]
+    return _made([x for x in spent if x[1]], (), NOTHING)
 
-    def __init__(self, phase: str, kernel: KernelModel, rates: Rates, problem: Problem) -> None:
-        self._phase, self._kernel, self._rates, self._problem = phase, kernel, rates, problem
-        self.operations: list[list[Operation]] = []
-        self.columns: tuple[list[int], ...] = ([], [], [], [])
-        self.pieces: list[int] = []  # MPI messages of each message
-        self._numbers: dict[tuple, int] = {}
-        self._timed: tuple[tuple | None, list[float]] = None, []
 
-    def messages(self) -> Messages:
-        """All messages, as columns."""
-        return Messages(*(np.array(x, np.int64) for x in self.columns[:3]))
+@lru_cache(maxsize=4096)
+def _tape(part: Part, phase: str, rates: Rates, last: bool, steps: int | None) -> Tape:
+    """Read one program, or its first steps; `last`: its results are for the caller."""
+    program, backward = part.write(steps), phase == PHASES[1]
+    calls = iter(_kernel_seconds(program, rates, backward))
+    keeping = _keeping_step(program)
+    found: list[tuple[int, float, Sequence[int]]] = []
+    messages: list[tuple[int, ...]] = []
+    posted: list[int] = []
+    for step in program.steps:
+        is_message = isinstance(step, Message)
+        if is_message:
+            posted.append(step.index)
+            messages.append(_message(program, step))
+            if step.index not in keeping:
+                continue
+        if posted:  # messages that are posted together leave together
+            found.append((POST, 0.0, posted))
+            posted = []
+        if is_message:
+            found.append((OTHER, rates.turn / rates.share, ()))
+        elif isinstance(step, Wait):
+            found.append((WAIT, 0.0, step.messages))
+        elif isinstance(step, _CALLS):
+            found.append((COMPUTE, next(calls), ()))
+            found.append((OTHER, rates.step / rates.share, ()))
+        elif isinstance(step, Merge):
+            size = step.source.count * program.group.config.nbytes("dq", accumulated=True)
+            found.append((MERGE, size / rates.merge / rates.share, ()))
+        elif isinstance(step, Clear):
+            found.append((OTHER, rates.copying(nbytes(program, step.rows)), ()))
+        else:  # Copy or Add
+            found.append((MERGE, rates.copying(nbytes(program, step.source)), ()))
+    for rows in program.results.values() if last else ():
+        if program.arrays[rows.array].role == "buffer":  # the caller gets copies
+            found.append((OTHER, rates.copying(nbytes(program, rows)), ()))
+    spent = [x for x in found if x[0] in (POST, WAIT) or x[1]]
+    return _made(spent, messages, held_by(program, backward, rates.host_kernel))
 
-    def go(self, rank: int, programs: list[Program]) -> None:
-        """Go through the programs of a rank."""
-        self._now: list[Operation] = []
-        self.operations.append(self._now)
-        self._spend("other", self._rates.start)
-        if self._phase == "backward":  # delta
-            own = self._problem.counts[rank]
-            self._spend("compute", self._copying(2 * own * self._problem.config.nbytes("q")))
-        for place, program in enumerate(programs):
-            self._steps(place, program)
-        last = programs[-1]
-        for rows in last.results.values():
-            if last.arrays[rows.array].role == "buffer":  # the caller gets copies
-                self._spend("other", self._copying(nbytes(last, rows)))
 
-    def _spend(self, part: str, seconds: float) -> None:
-        if seconds:
-            self._now.append(("spend", part, float(seconds)))
+def _message(program: Program, step: Message) -> tuple[int, ...]:
+    """A row of `Tape.messages`."""
+    array, count = program.arrays[step.rows.array], step.rows.count
+    sizes = program.group.row_bytes(array)
+    same = _KINDS[array.kind], step.tag, step.turn  # on both sides; two ranks share one channel
+    pieces = sum(-(-count * x // MAX_MESSAGE) for x in sizes)
+    return step.peer, isinstance(step, Receive), *same, count * sum(sizes), len(sizes), pieces
 
-    def _steps(self, place: int, program: Program) -> None:
-        seconds = iter(self._kernel_seconds(program))
-        keeping, numbers = _keeping_step(program), []
-        posted: list[int] = []
-        for step in program.steps:
-            if isinstance(step, MESSAGES):
-                numbers.append(self._number(place, program, step))
-                posted.append(numbers[-1])
-                if step.index not in keeping:
-                    continue
-            if posted:  # messages that are posted together leave together
-                self._now.append(("post", posted))
-                posted = []
-            match step:
-                case Send():
-                    self._spend("other", self._rates.turn / self._rates.share)
-                case Wait():
-                    self._now.append(("wait", [numbers[x] for x in step.messages]))
-                case Attend() | Differentiate():
-                    self._spend("compute", next(seconds))
-                    self._spend("other", self._rates.step / self._rates.share)
-                case Merge():
-                    self._spend("merge", self._merging(program, step.source))
-                case Copy() | Add():
-                    self._spend("merge", self._copying(nbytes(program, step.source)))
-                case Clear():
-                    self._spend("other", self._copying(nbytes(program, step.rows)))
 
-    def _number(self, place: int, program: Program, step: Message) -> int:
-        """Number of a message, which both sides know by the same key."""
-        array, peer = program.arrays[step.rows.array], program.logical(step.peer)
-        ends = (program.logical(program.rank), peer)
-        if isinstance(step, Receive):
-            ends = ends[::-1]
-        key = place, *ends, array.kind, step.tag, step.turn  # two ranks share one channel
-        number = self._numbers.get(key)
-        if number is None:
-            number = self._numbers[key] = len(self._numbers)
-            sizes = program.group.row_bytes(array)
-            count = step.rows.count
-            values = (*ends, count * sum(sizes), len(sizes))
-            for column, value in zip(self.columns, values):
-                column.append(value)
-            self.pieces.append(sum(-(-count * x // MAX_MESSAGE) for x in sizes))
-        return number
-
-    def _kernel_seconds(self, program: Program) -> list[float]:
-        """Seconds of every kernel call of a program; the ranks of a Ulysses group have one."""
-        calls = [x for x in program.steps if isinstance(x, CALLS)]
-        if not calls:
-            return []
-        key = program.rank, program.group
-        if key == self._timed[0]:
-            return self._timed[1]
-        figures = []
-        for x in calls:
-            q, k = program.token_runs(x.queries), program.token_runs(x.keys)
-            area, cut = pairs_of_runs(program.mask, q, k)
-            figures.append((area, x.queries.count, x.keys.count, cut))
-        config = program.group.config
-        heads = config.nheads, config.nheads_kv, config.headdim
-        backward = self._phase == "backward"
-        seconds = self._kernel.seconds(*np.array(figures, float).T, heads, backward)
-        self._timed = key, (seconds / self._rates.share).tolist()
-        return self._timed[1]
-
-    def _copying(self, size: float) -> float:
-        """Seconds to copy, or to add, this many bytes."""
-        return size / self._rates.copy / self._rates.share
-
-    def _merging(self, program: Program, rows: Rows) -> float:
-        """Seconds to merge a partial out."""
-        size = rows.count * program.group.config.nbytes("dq", wide=True)
-        return size / self._rates.merge / self._rates.share
+def _kernel_seconds(program: Program, rates: Rates, backward: bool) -> list[float]:
+    """Seconds of every kernel call of a program."""
+    calls = [x for x in program.steps if isinstance(x, _CALLS)]
+    if not calls:
+        return []
+    area, cut = pairs_of(program, calls)
+    nq, nk = (np.array([x[i].count for x in calls]) for i in range(2))  # queries, keys
+    config = program.group.config
+    heads = config.nheads, config.nheads_kv, config.headdim
+    return (rates.kernel.seconds(area, nq, nk, cut, heads, backward) / rates.share).tolist()
 
 
 def _keeping_step(program: Program) -> set[int]:
@@ -306,7 +339,7 @@ def _keeping_step(program: Program) -> set[int]:
     """
     found, calls, posted = set(), 0, {}
     for step in program.steps[: program.body]:
-        if isinstance(step, CALLS):
+        if isinstance(step, _CALLS):
             calls += 1
         elif isinstance(step, Send):
             posted[step.index] = calls

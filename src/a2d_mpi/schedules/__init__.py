@@ -6,31 +6,51 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections import UserDict
+from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
+from importlib import import_module
 from typing import NamedTuple
 
-from a2d_mpi.core.balance import balanced, shares
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.mask_check import check_visible
-from a2d_mpi.core.masks import Full, Mask
-from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.schedules import alone, attention2d, blocks, heads, node_aware, ring, triangle
+from a2d_mpi.masks.mask import Full, Mask
+from a2d_mpi.masks.visible import check_visible
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import Method
-from a2d_mpi.schedules.program import Program
+from a2d_mpi.schedules.problem import Problem
+from a2d_mpi.schedules.program import Enough, Program
+from a2d_mpi.sharding.distribution import Distribution, shares
 
-METHODS: dict[str, Method] = {
-    "attention2d": attention2d.METHOD,
-    "ring": ring.RING,
-    "striped ring": ring.STRIPED_RING,
-    "double ring": ring.DOUBLE_RING,
-    "triangle": triangle.METHOD,
-    "node aware": node_aware.METHOD,
-    "blocks": blocks.METHOD,
-}
+
+class Methods(UserDict):
+    """Methods by name.  The module of a method is imported when the method is first used."""
+
+    def __getitem__(self, name: str) -> Method:
+        """Get a method."""
+        method = self.data[name]
+        if isinstance(method, str):
+            method = self.data[name] = _imported(method)
+        return method
+
+
+def _imported(where: str) -> object:
+    module, name = where.split(":")
+    return getattr(import_module(f"a2d_mpi.schedules.{module}"), name)
+
+
+METHODS: Methods = Methods(
+    {
+        "attention2d": "attention2d:METHOD",
+        "ring": "ring:RING",
+        "striped ring": "ring:STRIPED_RING",
+        "double ring": "ring:DOUBLE_RING",
+        "triangle": "triangle:METHOD",
+        "node aware": "node_aware:METHOD",
+        "blocks": "blocks:METHOD",
+    }
+)
 
 
 def register_method(name: str, method: Method) -> None:
@@ -93,7 +113,7 @@ def problem_of(
     known, keys, aligned = _known(method), None, mask.aligned(n, m)
     check_visible(aligned, n, m)
     if known.place:
-        own = config.context_group(layout.heads)
+        own = config.cp_group(layout.heads)
         runs = known.place(mask, n, layout.positions, own.nheads_kv / own.nheads)
         listed = tuple(x for whole in runs for x in shares(whole, layout.heads))
         shards = Distribution(name, n, layout.size, layout.heads, listed)
@@ -105,22 +125,64 @@ def problem_of(
     return Problem(AttentionConfig(**config.arguments), shards, aligned, keys)
 
 
-@lru_cache(maxsize=64)
 def distribute(
     name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1
 ) -> Distribution:
-    """Distribution of one sequence on ranks that compute so many rows and columns of tiles.
+    """Distribution of one sequence on ranks that compute so many rows and columns of tiles."""
+    if name == "balanced":
+        return _balanced(mask, seqlen, rows, cols, heads)
+    return _by_formula(name, seqlen, rows * cols * heads, heads)
 
-    Remembered: a balanced one takes a second or two.
-    """
-    listed = balanced(mask, seqlen, rows, cols, heads) if name == "balanced" else None
-    return Distribution(name, seqlen, rows * cols * heads, heads, listed)
+
+@lru_cache(maxsize=64)  # a search takes a second or two
+def _balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int) -> Distribution:
+    from a2d_mpi.sharding.balance import balanced
+
+    listed = balanced(mask, seqlen, rows, cols, heads)
+    return Distribution("balanced", seqlen, rows * cols * heads, heads, listed)
+
+
+_by_formula = lru_cache(maxsize=64)(Distribution)  # it remembers the runs of its shards
 
 
 def _known(method: str) -> Method:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
     return METHODS[method]
+
+
+class Part(NamedTuple):
+    """One of the programs that a rank runs one after the other; a value, not written yet.
+
+    Attributes
+    ----------
+    writer : callable
+        Writes the steps.
+    group : Group
+    rank : int
+        In the group.
+    stride, offset : int
+        The rank p of the group is the rank ``p stride + offset`` of the layout.
+    """
+
+    writer: Callable[[Program], None]
+    group: Group
+    rank: int
+    stride: int = 1
+    offset: int = 0
+
+    @property
+    def anywhere(self) -> Part:
+        """The same program for the first ranks: equal for all ranks that run it."""
+        return Part(self.writer, self.group, self.rank)
+
+    def write(self, steps: int | None = None) -> Program:
+        """Write the program, or its first steps and waits for the messages of these."""
+        program = Program(self.rank, self.group, self.stride, self.offset, steps)
+        with suppress(Enough):
+            self.writer(program)
+        program.finish()
+        return program
 
 
 def write(
@@ -131,10 +193,22 @@ def write(
     rank: int,
     overlap: bool = True,
 ) -> list[Program]:
-    """Write the programs of one rank, which it runs one after the other.
+    """Write the programs of one rank, which it runs one after the other; see `parts_of`."""
+    return [x.write() for x in parts_of(method, phase, layout, problem, rank, overlap)]
 
-    The program of its context-parallel group and, with a head axis, the exchange of heads before
-    and after it.
+
+def parts_of(
+    method: str,
+    phase: str,
+    layout: Layout,
+    problem: Problem,
+    rank: int,
+    overlap: bool = True,
+) -> list[Part]:
+    """The program of a rank's context-parallel group and, with a head axis, the exchange of heads.
+
+    Ranks have the same program where writer, group and rank in the group are equal: the U ranks of
+    a position in their context-parallel groups, and ranks of Ulysses groups that are alike.
 
     Parameters
     ----------
@@ -153,62 +227,58 @@ def write(
     ValueError
         If there is no such method, or the problem does not fit the layout.
     """
-    return next(write_each(method, phase, layout, problem, (rank,), overlap))
+    groups, u = _groups(method, layout, problem, overlap), layout.heads
+    position, head = divmod(rank, u)
+    known = _known(method)
+    if layout.positions == 1:
+        from a2d_mpi.schedules import alone as known
+    attention = Part(getattr(known, phase), groups.inside[head], position, u, head)
+    if u == 1:
+        return [attention]
+    from a2d_mpi.schedules import heads
+
+    before, after = heads.EXCHANGES[phase]
+    ulysses = groups.ulysses(position), head, 1, position * u
+    return [Part(before, *ulysses), attention, Part(after, *ulysses)]
 
 
-def write_each(
-    method: str,
-    phase: str,
-    layout: Layout,
-    problem: Problem,
-    ranks: Iterable[int],
-    overlap: bool = True,
-) -> Iterator[list[Program]]:
-    """Write the programs of several ranks, one rank after the other; arguments as of `write`.
-
-    The ranks of a Ulysses group have the same program of their context-parallel group: where they
-    follow each other it is written once.
-    """
-    groups = _groups(method, layout, problem, overlap)
-    backward, u = phase == "backward", layout.heads
-    known, inside = _known(method) if layout.positions > 1 else alone, None
-    for rank in ranks:
-        position, group = rank // u, groups.inside[rank % u]
-        if inside is None or (inside.rank, inside.group) != (position, group):
-            inside = Program(position, group)
-            (known.backward if backward else known.forward)(inside)
-            inside.finish()
-        programs = [inside.of_ranks(u, rank % u)]
-        if u > 1:
-            before, after = (Program(rank, groups.heads) for _ in range(2))
-            heads.share(before, backward)
-            heads.collect(after, backward)
-            before.finish()
-            after.finish()
-            programs = [before, *programs, after]
-        yield programs
-
-
-class _Groups(NamedTuple):
+class _Groups:
     """Groups of all ranks of a layout: the context-parallel groups, and the Ulysses groups."""
 
-    inside: list[Group]
-    heads: Group
+    def __init__(self, method: str, layout: Layout, problem: Problem, overlap: bool) -> None:
+        if problem.shards.nshards != layout.size:
+            raise ValueError(f"{problem.shards.nshards} shards for {layout.size} ranks")
+        known, u, config = _known(method), layout.heads, problem.config
+        rows, cols, inner = known.shape(layout)
+        group = problem.cp_group(u)
+        self._alike = {"overlap": overlap, "mixed_precision": config.mixed_precision}
+        self._alike["shares_kv"] = config.nheads_kv < u
+        nodes = [layout.nodes_of_group(x) if known.knows_nodes else None for x in range(u)]
+        self.inside = [
+            Group(rows, cols, group, group.config, inner=inner, nodes=_renamed(x), **self._alike)
+            for x in nodes
+        ]
+        self._heads, self._problem = u, problem
+        self._known: dict[int, Group] = {}
+
+    def ulysses(self, position: int) -> Group:
+        """The Ulysses group of a position, whose tokens are numbered among themselves."""
+        if position not in self._known:
+            u, config = self._heads, self.inside[0].config
+            members = range(position * u, (position + 1) * u)
+            self._known[position] = Group(1, u, self._problem.of(members), config, **self._alike)
+        return self._known[position]
 
 
-@lru_cache(maxsize=4)  # the programs of all ranks share what their groups know
-def _groups(method: str, layout: Layout, problem: Problem, overlap: bool) -> _Groups:
-    if problem.shards.nshards != layout.size:
-        raise ValueError(f"{problem.shards.nshards} shards for {layout.size} ranks")
-    known, u, config = _known(method), layout.heads, problem.config
-    rows, cols, inner = known.shape(layout)
-    group = problem.context_group(u)
-    alike = {"overlap": overlap, "narrow": config.narrow, "shares_kv": config.nheads_kv < u}
-    inside = [
-        Group(rows, cols, group, group.config, inner=inner, nodes=nodes, **alike)
-        for nodes in (map(layout.nodes_of_group, range(u)) if known.knows_nodes else [None] * u)
-    ]
-    return _Groups(inside, Group(1, u, problem, group.config, **alike))
+_groups = lru_cache(maxsize=4)(_Groups)  # the programs of all ranks share what their groups know
+
+
+def _renamed(nodes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The same nodes with names from 0 in the same order: groups that are alike are equal."""
+    if nodes is None:
+        return None
+    names = {x: i for i, x in enumerate(sorted(set(nodes)))}
+    return tuple(names[x] for x in nodes)
 
 
 def essence(method: str, layout: Layout) -> Layout:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from a2d_mpi.core.pairs import pairs_of_runs
+from collections.abc import Sequence
+
+import numpy as np
+
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import KINDS, Attend, Rows
+from a2d_mpi.schedules.steps import KINDS, Attend, Differentiate, Rows
+from a2d_mpi.sharding.pairs import pairs_of_runs
 
 
 def nbytes(program: Program, rows: Rows) -> int:
@@ -14,9 +18,14 @@ def nbytes(program: Program, rows: Rows) -> int:
 
 def area(program: Program) -> int:
     """Visible pairs that the rank computes for each head of its context-parallel group."""
-    calls = (x for x in program.steps if isinstance(x, Attend))
-    runs = ((program.token_runs(x.queries), program.token_runs(x.keys)) for x in calls)
-    return sum(pairs_of_runs(program.mask, *both)[0] for both in runs)
+    calls = [x for x in program.steps if isinstance(x, Attend)]
+    return int(pairs_of(program, calls)[0].sum())
+
+
+def pairs_of(program: Program, calls: Sequence[Attend | Differentiate]) -> np.ndarray:
+    """Visible pairs of kernel calls, and queries that need a mask, (2, calls) int64."""
+    runs = [(program.token_runs(x.queries), program.token_runs(x.keys)) for x in calls]
+    return pairs_of_runs(program.mask, runs)
 
 
 def buffers(program: Program) -> dict[tuple[str, str], int]:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from a2d_mpi.core.intervals import Runs
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.collectives import Coming, Partials, all_gather
 from a2d_mpi.schedules.group import chunked
 from a2d_mpi.schedules.method import Method

@@ -1,9 +1,9 @@
 """Blocks of tokens placed by an optimiser: any mask, any number of ranks.
 
-The tokens are cut into blocks, each with an owner; each pair of a block of queries and a block of
-keys in which a query sees a key has a rank that computes it (`a2d_mpi.core.placement`).  A rank
-gets the queries and keys that its pairs need, straight from their owners, computes its pairs, and
-sends partial results straight back.  Of a block a rank needs the tokens that its pairs require.
+The tokens are cut into blocks.  Each block has an owner.  Each pair of a block of queries and a
+block of keys in which a query sees a key is computed by one rank (`a2d_mpi.sharding.placement`).
+The rank receives the queries and keys of its pairs straight from their owners, computes its pairs,
+and sends partial results straight back.  Only rows that its pairs require travel.
 
 Source: DCP (Jiang et al., "DCP: Addressing Input Dynamism In Long-Context Training via Dynamic
 Context Parallelism", SOSP 2025, arXiv:2510.10620) places blocks of data and of computation in this
@@ -15,22 +15,27 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from a2d_mpi.core.assigned import Assigned
-from a2d_mpi.core.intervals import Runs, joined
-from a2d_mpi.core.masks import Mask
-from a2d_mpi.core.placement import Placement, place
-from a2d_mpi.core.problem import Problem
+from a2d_mpi.masks.intervals import Runs, joined
+from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.method import Method
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Receive, Rows
+from a2d_mpi.sharding.assigned import Assigned
+
+if TYPE_CHECKING:
+    from a2d_mpi.sharding.assignment import Assignment
 
 
 @lru_cache(maxsize=16)
-def placed(mask: Mask, seqlen: int, ranks: int, kv_share: float) -> Placement:
-    """Place the blocks of a sequence; see `a2d_mpi.core.placement.place`.  Remembered."""
+def placed(mask: Mask, seqlen: int, ranks: int, kv_share: float) -> Assignment:
+    """Place the blocks of a sequence; see `a2d_mpi.sharding.placement.place`.  Remembered."""
+    from a2d_mpi.sharding.placement import place
+
     return place(mask, seqlen, ranks, kv_share=kv_share)
 
 
@@ -40,7 +45,7 @@ class Needs:
     Parameters
     ----------
     problem : Problem
-        Of the context group.
+        Of the context-parallel group.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -54,29 +59,30 @@ class Needs:
 
     def digest(self) -> str:
         """Short text that follows from the placement."""
-        x = self.placement
+        x, demand = self.placement, self.placement.demand
         found = hashlib.sha256()
-        for array in (x.bounds, x.owner, x.pairs, x.rank):
+        for array in (demand.bounds, x.owner, demand.pairs, x.rank):
             found.update(np.ascontiguousarray(array, np.int64))
         return found.hexdigest()[:12]
 
     def assigned(self, rank: int) -> Assigned:
         """The mask of the pairs that a rank computes."""
         if rank not in self._assigned:
-            x = self.placement
-            self._assigned[rank] = Assigned(self._mask, x.bounds, x.pairs[x.rank == rank])
+            x, demand = self.placement, self.placement.demand
+            pairs = demand.pairs[x.rank == rank]
+            self._assigned[rank] = Assigned(self._mask, demand.bounds, pairs)
         return self._assigned[rank]
 
     def of(self, of_keys: bool, owner: int, rank: int) -> Runs:
         """Places in the owner's shard of the tokens that a rank needs."""
         key = of_keys, owner, rank
         if key not in self._found:
-            x, mask = self.placement, self.assigned(rank)
-            pairs = x.pairs[x.rank == rank]
+            x, mask, demand = self.placement, self.assigned(rank), self.placement.demand
+            pairs = demand.pairs[x.rank == rank]
             own = x.owner[pairs[:, int(of_keys)]] == owner
             tokens: list[tuple[int, int]] = []
             for block in np.unique(pairs[own, int(of_keys)]).tolist():
-                first, last = x.bounds[block : block + 2].tolist()
+                first, last = demand.bounds[block : block + 2].tolist()
                 tokens += mask.met(of_keys, first, last, pairs)
             self._found[key] = self._shards.places(owner, joined(tokens))
         return self._found[key]

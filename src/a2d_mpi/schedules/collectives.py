@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from a2d_mpi.core.intervals import Runs
+from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.group import chunked
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Receive, Rows

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from a2d_mpi.core.chunks import chunks
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.distribution import Distribution
-from a2d_mpi.core.intervals import Runs, cut, size
-from a2d_mpi.core.problem import Problem
+from a2d_mpi.masks.intervals import Runs, cut, size
+from a2d_mpi.schedules.chunks import chunks
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import KINDS, Array
+from a2d_mpi.sharding.distribution import Distribution
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Group:
         Whether to compute while messages travel.
     inner : str
         Name of the channel of inner hops, of rings.
-    narrow : bool
+    mixed_precision : bool
         Whether the storage dtype is narrower than the accumulation dtype.
     shares_kv : bool
         Whether several groups share a KV head.
@@ -43,11 +43,14 @@ class Group:
     config: AttentionConfig
     overlap: bool = True
     inner: str = ""
-    narrow: bool = False
+    mixed_precision: bool = False
     shares_kv: bool = False
     nodes: tuple[int, ...] | None = None
     _sets: dict[tuple, frozenset[int]] = field(default_factory=dict, repr=False, compare=False)
     _bytes: dict[tuple, list[int]] = field(default_factory=dict, repr=False, compare=False)
+
+    def __hash__(self) -> int:
+        return hash((self.rows, self.cols, self.problem.shards))  # nodes may be many
 
     @property
     def nheads(self) -> int:
@@ -68,11 +71,13 @@ class Group:
         """The ranks of a rank's column: the owners of its tile's keys."""
         return range(rank % self.cols, self.rows * self.cols, self.cols)
 
-    def ring_of(self, first: int, number: int, size: int) -> frozenset[int]:
+    def ring_of(self, first: int, number: int, size: int) -> Collection[int]:
         """Ranks from the first one on, in rings of `size` ranks: after a ring's last its first."""
+        begin = first // size * size
+        if first + number <= begin + size:
+            return range(first, first + number)
         key = first, number, size
         if key not in self._sets:  # the same object for all ranks: it is looked up often
-            begin = first // size * size
             members = (begin + (first + i) % size for i in range(number))
             self._sets[key] = frozenset(members)
         return self._sets[key]
@@ -98,7 +103,7 @@ class Group:
     def required(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:
         """Places of an owner's tokens that other shards see or are seen by.
 
-        See `a2d_mpi.core.visibility.Visibility.required`.
+        See `a2d_mpi.sharding.visibility.Visibility.required`.
         """
         return self.problem.visibility.required(of_keys, owner, others)
 

@@ -8,6 +8,9 @@ all tensors together: MPI's all-to-all does not take device memory everywhere.
 
 from __future__ import annotations
 
+from functools import partial
+
+from a2d_mpi.core.config import PHASES
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import SUMS, Rows
 
@@ -18,10 +21,9 @@ class Ulysses:
     def __init__(self, p: Program, kind: str, accumulated: tuple[str, ...] = SUMS) -> None:
         self.p, self.kind, self.accumulated = p, kind, accumulated
         size = p.group.cols
-        first = p.rank - p.rank % size
-        p.channels["head"] = tuple(range(first, first + size))
+        p.channels["head"] = tuple(range(size))
         # Nearest following first.
-        self.peers = [first + (p.rank + u) % size for u in range(1, size)]
+        self.peers = [(p.rank + u) % size for u in range(1, size)]
         self._parcels: dict[str, Rows] = {}
 
     def parcel(self, name: str, owner: int) -> Rows:
@@ -78,7 +80,7 @@ def collect(p: Program, backward: bool) -> None:
         sums = ("dk", "dv") if kind in ("gradients", "dkv") and p.group.shares_kv else ()
         x = Ulysses(p, kind, ("lse", *sums))
         group = x.together("group", "given", SUMS)
-        if p.group.narrow:  # results travel as the caller gets them, but for sums
+        if p.group.mixed_precision:  # results travel as the caller gets them, but for sums
             rounded = x.together("rounded")
             p.copy(p.rows(group), p.rows(rounded))
             group = rounded
@@ -102,3 +104,10 @@ def collect(p: Program, backward: bool) -> None:
             move = p.combine if sums else p.copy
             move(x.parcel(f"returning {i}", p.rank), own._replace(head=peer))
         p.results[kind] = own
+
+
+# By phase, what comes before attention and what comes after it.
+EXCHANGES = {
+    phase: tuple(partial(write, backward=backward) for write in (share, collect))
+    for backward, phase in enumerate(PHASES)
+}

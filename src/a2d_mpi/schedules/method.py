@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from a2d_mpi.core.distribution import Shards
-from a2d_mpi.core.masks import Causal, Mask
-from a2d_mpi.core.problem import Problem
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.mask import Causal, Mask
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
+from a2d_mpi.sharding.distribution import Shards
 
 
 class Method(NamedTuple):
@@ -29,13 +29,13 @@ class Method(NamedTuple):
         Rows and columns of the tiles that the ranks of a layout compute: those that the balanced
         distribution makes even.
     place : callable or None
-        Gives the runs of tokens of every rank of a context group, for a mask, the number of
-        tokens, that of ranks, and the share of KV heads; None: `distribution` is a formula, or
-        that of the mask.
+        Gives the runs of tokens of every rank of a context-parallel group, for a mask, the number
+        of tokens, the number of ranks, and the share of KV heads.  None: `distribution` is a
+        formula, or the mask's.
     digest : callable or None
         Text that tells placements of a problem apart, on which ranks agree.
     whole : callable
-        The most positions, of so many at most, that a context group can have.
+        The most positions, of so many at most, that a context-parallel group can have.
     causal : bool
         Whether it is for the causal mask only.
     known_as : callable

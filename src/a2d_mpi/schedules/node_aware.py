@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from a2d_mpi.core.intervals import Runs
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
+from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.attention2d import Tile, gradients_by_query
 from a2d_mpi.schedules.collectives import Coming
 from a2d_mpi.schedules.lines import Line, equal_share
@@ -144,7 +144,7 @@ class Sums:
         for owner, rows in [x for node in nodes for x in self._held.pop(node)]:
             self._add(owner, rows)
             array = p.arrays[rows.array]
-            if array.accumulated != SUMS and p.group.narrow:
+            if array.accumulated != SUMS and p.group.mixed_precision:
                 name = p.array(f"rounded {rows.array}", self.kind, array.pieces)
                 p.copy(rows, rows._replace(array=name))
                 rows = rows._replace(array=name)

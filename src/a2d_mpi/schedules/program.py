@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from a2d_mpi.core.chunks import FIRST_SHARE, split_own_shard, splits_own_shard
-from a2d_mpi.core.intervals import (
+from a2d_mpi.masks.intervals import (
     Runs,
     common,
     cut,
@@ -18,9 +16,10 @@ from a2d_mpi.core.intervals import (
     queries_per_key,
     size,
 )
-from a2d_mpi.core.masks import Causal, Full
-from a2d_mpi.core.pairs import pairs_of_runs
+from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.schedules.chunks import FIRST_SHARE, split_own_shard, splits_own_shard
 from a2d_mpi.schedules.group import Group
+from a2d_mpi.schedules.progressions import concatenated, progressions, ranks_among
 from a2d_mpi.schedules.steps import (
     KINDS,
     SUMS,
@@ -38,6 +37,25 @@ from a2d_mpi.schedules.steps import (
     Step,
     Wait,
 )
+from a2d_mpi.sharding.pairs import causal_share
+
+
+class Enough(Exception):
+    """A program has as many steps as were asked for."""
+
+
+class Steps(list):
+    """Steps, so many at most; None: any number."""
+
+    def __init__(self, most: int | None) -> None:
+        super().__init__()
+        self.most = most
+
+    def append(self, step: Step) -> None:
+        """Add a step; raises `Enough` when there are as many as were asked for."""
+        super().append(step)
+        if self.most is not None and len(self) >= self.most:
+            raise Enough
 
 
 class Program:
@@ -48,6 +66,10 @@ class Program:
     rank : int
         In the group.
     group : Group
+    stride, offset : int
+        The rank p of the group is the rank ``p stride + offset`` of the layout.
+    most : int, optional
+        Steps that are asked for; default: all.
 
     Attributes
     ----------
@@ -65,12 +87,14 @@ class Program:
         Of the pairs that this rank computes.
     """
 
-    def __init__(self, rank: int, group: Group) -> None:
+    def __init__(
+        self, rank: int, group: Group, stride: int = 1, offset: int = 0, most: int | None = None
+    ) -> None:
         self.rank, self.group, self.mask = rank, group, group.problem.mask
-        self._stride, self._offset = 1, 0
+        self._stride, self._offset = stride, offset
         self.channels: dict[str, tuple[int, ...]] = {}
         self.arrays: dict[str, Array] = {}
-        self.steps: list[Step] = []
+        self.steps = Steps(most)
         self.results: dict[str, Rows] = {}
         self._known_offsets: dict[str, list[int]] = {}
         self._index: dict[str, dict[int, list[int]]] = {}
@@ -87,13 +111,7 @@ class Program:
         self._held: list[tuple[str, int, Rows]] = []
         self._positions: dict[str, list[tuple[int, list[range]]]] = {}
 
-    def of_ranks(self, stride: int, offset: int) -> Program:
-        """The same program for the ranks ``p stride + offset`` of the layout."""
-        found = copy(self)
-        found._stride, found._offset = stride, offset
-        return found
-
-    def logical(self, rank: int) -> int:
+    def grid_rank(self, rank: int) -> int:
         """The rank of the layout that a rank of the group is."""
         return rank * self._stride + self._offset
 
@@ -204,7 +222,7 @@ class Program:
         if rows not in self._token_runs:
             array = self.arrays[rows.array]
             if array.by_token and rows.count < array.length:
-                return _progressions(self.tokens(rows))
+                return progressions(self.tokens(rows))
             shards = self.group.shards(array.of_keys)
             pieces = array.pieces if rows.count == array.length else self.pieces(rows)
             found = [r for owner, places in pieces for r in shards.at(owner, places)]
@@ -216,8 +234,8 @@ class Program:
         array = self.arrays[rows.array]
         if array.by_token:
             whole = self.token_runs(Rows(rows.array, (range(array.length),)))
-            return np.sort(_concatenated(whole))[positions(rows)]
-        return _concatenated(self.token_runs(rows))
+            return np.sort(concatenated(whole))[positions(rows)]
+        return concatenated(self.token_runs(rows))
 
     def sorted_twin(self, name: str) -> str:
         """Declare the array whose rows are those of another one, by token; returns its name.
@@ -305,15 +323,14 @@ class Program:
     def _tokens_with(self, of_keys: bool, others: tuple[int, ...], n: int) -> int:
         """First tokens of this rank's shard that have `FIRST_SHARE` of its visible pairs."""
         shards, problem = self.group.shards(of_keys), self.group.problem
-        if type(self.mask) in (Full, Causal):  # in closed form, far faster
-            theirs = problem.runs_of(not of_keys, others)
-
-            def pairs(tokens: int) -> int:
-                own = shards.at(self.rank, ((0, tokens),))
-                return pairs_of_runs(self.mask, *((theirs, own) if of_keys else (own, theirs)))[0]
-
-            target = FIRST_SHARE * pairs(n)
-            return bisect_left(range(n), target, key=lambda i: pairs(i + 1))
+        if type(self.mask) is Full:  # in closed form, far faster; likewise causal
+            theirs = sum(map(len, problem.runs_of(not of_keys, others)))
+            return bisect_left(
+                range(n), FIRST_SHARE * (n * theirs), key=lambda i: (i + 1) * theirs
+            )
+        if type(self.mask) is Causal:
+            own, theirs = shards.runs(self.rank), problem.runs_of(not of_keys, others)
+            return causal_share(own, theirs, of_keys, FIRST_SHARE)
         shard, tokens = shards.tokens(self.rank), problem.tokens_of(not of_keys, others)
         if of_keys:
             areas = queries_per_key(self.mask.intervals(tokens, shard), len(shard))
@@ -370,7 +387,7 @@ class Program:
 
     def finish(self) -> None:
         """Wait for all messages that nothing has waited for."""
-        self.body = len(self.steps)
+        self.steps.most, self.body = None, len(self.steps)
         waited = {x for step in self.steps if isinstance(step, Wait) for x in step.messages}
         left = [x for x in self.steps if isinstance(x, Send | Receive) and x.index not in waited]
         for channel in self.channels:
@@ -490,7 +507,7 @@ class Program:
 
 def positions(rows: Rows) -> np.ndarray:
     """Positions of rows in the memory of their array, (rows,) int64."""
-    return _concatenated(rows.runs)
+    return concatenated(rows.runs)
 
 
 def common_rows(source: Rows, target: Rows) -> list[tuple[Rows, Rows]]:
@@ -527,59 +544,3 @@ def _place(found: list[range], offset: int, held: Runs, places: Runs | None) -> 
             else:
                 found.append(range(first, last))
         offset += end - begin
-
-
-def _joined(runs: list[range]) -> list[range]:
-    found: list[range] = []
-    for run in runs:
-        if found and found[-1].stop == run.start:
-            found[-1] = range(found[-1].start, run.stop)
-        else:
-            found.append(run)
-    return found
-
-
-def _concatenated(runs: Iterable[range]) -> np.ndarray:
-    found = [np.arange(r.start, r.stop, r.step) for r in runs]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
-
-
-def ranks_among(pieces: Sequence[Sequence[range]]) -> list[list[range]]:
-    """Positions of the integers of each piece in the sorted union of all pieces.
-
-    `pieces`: ascending progressions; none is empty, and no integer occurs twice.
-    """
-    found: list[list[range]] = [[] for _ in pieces]
-    ordered = sorted(((r, i) for i, piece in enumerate(pieces) for r in piece), key=_start)
-    if all(a[-1] < b[0] for (a, _), (b, _) in pairwise(ordered)):
-        done = 0
-        for r, i in ordered:
-            found[i] = _joined([*found[i], range(done, done + len(r))])
-            done += len(r)
-        return found
-    integers = [_concatenated(piece) for piece in pieces]
-    order = np.argsort(np.concatenate(integers))
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    ends = np.cumsum([len(x) for x in integers])
-    return [_progressions(x) for x in np.split(place, ends[:-1])]
-
-
-def _start(piece: tuple[range, int]) -> int:
-    return piece[0].start
-
-
-def _progressions(x: np.ndarray) -> list[range]:
-    """Integers in ascending order as few arithmetic progressions."""
-    steps, found, first = np.diff(x), [], 0
-    changes = np.flatnonzero(np.diff(steps)) + 1
-    while first < len(x):
-        if first == len(x) - 1:
-            found.append(range(int(x[first]), int(x[first]) + 1))
-            break
-        step = int(steps[first])
-        later = changes[np.searchsorted(changes, first, side="right") :]
-        last = int(later[0]) if len(later) else len(x) - 1
-        found.append(range(int(x[first]), int(x[last]) + 1, step))
-        first = last + 1
-    return found

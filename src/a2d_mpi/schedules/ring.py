@@ -27,10 +27,10 @@ one group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from a2d_mpi.core.intervals import Runs
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Message, Rows
@@ -58,11 +58,11 @@ class Ring:
         group = (self.group + groups) % self.groups
         return group * self.places + (self.place + places) % self.places
 
-    def line(self, first: int, number: int) -> frozenset[int]:
+    def line(self, first: int, number: int) -> Collection[int]:
         """Ranks of this group, the first of them `first` places after this one."""
         return self.p.group.ring_of(self.at(0, first), number, self.places)
 
-    def all_of(self, first: int, number: int) -> frozenset[int]:
+    def all_of(self, first: int, number: int) -> Collection[int]:
         """All ranks of some groups, the first of them `first` groups after this one."""
         begin = (self.group + first) % self.groups * self.places
         whole = self.groups * self.places
@@ -71,9 +71,9 @@ class Ring:
     def required(
         self,
         owner: int,
-        others: frozenset[int],
-        provided: frozenset[int] | None = None,
-        unless: frozenset[int] = frozenset(),
+        others: Collection[int],
+        provided: Collection[int] | None = None,
+        unless: Collection[int] = (),
     ) -> Runs:
         """Places of the owner's keys that other ranks require.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from a2d_mpi.core.intervals import Runs
+from a2d_mpi.masks.intervals import Runs
 
 # The tensors of a kind of rows.
 KINDS = {

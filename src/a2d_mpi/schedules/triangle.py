@@ -2,7 +2,7 @@
 
 The P = T (T-1) / 2 ranks are the pairs i > j of T segments.  Rank (i, j) computes the block of the
 queries of segment i and the keys of segment j, and its share of both diagonal blocks, for which
-all is at hand (`a2d_mpi.core.triangle`).  What it meets, its own slices included::
+all is at hand (`a2d_mpi.sharding.triangle`).  What it meets, its own slices included::
 
                       keys of j, A   keys of j, B   own keys of i
     own of j, B lower                  all visible
@@ -26,12 +26,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from a2d_mpi.core import triangle
-from a2d_mpi.core.intervals import Runs
+from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, SUMS, Receive, Rows
 from a2d_mpi.schedules.trees import trees
+from a2d_mpi.sharding import triangle
 
 
 class Side:
@@ -142,7 +142,7 @@ class Side:
         """Merge what came for an owner's rows with this rank's own part, and send it on."""
         p, partial = self.p, self.p.arrays[array]
         self.merge(array, owner)
-        if p.group.narrow and partial.accumulated != SUMS:
+        if p.group.mixed_precision and partial.accumulated != SUMS:
             # Merged as it is computed, rounded once.
             rounded = p.array(f"{array}, rounded", partial.kind, partial.pieces)
             rows = p.rows(array, owner, self.slice(owner))

@@ -1,0 +1,101 @@
+"""Checks of the arguments of a plan and of its calls; each raises ValueError with the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.config import OF_KEYS, AttentionConfig
+from a2d_mpi.core.sizes import misfit
+from a2d_mpi.devices import device_of
+from a2d_mpi.devices.protocol import Array, Device
+from a2d_mpi.masks.mask import Mask
+from a2d_mpi.schedules import METHODS
+
+
+def check_problem(
+    method: str,
+    mask: Mask,
+    config: AttentionConfig,
+    grid: ProcessGrid,
+    named: tuple[str | None, str | None],
+) -> None:
+    """Check that mask, sizes and named distributions fit the method, the grid and the machine.
+
+    Parameters
+    ----------
+    method : str
+        One of `a2d_mpi.schedules.METHODS`.
+    mask : Mask
+    config : AttentionConfig
+    grid : ProcessGrid
+    named : (str or None, str or None)
+        Distributions of the queries and of the keys, as the user gave them.
+    """
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a Mask, got {mask!r}")
+    config.check_room(grid.comm.size)
+    mask.aligned(config.seqlen, config.seqlen_kv)
+    if why := misfit(config.nheads, config.nheads_kv, grid.heads):
+        raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
+    known = METHODS[method]
+    if not known.takes(mask):
+        raise ValueError(
+            f"a {method} needs a causal mask, got {type(mask).__name__}: it leaves out the pairs "
+            "of a query and a later key"
+        )
+    if (known.causal or known.place) and config.seqlen_kv != config.seqlen:
+        raise ValueError(
+            f"a {method} has one sequence, got {config.seqlen} queries and {config.seqlen_kv} keys"
+        )
+    for name in named:
+        if known.distribution and name not in (None, known.distribution):
+            raise ValueError(f"a {method} has no {name} distribution")
+
+
+def check_tensors(
+    arrays: Mapping[str, Array], lengths: tuple[int, int], config: AttentionConfig
+) -> Device:
+    """Check the shapes, dtypes and device of the tensors of a call; returns their device.
+
+    Parameters
+    ----------
+    arrays : mapping of str to arrays
+        The caller's shards by tensor name.
+    lengths : (int, int)
+        n, m: tokens of this rank's shards of queries and of keys.
+    config : AttentionConfig
+    """
+    devices = []
+    for name, x in arrays.items():
+        shape = lengths[name in OF_KEYS], *config.shape(name)
+        dtype = config.dtype_of(name)
+        devices.append(_device_of(name, x))
+        if x.shape != shape or x.dtype != dtype:
+            raise ValueError(
+                f"{name} has shape {x.shape} and dtype {x.dtype}, "
+                f"this shard needs {shape} and {dtype}"
+            )
+        if not devices[0].owns(x):
+            raise ValueError(f"{name} is not on the device that is current")
+    return devices[0]
+
+
+def check_sink(sink: Array, config: AttentionConfig, device: Device) -> None:
+    """Check the shape, dtype and device of a sink: (nheads,), on the device of q, k and v."""
+    _device_of("sink", sink)
+    shape, dtype = (config.nheads,), config.compute_dtype
+    if sink.shape != shape or sink.dtype != dtype:
+        raise ValueError(
+            f"sink has shape {sink.shape} and dtype {sink.dtype}, "
+            f"this plan needs {shape} and {dtype}"
+        )
+    if not device.owns(sink):
+        raise ValueError("sink is not on the device of q, k and v")
+
+
+def _device_of(name: str, x: Array) -> Device:
+    try:
+        return device_of(x)
+    except TypeError as error:
+        raise ValueError(f"{name} {error}") from None

@@ -1,0 +1,139 @@
+"""Messages of device memory: as it is, or through page-locked host memory.
+
+Every MPI takes host memory, and a CUDA-aware one takes device memory.  To another MPI a tensor of
+the device goes through page-locked host memory in pieces: one is copied while others are sent.
+
+Device memory is read and written by kernels that are merely queued.  So a message of device memory
+is a small process of its own, here a generator that yields while it waits: for the kernels before
+it, for a copy, for MPI.  It advances whenever this rank waits for any message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.comm.transport import pieces
+from a2d_mpi.core.sizes import MAX_MESSAGE
+from a2d_mpi.devices.protocol import Array
+
+if TYPE_CHECKING:  # it needs CuPy
+    from a2d_mpi.devices.cuda import Cuda
+
+STAGED_MESSAGE = 4 << 20  # bytes of a piece that is copied through the host
+
+
+class DeviceTransport:
+    """Device memory, given to MPI as it is (`staged` false) or through pinned host memory.
+
+    Attributes
+    ----------
+    staged_bytes : int
+        Bytes copied between device and host so far.
+    """
+
+    def __init__(self, device: Cuda, staged: bool) -> None:
+        self.device, self.staged = device, staged
+        self.staged_bytes = 0
+        self._active: dict[int, Iterator[None]] = {}
+        self._number = 0
+        self._pinned: dict[int, list[np.ndarray]] = {}
+
+    @property
+    def limit(self) -> int:
+        return STAGED_MESSAGE if self.staged else MAX_MESSAGE
+
+    def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
+        ready = self.device.mark()  # the kernels that write x come before it
+        send = self._send_staged if self.staged else self._send
+        return self._begin(send(comm, x, peer, tag, ready))
+
+    def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
+        ready = self.device.mark()  # the kernels that read x come before it
+        receive = self._receive_staged if self.staged else self._receive
+        return self._begin(receive(comm, x, peer, tag, ready))
+
+    def wait(self, messages: list[Any]) -> None:
+        # All messages advance: the rank that this one waits for may need one of the others.
+        while not self._active.keys().isdisjoint(messages):
+            self._advance()
+        messages.clear()
+
+    def poll(self, comm: MPI.Intracomm) -> None:
+        self._advance()
+
+    def _begin(self, message: Iterator[None]) -> list[int]:
+        self._number += 1
+        self._active[self._number] = message
+        if not _goes_on(message):
+            del self._active[self._number]
+        return [self._number]
+
+    def _advance(self) -> None:
+        for number in [n for n, message in self._active.items() if not _goes_on(message)]:
+            del self._active[number]
+
+    def _send(self, comm, x, peer, tag, ready) -> Iterator[None]:
+        while not self.device.done(ready):
+            yield
+        requests = [comm.Isend(piece, peer, tag) for piece in pieces(x, self.limit)]
+        while not MPI.Request.Testall(requests):
+            yield
+
+    def _receive(self, comm, x, peer, tag, ready) -> Iterator[None]:
+        while not self.device.done(ready):
+            yield
+        requests = [comm.Irecv(piece, peer, tag) for piece in pieces(x, self.limit)]
+        while not MPI.Request.Testall(requests):
+            yield
+
+    def _send_staged(self, comm, x, peer, tag, ready) -> Iterator[None]:
+        host = self._borrow(x.nbytes)
+        # Queued at once: messages are sent in the order of the kernels that write them.
+        copied = [
+            (piece, self.device.copy(piece, from_device, ready))
+            for piece, from_device in zip(pieces(host, self.limit), pieces(x, self.limit))
+        ]
+        self.staged_bytes += x.nbytes
+        requests = []
+        for piece, done in copied:  # in this order: they share a tag
+            while not self.device.done(done):
+                yield
+            requests.append(comm.Isend(piece, peer, tag))
+        while not MPI.Request.Testall(requests):
+            yield
+        self._give_back(host)
+
+    def _receive_staged(self, comm, x, peer, tag, ready) -> Iterator[None]:
+        host = self._borrow(x.nbytes)
+        waiting = [
+            (comm.Irecv(piece, peer, tag), piece, to)
+            for piece, to in zip(pieces(host, self.limit), pieces(x, self.limit))
+        ]
+        done = None
+        for request, piece, to in waiting:
+            while not request.Test():
+                yield
+            # Asked, not left to the stream: other messages that have arrived would wait, too.
+            while not self.device.done(ready):
+                yield
+            done = self.device.copy(to, piece)
+            self.staged_bytes += piece.nbytes
+        # The copies run in order: the last one's end is the end of all.
+        while done is not None and not self.device.done(done):
+            yield
+        self._give_back(host)
+
+    def _borrow(self, nbytes: int) -> np.ndarray:
+        free = self._pinned.setdefault(nbytes, [])
+        return free.pop() if free else self.device.pinned(nbytes)
+
+    def _give_back(self, buffer: np.ndarray) -> None:
+        self._pinned[buffer.nbytes].append(buffer)
+
+
+def _goes_on(message: Iterator[None]) -> bool:
+    return next(message, StopIteration) is None

@@ -1,0 +1,84 @@
+"""The options of a method and its grid, and the grid that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from mpi4py import MPI
+
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.options import (
+    BLOCK_HELP,
+    METHOD_HELP,
+    ORDER_HELP,
+    Parser,
+    block,
+    method_name,
+    path,
+    whole,
+)
+from a2d_mpi.schedules import METHODS
+from a2d_mpi.schedules.problem import Workload
+
+
+def add_grid(parser: Parser) -> None:
+    """Add the options of a method and its grid; see `open_grid`."""
+    add = parser.add_argument
+    add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
+    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
+    add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
+    add("--order", default="rcu", help=f"{ORDER_HELP} (default %(default)s)")
+    add("--block", type=block, default=(1, 1), help=f"{BLOCK_HELP}; default: 1x1")
+    add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
+    add("--profile", type=path, help="TOML file; see data/machines and drivers/calibrate.py")
+    add("--method", type=method_name, default=next(iter(METHODS)), help=METHOD_HELP)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Refuse options of a grid that exclude each other."""
+    if (args.grid == "auto") != (args.profile is not None):
+        raise ValueError("--grid auto and --profile need each other")
+    shape = args.rows, args.cols, args.heads, args.order, args.block
+    if args.grid and shape != (None, None, 1, "rcu", (1, 1)):
+        raise ValueError(
+            "--grid auto leaves no choice of --rows, --cols, --heads, --order and --block"
+        )
+
+
+def grid_shape(
+    ranks: int, rows: int | None = None, cols: int | None = None, heads: int = 1
+) -> tuple[int, int]:
+    """Rows and columns; default: as square as the ranks allow.
+
+    Raises
+    ------
+    ValueError
+        If a default cannot be, because what is given does not divide the ranks; the grid itself
+        refuses other misfits.
+    """
+    if rows is not None and cols is not None:
+        return rows, cols
+    known = {"rows": rows, "columns": cols, "ranks a Ulysses group": heads if heads > 1 else None}
+    given = {name: n for name, n in known.items() if n is not None}
+    group, rest = divmod(ranks, math.prod(given.values()))
+    if rest:
+        shape = " x ".join(f"{n} {name}" for name, n in given.items())
+        raise ValueError(f"{shape} do not divide {ranks} ranks")
+    if rows is not None or cols is not None:
+        return rows or group, cols or group
+    rows = next(r for r in range(math.isqrt(group), 0, -1) if group % r == 0)
+    return rows, group // rows
+
+
+def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> ProcessGrid:
+    """The grid that the options of `add_grid` ask for; the grid itself refuses misfits."""
+    together(comm, lambda: _check_options(args))
+    if args.grid == "auto":
+        from a2d_mpi.planning.profile import read_machine
+
+        machine = together(comm, lambda: read_machine(args.profile))
+        return ProcessGrid.auto(comm, machine, work, method=args.method)
+    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
+    return ProcessGrid(comm, rows, cols, args.heads, args.order, args.block)

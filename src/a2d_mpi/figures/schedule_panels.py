@@ -1,0 +1,124 @@
+"""Panels of a picture of schedules: computing, messages and times of every rank; no MPI import.
+
+Read off the schedules, like everything else: no method is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.mask import IntervalMask, Mask
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.machine import Machine
+from a2d_mpi.planning.model import predict
+from a2d_mpi.schedules import distribution_of, problem_of, write
+from a2d_mpi.schedules.problem import Problem, Workload
+from a2d_mpi.schedules.steps import Attend, Differentiate
+
+TOKENS = 72  # drawn, about: with more of them the slices of a rank are not seen
+Spans = list[list[tuple[str, float, float]]]
+
+
+@dataclass(frozen=True)
+class Panels:
+    """One row of the picture; ranks are physical ones, neighbours share nodes.
+
+    Attributes
+    ----------
+    title : str
+    computes : (U, n, n) int
+        By slice of the heads, query and key: the rank that computes the pair; -1: it is hidden.
+    received : dict of str to (P, P) float64
+        By phase: bytes that a rank (row) receives from a rank (column).
+    spans : dict of str to list of list of (str, float, float)
+        By phase and rank: the part, begin and end in seconds of all that it does.
+    """
+
+    title: str
+    computes: np.ndarray
+    received: dict[str, np.ndarray]
+    spans: dict[str, Spans]
+
+
+def panels(
+    machine: Machine,
+    method: str,
+    layout: Layout,
+    work: Workload,
+    mask_of: Callable[[int], Mask] | None = None,
+) -> Panels:
+    """Read everything that is drawn of one plan off its schedules.
+
+    `mask_of`: makes the mask of the few tokens whose pairs are drawn; default: the workload's own.
+    """
+    physical = layout.world_ranks()
+    logical = np.argsort(physical)
+    name = distribution_of(method, work.mask)
+    problem = problem_of(method, layout, work, work.mask, name)
+    received, spans = {}, spans_of(machine, method, layout, work)
+    for phase in work.phases:
+        matrix = bytes_received(method, phase, layout, problem)
+        received[phase] = matrix[np.ix_(logical, logical)]
+        spans[phase] = [spans[phase][rank] for rank in logical]
+    shape = f"{layout.rows} x {layout.cols}" + f" x {layout.heads}" * (layout.heads > 1)
+    order = f" @{layout.numbering}" * (layout.numbering != "rcu")
+    drawn = min(work.seqlen, 2 * layout.size * max(2, TOKENS // (2 * layout.size)))
+    try:
+        mask = mask_of(drawn) if mask_of else work.mask
+        mask.check(drawn)
+    except ValueError:  # it has a fixed length: its first tokens are drawn
+        mask = IntervalMask(*work.mask.checked(np.arange(drawn), drawn))
+    computes = who_computes(
+        method, layout, replace(work, seqlen=drawn, seqlen_kv=drawn, mask=mask)
+    )
+    computes = np.where(computes < 0, -1, physical[computes])
+    return Panels(f"{method} {shape}{order}, {name}", computes, received, spans)
+
+
+def blocks(
+    method: str, phase: str, layout: Layout, work: Workload, distribution: str | None = None
+) -> Iterator[tuple[int, np.ndarray, np.ndarray, Mask]]:
+    """Every kernel call of all ranks: the grid rank, tokens of queries and keys, the mask."""
+    problem = problem_of(method, layout, work, work.mask, distribution)
+    for rank in range(layout.size):
+        for program in write(method, phase, layout, problem, rank, work.overlap):
+            for step in program.steps:
+                if isinstance(step, Attend | Differentiate):
+                    tokens = (program.tokens(x) for x in (step.queries, step.keys))
+                    yield rank, *tokens, program.mask
+
+
+def who_computes(
+    method: str, layout: Layout, work: Workload, distribution: str | None = None
+) -> np.ndarray:
+    """The grid rank that computes each pair, (U, seqlen, seqlen); -1: it is hidden.
+
+    The U ranks of a Ulysses group compute the same pairs, each for its slice of the heads.
+    """
+    n = work.seqlen
+    found = np.full((layout.heads, n, n), -1)
+    for rank, queries, keys, mask in blocks(method, work.phases[0], layout, work, distribution):
+        tile = found[rank % layout.heads][np.ix_(queries, keys)]
+        tile[mask.dense(queries, keys)] = rank
+        found[rank % layout.heads][np.ix_(queries, keys)] = tile
+    return found
+
+
+def bytes_received(method: str, phase: str, layout: Layout, problem: Problem) -> np.ndarray:
+    """Bytes that each grid rank (row) receives from each (column), (P, P) float64."""
+    found = np.zeros((layout.size, layout.size))
+    for move in cost.moves(method, layout, problem, None, (phase,)):
+        if not move.sent:
+            found[move.rank, move.peer] += move.nbytes
+    return found
+
+
+def spans_of(machine: Machine, method: str, layout: Layout, work: Workload) -> dict[str, Spans]:
+    """The predicted part, begin and end of all that each grid rank does, by phase."""
+    found: dict[str, Spans] = {}
+    predict(machine, method, layout, work, spans=found)
+    return found

@@ -1,0 +1,1 @@
+"""Masks: which keys each query sees, as intervals; the fourteen patterns; interval arithmetic."""

@@ -1,0 +1,282 @@
+"""Packed documents: masks of several texts in one sequence, from ``cu_seqlens``.
+
+Document d is the tokens ``cu_seqlens[d] <= i < cu_seqlens[d + 1]``, as in FlashAttention's
+functions for sequences of variable length.  Documents may be empty; tokens after the last one see
+nothing and are not seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+
+import numpy as np
+
+from a2d_mpi.masks.intervals import EVERYTHING, Interval
+from a2d_mpi.masks.mask import ArrayMask, Causal, Full, Mask
+from a2d_mpi.masks.windows import BlockCausal
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Packed(ArrayMask):
+    """Base of masks of packed documents; a document is causal unless a subclass says otherwise.
+
+    Parameters
+    ----------
+    cu_seqlens : (documents + 1,) integers
+        First token of each document, and the end of the last; ascending, from 0 on.
+    cu_seqlens_kv : (documents + 1,) integers, optional
+        Likewise of the keys, if these are others; keyword only.  The queries of each document are
+        aligned with the end of its keys.
+    """
+
+    cu_seqlens: np.ndarray
+    _: KW_ONLY
+    cu_seqlens_kv: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        given = {"cu_seqlens": self.cu_seqlens, "cu_seqlens_kv": self.cu_seqlens_kv}
+        self._set(**{name: _checked(name, x) for name, x in given.items() if x is not None})
+        if self.cu_seqlens_kv is not None and len(self.cu_seqlens_kv) != len(self.cu_seqlens):
+            raise ValueError(
+                f"cu_seqlens has {len(self.cu_seqlens)} numbers, "
+                f"cu_seqlens_kv has {len(self.cu_seqlens_kv)}"
+            )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.ndocuments} documents)"
+
+    @property
+    def ndocuments(self) -> int:
+        """Number of documents."""
+        return len(self.cu_seqlens) - 1
+
+    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
+        nk = seqlen if seqlen_kv is None else seqlen_kv
+        if self.cu_seqlens_kv is None and nk != seqlen:
+            raise ValueError(
+                f"{type(self).__name__} needs cu_seqlens_kv to align {seqlen} queries with "
+                f"{nk} keys"
+            )
+        for name, n in (("cu_seqlens", seqlen), ("cu_seqlens_kv", nk)):
+            ends = getattr(self, name)
+            if ends is not None and ends[-1] > n:
+                raise ValueError(
+                    f"{name}: the last document ends at {ends[-1]}, the sequence has {n} tokens"
+                )
+
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        self.check(seqlen, seqlen_kv)
+        return self
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        q = np.asarray(q_tokens, np.int64)
+        document, first, end = self._keys_of(q)
+        n = end - first
+        # Aligned at the end: the last query of a document has the position of its last key.
+        position = q - np.append(self.cu_seqlens[1:], 0)[document] + n
+        return tuple(
+            (first + a.clip(0, n), first + b.clip(0, n))
+            for a, b in self._inside(position, document)
+        )
+
+    def _inside(self, position: np.ndarray, document: np.ndarray) -> tuple[Interval, ...]:
+        """Visible keys of queries, counted from the first key of their documents."""
+        return Causal().visible(position)
+
+    def _keys_of(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The document of each query, its first key and the end of its keys.
+
+        Tokens after the last document are in another one, which has no keys.
+        """
+        document = np.searchsorted(self.cu_seqlens, q, side="right") - 1
+        return document, self._bounds[document], self._bounds[document + 1]
+
+    @cached_property
+    def _bounds(self) -> np.ndarray:
+        """First key of each document, and of a last one without keys, whose end comes last."""
+        bounds = self.cu_seqlens if self.cu_seqlens_kv is None else self.cu_seqlens_kv
+        return np.append(bounds, bounds[-1])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Documents(_Packed):
+    """A query sees keys of its own document only.
+
+    Parameters
+    ----------
+    cu_seqlens : (documents + 1,) integers
+        First token of each document, and the end of the last; ascending, from 0 on.
+    causal : bool
+        Whether a query sees only itself and the keys before it.
+    inside : Mask, optional
+        Mask of every document instead, in positions counted from its first token: a window, a
+        prefix, blocks, ...
+    cu_seqlens_kv : (documents + 1,) integers, optional
+        Likewise of the keys, if these are others; keyword only.  The queries of each document are
+        aligned with the end of its keys.
+
+    Raises
+    ------
+    ValueError
+        If the numbers are not sorted or do not begin with 0, or two arguments contradict.
+    """
+
+    causal: bool = False
+    inside: Mask | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inside = self.inside
+        if inside is None:
+            inside = Causal() if self.causal else Full()
+        if not isinstance(inside, Mask) or (self.causal and inside != Causal()):
+            raise ValueError(
+                f"inside must be a Mask, without causal, got {inside!r}, causal={self.causal}"
+            )
+        object.__setattr__(self, "inside", inside)
+        object.__setattr__(self, "causal", inside == Causal())
+
+    def __repr__(self) -> str:
+        return f"Documents({self.ndocuments} documents, inside={self.inside!r})"
+
+    def _inside(self, position: np.ndarray, document: np.ndarray) -> tuple[Interval, ...]:
+        return self.inside.visible(position)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PrefixLMDocuments(_Packed):
+    """Every document has a prefix that all of its queries see; the rest of it is causal.
+
+    Parameters
+    ----------
+    cu_seqlens : (documents + 1,) integers
+        As of `Documents`.
+    prefix : int or (documents,) integers
+        Tokens of the prefix, of all documents or of each; a shorter document is all prefix.
+    cu_seqlens_kv : (documents + 1,) integers, optional
+        As of `Documents`.
+    """
+
+    prefix: int | np.ndarray
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        prefix = np.array(self.prefix)
+        whole = prefix.dtype.kind in "iu" and prefix.shape in ((), (self.ndocuments,))
+        if not whole or (prefix < 0).any():
+            least = f", the least {prefix.min()}" * whole
+            raise ValueError(
+                f"prefix must be one or {self.ndocuments} whole numbers of at least 0, got shape "
+                f"{prefix.shape} of {prefix.dtype}{least}"
+            )
+        prefix = prefix.clip(max=EVERYTHING).astype(np.int64)
+        self._set(prefix=np.broadcast_to(prefix, self.ndocuments).copy())
+
+    def _inside(self, position: np.ndarray, document: np.ndarray) -> tuple[Interval, ...]:
+        ends = np.maximum(position + 1, np.append(self.prefix, 0)[document])
+        return ((np.zeros_like(position), ends),)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockCausalDocuments(_Packed):
+    """Documents that are block-causal each; blocks are counted from a document's first token.
+
+    Parameters
+    ----------
+    cu_seqlens : (documents + 1,) integers
+        As of `Documents`.
+    block : int
+        Tokens of a block.
+    cu_seqlens_kv : (documents + 1,) integers, optional
+        As of `Documents`.
+    """
+
+    block: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "block", BlockCausal(self.block).block)
+
+    def _inside(self, position: np.ndarray, document: np.ndarray) -> tuple[Interval, ...]:
+        return BlockCausal(self.block).visible(position)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SharedQuestion(_Packed):
+    """Answers to one question: each sees the question and is causal itself, none sees another.
+
+    Parameters
+    ----------
+    cu_seqlens : (documents + 1,) integers
+        As of `Documents`; the documents are questions, each with its answers behind it.
+    questions : sequence of int
+        Which documents are questions.  Default: the first one.
+    cu_seqlens_kv : (documents + 1,) integers, optional
+        As of `Documents`.
+    """
+
+    questions: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        found = tuple(int(x) for x in self.questions)
+        if any(not 0 <= x <= max(0, self.ndocuments - 1) for x in found):
+            raise ValueError(f"questions must be of {self.ndocuments} documents, got {found}")
+        object.__setattr__(self, "questions", tuple(sorted(set(found))))
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        (own,) = super().visible(q_tokens)
+        document = self._keys_of(np.asarray(q_tokens, np.int64))[0]
+        # The latest question up to this document; before the first and after the last: none.
+        known = np.array((-1, *self.questions))
+        question = known[np.searchsorted(known, document, side="right") - 1]
+        none = (question < 0) | (question == document) | (document == self.ndocuments)
+        shared = (np.where(none, 0, self._bounds[question + x]) for x in (0, 1))
+        return tuple(shared), own
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CausalBlockwise(_Packed):
+    """Causal documents, of which the last sees all of the others.
+
+    In-context learning: examples that do not see each other, and the text that they are for.
+
+    Parameters
+    ----------
+    cu_seqlens : (documents + 1,) integers
+        As of `Documents`.
+    cu_seqlens_kv : (documents + 1,) integers, optional
+        As of `Documents`.
+    """
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        ((begin, end),) = super().visible(q_tokens)
+        document = self._keys_of(np.asarray(q_tokens, np.int64))[0]
+        last = np.flatnonzero(np.diff(self.cu_seqlens))[-1:]  # an empty one has no queries
+        return ((np.where(np.isin(document, last), 0, begin), end),)
+
+
+def positions_in(cu_seqlens: np.ndarray) -> np.ndarray:
+    """Position of each token in its document, (seqlen,) int64, of packed documents."""
+    return np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
+
+
+def _checked(name: str, cu_seqlens: np.ndarray) -> np.ndarray:
+    """A copy of bounds of documents, if they are such."""
+    array = np.array(cu_seqlens)
+    if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} must be a (documents + 1,) integer array, got shape {array.shape} of "
+            f"{array.dtype}"
+        )
+    array = array.clip(max=EVERYTHING).astype(np.int64)  # uint64 holds larger numbers
+    if array[0] != 0:
+        raise ValueError(f"{name} must begin with 0, got {array[0]}")
+    back = np.flatnonzero(array[1:] < array[:-1])
+    if len(back):
+        d = int(back[0])
+        raise ValueError(
+            f"{name} must be sorted: document {d} begins at {array[d]} and ends at {array[d + 1]}"
+        )
+    return array

@@ -1,0 +1,349 @@
+"""Masks: the visible keys of each query, as intervals of global key indices.
+
+A mask gives every query one visible interval ``[begin, end)`` of keys, or a tuple of disjoint
+ones.  An interval restricted to any *sorted* subset of the keys is again an interval, found by
+two ``searchsorted`` calls.  So every mask works with every distribution and on every grid.
+
+Windows, prefixes and block-causal masks are in `a2d_mpi.masks.windows`, packed documents in
+`a2d_mpi.masks.documents`, all of them by name in `a2d_mpi.masks.patterns`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import product
+
+import numpy as np
+
+from a2d_mpi.masks.intervals import (
+    EVERYTHING,
+    Interval,
+    Intervals,
+    checked,
+    keys_per_query,
+    overlap,
+    tidy,
+)
+
+_STEP = 1 << 16  # queries that are looked at together where there may be many
+
+
+class Mask:
+    """Base of all masks: subclasses define `visible`, and the other methods follow from it.
+
+    ``a & b`` shows the keys that both masks show (`Intersection`).
+
+    Attributes
+    ----------
+    default_distribution : str
+        The distribution that balances this mask best on every grid.
+    positional : bool
+        Whether a query is given by its position among the keys: token i of the queries is token i
+        of the keys.  Only such masks can be aligned with keys of another length.
+    """
+
+    default_distribution = "balanced"
+    positional = False
+
+    def __new__(cls, *args: object, **others: object) -> Mask:
+        """Make a mask; those of a class that does not say which are equal are not.
+
+        A user's subclass may have a state that the comparison of its parent does not know, and
+        equal masks are looked up in caches.
+        """
+        if "__eq__" not in vars(cls) and not cls.__module__.startswith("a2d_mpi."):
+            cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__
+        return super().__new__(cls)
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        """Visible keys of each query, in global indices.
+
+        Parameters
+        ----------
+        q_tokens : (nq,) int64
+            Global indices of the queries.
+
+        Returns
+        -------
+        tuple of (begin, end), each (nq,) int64
+            Query ``i`` sees the keys ``begin[i] <= j < end[i]`` of every pair.  The intervals of
+            one query do not overlap; ``end <= begin`` is an empty one.
+        """
+        raise NotImplementedError
+
+    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
+        """Raise ValueError if the mask cannot be used on `seqlen` queries and `seqlen_kv` keys.
+
+        Default: as many keys as queries.
+        """
+
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        """The mask for `seqlen` queries that end where `seqlen_kv` keys end.
+
+        Bottom-right alignment, as in FlashAttention: query i has the position
+        ``i + seqlen_kv - seqlen`` among the keys.
+
+        Parameters
+        ----------
+        seqlen, seqlen_kv : int
+            Queries and keys.
+
+        Returns
+        -------
+        Mask
+            This one if there are as many queries as keys, or if it says itself which keys each
+            query sees, whatever their number.
+
+        Raises
+        ------
+        ValueError
+            If the mask has no meaning for these lengths.
+        """
+        if seqlen != seqlen_kv:
+            if not self.positional:
+                raise ValueError(
+                    f"{type(self).__name__} cannot align {seqlen} queries with {seqlen_kv} keys"
+                )
+            return Aligned(self, seqlen_kv - seqlen)
+        self.check(seqlen, seqlen_kv)
+        return self
+
+    def checked(self, q_tokens: np.ndarray, nk: int) -> Interval:
+        """What `visible` returns, as (intervals, nq) arrays cut to `nk` keys.
+
+        Raises
+        ------
+        ValueError
+            With the line of `visible`, if it does not return disjoint intervals.
+        """
+        return checked(self.visible, q_tokens, nk)
+
+    def digest(self, seqlen: int, seqlen_kv: int | None = None) -> str:
+        """Short text that follows from the visible keys of `seqlen` queries; ranks compare it.
+
+        Raises
+        ------
+        ValueError
+            As of `checked`.
+        """
+        digest, nk = hashlib.sha256(), seqlen if seqlen_kv is None else seqlen_kv
+        for start in range(0, seqlen, _STEP):
+            begin, end = self.checked(np.arange(start, min(start + _STEP, seqlen)), nk)
+            for pair in tidy(zip(begin, end)):
+                empty = pair[1] <= pair[0]
+                for x in pair:
+                    digest.update(np.where(empty, 0, x))
+        return digest.hexdigest()[:12]
+
+    def intervals(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> Intervals:
+        """Visible keys of each query as positions in `k_tokens`.
+
+        Parameters
+        ----------
+        q_tokens : (nq,) int64
+            Global indices of the queries, in any order.
+        k_tokens : (nk,) int64
+            Global indices of the keys, sorted.
+
+        Returns
+        -------
+        Intervals of (begin, end), each (nq,) int64
+            ``0 <= begin <= end <= nk``.  As few as possible: intervals that touch in `k_tokens`
+            are one, and empty ones come last.
+        """
+        found = []
+        for begin, end in self.visible(q_tokens):
+            first = np.searchsorted(k_tokens, begin)
+            found.append((first, np.maximum(first, np.searchsorted(k_tokens, end))))
+        return Intervals(tidy(found))
+
+    def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
+        """Number of visible (query, key) pairs, from which balance and FLOP figures come."""
+        return int(np.sum(keys_per_query(self.intervals(q_tokens, k_tokens))))
+
+    def dense(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> np.ndarray:
+        """Visibility as a (nq, nk) boolean matrix, straight from `visible`, for references."""
+        k = np.asarray(k_tokens)[None, :]
+        seen = np.zeros((len(q_tokens), len(k_tokens)), dtype=bool)
+        for begin, end in self.visible(np.asarray(q_tokens)):
+            seen |= (k >= begin[:, None]) & (k < end[:, None])
+        return seen
+
+    def __and__(self, other: Mask) -> Mask:
+        return Intersection(self, other) if isinstance(other, Mask) else NotImplemented
+
+
+@dataclass(frozen=True)
+class Full(Mask):
+    """Every query sees every key."""
+
+    # All rows cost the same: any equal shards balance, and contiguous ones keep neighbours.
+    default_distribution = "contiguous"
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        n = len(q_tokens)
+        return ((np.zeros(n, np.int64), np.full(n, EVERYTHING)),)
+
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        return self
+
+
+@dataclass(frozen=True)
+class Causal(Mask):
+    """A query sees itself and the keys before it."""
+
+    default_distribution = "zigzag"
+    positional = True
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        return ((np.zeros(len(q_tokens), np.int64), np.asarray(q_tokens, np.int64) + 1),)
+
+
+@dataclass(frozen=True)
+class Aligned(Mask):
+    """A positional mask whose query i stands at the position ``i + offset`` among the keys.
+
+    `Mask.aligned` makes these.
+
+    Parameters
+    ----------
+    mask : Mask
+    offset : int
+        Keys minus queries.
+    """
+
+    mask: Mask
+    offset: int
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        return self.mask.visible(np.asarray(q_tokens, np.int64) + self.offset)
+
+    def checked(self, q_tokens: np.ndarray, nk: int) -> Interval:
+        return self.mask.checked(np.asarray(q_tokens, np.int64) + self.offset, nk)
+
+    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
+        nk = seqlen if seqlen_kv is None else seqlen_kv
+        if nk - seqlen != self.offset:
+            raise ValueError(
+                f"a mask for {self.offset} more keys than queries, got {seqlen} queries, {nk} keys"
+            )
+
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        return self.mask.aligned(seqlen, seqlen_kv)
+
+
+@dataclass(frozen=True)
+class Intersection(Mask):
+    """A query sees the keys that both masks show: ``SlidingWindow(255) & Documents(cu_seqlens)``.
+
+    Parameters
+    ----------
+    first, second : Mask
+    """
+
+    first: Mask
+    second: Mask
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        both = product(self.first.visible(q_tokens), self.second.visible(q_tokens))
+        return tuple((np.maximum(a, c), np.minimum(b, d)) for (a, b), (c, d) in both)
+
+    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
+        self.first.check(seqlen, seqlen_kv)
+        self.second.check(seqlen, seqlen_kv)
+
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        both = (x.aligned(seqlen, seqlen_kv) for x in (self.first, self.second))
+        return Intersection(*both)
+
+
+class ArrayMask(Mask):
+    """Base of frozen dataclasses that hold arrays: masks of the same contents are equal."""
+
+    @cached_property
+    def _key(self) -> tuple:
+        """Type and contents; arrays by shape and digest."""
+        values = (getattr(self, x.name) for x in fields(self))
+        return type(self), *(
+            (x.shape, hashlib.sha256(x).digest()) if isinstance(x, np.ndarray) else x
+            for x in values
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ArrayMask) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def _set(self, **arrays: np.ndarray) -> None:
+        """Keep arrays, which nobody can change any more."""
+        for name, given in arrays.items():
+            array = np.ascontiguousarray(given)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalMask(ArrayMask):
+    """Any mask, as arrays of the intervals that each query sees.
+
+    Parameters
+    ----------
+    begin, end : (seqlen,) or (m, seqlen) integers
+        Query ``i`` sees the keys ``begin[i] <= j < end[i]``, none where ``end[i] <= begin[i]``; of
+        m rows, those of every row: the m intervals of a query must not overlap.  Every rank passes
+        the whole arrays (16 bytes a token and interval).
+
+    Raises
+    ------
+    ValueError
+        If the arrays are not integers of one such shape, or intervals of a query overlap.
+    """
+
+    begin: np.ndarray
+    end: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name in ("begin", "end"):
+            array = np.array(getattr(self, name))
+            if (
+                array.ndim not in (1, 2)
+                or array.shape[:-1] == (0,)
+                or array.dtype.kind not in "iu"
+            ):
+                raise ValueError(
+                    f"IntervalMask: {name} must be a (seqlen,) or (m, seqlen) integer array, "
+                    f"got shape {array.shape} of {array.dtype}"
+                )
+            array = array.clip(max=EVERYTHING).astype(np.int64)  # uint64 holds larger numbers
+            self._set(**{name: array})
+        if self.begin.shape != self.end.shape:
+            rows = (f"{' x '.join(map(str, x.shape))} rows" for x in (self.begin, self.end))
+            raise ValueError("IntervalMask: begin has {}, end has {}".format(*rows))
+        if self.begin.ndim == 2:
+            self._refuse_overlaps()
+
+    def _refuse_overlaps(self) -> None:
+        for start in range(0, self.begin.shape[1], _STEP):
+            here = (x[:, start : start + _STEP] for x in (self.begin, self.end))
+            if shared := overlap(*here):
+                both, i = shared
+                raise ValueError(f"IntervalMask: {both} of query {start + i} overlap")
+
+    def __repr__(self) -> str:
+        return f"IntervalMask({' x '.join(map(str, self.begin.shape))} rows)"
+
+    def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
+        rows = self.begin.shape[-1]
+        if rows != seqlen:
+            raise ValueError(f"IntervalMask has {rows} rows for a sequence of {seqlen} tokens")
+
+    def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
+        self.check(seqlen, seqlen_kv)
+        return self
+
+    def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
+        both = (np.atleast_2d(x)[:, q_tokens] for x in (self.begin, self.end))
+        return tuple(zip(*both))

@@ -1,0 +1,126 @@
+"""Problems: a config with a mask and the owner of each token, and workloads before that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from a2d_mpi.core.config import PHASES, AttentionConfig
+from a2d_mpi.masks.mask import Full, Mask
+from a2d_mpi.schedules.progressions import ranks_among
+from a2d_mpi.sharding.distribution import Distribution
+from a2d_mpi.sharding.visibility import Visibility, visibility
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A config with a mask and the tokens of every rank: all that traffic depends on.
+
+    Parameters
+    ----------
+    config : AttentionConfig
+    shards : Distribution
+        Of the queries and, if `keys` is not given, of the keys, before any exchange of heads, by
+        grid rank.  The U ranks of a Ulysses group follow each other.
+    mask : Mask
+        Aligned for both sequences (`a2d_mpi.masks.mask.Mask.aligned`).
+    keys : Distribution, optional
+        Shards of the keys, if they are of another sequence.
+    """
+
+    config: AttentionConfig
+    shards: Distribution
+    mask: Mask = field(default_factory=Full)
+    keys: Distribution | None = None
+
+    @property
+    def shards_kv(self) -> Distribution:
+        """Shards of the keys."""
+        return self.shards if self.keys is None else self.keys
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Tokens of every rank's shard of queries."""
+        return self.shards.counts
+
+    @cached_property
+    def counts_kv(self) -> tuple[int, ...]:
+        """Tokens of every rank's shard of keys."""
+        return self.counts if self.keys is None else self.keys.counts
+
+    @cached_property
+    def visibility(self) -> Visibility:
+        """The tokens of each shard that other shards require."""
+        return visibility(self.mask, self.shards, self.shards_kv)
+
+    def tokens_of(self, of_keys: bool, owners: tuple[int, ...]) -> np.ndarray:
+        """Sorted tokens of several shards; kept, as many ranks ask for the same."""
+        return _tokens_of(self.shards_kv if of_keys else self.shards, owners)
+
+    def runs_of(self, of_keys: bool, owners: tuple[int, ...]) -> list[range]:
+        """Tokens of several shards as progressions, shard by shard; kept, likewise."""
+        return _runs_of(self.shards_kv if of_keys else self.shards, owners)
+
+    def cp_group(self, heads: int) -> Problem:
+        """The problem of one context-parallel group: all tokens, and 1/`heads` of the heads.
+
+        Raises
+        ------
+        ValueError
+            If the heads cannot be divided among `heads` ranks.
+        """
+        keys = None if self.keys is None else _of_positions(self.keys, heads)
+        shards = _of_positions(self.shards, heads)
+        return Problem(self.config.cp_group(heads), shards, self.mask, keys)
+
+    def of(self, owners: range) -> Problem:
+        """The problem of some ranks: their tokens, numbered among themselves, without a mask."""
+        keys = None if self.keys is None else _among(self.keys, owners)
+        return Problem(self.config, _among(self.shards, owners), keys=keys)
+
+
+def _among(shards: Distribution, owners: range) -> Distribution:
+    found = ranks_among([[r for r in shards.runs(p) if r] for p in owners])
+    tokens = sum(len(r) for piece in found for r in piece)
+    return Distribution("balanced", tokens, len(owners), listed=tuple(map(tuple, found)))
+
+
+@lru_cache(maxsize=64)  # a distribution remembers the runs of its shards
+def _of_positions(shards: Distribution, heads: int) -> Distribution:
+    return shards.positions(heads)
+
+
+@lru_cache(maxsize=256)
+def _runs_of(shards: Distribution, owners: tuple[int, ...]) -> list[range]:
+    return [r for p in owners for r in shards.runs(p) if r]
+
+
+@lru_cache(maxsize=256)
+def _tokens_of(shards: Distribution, owners: tuple[int, ...]) -> np.ndarray:
+    return np.sort(np.concatenate([shards.tokens(p) for p in owners]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload(AttentionConfig):
+    """A config with a mask and the phases to run: the subject of a plan or a prediction.
+
+    Parameters are those of `AttentionConfig`, and those of an `AttentionPlan`, by the same names.
+    `backward`: also the gradients.
+    """
+
+    dtype: str = "bfloat16"
+    mask: Mask = field(default_factory=Full)
+    backward: bool = False
+    overlap: bool = True
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases that are run."""
+        return PHASES if self.backward else PHASES[:1]
+
+    @property
+    def config(self) -> AttentionConfig:
+        """The config alone."""
+        return AttentionConfig(**self.arguments)

@@ -1,0 +1,1 @@
+"""Distributions of the tokens over the ranks, and the visible pairs between their shards."""

@@ -1,0 +1,181 @@
+"""Demand of a mask in blocks of tokens: the visible pairs of each pair of blocks and its tokens.
+
+The tokens of a block are put into *classes* that the same blocks need: the queries of a class see
+keys in the same blocks; the keys of a class are seen from the same blocks.  A rank that computes
+some pairs of blocks needs a class if any of these pairs does: so traffic is counted to the token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from a2d_mpi.masks.intervals import queries_per_key, runs_of
+from a2d_mpi.masks.mask import Mask
+from a2d_mpi.sharding.blocks import chunks, visible_pairs
+
+# Classes of a block.  The masks of packed documents and windows have 1 to 3; where a mask has
+# more, neighbouring classes are joined, and traffic is an upper bound.
+_CLASSES = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Classes:
+    """Classes of the queries, or of the keys, of all blocks.
+
+    Attributes
+    ----------
+    block : (classes,) int64
+        The block of each class, ascending.
+    weight : (classes,) float64
+        Number of its tokens.
+    first : (pairs + 1,) int64
+    index : (first[-1],) int64
+        Pair i of blocks needs the classes ``index[first[i] : first[i + 1]]``.
+    """
+
+    block: np.ndarray
+    weight: np.ndarray
+    first: np.ndarray
+    index: np.ndarray
+
+    def of(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Needs of some pairs, as (place among `pairs`, class), one entry each."""
+        number = self.first[pairs + 1] - self.first[pairs]
+        place = np.repeat(np.arange(len(pairs)), number)
+        before = np.cumsum(number) - number
+        within = np.arange(len(place)) - before[place]
+        return place, self.index[self.first[pairs][place] + within]
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """Work and needs of the pairs of blocks in which any query sees any key.
+
+    Attributes
+    ----------
+    bounds : (blocks + 1,) int64
+    row, col : (pairs,) int64
+        Block of the queries and block of the keys of each pair, ordered by row, then by column.
+    visible : (pairs,) int64
+        Visible pairs of tokens.
+    queries, keys : Classes
+    kv_share : float
+        ``nheads_kv / nheads``: elements of k, or of v, a token, with those of q as the unit.
+    """
+
+    bounds: np.ndarray
+    row: np.ndarray
+    col: np.ndarray
+    visible: np.ndarray
+    queries: Classes
+    keys: Classes
+    kv_share: float
+
+    @property
+    def pairs(self) -> np.ndarray:
+        """Block of queries and block of keys of each pair: (pairs, 2) int64."""
+        return np.stack([self.row, self.col], axis=1)
+
+    @property
+    def blocks(self) -> list[range]:
+        """The tokens of every block."""
+        return list(map(range, self.bounds[:-1].tolist(), self.bounds[1:].tolist()))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Number of tokens of every block: (blocks,) int64."""
+        return np.diff(self.bounds)
+
+    def documents(self) -> np.ndarray:
+        """Number the groups of blocks that no pair connects with another: (blocks,) int64."""
+        first, last = np.minimum(self.row, self.col), np.maximum(self.row, self.col)
+        apart = queries_per_key([(first, last)], len(self.tokens)) == 0  # this block and the next
+        return np.concatenate(([0], np.cumsum(apart)[:-1])).astype(np.int64)
+
+
+def demand(mask: Mask, bounds: np.ndarray, kv_share: float = 1.0) -> Demand:
+    """Count the demand of a mask in the blocks of tokens with the given bounds."""
+    visible = visible_pairs(mask, bounds, bounds)
+    row, col = np.nonzero(visible)
+    pair = np.full(visible.shape, -1, np.int64)
+    pair[row, col] = np.arange(len(row))
+    return Demand(
+        bounds,
+        row,
+        col,
+        visible[row, col],
+        _classes(*_seen_blocks(mask, bounds), pair),
+        _classes(*_seeing_blocks(mask, bounds), pair.T),
+        kv_share,
+    )
+
+
+def _seen_blocks(mask: Mask, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks in which queries see a key.
+
+    Returns
+    -------
+    block : (n,) int64
+        The block of each run of queries that see keys in the same blocks, ascending.
+    weight : (n,) int64
+        Number of these queries.
+    needs : (n, blocks) bool
+    """
+    found, lengths = [], []
+    for tokens, intervals in chunks(mask, int(bounds[0]), int(bounds[-1])):
+        columns = [np.searchsorted(bounds, tokens, side="right") - 1]
+        for begin, end in intervals:
+            begin, end = (np.clip(x, bounds[0], bounds[-1]) for x in (begin, end))
+            some = end > begin
+            columns.append(np.where(some, np.searchsorted(bounds, begin, side="right") - 1, 0))
+            columns.append(np.where(some, np.searchsorted(bounds, end), 0))
+        rows = np.stack(columns, axis=1)
+        start = np.flatnonzero((np.diff(rows, axis=0, prepend=-1) != 0).any(axis=1))
+        found.append(rows[start])
+        lengths.append(np.diff(start, append=len(rows)))
+    block, *ends = np.concatenate(found).T
+    other = np.arange(len(bounds) - 1)
+    needs = np.zeros((len(block), len(other)), bool)
+    for first, last in zip(ends[::2], ends[1::2]):
+        needs |= (other >= first[:, None]) & (other < last[:, None])
+    return block, np.concatenate(lengths), needs
+
+
+def _seeing_blocks(mask: Mask, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks in which a query sees keys: runs of keys, as `_seen_blocks` has those of queries."""
+    first, tokens = int(bounds[0]), int(bounds[-1] - bounds[0])
+    seen = []
+    for block in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
+        queries = sum(queries_per_key(x, tokens, first) for _, x in chunks(mask, *block))
+        seen.append(first + np.array(runs_of(queries > 0), np.int64).reshape(-1, 2))
+    cut = np.unique(np.concatenate([bounds, *(runs.ravel() for runs in seen)]))
+    needs = np.zeros((len(cut) - 1, len(seen)), bool)
+    for block, runs in enumerate(seen):
+        for a, b in np.searchsorted(cut, runs).tolist():
+            needs[a:b, block] = True
+    return np.searchsorted(bounds, cut[:-1], side="right") - 1, np.diff(cut), needs
+
+
+def _classes(
+    block: np.ndarray, weight: np.ndarray, needs: np.ndarray, pair: np.ndarray
+) -> Classes:
+    """Classes of runs of tokens with the same needs."""
+    packed = np.concatenate([block[:, None], np.packbits(needs, axis=1)], axis=1)
+    rows, place, same = np.unique(packed, axis=0, return_index=True, return_inverse=True)
+    weight, block = np.bincount(same.ravel(), weight), rows[:, 0]
+    # Neighbouring classes of a block that has many are joined.
+    number, of_block = np.bincount(block)[block], np.arange(len(block))
+    of_block -= np.searchsorted(block, block)
+    group = np.where(number > _CLASSES, of_block * _CLASSES // number, of_block)
+    start = np.flatnonzero(np.diff(group + block * (_CLASSES + 1), prepend=-1))
+    weight, block = np.add.reduceat(weight, start), block[start]
+    needs = np.logical_or.reduceat(needs[place], start)
+    some = needs.any(axis=1)  # tokens that nobody needs are in no class
+    block, weight, needs = block[some], weight[some], needs[some]
+    index, other = np.nonzero(needs)
+    which = pair[block[index], other]
+    by_pair = np.argsort(which, kind="stable")
+    first = np.searchsorted(which[by_pair], np.arange(pair.max(initial=-1) + 2))
+    return Classes(block, weight, first, index[by_pair])

@@ -1,0 +1,113 @@
+"""Visible pairs between runs of queries and runs of keys, in closed form where there is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from a2d_mpi.masks.intervals import keys_per_query
+from a2d_mpi.masks.mask import Causal, Full, Mask
+
+Calls = Sequence[tuple[Sequence[range], Sequence[range]]]  # runs of queries and of keys
+
+
+def pairs_of_runs(mask: Mask, calls: Calls) -> np.ndarray:
+    """Count visible pairs between runs of queries and runs of keys, and queries that need a mask.
+
+    Parameters
+    ----------
+    mask : Mask
+    calls : sequence
+        Runs of tokens in order: of the queries and of the keys of each kernel call.
+
+    Returns
+    -------
+    (2, calls) int64
+        Visible pairs; queries that see some of the keys, but not all: a kernel needs a mask there.
+    """
+    found = np.zeros((2, len(calls)), np.int64)
+    stairs: list[int] = []  # calls whose pairs have a closed form
+    for i, (queries, keys) in enumerate(calls):
+        nq, nk = sum(map(len, queries)), sum(map(len, keys))
+        if type(mask) is Full or not nq or not nk:
+            found[0, i] = nq * nk
+        elif type(mask) is Causal and len({r.step for r in (*queries, *keys) if len(r) > 1}) < 2:
+            stairs.append(i)
+        else:
+            q, k = (
+                np.concatenate([np.arange(r.start, r.stop, r.step) for r in x])
+                for x in (queries, keys)
+            )
+            seen = keys_per_query(mask.intervals(q, np.sort(k)))  # (queries,)
+            found[:, i] = np.sum(seen), np.sum((seen > 0) & (seen < nk))
+    if stairs:
+        found[:, stairs] = _pairs_of_stairs([calls[i] for i in stairs])
+    return found
+
+
+def _pairs_of_stairs(calls: Calls) -> np.ndarray:
+    """The same for causal calls, whose runs all have the same step."""
+    nq, nk = (np.array([len(call[side]) for call in calls]) for side in (0, 1))
+    columns = []
+    for side in (0, 1):
+        runs = [r for call in calls for r in call[side]]
+        columns.append(np.array([(r.start, len(r), r.step) for r in runs]).T)
+    # Every run of queries of a call meets every run of keys of the call.
+    call = np.repeat(np.arange(len(calls)), nq * nk)
+    ends = np.cumsum(nq * nk)
+    place = np.arange(ends[-1]) - (ends - nq * nk)[call]
+    q_start, m, q_step = columns[0][:, (np.cumsum(nq) - nq)[call] + place // nk[call]]
+    k_start, n, k_step = columns[1][:, (np.cumsum(nk) - nk)[call] + place % nk[call]]
+    step = np.where(m > 1, q_step, np.where(n > 1, k_step, 1))
+    both = stairs(q_start, m, k_start, n, step)
+    sums = np.zeros((2, len(both[0]) + 1), np.int64)
+    np.cumsum(both, axis=1, out=sums[:, 1:])
+    return sums[:, ends] - sums[:, ends - nq * nk]
+
+
+def causal_share(
+    own: Sequence[range], others: Sequence[range], of_keys: bool, share: float
+) -> int:
+    """The place of the token of a shard with which the first tokens have a share of its pairs.
+
+    Parameters
+    ----------
+    own, others : sequence of range
+        Tokens of the shard, and tokens on the other side, under a causal mask; all of one step.
+    of_keys : bool
+        Whether the shard has keys or queries.
+    share : float
+    """
+    starts, counts = np.array([(r.start, len(r)) for r in own]).T[..., None]  # (runs, 1)
+    theirs = np.array([(r.start, len(r)) for r in others]).reshape(-1, 2).T  # (2, runs)
+    before, n = np.cumsum(counts)[:, None] - counts, int(counts.sum())
+
+    def pairs(tokens: np.ndarray) -> np.ndarray:
+        """Visible pairs of the first tokens, (numbers,)."""
+        first = np.clip(tokens[:, None, None] - before, 0, counts)  # (numbers, runs, 1)
+        both = (*theirs, starts, first) if of_keys else (starts, first, *theirs)
+        return stairs(*both, own[0].step)[0].sum(axis=(1, 2))
+
+    target = share * int(pairs(np.array([n]))[0])
+    step = math.isqrt(n)  # first about where, then where
+    coarse = step * int(np.searchsorted(pairs(np.arange(step, n, step)), target))
+    return coarse + int(np.searchsorted(pairs(np.arange(coarse + 1, coarse + step)), target))
+
+
+def stairs(q_start, m, k_start, n, step) -> tuple[np.ndarray, np.ndarray]:
+    """Visible pairs of causal runs of m queries and n keys, and queries that need a mask.
+
+    The arrays broadcast.
+    """
+    # Query i of a run sees clip(i + first + 1, 0, n) keys of another run.
+    first = (q_start - k_start) // step
+    area = _stairs(m + first) - _stairs(first) - _stairs(m + first - n) + _stairs(first - n)
+    return area, np.maximum(np.minimum(m, n - first - 1) - np.maximum(-first, 0), 0)
+
+
+def _stairs(x: np.ndarray) -> np.ndarray:
+    """Sum of 1, 2, ..., x; 0 for x < 0."""
+    x = np.maximum(x, 0)
+    return x * (x + 1) // 2

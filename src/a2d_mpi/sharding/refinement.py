@@ -1,0 +1,283 @@
+"""Refinement of an assignment: pairs of blocks, and owners of blocks, change ranks.
+
+Both lower a sum over the ranks of high powers of the elements that they send and receive: a smooth
+stand-in for the largest rank.  A penalty for uneven work, or for too many tokens, is added.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from a2d_mpi.sharding.assignment import Assignment
+from a2d_mpi.sharding.demand import Classes
+
+# (power, weight of uneven work, work of a rank over the mean from which it counts).  Moves are
+# first free to make work uneven for a while; the last stages leave at most 1.05.
+STAGES = ((8, 10.0, 1.04), (8, 60.0, 1.04), (16, 400.0, 1.045), (16, 3000.0, 1.045))
+EVEN = 1.05
+# The last resort where work is still uneven.
+STRICT = (8, 1e6, 1.04)
+# A rank owns at most this many times the mean number of tokens, where blocks allow it.
+_TOKENS = 1.05
+_TRIES = 6
+_GAIN = 1e-7  # smaller gains would let rounding decide
+
+
+def refine(trial: Assignment, steps: int, stages: tuple = STAGES) -> tuple[Assignment, int]:
+    """Improve an assignment in stages of at most so many moves of pairs.
+
+    Returns
+    -------
+    Assignment
+        The best seen: that with the least traffic among those with work within `EVEN` of the mean,
+        or, if there is none, that with the most even work.
+    int
+        Number of moves that were looked for.
+    """
+    documents = trial.demand.documents()[trial.demand.row]
+    best, used = None, 0
+    for power, weight, even in stages:
+        used += move_pairs(trial, documents, steps, power, weight, even)
+        move_owners(trial, power)
+        key = merit(trial)
+        if best is None or key < best[0]:
+            best = (key, trial.owner.copy(), trial.rank.copy())
+    return Assignment(trial.demand, trial.ranks, best[1], best[2]), used
+
+
+def kicked(trial: Assignment, rng: np.random.Generator) -> Assignment:
+    """Copy an assignment and move some rows, columns and owners of a busy rank at random."""
+    trial = trial.copy()
+    busiest = np.argsort(-np.maximum(trial.received, trial.sent), kind="stable")
+    source = int(rng.choice(busiest[: max(2, trial.ranks // 4)]))
+    x = trial.demand
+    for _ in range(int(rng.integers(2, 6))):
+        pairs = np.flatnonzero(trial.rank == source)
+        if not len(pairs):
+            break
+        line = x.row if rng.integers(2) else x.col
+        strip = pairs[line[pairs] == line[rng.choice(pairs)]]
+        near = np.unique(trial.rank[(x.row == x.row[strip[0]]) | (x.col == x.col[strip[0]])])
+        near = near[near != source]
+        if len(near):
+            trial.move(strip, source, int(rng.choice(near)))
+    own = np.flatnonzero(trial.owner == source)
+    if len(own):
+        a, b = rng.choice(own), rng.integers(len(trial.owner))
+        trial.owner[[a, b]] = trial.owner[[b, a]]
+        trial.count_traffic()
+    return trial
+
+
+def merit(trial: Assignment) -> tuple[float, float, float]:
+    """Order of assignments, the better one first: work that is not even enough, then traffic.
+
+    Traffic counts more where a rank has too many tokens, which the sizes of blocks may force.
+    """
+    tokens = trial.tokens
+    over = max(0.0, tokens.max() / max(tokens.mean(), 1e-300) - _TOKENS)
+    return max(trial.uneven, EVEN), trial.largest * (1 + 10 * over), trial.uneven
+
+
+class _Penalty:
+    """Powers of the traffic and squares of uneven work, each as a function of a rank's figure."""
+
+    def __init__(self, trial: Assignment, power: int, weight: float, even: float) -> None:
+        self.scale = 1 / max(trial.largest, 1.0)
+        self.mean = max(trial.work.mean(), 1e-300)
+        self.power, self.weight, self.even = power, weight, even
+
+    def traffic(self, elements: np.ndarray) -> np.ndarray:
+        x = np.maximum(elements, 0) * self.scale
+        return _power(x, self.power)
+
+    def slope(self, elements: np.ndarray) -> np.ndarray:
+        x = np.maximum(elements * self.scale, 1e-9)
+        return self.power * self.scale * _power(x, self.power) / x
+
+    def work(self, pairs: np.ndarray) -> np.ndarray:
+        over = self.over(pairs)
+        return self.weight * over * (over + 0.1)
+
+    def over(self, pairs: np.ndarray) -> np.ndarray:
+        return np.maximum(0, pairs * (1 / self.mean) - self.even)
+
+    def total(self, trial: Assignment) -> float:
+        traffic = self.traffic(trial.received).sum() + self.traffic(trial.sent).sum()
+        return float(traffic + self.work(trial.work).sum())
+
+
+def _power(x: np.ndarray, power: int) -> np.ndarray:
+    """x ** 8 or x ** 16 by squaring: the same bits on every machine, and faster."""
+    for _ in range(power.bit_length() - 1):
+        x = x * x
+    return x
+
+
+def move_pairs(
+    trial: Assignment, documents: np.ndarray, steps: int, power: int, weight: float, even: float
+) -> int:
+    """Move pairs from the rank with the largest figure to where the sum of penalties falls most.
+
+    A move takes one pair, all pairs of a rank in one row of blocks, in one column, or in one
+    document.  Its gain is exact for the two ranks and linear in the traffic of the owners; the
+    best ones are made, and undone where the exact sum does not fall.  Return the number of steps.
+    """
+    penalty = _Penalty(trial, power, weight, even)
+    current = penalty.total(trial)
+    settled = np.zeros(trial.ranks, bool)
+    for step in range(steps):
+        figure = np.maximum(trial.received, trial.sent) * penalty.scale
+        figure += 5 * penalty.over(trial.work)
+        figure[settled] = -1
+        source = int(np.argmax(figure))
+        if figure[source] < 0:
+            return step
+        moved = False
+        pairs = np.flatnonzero(trial.rank == source)
+        if len(pairs):
+            items = _items(trial, documents, pairs)
+            gains = _gains(trial, penalty, pairs, items, source)
+            for which in _lowest(gains.ravel()):
+                item, target = divmod(int(which), trial.ranks)
+                if gains[item, target] > -_GAIN:
+                    break
+                chosen = pairs[_members(items, item, len(pairs))]
+                trial.move(chosen, source, target)
+                total = penalty.total(trial)
+                if total < current - _GAIN:
+                    current, moved = total, True
+                    break
+                trial.move(chosen, target, source)
+        if moved:
+            settled[:] = False
+        else:
+            settled[source] = True
+    return steps
+
+
+def _items(trial: Assignment, documents: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    """Members of the rows, columns and documents among some pairs: (items, pairs) float32."""
+    place = np.arange(len(pairs))
+    found = []
+    for key in (trial.demand.row, trial.demand.col, documents):
+        values, which = np.unique(key[pairs], return_inverse=True)
+        member = np.zeros((len(values), len(pairs)), np.float32)
+        member[which.ravel(), place] = 1
+        found.append(member)
+    return np.concatenate(found)
+
+
+def _members(items: np.ndarray, item: int, pairs: int) -> np.ndarray:
+    """Places of the pairs of an item; the first items are single pairs."""
+    return np.array([item]) if item < pairs else np.flatnonzero(items[item - pairs])
+
+
+def _lowest(values: np.ndarray) -> np.ndarray:
+    some = np.argpartition(values, min(_TRIES, len(values) - 1))[:_TRIES]
+    return some[np.lexsort((some, values[some]))]
+
+
+def _gains(
+    trial: Assignment, penalty: _Penalty, pairs: np.ndarray, items: np.ndarray, source: int
+) -> np.ndarray:
+    """Change of the sum of penalties if a rank takes an item: (pairs + items, ranks)."""
+    x, ranks = trial.demand, np.arange(trial.ranks)
+    work = x.visible[pairs].astype(np.float64)
+    work = np.concatenate([work, items @ work])
+    both = penalty.slope(trial.received) + penalty.slope(trial.sent)
+    slopes = both, penalty.slope(trial.sent)
+    released, added = [], []
+    change = np.zeros((len(work), trial.ranks))
+    for classes, needs, weight, slope in zip(
+        (x.queries, x.keys), trial.needs, trial.weights(), slopes
+    ):
+        used, index, weight = _used(classes, pairs, weight)
+        used = np.concatenate([used, items @ used])
+        owner = trial.owner[classes.block[index]]
+        freed = ((used > 0) & (used == needs[source, index])) * (weight * (owner != source))
+        new = ((needs[:, index] == 0) & (owner != ranks[:, None])) * weight
+        some = (used > 0).astype(np.float64)
+        released.append(freed.sum(axis=1))
+        added.append(some @ new.T)
+        change += some @ (new * slope[owner]).T
+        change -= (freed @ slope[owner])[:, None]
+    at_source = penalty.traffic(trial.received[source] - released[0] - released[1])
+    at_source += penalty.traffic(trial.sent[source] - released[0])
+    at_source += penalty.work(trial.work[source] - work)
+    before = penalty.traffic(trial.received) + penalty.traffic(trial.sent)
+    before += penalty.work(trial.work)
+    change += (at_source - before[source])[:, None]
+    change += penalty.traffic(trial.received + added[0] + added[1])
+    change += penalty.traffic(trial.sent + added[0])
+    change += penalty.work(trial.work + work[:, None]) - before
+    change[:, source] = np.inf
+    return change
+
+
+def _used(
+    classes: Classes, pairs: np.ndarray, weight: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Classes that some pairs need: (pairs, n) 0 or 1, their indices (n,) and weights (n,)."""
+    place, index = classes.of(pairs)
+    index, column = np.unique(index, return_inverse=True)
+    used = np.zeros((len(pairs), len(index)), np.float32)
+    used[place, column.ravel()] = 1
+    return used, index, weight[index]
+
+
+def move_owners(trial: Assignment, power: int) -> None:
+    """Move blocks between owners, or let two blocks change owners, while penalties fall."""
+    queries, keys = trial.block_needs()
+    to_all_q, to_all_k = queries.sum(axis=0), keys.sum(axis=0)
+    # Change of a rank's figures if it owns a block instead of receiving from it: (ranks, blocks).
+    tokens = trial.demand.tokens.astype(np.float64)
+    gain_r = to_all_q - 2 * queries - keys
+    gain_s = to_all_q - 2 * queries + to_all_k - keys
+    gain_t = np.broadcast_to(tokens, gain_r.shape)
+    owner, block = trial.owner, np.arange(len(tokens))
+    figures = np.stack([trial.received, trial.sent, trial.tokens])
+    steps = np.stack([gain_r, gain_s, gain_t])  # (3, ranks, blocks)
+    scale = 1 / max(trial.largest, 1.0)
+    most = max(_TOKENS * tokens.sum() / trial.ranks, 1.0)
+
+    def penalty(x: np.ndarray) -> np.ndarray:
+        traffic = _power(np.maximum(x[:2], 0) * scale, power).sum(axis=0)
+        return traffic + 100 * np.maximum(0, x[2] / most - 1)
+
+    for _ in range(30 * len(tokens)):
+        before = penalty(figures)
+        figure = figures[:2].max(axis=0) * scale + 10 * np.maximum(0, figures[2] / most - 1)
+        for rank in np.argsort(-figure, kind="stable")[: max(4, trial.ranks // 4)]:
+            own = np.flatnonzero(owner == rank)
+            if not len(own):
+                continue
+            out = steps[:, rank, own]  # (3, own)
+            # Two blocks change owners: one of this rank's, and each of all.
+            swap = steps[:, rank, None, :] - out[:, :, None]
+            other = steps[:, owner[None, :], own[:, None]] - steps[:, owner, block][:, None, :]
+            here, there = figures[:, rank, None, None], figures[:, None, owner]
+            swaps = penalty(here + swap) - before[rank] + penalty(there + other) - before[owner]
+            swaps[:, own] = 0
+            # One of this rank's blocks moves to another rank.
+            away = penalty(figures[:, rank, None] - out) - before[rank]
+            there = figures[:, None, :] + steps[:, :, own].transpose(0, 2, 1)
+            moves = away[:, None] + penalty(there) - before
+            moves[:, rank] = 0
+            best = min(swaps.min(), moves.min())
+            if best > -1e-6:
+                continue
+            if swaps.min() <= moves.min():
+                i, b = np.unravel_index(np.argmin(swaps), swaps.shape)
+                changes = [(own[i], owner[b]), (b, rank)]
+            else:
+                i, to = np.unravel_index(np.argmin(moves), moves.shape)
+                changes = [(own[i], to)]
+            for which, to in changes:
+                figures[:, owner[which]] -= steps[:, owner[which], which]
+                figures[:, to] += steps[:, to, which]
+                owner[which] = to
+            break
+        else:
+            break
+    trial.count_traffic()

@@ -1,0 +1,163 @@
+"""Structured starts of an assignment of blocks of tokens to ranks.
+
+Refinement finds what is near: the shape of the whole has to be there before.  *Bisection* cuts the
+pairs of blocks along rows or columns, again and again, into one compact region a rank; on a causal
+mask these are about the squares of the triangle partition, for any number of ranks.  *Packing*
+does so with the long documents only, and deals the short ones whole, so that every rank has an
+even share of tokens and of work.  *Grids* are those of Attention2D, rings among them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from a2d_mpi.sharding.assignment import Assignment
+from a2d_mpi.sharding.demand import Demand
+
+
+def contiguous(demand: Demand, ranks: int) -> np.ndarray:
+    """Owners in the order of the sequence: (blocks,) int64."""
+    middle = demand.bounds[:-1] + demand.bounds[1:]
+    return np.minimum(middle * ranks // (2 * max(int(demand.bounds[-1]), 1)), ranks - 1)
+
+
+def zigzag(demand: Demand, ranks: int) -> np.ndarray:
+    """Owners in the order of the sequence, there and back: (blocks,) int64."""
+    piece = contiguous(demand, 2 * ranks)
+    return np.minimum(piece, 2 * ranks - 1 - piece)
+
+
+def grids(demand: Demand, ranks: int, uneven: float) -> list[Assignment]:
+    """Contiguous and zigzag grids of all shapes whose work is no more uneven than `uneven`."""
+    found = []
+    for owner in (contiguous(demand, ranks), zigzag(demand, ranks)):
+        for rows in range(1, ranks + 1):
+            cols = ranks // rows
+            if rows * cols != ranks:
+                continue
+            rank = owner[demand.row] // cols * cols + owner[demand.col] % cols
+            work = np.bincount(rank, demand.visible, ranks)
+            if work.max() <= uneven * work.mean():
+                found.append(Assignment(demand, ranks, owner, rank))
+    return found
+
+
+def packed(demand: Demand, ranks: int, small: float, uneven: tuple[int, ...] = ()) -> Assignment:
+    """Deal short documents whole, and bisect the pairs of the long ones.
+
+    Parameters
+    ----------
+    demand : Demand
+    ranks : int
+    small : float
+        A document is short if it has at most this share of a rank's mean work, and of its tokens.
+    uneven : tuple of int
+        See `bisected`.
+    """
+    document = demand.documents()
+    number = int(document[-1]) + 1
+    tokens = np.bincount(document, demand.tokens, number)
+    work = np.bincount(document[demand.row], demand.visible, number)
+    mean_tokens = max(tokens.sum() / ranks, 1e-300)
+    mean_work = max(work.sum() / ranks, 1e-300)
+    short = (work <= small * mean_work) & (tokens <= small * mean_tokens)
+    rank = np.zeros(len(demand.row), np.int64)
+    long = np.flatnonzero(~short[document[demand.row]])
+    rank[long] = bisected(demand, long, ranks, uneven)
+    owner = _owners_of_long(demand, rank, long, np.flatnonzero(~short[document]), ranks)
+    has_tokens = np.bincount(owner[~short[document]], demand.tokens[~short[document]], ranks)
+    has_work = np.bincount(rank[long], demand.visible[long], ranks)
+    longest_first = np.flatnonzero(short)
+    for x in longest_first[np.argsort(-tokens[short], kind="stable")]:
+        after_tokens = (has_tokens + tokens[x]) / mean_tokens
+        after_work = (has_work + work[x]) / mean_work
+        over = 3 * np.maximum(0, after_tokens - 1.02) + np.maximum(0, after_work - 1)
+        to = int(np.argmin(over + 0.1 * after_tokens + 0.1 * after_work))
+        owner[document == x] = to
+        rank[document[demand.row] == x] = to
+        has_tokens[to] += tokens[x]
+        has_work[to] += work[x]
+    return Assignment(demand, ranks, owner, rank)
+
+
+def _owners_of_long(
+    demand: Demand, rank: np.ndarray, pairs: np.ndarray, blocks: np.ndarray, ranks: int
+) -> np.ndarray:
+    """Give blocks of long documents, evenly, to ranks that need their tokens."""
+    use = np.zeros((ranks, len(demand.tokens)))
+    np.add.at(use, (rank[pairs], demand.row[pairs]), 1.0)
+    np.add.at(use, (rank[pairs], demand.col[pairs]), 2 * demand.kv_share)
+    owner = np.zeros(len(demand.tokens), np.int64)
+    has = np.zeros(ranks)
+    share = max(demand.tokens[blocks].sum() / ranks, 1e-300)
+    for b in blocks[np.argsort(-demand.tokens[blocks], kind="stable")]:
+        n = demand.tokens[b]
+        over = np.maximum(0, has + n - 1.1 * max(share, n)) / share
+        owner[b] = np.argmax(use[:, b] - 3 * over - 0.5 * has / share)
+        has[owner[b]] += n
+    return owner
+
+
+def bisected(
+    demand: Demand, pairs: np.ndarray, ranks: int, uneven: tuple[int, ...] = ()
+) -> np.ndarray:
+    """Cut pairs of blocks into one region of equal work for every rank.
+
+    Parameters
+    ----------
+    demand : Demand
+    pairs : (n,) int64
+        The pairs to be dealt.
+    ranks : int
+    uneven : tuple of int
+        Besides halves of the ranks, try cuts that give ``1 / x`` of them to one side.
+
+    Returns
+    -------
+    (n,) int64
+        The rank of each pair.
+    """
+    rank = np.zeros(len(pairs), np.int64)
+    blocks = len(demand.tokens)
+    rows = np.bincount(demand.queries.block, demand.queries.weight, blocks)
+    cols = np.bincount(demand.keys.block, demand.keys.weight, blocks) * demand.kv_share
+    work = demand.visible.astype(np.float64)
+    waiting = [(np.arange(len(pairs)), 0, ranks)]
+    while waiting:
+        here, first, number = waiting.pop()
+        if number == 1 or not len(here):
+            rank[here] = first
+            continue
+        best = None
+        some = pairs[here]
+        row, col = demand.row[some], demand.col[some]
+        for along, across in ((row, col), (row, -col), (col, row), (col, -row)):
+            order = np.lexsort((across, along))
+            done = np.cumsum(work[some[order]])
+            for part in _parts(number, uneven):
+                at = 1 + int(np.argmin(np.abs(done - done[-1] * part / number)))
+                cost = 0.0
+                for side, n in ((order[:at], part), (order[at:], number - part)):
+                    height = rows[np.unique(row[side])].sum()
+                    width = cols[np.unique(col[side])].sum()
+                    cost += _estimate(height, width, work[some[side]].sum(), n)
+                if best is None or cost < best[0]:
+                    best = cost, order[:at], order[at:], part
+        _, lower, upper, part = best
+        waiting += [(here[lower], first, part), (here[upper], first + part, number - part)]
+    return rank
+
+
+def _parts(number: int, uneven: tuple[int, ...]) -> list[int]:
+    """Numbers of ranks that one side of a cut may get."""
+    small = {max(1, number // x) for x in (2, *uneven)}
+    return sorted(small | {number - x for x in small})
+
+
+def _estimate(height: float, width: float, work: float, ranks: int) -> float:
+    """Queries and keys that ranks need if they share a region as squares, or as it is for one."""
+    if ranks == 1 or not work:
+        return height + width
+    side = min(height, np.sqrt(work / ranks))
+    other = min(width, work / ranks / max(side, 1e-9))
+    return ranks * (min(height, max(side, work / ranks / max(other, 1e-9))) + other)
