@@ -198,7 +198,7 @@ def _run(
                 file.write(np.int64(rows).tobytes() + x.tobytes())
         options = [f"--cfg={x}" for x in OPTIONS] + ["--log=root.thres:warning"]
         if coarse:
-            options.append(f"--cfg=surf/precision:{coarse!r}")
+            options.append(f"--cfg=surf/precision:{float(coarse)!r}")  # not "np.float64(...)"
         command = [binary, given, found, *options]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
