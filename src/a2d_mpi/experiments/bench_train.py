@@ -220,7 +220,10 @@ class _Run:
         """Attributes and arrays of all ranks, on the first; collective."""
         c, config = self.configuration, self.training.weights.config
         gathered = self.comm.gather((
-            *(self.seconds, self.sent, self.activations, self.plan.buffer_bytes),
+            self.seconds,
+            self.sent,
+            self.activations,
+            self.plan.buffer_bytes,
             np.sum([self.operator.seconds[f"{x}/total"] for x in self.operator.phases], axis=0),
         ))  # fmt: skip
         passed = self.comm.allreduce(self.passed, MPI.LAND)

@@ -54,7 +54,7 @@ class State:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What may change the bits, in the latest step; empty at the start."""
+        """Settings that may change the bits, in the latest step; empty at the start."""
         latest = self.ranges[-1] if self.ranges else {}
         return {name: x for name, x in latest.items() if name not in ("begin", "end")}
 
@@ -216,7 +216,7 @@ def _unused(path: Path) -> Path:
 
 
 def differences(was: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """Which values differ, in words; an empty text if none does."""
+    """Say in words which values differ; an empty text if none does."""
     return "; ".join(
         f"{name} was {was.get(name)}, is {x}" for name, x in now.items() if was.get(name) != x
     )

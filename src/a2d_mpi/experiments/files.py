@@ -10,8 +10,15 @@ from a2d_mpi.core.atomic import same_file
 
 # Options of all drivers that name files to read, and files to write; some name folders or lists.
 READ = (
-    *("input", "mask_file", "profile", "text", "model", "checkpoint"),
-    *("results", "files", "import"),
+    "input",
+    "mask_file",
+    "profile",
+    "text",
+    "model",
+    "checkpoint",
+    "results",
+    "files",
+    "import",
 )
 WRITTEN = ("output", "picture")
 

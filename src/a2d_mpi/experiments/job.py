@@ -57,7 +57,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     checked = args.check != "none"
     if checked:
         refuse_nan(comm, tensors)
-    measured = Measurement(plan, tensors, args.backward, device)
+    measured = Measurement(plan, tensors, args.backward, device, checked)
     with threadpool_limits(args.threads):
         # Checked before it is timed: the timed runs must then repeat the checked one bit for bit.
         for _ in range(max(args.warmup, checked)):

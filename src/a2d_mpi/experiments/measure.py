@@ -68,6 +68,8 @@ class Measurement:
         Also the gradients.
     device : Device
         Where the tensors go.
+    checked : bool
+        `check` will be called.  Otherwise the tensors are not hashed, which takes long for many.
 
     Attributes
     ----------
@@ -88,13 +90,14 @@ class Measurement:
         tensors: Mapping[str, np.ndarray],
         backward: bool,
         device: Device = HOST,
+        checked: bool = True,
     ) -> None:
         self.plan, self.device = plan, device
         self.phases = ("forward", "backward") if backward else ("forward",)
         self.tensors: dict[str, Array] = {x: device.upload(y) for x, y in tensors.items()}
         self.checks: dict[str, Check] = {}
         self._given = dict(self.tensors)
-        self._given_bits = digests(tensors)
+        self._given_bits = digests(tensors) if checked else {}
         # After a check: hashes of the results of each data set.
         self._result_bits: list[dict[str, bytes]] = []
         self._differ = 0  # results of trials that were not the checked ones

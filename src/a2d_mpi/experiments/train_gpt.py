@@ -191,7 +191,7 @@ class Trainer:
             self._plan = None
 
     def _settings(self) -> dict[str, object]:
-        """What may change the bits, of all ranks.  Collective."""
+        """Settings of all ranks that may change the bits.  Collective."""
         args = self._args
         kernel = make_kernel(args.kernel, self._device, np.dtype(args.dtype), 1.0)
         hosts = self._comm.allgather((cpu_name(), blas_name()))

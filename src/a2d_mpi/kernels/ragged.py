@@ -63,7 +63,7 @@ def room(n: int) -> int:
 
 
 def sequences(batch: list[Run], widths: tuple[int, int, int], align: int) -> np.ndarray:
-    """What a ragged launch reads of its sequences.
+    """Figures of its sequences that a ragged launch reads.
 
     Parameters
     ----------

@@ -111,7 +111,7 @@ class Mask:
         return self
 
     def checked(self, q_tokens: np.ndarray, nk: int) -> Interval:
-        """What `visible` returns, as (intervals, nq) arrays cut to `nk` keys.
+        """The intervals that `visible` returns, as (intervals, nq) arrays cut to `nk` keys.
 
         Raises
         ------

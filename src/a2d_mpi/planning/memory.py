@@ -161,7 +161,7 @@ def _largest(several: Iterable[dict[Any, int]]) -> int:
 
 
 def _of_kernel(program: Program, backward: bool) -> tuple[int, dict[str, int], int]:
-    """What a kernel of the host needs for a program: see `Held`."""
+    """Memory that a kernel of the host needs for a program: see `Held`."""
     needed: dict[str, int] = {}
     intervals = peak = 0
     config = program.group.config

@@ -368,7 +368,7 @@ class Trial:
             self.bound = self.seconds
 
     def _bound(self, phase: str, steps: int | None = None) -> None:
-        """What rank 0 takes, or its first steps, if its peers never keep it waiting."""
+        """Bound it by rank 0, or its first steps, if its peers never keep it waiting."""
         machine, _, layout = self._plan
         found = self._survey(phase, (0,), steps)
         seconds = _alone(machine, layout, found, 0)

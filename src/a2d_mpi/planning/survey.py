@@ -63,7 +63,7 @@ class Rates:
 
 
 class Tape(NamedTuple):
-    """What one program does.  Its messages have numbers of their own.
+    """Operations of one program.  Its messages have numbers of their own.
 
     Attributes
     ----------
@@ -88,7 +88,7 @@ class Tape(NamedTuple):
 
 @dataclass(frozen=True)
 class Survey:
-    """What all ranks of a plan do, send and hold in one phase.
+    """Operations, messages and memory of all ranks of a plan in one phase.
 
     Attributes
     ----------
