@@ -23,8 +23,11 @@ is not something the model ever did.
 
 from __future__ import annotations
 
+import hashlib
 import math
+import platform
 import shlex
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,10 +36,10 @@ from tqdm import tqdm
 
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.pretrained import (
     PACKAGE,
     WINDOW,
-    describe_model,
     find_model,
     load_model,
     read_text,
@@ -82,14 +85,35 @@ def cut_windows(text: str, tokenizer: Tokenizer, tokens: int) -> list[np.ndarray
     list of ndarray
         Token numbers of each window.
     """
-    found = windows(tokenizer.encode(text, add_special_tokens=False).ids, tokenizer)
+    found = [np.array(ids) for ids, _ in windows(text, tokenizer)]
     held = sum(map(len, found))
     if tokens > held:
         raise ValueError(
             f"--tokens {tokens} is too many: the text holds {held} tokens "
             "([CLS] and [SEP] of each window counted)"
         )
-    return [np.array(x) for x in found[: math.ceil(tokens / WINDOW)]]
+    return found[: math.ceil(tokens / WINDOW)]
+
+
+def describe_model(folder: Path, packaged: bool) -> dict[str, str]:
+    """Return the attributes that say which model it is."""
+    name, model_license = folder.resolve().name, "not stated"
+    if packaged:
+        name = f"sentence-transformers/all-MiniLM-L6-v2 (PyPI {PACKAGE} {version(PACKAGE)})"
+        model_license = "apache-2.0"  # by its model card
+    digest = sha256(folder / "model.safetensors")
+    return {"model": name, "model_license": model_license, "model_sha256": digest}
+
+
+def describe_text(path: Path | None, text: str) -> dict[str, str]:
+    """Return the attributes that say which text it is."""
+    title, text_license = path.name if path else "", "not stated"
+    if path is None:
+        python = platform.python_version()
+        title = f"Python {python} documentation: pydoc_data.topics, joined in sorted key order"
+        text_license = "PSF-2.0"
+    digest = hashlib.sha256(text.encode("utf-8")).hexdigest()
+    return {"text": title, "text_sha256": digest, "text_license": text_license}
 
 
 def write_sample(
@@ -173,7 +197,7 @@ def main(args: argparse.Namespace) -> int:
     encoder, tokenizer = load_model(folder)
     if not 0 <= args.layer < encoder.layers:
         raise ValueError(f"--layer is {args.layer}, must be 0 to {encoder.layers - 1}")
-    text, text_attributes = read_text(args.text)
+    text = read_text(args.text)
     inputs = cut_windows(text, tokenizer, args.tokens)
 
     # The command in full, defaults too, so that it still says the same if a default changes;
@@ -188,7 +212,7 @@ def main(args: argparse.Namespace) -> int:
         "schema_version": 1,
         **describe_model(folder, packaged=args.model is None),
         "layer": args.layer,
-        **text_attributes,
+        **describe_text(args.text, text),
         "dtype": args.dtype,
         "window": WINDOW,
         **encoder.heads,

@@ -9,9 +9,9 @@ such a job takes; the profile says which one, with which BLAS.
 A link that these ranks do not have (one node, or one rank on each) is left out of the profile,
 which then does for ranks that do not need it.
 
-Again and again it looks whether the ranks get their cores, and whether the same kernel takes as
-long as before.  If figures may be off by more than 20 % the output and the profile say so: measure
-once more then.  Exit code 2: bad input, or the output cannot be written.
+The output and the profile say by how much the same kernel calls differed.  If by more than 20 %,
+they say that other work disturbed them: measure once more then.
+Exit code 2: bad input, or the output cannot be written.
 """
 
 from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""Draw what drivers/bench.py, bench_gpu.py, bench_train.py, train_gpt.py or simulate.py found.
+"""Draw what drivers/bench.py, bench_kernel.py, bench_train.py, train_gpt.py or simulate.py found.
 
     python drivers/plot.py results/bench.h5 --output results/figures --what scaling,bytes
 
@@ -10,7 +10,7 @@ timeline  what every rank of one run did when
 
 Alone, of files of other drivers:
 training     loss by tokens (drivers/train_gpt.py)
-kernels      speed of kernels and of PyTorch's (drivers/bench_gpu.py, bench_tile.py)
+kernels      speed of kernels and of PyTorch's (drivers/bench_kernel.py)
 steps        seconds of training steps by part, measured and predicted (drivers/bench_train.py)
 activations  memory by number of ranks (drivers/bench_train.py)
 strong       time by number of ranks, with per cent of ideal scaling (drivers/simulate.py)

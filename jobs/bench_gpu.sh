@@ -7,6 +7,10 @@ source jobs/env.sh
 source jobs/gpu.sh
 
 use_gpu
-run_mpi 1 600 python drivers/bench_gpu.py kernel "$@"
-with_mps run_mpi 4 600 python drivers/bench_gpu.py split
-run_mpi 4 300 python drivers/bench_gpu.py transfers
+run_mpi 1 600 python drivers/bench_kernel.py --device gpu "$@"
+mkdir -p results
+plan=(python drivers/bench.py --output "results/gpu-$(date -u +%Y%m%dT%H%M%S).h5" --resume)
+plan+=(--device gpu --seqlens 16K --nheads 16 --headdim 128 --dtypes bfloat16 --backward)
+with_mps run_mpi 4 600 "${plan[@]}" --plans attention2d
+run_mpi 1 600 "${plan[@]}" --plans attention2d
+run_mpi 4 300 python tests/gpu_transfers.py

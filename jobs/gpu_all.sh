@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything on the GPU of this machine, in less than nine minutes once the environment is there:
 # whether cuDNN is found, and whether MPI takes device memory (else it gets that of the host), the
-# main job on 1 and 4 ranks, what 4 ranks do when, kernels against PyTorch's (if torch is installed),
-# with few KV heads, a window and packed documents, 4 ranks against 1, the rate of MPI between device
-# buffers and through the host, tests.
+# main job on 1 and 4 ranks, a plan of 4 ranks against 1 and what the ranks do when, kernels against
+# PyTorch's (if torch is installed), with few KV heads, a window and packed documents, the rate of MPI
+# between device buffers and through the host, tests.
 #
 #   bash jobs/gpu_all.sh [FOLDER]      default: results/gpu-<time>
 #
@@ -107,22 +107,20 @@ everything() {
     failed=$((failed | before))
   fi
   # The first to make gpu.h5.
-  part "timeline, 4 ranks" 50 4 python drivers/bench.py "${output[@]}" --device gpu \
-    --plans attention2d:2x2 --seqlens 16K --nheads 16 --headdim 128 --dtypes bfloat16 --backward
+  local plan=(python drivers/bench.py "${output[@]}" --resume --device gpu --seqlens 16K)
+  plan+=(--nheads 16 --headdim 128 --dtypes bfloat16 --backward --plans attention2d)
+  with_mps part "4 ranks, with MPS where it can be started" 50 4 "${plan[@]}"
+  part "1 rank" 50 1 "${plan[@]}"
   main 1 1
   main 4 2
-  part kernels 70 1 python drivers/bench_gpu.py kernel "${output[@]}"
-  part "2 KV heads" 40 1 python drivers/bench_gpu.py kernel --nheads-kv 2 "${output[@]}"
-  part "window and documents" 70 1 python drivers/bench_gpu.py kernel --seqlen 65536 --nheads 4 \
-    --trials 5 --masks full sliding_window_causal:4096 "causal_document:$documents" "${output[@]}"
-  part split 50 4 python drivers/bench_gpu.py split "${output[@]}"
-  with_mps part "split, with MPS where it can be started" 50 4 \
-    python drivers/bench_gpu.py split "${output[@]}"
-  part transfers 30 4 python drivers/bench_gpu.py transfers "${output[@]}"
-  part "transfers through the host" 30 4 \
-    python drivers/bench_gpu.py transfers --transfers host "${output[@]}"
-  part "plain kernel" 40 1 \
-    python drivers/bench_gpu.py kernel --kernel cupy --seqlen 4096 "${output[@]}"
+  local kernel=(python drivers/bench_kernel.py --device gpu "${output[@]}" --name)
+  part kernels 70 0 "${kernel[@]}" kernels
+  part "2 KV heads" 40 0 "${kernel[@]}" "2 KV heads" --nheads-kv 2
+  part "window and documents" 70 0 "${kernel[@]}" "window and documents" --shapes 65536x4x128 \
+    --trials 5 --masks "full,sliding_window_causal:4096,causal_document:$documents"
+  part transfers 30 4 python tests/gpu_transfers.py
+  part "transfers through the host" 30 4 python tests/gpu_transfers.py host
+  part "plain kernel" 40 0 "${kernel[@]}" "plain kernel" --kernels cupy --shapes 4096x16x128
   part "tests on 4 ranks" 120 4 \
     python -m pytest tests/test_device.py -q --color=no -k real --with-mpi -m mpi
   local tests=(python -m pytest -q --color=no -m "not mpi")

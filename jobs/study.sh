@@ -5,6 +5,7 @@
 #   bash jobs/study.sh results/study 64x1 scaling         some of it
 #   bash jobs/study.sh results/study triangle nodes       the two partitions of docs/partitions.md
 #   bash jobs/study.sh results/study masks                four masks of docs/masks.md
+#   bash jobs/study.sh results/study large                large messages, 40 minutes
 #   bash jobs/study.sh results/study train                training steps of docs/gpt.md
 #
 # Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
@@ -16,7 +17,7 @@
 # data/machines/ by the model.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [scaling] [overlap] [triangle] [nodes] [masks] [train]}
+output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [large] [scaling] [overlap] [triangle] [nodes] [masks] [train]}
 shift
 mkdir -p "$output"
 source jobs/env.sh
@@ -83,6 +84,17 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
           --plans attention2d,ring --masks full,causal --backward --spans none
       done
       ;;
+    large) # messages of 100 KB to 1 MB, as of long sequences; seven trials of few plans
+      large=("${sizes[@]}" --trials 7 --backward --spans none --output "$output/large.h5")
+      for mask in causal full; do
+        on 16x1 10mbit drivers/bench.py "${large[@]}" --nheads 8 --headdim 64 --seqlens 2048 \
+          --masks "$mask" --plans attention2d:4x4,ring
+        on 64x1 10mbit drivers/bench.py "${large[@]}" --nheads 16 --headdim 32 --seqlens 4096 \
+          --masks "$mask" --plans attention2d:8x8,ring
+        on 16x4 10mbit drivers/bench.py "${large[@]}" --nheads 16 --headdim 32 --seqlens 4096 \
+          --masks "$mask" --plans attention2d:8x8,node_aware:8x8@rcu/2x2,attention2d:4x4x4,ring
+      done
+      ;;
     scaling) # so slow that computing does not count
       for nodes in 4 16 64; do
         on "${nodes}x1" 1mbit drivers/bench.py --output "$output/scaling.h5" "${sizes[@]}" \
@@ -136,7 +148,7 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
         --overlap both
       ;;
     *)
-      echo "study.sh: no part $name: 16x1, 64x1, 16x4, ratio, scaling, overlap, triangle, nodes, masks, train" >&2
+      echo "study.sh: no part $name: 16x1, 64x1, 16x4, ratio, large, scaling, overlap, triangle, nodes, masks, train" >&2
       exit 2
       ;;
   esac

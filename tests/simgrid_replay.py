@@ -26,7 +26,7 @@ from a2d_mpi.planning.machine import Link, Machine
 from a2d_mpi.planning.network import PORTS, Cables, Network
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simgrid import simulate
-from a2d_mpi.planning.survey import programs_of
+from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.schedules import METHODS, distribution_of, problem_of
 from a2d_mpi.schedules.problem import Workload
 
@@ -48,7 +48,7 @@ def shared(profile: Machine, method: str, layout: Layout, work: Workload) -> dic
     cables, place = Cables(Network(), profile, layout.size), layout.world_ranks()
     for phase in work.phases:
         problem = problem_of(method, layout, work, work.mask)
-        programs = programs_of(profile, method, layout, work, problem, phase)
+        programs = survey_of(profile, method, layout, work, problem, phase)[:2]
         found[phase] = sum(simulator.simulate(*programs, cables, place, in_order=False).values())
     return found
 

@@ -16,7 +16,7 @@ from helpers import DEEPER, assert_all_refused, assert_refused
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import benchmark
-from a2d_mpi.experiments.benchmark import read_benchmark, read_kernel_times
+from a2d_mpi.experiments.benchmark import SCHEMA, read_benchmark, read_entries
 from a2d_mpi.experiments.results import PARTS
 from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
 from a2d_mpi.experiments.tile import Tile
@@ -26,7 +26,6 @@ from a2d_mpi.planning import planner
 from a2d_mpi.planning.profile import read_machine
 
 ROOT = Path(__file__).parents[1]
-METHODS = ("attention2d", "ring", "striped ring", "double ring")
 SMALL = ["--nheads", "4", "--headdim", "8", "--trials", "2"]
 WORKLOAD = "full-n61-h4-kv2-d8-float32-backward"
 PROFILE = """
@@ -311,14 +310,14 @@ def test_kernels_on_one_core(tmp_path):
     path = tmp_path / "tiles.h5"
     options = ["--shapes", "40x2x8", "--trials", "2", "--output", path, "--name", "here"]
     done = helpers.drive(
-        "bench_tile.py", 0, *options, "--masks", "full,sliding_window:3,3", numba=True
+        "bench_kernel.py", 0, *options, "--masks", "full,sliding_window:3,3", numba=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("of the full mask's") == 4
-    found = read_kernel_times(path)["here"]
+    found = read_entries(path, SCHEMA, "figures")["here"]
     names = set(product(("full", "sliding_window:3,3"), PHASES, ("numpy", "numba")))
-    assert {tuple(x.split("/")[1:]) for x in found.seconds} == names
-    assert all((x > 0).all() and len(x) == 2 for x in found.seconds.values())
+    assert {tuple(x.split("/")[1:]) for x in found.arrays} == names
+    assert all((x > 0).all() and len(x) == 2 for x in found.arrays.values())
     assert found.attributes["right"] and found.attributes["tflop/40x2x8/full/forward"] > 0
 
 
@@ -330,7 +329,7 @@ def test_wrong_results_are_seen():
     assert tile.error() < 1e-5
     for x in (tile.out, *tile.gradients):
         x += 0.1
-        assert tile.error() > 0.09
+        assert tile.error() > 0.03
         x -= 0.1
 
 
@@ -376,19 +375,19 @@ def test_auto(tmp_path):
     (tmp_path / "test.toml").write_text(PROFILE)
     machine = read_machine(tmp_path / "test.toml")
     case = Case(64, 8, 16, mask="causal", backward=True)
-    found = plans_for(case, ["auto:3", "ring"], 4, METHODS, (True,), machine)
+    found = plans_for(case, ["auto:3", "ring"], 4, machine=machine)
     best = planner.candidates(machine, 4, case.work(), number=3)[:3]
     assert [(c.method, c.layout) for c in found[:3]] == [(x.method, x.layout) for x in best]
     assert [c.picked for c in found] == [True, *[False] * (len(found) - 1)]
-    each = plans_for(case, ["auto:each"], 4, METHODS, (True,), machine)
+    each = plans_for(case, ["auto:each"], 4, machine=machine)
     assert [c.method for c in each] == list(
         dict.fromkeys(x.method for x in planner.candidates(machine, 4, case.work(), number=None))
     )
-    assert {c.method for c in each} == set(METHODS)
-    assert [c.picked for c in each] == [True, False, False, False] and each[0] == found[0]
+    assert {c.method for c in each} >= {"attention2d", "ring", "striped ring", "double ring"}
+    assert [c.picked for c in each] == [True] + [False] * (len(each) - 1) and each[0] == found[0]
     for bad in ("auto:0", "auto:x"):
         with pytest.raises(ValueError, match="auto"):
-            plans_for(case, [bad], 4, METHODS, (True,), machine)
+            plans_for(case, [bad], 4, machine=machine)
 
 
 def test_names_are_different():
@@ -402,7 +401,6 @@ def test_names_are_different():
             Case(64, 8, 16, kv, mask=mask, backward=backward),
             ["all", "ring", "attention2d"],
             ranks,
-            METHODS,
             (True, False),
         )
     ]

@@ -131,7 +131,7 @@ def test_sizes_must_fit(tmp_path):
         with pytest.raises(OSError, match=rf"^cannot read {path} as HDF5: .*(damaged|must)"):
             load(path)
     for name in ("config", "run", "ranges"):
-        for text in ('{"layers": ', '{"layers": 1e400}', "[" * 10**5, "{}", 3.0):
+        for text in ('{"layers": ', '{"layers": 1e400}', "[" * 10**5, '{"a": 1}', 3.0):
             save(tmp_path, good).rename(path)
             with h5py.File(path, "r+") as file:
                 file.attrs[name] = text
@@ -147,7 +147,7 @@ def test_refusals(tmp_path):
     before = contents(tmp_path)
     train = [*TRAIN, "--folder", tmp_path]
     cases = [
-        *(([*train, "--rate", x], "--rate must be from 0 to 1e+06, got")
+        *(([*train, "--rate", x], "--rate must be at ")
           for x in ("nan", "inf", "1e300", "-1")),
         ([*train, "--until", "10"], "--until 10 is beyond the last of --steps 9"),
         (train, "has checkpoints; --resume goes on"),

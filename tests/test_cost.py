@@ -41,12 +41,12 @@ def problem(ranks):
     return with_counts((N,) * ranks)
 
 
-def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D):
+def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D, mask=None):
     sizes = max(1, sum(counts)), nheads, headdim, nheads_kv
     ends = np.cumsum([0, *counts]).tolist()
     runs = tuple((range(a, b),) for a, b in zip(ends, ends[1:]))
     shards = Distribution("balanced", sum(counts), len(counts), listed=runs)
-    return Problem(AttentionConfig(*sizes, dtype=dtype), shards)
+    return Problem(AttentionConfig(*sizes, dtype=dtype), shards, mask or Full())
 
 
 def test_config():
@@ -299,7 +299,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
                 layout = Layout(rows, ranks // rows)
                 if not runs_on(method, layout, mask):
                     continue
-                sizes = with_counts((100,) * ranks, 6, nheads_kv)
+                sizes = with_counts((100,) * ranks, 6, nheads_kv, mask=mask)
                 if METHODS[method].place or method == "triangle":
                     if METHODS[method].place and (layout.cols > 1 or ranks > 6):
                         continue
@@ -320,6 +320,40 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
                 assert best**2 == ranks
                 if isinstance(mask, Full):  # but for lse nothing could be saved
                     assert ratios[best] / (ranks * bound) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("nheads_kv", [1, 2, 6])
+@pytest.mark.parametrize("mask", [Full(), Causal()])
+def test_lower_bound_of_all_choices(mask, nheads_kv, backward):
+    """Every set of queries and of keys that a rank can compute with, in a sequence of six."""
+    sets = np.array(list(product([False, True], repeat=6)))
+    queries, keys = np.arange(6)[:, None], np.arange(6)
+    visible = keys <= queries if isinstance(mask, Causal) else np.ones((6, 6), bool)
+    areas = sets.astype(int) @ visible @ sets.T
+    tight = False
+    for tokens in (1, 2, 3):
+        problem = with_counts((tokens,), 6, nheads_kv, mask=mask)
+        q, kv = problem.config.nbytes("q"), 2 * problem.config.nbytes("k")
+        costs = (3 * q, 2 * kv) if backward else (2 * q, kv)
+        bounds = [cost.lower_bound(problem, x, tokens, backward) for x in range(37)]
+        for own in sets[sets.sum(axis=1) == tokens]:
+            moved = (sets & ~own).sum(axis=1)
+            nbytes = costs[0] * moved[:, None] + costs[1] * moved
+            least = np.array(bounds)[areas]
+            assert (nbytes >= least - 1e-6).all()
+            tight |= bool(((nbytes < least + 1e-6) & (nbytes > 0)).any())
+    assert tight or costs[0] != costs[1]  # for equal costs no bound is larger
+
+
+@pytest.mark.parametrize(("ranks", "ratio"), [(6, 1.15), (15, 1.09), (28, 1.07)])
+def test_the_triangle_is_near_the_bound(ranks, ratio):
+    config = AttentionConfig(ranks * 120, 2, 256, dtype="float32")
+    sizes = problem_of("triangle", Layout(ranks, 1), config, Causal())
+    moved = cost.moves("triangle", Layout(ranks, 1), sizes, None, ("forward",), sent=False)
+    area = ranks * 120 * (ranks * 120 + 1) / 2
+    bound = ranks * cost.lower_bound(sizes, area / ranks, 120)
+    assert sum(x.nbytes for x in moved) / bound == pytest.approx(ratio, abs=0.01)
 
 
 def test_messages():

@@ -4,6 +4,7 @@ On the emulated GPU of tests/emulated always, on a real one where there is one.
 """
 
 import os
+import re
 import shutil
 from itertools import product
 from pathlib import Path
@@ -19,10 +20,11 @@ from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.experiments.benchmark import (
-    KernelTimes,
-    add_kernel_times,
+    SCHEMA,
+    Entry,
     add_results,
-    read_kernel_times,
+    read_entries,
+    write_entries,
 )
 from a2d_mpi.experiments.results import read_result
 
@@ -285,40 +287,29 @@ torch.cuda = types.SimpleNamespace(is_available=lambda: False)
 """
 
 
-def test_benchmark_of_masks(monkeypatch, tmp_path):
-    sizes = ["--seqlen", "40", "--nheads", "2", "--nheads-kv", "1", "--headdim", "8"]
-    sizes += ["--trials", "3", "--output", tmp_path / "gpu.h5", "--masks", "full"]
-    masks = ["sliding_window_causal:4", "causal_document:0,9,17,20,29,40"]
-    done = drive(monkeypatch, "bench_gpu.py", 1, "kernel", *sizes, *masks)
+def test_benchmark_of_kernels(monkeypatch, tmp_path):
+    sizes = ["--device", "gpu", "--shapes", "40x2x8", "--nheads-kv", "1", "--trials", "3"]
+    sizes += ["--output", tmp_path / "gpu.h5", "--name", "here", "--masks"]
+    masks = ["full", "sliding_window_causal:4", "causal_document:0,9,17,20,29,40"]
+    done = drive(monkeypatch, "bench_kernel.py", 0, *sizes, ",".join(masks), sabotage=CPU_TORCH)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("of the full mask's") == 4
-    assert "causal_document:0,9,17,20,29,40" in done.stdout
-    found = read_kernel_times(tmp_path / "gpu.h5")["kernel 1 KV heads of masks"]
-    assert {x.split("/")[0] for x in found.seconds} == {"full", *masks}
-    done = drive(monkeypatch, "bench_gpu.py", 1, "kernel", *sizes, "causal", "cheese")
-    assert_refused(done, "cheese")
+    assert "causal_document:0,9,17,20,29,40" in done.stdout and "torch has no GPU" in done.stdout
+    found = read_entries(tmp_path / "gpu.h5", SCHEMA, "figures")["here"]
+    assert {x.split("/")[1] for x in found.arrays} == set(masks)
+    assert found.attributes["device"] == "emulated GPU" and found.attributes["right"]
+    assert all((x > 0).all() and len(x) == 3 for x in found.arrays.values())
+    done = drive(monkeypatch, "bench_kernel.py", 0, *sizes, "full,causal_document:0,99")
+    assert_refused(done, "ends at 99, the sequence has 40 tokens")
     assert "FLOP/s" not in done.stdout
 
 
-@pytest.mark.parametrize("what, ranks", [
-    ("kernel", 1), pytest.param("split", 4, marks=DEEPER), ("transfers", 2),
-])  # fmt: skip
-def test_benchmark(monkeypatch, tmp_path, what, ranks):
-    sizes = ["--seqlen", "40", "--nheads", "2", "--headdim", "8", "--trials", "3"]
-    sizes += ["--transfers", "device", "--output", tmp_path / "gpu.h5"]
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    for mps in (False, True) if what == "split" else (False,):
-        done = drive(monkeypatch, "bench_gpu.py", ranks, what, *sizes, sabotage=CPU_TORCH)
-        assert done.returncode == 0, done.stderr
-        words = ("GFLOP/s", "torch has no GPU") if what == "kernel" else ("host: 0 bytes",)
-        assert all(x in done.stdout for x in words)
-        said = f"{ranks} {'at once (MPS)' if mps else 'in turns'} on a GPU"
-        assert said in done.stdout or what == "kernel"
-        (tmp_path / "control").touch()
-    name = f"{what} device" + " with MPS" * (what == "split")
-    found = read_kernel_times(tmp_path / "gpu.h5", name)[name]
-    assert found.attributes["device"] == "emulated GPU" and found.attributes["right"]
-    assert found.seconds and all((x > 0).all() and len(x) == 3 for x in found.seconds.values())
+@pytest.mark.parametrize("way, staged", [("device", "0"), ("host", r"[1-9]\d+")])
+def test_rate_of_transfers(monkeypatch, way, staged):
+    done = drive(monkeypatch, "../tests/gpu_transfers.py", 2, way)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("GB/s per rank") == 3
+    assert re.search(f"through the host: {staged} bytes", done.stdout)
 
 
 @pytest.mark.thorough
@@ -329,7 +320,7 @@ def test_timeline_of_four_ranks(monkeypatch, tmp_path):
     options += ["--device", "gpu", "--transfers", "device", "--backward", "--output", file]
     done = drive(monkeypatch, "bench.py", 4, *options)
     assert done.returncode == 0, done.stderr
-    add_kernel_times(file, "kernel", KernelTimes({"made": "up"}, {}))
+    write_entries(file, SCHEMA, {"figures/kernel": Entry({"made": "up"}, {})})
     options = ["--what", "timeline", "--format", "svg", "--output", tmp_path]
     done = helpers.drive("plot.py", 0, file, *options)
     assert done.returncode == 0, done.stderr
@@ -348,13 +339,14 @@ def test_picture_of_kernels(tmp_path):
         if i:
             seconds["/".join((*call, "torch FLASH"))] = np.array([0.125])
     for what in ("kernel", "kernel"):  # the later one stands
-        add_kernel_times(file, what, KernelTimes(work, seconds))
-        assert read_kernel_times(file, what)[what].attributes == work
-    add_kernel_times(file, "split", KernelTimes({}, {"forward alone": np.ones(3)}))  # not drawn
+        write_entries(file, SCHEMA, {f"figures/{what}": Entry(work, seconds)})
+        assert read_entries(file, SCHEMA, "figures")[what].attributes == work
+    undrawn = Entry({}, {"forward alone": np.ones(3)})
+    write_entries(file, SCHEMA, {"figures/split": undrawn})
     tiles = {f"{shape}/full/forward/{x}": np.array([2.0, 1.0, 9.0])
              for shape in ("256x8x64", "16x16x16") for x in ("numpy", "numba")}  # fmt: skip
     work = {"tflop/256x8x64/full/forward": 0.5, "tflop/16x16x16/full/forward": 0.25}
-    add_kernel_times(file, "one core", KernelTimes(work, tiles))
+    write_entries(file, SCHEMA, {"figures/one core": Entry(work, tiles)})
     options = ["--what", "kernels", "--format", "svg", "--output", tmp_path]
     done = helpers.drive("plot.py", 0, file, *options)
     assert done.returncode == 0, done.stderr

@@ -85,19 +85,29 @@ class Tokenizer:
     def from_file(cls, path):
         return cls()
 
-    def no_truncation(self):
+    def enable_truncation(self, most):
+        assert most == 512
+
+    def no_padding(self):
         pass
 
-    no_padding = no_truncation
-
-    def token_to_id(self, token):
-        return {"[CLS]": 1, "[SEP]": 2}[token]
-
-    def encode(self, text, add_special_tokens):
-        assert not add_special_tokens
+    def encode(self, text):
         words = list(re.finditer(r"\w+", text))
         ids = [3 + sum(map(ord, x[0])) % (VOCAB - 3) for x in words]
-        return SimpleNamespace(ids=ids, offsets=[x.span() for x in words])
+        spans = [x.span() for x in words]
+        first, *overflowing = (
+            SimpleNamespace(
+                ids=[1, *ids[i : i + 510], 2], offsets=[(0, 0), *spans[i : i + 510], (0, 0)]
+            )
+            for i in range(0, max(1, len(ids)), 510)
+        )
+        first.overflowing = overflowing
+        return first
+
+
+def ids_of(text):
+    """Tokens of a short text, without [CLS] and [SEP]."""
+    return Tokenizer().encode(text).ids[1:-1]
 
 
 @pytest.mark.mpi
@@ -135,13 +145,14 @@ def test_pack():
     long = " ".join(f"w{i}" for i in range(1100))
     texts = ["one two", "  ", f"  {long}.", "three"]
     packed = pack(texts, ["four five six"], Tokenizer())
-    assert packed.lengths.tolist() == [4, 512, 512, 82, 3, 5]
+    assert np.diff(packed.cu_seqlens).tolist() == [4, 512, 512, 82, 3, 5]
     assert packed.texts[0] == "one two" and packed.texts[4:] == ["three", "four five six"]
     assert " ".join(packed.texts[1:4]) == long
-    ids = Tokenizer().encode(long, add_special_tokens=False).ids
-    assert packed.tokens[4:516].tolist() == [1, *ids[:510], 2]
+    start = " ".join(f"w{i}" for i in range(510))
+    assert packed.tokens[4:516].tolist() == [1, *ids_of(start), 2]
     assert packed.tokens[-5:].tolist()[::4] == [1, 2]
-    assert pack(texts, ["four"], Tokenizer(), 2).lengths.tolist() == [4, 512, 3]
+    fewer = pack(texts, ["four"], Tokenizer(), 2)
+    assert np.diff(fewer.cu_seqlens).tolist() == [4, 512, 3]
     for bad, told in (
         (([" ", ""], []), "the text has no documents"),
         ((texts, [" "]), "a query must have 1 to 510 tokens, got 0"),
@@ -204,8 +215,7 @@ def test_driver(tmp_path):
     assert_one_line_each(done, [told for _, told in refused])
     exact = []
     for x in TEXTS:
-        ids = Tokenizer().encode(x, add_special_tokens=False).ids
-        exact.append(expected(random_weights(), np.array([1, *ids, 2])))
+        exact.append(expected(random_weights(), np.array([1, *ids_of(x), 2])))
     for output, (_, printed) in zip(outputs, found):
         assert re.findall(r"^  (\S+)  document (\d+): (.*)$", printed, re.MULTILINE) == [
             ("1.0000", "3", TEXTS[3]), ("1.0000", "2", "and"),

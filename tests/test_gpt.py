@@ -60,7 +60,7 @@ def test_state_dict(positions):
     assert sum(y.size for y in found.values()) == config.parameters
     assert all(y.flags.c_contiguous and y.flags.owndata for y in found.values())
     assert found["wte.weight"].shape == (17, 12) and found["h.1.fc.weight"].shape == (48, 12)
-    assert np.allclose(found["h.1.fc.weight"] @ x, x @ weights.block(1)["fc.weight"])
+    assert np.allclose(found["h.1.fc.weight"] @ x, x @ weights.blocks[1]["fc.weight"])
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
@@ -165,7 +165,7 @@ def test_text(tmp_path):
             batch.positions == np.arange(11) - np.repeat([0, *ends[:-1]], np.diff([0, *ends]))
         ).all()
     assert len(seen) == 8
-    assert (text.batch(11, 0, 0, True).targets >= 0).all()
+    assert (Text(path, b"").batch(11, 0, 0).targets >= 0).all()
     (tmp_path / "empty").write_bytes(b"----")
     with pytest.raises(ValueError, match="has no text"):
         Text(tmp_path / "empty", b"--")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, drive, named
-from test_bench import METHODS, SMALL, bench
+from test_bench import SMALL, bench
 
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.checkpoint import latest
@@ -100,7 +100,7 @@ def test_killed_at_any_moment(tmp_path):
         c.name
         for n in range(256, 260)
         for mask in ("causal", "full")
-        for c in plans_for(Case(n, 4, 8, mask=mask, backward=True), ["all"], 2, METHODS)
+        for c in plans_for(Case(n, 4, 8, mask=mask, backward=True), ["all"], 2)
         if c.method in {result.config["method"] for result in found.values()}
     }
     assert set(found) == names

@@ -93,17 +93,17 @@ BAD = {
     "half": ({}, {"begin": BEGIN}, "or cu_seqlens; it has begin"),
     "both": ({}, {"begin": BEGIN, "end": END, "cu_seqlens": CU}, "it has begin and end and cu_"),
     "schema": ({"schema": "a2d_mpi input"}, {"begin": BEGIN, "end": END}, "must have ('a2d_mpi m"),
-    "group": ({}, {"begin": lambda f, x: f.create_group(x), "end": END}, "begin is no dataset"),
-    "floats": ({}, {"begin": BEGIN, "end": END * 1.0}, "end is float64, must be integers"),
+    "group": ({}, {"begin": lambda f, x: f.create_group(x), "end": END}, "it has end"),
+    "floats": ({}, {"begin": BEGIN, "end": END * 1.0}, "end must be a (seqlen,) or (m, "),
     "short": (
         {}, {"begin": BEGIN[:, 1:], "end": END[:, 1:]},
-        f"begin has shape (2, {N - 1}), must be ({N},) or (m, {N})",
+        f"IntervalMask has {N - 1} rows for a sequence of {N} tokens",
     ),
-    "scalar": ({}, {"begin": 1, "end": 2}, "begin has shape (), must be"),
-    "null": ({}, {"begin": h5py.Empty("i8"), "end": END}, "begin has shape (), must be"),
+    "scalar": ({}, {"begin": 1, "end": 2}, "begin must be a (seqlen,) or "),
+    "null": ({}, {"begin": h5py.Empty("i8"), "end": END}, "begin must be a (seqlen,) or "),
     "other shapes": ({}, {"begin": BEGIN[0], "end": END}, f"begin has {N} rows, end has 2 x {N}"),
-    "negative": ({}, {"begin": grown(BEGIN, (1, 5), -1), "end": END},
-                 f"begin[1, 5] must be 0 to {N}, got -1"),
+    "negative": ({}, {"begin": grown(BEGIN, (0, 0), -1), "end": END},
+                 f"begin[0, 0] must be 0 to {N}, got -1"),
     "beyond": ({}, {"begin": BEGIN[1], "end": grown(END[1], 9, N + 1)},
                f"end[9] must be 0 to {N}, got {N + 1}"),
     "overlap": ({}, {"begin": grown(BEGIN, (1, 1), 1), "end": grown(END, (1, 1), 4)},
@@ -111,7 +111,7 @@ BAD = {
     "unsorted": ({"causal": True}, {"cu_seqlens": CU[::-1][:-1]}, "must begin with 0, got 30"),
     "backwards": ({"causal": True}, {"cu_seqlens": [0, 9, 8, 12]}, "begins at 9 and ends at 8"),
     "too long": ({"causal": True}, {"cu_seqlens": [0, 9, 41]}, "ends at 41, the sequence has 40"),
-    "two rows": ({"causal": True}, {"cu_seqlens": [CU, CU]}, "shape (2, 4), must be (documents +"),
+    "two rows": ({"causal": True}, {"cu_seqlens": [CU, CU]}, "must be a (documents + 1,) integer"),
     "no causal": ({}, {"cu_seqlens": CU}, "the attribute causal, true or false: it has none"),
     "causal?": ({"causal": "no"}, {"cu_seqlens": CU}, "true or false: got 'no'"),
     "external": ({}, {"begin": external, "end": END}, "begin are in other files (external"),
@@ -183,7 +183,7 @@ def test_bad_masks_of_a_run(tmp_path):
             (["--mask", "full_document:x"], [], "argument --mask: full_document: 'x' is no whole"),
             (["--mask", "full_document:0,50"], [], "ends at 50, the sequence has 40 tokens"),
             (["--mask", "full", "--mask-file", good], [], "not allowed with argument --mask"),
-            (["--mask-file", good, "--seqlen", "39"], [], f"has shape (2, {N}), must be (39,)"),
+            (["--mask-file", good, "--seqlen", "39"], [], f"has {N} rows for a sequence of 39"),
             (["--mask-file", tmp_path / "none"], [], "No such file"),
             (["--mask-file", good, "--output", good], [], f"{good}: it is the input"),
             (["--mask-file", good], ["--mask-file", str(other)],
@@ -235,7 +235,7 @@ def test_files_of_benchmarks_and_planner(tmp_path):
          ("plan.py", [*problem, "--seqlen", "50"], [])], 0
     )  # fmt: skip
     assert [code for code, _ in found] == [0, 0, 2] and picture.exists(), done.stderr
-    text = f"has shape (2, {N}), must be (50,) or (m, 50)"
+    text = f"IntervalMask has {N} rows for a sequence of 50 tokens"
     assert text in done.stderr
     bench = [*bench, "--mask-file", mask]
     assert_all_refused("bench.py", 2, [

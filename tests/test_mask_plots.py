@@ -87,8 +87,7 @@ def test_table(tmp_path):
 def test_committed_table(text, plan):
     """The table behind the picture of docs/masks.md is of this code."""
     known = read_table(ROOT / "data" / "results" / "masks.csv")
-    method, _, name = plan.partition("/")
-    found = best_of(method, name or None, text, 131072, 16)
+    found = best_of(plan, text, 131072, 16)
     rounded = Figures(found.grid, round(found.uneven, 4), round(found.moved, 5))
     assert known[16, 131072, text, plan] == rounded
 

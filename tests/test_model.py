@@ -32,10 +32,10 @@ from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.calibration import (
     Sample,
-    disturbance,
     fit_kernel,
     fit_link,
     fit_steps,
+    steadiness,
 )
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.memory import peak_memory
@@ -265,9 +265,9 @@ def test_fit_finds_the_kernel(backward):
 
 def test_fit_of_a_link():
     seconds = [2e-4 + 2e-5 + n / 5e6 for n in (8, 1 << 16, 1 << 18)]
-    link = fit_link((8, 1 << 16, 1 << 18), seconds, (32, seconds[0] + 31 * 2e-5), hidden=0.7)
+    link = fit_link((8, 1 << 16, 1 << 18), seconds, (32, seconds[0] + 31 * 2e-5))
     assert (link.bandwidth, link.overhead) == pytest.approx((5e6, 1e-5), rel=0.01)
-    assert link.latency == pytest.approx(2e-4, rel=0.02) and link.hidden == 0.7
+    assert link.latency == pytest.approx(2e-4, rel=0.02)
 
 
 @pytest.mark.parametrize(("method", "layout", "calls"), [
@@ -291,41 +291,44 @@ def test_steps_are_counted_by_kernel_calls(method, layout, calls):
     ("double ring", Layout(2, 3), (2 * 2, 2 * 2 + 2 * 2 + 1)),
     ("attention2d", Layout(3, 2), (0, 0)),
 ])  # fmt: skip
-def test_turns_are_counted_by_hops(method, layout, hops):
+def test_hop_overheads_are_counted(method, layout, hops):
     """Each takes so much more of a core, of which the four ranks of a node have a half each."""
     here = machine(Link(1e15), Link(1e15), ranks_per_node=4, cores_per_node=2)
     for backward, number in ((False, hops[0]), (True, sum(hops))):
         job = replace(work(60), backward=backward)
-        longer = total(replace(here, turn=10.0), method, layout, job)
+        longer = total(replace(here, hop_overhead=10.0), method, layout, job)
         taken = longer - total(here, method, layout, job)
         assert taken == pytest.approx(number * 2 * 10, rel=1e-3)
 
 
-@pytest.mark.parametrize(("step", "turn"), [(0.0, 0.0), (3e-4, 0.0), (0.0, 0.02), (0.02, 0.03)])
-def test_fit_finds_what_steps_and_turns_take(step, turn):
+@pytest.mark.parametrize(
+    ("step", "hop_overhead"), [(0.0, 0.0), (3e-4, 0.0), (0.0, 0.02), (0.02, 0.03)]
+)
+def test_fit_finds_what_steps_and_hops_take(step, hop_overhead):
     """Also what latencies hide in part, and of ranks that share cores."""
     here = machine(Link(1e6, latency=4e-4), ranks_per_node=2, cores_per_node=1)
     tiny, layout = Workload(16, 2, 16, dtype="float32"), Layout(8, 1)
-    there = replace(here, step=step, turn=turn)
+    there = replace(here, step=step, hop_overhead=hop_overhead)
     seconds = [total(there, method, layout, tiny) for method in ("attention2d", "ring")]
-    measured = dict(zip(("step", "turn"), zip(("attention2d", "ring"), seconds)))
+    measured = dict(zip(("step", "hop_overhead"), zip(("attention2d", "ring"), seconds)))
     found = fit_steps(here, 8, tiny, measured)
     again = [total(found, method, layout, tiny) for method in ("attention2d", "ring")]
     assert again == pytest.approx(seconds, rel=0.005)
     assert found.step == pytest.approx(step, rel=0.01, abs=1e-6)
-    assert found.turn == pytest.approx(turn, rel=0.01, abs=1e-6)
+    assert found.hop_overhead == pytest.approx(hop_overhead, rel=0.01, abs=1e-6)
 
 
-def test_one_rank_has_no_turns():
+def test_one_rank_has_no_hops():
     here = machine(Link(1e6))
     tiny = Workload(2, 2, 16, dtype="float32")
-    assert fit_steps(here, 1, tiny, {"turn": ("ring", 0.7)}).turn == 0
+    assert fit_steps(here, 1, tiny, {"hop_overhead": ("ring", 0.7)}).hop_overhead == 0
 
 
 def test_a_profile_is_read_as_written(tmp_path):
     whole = machine(
         replace(SLOW, nics=2), ranks_per_node=4, cores_per_node=2.5, memory=10**9, start=0.25,
-        step=0.125, turn=0.0625, copy=1e9, merge=2e9, reserved=5, computed_by="float32: \"new\"",
+        step=0.125, hop_overhead=0.0625, copy=1e9, merge=2e9, reserved=5,
+        computed_by="float32: \"new\"",
     )  # fmt: skip
     path = tmp_path / "here.toml"
     write_machine(path, whole, "measured\nsomewhere")
@@ -500,7 +503,7 @@ def test_the_study_is_predicted(cluster, step, median, worst):
             continue  # measured when whole shards travelled, whatever the mask hides
         phases = predict(here, c["method"], layout, job, c["distribution"]).values()
         off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
-    assert len(off) >= 20 // step
+    assert len(off) >= 15 // step
     assert np.median(np.abs(off)) < median and np.max(np.abs(off)) < worst
 
 
@@ -532,7 +535,7 @@ def test_calibrate(tmp_path):
     assert "# link.between was not measured" in path.read_text()
     assert to_toml(found) in path.read_text()
     assert_all_refused("calibrate.py", 2, [
-        ([*common, "--seconds=0"], [], "--seconds must be from 0.001 to 86400, got 0.0"),
+        ([*common, "--seconds=0"], [], "--seconds must be at least 0.001, got 0.0"),
         ([*common, "--output=/nowhere/here.toml"], [], "cannot write"),
         ([*common, "--dtype=int8"], [], "invalid choice"),
         ([*common, "--name=\udcff"], [], "UTF-8, at most 100 characters, got '\\udcff'"),
@@ -556,28 +559,29 @@ def test_one_rank_measures_no_link(tmp_path):
         predict(found, "attention2d", Layout(2, 1), job)
 
 
-def test_disturbance():
-    calm, busy = 20 * [1.0], 15 * [1.0] + 5 * [0.5]
-    assert disturbance(calm, calm)[0] == 0
-    assert disturbance([*calm, 0.1], [*calm, 9.0])[0] == 0  # one look of twenty
-    assert disturbance(busy, calm)[0] == disturbance(20 * [0.5], calm)[0] == pytest.approx(1)
-    off, why = disturbance(calm, busy)
-    assert off == pytest.approx(1)
-    assert why.startswith(
-        "ranks got 100 % of the CPU time of their cores, the same kernel call took 500 to 1e+03 ms"
-    )
-    assert disturbance([1.0], [1.0])[0] == 0
+def test_steadiness():
+    """The call in the middle of all counts, without the tenth of its rounds that is the worst."""
+    calm = np.ones((20, 5))
+    assert steadiness(calm) == "the same kernel calls differ by 0 % (of 20 rounds)"
+    once, busy = calm.copy(), calm.copy()
+    once[7] = 9.0
+    once[:, 0] = np.arange(1, 21)
+    assert steadiness(once) == steadiness(calm)
+    busy[15:] = 1.5
+    told = "DISTURBED by other work: the same kernel calls differ by 50 % (of 20 rounds)"
+    assert steadiness(busy) == told
+    assert "DISTURBED" not in steadiness(calm[:1])
 
 
-@pytest.mark.parametrize("off, told", [(0.1, "steady within 10 %"), (
-    0.66, "DISTURBED by other work, figures may be off by 66 %: of this")])  # fmt: skip
-def test_a_disturbed_machine(tmp_path, monkeypatch, capsys, off, told):
+def test_a_disturbed_machine(tmp_path, monkeypatch, capsys):
     """The profile and the output say so."""
-    monkeypatch.setattr(calibrate, "disturbance", lambda *_: (off, "of this"))
+    told = "DISTURBED by other work: of this"
+    monkeypatch.setattr(calibrate, "steadiness", lambda _: told)
     path = tmp_path / "here.toml"
     args = parser_of("drivers/calibrate.py").parse_args(["--output", f"{path}", "--seconds=0.1"])
     assert calibrate.calibrate(MPI.COMM_SELF, args) == 0
-    assert f"\n# {told}\n" in path.read_text() and f"{told}\n" in capsys.readouterr().out
+    told = f"float32: {told}\n"
+    assert f"\n# {told}" in path.read_text() and told in capsys.readouterr().out
 
 
 def test_no_mpi_for_plans():

@@ -179,19 +179,24 @@ def test_many_ranks_take_seconds():
     assert sum(bool(x.phases) for x in found) < len(found) / 4
 
 
-@pytest.mark.parametrize("mask", [Causal(), Full()])
-def test_the_pick_is_the_fastest_of_all(mask):
-    """Of all plans on 64 ranks without a head axis, simulated to the end."""
-    job = work(1 << 16, 1, mask=mask)
-    everything = candidates(H100, 64, job, number=None)
-    best, *others = candidates(H100, 64, job)
+@pytest.mark.parametrize("machine, ranks, nheads, nheads_kv, mask", [
+    (H100, 64, 1, 1, Causal()), (H100, 64, 1, 1, Full()),
+    (A100, 16, 32, 8, Causal()),  # with a head axis, too
+    pytest.param(A100, 16, 32, 8, Full(), marks=pytest.mark.thorough),
+])  # fmt: skip
+def test_the_pick_is_the_fastest_of_all(machine, ranks, nheads, nheads_kv, mask):
+    """Of all plans, simulated to the end."""
+    job = work(1 << 16, nheads, nheads_kv, mask=mask)
+    everything = candidates(machine, ranks, job, number=None)
+    best, *others = candidates(machine, ranks, job)
     assert (best.method, best.layout, best.seconds) == (
         everything[0].method,
         everything[0].layout,
         everything[0].seconds,
     )
     seconds = {(x.method, x.layout): x.seconds for x in everything}
-    assert all(x.phases or x.bound <= seconds[x.method, x.layout] for x in others)
+    for x in others:  # sums of another order differ by a bit
+        assert x.phases or x.bound <= (1 + 1e-12) * seconds[x.method, x.layout]
 
 
 def test_a_few_steps_bound_the_time():
@@ -220,7 +225,7 @@ def test_ranks_that_share_a_program(method, layout, seqlen):
         whole = survey_of(H100, method, layout, job, problem, phase)
         for rank in range(layout.size):
             mine = cost.moves(method, layout, problem, rank, (phase,), sent=True)
-            sent = whole.messages.source == rank
+            sent = (whole.messages.source == rank) & (whole.pieces > 0)  # no barriers
             found = sorted(zip(whole.messages.to[sent], whole.messages.nbytes[sent]))
             assert found == sorted((x.peer, x.nbytes) for x in mine)
 
@@ -230,7 +235,7 @@ def test_memory_limits():
     free = candidates(H100, 16, job, memory=None)
     limit = sorted(p.memory for p in free)[len(free) // 2] + H100.reserved
     found = candidates(H100, 16, job, memory=limit)
-    assert len(found) == len(free)
+    assert sum(not p.layout.stream for p in found) == len(free)
     fitting = [p for p in found if p.fits]
     assert 0 < len(fitting) < len(found) and found[: len(fitting)] == fitting
     assert all(p.memory + H100.reserved <= limit for p in fitting)
@@ -287,7 +292,7 @@ def test_driver():
 BAD = [
     (("--seqlen", "1MB"), "--seqlen must be 1048576, 1024K or 1M tokens, got '1MB'"),
     (("--seqlen", "99999999999G"), "seqlen must be at most 2147483648, got 1073741823989"),
-    (("--seqlen", "9" * 500), "seqlen must be at most 2147483648, got one of 500 digits"),
+    (("--seqlen", "9" * 500), "seqlen must be at most 2147483648, got 999"),
     (("--seqlen", "9" * 5000), "--seqlen must be 1048576, 1024K or 1M tokens"),
     (("--memory", "80"), "no plan"),
     (("--memory", "0"), "no plan fits in 0 B a rank"),

@@ -58,7 +58,7 @@ from a2d_mpi import Causal, Distribution, Full, IntervalMask, devices, kernels
 from a2d_mpi.core import atomic, dtypes, merge, reference, sizes
 from a2d_mpi.schedules import chunks
 from a2d_mpi.sharding import pairs
-from a2d_mpi.experiments import bench_tile, benchmark, candidates, options, results
+from a2d_mpi.experiments import bench_kernel, benchmark, candidates, options, results
 from a2d_mpi.figures import plots
 from a2d_mpi.experiments import pretrained, study, summary, sweep, timing
 from a2d_mpi.figures import schedule_plots

@@ -257,5 +257,5 @@ def test_driver(tmp_path, options):
 
 
 def test_driver_refuses():
-    text = "--softcap must be from 1e-30 to 1e+30, got -5.0"
+    text = "--softcap must be at least 1e-30, got -5.0"
     assert_all_refused("attention.py", 2, [([SAMPLE, "--softcap", -5], [], text)])

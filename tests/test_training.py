@@ -171,7 +171,7 @@ def test_refusals(tmp_path, profile):
             ([*auto, bad], "float32"),
             ([*common, "--rows", "3"], "3"),
             ([*common, "--validate", "1"], "a share of 1.0 is none or all"),
-            ([*common, "--validate", "nan"], "--validate must be from 0 to 1, got nan"),
+            ([*common, "--validate", "nan"], "--validate must be at least 0, got nan"),
             ([*common, "--validate", "1e-6"], "a share of 1e-06 is none or all"),
             ([*common, "--validate", "0.05", "--seqlen", "9999"], "fewer than --seqlen 9999"),
             ([*common, "--output", text], "it is the input"),
@@ -198,7 +198,7 @@ def test_options_that_cannot_be(tmp_path):
             (train, ["--layers", 4096, "--width", 8192], "GiB for 2 ranks"),
             (("train_gpt.py", [pipe, "--folder", new]), [], f"{pipe} is not a regular file"),
             (train, ["--output", ""], "--output must be a path, got ''"),
-            (steps, ["--seqlen", "2G"], "2147483648 tokens (--seqlen): 2 plans on one rank take"),
+            (steps, ["--seqlen", "2G"], "2147483648 tokens (--seqlen): steps on one rank take"),
             (steps, ["--seqlen", "64K"], "65536 tokens (--seqlen): arrays of the check"),
             (steps, ["--vocab", 1 << 24, "--width", 8192], "(--layers, --width, --vocab)"),
             (decode, ["--contexts", 1 << 31], "2147483648 tokens (--contexts) on one of 1 rank"),
@@ -206,9 +206,10 @@ def test_options_that_cannot_be(tmp_path):
             (decode, ["--requests", 1 << 16], "the cache of 65536 requests (--requests)"),
             (decode, ["--block", 1 << 31], "--block must be at most 1048576"),
             (decode, ["--block", 1 << 20, "--layers", 999], "GiB"),
-            *((text, ["--temperature", x], "--temperature must be from 0 to 1e+06, got " + x)
-              for x in ("nan", "-1.0", "inf")),
-            (("calibrate.py", ["--output", new]), ["--seconds", "nan"], "--seconds must be from"),
+            *((text, ["--temperature", x], "--temperature must be at least 0, got " + x)
+              for x in ("nan", "-1.0")),
+            (text, ["--temperature", "inf"], "--temperature must be at most 1000000.0, got inf"),
+            (("calibrate.py", ["--output", new]), ["--seconds", "nan"], "--seconds must be at"),
             (("attention.py", [SAMPLE]), ["--mask-file", ""], "--mask-file must be a path"),
             (("encode.py", ["x"]), ["--query", "\udcff"], "--query must be UTF-8, got '\\udcff'"),
         )
@@ -224,9 +225,9 @@ def test_options_of_one_process(tmp_path):
         for (program, common), options, message in (
             (table, ["--masks", "nosuch"], "--masks must be one of full, causal"),
             (table, ["--masks", ","], "--masks must name a mask, got ','"),
-            (table, ["--plans", "ring/even"], "--plans must be METHOD/DISTRIBUTION, one of"),
+            (table, ["--plans", "ring/even"], "--plans must be one of contiguous, "),
             (table, ["--output", binary], f"{binary} is no table of masks: 'utf-8' codec"),
-            (("simulate.py", ["--output", "x"]), ["--timeout", "nan"], "--timeout must be from"),
+            (("simulate.py", ["--output", "x"]), ["--timeout", "nan"], "--timeout must be at"),
             (("plot_grid.py", ["x.png"]), ["--rows", "0"], "--rows must be at least 1, got 0"),
         )
     ], 0)  # fmt: skip

@@ -8,6 +8,7 @@ from a2d_mpi.attention.engine import Engine
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
+from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, Rows
 from a2d_mpi.schedules.steps import Array as Declared
@@ -28,9 +29,7 @@ class Arrays:
         self._declared, self._results = program.arrays, program.results
         self._config, self._group = config, config.cp_group(layout.heads)
         self._heads = layout.heads
-        self._views: dict[Rows, list[Array]] = {}
-        self._parcels: dict[str, tuple[Array, list[Array]]] = {}
-        self._version: object = None
+        self._work: Workspace | None = None
 
     def begin(self, engine: Engine, given: Mapping[str, Array], accumulated: bool) -> None:
         """Begin a call with the caller's arrays and new results.
@@ -38,9 +37,10 @@ class Arrays:
         `accumulated`: results have the accumulation dtype, whatever the program says.
         """
         self._engine, self._given = engine, given
-        if self._version is not engine.work.version:  # buffers were made anew
-            self._version = engine.work.version
-            self.free()
+        if self._work is not engine.work:
+            self._work = engine.work
+            self._views: dict[Rows, list[Array]] = engine.work.cache()
+            self._parcels: dict[str, tuple[Array, list[Array]]] = engine.work.cache()
         self._new = {
             name: self._result(array, accumulated)
             for name, array in self._declared.items()
@@ -56,10 +56,6 @@ class Arrays:
         }
         self._given, self._new = {}, {}
         return found
-
-    def free(self) -> None:
-        """Forget the buffers of the plan."""
-        self._views, self._parcels = {}, {}
 
     def kind(self, rows: Rows) -> str:
         """Kind of rows, one of `KINDS`."""
@@ -86,10 +82,10 @@ class Arrays:
             return [known[x] for x in names]
         if array.packed:
             return self._parcel(name)[1]
-        room = array.room or name
+        room, tensors = array.room or name, zip(names, self._dtypes(array))
         return [
-            self._engine.work.get((room, x), (array.length, *self._group.shape(x)), dtype)
-            for x, dtype in zip(names, self._dtypes(array))
+            self._engine.work.get((room, i), (array.length, *self._group.shape(x)), dtype)
+            for i, (x, dtype) in enumerate(tensors)
         ]
 
     def travelling(self, rows: Rows) -> list[Array]:
@@ -122,7 +118,7 @@ class Arrays:
             array = self._declared[name]
             shapes = ((array.length, *self._group.shape(x)) for x in KINDS[array.kind])
             tensors = list(zip(shapes, self._dtypes(array)))
-            self._parcels[name] = self._engine.work.parcel((name, "all"), tensors)
+            self._parcels[name] = self._engine.work.parcel((array.room or name, 0), tensors)
         return self._parcels[name]
 
     def _result(self, array: Declared, accumulated: bool) -> dict[str, Array]:

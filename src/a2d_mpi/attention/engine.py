@@ -66,7 +66,7 @@ class Engine:
             raise ValueError(f"overlap must be true or false, got {overlap!r}")
         gpu_aware(transfers)
         self._name, self._transfers = kernel, transfers
-        self._threads = BlasThreads.of_rank(threads, grid.cores)
+        self._threads = BlasThreads(threads, grid.cores)
         self._polls = _Polls(grid.comm if overlap and grid.comm.size > 1 else None)
         self.device: Device | None = None
         self.kernel: Kernel | None = None

@@ -21,6 +21,7 @@ from a2d_mpi.schedules.steps import (
     KINDS,
     Add,
     Attend,
+    Barrier,
     Clear,
     Copy,
     Differentiate,
@@ -96,16 +97,14 @@ class Executor:
             do(self, *operands)
         return self._arrays.end()
 
-    def free(self) -> None:
-        """Forget the buffers of the plan."""
-        self._arrays.free()
-
     def _compiled(self, step: Any, program: Program) -> list[tuple]:
         """Steps as (function, operands); bound methods would refer back to the executor."""
         match step:
             case Send() | Receive():
                 peer = program.channels[step.channel].index(step.peer)
                 return [(Executor._post, step, peer, _tag(step, program))]
+            case Barrier():
+                return [(Executor._enter, step)]
             case Wait():
                 return [(Executor._wait, step)]
             case Clear():
@@ -151,6 +150,9 @@ class Executor:
         channel = self._channels[message.channel]
         start = channel.isend if isinstance(message, Send) else channel.irecv
         self._pending[message.index] = start(self._arrays.travelling(message.rows), peer, tag)
+
+    def _enter(self, barrier: Barrier) -> None:
+        self._pending[barrier.index] = self._channels[barrier.channel].barrier()
 
     def _wait(self, step: Wait) -> None:
         requests = [x for index in step.messages for x in self._pending[index]]

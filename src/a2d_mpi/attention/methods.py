@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,16 @@ from a2d_mpi.masks.mask import Mask
 class Attention2D(AttentionPlan):
     """Attention on a process grid, one tile a rank; see `a2d_mpi.schedules.attention2d`.
 
-    Parameters, attributes and methods are those of `AttentionPlan`.
+    All parameters, attributes and methods but one are those of `AttentionPlan`.
+
+    Parameters
+    ----------
+    stream : bool, optional
+        Hold one side of the tile only: the keys in the forward pass, the smaller side in the
+        backward pass.  The shards of the other side, and its partial results, pass through two
+        buffers.  Bytes and messages are the same, and so are out and lse, bit for bit; gradients
+        are added in another order.  Default: if the grid was made by `ProcessGrid.auto`, and only
+        a streamed plan fits in memory.
 
     Notes
     -----
@@ -25,6 +35,22 @@ class Attention2D(AttentionPlan):
     """
 
     method = "attention2d"
+
+    def __init__(
+        self, grid: ProcessGrid, mask: Mask, *, stream: bool | None = None, **others: Any
+    ) -> None:
+        self.stream = grid.layout.stream if stream is None else stream
+        super().__init__(grid, mask, **others)
+
+    @property
+    def _options(self) -> dict[str, object]:
+        return {"stream": self.stream}
+
+    @property
+    def layout(self) -> Layout:
+        if self.stream not in (True, False):
+            raise ValueError(f"stream must be true or false, got {self.stream!r}")
+        return replace(self.grid.layout, stream=bool(self.stream))
 
 
 class NodeAwareAttention(AttentionPlan):

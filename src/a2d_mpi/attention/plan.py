@@ -268,8 +268,6 @@ class AttentionPlan:
     def free(self) -> None:
         """Release the buffers.  The grid stays.  Local."""
         self._engine.work.clear()
-        for executor in chain.from_iterable(self._executors.values()):
-            executor.free()
 
     @property
     def timings(self) -> dict[str, float]:

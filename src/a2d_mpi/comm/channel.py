@@ -89,6 +89,10 @@ class Channel:
             for message in self._transport.receive(self.comm, flat, peer, t)
         ]
 
+    def barrier(self) -> list[Any]:
+        """Enter a barrier of all ranks; `wait` completes it when all have entered."""
+        return self._transport.barrier(self.comm)
+
     def wait(self, messages: list[Any]) -> None:
         """Complete the messages and empty the list."""
         start = time.perf_counter()

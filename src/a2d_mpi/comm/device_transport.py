@@ -47,14 +47,15 @@ class DeviceTransport:
         return STAGED_MESSAGE if self.staged else MAX_MESSAGE
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        ready = self.device.mark()  # the kernels that write x come before it
-        send = self._send_staged if self.staged else self._send
-        return self._begin(send(comm, x, peer, tag, ready))
+        send = self._send_staged if self.staged else self._direct
+        return self._begin(send(comm.Isend, x, peer, tag, self.device.mark()))
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        ready = self.device.mark()  # the kernels that read x come before it
-        receive = self._receive_staged if self.staged else self._receive
-        return self._begin(receive(comm, x, peer, tag, ready))
+        receive = self._receive_staged if self.staged else self._direct
+        return self._begin(receive(comm.Irecv, x, peer, tag, self.device.mark()))
+
+    def barrier(self, comm: MPI.Intracomm) -> list[Any]:
+        return self._begin(self._barrier(comm))
 
     def wait(self, messages: list[Any]) -> None:
         # All messages advance: the rank that this one waits for may need one of the others.
@@ -76,21 +77,21 @@ class DeviceTransport:
         for number in [n for n, message in self._active.items() if not _goes_on(message)]:
             del self._active[number]
 
-    def _send(self, comm, x, peer, tag, ready) -> Iterator[None]:
+    def _barrier(self, comm: MPI.Intracomm) -> Iterator[None]:
+        request = comm.Ibarrier()
+        while not request.Test():
+            yield
+
+    # Before `ready` are the kernels that write x, or those that read what it held.
+
+    def _direct(self, post, x, peer, tag, ready) -> Iterator[None]:
         while not self.device.done(ready):
             yield
-        requests = [comm.Isend(piece, peer, tag) for piece in pieces(x, self.limit)]
+        requests = [post(piece, peer, tag) for piece in pieces(x, self.limit)]
         while not MPI.Request.Testall(requests):
             yield
 
-    def _receive(self, comm, x, peer, tag, ready) -> Iterator[None]:
-        while not self.device.done(ready):
-            yield
-        requests = [comm.Irecv(piece, peer, tag) for piece in pieces(x, self.limit)]
-        while not MPI.Request.Testall(requests):
-            yield
-
-    def _send_staged(self, comm, x, peer, tag, ready) -> Iterator[None]:
+    def _send_staged(self, post, x, peer, tag, ready) -> Iterator[None]:
         host = self._borrow(x.nbytes)
         # Queued at once: messages are sent in the order of the kernels that write them.
         copied = [
@@ -102,15 +103,15 @@ class DeviceTransport:
         for piece, done in copied:  # in this order: they share a tag
             while not self.device.done(done):
                 yield
-            requests.append(comm.Isend(piece, peer, tag))
+            requests.append(post(piece, peer, tag))
         while not MPI.Request.Testall(requests):
             yield
         self._give_back(host)
 
-    def _receive_staged(self, comm, x, peer, tag, ready) -> Iterator[None]:
+    def _receive_staged(self, post, x, peer, tag, ready) -> Iterator[None]:
         host = self._borrow(x.nbytes)
         waiting = [
-            (comm.Irecv(piece, peer, tag), piece, to)
+            (post(piece, peer, tag), piece, to)
             for piece, to in zip(pieces(host, self.limit), pieces(x, self.limit))
         ]
         done = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -98,8 +99,6 @@ class ProcessGrid:
             if not whole or min(sizes) < 1 or math.prod(map(int, sizes)) != comm.size:
                 shape = f"{rows} x {cols}" + f" x {heads}" * (heads != 1)
                 raise ValueError(f"a {shape} grid does not fit {comm.size} ranks")
-            if sorted(str(order)) != ["c", "r", "u"]:
-                raise ValueError(f"order must be a permutation of 'rcu', got {order!r}")
             block = _whole("block", block, 2)
             nodes = None if nodes is None else _whole("nodes", nodes, comm.size)
             self.layout = Layout(int(rows), int(cols), int(heads), order, block)
@@ -145,7 +144,8 @@ class ProcessGrid:
     ) -> ProcessGrid:
         """Make the grid that `a2d_mpi.planning.planner` finds fastest for a problem on a machine.
 
-        Collective over `comm`; rank 0 plans.
+        Collective over `comm`; rank 0 plans.  If only a streamed plan fits in memory, plans on
+        this grid stream by default.
 
         Parameters
         ----------
@@ -173,7 +173,9 @@ class ProcessGrid:
                 problem = str(error) or type(error).__name__
         agree(comm, problem)
         layout = comm.bcast(layout)
-        return cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
+        grid = cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
+        grid.layout = replace(grid.layout, stream=layout.stream)
+        return grid
 
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
         """Communicator of a channel of this rank: a row, a column, or a group.

@@ -25,8 +25,6 @@ class Place:
         Part of a core that each rank has.
     memory, sharing : int
         Bytes of a rank, and ranks that share the memory of its host.
-    first_of_node : bool
-        True if this rank is the first one of its node.
     partners : dict of str to list of int
         Ranks with which this rank exchanges messages "inside" its node and "between" nodes (one
         rank of each other node), if there are any.  They are in the order of a ring through this
@@ -54,7 +52,7 @@ class Place:
         self.share = min(1.0, self.cores_per_node / self.ranks_per_node)
         node = self.hosts.index(own[0])
         local = nodes[node].index(comm.rank)
-        self.partners, self.first_of_node = {}, local == 0
+        self.partners = {}
         if self.even and self.ranks_per_node > 1:
             self.partners["inside"] = nodes[node][local + 1 :] + nodes[node][:local]
         if self.even and len(nodes) > 1:

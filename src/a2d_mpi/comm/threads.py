@@ -41,30 +41,25 @@ class BlasThreads:
     Parameters
     ----------
     threads : int or None
-        None: the number in the user's environment.
+        None: the number in the user's environment, or `cores` if there is none.
+    cores : int
+
+    Raises
+    ------
+    ValueError
+        If `threads` is neither None nor a positive integer.
     """
 
-    def __init__(self, threads: int | None) -> None:
+    def __init__(self, threads: int | None, cores: int) -> None:
+        if threads is not None and (not isinstance(threads, (int, np.integer)) or threads < 1):
+            raise ValueError(f"threads must be a positive integer, got {threads!r}")
+        if threads is None and not any(os.environ.get(x) for x in VARIABLES):
+            threads = cores
         self._threads = threads
         self._libraries: list[Any] = []
         if threads is not None:
             found = ThreadpoolController().lib_controllers
             self._libraries = [x for x in found if x.user_api == "blas"]
-
-    @classmethod
-    def of_rank(cls, threads: int | None, cores: int) -> BlasThreads:
-        """Limit to `threads`, else to the number in the environment, else to `cores`.
-
-        Raises
-        ------
-        ValueError
-            If `threads` is neither None nor a positive integer.
-        """
-        if threads is not None and (not isinstance(threads, (int, np.integer)) or threads < 1):
-            raise ValueError(f"threads must be a positive integer, got {threads!r}")
-        if threads is None and not any(os.environ.get(x) for x in VARIABLES):
-            threads = cores
-        return cls(threads)
 
     @contextmanager
     def limited(self) -> Iterator[None]:

@@ -37,6 +37,9 @@ class Transport(Protocol):
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
         """Start receiving into bytes; returns messages for `wait`."""
 
+    def barrier(self, comm: MPI.Intracomm) -> list[Any]:
+        """Enter a barrier; returns messages for `wait`."""
+
     def wait(self, messages: list[Any]) -> None:
         """Complete the messages and empty the list."""
 
@@ -59,6 +62,9 @@ class HostTransport:
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
         return [comm.Irecv(piece, peer, tag) for piece in pieces(x, self.limit)]
+
+    def barrier(self, comm: MPI.Intracomm) -> list[Any]:
+        return [comm.Ibarrier()]
 
     def wait(self, messages: list[Any]) -> None:
         MPI.Request.Waitall(messages)

@@ -11,17 +11,22 @@ A2D_MPI_STALL_ABORT
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 from mpi4py import MPI
 
 SECONDS = 300.0
+NAP = 0.25  # seconds between two looks at all waits
+_PAUSE = 1.0  # seconds from noticing to speaking: by then all waiting ranks have looked, too
 _TAG = 20
 _ABORTED = 75  # exit code: "temporary failure" of sysexits.h
 
@@ -53,12 +58,13 @@ class Watch:
         self._patience, self._aborts = _settings()
         self._lock = threading.Lock()
         self._waiting: tuple[float, str] | None = None
-        self._noticed: tuple[float, str] | None = None
-        self._heard: dict[int, tuple[float, str]] = {}
-        self._speaks = 0.0
+        # Of a wait that is too long: start and text of it by rank, and when this rank speaks.
+        self._reported: dict[int, tuple[float, str]] = {}
+        self._speaks = math.inf
         self._sent: list[MPI.Request] = []
         if self._patience and comm.size > 1:
-            _Watchman.employ(self, self._patience)
+            with _adding:
+                _watches().add(self)
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
@@ -68,35 +74,29 @@ class Watch:
             yield
         finally:
             with self._lock:  # the other thread calls MPI only as long as this one waits
-                self._waiting = None
+                self._waiting, self._reported = None, {}
 
     def look(self) -> None:
         """Notice that this rank or another one has waited for long; for another thread."""
         with self._lock:
-            if self._waiting is not None:
-                self._look(self._waiting)
-
-    def _look(self, waiting: tuple[float, str]) -> None:
-        now, comm = time.monotonic(), self._comm
-        heard = self._listen()
-        if waiting is not self._noticed:
-            if not heard and now - waiting[0] < self._patience:
+            if self._waiting is None:
                 return
-            text = f"{self.doing}, {waiting[1]}"
-            self._noticed, self._heard = waiting, {comm.rank: (waiting[0], text)}
-            # Until then all waiting ranks have looked, too.
-            self._speaks = now + max(1.0, 2 * period(self._patience))
-            for rank in range(comm.size) if self._talks else ():
-                if rank != comm.rank:
-                    self._sent.append(comm.isend((self.calls, now - waiting[0], text), rank, _TAG))
-        self._heard |= heard
-        if self._speaks and now > self._speaks:
-            self._speaks = 0.0
-            if min(self._heard) == comm.rank:
-                self._tell()
+            now, (start, place), comm = time.monotonic(), self._waiting, self._comm
+            heard = self._listen()
+            if not self._reported and (heard or now - start > self._patience):
+                text = f"{self.doing}, {place}"
+                self._reported, self._speaks = {comm.rank: (start, text)}, now + _PAUSE
+                report = self.calls, now - start, text
+                others = set(range(comm.size)) - {comm.rank} if self._talks else ()
+                self._sent += [comm.isend(report, rank, _TAG) for rank in others]
+            self._reported |= heard
+            if self._reported and now > self._speaks:
+                self._speaks = math.inf
+                if min(self._reported) == comm.rank:
+                    self._tell()
 
     def _listen(self) -> dict[int, tuple[float, str]]:
-        """Start and place of the waits that other ranks report of the call under way."""
+        """Start and text of the waits that other ranks report of the call under way."""
         heard, status = {}, MPI.Status()
         while self._talks and self._comm.iprobe(MPI.ANY_SOURCE, _TAG):
             calls, seconds, text = self._comm.recv(None, MPI.ANY_SOURCE, _TAG, status)
@@ -106,19 +106,20 @@ class Watch:
 
     def _tell(self) -> None:
         places: dict[str, list[int]] = {}
-        for rank, (_, text) in sorted(self._heard.items()):
+        for rank, (_, text) in sorted(self._reported.items()):
             places.setdefault(text, []).append(rank)
         line = "; ".join(f"{name_ranks(ranks)} in {text}" for text, ranks in places.items())
-        ranks = range(self._comm.size)
-        if self._talks:
-            absent = [rank for rank in ranks if rank not in self._heard]
-            line += f"; of {len(ranks)} ranks, "
-            line += f"{name_ranks(absent)} did not come" if absent else "all wait for each other"
+        size = self._comm.size
+        absent = [rank for rank in range(size) if rank not in self._reported]
+        if not self._talks:
+            line += f" ({size} ranks)"
+        elif absent:
+            line += f"; of {size} ranks, {name_ranks(absent)} did not come"
         else:
-            line += f" ({len(ranks)} ranks)"
+            line += f"; of {size} ranks, all wait for each other"
         if self._aborts:
             line += "; aborting the job (A2D_MPI_STALL_ABORT)"
-        seconds = time.monotonic() - min(since for since, _ in self._heard.values())
+        seconds = time.monotonic() - min(start for start, _ in self._reported.values())
         line = f"a2d_mpi: waiting for {seconds:.0f} s: {line}\n"
         print(line, end="", file=sys.stderr, flush=True)  # at once: other ranks print, too
         if self._aborts:
@@ -127,37 +128,24 @@ class Watch:
             os._exit(_ABORTED)  # the launcher ends the others
 
 
-class _Watchman(threading.Thread):
-    """The one thread that looks at all watches of the process."""
+_adding = threading.Lock()
 
-    _lock = threading.Lock()
-    _only: _Watchman | None = None
 
-    def __init__(self) -> None:
-        super().__init__(name="a2d_mpi watch", daemon=True)
-        self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-        self.period = period(SECONDS)
+@cache
+def _watches() -> weakref.WeakSet[Watch]:
+    """All watches of the process, at which one thread looks."""
+    watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
-    @classmethod
-    def employ(cls, watch: Watch, patience: float) -> None:
-        with cls._lock:
-            if cls._only is None or not cls._only.is_alive():
-                cls._only = cls()
-                cls._only.start()
-            cls._only.watches.add(watch)
-            cls._only.period = min(cls._only.period, period(patience))
-
-    def run(self) -> None:
+    def look() -> None:
         while True:
-            # In short naps: a later watch may be less patient.
-            time.sleep(min(self.period, 1.0))
-            for watch in list(self.watches):
+            time.sleep(NAP)
+            with _adding:
+                looked_at = list(watches)
+            for watch in looked_at:
                 watch.look()
 
-
-def period(patience: float) -> float:
-    """Seconds between two looks of the watchman."""
-    return min(max(patience / 8, 0.05), 10.0)
+    threading.Thread(target=look, name="a2d_mpi watch", daemon=True).start()
+    return watches
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -170,14 +158,10 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _settings() -> tuple[float, bool]:
-    text = os.environ.get("A2D_MPI_STALL_SECONDS", "") or str(SECONDS)
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= threading.TIMEOUT_MAX:
-        raise ValueError(f"A2D_MPI_STALL_SECONDS must be seconds, 0 for never, got {text!r}")
-    aborts = os.environ.get("A2D_MPI_STALL_ABORT", "") or "0"
+    seconds = os.environ.get("A2D_MPI_STALL_SECONDS") or str(SECONDS)
+    aborts = os.environ.get("A2D_MPI_STALL_ABORT") or "0"
+    if not re.fullmatch(r"\d+(\.\d*)?", seconds):
+        raise ValueError(f"A2D_MPI_STALL_SECONDS must be seconds, 0 for never, got {seconds!r}")
     if aborts not in ("0", "1"):
         raise ValueError(f"A2D_MPI_STALL_ABORT must be 0 or 1, got {aborts!r}")
-    return seconds, aborts == "1"
+    return float(seconds), aborts == "1"

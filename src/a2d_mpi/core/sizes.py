@@ -35,6 +35,8 @@ class Layout:
     nodes : tuple of int, optional
         Node of every grid rank, for methods whose schedules depend on it; see `on_nodes`.
         None: every rank is alone on its node.
+    stream : bool
+        Whether one side of a tile is streamed through two buffers, for methods that can.
     """
 
     rows: int
@@ -43,11 +45,12 @@ class Layout:
     order: str = "rcu"
     block: tuple[int, int] = (1, 1)
     nodes: tuple[int, ...] | None = None
+    stream: bool = False
 
     def __post_init__(self) -> None:
         if min(self.rows, self.cols, self.heads) < 1:
             raise ValueError(f"no grid has {self.rows} x {self.cols} x {self.heads} ranks")
-        if sorted(self.order) != ["c", "r", "u"]:
+        if sorted(str(self.order)) != ["c", "r", "u"]:
             raise ValueError(f"order must be a permutation of 'rcu', got {self.order!r}")
         if min(self.block) < 1 or self.rows % self.block[0] or self.cols % self.block[1]:
             block = "x".join(map(str, self.block))

@@ -29,18 +29,19 @@ class Constant:
 
 
 class Workspace:
-    """Named buffers that are allocated once and grow when a larger one is asked for.
-
-    Attributes
-    ----------
-    version : object
-        Another one whenever a buffer was allocated or released.
-    """
+    """Named buffers that are allocated once and grow when a larger one is asked for."""
 
     def __init__(self, device: Device = HOST) -> None:
-        self.device, self.version = device, object()
+        self.device = device
         self._buffers: dict[object, Array] = {}
-        self._views: dict[tuple, Array] = {}  # making them anew takes longer than a launch
+        self._caches: list[dict] = []
+        # Making views anew takes longer than a launch.
+        self._views: dict[tuple, Array] = self.cache()
+
+    def cache(self) -> dict:
+        """Make a dict for views of the buffers: it is emptied when a buffer goes."""
+        self._caches.append({})
+        return self._caches[-1]
 
     def get(self, name: object, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
         """Contiguous array in the buffer `name`; its contents are undefined.
@@ -53,9 +54,11 @@ class Workspace:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < nbytes:
-            self._views.clear()  # some may be of the buffer that goes
+            if buffer is not None:  # its memory is free before more is taken
+                buffer = self._buffers.pop(name)
+                self._forget()
+                del buffer
             buffer = self._buffers[name] = self.device.empty((nbytes,), np.uint8)
-            self.version = object()
         if len(self._views) == KEPT:  # a caller who has new shapes at every call
             self._views.clear()
         found = self._views[key] = buffer[:nbytes].view(dtype).reshape(shape)
@@ -95,5 +98,8 @@ class Workspace:
     def clear(self) -> None:
         """Release all buffers."""
         self._buffers.clear()
-        self._views.clear()
-        self.version = object()
+        self._forget()
+
+    def _forget(self) -> None:
+        for cache in self._caches:
+            cache.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Mapping
 from zlib import crc32
 
 import numpy as np
@@ -11,11 +11,11 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
+from a2d_mpi.experiments.grids import plan_of
 from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
@@ -26,7 +26,6 @@ from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
-from a2d_mpi.schedules import METHODS
 
 OVERLAPS = {"on": (True,), "off": (False,), "both": (True, False)}
 SPANS = ("all", "picked", "none")  # the planner's; they are most of a file
@@ -51,15 +50,22 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             bar.write(f"{len(skipped)} configurations are in {args.output} already")
         for block in filter(None, blocks):
             bar.set_description(block[0].case.name)
-            measured = _checked(comm, block, args, device, grids, bar.update)
+            runs = _checked(comm, block, args, device, grids, bar)
             # Only now, when nothing of it can be refused any more, there is a file.
             together(comm, lambda: add_results(args.output, settings, {}), on=0)
-            results = _timed(comm, measured, args, device, machine, bar.update)
+            for run in turns(list(runs.values()), args.trials):
+                run.trial()
+                bar.update(1)
+            origin = origin_of(comm, device)
+            results = {c.name: _result(c, run, args, machine, origin) for c, run in runs.items()}
+            for run in runs.values():
+                run.plan.free()
             together(comm, lambda new=results: add_results(args.output, settings, new), on=0)
-            passed &= comm.bcast(all(result.passed for result in results.values()))
             if comm.rank == 0:
+                passed &= all(result.passed for result in results.values())
                 found = [summarise(x, [phase]) for x in results.values() for phase in phases_of(x)]
                 bar.write(table(found))
+    passed = comm.bcast(passed)
     if comm.rank == 0:
         print(f"written to {args.output}" + "; A CHECK FAILED" * (not passed), flush=True)
     for grid in grids.values():
@@ -79,7 +85,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
         c.work()
         c.check_room(ranks)
     overlaps = OVERLAPS[args.overlap]
-    sweep = [plans_for(x, specs, ranks, tuple(METHODS), overlaps, machine) for x in cases]
+    sweep = [plans_for(x, specs, ranks, overlaps, machine) for x in cases]
     names = ("trials", "warmup", "seed", "device", "kernel", "transfers", "threads")
     settings = {name: getattr(args, name) for name in names}
     settings["machine"] = machine.name if machine else "none"
@@ -94,66 +100,51 @@ def _checked(
     args: argparse.Namespace,
     device: Device,
     grids: dict[tuple, ProcessGrid],
-    update: Callable[[int], object],
+    bar: tqdm,
 ) -> dict[Configuration, Measurement]:
     """Make and check all plans of a workload."""
     inputs: dict[bytes, dict[str, np.ndarray]] = {}
-    measured: dict[Configuration, Measurement] = {}
+    runs: dict[Configuration, Measurement] = {}
+    options = {x: getattr(args, x) for x in ("kernel", "transfers", "threads")}
     for c in block:
-        shape = tuple(getattr(c.layout, x) for x in ("rows", "cols", "heads", "order", "block"))
-        if shape not in grids:
-            grids[shape] = ProcessGrid(comm, *shape)
-        engine = {x: getattr(args, x) for x in ("kernel", "transfers", "threads")}
-        mask = c.case.work().mask
-        plan = make_plan(
-            c.method, grids[shape], mask, overlap=c.overlap, **c.case.arguments, **engine
-        )
-        known = inputs.get(plan.tokens.tobytes())  # plans whose shards are the same share them
-        made = together(
+        plan = plan_of(comm, c, grids, **options)
+        tokens = plan.tokens.tobytes()  # plans whose shards are the same share their inputs
+        known = inputs.get(tokens)
+        inputs[tokens] = together(
             comm, lambda x=plan, y=known: y or random_inputs(x, args.backward, args.seed)
         )
-        inputs[plan.tokens.tobytes()] = made
-        measured[c] = Measurement(plan, made, args.backward, device)
+        runs[c] = Measurement(plan, inputs[tokens], args.backward, device)
         for _ in range(max(1, args.warmup)):
-            measured[c].call()
-            update(1)
-        measured[c].check(checked_rows(args.check), args.seed)
-    return measured
+            runs[c].call()
+            bar.update(1)
+        runs[c].check(checked_rows(args.check), args.seed)
+    return runs
 
 
-def _timed(
-    comm: MPI.Intracomm,
-    measured: dict[Configuration, Measurement],
+def _result(
+    c: Configuration,
+    run: Measurement,
     args: argparse.Namespace,
-    device: Device,
     machine: Machine | None,
-    update: Callable[[int], object],
-) -> dict[str, Result]:
-    """Time the plans of a workload in turn; the results, on rank 0."""
-    origin = origin_of(comm, device)
-    for run in turns(list(measured.values()), args.trials):
-        run.trial()
-        update(1)
-    results, same = {}, ("check", "trials", "warmup", "seed", "threads", "kernel")
-    for c, run in measured.items():
-        run.finish()
-        config = {
-            "name": c.name,
-            "workload": c.case.name,
-            "method": c.method,
-            "mask": c.case.mask,
-            "picked": c.picked,
-            **{x: getattr(args, x) for x in same},
-            "device": device.name,
-        }
-        seconds, figures = {}, {}
-        if comm.rank == 0:
-            plan = run.plan
-            seconds, figures = c.expected(machine, plan.layout, plan.distribution.name)
-        result = run.result(config, origin, predicted=seconds, figures=figures)
-        if result:
-            if args.spans == "none" or (args.spans == "picked" and not c.picked):
-                result.spans.clear()
-            results[c.name] = result
-        run.plan.free()
-    return results
+    origin: Mapping[str, object],
+) -> Result | None:
+    """The result of a plan that was timed, on rank 0."""
+    run.finish()
+    options = {x: getattr(args, x) for x in ("check", "trials", "warmup", "seed", "threads")}
+    config = {
+        **options,
+        "name": c.name,
+        "workload": c.case.name,
+        "method": c.method,
+        "mask": c.case.mask,
+        "picked": c.picked,
+        "device": run.device.name,
+    }
+    plan = run.plan
+    result = run.result(config, origin)
+    if result is not None:
+        expected = c.expected(machine, plan.layout, plan.distribution.name)
+        result.predicted, result.figures = expected
+        if args.spans == "none" or (args.spans == "picked" and not c.picked):
+            result.spans.clear()
+    return result

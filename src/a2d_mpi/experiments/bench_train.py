@@ -13,28 +13,26 @@
 from __future__ import annotations
 
 import argparse
-import os
 import tracemalloc
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
-from a2d_mpi.experiments.benchmark import extends
+from a2d_mpi.experiments.benchmark import extends, read_entries, write_entries
 from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.gpt_files import STEPS_SCHEMA as SCHEMA
 from a2d_mpi.experiments.gpt_files import Steps
-from a2d_mpi.experiments.hdf5 import reading
+from a2d_mpi.experiments.grids import plan_of
 from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
+from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import PARTS, activations, predict_step, training_bytes
@@ -46,7 +44,6 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import candidate, duration
 from a2d_mpi.planning.profile import read_machine
-from a2d_mpi.schedules import METHODS
 
 BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # of loss and gradients, relative
 
@@ -63,29 +60,33 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         if comm.rank == 0:
             print(f"all of it is in {args.output} already")
         return 0
-    _check_room(comm, config, args, len(todo))
+    _check_room(comm, config, args, len(ways))
     weights = Parameters(config, initial(config, args.seed, args.dtype))
     batch = _batch(config, args.seed)
     mask = plans[0].case.work().mask
     wanted = comm.bcast(_expected(weights, batch, mask) if comm.rank == 0 else None)
+    moments = np.zeros((2, config.parameters), args.dtype)
+    # With a rate of 0 all plans may train the same weights.
+    trainings = {x: Training(comm, weights, moments, recompute=x) for x in ways}
+    grids: dict[tuple, ProcessGrid] = {}
     with threadpool_limits(args.threads):
-        runs = {
-            name: _Run(comm, c, again, weights, batch, args.threads)
-            for name, (c, again) in todo.items()
-        }
-        for run in runs.values():
-            run.check(wanted, BOUNDS[args.dtype])
+        runs = {}
+        for name, (c, again) in todo.items():
+            plan = plan_of(comm, c, grids, threads=args.threads)
+            operator = Measurement(plan, random_inputs(plan, True), backward=True)
+            runs[name] = _Run(c, again, trainings[again], batch, operator)
+            runs[name].check(wanted, BOUNDS[args.dtype])
         for run in turns(list(runs.values()), args.trials):
             run.trial()
-    origin, failed = origin_of(comm), 0
-    measured = {name: run.result(machine) for name, run in runs.items()}
-    for run in runs.values():
-        failed += not run.passed
-        run.free()
-    together(comm, lambda: _write(args.output, origin, measured), on=0)
+    origin = origin_of(comm)
+    measured = {f"runs/{name}": run.result(machine, origin) for name, run in runs.items()}
+    passed = all(run.passed for run in runs.values())
+    for x in (*trainings.values(), *(run.plan for run in runs.values()), *grids.values()):
+        x.free()
+    together(comm, lambda: write_entries(args.output, SCHEMA, measured), on=0)
     if comm.rank == 0:
-        _report(measured)
-    return FAILED_CHECK if failed else 0
+        _report(list(measured.values()))
+    return 0 if comm.allreduce(passed, MPI.LAND) else FAILED_CHECK
 
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
@@ -96,27 +97,24 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
         seqlen=args.seqlen, **config.heads, dtype=args.dtype, mask=args.mask, backward=True
     )
     specs = [x for x in args.plans.split(",") if x.strip()]
-    plans = plans_for(case, specs, ranks, tuple(METHODS), machine=machine)
+    plans = plans_for(case, specs, ranks, machine=machine)
     if not plans:
         raise ValueError("nothing to run: --plans is empty")
-    done: set[str] = set()
-    if extends(args.output, args.resume, 1 << 16):
-        with reading(args.output, SCHEMA) as file:
-            done = set(file["runs"])
-    return config, plans, machine, done
+    there = extends(args.output, args.resume, 1 << 16)
+    return config, plans, machine, set(read_entries(args.output, SCHEMA)) if there else set()
 
 
 def _check_room(
-    comm: MPI.Intracomm, config: GPTConfig, args: argparse.Namespace, runs: int
+    comm: MPI.Intracomm, config: GPTConfig, args: argparse.Namespace, ways: int
 ) -> None:
-    """Refuse sizes for which there is too little memory: of all runs, and of the reference."""
+    """Refuse sizes for which there is too little memory: of the steps, and of the reference."""
     size, n = np.dtype(args.dtype).itemsize, args.seqlen
     state = training_bytes(config, 0, size)
     step = training_bytes(config, -(-n // comm.size), size) - state
     # In float64: weights, gradients and activations of all tokens, and four N x N matrices a head.
     wide = 8 * (2 * config.parameters + n * activations(config) + 4 * config.nheads * n * n)
     what = f"{config.parameters} parameters (--layers, --width, --vocab), {n} tokens (--seqlen)"
-    check_room(comm, f"{what}: {runs} plans on one rank", runs * state + step)
+    check_room(comm, f"{what}: steps on one rank", ways * state + step)
     check_room(comm, f"{what}: arrays of the check in float64", wide, 1)
 
 
@@ -151,30 +149,21 @@ def _expected(weights: Parameters, batch: Batch, mask: Mask) -> tuple[float, np.
     return loss, gradients.flat
 
 
+@dataclass
 class _Run:
     """A plan in a model, and what was measured."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        configuration: Configuration,
-        recompute: bool,
-        weights: Parameters,
-        batch: Batch,
-        threads: int,
-    ) -> None:
-        self.comm, self.configuration, self.recompute = comm, configuration, recompute
-        self.batch, self.seconds, self.passed = batch, [], True
-        layout, work = configuration.layout, configuration.case.work()
-        shape = layout.rows, layout.cols, layout.heads
-        grid = ProcessGrid(comm, *shape, order=layout.order, block=layout.block)
-        method = configuration.method
-        self.plan = make_plan(method, grid, work.mask, **work.arguments, threads=threads)
-        flat = weights.flat
-        moments = np.zeros((2, len(flat)), flat.dtype)
-        copy = Parameters(weights.config, flat.copy())
-        self.training = Training(comm, copy, moments, 0, recompute)
-        self.operator = Measurement(self.plan, random_inputs(self.plan, True), backward=True)
+    configuration: Configuration
+    recompute: bool
+    training: Training
+    batch: Batch
+    operator: Measurement
+    seconds: list[list[float]] = field(default_factory=list)
+    passed: bool = True
+
+    def __post_init__(self) -> None:
+        self.plan = self.operator.plan
+        self.comm = self.plan.grid.comm
 
     def step(self) -> float:
         self.comm.Barrier()
@@ -216,27 +205,25 @@ class _Run:
         tracemalloc.stop()
         return largest
 
-    def result(self, machine: Machine | None) -> tuple[dict, dict]:
+    def result(self, machine: Machine | None, origin: dict[str, object]) -> Steps | None:
         """Attributes and arrays of all ranks, on the first; collective."""
         c, config = self.configuration, self.training.weights.config
-        gathered = self.comm.gather((
-            self.seconds,
-            self.sent,
-            self.activations,
-            self.plan.buffer_bytes,
-            np.sum([self.operator.seconds[f"{x}/total"] for x in self.operator.phases], axis=0),
-        ))  # fmt: skip
+        operator = [self.operator.seconds[f"{x}/total"] for x in self.operator.phases]
+        gathered = self.comm.gather({
+            "seconds": self.seconds,
+            "operator": np.sum(operator, axis=0),
+            "sent": self.sent,
+            "activations": self.activations,
+            "buffers": self.plan.buffer_bytes,
+        })  # fmt: skip
         passed = self.comm.allreduce(self.passed, MPI.LAND)
         if gathered is None:
-            return {}, {}
+            return None
         attributes = {
-            "method": c.method, "rows": c.layout.rows, "cols": c.layout.cols,
-            "heads": c.layout.heads, "order": c.layout.numbering, "picked": c.picked,
-            "ranks": self.comm.size, "mask": c.case.mask, "dtype": c.case.dtype,
+            **origin, **c.attributes, **asdict(config),
             "recompute": self.recompute, "passed": passed,
             "distribution": self.plan.distribution.name,
             "loss error": self.errors[0], "gradient error": self.errors[1],
-            **asdict(config),
         }  # fmt: skip
         if machine is not None:
             plan = candidate(machine, c.method, c.layout, c.case.work())
@@ -244,36 +231,27 @@ class _Run:
             attributes |= {f"predicted/{x}": y for x, y in step.seconds.items()}
             attributes |= {"predicted/memory": step.memory, "machine": machine.name}
             attributes["predicted/operator"] = plan.seconds
-        seconds, sent, activations, buffers, operator = map(np.array, zip(*gathered))
-        arrays = {"seconds": seconds.swapaxes(0, 1), "operator": operator.T, "sent": sent}
-        return attributes, {**arrays, "activations": activations, "buffers": buffers}
-
-    def free(self) -> None:
-        self.training.free()
-        self.plan.free()
-        self.plan.grid.free()
+        arrays = {name: np.array([x[name] for x in gathered]) for name in gathered[0]}
+        for name in ("seconds", "operator"):
+            arrays[name] = arrays[name].swapaxes(0, 1)  # (trials, ranks, ...)
+        return Steps(attributes, arrays)
 
 
-def _write(path: str, origin: dict, measured: dict) -> None:
-    there = os.path.exists(path)
-    with new_file(path, SCHEMA, extend=there) as file:
-        for name, (attributes, arrays) in measured.items():
-            group = file.create_group(f"runs/{name}")
-            set_attributes(group, {**origin, **attributes})
-            for x, y in arrays.items():
-                group[x] = y
-
-
-def _report(measured: dict) -> None:
+def _report(measured: list[Steps]) -> None:
     """Print the table: medians of the slowest rank; in brackets what was predicted."""
-    print("plan                       step      " + "".join(f"{x:>20}" for x in PARTS)
-          + "      operator  activations    error")  # fmt: skip
-    for attributes, arrays in measured.values():
-        run = Steps(attributes, arrays)
-        shown = [duration(x) + (f" ({duration(run.predicted[name])})" if run.predicted else "")
-                 for name, x in run.parts.items()]  # fmt: skip
-        error = max(attributes["loss error"], attributes["gradient error"])
-        plan = run.plan + " again" * attributes["recompute"]
-        print(f"{plan:<26}{duration(run.seconds):>9} " + "".join(f"{x:>20}" for x in shown)
-              + f"{duration(run.operator):>14}{arrays['activations'].max() / 1e6:10.2f} MB"
-              + f"{error:9.1e}" + " FAILED" * (not attributes["passed"]))  # fmt: skip
+    rows = [["plan", "step", *PARTS, "operator", "activations", "error", ""]]
+    for run in measured:
+        a = run.attributes
+        parts = [duration(x) for x in run.parts.values()]
+        if run.predicted:
+            parts = [f"{x} ({duration(y)})" for x, y in zip(parts, run.predicted.values())]
+        rows.append([
+            run.plan + " again" * a["recompute"],
+            duration(run.seconds),
+            *parts,
+            duration(run.operator),
+            f"{run.arrays['activations'].max() / 1e6:.2f} MB",
+            f"{max(a['loss error'], a['gradient error']):.1e}",
+            "" if a["passed"] else "FAILED",
+        ])  # fmt: skip
+    print(aligned(rows))

@@ -1,12 +1,13 @@
-"""The file of a benchmark: many results in one, whole at any moment.
+"""Files of many measurements, whole at any moment; the file of drivers/bench.py is one of them.
 
 ::
 
     /                 attributes: schema, schema_version
     /settings         attributes: what is the same for all results (trials, seed, ...)
     /runs/<name>      laid out as the root of a result file; see `a2d_mpi.experiments.results`
-    /figures/<name>   of bench_gpu.py and bench_tile.py.  Attributes: see `KernelTimes`
-        <call>        (trials,) seconds of the slowest rank
+    /figures/<name>   of bench_kernel.py.  Attributes: origin, options, "tflop/<call>": TFLOP of a
+                      call, ...
+        <call>        (trials,) seconds of each call
 
 Whenever results are added, an extended copy takes the place of the file.  Functions raise OSError
 and ValueError as those of `a2d_mpi.experiments.results` do.
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.experiments.hdf5 import arrays, check_output, needed, plain, reading
+from a2d_mpi.experiments.hdf5 import arrays, needed, plain, reading
 from a2d_mpi.experiments.results import Result, fill, load, new_file, set_attributes
 
 SCHEMA = ("a2d_mpi benchmark", 1)
@@ -91,9 +92,8 @@ def add_results(
     there = os.path.exists(path)
     if there and not results:
         return
-    with new_file(path, extend=there) as file:
+    with new_file(path, SCHEMA, extend=there) as file:
         if not there:
-            set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1]})
             set_attributes(file.create_group("settings"), settings)
             file.create_group("runs")
         for name, result in results.items():
@@ -107,42 +107,62 @@ def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
 
 
 @dataclass
-class KernelTimes:
-    """The times of one run of drivers/bench_gpu.py or drivers/bench_tile.py.
+class Entry:
+    """One measurement in a file of many: a group.
 
     Attributes
     ----------
     attributes : dict
-        Origin, options, ranks, ...; "tflop/<call>": TFLOP of a call.
-    seconds : dict of str to (trials,) float64
-        Of the slowest rank, by call.
+    arrays : dict of str to array
     """
 
     attributes: dict[str, object]
-    seconds: dict[str, np.ndarray]
+    arrays: dict[str, np.ndarray]
 
 
-def add_kernel_times(path: str | os.PathLike[str], name: str, times: KernelTimes) -> None:
-    """Add the times of one run to a file, in place of earlier ones, or make the file.
+def write_entries(
+    path: str | os.PathLike[str],
+    schema: tuple[str, int],
+    entries: Mapping[str, Entry],
+    extend: bool = True,
+) -> None:
+    """Write groups by name ("/": the root) to a file; all of them, or nothing changes.
+
+    With `extend` to the file that is there, if one is, in place of earlier groups of these names.
 
     Raises
     ------
-    OSError, ValueError
-        If it cannot be written, or is no benchmark file.
+    OSError
+        If the file cannot be written.
     """
-    check_output(path, SCHEMA)
-    add_results(path, {}, {})
-    with new_file(path, extend=True) as file:
-        if f"figures/{name}" in file:
-            del file[f"figures/{name}"]
-        group = file.create_group(f"figures/{name}")
-        set_attributes(group, times.attributes)
-        for call, x in times.seconds.items():
-            group.create_dataset(call, data=x)
+    with new_file(path, schema, extend=extend and os.path.exists(path)) as file:
+        for name in entries.keys() - {"/"}:
+            if name in file:
+                del file[name]
+        for name, entry in entries.items():
+            group = file.require_group(name)
+            set_attributes(group, entry.attributes)
+            for key, x in entry.arrays.items():
+                group[key] = x
 
 
-def read_kernel_times(path: str | os.PathLike[str], *names: str) -> dict[str, KernelTimes]:
-    """The times of these runs, default of all, by name; OSError or ValueError if it has none."""
-    with reading(path, SCHEMA) as file:
-        groups = {x: needed(file, f"figures/{x}") for x in names or needed(file, "figures")}
-        return {name: KernelTimes(plain(x.attrs), arrays(x)) for name, x in groups.items()}
+def read_entries(
+    path: str | os.PathLike[str], schema: tuple[str, int], parent: str = "runs"
+) -> dict[str, Entry]:
+    """Groups in the group `parent` of a file, by name; OSError or ValueError if it has none."""
+    with reading(path, schema) as file:
+        groups = {name: needed(file, f"{parent}/{name}") for name in needed(file, parent)}
+        return {name: Entry(plain(x.attrs), arrays(x)) for name, x in groups.items()}
+
+
+def kernel_speeds(times: Entry) -> dict[str, dict[str, float]]:
+    """TFLOP/s of bench_kernel.py in the median, by mask and phase, then by implementation.
+
+    The least work comes first.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for call, seconds in times.arrays.items():
+        group, _, name = call.rpartition("/")
+        if (work := times.attributes.get(f"tflop/{group}")) is not None:
+            found.setdefault(group, {})[name] = work / float(np.median(seconds))
+    return dict(sorted(found.items(), key=lambda x: (times.attributes[f"tflop/{x[0]}"], x[0])))

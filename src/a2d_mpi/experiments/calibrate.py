@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -25,19 +27,13 @@ from a2d_mpi.core.dtypes import as_dtype
 from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.clock import Clock, kernel_calls
 from a2d_mpi.experiments.origin import blas_name
-from a2d_mpi.experiments.timing import in_turn
+from a2d_mpi.experiments.tile import Tile
+from a2d_mpi.experiments.timing import in_turn, seconds_of
 from a2d_mpi.kernels import check_kernel, make_kernel
 from a2d_mpi.masks.mask import Causal, Full
-from a2d_mpi.planning.calibration import (
-    STEADY,
-    disturbance,
-    fit_kernel,
-    fit_link,
-    fit_steps,
-)
-from a2d_mpi.planning.machine import Link, Machine
+from a2d_mpi.planning.calibration import Sample, fit_kernel, fit_link, fit_steps, steadiness
+from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.profile import read_machine, write_machine
 from a2d_mpi.schedules.problem import Workload
 
@@ -89,27 +85,17 @@ def _measure(
 ) -> tuple[Machine, list[str]]:
     """The machine, and how far its figures can be trusted; the same on all ranks."""
     dtypes = args.dtype or ["float32"]
+    kernels, links, notes = {}, {}, []
     with threadpool_limits(args.threads):
-        clock = Clock(comm, where.share, max(0.02 / where.share, 0.01 * args.seconds))
-        kernels, notes = {}, []
         for dtype in dtypes:
-            found = _kernels(clock, where, dtype, args, 0.5 * args.seconds / len(dtypes))
-            kernels[dtype] = {phase: kernel for phase, (kernel, _) in found.items()}
-            notes += [f"{dtype} {phase}: fitted within {100 * worst:.0f} %"
-                      for phase, (_, worst) in found.items()]  # fmt: skip
-        links = {}
+            kernels[dtype], said = _kernels(comm, where, dtype, args, 0.5 / len(dtypes))
+            notes += said
         for name in where.partners:
-            links[name] = _link(clock, where, name, 0.15 * args.seconds)
-            clock.look()
-        copy, merging = _memory_rates(clock, 0.05 * args.seconds)
+            links[name] = _link(comm, where, name, 0.15 * args.seconds)
+        copy, merging = _memory_rates(comm, 0.05 * args.seconds)
         # Until the last rank is on its way: a barrier right after another one.
         start = float(np.median(in_turn({"": comm.Barrier}, 20, comm)[""]))
-        work, grid, ring = _tiny(clock, dtypes[0])
-        clock.look()
-    off, why = disturbance(clock.shares, clock.seconds)
-    steady = f"steady within {100 * off:.0f} %"
-    if off > STEADY:
-        steady = f"DISTURBED by other work, figures may be off by {100 * off:.0f} %: {why}"
+        work, grid, ring = _tiny(comm, dtypes[0])
     machine = Machine(
         args.name,
         links.get("inside"),
@@ -123,8 +109,8 @@ def _measure(
         merge=merging / where.share,
         computed_by=_computed_by(dtypes, args),
     )
-    measured = {"step": (Attention2D.method, grid), "turn": (RingAttention.method, ring)}
-    return fit_steps(machine, comm.size, work, measured), [*notes, steady]
+    measured = {"step": (Attention2D.method, grid), "hop_overhead": (RingAttention.method, ring)}
+    return fit_steps(machine, comm.size, work, measured), notes
 
 
 def _computed_by(dtypes: list[str], args: argparse.Namespace) -> str:
@@ -146,36 +132,45 @@ def _validated(args: argparse.Namespace, where: Place) -> Place:
 
 
 def _kernels(
-    clock: Clock, where: Place, dtype: str, args: argparse.Namespace, seconds: float
-) -> dict:
-    """Kernel and largest relative error of the fit, by phase."""
-    left, calls, repeats, samples = clock.until(seconds), {}, {}, {}
+    comm: MPI.Intracomm, where: Place, dtype: str, args: argparse.Namespace, share: float
+) -> tuple[dict[str, KernelModel], list[str]]:
+    """Kernels by phase, measured in a share of the time, and how far they can be trusted."""
+    calls, repeats, samples = {}, {}, {}
     for phase, shape in product(PHASES, SHAPES):
-        by_phase, samples[phase, shape] = kernel_calls(dtype, shape, name=args.kernel)
+        by_phase, samples[phase, shape] = _kernel_calls(dtype, shape, name=args.kernel)
         # Long enough that ranks on one core have taken turns.
-        once = clock.mean(by_phase[phase])
+        once = _mean(comm, by_phase[phase])
         repeats[phase, shape] = n = min(200, max(1, math.ceil(0.02 / where.share / once)))
         calls[phase, shape] = lambda call=by_phase[phase], n=n: [call() for _ in range(n)]
-    rounds = []
-    while not rounds or left():
-        rounds.append(in_turn(calls, 1, clock.comm, warmup=0))
-        clock.look()
-    for x, sample in samples.items():
-        taken = float(np.median([seconds[x] for seconds in rounds])) / repeats[x]
-        samples[x] = replace(sample, seconds=taken * where.share)
-    return {
-        phase: fit_kernel([samples[phase, x] for x in SHAPES], phase == "backward")
-        for phase in PHASES
-    }
+    rounds = _rounds(comm, calls, share * args.seconds)
+    for x, taken in zip(calls, np.median(rounds, axis=0)):
+        samples[x] = replace(samples[x], seconds=float(taken) / repeats[x] * where.share)
+    kernels, notes = {}, [f"{dtype}: {steadiness(rounds)}"]
+    for phase in PHASES:
+        of_phase = [samples[phase, shape] for shape in SHAPES]
+        kernels[phase], worst = fit_kernel(of_phase, phase == "backward")
+        notes.append(f"{dtype} {phase}: fitted within {100 * worst:.0f} %")
+    return kernels, notes
 
 
-def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
+def _kernel_calls(
+    dtype: str, shape: tuple, poll: Callable | None = None, name: str = "auto"
+) -> tuple[dict[str, Callable], Sample]:
+    """The calls of the kernel of that name by phase, and a sample of them without seconds."""
+    nq, nk, *heads, mask = shape
+    tile = Tile(*shape, dtype)
+    kernel = make_kernel(name, HOST, tile.q.dtype, tile.softmax_scale, poll)
+    tile.forward(kernel)
+    cut = 0 if isinstance(mask, Full) else nq - 1
+    return tile.calls(kernel), Sample(tile.area, nq, nk, cut, tuple(heads), 0.0)
+
+
+def _link(comm: MPI.Intracomm, where: Place, name: str, seconds: float) -> Link:
     """All ranks send to the next rank or node, and get from the one before, at once.
 
     Of many messages each goes to another rank, as in a gather: to one, TCP would join them.
     """
-    comm, peers = clock.comm, where.partners[name]
-    buffers = np.zeros((2, LARGEST), np.uint8)
+    peers, buffers = where.partners[name], np.zeros((2, LARGEST), np.uint8)
 
     def post(nbytes: int, number: int = 1) -> list[MPI.Request]:
         sent, received = buffers[:, :nbytes]
@@ -185,63 +180,49 @@ def _link(clock: Clock, where: Place, name: str, seconds: float) -> Link:
             *(comm.Isend(sent, peers[turn], i) for i, turn in turns),
         ]
 
-    def hop(nbytes: int, mute: bool = False) -> float:
+    def hop(nbytes: int) -> float:
         """Seconds of a message among others that follow each other, as in a ring."""
-
-        def chain(hops: int) -> None:
-            for _ in range(0 if mute else hops):
-                MPI.Request.Waitall(post(nbytes))
-
-        return clock.step(chain, HOPS, 3 * HOPS)
+        return _step(comm, lambda: MPI.Request.Waitall(post(nbytes)), HOPS, 3 * HOPS)
 
     hop(8)
-    sizes, times, left = [8], [hop(8)], clock.until(0.4 * seconds)
+    sizes, times = [8], [hop(8)]
     # The first connects the ranks.
-    posted = [clock.mean(lambda: MPI.Request.Waitall(post(8, FLOOD))) for _ in range(6)][1:]
-    while sizes[-1] < LARGEST and (len(sizes) < 2 or (left() and times[-1] < 0.002 * seconds)):
+    posted = [_mean(comm, lambda: MPI.Request.Waitall(post(8, FLOOD))) for _ in range(6)][1:]
+    while sizes[-1] < LARGEST and (len(sizes) < 2 or times[-1] < 0.002 * seconds):
         sizes.append(max(1 << 15, 4 * sizes[-1]))
         times.append(hop(sizes[-1]))
     nbytes, taken = sizes[-1], times[-1]
-    nics = 1
-    if name == "between" and where.ranks_per_node > 1:
-        alone = hop(nbytes, mute=not where.first_of_node) * comm.size / len(where.hosts)
-        # NICs that a rank alone cannot fill.
-        nics = max(1, round(where.ranks_per_node * alone / taken))
-    link = fit_link(sizes, times, (FLOOD, float(np.median(posted))), nics=nics)
-    hidden, late = _busy(clock, post, nbytes, taken)
-    rate = link.bandwidth * (where.ranks_per_node / nics if name == "between" else 1)
-    return Link(rate, link.latency + late, link.overhead, nics, hidden)
+    link = fit_link(sizes, times, (FLOOD, float(np.median(posted))))
+    hidden, late = _busy(comm, post, nbytes, taken)
+    # All ranks of a node sent at once: what they share carries the sum.
+    rate = link.bandwidth * (where.ranks_per_node if name == "between" else 1)
+    return replace(link, bandwidth=rate, latency=link.latency + late, hidden=hidden)
 
 
-def _busy(clock: Clock, post: Callable, nbytes: int, taken: float) -> tuple[float, float]:
+def _busy(comm: MPI.Intracomm, post: Callable, nbytes: int, taken: float) -> tuple[float, float]:
     """Behaviour of a link while its ranks compute.
 
     Returns the share of a large transfer that goes on while its ranks compute one and a half
     times as long; and how much later, s, a message comes when they compute for a third of its
     time, because nobody looks for it at once.
     """
-    comm = clock.comm
-    calls, _ = kernel_calls(
+    calls, _ = _kernel_calls(
         "float32", (128, 128, 1, 1, 64, Full()), lambda: comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
     )
-
-    def compute(number: int) -> None:
-        for _ in range(number):
-            calls["forward"]()
 
     def both(number: int, most: int) -> float:
         """Seconds of a step that computes and transfers."""
 
-        def steps(repeats: int) -> None:
-            for _ in range(repeats):
-                requests = post(nbytes)
-                compute(number)
-                MPI.Request.Waitall(requests)
+        def step() -> None:
+            requests = post(nbytes)
+            for _ in range(number):
+                calls["forward"]()
+            MPI.Request.Waitall(requests)
 
-        return clock.step(steps, 1, most)
+        return _step(comm, step, 1, most)
 
-    repeats = math.ceil(0.02 / clock.mean(lambda: compute(1)))
-    once = clock.step(compute, repeats, 2 * repeats)
+    repeats = math.ceil(0.02 / _mean(comm, calls["forward"]))
+    once = _step(comm, calls["forward"], repeats, 2 * repeats)
     number, few = max(1, math.ceil(1.5 * taken / once)), max(1, round(taken / 3 / once))
     lost = both(number, 3) - max(number * once, taken)
     hidden = float(np.clip(1 - lost / min(number * once, taken), 0, 1))
@@ -250,30 +231,57 @@ def _busy(clock: Clock, post: Callable, nbytes: int, taken: float) -> tuple[floa
     return hidden, float(np.clip(late, 0, once))
 
 
-def _tiny(clock: Clock, dtype: str) -> tuple[Workload, float, float]:
+def _tiny(comm: MPI.Intracomm, dtype: str) -> tuple[Workload, float, float]:
     """Forward passes on tiny shards: their workload, and seconds.
 
     On a grid of one column, where a rank gets all keys at once, and on a ring.
     """
-    ranks = clock.comm.size
-    work = Workload(2 * ranks, 2, 16, dtype=dtype)
+    work = Workload(2 * comm.size, 2, 16, dtype=dtype)
     q, k, v = np.zeros((3, 2, work.nheads, work.headdim), as_dtype(dtype))
-    grid = ProcessGrid(clock.comm, ranks, 1)
+    grid = ProcessGrid(comm, comm.size, 1)
     plans = [kind(grid, work.mask, **work.arguments) for kind in (Attention2D, RingAttention)]
     calls = {i: lambda plan=plan: plan.forward(q, k, v) for i, plan in enumerate(plans)}
-    seconds = in_turn(calls, 9, clock.comm)
+    seconds = in_turn(calls, 9, comm)
     grid.free()
     return work, *(float(np.median(x)) for x in seconds.values())
 
 
-def _memory_rates(clock: Clock, seconds: float) -> tuple[float, float]:
+def _memory_rates(comm: MPI.Intracomm, seconds: float) -> tuple[float, float]:
     """Bytes/s of copies, and of partial outs merged, by one rank."""
     rng = np.random.default_rng(0)
     out, out2 = (rng.standard_normal((16384, 4, 64), np.float32) for _ in range(2))
     lse, lse2 = (rng.standard_normal((16384, 4)).astype(np.float32) for _ in range(2))
     compensation = np.zeros_like(lse)
-    copies, merges, left = [], [], clock.until(seconds)
-    while not copies or left():
-        copies.append(clock.mean(lambda: [np.copyto(out2, out) for _ in range(10)]) / 10)
-        merges.append(clock.mean(lambda: merge(out, lse, compensation, out2, lse2)))
-    return out.nbytes / float(np.median(copies)), out.nbytes / float(np.median(merges))
+    calls = {
+        "copy": lambda: [np.copyto(out2, out) for _ in range(10)],
+        "merge": lambda: merge(out, lse, compensation, out2, lse2),
+    }
+    copies, merges = np.median(_rounds(comm, calls, seconds), axis=0)
+    return 10 * out.nbytes / float(copies), out.nbytes / float(merges)
+
+
+def _mean(comm: MPI.Intracomm, action: Callable[[], object]) -> float:
+    """Seconds of `action`, the mean over the ranks."""
+    return seconds_of(action, comm, operator.add) / comm.size
+
+
+def _step(comm: MPI.Intracomm, step: Callable[[], object], few: int, many: int) -> float:
+    """Seconds of one step among others, one after the other.
+
+    Not of the first ones: a link that was idle may let these pass at once.
+    """
+
+    def seconds(number: int) -> float:
+        return _mean(comm, lambda: [step() for _ in range(number)])
+
+    found = [seconds(many) - seconds(few) for _ in range(3)]
+    return max(float(np.median(found)) / (many - few), 1e-9)
+
+
+def _rounds(comm: MPI.Intracomm, calls: Mapping[Any, Callable], seconds: float) -> np.ndarray:
+    """Seconds of calls on the slowest rank, again and again: (rounds, calls)."""
+    end, rounds = time.perf_counter() + seconds, []
+    while not rounds or comm.bcast(time.perf_counter() < end):
+        taken = in_turn(calls, 1, comm, warmup=0)
+        rounds.append(np.concatenate(list(taken.values())))
+    return np.array(rounds)

@@ -12,12 +12,14 @@ from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.options import HEADDIM, HEADS, Parser, add_mask, path, tokens, whole
 from a2d_mpi.experiments.sweep import Case
+from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
 from a2d_mpi.gpt.cost import predict_step
 from a2d_mpi.planning.machine import Machine, one_line
 from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
 from a2d_mpi.planning.profile import parse_size, read_machine
+from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.schedules.problem import Workload
 
@@ -95,7 +97,7 @@ def plan(args: argparse.Namespace) -> int:
     found = candidates(machine, args.ranks, work, memory, methods, progress, idle, number)
     if not found:
         raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
-    _print(found, args.ranks, machine, work, memory, args.top)
+    _print(found, args, machine, work, memory)
     if args.gpt:
         _print_steps(found[: args.top or None], machine, PRESETS[args.gpt], args)
     if not found[0].fits:
@@ -105,13 +107,13 @@ def plan(args: argparse.Namespace) -> int:
 
 def _print(
     found: list[Candidate],
-    ranks: int,
+    args: argparse.Namespace,
     machine: Machine,
     work: Workload,
     memory: int | None,
-    top: int,
 ) -> None:
     """The table, and what is not in it."""
+    ranks = args.ranks
     room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"
     print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} a node, {room}"
           + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
@@ -125,28 +127,20 @@ def _print(
         * (bounds > 0)
         + f", {len(found) - len(fitting)} do not" * (len(found) > len(fitting))
     )
-    print(
-        "\nmethod        grid       order          total   compute     merge      wait     other"
-        "  received  by a node  x bound    memory"
-    )
-    shown = found[:top] if top else found
-    for plan in shown:
-        layout = plan.layout
-        grid = f"{layout.rows}x{layout.cols}x{layout.heads}"
-        if plan.phases:
-            times = "".join(f"{duration(x):>10}" for x in (plan.seconds, *plan.split.values()))
-            moved = f"{_bytes(plan.received):>10}{_bytes(plan.crossing):>11}"
-            moved += f"{plan.over_bound:>9.2f}"
-            memory = _bytes(plan.memory)
-        else:  # bounds only
-            times = f"{'>= ' + duration(plan.bound):>10}" + f"{'-':>10}" * 4
-            moved, memory = f"{'-':>10}{'-':>11}{'-':>9}", f">= {_bytes(plan.memory)}"
-        print(
-            f"{plan.method:<13} {grid:<10} {layout.numbering:<8}{times}{moved}{memory:>10}  "
-            + "; ".join(
-                x for x in (plan.known_as, _idle(plan, ranks), why_not(plan, found[0])) if x
-            )
-        )
+    shown = found[: args.top or None]
+    head = [
+        "method",
+        "grid",
+        "order",
+        "total",
+        *PARTS,
+        "received",
+        "by a node",
+        "x bound",
+        "memory",
+    ]
+    rows = [[*head, ""], *(_row(plan, ranks, found[0]) for plan in shown)]
+    print("\n" + aligned(rows, left=(0, 1, 2, len(head))))
     if len(shown) < len(found):
         print(f"... {len(found) - len(shown)} more: --top 0")
     for heads in (x for x in range(2, ranks + 1) if ranks % x == 0):
@@ -158,28 +152,38 @@ def _print_steps(
     found: list[Candidate], machine: Machine, config: GPTConfig, args: argparse.Namespace
 ) -> None:
     """The training steps of a model by these plans."""
-    seqlen = args.seqlen
     again = ", all but attention computed again" * args.recompute
     print(
         f"\ntraining steps of {args.gpt}{again}: {config.layers} layers of width {config.width}, "
-        f"{config.parameters} parameters on every rank"
-        "\n\nmethod        grid            total" + "".join(f"{x:>11}" for x in STEP_PARTS)
-        + "   tokens/s    memory"
-    )  # fmt: skip
+        f"{config.parameters} parameters on every rank\n"
+    )
+    rows = [["method", "grid", "total", *STEP_PARTS, "tokens/s", "memory"]]
     for plan in (x for x in found if x.phases):
-        step = predict_step(machine, plan, config, seqlen, args.dtype, args.recompute)
-        layout, times = plan.layout, (step.total, *step.seconds.values())
-        print(
-            f"{plan.method:<13} {f'{layout.rows}x{layout.cols}x{layout.heads}':<10}"
-            + "".join(f"{duration(x):>11}" for x in times)
-            + f"{seqlen / step.total:>11.4g}{_bytes(step.memory):>10}"
-        )
+        step = predict_step(machine, plan, config, args.seqlen, args.dtype, args.recompute)
+        seconds = map(duration, (step.total, *step.seconds.values()))
+        rate = f"{args.seqlen / step.total:.4g}"
+        rows.append([plan.method, _grid(plan), *seconds, rate, _bytes(step.memory)])
+    print(aligned(rows, left=(0, 1)))
 
 
-def _idle(plan: Candidate, ranks: int) -> str:
-    """The ranks that a plan leaves idle, in words."""
-    used = plan.layout.size
-    return f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
+def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
+    """The cells of a plan: its figures, or bounds of them if it was not simulated."""
+    cells, used = [plan.method, _grid(plan), plan.layout.numbering], plan.layout.size
+    if plan.phases:
+        cells += map(duration, (plan.seconds, *plan.split.values()))
+        cells += [_bytes(plan.received), _bytes(plan.crossing), f"{plan.over_bound:.2f}"]
+        cells.append(_bytes(plan.memory))
+    else:
+        cells += [f">= {duration(plan.bound)}", *["-"] * 7, f">= {_bytes(plan.memory)}"]
+    idle = f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
+    streamed = "streamed" * plan.layout.stream
+    notes = streamed, plan.known_as, idle, why_not(plan, best)
+    return [*cells, "; ".join(filter(None, notes))]
+
+
+def _grid(plan: Candidate) -> str:
+    layout = plan.layout
+    return f"{layout.rows}x{layout.cols}x{layout.heads}"
 
 
 def _bytes(n: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -57,81 +57,115 @@ def check_attention(
     are the run's own (delta from its out), which the sampled query rows vouch for: an error of
     lse is a relative one of all probabilities, and lse has no bound beyond a tenth of a nat.
     """
-    comm = plan.grid.comm
     local = dict(tensors)
-    errors = _Errors(comm, plan, local)
+    if "dsink" in local:
+        local["dsink"] = _sum(plan.grid.comm, local["dsink"])
+    exact = _reference(plan, local, rows, seed, np.dtype(np.float64))
+    if plan.compute_dtype == np.float64:
+        both = ((x, x) for x in exact)
+    else:
+        both = zip(exact, _reference(plan, local, rows, seed, plan.compute_dtype))
+    seen: dict[str, list[float]] = {}  # by tensor, of all blocks on this rank
+    for (name, where, value), (_, _, same_precision) in both:
+        computed, finite = local[name][where].astype(np.float64), np.isfinite(value)
+        # Only lse may be infinite, of a query that sees no key.
+        comparable = (finite | np.isneginf(value) if name == "lse" else finite).all()
+        new = [
+            _distance(computed, value) if comparable else math.inf,
+            _distance(same_precision, value),
+            float(np.abs(value[finite]).max(initial=0)),
+        ]
+        before = seen.setdefault(name, [0.0, 0.0, 0.0, 0])
+        before[:] = [*map(max, before, new), before[3] + len(computed)]
+
+    def over_ranks(column: int, op: MPI.Op = MPI.MAX) -> dict[str, float]:
+        return {x: plan.grid.comm.allreduce(y[column], op=op) for x, y in seen.items()}
+
+    error, same_precision, largest = map(over_ranks, range(3))
+    checked = over_ranks(3, MPI.SUM)
+    norms = _norms(plan.grid.comm, local)
+    bounds = error_bounds(plan.dtype, plan.softmax_scale, norms, largest, same_precision)
+    return {name: Check(error[name], bounds[name], checked[name]) for name in error}
+
+
+def _reference(
+    plan: AttentionPlan,
+    local: Mapping[str, np.ndarray],
+    rows: int | None,
+    seed: int,
+    kind: np.dtype,
+) -> Iterator[tuple[str, np.ndarray | slice, np.ndarray]]:
+    """The results of dense attention in one precision, block after block.  Collective.
+
+    Yields
+    ------
+    name : str
+        Of a tensor.
+    where : indices
+        This rank's rows of it that are in the block.
+    value : array
+        What these should be, rounded as the run's dtype keeps it; in float64: not rounded.
+    """
+    comm, backward, sink = plan.grid.comm, "dq" in local, local.get("sink")
     sampled = rows is not None and rows < plan.seqlen
-    ran_backward, sink = "dq" in local, local.get("sink")
-    # The reference, and the plain computation in the run's precision, if that is another; a list:
-    # all ranks must go through it in the same order.
-    kinds = list(dict.fromkeys((np.dtype(np.float64), plan.compute_dtype)))
+    double = kind == np.float64
     options = {
-        kind: {
-            "softmax_scale": plan.softmax_scale,
-            "dtype": kind,
-            # The run's kernel rounds factors, the reference does not.
-            "products": None if kind == np.float64 else plan.product_dtype,
-            "logit_softcap": plan.logit_softcap,
-        }
-        for kind in kinds
+        "softmax_scale": plan.softmax_scale,
+        "dtype": kind,
+        # The run's kernel rounds factors, the reference does not.
+        "products": None if double else plan.product_dtype,
+        "logit_softcap": plan.logit_softcap,
     }
 
-    def stored(x: np.ndarray, kind: np.dtype) -> np.ndarray:
-        """A result as the run's dtype keeps it; exact ones are kept in float64."""
-        return x if kind == np.float64 else x.astype(plan.dtype).astype(kind)
+    def stored(x: np.ndarray) -> np.ndarray:
+        return x if double else x.astype(plan.dtype).astype(kind)
 
-    k, v = local["k"], local["v"]
-    # Gradients of this rank's keys, complete once all query rows have passed.
-    dk, dv = ({kind: np.zeros(k.shape, kind) for kind in kinds} for _ in "kv")
-    dsink = dict.fromkeys(kinds, 0.0)  # of all tokens, on every rank
+    q, k, v, dout = (local.get(x) for x in ("q", "k", "v", "dout"))
+    if backward:  # those of the run, or in the end the exact ones
+        own_lse = local["lse"].astype(np.float64)
+        own_delta = (dout.astype(np.float64) * local["out"]).sum(axis=-1)
     for tokens in _blocks(plan.seqlen, rows, seed):
         own, order, q_rows, *dout_rows = _share(plan, tokens, local, "q", "dout")
         visible = plan.mask.dense(tokens[order], plan.tokens)
-        results = {}
-        for kind in kinds:
-            out, lse = reference.attention(q_rows, k, v, visible, **options[kind])
-            out, lse = _merge(comm, out, lse, sink)
-            out = stored(out, kind)
-            results[kind] = {"out": out, "lse": lse}
-            if ran_backward:
-                delta = (np.asarray(dout_rows[0], kind) * out).sum(axis=-1)
-                dq, dk_rows, dv_rows = reference.attention_backward(
-                    dout_rows[0], q_rows, k, v, lse, delta, visible, **options[kind]
-                )
-                results[kind]["dq"] = stored(_sum(comm, dq), kind)
-                dk[kind] += dk_rows
-                dv[kind] += dv_rows
-                if sink is not None and not sampled:
-                    dsink[kind] += reference.sink_gradient(lse, delta, sink, kind)
         where = np.searchsorted(plan.tokens, tokens[order][own])
-        for name in results[plan.compute_dtype]:
-            values = {kind: results[kind][name][own] for kind in kinds}
-            errors.add(name, local[name][where], values)
-    if ran_backward and not sampled:
-        for name, values in (("dk", dk), ("dv", dv)):
-            errors.add(name, local[name], {kind: stored(x, kind) for kind, x in values.items()})
-    elif ran_backward:
-        dout, q, lse = local["dout"], local["q"], local["lse"]
-        delta = (dout.astype(np.float64) * local["out"]).sum(axis=-1)
-        for tokens in _blocks(plan.seqlen, rows, seed + 1):
-            own, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
-            visible = plan.mask.dense(plan.tokens, tokens[order])
-            values: dict[str, dict] = {"dk": {}, "dv": {}}
-            for kind in kinds:
-                _, dk_rows, dv_rows = reference.attention_backward(
-                    dout, q, k_rows, v_rows, lse, delta, visible, **options[kind]
-                )
-                for name, x in (("dk", dk_rows), ("dv", dv_rows)):
-                    values[name][kind] = stored(_sum(comm, x)[own], kind)
-            where = np.searchsorted(plan.tokens, tokens[order][own])
-            for name in ("dk", "dv"):
-                errors.add(name, local[name][where], values[name])
-    if ran_backward and sink is not None:
-        if sampled:
-            for kind in kinds:
-                dsink[kind] = _sum(comm, reference.sink_gradient(lse, delta, sink, kind))
-        errors.add("dsink", _sum(comm, local["dsink"]), dsink)
-    return errors.checks()
+        out, lse = reference.attention(q_rows, k, v, visible, **options)
+        out, lse = _merge(comm, out, lse, sink)
+        out = stored(out)
+        yield "out", where, out[own]
+        yield "lse", where, lse[own]
+        if backward:
+            delta = (np.asarray(dout_rows[0], kind) * out).sum(axis=-1)
+            dq, _, _ = reference.attention_backward(
+                dout_rows[0], q_rows, k, v, lse, delta, visible, **options
+            )
+            yield "dq", where, stored(_sum(comm, dq))[own]
+            if not sampled:
+                own_lse[where], own_delta[where] = lse[own], delta[own]
+    if not backward:
+        return
+    for tokens in _blocks(plan.seqlen, rows, seed + 1):
+        own, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
+        visible = plan.mask.dense(plan.tokens, tokens[order])
+        where = np.searchsorted(plan.tokens, tokens[order][own])
+        _, dk, dv = reference.attention_backward(
+            dout, q, k_rows, v_rows, own_lse, own_delta, visible, **options
+        )
+        yield "dk", where, stored(_sum(comm, dk)[own])
+        yield "dv", where, stored(_sum(comm, dv)[own])
+    if sink is not None:
+        gradient = reference.sink_gradient(own_lse, own_delta, sink, kind)
+        yield "dsink", slice(None), _sum(comm, gradient)
+
+
+def _norms(comm: MPI.Intracomm, local: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The norms that `error_bounds` takes."""
+    names = [name for name in ("q", "k", "v", "dout") if name in local]
+    norms = {name: comm.allreduce(_largest_norm(local[name]), op=MPI.MAX) for name in names}
+    if "dsink" in local:
+        sizes = (np.linalg.norm(local[x].astype(np.float64), axis=-1) for x in ("dout", "out"))
+        largest = -reference.sink_gradient(local["lse"], np.multiply(*sizes), local["sink"])
+        norms["dsink"] = float(_sum(comm, largest).max())
+    return norms
 
 
 def error_bounds(
@@ -208,48 +242,6 @@ def digests(tensors: Mapping[str, np.ndarray]) -> dict[str, bytes]:
         name: hashlib.blake2b(np.ascontiguousarray(x).reshape(-1).view(np.uint8)).digest()
         for name, x in tensors.items()
     }
-
-
-class _Errors:
-    """Largest errors by tensor, over all blocks and ranks."""
-
-    def __init__(
-        self, comm: MPI.Intracomm, plan: AttentionPlan, local: Mapping[str, np.ndarray]
-    ) -> None:
-        self._comm, self._dtype, self._plain = comm, plan.dtype, plan.compute_dtype
-        self._seen: dict[str, list[float]] = {}
-        self._scale = plan.softmax_scale
-        self._norms = {
-            name: comm.allreduce(_largest_norm(local[name]), op=MPI.MAX)
-            for name in ("q", "k", "v", "dout")
-            if name in local
-        }
-        if "dsink" in local:
-            sizes = (np.linalg.norm(local[x].astype(np.float64), axis=-1) for x in ("dout", "out"))
-            largest = -reference.sink_gradient(local["lse"], np.multiply(*sizes), local["sink"])
-            self._norms["dsink"] = float(_sum(comm, largest).max())
-
-    def add(self, name: str, computed: np.ndarray, values: Mapping[np.dtype, np.ndarray]) -> None:
-        exact, computed = values[np.dtype(np.float64)], computed.astype(np.float64)
-        finite = np.isfinite(exact)
-        # Only lse may be infinite, of a query that sees no key.
-        comparable = (finite | np.isneginf(exact) if name == "lse" else finite).all()
-        new = [
-            _distance(computed, exact) if comparable else math.inf,
-            _distance(values[self._plain], exact),
-            float(np.abs(exact[finite]).max(initial=0)),
-        ]
-        seen = self._seen.setdefault(name, [0.0, 0.0, 0.0, 0])
-        seen[:] = [*map(max, seen, new), seen[3] + len(computed)]
-
-    def checks(self) -> dict[str, Check]:
-        def over_ranks(column: int, op: MPI.Op = MPI.MAX) -> dict[str, float]:
-            return {x: self._comm.allreduce(seen[column], op=op) for x, seen in self._seen.items()}
-
-        error, same_precision, largest = map(over_ranks, range(3))
-        rows = over_ranks(3, MPI.SUM)
-        bounds = error_bounds(self._dtype, self._scale, self._norms, largest, same_precision)
-        return {name: Check(error[name], bounds[name], rows[name]) for name in error}
 
 
 def _largest_norm(x: np.ndarray) -> float:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
+import operator
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain, count
 from pathlib import Path
 
-import h5py
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import needed, plain, reading
+from a2d_mpi.experiments.hdf5 import arrays, plain, reading
 from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.gpt.config import GPTConfig
 
 SCHEMA = ("a2d_mpi.gpt", 2)
-NAME = re.compile(r"step-\d{9}\.h5")
 KEPT = 2  # the latest ones of a run; the one before the last is there if that is damaged
 _ARRAYS = ("weights", "moments", "losses", "seconds")
 
@@ -113,32 +112,21 @@ def load(path: Path) -> State:
         If it is none.
     """
     with reading(path, SCHEMA) as file:
-        try:
-            state = _read(file)
-        except ValueError as error:
-            raise OSError(f"it is damaged: {error}") from error
-        if plain(file.attrs)["sha256"] != state.digest():
-            raise OSError("its checksum is another: it is damaged")
+        root, found = plain(file.attrs), arrays(file)
+    try:
+        config, run, ranges = (json.loads(root[x]) for x in ("config", "run", "ranges"))
+        config, run, ranges = GPTConfig(**config), dict(run), [dict(x) for x in ranges]
+        n, step = config.parameters, operator.index(root["step"])
+        shapes = {"weights": (n,), "moments": (2, n), "losses": (step,), "seconds": (step,)}
+        for name, shape in shapes.items():
+            if found[name].shape != shape or found[name].dtype.kind != "f":
+                raise ValueError(f"{name} must be {shape} real numbers")
+        state = State(config, run, step, *(found[x] for x in _ARRAYS), ranges)
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise OSError(f"cannot read {path} as HDF5: it is damaged: {error}") from error
+    if root.get("sha256") != state.digest():
+        raise OSError(f"cannot read {path} as HDF5: it is damaged: its checksum is another")
     return state
-
-
-def _read(file: h5py.File) -> State:
-    """The state of a file, whose sizes fit each other; the checksum is not looked at."""
-    root = plain(file.attrs)
-    config, run, ranges = (json.loads(root[x]) for x in ("config", "run", "ranges"))
-    step = root["step"]
-    if not (isinstance(ranges, list) and all(isinstance(x, dict) for x in (config, run, *ranges))):
-        raise ValueError("config, run or ranges are of another type")
-    if not isinstance(step, int):
-        raise ValueError(f"step must be an integer, got {step!r}")
-    config = GPTConfig(**config)
-    n = config.parameters
-    for name, shape in zip(_ARRAYS, ((n,), (2, n), (step,), (step,))):
-        data = needed(file, name, h5py.Dataset)
-        if data.shape != shape or data.dtype.kind != "f":
-            raise ValueError(f"{name} has shape {data.shape} and dtype {data.dtype}, must have "
-                             f"{shape} and real numbers")  # fmt: skip
-    return State(config, run, step, *(file[x][()] for x in _ARRAYS), ranges)
 
 
 def latest(folder: Path) -> tuple[State | None, dict[Path, str]]:
@@ -176,7 +164,7 @@ def resumed(
     OSError
         If one of them may not be read.
     """
-    if not _all(folder):
+    if not _paths(folder, ".h5*"):
         return None
     anew = "--anew moves them away and begins at the first step"
     if not resume:
@@ -197,7 +185,7 @@ def resumed(
 
 def put_away(folder: Path) -> None:
     """Move all checkpoints into a new folder `before` of their folder, with a line for each."""
-    paths = _all(folder)
+    paths = sorted(_paths(folder, ".h5*"))
     if paths:
         before = _unused(folder / "before")
         before.mkdir()
@@ -208,11 +196,8 @@ def put_away(folder: Path) -> None:
 
 def _unused(path: Path) -> Path:
     """The path, or the first of NAME-2, NAME-3, ... that is not there."""
-    unused, number = path, 1
-    while unused.exists():
-        number += 1
-        unused = path.with_name(f"{path.name}-{number}")
-    return unused
+    others = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(x for x in chain([path], others) if not x.exists())
 
 
 def differences(was: Mapping[str, object], now: Mapping[str, object]) -> str:
@@ -231,11 +216,6 @@ def _is_of(path: Path, state: State) -> bool:
         return False
 
 
-def _all(folder: Path) -> list[Path]:
-    """Checkpoints, also damaged ones that were renamed, the earliest first."""
-    return sorted(x for x in folder.iterdir() if NAME.match(x.name))
-
-
-def _paths(folder: Path) -> list[Path]:
-    """Checkpoints, the latest first."""
-    return sorted((x for x in folder.glob("step-*.h5") if NAME.fullmatch(x.name)), reverse=True)
+def _paths(folder: Path, end: str = ".h5") -> list[Path]:
+    """Checkpoints, the latest first; with the end ".h5*" also damaged ones that were renamed."""
+    return sorted(folder.glob(f"step-{'[0-9]' * 9}{end}"), reverse=True)

@@ -22,11 +22,7 @@ from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import held
 from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.experiments.files import check_files, files_written
-from a2d_mpi.experiments.options import (
-    BAD_INPUT,
-    THREADS,
-    Parser,
-)
+from a2d_mpi.experiments.options import BAD_INPUT, THREADS, Parser
 from a2d_mpi.experiments.streams import lost_output, open_streams, reason
 from a2d_mpi.kernels import KERNELS
 
@@ -129,16 +125,16 @@ def arguments(
         On all ranks, after --help.
     """
 
-    def parse() -> argparse.Namespace | None:
+    def parse() -> argparse.Namespace:
         try:
             return parser.parse_args()
         except SystemExit:  # --help is printed
-            return None
+            return argparse.Namespace(help=True)
 
     args = together(comm, parse)
-    given = {"help": args is None, **vars(args or argparse.Namespace())}
+    given = {"help": False, **vars(args)}
     agree(comm, None, {f"--{name}": x for name, x in given.items() if name not in apart})
-    if args is None:
+    if given["help"]:
         raise SystemExit(0)
     return args
 

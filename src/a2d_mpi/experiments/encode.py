@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,22 +16,16 @@ from threadpoolctl import threadpool_limits
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core.reference import attention
+from a2d_mpi.experiments import pretrained
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.pretrained import (
-    INSIDE,
-    describe_model,
-    find_model,
-    load_model,
-    read_text,
-    windows,
-)
+from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.gpt.encoder import Encoder
-from a2d_mpi.gpt.gradients import GradientSum
+from a2d_mpi.gpt.gradients import total
 from a2d_mpi.masks.documents import Documents, positions_in
 from a2d_mpi.schedules.problem import Workload
 
@@ -56,16 +51,11 @@ class Packed(NamedTuple):
     tokens: np.ndarray
     cu_seqlens: np.ndarray
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document."""
-        return np.diff(self.cu_seqlens)
-
 
 def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Encode; returns the exit code: 1 if a check failed."""
     encoder, packed, attributes = comm.bcast(together(comm, lambda: _prepared(args), on=0))
-    queries = len(args.query or ())
+    queries = args.query or []
     mask = Documents(packed.cu_seqlens)
     sizes = {"seqlen": len(packed.tokens), "dtype": "float32", **encoder.heads}
     grid = open_grid(comm, args, Workload(**sizes, mask=mask))
@@ -75,21 +65,55 @@ def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         start = time.perf_counter()
         vectors = embeddings(plan, encoder, packed)
         seconds = time.perf_counter() - start
-        documents = len(packed.texts) - queries
-        if comm.rank == 0:
-            print(f"{documents} documents, {queries} queries, {len(packed.tokens)} tokens: "
-                  f"{len(packed.tokens) / seconds:.0f} tokens/s on {comm.size} ranks")  # fmt: skip
-            _show_nearest(packed.texts, vectors, queries, args.nearest)
-        error = 0.0
         if args.check:
-            error = comm.bcast(together(comm, lambda: _error(encoder, packed, vectors), on=0))
-    origin = origin_of(comm)
+            exact = together(comm, lambda: reference(encoder, packed), on=0)
+    error = np.abs(vectors - exact).max() if args.check and comm.rank == 0 else 0.0
+    passed = comm.bcast(bool(error <= BOUND))
+    count = len(vectors) - len(queries)
+    if comm.rank == 0:
+        print(f"{count} documents, {len(queries)} queries, {len(packed.tokens)} tokens: "
+              f"{len(packed.tokens) / seconds:.0f} tokens/s on {comm.size} ranks")  # fmt: skip
+        for query, best in zip(queries, nearest(vectors, len(queries), args.nearest)):
+            print(f"nearest to {query!r}:")
+            for i, cosine in best:
+                text = " ".join(packed.texts[i].split())[:SHOWN]
+                print(f"  {cosine:.4f}  document {i}: {text}")
+        if args.check:
+            print(f"largest difference to one document after the other in float64: {error:.1e} "
+                  f"({'passed' if passed else 'FAILED'}, bound {BOUND:.0e})")  # fmt: skip
+    attributes |= origin_of(comm)
+
+    def write() -> None:
+        with new_file(args.output, SCHEMA) as file:
+            set_attributes(file, attributes)
+            file["embeddings"] = vectors[:count].astype(np.float32)
+            file["texts"] = [x.replace("\0", "") for x in packed.texts[:count]]
+            file["lengths"] = np.diff(packed.cu_seqlens)[:count]
+
     if args.output:
-        attributes |= origin
-        together(comm, lambda: write(args.output, packed, vectors, queries, attributes), on=0)
+        together(comm, write, on=0)
     plan.free()
     grid.free()
-    return 0 if error <= BOUND else FAILED_CHECK
+    return 0 if passed else FAILED_CHECK
+
+
+def _prepared(args: argparse.Namespace) -> tuple[Encoder, Packed, dict[str, object]]:
+    """The model, what it is to encode, and attributes that say what these are."""
+    if args.output:
+        check_output(args.output, SCHEMA)
+    folder = args.model or pretrained.find_model()
+    encoder, tokenizer = pretrained.load_model(folder)
+    text = pretrained.read_text(args.text)
+    separator = args.separator.decode()
+    texts = text.split(separator) if separator else [text]
+    packed = pack(texts, args.query or (), tokenizer, args.documents)
+    attributes = {
+        "model": folder.resolve().name if args.model else pretrained.PACKAGE,
+        "model_sha256": sha256(folder / "model.safetensors"),
+        "text": args.text.name if args.text else "pydoc_data.topics",
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    return encoder, packed, attributes
 
 
 def pack(
@@ -110,25 +134,18 @@ def pack(
     ValueError
         If there are no texts, or a query is empty or too long.
     """
-    pieces, inputs = [], []
-    for text in texts:
-        if most is not None and len(inputs) >= most:
-            break
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        for i, tokens in enumerate(windows(encoding.ids, tokenizer)):
-            inside = encoding.offsets[i * INSIDE :][: len(tokens) - 2]
-            pieces.append(text[inside[0][0] : inside[-1][1]])
-            inputs.append(tokens)
-    pieces, inputs = pieces[:most], inputs[:most]
-    if not inputs:
+    pieces = (x for text in texts for x in pretrained.windows(text, tokenizer))
+    documents = list(islice(pieces, most))
+    if not documents:
         raise ValueError("the text has no documents")
     for query in queries:
-        ids = tokenizer.encode(query, add_special_tokens=False).ids
-        if not 0 < len(ids) <= INSIDE:
-            raise ValueError(f"a query must have 1 to {INSIDE} tokens, got {len(ids)}")
-        inputs += windows(ids, tokenizer)
-    cu_seqlens = np.cumsum([0, *map(len, inputs)])
-    return Packed([*pieces, *queries], np.concatenate(inputs), cu_seqlens)
+        inputs = list(pretrained.windows(query, tokenizer))
+        if len(inputs) != 1:
+            count = sum(len(ids) - 2 for ids, _ in inputs)
+            raise ValueError(f"a query must have 1 to {pretrained.WINDOW - 2} tokens, got {count}")
+        documents += inputs
+    tokens, names = zip(*documents)
+    return Packed(list(names), np.concatenate(tokens), np.cumsum([0, *map(len, tokens)]))
 
 
 def embeddings(plan: AttentionPlan, encoder: Encoder, packed: Packed) -> np.ndarray:
@@ -146,11 +163,7 @@ def embeddings(plan: AttentionPlan, encoder: Encoder, packed: Packed) -> np.ndar
     documents = np.searchsorted(packed.cu_seqlens, own, side="right") - 1
     sums = np.zeros((len(packed.texts), hidden.shape[1]))
     np.add.at(sums, documents, hidden)
-    over_ranks = GradientSum(plan.grid.comm, sums.reshape(-1))
-    over_ranks.start(slice(None))
-    over_ranks.finish()
-    over_ranks.free()
-    return _normal(sums)  # of norm 1, a sum is a mean
+    return _normal(total(plan.grid.comm, sums))  # of norm 1, a sum is a mean
 
 
 def reference(encoder: Encoder, packed: Packed) -> np.ndarray:
@@ -176,44 +189,3 @@ def nearest(vectors: np.ndarray, queries: int, count: int) -> list[list[tuple[in
     documents, asked = np.split(vectors, [len(vectors) - queries])
     cosines = asked @ documents.T  # (queries, documents)
     return [[(int(i), x[i]) for i in np.argsort(-x, kind="stable")[:count]] for x in cosines]
-
-
-def _show_nearest(texts: Sequence[str], vectors: np.ndarray, queries: int, count: int) -> None:
-    asked = texts[len(texts) - queries :]
-    for query, best in zip(asked, nearest(vectors, queries, count)):
-        print(f"nearest to {query!r}:")
-        for i, cosine in best:
-            print(f"  {cosine:.4f}  document {i}: {' '.join(texts[i].split())[:SHOWN]}")
-
-
-def _error(encoder: Encoder, packed: Packed, vectors: np.ndarray) -> float:
-    """Largest difference to `reference`, printed."""
-    error = float(np.abs(vectors - reference(encoder, packed)).max())
-    print(f"largest difference to one document after the other in float64: {error:.1e} "
-          f"({'passed' if error <= BOUND else 'FAILED'}, bound {BOUND:.0e})")  # fmt: skip
-    return error
-
-
-def _prepared(args: argparse.Namespace) -> tuple[Encoder, Packed, dict[str, object]]:
-    """The model, what it is to encode, and attributes that say what these are."""
-    if args.output:
-        check_output(args.output, SCHEMA)
-    folder = args.model or find_model()
-    encoder, tokenizer = load_model(folder)
-    text, attributes = read_text(args.text)
-    separator = args.separator.decode()
-    texts = text.split(separator) if separator else [text]
-    packed = pack(texts, args.query or (), tokenizer, args.documents)
-    return encoder, packed, {**describe_model(folder, args.model is None), **attributes}
-
-
-def write(
-    path: Path, packed: Packed, vectors: np.ndarray, queries: int, attributes: dict[str, object]
-) -> None:
-    """Write embeddings, texts and lengths of documents, without the queries."""
-    documents = slice(len(vectors) - queries)
-    with new_file(path, SCHEMA) as file:
-        set_attributes(file, attributes)
-        file["embeddings"] = vectors[documents].astype(np.float32)
-        file["texts"] = [x.replace("\0", "") for x in packed.texts[documents]]
-        file["lengths"] = packed.lengths[documents]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import h5py
 import numpy as np
 
-from a2d_mpi.experiments.hdf5 import arrays, needed, plain, reading
+from a2d_mpi.experiments.benchmark import Entry, read_entries
+from a2d_mpi.experiments.hdf5 import needed, plain, reading
 from a2d_mpi.gpt.cost import PARTS
 
 TRAINING_SCHEMA = ("a2d_mpi.training", 1)
@@ -46,19 +47,8 @@ def read_losses(path: str | os.PathLike[str]) -> Losses:
         )
 
 
-@dataclass
-class Steps:
-    """Training steps by one plan.
-
-    Attributes
-    ----------
-    attributes : dict
-        Plan, model, checks, predictions; see `a2d_mpi.experiments.bench_train`.
-    arrays : dict of str to array
-    """
-
-    attributes: dict[str, object]
-    arrays: dict[str, np.ndarray]
+class Steps(Entry):
+    """Training steps by one plan; `a2d_mpi.experiments.bench_train` says what is in the group."""
 
     @property
     def plan(self) -> str:
@@ -93,6 +83,5 @@ class Steps:
 
 def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
     """Read a file; OSError or ValueError, with one line, if it is none."""
-    with reading(path, STEPS_SCHEMA) as file:
-        runs = needed(file, "runs").values()
-        return [Steps(plain(x.attrs), arrays(x)) for x in runs if isinstance(x, h5py.Group)]
+    entries = read_entries(path, STEPS_SCHEMA).values()
+    return [Steps(entry.attributes, entry.arrays) for entry in entries]

@@ -1,12 +1,15 @@
-"""The options of a method and its grid, and the grid that they ask for."""
+"""The options of a method and its grid, and the grids and plans that are asked for."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
+from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.options import (
@@ -21,6 +24,9 @@ from a2d_mpi.experiments.options import (
 )
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.schedules.problem import Workload
+
+if TYPE_CHECKING:
+    from a2d_mpi.experiments.sweep import Configuration
 
 
 def add_grid(parser: Parser) -> None:
@@ -82,3 +88,23 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
         return ProcessGrid.auto(comm, machine, work, method=args.method)
     rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
     return ProcessGrid(comm, rows, cols, args.heads, args.order, args.block)
+
+
+def plan_of(
+    comm: MPI.Intracomm,
+    configuration: Configuration,
+    grids: dict[tuple, ProcessGrid],
+    **options: object,
+) -> AttentionPlan:
+    """Make the plan of a configuration; plans of one shape share a grid of `grids`.
+
+    `options`: of `a2d_mpi.attention.methods.make_plan`.
+    """
+    layout, case = configuration.layout, configuration.case
+    shape = layout.rows, layout.cols, layout.heads, layout.order, layout.block
+    if shape not in grids:
+        grids[shape] = ProcessGrid(comm, *shape)
+    arguments = {**case.arguments, "overlap": configuration.overlap, **options}
+    if layout.stream:
+        arguments["stream"] = True
+    return make_plan(configuration.method, grids[shape], case.work().mask, **arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import replace
 
 import numpy as np
 from mpi4py import MPI
@@ -19,6 +20,7 @@ from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.inputs import random_rows, refuse_nan
+from a2d_mpi.experiments.mask_file import FILE, mask_of
 from a2d_mpi.experiments.measure import RESULTS, Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.origin import sha256
@@ -32,7 +34,6 @@ from a2d_mpi.experiments.results import (
     write_result,
 )
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.schedules.problem import Workload
 
 
@@ -43,7 +44,8 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     digest = args.mask_file and f"a mask with digest {mask.digest(config.seqlen)}"
     agree(comm, None, {"dout in the input file": info.has_dout, "--mask-file": digest})
     if args.output:
-        nbytes = _output_bytes(args, config)
+        elements = sum(math.prod(config.shape(name)) for name in RESULTS) * args.save_outputs
+        nbytes = 8 * config.seqlen * elements + (1 << 20)
         together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes), on=0)
     device = open_device(comm, args.device)
     phases = {"backward": args.backward, "overlap": not args.no_overlap}
@@ -97,35 +99,23 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     if args.inner is not None and args.method != double:
         raise ValueError(f"--inner needs --method {double.replace(' ', '_')}")
     info = inspect_input(args.input)
+    tokens = info.config.seqlen
     if args.seqlen is None:
-        args.seqlen = info.seqlen
-    if args.seqlen > info.seqlen:
-        raise ValueError(
-            f"--seqlen must be between 1 and the {info.seqlen} tokens of {args.input}, "
-            f"got {args.seqlen}"
-        )
-    sizes = (args.seqlen, info.nheads, info.headdim, info.nheads_kv)
-    config = AttentionConfig(*sizes, dtype=args.dtype, logit_softcap=args.softcap)
+        args.seqlen = tokens
+    if args.seqlen > tokens:
+        raise ValueError(f"{args.input} has {tokens} tokens, fewer than --seqlen {args.seqlen}")
+    options = {"dtype": args.dtype, "logit_softcap": args.softcap}
+    config = replace(info.config, seqlen=args.seqlen, seqlen_kv=args.seqlen, **options)
     config.check_room(ranks)
     if args.mask_file:
-        from a2d_mpi.experiments.mask_file import FILE, read_mask
-
         args.mask = f"{FILE}{args.mask_file}"  # as reports and results name it
-        return info, config, read_mask(args.mask_file, config.seqlen)
-    return info, config, make_mask(args.mask, config.seqlen)
+    return info, config, mask_of(args.mask, config.seqlen)
 
 
 def _digests(args: argparse.Namespace) -> dict[str, str]:
     """SHA-256 of the input and of the mask file."""
     names = ("input", "mask_file")
     return {f"{x}_sha256": sha256(y) for x in names if (y := getattr(args, x))}
-
-
-def _output_bytes(args: argparse.Namespace, config: AttentionConfig) -> int:
-    if not args.save_outputs:
-        return 1 << 20
-    elements = sum(math.prod(config.shape(name)) for name in RESULTS)
-    return 8 * config.seqlen * elements + (1 << 20)
 
 
 def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dict[str, np.ndarray]:

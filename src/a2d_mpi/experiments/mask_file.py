@@ -58,48 +58,25 @@ def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Docum
         If datasets are missing, of a wrong type or shape, or do not fit the sequence.
     """
     with reading(path, SCHEMA, needs_schema=False) as file:
-        names = [name for name in ("begin", "end", "cu_seqlens") if member(file, name) is not None]
-        if names not in (["begin", "end"], ["cu_seqlens"]):
-            raise ValueError(
-                f"{path} must have datasets begin and end, or cu_seqlens; it has "
-                + (" and ".join(names) or "none of them")
-            )
-        packed = names == ["cu_seqlens"]
-        rows = None if packed else seqlen
-        datasets = {name: _integers(file, path, name, rows) for name in names}
+        members = {name: member(file, name) for name in ("begin", "end", "cu_seqlens")}
+        found = {name: x[()] for name, x in members.items() if isinstance(x, h5py.Dataset)}
         attributes = plain(file.attrs)
     try:
-        if packed:
+        if list(found) == ["cu_seqlens"]:
             from a2d_mpi.masks.documents import Documents
 
-            mask = Documents(**datasets, causal=_causal(attributes))
+            mask = Documents(**found, causal=_causal(attributes))
+            mask.check(seqlen)
+        elif list(found) == ["begin", "end"]:
+            mask = IntervalMask(**found)
+            mask.check(seqlen)
+            _check_range(seqlen, **found)
         else:
-            _check_range(seqlen, **datasets)
-            mask = IntervalMask(**datasets)
-        mask.check(seqlen)
+            names = " and ".join(found) or "none of them"
+            raise ValueError(f"must have datasets begin and end, or cu_seqlens; it has {names}")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return mask
-
-
-def _integers(
-    file: h5py.File, path: str | os.PathLike[str], name: str, seqlen: int | None
-) -> np.ndarray:
-    """The numbers of a dataset, which has rows of `seqlen`, or is a single row of any length."""
-    data = member(file, name)
-    if not isinstance(data, h5py.Dataset):
-        raise ValueError(f"{path}: {name} is no dataset")
-    if data.dtype.kind not in "iu":
-        raise ValueError(f"{path}: {name} is {data.dtype}, must be integers")
-    shape = data.shape or ()
-    if seqlen is None:
-        fits, wanted = len(shape) == 1 and shape[0] > 0, "(documents + 1,)"
-    else:  # no query has more intervals than tokens
-        fits = shape == (seqlen,) or (len(shape) == 2 and 0 < shape[0] <= seqlen == shape[1])
-        wanted = f"({seqlen},) or (m, {seqlen})"
-    if not fits:
-        raise ValueError(f"{path}: {name} has shape {shape}, must be {wanted}")
-    return data[()]
 
 
 def _causal(attributes: dict[str, object]) -> bool:

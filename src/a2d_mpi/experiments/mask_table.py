@@ -13,7 +13,7 @@ import numpy as np
 from a2d_mpi.core.atomic import check_writable, read_regular, replacing
 from a2d_mpi.core.config import DISTRIBUTIONS, AttentionConfig
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.options import BadOption, method_name
+from a2d_mpi.experiments.options import method_name, one_of
 from a2d_mpi.masks.patterns import make_mask, usage
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS, problem_of, write
@@ -53,48 +53,47 @@ def figures(method: str, layout: Layout, problem: Problem) -> Figures:
     return Figures(grid, float(areas.max() / max(areas.mean(), 1)), float(most.max() / whole))
 
 
-def best_of(method: str, distribution: str | None, text: str, seqlen: int, ranks: int) -> Figures:
-    """The grid whose largest rank moves the fewest bytes, of all shapes that suit a method."""
+def best_of(plan: str, text: str, seqlen: int, ranks: int) -> Figures:
+    """The grid whose largest rank moves the fewest bytes, of all shapes that suit a plan.
+
+    `plan`: METHOD or METHOD/DISTRIBUTION.
+    """
+    method, _, distribution = plan.partition("/")
     mask, found = make_mask(text, seqlen), []
     config = AttentionConfig(seqlen, 16, 128, dtype="bfloat16")
     for rows in (x for x in range(1, ranks + 1) if ranks % x == 0):
         layout = Layout(rows, ranks // rows)
         if METHODS[method].suits(layout):
-            problem = problem_of(method, layout, config, mask, distribution)
+            problem = problem_of(method, layout, config, mask, distribution or None)
             found.append(figures(method, layout, problem))
     return min(found, key=lambda x: (x.moved, x.uneven))
 
 
 def plan_text(text: str) -> str:
     """A type of options: METHOD or METHOD/DISTRIBUTION."""
-    method, _, name = text.partition("/")
-    method_name(method)
-    if name and name not in DISTRIBUTIONS:
-        known = ", ".join(DISTRIBUTIONS)
-        raise BadOption(f"must be METHOD/DISTRIBUTION, one of {known}; got {text[:40]!r}")
-    return text
+    method, slash, name = text.partition("/")
+    if slash:
+        one_of(DISTRIBUTIONS)(name)
+    return method_name(method) + slash + name
 
 
 def print_table(args: argparse.Namespace) -> Table:
     """Print the table of all masks that are asked for, and keep it; returns all that is known."""
-    texts = [x for text in args.masks for x in _seeded(text, args.seeds)]
-    parts = [x.partition("/") for x in args.plans]
-    plans = [(method_name(method), name or None) for method, _, name in parts]
     known = read_table(args.output) if args.output and args.output.exists() else {}
     if args.output:
         check_writable(args.output)
     print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,")
     print("over those of q; in parentheses its visible pairs over the mean, and the grid")
     print(" | ".join(["mask", *args.plans]), flush=True)
-    for text in texts:
-        cells = []
-        for name, plan in zip(args.plans, plans):
-            key = args.ranks, args.seqlen, text, name
+    for text in (x for mask in args.masks for x in _seeded(mask, args.seeds)):
+        cells = [text]
+        for plan in args.plans:
+            key = args.ranks, args.seqlen, text, plan
             if key not in known:
-                known[key] = best_of(*plan, text, args.seqlen, args.ranks)
+                known[key] = best_of(plan, text, args.seqlen, args.ranks)
             found = known[key]
             cells.append(f"{found.moved:.4f} ({found.uneven:.3f}, {found.grid})")
-        print(" | ".join([text, *cells]), flush=True)
+        print(" | ".join(cells), flush=True)
         if args.output:
             _write_table(args.output, known)
     return known

@@ -15,8 +15,8 @@ All functions and methods are collective over the plan's ranks.
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from socket import gethostname
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ def open_device(comm: MPI.Intracomm, name: str) -> Device:
 
 def origin_of(comm: MPI.Intracomm, device: Device = HOST) -> dict[str, object]:
     """Provenance of what these ranks measure; rank 0's, empty on the others."""
-    hosts = comm.gather(socket.gethostname())
+    hosts = comm.gather(gethostname())
     if comm.rank != 0:
         return {}
     return provenance(MPI.Get_library_version(), hosts, device.description)
@@ -106,23 +106,19 @@ class Measurement:
         }
         self._spans: list[dict[str, list]] = []
 
-    def forward(self, tensors: dict[str, Array] | None = None) -> None:
-        """Run the forward pass; out and lse go to `tensors`, by default `self.tensors`."""
-        t = self.tensors if tensors is None else tensors
-        t["out"], t["lse"] = self.plan.forward(t["q"], t["k"], t["v"], t.get("sink"))
-
-    def backward(self, tensors: dict[str, Array] | None = None) -> None:
-        """Run the backward pass on the latest out and lse; the gradients go to `tensors`."""
-        t = self.tensors if tensors is None else tensors
-        given = (t[name] for name in ("dout", "q", "k", "v", "out", "lse"))
-        gradients = self.plan.backward(*given, t.get("sink"))
-        t |= zip(("dq", "dk", "dv", "dsink"), gradients)  # dsink only with a sink
-
     def call(self, tensors: dict[str, Array] | None = None) -> None:
-        """Run all phases, each begun by all ranks together."""
-        for phase in self.phases:
-            self.plan.grid.comm.Barrier()
-            getattr(self, phase)(tensors)
+        """Run all phases, each begun by all ranks together.
+
+        Results go to `tensors`, by default `self.tensors`.
+        """
+        t, comm = self.tensors if tensors is None else tensors, self.plan.grid.comm
+        comm.Barrier()
+        t["out"], t["lse"] = self.plan.forward(t["q"], t["k"], t["v"], t.get("sink"))
+        if "backward" in self.phases:
+            comm.Barrier()
+            given = (t[name] for name in ("dout", "q", "k", "v", "out", "lse"))
+            gradients = self.plan.backward(*given, t.get("sink"))
+            t |= zip(("dq", "dk", "dv", "dsink"), gradients)  # dsink only with a sink
 
     def check(self, rows: int | None, seed: int = 0) -> None:
         """Check the results of the latest call, and of a call on other data, against float64.
@@ -170,10 +166,9 @@ class Measurement:
             self._exchange(back=True)
 
     def finish(self) -> None:
-        """After the trials, check the counted bytes, that the results were always the same, and
-        that neither they nor the inputs changed in memory.
+        """After the trials, check that the results were always the same, and that neither they nor
+        the inputs changed in memory.
         """
-        self.checks["traffic"] = self._traffic_check()
         if not self._result_bits:
             return
         comm = self.plan.grid.comm
@@ -215,7 +210,7 @@ class Measurement:
     def result(
         self, config: Mapping[str, object], origin: Mapping[str, object], **others: Any
     ) -> Result | None:
-        """Everything, on rank 0.
+        """Check the counted bytes; everything, on rank 0.
 
         Parameters
         ----------
@@ -227,13 +222,14 @@ class Measurement:
             Further fields of the `Result`.
         """
         comm, plan = self.plan.grid.comm, self.plan
-        gathered = comm.gather(
-            (self.seconds, self._per_call, plan.area(), self._spans, socket.gethostname())
-        )
+        counted = plan.traffic.bytes
+        gathered = comm.gather((self.seconds, counted, plan.area(), self._spans, gethostname()))
         if gathered is None:
             return None
-        seconds, traffic, area, spans, hosts = zip(*gathered)
+        seconds, counted, area, spans, hosts = zip(*gathered)
         timings = {name: np.array([x[name] for x in seconds]).T for name in self.seconds}
+        traffic, off = _traffic(plan, self.phases, counted, max(1, len(self._spans)))
+        self.checks["traffic"] = Check(float(off), 0.0, comm.size)
         return Result(
             provenance={**origin, "hostnames": list(hosts)},
             config={
@@ -244,7 +240,7 @@ class Measurement:
             },
             area=np.array(area),
             timings=timings,
-            traffic=_traffic(plan, traffic, comm.size),
+            traffic=traffic,
             checks=self.checks,
             spans={
                 phase: _usual_spans(phase, timings[f"{phase}/total"], spans)
@@ -252,25 +248,6 @@ class Measurement:
             },
             **others,
         )
-
-    @property
-    def _per_call(self) -> dict[tuple[str, str], list[int]]:
-        """Bytes [sent, received] of one call by (phase, communicator)."""
-        trials = max(1, len(self._spans))
-        counted = self.plan.traffic.bytes
-        return {key: [nbytes // trials for nbytes in both] for key, both in counted.items()}
-
-    def _traffic_check(self) -> Check:
-        """Largest difference, in bytes of all trials, between what was counted and its formula."""
-        comm, traffic, nothing = self.plan.grid.comm, self.plan.traffic.bytes, (0, 0)
-        trials, predicted = max(1, len(self._spans)), self.plan.predicted_traffic()
-        keys = {*traffic, *(key for key in predicted if key[0] in self.phases)}
-        off = [
-            abs(counted - trials * expected)
-            for key in keys
-            for counted, expected in zip(traffic.get(key, nothing), predicted.get(key, nothing))
-        ]
-        return Check(float(comm.allreduce(max(off, default=0), op=MPI.MAX)), 0.0, comm.size)
 
 
 def _differing(tensors: Mapping[str, np.ndarray], bits: Mapping[str, bytes]) -> int:
@@ -302,17 +279,27 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
     }
 
 
-def _traffic(plan: AttentionPlan, measured: list, size: int) -> dict[str, dict[str, np.ndarray]]:
-    """Measured and predicted bytes, as in `Result`."""
-    predicted = [plan.predicted_traffic(rank) for rank in range(size)]
-    return {
-        f"{phase}/{name}": {
-            kind + direction: np.array([rank.get((phase, name), [0, 0])[i] for rank in ranks])
-            for kind, ranks in (("", measured), ("predicted_", predicted))
+def _traffic(
+    plan: AttentionPlan, phases: Sequence[str], counted: Sequence[Mapping], trials: int
+) -> tuple[dict[str, dict[str, np.ndarray]], int]:
+    """Measured and predicted bytes of a call, as in `Result`, and how far all trials are off.
+
+    `counted`: of every rank and all trials, by phase and communicator.
+    """
+    predicted = [plan.predicted_traffic(rank) for rank in range(len(counted))]
+    keys = {key for x in (*counted, *predicted) for key in x if key[0] in phases}
+    traffic, off = {}, 0
+    for key in sorted(keys):
+        # (ranks, sent or received)
+        sums, formula = (np.array([x.get(key, (0, 0)) for x in y]) for y in (counted, predicted))
+        off = max(off, np.abs(sums - trials * formula).max())
+        both = {"": sums // trials, "predicted_": formula}
+        traffic["/".join(key)] = {
+            kind + direction: x[:, i]
+            for kind, x in both.items()
             for i, direction in enumerate(("sent", "received"))
         }
-        for phase, name in sorted({key for rank in measured for key in rank})
-    }
+    return traffic, off
 
 
 def _usual_spans(phase: str, total: np.ndarray, spans: list) -> np.ndarray:

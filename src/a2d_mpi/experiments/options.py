@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import re
 import sys
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from a2d_mpi.core.atomic import held, read_regular
 from a2d_mpi.core.config import LARGEST
@@ -43,32 +43,23 @@ class BadOption(ValueError, argparse.ArgumentTypeError):
 
 def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
     """A type of options: whole numbers from `least` to `most`."""
-
-    def number(text: str) -> int:
-        if not re.fullmatch(r"\s*[+-]?[0-9]+\s*", text):
-            raise BadOption(f"must be a whole number, got {text[:40]!r}")
-        digits = len(text.strip().lstrip("+-0"))
-        value = int(text) if digits < 40 else None  # Python reads no number of 5000 digits
-        if value is None or not least <= value <= most:
-            below = "-" in text if value is None else value < least
-            bound = f"at least {least}" if below else f"at most {most}"
-            shown = f"one of {digits} digits" if value is None else value
-            raise BadOption(f"must be {bound}, got {shown}")
-        return value
-
-    return number
+    return _bounded(int, "a whole number", least, most)
 
 
 def real(least: float, most: float) -> Callable[[str], float]:
     """A type of options: numbers from `least` to `most`."""
+    return _bounded(float, "a number", least, most)
 
-    def number(text: str) -> float:
+
+def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable[[str], T]:
+    def number(text: str) -> T:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
-            raise BadOption(f"must be a number, got {text[:40]!r}") from None
+            raise BadOption(f"must be {what}, got {text[:40]!r}") from None
         if not least <= value <= most:  # as NaN is not, either
-            raise BadOption(f"must be from {least:g} to {most:g}, got {value}")
+            bound = f"at most {most}" if value > most else f"at least {least}"
+            raise BadOption(f"must be {bound}, got {str(value)[:40]}")
         return value
 
     return number
@@ -79,11 +70,10 @@ def tokens(text: str) -> int:
     from a2d_mpi.planning.profile import parse_count
 
     try:
-        return SEQLEN(str(parse_count(text.strip())))
-    except BadOption:
-        raise
+        count = parse_count(text.strip())
     except ValueError:
         raise BadOption(f"must be 1048576, 1024K or 1M tokens, got {text[:40]!r}") from None
+    return SEQLEN(str(count))
 
 
 def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
@@ -141,10 +131,8 @@ CHECK_HELP = (
 def check_text(text: str, none: bool = True) -> str:
     """A type of options: sample, full, rows:N, or with `none` also none."""
     words = ("none",) * none + ("sample", "full")
-    if not text.startswith("rows:") and text not in words:
+    if text not in words and not re.fullmatch(r"rows:[1-9]\d{0,8}", text):
         raise BadOption(f"must be {', '.join(words)} or rows:N, got {text[:40]!r}")
-    if text not in words:
-        whole(1)(text.removeprefix("rows:"))
     return text
 
 
@@ -200,45 +188,34 @@ def masks(text: str) -> list[str]:
     return texts
 
 
-class Imported(NamedTuple):
-    """A user's Python file, and a digest of what it holds, on which ranks agree."""
-
-    path: str
-    digest: str
-
-    def __fspath__(self) -> str:
-        return self.path
-
-
-def import_file(text: str) -> Imported:
+def import_file(text: str) -> str:
     """A type of options: a user's Python file, which is run, once in a process.
 
     Raises
     ------
     OSError
         If it cannot be read, or is not a regular file.
-    ValueError
+    BadOption
         If it raises an exception, with the line.
     """
     name = str(path(text))
-    source = read_regular(name)
-    digest = hashlib.sha256(source).hexdigest()[:12]
-    unique = f"{Path(name).stem}_{digest}"
-    if unique not in sys.modules:
-        module = ModuleType(unique)
-        module.__file__ = name
-        sys.modules[unique] = module  # where dataclasses and pickle look for it
-        try:
-            exec(compile(source, name, "exec"), vars(module))
-        except (Exception, SystemExit) as error:
-            del sys.modules[unique]
-            calls = traceback.extract_tb(error.__traceback__)
-            lines = [getattr(error, "lineno", None), *(x.lineno for x in calls[::-1]
-                                                       if x.filename == name)]  # fmt: skip
-            line = next((x for x in lines if x), 1)
-            what = (str(getattr(error, "msg", error)).splitlines() or [""])[0]
-            raise ValueError(f"{name}, line {line}: {type(error).__name__}: {what}") from None
-    return Imported(name, digest)
+    _run_file(name, read_regular(name))
+    return name
+
+
+@cache
+def _run_file(name: str, source: bytes) -> None:
+    module = ModuleType(f"imported {name}")
+    module.__file__ = name
+    sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
+    try:
+        exec(compile(source, name, "exec"), vars(module))
+    except (Exception, SystemExit) as error:
+        calls = traceback.extract_tb(error.__traceback__)
+        lines = [x.lineno for x in calls if x.filename == name]
+        line = lines[-1] if lines else getattr(error, "lineno", 1)  # of the file's own syntax
+        what = str(error).partition("\n")[0]
+        raise BadOption(f"{name}, line {line}: {type(error).__name__}: {what}") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -259,22 +236,21 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, prog: str, doc: str, comm: MPI.Intracomm | None = None) -> None:
-        super().__init__(prog=prog, description=doc.split("\n\n")[0])
-        self._silent = comm is not None and comm.rank != 0
+        self._imports = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        self._imports.error = self.error
         text = "run this Python file first, which registers masks, methods or kernels of your own"
-        self.add_argument("--import", type=import_file, action="append", metavar="FILE", help=text)
+        self._imports.add_argument(
+            "--import", type=import_file, action="append", metavar="FILE", help=text
+        )
+        super().__init__(prog=prog, description=doc.split("\n\n")[0], parents=[self._imports])
+        self._silent = comm is not None and comm.rank != 0
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         """Run the files of --import, and parse the options."""
-        given = list(sys.argv[1:] if args is None else map(str, args))
-        for word, after in zip(given, [*given[1:], None]):
-            option, equals, file = word.partition("=")
-            file = file if equals else after
-            if option == "--import" and file:
-                import_file(file)
-        return super().parse_args(given, namespace)
+        namespace, others = self._imports.parse_known_args(args, namespace)
+        return super().parse_args(others, namespace)
 
     def _print_message(self, message: str, file=None) -> None:
         if not self._silent:

@@ -23,10 +23,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from a2d_mpi.experiments.benchmark import extends
-from a2d_mpi.experiments.hdf5 import needed, plain, reading
+from a2d_mpi.experiments.benchmark import Entry, extends, read_entries, write_entries
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.experiments.summary import Summary
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.planning.machine import Machine
@@ -35,7 +33,7 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.network import Network, parse_network
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simgrid import replayer, simulate
-from a2d_mpi.schedules import METHODS, distribution_of, problem_of
+from a2d_mpi.schedules import distribution_of, problem_of
 
 SCHEMA = ("a2d_mpi simulation", 1)
 RANKS = 4096
@@ -62,18 +60,17 @@ class Task:
             odd += f"-slow {word} {factor:g}" * (factor > 1)
         return f"{self.what.name}-{network.name}{odd}-{self.machine.name}".replace("/", "_")
 
-    def run(self, timeout: float | None) -> dict[str, object]:
+    def run(self, timeout: float) -> dict[str, object]:
         """The attributes of its entry."""
         what, layout, work = self.what, self.what.layout, self.what.case.work(self.what.overlap)
         found: dict[str, object] = {
-            **{x: getattr(what.case, x) for x in ("seqlen", "nheads", "nheads_kv", "headdim")},
-            "dtype": what.case.dtype, "mask": what.case.mask, "backward": what.case.backward,
-            "method": what.method, "rows": layout.rows, "cols": layout.cols,
-            "heads": layout.heads, "order": layout.numbering, "overlap": what.overlap,
-            "picked": what.picked, "ranks": layout.size, "machine": self.machine.name,
-            "distribution": distribution_of(what.method, work.mask), "network": self.network.name,
-            "slow_rank": self.slow_rank, "slow_port": self.network.slow_port,
-        }  # fmt: skip
+            **what.attributes,
+            "machine": self.machine.name,
+            "distribution": distribution_of(what.method, work.mask),
+            "network": self.network.name,
+            "slow_rank": self.slow_rank,
+            "slow_port": self.network.slow_port,
+        }
         problem = problem_of(what.method, layout, work, work.mask)
         found["memory"] = most_memory(what.method, layout, problem, work.backward)
         found["room"] = np.inf
@@ -104,22 +101,23 @@ class Task:
 def simulate_all(args: argparse.Namespace) -> int:
     """Simulate what a file lacks, one plan after the other; returns the exit code."""
     replayer()  # or say what to install
-    done, origin = _there(args.output, args.resume), provenance("none", ["simulated"])
-    met, before = set(), 0
+    done = read_simulations(args.output) if extends(args.output, args.resume) else {}
+    origin, before = Entry(provenance("none", ["simulated"]), {}), 0
     with tqdm(_tasks(args), disable=None, unit="plan") as bar:
         for task in bar:  # planned when it is needed
-            if task.name in met:
-                continue
-            met.add(task.name)
-            if _open(done.get(task.name), args.timeout):
-                done[task.name] = found = task.run(args.timeout)
-                _add(args.output, task.name, found, origin)
+            found = done.get(task.name)
+            # Once more, if it was given up and there is more time now.
+            if found is None or found.get("timeout", np.inf) < args.timeout:
+                found = task.run(args.timeout)
                 bar.write(_line(task.name, found))
             else:
                 before += 1
-                if task.what.picked and not done[task.name]["picked"]:  # it was asked for before
-                    done[task.name]["picked"] = True
-                    _add(args.output, task.name, done[task.name], origin)
+                if found["picked"] or not task.what.picked:
+                    continue
+                found["picked"] = True  # it was asked for before
+            done[task.name] = found
+            entries = {"/": origin, f"runs/{task.name}": Entry(found, {})}
+            write_entries(args.output, SCHEMA, entries)
     if before:
         print(f"{before} were in {args.output} already")
     print(f"written to {args.output}")
@@ -136,9 +134,7 @@ def read_simulations(path: str | Path) -> dict[str, dict[str, object]]:
     ValueError
         If its schema is another.
     """
-    with reading(path, SCHEMA) as file:
-        runs = needed(file, "runs")
-        return {name: plain(needed(file, f"runs/{name}").attrs) for name in runs}
+    return {name: entry.attributes for name, entry in read_entries(path, SCHEMA).items()}
 
 
 def read_summaries(path: str | Path) -> list[Summary]:
@@ -187,30 +183,9 @@ def _tasks(args: argparse.Namespace) -> Iterator[Task]:
             }
             name = f"{machine.name}, latency x {args.latency:g}"
             machine = replace(machine, name=name, **links)
-        for what in plans_for(case, args.plans.split(","), ranks, tuple(METHODS), machine=machine):
+        for what in plans_for(case, args.plans.split(","), ranks, machine=machine):
             for network in networks:
                 yield Task(what, machine, network, args.slow_rank, args.coarse)
-
-
-def _there(path: str, resume: bool) -> dict[str, dict[str, object]]:
-    return read_simulations(path) if extends(path, resume) else {}
-
-
-def _open(found: Mapping[str, object] | None, timeout: float | None) -> bool:
-    """Tell if it is to be simulated: never tried, or for less time than there is now."""
-    if found is None:
-        return True
-    return "timeout" in found and (timeout is None or timeout > float(found["timeout"]))
-
-
-def _add(path: str, name: str, found: Mapping[str, object], origin: Mapping[str, object]) -> None:
-    there = Path(path).exists()
-    with new_file(path, extend=there) as file:
-        set_attributes(file, {"schema": SCHEMA[0], "schema_version": SCHEMA[1], **origin})
-        runs = file.require_group("runs")
-        if name in runs:  # it ran out of time, or is the planner's pick, too
-            del runs[name]
-        set_attributes(runs.create_group(name), found)
 
 
 def _line(name: str, found: Mapping[str, object]) -> str:

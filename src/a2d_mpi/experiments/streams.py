@@ -17,10 +17,9 @@ class _Unread(io.FileIO):
     def write(self, data: bytes) -> int:
         try:
             return super().write(data)
-        except BrokenPipeError:
-            return len(data)
         except OSError as error:
-            _Unread.error = error
+            if not isinstance(error, BrokenPipeError):
+                _Unread.error = error
             return len(data)
 
 

@@ -10,9 +10,11 @@ import numpy as np
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.results import Result, phases_of, usual_trial
+from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.schedules import METHODS
 
 PARTS = ("compute", "merge", "wait", "other")
+TABLE = ("  plan", "phase", "ms", "ratio", "wait", "predicted", "received", "checks")
 # Methods alone and with a head axis, in the order of tables and figures.
 FAMILIES = tuple(
     method + heads for method in (*METHODS, "all-gather") for heads in ("", " + heads")
@@ -138,21 +140,22 @@ def table(summaries: Sequence[Summary]) -> str:
 
     "ratio": of the seconds to those of the planner's pick, if it is there, else of the fastest.
     """
-    first = summaries[0]
-    lines = [
-        f"{first.workload}, {first.ranks} ranks",
-        f"  {'plan':<30} {'phase':<9}       ms  ratio     wait predicted    received  checks",
-    ]
+    first, rows = summaries[0], [TABLE]
     for x in summaries:
         rivals = [y for y in summaries if y.phase == x.phase]
         best = min(rivals, key=lambda y: (not y.picked, y.seconds))
-        predicted = "" if math.isnan(x.predicted) else f"{1e3 * x.predicted:.2f}"
-        lines.append(
-            f"  {x.plan:<30} {x.phase:<9}{1e3 * x.seconds:>9.2f}{x.seconds / best.seconds:>7.2f}"
-            f"{1e3 * x.parts['wait']:>9.2f}{predicted:>10}{x.received or '':>12}"
-            f"  {'passed' if x.passed else 'FAILED'}{'  (picked)' if x.picked else ''}"
-        )
-    return "\n".join(lines)
+        rows.append((
+            f"  {x.plan}",
+            x.phase,
+            f"{1e3 * x.seconds:.2f}",
+            f"{x.seconds / best.seconds:.2f}",
+            f"{1e3 * x.parts['wait']:.2f}",
+            "" if math.isnan(x.predicted) else f"{1e3 * x.predicted:.2f}",
+            f"{x.received or ''}",
+            ("passed" if x.passed else "FAILED") + "  (picked)" * x.picked,
+        ))  # fmt: skip
+    title = f"{first.workload}, {first.ranks} ranks"
+    return f"{title}\n{aligned(rows, left=(0, 1, len(TABLE) - 1))}"
 
 
 def in_order(families: Iterable[str]) -> list[str]:

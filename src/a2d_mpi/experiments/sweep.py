@@ -103,6 +103,22 @@ class Configuration:
         order = self.layout.numbering.replace("/", "_")  # a name is no path
         return f"{method}-{shape}-{order}-{self.case.name}-{overlap}"
 
+    @property
+    def attributes(self) -> dict[str, object]:
+        """The plan and its workload, as files name them."""
+        case, layout = self.case, self.layout
+        return {
+            **{x: getattr(case, x) for x in ("seqlen", "nheads", "nheads_kv", "headdim", "dtype")},
+            **{x: getattr(layout, x) for x in ("rows", "cols", "heads")},
+            "order": layout.numbering,
+            "ranks": layout.size,
+            "method": self.method,
+            "mask": case.mask,
+            "backward": case.backward,
+            "overlap": self.overlap,
+            "picked": self.picked,
+        }
+
     def expected(
         self, machine: Machine | None, layout: Layout, distribution: str
     ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
@@ -178,7 +194,6 @@ def plans_for(
     case: Case,
     specs: Sequence[str],
     ranks: int,
-    methods: Sequence[str],
     overlaps: Sequence[bool] = (True,),
     machine: Machine | None = None,
 ) -> list[Configuration]:
@@ -192,8 +207,6 @@ def plans_for(
         "auto:5": that, and the four that it thinks next best; "auto:each": its choice of each
         method.
     ranks : int
-    methods : sequence of str
-        Of "all" and "auto".
     overlaps : sequence of bool
     machine : Machine, optional
         Needed by "auto".
@@ -220,11 +233,11 @@ def plans_for(
                         "the plans"
                     )
                 number = None if best[1] == "each" else int(best[1] or 1)
-                fit = best_candidates(machine, ranks, work, number, methods=tuple(methods))
+                fit = best_candidates(machine, ranks, work, number, methods=tuple(METHODS))
                 chosen = [(x.method, x.layout) for x in fit]
             elif spec == "all":
                 node = ranks if machine is None else machine.ranks_per_node
-                chosen = [(x, y) for x in methods for y in layouts(x, ranks, work, node)]
+                chosen = [(x, y) for x in METHODS for y in layouts(x, ranks, work, node)]
             else:
                 method, layout = parse_plan(spec, ranks)
                 why = misfit(case.nheads, case.nheads_kv, layout.heads)

@@ -1,4 +1,4 @@
-"""One tile of random numbers for the kernels on the host; no MPI import."""
+"""One tile of random numbers for kernels; no MPI import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import as_dtype, compute_dtype
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.devices.protocol import Device
 from a2d_mpi.kernels import Kernel
+from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Mask
 
 SAMPLE = 8  # queries, and keys, whose results are checked
@@ -25,15 +28,17 @@ class Tile:
     nheads, nheads_kv, headdim : int
     mask : Mask
     dtype : str
+        The storage dtype.
+    device : Device
 
     Attributes
     ----------
     q, dout : (nq, nheads, headdim) dtype
     k, v : (nk, nheads_kv, headdim) dtype
-    out : (nq, nheads, headdim) accumulation dtype
+    out : (nq, nheads, headdim) dtype
     lse, delta : (nq, nheads) accumulation dtype
     gradients : list of array
-        dq, dk and dv, in the accumulation dtype.
+        dq, dk and dv.
     area : int
         Visible pairs.
     """
@@ -47,22 +52,20 @@ class Tile:
         headdim: int,
         mask: Mask,
         dtype: str = "float32",
+        device: Device = HOST,
     ) -> None:
         rng, storage = np.random.default_rng(0), as_dtype(dtype)
-        accumulation = compute_dtype(storage)
-        self.q, self.dout = (
-            rng.standard_normal((nq, nheads, headdim)).astype(storage) for _ in range(2)
+        queries, keys = (nq, nheads, headdim), (nk, nheads_kv, headdim)
+        self.q, self.dout, self.k, self.v = (
+            device.upload(rng.standard_normal(shape).astype(storage))
+            for shape in (queries, queries, keys, keys)
         )
-        self.k, self.v = (
-            rng.standard_normal((nk, nheads_kv, headdim)).astype(storage) for _ in range(2)
-        )
-        self.mask, self._tokens = mask, (np.arange(nq), np.arange(nk))
-        self.intervals = mask.intervals(*self._tokens)
+        self.device, self.mask, self._tokens = device, mask, (np.arange(nq), np.arange(nk))
+        self.intervals = Intervals.of(mask.intervals(*self._tokens))
         self.area = mask.area(*self._tokens)
-        self.out = np.empty((nq, nheads, headdim), accumulation)
-        self.lse = np.empty((nq, nheads), accumulation)
-        self.delta = np.zeros_like(self.lse)
-        self.gradients = [np.zeros(x.shape, accumulation) for x in (self.q, self.k, self.v)]
+        self.out = device.empty(queries, storage)
+        self.lse = device.empty((nq, nheads), compute_dtype(storage))
+        self.gradients = [device.empty(x, storage) for x in (queries, keys, keys)]
 
     @property
     def softmax_scale(self) -> float:
@@ -73,37 +76,41 @@ class Tile:
         """Compute out and lse."""
         kernel.forward(self.q, self.k, self.v, self.intervals, self.out, self.lse)
 
-    def backward(self, kernel: Kernel, fresh: bool = False) -> None:
-        """Add to the gradients, or overwrite them; lse and delta are those of earlier calls."""
-        given = self.dout, self.q, self.k, self.v, self.lse, self.delta, self.intervals
-        kernel.backward(*given, *self.gradients, fresh=fresh)
-
-    def all_of_backward(self, kernel: Kernel) -> None:
+    def backward(self, kernel: Kernel) -> None:
         """Compute delta and the gradients, as autograd does."""
-        np.einsum("thd,thd->th", self.dout, self.out, out=self.delta)
-        self.backward(kernel, fresh=True)
+        self.delta = self.device.delta(self.dout, self.out)
+        given = self.dout, self.q, self.k, self.v, self.lse, self.delta, self.intervals
+        kernel.backward(*given, *self.gradients, fresh=True)
 
     def calls(self, kernel: Kernel) -> dict[str, Callable[[], None]]:
-        """The calls of a kernel, by phase."""
+        """The calls of a kernel, by phase; the backward pass needs results of a forward pass."""
         return {
             "forward": partial(self.forward, kernel),
-            "backward": partial(self.all_of_backward, kernel),
+            "backward": partial(self.backward, kernel),
         }
 
     def error(self) -> float:
-        """Largest error of out and the gradients, of a sample of rows, against float64."""
-        (nq, nk), scale = map(len, self._tokens), self.softmax_scale
-        rng = np.random.default_rng(1)
-        queries, keys = (np.unique(rng.integers(0, n, SAMPLE)) for n in (nq, nk))
+        """Largest error of out, dq, dk and dv, relative to the largest value of each.
+
+        Of a sample of rows, against float64; NaN if a result is.
+        """
+        names = ("q", "k", "v", "dout", "out", "lse", "delta")
+        q, k, v, dout, out, lse, delta = (self.device.download(getattr(self, x)) for x in names)
+        dq, dk, dv = map(self.device.download, self.gradients)
+        rng, scale = np.random.default_rng(1), self.softmax_scale
+        queries, keys = (np.unique(rng.integers(0, len(x), SAMPLE)) for x in (q, k))
         seen = self.mask.dense(queries, self._tokens[1])
-        out, lse = reference.attention(self.q[queries], self.k, self.v, seen, scale)
-        given = self.dout[queries], self.q[queries], self.k, self.v, lse
-        dq, _, _ = reference.attention_backward(*given, self.delta[queries], seen, scale)
-        given = self.dout, self.q, self.k[keys], self.v[keys], self.lse, self.delta
+        exact, exact_lse = reference.attention(q[queries], k, v, seen, scale)
+        given = dout[queries], q[queries], k, v, exact_lse
+        exact_dq, _, _ = reference.attention_backward(*given, delta[queries], seen, scale)
         seen = self.mask.dense(self._tokens[0], keys)
-        _, dk, dv = reference.attention_backward(*given, seen, scale)
-        found = (
-            self.out[queries],
-            *(x[rows] for x, rows in zip(self.gradients, (queries, keys, keys))),
+        given = dout, q, k[keys], v[keys], lse, delta
+        _, exact_dk, exact_dv = reference.attention_backward(*given, seen, scale)
+        pairs = (
+            (out[queries], exact),
+            (dq[queries], exact_dq),
+            (dk[keys], exact_dk),
+            (dv[keys], exact_dv),
         )
-        return float(np.max([np.abs(x - y).max() for x, y in zip(found, (out, dq, dk, dv))]))
+        errors = [np.abs(x - y).max() / max(np.abs(y).max(), 1e-30) for x, y in pairs]
+        return float(np.max(errors))

@@ -38,7 +38,7 @@ from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.gpt.training import Training
 from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.documents import Documents
-from a2d_mpi.masks.mask import Causal, Mask
+from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules.problem import Workload
 
 PARTS = (*STEP_PARTS, "plan")  # of a step's seconds
@@ -59,53 +59,33 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     device = open_device(comm, args.device)
     grid = open_grid(comm, args, Workload(**sizes, mask=Causal(), backward=True))
     together(comm, lambda: args.folder.mkdir(parents=True, exist_ok=True), on=0)
-    with holding(comm, args.folder):
-        state = _resumed(comm, args, config, text)
-        return _train(comm, grid, args, (text, held), state, device)
-
-
-def _train(
-    comm: MPI.Intracomm,
-    grid: ProcessGrid,
-    args: argparse.Namespace,
-    texts: tuple[Text, Text | None],
-    state: State,
-    device: Device,
-) -> int:
-    text, held = texts
     # Each step checks that its numbers are finite.
-    with threadpool_limits(args.threads), np.errstate(over="ignore", invalid="ignore"):
-        trainer = Trainer(comm, grid, args, text, state, device)
-        changes = differences(state.settings, trainer.settings) if state.step else ""
-        if comm.rank == 0 and changes:
-            print(f"train_gpt.py: {changes}: from now on bits differ from an uninterrupted run's",
-                  file=sys.stderr, flush=True)  # fmt: skip
-        steps = range(state.step, args.until or args.steps)
-        with tqdm(steps, "steps", disable=comm.rank != 0, leave=False) as shown:
-            for step in shown:
-                try:
-                    loss = trainer.step()
-                except FloatingPointError as error:
-                    shown.close()
-                    if comm.rank == 0:
-                        print(f"train_gpt.py: step {step + 1}: {error}; the training ends, and "
-                              f"the checkpoints in {args.folder} stay as they are",
-                              file=sys.stderr, flush=True)  # fmt: skip
-                    return FAILED_CHECK
-                shown.set_postfix(loss=f"{loss:.3f}")
-                if (step + 1) % args.every == 0 or step + 1 == steps.stop:
-                    together(comm, lambda: trainer.keep(args.folder), on=0)
+    finite = np.errstate(over="ignore", invalid="ignore")
+    with holding(comm, args.folder), threadpool_limits(args.threads), finite:
+        trainer = Trainer(comm, grid, args, text, _resumed(comm, args, config, text), device)
+        try:
+            trainer.run(args.until or args.steps)
+        except FloatingPointError as error:
+            _say(comm, f"step {trainer.state.step + 1}: {error}; the training ends, and the "
+                       f"checkpoints in {args.folder} stay as they are")  # fmt: skip
+            return FAILED_CHECK
         traffic = comm.gather(trainer.traffic())  # of the steps
         held_out = {"loss": trainer.evaluate(held), **held.sizes()} if held else {}
     origin = origin_of(comm, device)
     if comm.rank == 0:
-        _report(trainer, text, held_out, args)
+        _report(trainer, text, held_out)
     if args.output:
         texts = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}, held_out
         together(comm, lambda: write(args.output, trainer, origin, texts, traffic), on=0)
     trainer.free()
     grid.free()
     return 0
+
+
+def _say(comm: MPI.Intracomm, text: str) -> None:
+    """Say it on stderr, on rank 0."""
+    if comm.rank == 0:
+        print(f"train_gpt.py: {text}", file=sys.stderr, flush=True)
 
 
 class Trainer:
@@ -146,11 +126,29 @@ class Trainer:
         self._bytes: dict[str, np.ndarray] = {}
         self.parts: list[list[float]] = []  # of this rank, by step and `PARTS`
 
+    def run(self, stop: int) -> None:
+        """Go on to a step, and keep checkpoints.  Collective.
+
+        Raises
+        ------
+        FloatingPointError
+            As `a2d_mpi.gpt.training.Training.step` raises it.
+        """
+        comm, args, state = self._comm, self._args, self.state
+        changes = differences(state.settings, self.settings) if state.step else ""
+        if changes:
+            _say(comm, f"{changes}: from now on bits differ from an uninterrupted run's")
+        with tqdm(range(state.step, stop), "steps", disable=comm.rank != 0, leave=False) as shown:
+            for _ in shown:
+                shown.set_postfix(loss=f"{self.step():.3f}")
+                if state.step % args.every == 0 or state.step == stop:
+                    together(comm, lambda: self.keep(args.folder), on=0)
+
     def step(self) -> float:
         """One step; returns the loss before it.  Collective."""
         args = self._args
         state = self.state
-        batch = self._text.batch(args.seqlen, args.seed, state.step, not args.separator)
+        batch = self._text.batch(args.seqlen, args.seed, state.step)
         start = time.perf_counter()
         plan = self._plan_for(batch)
         planned = time.perf_counter() - start
@@ -164,22 +162,19 @@ class Trainer:
         """Mean loss of a text, in sequences that follow each other.  Collective."""
         seqlen, loss, count = self._args.seqlen, 0.0, 0
         for begin in range(0, len(text.bytes) - seqlen + 1, seqlen):
-            batch = text.at(begin, seqlen, not self._args.separator)
+            batch = text.at(begin, seqlen)
             loss += total(self._comm, self._training.loss(self._plan_for(batch), batch, 1))
             count += int((batch.targets >= 0).sum())
         return loss / max(1, count)
 
     def _plan_for(self, batch: Batch) -> AttentionPlan:
         """The plan of a batch: the same again if its mask is."""
-        if self._plan and not self._args.separator:
-            return self._plan
-        mask: Mask = Causal()
-        if self._args.separator:
-            mask = Documents(batch.cu_seqlens, causal=True)
-        self._forget()
-        names = ("seqlen", "dtype", "threads", "kernel", "transfers")
-        options = self.state.config.heads | {x: getattr(self._args, x) for x in names}
-        self._plan = make_plan(self._args.method, self._grid, mask, **options)
+        mask = Documents(batch.cu_seqlens, causal=True) if self._args.separator else Causal()
+        if self._plan is None or self._plan.mask != mask:
+            self._forget()
+            names = ("seqlen", "dtype", "threads", "kernel", "transfers")
+            options = self.state.config.heads | {x: getattr(self._args, x) for x in names}
+            self._plan = make_plan(self._args.method, self._grid, mask, **options)
         return self._plan
 
     def _forget(self) -> None:
@@ -289,7 +284,7 @@ def write(
             file[f"traffic/{name}/sent"], file[f"traffic/{name}/received"] = counts.T
 
 
-def _report(trainer: Trainer, text: Text, held_out: dict, args: argparse.Namespace) -> None:
+def _report(trainer: Trainer, text: Text, held_out: dict) -> None:
     """Print the short table."""
     state = trainer.state
     for name in held_out and ("loss", "unigram_entropy"):
@@ -297,10 +292,10 @@ def _report(trainer: Trainer, text: Text, held_out: dict, args: argparse.Namespa
     if not trainer.parts:
         print(f"nothing to do: {state.step} steps were done before")
         return
-    last = state.losses[-20:]
+    last, seqlen = state.losses[-20:], state.config.seqlen
     seconds = np.median(state.seconds[-len(trainer.parts) :])
-    print(f"{state.config.parameters} parameters, {state.step} steps of {args.seqlen} tokens; "
-          f"{args.seqlen / seconds:.0f} tokens/s\n"
+    print(f"{state.config.parameters} parameters, {state.step} steps of {seqlen} tokens; "
+          f"{seqlen / seconds:.0f} tokens/s\n"
           f"loss {state.losses[0]:.4f} at first, {last.mean():.4f} in the last "
           f"{len(last)} steps; unigram entropy of the text {text.entropy():.4f} nats\n"
           "seconds of a step (median, rank 0): "

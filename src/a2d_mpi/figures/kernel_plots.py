@@ -1,20 +1,18 @@
-"""The figure of files of bench_gpu.py and bench_tile.py; no MPI import."""
+"""The figure of files of bench_kernel.py; no MPI import."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import cycle
 
-import numpy as np
-
-from a2d_mpi.experiments.benchmark import KernelTimes
+from a2d_mpi.experiments.benchmark import Entry, kernel_speeds
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999")
 
 
-def draw_kernels(plt, found: Mapping[str, KernelTimes], width: float):
+def draw_kernels(plt, found: Mapping[str, Entry], width: float):
     """Bars of the speed of each implementation, by mask and phase; a panel for each run."""
-    runs = {name: _speeds(x) for name, x in found.items()}
+    runs = {name: kernel_speeds(x) for name, x in found.items()}
     runs = {name: x for name, x in runs.items() if x}
     if not runs:
         raise ValueError("the file has no speed of a kernel")
@@ -40,13 +38,3 @@ def draw_kernels(plt, found: Mapping[str, KernelTimes], width: float):
         axes.set_xlabel("TFLOP/s" if fast else "GFLOP/s")
         axes.set_title(run, fontsize=6)
     return figure, "Speed of attention, visible pairs"
-
-
-def _speeds(times: KernelTimes) -> dict[str, dict[str, float]]:
-    """TFLOP/s in the median, by mask and phase, then implementation; the least work first."""
-    found: dict[str, dict[str, float]] = {}
-    for call, seconds in times.seconds.items():
-        group, _, name = call.rpartition("/")
-        if (work := times.attributes.get(f"tflop/{group}")) is not None:
-            found.setdefault(group, {})[name] = work / float(np.median(seconds))
-    return dict(sorted(found.items(), key=lambda x: (times.attributes[f"tflop/{x[0]}"], x[0])))

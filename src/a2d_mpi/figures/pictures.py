@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections import defaultdict
 from itertools import cycle
 from pathlib import Path
 
@@ -26,18 +26,9 @@ FILLS = {"compute": ("#0072B2", ""), "merge": ("#009E73", "...."), "wait": ("#E6
 _COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#009E73", "#999999")
 _MARKERS = "oDsp^<v>*"
 _LINES = [line for line in ("-", "--", "-.", ":") for _ in range(2)]
-STYLES = dict(zip(FAMILIES, zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_LINES))))
-
-
-def add_styles(families: Iterable[str]) -> None:
-    """Add styles for the methods of a user, which `STYLES` lacks."""
-    for family in sorted(set(families) - set(STYLES)):
-        n = len(STYLES)
-        STYLES[family] = (
-            _COLOURS[n % len(_COLOURS)],
-            _MARKERS[n % len(_MARKERS)],
-            _LINES[n % len(_LINES)],
-        )
+_CYCLE = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_LINES))
+# Methods of a user get the next styles when they are drawn.
+STYLES = defaultdict(lambda: next(_CYCLE), zip(FAMILIES, _CYCLE))
 
 
 def pyplot(**settings: object):

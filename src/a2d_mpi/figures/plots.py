@@ -14,17 +14,16 @@ from textwrap import fill
 
 import numpy as np
 
-from a2d_mpi.experiments.benchmark import read_benchmark, read_kernel_times
+from a2d_mpi.experiments.benchmark import SCHEMA, read_benchmark, read_entries
 from a2d_mpi.experiments.gpt_files import read_losses, read_steps
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result, phases_of
-from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, summarise
+from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, in_order, summarise
 from a2d_mpi.figures.kernel_plots import draw_kernels
 from a2d_mpi.figures.loss_plots import draw_losses
 from a2d_mpi.figures.pictures import (
     FILLS,
     STYLES,
-    add_styles,
     check_picture,
     log_ranks,
     no_formulas,
@@ -108,7 +107,6 @@ class Choice:
         if not usable:
             raise ValueError(f"{args.results} has no result to plot")
         self.all = [summarise(result, phases) for result in usable]
-        add_styles(x.family for x in self.all)
         counts = Counter(name for name, _ in {(x.workload, x.ranks) for x in self.all})
         of_each = Counter(x.workload for x in self.all)
         usual = max(counts, key=lambda x: (counts[x], of_each[x], x))
@@ -139,7 +137,7 @@ class Choice:
         # Those that communicate and compute in turn are left to `phases`, where both were run.
         whole = [x for x in self.these if x.overlap] or self.these
         found = best_of_families((x for x in whole if x.ranks >= fewest), key)
-        return {name: found[name] for name in STYLES if name in found}
+        return {name: found[name] for name in in_order(found)}
 
     @property
     def title(self) -> str:
@@ -198,7 +196,7 @@ def draw_bytes(plt, choice: Choice):
         axes.plot(ranks, [x.formula / 1e6 for x in xs], color=colour, linestyle=line)
         received = [x.received / 1e6 for x in xs]
         axes.plot(ranks, received, color=colour, marker=marker, linestyle="none")
-        _line(axes, name, [], [])
+        axes.plot([], [], color=colour, marker=marker, linestyle=line, label=name)
     if bounds:
         # It may be next to nothing on few ranks: then the line leaves below.
         axes.set_ylim(bottom=min(x.formula for xs in families.values() for x in xs) / 5e6)
@@ -220,10 +218,10 @@ def draw_model(plt, choice: Choice):
     for band, grey in ((0.3, "#EEEEEE"), (0.15, "#CCCCCC")):
         axes.fill_between(ends, ends * (1 - band), ends * (1 + band), color=grey, linewidth=0)
     axes.plot(ends, ends, color="black", linewidth=0.8)
-    for name, (colour, marker, _) in STYLES.items():
+    for name in in_order(x.family for x in known):
+        colour, marker, _ = STYLES[name]
         these = [(1e3 * x.seconds, 1e3 * x.predicted) for x in known if x.family == name]
-        if these:
-            axes.scatter(*zip(*these), 9, "none", marker=marker, edgecolors=colour, label=name)
+        axes.scatter(*zip(*these), 9, "none", marker=marker, edgecolors=colour, label=name)
     off = np.array([abs(x.predicted / x.seconds - 1) for x in known])
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms")
     axes.set_ylabel("predicted, ms")
@@ -269,18 +267,13 @@ FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 # Of files of other kinds: how to read them, and how to draw.
 OTHERS = {
     "training": (lambda args: read_losses(args.results), draw_losses),
-    "kernels": (lambda args: read_kernel_times(args.results), draw_kernels),
+    "kernels": (lambda args: read_entries(args.results, SCHEMA, "figures"), draw_kernels),
     **{
         x: (lambda args: read_scale(args.results, args.workload), draw)
         for x, draw in AT_SCALE.items()
     },
     **{x: (lambda args: read_steps(args.results), draw) for x, draw in DRAWN.items()},
 }
-
-
-def _line(axes, name: str, x: list[float], y: list[float]) -> None:
-    colour, marker, line = STYLES[name]
-    axes.plot(x, y, color=colour, marker=marker, linestyle=line, label=name)
 
 
 def _bars(

@@ -11,7 +11,7 @@ import numpy as np
 
 from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.experiments.summary import Summary, in_order
-from a2d_mpi.figures.pictures import STYLES, add_styles, log_ranks, plain_ticks
+from a2d_mpi.figures.pictures import STYLES, log_ranks, plain_ticks
 
 Best = dict[str, dict[tuple[int, int], Summary]]
 Lines = Mapping[str, list[Summary]]  # by family, in the order of the ranks
@@ -83,7 +83,6 @@ def read_scale(path: str | Path, workload: str | None = None) -> Scale:
     ]
     if not whole:
         raise ValueError(f"{path} has no simulation to plot")
-    add_styles(x.family for x in whole)
     named = [x for x in whole if (workload or "") in x.name]
     if not named:
         raise ValueError(f"no workload {workload!r} in {path}")

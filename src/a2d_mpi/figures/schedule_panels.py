@@ -59,7 +59,9 @@ def panels(
     logical = np.argsort(physical)
     name = distribution_of(method, work.mask)
     problem = problem_of(method, layout, work, work.mask, name)
-    received, spans = {}, spans_of(machine, method, layout, work)
+    received: dict[str, np.ndarray] = {}
+    spans: dict[str, Spans] = {}
+    predict(machine, method, layout, work, spans=spans)
     for phase in work.phases:
         matrix = bytes_received(method, phase, layout, problem)
         received[phase] = matrix[np.ix_(logical, logical)]
@@ -114,11 +116,4 @@ def bytes_received(method: str, phase: str, layout: Layout, problem: Problem) ->
     for move in cost.moves(method, layout, problem, None, (phase,)):
         if not move.sent:
             found[move.rank, move.peer] += move.nbytes
-    return found
-
-
-def spans_of(machine: Machine, method: str, layout: Layout, work: Workload) -> dict[str, Spans]:
-    """The predicted part, begin and end of all that each grid rank does, by phase."""
-    found: dict[str, Spans] = {}
-    predict(machine, method, layout, work, spans=found)
     return found

@@ -12,7 +12,6 @@ from a2d_mpi.experiments.mask_file import mask_of
 from a2d_mpi.experiments.sweep import plans_for
 from a2d_mpi.figures.pictures import FILLS, check_picture, pyplot, save
 from a2d_mpi.figures.schedule_panels import Panels, Spans, panels
-from a2d_mpi.schedules import METHODS
 
 RANKS = 64  # at most: more are not told apart
 PLANS = 8  # rows of one picture
@@ -33,7 +32,7 @@ def plot_schedule(args: argparse.Namespace) -> int:
     check_picture(args.output)
     machine, case = read_problem(args)
     specs = [x for x in args.plans.split(",") if x.strip()]
-    found = plans_for(case, specs, args.ranks, tuple(METHODS), (not args.no_overlap,), machine)
+    found = plans_for(case, specs, args.ranks, (not args.no_overlap,), machine)
     if not 1 <= len(found) <= PLANS:
         raise ValueError(f"--plans must be 1 to {PLANS} plans, got {len(found)}")
     small = partial(mask_of, case.mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from a2d_mpi.experiments.gpt_files import Steps
-from a2d_mpi.figures.pictures import FILLS
+from a2d_mpi.figures.pictures import FILLS, log_ranks
 
 # Of the parts of a step: colour and hatch.
 _FILLS = {"attention": FILLS["compute"], "wait": FILLS["wait"], "gradients": ("#CC79A7", "xx"),
@@ -51,11 +51,8 @@ def draw_activations(plt, runs: list[Steps], width: float):
             first = ranks[0]
             axes.plot(ranks, [known[first] * first / x for x in ranks], ":", color=colour,
                       linewidth=0.8, label="1 / P" if not recompute else None)  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(everyone, [str(x) for x in everyone])
-    axes.minorticks_off()
-    axes.set(xlabel="ranks", ylabel="MB of a rank")
+    axes.set(yscale="log", ylabel="MB of a rank")
+    log_ranks(axes, everyone)
     a = runs[0].attributes
     title = f"{a['layers']} layers of width {a['width']}, {a['seqlen']} tokens"
     return figure, title

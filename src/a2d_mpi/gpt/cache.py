@@ -1,8 +1,9 @@
 """Keys and values of requests, in blocks that are dealt to the ranks in turn.
 
-All ranks keep the same table of who has which block, so that nothing has to be agreed upon: block
-i of a request goes to the i-th rank after the request's first one, so that a cache grows evenly.
-A rank that has no room borrows it from the one that has most (DistAttention, Lin et al.,
+All ranks keep the same table of who has which block, so that nothing has to be agreed upon.  All
+blocks of a request are dealt when it is admitted: block i goes to the i-th rank after the
+request's first one, so that a cache grows evenly.  A rank that has no room borrows it from the one
+that has most (DistAttention, Lin et al.,
 arXiv:2401.02669).  With a head axis, a rank of the table is a Ulysses group, whose ranks keep the
 same blocks, each its share of the heads.
 """
@@ -10,7 +11,7 @@ same blocks, each its share of the heads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,20 +25,20 @@ class Request:
 
     Attributes
     ----------
-    length : int
-        Tokens in the cache.
     most : int
-        Tokens that it may have in the end; room for them is set aside.
-    held : list of int
-        Of these, tokens that each rank keeps.
+        Tokens that it may have in the end.
     owners : list of int
-        Rank of each block.
+        Rank of each block, also of those that are still empty.
+    held : list of int
+        Tokens that each rank keeps so far.
+    length : int
+        Tokens so far, of all ranks.
     """
 
-    length: int
     most: int
+    owners: list[int]
     held: list[int]
-    owners: list[int] = field(default_factory=list)
+    length: int = 0
 
 
 class Table:
@@ -53,7 +54,7 @@ class Table:
     Attributes
     ----------
     free : list of int
-        Blocks that each rank still has room for.
+        Blocks of each rank that no request has.
     total : int
         Blocks of all ranks.
     """
@@ -63,55 +64,51 @@ class Table:
             raise ValueError(f"blocks of {block} tokens, and room for {list(rooms)} of them")
         self.block, self.free, self.total = block, list(rooms), sum(rooms)
         self.requests: dict[int, Request] = {}
-        self._begun = 0
+        self._first = 0  # rank of the next request's first block: another one for each
 
     def blocks(self, tokens: int) -> int:
         """Blocks of so many tokens."""
         return -(-tokens // self.block)
 
-    @property
-    def unclaimed(self) -> int:
-        """Blocks that no request has, or has set aside."""
-        aside = sum(self.blocks(x.most) - len(x.owners) for x in self.requests.values())
-        return sum(self.free) - aside
-
-    def admit(self, name: int, most: int) -> None:
-        """Set room aside for a request.
+    def admit(self, name: int, most: int) -> bool:
+        """Give a request blocks for as many tokens as it may have; False if others have them now.
 
         Raises
         ------
         ValueError
-            If there is not enough; all others go on.
+            If there would not be enough even if there were no others.
         """
-        needed = self.blocks(most)
+        needed, ranks = self.blocks(most), len(self.free)
         if name in self.requests:
             raise ValueError(f"request {name} is there already")
-        if needed > self.unclaimed:
+        if needed > self.total:
             raise ValueError(
                 f"request {name} needs {needed} blocks of {self.block} tokens for its {most} "
-                f"tokens; {self.unclaimed} are free on all {len(self.free)} ranks together"
+                f"tokens; all {ranks} ranks together have room for {self.total}"
             )
-        self.requests[name] = Request(0, most, [0] * len(self.free))
+        if needed > sum(self.free):
+            return False
+        owners: list[int] = []
+        for i in range(needed):
+            rank = (self._first + i) % ranks
+            if not self.free[rank]:
+                rank = int(np.argmax(self.free))
+            self.free[rank] -= 1
+            owners.append(rank)
+        self._first = (self._first + 1) % ranks
+        self.requests[name] = Request(most, owners, [0] * ranks)
+        return True
 
     def append(self, name: int, tokens: int) -> list[int]:
         """Add tokens to a request; returns the rank that keeps each of them."""
         request = self.requests[name]
-        if request.length + tokens > request.most:
+        end = request.length + tokens
+        if end > request.most:
             raise ValueError(f"request {name} has room for {request.most} tokens only")
-        request.length += tokens
-        while len(request.owners) * self.block < request.length:
-            if not request.owners:  # requests begin on different ranks
-                self._begun += 1
-            first = request.owners[0] if request.owners else (self._begun - 1) % len(self.free)
-            rank = (first + len(request.owners)) % len(self.free)
-            if not self.free[rank]:
-                rank = int(np.argmax(self.free))
-            self.free[rank] -= 1
-            request.owners.append(rank)
-        where = range(request.length - tokens, request.length)
-        ranks = [request.owners[x // self.block] for x in where]
+        ranks = [request.owners[x // self.block] for x in range(request.length, end)]
         for rank in ranks:
             request.held[rank] += 1
+        request.length = end
         return ranks
 
     def release(self, name: int) -> None:
@@ -122,6 +119,8 @@ class Table:
 
 class Cache:
     """Keys and values of the blocks of one rank, those of a request and layer side by side.
+
+    A request's array is made when its first keys and values come, for all of its blocks.
 
     Parameters
     ----------
@@ -141,14 +140,13 @@ class Cache:
     def put(self, layer: int, name: int, k: Array, v: Array) -> None:
         """Keep keys and values, (n, Hkv, D), of the last n tokens that are for this rank."""
         end = self.table.requests[name].held[self.rank]
-        kept = self._with_room(name, end)
+        kept = self._array(name)
         for i, x in enumerate((k, v)):
             kept[layer, i, :, end - len(x) : end] = x.swapaxes(0, 1)
 
     def get(self, layer: int, name: int) -> Array:
         """Keys and values of a request on this rank, (2, Hkv, n, D): a view, not a copy."""
-        kept = self._with_room(name, n := self.table.requests[name].held[self.rank])
-        return kept[layer, :, :, :n]
+        return self._array(name)[layer, :, :, : self.table.requests[name].held[self.rank]]
 
     def release(self, name: int) -> None:
         """Free the memory of a request."""
@@ -159,16 +157,11 @@ class Cache:
         """Bytes of this rank's arrays."""
         return sum(x.nbytes for x in self._kept.values())
 
-    def _with_room(self, name: int, tokens: int) -> Array:
-        """The array of a request, with room for so many tokens; it grows by a quarter at least."""
-        had = self._kept.get(name)
-        if had is not None and had.shape[3] >= tokens:
-            return had
-        (layers, heads, headdim), block = self._shape, self.table.block
-        room = self.table.blocks(max(tokens, 0 if had is None else had.shape[3] * 5 // 4)) * block
-        shape = layers, 2, heads, room, headdim
-        made = module_of(self._like).zeros(shape, self._like.dtype)
-        if had is not None:
-            made[:, :, :, : had.shape[3]] = had
-        self._kept[name] = made
-        return made
+    def _array(self, name: int) -> Array:
+        """The array of a request, with room for all of its blocks."""
+        if name not in self._kept:
+            layers, heads, headdim = self._shape
+            room = self.table.requests[name].owners.count(self.rank) * self.table.block
+            shape = layers, 2, heads, room, headdim
+            self._kept[name] = module_of(self._like).zeros(shape, self._like.dtype)
+        return self._kept[name]

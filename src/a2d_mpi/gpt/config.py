@@ -78,43 +78,27 @@ class GPTConfig:
         ``wpe`` positions; of block i, ``h{i}.``, ``ln1``, ``ln2`` are LayerNorms, ``qkv`` and
         ``proj`` belong to attention, ``fc`` and ``out`` to the MLP.
         """
-        shapes = {"wte": (self.vocab, self.width)}
+        e, m, qkv = self.width, self.mlp, (self.nheads + 2 * self.nheads_kv) * self.headdim
+        block = {"ln1": (e,), "qkv": (e, qkv), "proj": (e, e)}
+        block |= {"ln2": (e,), "fc": (e, m), "out": (m, e)}
+        layers = {f"h{i}.{x}": block[x] for i in range(self.layers) for x in block}
+        shapes = {"wte": (self.vocab, e)}
         if self.positions == "learned":
-            shapes["wpe"] = (self.seqlen, self.width)
-        for i in range(self.layers):
-            shapes |= {f"h{i}.{name}": shape for name, shape in self._block.items()}
-        return shapes | _norm("ln_f", self.width)
-
-    @property
-    def _block(self) -> dict[str, tuple[int, ...]]:
-        e, m = self.width, self.mlp
-        return {
-            **_norm("ln1", e),
-            **_linear("qkv", e, (self.nheads + 2 * self.nheads_kv) * self.headdim),
-            **_linear("proj", e, e),
-            **_norm("ln2", e),
-            **_linear("fc", e, m),
-            **_linear("out", m, e),
-        }
+            shapes["wpe"] = (self.seqlen, e)
+        for name, shape in {**layers, "ln_f": (e,)}.items():
+            shapes[f"{name}.weight"] = shape  # of linear layers (inputs, outputs)
+            shapes[f"{name}.bias"] = shape[-1:]
+        return shapes
 
     @property
     def of_block(self) -> int:
         """Number of parameters of a block."""
-        return sum(map(math.prod, self._block.values()))
+        return sum(math.prod(x) for name, x in self.shapes.items() if name.startswith("h0."))
 
     @property
     def parameters(self) -> int:
         """Number of parameters."""
-        positions = self.seqlen if self.positions == "learned" else 0
-        return self.layers * self.of_block + (self.vocab + positions + 2) * self.width
-
-
-def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def _linear(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (inputs, outputs), f"{name}.bias": (outputs,)}
+        return sum(map(math.prod, self.shapes.values()))
 
 
 # Layers, width and heads of "Language Models are Few-Shot Learners" (arXiv:2005.14165), table 2.1.

@@ -1,8 +1,8 @@
 """Costs of a training step for a rank: operations, bytes of activations, seconds.  No MPI import.
 
 Attention's part is the planner's (`a2d_mpi.planning`).  Of the rest, products of matrices run at
-the rate of the attention kernel's large blocks, and a function of elements costs as many copies of
-its array as was measured with NumPy (``drivers/bench_train.py`` says how far off that is).
+the rate of the attention kernel's large blocks, and all else costs as many copies of elements as
+was measured with NumPy (``drivers/bench_train.py`` says how far off that is).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import Candidate
 
 PARTS = ("attention", "wait", "gradients", "adam", "other")  # of a step's seconds
-# Copies, forward and backward; backward with what is computed again.
-LAYER_NORM, GELU, ROTARY = (8, 10), (16, 38), (6, 6)
-CROSS_ENTROPY, UPDATE = 12, 18
+# What could be copied in the time of other operations.  For an element of a row, in a block: of
+# LayerNorms, GELU, residuals, heads cut and joined, forward and backward; and what is computed
+# again.  For an element of the logits; and for a parameter.
+BLOCK, AGAIN, CROSS_ENTROPY, UPDATE = 290, 90, 12, 18
 
 
 def product_flops(config: GPTConfig, recompute: bool = False) -> int:
@@ -31,16 +32,8 @@ def product_flops(config: GPTConfig, recompute: bool = False) -> int:
 
 def copied_elements(config: GPTConfig, recompute: bool = False) -> int:
     """Elements per token that could be copied in the time of a step's other operations."""
-    c, once = config, 1 + recompute
-    qkv = (c.nheads + 2 * c.nheads_kv) * c.headdim
-    turned = (c.nheads + c.nheads_kv) * c.headdim * (c.positions == "rotary")
-    # Besides the functions: biases, residuals, heads cut and joined.
-    forward = 2 * LAYER_NORM[0] * c.width + GELU[0] * c.mlp + ROTARY[0] * turned
-    forward += 2 * qkv + 4 * c.width + c.mlp
-    backward = 2 * LAYER_NORM[1] * c.width + GELU[1] * c.mlp + ROTARY[1] * turned
-    backward += 2 * qkv + 4 * c.width + c.mlp
-    ends = (sum(LAYER_NORM) + 6) * c.width + CROSS_ENTROPY * c.vocab
-    return c.layers * (once * forward + backward) + ends
+    blocks = config.layers * config.width * (BLOCK + AGAIN * recompute)
+    return blocks + CROSS_ENTROPY * config.vocab
 
 
 def activations(config: GPTConfig, recompute: bool = False) -> int:

@@ -6,12 +6,12 @@ A decoding step has one row for each request.  All ranks compute all rows, but f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 
 from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
@@ -88,40 +88,55 @@ class Decoder:
         self._way = self.traffic, device, transfers
         self.attention = SpreadAttention(grid, c, self.cache, *self._way)
 
-    def prefill(self, prompts: Mapping[int, np.ndarray], most: Mapping[int, int]) -> np.ndarray:
+    def admit(self, name: int, prompt: int, most: int) -> bool:
+        """Give a request its room in the cache; False if others have it now.
+
+        Parameters
+        ----------
+        name : int
+        prompt : int
+            Tokens of its prompt.
+        most : int
+            Tokens that it may have in the end, with those of its prompt.
+
+        Raises
+        ------
+        ValueError
+            If it could not be taken in even if there were no others.
+        """
+        longest = self._weights.config.seqlen
+        if not 0 < prompt <= most <= longest:
+            raise ValueError(
+                f"request {name}: a prompt of {prompt} tokens, {most} in all; the model takes "
+                f"{longest}"
+            )
+        return self.table.admit(name, most)
+
+    def prefill(self, prompts: Mapping[int, np.ndarray]) -> np.ndarray:
         """Take in prompts, packed as documents; returns the logits after each, (requests, V).
 
         Parameters
         ----------
         prompts : dict of int to (n,) int64
-            Tokens of each request; none is empty.
-        most : dict of int to int
-            Tokens that each request may have in the end, with those of its prompt.
-
-        Raises
-        ------
-        ValueError
-            If there is no room for all of them; then none is taken in.
+            Tokens of each request, which was admitted.
         """
-        for done, name in enumerate(prompts):
-            try:
-                self.check(name, len(prompts[name]), most[name])
-                self.table.admit(name, most[name])
-            except ValueError:
-                for other in list(prompts)[:done]:
-                    self.table.release(other)
-                raise
         lengths = [len(x) for x in prompts.values()]
         cu_seqlens = np.cumsum([0, *lengths])
         packed = np.concatenate(list(prompts.values()))
         mask, c = Documents(cu_seqlens, causal=True), self._weights.config
         sizes = {"seqlen": len(packed), "dtype": self._weights.flat.dtype, **c.heads}
-        keeping = _Keeping(make_plan(self._method, self._grid, mask, **sizes, **self._options))
-        own = keeping.tokens
+        plan = make_plan(self._method, self._grid, mask, **sizes, **self._options)
+        own, kept = plan.tokens, []  # kept: keys and values by layer
+
+        def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+            kept.append((k, v))
+            return plan.forward(q, k, v)
+
+        keeping = SimpleNamespace(tokens=own, forward=forward)
         model = GPT(self._weights, keeping, positions_in(cu_seqlens)[own])
         hidden = model.hidden(self._upload(packed[own]))
-        self._move(prompts, keeping)
-        keeping.plan.free()
+        self._move(prompts, own, kept)
+        plan.free()
         last = np.flatnonzero(np.isin(own, cu_seqlens[1:] - 1))
         found = self._download(hidden[self._upload(last)])
         shared = self._grid.comm.allgather(list(zip(own[last], found)))
@@ -146,30 +161,9 @@ class Decoder:
         """Free the communicators.  Collective."""
         self.attention.free()
 
-    def check(self, name: int, prompt: int, most: int) -> None:
-        """Check a request: a prompt of so many tokens, and so many in all.
-
-        Raises
-        ------
-        ValueError
-            If it could not be taken in even if there were no others.
-        """
-        if not 0 < prompt <= most <= self._weights.config.seqlen:
-            raise ValueError(
-                f"request {name}: a prompt of {prompt} tokens, {most} in all; the model takes "
-                f"{self._weights.config.seqlen}"
-            )
-        if self.table.blocks(most) > self.table.total:
-            raise ValueError(
-                f"request {name} needs {self.table.blocks(most)} blocks of {self.table.block} "
-                f"tokens; all {len(self.table.free)} ranks together have room for "
-                f"{self.table.total}"
-            )
-
-    def agreed(self, choices: Mapping[int, Callable[[], int]]) -> dict[int, int]:
+    def agreed(self, choices: dict[int, int]) -> dict[int, int]:
         """Choices of the first rank, on all."""
-        comm = self._grid.comm
-        return comm.bcast({x: y() for x, y in choices.items()} if comm.rank == 0 else None)
+        return self._grid.comm.bcast(choices)
 
     @property
     def sent(self) -> tuple[int, int]:
@@ -180,9 +174,9 @@ class Decoder:
     def _logits(self, model: GPT, hidden: Array) -> np.ndarray:
         return self._download(model.logits(hidden))
 
-    def _move(self, prompts: Mapping[int, np.ndarray], keeping: _Keeping) -> None:
+    def _move(self, prompts: Mapping[int, np.ndarray], own: np.ndarray, kept: list) -> None:
         """Move keys and values from the ranks that computed them to those that keep them."""
-        config, comm, own = self._weights.config, self._grid.comm, keeping.tokens
+        config, comm = self._weights.config, self._grid.comm
         heads = [heads_kv_of(config, self._grid.heads, u) for u in range(self._grid.heads)]
         to = np.concatenate([self.table.append(x, len(y)) for x, y in prompts.items()])
         lengths = [self.table.requests[x].held[self.cache.rank] for x in prompts]
@@ -191,7 +185,7 @@ class Decoder:
         coming = [x[to[x] == self.cache.rank] for x in comm.allgather(own)]
         order = self._upload(np.argsort(np.concatenate(coming)))
         exchange = Exchange(comm, "prefill", "all", *self._way)  # keeps no buffers of these sizes
-        for layer, both in enumerate(keeping.kept):
+        for layer, both in enumerate(kept):
             xp, shape = module_of(both[0]), (heads[0].stop, config.headdim)
             given = [
                 xp.stack([x[rows][:, heads[p % len(heads)]] for x in both])
@@ -207,15 +201,3 @@ class Decoder:
                     self.cache.put(layer, name, k[begin:end], v[begin:end])
                     begin = end
         exchange.free()
-
-
-class _Keeping:
-    """A plan's attention that keeps the keys and values of every layer."""
-
-    def __init__(self, plan: AttentionPlan) -> None:
-        self.plan, self.tokens = plan, plan.tokens
-        self.kept: list[tuple[Array, Array]] = []
-
-    def forward(self, q: Array, k: Array, v: Array) -> tuple:
-        self.kept.append((k, v))
-        return self.plan.forward(q, k, v)

@@ -82,5 +82,4 @@ class Encoder:
         return x @ self.weights[f"{name}.weight"].T + self.weights[f"{name}.bias"]
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
-        w, b = (self.weights[f"{name}.{y}"] for y in ("weight", "bias"))
-        return layer_norm(x, w, b, self.config["layer_norm_eps"])[0]
+        return layer_norm(x, self.weights, name, self.config["layer_norm_eps"])[0]

@@ -45,12 +45,12 @@ class Exchange:
     ) -> None:
         self.comm, self._device = comm.Dup(), device
         self._channel = Channel(self.comm, name, traffic)
-        self._transport: Transport = HostTransport()
+        transport: Transport = HostTransport()
         if device is not HOST:
             staged = not all(comm.allgather(gpu_aware(transfers)[0]))
-            self._transport = DeviceTransport(device, staged)
+            transport = DeviceTransport(device, staged)
         watch = Watch(self.comm, f"{phase} of a GPT", talks=False)
-        self._channel.start(phase, self._transport, watch)
+        self._channel.start(phase, transport, watch)
 
     def all_to_all(self, sent: Sequence[Array], received: Sequence[Array], tag: int = 0) -> list:
         """Start to send ``sent[p]`` to each rank p, and to receive ``received[p]`` from it.
@@ -76,10 +76,6 @@ class Exchange:
         """Complete messages and empty the list."""
         self._channel.wait(messages)
         self._channel.waits.clear()
-
-    def poll(self) -> None:
-        """Let messages advance."""
-        self._transport.poll(self.comm)
 
     def free(self) -> None:
         """Free the communicator.  Collective."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.channel import Traffic
@@ -9,6 +12,8 @@ from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.exchange import Exchange
 from a2d_mpi.gpt.layers import module_of
+
+T = TypeVar("T", float, np.ndarray)
 
 
 class GradientSum:
@@ -50,7 +55,6 @@ class GradientSum:
         padded = module_of(values).zeros((ranks, share), values.dtype)
         padded.reshape(-1)[: len(values)] = values
         received = module_of(values).empty_like(padded)
-        self._exchange.poll()
         messages = self._exchange.all_to_all(padded, received, len(self._started))
         self._started.append((part, padded, received, messages))
 
@@ -74,6 +78,6 @@ class GradientSum:
         self._exchange.free()
 
 
-def total(comm: MPI.Intracomm, value: float) -> float:
-    """Sum of a number over the ranks, in their order; the same bits on all."""
+def total(comm: MPI.Intracomm, value: T) -> T:
+    """Sum of a number or array over the ranks, in their order; the same bits on all."""
     return sum(comm.allgather(value))

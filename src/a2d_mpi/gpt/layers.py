@@ -2,18 +2,21 @@
 
 Arrays are NumPy's or CuPy's.  Rows are tokens; there are n.  A forward function returns its result
 and what the backward function needs.  A backward function returns the gradient of the input and
-adds the gradients of the parameters to its arguments.
+adds the gradients of the parameters to theirs.  The parameters `w` of a layer and their gradients
+`d` are the entries "{name}.weight" and "{name}.bias".
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from a2d_mpi.devices.protocol import Array
 
+Named = Mapping[str, Array]
 EPSILON = 1e-5  # of LayerNorm, as GPT-2
 ROTARY_BASE = 10000.0
 
@@ -32,31 +35,31 @@ def flat(x: Array) -> Array:
     return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
-def linear_backward(dy: Array, x: Array, weight: Array, dweight: Array, dbias: Array) -> Array:
+def linear_backward(dy: Array, x: Array, w: Named, d: Named, name: str) -> Array:
     """Gradient of x in ``y = x @ weight + bias``: x (n, E), weight (E, M), dy (n, M)."""
-    dweight += x.T @ dy  # (E, M)
-    dbias += dy.sum(axis=0)  # (M,)
-    return dy @ weight.T  # (n, E)
+    d[f"{name}.weight"] += x.T @ dy  # (E, M)
+    d[f"{name}.bias"] += dy.sum(axis=0)  # (M,)
+    return dy @ w[f"{name}.weight"].T  # (n, E)
 
 
 def layer_norm(
-    x: Array, weight: Array, bias: Array, epsilon: float = EPSILON
+    x: Array, w: Named, name: str, epsilon: float = EPSILON
 ) -> tuple[Array, tuple[Array, Array]]:
     """LayerNorm of rows (Ba et al., arXiv:1607.06450), x (n, E)."""
     centred = x - x.mean(axis=1, keepdims=True)
     spread = ((centred**2).mean(axis=1, keepdims=True) + epsilon) ** 0.5  # (n, 1)
     normal = centred / spread  # (n, E)
-    return normal * weight + bias, (normal, 1 / spread)
+    return normal * w[f"{name}.weight"] + w[f"{name}.bias"], (normal, 1 / spread)
 
 
 def layer_norm_backward(
-    dy: Array, kept: tuple[Array, Array], weight: Array, dweight: Array, dbias: Array
+    dy: Array, kept: tuple[Array, Array], w: Named, d: Named, name: str
 ) -> Array:
     """Gradient of the rows, (n, E)."""
     normal, rstd = kept
-    dweight += (dy * normal).sum(axis=0)
-    dbias += dy.sum(axis=0)
-    dnormal = dy * weight
+    d[f"{name}.weight"] += (dy * normal).sum(axis=0)
+    d[f"{name}.bias"] += dy.sum(axis=0)
+    dnormal = dy * w[f"{name}.weight"]
     mean = dnormal.mean(axis=1, keepdims=True)
     along = (dnormal * normal).mean(axis=1, keepdims=True)
     return rstd * (dnormal - mean - normal * along)

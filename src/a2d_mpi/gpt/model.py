@@ -18,19 +18,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.gpt.layers import (
-    add_rows,
-    cross_entropy,
-    flat,
-    gelu,
-    gelu_backward,
-    layer_norm,
-    layer_norm_backward,
-    linear_backward,
-    module_of,
-    rotate,
-    rotation,
-)
+from a2d_mpi.gpt import layers
+from a2d_mpi.gpt.layers import flat, module_of
 from a2d_mpi.gpt.parameters import Parameters
 
 
@@ -96,7 +85,9 @@ class GPT:
         self._positions = xp.asarray(positions)
         self._rotation = None
         if self.config.positions == "rotary":
-            self._rotation = rotation(self._positions, self.config.headdim, weights.flat.dtype)
+            self._rotation = layers.rotation(
+                self._positions, self.config.headdim, weights.flat.dtype
+            )
 
     def loss(
         self,
@@ -120,48 +111,37 @@ class GPT:
             Told of each part of the flat gradient that is finished, in the same order on all
             ranks.
         """
+        if gradients is None:
+            return layers.cross_entropy(self.logits(self.hidden(tokens)), targets) / count
         x, kept = self._embed(tokens), []
         for i in range(self.config.layers):
             x, of_block = self._block(i, x)
-            kept.append(of_block if gradients is not None else None)
-        if gradients is not None:
-            gradients.flat[:] = 0
-        loss, dx = self._last(x, targets, count, gradients)
-        if gradients is None:
-            return loss
+            kept.append(of_block)
+        gradients.flat[:] = 0
+        w, d = self.weights.named, gradients.named
+        h, of_norm = layers.layer_norm(x, w, "ln_f")
+        dlogits = self.logits(h)  # (n, V); the logits become their gradient
+        loss = layers.cross_entropy(dlogits, targets) / count
+        dlogits *= 1 / count
+        d["wte"] += dlogits.T @ h
+        dx = layers.layer_norm_backward(dlogits @ w["wte"], of_norm, w, d, "ln_f")
+        del dlogits, h, of_norm  # large
         buckets = gradients.buckets()
         for i in reversed(range(self.config.layers)):
             dx = self._block_backward(i, dx, kept.pop(), gradients)
             finished(next(buckets))
-        d = gradients.named
-        add_rows(d["wte"], tokens, dx)
+        layers.add_rows(d["wte"], tokens, dx)
         if "wpe" in d:
-            add_rows(d["wpe"], self._positions, dx)
+            layers.add_rows(d["wpe"], self._positions, dx)
         finished(next(buckets))
         return loss
-
-    def _last(
-        self, x: Array, targets: Array, count: int, gradients: Parameters | None
-    ) -> tuple[float, Array | None]:
-        """Loss of the last block's output, and its gradient; the logits are soon gone."""
-        w = self.weights.named
-        h, of_norm = layer_norm(x, w["ln_f.weight"], w["ln_f.bias"])
-        dlogits = h @ w["wte"].T  # (n, V)
-        loss = cross_entropy(dlogits, targets) / count
-        if gradients is None:
-            return loss, None
-        d = gradients.named
-        dlogits *= 1 / count
-        d["wte"] += dlogits.T @ h
-        norm = w["ln_f.weight"], d["ln_f.weight"], d["ln_f.bias"]
-        return loss, layer_norm_backward(dlogits @ w["wte"], of_norm, *norm)
 
     def hidden(self, tokens: Array) -> Array:
         """Normalised output of the last block for this rank's tokens, (n, E).  Collective."""
         x, w = self._embed(tokens), self.weights.named
         for i in range(self.config.layers):
             x, _ = self._block(i, x)
-        return layer_norm(x, w["ln_f.weight"], w["ln_f.bias"])[0]
+        return layers.layer_norm(x, w, "ln_f")[0]
 
     def logits(self, hidden: Array) -> Array:
         """Logits of rows that `hidden` has returned, (n, V)."""
@@ -174,7 +154,7 @@ class GPT:
 
     def _block(self, i: int, x: Array) -> tuple[Array, Kept]:
         """One block: its output, and what its backward pass needs."""
-        w = self.weights.block(i)
+        w = self.weights.blocks[i]
         qkv, of_norm = self._before(w, x)
         out, lse = self.attention.forward(*qkv)  # (n, H, D), (n, H)
         y, of_mlp = self._after(w, x, out)
@@ -183,7 +163,7 @@ class GPT:
 
     def _block_backward(self, i: int, dy: Array, kept: Kept, gradients: Parameters) -> Array:
         """Gradient of a block's input."""
-        w, d = self.weights.block(i), gradients.block(i)
+        w, d = self.weights.blocks[i], gradients.blocks[i]
         x, out, lse, inside = kept
         if inside is None:
             qkv, of_norm = self._before(w, x)
@@ -195,10 +175,10 @@ class GPT:
 
     def _before(self, w: dict[str, Array], x: Array) -> tuple[tuple, tuple]:
         """Queries, keys and values of x, (n, H, D) and (n, Hkv, D), and what LayerNorm keeps."""
-        h, of_norm = layer_norm(x, w["ln1.weight"], w["ln1.bias"])
+        h, of_norm = layers.layer_norm(x, w, "ln1")
         q, k, v = self._split(h @ w["qkv.weight"] + w["qkv.bias"])
         if self._rotation:
-            q, k = rotate(q, *self._rotation), rotate(k, *self._rotation)
+            q, k = layers.rotate(q, *self._rotation), layers.rotate(k, *self._rotation)
         return (q, k, v), (h, of_norm)
 
     def _before_backward(
@@ -207,39 +187,36 @@ class GPT:
         (dq, dk, dv), (h, of_norm) = dqkv, kept
         if self._rotation:
             cos, sin = self._rotation
-            dq, dk = rotate(dq, cos, -sin), rotate(dk, cos, -sin)
+            dq, dk = layers.rotate(dq, cos, -sin), layers.rotate(dk, cos, -sin)
         rows = [flat(x) for x in (dq, dk, dv)]
         joined = module_of(dq).concatenate(rows, axis=1)  # (n, (H + 2 Hkv) D)
-        dh = linear_backward(joined, h, w["qkv.weight"], d["qkv.weight"], d["qkv.bias"])
-        return layer_norm_backward(dh, of_norm, w["ln1.weight"], d["ln1.weight"], d["ln1.bias"])
+        dh = layers.linear_backward(joined, h, w, d, "qkv")
+        return layers.layer_norm_backward(dh, of_norm, w, d, "ln1")
 
     def _split(self, qkv: Array) -> list[Array]:
         """Heads of queries, keys and values, each contiguous."""
-        config, heads_of, begin = self.config, [], 0
-        for heads in (config.nheads, config.nheads_kv, config.nheads_kv):
-            end = begin + heads * config.headdim
-            part = module_of(qkv).ascontiguousarray(qkv[:, begin:end])
-            heads_of.append(part.reshape(len(qkv), heads, config.headdim))
-            begin = end
-        return heads_of
+        heads = (self.config.nheads, self.config.nheads_kv, self.config.nheads_kv)
+        xp, headdim = module_of(qkv), self.config.headdim
+        q_end, k_end = heads[0] * headdim, sum(heads[:2]) * headdim
+        parts = qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:]
+        return [xp.ascontiguousarray(x).reshape(len(x), n, headdim) for x, n in zip(parts, heads)]
 
     def _after(self, w: dict[str, Array], x: Array, out: Array) -> tuple[Array, tuple]:
         """The rest of a block after attention, (n, E), and what its backward pass needs."""
         y = x + flat(out) @ w["proj.weight"] + w["proj.bias"]
-        h, of_norm = layer_norm(y, w["ln2.weight"], w["ln2.bias"])
+        h, of_norm = layers.layer_norm(y, w, "ln2")
         hidden = h @ w["fc.weight"] + w["fc.bias"]  # (n, M)
-        return y + gelu(hidden) @ w["out.weight"] + w["out.bias"], (h, of_norm, hidden)
+        return y + layers.gelu(hidden) @ w["out.weight"] + w["out.bias"], (h, of_norm, hidden)
 
     def _after_backward(
         self, w: dict[str, Array], d: dict[str, Array], dz: Array, out: Array, kept: tuple
     ) -> tuple[Array, Array]:
         """Gradients of the residual stream, (n, E), and of attention's out, (n, H, D)."""
         h, of_norm, hidden = kept
-        active = gelu(hidden)
-        da = linear_backward(dz, active, w["out.weight"], d["out.weight"], d["out.bias"])
-        dhidden = gelu_backward(da, hidden)
-        dh = linear_backward(dhidden, h, w["fc.weight"], d["fc.weight"], d["fc.bias"])
-        norm = w["ln2.weight"], d["ln2.weight"], d["ln2.bias"]
-        dy = dz + layer_norm_backward(dh, of_norm, *norm)
-        dout = linear_backward(dy, flat(out), w["proj.weight"], d["proj.weight"], d["proj.bias"])
+        active = layers.gelu(hidden)
+        da = layers.linear_backward(dz, active, w, d, "out")
+        dhidden = layers.gelu_backward(da, hidden)
+        dh = layers.linear_backward(dhidden, h, w, d, "fc")
+        dy = dz + layers.layer_norm_backward(dh, of_norm, w, d, "ln2")
+        dout = layers.linear_backward(dy, flat(out), w, d, "proj")
         return dy, dout.reshape(out.shape)

@@ -28,27 +28,23 @@ class Parameters:
     ----------
     named : dict of str to array
         By the names of `GPTConfig.shapes`.
+    blocks : list of dict of str to array
+        Of each block, by their names in it.
     """
 
     def __init__(self, config: GPTConfig, flat: Array) -> None:
         if flat.shape != (config.parameters,):
             raise ValueError(f"{flat.shape} elements for {config.parameters} parameters")
         self.config, self.flat, self.named = config, flat, {}
-        self._begins = {}
-        self._blocks: list[dict[str, Array]] = [{} for _ in range(config.layers)]
+        self.blocks = [{} for _ in range(config.layers)]
         begin = 0
         for name, shape in config.shapes.items():
-            self._begins[name] = begin
             end = begin + math.prod(shape)
             self.named[name] = flat[begin:end].reshape(shape)
             begin = end
             block, _, inner = name.partition(".")
             if block[1:].isdigit():  # h0, h1, ...
-                self._blocks[int(block[1:])][inner] = self.named[name]
-
-    def block(self, i: int) -> dict[str, Array]:
-        """Parameters of block i, by their names in it."""
-        return self._blocks[i]
+                self.blocks[int(block[1:])][inner] = self.named[name]
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The parts as `torch.nn.Module.state_dict` has them: its names, its layouts.
@@ -77,11 +73,13 @@ class Parameters:
 
         The last block with the final LayerNorm, the blocks before it, the embeddings.
         """
-        begins = [self._begins[f"h{i}.ln1.weight"] for i in range(self.config.layers)]
-        end = len(self.flat)
-        for begin in (*reversed(begins), 0):
+        size, end = self.config.of_block, len(self.flat)
+        begin = end - 2 * self.config.width  # of the final LayerNorm
+        for _ in range(self.config.layers):
+            begin -= size
             yield slice(begin, end)
             end = begin
+        yield slice(0, end)
 
 
 def initial(config: GPTConfig, seed: int, dtype: np.typing.DTypeLike) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -44,7 +43,7 @@ def serve(
     new : dict of int to int
         Tokens to generate for each request, at least one.
     choose : callable
-        ``choose(request, length, logits)`` is the next token, asked of the first rank.
+        ``choose(request, length, logits)`` is the next token; the first rank's counts.
     arrive : dict of int to int, optional
         Step, from 0, at which each request comes.  Default: all are there at the start.
 
@@ -58,31 +57,27 @@ def serve(
     while waiting or running:
         if not running:  # nobody waits for a step that has nothing to do
             step = max(step, comes[waiting[0]])
-        taken, claimed = {}, 0
-        for name in [x for x in waiting if comes[x] <= step]:
+        taken: list[int] = []
+        while waiting and comes[waiting[0]] <= step:
+            name = waiting[0]
             most = len(prompts[name]) + new[name] - 1  # the last token is not looked at again
-            blocks = decoder.table.blocks(most)
-            if claimed + blocks > decoder.table.unclaimed and (running or taken):
-                break  # in order: none overtakes another
-            waiting.remove(name)
             try:
-                decoder.check(name, len(prompts[name]), most)
+                if not decoder.admit(name, len(prompts[name]), most):
+                    break  # in order: none overtakes another
+                taken.append(name)
             except ValueError as error:
                 yield name, error
-                continue
-            taken[name], claimed = most, claimed + blocks
+            waiting.remove(name)
         step += 1
         logits = {}
         if running:
             logits = dict(zip(running, decoder.step(running)))
         if taken:
-            after = decoder.prefill({x: prompts[x] for x in taken}, taken)
+            after = decoder.prefill({x: prompts[x] for x in taken})
             logits |= dict(zip(taken, after))
         for name in taken:
             found[name] = []
-        running = decoder.agreed(
-            {x: partial(choose, x, len(found[x]), y) for x, y in logits.items()}
-        )
+        running = decoder.agreed({x: choose(x, len(found[x]), y) for x, y in logits.items()})
         for name, token in list(running.items()):
             found[name].append(token)
             if len(found[name]) == new[name]:

@@ -39,7 +39,7 @@ class Text:
     ----------
     path : Path
     separator : bytes
-        Between documents; empty: the text is one.
+        Between documents; empty: the text is one, without an end.
     share : float
         Share of the documents that is held out: evenly spaced ones.
     held_out : bool
@@ -82,33 +82,22 @@ class Text:
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.bytes = np.frombuffer(b"".join(parts), np.uint8).astype(np.int64)
         self.begins = np.cumsum([0, *map(len, parts)])  # of documents, and the end
+        self._separated = bool(separator)
 
-    def batch(self, seqlen: int, seed: int, step: int, one_document: bool = False) -> Batch:
-        """The sequence of a step: `seqlen` bytes from a random place on, round the end.
-
-        `one_document`: as if it were one.
-        """
+    def batch(self, seqlen: int, seed: int, step: int) -> Batch:
+        """The sequence of a step: `seqlen` bytes from a random place on, round the end."""
         rng = np.random.default_rng([seed, step])
-        return self.at(int(rng.integers(len(self.bytes))), seqlen, one_document)
+        return self.at(int(rng.integers(len(self.bytes))), seqlen)
 
-    def at(self, begin: int, seqlen: int, one_document: bool = False) -> Batch:
+    def at(self, begin: int, seqlen: int) -> Batch:
         """The sequence of `seqlen` bytes from a place on, round the end."""
-        n = len(self.bytes)
-        where = (begin + np.arange(seqlen + 1)) % n
+        where = (begin + np.arange(seqlen + 1)) % len(self.bytes)
         tokens = self.bytes[where]
-        if one_document:
-            starts = np.zeros(1, np.int64)
-        else:
-            first = np.zeros(n, bool)
-            first[self.begins[:-1]] = True
-            starts = np.flatnonzero(first[where[:-1]])
-            starts = np.union1d(starts, [0])
+        first = np.isin(where, self.begins[:-1]) & self._separated  # of a document
+        starts = np.union1d(np.flatnonzero(first[:-1]), [0])
         cu_seqlens = np.append(starts, seqlen)
         targets = tokens[1:].copy()
-        if not one_document:
-            targets[starts[1:] - 1] = -1
-            if first[where[-1]]:
-                targets[-1] = -1
+        targets[first[1:]] = -1
         return Batch(tokens[:-1], targets, positions_in(cu_seqlens), cu_seqlens)
 
     def sizes(self) -> dict[str, object]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -43,16 +44,12 @@ def _cupy(
     return CupyKernel(device, dtype, softmax_scale, logit_softcap)
 
 
-def _cudnn(*given: Any, work: Workspace | None, **options: Any) -> Kernel:
+def _cudnn(
+    *given: Any, work: Workspace | None, deterministic: bool = False, **options: Any
+) -> Kernel:
     from a2d_mpi.kernels.cudnn import CudnnKernel
 
-    return CudnnKernel(_cupy(*given, **options), work)
-
-
-def _cudnn_deterministic(*given: Any, work: Workspace | None, **options: Any) -> Kernel:
-    from a2d_mpi.kernels.cudnn import CudnnKernel
-
-    return CudnnKernel(_cupy(*given, **options), work, deterministic=True)
+    return CudnnKernel(_cupy(*given, **options), work, deterministic)
 
 
 class _Entry(NamedTuple):
@@ -64,6 +61,7 @@ class _Entry(NamedTuple):
     softcap: bool
 
 
+_DETERMINISTIC = partial(_cudnn, deterministic=True)
 _ALL, _HALF = tuple(DTYPES), ("float16", "bfloat16")
 # A kernel's module is imported when the kernel is made.
 KERNELS: dict[str, _Entry | None] = {
@@ -75,7 +73,7 @@ KERNELS: dict[str, _Entry | None] = {
     # Falls back to "cupy" for blocks that cuDNN does not take.  Its gradients are fastest when
     # their sums run in no fixed order; those of "cudnn-deterministic" repeat bit for bit.
     "cudnn": _Entry(_cudnn, _HALF, gpu=True, softcap=False),
-    "cudnn-deterministic": _Entry(_cudnn_deterministic, _HALF, gpu=True, softcap=False),
+    "cudnn-deterministic": _Entry(_DETERMINISTIC, _HALF, gpu=True, softcap=False),
 }
 # On the host, and on a GPU: the fastest kernel, and the one for all problems.
 _FASTEST = {False: ("numba", "numpy"), True: ("cudnn", "cupy")}

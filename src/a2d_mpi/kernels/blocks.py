@@ -15,7 +15,7 @@ from a2d_mpi.masks.intervals import Interval, Intervals, queries_per_key
 
 ALIGN = 32  # keys: unmasked cache blocks begin and end at multiples of it if an interval allows
 
-SLICES = 8  # of the keys of a triangle (bench_tile.py --masks: 4 are slower by 5 %)
+SLICES = 8  # of the keys of a triangle (bench_kernel.py --masks: 4 are slower by 5 %)
 NARROWEST = 64  # keys of a slice (32 are slower by 5 % for 256 queries, 128 by 8 %)
 SHARED = 16  # rows: fewer make no cache block of their own
 ROOM = 1 << 24  # bytes of hidden pairs that are remembered

@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import config, njit, types
-from numba.extending import intrinsic
+from numba import config, njit
 
 from a2d_mpi.kernels.passes import Passes
-
-if TYPE_CHECKING:
-    from llvmlite.ir import IRBuilder, Value
 
 _f = np.float32
 ZERO, ONE = _f(0), _f(1)
@@ -46,18 +41,6 @@ def _compile(signature: str, **options: object) -> Callable:
     return compiled
 
 
-@intrinsic
-def _power(typing_context: object, shifted: types.Type) -> tuple:
-    """2^n, from the sum of n and `ROUND`: its last bits become the exponent of a float32."""
-
-    def generate(context: object, builder: IRBuilder, signature: object, x: list[Value]) -> Value:
-        kind = context.get_value_type(types.int32)
-        bits = builder.shl(builder.bitcast(x[0], kind), kind(23))
-        return builder.bitcast(bits, context.get_value_type(types.float32))
-
-    return types.float32(types.float32), generate
-
-
 @njit(fastmath={"contract"})
 def _exp(x: np.float32) -> np.float32:
     # Written so that NaN stays.
@@ -67,7 +50,9 @@ def _exp(x: np.float32) -> np.float32:
     n = shifted - ROUND
     r = x - n * LN2
     p = (((((C6 * r + C5) * r + C4) * r + C3) * r + C2) * r + ONE) * r + ONE
-    return p * _power(shifted)
+    # 2^n: the last bits of `shifted` become the exponent of a float32.
+    bits = np.float32(shifted).view(np.uint32) << np.uint32(23)
+    return p * np.uint32(bits).view(np.float32)
 
 
 # "reassoc", sums in any order, is what lets them be vectorized; `_exp` must not have it.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-import traceback
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -196,70 +194,3 @@ def overlap(begin: np.ndarray, end: np.ndarray) -> tuple[str, int] | None:
     row, i = wrong[0]
     first, second = ([int(begin[x, i]), int(end[x, i])] for x in (row, row + 1))
     return f"intervals {first} and {second}", int(i)
-
-
-def checked(
-    visible: Callable[[np.ndarray], tuple[Interval, ...]], q_tokens: np.ndarray, nk: int
-) -> Interval:
-    """Call the method `visible` of a mask, and check what it returns.
-
-    Parameters
-    ----------
-    visible : method
-        `a2d_mpi.masks.mask.Mask.visible` of a mask.
-    q_tokens : (nq,) int64
-        Global indices of the queries.
-    nk : int
-        Number of keys.
-
-    Returns
-    -------
-    begin, end : (m, nq) int64
-        The m intervals of every query, cut to the keys.
-
-    Raises
-    ------
-    ValueError
-        With the class of the mask and the line, if the method raises an exception, changes its
-        argument, or returns anything but pairs of integer arrays of disjoint intervals.
-    """
-    tokens, found = np.array(q_tokens, np.int64), None
-    tokens.setflags(write=False)
-    code = getattr(visible, "__code__", None)  # a compiled method has none
-    file, line = (code.co_filename, code.co_firstlineno) if code else ("compiled", 0)
-    try:
-        found = visible(tokens)
-        problem = _problem(found, len(tokens))
-    except Exception as error:  # of any kind: the mask is the user's
-        problem = f"{type(error).__name__}: {error}"
-        for call in traceback.extract_tb(error.__traceback__):
-            if call.name in ("visible", code and code.co_name):  # a mask may ask another one
-                file, line = call.filename, call.lineno
-    if inspect.isgenerator(found):
-        file, line = found.gi_code.co_filename, found.gi_code.co_firstlineno
-    if problem is None:
-        begin, end = (np.array(x, np.int64).clip(0, nk) for x in zip(*found))  # (m, nq)
-        if not (shared := overlap(begin, end)):
-            return begin, end
-        problem = f"{shared[0]} of query {tokens[shared[1]]} overlap"
-    name = type(visible.__self__).__name__
-    raise ValueError(f"{name}.visible: {problem} ({file}, line {line})")
-
-
-def _problem(found: object, nq: int) -> str | None:
-    """Say why something is not what `visible` may return for so many queries; None if it is."""
-    if not isinstance(found, (tuple, list)) or not found:
-        shown = "an empty " if isinstance(found, (tuple, list)) else "a "
-        shown += type(found).__name__
-        return f"must return a tuple of pairs (begin, end), returns {shown}"
-    for i, pair in enumerate(found):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            return f"item {i} must be a pair (begin, end), is a {type(pair).__name__}"
-        for name, x in zip(("begin", "end"), pair):
-            shape, dtype = np.shape(x), getattr(x, "dtype", type(x).__name__)
-            if shape != (nq,) or getattr(dtype, "kind", "") != "i":
-                return (
-                    f"{name} of pair {i} must be ({nq},) signed integers, "
-                    f"is {dtype} of shape {shape}"
-                )
-    return None

@@ -11,6 +11,8 @@ Windows, prefixes and block-causal masks are in `a2d_mpi.masks.windows`, packed 
 from __future__ import annotations
 
 import hashlib
+import inspect
+import traceback
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
@@ -21,7 +23,6 @@ from a2d_mpi.masks.intervals import (
     EVERYTHING,
     Interval,
     Intervals,
-    checked,
     keys_per_query,
     overlap,
     tidy,
@@ -111,14 +112,46 @@ class Mask:
         return self
 
     def checked(self, q_tokens: np.ndarray, nk: int) -> Interval:
-        """The intervals that `visible` returns, as (intervals, nq) arrays cut to `nk` keys.
+        """Call `visible`, and check what it returns.
+
+        Parameters
+        ----------
+        q_tokens : (nq,) int64
+            Global indices of the queries.
+        nk : int
+            Number of keys.
+
+        Returns
+        -------
+        begin, end : (m, nq) int64
+            The m intervals of every query, cut to the keys.
 
         Raises
         ------
         ValueError
-            With the line of `visible`, if it does not return disjoint intervals.
+            With the class of the mask and the line, if `visible` raises an exception, changes its
+            argument, or returns anything but pairs of integer arrays of disjoint intervals.
         """
-        return checked(self.visible, q_tokens, nk)
+        tokens, found = np.array(q_tokens, np.int64), None
+        tokens.setflags(write=False)
+        code = getattr(self.visible, "__code__", None)  # a compiled method has none
+        file, line = (code.co_filename, code.co_firstlineno) if code else ("compiled", 0)
+        try:
+            found = self.visible(tokens)
+            problem = _problem(found, len(tokens))
+        except Exception as error:  # of any kind: the mask is the user's
+            problem = f"{type(error).__name__}: {error}"
+            for call in traceback.extract_tb(error.__traceback__):
+                if call.name in ("visible", code and code.co_name):  # a mask may ask another one
+                    file, line = call.filename, call.lineno
+        if inspect.isgenerator(found):
+            file, line = found.gi_code.co_filename, found.gi_code.co_firstlineno
+        if problem is None:
+            begin, end = (np.array(x, np.int64).clip(0, nk) for x in zip(*found))  # (m, nq)
+            if not (shared := overlap(begin, end)):
+                return begin, end
+            problem = f"{shared[0]} of query {tokens[shared[1]]} overlap"
+        raise ValueError(f"{type(self).__name__}.visible: {problem} ({file}, line {line})")
 
     def digest(self, seqlen: int, seqlen_kv: int | None = None) -> str:
         """Short text that follows from the visible keys of `seqlen` queries; ranks compare it.
@@ -347,3 +380,22 @@ class IntervalMask(ArrayMask):
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         both = (np.atleast_2d(x)[:, q_tokens] for x in (self.begin, self.end))
         return tuple(zip(*both))
+
+
+def _problem(found: object, nq: int) -> str | None:
+    """Say why something is not what `visible` may return for so many queries; None if it is."""
+    if not isinstance(found, (tuple, list)) or not found:
+        shown = "an empty " if isinstance(found, (tuple, list)) else "a "
+        shown += type(found).__name__
+        return f"must return a tuple of pairs (begin, end), returns {shown}"
+    for i, pair in enumerate(found):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            return f"item {i} must be a pair (begin, end), is a {type(pair).__name__}"
+        for name, x in zip(("begin", "end"), pair):
+            shape, dtype = np.shape(x), getattr(x, "dtype", type(x).__name__)
+            if shape != (nq,) or getattr(dtype, "kind", "") != "i":
+                return (
+                    f"{name} of pair {i} must be ({nq},) signed integers, "
+                    f"is {dtype} of shape {shape}"
+                )
+    return None

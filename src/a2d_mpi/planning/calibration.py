@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import combinations
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from a2d_mpi.planning.machine import KernelModel, Link, Machine, kernel_terms
 from a2d_mpi.planning.model import predict
 from a2d_mpi.schedules.problem import Workload
 
-STEADY = 0.2  # a measurement is disturbed if its figures may be off by more
+STEADY = 0.2  # a measurement is disturbed if the same calls differ by more
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Sample:
 def fit_kernel(samples: Sequence[Sample], backward: bool) -> tuple[KernelModel, float]:
     """The `KernelModel` whose relative errors have the least squares, and the largest of them.
 
-    No constant of a kernel is negative: of all sets of constants that come out positive the best
-    one is taken, the others are 0.
+    No constant of a kernel is negative: the constant that comes out most negative is made 0 until
+    none does.
 
     Raises
     ------
@@ -50,27 +49,21 @@ def fit_kernel(samples: Sequence[Sample], backward: bool) -> tuple[KernelModel, 
         raise ValueError("no kernel was timed")
     relative = np.array(rows) / np.array([[s.seconds] for s in samples])
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
-    others = range(1, relative.shape[1])
-    best, least = None, np.inf
-    for size in range(len(others) + 1):
-        for chosen in combinations(others, size):
-            columns = [0, *chosen]
-            found, *_ = np.linalg.lstsq(relative[:, columns] / scale[columns], np.ones(len(rows)))
-            misses = relative[:, columns] @ (found / scale[columns]) - 1
-            # One more constant has to earn its place.
-            error = float(misses @ misses) * (1 + 0.02 * size)
-            if found.min() >= 0 and found[0] > 0 and error < least:
-                best, least = (columns, found / scale[columns], float(np.abs(misses).max())), error
-    columns, found, worst = best
-    values = dict(zip(columns, found.tolist()))
+    columns = list(range(relative.shape[1]))
+    while True:
+        chosen = relative[:, columns] / scale[columns]
+        found, *_ = np.linalg.lstsq(chosen, np.ones(len(rows)))
+        if len(columns) == 1 or (found[0] > 0 and found[1:].min() >= 0):
+            break
+        del columns[1 + int(found[1:].argmin())]
+    worst = float(np.abs(chosen @ found - 1).max())
+    values = dict(zip(columns, (found / scale[columns]).tolist()))
     names = [f.name for f in fields(KernelModel)]
     constants = {names[i]: x for i, x in values.items() if i}
     return KernelModel(1 / values[0], **constants), worst
 
 
-def fit_link(
-    sizes: Sequence[int], seconds: Sequence[float], flood: tuple[int, float], **others: float
-) -> Link:
+def fit_link(sizes: Sequence[int], seconds: Sequence[float], flood: tuple[int, float]) -> Link:
     """A `Link` from the seconds of exchanges of several sizes, ascending, the first one tiny.
 
     Parameters
@@ -79,8 +72,6 @@ def fit_link(
         Bytes that every rank sends and receives in one message, and the time.
     flood : (int, float)
         Number of tiny messages posted together, and the time of all.
-    others
-        The other attributes of the link.
     """
     number, together = flood
     overhead = max(0.0, (together - seconds[0]) / max(1, number - 1) / 2)
@@ -88,7 +79,7 @@ def fit_link(
     # Noise: a slope that says more than the mean rate of the largest message can be doubted.
     per_byte = max(growth, 0.5 * seconds[-1] / sizes[-1])
     latency = max(0.0, seconds[0] - 2 * overhead)
-    return Link(1 / per_byte, latency, overhead, **others)
+    return Link(1 / per_byte, latency, overhead)
 
 
 def fit_steps(
@@ -104,8 +95,8 @@ def fit_steps(
     work : Workload
         So small that it is computing, latencies and what steps there are.
     measured : mapping of str to (str, float)
-        By constant, `step` or `turn`, which are found one after the other: a method whose passes
-        have many of these, and the seconds of the slowest rank on a layout of one column.
+        By constant, `step` or `hop_overhead`, which are found one after the other: a method whose
+        passes have many of these, and the seconds of the slowest rank on a layout of one column.
     """
     for name, (method, seconds) in measured.items():
 
@@ -120,26 +111,19 @@ def fit_steps(
     return machine
 
 
-def disturbance(shares: Sequence[float], seconds: Sequence[float]) -> tuple[float, str]:
-    """By how much figures may be off, relative to them, because others used the machine, and why.
+def steadiness(seconds: np.ndarray) -> str:
+    """Say by how much repeated calls differ, and whether other work disturbed them.
 
     Parameters
     ----------
-    shares : sequence of float
-        Looks at a kernel that all ranks call at once: CPU time of the ranks as a share, 0 to 1,
-        of what their cores could give them.  Ranks that share cores only with each other get 1.
-    seconds : sequence of float
-        Of one such call, at each look.
+    seconds : (rounds, calls) float
+        Of the same calls, again and again.
 
     Notes
     -----
-    One look of ten may be off, either way.
+    One round of ten may be off, either way; the call in the middle of all counts.
     """
-    fast, slow = np.quantile(seconds, (0.1, 0.9))
-    share = max(np.quantile(shares, 0.1), 1e-3)
-    off = float(max(1 / share, slow / fast) - 1)
-    return off, (
-        f"ranks got {100 * share:.0f} % of the CPU time of their cores, the same kernel call took "
-        f"{1e3 * fast:.3g} to {1e3 * slow:.3g} ms (of {len(seconds)} looks at both, the worst "
-        "tenth left out)"
-    )
+    fast, slow = np.quantile(seconds, (0.1, 0.9), axis=0)
+    off = float(np.median(slow / fast)) - 1
+    said = f"the same kernel calls differ by {100 * off:.0f} % (of {len(seconds)} rounds)"
+    return f"DISTURBED by other work: {said}" if off > STEADY else said

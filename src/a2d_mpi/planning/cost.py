@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
+from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules import write
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import Receive, Send
@@ -110,12 +111,33 @@ def _summed(found: Iterable[Move], figure: str) -> Bytes:
 def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = False) -> float:
     """Bytes that a rank must receive or return, if it computes `area` pairs for all heads.
 
-    A rank that meets nq queries with nk keys reads q and returns out, ``2 nq H D`` elements, and
-    reads k and v, ``2 nk Hkv D``; with ``nq nk >= area`` this is at least
-    ``4 D sqrt(H Hkv area)``, less what it owns (q, k, v, out of its `tokens`).  Backward it
-    touches q, dout, dq and k, v, dk, dv: ``4 sqrt(3) D sqrt(H Hkv area)``.  Elements count
-    `itemsize` bytes; lse and delta are not counted.
+    Queries that a rank does not own cost ``2 H D`` elements each: it reads q, and its partial out
+    returns.  Keys cost ``2 Hkv D``, k and v.  Backward these are ``3 H D`` (q, dout, dq) and
+    ``4 Hkv D`` (k, v, dk, dv).  Elements count `itemsize` bytes; lse and delta are not counted.
+
+    Let the rank use nq queries and nk keys, and let t of its own tokens be among both.  Of the
+    ``nq nk`` pairs a causal mask hides ``t (t-1) / 2``, those of a query among the t tokens and a
+    later key, so ``nq nk >= area + t (t-1) / 2``.  At most ``tokens`` of the queries and as many
+    of the keys are its own, ``tokens + t`` together.  With costs a and b of a query and a key,
+    the bytes are at least ``2 sqrt(a b (area + t (t-1) / 2)) - max(a, b) tokens - min(a, b) t``
+    for the t where this is least: docs/planning.md has the proof.  Under other masks nothing is
+    assumed hidden.
+
+    Parameters
+    ----------
+    problem : Problem
+    area : float
+        Visible pairs.
+    tokens : float
+        That the rank owns.
+    backward : bool
     """
     q, kv = problem.config.nbytes("q"), 2 * problem.config.nbytes("k")
-    per_q, per_k = (3 * q, 2 * kv) if backward else (2 * q, kv)
-    return max(0.0, 2 * math.sqrt(per_q * per_k * area) - tokens * (per_q + per_k))
+    less, more = sorted((3 * q, 2 * kv) if backward else (2 * q, kv))
+    shared = tokens
+    if causal := type(problem.mask) is Causal and problem.keys is None:
+        ratio = more / less
+        least = 0.5 + math.sqrt(max(0.0, 0.25 + (4 * area - ratio) / (4 * ratio - 2)))
+        shared = min(least, tokens)
+    hidden = shared * max(0.0, shared - 1) / 2 if causal else 0.0
+    return max(0.0, 2 * math.sqrt(less * more * (area + hidden)) - more * tokens - less * shared)

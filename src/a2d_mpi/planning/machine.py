@@ -137,7 +137,7 @@ class Machine:
     reserved: int = 0
     start: float = 0.0
     step: float = 0.0
-    turn: float = 0.0
+    hop_overhead: float = 0.0
     copy: float = math.inf
     merge: float = math.inf
     computed_by: str = ""
@@ -152,6 +152,9 @@ class Machine:
                 )
         _check(self)
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.ranks_per_node))  # kernels are in a dict
+
     @property
     def share(self) -> float:
         """Share of a core that a rank has when all of its node compute."""
@@ -160,6 +163,10 @@ class Machine:
     @property
     def _cores(self) -> float:
         return self.ranks_per_node if self.cores_per_node is None else self.cores_per_node
+
+    def copying(self, size: float) -> float:
+        """Seconds to copy, or to add, this many bytes."""
+        return size / self.copy / self.share
 
     def with_ranks_per_node(self, ranks: int) -> Machine:
         """The same nodes with another number of ranks on each, which share the same cores."""

@@ -80,7 +80,7 @@ class Held(NamedTuple):
 
     Attributes
     ----------
-    buffers : dict of (str, str) to int
+    buffers : dict of (str, int) to int
         Buffers of the plan, see `a2d_mpi.schedules.accounts.buffers`.
     results : int
         Arrays of results.
@@ -94,7 +94,7 @@ class Held(NamedTuple):
         The most that is held for a while, with the buffers of the kernel.
     """
 
-    buffers: dict[tuple[str, str], int]
+    buffers: dict[tuple[str, int], int]
     results: int
     copies: int
     intervals: int

@@ -16,7 +16,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import Spans, simulate
-from a2d_mpi.planning.survey import Survey, placed, survey_of
+from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Workload
 
@@ -88,4 +88,4 @@ def simulated(
 ) -> Phase:
     """Seconds of every rank in the phase of a survey; `spans`: as of the simulator."""
     cables = Cables(Network(), machine, layout.size)
-    return Phase(**simulate(*placed(machine, layout, found), cables, layout.world_ranks(), spans))
+    return Phase(**simulate(*found[:2], cables, layout.world_ranks(), spans))

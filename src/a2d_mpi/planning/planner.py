@@ -4,7 +4,8 @@ Every candidate has a lower bound of its time, which grows as more of the candid
 a rank computes on average; what the first steps of one rank take if its peers never keep it
 waiting and its links carry nothing else; the same of all its steps; and one phase after the other,
 simulated.  The candidate with the least bound is always the next one to be known better, until one
-that is simulated has the least.
+that is simulated has the least.  A grid that does not fit in memory is tried streamed, as another
+candidate.
 
 ::
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import permutations, product
@@ -32,7 +33,7 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
 from a2d_mpi.planning.simulator import PARTS, WAIT
-from a2d_mpi.planning.survey import Survey, placed, survey_of
+from a2d_mpi.planning.survey import Survey, survey_of
 from a2d_mpi.schedules import METHODS, distribution_of, problem_of
 from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.sharding.pairs import pairs_of_runs
@@ -50,6 +51,7 @@ class Candidate:
     method : str
         One of `a2d_mpi.schedules.METHODS`.
     layout : Layout
+        With `stream`, if only so there might be memory enough.
     distribution : str
     bound : float
         Seconds that it takes at least.
@@ -164,7 +166,10 @@ def _search(
     room: int | None,
     number: int | None,
 ) -> Iterator[None]:
-    """Know the candidate with the least bound better, again and again; yields after each step."""
+    """Know the candidate with the least bound better, again and again; yields after each step.
+
+    A grid that turns out not to fit is tried streamed, too.
+    """
     for method, layout in shapes:
         trials.append(Trial(machine, method, layout, work, room))
         yield
@@ -172,8 +177,10 @@ def _search(
     heapify(queue)
     while queue and number != 0:
         _, i = heappop(queue)
-        if trials[i].left:
-            trials[i].refine()
+        if trials[i].refine():
+            if not trials[i].fits and (streamed := trials[i].streamed()):
+                i = len(trials)
+                trials.append(streamed)
             if trials[i].fits:
                 heappush(queue, (trials[i].seconds, i))
             yield
@@ -320,8 +327,8 @@ def candidate(
 ) -> Candidate:
     """Simulate one plan; `room`: bytes that a rank has for it, default: any number."""
     trial = Trial(machine, method, layout, work, room)
-    while trial.left:
-        trial.refine()
+    while trial.refine():
+        pass
     return trial.candidate()
 
 
@@ -331,14 +338,12 @@ class Trial:
     Attributes
     ----------
     seconds : float
-        That it takes at least; what it takes, if nothing is left.
+        That it takes at least; what it takes, if all is known.
     bound : float
         The same, before a phase was simulated.
     memory : int
-        Bytes that a rank holds at least; at most, if nothing is left.
+        Bytes that a rank holds at least; at most, if all is known.
     fits : bool
-    left : list of tuple
-        Functions, with their arguments, that make it known better; the last one is next.
 
     Parameters
     ----------
@@ -349,66 +354,78 @@ class Trial:
     def __init__(
         self, machine: Machine, method: str, layout: Layout, work: Workload, room: int | None
     ) -> None:
-        self._plan, self._work, self._room = (machine, method, layout), work, room
+        self._plan, self._work, self._room = (machine, method, layout, work), work, room
         self._problem = problem_of(method, layout, work, work.mask)
         self.memory, self.fits, self.phases, self._held = 0, True, {}, {}
         self._sums = np.zeros((3, layout.size))  # received, crossing by node, MPI messages
         self._seconds = {x: _floor(machine, layout.size, self._problem, x) for x in work.phases}
         self.bound = self.seconds = sum(self._seconds.values())
-        first, *others = work.phases
-        bounds = [(self._bound, x) for x in others] + [(self._bound, first, FIRST_STEPS)]
-        self.left = [*((self._simulate, x) for x in work.phases), *bounds]
+        self._stages = self._known_better()
 
-    def refine(self) -> None:
-        """Bound it, or simulate a phase."""
-        do, *operands = self.left.pop()
-        do(*operands)
+    def streamed(self) -> Trial | None:
+        """The same plan with streamed tiles, if there is one and this is another."""
+        machine, method, layout, work = self._plan
+        if layout.stream or layout.positions == 1 or not METHODS[method].streams:
+            return None
+        return Trial(machine, method, replace(layout, stream=True), work, self._room)
+
+    def refine(self) -> bool:
+        """Bound it better, or simulate a phase; False if all is known."""
+        more = next(self._stages, False)
         self.seconds = sum(self._seconds.values())
         if not self.phases:
             self.bound = self.seconds
+        return more
 
-    def _bound(self, phase: str, steps: int | None = None) -> None:
+    def _known_better(self) -> Iterator[bool]:
+        for phase, steps in zip(self._work.phases, (FIRST_STEPS, None)):
+            self._bound(phase, steps)
+            yield True
+        for phase in reversed(self._work.phases):
+            self._simulate(phase)
+            yield True
+
+    def _bound(self, phase: str, steps: int | None) -> None:
         """Bound it by rank 0, or its first steps, if its peers never keep it waiting."""
-        machine, _, layout = self._plan
-        found = self._survey(phase, (0,), steps)
-        seconds = _alone(machine, layout, found, 0)
-        self._seconds[phase] = max(self._seconds[phase], seconds)
+        machine, _, layout, _ = self._plan
+        found = survey_of(*self._plan, self._problem, phase, (0,), steps)
+        self._seconds[phase] = max(self._seconds[phase], _alone(machine, layout, found, 0))
         self._held[phase] = found.held
         self._hold((0,))
 
     def _simulate(self, phase: str) -> None:
-        machine, _, layout = self._plan
-        found = self._survey(phase)
+        machine, _, layout, _ = self._plan
+        found = survey_of(*self._plan, self._problem, phase)
         self.phases[phase] = simulated(machine, layout, found)
         self._seconds[phase] = float(self.phases[phase].total.max())
         messages, node = found.messages, layout.world_ranks() // machine.ranks_per_node
         far = node[messages.source] != node[messages.to]
+        nbytes = messages.nbytes * (found.pieces > 0)  # a barrier moves none
         self._sums += [
-            np.bincount(messages.to, messages.nbytes, layout.size),
-            np.bincount(node[messages.to], messages.nbytes * far, layout.size),
+            np.bincount(messages.to, nbytes, layout.size),
+            np.bincount(node[messages.to], nbytes * far, layout.size),
             np.bincount(messages.to, found.pieces, layout.size),
         ]
         self._held[phase] = found.held
-        if not self.left:
+        if self._is_known:
             self._hold(range(layout.size))
             self._held = {}
 
+    @property
+    def _is_known(self) -> bool:
+        return len(self.phases) == len(self._work.phases)
+
     def candidate(self) -> Candidate:
         """All that is known."""
-        _, method, layout = self._plan
+        _, method, layout, _ = self._plan
         name = distribution_of(method, self._work.mask)
-        if self.left:
+        if not self._is_known:
             return Candidate(method, layout, name, self.seconds, self.memory, self.fits)
         received, crossing, messages = self._sums.max(axis=1).astype(np.int64).tolist()
         over = _over_bound(int(self._sums[0].sum()), layout, self._work, self._problem)
         phases = {x: self.phases[x] for x in self._work.phases}
         figures = self.memory, self.fits, phases, received, crossing, messages, over
         return Candidate(method, layout, name, self.bound, *figures)
-
-    def _survey(
-        self, phase: str, ranks: tuple[int, ...] | None = None, steps: int | None = None
-    ) -> Survey:
-        return survey_of(*self._plan, self._work, self._problem, phase, ranks, steps)
 
     def _hold(self, ranks: Sequence[int]) -> None:
         """Find the memory of these ranks, of the phases that are known."""
@@ -439,7 +456,7 @@ def _alone(machine: Machine, layout: Layout, found: Survey, rank: int) -> float:
     messages that it has posted, later ones start at that time at the earliest: what they take is
     added.
     """
-    operations, messages = placed(machine, layout, found)
+    operations, messages = found.operations, found.messages
     node = layout.world_ranks() // machine.ranks_per_node
     far = node[messages.source] != node[messages.to]
     inside, between = machine.links(layout.size)

@@ -9,7 +9,7 @@ A profile holds measured (``drivers/calibrate.py``) or quoted figures, in SI uni
     reserved = "4GB"              # of that, taken by the runtime, kernels and MPI
     start = 2e-5                  # s: all ranks setting out, once a phase
     step = 1e-4                   # s of a core beside each kernel call: Python, cold caches
-    turn = 1e-4                   # likewise beside each hop of a ring: every one is waited for
+    hop_overhead = 1e-4           # likewise beside each hop of a ring: every one is waited for
     copy = 1e10                   # bytes/s of copies, sums and zeros, by one core
     merge = 2e9                   # bytes/s of partial outs merged, by one core
     computed_by = "float32: numba; openblas 0.3.31 (Haswell); 1 thread"  # what was measured

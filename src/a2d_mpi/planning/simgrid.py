@@ -24,7 +24,7 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import Phase, slowest_seconds
 from a2d_mpi.planning.network import Cables, Network
 from a2d_mpi.planning.simulator import WAIT, Messages, Operations, spent
-from a2d_mpi.planning.survey import programs_of
+from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Workload
 
@@ -111,7 +111,7 @@ def simulate(
     pace = np.ones(layout.size) if slow is None else np.asarray(slow, float)[layout.world_ranks()]
     phases, memory, messages = {}, 0, 0
     for phase in work.phases:
-        programs, listed = programs_of(machine, method, layout, work, problem, phase)
+        programs, listed, *_ = survey_of(machine, method, layout, work, problem, phase)
         cables = Cables(network, machine, layout.size)
         arrays = replay_input(programs, listed, cables, layout.world_ranks(), pace)
         now, waited, (nbytes, number) = _run(binary, arrays, layout.size, timeout, coarse)

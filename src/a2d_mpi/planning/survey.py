@@ -6,7 +6,6 @@ A program is read once, into a `Tape`, for all ranks that run it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
-from a2d_mpi.planning.machine import KernelModel, Machine
+from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
 from a2d_mpi.schedules import Part, essence, parts_of
@@ -24,6 +23,7 @@ from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     KINDS,
     Attend,
+    Barrier,
     Clear,
     Differentiate,
     Merge,
@@ -35,31 +35,7 @@ from a2d_mpi.schedules.steps import (
 
 _CALLS = (Attend, Differentiate)
 _KINDS = {kind: i for i, kind in enumerate(KINDS)}
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The figures of one rank of a machine that do not depend on links; see `Machine`."""
-
-    kernel: KernelModel
-    host_kernel: str | None
-    share: float
-    start: float
-    step: float
-    turn: float
-    copy: float
-    merge: float
-
-    @classmethod
-    def of(cls, machine: Machine, dtype: str, phase: str) -> Rates:
-        """The rates of a machine in a phase; ValueError if it has no kernel for the dtype."""
-        figures = ("share", "start", "step", "turn", "copy", "merge")
-        kernel, host = machine.kernel(dtype, phase), machine.host_kernel(dtype)
-        return cls(kernel, host, *(getattr(machine, x) for x in figures))
-
-    def copying(self, size: float) -> float:
-        """Seconds to copy, or to add, this many bytes."""
-        return size / self.copy / self.share
+_BARRIER = len(KINDS)  # what ranks that enter a barrier tell each other
 
 
 class Tape(NamedTuple):
@@ -86,19 +62,17 @@ class Tape(NamedTuple):
     held: Held
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """Operations, messages and memory of all ranks of a plan in one phase.
 
     Attributes
     ----------
     operations : Operations
-        Without the costs of messages, which depend on the places of ranks.
     messages : Messages
     tensors : (n,) int64
         Tensors of every message, which each cost the overhead of a message.
     pieces : (n,) int64
-        MPI messages of every message.
+        MPI messages of every message; 0 for the empty messages of barriers.
     held : list of list of Held
         By rank and program.
     """
@@ -143,44 +117,37 @@ def survey_of(
     ValueError
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
-    rates = Rates.of(machine, work.dtype, phase)
-    essentials = method, phase, essence(method, layout), problem, rates, work.overlap
-    return _survey(*essentials, ranks, steps)
+    plan = method, essence(method, layout), problem, work.overlap
+    return _placed(machine, layout, _survey(machine, *plan, phase, ranks, steps))
 
 
 @lru_cache(maxsize=2)  # layouts that differ in the places of ranks may follow each other
 def _survey(
+    machine: Machine,
     method: str,
-    phase: str,
     layout: Layout,
     problem: Problem,
-    rates: Rates,
     overlap: bool,
+    phase: str,
     ranks: tuple[int, ...] | None,
     steps: int | None,
 ) -> Survey:
+    """The survey, without the costs of messages, which depend on the places of ranks."""
     tapes, places, held = [], [], []
     for rank in range(layout.size) if ranks is None else ranks:
         parts = parts_of(method, phase, layout, problem, rank, overlap)
-        mine = [_tape(x.anywhere, phase, rates, x == parts[-1], steps) for x in parts]
+        mine = [_tape(x.anywhere, phase, machine, x == parts[-1], steps) for x in parts]
         held.append([x.held for x in mine])
         delta = 2 * problem.counts[rank] * problem.config.nbytes("q") * (phase == PHASES[1])
-        tapes += [_opening(rates, delta), *mine]
+        tapes += [_opening(machine, delta), *mine]
         places += [(rank, 0, 1, 0), *((rank, i, *x[3:]) for i, x in enumerate(parts))]
     operations, listed = _together(tapes, np.array(places), layout.size)
     source, to, nbytes, tensors, pieces = listed.T
     return Survey(operations, Messages(source, to, nbytes), tensors, pieces, held)
 
 
-def programs_of(
-    machine: Machine, method: str, layout: Layout, work: Workload, problem: Problem, phase: str
-) -> tuple[Operations, Messages]:
-    """The operations of all ranks in one phase of a plan, and their messages."""
-    return placed(machine, layout, survey_of(machine, method, layout, work, problem, phase))
-
-
-def placed(machine: Machine, layout: Layout, found: Survey) -> tuple[Operations, Messages]:
-    """The operations with the costs of messages on a machine's links.
+def _placed(machine: Machine, layout: Layout, found: Survey) -> Survey:
+    """The survey with the costs of messages on a machine's links.
 
     Posting a message costs the overhead of its link for each tensor; receiving it costs the core
     ``1 - hidden`` of the transfer.
@@ -200,7 +167,7 @@ def placed(machine: Machine, layout: Layout, found: Survey) -> tuple[Operations,
     posts = operations.kind[operation] == POST
     costs = np.where(posts, overhead[number], work[number] * received)
     seconds = operations.seconds + np.bincount(operation, costs, len(operations.kind))
-    return operations._replace(seconds=seconds), messages
+    return found._replace(operations=operations._replace(seconds=seconds))
 
 
 def _together(
@@ -264,50 +231,53 @@ def _made(
 
 
 @lru_cache(maxsize=64)
-def _opening(rates: Rates, delta: int) -> Tape:
+def _opening(machine: Machine, delta: int) -> Tape:
     """Setting out, and the bytes that computing delta takes."""
-    spent = [(OTHER, rates.start, ()), (COMPUTE, rates.copying(delta), ())]
+    spent = [(OTHER, machine.start, ()), (COMPUTE, machine.copying(delta), ())]
     return _made([x for x in spent if x[1]], (), NOTHING)
 
 
 @lru_cache(maxsize=4096)
-def _tape(part: Part, phase: str, rates: Rates, last: bool, steps: int | None) -> Tape:
+def _tape(part: Part, phase: str, machine: Machine, last: bool, steps: int | None) -> Tape:
     """Read one program, or its first steps; `last`: its results are for the caller."""
     program, backward = part.write(steps), phase == PHASES[1]
-    calls = iter(_kernel_seconds(program, rates, backward))
+    calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
     keeping = _keeping_step(program)
     found: list[tuple[int, float, Sequence[int]]] = []
     messages: list[tuple[int, ...]] = []
+    numbers: list[range] = []  # messages of the tape, by those and barriers of the program
     posted: list[int] = []
     for step in program.steps:
         is_message = isinstance(step, Message)
-        if is_message:
-            posted.append(step.index)
-            messages.append(_message(program, step))
+        if is_message or isinstance(step, Barrier):
+            made = [_message(program, step)] if is_message else _barrier(program, step)
+            numbers.append(range(len(messages), len(messages) + len(made)))
+            messages += made
+            posted += numbers[-1]
             if step.index not in keeping:
                 continue
         if posted:  # messages that are posted together leave together
             found.append((POST, 0.0, posted))
             posted = []
         if is_message:
-            found.append((OTHER, rates.turn / rates.share, ()))
+            found.append((OTHER, machine.hop_overhead / machine.share, ()))
         elif isinstance(step, Wait):
-            found.append((WAIT, 0.0, step.messages))
+            found.append((WAIT, 0.0, [m for index in step.messages for m in numbers[index]]))
         elif isinstance(step, _CALLS):
             found.append((COMPUTE, next(calls), ()))
-            found.append((OTHER, rates.step / rates.share, ()))
+            found.append((OTHER, machine.step / machine.share, ()))
         elif isinstance(step, Merge):
-            size = step.source.count * program.group.config.nbytes("dq", accumulated=True)
-            found.append((MERGE, size / rates.merge / rates.share, ()))
+            size = step.source.count * config.nbytes("dq", accumulated=True)
+            found.append((MERGE, size / machine.merge / machine.share, ()))
         elif isinstance(step, Clear):
-            found.append((OTHER, rates.copying(nbytes(program, step.rows)), ()))
+            found.append((OTHER, machine.copying(nbytes(program, step.rows)), ()))
         else:  # Copy or Add
-            found.append((MERGE, rates.copying(nbytes(program, step.source)), ()))
+            found.append((MERGE, machine.copying(nbytes(program, step.source)), ()))
     for rows in program.results.values() if last else ():
         if program.arrays[rows.array].role == "buffer":  # the caller gets copies
-            found.append((OTHER, rates.copying(nbytes(program, rows)), ()))
+            found.append((OTHER, machine.copying(nbytes(program, rows)), ()))
     spent = [x for x in found if x[0] in (POST, WAIT) or x[1]]
-    return _made(spent, messages, held_by(program, backward, rates.host_kernel))
+    return _made(spent, messages, held_by(program, backward, machine.host_kernel(config.dtype)))
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:
@@ -319,7 +289,20 @@ def _message(program: Program, step: Message) -> tuple[int, ...]:
     return step.peer, isinstance(step, Receive), *same, count * sum(sizes), len(sizes), pieces
 
 
-def _kernel_seconds(program: Program, rates: Rates, backward: bool) -> list[float]:
+def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:
+    """Rows of `Tape.messages`: an empty message between this rank and each of the others.
+
+    It has passed when both have posted it.  MPI needs fewer messages, which ranks pass on to each
+    other (dissemination): only as many have an overhead.  A channel has one barrier at most.
+    """
+    others = [x for x in program.channels[step.channel] if x != program.rank]
+    rounds = len(others).bit_length()
+    return [
+        (x, x < program.rank, _BARRIER, 0, 0, 1, int(i < rounds), 0) for i, x in enumerate(others)
+    ]
+
+
+def _kernel_seconds(program: Program, machine: Machine, phase: str) -> list[float]:
     """Seconds of every kernel call of a program."""
     calls = [x for x in program.steps if isinstance(x, _CALLS)]
     if not calls:
@@ -328,7 +311,9 @@ def _kernel_seconds(program: Program, rates: Rates, backward: bool) -> list[floa
     nq, nk = (np.array([x[i].count for x in calls]) for i in range(2))  # queries, keys
     config = program.group.config
     heads = config.nheads, config.nheads_kv, config.headdim
-    return (rates.kernel.seconds(area, nq, nk, cut, heads, backward) / rates.share).tolist()
+    kernel = machine.kernel(config.dtype, phase)
+    seconds = kernel.seconds(area, nq, nk, cut, heads, phase == PHASES[1])
+    return (seconds / machine.share).tolist()
 
 
 def _keeping_step(program: Program) -> set[int]:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.masks.check import check_visible
 from a2d_mpi.masks.mask import Full, Mask
-from a2d_mpi.masks.visible import check_visible
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.problem import Problem
@@ -252,6 +252,7 @@ class _Groups:
         rows, cols, inner = known.shape(layout)
         group = problem.cp_group(u)
         self._alike = {"overlap": overlap, "mixed_precision": config.mixed_precision}
+        self._alike["stream"] = known.streams and layout.stream
         self._alike["shares_kv"] = config.nheads_kv < u
         nodes = [layout.nodes_of_group(x) if known.knows_nodes else None for x in range(u)]
         self.inside = [
@@ -283,5 +284,6 @@ def _renamed(nodes: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 def essence(method: str, layout: Layout) -> Layout:
     """The layout without what the method's programs do not depend on."""
-    nodes = layout.nodes if _known(method).knows_nodes else None
-    return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes)
+    known = _known(method)
+    nodes, stream = layout.nodes if known.knows_nodes else None, known.streams and layout.stream
+    return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes, stream=stream)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import KINDS, Attend, Differentiate, Rows
+from a2d_mpi.schedules.steps import Attend, Differentiate, Rows
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
 
@@ -28,16 +28,15 @@ def pairs_of(program: Program, calls: Sequence[Attend | Differentiate]) -> np.nd
     return pairs_of_runs(program.mask, runs)
 
 
-def buffers(program: Program) -> dict[tuple[str, str], int]:
-    """Bytes of every buffer that a plan keeps for a program, by room and tensor.
+def buffers(program: Program) -> dict[tuple[str, int], int]:
+    """Bytes of every buffer that a plan keeps for a program, by room and number of the tensor.
 
     As if the kernel wrote partial results in the accumulation dtype.
     """
-    found: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, int], int] = {}
     for name, array in program.arrays.items():
         if array.role == "buffer":
-            names = ("all",) if array.packed else KINDS[array.kind]
-            for tensor, size in zip(names, program.group.row_bytes(array)):
-                key = array.room or name, tensor
+            for i, size in enumerate(program.group.row_bytes(array)):
+                key = array.room or name, i
                 found[key] = max(found.get(key, 0), array.length * size)
     return found

@@ -7,7 +7,13 @@ On square grids the bytes that a rank receives fall as 1/sqrt(P).
 
 Source: Elango, "Attention2D: Communication Efficient Distributed Self-Attention Mechanism",
 arXiv:2503.15758.  The order of the work is ours: post everything, compute on what is here, send
-what is finished, wait only for what is needed next.
+what is finished, wait only for what is needed next.  Where the mask lets some ranks gather less
+than others, gathers come before returns: links are shared fairly, and a partial result that leaves
+early would delay keys that another rank still waits for.
+
+A tile can be streamed (`Group.stream`), where memory is short.  A rank then holds one side of its
+tile only.  The shards of the other side pass through two buffers, and so do the partial results
+for that side: forward the rank holds keys, backward the side that takes less memory.
 """
 
 from __future__ import annotations
@@ -16,11 +22,11 @@ from collections.abc import Iterator
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.schedules.collectives import Coming, Partials, all_gather
-from a2d_mpi.schedules.group import chunked
+from a2d_mpi.schedules.collectives import Coming, Partials, Stream, all_gather
+from a2d_mpi.schedules.group import Group, chunked
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import Rows
+from a2d_mpi.schedules.steps import Array, Rows
 
 
 class Tile:
@@ -31,10 +37,14 @@ class Tile:
     p : Program
     kind : str
         Of the queries' rows: "q" or "qd".
+    by_query : bool
+        The order of the calls, see `calls`.
     """
 
-    def __init__(self, p: Program, kind: str) -> None:
-        self.p, (rows, cols) = p, (p.group.rows, p.group.cols)
+    def __init__(self, p: Program, kind: str, by_query: bool) -> None:
+        self.p, self.by_query, (rows, cols) = p, by_query, (p.group.rows, p.group.cols)
+        # Calls of a streamed backward pass are made owner by owner: no copy of keys is sorted.
+        self.sorts = not p.group.stream or kind == "q"
         r, c = divmod(p.rank, cols)
         # Nearest following first: no rank is everybody's first target.
         self.row_peers = [r * cols + (c + i) % cols for i in range(1, cols)]
@@ -56,44 +66,69 @@ class Tile:
         return self.p.group.required(True, owner, self.p.group.row_of(member))
 
     def gather(self) -> None:
-        """Gather the rows of queries along the row, and the rows of keys along the column."""
-        row = "row", self.own_q.array, self.row_peers, self.required_queries
-        col = "col", self.own_k.array, self.col_peers, self.required_keys
-        self.q, self.q_coming = all_gather(self.p, *row)
-        self.k, self.k_coming = all_gather(self.p, *col)
+        """Gather the rows of queries along the row, and the rows of keys along the column.
 
-    def calls(self, by_query: bool) -> Iterator[tuple[int | None, Rows, int | None, Rows]]:
+        Streamed, the side that comes last in `calls` is not gathered.
+        """
+        p, own_q, own_k = self.p, self.own_q.array, self.own_k.array
+        row = "row", own_q, self.row_peers, self.required_queries
+        col = "col", own_k, self.col_peers, self.required_keys
+        if not p.group.stream:
+            self.q, self.q_coming = all_gather(p, *row)
+            self.k, self.k_coming = all_gather(p, *col)
+        elif not self.by_query:
+            self.q, self.q_coming = all_gather(p, *row)
+            self.k, self.k_coming = own_k, Stream(p, *col, backwards=True)
+        else:
+            self.q, self.q_coming = own_q, Stream(p, *row, backwards=True)
+            if self.row_peers:
+                self.k, self.k_coming = all_gather(p, *col, by_token=self.sorts)
+            else:  # this rank's own queries meet the keys as they arrive, and that is all
+                self.k, self.k_coming = own_k, Stream(p, *col)
+
+    def all_keys(self) -> Rows:
+        """All rows of keys, in the order of tokens or, for several calls, owner by owner."""
+        p = self.p
+        return p.rows(p.sorted(self.k)) if self.sorts else p.piece_by_piece(self.k)
+
+    def calls(self) -> Iterator[tuple[int | None, Rows, int | None, Rows]]:
         """Yield owner and rows of the queries, then of the keys, of each kernel call, when here.
 
         By query: the first part of this rank's own queries meets the keys of each owner as these
         arrive.  Then the other owners' queries, as they arrive, meet all keys at once (owner
-        None).  The rest of its own queries comes last, while partial results travel.  By key: the
-        same with the roles exchanged.
+        None).  The rest of its own queries comes last, while partial results travel.  Streamed, it
+        comes before the other owners' queries: then partial results can be added to it.  By key:
+        the same with the roles exchanged.
         """
         p, rank = self.p, self.p.rank
-        if not p.group.overlap:
-            self.wait(self.q_coming)
-            self.wait(self.k_coming)
-        if by_query:
+        for coming in (self.q_coming, self.k_coming):
+            if not p.group.overlap and not isinstance(coming, Stream):
+                self.wait(coming)
+        if self.by_query:
             first, *rest = p.split_own(False, p.channels["col"], p.group.cols)
             own = p.rows(self.q, rank, first)
-            yield rank, own, rank, p.rows(self.k, rank)
+            own_k = self.own_k if p.arrays[self.k].by_token else p.rows(self.k, rank)
+            yield rank, own, rank, own_k
             for owner, keys in self._arriving(self.k_coming):
                 yield rank, own, owner, keys
-            for owner, queries in self._arriving(self.q_coming):
-                yield owner, queries, None, p.rows(p.sorted(self.k))
-            for part in rest:
-                yield rank, p.rows(self.q, rank, part), None, p.rows(p.sorted(self.k))
+            calls = ((rank, p.rows(self.q, rank, part), None, self.all_keys()) for part in rest)
+            if p.group.stream:  # and at the end there are none left
+                yield from calls
+            for owner, queries in self._last(self.q_coming, self.own_k, self.own_q):
+                yield owner, queries, None, self.all_keys()
+            yield from calls
         else:
             first, *rest = p.split_own(True, p.channels["row"], p.group.rows)
             own = p.rows(self.k, rank, first)
             yield rank, p.rows(self.q, rank), rank, own
             for owner, queries in self._arriving(self.q_coming):
                 yield owner, queries, rank, own
-            for owner, keys in self._arriving(self.k_coming):
+            calls = ((None, p.rows(self.q), rank, p.rows(self.k, rank, part)) for part in rest)
+            if p.group.stream:
+                yield from calls
+            for owner, keys in self._last(self.k_coming, self.own_q, self.own_k):
                 yield None, p.rows(self.q), owner, keys
-            for part in rest:
-                yield None, p.rows(self.q), rank, p.rows(self.k, rank, part)
+            yield from calls
 
     def _arriving(self, coming: Coming) -> Iterator[tuple[int, Rows]]:
         """Wait for each message in turn; yield the owner and the rows that it brings."""
@@ -102,6 +137,24 @@ class Tile:
                 self.wait([(owner, message)])
             yield owner, message.rows
 
+    def _last(self, coming: Coming, first: Rows, last: Rows) -> Iterator[tuple[int, Rows]]:
+        """Wait for the messages of the last gather; yield the owners and the rows they bring.
+
+        If a row of `first`, the gather before, is larger than a row of `last` (by more than lse
+        and delta), the last messages are here while messages of the first are still on their way
+        to other ranks.  Then the rank waits for all that it gathers, and no partial result leaves
+        before its row and column have all that they gather.
+        """
+        p = self.p
+        larger, smaller = (sum(p.group.row_bytes(p.arrays[x.array])) for x in (first, last))
+        if p.group.stream or not p.group.uneven or larger < 1.1 * smaller:
+            yield from self._arriving(coming)
+            return
+        if p.group.overlap:
+            self.wait(coming)
+        p.gathered("row", "col")
+        yield from ((owner, message.rows) for owner, message in coming)
+
     def wait(self, coming: Coming) -> None:
         """Wait for messages that bring rows."""
         self.p.wait(message for _, message in coming)
@@ -109,18 +162,16 @@ class Tile:
 
 def forward(p: Program) -> None:
     """Write the forward pass of a rank."""
-    tile = Tile(p, "q")  # q: (C n, H, D); k, v: (R n, Hkv, D)
+    tile = Tile(p, "q", by_query=True)  # q: (C n, H, D); k, v: (R n, Hkv, D)
     out = p.own("out", "out", "result")  # (n, H, D), and lse (n, H)
     partials = Partials(p, "row", "out", tile.row_peers, tile.required_queries)
-    for owner, queries, _, keys in tile.calls(by_query=True):
+    for owner, queries, _, keys in tile.calls():
         if owner == p.rank:
             p.attend(queries, keys, p.matching(out.array, queries))
         else:
-            places = tile.required_queries(owner, p.rank)
-            name = p.array(f"out to {owner}", "out", [(owner, places)])
-            partial = p.matching(name, queries)
+            partial = partials.of(owner, queries, out.array)
             p.attend(queries, keys, partial)
-            p.give("row", owner, partial)
+            partials.give(owner, partial)
     partials.combine(out.array)
     p.results = {"out": out}
 
@@ -128,20 +179,31 @@ def forward(p: Program) -> None:
 def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
     group = p.group
-    tile = Tile(p, "qd")  # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
     by_query = gradients_by_query(group.rows, group.cols, group.nheads, group.nheads_kv)
+    if group.stream:
+        by_query = keys_are_smaller(group)
+    # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
+    tile = Tile(p, "qd", by_query)
     dq = p.sums("dq", "dq", tile.q)  # (C n, H, D)
-    dkv = p.sums("dkv", "dkv", tile.k, by_token=by_query)  # dk, dv: (R n, Hkv, D)
+    by_token = by_query and not group.stream
+    dkv = p.sums("dkv", "dkv", tile.k, by_token=by_token)  # dk, dv: (R n, Hkv, D)
     dq_partials = Partials(p, "row", "dq", tile.row_peers, tile.required_queries)
     dkv_partials = Partials(p, "col", "dkv", tile.col_peers, tile.required_keys)
-    for q_owner, queries, k_owner, keys in tile.calls(by_query):
-        into, keys_into = dq(queries), dkv(keys)
+    for q_owner, queries, k_owner, keys in tile.calls():
+        if group.stream and by_query and q_owner != p.rank:
+            into, keys_into = dq_partials.of(q_owner, queries, "dq"), dkv(keys)
+            p.clear(into)
+        elif group.stream and not by_query and k_owner != p.rank:
+            into, keys_into = dq(queries), dkv_partials.of(k_owner, keys, "dkv")
+            p.clear(keys_into)
+        else:
+            into, keys_into = dq(queries), dkv(keys)
         p.differentiate(queries, keys, into, keys_into)
         # Finished: these queries have met all keys, or these keys all queries.
         if k_owner is None and q_owner != p.rank:
-            p.give("row", q_owner, into)
+            dq_partials.give(q_owner, into)
         elif q_owner is None and k_owner != p.rank:
-            p.give("col", k_owner, keys_into)
+            dkv_partials.give(k_owner, keys_into)
     if by_query:
         for peer in tile.col_peers:
             for chunk in chunked(tile.required_keys(peer, p.rank), group.rows):
@@ -150,6 +212,8 @@ def backward(p: Program) -> None:
         for peer in tile.row_peers:
             for chunk in chunked(tile.required_queries(peer, p.rank), group.cols):
                 p.give("row", peer, p.rows("dq", peer, chunk))
+    if group.stream and not by_query:  # before that the peers do not come to their end
+        dkv_partials.combine("dkv")
     dq_partials.combine("dq")
     dkv_partials.combine("dkv")
     p.results = {"dq": p.rows("dq", p.rank), "dkv": p.rows("dkv", p.rank)}
@@ -164,6 +228,15 @@ def gradients_by_query(rows: int, cols: int, nheads: int, nheads_kv: int) -> boo
     return (cols - 1) * nheads >= 2 * (rows - 1) * nheads_kv
 
 
+def keys_are_smaller(group: Group) -> bool:
+    """Tell whether other ranks' keys and their gradients take less memory than their queries'."""
+
+    def of(*kinds: str) -> int:
+        return sum(sum(group.row_bytes(Array(kind, ()))) for kind in kinds)
+
+    return (group.rows - 1) * of("kv", "dkv") < (group.cols - 1) * of("qd", "dq")
+
+
 def _known_as(layout: Layout) -> str:
     if layout.size == 1:
         return ""
@@ -173,5 +246,9 @@ def _known_as(layout: Layout) -> str:
 
 
 METHOD = Method(
-    forward, backward, lambda layout: (layout.rows, layout.cols, ""), known_as=_known_as
+    forward,
+    backward,
+    lambda layout: (layout.rows, layout.cols, ""),
+    known_as=_known_as,
+    streams=True,
 )

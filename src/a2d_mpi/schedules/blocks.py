@@ -147,8 +147,13 @@ class Exchange:
             if p.group.overlap:
                 p.wait([message])
             yield p.rank, self.own_q, message.rows
-        for owner, message in self.q_coming.items():
+        gathers_first = p.group.gathers_first(p.arrays[self.own_q.array].kind == "qd")
+        if gathers_first:
             if p.group.overlap:
+                p.wait(self.q_coming.values())
+            p.gathered("all")
+        for owner, message in self.q_coming.items():
+            if p.group.overlap and not gathers_first:
                 p.wait([message])
             yield owner, message.rows, p.rows(p.sorted(self.keys))
 

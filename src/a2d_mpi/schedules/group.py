@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.masks.intervals import Runs, cut, size
+from a2d_mpi.masks.mask import Full
 from a2d_mpi.schedules.chunks import chunks
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import KINDS, Array
@@ -27,6 +28,8 @@ class Group:
         With the heads that one rank computes.
     overlap : bool
         Whether to compute while messages travel.
+    stream : bool
+        Whether shards and partial results of one side of a tile pass through two buffers.
     inner : str
         Name of the channel of inner hops, of rings.
     mixed_precision : bool
@@ -42,6 +45,7 @@ class Group:
     problem: Problem
     config: AttentionConfig
     overlap: bool = True
+    stream: bool = False
     inner: str = ""
     mixed_precision: bool = False
     shares_kv: bool = False
@@ -61,6 +65,19 @@ class Group:
     def nheads_kv(self) -> int:
         """KV heads that the group computes."""
         return self.config.nheads_kv
+
+    @property
+    def uneven(self) -> bool:
+        """True if the mask lets some of three or more ranks gather less than others."""
+        return type(self.problem.mask) is not Full and self.rows * self.cols > 2
+
+    def gathers_first(self, backward: bool) -> bool:
+        """Tell whether partial results wait until all ranks have all rows that they gather.
+
+        For methods that gather keys first.  In the forward pass it gains nothing if the rows of
+        queries, which come last, are as large as the rows of keys.
+        """
+        return self.uneven and (backward or 2 * self.nheads_kv > self.nheads)
 
     def row_of(self, rank: int) -> range:
         """The ranks of a rank's row: the owners of its tile's queries."""

@@ -16,10 +16,16 @@ from a2d_mpi.schedules.steps import SUMS, Rows
 
 
 class Ulysses:
-    """The Ulysses group around a rank, and the parcels of one kind of rows."""
+    """The Ulysses group around a rank, and the parcels of one kind of rows.
 
-    def __init__(self, p: Program, kind: str, accumulated: tuple[str, ...] = SUMS) -> None:
+    The parcels before attention and those after it share their buffers, forward and backward.
+    """
+
+    def __init__(
+        self, p: Program, kind: str, number: int, accumulated: tuple[str, ...] = SUMS
+    ) -> None:
         self.p, self.kind, self.accumulated = p, kind, accumulated
+        self._number = number
         size = p.group.cols
         p.channels["head"] = tuple(range(size))
         # Nearest following first.
@@ -31,6 +37,7 @@ class Ulysses:
         if name not in self._parcels:
             whole = self.p.group.whole(self.kind in ("kv", "dkv"), owner)
             others = {"accumulated": self.accumulated, "packed": True}
+            others["room"] = f"parcel {name} {self._number}"
             array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, whole)], **others)
             self._parcels[name] = self.p.rows(array)
         return self._parcels[name]
@@ -39,11 +46,12 @@ class Ulysses:
         self, name: str, role: str = "buffer", accumulated: tuple[str, ...] | None = None
     ) -> str:
         """An array of all rows of the Ulysses group, by token."""
-        p, name = self.p, f"{name} {self.kind}"
+        p, room = self.p, f"{name} {self._number}"
         of_keys = self.kind in ("kv", "dkv")
         pieces = [(x, p.group.whole(of_keys, x)) for x in p.channels["head"]]
         accumulated = self.accumulated if accumulated is None else accumulated
-        return p.array(name, self.kind, pieces, role, accumulated, by_token=True)
+        others = {"by_token": True, "room": room}
+        return p.array(f"{name} {self.kind}", self.kind, pieces, role, accumulated, **others)
 
 
 def _kinds(p: Program, together: str, *apart: str) -> tuple[str, ...]:
@@ -53,32 +61,33 @@ def _kinds(p: Program, together: str, *apart: str) -> tuple[str, ...]:
 
 def share(p: Program, backward: bool) -> None:
     """Write how a rank gets its heads of all tokens of the Ulysses group."""
-    for kind in _kinds(p, *(("qkvd", "qd", "kv") if backward else ("qkv", "q", "kv"))):
-        x = Ulysses(p, kind)
+    kinds = _kinds(p, *(("qkvd", "qd", "kv") if backward else ("qkv", "q", "kv")))
+    for number, kind in enumerate(kinds):
+        x = Ulysses(p, kind, number)
         own, group = p.own(f"own {kind}", kind, "given", all_heads=True), x.together("group")
         coming = [
-            p.receive("head", peer, x.parcel(f"arriving {i}", peer))
-            for i, peer in enumerate(x.peers, 1)
+            p.receive("head", peer, x.parcel(f"in {i}", peer)) for i, peer in enumerate(x.peers, 1)
         ]
         for i, peer in enumerate(x.peers, 1):
-            leaving = x.parcel(f"leaving {i}", p.rank)
+            leaving = x.parcel(f"out {i}", p.rank)
             p.copy(own._replace(head=peer), leaving)
             p.send("head", peer, leaving)
         # This rank's own rows go the way of all others, without a message.
-        arrived = x.parcel("arriving 0", p.rank)
+        arrived = x.parcel("in 0", p.rank)
         p.copy(own._replace(head=p.rank), arrived)
         p.copy(arrived, p.rows(group, p.rank))
         for i, peer in enumerate(x.peers, 1):
             p.wait([coming[i - 1]])
-            p.copy(x.parcel(f"arriving {i}", peer), p.rows(group, peer))
+            p.copy(x.parcel(f"in {i}", peer), p.rows(group, peer))
         p.results[kind] = p.rows(group)
 
 
 def collect(p: Program, backward: bool) -> None:
     """Write how a rank gets all heads of the results for its tokens."""
-    for kind in _kinds(p, *(("gradients", "dq", "dkv") if backward else ("out", "out"))):
+    kinds = _kinds(p, *(("gradients", "dq", "dkv") if backward else ("out", "out")))
+    for number, kind in enumerate(kinds):
         sums = ("dk", "dv") if kind in ("gradients", "dkv") and p.group.shares_kv else ()
-        x = Ulysses(p, kind, ("lse", *sums))
+        x = Ulysses(p, kind, number, ("lse", *sums))
         group = x.together("group", "given", SUMS)
         if p.group.mixed_precision:  # results travel as the caller gets them, but for sums
             rounded = x.together("rounded")
@@ -88,21 +97,21 @@ def collect(p: Program, backward: bool) -> None:
         if sums:
             p.clear(own)
         coming = [
-            p.receive("head", peer, x.parcel(f"returning {i}", p.rank))
+            p.receive("head", peer, x.parcel(f"in {i}", p.rank))
             for i, peer in enumerate(x.peers, 1)
         ]
         for i, peer in enumerate(x.peers, 1):
-            returned = x.parcel(f"returned {i}", peer)
+            returned = x.parcel(f"out {i}", peer)
             p.copy(p.rows(group, peer), returned)
             p.send("head", peer, returned)
-        p.copy(p.rows(group, p.rank), x.parcel("returning 0", p.rank))
+        p.copy(p.rows(group, p.rank), x.parcel("in 0", p.rank))
         # In the order of ranks: sums repeat bit for bit.
         for peer in sorted([p.rank, *x.peers]):
             i = 0 if peer == p.rank else 1 + x.peers.index(peer)
             if i:
                 p.wait([coming[i - 1]])
             move = p.combine if sums else p.copy
-            move(x.parcel(f"returning {i}", p.rank), own._replace(head=peer))
+            move(x.parcel(f"in {i}", p.rank), own._replace(head=peer))
         p.results[kind] = own
 
 

@@ -42,6 +42,8 @@ class Method(NamedTuple):
         Name under which the literature knows it on a layout, or "".
     knows_nodes : bool
         Whether its schedules depend on `Layout.nodes`.
+    streams : bool
+        Whether its schedules depend on `Layout.stream`.
     """
 
     forward: Callable[[Program], None]
@@ -56,6 +58,7 @@ class Method(NamedTuple):
     causal: bool = False
     known_as: Callable[[Layout], str] = lambda layout: ""
     knows_nodes: bool = False
+    streams: bool = False
 
     def takes(self, mask: Mask) -> bool:
         """Tell whether the method is for a mask."""

@@ -27,10 +27,6 @@ from a2d_mpi.schedules.steps import KINDS, SUMS, Receive, Rows
 class NodeTile(Tile):
     """A tile whose rows and columns know their nodes."""
 
-    def __init__(self, p: Program, kind: str, by_query: bool) -> None:
-        self._by_query = by_query
-        super().__init__(p, kind)
-
     def gather(self) -> None:
         """Gather the rows of queries along the row, and the rows of keys along the column."""
         self.row = Line(self.p, "row", self.own_q.array)
@@ -45,8 +41,8 @@ class NodeTile(Tile):
             line.keep()
         self.q, self.k = self.row.gathered, self.col.gathered
         # Partial results for other nodes have the longest way: they are computed first.
-        self.q_coming = self.row.coming(far_first=self._by_query)
-        self.k_coming = self.col.coming(far_first=not self._by_query)
+        self.q_coming = self.row.coming(far_first=self.by_query)
+        self.k_coming = self.col.coming(far_first=not self.by_query)
 
     def wait(self, coming: Coming) -> None:
         """Wait for messages that bring rows, and pass on what came from other nodes."""
@@ -164,7 +160,7 @@ def forward(p: Program) -> None:
     tile = NodeTile(p, "q", by_query=True)
     out = p.own("out", "out", "result")
     sums = Sums(tile.row, "out")
-    for owner, queries, _, keys in tile.calls(by_query=True):
+    for owner, queries, _, keys in tile.calls():
         if owner == p.rank:
             p.attend(queries, keys, p.matching(out.array, queries))
         else:
@@ -183,7 +179,7 @@ def backward(p: Program) -> None:
     dq = p.sums("dq", "dq", tile.q)
     dkv = p.sums("dkv", "dkv", tile.k, by_token=by_query)
     of_q, of_k = Sums(tile.row, "dq", "dq"), Sums(tile.col, "dkv", "dkv")
-    for q_owner, queries, k_owner, keys in tile.calls(by_query):
+    for q_owner, queries, k_owner, keys in tile.calls():
         into, keys_into = dq(queries), dkv(keys)
         p.differentiate(queries, keys, into, keys_into)
         # Finished: these queries have met all keys, or these keys all queries.

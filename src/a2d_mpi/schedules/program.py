@@ -26,6 +26,7 @@ from a2d_mpi.schedules.steps import (
     Add,
     Array,
     Attend,
+    Barrier,
     Clear,
     Copy,
     Differentiate,
@@ -38,6 +39,8 @@ from a2d_mpi.schedules.steps import (
     Wait,
 )
 from a2d_mpi.sharding.pairs import causal_share
+
+PARTIALS = ("out", "dq", "dkv")  # kinds of rows that hold partial results
 
 
 class Enough(Exception):
@@ -80,7 +83,7 @@ class Program:
     body : int
         Number of steps before the waits that end the program.
     messages : int
-        Number of messages, sent and received.
+        Number of messages, sent and received, and of barriers.
     results : dict of str to Rows
         Rows that hold the results of this rank's shard in the end, by kind.
     mask : Mask
@@ -109,6 +112,7 @@ class Program:
         self._unsorted_sums: set[str] = set()
         self._sorted: set[str] = set()
         self._held: list[tuple[str, int, Rows]] = []
+        self._barriers: list[Barrier] = []
         self._positions: dict[str, list[tuple[int, list[range]]]] = {}
 
     def grid_rank(self, rank: int) -> int:
@@ -168,13 +172,18 @@ class Program:
         places: Runs | None = None,
         head: int | None = None,
     ) -> Rows:
-        """Rows of an array: all, or those of an owner's tokens, at some places of its shard."""
+        """Rows of an array: all, or those of an owner's tokens, at some places of its shard.
+
+        Of an array by token the places are those of a piece.
+        """
         array = self.arrays[name]
         if owner is None:
             return Rows(name, (range(array.length),) if array.length else (), head)
         if array.by_token:
             where = self._by_token(name)
-            runs = (r for i in self._of_owner(name, owner) for r in where[i][1])
+            numbers = self._of_owner(name, owner)
+            these = (i for i in numbers if places in (None, array.pieces[i][1]))
+            runs = (r for i in these for r in where[i][1])
             return Rows(name, tuple(runs), head)
         found: list[range] = []
         for offset, held in self._held_at(name, owner):
@@ -243,13 +252,19 @@ class Program:
         The array itself, if its rows are in that order.
         """
         if name not in self._twins:
-            array, runs = self.arrays[name], self.token_runs(self.rows(name))
+            array = self.arrays[name]
             self._twins[name] = name
-            if any(a[-1] > b[0] for a, b in pairwise(runs)):
+            if not (array.by_token or self.in_order(array.of_keys, array.pieces)):
                 others = {"accumulated": array.accumulated, "by_token": True}
                 twin = self.array(f"{name} by token", array.kind, array.pieces, **others)
                 self._twins[name] = twin
         return self._twins[name]
+
+    def in_order(self, of_keys: bool, pieces: Iterable[tuple[int, Runs]]) -> bool:
+        """Tell whether the tokens of pieces, one piece after the other, are in order."""
+        shards = self.group.shards(of_keys)
+        runs = (r for owner, places in pieces for r in shards.at(owner, places))
+        return all(a[-1] < b[0] for a, b in pairwise(runs))
 
     def sorted(self, name: str) -> str:
         """Copy the rows of an array to its sorted twin, once; returns the twin."""
@@ -258,6 +273,11 @@ class Program:
             self._sorted.add(name)
             self.copy(self.rows(name), self._piecewise(twin))
         return twin
+
+    def piece_by_piece(self, name: str) -> Rows:
+        """All rows of an array, a run for each piece: the tokens of a run are in order."""
+        runs = (range(a, b) for a, b in pairwise(self._offsets(name)) if a < b)
+        return Rows(name, tuple(runs))
 
     def sums(
         self, name: str, kind: str, like: str, by_token: bool = False
@@ -352,6 +372,8 @@ class Program:
         """Start sending rows, scattered ones in a packed copy; None if there are none."""
         if not rows.runs:
             return None
+        if self.arrays[rows.array].kind in PARTIALS:
+            self._pass_barriers()
         self._add_sorted_sums(rows.array)
         if len(rows.runs) > 1:
             rows = self._side_by_side(rows)
@@ -359,8 +381,8 @@ class Program:
         self.steps.append(message)
         return message
 
-    def wait(self, messages: Iterable[Message | None]) -> None:
-        """Block until messages of one channel are done."""
+    def wait(self, messages: Iterable[Message | Barrier | None]) -> None:
+        """Block until messages or barriers of one channel are done."""
         if found := [x for x in messages if x]:
             self.steps.append(Wait(found[0].channel, tuple(x.index for x in found)))
 
@@ -371,6 +393,25 @@ class Program:
             self.wait(found)
             return []
         return found
+
+    def gathered(self, *channels: str) -> None:
+        """Tell the ranks of some channels that this rank has all rows which it gathers from them.
+
+        Call it after the waits for these rows, on every rank of the channels.  The rank sends its
+        first partial result when all ranks of the channels have told it the same: until then
+        partial results would share links with rows that other ranks wait for.
+        """
+        for channel in channels:
+            if len(self.channels[channel]) > 1:
+                self._barriers.append(Barrier(channel, self.messages))
+                self.steps.append(self._barriers[-1])
+                self.messages += 1
+
+    def _pass_barriers(self) -> None:
+        """Wait for the barriers that this rank has entered."""
+        for barrier in self._barriers:
+            self.wait([barrier])
+        self._barriers = []
 
     def give(self, channel: str, owner: int, rows: Rows) -> None:
         """Send a finished partial result to its owner; without overlap, when all are finished."""
@@ -389,7 +430,11 @@ class Program:
         """Wait for all messages that nothing has waited for."""
         self.steps.most, self.body = None, len(self.steps)
         waited = {x for step in self.steps if isinstance(step, Wait) for x in step.messages}
-        left = [x for x in self.steps if isinstance(x, Send | Receive) and x.index not in waited]
+        left = [
+            x
+            for x in self.steps
+            if isinstance(x, Send | Receive | Barrier) and x.index not in waited
+        ]
         for channel in self.channels:
             self.wait(x for x in left if x.channel == channel)
 

@@ -76,7 +76,7 @@ class Array:
     as_computed : bool
         Whether the kernel chooses the dtype: it writes partial results there.
     room : str
-        Buffer that it shares with other arrays, at other times; default: one of its own.
+        Buffer that it shares with other arrays, at other times; default: its name.
     """
 
     kind: str
@@ -115,7 +115,7 @@ class Send(NamedTuple):
         Messages with the same channel, peer, kind of rows, direction and tag before this one: the
         peer counts them in the same way.
     index : int
-        Messages of the program before this one.
+        Messages and barriers of the program before this one.
     """
 
     channel: str
@@ -137,8 +137,22 @@ class Receive(NamedTuple):
     index: int
 
 
+class Barrier(NamedTuple):
+    """Enter a barrier of a channel: it is done when all ranks of the channel have entered it.
+
+    Attributes
+    ----------
+    channel : str
+    index : int
+        Messages and barriers of the program before this one.
+    """
+
+    channel: str
+    index: int
+
+
 class Wait(NamedTuple):
-    """Block until messages of one channel are done, which are given by their index."""
+    """Block until messages or barriers of one channel are done, which are given by their index."""
 
     channel: str
     messages: tuple[int, ...]
@@ -208,4 +222,4 @@ class Add(NamedTuple):
 
 
 Message = Send | Receive
-Step = Send | Receive | Wait | Copy | Clear | Attend | Differentiate | Merge | Add
+Step = Send | Receive | Barrier | Wait | Copy | Clear | Attend | Differentiate | Merge | Add

@@ -231,7 +231,7 @@ class Block:
 
         Rows that others wait for are first, early and late ones in turn.
         """
-        arrays, held = {self.q: self.all_q, self.k: self.all_k}, []
+        p, arrays, held = self.p, {self.q: self.all_q, self.k: self.all_k}, []
         order = [
             (not side.children(x), i, side is self.late, side)
             for side in (self.early, self.late)
@@ -244,6 +244,8 @@ class Block:
                 held.append((side, owner))
             else:
                 yield side, owner
+        if p.group.gathers_first(p.arrays[self.own_q.array].kind == "qd"):
+            p.gathered("row", "col")
         yield from held
 
 

@@ -3,8 +3,8 @@
 The sequence is cut into equally long runs, the same number for every position of the grid.  The
 visible pairs between runs are counted once; the area of the tile (r, c) is the sum over the runs
 of row r and those of column c.  From a structured start (contiguous, zigzag, or dealt in turns)
-pairs of runs change places while that lowers the sum of the squared areas.  Few long runs are
-tried first, as they keep tiles in few plain shapes and the traffic small.
+runs of the largest tile change places with others until no tile is too large.  Few exchanges and
+few long runs keep tiles in few plain shapes and the traffic small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _EVEN = 1.02
 _ENOUGH = 1.05
 # The matrix of pairs between runs has this many rows at most: 32 MiB of float64.
 _MOST_RUNS = 2048
-_SWEEPS = 4
+# Runs change places until the largest area is this times the mean one: each exchange costs bytes.
+_ENDS = 1.018
+# So many exchanges a run at most; so many of the largest tiles, and of the runs that add most to
+# each, are looked at for one exchange.
+_MOST_SWAPS, _TILES, _TRIED = 4, 4, 32
 # Runs of a position, in the order in which they are tried.
 _FINER = (1, 2, 4, 8, 16, 32, 64, 128)
 # Areas are scaled to integers of this sum: then squares of areas and their sums are exact in
@@ -81,9 +85,9 @@ def _deal(mask: Mask, seqlen: int, rows: int, cols: int) -> tuple[np.ndarray, np
             break
         bounds = cuts(seqlen, each * positions)
         pairs = visible_pairs(mask, bounds, bounds)
-        seen = pairs > 0
+        seen, scaled = pairs > 0, _scaled(pairs)
         for start in _starts(each, positions):
-            owner = _exchange(_scaled(pairs), start, rows, cols)
+            owner = _exchange(scaled, start, rows, cols)
             uneven = _uneven(pairs, owner, rows, cols)
             # Any even deal comes before all others; among even ones the bytes decide.
             key = (max(uneven, _EVEN), _largest_traffic(seen, owner, rows, cols))
@@ -123,7 +127,10 @@ def _uneven(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float
 
 
 def _exchange(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """Let pairs of runs change places while this makes the areas more even.
+    """Let pairs of runs change places until no tile is much larger than the mean.
+
+    Of the runs that make the largest tile, and of all others, the two change places that lower
+    the sum of the squared areas most.  If there are none, the next largest tiles are tried.
 
     Notes
     -----
@@ -131,56 +138,61 @@ def _exchange(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.
     a at (r1, c1) and run b at (r2, c2) change places.  With ``x = e_r2 - e_r1``,
     ``y = e_c2 - e_c1``, ``p = (W_a - W_b) Y``, ``t = X^T (W^a - W^b)`` for the rows W_a and the
     columns W^a of W, and ``s = W_aa - W_ab - W_ba + W_bb``, the areas change by
-    ``x (p + s y)^T + t y^T``.  The change of the sum of their squares is computed for all b at
-    once.
+    ``x (p + s y)^T + t y^T``.
     """
     row, col = (x.copy() for x in np.divmod(owner, cols))
-    transposed = np.ascontiguousarray(pairs.T)
-    diagonal = np.diag(pairs).copy()
-    every = np.arange(len(owner))
+    every, transposed = np.arange(len(owner)), np.ascontiguousarray(pairs.T)
+    both, diagonal = pairs + transposed, np.diag(pairs)
     by_col = pairs @ _members(col, cols)  # (runs, C): of the queries of a run in each column
     by_row = transposed @ _members(row, rows)  # (runs, R): of the keys of a run in each row
     areas = _members(row, rows).T @ by_col
-    mean = areas.mean()
-    for _ in range(_SWEEPS):
-        changed = False
-        largest = areas.max(axis=1)[row] + areas.max(axis=0)[col]
-        for a in np.argsort(-largest, kind="stable"):
-            if areas.max() <= mean * (1 + (_EVEN - 1) / 2):
+    for _ in range(_MOST_SWAPS * len(owner)):
+        # What does not depend on the tile.  `linear` is (runs, rows) or (runs, columns): the
+        # product of the areas of a run with those of a row or column of tiles.
+        q, k = by_col[every, col], by_row[every, row]
+        linear_q, linear_k = by_col @ areas.T, by_row @ areas
+        alone = linear_q[every, row] + linear_k[every, col]
+        squares_q, squares_k = (np.einsum("ij,ij->i", x, x) for x in (by_col, by_row))
+        swap = None
+        for tile in np.argsort(-areas.ravel(), kind="stable")[:_TILES].tolist():
+            r, c = divmod(tile, cols)
+            if areas[r, c] <= areas.mean() * _ENDS:
                 return row * cols + col
-            r1, c1 = row[a], col[a]
-            p = by_col[a] - by_col
-            t = by_row[a] - by_row
-            dr, dc = row != r1, col != c1
-            s = (diagonal[a] - pairs[a] - transposed[a] + diagonal) * dc
-            old1, old2 = p[:, c1], p[every, col]
-            new1, new2 = old1 - s, old2 + s
-            row_step = (areas[row] - areas[r1]) * dr[:, None]
-            col_step = (areas.T[col] - areas[:, c1]) * dc[:, None]
-            inner = np.einsum("bc,bc->b", row_step, p) + np.einsum("br,br->b", col_step, t)
-            inner += s * (row_step[every, col] - row_step[:, c1])
-            squares = dr * (
-                np.einsum("bc,bc->b", p, p)
-                + dc * (new1 * new1 + new2 * new2 - old1 * old1 - old2 * old2)
-            )
-            squares += dc * np.einsum("br,br->b", t, t)
-            squares += dr * dc * (t[every, row] - t[:, r1]) * (new2 - new1)
-            gain = inner + squares  # half of the change of the sum of squares
-            b = int(np.argmin(gain))
-            if gain[b] >= 0:
+            share = by_col[:, c] * ((row == r) & (rows > 1))
+            share += by_row[:, r] * ((col == c) & (cols > 1))
+            a = np.argsort(-share, kind="stable")[:_TRIED]
+            a = a[share[a] > 0, None]
+            if not len(a):
                 continue
-            changed = True
-            r2, c2 = row[b], col[b]
-            step = transposed[a] - transposed[b]
-            by_col[:, c2] += step
-            by_col[:, c1] -= step
-            step = pairs[a] - pairs[b]
-            by_row[:, r2] += step
-            by_row[:, r1] -= step
-            row[a], col[a], row[b], col[b] = r2, c2, r1, c1
-            areas = _members(row, rows).T @ by_col
-        if not changed:
+            ra, ca = row[a], col[a]
+            other_row, other_col = row != ra, col != ca
+            s = (diagonal[a] + diagonal - both[a[:, 0]]) * other_col
+            p = by_col[a, col] - q - q[a] + by_col[:, ca[:, 0]].T  # y p of the notes, (a, runs)
+            t = by_row[a, row] - k - k[a] + by_row[:, ra[:, 0]].T  # x t
+            gain = linear_q[a, row] + linear_q[:, ra[:, 0]].T - alone
+            gain += linear_k[a, col] + linear_k[:, ca[:, 0]].T - alone[a]
+            gain += s * (areas[row, col] - areas[ra, col] - areas[row, ca] + areas[ra, ca])
+            distance = squares_q[a] + squares_q - 2 * by_col[a[:, 0]] @ by_col.T
+            gain += other_row * (distance + 2 * s * (s + p) + other_col * t * (p + 2 * s))
+            distance = squares_k[a] + squares_k - 2 * by_row[a[:, 0]] @ by_row.T
+            gain += other_col * distance  # half of the change of the sum of squares
+            least = int(np.argmin(gain))
+            if gain.flat[least] < 0:
+                i, b = divmod(least, len(owner))
+                swap = int(a[i, 0]), b
+                break
+        if swap is None:
             break
+        a, b = swap
+        step = transposed[a] - transposed[b]
+        by_col[:, col[b]] += step
+        by_col[:, col[a]] -= step
+        step = pairs[a] - pairs[b]
+        by_row[:, row[b]] += step
+        by_row[:, row[a]] -= step
+        for place in (row, col):
+            place[[a, b]] = place[[b, a]]
+        areas = _members(row, rows).T @ by_col
     return row * cols + col
 
 

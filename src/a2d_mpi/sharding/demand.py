@@ -7,13 +7,15 @@ some pairs of blocks needs a class if any of these pairs does: so traffic is cou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from a2d_mpi.masks.intervals import queries_per_key, runs_of
+from a2d_mpi.masks.intervals import Runs, queries_per_key
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.sharding.blocks import chunks, visible_pairs
+from a2d_mpi.sharding.blocks import visible_pairs
+from a2d_mpi.sharding.visibility import keys_seen, queries_seeing
 
 # Classes of a block.  The masks of packed documents and windows have 1 to 3; where a mask has
 # more, neighbouring classes are joined, and traffic is an upper bound.
@@ -106,62 +108,29 @@ def demand(mask: Mask, bounds: np.ndarray, kv_share: float = 1.0) -> Demand:
         row,
         col,
         visible[row, col],
-        _classes(*_seen_blocks(mask, bounds), pair),
-        _classes(*_seeing_blocks(mask, bounds), pair.T),
+        _classes(mask, bounds, queries_seeing, pair),
+        _classes(mask, bounds, keys_seen, pair.T),
         kv_share,
     )
 
 
-def _seen_blocks(mask: Mask, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks in which queries see a key.
-
-    Returns
-    -------
-    block : (n,) int64
-        The block of each run of queries that see keys in the same blocks, ascending.
-    weight : (n,) int64
-        Number of these queries.
-    needs : (n, blocks) bool
-    """
-    found, lengths = [], []
-    for tokens, intervals in chunks(mask, int(bounds[0]), int(bounds[-1])):
-        columns = [np.searchsorted(bounds, tokens, side="right") - 1]
-        for begin, end in intervals:
-            begin, end = (np.clip(x, bounds[0], bounds[-1]) for x in (begin, end))
-            some = end > begin
-            columns.append(np.where(some, np.searchsorted(bounds, begin, side="right") - 1, 0))
-            columns.append(np.where(some, np.searchsorted(bounds, end), 0))
-        rows = np.stack(columns, axis=1)
-        start = np.flatnonzero((np.diff(rows, axis=0, prepend=-1) != 0).any(axis=1))
-        found.append(rows[start])
-        lengths.append(np.diff(start, append=len(rows)))
-    block, *ends = np.concatenate(found).T
-    other = np.arange(len(bounds) - 1)
-    needs = np.zeros((len(block), len(other)), bool)
-    for first, last in zip(ends[::2], ends[1::2]):
-        needs |= (other >= first[:, None]) & (other < last[:, None])
-    return block, np.concatenate(lengths), needs
-
-
-def _seeing_blocks(mask: Mask, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Blocks in which a query sees keys: runs of keys, as `_seen_blocks` has those of queries."""
-    first, tokens = int(bounds[0]), int(bounds[-1] - bounds[0])
-    seen = []
-    for block in zip(bounds[:-1].tolist(), bounds[1:].tolist()):
-        queries = sum(queries_per_key(x, tokens, first) for _, x in chunks(mask, *block))
-        seen.append(first + np.array(runs_of(queries > 0), np.int64).reshape(-1, 2))
-    cut = np.unique(np.concatenate([bounds, *(runs.ravel() for runs in seen)]))
-    needs = np.zeros((len(cut) - 1, len(seen)), bool)
-    for block, runs in enumerate(seen):
-        for a, b in np.searchsorted(cut, runs).tolist():
-            needs[a:b, block] = True
-    return np.searchsorted(bounds, cut[:-1], side="right") - 1, np.diff(cut), needs
-
-
 def _classes(
-    block: np.ndarray, weight: np.ndarray, needs: np.ndarray, pair: np.ndarray
+    mask: Mask, bounds: np.ndarray, tokens_of: Callable[..., Runs], pair: np.ndarray
 ) -> Classes:
-    """Classes of runs of tokens with the same needs."""
+    """Classes of the tokens of every block.
+
+    `tokens_of`: the queries that see a block of keys, or the keys that a block of queries sees.
+    `pair`: number of the pair of a block of these tokens and such a block.
+    """
+    n, others = int(bounds[-1]), np.stack([bounds[:-1], bounds[1:]], axis=1)
+    runs = [np.array(tokens_of(mask, n, n, x[None]), np.int64).reshape(-1, 2) for x in others]
+    # Runs of tokens that the same blocks need.
+    cut = np.unique(np.concatenate([bounds, *(x.ravel() for x in runs)]))
+    needs = np.zeros((len(cut) - 1, len(runs)), bool)
+    for other, x in enumerate(runs):
+        for first, last in np.searchsorted(cut, x).tolist():
+            needs[first:last, other] = True
+    block, weight = np.searchsorted(bounds, cut[:-1], side="right") - 1, np.diff(cut)
     packed = np.concatenate([block[:, None], np.packbits(needs, axis=1)], axis=1)
     rows, place, same = np.unique(packed, axis=0, return_index=True, return_inverse=True)
     weight, block = np.bincount(same.ravel(), weight), rows[:, 0]

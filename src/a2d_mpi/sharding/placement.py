@@ -22,10 +22,10 @@ from a2d_mpi.sharding.refinement import EVEN, STAGES, STRICT, kicked, merit, mov
 # one pair has several percent of a rank's work.
 _BLOCKS_EACH, _MOST_EACH = 4, 8
 _BLOCKS = 128
-# Elements looked at by all steps of refinement together, some 150 ns each: 5 s on one core.  A
+# Elements looked at by all steps of refinement together, some 150 ns each: 1.5 s on one core.  A
 # step looks at as many as there are pairs, and takes as long as for so many more, and for so many
 # more a rank; a random change takes as long as _KICK steps.
-_BUDGET = 30_000_000
+_BUDGET = 10_000_000
 # And so many a token, but no less than this: what a placement may save grows with the length.
 _BUDGET_TOKEN, _BUDGET_LEAST = 1000, 4_000_000
 _STEP, _STEP_RANK = 6000, 150

@@ -72,11 +72,13 @@ def kicked(trial: Assignment, rng: np.random.Generator) -> Assignment:
 def merit(trial: Assignment) -> tuple[float, float, float]:
     """Order of assignments, the better one first: work that is not even enough, then traffic.
 
-    Traffic counts more where a rank has too many tokens, which the sizes of blocks may force.
+    Traffic counts more where a rank has too many tokens, which the sizes of blocks may force; far
+    too many are as bad as work that is not even.
     """
     tokens = trial.tokens
     over = max(0.0, tokens.max() / max(tokens.mean(), 1e-300) - _TOKENS)
-    return max(trial.uneven, EVEN), trial.largest * (1 + 10 * over), trial.uneven
+    uneven = max(trial.uneven, EVEN, 1 + over / 4)
+    return uneven, trial.largest * (1 + 10 * over), trial.uneven
 
 
 class _Penalty:
@@ -227,17 +229,18 @@ def _used(
 
 
 def move_owners(trial: Assignment, power: int) -> None:
-    """Move blocks between owners, or let two blocks change owners, while penalties fall."""
+    """Let two blocks change owners while penalties fall; one may be nothing: a block moves."""
     queries, keys = trial.block_needs()
     to_all_q, to_all_k = queries.sum(axis=0), keys.sum(axis=0)
     # Change of a rank's figures if it owns a block instead of receiving from it: (ranks, blocks).
-    tokens = trial.demand.tokens.astype(np.float64)
+    tokens, ranks = trial.demand.tokens.astype(np.float64), np.arange(trial.ranks)
     gain_r = to_all_q - 2 * queries - keys
     gain_s = to_all_q - 2 * queries + to_all_k - keys
     gain_t = np.broadcast_to(tokens, gain_r.shape)
-    owner, block = trial.owner, np.arange(len(tokens))
+    nothing = np.zeros((3, trial.ranks, trial.ranks))  # of every rank
+    steps = np.concatenate([np.stack([gain_r, gain_s, gain_t]), nothing], axis=2)
+    owner = np.concatenate([trial.owner, ranks])
     figures = np.stack([trial.received, trial.sent, trial.tokens])
-    steps = np.stack([gain_r, gain_s, gain_t])  # (3, ranks, blocks)
     scale = 1 / max(trial.largest, 1.0)
     most = max(_TOKENS * tokens.sum() / trial.ranks, 1.0)
 
@@ -249,35 +252,26 @@ def move_owners(trial: Assignment, power: int) -> None:
         before = penalty(figures)
         figure = figures[:2].max(axis=0) * scale + 10 * np.maximum(0, figures[2] / most - 1)
         for rank in np.argsort(-figure, kind="stable")[: max(4, trial.ranks // 4)]:
-            own = np.flatnonzero(owner == rank)
+            own = np.flatnonzero(owner[: len(tokens)] == rank)
             if not len(own):
                 continue
-            out = steps[:, rank, own]  # (3, own)
-            # Two blocks change owners: one of this rank's, and each of all.
-            swap = steps[:, rank, None, :] - out[:, :, None]
-            other = steps[:, owner[None, :], own[:, None]] - steps[:, owner, block][:, None, :]
-            here, there = figures[:, rank, None, None], figures[:, None, owner]
-            swaps = penalty(here + swap) - before[rank] + penalty(there + other) - before[owner]
-            swaps[:, own] = 0
-            # One of this rank's blocks moves to another rank.
-            away = penalty(figures[:, rank, None] - out) - before[rank]
-            there = figures[:, None, :] + steps[:, :, own].transpose(0, 2, 1)
-            moves = away[:, None] + penalty(there) - before
-            moves[:, rank] = 0
-            best = min(swaps.min(), moves.min())
-            if best > -1e-6:
+            # One of this rank's blocks, and each of all: (3, own, all).
+            here = steps[:, rank, None, :] - steps[:, rank, own, None]
+            there = steps[:, owner[None, :], own[:, None]]
+            there = there - steps[:, owner, np.arange(len(owner))][:, None, :]
+            change = penalty(figures[:, rank, None, None] + here) - before[rank]
+            change += penalty(figures[:, None, owner] + there) - before[owner]
+            change[:, owner == rank] = 0
+            i, b = np.unravel_index(np.argmin(change), change.shape)
+            if change[i, b] > -1e-6:
                 continue
-            if swaps.min() <= moves.min():
-                i, b = np.unravel_index(np.argmin(swaps), swaps.shape)
-                changes = [(own[i], owner[b]), (b, rank)]
-            else:
-                i, to = np.unravel_index(np.argmin(moves), moves.shape)
-                changes = [(own[i], to)]
-            for which, to in changes:
+            for which, to in ((own[i], owner[b]), (b, rank)):
                 figures[:, owner[which]] -= steps[:, owner[which], which]
                 figures[:, to] += steps[:, to, which]
                 owner[which] = to
+            owner[len(tokens) :] = ranks
             break
         else:
             break
+    trial.owner[:] = owner[: len(tokens)]
     trial.count_traffic()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.masks.intervals import Runs, queries_per_key, runs_of, union
+from a2d_mpi.masks.intervals import Runs, union
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.sharding.distribution import Distribution
+
+_TOGETHER = 1 << 18  # pairs of stairs and runs of keys that are looked at together
 
 
 @lru_cache(maxsize=8)
@@ -37,7 +40,6 @@ class Visibility:
         self._of_shard: dict[tuple[bool, int], Runs] = {}
         self._of_shards: dict[tuple[bool, Collection[int]], Runs] = {}
         self._required: dict[tuple[bool, int, Collection[int]], Runs] = {}
-        self._intervals: np.ndarray | None = None
 
     def required(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:
         """Places in the owner's shard of its tokens that see, or are seen by, other shards.
@@ -80,24 +82,105 @@ class Visibility:
         return self._of_shard[key]
 
     def _keys_of(self, shard: int) -> Runs:
-        n = self._shards[1].seqlen
-        if type(self._mask) is Causal:  # no query sees more than the last one
-            last = max((r[-1] for r in self._shards[0].runs(shard) if r), default=-1)
-            return ((0, min(last + 1, n)),) if last >= 0 else ()
-        return runs_of(queries_per_key(self._mask.visible(self._shards[0].tokens(shard)), n) > 0)
+        queries, keys = self._shards
+        return keys_seen(self._mask, queries.seqlen, keys.seqlen, _runs(queries, shard))
 
     def _queries_of(self, shard: int) -> Runs:
-        n, nk = (x.seqlen for x in self._shards)
-        if type(self._mask) is Causal:  # a query that sees any of the keys sees the first
-            first = min((r[0] for r in self._shards[1].runs(shard) if r), default=n)
-            return ((first, n),) if first < n else ()
-        if self._intervals is None:
-            found = self._mask.visible(np.arange(n))
-            self._intervals = np.array(found).clip(0, nk)  # (intervals, 2, n)
-        keys_before = np.zeros(nk + 1, np.int32)
-        keys_before[self._shards[1].tokens(shard) + 1] = 1
-        keys_before = np.cumsum(keys_before, dtype=np.int32)
-        sees = np.zeros(n, bool)
-        for begin, end in self._intervals:
-            sees |= keys_before[end] > keys_before[begin]
-        return runs_of(sees)
+        queries, keys = self._shards
+        return queries_seeing(self._mask, queries.seqlen, keys.seqlen, _runs(keys, shard))
+
+
+class Stairs(NamedTuple):
+    """Runs of queries whose intervals of keys grow by the same steps.
+
+    Attributes
+    ----------
+    first, last : (n,) int64
+        The queries of each are ``[first, last)``, in ascending order.
+    begin, end : (n,) int64
+        The keys that its first query sees; never none.
+    step_begin, step_end : (n,) int64
+        0 or 1, by which these grow from one query to the next.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    step_begin: np.ndarray
+    step_end: np.ndarray
+
+
+@lru_cache(maxsize=2)
+def stairs_of(mask: Mask, seqlen: int, seqlen_kv: int) -> list[Stairs]:
+    """The visible pairs of a mask, for each of the intervals of a query."""
+    if type(mask) is Causal and seqlen == seqlen_kv:  # sequences may be long
+        return [Stairs(*np.array([[0], [seqlen], [0], [1], [0], [1]]))]
+    found = []
+    for begin, end in mask.visible(np.arange(seqlen)):
+        begin, end = np.clip(begin, 0, seqlen_kv), np.clip(end, 0, seqlen_kv)
+        query = np.flatnonzero(end > begin)
+        begin, end = begin[query], end[query]
+        steps = np.stack([np.diff(x, append=-1) for x in (query, begin, end)])  # (3, queries)
+        # Stairs end where a step is none of theirs, or another one than before.
+        new = np.ones(len(query), bool)
+        new[1:] = (steps[0, :-1] != 1) | ((steps[1:, :-1] | 1) != 1).any(axis=0)
+        new[2:] |= (steps[1:, 1:-1] != steps[1:, :-2]).any(axis=0)
+        start = np.flatnonzero(new)
+        size = np.diff(start, append=len(query))
+        both = steps[1:, start] * (size > 1)
+        found.append(Stairs(query[start], query[start] + size, begin[start], end[start], *both))
+    return found
+
+
+def keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> Runs:
+    """Keys that any of some queries sees; the queries are ascending runs, (n, 2) int64."""
+    seen, (first, last) = [], queries.T
+    for x in stairs_of(mask, seqlen, seqlen_kv):
+        # The stairs that have any of the queries of each run.
+        least = np.searchsorted(x.last, first, side="right")
+        number = np.maximum(np.searchsorted(x.first, last) - least, 0)
+        run = np.repeat(np.arange(len(first)), number)
+        which = np.arange(len(run)) + np.repeat(least - np.cumsum(number) + number, number)
+        start, begin, end = x.first[which], x.begin[which], x.end[which]
+        begin = begin + x.step_begin[which] * np.maximum(first[run] - start, 0)
+        final = np.minimum(last[run], x.last[which]) - 1
+        seen.append((begin, end + x.step_end[which] * (final - start)))
+    return _union(seen)
+
+
+def queries_seeing(mask: Mask, seqlen: int, seqlen_kv: int, keys: np.ndarray) -> Runs:
+    """Queries that see any of some keys; the keys are runs, (n, 2) int64."""
+    seeing = []
+    for x in stairs_of(mask, seqlen, seqlen_kv):
+        several = max(1, _TOGETHER // max(1, len(x.first)))
+        for i in range(0, len(keys), several):
+            begin, end = keys[i : i + several, :, None].transpose(1, 0, 2)  # (runs, 1)
+            # The first query that ends behind the first key, and the first beginning behind all.
+            late, early = begin - x.end + 1, end - x.begin
+            late = np.where(x.step_end | (late <= 0), np.maximum(late, 0), seqlen)
+            early = np.where(x.step_begin | (early <= 0), early, seqlen)
+            run = x.first + late, np.minimum(x.last, x.first + early)
+            seeing.append(tuple(y.ravel() for y in run))
+    return _union(seeing)
+
+
+def _runs(shards: Distribution, shard: int) -> np.ndarray:
+    """The tokens of a shard as runs of consecutive ones, (n, 2) int64."""
+    runs = [r for r in shards.runs(shard) if r]
+    if any(r.step > 1 for r in runs):
+        tokens = shards.tokens(shard)
+        return np.stack([tokens, tokens + 1], axis=1)
+    return np.array([(r.start, r.stop) for r in runs], np.int64).reshape(-1, 2)
+
+
+def _union(several: list[tuple[np.ndarray, np.ndarray]]) -> Runs:
+    """The union of runs [begin, end), which may be empty."""
+    begin, end = (np.concatenate(x) for x in zip(*several or [((), ())]))
+    order = np.flatnonzero(end > begin)
+    if not len(order):
+        return ()
+    order = order[np.argsort(begin[order], kind="stable")]
+    begin, end = begin[order], np.maximum.accumulate(end[order])
+    apart = begin[1:] > end[:-1]
+    return tuple(zip(begin[np.append(True, apart)].tolist(), end[np.append(apart, True)].tolist()))
