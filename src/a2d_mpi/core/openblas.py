@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 
 # What its kernels for SkylakeX are compiled for.
@@ -65,5 +65,9 @@ def name_core_type() -> None:
     """Set OPENBLAS_CORETYPE where that helps, before NumPy is imported; a user's value stands."""
     if "numpy" in sys.modules or "OPENBLAS_CORETYPE" in os.environ:
         return
-    if found := core_type(first_cpu(), version("numpy")):
+    try:
+        numpy = version("numpy")
+    except PackageNotFoundError:
+        numpy = ""
+    if found := core_type(first_cpu(), numpy):
         os.environ["OPENBLAS_CORETYPE"] = found
