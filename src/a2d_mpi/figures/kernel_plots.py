@@ -20,7 +20,8 @@ def draw_kernels(plt, found: Mapping[str, Entry], width: float):
     colours = dict(zip(of_all, cycle(COLOURS)))
     heights = [sum(map(len, speeds.values())) for speeds in runs.values()]
     figure, panels = plt.subplots(
-        *(len(runs), 1),
+        len(runs),
+        1,
         squeeze=False,
         height_ratios=heights,
         figsize=(width, 0.3 * width * len(runs) + 0.07 * sum(heights)),

@@ -153,7 +153,7 @@ def draw_winners(plt, scale: Scale, width: float):
     lengths = sorted({_seqlen(x) for x in scale.entries})
     heights = [len({ranks for x in best.values() for ranks, _ in x}) for best in panels.values()]
     figure, rows = plt.subplots(
-        *(len(panels), 1), squeeze=False, height_ratios=heights,
+        len(panels), 1, squeeze=False, height_ratios=heights,
         figsize=(width, (0.15 + 0.13 * len(panels) + 0.12 * sum(heights)) * width),
     )  # fmt: skip
     for axes, (name, best) in zip(rows[:, 0], panels.items(), strict=True):
@@ -216,7 +216,7 @@ def draw_times(plt, panels: Mapping[str, Lines], width: float, exponent: int = -
 def draw_by_ranks(plt, panels: Mapping[str, Lines], width: float, draw, value):
     """A panel for each title: a value by number of ranks; `draw` adds what is beside the lines."""
     figure, rows = plt.subplots(
-        *(len(panels), 1), squeeze=False, figsize=(width, (0.3 + 0.5 * len(panels)) * width)
+        len(panels), 1, squeeze=False, figsize=(width, (0.3 + 0.5 * len(panels)) * width)
     )
     for axes, (title, lines) in zip(rows[:, 0], panels.items(), strict=True):
         draw(axes, lines)

@@ -37,7 +37,7 @@ def batches(found: list[Run]) -> list[list[Run]]:
 
 
 def is_ragged(batch: list[Run]) -> bool:
-    """Whether a batch is to be launched as one, if cuDNN can."""
+    """Tell whether a batch is to be launched as one, if cuDNN can."""
     first = batch[0]
     if len(batch) > 1 or first.shape in ("general", "empty"):
         return len(batch) > 1
@@ -90,7 +90,7 @@ def sequences(batch: list[Run], widths: tuple[int, int, int], align: int) -> np.
 
 
 def _follows(last: Run, run: Run) -> bool:
-    """Whether a run can be in one batch with the one before it."""
+    """Tell whether a run can be in one batch with the one before it."""
     if run.shape in ("general", "empty") or run.keys.start < last.keys.stop:
         return False
     return run.shape == last.shape and run.window == last.window

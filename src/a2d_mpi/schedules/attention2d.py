@@ -112,11 +112,12 @@ class Tile:
             for owner, keys in self._arriving(self.k_coming):
                 yield rank, own, owner, keys
             calls = ((rank, p.rows(self.q, rank, part), None, self.all_keys()) for part in rest)
-            if p.group.stream:  # and at the end there are none left
+            if p.group.stream:
                 yield from calls
             for owner, queries in self._last(self.q_coming, self.own_k, self.own_q):
                 yield owner, queries, None, self.all_keys()
-            yield from calls
+            if not p.group.stream:
+                yield from calls
         else:
             first, *rest = p.split_own(True, p.channels["row"], p.group.rows)
             own = p.rows(self.k, rank, first)
@@ -128,7 +129,8 @@ class Tile:
                 yield from calls
             for owner, keys in self._last(self.k_coming, self.own_q, self.own_k):
                 yield None, p.rows(self.q), owner, keys
-            yield from calls
+            if not p.group.stream:
+                yield from calls
 
     def _arriving(self, coming: Coming) -> Iterator[tuple[int, Rows]]:
         """Wait for each message in turn; yield the owner and the rows that it brings."""
