@@ -6,6 +6,7 @@
 #   bash jobs/study.sh results/study triangle nodes       the two partitions of docs/partitions.md
 #   bash jobs/study.sh results/study masks                four masks of docs/masks.md
 #   bash jobs/study.sh results/study large                large messages, 40 minutes
+#   bash jobs/study.sh results/study crossover            the ratio of computing to transfers, 40 minutes
 #   bash jobs/study.sh results/study train                training steps of docs/gpt.md
 #
 # Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
@@ -17,7 +18,7 @@
 # data/machines/ by the model.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [large] [scaling] [overlap] [triangle] [nodes] [masks] [train]}
+output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [large] [crossover] [scaling] [overlap] [triangle] [nodes] [masks] [train]}
 shift
 mkdir -p "$output"
 source jobs/env.sh
@@ -95,6 +96,19 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
           --masks "$mask" --plans attention2d:8x8,node_aware:8x8@rcu/2x2,attention2d:4x4x4,ring
       done
       ;;
+    crossover) # one workload, from links that decide everything to links that hardly count
+      while read -r rate EMULATE_CORES; do
+        export EMULATE_CORES
+        (
+          output+=/crossover/$rate
+          mkdir -p "$output"
+          calibrated 16x1 "$rate"
+          bench 16x1 "$rate" --nheads 8 --headdim 64 --seqlens 8K --masks causal --spans none \
+            --backward --plans auto,attention2d:4x4,ring:4x1x4,ring </dev/null
+        )
+      done <<<$'1gbit 0.05\n300mbit 0.05\n100mbit 0.05\n30mbit 0.05\n10mbit 0.1'
+      unset EMULATE_CORES
+      ;;
     scaling) # so slow that computing does not count
       for nodes in 4 16 64; do
         on "${nodes}x1" 1mbit drivers/bench.py --output "$output/scaling.h5" "${sizes[@]}" \
@@ -148,7 +162,7 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
         --overlap both
       ;;
     *)
-      echo "study.sh: no part $name: 16x1, 64x1, 16x4, ratio, large, scaling, overlap, triangle, nodes, masks, train" >&2
+      echo "study.sh: no part $name: 16x1, 64x1, 16x4, ratio, large, crossover, scaling, overlap, triangle, nodes, masks, train" >&2
       exit 2
       ;;
   esac

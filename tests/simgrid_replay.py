@@ -27,7 +27,7 @@ from a2d_mpi.planning.network import PORTS, Cables, Network
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simgrid import simulate
 from a2d_mpi.planning.survey import survey_of
-from a2d_mpi.schedules import METHODS, distribution_of, problem_of
+from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
 
 LINK = Link(1e6, latency=1e-3, overhead=1e-5)
@@ -55,7 +55,7 @@ def shared(profile: Machine, method: str, layout: Layout, work: Workload) -> dic
 
 @pytest.mark.parametrize("method, layout", PLANS)
 def test_all_plans_end(method, layout):
-    mask = Causal() if distribution_of(method, Causal()) != "contiguous" else Full()
+    mask = Causal()
     work = work_of(mask, 96, backward=True)
     found = simulate(machine(LINK), method, layout, work)
     for phase, seconds in shared(machine(LINK), method, layout, work).items():

@@ -48,7 +48,7 @@ from a2d_mpi.planning.profile import (
     write_machine,
 )
 from a2d_mpi.planning.simulator import PARTS
-from a2d_mpi.schedules import METHODS, distribution_of, problem_of
+from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
 
 ROOT = Path(__file__).parents[1]
@@ -91,8 +91,7 @@ def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
     assume(runs_on(method, layout, mask))
     here = machine(Link(1e6), Link(1e6))
     job = work(seqlen, mask=mask, overlap=overlap)
-    name = distribution_of(method, job.mask)
-    sizes = problem_of(method, layout, job, job.mask, name)
+    sizes = problem_of(method, layout, job, job.mask)
     area = mask.area(np.arange(seqlen), np.arange(seqlen))
     for phase, found in predict(here, method, layout, job).items():
         assert np.all(found.compute >= 0) and np.all(found.wait >= 0)
@@ -210,8 +209,7 @@ def test_memory():
     job = work(1600)
     for method in METHODS:
         layout = Layout(3, 1, 2)
-        name = distribution_of(method, job.mask)
-        sizes = problem_of(method, layout, job, job.mask, name)
+        sizes = problem_of(method, layout, job, job.mask)
         forward, backward = (peak_memory(method, layout, sizes, 0, x) for x in (False, True))
         own = sizes.counts[0] * sum(map(job.nbytes, ("q", "k", "v", "out", "lse")))
         assert own < forward < backward

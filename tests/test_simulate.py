@@ -16,7 +16,7 @@ from a2d_mpi.experiments import simulate as job
 from a2d_mpi.experiments.study import study
 from a2d_mpi.figures.plots import plot
 from a2d_mpi.figures.scale_plots import AT_SCALE, read_scale
-from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import cost, simgrid
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.model import Phase, predict
@@ -25,7 +25,7 @@ from a2d_mpi.planning.profile import write_machine
 from a2d_mpi.planning.simgrid import Replay
 from a2d_mpi.planning.simulator import POST, WAIT
 from a2d_mpi.planning.survey import survey_of
-from a2d_mpi.schedules import distribution_of, problem_of
+from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Workload
 
 # At once, with heads, rank by rank, on uneven nodes.
@@ -44,7 +44,7 @@ PLANS = [
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_programs_send_what_schedules_send(method, layout, phase):
     """Both sides post a message, and its sender and its receiver wait for it."""
-    mask = Causal() if distribution_of(method, Causal()) != "contiguous" else Full()
+    mask = Causal()
     work = Workload(96, 4, 8, 2, dtype="float32", mask=mask, backward=True)
     problem = problem_of(method, layout, work, mask)
     programs, sent, *_ = survey_of(machine(), method, layout, work, problem, phase)

@@ -144,8 +144,8 @@ class ProcessGrid:
     ) -> ProcessGrid:
         """Make the grid that `a2d_mpi.planning.planner` finds fastest for a problem on a machine.
 
-        Collective over `comm`; rank 0 plans.  If only a streamed plan fits in memory, plans on
-        this grid stream by default.
+        Collective over `comm`; rank 0 plans.  Plans on this grid take the distribution of the
+        fastest plan by default.  If only a streamed plan fits in memory, they stream by default.
 
         Parameters
         ----------
@@ -174,7 +174,8 @@ class ProcessGrid:
         agree(comm, problem)
         layout = comm.bcast(layout)
         grid = cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
-        grid.layout = replace(grid.layout, stream=layout.stream)
+        chosen = {"stream": layout.stream, "distribution": layout.distribution}
+        grid.layout = replace(grid.layout, **chosen)
         return grid
 
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:

@@ -37,6 +37,8 @@ class Layout:
         None: every rank is alone on its node.
     stream : bool
         Whether one side of a tile is streamed through two buffers, for methods that can.
+    distribution : str, optional
+        Of the tokens, if the planner has chosen one.
     """
 
     rows: int
@@ -46,6 +48,7 @@ class Layout:
     block: tuple[int, int] = (1, 1)
     nodes: tuple[int, ...] | None = None
     stream: bool = False
+    distribution: str | None = None
 
     def __post_init__(self) -> None:
         if min(self.rows, self.cols, self.heads) < 1:

@@ -107,4 +107,6 @@ def plan_of(
     arguments = {**case.arguments, "overlap": configuration.overlap, **options}
     if layout.stream:
         arguments["stream"] = True
+    if layout.distribution:
+        arguments["distribution"] = layout.distribution
     return make_plan(configuration.method, grids[shape], case.work().mask, **arguments)

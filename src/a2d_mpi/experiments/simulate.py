@@ -33,7 +33,7 @@ from a2d_mpi.planning.model import predict
 from a2d_mpi.planning.network import Network, parse_network
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.simgrid import replayer, simulate
-from a2d_mpi.schedules import distribution_of, problem_of
+from a2d_mpi.schedules import problem_of
 
 SCHEMA = ("a2d_mpi simulation", 1)
 RANKS = 4096
@@ -66,12 +66,12 @@ class Task:
         found: dict[str, object] = {
             **what.attributes,
             "machine": self.machine.name,
-            "distribution": distribution_of(what.method, work.mask),
             "network": self.network.name,
             "slow_rank": self.slow_rank,
             "slow_port": self.network.slow_port,
         }
         problem = problem_of(what.method, layout, work, work.mask)
+        found["distribution"] = problem.shards.name
         found["memory"] = most_memory(what.method, layout, problem, work.backward)
         found["room"] = np.inf
         if self.machine.memory is not None:

@@ -101,6 +101,8 @@ class Configuration:
         method, shape = self.method.replace(" ", "_"), _shape(self.layout)
         overlap = "overlap" if self.overlap else "in_turn"
         order = self.layout.numbering.replace("/", "_")  # a name is no path
+        order += f"-{self.layout.distribution}" if self.layout.distribution else ""
+        order += "-streamed" * self.layout.stream
         return f"{method}-{shape}-{order}-{self.case.name}-{overlap}"
 
     @property

@@ -12,6 +12,7 @@ from a2d_mpi.experiments.mask_table import Table
 from a2d_mpi.figures.pictures import check_picture, pyplot, save
 from a2d_mpi.figures.schedule_panels import who_computes
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
+from a2d_mpi.schedules import default_distribution
 from a2d_mpi.schedules.problem import Workload
 
 # Okabe and Ito: told apart by colour-blind readers too.
@@ -58,7 +59,7 @@ def tiling(text: str, seqlen: int, rows: int, cols: int, distribution: str | Non
         Of the mask.
     seqlen, rows, cols : int
     distribution : str, optional
-        Default: the mask's own.
+        Default: as of a plan.
 
     Raises
     ------
@@ -66,8 +67,9 @@ def tiling(text: str, seqlen: int, rows: int, cols: int, distribution: str | Non
         If the mask is unknown or does not fit.
     """
     work = Workload(seqlen, 1, 1, mask=make_mask(text, seqlen))
-    name = distribution or work.mask.default_distribution
-    (ranks,) = who_computes("attention2d", Layout(rows, cols), work, name)
+    layout = Layout(rows, cols)
+    name = distribution or default_distribution("attention2d", layout, work, work.mask)[0]
+    (ranks,) = who_computes("attention2d", layout, work, name)
     areas = np.bincount(ranks[ranks >= 0], minlength=rows * cols)
     return Tiling(text, name, ranks, areas)
 

@@ -15,7 +15,7 @@ from a2d_mpi.masks.mask import IntervalMask, Mask
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import predict
-from a2d_mpi.schedules import distribution_of, problem_of, write
+from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.schedules.steps import Attend, Differentiate
 
@@ -57,8 +57,7 @@ def panels(
     """
     physical = layout.world_ranks()
     logical = np.argsort(physical)
-    name = distribution_of(method, work.mask)
-    problem = problem_of(method, layout, work, work.mask, name)
+    problem = problem_of(method, layout, work, work.mask)
     received: dict[str, np.ndarray] = {}
     spans: dict[str, Spans] = {}
     predict(machine, method, layout, work, spans=spans)
@@ -78,7 +77,7 @@ def panels(
         method, layout, replace(work, seqlen=drawn, seqlen_kv=drawn, mask=mask)
     )
     computes = np.where(computes < 0, -1, physical[computes])
-    return Panels(f"{method} {shape}{order}, {name}", computes, received, spans)
+    return Panels(f"{method} {shape}{order}, {problem.shards.name}", computes, received, spans)
 
 
 def blocks(

@@ -4,8 +4,11 @@ Every candidate has a lower bound of its time, which grows as more of the candid
 a rank computes on average; what the first steps of one rank take if its peers never keep it
 waiting and its links carry nothing else; the same of all its steps; and one phase after the other,
 simulated.  The candidate with the least bound is always the next one to be known better, until one
-that is simulated has the least.  A grid that does not fit in memory is tried streamed, as another
-candidate.
+that is simulated has the least.
+
+A candidate can lead to others.  A grid that does not fit in memory is tried streamed.  Where the
+mask leaves the distribution open, a candidate has the one that `a2d_mpi.sharding.choice` takes for
+the machine; when it turns out to be the fastest, its other distributions are tried.
 
 ::
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import permutations, product
 
@@ -34,8 +37,9 @@ from a2d_mpi.planning.memory import peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
 from a2d_mpi.planning.simulator import PARTS, WAIT
 from a2d_mpi.planning.survey import Survey, survey_of
-from a2d_mpi.schedules import METHODS, distribution_of, problem_of
+from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Problem, Workload
+from a2d_mpi.sharding.choice import CHOICES, choose
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
 # Steps of a rank that give a first bound: a ring of 4096 ranks takes seconds to write.
@@ -166,26 +170,34 @@ def _search(
     room: int | None,
     number: int | None,
 ) -> Iterator[None]:
-    """Know the candidate with the least bound better, again and again; yields after each step.
-
-    A grid that turns out not to fit is tried streamed, too.
-    """
+    """Know the candidate with the least bound better, again and again; yields after each step."""
     for method, layout in shapes:
         trials.append(Trial(machine, method, layout, work, room))
         yield
     queue = [(x.seconds, i) for i, x in enumerate(trials) if x.fits]
     heapify(queue)
     while queue and number != 0:
-        _, i = heappop(queue)
+        i = heappop(queue)[1]
+        new = [i]
         if trials[i].refine():
-            if not trials[i].fits and (streamed := trials[i].streamed()):
-                i = len(trials)
-                trials.append(streamed)
-            if trials[i].fits:
-                heappush(queue, (trials[i].seconds, i))
-            yield
+            if not trials[i].fits:
+                new = _appended(trials, trials[i].streamed())
+        elif others := trials[i].redistributed():  # it is the fastest so far
+            new += _appended(trials, others)
         elif number is not None:  # no bound of the others is below its time
             number -= 1
+            continue
+        else:
+            continue
+        for j in new:
+            heappush(queue, (trials[j].seconds, j))
+        yield
+
+
+def _appended(trials: list[Trial], new: list[Trial]) -> list[int]:
+    """Numbers of new trials."""
+    trials += new
+    return list(range(len(trials) - len(new), len(trials)))
 
 
 def best_candidates(
@@ -354,20 +366,59 @@ class Trial:
     def __init__(
         self, machine: Machine, method: str, layout: Layout, work: Workload, room: int | None
     ) -> None:
-        self._plan, self._work, self._room = (machine, method, layout, work), work, room
-        self._problem = problem_of(method, layout, work, work.mask)
+        self._machine, self._method, self._given = machine, method, layout
+        self._work, self._room = work, room
+        self._chooses = (
+            work.mask.default_distribution == "balanced"
+            and work.seqlen == work.seqlen_kv
+            and layout.positions > 1
+            and METHODS[method].distribution is None
+            and layout.distribution is None
+        )
         self.memory, self.fits, self.phases, self._held = 0, True, {}, {}
         self._sums = np.zeros((3, layout.size))  # received, crossing by node, MPI messages
-        self._seconds = {x: _floor(machine, layout.size, self._problem, x) for x in work.phases}
+        self._seconds = {x: _floor(machine, layout.size, work, x) for x in work.phases}
         self.bound = self.seconds = sum(self._seconds.values())
         self._stages = self._known_better()
 
-    def streamed(self) -> Trial | None:
+    # Layout and problem are made when they are needed: a balanced distribution is a search.
+    @cached_property
+    def _layout(self) -> Layout:
+        """With the distribution that is the fastest in closed form."""
+        layout, work = self._given, self._work
+        if not self._chooses:
+            return layout
+        machine, far = self._machine, layout.size > self._machine.ranks_per_node
+        kernel, link = machine.kernel(work.dtype, PHASES[0]), machine.links(layout.size)[far]
+        speed = kernel.flops * machine.share / link.bandwidth
+        tiles, itemsize = METHODS[self._method].tiles(layout), work.dtype_of("q").itemsize
+        name, _ = choose(work.mask, work.seqlen, *tiles, itemsize, speed)
+        return replace(layout, distribution=name)
+
+    @property
+    def _plan(self) -> tuple[Machine, str, Layout, Workload]:
+        return self._machine, self._method, self._layout, self._work
+
+    @cached_property
+    def _problem(self) -> Problem:
+        return problem_of(self._method, self._layout, self._work, self._work.mask)
+
+    def streamed(self) -> list[Trial]:
         """The same plan with streamed tiles, if there is one and this is another."""
-        machine, method, layout, work = self._plan
-        if layout.stream or layout.positions == 1 or not METHODS[method].streams:
-            return None
-        return Trial(machine, method, replace(layout, stream=True), work, self._room)
+        if self._layout.stream or self._layout.positions == 1 or not METHODS[self._method].streams:
+            return []
+        return [self._other(stream=True)]
+
+    def redistributed(self) -> list[Trial]:
+        """The same plan with other distributions, if none was asked for; once."""
+        if not self._chooses:
+            return []
+        self._chooses = False
+        return [self._other(distribution=x) for x in CHOICES if x != self._layout.distribution]
+
+    def _other(self, **change: object) -> Trial:
+        layout = replace(self._layout, **change)
+        return Trial(self._machine, self._method, layout, self._work, self._room)
 
     def refine(self) -> bool:
         """Bound it better, or simulate a phase; False if all is known."""
@@ -417,12 +468,15 @@ class Trial:
 
     def candidate(self) -> Candidate:
         """All that is known."""
-        _, method, layout, _ = self._plan
-        name = distribution_of(method, self._work.mask)
+        method, work = self._method, self._work
         if not self._is_known:
+            layout = vars(self).get("_layout", self._given)
+            known = METHODS[method].distribution or layout.distribution
+            name = known or work.mask.default_distribution
             return Candidate(method, layout, name, self.seconds, self.memory, self.fits)
+        layout, name = self._layout, self._problem.shards.name
         received, crossing, messages = self._sums.max(axis=1).astype(np.int64).tolist()
-        over = _over_bound(int(self._sums[0].sum()), layout, self._work, self._problem)
+        over = _over_bound(int(self._sums[0].sum()), layout, work, self._problem)
         phases = {x: self.phases[x] for x in self._work.phases}
         figures = self.memory, self.fits, phases, received, crossing, messages, over
         return Candidate(method, layout, name, self.bound, *figures)
@@ -435,12 +489,12 @@ class Trial:
         self.fits = self._room is None or self.memory <= self._room
 
 
-def _floor(machine: Machine, ranks: int, problem: Problem, phase: str) -> float:
+def _floor(machine: Machine, ranks: int, work: Workload, phase: str) -> float:
     """Seconds that a rank computes at least in a phase, however the pairs are divided."""
-    config, kernel = problem.config, machine.kernel(problem.config.dtype, phase)
-    area = _area(problem.mask, config.seqlen, config.seqlen_kv)
-    work = flops(area, config.nheads, config.headdim, phase == PHASES[1])
-    return work / ranks / kernel.flops / machine.share
+    kernel = machine.kernel(work.dtype, phase)
+    area = _area(work.mask.aligned(work.seqlen, work.seqlen_kv), work.seqlen, work.seqlen_kv)
+    operations = flops(area, work.nheads, work.headdim, phase == PHASES[1])
+    return operations / ranks / kernel.flops / machine.share
 
 
 @lru_cache(maxsize=16)

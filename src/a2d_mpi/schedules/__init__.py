@@ -76,9 +76,20 @@ def register_method(name: str, method: Method) -> None:
     METHODS[name] = method
 
 
-def distribution_of(method: str, mask: Mask) -> str:
-    """The distribution that a method takes for a mask."""
-    return _known(method).distribution or mask.default_distribution
+def default_distribution(
+    method: str, layout: Layout, config: AttentionConfig, mask: Mask
+) -> tuple[str, str]:
+    """The distribution that a method takes if none is asked for, and why."""
+    known, name = _known(method), mask.default_distribution
+    if known.distribution:
+        return known.distribution, f"the distribution of {method}"
+    if layout.distribution:
+        return layout.distribution, "the planner's choice"
+    if name != "balanced" or config.seqlen != config.seqlen_kv:
+        return name, f"the default of {type(mask).__name__}"
+    from a2d_mpi.sharding.choice import choose
+
+    return choose(mask, config.seqlen, *known.tiles(layout), config.dtype_of("q").itemsize)
 
 
 def problem_of(
@@ -109,37 +120,40 @@ def problem_of(
         If there is no such method or distribution, it does not fit, or the mask's `visible` does
         not return what it must.
     """
-    name, n, m = distribution or distribution_of(method, mask), config.seqlen, config.seqlen_kv
+    n, m = config.seqlen, config.seqlen_kv
     known, keys, aligned = _known(method), None, mask.aligned(n, m)
     check_visible(aligned, n, m)
+    name, why = distribution, "asked for"
+    if name is None:
+        name, why = default_distribution(method, layout, config, mask)
     if known.place:
         own = config.cp_group(layout.heads)
         runs = known.place(mask, n, layout.positions, own.nheads_kv / own.nheads)
         listed = tuple(x for whole in runs for x in shares(whole, layout.heads))
-        shards = Distribution(name, n, layout.size, layout.heads, listed)
+        shards = Distribution(name, n, layout.size, layout.heads, listed, why)
         return Problem(AttentionConfig(**config.arguments), shards, mask)
     sizes = *known.tiles(layout), layout.heads
-    shards = distribute(name, mask if n == m else Full(), n, *sizes)
+    shards = distribute(name, mask if n == m else Full(), n, *sizes, why)
     if n != m or distribution_kv not in (None, name):
         keys = distribute(distribution_kv or name, Full(), m, *sizes)
     return Problem(AttentionConfig(**config.arguments), shards, aligned, keys)
 
 
 def distribute(
-    name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1
+    name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1, why: str = ""
 ) -> Distribution:
     """Distribution of one sequence on ranks that compute so many rows and columns of tiles."""
     if name == "balanced":
-        return _balanced(mask, seqlen, rows, cols, heads)
-    return _by_formula(name, seqlen, rows * cols * heads, heads)
+        return _balanced(mask, seqlen, rows, cols, heads, why)
+    return _by_formula(name, seqlen, rows * cols * heads, heads, None, why)
 
 
-@lru_cache(maxsize=64)  # a search takes a second or two
-def _balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int) -> Distribution:
+@lru_cache(maxsize=64)
+def _balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int, why: str) -> Distribution:
     from a2d_mpi.sharding.balance import balanced
 
     listed = balanced(mask, seqlen, rows, cols, heads)
-    return Distribution("balanced", seqlen, rows * cols * heads, heads, listed)
+    return Distribution("balanced", seqlen, rows * cols * heads, heads, listed, why)
 
 
 _by_formula = lru_cache(maxsize=64)(Distribution)  # it remembers the runs of its shards

@@ -9,6 +9,8 @@ few long runs keep tiles in few plain shapes and the traffic small.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from a2d_mpi.masks.intervals import merged
@@ -17,11 +19,11 @@ from a2d_mpi.sharding.blocks import cuts, visible_pairs
 from a2d_mpi.sharding.distribution import shares
 
 # Runs are halved until the largest area is at most this times the mean one, ...
-_EVEN = 1.02
+EVEN = 1.02
 # ... but not below the length of 8 a rank where it is at most this: that costs bytes and seconds.
 _ENOUGH = 1.05
 # The matrix of pairs between runs has this many rows at most: 32 MiB of float64.
-_MOST_RUNS = 2048
+MOST_RUNS = 2048
 # Runs change places until the largest area is this times the mean one: each exchange costs bytes.
 _ENDS = 1.018
 # So many exchanges a run at most; so many of the largest tiles, and of the runs that add most to
@@ -66,7 +68,7 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
             f"got {seqlen}, {rows} x {cols} and {heads}"
         )
     mask.check(seqlen)
-    bounds, owner = _deal(mask, seqlen, rows, cols)
+    bounds, owner = deal(mask, seqlen, rows, cols)
     found = []
     for position in range(rows * cols):
         runs = _joined(bounds, np.flatnonzero(owner == position))
@@ -74,29 +76,30 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
     return tuple(found)
 
 
-def _deal(mask: Mask, seqlen: int, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
+@lru_cache(maxsize=64)  # a search takes a second or two
+def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
     """Bounds of the runs and the position that has each."""
     positions = rows * cols
-    most = max(1, min(_MOST_RUNS, seqlen) // positions)
+    most = max(1, min(MOST_RUNS, seqlen) // positions)
     best = None
     for each in _FINER:
-        enough = _EVEN if each <= 8 else _ENOUGH
+        enough = EVEN if each <= 8 else _ENOUGH
         if best is not None and (each > most or best[0][0] <= enough):
             break
         bounds = cuts(seqlen, each * positions)
         pairs = visible_pairs(mask, bounds, bounds)
         seen, scaled = pairs > 0, _scaled(pairs)
-        for start in _starts(each, positions):
+        for start in starts(each, positions):
             owner = _exchange(scaled, start, rows, cols)
-            uneven = _uneven(pairs, owner, rows, cols)
+            largest = uneven(pairs, owner, rows, cols)
             # Any even deal comes before all others; among even ones the bytes decide.
-            key = (max(uneven, _EVEN), _largest_traffic(seen, owner, rows, cols))
+            key = (max(largest, EVEN), largest_traffic(seen, owner, rows, cols))
             if best is None or key < best[0]:
                 best = (key, bounds, owner)
     return best[1], best[2]
 
 
-def _starts(each: int, positions: int) -> list[np.ndarray]:
+def starts(each: int, positions: int) -> list[np.ndarray]:
     """Owners of runs: zigzag, contiguous, and in turns there and back; each has equally many."""
     run = np.arange(each * positions)
     found = [run // each]
@@ -119,7 +122,7 @@ def _members(group: np.ndarray, groups: int) -> np.ndarray:
     return (group[:, None] == np.arange(groups)).astype(np.float64)
 
 
-def _uneven(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float:
+def uneven(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float:
     """Largest over mean area of the tiles."""
     row, col = (_members(x, n) for x, n in zip(np.divmod(owner, cols), (rows, cols)))
     areas = row.T @ (pairs @ col)
@@ -196,7 +199,7 @@ def _exchange(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.
     return row * cols + col
 
 
-def _largest_traffic(seen: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float:
+def largest_traffic(seen: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float:
     """Runs that the busiest rank sends or receives, counted whole, as many KV heads as heads."""
     row, col = np.divmod(owner, cols)
     in_row, in_col = _members(row, rows), _members(col, cols)

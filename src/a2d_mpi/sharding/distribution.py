@@ -47,6 +47,8 @@ class Distribution:
         distributions have this property anyway.
     listed : tuple of tuple of range, optional
         Runs of every shard, in order, of step 1.
+    why : str
+        Why it was chosen, for users.  Distributions are equal whatever it says.
 
     Raises
     ------
@@ -60,6 +62,7 @@ class Distribution:
     nshards: int
     group: int = 1
     listed: Shards | None = field(default=None, repr=False)
+    why: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         # NumPy's integers would overflow in the products below.

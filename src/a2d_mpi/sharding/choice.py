@@ -1,0 +1,83 @@
+"""The default distribution of masks that no closed form balances: the least predicted time.
+
+Even work is not the only aim.  A balanced distribution of packed documents sends more than a
+contiguous one, which has the tokens of a document on few ranks but uneven tiles.  A rank computes
+and receives at once, so its time is about the longer of the two.  Which one is longer depends on
+the machine.  A plan knows no machine: it takes a typical one.  The planner knows the machine and
+simulates all three distributions.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from a2d_mpi.masks.mask import Mask
+from a2d_mpi.sharding.balance import EVEN, MOST_RUNS, deal, largest_traffic, starts, uneven
+from a2d_mpi.sharding.blocks import cuts, visible_pairs
+
+# Distributions to choose from.
+CHOICES = ("contiguous", "zigzag", "balanced")
+# Floating-point operations that a rank does while it receives a byte, by the bytes of an element.
+# 16 bits: GPUs.  The profiles in data/machines have 1,900 to 2,600 within a node and 9,800 to
+# 39,000 between nodes; 3000 is the largest figure whose choice is nowhere slower than a balanced
+# distribution (docs/masks.md).  Else CPUs: about 50 GFLOP/s a core, and 25 GB/s for 64 cores.
+_FLOPS_PER_BYTE = {2: 3000.0, 4: 100.0, 8: 50.0}
+# Share of the shorter one of computing and transfers that the longer one does not hide.
+_EXPOSED = 0.1
+# Runs of a position: contiguous and zigzag shards are made of whole runs.
+_RUNS = (8, 4, 2)
+
+
+@lru_cache(maxsize=64)
+def choose(
+    mask: Mask, seqlen: int, rows: int, cols: int, itemsize: int, speed: float | None = None
+) -> tuple[str, str]:
+    """Choose the distribution with the least predicted time.
+
+    Parameters
+    ----------
+    mask : Mask
+    seqlen : int
+        N, the number of tokens.
+    rows, cols : int
+        R and C of the grid; ``P x 1`` is a ring.
+    itemsize : {2, 4, 8}
+        Bytes of an element of the tensors.
+    speed : float, optional
+        Floating-point operations that a rank does while it receives a byte.  Default: those of a
+        typical machine.
+
+    Returns
+    -------
+    name : {"contiguous", "zigzag", "balanced"}
+    why : str
+        A clause for users, with the numbers that decided.
+    """
+    positions = rows * cols
+    fine = [x for x in _RUNS if x * positions <= min(MOST_RUNS, seqlen)]
+    if positions == 1 or not fine:
+        return "balanced", "all distributions of so few tokens cost the same"
+    bounds = cuts(seqlen, fine[0] * positions)
+    pairs = visible_pairs(mask, bounds, bounds)
+    # Four operations for each pair and element of a head.  Times: bytes that arrive meanwhile.
+    even = 4 * float(pairs.sum()) / positions / (speed or _FLOPS_PER_BYTE[itemsize])
+    zigzag, contiguous = starts(fine[0], positions)[:2]
+    times, figures = {}, {}
+
+    def look(name: str, pairs: np.ndarray, owner: np.ndarray) -> float:
+        work = uneven(pairs, owner, rows, cols)
+        moved = largest_traffic(pairs > 0, owner, rows, cols)
+        shorter, longer = sorted((work * even, moved * seqlen * itemsize))
+        times[name] = longer + _EXPOSED * shorter
+        figures[name] = f"{name} {work:.2f}, {moved:.2f} N"
+        return work
+
+    works = [look("contiguous", pairs, contiguous), look("zigzag", pairs, zigzag)]
+    if min(works) > EVEN:  # else one of them is as even as a balanced one, which is a search
+        bounds, owner = deal(mask, seqlen, rows, cols)
+        look("balanced", visible_pairs(mask, bounds, bounds), owner)
+    name = min(times, key=times.get)
+    why = "least predicted time (busiest rank: work over the mean, tokens that it moves)"
+    return name, f"{why}: {'; '.join(figures.values())}"
