@@ -48,7 +48,9 @@ class AttentionPlan:
         computed in float32, and so are lse and the partial gradients on the wire, which are
         summed.
     distribution : {"contiguous", "zigzag", "striped", "triangle", "balanced"}, optional
-        Owner of each token.  Default: the one that balances the mask.
+        Owner of each token.  Default: zigzag for `Causal`, contiguous for `Full` and windows; for
+        other masks the least predicted time of a contiguous, a zigzag and a balanced distribution,
+        on the grid's machine if `ProcessGrid.auto` made the grid, else on a typical one.
     distribution_kv : str, optional
         Likewise, of k and v in cross-attention.  Default: as `distribution`.
     softmax_scale : float, optional
@@ -77,6 +79,8 @@ class AttentionPlan:
         Sorted global indices of this rank's shard.
     tokens_kv : (m,) int64
         Those of its keys and values; the same in self-attention.
+    distribution : Distribution
+        Owners of the tokens; `distribution.name`, and `distribution.why` it was chosen.
     config : AttentionConfig
         Sizes, shapes and dtypes; also as `seqlen`, `nheads`, `nheads_kv`, `headdim`, `dtype`,
         `compute_dtype`, `softmax_scale` and `logit_softcap`.

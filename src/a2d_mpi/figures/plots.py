@@ -19,6 +19,7 @@ from a2d_mpi.experiments.gpt_files import read_losses, read_steps
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result, phases_of
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, in_order, summarise
+from a2d_mpi.figures.crossover_plots import draw_crossover, read_crossover
 from a2d_mpi.figures.kernel_plots import draw_kernels
 from a2d_mpi.figures.loss_plots import draw_losses
 from a2d_mpi.figures.pictures import (
@@ -267,6 +268,7 @@ FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 # Of files of other kinds: how to read them, and how to draw.
 OTHERS = {
     "training": (lambda args: read_losses(args.results), draw_losses),
+    "crossover": (read_crossover, draw_crossover),
     "kernels": (lambda args: read_entries(args.results, SCHEMA, "figures"), draw_kernels),
     **{
         x: (lambda args: read_scale(args.results, args.workload), draw)

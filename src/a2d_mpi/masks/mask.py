@@ -39,7 +39,8 @@ class Mask:
     Attributes
     ----------
     default_distribution : str
-        The distribution that balances this mask best on every grid.
+        The distribution that balances this mask on every grid.  "balanced": none does in closed
+        form, and plans choose by predicted times (`a2d_mpi.sharding.choice`).
     positional : bool
         Whether a query is given by its position among the keys: token i of the queries is token i
         of the keys.  Only such masks can be aligned with keys of another length.

@@ -21,13 +21,13 @@ from a2d_mpi.sharding.blocks import cuts, visible_pairs
 CHOICES = ("contiguous", "zigzag", "balanced")
 # Floating-point operations that a rank does while it receives a byte, by the bytes of an element.
 # 16 bits: GPUs.  The profiles in data/machines have 1,900 to 2,600 within a node and 9,800 to
-# 39,000 between nodes; 3000 is the largest figure whose choice is nowhere slower than a balanced
-# distribution (docs/masks.md).  Else CPUs: about 50 GFLOP/s a core, and 25 GB/s for 64 cores.
+# 39,000 between nodes; with 3000 the choice was the fastest of 1500 to 8000 (docs/masks.md).
+# Else CPUs: about 50 GFLOP/s a core, and 25 GB/s for 64 cores.
 _FLOPS_PER_BYTE = {2: 3000.0, 4: 100.0, 8: 50.0}
 # Share of the shorter one of computing and transfers that the longer one does not hide.
-_EXPOSED = 0.1
-# Runs of a position: contiguous and zigzag shards are made of whole runs.
-_RUNS = (8, 4, 2)
+_EXPOSED = 0.25
+# Runs of a position: bytes are counted in whole runs.
+_RUNS = (64, 32, 16, 8, 4, 2)
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,108 @@
+"""The default distribution: the least predicted time, of three."""
+
+import pytest
+
+from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid, SlidingWindow
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.mask_table import figures
+from a2d_mpi.masks.patterns import make_mask
+from a2d_mpi.planning.model import predict, slowest_seconds
+from a2d_mpi.planning.planner import best_candidate, candidates
+from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.sharding.choice import CHOICES, choose
+
+MASKS = ("full_document", "causal_document", "share_question", "prefix_lm_causal")
+H100 = read_machine("data/machines/h100-64x1.toml")
+
+
+@pytest.mark.parametrize("text", MASKS)
+@pytest.mark.parametrize("side", [2, 4])
+def test_extremes(text, side):
+    """Where transfers decide the fewest bytes, where computing decides the most even work."""
+    n, layout = 4096, Layout(side, side)
+    mask = make_mask(text, n)
+    work = Workload(n, 1, 1, mask=mask)
+    costs = {
+        x: figures("attention2d", layout, problem_of("attention2d", layout, work, mask, x))
+        for x in CHOICES
+    }
+    slow_links, _ = choose(mask, n, side, side, 2, speed=1e9)
+    fast_links, why = choose(mask, n, side, side, 2, speed=1e-3)
+    # Bytes are estimated in whole runs.
+    assert costs[slow_links].moved <= 1.15 * min(x.moved for x in costs.values())
+    assert costs[fast_links].uneven <= 1.03 * min(x.uneven for x in costs.values())
+    assert all(name in why for name in CHOICES)
+    assert costs["balanced"].uneven < 1.05 < max(x.uneven for x in costs.values())
+
+
+@pytest.mark.parametrize("text", MASKS)
+def test_predicted_time(text):
+    """The default is hardly slower than a balanced distribution, and often much faster."""
+    ratios = []
+    for tokens in (1 << 14, 1 << 17):
+        work = Workload(tokens, 16, 128, mask=make_mask(text, tokens), backward=True)
+        default, balanced = (
+            slowest_seconds(predict(H100, "attention2d", Layout(4, 4), work, x))
+            for x in (None, "balanced")
+        )
+        ratios.append(default / balanced)
+    assert max(ratios) < 1.03
+    assert min(ratios) < 0.85 or text == "prefix_lm_causal"
+
+
+def test_why():
+    work = Workload(1 << 14, 16, 128, mask=Documents([0, 1 << 13, 1 << 14]))
+    for mask, name, why in (
+        (Causal(), "zigzag", "the default of Causal"),
+        (SlidingWindow(8), "contiguous", "the default of SlidingWindow"),
+        (work.mask, "contiguous", "least predicted time (busiest rank: work over the mean"),
+    ):
+        shards = problem_of("attention2d", Layout(2, 2), work, mask).shards
+        assert shards.name == name and shards.why.startswith(why)
+    asked = problem_of("attention2d", Layout(2, 2), work, mask, "balanced").shards
+    assert asked.why == "asked for" and asked.name == "balanced"
+    assert problem_of("striped ring", Layout(4, 1), work, mask).shards.name == "striped"
+
+
+def test_planner_tries_all():
+    """No other distribution of the fastest plan's shape is faster, and `all` has three of each."""
+    tokens = 1 << 15
+    work = Workload(tokens, 4, 128, mask=make_mask("causal_document", tokens), backward=True)
+    best = best_candidate(H100, 16, work, methods=("attention2d",))
+    assert best.layout.distribution == best.distribution
+    seconds = {
+        x: slowest_seconds(predict(H100, "attention2d", best.layout, work, x)) for x in CHOICES
+    }
+    assert best.seconds == seconds[best.distribution] == min(seconds.values())
+    every = candidates(H100, 4, work, methods=("attention2d",), number=None)
+    tried = {(x.layout.rows, x.layout.cols, x.layout.heads): [] for x in every}
+    for x in every:
+        tried[x.layout.rows, x.layout.cols, x.layout.heads].append(x.distribution)
+    spread = {shape: sorted(names) for shape, names in tried.items() if shape[:2] != (1, 1)}
+    assert spread and all(names == sorted(CHOICES) for names in spread.values())
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.multirank
+@pytest.mark.one_mpi
+def test_planned_grid(comm):
+    """A plan takes the distribution of the planner, and its own where none is planned."""
+    mask = make_mask("causal_document", 4096)
+    work = Workload(4096, 4, 64, mask=mask, backward=True)
+    problem = {"seqlen": 4096, "nheads": 4, "headdim": 64, "dtype": "bfloat16"}
+    # A ring of four positions: the planner has a choice.
+    grid = ProcessGrid.auto(comm, H100, work, method="ring")
+    planned = best_candidate(H100, comm.size, work, methods=("ring",)).layout.distribution
+    assert grid.layout.distribution == planned
+    attn = Attention2D(grid, mask, **problem)
+    if planned:
+        assert attn.distribution.name == planned
+        assert attn.distribution.why == "the planner's choice"
+    grid.free()
+    grid = ProcessGrid(comm, 1, comm.size)
+    attn = Attention2D(grid, mask, **problem)
+    assert attn.distribution.why.startswith("least predicted time")
+    assert len(set(comm.allgather(attn.distribution.why))) == 1
+    grid.free()

@@ -1,0 +1,60 @@
+"""The figure that says when 2-D attention matters, and the file that it is drawn from."""
+
+from pathlib import Path
+
+import pytest
+from helpers import parser_of
+
+from a2d_mpi.experiments.benchmark import read_benchmark
+from a2d_mpi.figures import crossover_plots
+from a2d_mpi.figures.crossover_plots import MACHINES, PLANS, Point, measured, simulated
+from a2d_mpi.planning.profile import read_machine
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "data/results/crossover"
+
+
+def test_committed_points():
+    """Ratios from transfers that decide to computing; the pick is the fastest of four."""
+    points = measured(DATA)
+    ratios = [p.ratio for p in points]
+    assert len(points) == 5 and ratios == sorted(ratios) and ratios[0] < 0.1 and ratios[-1] > 3
+    for p in points:
+        assert p.seconds["the planner's pick"] <= 1.1 * min(p.seconds.values())
+    assert points[0].gain("square grid 4 x 4") > 2
+    results = [x for path in DATA.glob("*/*.h5") for x in read_benchmark(path).values()]
+    assert len(results) == 20 and all(x.passed for x in results)
+
+
+def test_page_has_the_points():
+    text = (ROOT / "docs/study.md").read_text()
+    for p in measured(DATA):
+        grid, pick = p.gain("square grid 4 x 4"), p.gain("the planner's pick")
+        assert f"| {p.ratio:.2g} | {p.seconds['ring']:.2f} (" in text
+        assert f"| {grid:.2f} | {pick:.2f} |" in text
+
+
+def test_simulated_points(monkeypatch):
+    """The ratio grows with the tokens, and the gain falls to one."""
+    monkeypatch.setattr(crossover_plots, "TOKENS", [1 << 15, 1 << 22])
+    machine = read_machine(ROOT / "data/machines/h100-64x1.toml").with_ranks_per_node(1)
+    few, many = simulated(machine)
+    assert few.ratio < 0.2 and many.ratio > 5
+    assert few.gain("square grid 4 x 4") > 2 and many.gain("square grid 4 x 4") < 1.1
+    for p in (few, many):
+        assert p.seconds["the planner's pick"] <= min(p.seconds.values())
+
+
+def test_picture(tmp_path, monkeypatch):
+    point = Point(0.5, {x: 1.0 + i for i, x in enumerate(PLANS)})
+    monkeypatch.setattr(crossover_plots, "simulated", lambda machine: [point])
+    monkeypatch.setattr(crossover_plots, "TOKENS", [1 << 15])
+    parser = parser_of("drivers/plot.py")
+    args = [str(DATA), "--what", "crossover", "--format", "png", "--output", str(tmp_path)]
+    from a2d_mpi.figures.plots import plot
+
+    assert plot(parser.parse_args(args)) == 0
+    assert (tmp_path / "crossover.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="has no file"):
+        measured(tmp_path)
+    assert set(MACHINES) == {"H100", "A100"}
