@@ -56,19 +56,8 @@ _BEGIN = '{"traceEvents": ['  # of every file
 _RUNS = 4  # of tokens that are written out for a block
 
 
-class Slice(NamedTuple):
-    """Something that a rank does from `begin` to `end`, in seconds since the section began."""
-
-    thread: str
-    name: str
-    category: str
-    begin: float
-    end: float
-    args: dict[str, object]
-
-
-class End(NamedTuple):
-    """One end of an arrow: a message that is sent, or that has been received, at a time.
+class Arrow(NamedTuple):
+    """One end of an arrow: a message that a rank sends or receives.
 
     Attributes
     ----------
@@ -78,19 +67,32 @@ class End(NamedTuple):
         Of the rows.
     sent : bool
         Or received.
-    time : float
     args : dict
-        "bytes", and of a measured message "phase" and "channel".
+        "bytes", "from", "to", and of a measured message "phase" and "channel".
     """
 
     key: object
     kind: str
     sent: bool
-    time: float
     args: dict[str, object]
 
 
-Section = Sequence[list[Slice | End]]  # what all ranks do in one stretch of time, by world rank
+class Slice(NamedTuple):
+    """Something that a rank does from `begin` to `end`, in seconds since the section began.
+
+    Messages that are sent start at `begin`, messages that are received arrive at `end`.
+    """
+
+    thread: str
+    name: str
+    category: str
+    begin: float
+    end: float
+    args: dict[str, object]
+    arrows: Sequence[Arrow] = ()
+
+
+Section = Sequence[list[Slice]]  # what all ranks do in one stretch of time, by world rank
 
 
 class Trace:
@@ -124,8 +126,8 @@ class Trace:
 
 def measured(
     plan: AttentionPlan, calls: Sequence[Recorded], zero: float, name: str
-) -> list[Slice | End]:
-    """Slices and messages of this rank.
+) -> list[Slice]:
+    """What this rank did.
 
     Parameters
     ----------
@@ -147,50 +149,49 @@ def measured(
                 for span in range(first, last):  # one, or none
                     labels[span] = type(step).__name__.lower(), args
                 if isinstance(step, Message):
-                    x = _message(program, step, place, call.phase)
+                    x = _arrow(program, step, place, call.phase)
                     x = posted[step.index] = x._replace(key=(number, i, *x.key))
-                    what = f"{'send' if x.sent else 'receive'} {x.kind}"
-                    found += _posted(what, [x], begin - zero, end - zero, x.args)
+                    found.append(
+                        _post(f"{'send' if x.sent else 'receive'} {x.kind}", [x], begin, end)
+                    )
                 elif isinstance(step, Barrier):
-                    found += _posted("barrier", [], begin - zero, end - zero, {})
+                    found.append(_post("barrier", [], begin, end))
                 elif isinstance(step, Wait):
                     messages = [posted[x] for x in step.messages if x in posted]
-                    found += _wait(messages, len(step.messages), begin - zero, end - zero)
+                    found.append(_wait(messages, len(step.messages), begin, end))
         for i, (part, begin, end) in enumerate(call.spans):
             label, args = labels.get(i, (part, {}))
-            found.append(Slice(COMPUTE, label, part, begin - zero, end - zero, args))
-    return found
+            found.append(Slice(COMPUTE, label, part, begin, end, args))
+    return [x._replace(begin=x.begin - zero, end=x.end - zero) for x in found]
 
 
-def _message(program: Program, step: Message, place: list[int], phase: str) -> End:
-    """The end of an arrow, without its time."""
+def _arrow(program: Program, step: Message, place: list[int], phase: str) -> Arrow:
+    """The message of a step."""
     source, to = (place[program.grid_rank(x)] for x in (program.rank, step.peer))
     sent, kind = isinstance(step, Send), program.arrays[step.rows.array].kind
     if not sent:
         source, to = to, source
     args = {"bytes": nbytes(program, step.rows), "from": source, "to": to}
     args |= {"phase": phase, "channel": step.channel}
-    return End((source, to, kind, step.tag, step.turn), kind, sent, 0.0, args)
+    return Arrow((source, to, kind, step.tag, step.turn), kind, sent, args)
 
 
-def _posted(
-    name: str, messages: list[End], begin: float, end: float, args: dict[str, object]
-) -> list[Slice | End]:
-    """The slice in which messages are posted; arrows begin in it."""
-    found = [Slice(COMMUNICATION, name, "post", begin, end, args)]
-    return found + [x._replace(time=begin) for x in messages if x.sent]
+def _post(name: str, messages: list[Arrow], begin: float, end: float) -> Slice:
+    """Messages are posted, or a barrier is entered."""
+    args, sent = messages[0].args if len(messages) == 1 else {}, [x for x in messages if x.sent]
+    return Slice(COMMUNICATION, name, "post", begin, end, args, sent)
 
 
-def _wait(messages: list[End], number: int, begin: float, end: float) -> list[Slice | End]:
-    """A wait for messages and, if the number of all is larger, a barrier; arrows end in it."""
+def _wait(messages: list[Arrow], number: int, begin: float, end: float) -> Slice:
+    """A wait for messages and, if the number of all is larger, for a barrier."""
     args: dict[str, object] = {"bytes": sum(x.args["bytes"] for x in messages)}
     for i, x in enumerate(messages):
         peer = f"to {x.args['to']}" if x.sent else f"from {x.args['from']}"
         args[f"message {i}"] = f"{x.kind} {peer}, {x.args['bytes']} bytes"
     if number > len(messages):
         args["barrier"] = "yes"
-    found = [Slice(COMMUNICATION, "wait", "wait", begin, end, args)]
-    return found + [x._replace(time=end) for x in messages if not x.sent]
+    received = [x for x in messages if not x.sent]
+    return Slice(COMMUNICATION, "wait", "wait", begin, end, args, received)
 
 
 def _blocks(program: Program) -> Iterator[dict[str, object]]:
@@ -213,7 +214,7 @@ def _tokens(program: Program, rows: Rows) -> str:
 def predicted(
     machine: Machine, method: str, layout: Layout, work: Workload, name: str
 ) -> list[Section]:
-    """Slices and messages of all ranks by the simulator, a section for each phase.
+    """What all ranks do by the simulator, a section for each phase.
 
     Parameters
     ----------
@@ -239,7 +240,7 @@ def predicted(
         survey = survey_of(machine, method, layout, work, problem, phase)
         spans = [[] for _ in range(layout.size)]
         simulated(machine, layout, survey, spans)
-        section: list[list[Slice | End]] = [[] for _ in range(layout.size)]
+        section: list[list[Slice]] = [[] for _ in range(layout.size)]
         for rank, found in enumerate(section[x] for x in place):
             programs = write(method, phase, layout, problem, rank, work.overlap)
             blocks = [x for program in programs for x in _blocks(program)]
@@ -250,11 +251,13 @@ def predicted(
             last = spans[rank][-1][2]
             found.append(Slice(COMPUTE, f"{name} {phase}", "total", 0.0, last, {}))
             for part, begin, end, numbers in spans[rank]:
-                messages = [x for number in numbers for x in _end(survey, number, rank, place)]
+                # None of the messages of barriers.
+                messages = [x for x in numbers if survey.kinds[x] < len(KINDS)]
+                arrows = [_simulated(survey, x, rank, place) for x in messages]
                 if part == "wait":
-                    found += _wait(messages, len(numbers), begin, end)
+                    found.append(_wait(arrows, len(numbers), begin, end))
                 elif numbers:
-                    found += _posted("post", messages, begin, end, {})
+                    found.append(_post("post", arrows, begin, end))
                 else:
                     args = next(labels) if part == "compute" else {}
                     found.append(Slice(COMPUTE, call if args else part, part, begin, end, args))
@@ -262,14 +265,11 @@ def predicted(
     return sections
 
 
-def _end(survey: Survey, number: int, rank: int, place: list[int]) -> list[End]:
-    """The end of an arrow without its time, of a message of the simulator; of a barrier none."""
-    kind, messages = survey.kinds[number], survey.messages
-    if kind == len(KINDS):
-        return []
-    source, to = int(messages.source[number]), int(messages.to[number])
-    args = {"bytes": int(messages.nbytes[number]), "from": place[source], "to": place[to]}
-    return [End(number, list(KINDS)[kind], source == rank, 0.0, args)]
+def _simulated(survey: Survey, number: int, rank: int, place: list[int]) -> Arrow:
+    """A message of the simulator."""
+    source, to, nbytes = (int(x[number]) for x in survey.messages)
+    args = {"bytes": nbytes, "from": place[source], "to": place[to]}
+    return Arrow(number, list(KINDS)[survey.kinds[number]], source == rank, args)
 
 
 def write_trace(path: Path, sections: Sequence[Section], times: str) -> None:
@@ -303,20 +303,18 @@ def events_of(sections: Sequence[Section]) -> list[dict[str, object]]:
         last = start
         for rank, found in enumerate(section):
             for x in found:
-                if isinstance(x, Slice):
-                    begin, end = (start + round(1e9 * t) for t in (x.begin, x.end))
-                    last = max(last, end)
-                    times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
-                    event = {"ph": "X", "name": x.name, "cat": x.category, **times}
-                    thread = x.thread
-                else:
-                    # Just before the end of the wait: the viewer looks for the slice around it.
-                    now = start + round(1e9 * x.time) - (not x.sent)
-                    event = {"ph": "s"} if x.sent else {"ph": "f", "bp": "e"}
-                    event |= {"name": x.kind, "cat": "message", "ts": now / 1000}
-                    event["id"] = numbers.setdefault((i, x.key), len(numbers))
-                    thread = COMMUNICATION
-                events.append({**event, "pid": rank, "tid": _tid(rank, thread), "args": x.args})
+                begin, end = start + round(1e9 * x.begin), start + round(1e9 * x.end)
+                last, where = max(last, end), {"pid": rank, "tid": _tid(rank, x.thread)}
+                times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
+                event = {"ph": "X", "name": x.name, "cat": x.category}
+                events.append({**event, **times, **where, "args": x.args})
+                for arrow in x.arrows:
+                    # Just before the end of a wait: viewers look for the slice around it.
+                    now = begin if arrow.sent else max(begin, end - 1)
+                    event = {"ph": "s"} if arrow.sent else {"ph": "f", "bp": "e"}
+                    event["id"] = numbers.setdefault((i, arrow.key), len(numbers))
+                    event |= {"name": arrow.kind, "cat": "message", "ts": now / 1000}
+                    events.append({**event, **where, "args": arrow.args})
         start = last
     return events
 
