@@ -177,6 +177,7 @@ def test_measured(comm, tmp_path, method, shape, options):
 
 @pytest.mark.multirank
 @pytest.mark.grids
+@pytest.mark.one_mpi
 @pytest.mark.mpi(min_size=4)
 def test_wrong_traces(comm, tmp_path):
     """The checks of this file see what is wrong with a trace."""
@@ -210,6 +211,7 @@ def test_wrong_traces(comm, tmp_path):
 
 @pytest.mark.mpi
 @pytest.mark.grids
+@pytest.mark.one_mpi
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 def test_on_a_gpu(comm, cupy, tmp_path, monkeypatch):
     """The same on a device, with ranges for NVIDIA's profilers where nvtx is installed."""

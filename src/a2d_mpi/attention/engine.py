@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,7 +98,7 @@ class Engine:
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
         self._phase, self._end = "", None
         self._recorded: list[Recorded] | None = None
-        self._range = _no_range
+        self._nvtx: ModuleType | None = None
 
     def move_to(self, device: Device) -> None:
         """Use a device, its kernels and its buffers from now on."""
@@ -109,7 +110,7 @@ class Engine:
         )
         self.device, self.work, self.transport = device, work, None
         self._spans, self._end = {}, None
-        self._range = _no_range if device is HOST else _nvtx_range()
+        self._nvtx = None if device is HOST else _nvtx()
 
     def taken(self, arrays: dict[str, Array], check_finite: bool) -> tuple[dict[str, Array], bool]:
         """The arrays C-contiguous, and whether no element is known to be NaN or infinite.
@@ -204,8 +205,11 @@ class Engine:
     def clock(self, part: str) -> Iterator[None]:
         """Clock a part of the phase."""
         start = self.device.mark()
-        with self._range(f"{self._phase} {part}"):
+        if self._nvtx is None:
             yield
+        else:
+            with self._nvtx.annotate(f"{self._phase} {part}"):
+                yield
         self._spans[self._phase].append((part, start, self.device.mark()))
 
     @contextmanager
@@ -297,17 +301,13 @@ class Engine:
         return getattr(self.transport, "staged_bytes", 0)
 
 
-def _no_range(name: str) -> nullcontext:
-    return nullcontext()
-
-
-def _nvtx_range() -> Callable[[str], Any]:
-    """Makes named ranges for NVIDIA's profilers, if nvtx is installed."""
+def _nvtx() -> ModuleType | None:
+    """The package that names ranges for NVIDIA's profilers, if it is installed."""
     try:
         import nvtx
     except ImportError:
-        return _no_range
-    return nvtx.annotate
+        return None
+    return nvtx
 
 
 class _Polls:

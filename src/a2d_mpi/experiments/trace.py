@@ -302,7 +302,8 @@ def events_of(sections: Sequence[Section]) -> list[dict[str, object]]:
     for i, section in enumerate(sections):
         last = start
         for rank, found in enumerate(section):
-            for x in found:
+            # What a slice is nested in comes first.
+            for x in sorted(found, key=lambda x: (x.begin, -x.end)):
                 begin, end = start + round(1e9 * x.begin), start + round(1e9 * x.end)
                 last, where = max(last, end), {"pid": rank, "tid": _tid(rank, x.thread)}
                 times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
