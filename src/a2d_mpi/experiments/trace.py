@@ -110,7 +110,15 @@ class Trace:
 
     @contextmanager
     def calls(self, plan: AttentionPlan, name: str) -> Iterator[None]:
-        """Record the calls of a plan until the block ends, as one section.  Collective."""
+        """Record the calls of a plan until the block ends, as one section.  Collective.
+
+        Parameters
+        ----------
+        plan : AttentionPlan
+            On all ranks of the trace.
+        name : str
+            Of the plan, in the trace.
+        """
         self._comm.Barrier()
         zero = time.perf_counter()
         with plan.recording() as calls:
@@ -295,7 +303,18 @@ def write_trace(path: Path, sections: Sequence[Section], times: str) -> None:
 
 
 def events_of(sections: Sequence[Section]) -> list[dict[str, object]]:
-    """The events of a file; times become microseconds, to a nanosecond."""
+    """The events of a file; times become microseconds, to a nanosecond.
+
+    Parameters
+    ----------
+    sections : sequence of Section
+        Each begins when the one before it has ended on all ranks.
+
+    Returns
+    -------
+    list of dict
+        Of the Trace Event Format: "ph", "ts", "pid", "tid", "name" and "args" at least.
+    """
     events, start, numbers = [], 0, {}
     for rank in range(len(sections[0]) if sections else 0):
         events += _names(rank)
