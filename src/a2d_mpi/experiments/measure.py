@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from socket import gethostname
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -32,7 +32,9 @@ from a2d_mpi.experiments.check import check_attention, digests, worse
 from a2d_mpi.experiments.inputs import other_data
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import PARTS, SPAN, Check, Result, usual_trial
-from a2d_mpi.experiments.trace import Trace
+
+if TYPE_CHECKING:  # few runs are traced
+    from a2d_mpi.experiments.trace import Trace
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
