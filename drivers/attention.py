@@ -20,6 +20,7 @@ from a2d_mpi.experiments.options import (
     TRIALS,
     WARMUP,
     add_mask,
+    add_trace,
     check_text,
     path,
     real,
@@ -52,6 +53,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--seed", type=SEED, default=0, help="of the sample, and of dout if the file has none")
     add("--output", type=path, help="HDF5 file for timings, traffic and checks")
     add("--save-outputs", action="store_true", help="also write out, lse and the gradients")
+    add_trace(parser, "of one run more, before the trials")
     add_engine(parser)
     return parser
 

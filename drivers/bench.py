@@ -39,6 +39,7 @@ from a2d_mpi.experiments.options import (
     SEED,
     TRIALS,
     WARMUP,
+    add_trace,
     check_text,
     listed,
     masks,
@@ -78,6 +79,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     check = partial(check_text, none=False)
     add("--check", type=check, default="sample", help=f"{CHECK_HELP}; default: sample")
     add("--spans", choices=SPANS, default="all", help="of which plans to keep what ranks did when")
+    add_trace(parser, "of one run more of each plan that is timed")
     add("--seed", type=SEED, default=0, help="of the numbers, and of the rows that are checked")
     add(
         "--profile",

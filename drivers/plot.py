@@ -19,6 +19,7 @@ slopes       the same, with the power of the ranks that fits each method's times
 exposed      share of the time that ranks wait (drivers/simulate.py)
 winners      the fastest method by ranks and tokens (drivers/simulate.py)
 crossover    gain over the ring by computing over transfers (folder of jobs/study.sh crossover)
+trace        what every rank did when, and all messages (a file of any driver's --trace)
 
 Each is written as PNG and as SVG, 8 cm wide.  Of the plans of a method the fastest one at each
 number of ranks stands for it (in bytes, the one that receives least).  With one number of ranks
@@ -34,7 +35,7 @@ def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plot.py", __doc__)
     add = parser.add_argument
-    add("results", type=path, help="HDF5 file of a driver, or a folder")
+    add("results", type=path, help="file of a driver, or of --trace, or a folder")
     add("--output", type=path, default="results/figures", help="folder (default %(default)s)")
     add("--what", default=",".join(FIGURES), help=f"default %(default)s; or {', '.join(OTHERS)}")
     add("--workload", help="its name in the file; default: that of the most rank counts and runs")

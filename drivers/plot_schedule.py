@@ -9,7 +9,8 @@ A row for each plan.  Left: the (query, key) pairs of a short sequence, in the c
 that computes them; hidden pairs are grey; of ranks that share the heads each has stripes.  Middle:
 bytes that a rank receives from each other one, phase by phase.  Right: the predicted time of every
 rank by part, phase by phase.  Ranks are counted as MPI counts them: neighbours share nodes, whose
-ranks have shades of one colour.  Nothing is run; no MPI is needed.  Exit code 2: bad input.
+ranks have shades of one colour.  --trace FILE writes the same times for Perfetto, with all kernel
+calls and messages.  Nothing is run; no MPI is needed.  Exit code 2: bad input.
 """
 
 from a2d_mpi.experiments.candidates import add_problem
@@ -18,6 +19,7 @@ from a2d_mpi.experiments.options import (
     METHOD_HELP,
     ORDER_HELP,
     Parser,
+    add_trace,
     path,
     run_serial,
 )
@@ -29,6 +31,7 @@ def build_parser() -> Parser:
     parser = Parser("plot_schedule.py", __doc__)
     parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
     add_problem(parser, RANKS)
+    add_trace(parser, "all plans with the predicted times, one after the other")
     parser.add_argument(
         "--plans",
         default="auto:each",

@@ -54,6 +54,7 @@ def ended(programs, messages, per_node=1, in_order=True, **link):
     cables, place = Cables(Network(), there, size), np.arange(size)
     parts = simulate(columns_of(programs), columns, cables, place, spans, in_order=in_order)
     found = sum(parts.values())
+    spans = [[x[:3] for x in mine] for mine in spans]  # without the messages
     for rank, x in enumerate(spans):
         assert [end for *_, end in x[-1:]] == pytest.approx([found[rank]] * bool(x))
         for part in PARTS:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -20,6 +22,27 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
+
+
+class Recorded(NamedTuple):
+    """One call of a plan, with its times: seconds of `time.perf_counter`.
+
+    Attributes
+    ----------
+    phase : str
+    begin : float
+    spans : list of (str, float, float)
+        Part, begin and end, in the order in which the device was given the parts; the last part is
+        "total".
+    programs : list of list of (float, int)
+        For each program of the phase: when each step began, and the number of `spans` before it;
+        then the same for the end of the program.
+    """
+
+    phase: str
+    begin: float
+    spans: list[tuple[str, Any, Any]]
+    programs: list[list[tuple[float, int]]]
 
 
 class Engine:
@@ -74,6 +97,8 @@ class Engine:
         self.waits: dict[str, list[tuple[float, float]]] = {}
         self._spans: dict[str, list[tuple[str, Any, Any]]] = {}
         self._phase, self._end = "", None
+        self._recorded: list[Recorded] | None = None
+        self._nvtx: ModuleType | None = None
 
     def move_to(self, device: Device) -> None:
         """Use a device, its kernels and its buffers from now on."""
@@ -85,6 +110,7 @@ class Engine:
         )
         self.device, self.work, self.transport = device, work, None
         self._spans, self._end = {}, None
+        self._nvtx = None if device is HOST else _nvtx()
 
     def taken(self, arrays: dict[str, Array], check_finite: bool) -> tuple[dict[str, Array], bool]:
         """The arrays C-contiguous, and whether no element is known to be NaN or infinite.
@@ -162,6 +188,8 @@ class Engine:
     def running(self, phase: str) -> Iterator[None]:
         """Clock a phase as a whole."""
         self._phase, self._spans[phase] = phase, []
+        if self._recorded is not None:
+            self._recorded.append(Recorded(phase, time.perf_counter(), self._spans[phase], []))
         if self._end is not None:  # the buffers of the call before, perhaps on another stream
             self.device.after(self._end)
         with (
@@ -177,8 +205,46 @@ class Engine:
     def clock(self, part: str) -> Iterator[None]:
         """Clock a part of the phase."""
         start = self.device.mark()
-        yield
+        if self._nvtx is None:
+            yield
+        else:
+            with self._nvtx.annotate(f"{self._phase} {part}"):
+                yield
         self._spans[self._phase].append((part, start, self.device.mark()))
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Recorded]]:
+        """Record all calls until the block ends: the list has them after it."""
+        calls = self._recorded = []
+        try:
+            yield calls
+        finally:
+            self._recorded = None
+        if not calls:
+            return
+        _, origin, _ = calls[0].spans[-1]
+        begin = origin if self.device is HOST else calls[0].begin
+
+        def seconds(mark: Any) -> float:
+            return begin + self.device.seconds(origin, mark)
+
+        # Not earlier: on a GPU this waits for the end of each call.
+        for i, call in enumerate(calls):
+            spans = [(part, seconds(start), seconds(end)) for part, start, end in call.spans]
+            calls[i] = call._replace(spans=spans)
+
+    def clocked(self, steps: list[tuple]) -> Iterable[tuple]:
+        """The steps of a program; while calls are recorded, the times of the steps are noted."""
+        return steps if self._recorded is None else self._noted(steps)
+
+    def _noted(self, steps: list[tuple]) -> Iterator[tuple]:
+        _, _, spans, programs = self._recorded[-1]
+        times: list[tuple[float, int]] = []
+        programs.append(times)
+        for step in steps:
+            times.append((time.perf_counter(), len(spans)))
+            yield step
+        times.append((time.perf_counter(), len(spans)))
 
     @property
     def timings(self) -> dict[str, float]:
@@ -233,6 +299,15 @@ class Engine:
     def staged_bytes(self) -> int:
         """Bytes copied between device and host so far."""
         return getattr(self.transport, "staged_bytes", 0)
+
+
+def _nvtx() -> ModuleType | None:
+    """The package that names ranges for NVIDIA's profilers, if it is installed."""
+    try:
+        import nvtx
+    except ImportError:
+        return None
+    return nvtx
 
 
 class _Polls:

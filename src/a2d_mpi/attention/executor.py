@@ -93,7 +93,7 @@ class Executor:
         self._engine, self._channels = engine, channels
         self._arrays.begin(engine, given, accumulated)
         self._pending: list[list[Any]] = [[]] * self._messages
-        for do, *operands in self._steps:
+        for do, *operands in engine.clocked(self._steps):
             do(self, *operands)
         return self._arrays.end()
 

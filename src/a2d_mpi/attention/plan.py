@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from itertools import chain
 
 import numpy as np
 
 from a2d_mpi.attention.checks import check_problem, check_sink, check_tensors
-from a2d_mpi.attention.engine import Engine
+from a2d_mpi.attention.engine import Engine, Recorded
 from a2d_mpi.attention.executor import executors
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
@@ -286,6 +287,14 @@ class AttentionPlan:
     def spans(self, phase: str) -> list[tuple[str, float, float]]:
         """Parts of the latest call of a phase on this rank, with their times: `Engine.spans`."""
         return self._engine.spans(phase)
+
+    def recording(self) -> AbstractContextManager[list[Recorded]]:
+        """Record all calls of this rank until the block ends: the list has them after it.
+
+        ``with plan.recording() as calls: plan.forward(q, k, v)``.  Local.  Source:
+        `a2d_mpi.experiments.trace`, which makes timelines of all ranks.
+        """
+        return self._engine.recording()
 
     @property
     def buffer_bytes(self) -> int:

@@ -24,6 +24,7 @@ from a2d_mpi.experiments.results import Result, phases_of
 from a2d_mpi.experiments.summary import summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.experiments.timing import turns
+from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
 
@@ -36,7 +37,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
     sweep, settings, machine, done = prepared
     together(comm, lambda: [block[0].case.name for block in sweep])  # nodes read mask files, too
-    device = open_device(comm, args.device)
+    device, trace = open_device(comm, args.device), Trace(comm, args.trace) if args.trace else None
     grids: dict[tuple, ProcessGrid] = {}
     calls = args.trials + max(1, args.warmup)
     skipped = [c for block in sweep for c in block if c.name in done]
@@ -53,6 +54,10 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             runs = _checked(comm, block, args, device, grids, bar)
             # Only now, when nothing of it can be refused any more, there is a file.
             together(comm, lambda: add_results(args.output, settings, {}), on=0)
+            if trace:
+                for c, run in runs.items():
+                    run.traced(trace, c.name)
+                together(comm, trace.write, on=0)
             for run in turns(list(runs.values()), args.trials):
                 run.trial()
                 bar.update(1)
@@ -75,6 +80,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     """Blocks of configurations, settings, machine, and what is done; on one rank."""
+    check_trace(args.trace)
     machine = read_machine(args.profile) if args.profile else None
     masks = [f"{FILE}{args.mask_file}"] if args.mask_file else args.masks
     cases = cases_of(args, masks)

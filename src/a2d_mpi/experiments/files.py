@@ -20,7 +20,7 @@ READ = (
     "files",
     "import",
 )
-WRITTEN = ("output", "picture")
+WRITTEN = ("output", "picture", "trace")
 
 
 def files_read(args: argparse.Namespace) -> list[str]:

@@ -47,6 +47,12 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         elements = sum(math.prod(config.shape(name)) for name in RESULTS) * args.save_outputs
         nbytes = 8 * config.seqlen * elements + (1 << 20)
         together(comm, lambda: check_output(args.output, RESULT_SCHEMA, nbytes), on=0)
+    trace = None
+    if args.trace:
+        from a2d_mpi.experiments.trace import Trace, check_trace
+
+        together(comm, lambda: check_trace(args.trace), on=0)
+        trace = Trace(comm, args.trace)
     device = open_device(comm, args.device)
     phases = {"backward": args.backward, "overlap": not args.no_overlap}
     grid = open_grid(comm, args, Workload(**config.arguments, mask=mask, **phases))
@@ -66,6 +72,9 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             measured.call()
         if checked:
             measured.check(checked_rows(args.check), args.seed)
+        if trace:
+            measured.traced(trace, args.method)
+            together(comm, trace.write, on=0)
         for _ in tqdm(range(args.trials), "trials", disable=comm.rank != 0, leave=False):
             measured.trial()
         measured.finish()

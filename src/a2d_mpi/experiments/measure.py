@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from socket import gethostname
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -32,6 +32,9 @@ from a2d_mpi.experiments.check import check_attention, digests, worse
 from a2d_mpi.experiments.inputs import other_data
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import PARTS, SPAN, Check, Result, usual_trial
+
+if TYPE_CHECKING:  # few runs are traced
+    from a2d_mpi.experiments.trace import Trace
 
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
@@ -119,6 +122,11 @@ class Measurement:
             given = (t[name] for name in ("dout", "q", "k", "v", "out", "lse"))
             gradients = self.plan.backward(*given, t.get("sink"))
             t |= zip(("dq", "dk", "dv", "dsink"), gradients)  # dsink only with a sink
+
+    def traced(self, trace: Trace, name: str) -> None:
+        """Run once for a trace, before the trials whose bytes count; `name`: of the plan."""
+        with trace.calls(self.plan, name):
+            self.call(dict(self._given))
 
     def check(self, rows: int | None, seed: int = 0) -> None:
         """Check the results of the latest call, and of a call on other data, against float64.

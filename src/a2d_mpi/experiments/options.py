@@ -262,6 +262,12 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
+def add_trace(parser: Parser, what: str) -> None:
+    """Add --trace."""
+    text = f"JSON file for a timeline of all ranks, for Perfetto: {what}"
+    parser.add_argument("--trace", type=path, metavar="FILE", help=text)
+
+
 def add_mask(parser: Parser, default: str) -> None:
     """Add --mask and --mask-file, of which one may be given."""
     either = parser.add_mutually_exclusive_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.results import new_file, set_attributes
+from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.gpt.adam import learning_rate
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
@@ -63,12 +65,15 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     finite = np.errstate(over="ignore", invalid="ignore")
     with holding(comm, args.folder), threadpool_limits(args.threads), finite:
         trainer = Trainer(comm, grid, args, text, _resumed(comm, args, config, text), device)
+        trace = Trace(comm, args.trace) if args.trace else None
         try:
-            trainer.run(args.until or args.steps)
+            trainer.run(args.until or args.steps, trace)
         except FloatingPointError as error:
             _say(comm, f"step {trainer.state.step + 1}: {error}; the training ends, and the "
                        f"checkpoints in {args.folder} stay as they are")  # fmt: skip
             return FAILED_CHECK
+        if trace:
+            together(comm, trace.write, on=0)
         traffic = comm.gather(trainer.traffic())  # of the steps
         held_out = {"loss": trainer.evaluate(held), **held.sizes()} if held else {}
     origin = origin_of(comm, device)
@@ -126,8 +131,8 @@ class Trainer:
         self._bytes: dict[str, np.ndarray] = {}
         self.parts: list[list[float]] = []  # of this rank, by step and `PARTS`
 
-    def run(self, stop: int) -> None:
-        """Go on to a step, and keep checkpoints.  Collective.
+    def run(self, stop: int, trace: Trace | None = None) -> None:
+        """Go on to a step, and keep checkpoints; `trace` gets the last step.  Collective.
 
         Raises
         ------
@@ -140,11 +145,12 @@ class Trainer:
             _say(comm, f"{changes}: from now on bits differ from an uninterrupted run's")
         with tqdm(range(state.step, stop), "steps", disable=comm.rank != 0, leave=False) as shown:
             for _ in shown:
-                shown.set_postfix(loss=f"{self.step():.3f}")
+                last = trace if state.step + 1 == stop else None
+                shown.set_postfix(loss=f"{self.step(last):.3f}")
                 if state.step % args.every == 0 or state.step == stop:
                     together(comm, lambda: self.keep(args.folder), on=0)
 
-    def step(self) -> float:
+    def step(self, trace: Trace | None = None) -> float:
         """One step; returns the loss before it.  Collective."""
         args = self._args
         state = self.state
@@ -153,7 +159,8 @@ class Trainer:
         plan = self._plan_for(batch)
         planned = time.perf_counter() - start
         rate = learning_rate(state.step, args.rate, args.warmup, args.steps)
-        loss, parts = self._training.step(plan, batch, rate)
+        with trace.calls(plan, f"step {state.step + 1}") if trace else nullcontext():
+            loss, parts = self._training.step(plan, batch, rate)
         state.add_step(loss, planned + sum(parts.values()), self.settings)
         self.parts.append([*parts.values(), planned])
         return loss
@@ -247,6 +254,7 @@ def _resumed(
     def earlier() -> State | None:
         if args.output:
             check_output(args.output, SCHEMA)
+        check_trace(args.trace)
         if args.anew:
             put_away(args.folder)
         return resumed(args.folder, config, run, args.resume)

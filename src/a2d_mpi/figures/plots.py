@@ -19,6 +19,7 @@ from a2d_mpi.experiments.gpt_files import read_losses, read_steps
 from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result, phases_of
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, in_order, summarise
+from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.figures.crossover_plots import draw_crossover, read_crossover
 from a2d_mpi.figures.kernel_plots import draw_kernels
 from a2d_mpi.figures.loss_plots import draw_losses
@@ -34,6 +35,7 @@ from a2d_mpi.figures.pictures import (
 )
 from a2d_mpi.figures.scale_plots import AT_SCALE, draw_times, read_scale
 from a2d_mpi.figures.step_plots import DRAWN
+from a2d_mpi.figures.trace_plots import draw_trace
 from a2d_mpi.schedules import METHODS
 
 SETTINGS = {
@@ -275,6 +277,7 @@ OTHERS = {
         for x, draw in AT_SCALE.items()
     },
     **{x: (lambda args: read_steps(args.results), draw) for x, draw in DRAWN.items()},
+    "trace": (lambda args: read_trace(args.results), draw_trace),
 }
 
 

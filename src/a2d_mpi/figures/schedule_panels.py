@@ -64,7 +64,7 @@ def panels(
     for phase in work.phases:
         matrix = bytes_received(method, phase, layout, problem)
         received[phase] = matrix[np.ix_(logical, logical)]
-        spans[phase] = [spans[phase][rank] for rank in logical]
+        spans[phase] = [[x[:3] for x in spans[phase][rank]] for rank in logical]
     shape = f"{layout.rows} x {layout.cols}" + f" x {layout.heads}" * (layout.heads > 1)
     order = f" @{layout.numbering}" * (layout.numbering != "rcu")
     drawn = min(work.seqlen, 2 * layout.size * max(2, TOKENS // (2 * layout.size)))

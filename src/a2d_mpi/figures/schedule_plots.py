@@ -10,6 +10,7 @@ import numpy as np
 from a2d_mpi.experiments.candidates import read_problem
 from a2d_mpi.experiments.mask_file import mask_of
 from a2d_mpi.experiments.sweep import plans_for
+from a2d_mpi.experiments.trace import check_trace, predicted, write_trace
 from a2d_mpi.figures.pictures import FILLS, check_picture, pyplot, save
 from a2d_mpi.figures.schedule_panels import Panels, Spans, panels
 
@@ -30,6 +31,7 @@ SECONDS = (1, "s"), (1e-3, "ms"), (1e-6, "us")
 def plot_schedule(args: argparse.Namespace) -> int:
     """Draw the plans that are asked for; returns the exit code."""
     check_picture(args.output)
+    check_trace(args.trace)
     machine, case = read_problem(args)
     specs = [x for x in args.plans.split(",") if x.strip()]
     found = plans_for(case, specs, args.ranks, (not args.no_overlap,), machine)
@@ -38,6 +40,12 @@ def plot_schedule(args: argparse.Namespace) -> int:
     small = partial(mask_of, case.mask)
     rows = [panels(machine, x.method, x.layout, case.work(x.overlap), small) for x in found]
     save(draw(rows, machine.ranks_per_node), args.output)
+    if args.trace:
+        sections = []
+        for x, row in zip(found, rows):
+            work = case.work(x.overlap)
+            sections += predicted(machine, x.method, x.layout, work, row.title)
+        write_trace(args.trace, sections, "predicted")
     return 0
 
 

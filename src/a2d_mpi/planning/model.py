@@ -65,8 +65,7 @@ def predict(
     distribution : str, optional
         Default: the one that the method takes for the mask.
     spans : dict, optional
-        Gets, by phase and rank, the part, the begin and the end of all that a rank does, in
-        order; seconds since the phase began.
+        Gets, by phase and rank, the spans of the simulator; seconds since the phase began.
 
     Raises
     ------

@@ -29,7 +29,8 @@ import numpy as np
 from a2d_mpi.planning.flows import Actions, Flows, Ranks, compiled, run
 from a2d_mpi.planning.network import Cables
 
-Spans = list[tuple[str, float, float]]  # part, begin and end of all that a rank does, in order
+# Of all that a rank does, in order: part, begin, end, and messages that it posts or waits for.
+Spans = list[tuple[str, float, float, list[int]]]
 PARTS = ("compute", "merge", "wait", "other")
 COMPUTE, MERGE, _, OTHER, POST, WAIT = range(6)  # kinds of operations; the first ones are `PARTS`
 # Starts and ends of messages are one event within this share of a lower bound of the time.
@@ -220,7 +221,7 @@ def _record(
 ) -> None:
     """Add what a rank does to its spans, by when its actions ended."""
     now = 0.0
-    for kind, seconds, _ in operations:
+    for kind, seconds, messages in operations:
         begin, part = now, PARTS[kind] if kind < POST else "wait" if kind == WAIT else "other"
         if kind == WAIT:
             now = max(now, next(ends))  # sums of another order: not earlier by a bit
@@ -228,9 +229,4 @@ def _record(
             now += seconds
             if kind == POST:
                 next(ends)
-        if now == begin and (spans or kind == POST):
-            continue
-        if spans and spans[-1][0] == part:
-            spans[-1] = part, spans[-1][1], now
-        else:
-            spans.append((part, begin, now))
+        spans.append((part, begin, now, messages))

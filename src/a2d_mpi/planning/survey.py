@@ -73,6 +73,8 @@ class Survey(NamedTuple):
         Tensors of every message, which each cost the overhead of a message.
     pieces : (n,) int64
         MPI messages of every message; 0 for the empty messages of barriers.
+    kinds : (n,) int64
+        Place in `KINDS` of the rows of every message; ``len(KINDS)`` for those of barriers.
     held : list of list of Held
         By rank and program.
     """
@@ -81,6 +83,7 @@ class Survey(NamedTuple):
     messages: Messages
     tensors: np.ndarray
     pieces: np.ndarray
+    kinds: np.ndarray
     held: list[list[Held]]
 
 
@@ -142,8 +145,8 @@ def _survey(
         tapes += [_opening(machine, delta), *mine]
         places += [(rank, 0, 1, 0), *((rank, i, *x[3:]) for i, x in enumerate(parts))]
     operations, listed = _together(tapes, np.array(places), layout.size)
-    source, to, nbytes, tensors, pieces = listed.T
-    return Survey(operations, Messages(source, to, nbytes), tensors, pieces, held)
+    source, to, nbytes, *others = listed.T
+    return Survey(operations, Messages(source, to, nbytes), *others, held)
 
 
 def _placed(machine: Machine, layout: Layout, found: Survey) -> Survey:
@@ -186,8 +189,8 @@ def _together(
     Returns
     -------
     operations : Operations
-    messages : (n, 5) int64
-        Source, receiver, bytes, tensors, MPI messages.
+    messages : (n, 6) int64
+        Source, receiver, bytes, tensors, MPI messages, kind.
     """
     kind, seconds, sizes, numbers, messages = map(np.concatenate, list(zip(*tapes))[:5])
     of_tape = np.array([[len(x.kind), len(x.numbers), len(x.messages)] for x in tapes])
@@ -211,7 +214,7 @@ def _together(
         np.concatenate([[0], np.cumsum(sizes)]),
         number[numbers],
     )
-    return operations, np.stack([*ends, nbytes, tensors, pieces], axis=1)[first]
+    return operations, np.stack([*ends, nbytes, tensors, pieces, same[0]], axis=1)[first]
 
 
 def _made(

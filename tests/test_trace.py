@@ -1,0 +1,358 @@
+"""Timelines of all ranks: the format, every message and its bytes, measured and predicted."""
+
+import json
+import sys
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cases import inputs, run
+from helpers import assert_all, assert_all_refused, assert_each_refused, drive_each, parser_of
+from mpi4py import MPI
+
+from a2d_mpi import Attention2D, Causal, ProcessGrid, RingAttention, TriangleAttention
+from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.trace import Trace, events_of, predicted, read_trace
+from a2d_mpi.figures.plots import plot
+from a2d_mpi.figures.schedule_plots import plot_schedule
+from a2d_mpi.planning import cost
+from a2d_mpi.planning.model import predict
+from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.schedules import problem_of, write
+from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.schedules.steps import Attend, Differentiate
+
+ROOT = Path(__file__).parents[1]
+SAMPLE, TEXT = ROOT / "data" / "minilm_l3_1536.h5", ROOT / "README.md"
+MACHINE = ROOT / "data" / "machines" / "a100-16x4.toml"
+SIZES = {"seqlen": 61, "nheads": 4, "nheads_kv": 2, "headdim": 8}
+# The kind of plan, its grid, and the ranks that run it.
+PLANS = [
+    (Attention2D, (2, 2), {}),
+    (Attention2D, (2, 1, 2), {"order": "ucr"}),
+    (Attention2D, (1, 1, 4), {}),
+    (RingAttention, (1, 4), {}),
+    (TriangleAttention, (1, 3), {}),
+]
+
+
+def slices(events, category=None):
+    """Complete events, of one category or of all."""
+    return [x for x in events if x["ph"] == "X" and category in (None, x["cat"])]
+
+
+def wrong(events, ranks):
+    """What is wrong with the events of a trace, in words."""
+    bad = []
+    for x in events:
+        ints = [x.get(name) for name in ("pid", "tid")]
+        if x.get("ph") not in ("X", "M", "s", "f") or not all(type(y) is int for y in ints):
+            bad.append(f"ph, pid or tid: {x}")
+        elif not (isinstance(x.get("ts"), int | float) and x["ts"] >= 0 and "name" in x):
+            bad.append(f"ts or name: {x}")
+        elif x["ph"] == "X" and not x.get("dur", -1) >= 0:
+            bad.append(f"dur: {x}")
+    if bad:
+        return bad
+    if {x["pid"] for x in slices(events)} != set(range(ranks)):
+        bad.append("ranks are missing")
+    threads = {}
+    for x in events:
+        threads.setdefault(x["tid"], set()).add(x["pid"])
+    bad += [f"thread {tid} of ranks {x}" for tid, x in threads.items() if len(x) > 1]
+    for tid in threads:
+        # In nanoseconds, so that sums are exact.
+        spans = [(round(1e3 * x["ts"]), -round(1e3 * x["dur"])) for x in slices(events)
+                 if x["tid"] == tid]  # fmt: skip
+        open_ = []
+        for begin, length in sorted(spans):
+            while open_ and open_[-1] <= begin:
+                open_.pop()
+            if open_ and begin - length > open_[-1]:
+                bad.append(f"thread {tid}: spans overlap at {begin} ns")
+            open_.append(begin - length)
+    return bad + wrong_flows(events)
+
+
+def wrong_flows(events):
+    """What is wrong with the arrows: each has one begin and one end, inside a slice."""
+    begins, ends = ([x for x in events if x["ph"] == ph] for ph in "sf")
+    bad = []
+    for what, these in (("begins", begins), ("ends", ends)):
+        if len({x["id"] for x in these}) != len(these):
+            bad.append(f"an arrow {what} twice")
+    if {x["id"] for x in begins} != {x["id"] for x in ends}:
+        bad.append("an arrow has one end only")
+    other = {x["id"]: x for x in ends}
+    for x in begins:
+        y = other.get(x["id"], x)
+        same = x["name"] == y["name"] and x["cat"] == y["cat"]
+        # A channel may have other names on the two ranks.
+        if not same or x["args"] | {"channel": ""} != y["args"] | {"channel": ""}:
+            bad.append(f"the ends of arrow {x['id']} differ: {x}, {y}")
+        if (x["pid"], y["pid"]) != (x["args"]["from"], x["args"]["to"]):
+            bad.append(f"arrow {x['id']} is of other ranks")
+    for x in begins + ends:
+        around = [y for y in slices(events) if y["tid"] == x["tid"]
+                  and y["ts"] - 0.002 <= x["ts"] <= y["ts"] + y["dur"] + 0.002]  # fmt: skip
+        if not around:
+            bad.append(f"no slice around {x}")
+    return bad
+
+
+def flow_bytes(events, rank):
+    """Bytes [sent, received] of the arrows of a rank, by phase and channel."""
+    found = {}
+    for x in events:
+        if x["ph"] in "sf" and x["pid"] == rank:
+            key = x["args"].get("phase"), x["args"].get("channel")
+            found.setdefault(key, [0, 0])["sf".index(x["ph"])] += x["args"]["bytes"]
+    return found
+
+
+@contextmanager
+def grid_of(comm, shape, **options):
+    """A grid of the first ranks; None on the others."""
+    size = int(np.prod(shape))
+    some = comm.Split(0 if comm.rank < size else MPI.UNDEFINED)
+    grid = ProcessGrid(some, *shape, **options) if some != MPI.COMM_NULL else None
+    try:
+        yield some, grid
+    finally:
+        if grid:
+            grid.free()
+            some.Free()
+
+
+def traced(comm, plan, path, device=(np.asarray, np.asarray)):
+    """Results of a forward and backward call, with and without a trace; its events, on rank 0."""
+    x = inputs(*(SIZES[y] for y in ("seqlen", "nheads_kv", "headdim")), nheads=SIZES["nheads"])
+    before = run(plan, *x, *device)
+    plan.traffic.clear()
+    trace = Trace(comm, path)
+    with trace.calls(plan, "plan"):
+        after = run(plan, *x, *device)
+    if comm.rank == 0:
+        trace.write()
+    same = all(before[name].tobytes() == after[name].tobytes() for name in before)
+    return same, read_trace(path) if comm.rank == 0 else None
+
+
+@pytest.mark.multirank
+@pytest.mark.grids
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("method, shape, options", PLANS)
+def test_measured(comm, tmp_path, method, shape, options):
+    """Every message of every rank, with its bytes; every kernel call with its pairs."""
+    problem = ""
+    with grid_of(comm, shape, **options) as (some, grid):
+        if grid:
+            plan = method(grid, Causal(), **SIZES)
+            same, events = traced(some, plan, tmp_path / "a.json")
+            counted = some.gather(dict(plan.traffic.bytes))
+            pairs = some.gather(2 * plan.area())
+            place = some.gather(grid.comm.rank)
+            if not same:
+                problem = "other bits"
+            elif events:
+                bad = wrong(events, some.size)
+                for rank in range(some.size):
+                    if flow_bytes(events, rank) != counted[rank]:
+                        bad.append(f"rank {rank}: {flow_bytes(events, rank)}, {counted[rank]}")
+                    mine = [x for x in slices(events, "compute") if x["pid"] == rank]
+                    if sum(x["args"].get("pairs", 0) for x in mine) != pairs[rank]:
+                        bad.append(f"rank {rank}: other pairs than {pairs[rank]}")
+                if sorted(place) != list(range(some.size)):
+                    bad.append(f"{place}")
+                names = {x["name"] for x in slices(events, "total")}
+                if names != {"plan forward", "plan backward"}:
+                    bad.append(f"calls {names}")
+                problem = "; ".join(bad)
+    assert_all(comm, not problem, problem)
+
+
+@pytest.mark.multirank
+@pytest.mark.grids
+@pytest.mark.one_mpi
+@pytest.mark.mpi(min_size=4)
+def test_wrong_traces(comm, tmp_path):
+    """The checks of this file see what is wrong with a trace."""
+    problems = {}
+    with grid_of(comm, (2, 2)) as (some, grid):
+        if grid:
+            plan = Attention2D(grid, Causal(), **SIZES)
+            events = traced(some, plan, tmp_path / "a.json")[1]
+            if events:
+                counted = flow_bytes(events, 0)
+                begins, ends = ([i for i, x in enumerate(events) if x["ph"] == y] for y in "sf")
+                waits = [i for i, x in enumerate(events) if x.get("cat") == "wait"]
+                call = next(i for i, x in enumerate(events) if x.get("cat") == "compute")
+                for name, change in {
+                    "no end": lambda x: x.pop(ends[0]),
+                    "two ends": lambda x: x.append(x[ends[0]]),
+                    "other bytes": lambda x: x[begins[0]]["args"].update(bytes=1),
+                    "other rank": lambda x: x[begins[0]].update(pid=2),
+                    "no time": lambda x: x[waits[0]].pop("ts"),
+                    "negative": lambda x: x[waits[0]].update(dur=-1.0),
+                    "overlap": lambda x: x.append({**x[call], "ts": x[call]["ts"] + 0.01}),
+                    "no rank": lambda x: x.__setitem__(slice(None), [y for y in x if y["pid"]]),
+                }.items():
+                    copy = deepcopy(events)
+                    change(copy)
+                    problems[name] = wrong(copy, 4)
+                assert flow_bytes(copy, 0) != counted
+    missed = [name for name, found in problems.items() if not found]
+    assert_all(comm, not missed, f"not seen: {missed}")
+
+
+@pytest.mark.mpi
+@pytest.mark.grids
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
+def test_on_a_gpu(comm, cupy, tmp_path, monkeypatch):
+    """The same on a device, with ranges for NVIDIA's profilers where nvtx is installed."""
+    from a2d_mpi.comm.gpus import bind_gpu
+
+    ranges = []
+
+    @contextmanager
+    def annotate(name):
+        ranges.append(name)
+        yield
+
+    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
+    bind_gpu(comm)
+    grid = ProcessGrid(comm, 1, comm.size)
+    plan = Attention2D(grid, Causal(), **SIZES)
+    same, events = traced(comm, plan, tmp_path / "a.json", (cupy.asarray, cupy.asnumpy))
+    counted = comm.gather(dict(plan.traffic.bytes))
+    bad = [] if events is None else wrong(events, comm.size)
+    if events:
+        found = [flow_bytes(events, rank) for rank in range(comm.size)]
+        bad += [] if found == counted else [f"{found}, {counted}"]
+    grid.free()
+    named = {"forward compute", "backward compute"} <= set(ranges)
+    assert_all(comm, same and not bad and named, f"{same}, {bad}, {set(ranges)}")
+    without = len(ranges)
+    monkeypatch.setitem(sys.modules, "nvtx", None)  # as if it was not installed
+    grid = ProcessGrid(comm, 1, comm.size)
+    traced(comm, Attention2D(grid, Causal(), **SIZES), tmp_path / "a.json",
+           (cupy.asarray, cupy.asnumpy))  # fmt: skip
+    grid.free()
+    assert_all(comm, len(ranges) == without, "ranges without nvtx")
+
+
+@pytest.mark.parametrize(
+    "method, layout",
+    [
+        ("attention2d", Layout(2, 3)),
+        ("attention2d", Layout(2, 2, 2, "ucr")),
+        ("ring", Layout(1, 4)),
+        ("triangle", Layout(1, 6)),
+    ],
+)
+def test_predicted(method, layout):
+    """The end is the simulator's, the arrows are all messages with their bytes."""
+    machine = read_machine(MACHINE)
+    work = Workload(700, 4, 8, 2, mask=Causal(), backward=True)
+    events = events_of(predicted(machine, method, layout, work, "plan"))
+    assert wrong(events, layout.size) == []
+    phases = predict(machine, method, layout, work)
+    end = max(x["ts"] + x["dur"] for x in slices(events))
+    assert end == pytest.approx(1e6 * sum(x.total.max() for x in phases.values()), abs=0.01)
+    problem = problem_of(method, layout, work, work.mask)
+    for rank, place in enumerate(layout.world_ranks().tolist()):
+        sums = np.sum(list(cost.traffic(method, layout, problem, rank).values()), axis=0)
+        assert flow_bytes(events, place) == {(None, None): sums.tolist()}
+        mine = [x for x in slices(events) if x["pid"] == place]
+        for part in ("compute", "merge", "wait"):
+            seconds = sum(x["dur"] for x in mine if x["cat"] == part) / 1e6
+            expected = sum(getattr(x, part)[rank] for x in phases.values())
+            assert seconds == pytest.approx(expected, abs=1e-7), part
+        programs = [write(method, x, layout, problem, rank, True) for x in PHASES]
+        steps = [y for x in programs for program in x for y in program.steps]
+        calls = [x for x in steps if isinstance(x, Attend | Differentiate)]
+        shown = [x["args"] for x in mine if x["name"] in ("attend", "differentiate")]
+        assert [(x["rows"], x["columns"]) for x in shown] == [
+            (x.queries.count, x.keys.count) for x in calls
+        ]
+
+
+def test_committed(tmp_path):
+    """The trace of docs/traces.md: its messages are those of the plan, and it is drawn."""
+    path = ROOT / "data" / "results" / "trace.json"
+    events, layout = read_trace(path), Layout(2, 2)
+    assert wrong(events, 4) == []
+    problem = problem_of(
+        "attention2d", layout, Workload(1536, 12, 32, dtype="float32", mask=Causal()), Causal()
+    )
+    for rank in range(4):
+        assert flow_bytes(events, rank) == cost.traffic("attention2d", layout, problem, rank)
+    options = [path, "--what", "trace", "--output", tmp_path]
+    args = parser_of("drivers/plot.py").parse_args([str(x) for x in options])
+    assert plot(args) == 0
+    assert {x.name for x in tmp_path.iterdir()} == {"trace.png", "trace.svg"}
+    assert_all_refused("plot.py", 0, [
+        ([SAMPLE, "--what", "trace", "--output", tmp_path], [], "is no file of --trace"),
+    ])  # fmt: skip
+
+
+def test_predicted_by_the_driver(tmp_path):
+    """Plans follow each other; only their sum is the end."""
+    options = [tmp_path / "a.png", "--trace", tmp_path / "a.json", "--profile", MACHINE,
+               "--seqlen", 1000, "--nheads", 4, "--ranks", 4,
+               "--plans", "attention2d:2x2,ring"]  # fmt: skip
+    args = parser_of("drivers/plot_schedule.py").parse_args([str(x) for x in options])
+    assert plot_schedule(args) == 0
+    events = read_trace(tmp_path / "a.json")
+    assert wrong(events, 4) == []
+    calls = slices(events, "total")
+    assert [x["name"].split()[0] for x in calls[::4]] == ["attention2d", "ring"]
+    assert calls[4]["ts"] == max(x["ts"] + x["dur"] for x in calls[:4])
+
+
+def test_drivers(tmp_path):
+    """Traces of all three; a step of training has the calls of all layers."""
+    small = ["--seqlen", "61", "--trials", "1", "--rows", "2", "--cols", "2"]
+    train = ["--layers", "2", "--width", "8", "--nheads", "2", "--seqlen", "40", "--steps", "2"]
+    files = {x: ["--trace", tmp_path / f"{x}.json"] for x in ("attention", "bench", "train")}
+    done, found = drive_each([
+        ("attention.py", [SAMPLE, "--backward", *small, *files["attention"]], []),
+        ("bench.py", ["--output", tmp_path / "b.h5", "--plans", "attention2d:2x2,ring", *small[:4],
+                      "--seqlens", "61", *files["bench"]], []),
+        ("train_gpt.py", [TEXT, "--folder", tmp_path / "run", *train, *files["train"]], []),
+    ], 4)  # fmt: skip
+    assert [code for code, _ in found] == [0, 0, 0], done.stderr
+    events = {x: read_trace(tmp_path / f"{x}.json") for x in files}
+    assert {x: wrong(y, 4) for x, y in events.items()} == {x: [] for x in files}
+    calls = {x: [z["name"] for z in slices(y, "total") if z["pid"] == 3]
+             for x, y in events.items()}  # fmt: skip
+    assert calls["attention"] == ["attention2d forward", "attention2d backward"]
+    assert [x.split("-")[0] for x in calls["bench"]] == ["attention2d", "ring"]
+    assert calls["train"] == ["step 2 forward"] * 2 + ["step 2 backward"] * 2
+
+
+def test_bad_paths(tmp_path):
+    """One line on all ranks, before anything is computed."""
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({"kept": True}))
+    paths = [
+        (tmp_path / "a.txt", "a.txt must end with .json"),
+        ("/nowhere/a.json", "cannot write /nowhere/a.json"),
+        (other, "other.json is another kind of file, not replaced"),
+        (tmp_path / "out.h5", "out.h5: it is the output"),
+    ]
+    output = ["--output", tmp_path / "out.h5"]
+    train = [TEXT, "--folder", tmp_path / "run", "--output", tmp_path / "out.h5"]
+    cases = [("attention.py", [SAMPLE, *output, "--trace", x], [], text) for x, text in paths]
+    cases += [
+        ("bench.py", [*output, "--trace", paths[1][0]], [], paths[1][1]),
+        ("train_gpt.py", [*train, "--trace", paths[1][0]], [], paths[1][1]),
+    ]
+    assert_each_refused(cases, 2)
+    assert json.loads(other.read_text()) == {"kept": True}
+    assert {x.name for x in tmp_path.iterdir()} <= {"other.json", "run"}
