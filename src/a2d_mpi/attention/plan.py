@@ -35,13 +35,16 @@ class AttentionPlan:
     seqlen : int
         N, tokens of the whole sequence; any number from 1 on, also below the number of ranks.
     nheads, headdim : int
-        H query heads of D elements.
+        H query heads of D elements, of q and k.
     nheads_kv : int, optional
         KV heads, a divisor of nheads; query head h reads KV head ``h // (nheads // nheads_kv)``.
         Default: nheads.
     seqlen_kv : int, optional
         M, tokens of k and v, if they are of another sequence (cross-attention).  Masks are aligned
         so that the last query and the last key belong together.  Default: seqlen.
+    headdim_v : int, optional
+        Elements of a head of v, out and their gradients; kernels on GPUs refuse another number
+        than headdim.  Default: headdim.
     dtype : {"float32", "float64", "float16", "bfloat16"}
         Of q, k, v, out and their gradients.  16-bit tensors travel as they are, also partial
         outs: a merge is a convex combination and does not amplify their rounding.  They are
@@ -78,8 +81,8 @@ class AttentionPlan:
     tokens_kv : (m,) int64
         Those of its keys and values; the same in self-attention.
     config : AttentionConfig
-        Sizes, shapes and dtypes; also as `seqlen`, `nheads`, `nheads_kv`, `headdim`, `dtype`,
-        `compute_dtype`, `softmax_scale` and `logit_softcap`.
+        Sizes, shapes and dtypes; also as `seqlen`, `nheads`, `nheads_kv`, `headdim`,
+        `headdim_v`, `dtype`, `compute_dtype`, `softmax_scale` and `logit_softcap`.
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator.
     timings : dict of str to float
@@ -115,6 +118,7 @@ class AttentionPlan:
         headdim: int,
         nheads_kv: int | None = None,
         seqlen_kv: int | None = None,
+        headdim_v: int | None = None,
         dtype: np.typing.DTypeLike = "float32",
         distribution: str | None = None,
         distribution_kv: str | None = None,
@@ -141,6 +145,7 @@ class AttentionPlan:
                     softmax_scale=softmax_scale,
                     seqlen_kv=seqlen_kv,
                     logit_softcap=logit_softcap,
+                    headdim_v=headdim_v,
                 )
                 named = distribution, distribution_kv
                 check_problem(self.method, mask, config, grid, named)
@@ -180,8 +185,8 @@ class AttentionPlan:
         self.problem, self.config, self.distribution = problem, problem.config, problem.shards
         config, rank = problem.config, self.grid.comm.rank
         self.seqlen, self.nheads, self.nheads_kv = config.seqlen, config.nheads, config.nheads_kv
-        self.headdim, self.softmax_scale = config.headdim, config.softmax_scale
-        self.logit_softcap = config.logit_softcap
+        self.headdim, self.headdim_v = config.headdim, config.headdim_v
+        self.softmax_scale, self.logit_softcap = config.softmax_scale, config.logit_softcap
         self.dtype, self.compute_dtype = config.dtype_of("q"), config.compute_dtype
         self.tokens = problem.shards.tokens(rank)  # (n,)
         self.tokens_kv = self.tokens if problem.keys is None else problem.keys.tokens(rank)  # (m,)
@@ -205,15 +210,17 @@ class AttentionPlan:
         ----------
         q : (n, nheads, headdim) dtype
             Shard of this rank: row i is the token ``tokens[i]``.
-        k, v : (m, nheads_kv, headdim) dtype
+        k : (m, nheads_kv, headdim) dtype
             Shard of this rank: row i is the token ``tokens_kv[i]``.
+        v : (m, nheads_kv, headdim_v) dtype
+            Likewise.
         sink : (nheads,) compute_dtype, optional
             A logit per head in the denominator of the softmax, the same on all ranks (values are
             not compared): that of a key which all queries see and whose value is 0; -inf: none.
 
         Returns
         -------
-        out : (n, nheads, headdim) dtype
+        out : (n, nheads, headdim_v) dtype
             Shard of this rank; 0 for a query that sees no key.
         lse : (n, nheads) float32 or wider
             Log-sum-exp of the logits, scaled and capped, and of the sink, nats; -inf, or the sink,
@@ -241,7 +248,7 @@ class AttentionPlan:
 
         Parameters
         ----------
-        dout : (n, nheads, headdim) dtype
+        dout : (n, nheads, headdim_v) dtype
             Gradient with respect to out, shard of this rank.
         q, k, v, out, lse
             Arguments and results of `forward`.
@@ -256,7 +263,8 @@ class AttentionPlan:
         Returns
         -------
         dq : (n, nheads, headdim) dtype
-        dk, dv : (m, nheads_kv, headdim) dtype
+        dk : (m, nheads_kv, headdim) dtype
+        dv : (m, nheads_kv, headdim_v) dtype
             Shards of this rank.
         dsink : (nheads,) compute_dtype
             Only with a sink: the share of this rank's tokens.  As for any weight that all ranks
