@@ -137,7 +137,7 @@ class Engine:
         finite : bool
             Whether no element of this rank's arrays is known to be NaN or infinite.
         options : mapping of str to bool
-            Names of optional arrays, the same on all ranks, and whether this call has them.
+            Names of optional arguments, the same on all ranks, and whether this call has them.
 
         Raises
         ------
@@ -159,7 +159,7 @@ class Engine:
             raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
         for i, name in enumerate(options):
             if found >> (5 + 2 * i) & 3 == 3:
-                raise CollectiveError(f"ranks disagree on {name}: given on some, None on others")
+                raise CollectiveError(f"ranks disagree on {name}: given on some, not on others")
         staged = bool(found & 8)
         if self.device is HOST:
             self.transport = self.transport or HostTransport()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import numpy as np
+from mpi4py import MPI
 
 from a2d_mpi.attention.checks import check_problem, check_sink, check_tensors
 from a2d_mpi.attention.engine import Engine
@@ -202,8 +203,14 @@ class AttentionPlan:
         }
 
     def forward(
-        self, q: Array, k: Array, v: Array, sink: Array | None = None
-    ) -> tuple[Array, Array]:
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        sink: Array | None = None,
+        *,
+        max_logits: bool = False,
+    ) -> tuple[Array, ...]:
         """Compute ``out = softmax(softmax_scale q k^T) v`` over the visible keys.
 
         Parameters
@@ -217,6 +224,11 @@ class AttentionPlan:
         sink : (nheads,) compute_dtype, optional
             A logit per head in the denominator of the softmax, the same on all ranks (values are
             not compared): that of a key which all queries see and whose value is 0; -inf: none.
+        max_logits : bool
+            Also return the largest logit of each head, as QK-clip needs it; on all ranks or on
+            none, and by kernels on the host only.  The kernel makes one more pass over the logits
+            (1.1 to 1.3 times the time; 2048 tokens, heads of 64 and 128), and the ranks reduce
+            nheads numbers at the end, which `traffic` does not count.
 
         Returns
         -------
@@ -225,13 +237,18 @@ class AttentionPlan:
         lse : (n, nheads) float32 or wider
             Log-sum-exp of the logits, scaled and capped, and of the sink, nats; -inf, or the sink,
             for a query that sees no key.
+        max_logits : (nheads,) float32 or wider
+            Only if asked for: the largest logit of each head over all visible pairs of the whole
+            sequence, scaled, before a soft-cap and without the sink; the same on all ranks.  -inf
+            if no pair is visible; inf if a visible logit is NaN.
 
         Raises
         ------
         ValueError
-            On all ranks, if an array has the wrong shape or dtype on any of them.
+            On all ranks, if an array has the wrong shape or dtype on any of them, or the kernel
+            gives no largest logits.
         """
-        return self._call("forward", {"q": q, "k": k, "v": v}, sink)
+        return self._call("forward", {"q": q, "k": k, "v": v}, sink, max_logits)
 
     def backward(
         self,
@@ -360,7 +377,9 @@ class AttentionPlan:
         """Arguments of this method alone; ranks must agree on them too."""
         return {}
 
-    def _call(self, phase: str, arrays: dict[str, Array], sink: Array | None) -> tuple[Array, ...]:
+    def _call(
+        self, phase: str, arrays: dict[str, Array], sink: Array | None, max_logits: bool = False
+    ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
 
         Parameters
@@ -369,12 +388,13 @@ class AttentionPlan:
         arrays : dict of str to arrays
             The caller's shards by tensor name, (n, heads, headdim), of lse (n, heads).
         sink : (nheads,) array, optional
+        max_logits : bool
 
         Returns
         -------
         tuple of arrays
             Results as the caller gets them, in the order of `a2d_mpi.schedules.steps.KINDS`, and
-            in the backward pass the gradient of a sink.
+            in the backward pass the gradient of a sink, in the forward pass the largest logits.
 
         Raises
         ------
@@ -396,22 +416,41 @@ class AttentionPlan:
                     check_sink(sink, self.config, engine.device)
                     taken, _ = engine.taken({"sink": sink}, self._check_finite)
                     sink = taken["sink"]
+                if max_logits and not hasattr(engine.kernel, "largest"):
+                    name = engine.kernel.name
+                    raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = problem or str(error) or type(error).__name__
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
             options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
+            options["max_logits"] = bool(max_logits)
             engine.connect(rendezvous, call, problem, finite, options)
             self._calls += 1
             for channel in self._channels.values():
                 channel.start(phase, engine.transport, rendezvous.watch)
             self._broken = True  # messages are under way until the end
             with engine.running(phase):
+                if max_logits:
+                    shape = self.nheads // self.grid.heads
+                    engine.kernel.largest = np.full(shape, -np.inf, self.compute_dtype)
                 results = self._computed(phase, tensors, sink)
+                if max_logits:
+                    results = *results, self._largest(engine.kernel.largest)
+                    engine.kernel.largest = None
             self._broken = False
             engine.waits[phase] = [
                 wait for channel in self._channels.values() for wait in channel.waits
             ]
             return results
+
+    def _largest(self, own: np.ndarray) -> np.ndarray:
+        """Largest logits of all heads over all ranks, (nheads,), from those of a rank's heads."""
+        found = np.full(self.nheads, -np.inf, own.dtype)
+        # Ranks might not agree on the maximum of a number and NaN.
+        found[self.grid.head * len(own) :][: len(own)] = np.where(np.isnan(own), np.inf, own)
+        with self.grid.rendezvous.watch.waiting("for the largest logits"):
+            self.grid.comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+        return found
 
     def _computed(
         self, phase: str, tensors: dict[str, Array], sink: Array | None

@@ -89,6 +89,7 @@ class Kernel(Protocol):
     One with a true attribute `rounds_partials` computes a partial out in the tensors' dtype: a
     wider buffer would cost a copy and hold no more.  A kernel on a GPU gets an attribute
     `any_delta`: true where delta is not ``rowsum(dout * out)``, as a gradient of lse counts in it.
+    Calls with ``max_logits`` need a kernel with an attribute `largest`, as NumpyKernel's.
     """
 
     name: str

@@ -58,6 +58,9 @@ class NumpyKernel(Packing):
         True: NaN and infinite elements stay away from results that do not depend on them.  0 times
         NaN is NaN: products of a cache block spread such elements to pairs that a mask hides.
         False, the default: there are no such elements.
+    largest : (nheads,) compute dtype, or None
+        Where `forward` puts the largest visible logit of each head, scaled and not capped, if it
+        is larger than what stands there: one more pass over the logits.  None, the default.
 
     Notes
     -----
@@ -123,6 +126,9 @@ class NumpyKernel(Packing):
                     s, total_at = get("scores", (x, m, b)), total[at]
                     # (x, m, b) = (x, m, d) @ (x, d, b)
                     np.matmul(qb[at], _t(kh[keys]), out=s)
+                    if self.largest is not None:
+                        shifted = None if bounded or capped else shift[at]
+                        self._find_largest(s, shifted, block, (first + part.start) * g, g)
                     if capped:
                         self._cap(s)
                     if bounded:
