@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -84,7 +84,8 @@ class Engine:
     ) -> None:
         self._options = config.dtype_of("q"), config.softmax_scale
         self._softcap = config.logit_softcap
-        check_kernel(kernel, self._options[0], self._softcap)
+        self._widths = config.headdim, config.headdim_v
+        check_kernel(kernel, self._options[0], self._softcap, self._widths)
         if overlap not in (True, False):
             raise ValueError(f"overlap must be true or false, got {overlap!r}")
         gpu_aware(transfers)
@@ -104,9 +105,9 @@ class Engine:
         """Use a device, its kernels and its buffers from now on."""
         if device is self.device:
             return
-        work = Workspace(device)
+        work, poll = Workspace(device), self._polls.poll
         self.kernel = make_kernel(
-            self._name, device, *self._options, self._polls.poll, work, self._softcap
+            self._name, device, *self._options, poll, work, self._softcap, self._widths
         )
         self.device, self.work, self.transport = device, work, None
         self._spans, self._end = {}, None
@@ -115,7 +116,8 @@ class Engine:
     def taken(self, arrays: dict[str, Array], check_finite: bool) -> tuple[dict[str, Array], bool]:
         """The arrays C-contiguous, and whether no element is known to be NaN or infinite.
 
-        -inf is a value of lse (a query that sees no key) and of a sink (none).
+        -inf is a value of lse (a query that sees no key) and of a sink (none).  Where lse is -inf,
+        dlse may be anything.
 
         Raises
         ------
@@ -125,9 +127,14 @@ class Engine:
         taken = {name: self.device.contiguous(x) for name, x in arrays.items()}
         if not check_finite and self.device is not HOST:
             return taken, True  # the check would wait for the GPU
+        checked = dict(taken)
+        if "dlse" in taken:
+            checked["dlse"] = self.device.empty(taken["dlse"].shape, taken["dlse"].dtype)
+            self.device.zero(checked["dlse"])
+            self.device.subtract(checked["dlse"], taken["dlse"], taken["lse"])
         bad = [
             name
-            for name, x in taken.items()
+            for name, x in checked.items()
             if not self.device.finite(x, lowest=name in ("lse", "sink"))
         ]
         if bad and check_finite:
@@ -142,7 +149,12 @@ class Engine:
         return "device" if gpu_aware(self._transfers)[0] else "staged"
 
     def connect(
-        self, rendezvous: Rendezvous, call: Call, problem: str | None, finite: bool, sink: bool
+        self,
+        rendezvous: Rendezvous,
+        call: Call,
+        problem: str | None,
+        finite: bool,
+        options: Mapping[str, bool],
     ) -> None:
         """Meet all ranks before a call, and agree on a way to MPI.
 
@@ -156,30 +168,37 @@ class Engine:
             Error of this rank.
         finite : bool
             Whether no element of this rank's arrays is known to be NaN or infinite.
-        sink : bool
-            Whether this rank's call has a sink.
+        options : mapping of str to bool
+            Names of optional arguments, the same on all ranks, and whether this call has them.
 
         Raises
         ------
         ValueError
             If anything is wrong on any rank, the ranks do not make the same call, the arrays of
-            some are on the host and those of others on a device, or only some have a sink.
+            some are on the host and those of others on a device, or only some have an option.
         """
         way = "" if problem else self.way
-        # Bits: an error; each rank's way to MPI; an element that is not finite; a sink, or none.
+        # Bits: an error; each rank's way to MPI; an element that is not finite; of each option
+        # two: given, or not.
         bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
-        found = rendezvous.meet(call, bits | (not finite) << 4 | 1 << (5 if sink else 6))
+        bits |= (not finite) << 4
+        for i, has in enumerate(options.values()):
+            bits |= 1 << (5 + 2 * i + has)
+        found = rendezvous.meet(call, bits)
         if found & 1:
             rendezvous.agree(problem)
         if found & 2 and found & 12:
             raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
-        if found & 32 and found & 64:
-            raise CollectiveError("ranks disagree on the sink: given on some, None on others")
+        for i, name in enumerate(options):
+            if found >> (5 + 2 * i) & 3 == 3:
+                raise CollectiveError(f"ranks disagree on {name}: given on some, not on others")
         staged = bool(found & 8)
         if self.device is HOST:
             self.transport = self.transport or HostTransport()
             self.kernel.careful = bool(found & 16)
-        elif getattr(self.transport, "staged", None) is not staged:
+            return
+        self.kernel.any_delta = options["dlse"]
+        if getattr(self.transport, "staged", None) is not staged:
             from a2d_mpi.comm.device_transport import DeviceTransport
 
             self.transport = DeviceTransport(self.device, staged)

@@ -29,6 +29,7 @@ from a2d_mpi.schedules.problem import Workload
 # Ranks of a plan that the planner looks for, at most.  With h100-8.toml, 1M causal tokens and
 # gradients, 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/plan_times.py).
 PLANNED = 4096
+SIZES = ("seqlen", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
 _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?")
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
@@ -46,8 +47,9 @@ class Case(AttentionConfig):
         passes, mask = "backward" if self.backward else "forward", self.mask
         if mask.startswith(FILE):  # a path may have another file tomorrow, and a name is no path
             mask = f"file_{mask_of(mask, self.seqlen).digest(self.seqlen)}"
+        values = f"x{self.headdim_v}" * (self.headdim_v != self.headdim)
         return (
-            f"{mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}"
+            f"{mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}{values}"
             f"-{self.dtype}-{passes}"
         )
 
@@ -68,7 +70,16 @@ def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
     heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
     sizes = product(args.dtypes, args.headdim, args.nheads, heads_kv, args.seqlens, masks)
     found = (
-        Case(seqlen, nheads, headdim, kv, dtype=dtype, mask=mask, backward=args.backward)
+        Case(
+            seqlen,
+            nheads,
+            headdim,
+            kv,
+            dtype=dtype,
+            headdim_v=args.headdim_v,
+            mask=mask,
+            backward=args.backward,
+        )
         for dtype, headdim, nheads, kv, seqlen, mask in sizes
     )
     return list(dict.fromkeys(found))
@@ -110,7 +121,7 @@ class Configuration:
         """The plan and its workload, as files name them."""
         case, layout = self.case, self.layout
         return {
-            **{x: getattr(case, x) for x in ("seqlen", "nheads", "nheads_kv", "headdim", "dtype")},
+            **{x: getattr(case, x) for x in SIZES},
             **{x: getattr(layout, x) for x in ("rows", "cols", "heads")},
             "order": layout.numbering,
             "ranks": layout.size,

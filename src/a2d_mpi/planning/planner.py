@@ -493,7 +493,8 @@ def _floor(machine: Machine, ranks: int, work: Workload, phase: str) -> float:
     """Seconds that a rank computes at least in a phase, however the pairs are divided."""
     kernel = machine.kernel(work.dtype, phase)
     area = _area(work.mask.aligned(work.seqlen, work.seqlen_kv), work.seqlen, work.seqlen_kv)
-    operations = flops(area, work.nheads, work.headdim, phase == PHASES[1])
+    backward = phase == PHASES[1]
+    operations = flops(area, work.nheads, work.headdim, backward, work.headdim_v)
     return operations / ranks / kernel.flops / machine.share
 
 
