@@ -27,7 +27,7 @@ from a2d_mpi.figures.pictures import check_picture, save
 
 PLANS = [
     *(f"attention2d/{name}" for name in ("contiguous", "zigzag", "balanced")),
-    "ring",
+    "ring/balanced",
     "blocks",
 ]
 

@@ -83,7 +83,7 @@ def test_table(tmp_path):
 
 @pytest.mark.parametrize("text, plan", [
     ("causal", "attention2d/contiguous"), ("causal_document:seed=4", "attention2d/zigzag"),
-    ("share_question:seed=2", "ring"), ("sliding_window", "attention2d/contiguous"),
+    ("share_question:seed=2", "ring/balanced"), ("sliding_window", "attention2d/contiguous"),
 ])  # fmt: skip
 def test_committed_table(text, plan):
     """The table behind the picture of docs/masks.md is of this code."""
