@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from cases import METHODS, OTHERS, inputs, label
 from cases import run as run_plan
-from helpers import assert_all, deeper
+from helpers import assert_all, deeper, distance
 from test_gpu_kernels import TENSORS, failures, make, plain_kernel, run
 from test_kernels import dense, plain, random_intervals
 
 from a2d_mpi import Documents, ProcessGrid, SlidingWindow
+from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.kernels import shapes
 from a2d_mpi.masks.mask import Causal
@@ -148,6 +149,23 @@ def test_cudnn_without_a_kernel(cupy, refused, fresh):
     found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
     assert not kernel._pieces.graphs.launched
+
+
+def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):
+    """With dout = 0 no out has the delta that a gradient of lse makes."""
+    q, k, v, dout = make((64, 64, 2, 2, 32), DTYPES["bfloat16"])
+    dout[:] = 0
+    dlse = np.random.default_rng(0).standard_normal((64, 2)).astype(np.float32)
+    visible, i = np.tri(64, dtype=bool), np.arange(64)
+    _, lse = reference.attention(q, k, v, visible, 0.2)
+    exact = reference.attention_backward(dout, q, k, v, lse, -dlse, visible, 0.2)
+    kernel, errors = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2)), []
+    given = [cupy.asarray(x) for x in (dout, q, k, v, lse.astype(np.float32), -dlse)]
+    for kernel.any_delta in (False, True):
+        found = [cupy.empty(x.shape, np.float32) for x in (q, k, v)]
+        kernel.backward(*given, ((i * 0, i + 1),), *found, fresh=True)
+        errors.append(max(distance(cupy.asnumpy(x), y) for x, y in zip(found, exact)))
+    assert errors[1] < 1e-5 and errors[0] > 0.1, errors
 
 
 def packed(rng, n, skip):

@@ -16,7 +16,9 @@ from a2d_mpi.kernels.numpy import NumpyKernel
 TENSORS = ("out", "lse", "dq", "dk", "dv", "dsink")
 
 
-def plain(inputs, visible, scale, cap, sink, dtype=np.float64, kept=None, products=None):
+def plain(
+    inputs, visible, scale, cap, sink, dtype=np.float64, kept=None, products=None, dlse=None
+):
     """All results of the dense computation in `dtype`; out is kept in `kept`."""
     q, k, v, dout = (x.astype(dtype) for x in inputs)
     logits = {"products": products, "logit_softcap": cap}
@@ -24,6 +26,8 @@ def plain(inputs, visible, scale, cap, sink, dtype=np.float64, kept=None, produc
     if kept is not None:
         out = out.astype(kept).astype(dtype)
     delta = (dout * out).sum(-1)
+    if dlse is not None:
+        delta -= dlse.astype(dtype)
     gradients = reference.attention_backward(
         dout, q, k, v, lse, delta, visible, scale, dtype, **logits
     )
@@ -33,16 +37,17 @@ def plain(inputs, visible, scale, cap, sink, dtype=np.float64, kept=None, produc
     }  # fmt: skip
 
 
-def bounds(inputs, visible, scale, cap, sink, exact, dtype):
+def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None):
     """Largest errors that results of a run in `dtype` may have."""
-    same = plain(inputs, visible, scale, cap, sink, compute_dtype(dtype), dtype)
+    same = plain(inputs, visible, scale, cap, sink, compute_dtype(dtype), dtype, dlse=dlse)
     narrow = {x: y if x in ("lse", "dsink") else y.astype(dtype) for x, y in same.items()}
     errors = {x: distance(y, exact[x]) for x, y in narrow.items()}
     found = bounds_for(dtype, scale, inputs, exact, errors)
     if sink is not None:
         p = np.exp(sink - np.where(np.isneginf(exact["lse"]), 0, exact["lse"]))
         sizes = [np.linalg.norm(x.astype(float), axis=-1) for x in (inputs[3], exact["out"])]
-        term = float((p * sizes[0] * sizes[1]).sum(0).max())
+        terms = sizes[0] * sizes[1] + (0 if dlse is None else np.abs(dlse))
+        term = float((p * terms).sum(0).max())
         found["dsink"] = 2 * errors["dsink"] + np.finfo(compute_dtype(dtype)).eps * (
             (2 + distance(np.nan_to_num(exact["lse"], neginf=0), 0)) * term
         )

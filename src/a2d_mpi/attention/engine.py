@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -116,7 +116,12 @@ class Engine:
         return "device" if gpu_aware(self._transfers)[0] else "staged"
 
     def connect(
-        self, rendezvous: Rendezvous, call: Call, problem: str | None, finite: bool, sink: bool
+        self,
+        rendezvous: Rendezvous,
+        call: Call,
+        problem: str | None,
+        finite: bool,
+        options: Mapping[str, bool],
     ) -> None:
         """Meet all ranks before a call, and agree on a way to MPI.
 
@@ -130,30 +135,37 @@ class Engine:
             Error of this rank.
         finite : bool
             Whether no element of this rank's arrays is known to be NaN or infinite.
-        sink : bool
-            Whether this rank's call has a sink.
+        options : mapping of str to bool
+            Names of optional arrays, the same on all ranks, and whether this call has them.
 
         Raises
         ------
         ValueError
             If anything is wrong on any rank, the ranks do not make the same call, the arrays of
-            some are on the host and those of others on a device, or only some have a sink.
+            some are on the host and those of others on a device, or only some have an option.
         """
         way = "" if problem else self.way
-        # Bits: an error; each rank's way to MPI; an element that is not finite; a sink, or none.
+        # Bits: an error; each rank's way to MPI; an element that is not finite; of each option
+        # two: given, or not.
         bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
-        found = rendezvous.meet(call, bits | (not finite) << 4 | 1 << (5 if sink else 6))
+        bits |= (not finite) << 4
+        for i, has in enumerate(options.values()):
+            bits |= 1 << (5 + 2 * i + has)
+        found = rendezvous.meet(call, bits)
         if found & 1:
             rendezvous.agree(problem)
         if found & 2 and found & 12:
             raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
-        if found & 32 and found & 64:
-            raise CollectiveError("ranks disagree on the sink: given on some, None on others")
+        for i, name in enumerate(options):
+            if found >> (5 + 2 * i) & 3 == 3:
+                raise CollectiveError(f"ranks disagree on {name}: given on some, None on others")
         staged = bool(found & 8)
         if self.device is HOST:
             self.transport = self.transport or HostTransport()
             self.kernel.careful = bool(found & 16)
-        elif getattr(self.transport, "staged", None) is not staged:
+            return
+        self.kernel.any_delta = options["dlse"]
+        if getattr(self.transport, "staged", None) is not staged:
             from a2d_mpi.comm.device_transport import DeviceTransport
 
             self.transport = DeviceTransport(self.device, staged)

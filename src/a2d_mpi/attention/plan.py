@@ -238,6 +238,7 @@ class AttentionPlan:
         out: Array,
         lse: Array,
         sink: Array | None = None,
+        dlse: Array | None = None,
     ) -> tuple[Array, ...]:
         """Compute the gradients of a loss with respect to q, k and v, and perhaps the sink.
 
@@ -250,6 +251,10 @@ class AttentionPlan:
         sink : (nheads,) compute_dtype, optional
             That of `forward`, if its gradient is wanted; dq, dk and dv do not need it, as it
             counts in lse.
+        dlse : (n, nheads) compute_dtype, optional
+            Gradient with respect to lse, shard of this rank, if the loss depends on lse, too: on
+            all ranks or on none.  Ignored in masked rows, where lse is -inf.  cuDNN has no such
+            gradient: with its kernels the plain CUDA kernel computes the call.
 
         Returns
         -------
@@ -266,6 +271,8 @@ class AttentionPlan:
             On all ranks, if an array has the wrong shape or dtype on any of them.
         """
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        if dlse is not None:
+            given["dlse"] = dlse
         return self._call("backward", given, sink)
 
     def scatter(self, x: Array | None, root: int = 0) -> Array:
@@ -481,7 +488,8 @@ class AttentionPlan:
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = problem or str(error) or type(error).__name__
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
-            engine.connect(rendezvous, call, problem, finite, sink is not None)
+            options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
+            engine.connect(rendezvous, call, problem, finite, options)
             self._calls += 1
             for channel in self._channels.values():
                 channel.start(phase, engine.transport, rendezvous.watch)
@@ -501,9 +509,12 @@ class AttentionPlan:
         engine, programs, dsink = self._engine, self._executors[phase], ()
         if phase == "backward":
             with engine.clock("compute"):  # delta: (n, nheads)
-                tensors["delta"] = engine.device.delta(tensors["dout"], tensors.pop("out"))
+                delta = engine.device.delta(tensors["dout"], tensors.pop("out"))
+                tensors["delta"] = delta
+                if "dlse" in tensors:
+                    engine.device.subtract(delta, tensors.pop("dlse"), tensors["lse"])
                 if sink is not None:
-                    dsink = (engine.device.sink_gradient(tensors["lse"], tensors["delta"], sink),)
+                    dsink = (engine.device.sink_gradient(tensors["lse"], delta, sink),)
         attends = [x for x in programs if "head" not in x.channels][-1]
         for program in programs:
             sinks = sink is not None and phase == "forward" and program is attends

@@ -23,14 +23,14 @@ LARGEST = {
 }
 _DEFAULTS = {"nheads_kv": "nheads", "seqlen_kv": "seqlen"}
 OF_KEYS = ("k", "v", "dk", "dv")
-_STATISTICS = ("lse", "delta")
+_STATISTICS = ("lse", "delta", "dlse")
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
     """Sizes, dtype and scale of one sequence's attention, on however many ranks.
 
-    Tensors are named ``q k v out lse dout delta dq dk dv``.
+    Tensors are named ``q k v out lse dout dlse delta dq dk dv``.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class AttentionConfig:
     nheads_kv : int, optional
         KV heads, a divisor of nheads.  Default: nheads.
     dtype : {"float32", "float64", "float16", "bfloat16"} or dtype
-        Of all tensors but lse and delta; kept by its name.
+        Of all tensors but lse, dlse and delta; kept by its name.
     softmax_scale : float, optional
         Default: ``1 / sqrt(headdim)``.
     seqlen_kv : int, optional
@@ -108,7 +108,7 @@ class AttentionConfig:
         return self.compute_dtype if accumulated or name in _STATISTICS else DTYPES[self.dtype]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one token of a tensor: (heads, headdim), of lse and delta (heads,)."""
+        """Shape of one token of a tensor: (heads, headdim), of lse, dlse and delta (heads,)."""
         heads = self.nheads_kv if name in OF_KEYS else self.nheads
         return (heads,) if name in _STATISTICS else (heads, self.headdim)
 

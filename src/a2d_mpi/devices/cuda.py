@@ -140,6 +140,9 @@ class Cuda:
         self._rows("delta_of", out.dtype, dout, out, delta, out.shape)
         return delta
 
+    def subtract(self, delta: Array, dlse: Array, lse: Array) -> None:
+        self._rows("subtract", delta.dtype, delta, dlse, lse, delta.shape, outer=1)
+
     def out_and_stats(
         self, dout: Array, delta: Array, out: Array, lse: Array, stats: Array, places: Array
     ) -> None:

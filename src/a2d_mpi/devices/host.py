@@ -74,6 +74,9 @@ class Host:
     def delta(self, dout: Array, out: Array) -> Array:
         return np.einsum("thd,thd->th", dout, out, dtype=compute_dtype(out.dtype))
 
+    def subtract(self, delta: Array, dlse: Array, lse: Array) -> None:
+        np.subtract(delta, dlse, out=delta, where=lse != -math.inf)
+
     def mark(self) -> Any:
         return time.perf_counter()
 

@@ -74,6 +74,9 @@ class Device(Protocol):
     def delta(self, dout: Array, out: Array) -> Array:
         """``rowsum(dout * out)``, (tokens, nheads) in the compute dtype."""
 
+    def subtract(self, delta: Array, dlse: Array, lse: Array) -> None:
+        """Subtract dlse from delta where lse is not -inf; all (tokens, nheads)."""
+
     def mark(self) -> Any:
         """Point in time at which all work queued on this device so far is done."""
 

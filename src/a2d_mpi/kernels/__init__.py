@@ -86,7 +86,8 @@ class Kernel(Protocol):
 
     A kernel on the host has an attribute `careful`, too: see `a2d_mpi.kernels.numpy.NumpyKernel`.
     One with a true attribute `rounds_partials` computes a partial out in the tensors' dtype: a
-    wider buffer would cost a copy and hold no more.
+    wider buffer would cost a copy and hold no more.  A kernel on a GPU gets an attribute
+    `any_delta`: true where delta is not ``rowsum(dout * out)``, as a gradient of lse counts in it.
     """
 
     name: str

@@ -46,6 +46,9 @@ class CudnnKernel:
         Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
     rounds_partials : bool
         As of `a2d_mpi.kernels.Kernel`.
+    any_delta : bool
+        Whether delta has a gradient of lse in it: set by the engine.  An out that has this delta
+        may not exist (dout = 0), so the plain kernel computes the backward pass.
 
     Raises
     ------
@@ -55,6 +58,7 @@ class CudnnKernel:
 
     name = "cudnn"
     rounds_partials = True
+    any_delta = False
 
     def __init__(
         self,
@@ -121,6 +125,9 @@ class CudnnKernel:
         fresh: bool = False,
     ) -> None:
         """Add the gradients of this block to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
+        if self.any_delta:
+            self.plain.backward(dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh)
+            return
         nheads, found = q.shape[1], (dq, dk, dv)
         runs = self._pieces.get(intervals, q, k, nheads, True)
         whole = [(piece.rows, piece.keys, piece.gaps) for piece in runs.pieces] == [

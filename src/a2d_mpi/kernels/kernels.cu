@@ -433,6 +433,15 @@ extern "C" __global__ void delta_of(const Element *dout, const Element *out, Com
   }
 }
 
+/* delta -= dlse, where the query sees a key or a sink */
+extern "C" __global__ void subtract(Compute *delta, const Compute *dlse, const Compute *lse,
+                                    long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
+    long long i = row * width + d;
+    if (lse[i] != MINUS_INFINITY) delta[i] -= dlse[i];
+  }
+}
+
 /* What cuDNN's backward pass takes.  An out with the given delta, of which it uses no more: the
    multiple of dout, scaled by the largest element first, as squares of tiny ones are 0.  And lse,
    heads first, of `queries` queries of runs: `source` says which they are (-1: one that sees
