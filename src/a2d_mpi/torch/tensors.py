@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -46,8 +47,8 @@ def tensor_of(x: Array | None) -> torch.Tensor | None:
 
 @contextmanager
 def current_stream() -> Iterator[None]:
-    """Make PyTorch's current GPU and stream those of CuPy, if PyTorch uses a GPU."""
-    if not torch.cuda.is_initialized():
+    """Make PyTorch's current GPU and stream those of CuPy, if both are there."""
+    if not torch.cuda.is_initialized() or find_spec("cupy") is None:
         yield
         return
     import cupy

@@ -95,7 +95,10 @@ def use_in_transformers(plan: AttentionPlan) -> str:
         if attention_mask is not None and not bool(attention_mask.all()):
             plan_of_name().refuse(PADDING)
 
-    ALL_ATTENTION_FUNCTIONS[name] = attention
+    if hasattr(ALL_ATTENTION_FUNCTIONS, "register"):
+        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    else:  # before 4.51 it is a dict
+        ALL_ATTENTION_FUNCTIONS[name] = attention
     if AttentionMaskInterface:
         AttentionMaskInterface.register(name, mask)
     return name
