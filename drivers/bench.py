@@ -31,6 +31,7 @@ from a2d_mpi.experiments.options import (
     BLOCK_HELP,
     CHECK_HELP,
     HEADDIM,
+    HEADDIM_V_HELP,
     HEADS,
     MASK_FILE_HELP,
     MASK_HELP,
@@ -69,6 +70,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--nheads", type=listed(HEADS), default="8", help="query heads (default %(default)s)")
     add("--nheads-kv", type=listed(HEADS), help="KV heads; default: as many as query heads")
     add("--headdim", type=listed(HEADDIM), default="64", help="of a head (default %(default)s)")
+    add("--headdim-v", type=HEADDIM, help=HEADDIM_V_HELP)
     add("--dtypes", type=listed(one_of(DTYPES)), default="float32", help="default %(default)s")
     add("--backward", action="store_true", help="also the gradients")
     text = "off: communicate and compute in turn (default %(default)s)"

@@ -21,6 +21,7 @@ Exit code 2: bad input, or no SimGrid.
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.options import (
     HEADDIM,
+    HEADDIM_V_HELP,
     HEADS,
     MASK_HELP,
     Parser,
@@ -51,6 +52,7 @@ def build_parser() -> Parser:
     add("--nheads", type=listed(HEADS), default="32", help="query heads (default %(default)s)")
     add("--nheads-kv", type=listed(HEADS), help="32,8; default: as many as query heads")
     add("--headdim", type=listed(HEADDIM), default="128", help="default %(default)s")
+    add("--headdim-v", type=HEADDIM, help=HEADDIM_V_HELP)
     add("--dtypes", type=listed(one_of(DTYPES)), default="bfloat16", help="default %(default)s")
     add("--backward", action="store_true", help="also the gradients")
     for name, kind, what in (

@@ -53,6 +53,7 @@ def test_config():
     """Shapes, dtypes and bytes of one token, as the caller has it and as it is computed."""
     config = AttentionConfig(np.int64(7), 6, 16, 2, dtype=np.dtype("float16"))
     sizes = {"seqlen": 7, "nheads": 6, "headdim": 16, "nheads_kv": 2, "seqlen_kv": 7}
+    sizes["headdim_v"] = 16
     assert config.arguments == sizes | {
         "dtype": "float16",
         "softmax_scale": 0.25,
@@ -380,6 +381,8 @@ def test_what_does_not_fit_is_refused():
 def test_flops():
     assert flops(10, H, D) == 4 * 10 * H * D
     assert flops(10, H, D, backward=True) == 10 * 10 * H * D
+    assert flops(10, H, D, headdim_v=3) == 2 * 10 * H * (D + 3)
+    assert flops(10, H, D, True, 3) == 2 * 10 * H * (3 * D + 2 * 3)
 
 
 @given(st.integers(0, 3000), st.integers(1, 5))

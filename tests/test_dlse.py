@@ -98,7 +98,8 @@ def wrong_with(plan, found, exact, largest):
 @pytest.mark.parametrize("method", PLANS, ids=label)
 def test_plans(comm, method):
     grid, bad = ProcessGrid(comm, *method[1]), []
-    for mask, dtype, nheads_kv in CASES:
+    # A placement of blocks takes seconds to search.
+    for mask, dtype, nheads_kv in CASES[3 if method[0] is BlocksAttention else 0 :]:
         if method[0] is TriangleAttention and not isinstance(mask, Causal):
             continue
         inputs, sink, dlse, exact, largest = problem(mask, dtype, nheads_kv)
@@ -163,7 +164,7 @@ def test_bad_input(comm, where):
         (dlse[:, :3], ", 3) and dtype float32, this shard needs"),
         (dlse.astype(float), "and dtype float64, this shard needs"),
         (dlse.tolist(), "dlse "),
-        *[(None, "ranks disagree on dlse: given on some, None on others")]
+        *[(None, "ranks disagree on dlse: given on some, not on others")]
         * (comm.size > 1 and where == "last"),
     ):
         given = wrong if here else dlse

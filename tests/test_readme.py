@@ -154,6 +154,15 @@ def test_getting_started(tmp_path):
     assert done.stdout.count("(250, 8, 32)") == 4
 
 
+@pytest.mark.launches
+def test_merging(tmp_path):
+    """Two continuations of one prefix: as one sequence in which both see the prefix."""
+    (tmp_path / "example.py").write_text("\n".join(blocks("docs/merging.md", "python")))
+    done = launch(4, tmp_path / "example.py", timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(float(x) < 1e-6 for x in done.stdout.split()) and len(done.stdout.split()) == 4
+
+
 def test_planning():
     assert "Layout(rows=" in run("\n".join(blocks("docs/planning.md", "python")))
 

@@ -30,6 +30,7 @@ _HOMES = {
     "IntervalMask": "a2d_mpi.masks.mask",
     "make_mask": "a2d_mpi.masks.patterns",
     "Mask": "a2d_mpi.masks.mask",
+    "merge": "a2d_mpi.devices.merging",
     "NodeAwareAttention": "a2d_mpi.attention.methods",
     "PrefixLM": "a2d_mpi.masks.windows",
     "PrefixLMDocuments": "a2d_mpi.masks.documents",

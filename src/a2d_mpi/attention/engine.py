@@ -61,7 +61,8 @@ class Engine:
     ) -> None:
         self._options = config.dtype_of("q"), config.softmax_scale
         self._softcap = config.logit_softcap
-        check_kernel(kernel, self._options[0], self._softcap)
+        self._widths = config.headdim, config.headdim_v
+        check_kernel(kernel, self._options[0], self._softcap, self._widths)
         if overlap not in (True, False):
             raise ValueError(f"overlap must be true or false, got {overlap!r}")
         gpu_aware(transfers)
@@ -79,9 +80,9 @@ class Engine:
         """Use a device, its kernels and its buffers from now on."""
         if device is self.device:
             return
-        work = Workspace(device)
+        work, poll = Workspace(device), self._polls.poll
         self.kernel = make_kernel(
-            self._name, device, *self._options, self._polls.poll, work, self._softcap
+            self._name, device, *self._options, poll, work, self._softcap, self._widths
         )
         self.device, self.work, self.transport = device, work, None
         self._spans, self._end = {}, None
@@ -136,7 +137,7 @@ class Engine:
         finite : bool
             Whether no element of this rank's arrays is known to be NaN or infinite.
         options : mapping of str to bool
-            Names of optional arrays, the same on all ranks, and whether this call has them.
+            Names of optional arguments, the same on all ranks, and whether this call has them.
 
         Raises
         ------
@@ -158,7 +159,7 @@ class Engine:
             raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
         for i, name in enumerate(options):
             if found >> (5 + 2 * i) & 3 == 3:
-                raise CollectiveError(f"ranks disagree on {name}: given on some, None on others")
+                raise CollectiveError(f"ranks disagree on {name}: given on some, not on others")
         staged = bool(found & 8)
         if self.device is HOST:
             self.transport = self.transport or HostTransport()

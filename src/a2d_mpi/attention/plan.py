@@ -6,6 +6,7 @@ from itertools import chain
 from typing import NoReturn
 
 import numpy as np
+from mpi4py import MPI
 
 from a2d_mpi.attention.checks import check_problem, check_sink, check_tensors
 from a2d_mpi.attention.engine import Engine
@@ -38,13 +39,16 @@ class AttentionPlan:
     seqlen : int
         N, tokens of the whole sequence; any number from 1 on, also below the number of ranks.
     nheads, headdim : int
-        H query heads of D elements.
+        H query heads of D elements, of q and k.
     nheads_kv : int, optional
         KV heads, a divisor of nheads; query head h reads KV head ``h // (nheads // nheads_kv)``.
         Default: nheads.
     seqlen_kv : int, optional
         M, tokens of k and v, if they are of another sequence (cross-attention).  Masks are aligned
         so that the last query and the last key belong together.  Default: seqlen.
+    headdim_v : int, optional
+        Elements of a head of v, out and their gradients; kernels on GPUs refuse another number
+        than headdim.  Default: headdim.
     dtype : {"float32", "float64", "float16", "bfloat16"}
         Of q, k, v, out and their gradients.  16-bit tensors travel as they are, also partial
         outs: a merge is a convex combination and does not amplify their rounding.  They are
@@ -81,8 +85,8 @@ class AttentionPlan:
     tokens_kv : (m,) int64
         Those of its keys and values; the same in self-attention.
     config : AttentionConfig
-        Sizes, shapes and dtypes; also as `seqlen`, `nheads`, `nheads_kv`, `headdim`, `dtype`,
-        `compute_dtype`, `softmax_scale` and `logit_softcap`.
+        Sizes, shapes and dtypes; also as `seqlen`, `nheads`, `nheads_kv`, `headdim`,
+        `headdim_v`, `dtype`, `compute_dtype`, `softmax_scale` and `logit_softcap`.
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator.
     timings : dict of str to float
@@ -118,6 +122,7 @@ class AttentionPlan:
         headdim: int,
         nheads_kv: int | None = None,
         seqlen_kv: int | None = None,
+        headdim_v: int | None = None,
         dtype: np.typing.DTypeLike = "float32",
         distribution: str | None = None,
         distribution_kv: str | None = None,
@@ -144,6 +149,7 @@ class AttentionPlan:
                     softmax_scale=softmax_scale,
                     seqlen_kv=seqlen_kv,
                     logit_softcap=logit_softcap,
+                    headdim_v=headdim_v,
                 )
                 named = distribution, distribution_kv
                 check_problem(self.method, mask, config, grid, named)
@@ -183,8 +189,8 @@ class AttentionPlan:
         self.problem, self.config, self.distribution = problem, problem.config, problem.shards
         config, rank = problem.config, self.grid.comm.rank
         self.seqlen, self.nheads, self.nheads_kv = config.seqlen, config.nheads, config.nheads_kv
-        self.headdim, self.softmax_scale = config.headdim, config.softmax_scale
-        self.logit_softcap = config.logit_softcap
+        self.headdim, self.headdim_v = config.headdim, config.headdim_v
+        self.softmax_scale, self.logit_softcap = config.softmax_scale, config.logit_softcap
         self.dtype, self.compute_dtype = config.dtype_of("q"), config.compute_dtype
         self.tokens = problem.shards.tokens(rank)  # (n,)
         self.tokens_kv = self.tokens if problem.keys is None else problem.keys.tokens(rank)  # (m,)
@@ -200,34 +206,52 @@ class AttentionPlan:
         }
 
     def forward(
-        self, q: Array, k: Array, v: Array, sink: Array | None = None
-    ) -> tuple[Array, Array]:
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        sink: Array | None = None,
+        *,
+        max_logits: bool = False,
+    ) -> tuple[Array, ...]:
         """Compute ``out = softmax(softmax_scale q k^T) v`` over the visible keys.
 
         Parameters
         ----------
         q : (n, nheads, headdim) dtype
             Shard of this rank: row i is the token ``tokens[i]``.
-        k, v : (m, nheads_kv, headdim) dtype
+        k : (m, nheads_kv, headdim) dtype
             Shard of this rank: row i is the token ``tokens_kv[i]``.
+        v : (m, nheads_kv, headdim_v) dtype
+            Likewise.
         sink : (nheads,) compute_dtype, optional
             A logit per head in the denominator of the softmax, the same on all ranks (values are
             not compared): that of a key which all queries see and whose value is 0; -inf: none.
+        max_logits : bool
+            Also return the largest logit of each head, as QK-clip needs it; on all ranks or on
+            none, and by kernels on the host only.  The kernel makes one more pass over the logits
+            (1.1 to 1.3 times the time; 2048 tokens, heads of 64 and 128), and the ranks reduce
+            nheads numbers at the end, which `traffic` does not count.
 
         Returns
         -------
-        out : (n, nheads, headdim) dtype
+        out : (n, nheads, headdim_v) dtype
             Shard of this rank; 0 for a query that sees no key.
         lse : (n, nheads) float32 or wider
             Log-sum-exp of the logits, scaled and capped, and of the sink, nats; -inf, or the sink,
             for a query that sees no key.
+        max_logits : (nheads,) float32 or wider
+            Only if asked for: the largest logit of each head over all visible pairs of the whole
+            sequence, scaled, before a soft-cap and without the sink; the same on all ranks.  -inf
+            if no pair is visible; inf if a visible logit is NaN.
 
         Raises
         ------
         ValueError
-            On all ranks, if an array has the wrong shape or dtype on any of them.
+            On all ranks, if an array has the wrong shape or dtype on any of them, or the kernel
+            gives no largest logits.
         """
-        return self._call("forward", {"q": q, "k": k, "v": v}, sink)
+        return self._call("forward", {"q": q, "k": k, "v": v}, sink, max_logits)
 
     def backward(
         self,
@@ -244,7 +268,7 @@ class AttentionPlan:
 
         Parameters
         ----------
-        dout : (n, nheads, headdim) dtype
+        dout : (n, nheads, headdim_v) dtype
             Gradient with respect to out, shard of this rank.
         q, k, v, out, lse
             Arguments and results of `forward`.
@@ -259,7 +283,8 @@ class AttentionPlan:
         Returns
         -------
         dq : (n, nheads, headdim) dtype
-        dk, dv : (m, nheads_kv, headdim) dtype
+        dk : (m, nheads_kv, headdim) dtype
+        dv : (m, nheads_kv, headdim_v) dtype
             Shards of this rank.
         dsink : (nheads,) compute_dtype
             Only with a sink: the share of this rank's tokens.  As for any weight that all ranks
@@ -334,7 +359,7 @@ class AttentionPlan:
         phase : {"forward", "backward"}
             The call that the other ranks make.
         """
-        self._call(phase, {}, None, problem)
+        self._call(phase, {}, None, refusal=problem)
 
     def free(self) -> None:
         """Release the buffers.  The grid stays.  Local."""
@@ -444,6 +469,7 @@ class AttentionPlan:
         phase: str,
         arrays: dict[str, Array],
         sink: Array | None,
+        max_logits: bool = False,
         refusal: str | None = None,
     ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
@@ -454,6 +480,7 @@ class AttentionPlan:
         arrays : dict of str to arrays
             The caller's shards by tensor name, (n, heads, headdim), of lse (n, heads).
         sink : (nheads,) array, optional
+        max_logits : bool
         refusal : str, optional
             Why this rank has no arrays.
 
@@ -461,7 +488,7 @@ class AttentionPlan:
         -------
         tuple of arrays
             Results as the caller gets them, in the order of `a2d_mpi.schedules.steps.KINDS`, and
-            in the backward pass the gradient of a sink.
+            in the backward pass the gradient of a sink, in the forward pass the largest logits.
 
         Raises
         ------
@@ -485,22 +512,41 @@ class AttentionPlan:
                     check_sink(sink, self.config, engine.device)
                     taken, _ = engine.taken({"sink": sink}, self._check_finite)
                     sink = taken["sink"]
+                if max_logits and not hasattr(engine.kernel, "largest"):
+                    name = engine.kernel.name
+                    raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = problem or str(error) or type(error).__name__
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
             options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
+            options["max_logits"] = bool(max_logits)
             engine.connect(rendezvous, call, problem, finite, options)
             self._calls += 1
             for channel in self._channels.values():
                 channel.start(phase, engine.transport, rendezvous.watch)
             self._broken = True  # messages are under way until the end
             with engine.running(phase):
+                if max_logits:
+                    shape = self.nheads // self.grid.heads
+                    engine.kernel.largest = np.full(shape, -np.inf, self.compute_dtype)
                 results = self._computed(phase, tensors, sink)
+                if max_logits:
+                    results = *results, self._largest(engine.kernel.largest)
+                    engine.kernel.largest = None
             self._broken = False
             engine.waits[phase] = [
                 wait for channel in self._channels.values() for wait in channel.waits
             ]
             return results
+
+    def _largest(self, own: np.ndarray) -> np.ndarray:
+        """Largest logits of all heads over all ranks, (nheads,), from those of a rank's heads."""
+        found = np.full(self.nheads, -np.inf, own.dtype)
+        # Ranks might not agree on the maximum of a number and NaN.
+        found[self.grid.head * len(own) :][: len(own)] = np.where(np.isnan(own), np.inf, own)
+        with self.grid.rendezvous.watch.waiting("for the largest logits"):
+            self.grid.comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
+        return found
 
     def _computed(
         self, phase: str, tensors: dict[str, Array], sink: Array | None

@@ -18,12 +18,14 @@ LARGEST = {
     "seqlen": 1 << 31,
     "nheads": 1 << 16,
     "headdim": 1 << 16,
+    "headdim_v": 1 << 16,
     "nheads_kv": 1 << 16,
     "seqlen_kv": 1 << 31,
 }
-_DEFAULTS = {"nheads_kv": "nheads", "seqlen_kv": "seqlen"}
+_DEFAULTS = {"nheads_kv": "nheads", "seqlen_kv": "seqlen", "headdim_v": "headdim"}
 OF_KEYS = ("k", "v", "dk", "dv")
 _STATISTICS = ("lse", "delta", "dlse")
+_OF_VALUES = ("v", "dv", "out", "dout")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class AttentionConfig:
         Tokens of k and v, of another sequence in cross-attention.  Default: seqlen.
     logit_softcap : float, optional
         c > 0: scaled logits s become ``c tanh(s / c)``.  Default: they stay as they are.
+    headdim_v : int, optional
+        Elements of a head of v, out and their gradients.  Default: headdim.
 
     Raises
     ------
@@ -64,6 +68,7 @@ class AttentionConfig:
     softmax_scale: float | None = None
     seqlen_kv: int | None = None
     logit_softcap: float | None = None
+    headdim_v: int | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {}
@@ -108,9 +113,10 @@ class AttentionConfig:
         return self.compute_dtype if accumulated or name in _STATISTICS else DTYPES[self.dtype]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one token of a tensor: (heads, headdim), of lse, dlse and delta (heads,)."""
+        """Shape of one token of a tensor: (heads, its width), of lse, dlse and delta (heads,)."""
         heads = self.nheads_kv if name in OF_KEYS else self.nheads
-        return (heads,) if name in _STATISTICS else (heads, self.headdim)
+        width = self.headdim_v if name in _OF_VALUES else self.headdim
+        return (heads,) if name in _STATISTICS else (heads, width)
 
     def nbytes(self, name: str, accumulated: bool = False) -> int:
         """Bytes of one token of a tensor; `accumulated` as of `dtype_of`."""

@@ -35,23 +35,24 @@ def kernel_buffers(
     Logits are taken to be small enough for exponentials without a shift, and cache blocks to be
     as large as they can be.
     """
-    d, heads_kv = config.headdim, config.nheads_kv
+    d, e, heads_kv = config.headdim, config.headdim_v, config.nheads_kv
+    wider = max(d, e)
     group = config.nheads // heads_kv
     rows = min(max(1, BLOCK_Q // group), nq) * group
-    heads = -(-heads_kv // head_groups(heads_kv, rows, nk, d))
+    heads = -(-heads_kv // head_groups(heads_kv, rows, nk, wider))
     keys = -(-nk // max(1, -(-nk // BLOCK_K)))  # of a cache block
-    block = rows * keys + 2 * (rows + keys) * (d + 1)
+    block = rows * keys + 2 * (rows + keys) * (wider + 1)
     at_once = min(heads, max(1, BLOCK_Q * BLOCK_K // max(1, block)))
     found = {"q": heads * rows * (d + backward), "scores": at_once * rows * keys}
-    found["partial"] = at_once * d * (max(rows, keys) if backward else rows)
+    found["partial"] = at_once * (max(rows * d, keys * wider) if backward else rows * e)
     if backward:
-        found |= {"dq": heads * rows * d, "dout": heads * rows * (d + 1)}
-        found |= dict.fromkeys("kv", heads * nk * (d + 1))
-        found |= dict.fromkeys(("dk", "dv"), heads * nk * d)
+        found |= {"dq": heads * rows * d, "dout": heads * rows * (e + 1)}
+        found |= {"k": heads * nk * (d + 1), "v": heads * nk * (e + 1)}
+        found |= {"dk": heads * nk * d, "dv": heads * nk * e}
         more = ("dscores",) if config.logit_softcap is None else ("dscores", "slope")
         found |= dict.fromkeys(more, found["scores"])
     else:
-        found |= {"acc": heads * rows * d, "total": heads * rows}
+        found |= {"acc": heads * rows * e, "total": heads * rows}
         if hides or config.mixed_precision:
-            found |= dict.fromkeys("kv", heads * nk * d)
+            found |= {"k": heads * nk * d, "v": heads * nk * e}
     return {name: elements * config.compute_dtype.itemsize for name, elements in found.items()}

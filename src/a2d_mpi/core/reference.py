@@ -28,7 +28,8 @@ def attention(
     ----------
     q : (nq, nheads, headdim) float
     k, v : (nk, nheads_kv, headdim) float
-        Query head h reads KV head ``h // (nheads // nheads_kv)``.
+        Query head h reads KV head ``h // (nheads // nheads_kv)``.  Values, and out, may have
+        another width.
     visible : (nq, nk) bool
     softmax_scale : float
     dtype : float dtype
@@ -50,7 +51,7 @@ def attention(
     """
     q, k, v = (np.asarray(x, dtype) for x in (q, k, v))
     group = q.shape[1] // max(k.shape[1], 1)
-    out = np.zeros(q.shape, dtype)
+    out = np.zeros((*q.shape[:2], v.shape[2]), dtype)
     lse = np.full(q.shape[:2], -np.inf, dtype)
     sinks = np.full(q.shape[1], -np.inf, dtype) if sink is None else np.asarray(sink, dtype)
     for h in range(q.shape[1]):

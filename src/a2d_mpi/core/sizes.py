@@ -145,10 +145,15 @@ def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:
     return None
 
 
-def flops(area: int, nheads: int, headdim: int, backward: bool = False) -> int:
+def flops(
+    area: int, nheads: int, headdim: int, backward: bool = False, headdim_v: int | None = None
+) -> int:
     """Floating point operations of attention over `area` visible pairs.
 
-    Two products of 2 headdim operations a pair and head forward, five backward; exponentials are
+    Two products a pair and head forward, five backward: of 2 headdim operations logits, dq and dk;
+    of 2 headdim_v (default: headdim) out, dv and the gradient of probabilities.  Exponentials are
     not counted.
     """
-    return (10 if backward else 4) * area * nheads * headdim
+    values = headdim if headdim_v is None else headdim_v
+    products = 3 * headdim + 2 * values if backward else headdim + values
+    return 2 * area * nheads * products

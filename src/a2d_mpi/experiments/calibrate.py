@@ -162,7 +162,7 @@ def _kernel_calls(
     kernel = make_kernel(name, HOST, tile.q.dtype, tile.softmax_scale, poll)
     tile.forward(kernel)
     cut = 0 if isinstance(mask, Full) else nq - 1
-    return tile.calls(kernel), Sample(tile.area, nq, nk, cut, tuple(heads), 0.0)
+    return tile.calls(kernel), Sample(tile.area, nq, nk, cut, (*heads, heads[-1]), 0.0)
 
 
 def _link(comm: MPI.Intracomm, where: Place, name: str, seconds: float) -> Link:

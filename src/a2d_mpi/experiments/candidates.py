@@ -10,7 +10,16 @@ from tqdm import tqdm
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.mask_file import FILE
-from a2d_mpi.experiments.options import HEADDIM, HEADS, Parser, add_mask, path, tokens, whole
+from a2d_mpi.experiments.options import (
+    HEADDIM,
+    HEADDIM_V_HELP,
+    HEADS,
+    Parser,
+    add_mask,
+    path,
+    tokens,
+    whole,
+)
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
@@ -40,6 +49,7 @@ def add_problem(parser: Parser, ranks: int) -> None:
     add("--nheads", type=HEADS, help="there must be one, unless a --gpt has it")
     add("--nheads-kv", type=HEADS, help="default: as many as --nheads")
     add("--headdim", type=HEADDIM, default=128, help="default %(default)s")
+    add("--headdim-v", type=HEADDIM, help=HEADDIM_V_HELP)
     add("--dtype", choices=DTYPES, default="bfloat16")
     add_mask(parser, default="full")
     add("--backward", action="store_true", help="also the gradients")
@@ -67,10 +77,12 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
         dtype=args.dtype,
         mask=f"{FILE}{args.mask_file}" if args.mask_file else args.mask,
         backward=args.backward,
+        headdim_v=args.headdim_v,
     )
-    if args.ranks * case.seqlen * case.nheads * case.headdim >= 1 << 57:
+    width = max(case.headdim, case.headdim_v)
+    if args.ranks * case.seqlen * case.nheads * width >= 1 << 57:
         raise ValueError(
-            f"{args.ranks} ranks x {case.seqlen} tokens x {case.nheads} heads x {case.headdim}: "
+            f"{args.ranks} ranks x {case.seqlen} tokens x {case.nheads} heads x {width}: "
             "the bytes that all receive are no 64-bit integer"
         )
     machine.links(args.ranks)  # or say what it lacks
@@ -83,8 +95,8 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
 def plan(args: argparse.Namespace) -> int:
     """Print the table; returns the exit code."""
     if args.gpt:
-        if args.nheads or args.nheads_kv:
-            raise ValueError("--gpt leaves no choice of --nheads and --nheads-kv")
+        if args.nheads or args.nheads_kv or args.headdim_v:
+            raise ValueError("--gpt leaves no choice of --nheads, --nheads-kv and --headdim-v")
         vars(args).update(PRESETS[args.gpt].heads, backward=True)
     machine, case = read_problem(args)
     work = case.work(not args.no_overlap)

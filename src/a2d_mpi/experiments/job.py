@@ -135,12 +135,13 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
 def _report(result: Result, plan: AttentionPlan) -> None:
     """Print the short table."""
     c = result.config
+    values = f", headdim_v {c['headdim_v']}" * (c["headdim_v"] != c["headdim"])
     print(
         f"{c['method']} on {c['rows']} x {c['cols']}"
         f"{' x ' + str(c['heads']) if c['heads'] > 1 else ''} ranks, {c['mask']} mask, "
         f"{c['distribution']} distribution, {c['dtype']}, {result.provenance['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
-        f"headdim {c['headdim']}; {c['trials']} trials; "
+        f"headdim {c['headdim']}{values}; {c['trials']} trials; "
         f"tile area max/mean {result.area.max() / result.area.mean():.3f}\n"
     )
     print("milliseconds        min    median       max   over trials and ranks")
@@ -149,7 +150,8 @@ def _report(result: Result, plan: AttentionPlan) -> None:
         print(f"{name:<17}{low:>8.2f}{middle:>10.2f}{high:>10.2f}")
     for phase in phases_of(result):
         heads = plan.nheads // plan.grid.heads  # of those areas
-        work = flops(int(result.area.sum()), heads, plan.headdim, phase == "backward")
+        area, backward = int(result.area.sum()), phase == "backward"
+        work = flops(area, heads, plan.headdim, backward, plan.headdim_v)
         slowest = np.median(result.timings[f"{phase}/total"].max(axis=1))
         print(f"{phase}: {work / slowest / 1e9:.1f} GFLOP/s by the slowest rank")
     if result.traffic:

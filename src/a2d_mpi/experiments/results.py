@@ -78,7 +78,8 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
             )
     seqlen, nheads, headdim = shapes["q"]
     try:
-        config = AttentionConfig(seqlen, nheads, headdim, nheads_kv=shapes["k"][1])
+        more = {"nheads_kv": shapes["k"][1], "headdim_v": shapes["v"][2]}
+        config = AttentionConfig(seqlen, nheads, headdim, **more)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if any(shapes[name] != (seqlen, *config.shape(name)) for name in names):

@@ -46,8 +46,9 @@ class Case(AttentionConfig):
         passes, mask = "backward" if self.backward else "forward", self.mask
         if mask.startswith(FILE):  # a path may have another file tomorrow, and a name is no path
             mask = f"file_{mask_of(mask, self.seqlen).digest(self.seqlen)}"
+        values = f"x{self.headdim_v}" * (self.headdim_v != self.headdim)
         return (
-            f"{mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}"
+            f"{mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}{values}"
             f"-{self.dtype}-{passes}"
         )
 
@@ -67,8 +68,9 @@ def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
     """Every combination of the sizes that a driver's options list, each once."""
     heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
     sizes = product(args.dtypes, args.headdim, args.nheads, heads_kv, args.seqlens, masks)
+    more = {"backward": args.backward, "headdim_v": args.headdim_v}
     found = (
-        Case(seqlen, nheads, headdim, kv, dtype=dtype, mask=mask, backward=args.backward)
+        Case(seqlen, nheads, headdim, kv, dtype=dtype, mask=mask, **more)
         for dtype, headdim, nheads, kv, seqlen, mask in sizes
     )
     return list(dict.fromkeys(found))
@@ -108,7 +110,8 @@ class Configuration:
         """The plan and its workload, as files name them."""
         case, layout = self.case, self.layout
         return {
-            **{x: getattr(case, x) for x in ("seqlen", "nheads", "nheads_kv", "headdim", "dtype")},
+            **{x: getattr(case, x) for x in ("seqlen", "nheads", "nheads_kv", "headdim")},
+            **{x: getattr(case, x) for x in ("headdim_v", "dtype")},
             **{x: getattr(layout, x) for x in ("rows", "cols", "heads")},
             "order": layout.numbering,
             "ranks": layout.size,

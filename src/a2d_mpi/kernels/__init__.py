@@ -59,6 +59,7 @@ class _Entry(NamedTuple):
     dtypes: tuple[str, ...]
     gpu: bool
     softcap: bool
+    widths: bool = False
 
 
 _DETERMINISTIC = partial(_cudnn, deterministic=True)
@@ -66,9 +67,9 @@ _ALL, _HALF = tuple(DTYPES), ("float16", "bfloat16")
 # A kernel's module is imported when the kernel is made.
 KERNELS: dict[str, _Entry | None] = {
     "auto": None,
-    "numpy": _Entry(_numpy, _ALL, gpu=False, softcap=True),
+    "numpy": _Entry(_numpy, _ALL, gpu=False, softcap=True, widths=True),
     # "numpy" with its passes over logits compiled (extra `numba`).
-    "numba": _Entry(_numba, (*_HALF, "float32"), gpu=False, softcap=True),
+    "numba": _Entry(_numba, (*_HALF, "float32"), gpu=False, softcap=True, widths=True),
     "cupy": _Entry(_cupy, _ALL, gpu=True, softcap=True),
     # Falls back to "cupy" for blocks that cuDNN does not take.  Its gradients are fastest when
     # their sums run in no fixed order; those of "cudnn-deterministic" repeat bit for bit.
@@ -88,6 +89,7 @@ class Kernel(Protocol):
     One with a true attribute `rounds_partials` computes a partial out in the tensors' dtype: a
     wider buffer would cost a copy and hold no more.  A kernel on a GPU gets an attribute
     `any_delta`: true where delta is not ``rowsum(dout * out)``, as a gradient of lse counts in it.
+    Calls with ``max_logits`` need a kernel with an attribute `largest`, as NumpyKernel's.
     """
 
     name: str
@@ -126,6 +128,7 @@ def register_kernel(
     dtypes: Sequence[str] = tuple(DTYPES),
     gpu: bool = False,
     softcap: bool = False,
+    widths: bool = False,
 ) -> None:
     """Add a kernel of one's own to `KERNELS`: ``kernel=`` and ``--kernel`` then take its name.
 
@@ -144,6 +147,8 @@ def register_kernel(
         Whether its arrays are CuPy's; default: NumPy's.
     softcap : bool
         Whether it has a soft-cap.
+    widths : bool
+        Whether it takes values of another width than the keys.
 
     Raises
     ------
@@ -158,24 +163,39 @@ def register_kernel(
         raise ValueError(f"kernel {name!r}: dtypes must be of {', '.join(DTYPES)}, got {wrong}")
     if not callable(make):
         raise ValueError(f"kernel {name!r} must be made by a class or function, got {make!r}")
-    KERNELS[name] = _Entry(make, tuple(dtypes), gpu, softcap)
+    KERNELS[name] = _Entry(make, tuple(dtypes), gpu, softcap, widths)
 
 
-def check_kernel(kernel: str, dtype: np.dtype, logit_softcap: float | None = None) -> None:
-    """Raise ValueError if there is no such kernel, or it does not take the dtype or a soft-cap."""
+def check_kernel(
+    kernel: str,
+    dtype: np.dtype,
+    logit_softcap: float | None = None,
+    widths: tuple[int, int] = (0, 0),
+) -> None:
+    """Raise ValueError if there is no such kernel, or it does not take one of the others.
+
+    `widths`: headdim and headdim_v.
+    """
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; one of {', '.join(KERNELS)}")
-    if kernel != "auto" and (refusal := _refusal(kernel, dtype, logit_softcap)):
+    if kernel != "auto" and (refusal := _refusal(kernel, dtype, logit_softcap, widths)):
         raise ValueError(refusal)
 
 
-def _refusal(kernel: str, dtype: np.dtype, logit_softcap: float | None) -> str | None:
-    """Say why a kernel does not take a dtype or a soft-cap; None if it does."""
+def _refusal(
+    kernel: str, dtype: np.dtype, logit_softcap: float | None, widths: tuple[int, int]
+) -> str | None:
+    """Say why a kernel does not take a dtype, a soft-cap or two widths; None if it does."""
     entry = KERNELS[kernel]
     if dtype not in map(as_dtype, entry.dtypes):
         return f"kernel {kernel!r} takes {', '.join(entry.dtypes)}, not {dtype}"
     if logit_softcap is not None and not entry.softcap:
         return f"kernel {kernel!r} has no soft-cap, got logit_softcap {logit_softcap}"
+    if widths[0] != widths[1] and not entry.widths:
+        return (
+            f"kernel {kernel!r} takes values as wide as the keys, got headdim {widths[0]} and "
+            f"headdim_v {widths[1]}"
+        )
     return None
 
 
@@ -187,24 +207,27 @@ def make_kernel(
     poll: Callable[[], object] | None = None,
     work: Workspace | None = None,
     logit_softcap: float | None = None,
+    widths: tuple[int, int] = (0, 0),
 ) -> Kernel:
     """Make the kernel of that name on that device ("auto": the fastest for the problem).
+
+    `widths`: headdim and headdim_v, if they differ.
 
     Raises
     ------
     ValueError
-        If there is no such kernel, or the kernel does not take arrays of this device or dtype, or
-        a soft-cap.
+        If there is no such kernel, or the kernel does not take arrays of this device or dtype, a
+        soft-cap, or values of another width.
     ImportError
         If CuPy, cuDNN or Numba is asked for by name and not installed.
     """
     options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
     if kernel == "auto":
         fastest, kernel = _FASTEST[device is not HOST]
-        if not _refusal(fastest, dtype, logit_softcap):
+        if not _refusal(fastest, dtype, logit_softcap, widths):
             with suppress(ImportError):
                 return make_kernel(fastest, device, dtype, softmax_scale, **options)
-    check_kernel(kernel, dtype, logit_softcap)
+    check_kernel(kernel, dtype, logit_softcap, widths)
     entry = KERNELS[kernel]
     if entry.gpu == (device is HOST):
         arrays = "NumPy" if device is HOST else "CuPy"

@@ -18,7 +18,7 @@ to vanish beside them:
 
 In the comments on shapes, c is the number of KV heads that are packed at once, x that of those
 which one call of NumPy does, g the query heads per KV head, n the rows of a query block
-(tokens x g), m those of a cache block, b its keys, d the headdim.
+(tokens x g), m those of a cache block, b its keys, d the headdim, e the width of values.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ class NumpyKernel(Packing):
         True: NaN and infinite elements stay away from results that do not depend on them.  0 times
         NaN is NaN: products of a cache block spread such elements to pairs that a mask hides.
         False, the default: there are no such elements.
+    largest : (nheads,) compute dtype, or None
+        Where `forward` puts the largest visible logit of each head, scaled and not capped, if it
+        is larger than what stands there: one more pass over the logits.  None, the default.
 
     Notes
     -----
@@ -81,33 +84,34 @@ class NumpyKernel(Packing):
         Parameters
         ----------
         q : (nq, nheads, headdim)
-        k, v : (nk, nheads_kv, headdim)
+        k : (nk, nheads_kv, headdim)
+        v : (nk, nheads_kv, headdim_v)
         intervals : tuple of (begin, end), each (nq,) int
             Visible keys of each query, as positions in `k`.
-        out : (nq, nheads, headdim)
+        out : (nq, nheads, headdim_v)
             0 in masked rows.
         lse : (nq, nheads)
             Nats; -inf in masked rows.
         """
         nheads, d = q.shape[1:]
-        nk, nheads_kv = k.shape[:2]
+        nk, nheads_kv, e = v.shape
         g = nheads // nheads_kv
         query_blocks, most, masked, unseen = self._blocker.blocking(intervals, nk, g)
         get, capped = self._get, self.logit_softcap is not None
         bounded = self._bounded(q, k, v, masked, unseen)
         columns = d if bounded or capped else d + 1
-        for first, c in self._groups(nheads_kv, most, nk, d):
+        for first, c in self._groups(nheads_kv, most, nk, max(d, e)):
             heads = slice(first * g, (first + c) * g)
             heads_kv = slice(first, first + c)
             kh = self._keys("k", k[:, heads_kv], unseen, columns)  # (c, nk, d), or d + 1
-            vh = self._keys("v", v[:, heads_kv], unseen, d)  # (c, nk, d)
+            vh = self._keys("v", v[:, heads_kv], unseen, e)  # (c, nk, e)
             for i0, i1, cache_blocks in query_blocks:
                 n, here = (i1 - i0) * g, (slice(i0, i1), heads)
                 hide = None if masked is None else masked[i0:i1]
                 # (c, n, d), or d + 1: the last column is minus the shift.
                 column = None if columns == d else 0
                 qb = self._pack("q", q[here], c, self.softmax_scale, column, hide)
-                acc, total = get("acc", (c, n, d)), get("total", (c, n))
+                acc, total = get("acc", (c, n, e)), get("total", (c, n))
                 total[:] = 0
                 shift = None if bounded else np.zeros((c, n), self.dtype)
                 # The first product goes straight to where others are added.
@@ -115,13 +119,16 @@ class NumpyKernel(Packing):
                 if not direct:
                     acc[:] = 0
                 sees = None if bounded else np.zeros((c, n), bool)  # rows that have seen a key
-                for part, block in self._parts(cache_blocks, c, d):
+                for part, block in self._parts(cache_blocks, c, max(d, e)):
                     rows, j0, j1, differ, hidden = block
                     at, keys, x = (part, rows), (part, slice(j0, j1)), part.stop - part.start
                     m, b = rows.stop - rows.start, j1 - j0
                     s, total_at = get("scores", (x, m, b)), total[at]
                     # (x, m, b) = (x, m, d) @ (x, d, b)
                     np.matmul(qb[at], _t(kh[keys]), out=s)
+                    if self.largest is not None:
+                        shifted = None if bounded or capped else shift[at]
+                        self._find_largest(s, shifted, block, (first + part.start) * g, g)
                     if capped:
                         self._cap(s)
                     if bounded:
@@ -137,9 +144,9 @@ class NumpyKernel(Packing):
                         self._passes.exponentials(s, total_at, None, None)
                     shown = self._shown(m, b, differ, hidden)
                     if direct and block is cache_blocks[0]:
-                        self._product(s, vh[keys], shown, acc[at])  # (x, m, d) = p @ v
+                        self._product(s, vh[keys], shown, acc[at])  # (x, m, e) = p @ v
                     else:
-                        partial = get("partial", (x, m, d))
+                        partial = get("partial", (x, m, e))
                         self._product(s, vh[keys], shown, partial)
                         acc[at] += partial
                     self.poll()
@@ -163,14 +170,16 @@ class NumpyKernel(Packing):
 
         Parameters
         ----------
-        dout, q : (nq, nheads, headdim)
-        k, v : (nk, nheads_kv, headdim)
+        dout : (nq, nheads, headdim_v)
+        q : (nq, nheads, headdim)
+        k : (nk, nheads_kv, headdim)
+        v : (nk, nheads_kv, headdim_v)
         lse, delta : (nq, nheads)
             Over all keys of the sequence; ``delta = rowsum(dout * out)``.
         intervals : tuple of (begin, end), each (nq,) int
             Visible keys of each query, as positions in `k`.
-        dq : (nq, nheads, headdim)
-        dk, dv : (nk, nheads_kv, headdim)
+        dq, dk, dv
+            Of the shapes of q, k and v.
         fresh : bool
             Overwrite dq, dk and dv instead, which may then be of the tensors' dtype.
 
@@ -181,31 +190,33 @@ class NumpyKernel(Packing):
         under a soft-cap ds has its derivative as a factor.
         """
         nheads, d = q.shape[1:]
-        nk, nheads_kv = k.shape[:2]
+        nk, nheads_kv, e = v.shape
         g = nheads // nheads_kv
         query_blocks, most, masked, unseen = self._blocker.blocking(intervals, nk, g)
         get = self._get
-        for first, c in self._groups(nheads_kv, most, nk, d):
+        for first, c in self._groups(nheads_kv, most, nk, max(d, e)):
             heads, heads_kv = slice(first * g, (first + c) * g), slice(first, first + c)
             kh, vh = (
                 self._keys(x, y[:, heads_kv], unseen) for x, y in (("k", k), ("v", v))
-            )  # (c, nk, d + 1): a column of ones at the end
-            dkh, dvh = get("dk", (c, nk, d)), get("dv", (c, nk, d))
+            )  # (c, nk, d + 1), (c, nk, e + 1): a column of ones at the end
+            dkh, dvh = get("dk", (c, nk, d)), get("dv", (c, nk, e))
             dkh[:] = dvh[:] = 0
             for i0, i1, cache_blocks in query_blocks:
                 n, here = (i1 - i0) * g, (slice(i0, i1), heads)
                 hide = None if masked is None else masked[i0:i1]  # their lse may be -inf
-                # (c, n, d + 1) each
+                # (c, n, d + 1), (c, n, e + 1)
                 qb = self._pack("q", q[here], c, self.softmax_scale, -lse[here], hide)
                 db = self._pack("dout", dout[here], c, 1, -delta[here], hide)
                 dqb = get("dq", (c, n, d))
                 dqb[:] = 0
-                for part, (rows, j0, j1, differ, hidden) in self._parts(cache_blocks, c, d):
+                parts = self._parts(cache_blocks, c, max(d, e))
+                for part, (rows, j0, j1, differ, hidden) in parts:
                     at, keys, x = (part, rows), (part, slice(j0, j1)), part.stop - part.start
                     m, b = rows.stop - rows.start, j1 - j0
                     p, ds = get("scores", (x, m, b)), get("dscores", (x, m, b))
                     # One buffer: each sum is added before the next one is written.
                     partial_k, partial_q = get("partial", (x, b, d)), get("partial", (x, m, d))
+                    partial_v = get("partial", (x, b, e))
                     if self.logit_softcap is None:
                         np.matmul(qb[at], _t(kh[keys]), out=p)  # (x, m, b): s - lse
                     else:
@@ -216,8 +227,8 @@ class NumpyKernel(Packing):
                     self._passes.exponentials(p, None, differ, hidden)  # (x, m, b)
                     shown = self._shown(m, b, differ, hidden)
                     shown_t = None if shown is None else shown.T
-                    self._product(_t(p), db[at][..., :d], shown_t, partial_k)  # p.T @ dout
-                    dvh[keys] += partial_k  # (x, b, d)
+                    self._product(_t(p), db[at][..., :e], shown_t, partial_v)  # p.T @ dout
+                    dvh[keys] += partial_v  # (x, b, e)
                     np.matmul(db[at], _t(vh[keys]), out=ds)  # (x, m, b): dp - delta
                     ds *= p
                     if self.logit_softcap is not None:

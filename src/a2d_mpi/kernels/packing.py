@@ -30,6 +30,7 @@ class Packing:
     ) -> None:
         self.dtype = compute_dtype(np.dtype(dtype))
         self.softmax_scale, self.logit_softcap, self.careful = softmax_scale, logit_softcap, False
+        self.largest: np.ndarray | None = None
         self.poll = poll or (lambda: None)
         self._work, self._blocker = work or Workspace(), Blocker(block_q, block_k)
         self._passes = passes or Passes(self.dtype)
@@ -72,6 +73,25 @@ class Packing:
             np.multiply(s, s, out=slope)
             np.subtract(1, slope, out=slope)
         s *= cap
+
+    def _find_largest(
+        self,
+        s: np.ndarray,
+        shift: np.ndarray | None,
+        block: CacheBlock,
+        first: int,
+        group: int,
+    ) -> None:
+        """Raise `largest` of the heads from `first` on to the largest visible logits of a block.
+
+        s is (KV heads, rows, keys), less the shift of each row.  Hidden logits become -inf.
+        """
+        if block.hidden is not None:
+            np.copyto(s[:, block.differ], -np.inf, where=block.hidden)
+        found = s.max(axis=-1) if shift is None else s.max(axis=-1) + shift  # (KV heads, rows)
+        by_head = found.reshape(len(s), -1, group).max(axis=1).ravel()  # (KV heads x group,)
+        here = self.largest[first : first + len(by_head)]
+        np.maximum(here, by_head, out=here)
 
     def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> list[tuple[int, int]]:
         """KV heads whose keys and queries are packed at once, as (first, number).

@@ -19,14 +19,14 @@ STEADY = 0.2  # a measurement is disturbed if the same calls differ by more
 class Sample:
     """A timed kernel call: visible pairs, queries, keys, queries cut, heads, seconds.
 
-    `heads`: nheads, nheads_kv, headdim.
+    `heads`: nheads, nheads_kv, headdim, headdim_v.
     """
 
     area: int
     nq: int
     nk: int
     cut: int
-    heads: tuple[int, int, int]
+    heads: tuple[int, int, int, int]
     seconds: float
 
 

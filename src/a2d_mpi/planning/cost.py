@@ -111,9 +111,10 @@ def _summed(found: Iterable[Move], figure: str) -> Bytes:
 def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = False) -> float:
     """Bytes that a rank must receive or return, if it computes `area` pairs for all heads.
 
-    Queries that a rank does not own cost ``2 H D`` elements each: it reads q, and its partial out
-    returns.  Keys cost ``2 Hkv D``, k and v.  Backward these are ``3 H D`` (q, dout, dq) and
-    ``4 Hkv D`` (k, v, dk, dv).  Elements count `itemsize` bytes; lse and delta are not counted.
+    Queries that a rank does not own cost ``H (D + Dv)`` elements each, Dv the width of values: it
+    reads q, and its partial out returns.  Keys cost ``Hkv (D + Dv)``, k and v.  Backward these are
+    ``H (2 D + Dv)`` (q, dout, dq) and ``2 Hkv (D + Dv)`` (k, v, dk, dv).  Elements count in bytes;
+    lse and delta are not counted.
 
     Let the rank use nq queries and nk keys, and let t of its own tokens be among both.  Of the
     ``nq nk`` pairs a causal mask hides ``t (t-1) / 2``, those of a query among the t tokens and a
@@ -132,8 +133,10 @@ def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = F
         That the rank owns.
     backward : bool
     """
-    q, kv = problem.config.nbytes("q"), 2 * problem.config.nbytes("k")
-    less, more = sorted((3 * q, 2 * kv) if backward else (2 * q, kv))
+    queries = ("q", "dout", "dq") if backward else ("q", "out")
+    keys = ("k", "v", "dk", "dv") if backward else ("k", "v")
+    costs = (sum(map(problem.config.nbytes, x)) for x in (queries, keys))
+    less, more = sorted(costs)
     shared = tokens
     if causal := type(problem.mask) is Causal and problem.keys is None:
         ratio = more / less

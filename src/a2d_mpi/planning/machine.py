@@ -74,8 +74,9 @@ class KernelModel:
     pair : float
         Seconds a visible pair and query head, independent of headdim (exponentials).
     key, query : float
-        Seconds a key and KV head, a query and query head, times headdim: copies, and idle parts
-        of cache blocks.  They make the rate fall for blocks of few queries or few keys.
+        Seconds a key and KV head, a query and query head, times the mean of headdim and headdim_v:
+        copies, and idle parts of cache blocks.  They make the rate fall for blocks of few queries
+        or few keys.
     cut : float
         Seconds a query and query head of which a mask cuts a run of keys.
     """
@@ -97,13 +98,13 @@ class KernelModel:
         nq: np.ndarray,
         nk: np.ndarray,
         cut: np.ndarray,
-        heads: tuple[int, int, int],
+        heads: tuple[int, int, int, int],
         backward: bool = False,
     ) -> np.ndarray:
         """Seconds of calls with `area` visible pairs, `nq` queries, `nk` keys, `cut` queries cut.
 
-        `heads`: nheads, nheads_kv, headdim.  The arrays broadcast; a call without a visible pair
-        costs `call` only, one without tokens nothing.
+        `heads`: nheads, nheads_kv, headdim, headdim_v.  The arrays broadcast; a call without a
+        visible pair costs `call` only, one without tokens nothing.
         """
         terms = kernel_terms(area, nq, nk, cut, heads, backward)
         weights = [1 / self.flops, *(getattr(self, f.name) for f in fields(self)[1:])]
@@ -111,13 +112,14 @@ class KernelModel:
         return np.where(np.asarray(area) > 0, whole, np.where(terms[4] * terms[5], self.call, 0.0))
 
 
-def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int], backward: bool) -> list:
+def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int, int], backward: bool) -> list:
     """Factors of the attributes of a `KernelModel`, in their order, in the seconds of a call."""
-    h, hkv, d = heads
+    h, hkv, d, e = heads
+    width = (d + e) / 2
     ones = np.ones_like(np.asarray(area, float))
-    work = flops(1, h, d, backward) * np.asarray(area, float)
-    return [work, ones, hkv * ones, h * ones * area, d * hkv * ones * nk, d * h * ones * nq,
-            h * ones * cut]  # fmt: skip
+    work = flops(1, h, d, backward, e) * np.asarray(area, float)
+    rows = width * hkv * ones * nk, width * h * ones * nq
+    return [work, ones, hkv * ones, h * ones * area, *rows, h * ones * cut]
 
 
 @dataclass(frozen=True)

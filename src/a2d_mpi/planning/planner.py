@@ -439,7 +439,8 @@ def _floor(machine: Machine, ranks: int, problem: Problem, phase: str) -> float:
     """Seconds that a rank computes at least in a phase, however the pairs are divided."""
     config, kernel = problem.config, machine.kernel(problem.config.dtype, phase)
     area = _area(problem.mask, config.seqlen, config.seqlen_kv)
-    work = flops(area, config.nheads, config.headdim, phase == PHASES[1])
+    backward = phase == PHASES[1]
+    work = flops(area, config.nheads, config.headdim, backward, config.headdim_v)
     return work / ranks / kernel.flops / machine.share
 
 

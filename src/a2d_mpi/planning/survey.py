@@ -138,7 +138,7 @@ def _survey(
         parts = parts_of(method, phase, layout, problem, rank, overlap)
         mine = [_tape(x.anywhere, phase, machine, x == parts[-1], steps) for x in parts]
         held.append([x.held for x in mine])
-        delta = 2 * problem.counts[rank] * problem.config.nbytes("q") * (phase == PHASES[1])
+        delta = 2 * problem.counts[rank] * problem.config.nbytes("out") * (phase == PHASES[1])
         tapes += [_opening(machine, delta), *mine]
         places += [(rank, 0, 1, 0), *((rank, i, *x[3:]) for i, x in enumerate(parts))]
     operations, listed = _together(tapes, np.array(places), layout.size)
@@ -310,7 +310,7 @@ def _kernel_seconds(program: Program, machine: Machine, phase: str) -> list[floa
     area, cut = pairs_of(program, calls)
     nq, nk = (np.array([x[i].count for x in calls]) for i in range(2))  # queries, keys
     config = program.group.config
-    heads = config.nheads, config.nheads_kv, config.headdim
+    heads = config.nheads, config.nheads_kv, config.headdim, config.headdim_v
     kernel = machine.kernel(config.dtype, phase)
     seconds = kernel.seconds(area, nq, nk, cut, heads, phase == PHASES[1])
     return (seconds / machine.share).tolist()

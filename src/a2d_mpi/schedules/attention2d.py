@@ -181,7 +181,7 @@ def forward(p: Program) -> None:
 def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
     group = p.group
-    by_query = gradients_by_query(group.rows, group.cols, group.nheads, group.nheads_kv)
+    by_query = gradients_by_query(group)
     if group.stream:
         by_query = keys_are_smaller(group)
     # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
@@ -221,13 +221,14 @@ def backward(p: Program) -> None:
     p.results = {"dq": p.rows("dq", p.rank), "dkv": p.rows("dkv", p.rank)}
 
 
-def gradients_by_query(rows: int, cols: int, nheads: int, nheads_kv: int) -> bool:
+def gradients_by_query(group: Group) -> bool:
     """Tell whether a grid finishes its partial dq one after the other, and dk, dv at the end.
 
     The larger of the two reductions of the backward pass is finished block by block: its results
     travel while later blocks are computed.  The smaller reduction is left for the end.
     """
-    return (cols - 1) * nheads >= 2 * (rows - 1) * nheads_kv
+    of_keys = (group.rows - 1) * group.elements("dk", "dv")
+    return (group.cols - 1) * group.elements("dq") >= of_keys
 
 
 def keys_are_smaller(group: Group) -> bool:

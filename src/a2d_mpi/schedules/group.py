@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -57,16 +58,6 @@ class Group:
         return hash((self.rows, self.cols, self.problem.shards))  # nodes may be many
 
     @property
-    def nheads(self) -> int:
-        """Query heads that the group computes."""
-        return self.config.nheads
-
-    @property
-    def nheads_kv(self) -> int:
-        """KV heads that the group computes."""
-        return self.config.nheads_kv
-
-    @property
     def uneven(self) -> bool:
         """True if the mask lets some of three or more ranks gather less than others."""
         return type(self.problem.mask) is not Full and self.rows * self.cols > 2
@@ -77,7 +68,11 @@ class Group:
         For methods that gather keys first.  In the forward pass it gains nothing if the rows of
         queries, which come last, are as large as the rows of keys.
         """
-        return self.uneven and (backward or 2 * self.nheads_kv > self.nheads)
+        return self.uneven and (backward or self.elements("k", "v") > self.elements("q"))
+
+    def elements(self, *tensors: str) -> int:
+        """Elements of a token in tensors: of all heads that the group computes."""
+        return sum(math.prod(self.config.shape(x)) for x in tensors)
 
     def row_of(self, rank: int) -> range:
         """The ranks of a rank's row: the owners of its tile's queries."""

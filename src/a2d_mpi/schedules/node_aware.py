@@ -174,7 +174,7 @@ def forward(p: Program) -> None:
 def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
     group = p.group
-    by_query = gradients_by_query(group.rows, group.cols, group.nheads, group.nheads_kv)
+    by_query = gradients_by_query(group)
     tile = NodeTile(p, "qd", by_query)
     dq = p.sums("dq", "dq", tile.q)
     dkv = p.sums("dkv", "dkv", tile.k, by_token=by_query)

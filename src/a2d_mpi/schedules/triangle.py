@@ -170,8 +170,10 @@ class Block:
     def __init__(self, p: Program, kind: str, by_query: bool) -> None:
         self.p, (i, j) = p, triangle.pair(p.rank)
         self.by_query = by_query
-        q, kv = p.group.nheads, 2 * p.group.nheads_kv
-        sizes, back = ((q, kv), (q, 0)) if kind == "q" else ((2 * q, kv), (q, kv))
+        of, kv = p.group.elements, p.group.elements("k", "v")
+        sizes, back = (of("q"), kv), (of("out"), 0)
+        if kind == "qd":
+            sizes, back = (of("q", "dout"), kv), (of("dq"), of("dk", "dv"))
         side = functools.partial(Side, p, sizes=sizes, back=back)
         self.q, self.k = side("row", False, i), side("col", True, j)
         # Others need this rank's slices, too: its queries of j, and its keys of i.
@@ -274,7 +276,7 @@ def forward(p: Program) -> None:
 def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
     # The larger of both reductions is finished one owner after the other.
-    by_query = p.group.nheads >= 2 * p.group.nheads_kv
+    by_query = p.group.elements("dq") >= p.group.elements("dk", "dv")
     block = Block(p, "qd", by_query)
     dq, dkv = p.own("dq", "dq", "result"), p.own("dkv", "dkv", "result")
     p.clear(dq)

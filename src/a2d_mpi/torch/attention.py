@@ -35,7 +35,8 @@ def attend(
     q : (n, nheads, headdim) tensor
         Shard of this rank: row i is the token ``plan.tokens[i]``.  All tensors are on the CPU, or
         on the current GPU, and have the plan's dtype.
-    k, v : (m, nheads_kv, headdim) tensors
+    k : (m, nheads_kv, headdim) tensor
+    v : (m, nheads_kv, headdim_v) tensor
         Shards of this rank.
     sink : (nheads,) tensor, optional
         A logit per head in the denominator, the same on all ranks, of the plan's `compute_dtype`.
@@ -45,7 +46,7 @@ def attend(
 
     Returns
     -------
-    out : (n, nheads, headdim) tensor
+    out : (n, nheads, headdim_v) tensor
     lse : (n, nheads) tensor
         Of `compute_dtype`; only with `return_lse`.
 

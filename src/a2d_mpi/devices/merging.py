@@ -1,0 +1,61 @@
+"""Merging of the results of several calls, by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from a2d_mpi.core.dtypes import compute_dtype
+from a2d_mpi.devices import device_of
+from a2d_mpi.devices.protocol import Array
+
+
+def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Merge attention of the same queries over disjoint sets of keys.  Local.
+
+    Parameters
+    ----------
+    parts : sequence of (out, lse)
+        Results of `AttentionPlan.forward` on this rank for the same queries, NumPy or CuPy arrays:
+        out (n, nheads, headdim) and lse (n, nheads).  A sink may count in one part.
+
+    Returns
+    -------
+    out : (n, nheads, headdim), dtype of the parts
+        Attention over all keys, in a new array; 0 in rows that are masked in all parts.
+    lse : (n, nheads), dtype of the parts
+        -inf in rows that are masked in all parts.
+
+    Raises
+    ------
+    ValueError
+        If there is no part, or the shapes or dtypes of the parts differ.
+
+    Notes
+    -----
+    `AttentionPlan.backward` of each part takes this out and lse in place of the part's own: it
+    returns the gradients that the keys of the part contribute.  dq is the sum over the parts.
+    The sums run in the accumulation dtype and in the order of the parts: see
+    `a2d_mpi.core.merge.merge`.
+    """
+    kinds = {(out.shape, out.dtype, lse.shape, lse.dtype) for out, lse in parts}
+    if len(kinds) != 1:
+        raise ValueError(f"parts must have one shape and dtype, got {sorted(map(str, kinds))}")
+    ((shape, dtype, rows, wide),) = kinds
+    if rows != shape[:2] or wide != compute_dtype(dtype):
+        raise ValueError(
+            f"lse of an out of shape {shape} and dtype {dtype} must have shape {shape[:2]} and "
+            f"dtype {compute_dtype(dtype)}, got {rows} and {wide}"
+        )
+    device = device_of(parts[0][0])
+    out, lse, compensation = (device.empty(x, wide) for x in (shape, rows, rows))
+    part = device.empty(shape, dtype)
+    device.put(out, device.contiguous(parts[0][0]))
+    device.put(lse, device.contiguous(parts[0][1]))
+    device.zero(compensation)
+    for others in parts[1:]:
+        device.put(part, device.contiguous(others[0]))  # a copy: merging takes it as scratch
+        device.merge(out, lse, compensation, part, device.contiguous(others[1]))
+    if dtype != wide:
+        device.put(part, out)
+        out = part
+    return out, lse
