@@ -24,6 +24,7 @@ default_role = "py:obj"
 myst_heading_anchors = 3
 autodoc_typehints = "none"  # numpydoc's sections say more
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["torch", "transformers"]  # large, and not needed to read docstrings
 numpydoc_show_class_members = False  # autodoc shows them
 html_theme = "alabaster"
 html_theme_options = {"description": "Exact 2-D parallel attention over MPI", "page_width": "72em"}

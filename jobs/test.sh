@@ -7,23 +7,28 @@
 #   bash jobs/test.sh all                   the whole suite: also the tests marked `thorough`
 #   bash jobs/test.sh openmpi -k causal     one MPI only; the rest goes to pytest.  Also after `all`
 #   bash jobs/test.sh gpu                   the tests for GPUs, on real ones; see jobs/test_gpu.sh
+#   bash jobs/test.sh torch                 the tests of a2d_mpi.torch, which are part of `all`, too
 #
-# With A2D_MPI_ENV=active: the MPI that is there only.
+# With A2D_MPI_ENV=active: the MPI that is there only, and with `all` PyTorch if it is there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
 source jobs/gpu.sh
 
-mpis=(mpich openmpi) rank_counts=(1 4 6) second_counts=(4) tier=" and not thorough"
+mpis=(mpich openmpi) rank_counts=(1 4 6) second_counts=(4) tier=" and not thorough" torch=""
 if [[ ${1:-} == all ]]; then
-  rank_counts=(1 4 5 6) second_counts=(4 6) tier="" && shift
+  rank_counts=(1 4 5 6) second_counts=(4 6) tier="" torch=yes && shift
 fi
 case ${1:-} in
-  mpich | openmpi | gpu) mpis=("$1") && shift ;;
+  mpich | openmpi | gpu) mpis=("$1") torch="" && shift ;;
+  torch) mpis=() torch=yes && shift ;;
 esac
-if [[ ${A2D_MPI_ENV:-} == active && ${#mpis[@]} == 2 ]]; then mpis=(any); fi
+if [[ ${A2D_MPI_ENV:-} == active && ${#mpis[@]} == 2 ]]; then
+  mpis=(any)
+  if ! python -c 'import torch, transformers' 2>/dev/null; then torch=""; fi
+fi
 tests=(tests) most=900 # seconds of one run
-if [[ ${mpis[0]} == gpu ]]; then
+if [[ ${mpis[*]} == gpu ]]; then
   rank_counts=(1 4 6) most=400 tier=""
   tests=(tests/test_gpu_kernels.py tests/test_cudnn.py tests/test_device.py -k real)
   export A2D_TEST_GPU=1 # a GPU that is not found is a failure
@@ -125,6 +130,17 @@ for mpi in "${mpis[@]}"; do
       python -m pytest "${tests[@]}" -q --color=no --with-mpi -m "$marks" "$@"
   done
 done
+
+# With an MPI that ran the other tests, or with MPICH; in an environment of its own, as it is large.
+if [[ $torch ]]; then
+  use_env any test,torch .venv-torch torch
+  record "torch, serial" limited "$most" python -m pytest tests/test_llama.py -q --color=no "$@"
+  tests=(tests/test_torch.py tests/test_transformers.py)
+  for ranks in 4 6; do
+    record "torch, $ranks ranks" run_mpi "$ranks" "$most" \
+      python -m pytest "${tests[@]}" -q --color=no --with-mpi -m mpi "$@"
+  done
+fi
 
 echo
 printf '%s\n' "${lines[@]}"

@@ -8,6 +8,8 @@ test covers, and so is not in the first tier (docs/testing.md).  Nothing is pass
 too few ranks, a skip (unless its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a
 misspelt mark are failures.
 
+The files of `TORCH` need PyTorch and run only if they are named: ``bash jobs/test.sh torch``.
+
 Two runs with the same ``--share FOLDER`` share the test files out among them.
 
 With ``--with-mpi`` the ranks stay in step: a setup, call or teardown that fails on one rank fails
@@ -32,6 +34,7 @@ LOCKSTEP = pytest.StashKey()
 TAKEN = pytest.StashKey()
 HERE = Path(__file__).parent
 EMULATED = HERE / "emulated"
+TORCH = ("test_llama.py", "test_torch.py", "test_transformers.py")
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +136,9 @@ def _same_examples():
 
 
 def pytest_ignore_collect(collection_path, config):
-    return _is_of_no_rank(collection_path, config) or None
+    # pytest does not ask for files that are named.
+    needs_torch = collection_path.name in TORCH
+    return needs_torch or _is_of_no_rank(collection_path, config) or None
 
 
 def _is_of_no_rank(path, config):

@@ -105,6 +105,8 @@ def test_names(page):
     made = {"data/minilm_l3_65536.h5"}
     assert [x for x in files if not ((ROOT / x).exists() or x in made)] == []
     for name in re.findall(r"`(a2d_mpi(?:\.\w+)+)", text):
+        if name.startswith("a2d_mpi.torch"):  # which test_llama.py can import
+            continue
         pkgutil.resolve_name(name)  # an error if there is none
     options = {x for program in PROGRAMS for x in parser_of(program)._option_string_actions}
     used = set(re.findall(r"\b(?:A2D_MPI|EMULATE)_[A-Z_]+|(?<=`)--[a-z][\w-]*", text))

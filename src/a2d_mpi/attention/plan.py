@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from itertools import chain
+from typing import NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -11,6 +12,7 @@ from mpi4py import MPI
 from a2d_mpi.attention.checks import check_problem, check_sink, check_tensors
 from a2d_mpi.attention.engine import Engine, Recorded
 from a2d_mpi.attention.executor import executors
+from a2d_mpi.attention.shards import check_rows, gather, scatter
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
@@ -21,6 +23,7 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import METHODS, problem_of, write
 from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.problem import Problem
+from a2d_mpi.sharding.distribution import Distribution
 
 
 class AttentionPlan:
@@ -302,6 +305,67 @@ class AttentionPlan:
             given["dlse"] = dlse
         return self._call("backward", given, sink)
 
+    def scatter(self, x: Array | None, root: int = 0) -> Array:
+        """Cut an array of the whole sequence on one rank into the shards of all ranks.
+
+        Parameters
+        ----------
+        x : (seqlen, ...) array
+            On rank `root` of ``grid.comm``, NumPy or CuPy, of any dtype.  Other ranks pass None.
+        root : int
+
+        Returns
+        -------
+        (n, ...) array
+            Shard of this rank: row i is the token ``tokens[i]``.  CuPy arrays go through the host.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if `x` has another number of rows, or `root` is no rank or differs.
+        """
+        return self._moved("scatter", x, root, self.distribution)
+
+    def scatter_kv(self, x: Array | None, root: int = 0) -> Array:
+        """Cut an array of all keys, (seqlen_kv, ...), as `scatter` does; rows are `tokens_kv`."""
+        return self._moved("scatter", x, root, self.problem.shards_kv)
+
+    def gather(self, x: Array, root: int = 0) -> Array | None:
+        """Join the shards of all ranks, the opposite of `scatter`.
+
+        Parameters
+        ----------
+        x : (n, ...) array
+            Shard of this rank, NumPy or CuPy, of any dtype.
+        root : int
+
+        Returns
+        -------
+        (seqlen, ...) array or None
+            In the order of the sequence on rank `root` of ``grid.comm``; None on other ranks.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if `x` has another number of rows on any of them, or ranks disagree on
+            `root`, the dtype or the shape of a row.
+        """
+        return self._moved("gather", x, root, self.distribution)
+
+    def refuse(self, problem: str, phase: str = "forward") -> NoReturn:
+        """Take part in a call that this rank cannot make: all ranks raise a ValueError.
+
+        For code that makes the arguments of a call and finds that it cannot.
+
+        Parameters
+        ----------
+        problem : str
+            What is wrong on this rank.
+        phase : {"forward", "backward"}
+            The call that the other ranks make.
+        """
+        self._call(phase, {}, None, refusal=problem)
+
     def free(self) -> None:
         """Release the buffers.  The grid stays.  Local."""
         self._engine.work.clear()
@@ -390,8 +454,36 @@ class AttentionPlan:
         """Arguments of this method alone; ranks must agree on them too."""
         return {}
 
+    def _moved(
+        self, action: str, x: Array | None, root: int, shards: Distribution
+    ) -> Array | None:
+        """Scatter or gather rows, after all ranks agree on them; collective."""
+        comm, rendezvous = self.grid.comm, self.grid.rendezvous
+        agreed: dict[str, object] = {"root": root, "tokens": shards.seqlen}
+        with rendezvous.turn() as problem:
+            try:
+                if not isinstance(root, (int, np.integer)) or not 0 <= root < comm.size:
+                    raise ValueError(f"root must be one of {comm.size} ranks, got {root!r}")
+                if action == "gather":
+                    check_rows(x, shards.count(comm.rank), "this shard")
+                    agreed |= {"dtype": x.dtype, "shape of a row": x.shape[1:], "array": type(x)}
+                elif comm.rank == root:
+                    check_rows(x, shards.seqlen, "the sequence")
+            except Exception as error:  # of any kind: the other ranks must hear of it
+                problem = problem or str(error) or type(error).__name__
+            rendezvous.meet(Call(action, self._number, self._calls + 1, type(self).__name__))
+            rendezvous.agree(problem, agreed)
+            self._calls += 1
+            with rendezvous.watch.waiting("for the rows of other ranks"):
+                return (scatter if action == "scatter" else gather)(comm, shards, x, int(root))
+
     def _call(
-        self, phase: str, arrays: dict[str, Array], sink: Array | None, max_logits: bool = False
+        self,
+        phase: str,
+        arrays: dict[str, Array],
+        sink: Array | None,
+        max_logits: bool = False,
+        refusal: str | None = None,
     ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
 
@@ -402,6 +494,8 @@ class AttentionPlan:
             The caller's shards by tensor name, (n, heads, headdim), of lse (n, heads).
         sink : (nheads,) array, optional
         max_logits : bool
+        refusal : str, optional
+            Why this rank has no arrays.
 
         Returns
         -------
@@ -418,6 +512,8 @@ class AttentionPlan:
         with rendezvous.turn() as problem:
             tensors, finite = {}, True
             try:
+                if refusal:
+                    raise ValueError(refusal)
                 if self._broken:
                     raise ValueError(
                         "an earlier call was interrupted: make a new grid and a new plan"

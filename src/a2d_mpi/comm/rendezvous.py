@@ -13,7 +13,7 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.watch import Watch, name_ranks
 
-ACTIONS = ("making", "forward", "backward")
+ACTIONS = ("making", "forward", "backward", "scatter", "gather")
 TWO_THREADS = "two threads called plans of one grid at once: give each thread a grid of its own"
 
 

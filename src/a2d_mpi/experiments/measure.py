@@ -205,15 +205,9 @@ class Measurement:
 
     def outputs(self) -> dict[str, np.ndarray]:
         """Whole results in the order of the sequence, on rank 0; empty on the others."""
-        comm, plan, outputs = self.plan.grid.comm, self.plan, {}
-        tensors = self._results(self.tensors)
-        for name in (x for x in RESULTS if x in tensors):
-            parts = comm.gather(tensors[name])
-            if comm.rank == 0:
-                outputs[name] = np.empty((plan.seqlen, *parts[0].shape[1:]), parts[0].dtype)
-                for rank, part in enumerate(parts):
-                    outputs[name][plan.distribution.tokens(rank)] = part
-        return outputs
+        tensors, plan = self._results(self.tensors), self.plan
+        outputs = {name: plan.gather(tensors[name]) for name in RESULTS if name in tensors}
+        return outputs if plan.grid.comm.rank == 0 else {}
 
     def result(
         self, config: Mapping[str, object], origin: Mapping[str, object], **others: Any

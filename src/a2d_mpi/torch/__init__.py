@@ -1,0 +1,24 @@
+"""Plans in PyTorch: differentiable calls, models of Hugging Face transformers, sums of gradients.
+
+PyTorch holds tensors and their graph; MPI carries the messages.  Nothing else of the package
+imports PyTorch.
+"""
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("PyTorch is not installed: pip install a2d_mpi[torch]") from error
+
+from a2d_mpi.torch.attention import attend, shard, shift_labels, unshard
+from a2d_mpi.torch.gradients import GradientHooks, sum_gradients
+from a2d_mpi.torch.transformers import use_in_transformers
+
+__all__ = [
+    "GradientHooks",
+    "attend",
+    "shard",
+    "shift_labels",
+    "sum_gradients",
+    "unshard",
+    "use_in_transformers",
+]

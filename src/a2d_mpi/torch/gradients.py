@@ -1,0 +1,124 @@
+"""Gradients of a model's parameters, summed over ranks."""
+
+from __future__ import annotations
+
+import torch
+from mpi4py import MPI
+
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.gpt.gradients import GradientSum
+from a2d_mpi.torch.tensors import array_of, current_stream
+
+BUCKET = 25 << 20  # bytes that are sent together, as in PyTorch's DistributedDataParallel
+
+
+class GradientHooks:
+    """Sums of gradients that travel while the backward pass goes on.
+
+    ::
+
+        hooks = GradientHooks(model, comm)
+        for ...:
+            optimizer.zero_grad()
+            loss.backward()  # this rank's part of the loss
+            hooks.finish()
+            optimizer.step()
+
+    Gradients are summed in float32 (float64 if the model has float64), in the order of ranks: the
+    same bits on all ranks.  A parameter that has no gradient on a rank counts as zero there.
+    Between two `finish` there is one backward pass.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The same on all ranks, on one device.
+    comm : Intracomm
+        Of the caller; a duplicate is used, until `free`.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if their models have other parameters.
+    """
+
+    def __init__(self, model: torch.nn.Module, comm: MPI.Intracomm) -> None:
+        # The backward pass ends with the first layers.
+        self._parameters = [x for x in reversed([*model.parameters()]) if x.requires_grad]
+        sizes = [x.numel() for x in self._parameters]
+        agree(comm, None if sizes else "the model has no parameters to train", {
+            "parameters": f"{len(sizes)} tensors of {sum(sizes)} elements"
+        })  # fmt: skip
+        wide = any(x.dtype == torch.float64 for x in self._parameters)
+        dtype = torch.float64 if wide else torch.float32
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=self._parameters[0].device)
+        with current_stream():
+            self._sum = GradientSum(comm, array_of(flat))
+        self._parts = dict(zip(self._parameters, flat.split(sizes)))
+        self._buckets: list[list[torch.nn.Parameter]] = [[]]
+        for x in self._parameters:
+            if sum(self._parts[y].nbytes for y in self._buckets[-1]) >= BUCKET:
+                self._buckets.append([])
+            self._buckets[-1].append(x)
+        self._begin()
+        self._handles = [
+            x.register_post_accumulate_grad_hook(self._arrived) for x in self._parameters
+        ]
+
+    def _begin(self) -> None:
+        self._missing = set(self._parameters)
+        self._started, self._sent = 0, 0  # buckets, and their elements
+
+    def _arrived(self, parameter: torch.nn.Parameter) -> None:
+        """Send the next buckets whose gradients are all there."""
+        if parameter not in self._missing:
+            raise ValueError("a second gradient of a parameter before finish(): its sum is sent")
+        self._missing.remove(parameter)
+        while self._started < len(self._buckets):
+            if not self._missing.isdisjoint(self._buckets[self._started]):
+                break
+            self._start()
+
+    def _start(self) -> None:
+        """Send the next bucket; all ranks send them in this order."""
+        begin, bucket = self._sent, self._buckets[self._started]
+        for x in bucket:
+            part = self._parts[x]
+            part.zero_() if x.grad is None else part.copy_(x.grad.detach().reshape(-1))
+            self._sent += len(part)
+        self._started += 1
+        with current_stream():
+            self._sum.start(slice(begin, self._sent))
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum over ranks.  Collective."""
+        while self._started < len(self._buckets):
+            self._start()
+        with current_stream():
+            self._sum.finish()
+        for x, part in self._parts.items():
+            if x.grad is None:
+                x.grad = torch.empty_like(x)
+            x.grad.copy_(part.view(x.shape))
+        self._begin()
+
+    def free(self) -> None:
+        """Remove the hooks and free the communicator.  Collective."""
+        for handle in self._handles:
+            handle.remove()
+        self._sum.free()
+
+
+def sum_gradients(model: torch.nn.Module, comm: MPI.Intracomm) -> None:
+    """Sum the gradients of a model over ranks, in their order, in few messages.  Collective.
+
+    To be called after the backward pass; `GradientHooks` overlaps it.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The same on all ranks, on one device.
+    comm : Intracomm
+    """
+    hooks = GradientHooks(model, comm)
+    hooks.finish()
+    hooks.free()

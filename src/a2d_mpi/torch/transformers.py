@@ -1,0 +1,104 @@
+"""Plans as attention implementations of Hugging Face transformers."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from itertools import count
+from typing import Any
+
+import torch
+
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.torch.attention import attend
+
+_numbers = count(1)
+# What some models pass beside q, k and v, and no plan takes.
+OTHERS = ("sliding_window", "s_aux", "position_bias")
+PADDING = "padding masks are not supported: pack sequences as documents of the plan's mask"
+
+
+def use_in_transformers(plan: AttentionPlan) -> str:
+    """Register a plan with transformers 4.48 or newer; local.
+
+    ``model.set_attn_implementation(use_in_transformers(plan))`` makes all attention of a model the
+    plan's.  The model then gets one sequence without padding, of which each rank has the tokens
+    ``plan.tokens``; `position_ids` says where they stand.  The plan's mask decides what is seen,
+    also with packed documents.  The caller keeps the plan.
+
+    Parameters
+    ----------
+    plan : AttentionPlan
+
+    Returns
+    -------
+    str
+        Name of the implementation, a new one for each call.
+
+    Notes
+    -----
+    A call of the model raises ValueError on all ranks, if on any of them there is dropout, a mask
+    of padding, or `output_attentions`, the batch is not one sequence, or the scale, the soft-cap,
+    a window, sinks or a bias of the model are not the plan's.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    try:  # without an entry here, masks of padding would be dropped in silence
+        from transformers.masking_utils import AttentionMaskInterface
+    except ImportError:  # before 4.53 all attention gets a mask; its last token sees all tokens
+        AttentionMaskInterface = None
+    name, known = f"a2d_mpi_{next(_numbers)}", weakref.ref(plan)
+
+    def plan_of_name() -> AttentionPlan:
+        found = known()
+        if found is None:
+            raise ValueError(f"the plan of {name} is gone: keep it as long as the model uses it")
+        return found
+
+    def attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        plan = plan_of_name()
+        hidden = attention_mask is not None and (
+            AttentionMaskInterface or bool((attention_mask[..., -1, : key.shape[2]] != 0).any())
+        )
+        problems = {
+            f"the batch must be one sequence, got {len(query)}": len(query) != 1,
+            f"dropout must be 0 in attention, got {dropout}": dropout != 0,
+            "output_attentions: a plan does not keep the weights of attention": (
+                others.get("output_attentions")
+                or getattr(module.config, "output_attentions", False)
+            ),
+            PADDING: hidden,
+            f"the model scales logits by {scaling}, the plan by {plan.softmax_scale}": (
+                scaling is not None and not math.isclose(scaling, plan.softmax_scale)
+            ),
+            f"the model has the soft-cap {others.get('softcap')}, the plan {plan.logit_softcap}": (
+                others.get("softcap") != plan.logit_softcap
+            ),
+        } | {f"{x}: a plan has none but its own": others.get(x) is not None for x in OTHERS}
+        for problem, is_there in problems.items():
+            if is_there:
+                plan.refuse(problem)
+        # (1, heads, n, headdim) to (n, heads, headdim)
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+        return attend(plan, q, k, v)[None], None
+
+    def mask(attention_mask: torch.Tensor | None = None, **others: Any) -> None:
+        if attention_mask is not None and not bool(attention_mask.all()):
+            plan_of_name().refuse(PADDING)
+
+    if hasattr(ALL_ATTENTION_FUNCTIONS, "register"):
+        ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    else:  # before 4.51 it is a dict
+        ALL_ATTENTION_FUNCTIONS[name] = attention
+    if AttentionMaskInterface:
+        AttentionMaskInterface.register(name, mask)
+    return name

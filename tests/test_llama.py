@@ -1,0 +1,93 @@
+"""drivers/train_llama.py, and what docs/pytorch.md shows.
+
+Needs the extra `torch`: `bash jobs/test.sh torch`.
+"""
+
+import importlib
+import re
+
+import h5py
+import numpy as np
+from helpers import assert_one_line_each, drive, drive_each, launch
+from test_readme import ROOT, blocks, read
+
+from a2d_mpi.experiments.gpt_files import read_losses
+
+SMALL = ["--seqlen", "60", "--width", "16", "--mlp", "24", "--nheads", "4", "--steps", "3"]
+TEXT = ROOT / "data" / "new_testament.txt"
+
+
+def test_driver(tmp_path):
+    """The first step is that of one process, the others are the same on a grid and on a ring."""
+    files = [tmp_path / "grid.h5", tmp_path / "ring.h5"]
+    ways = ["--rows", "2"], ["--method", "ring", "--unchecked"]
+    options = [TEXT, *SMALL, "--separator", r"\n", "--dtype", "float64"]
+    cases = [("train_llama.py", [*options, *x, "--output", y], []) for x, y in zip(ways, files)]
+    done, found = drive_each(cases, 4, timeout=200)
+    assert [code for code, _ in found] == [0, 0], done.stdout + done.stderr
+    assert [text.count("(passed, bound 1e-10)") for _, text in found] == [2, 0]
+    grid, ring = map(read_losses, files)
+    assert np.allclose(grid.loss, ring.loss, rtol=1e-10, atol=0) and len(grid.loss) == 3
+    assert grid.loss[2] < grid.loss[0] < 6
+    assert (grid.config["method"], grid.text["name"]) == ("attention2d", TEXT.name)
+    with h5py.File(files[0]) as file:
+        errors = {x: dict(y.attrs) for x, y in file["checks"].items()}
+        assert file["seconds/total"].shape == (3,)
+    assert set(errors) == {"loss", "gradients"}
+    assert all(x["error"] <= x["bound"] == 1e-10 for x in errors.values())
+
+
+def test_driver_notices_a_wrong_gradient():
+    """Of one rank, which forgets its tokens."""
+    sabotage = """
+from a2d_mpi.torch import gradients
+real = gradients.GradientHooks._start
+def start(self):
+    for x in self._parameters:
+        if rank == 1 and x.grad is not None:
+            x.grad.mul_(1.01)
+    real(self)
+gradients.GradientHooks._start = start
+"""
+    done = drive("train_llama.py", 2, TEXT, *SMALL, "--separator", "", sabotage=sabotage)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "loss: off by" in done.stdout and "(FAILED, bound 1e-05)" in done.stdout
+
+
+def test_driver_refuses():
+    cases = [
+        (
+            [TEXT, "--width", "20"],
+            [],
+            "--width must be an even multiple of --nheads, got 20 and 8",
+        ),
+        ([TEXT, "--nheads-kv", "3"], [], "nheads_kv must divide nheads, got 3 and 8"),
+        (["/none"], [], "/none"),
+        ([TEXT, "--seqlen", "16000000"], [], "(--unchecked)"),
+    ]
+    done, found = drive_each([("train_llama.py", *case[:2]) for case in cases], 2)
+    assert [code for code, _ in found] == [2] * len(cases), done.stdout + done.stderr
+    assert_one_line_each(done, [case[2] for case in cases])
+    without = "sys.modules['torch'] = None"
+    done = drive("train_llama.py", 2, TEXT, sabotage=without)
+    assert done.returncode == 2
+    assert_one_line_each(done, ["pip install a2d_mpi[torch]"])
+
+
+def test_page(tmp_path):
+    """The examples run as one program; names of the room exist."""
+    example = tmp_path / "example.py"
+    example.write_text("\n".join(blocks("docs/pytorch.md", "python")))
+    done = launch(4, example, timeout=100)
+    assert done.returncode == 0, done.stderr
+    losses = {}
+    for _, step, loss in re.findall(r"^(\d) (\d) ([\d.]+)$", done.stdout, re.MULTILINE):
+        losses.setdefault(step, set()).add(loss)
+    assert [len(x) for x in losses.values()] == [1, 1, 1], done.stdout  # the same on all ranks
+    first, *_, last = (float(*x) for _, x in sorted(losses.items()))
+    assert last < first < 6
+    room = importlib.import_module("a2d_mpi.torch")
+    page = read("docs/pytorch.md")
+    assert all(f"`{x}" in page or f" {x}" in page for x in room.__all__)
+    for name in re.findall(r"^\.\. auto\w+:: a2d_mpi\.torch\.(\w+)$", read("docs/api.rst"), re.M):
+        assert hasattr(room, name)

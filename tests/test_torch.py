@@ -1,0 +1,339 @@
+"""Plans in PyTorch.  Needs the extra `torch`: `bash jobs/test.sh torch`."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_all
+from test_bad_input import message_of
+from torch.utils.checkpoint import checkpoint
+
+from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid, RingAttention
+from a2d_mpi.torch import (
+    GradientHooks,
+    attend,
+    gradients,
+    shard,
+    shift_labels,
+    sum_gradients,
+    unshard,
+)
+from a2d_mpi.torch.tensors import array_of, tensor_of
+
+pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.multirank]
+torch.set_num_threads(1)
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+SEQLEN = 29
+
+
+@pytest.fixture(scope="module")
+def grid(comm):
+    grid = ProcessGrid(comm, 2, comm.size // 2)
+    yield grid
+    grid.free()
+
+
+@pytest.fixture
+def make(grid):
+    """Make a plan; it is freed at the end."""
+    made = []
+
+    def plan(kind=Attention2D, mask=None, **options):
+        sizes = {"seqlen": SEQLEN, "nheads": 4, "nheads_kv": 2, "headdim": 8, **options}
+        made.append(kind(grid, mask or Causal(), **sizes))
+        return made[-1]
+
+    yield plan
+    for x in made:
+        x.free()
+
+
+def tensors(plan, dtype=None):
+    """Shards of q, k, v, and a sink, which want gradients; the same whole tensors on all ranks."""
+    dtype = dtype or getattr(torch, plan.dtype.name)
+    made = torch.Generator().manual_seed(1)
+    heads = plan.nheads, plan.nheads_kv, plan.nheads_kv
+    whole = [torch.randn(plan.seqlen, h, plan.headdim, generator=made) for h in heads]
+    own = [x[plan.tokens].to(dtype).requires_grad_() for x in whole]
+    sink = torch.randn(plan.nheads, generator=made).to(getattr(torch, plan.compute_dtype.name))
+    return *own, sink.requires_grad_()
+
+
+def same(found, expected):
+    """The same bits; NaN is no such thing here."""
+    return found.dtype == expected.dtype and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_is_the_plans_call(make, comm, dtype):
+    """Bit for bit, forward and backward, and both in the memory of the other."""
+    plan = make(dtype=dtype)
+    q, k, v, sink = tensors(plan)
+    out, lse = attend(plan, q, k, v, sink, return_lse=True)
+    dout, dlse = torch.ones_like(out) * 0.5, torch.ones_like(lse) * 0.25
+    torch.autograd.backward([out, lse], [dout, dlse])
+    arrays = [array_of(x) for x in (q, k, v)]
+    shared = [np.shares_memory(x, array_of(y)) for x, y in zip(arrays, (q, k, v)) if x.size]
+    expected = plan.forward(*arrays, array_of(sink))
+    gradients = plan.backward(array_of(dout), *arrays, *expected, array_of(sink), array_of(dlse))
+    good = [same(x, tensor_of(y)) for x, y in zip((out, lse), expected)]
+    good += [same(x.grad, tensor_of(y)) for x, y in zip((q, k, v, sink), gradients)]
+    assert_all(comm, all(good + shared), f"{good} {shared}")
+
+
+def test_takes_the_tensors_memory(make, comm, monkeypatch):
+    """No copy of a contiguous tensor, nor of a result, nor of what the graph keeps."""
+    plan, seen = make(dtype="bfloat16"), []
+    q, k, v, _ = tensors(plan)
+
+    def call(phase):
+        real = getattr(plan, phase)
+
+        def called(*arrays):
+            results = real(*arrays)
+            seen.append((phase, arrays, results))
+            return results
+
+        monkeypatch.setattr(plan, phase, called)
+
+    call("forward"), call("backward")
+    out = attend(plan, q, k, v)
+    out.backward(torch.ones_like(out))
+    (_, given, (own, lse)), (_, again, _) = seen
+    pairs = [*zip(given, (q, k, v)), (own, out), *zip(again[1:5], (q, k, v, out))]
+    good = all(x.ctypes.data == y.data_ptr() for x, y in pairs) and again[5] is not None
+    good &= again[5].ctypes.data == lse.ctypes.data and again[7] is None
+    assert_all(comm, good, "a copy")
+
+
+class OfAllRanks(torch.autograd.Function):
+    """A tensor that all ranks have; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx, comm, x):
+        ctx.comm = comm
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return None, sum(ctx.comm.allgather(dx))
+
+
+class Sum(torch.autograd.Function):
+    """The sum over ranks, which all of them have."""
+
+    @staticmethod
+    def forward(ctx, comm, x):
+        return sum(comm.allgather(x.detach()))
+
+    @staticmethod
+    def backward(ctx, dx):
+        return None, dx
+
+
+def gradients_check(plan, comm, **options):
+    """torch's own comparison of gradients with differences of values; of whole tensors."""
+    made = torch.Generator().manual_seed(2)
+    n, shape = plan.seqlen, (plan.nheads, plan.headdim)
+    sizes = (n, *shape), (n, 1, shape[1]), (n, 1, shape[1]), shape[:1]
+    whole = [torch.randn(x, dtype=torch.float64, generator=made) for x in sizes]
+    weights = torch.randn(n, *shape, dtype=torch.float64, generator=made)
+
+    def values(*wholes):
+        *qkv, sink = (OfAllRanks.apply(comm, x) for x in wholes)
+        own = torch.from_numpy(plan.tokens)
+        out, lse = attend(plan, *(x[own] for x in qkv), sink, return_lse=True)
+        w = weights[own]
+        results = (out * w).sum(), (out * w.flip(2)).sum(), (lse * w[..., 0]).sum()
+        return tuple(Sum.apply(comm, x) for x in results)
+
+    return torch.autograd.gradcheck(values, [x.requires_grad_() for x in whole], **options)
+
+
+SMALL = {"seqlen": 5, "nheads": 2, "nheads_kv": 1, "headdim": 2, "dtype": "float64"}
+
+
+def test_gradients(make, comm):
+    """Of every element of q, k, v and the sink, through out and through lse."""
+    assert_all(comm, gradients_check(make(**SMALL), comm), "wrong gradients")
+    ring = make(RingAttention, **SMALL | {"seqlen": 11})
+    torch.manual_seed(0)  # of the directions that the fast mode looks in
+    assert_all(comm, gradients_check(ring, comm, fast_mode=True), "wrong gradients")
+
+
+def test_gradients_without_dlse_are_wrong(make, comm, monkeypatch):
+    plan = make(**SMALL)
+    real = plan.backward
+    monkeypatch.setattr(plan, "backward", lambda *given: real(*given[:7]))
+    torch.manual_seed(0)
+    found = gradients_check(plan, comm, fast_mode=True, raise_exception=False)
+    assert_all(comm, not found, "not noticed")
+
+
+def test_lse_or_out_alone(make, comm):
+    """A loss of lse alone, or on one rank of nothing but out, is no other call."""
+    plan = make(dtype="float64")
+    q, k, v, _ = tensors(plan)
+    out, lse = attend(plan, q, k, v, return_lse=True)
+    loss = out.sum() if comm.rank == 0 else lse.sum()
+    loss.backward()
+    assert_all(comm, bool(q.grad.any() if len(q) else True), "no gradient")
+    assert_all(comm, not attend(plan, q, k, v).isnan().any(), "NaN")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(make, comm, reentrant):
+    plan = make()
+    q, k, v, _ = tensors(plan)
+    attend(plan, q * 2, k, v).square().sum().backward()
+    expected, q.grad = q.grad, None
+
+    def doubled(q, k, v):
+        return attend(plan, q * 2, k, v)
+
+    out = checkpoint(doubled, q, k, v, use_reentrant=reentrant)
+    out.square().sum().backward()
+    assert_all(comm, same(q.grad, expected), "another gradient")
+
+
+def test_no_grad_and_double_backward(make, comm):
+    plan = make()
+    q, k, v, _ = tensors(plan)
+    with torch.no_grad():
+        free = attend(plan, q, k, v)
+    out = attend(plan, q, k, v)
+    assert_all(comm, not free.requires_grad and same(free, out.detach()), "another result")
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        dq.sum().backward()
+
+
+def test_autocast(make, comm):
+    """As torch's own attention, it takes what autocast leaves in float32."""
+    plan = make(dtype="bfloat16")
+    q, k, v, _ = tensors(plan, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(plan, q, k.bfloat16(), v)
+    out.float().sum().backward()
+    q16, k16, v16 = (x.detach().bfloat16().requires_grad_() for x in (q, k, v))
+    expected = attend(plan, q16, k16, v16)
+    expected.float().sum().backward()
+    good = same(out, expected) and same(q.grad, q16.grad.float())
+    assert_all(comm, good, "another result")
+
+
+def test_refused(make, comm):
+    """What is wrong on rank 0 alone is an error of the plan, on all ranks."""
+    plan = make()
+    q, k, v, sink = (x.detach() for x in tensors(plan))
+    cases = [
+        ((q[:, :3], k, v), "this shard needs"),
+        ((q, k.double(), v), "k has shape"),
+        ((q, k, v.to(torch.int64)), "dtype int64"),
+        ((q.to("meta"), k, v), "q, k, v or sink: "),
+        ((q, k, v.to(torch.float8_e4m3fn)), "q, k, v or sink: "),
+        ((q, k, v.to_sparse()), "q, k, v or sink: "),
+        ((q.numpy(), k, v), "q, k, v or sink: must be a tensor, got ndarray"),
+        ((q, k, v, sink[:3]), "sink has shape (3,)"),
+        ((q, k, v, sink.bfloat16()), "sink has shape (4,) and dtype bfloat16"),
+    ]
+    for wrong, text in cases:
+        given = wrong if comm.rank == 0 else (q, k, v, sink)[: len(wrong)]
+        said = message_of(comm, partial(attend, plan, *given))
+        assert_all(comm, text in said, f"{text!r} is not in {said!r}")
+    attend(plan, q, k, v)
+
+
+def test_shards(make, comm):
+    plan = make()
+    for dtype in (torch.int64, torch.bfloat16, torch.bool, torch.float32):
+        whole = torch.arange(SEQLEN * 3).reshape(SEQLEN, 3).to(dtype)
+        own = shard(plan, whole if plan.grid.comm.rank == 1 else None, root=1)
+        back = unshard(plan, own, root=1)
+        good = same(own, whole[plan.tokens])
+        good &= (back is None) if plan.grid.comm.rank != 1 else same(back, whole)
+        assert_all(comm, good, f"{dtype}")
+
+
+@pytest.mark.parametrize("ends", [[SEQLEN], [4, 5, 5, 23], [1, SEQLEN]])
+def test_shift_labels(make, comm, ends):
+    mask = Documents(np.array([0, *ends]), causal=True) if len(ends) > 1 else Causal()
+    plan = make(mask=mask)
+    labels = torch.arange(100, 100 + SEQLEN)
+    expected = labels.roll(-1)
+    expected[[x - 1 for x in ends]] = -100
+    expected[ends[-1] - 1 :] = -100  # after the last document nobody sees anything
+    found = shift_labels(plan, labels[plan.tokens])
+    assert_all(comm, same(found, expected[plan.tokens]), f"{found}")
+
+
+class Model(torch.nn.Module):
+    """Weights of two dtypes, one tied and one that rank 0 does not use."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        made = torch.Generator().manual_seed(3)
+        shapes = ((5, 3), (3, 5), (7,), (2,))
+        self.weights = torch.nn.ParameterList(
+            torch.randn(x, generator=made).to(dtype) for x in shapes
+        )
+        self.weights[3].requires_grad_(False)
+
+    def forward(self, x, extra):
+        first, second, third, _ = self.weights
+        y = (x @ first @ second @ first).float().square().sum()
+        return y + third.float().square().sum() if extra else y
+
+
+@pytest.mark.parametrize("bucket", [1, 60, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sums_of_gradients(comm, monkeypatch, dtype, bucket):
+    """Of two passes, in the order of ranks: bit for bit; a frozen weight gets none."""
+    monkeypatch.setattr(gradients, "BUCKET", bucket)
+    model, wide = Model(dtype), torch.promote_types(dtype, torch.float32)
+    inputs = [torch.full((4, 5), 0.3 + rank).to(dtype) for rank in range(comm.size)]
+
+    def backward(rank):
+        model.zero_grad()
+        model(inputs[rank], rank > 0).backward()
+        return [x.grad for x in model.weights]
+
+    parts = [backward(rank) for rank in range(comm.size)]
+    expected = []
+    for grads in list(zip(*parts))[:3]:
+        total = torch.zeros_like(grads[1], dtype=wide)
+        for x in grads:
+            total += torch.zeros_like(total) if x is None else x.to(wide)
+        expected.append(total.to(dtype))
+    backward(comm.rank)
+    sum_gradients(model, comm)
+    good = [same(x.grad, y) for x, y in zip(model.weights, expected)]
+    hooks = GradientHooks(model, comm)
+    for _ in range(2):
+        backward(comm.rank)
+        # Rank 0's last message waits for the weight that it does not use.
+        good.append(hooks._started == len(hooks._buckets) or comm.rank == 0)
+        hooks.finish()
+        good += [same(x.grad, y) for x, y in zip(model.weights, expected)]
+    hooks.free()
+    good.append(model.weights[3].grad is None)
+    assert_all(comm, all(good), f"{good}")
+
+
+def test_sums_that_are_refused(comm):
+    model = Model(torch.float32)
+    hooks = GradientHooks(model, comm)
+    x = torch.ones(4, 5)
+    model(x, True).backward()
+    with pytest.raises(ValueError, match="second gradient of a parameter before finish"):
+        model(x, True).backward()
+    hooks.finish()
+    hooks.free()
+    model(x, True).backward()  # without hooks
+    other = torch.nn.Linear(3 + (comm.rank == 0), 2)
+    assert "ranks disagree on parameters: 2 tensors of 10" in message_of(
+        comm, lambda: sum_gradients(other, comm)
+    )
+    empty = torch.nn.Module()
+    assert "no parameters" in message_of(comm, lambda: sum_gradients(empty, comm))
