@@ -1,0 +1,84 @@
+"""Transfers that computing does not hide, where it takes 1.5 times as long as they do.
+
+    EMULATE_CORES=1 bash jobs/emulate.sh 2 1 200mbit -- python tests/exposed.py 200e6 [TRIALS]
+
+On all ranks of an emulated cluster whose links have the given bits per second.  For each plan and
+phase the sequence has the length at which the kernels take 1.5 times what the busiest rank's bytes
+take.  Exposed: seconds in MPI waits over seconds of the transfers, median of the trials.
+"""
+
+import sys
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi import Attention2D, Causal, Full, ProcessGrid, RingAttention
+
+RATIO, FIRST, HEADS, WIDTH = 1.5, 2048, 8, 64
+
+
+def call(plan, trials: int) -> dict[str, tuple[float, float, float]]:
+    """Seconds of computing, of the transfers' bytes times the rate, and of waits, by phase."""
+    comm, rng = plan.grid.comm, np.random.default_rng(0)
+    n = len(plan.tokens)
+    q, k, v, dout = (rng.standard_normal((n, HEADS, WIDTH), np.float32) for _ in range(4))
+    found = {"forward": [], "backward": []}
+    for trial in range(trials + 1):
+        before = {key: list(x) for key, x in plan.traffic.bytes.items()}
+        comm.Barrier()
+        out, lse = plan.forward(q, k, v)
+        comm.Barrier()
+        plan.backward(dout, q, k, v, out, lse)
+        for phase, rows in found.items():
+            sent = [
+                np.subtract(x, before.get(key, [0, 0]))
+                for key, x in plan.traffic.bytes.items()
+                if key[0] == phase
+            ]
+            parts = (
+                plan.timings[f"{phase}/compute"],
+                float(np.sum(sent, axis=0).max()) if sent else 0.0,
+                plan.timings[f"{phase}/wait"],
+            )
+            if trial:  # the first one warms up
+                rows.append(comm.allreduce(np.array(parts), lambda a, b: np.maximum(a, b)))
+    return {phase: np.median(rows, axis=0) for phase, rows in found.items()}
+
+
+def main(rate: float, trials: int) -> None:
+    """Print a table and the median of its last column."""
+    comm = MPI.COMM_WORLD
+    shapes = [
+        (rows, comm.size // rows) for rows in range(1, comm.size + 1) if comm.size % rows == 0
+    ]
+    plans = [(Attention2D, *shape) for shape in shapes] + [(RingAttention, comm.size, 1)]
+    exposed = []
+    for method, rows, cols in plans:
+        grid = ProcessGrid(comm, rows, cols)
+        for mask in (Full(), Causal()):
+
+            def measured(seqlen, grid=grid, method=method, mask=mask):
+                plan = method(grid, mask, seqlen=seqlen, nheads=HEADS, headdim=WIDTH)
+                found = call(plan, trials)
+                plan.free()
+                return found
+
+            first = measured(FIRST)
+            for phase, (compute, nbytes, _) in first.items():
+                ratio = compute / (8 * nbytes / rate)
+                seqlen = max(64, 64 * round(FIRST * RATIO / ratio / 64))
+                compute, nbytes, wait = measured(seqlen)[phase]
+                transfer = 8 * nbytes / rate
+                exposed.append(wait / transfer)
+                if comm.rank == 0:
+                    name = f"{method.__name__} {rows}x{cols} {type(mask).__name__} {phase}"
+                    seconds = f"computing {1e3 * compute:.0f} ms, transfers {1e3 * transfer:.0f}"
+                    ratios = f"ratio {compute / transfer:.2f}, exposed {wait / transfer:.1%}"
+                    print(f"{name}: {seqlen} tokens, {seconds} ms, {ratios}", flush=True)
+        grid.free()
+    if comm.rank == 0:
+        print(f"median {np.median(exposed):.1%}")
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 5)
