@@ -11,7 +11,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from a2d_mpi.attention.methods import DoubleRingAttention, make_plan
+from a2d_mpi.attention.methods import Attention2D, DoubleRingAttention, make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.core.config import AttentionConfig
@@ -56,7 +56,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     device = open_device(comm, args.device)
     phases = {"backward": args.backward, "overlap": not args.no_overlap}
     grid = open_grid(comm, args, Workload(**config.arguments, mask=mask, **phases))
-    names = ("kernel", "transfers", "threads", "inner", "distribution")
+    names = ("kernel", "transfers", "threads", "inner", "stream", "distribution")
     options = {name: x for name in names if (x := getattr(args, name)) is not None}
     options |= {**config.arguments, "overlap": not args.no_overlap}
     plan = make_plan(args.method, grid, mask, **options)
@@ -107,6 +107,8 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     double = DoubleRingAttention.method
     if args.inner is not None and args.method != double:
         raise ValueError(f"--inner needs --method {double.replace(' ', '_')}")
+    if args.stream and args.method != Attention2D.method:
+        raise ValueError(f"--stream needs --method {Attention2D.method}")
     info = inspect_input(args.input)
     tokens = info.config.seqlen
     if args.seqlen is None:
@@ -144,11 +146,12 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
 def _report(result: Result, plan: AttentionPlan) -> None:
     """Print the short table."""
     c = result.config
+    streamed = "streamed, " * c["stream"]
     values = f", headdim_v {c['headdim_v']}" * (c["headdim_v"] != c["headdim"])
     print(
         f"{c['method']} on {c['rows']} x {c['cols']}"
         f"{' x ' + str(c['heads']) if c['heads'] > 1 else ''} ranks, {c['mask']} mask, "
-        f"{c['distribution']} distribution, {c['dtype']}, {result.provenance['device']}\n"
+        f"{streamed}{c['distribution']} distribution, {c['dtype']}, {result.provenance['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}{values}; {c['trials']} trials; "
         f"tile area max/mean {result.area.max() / result.area.mean():.3f}\n"

@@ -276,6 +276,7 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
         # Of every grid rank; empty: each is alone on its node.
         "nodes": " ".join(map(str, plan.grid.layout.nodes or ())),
         "distribution": plan.distribution.name,
+        "stream": plan.layout.stream,
         # How tensors got to MPI: from memory as they are, or copied to the host.
         "transfers": "host" if plan.staged_bytes else "direct",
     }

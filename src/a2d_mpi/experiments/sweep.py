@@ -129,6 +129,7 @@ class Configuration:
             "mask": case.mask,
             "backward": case.backward,
             "overlap": self.overlap,
+            "stream": layout.stream,
             "picked": self.picked,
         }
 
