@@ -25,7 +25,7 @@ case ${1:-} in
 esac
 if [[ ${A2D_MPI_ENV:-} == active && ${#mpis[@]} == 2 ]]; then
   mpis=(any)
-  if ! python -c 'import torch, transformers' 2>/dev/null; then torch=""; fi
+  if [[ $torch ]] && ! python -c 'import torch, transformers' 2>/dev/null; then torch=missing; fi
 fi
 tests=(tests) most=900 # seconds of one run
 if [[ ${mpis[*]} == gpu ]]; then
@@ -132,7 +132,9 @@ for mpi in "${mpis[@]}"; do
 done
 
 # With an MPI that ran the other tests, or with MPICH; in an environment of its own, as it is large.
-if [[ $torch ]]; then
+if [[ $torch == missing ]]; then
+  lines+=("torch: not in the active environment, its tests were not run")
+elif [[ $torch ]]; then
   use_env any test,torch .venv-torch torch
   record "torch, serial" limited "$most" python -m pytest tests/test_llama.py -q --color=no "$@"
   tests=(tests/test_torch.py tests/test_transformers.py)

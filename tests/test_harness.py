@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from conftest import TORCH
 from helpers import launch
 
 launches = pytest.mark.launches
@@ -135,6 +136,13 @@ def test_skip_for_want_of_a_gpu(serial):
     codes, out, _ = serial["skip_for_gpu"]
     assert codes == {0}
     assert "1 passed, 1 skipped" in out
+
+
+def test_files_that_need_torch_are_those_that_are_left_out():
+    """An ordinary run, without PyTorch, would fail in any other one."""
+    needs = r"^(import|from) (torch|transformers|a2d_mpi\.torch)\b"
+    files = {x.name for x in HERE.glob("test_*.py") if re.search(needs, x.read_text(), re.M)}
+    assert files and files <= set(TORCH) and all((HERE / x).is_file() for x in TORCH)
 
 
 # On two ranks.
