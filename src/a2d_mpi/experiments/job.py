@@ -151,7 +151,8 @@ def _report(result: Result, plan: AttentionPlan) -> None:
     print(
         f"{c['method']} on {c['rows']} x {c['cols']}"
         f"{' x ' + str(c['heads']) if c['heads'] > 1 else ''} ranks, {c['mask']} mask, "
-        f"{streamed}{c['distribution']} distribution, {c['dtype']}, {result.provenance['device']}\n"
+        f"{streamed}{c['distribution']} distribution, {c['dtype']}, "
+        f"{result.provenance['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}{values}; {c['trials']} trials; "
         f"tile area max/mean {result.area.max() / result.area.mean():.3f}\n"
