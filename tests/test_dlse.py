@@ -24,6 +24,7 @@ from a2d_mpi.devices.host import HOST
 
 N, D = 61, 16
 HIDDEN = IntervalMask(np.arange(N) // 20 * 20, np.where(np.arange(N) % 7, np.arange(N) + 1, 0))
+NOBODY = IntervalMask(np.zeros(40, int), np.arange(40) // 3)  # the first queries see nothing
 PLANS = METHODS + OTHERS + [(BlocksAttention, (1, SIZE)), (NodeAwareAttention, (1, SIZE))]
 PLANS += [(TriangleAttention, (1, SIZE))] * (SIZE in (1, 6))
 CASES = (
@@ -131,6 +132,7 @@ def test_plan_on_a_gpu(comm, cupy):
         )  # fmt: skip
         found = results(plan, inputs, sink, dlse, cupy.asarray, cupy.asnumpy)
         bad += wrong_with(plan, found, exact, largest)
+        bad += ["cuDNN would compute"] * (not plan._engine.kernel.any_delta)
     grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
@@ -172,6 +174,17 @@ def test_bad_input(comm, where):
             comm, lambda given=given: plan.backward(x, x, x, x, *results, dlse=given)
         )
         assert_all(comm, text in found, found)
+    checking = Attention2D(grid, NOBODY, seqlen=40, nheads=4, headdim=8, check_finite=True)
+    x = np.ones((len(checking.tokens), 4, 8), np.float32)
+    results = checking.forward(x, x, x)
+    dlse = np.where(np.isneginf(results[1]), np.float32(np.nan), 0)  # ignored
+    checking.backward(x, x, x, x, *results, dlse=dlse)
+    assert_all(comm, checking._engine.kernel.careful is False, "a careful kernel is slower")
+    wrong = dlse * 0 + np.float32(np.inf) if here else dlse
+    found = message_of(comm, lambda: checking.backward(x, x, x, x, *results, dlse=wrong))
+    assert_all(comm, "dlse: NaN or infinite elements (check_finite)" in found, found)
+    x = np.ones((len(plan.tokens), 4, 8), np.float32)
+    results, dlse = plan.forward(x, x, x), np.zeros(x.shape[:2], np.float32)
     dq, *_ = plan.backward(x, x, x, x, *results, dlse=dlse)  # the plan still works
     assert_all(comm, np.isfinite(dq).all(), "wrong")
     grid.free()

@@ -90,7 +90,8 @@ class Engine:
     def taken(self, arrays: dict[str, Array], check_finite: bool) -> tuple[dict[str, Array], bool]:
         """The arrays C-contiguous, and whether no element is known to be NaN or infinite.
 
-        -inf is a value of lse (a query that sees no key) and of a sink (none).
+        -inf is a value of lse (a query that sees no key) and of a sink (none).  Where lse is -inf,
+        dlse may be anything.
 
         Raises
         ------
@@ -100,9 +101,14 @@ class Engine:
         taken = {name: self.device.contiguous(x) for name, x in arrays.items()}
         if not check_finite and self.device is not HOST:
             return taken, True  # the check would wait for the GPU
+        checked = dict(taken)
+        if "dlse" in taken:
+            checked["dlse"] = self.device.empty(taken["dlse"].shape, taken["dlse"].dtype)
+            self.device.zero(checked["dlse"])
+            self.device.subtract(checked["dlse"], taken["dlse"], taken["lse"])
         bad = [
             name
-            for name, x in taken.items()
+            for name, x in checked.items()
             if not self.device.finite(x, lowest=name in ("lse", "sink"))
         ]
         if bad and check_finite:

@@ -78,8 +78,7 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
             )
     seqlen, nheads, headdim = shapes["q"]
     try:
-        more = {"nheads_kv": shapes["k"][1], "headdim_v": shapes["v"][2]}
-        config = AttentionConfig(seqlen, nheads, headdim, **more)
+        config = AttentionConfig(seqlen, nheads, headdim, shapes["k"][1], headdim_v=shapes["v"][2])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if any(shapes[name] != (seqlen, *config.shape(name)) for name in names):

@@ -29,6 +29,7 @@ from a2d_mpi.schedules.problem import Workload
 # Ranks of a plan that the planner looks for, at most.  With h100-8.toml, 1M causal tokens and
 # gradients, 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/plan_times.py).
 PLANNED = 4096
+SIZES = ("seqlen", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
 _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?")
 _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
@@ -68,9 +69,17 @@ def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
     """Every combination of the sizes that a driver's options list, each once."""
     heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
     sizes = product(args.dtypes, args.headdim, args.nheads, heads_kv, args.seqlens, masks)
-    more = {"backward": args.backward, "headdim_v": args.headdim_v}
     found = (
-        Case(seqlen, nheads, headdim, kv, dtype=dtype, mask=mask, **more)
+        Case(
+            seqlen,
+            nheads,
+            headdim,
+            kv,
+            dtype=dtype,
+            headdim_v=args.headdim_v,
+            mask=mask,
+            backward=args.backward,
+        )
         for dtype, headdim, nheads, kv, seqlen, mask in sizes
     )
     return list(dict.fromkeys(found))
@@ -110,8 +119,7 @@ class Configuration:
         """The plan and its workload, as files name them."""
         case, layout = self.case, self.layout
         return {
-            **{x: getattr(case, x) for x in ("seqlen", "nheads", "nheads_kv", "headdim")},
-            **{x: getattr(case, x) for x in ("headdim_v", "dtype")},
+            **{x: getattr(case, x) for x in SIZES},
             **{x: getattr(layout, x) for x in ("rows", "cols", "heads")},
             "order": layout.numbering,
             "ranks": layout.size,
