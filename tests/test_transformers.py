@@ -180,6 +180,9 @@ def test_refused(comm):
     # A mask without padding is none; a copy of the model has the plan, too.
     out = copy.deepcopy(model)(**given, attention_mask=torch.ones_like(padding)).logits
     assert_all(comm, torch.equal(out, model(**given).logits), "another result")
+    short = Attention2D(grid, Causal(), **SIZES | {"seqlen": 2})
+    with pytest.raises(ValueError, match="has none of the 2 tokens"):
+        use_in_transformers(short)
     plan.free()
     del plan, out  # whose graph has the plan, too
     with pytest.raises(ValueError, match=f"the plan of {name} is gone: keep it"):

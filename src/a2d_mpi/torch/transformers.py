@@ -35,6 +35,11 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     str
         Name of the implementation, a new one for each call.
 
+    Raises
+    ------
+    ValueError
+        If a rank has no tokens, which models of transformers cannot take.
+
     Notes
     -----
     A call of the model raises ValueError on all ranks, if on any of them there is dropout, a mask
@@ -43,6 +48,9 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    if 0 in plan.problem.counts:
+        rank = plan.problem.counts.index(0)
+        raise ValueError(f"rank {rank} has none of the {plan.seqlen} tokens: models need some")
     try:  # without an entry here, masks of padding would be dropped in silence
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError:  # before 4.53 all attention gets a mask; its last token sees all tokens
