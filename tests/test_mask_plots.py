@@ -99,7 +99,9 @@ def test_table_is_completed(tmp_path):
     options = ["--ranks", "2", "--seqlen", "64", "--output", path, "--masks"]
     done = drive("mask_table.py", 0, *options, "full,causal_document", "--seeds", "1,2")
     assert done.returncode == 0, done.stderr
-    text = path.read_text().replace("full,ring,2x1,1.0000,1.00000", "full,ring,2x1,1.0000,9.00000")
+    text = path.read_text().replace(
+        "full,ring/balanced,2x1,1.0000,1", "full,ring/balanced,2x1,1.0000,9"
+    )
     assert "9.00000" in text
     path.write_text(text)
     done = drive("mask_table.py", 0, *options, "full,causal", "--picture", picture)
