@@ -126,8 +126,8 @@ def test_study_of_masks():
     assert "picks within 10 % of the fastest: 4 of 4" in done.stdout
     picks = re.findall(r"  (\S.*) both +([\d.]+) .*picked", done.stdout)
     assert sorted((x.strip(), round(float(ms) / 1e3, 2)) for x, ms in picks) == [
-        ("attention2d 1x16x1@rcu", 0.4),
-        ("attention2d 2x4x2@rcu", 1.63),
-        ("blocks 16x1x1@rcu", 0.64),
-        ("blocks 16x1x1@rcu", 0.92),
+        ("attention2d 1x16x1@rcu", 0.42),
+        ("attention2d 1x8x2@rcu", 0.62),
+        ("attention2d 2x4x2@rcu", 1.84),
+        ("attention2d 4x2x2@rcu", 0.84),
     ]
