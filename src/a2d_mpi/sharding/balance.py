@@ -76,6 +76,13 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
     return tuple(found)
 
 
+@lru_cache(maxsize=8)  # for grids of the same ranks and other shapes
+def pairs_of_cuts(mask: Mask, seqlen: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds of equally long runs, and the visible pairs between any two of them."""
+    bounds = cuts(seqlen, number)
+    return bounds, visible_pairs(mask, bounds, bounds)
+
+
 @lru_cache(maxsize=64)  # a search takes a second or two
 def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
     """Bounds of the runs and the position that has each."""
@@ -86,8 +93,7 @@ def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> tuple[np.ndarray, np.
         enough = EVEN if each <= 8 else _ENOUGH
         if best is not None and (each > most or best[0][0] <= enough):
             break
-        bounds = cuts(seqlen, each * positions)
-        pairs = visible_pairs(mask, bounds, bounds)
+        bounds, pairs = pairs_of_cuts(mask, seqlen, each * positions)
         seen, scaled = pairs > 0, _scaled(pairs)
         for start in starts(each, positions):
             owner = _exchange(scaled, start, rows, cols)

@@ -14,8 +14,15 @@ from functools import lru_cache
 import numpy as np
 
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.sharding.balance import EVEN, MOST_RUNS, deal, largest_traffic, starts, uneven
-from a2d_mpi.sharding.blocks import cuts, visible_pairs
+from a2d_mpi.sharding.balance import (
+    EVEN,
+    MOST_RUNS,
+    deal,
+    largest_traffic,
+    pairs_of_cuts,
+    starts,
+    uneven,
+)
 
 # Distributions to choose from.
 CHOICES = ("contiguous", "zigzag", "balanced")
@@ -26,8 +33,8 @@ CHOICES = ("contiguous", "zigzag", "balanced")
 _FLOPS_PER_BYTE = {2: 3000.0, 4: 100.0, 8: 50.0}
 # Share of the shorter one of computing and transfers that the longer one does not hide.
 _EXPOSED = 0.25
-# Runs of a position: bytes are counted in whole runs.
-_RUNS = (64, 32, 16, 8, 4, 2)
+# Runs of a position, and of all positions at most: bytes are counted in whole runs.
+_RUNS, _FINE = (64, 32, 16, 8, 4, 2), 1024
 
 
 @lru_cache(maxsize=64)
@@ -56,14 +63,13 @@ def choose(
         A clause for users, with the numbers that decided.
     """
     positions = rows * cols
-    fine = [x for x in _RUNS if x * positions <= min(MOST_RUNS, seqlen)]
-    if positions == 1 or not fine:
-        return "balanced", "all distributions of so few tokens cost the same"
-    bounds = cuts(seqlen, fine[0] * positions)
-    pairs = visible_pairs(mask, bounds, bounds)
+    if positions == 1 or 2 * positions > min(MOST_RUNS, seqlen):
+        return "balanced", "one rank, or as few tokens as ranks, or a thousand ranks"
+    each = next((x for x in _RUNS if x * positions <= min(_FINE, seqlen)), 2)
+    _, pairs = pairs_of_cuts(mask, seqlen, each * positions)
     # Four operations for each pair and element of a head.  Times: bytes that arrive meanwhile.
     even = 4 * float(pairs.sum()) / positions / (speed or _FLOPS_PER_BYTE[itemsize])
-    zigzag, contiguous = starts(fine[0], positions)[:2]
+    zigzag, contiguous = starts(each, positions)[:2]
     times, figures = {}, {}
 
     def look(name: str, pairs: np.ndarray, owner: np.ndarray) -> float:
@@ -77,7 +83,7 @@ def choose(
     works = [look("contiguous", pairs, contiguous), look("zigzag", pairs, zigzag)]
     if min(works) > EVEN:  # else one of them is as even as a balanced one, which is a search
         bounds, owner = deal(mask, seqlen, rows, cols)
-        look("balanced", visible_pairs(mask, bounds, bounds), owner)
+        look("balanced", pairs_of_cuts(mask, seqlen, len(bounds) - 1)[1], owner)
     name = min(times, key=times.get)
     why = "least predicted time (busiest rank: work over the mean, tokens that it moves)"
     return name, f"{why}: {'; '.join(figures.values())}"
