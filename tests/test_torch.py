@@ -335,5 +335,14 @@ def test_sums_that_are_refused(comm):
     assert "ranks disagree on parameters: 2 tensors of 10" in message_of(
         comm, lambda: sum_gradients(other, comm)
     )
+    first, last = torch.nn.Linear(3, 2, False), torch.nn.Linear(2, 3, False)
+    others = [
+        torch.nn.Linear(3, 2, dtype=torch.float64 if comm.rank else torch.float32),
+        torch.nn.Sequential(*([first, last] if comm.rank else [last, first])),
+    ]
+    for other in others:  # as many elements, of another dtype or in another order
+        assert "ranks disagree on parameters: 2 tensors of" in message_of(
+            comm, partial(sum_gradients, other, comm)
+        )
     empty = torch.nn.Module()
     assert "no parameters" in message_of(comm, lambda: sum_gradients(empty, comm))

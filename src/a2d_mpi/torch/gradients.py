@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from mpi4py import MPI
 
@@ -38,15 +40,17 @@ class GradientHooks:
     Raises
     ------
     ValueError
-        On all ranks, if their models have other parameters.
+        On all ranks, if their models have other parameters, shapes or dtypes.
     """
 
     def __init__(self, model: torch.nn.Module, comm: MPI.Intracomm) -> None:
         # The backward pass ends with the first layers.
         self._parameters = [x for x in reversed([*model.parameters()]) if x.requires_grad]
         sizes = [x.numel() for x in self._parameters]
+        kinds = [(tuple(x.shape), x.dtype) for x in self._parameters]
+        digest = hashlib.sha256(str(kinds).encode()).hexdigest()[:8]
         agree(comm, None if sizes else "the model has no parameters to train", {
-            "parameters": f"{len(sizes)} tensors of {sum(sizes)} elements"
+            "parameters": f"{len(sizes)} tensors of {sum(sizes)} elements (digest {digest})"
         })  # fmt: skip
         wide = any(x.dtype == torch.float64 for x in self._parameters)
         dtype = torch.float64 if wide else torch.float32
