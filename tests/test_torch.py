@@ -321,6 +321,18 @@ def test_sums_of_gradients(comm, monkeypatch, dtype, bucket):
     assert_all(comm, all(good), f"{good}")
 
 
+def test_gradients_that_no_rank_has(comm):
+    """They stay None, so that AdamW does not shrink the weight; one rank's go to all."""
+    model = torch.nn.ModuleList(torch.nn.Linear(3, 2) for _ in range(2))
+    model[0].weight.sum().backward()
+    if comm.rank == 1:
+        model[0].bias.sum().backward()
+    sum_gradients(model, comm)
+    good = [x.grad is None for x in model.parameters()] == [False, False, True, True]
+    good &= bool((model[0].weight.grad == comm.size).all() and (model[0].bias.grad == 1).all())
+    assert_all(comm, good, "other gradients")
+
+
 def test_sums_that_are_refused(comm):
     model = Model(torch.float32)
     hooks = GradientHooks(model, comm)

@@ -27,7 +27,8 @@ class GradientHooks:
             optimizer.step()
 
     Gradients are summed in float32 (float64 if the model has float64), in the order of ranks: the
-    same bits on all ranks.  A parameter that has no gradient on a rank counts as zero there.
+    same bits on all ranks.  A gradient that a rank does not have counts as zero; one that no rank
+    has stays None, so that optimizers leave the parameter alone.
     Between two `finish` there is one backward pass.
 
     Parameters
@@ -54,6 +55,7 @@ class GradientHooks:
         })  # fmt: skip
         wide = any(x.dtype == torch.float64 for x in self._parameters)
         dtype = torch.float64 if wide else torch.float32
+        sizes = [x + 1 for x in sizes]  # the last element counts the ranks that have the gradient
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self._parameters[0].device)
         with current_stream():
             self._sum = GradientSum(comm, array_of(flat))
@@ -87,7 +89,8 @@ class GradientHooks:
         begin, bucket = self._sent, self._buckets[self._started]
         for x in bucket:
             part = self._parts[x]
-            part.zero_() if x.grad is None else part.copy_(x.grad.detach().reshape(-1))
+            part.fill_(x.grad is not None)
+            part[:-1] = 0 if x.grad is None else x.grad.detach().reshape(-1)
             self._sent += len(part)
         self._started += 1
         with current_stream():
@@ -101,8 +104,10 @@ class GradientHooks:
             self._sum.finish()
         for x, part in self._parts.items():
             if x.grad is None:
+                if part[-1] == 0:
+                    continue
                 x.grad = torch.empty_like(x)
-            x.grad.copy_(part.view(x.shape))
+            x.grad.copy_(part[:-1].view(x.shape))
         self._begin()
 
     def free(self) -> None:
