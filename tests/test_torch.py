@@ -256,6 +256,19 @@ def test_shards(make, comm):
         assert_all(comm, good, f"{dtype}")
 
 
+def test_shards_that_are_refused(make, comm):
+    """What is no dense tensor on one rank alone is an error of all ranks."""
+    plan = make()
+    whole = torch.ones(SEQLEN)
+    own = shard(plan, whole if plan.grid.comm.rank == 0 else None)
+    for wrong in ([1.0], whole.to_sparse(), whole.to("meta")):
+        cases = [(shard, wrong, whole, 0), (unshard, wrong, own, 1), (shift_labels, wrong, own, 1)]
+        for call, bad, good, rank in cases:
+            given = bad if plan.grid.comm.rank == rank else good
+            said = message_of(comm, partial(call, plan, given))
+            assert_all(comm, "x must be a NumPy or CuPy array, got" in said, said)
+
+
 @pytest.mark.parametrize("ends", [[SEQLEN], [4, 5, 5, 23], [1, SEQLEN]])
 def test_shift_labels(make, comm, ends):
     mask = Documents(np.array([0, *ends]), causal=True) if len(ends) > 1 else Causal()

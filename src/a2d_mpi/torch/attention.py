@@ -120,7 +120,7 @@ def shard(plan: AttentionPlan, x: torch.Tensor | None, root: int = 0) -> torch.T
         Shard of this rank, on the CPU or the current GPU, as `x` is.
     """
     with current_stream():
-        return tensor_of(plan.scatter(array_of(x), root))
+        return tensor_of(plan.scatter(_rows(x), root))
 
 
 def unshard(plan: AttentionPlan, x: torch.Tensor, root: int = 0) -> torch.Tensor | None:
@@ -139,7 +139,15 @@ def unshard(plan: AttentionPlan, x: torch.Tensor, root: int = 0) -> torch.Tensor
         In the order of the sequence on rank `root` of ``plan.grid.comm``; None on other ranks.
     """
     with current_stream():
-        return tensor_of(plan.gather(array_of(x), root))
+        return tensor_of(plan.gather(_rows(x), root))
+
+
+def _rows(x: Any) -> Any:
+    """The array of a tensor; anything else is left to the plan, which refuses it on all ranks."""
+    try:
+        return array_of(x)
+    except Exception:  # of any kind: the other ranks must hear of it
+        return x
 
 
 def shift_labels(plan: AttentionPlan, labels: torch.Tensor) -> torch.Tensor:
