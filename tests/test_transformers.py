@@ -145,6 +145,21 @@ def test_bfloat16(comm):
     grid.free()
 
 
+def test_positions_that_documents_count(comm):
+    """A shard that begins with a document may have the positions that a model counts by itself."""
+    grid = ProcessGrid(comm, 1, comm.size)
+    sizes = SIZES | {"seqlen": 5 * comm.size}
+    mask = Documents(5 * np.arange(comm.size + 1), causal=True)
+    plan = Attention2D(grid, mask, distribution="contiguous", **sizes)
+    model = new_model(torch.float32)
+    model.set_attn_implementation(use_in_transformers(plan))
+    tokens = torch.arange(5)[None]
+    out, same = (model(input_ids=tokens, position_ids=x).logits for x in (None, tokens))
+    assert_all(comm, torch.equal(out, same), "another result")
+    plan.free()
+    grid.free()
+
+
 def test_refused(comm):
     """On rank 0 alone, as an error of all ranks."""
     grid = ProcessGrid(comm, 2, comm.size // 2)
@@ -177,6 +192,9 @@ def test_refused(comm):
 
         said = message_of(comm, call)
         assert_all(comm, text in said and "on rank 0" in said, f"{text!r} not in {said!r}")
+    # Positions that each rank counts from 0 are right on rank 0 alone, if at all.
+    said = message_of(comm, lambda: model(input_ids=given["input_ids"]))
+    assert_all(comm, "position_ids must be given" in said, said)
     # A mask without padding is none; a copy of the model has the plan, too.
     out = copy.deepcopy(model)(**given, attention_mask=torch.ones_like(padding)).logits
     assert_all(comm, torch.equal(out, model(**given).logits), "another result")
