@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_all
 from test_bad_input import message_of
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid, TriangleAttention
@@ -180,6 +181,8 @@ def test_refused(comm):
         ({"head_dim": 16}, {}, "scales logits by 0.25, the plan by 0.35"),
         ({}, {"softcap": 30.0}, "has the soft-cap 30.0, the plan None"),
         ({}, {"sliding_window": 9}, "sliding_window: a plan has none but its own"),
+        ({}, {"cu_seq_lens_q": ENDS}, "cu_seq_lens_q: a plan has none but its own"),
+        ({}, {"head_mask": ENDS}, "head_mask: a plan has none but its own"),
     ]
     model = new_model(torch.float32)
     model.set_attn_implementation(name)
@@ -195,6 +198,13 @@ def test_refused(comm):
     # Positions that each rank counts from 0 are right on rank 0 alone, if at all.
     said = message_of(comm, lambda: model(input_ids=given["input_ids"]))
     assert_all(comm, "position_ids must be given" in said, said)
+    # A model that gives no scale means 1 / sqrt(headdim).
+    scaled = Attention2D(grid, Causal(), softmax_scale=1, **SIZES)
+    attention, module = ALL_ATTENTION_FUNCTIONS[use_in_transformers(scaled)], model.model.layers[0]
+    q, k = (torch.ones(1, heads, len(plan.tokens), 8) for heads in (4, 2))
+    said = message_of(comm, lambda: attention(module.self_attn, q, k, k))
+    assert_all(comm, "scales logits by 0.35" in said and "the plan by 1" in said, said)
+    scaled.free()
     # A mask without padding is none; a copy of the model has the plan, too.
     out = copy.deepcopy(model)(**given, attention_mask=torch.ones_like(padding)).logits
     assert_all(comm, torch.equal(out, model(**given).logits), "another result")

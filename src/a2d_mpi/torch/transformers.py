@@ -14,7 +14,10 @@ from a2d_mpi.torch.attention import attend
 
 _numbers = count(1)
 # What some models pass beside q, k and v, and no plan takes.
-OTHERS = ("sliding_window", "s_aux", "position_bias")
+OTHERS = (
+    "sliding_window", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices",
+    "cu_seq_lens_q", "cu_seq_lens_k",
+)  # fmt: skip
 PADDING = "padding masks are not supported: pack sequences as documents of the plan's mask"
 
 
@@ -84,6 +87,7 @@ def use_in_transformers(plan: AttentionPlan) -> str:
             AttentionMaskInterface or bool((attention_mask[..., -1, : key.shape[2]] != 0).any())
         )
         positions = others.get("position_ids")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         problems = {
             f"the batch must be one sequence, got {len(query)}": len(query) != 1,
             f"dropout must be 0 in attention, got {dropout}": dropout != 0,
@@ -99,7 +103,7 @@ def use_in_transformers(plan: AttentionPlan) -> str:
                 and bool((positions == forgotten.to(positions.device)).all())
             ),
             f"the model scales logits by {scaling}, the plan by {plan.softmax_scale}": (
-                scaling is not None and not math.isclose(scaling, plan.softmax_scale)
+                not math.isclose(scaling, plan.softmax_scale)
             ),
             f"the model has the soft-cap {others.get('softcap')}, the plan {plan.logit_softcap}": (
                 others.get("softcap") != plan.logit_softcap
