@@ -209,6 +209,19 @@ def test_no_grad_and_double_backward(make, comm):
         dq.sum().backward()
 
 
+def test_changed_in_place(make, comm):
+    """On one rank alone: an error of all ranks, and they are still in step."""
+    plan = make()
+    q, k, v, _ = tensors(plan)
+    out = attend(plan, q, k, v * 1)
+    changed = attend(plan, q, k, v)
+    if comm.rank == 0:
+        changed.mul_(2)
+    said = message_of(comm, lambda: changed.sum().backward())
+    assert_all(comm, "modified by an inplace operation" in said, said)
+    out.sum().backward()
+
+
 def test_autocast(make, comm):
     """As torch's own attention, it takes what autocast leaves in float32."""
     plan = make(dtype="bfloat16")

@@ -82,7 +82,11 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
         """Gradients of q, k, v and the sink."""
-        plan, (*tensors, out, lse) = ctx.plan, ctx.saved_tensors
+        plan = ctx.plan
+        try:
+            *tensors, out, lse = ctx.saved_tensors
+        except RuntimeError as error:  # changed in place, perhaps on this rank alone
+            plan.refuse(str(error), "backward")
         if dout is None:
             dout = torch.zeros_like(out)
         if ctx.return_lse and dlse is None:  # another rank may have one
