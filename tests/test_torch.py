@@ -222,6 +222,20 @@ def test_changed_in_place(make, comm):
     out.sum().backward()
 
 
+def test_compiled(make, comm):
+    """torch.compile leaves the call as it is: it must not trace messages and locks."""
+    plan, traced = make(), []
+
+    def backend(graph, inputs):
+        traced.append([x.target for x in graph.graph.nodes if x.op == "call_function"])
+        return graph.forward
+
+    q, k, v, _ = (x.detach() for x in tensors(plan))
+    out = torch.compile(lambda q: attend(plan, q * 2, k, v) * 3, backend=backend)(q)
+    good = same(out, attend(plan, q * 2, k, v) * 3) and sum(map(len, traced)) == 2
+    assert_all(comm, good, f"{traced}")
+
+
 def test_autocast(make, comm):
     """As torch's own attention, it takes what autocast leaves in float32."""
     plan = make(dtype="bfloat16")

@@ -15,6 +15,7 @@ from a2d_mpi.torch.tensors import array_of, current_stream, tensor_of
 IGNORED = -100  # a label that counts nothing, as in torch.nn.functional.cross_entropy
 
 
+@torch._disable_dynamo  # as torch.compiler.disable, which takes seconds to import the compiler
 def attend(
     plan: AttentionPlan,
     q: torch.Tensor,
@@ -27,7 +28,7 @@ def attend(
 
     Collective over the ranks of the plan, and so is its backward pass: all ranks must make both.
     The plan reads the memory of the tensors and writes that of the results.  Under autocast the
-    tensors are cast to the plan's dtype first.
+    tensors are cast to the plan's dtype first.  `torch.compile` leaves the call out of its graphs.
 
     Parameters
     ----------
