@@ -396,5 +396,7 @@ def test_sums_that_are_refused(comm):
         assert "ranks disagree on parameters: 2 tensors of" in message_of(
             comm, partial(sum_gradients, other, comm)
         )
+    other = torch.nn.Linear(3, 2, dtype=torch.complex64)
+    assert "complex parameters" in message_of(comm, lambda: sum_gradients(other, comm))
     empty = torch.nn.Module()
     assert "no parameters" in message_of(comm, lambda: sum_gradients(empty, comm))

@@ -50,7 +50,10 @@ class GradientHooks:
         sizes = [x.numel() for x in self._parameters]
         kinds = [(tuple(x.shape), x.dtype) for x in self._parameters]
         digest = hashlib.sha256(str(kinds).encode()).hexdigest()[:8]
-        agree(comm, None if sizes else "the model has no parameters to train", {
+        problem = None if sizes else "the model has no parameters to train"
+        if any(x.is_complex() for x in self._parameters):
+            problem = "complex parameters are not supported"
+        agree(comm, problem, {
             "parameters": f"{len(sizes)} tensors of {sum(sizes)} elements (digest {digest})"
         })  # fmt: skip
         wide = any(x.dtype == torch.float64 for x in self._parameters)
