@@ -209,6 +209,33 @@ def test_no_grad_and_double_backward(make, comm):
         dq.sum().backward()
 
 
+def test_changed_in_place(make, comm):
+    """On one rank alone: an error of all ranks, and they are still in step."""
+    plan = make()
+    q, k, v, _ = tensors(plan)
+    out = attend(plan, q, k, v * 1)
+    changed = attend(plan, q, k, v)
+    if comm.rank == 0:
+        changed.mul_(2)
+    said = message_of(comm, lambda: changed.sum().backward())
+    assert_all(comm, "modified by an inplace operation" in said, said)
+    out.sum().backward()
+
+
+def test_compiled(make, comm):
+    """torch.compile leaves the call as it is: it must not trace messages and locks."""
+    plan, traced = make(), []
+
+    def backend(graph, inputs):
+        traced.append([x.target for x in graph.graph.nodes if x.op == "call_function"])
+        return graph.forward
+
+    q, k, v, _ = (x.detach() for x in tensors(plan))
+    out = torch.compile(lambda q: attend(plan, q * 2, k, v) * 3, backend=backend)(q)
+    good = same(out, attend(plan, q * 2, k, v) * 3) and sum(map(len, traced)) == 2
+    assert_all(comm, good, f"{traced}")
+
+
 def test_autocast(make, comm):
     """As torch's own attention, it takes what autocast leaves in float32."""
     plan = make(dtype="bfloat16")
@@ -254,6 +281,19 @@ def test_shards(make, comm):
         good = same(own, whole[plan.tokens])
         good &= (back is None) if plan.grid.comm.rank != 1 else same(back, whole)
         assert_all(comm, good, f"{dtype}")
+
+
+def test_shards_that_are_refused(make, comm):
+    """What is no dense tensor on one rank alone is an error of all ranks."""
+    plan = make()
+    whole = torch.ones(SEQLEN)
+    own = shard(plan, whole if plan.grid.comm.rank == 0 else None)
+    for wrong in ([1.0], whole.to_sparse(), whole.to("meta")):
+        cases = [(shard, wrong, whole, 0), (unshard, wrong, own, 1), (shift_labels, wrong, own, 1)]
+        for call, bad, good, rank in cases:
+            given = bad if plan.grid.comm.rank == rank else good
+            said = message_of(comm, partial(call, plan, given))
+            assert_all(comm, "x must be a NumPy or CuPy array, got" in said, said)
 
 
 @pytest.mark.parametrize("ends", [[SEQLEN], [4, 5, 5, 23], [1, SEQLEN]])
@@ -321,6 +361,18 @@ def test_sums_of_gradients(comm, monkeypatch, dtype, bucket):
     assert_all(comm, all(good), f"{good}")
 
 
+def test_gradients_that_no_rank_has(comm):
+    """They stay None, so that AdamW does not shrink the weight; one rank's go to all."""
+    model = torch.nn.ModuleList(torch.nn.Linear(3, 2) for _ in range(2))
+    model[0].weight.sum().backward()
+    if comm.rank == 1:
+        model[0].bias.sum().backward()
+    sum_gradients(model, comm)
+    good = [x.grad is None for x in model.parameters()] == [False, False, True, True]
+    good &= bool((model[0].weight.grad == comm.size).all() and (model[0].bias.grad == 1).all())
+    assert_all(comm, good, "other gradients")
+
+
 def test_sums_that_are_refused(comm):
     model = Model(torch.float32)
     hooks = GradientHooks(model, comm)
@@ -335,5 +387,16 @@ def test_sums_that_are_refused(comm):
     assert "ranks disagree on parameters: 2 tensors of 10" in message_of(
         comm, lambda: sum_gradients(other, comm)
     )
+    first, last = torch.nn.Linear(3, 2, False), torch.nn.Linear(2, 3, False)
+    others = [
+        torch.nn.Linear(3, 2, dtype=torch.float64 if comm.rank else torch.float32),
+        torch.nn.Sequential(*([first, last] if comm.rank else [last, first])),
+    ]
+    for other in others:  # as many elements, of another dtype or in another order
+        assert "ranks disagree on parameters: 2 tensors of" in message_of(
+            comm, partial(sum_gradients, other, comm)
+        )
+    other = torch.nn.Linear(3, 2, dtype=torch.complex64)
+    assert "complex parameters" in message_of(comm, lambda: sum_gradients(other, comm))
     empty = torch.nn.Module()
     assert "no parameters" in message_of(comm, lambda: sum_gradients(empty, comm))

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_all
 from test_bad_input import message_of
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid, TriangleAttention
@@ -145,6 +146,21 @@ def test_bfloat16(comm):
     grid.free()
 
 
+def test_positions_that_documents_count(comm):
+    """A shard that begins with a document may have the positions that a model counts by itself."""
+    grid = ProcessGrid(comm, 1, comm.size)
+    sizes = SIZES | {"seqlen": 5 * comm.size}
+    mask = Documents(5 * np.arange(comm.size + 1), causal=True)
+    plan = Attention2D(grid, mask, distribution="contiguous", **sizes)
+    model = new_model(torch.float32)
+    model.set_attn_implementation(use_in_transformers(plan))
+    tokens = torch.arange(5)[None]
+    out, same = (model(input_ids=tokens, position_ids=x).logits for x in (None, tokens))
+    assert_all(comm, torch.equal(out, same), "another result")
+    plan.free()
+    grid.free()
+
+
 def test_refused(comm):
     """On rank 0 alone, as an error of all ranks."""
     grid = ProcessGrid(comm, 2, comm.size // 2)
@@ -165,6 +181,8 @@ def test_refused(comm):
         ({"head_dim": 16}, {}, "scales logits by 0.25, the plan by 0.35"),
         ({}, {"softcap": 30.0}, "has the soft-cap 30.0, the plan None"),
         ({}, {"sliding_window": 9}, "sliding_window: a plan has none but its own"),
+        ({}, {"cu_seq_lens_q": ENDS}, "cu_seq_lens_q: a plan has none but its own"),
+        ({}, {"head_mask": ENDS}, "head_mask: a plan has none but its own"),
     ]
     model = new_model(torch.float32)
     model.set_attn_implementation(name)
@@ -177,6 +195,16 @@ def test_refused(comm):
 
         said = message_of(comm, call)
         assert_all(comm, text in said and "on rank 0" in said, f"{text!r} not in {said!r}")
+    # Positions that each rank counts from 0 are right on rank 0 alone, if at all.
+    said = message_of(comm, lambda: model(input_ids=given["input_ids"]))
+    assert_all(comm, "position_ids must be given" in said, said)
+    # A model that gives no scale means 1 / sqrt(headdim).
+    scaled = Attention2D(grid, Causal(), softmax_scale=1, **SIZES)
+    attention, module = ALL_ATTENTION_FUNCTIONS[use_in_transformers(scaled)], model.model.layers[0]
+    q, k = (torch.ones(1, heads, len(plan.tokens), 8) for heads in (4, 2))
+    said = message_of(comm, lambda: attention(module.self_attn, q, k, k))
+    assert_all(comm, "scales logits by 0.35" in said and "the plan by 1" in said, said)
+    scaled.free()
     # A mask without padding is none; a copy of the model has the plan, too.
     out = copy.deepcopy(model)(**given, attention_mask=torch.ones_like(padding)).logits
     assert_all(comm, torch.equal(out, model(**given).logits), "another result")

@@ -15,6 +15,7 @@ from a2d_mpi.torch.tensors import array_of, current_stream, tensor_of
 IGNORED = -100  # a label that counts nothing, as in torch.nn.functional.cross_entropy
 
 
+@torch._disable_dynamo  # as torch.compiler.disable, which takes seconds to import the compiler
 def attend(
     plan: AttentionPlan,
     q: torch.Tensor,
@@ -27,7 +28,7 @@ def attend(
 
     Collective over the ranks of the plan, and so is its backward pass: all ranks must make both.
     The plan reads the memory of the tensors and writes that of the results.  Under autocast the
-    tensors are cast to the plan's dtype first.
+    tensors are cast to the plan's dtype first.  `torch.compile` leaves the call out of its graphs.
 
     Parameters
     ----------
@@ -82,7 +83,11 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
         """Gradients of q, k, v and the sink."""
-        plan, (*tensors, out, lse) = ctx.plan, ctx.saved_tensors
+        plan = ctx.plan
+        try:
+            *tensors, out, lse = ctx.saved_tensors
+        except RuntimeError as error:  # changed in place, perhaps on this rank alone
+            plan.refuse(str(error), "backward")
         if dout is None:
             dout = torch.zeros_like(out)
         if ctx.return_lse and dlse is None:  # another rank may have one
@@ -120,7 +125,7 @@ def shard(plan: AttentionPlan, x: torch.Tensor | None, root: int = 0) -> torch.T
         Shard of this rank, on the CPU or the current GPU, as `x` is.
     """
     with current_stream():
-        return tensor_of(plan.scatter(array_of(x), root))
+        return tensor_of(plan.scatter(_rows(x), root))
 
 
 def unshard(plan: AttentionPlan, x: torch.Tensor, root: int = 0) -> torch.Tensor | None:
@@ -139,7 +144,15 @@ def unshard(plan: AttentionPlan, x: torch.Tensor, root: int = 0) -> torch.Tensor
         In the order of the sequence on rank `root` of ``plan.grid.comm``; None on other ranks.
     """
     with current_stream():
-        return tensor_of(plan.gather(array_of(x), root))
+        return tensor_of(plan.gather(_rows(x), root))
+
+
+def _rows(x: Any) -> Any:
+    """The array of a tensor; anything else is left to the plan, which refuses it on all ranks."""
+    try:
+        return array_of(x)
+    except Exception:  # of any kind: the other ranks must hear of it
+        return x
 
 
 def shift_labels(plan: AttentionPlan, labels: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from mpi4py import MPI
 
@@ -25,7 +27,8 @@ class GradientHooks:
             optimizer.step()
 
     Gradients are summed in float32 (float64 if the model has float64), in the order of ranks: the
-    same bits on all ranks.  A parameter that has no gradient on a rank counts as zero there.
+    same bits on all ranks.  A gradient that a rank does not have counts as zero; one that no rank
+    has stays None, so that optimizers leave the parameter alone.
     Between two `finish` there is one backward pass.
 
     Parameters
@@ -38,18 +41,24 @@ class GradientHooks:
     Raises
     ------
     ValueError
-        On all ranks, if their models have other parameters.
+        On all ranks, if their models have other parameters, shapes or dtypes.
     """
 
     def __init__(self, model: torch.nn.Module, comm: MPI.Intracomm) -> None:
         # The backward pass ends with the first layers.
         self._parameters = [x for x in reversed([*model.parameters()]) if x.requires_grad]
         sizes = [x.numel() for x in self._parameters]
-        agree(comm, None if sizes else "the model has no parameters to train", {
-            "parameters": f"{len(sizes)} tensors of {sum(sizes)} elements"
+        kinds = [(tuple(x.shape), x.dtype) for x in self._parameters]
+        digest = hashlib.sha256(str(kinds).encode()).hexdigest()[:8]
+        problem = None if sizes else "the model has no parameters to train"
+        if any(x.is_complex() for x in self._parameters):
+            problem = "complex parameters are not supported"
+        agree(comm, problem, {
+            "parameters": f"{len(sizes)} tensors of {sum(sizes)} elements (digest {digest})"
         })  # fmt: skip
         wide = any(x.dtype == torch.float64 for x in self._parameters)
         dtype = torch.float64 if wide else torch.float32
+        sizes = [x + 1 for x in sizes]  # the last element counts the ranks that have the gradient
         flat = torch.zeros(sum(sizes), dtype=dtype, device=self._parameters[0].device)
         with current_stream():
             self._sum = GradientSum(comm, array_of(flat))
@@ -83,7 +92,8 @@ class GradientHooks:
         begin, bucket = self._sent, self._buckets[self._started]
         for x in bucket:
             part = self._parts[x]
-            part.zero_() if x.grad is None else part.copy_(x.grad.detach().reshape(-1))
+            part.fill_(x.grad is not None)
+            part[:-1] = 0 if x.grad is None else x.grad.detach().reshape(-1)
             self._sent += len(part)
         self._started += 1
         with current_stream():
@@ -97,8 +107,10 @@ class GradientHooks:
             self._sum.finish()
         for x, part in self._parts.items():
             if x.grad is None:
+                if part[-1] == 0:
+                    continue
                 x.grad = torch.empty_like(x)
-            x.grad.copy_(part.view(x.shape))
+            x.grad.copy_(part[:-1].view(x.shape))
         self._begin()
 
     def free(self) -> None:

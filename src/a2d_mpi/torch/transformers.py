@@ -14,8 +14,22 @@ from a2d_mpi.torch.attention import attend
 
 _numbers = count(1)
 # What some models pass beside q, k and v, and no plan takes.
-OTHERS = ("sliding_window", "s_aux", "position_bias")
+OTHERS = (
+    "sliding_window", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices",
+    "cu_seq_lens_q", "cu_seq_lens_k",
+)  # fmt: skip
 PADDING = "padding masks are not supported: pack sequences as documents of the plan's mask"
+
+
+def _counted(plan: AttentionPlan) -> torch.Tensor | None:
+    """The positions that a model counts by itself, where this rank's tokens have other ones."""
+    first, n = plan.tokens[:1], len(plan.tokens)
+    if n == 0:
+        return None
+    seen = [begin[0] for begin, end in plan.mask.visible(first) if begin[0] < end[0]]
+    if min(seen, default=first[0]) == first[0] == plan.tokens[-1] - n + 1:
+        return None  # the shard is the beginning of the sequence or of a document
+    return torch.arange(n)
 
 
 def use_in_transformers(plan: AttentionPlan) -> str:
@@ -44,7 +58,8 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     -----
     A call of the model raises ValueError on all ranks, if on any of them there is dropout, a mask
     of padding, or `output_attentions`, the batch is not one sequence, or the scale, the soft-cap,
-    a window, sinks or a bias of the model are not the plan's.
+    a window, sinks or a bias of the model are not the plan's; and if `position_ids` were left out,
+    in models that hand them to their attention.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -56,6 +71,8 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     except ImportError:  # before 4.53 all attention gets a mask; its last token sees all tokens
         AttentionMaskInterface = None
     name, known = f"a2d_mpi_{next(_numbers)}", weakref.ref(plan)
+
+    forgotten = _counted(plan)
 
     def plan_of_name() -> AttentionPlan:
         found = known()
@@ -77,6 +94,8 @@ def use_in_transformers(plan: AttentionPlan) -> str:
         hidden = attention_mask is not None and (
             AttentionMaskInterface or bool((attention_mask[..., -1, : key.shape[2]] != 0).any())
         )
+        positions = others.get("position_ids")
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         problems = {
             f"the batch must be one sequence, got {len(query)}": len(query) != 1,
             f"dropout must be 0 in attention, got {dropout}": dropout != 0,
@@ -85,8 +104,14 @@ def use_in_transformers(plan: AttentionPlan) -> str:
                 or getattr(module.config, "output_attentions", False)
             ),
             PADDING: hidden,
+            "position_ids must be given: the model counts them from 0 on every rank": (
+                forgotten is not None
+                and positions is not None
+                and positions.shape[-1] == len(forgotten)
+                and bool((positions == forgotten.to(positions.device)).all())
+            ),
             f"the model scales logits by {scaling}, the plan by {plan.softmax_scale}": (
-                scaling is not None and not math.isclose(scaling, plan.softmax_scale)
+                not math.isclose(scaling, plan.softmax_scale)
             ),
             f"the model has the soft-cap {others.get('softcap')}, the plan {plan.logit_softcap}": (
                 others.get("softcap") != plan.logit_softcap
