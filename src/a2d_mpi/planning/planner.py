@@ -37,9 +37,9 @@ from a2d_mpi.planning.memory import peak_of
 from a2d_mpi.planning.model import Phase, simulated, slowest_seconds
 from a2d_mpi.planning.simulator import PARTS, WAIT
 from a2d_mpi.planning.survey import Survey, survey_of
-from a2d_mpi.schedules import METHODS, problem_of
+from a2d_mpi.schedules import METHODS, default_distribution, leaves_open, problem_of
 from a2d_mpi.schedules.problem import Problem, Workload
-from a2d_mpi.sharding.choice import CHOICES, choose
+from a2d_mpi.sharding.choice import CHOICES
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
 # Steps of a rank that give a first bound: a ring of 4096 ranks takes seconds to write.
@@ -368,13 +368,7 @@ class Trial:
     ) -> None:
         self._machine, self._method, self._given = machine, method, layout
         self._work, self._room = work, room
-        self._chooses = (
-            work.mask.default_distribution == "balanced"
-            and work.seqlen == work.seqlen_kv
-            and layout.positions > 1
-            and METHODS[method].distribution is None
-            and layout.distribution is None
-        )
+        self._chooses = layout.positions > 1 and leaves_open(method, layout, work, work.mask)
         self.memory, self.fits, self.phases, self._held = 0, True, {}, {}
         self._sums = np.zeros((3, layout.size))  # received, crossing by node, MPI messages
         self._seconds = {x: _floor(machine, layout.size, work, x) for x in work.phases}
@@ -391,8 +385,7 @@ class Trial:
         machine, far = self._machine, layout.size > self._machine.ranks_per_node
         kernel, link = machine.kernel(work.dtype, PHASES[0]), machine.links(layout.size)[far]
         speed = kernel.flops * machine.share / link.bandwidth
-        tiles, itemsize = METHODS[self._method].tiles(layout), work.dtype_of("q").itemsize
-        name, _ = choose(work.mask, work.seqlen, *tiles, itemsize, speed)
+        name, _ = default_distribution(self._method, layout, work, work.mask, speed)
         return replace(layout, distribution=name)
 
     @property

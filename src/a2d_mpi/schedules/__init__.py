@@ -76,20 +76,38 @@ def register_method(name: str, method: Method) -> None:
     METHODS[name] = method
 
 
+def leaves_open(method: str, layout: Layout, config: AttentionConfig, mask: Mask) -> bool:
+    """Whether neither the method nor the layout nor the mask settles the distribution."""
+    settled = _known(method).distribution or layout.distribution
+    return (
+        not settled
+        and mask.default_distribution == "balanced"
+        and config.seqlen == config.seqlen_kv
+    )
+
+
 def default_distribution(
-    method: str, layout: Layout, config: AttentionConfig, mask: Mask
+    method: str,
+    layout: Layout,
+    config: AttentionConfig,
+    mask: Mask,
+    speed: float | None = None,
 ) -> tuple[str, str]:
-    """The distribution that a method takes if none is asked for, and why."""
-    known, name = _known(method), mask.default_distribution
+    """The distribution that a method takes if none is asked for, and why.
+
+    `speed`: of the machine, as of `a2d_mpi.sharding.choice.choose`.
+    """
+    known = _known(method)
+    if leaves_open(method, layout, config, mask):
+        from a2d_mpi.sharding.choice import choose
+
+        sizes = *known.tiles(layout), config.dtype_of("q").itemsize
+        return choose(mask, config.seqlen, *sizes, speed)
     if known.distribution:
         return known.distribution, f"the distribution of {method}"
     if layout.distribution:
         return layout.distribution, "the planner's choice"
-    if name != "balanced" or config.seqlen != config.seqlen_kv:
-        return name, f"the default of {type(mask).__name__}"
-    from a2d_mpi.sharding.choice import choose
-
-    return choose(mask, config.seqlen, *known.tiles(layout), config.dtype_of("q").itemsize)
+    return mask.default_distribution, f"the default of {type(mask).__name__}"
 
 
 def problem_of(

@@ -71,7 +71,6 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     except ImportError:  # before 4.53 all attention gets a mask; its last token sees all tokens
         AttentionMaskInterface = None
     name, known = f"a2d_mpi_{next(_numbers)}", weakref.ref(plan)
-
     forgotten = _counted(plan)
 
     def plan_of_name() -> AttentionPlan:
