@@ -166,7 +166,8 @@ def pytest_collection_modifyitems(config, items):
         if "comm" in item.fixturenames and not item.get_closest_marker("mpi"):
             raise pytest.UsageError(f"{item.nodeid}: uses comm but is not marked mpi")
     without = ["mpi"] * (not config.getoption("--with-mpi"))
-    without += ["ulfm"] * (MPI.get_vendor()[0] != "Open MPI")
+    vendor, version = MPI.get_vendor()
+    without += ["ulfm"] * (vendor != "Open MPI" or version < (5,))
     left_out = [item for item in items if any(map(item.get_closest_marker, without))]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
