@@ -3,7 +3,8 @@
 Marks: ``mpi`` or ``mpi(min_size=4)``, runs with ``--with-mpi`` only, on all ranks; ``multirank``,
 needs more than one of them; ``launches``: serial, but starts ranks in ways in which MPIs differ,
 and so runs with each of them; ``one_mpi``: on all ranks, but about numbers, which a second MPI
-cannot change: it has carried the bytes of other cases; ``thorough``: goes deeper into what another
+cannot change: it has carried the bytes of other cases; ``ulfm``: needs an MPI that goes on when
+ranks die, and so runs with Open MPI only; ``thorough``: goes deeper into what another
 test covers, and so is not in the first tier (docs/testing.md).  Nothing is passed over in silence:
 too few ranks, a skip (unless its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a
 misspelt mark are failures.
@@ -164,10 +165,12 @@ def pytest_collection_modifyitems(config, items):
             raise pytest.UsageError(f"{item.nodeid}: is marked, but the file lacks `mark.mpi`")
         if "comm" in item.fixturenames and not item.get_closest_marker("mpi"):
             raise pytest.UsageError(f"{item.nodeid}: uses comm but is not marked mpi")
-    if not config.getoption("--with-mpi"):
-        without = [item for item in items if item.get_closest_marker("mpi")]
-        config.hook.pytest_deselected(items=without)
-        items[:] = [item for item in items if not item.get_closest_marker("mpi")]
+    without = ["mpi"] * (not config.getoption("--with-mpi"))
+    vendor, version = MPI.get_vendor()
+    without += ["ulfm"] * (vendor != "Open MPI" or version < (5,))
+    left_out = [item for item in items if any(map(item.get_closest_marker, without))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(tryfirst=True)

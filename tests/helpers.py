@@ -139,10 +139,11 @@ def launch(
     timeout: float,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess:
     """Run a Python command on some ranks, with the MPI of this environment; 0: without mpiexec.
 
-    The result has `seconds`, how long it took, too.
+    `options`: of mpiexec.  The result has `seconds`, how long it took, too.
 
     Raises
     ------
@@ -150,7 +151,7 @@ def launch(
         After `timeout` seconds; all processes are gone then.
     """
     started = time.monotonic()
-    full = [MPIEXEC, "-n", ranks] * (ranks > 0) + [sys.executable, *command]
+    full = [MPIEXEC, *options, "-n", ranks] * (ranks > 0) + [sys.executable, *command]
     with subprocess.Popen(
         [str(x) for x in full],
         cwd=cwd,

@@ -299,3 +299,10 @@ def test_blas_threads(monkeypatch, ranks, argument, environment, inside):
     assert share == max(1, len(os.sched_getaffinity(0)) // ranks)
     assert after == before
     assert found == (share if inside == "share" else inside)
+
+
+@mpi
+def test_no_grid_shrinks_in_a_job_that_ends(grid):
+    """Where a dead rank ends the job, as in these runs."""
+    with pytest.raises(RuntimeError, match="this MPI ends a job of which a rank died"):
+        grid.shrink()

@@ -35,6 +35,7 @@ _HOMES = {
     "PrefixLM": "a2d_mpi.masks.windows",
     "PrefixLMDocuments": "a2d_mpi.masks.documents",
     "ProcessGrid": "a2d_mpi.comm.grid",
+    "RanksLost": "a2d_mpi.comm.failures",
     "register_kernel": "a2d_mpi.kernels",
     "register_mask": "a2d_mpi.masks.patterns",
     "register_method": "a2d_mpi.schedules",

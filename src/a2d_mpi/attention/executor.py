@@ -10,6 +10,7 @@ import numpy as np
 from a2d_mpi.attention.arrays import Arrays
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
+from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Constant
@@ -64,6 +65,7 @@ class Executor:
         roles = (program.arrays[rows.array].role for rows in program.results.values())
         self.in_buffers = "buffer" in roles  # the results
         self._messages = program.messages
+        self._pending: list[list[Any]] = []  # by message, what has to be waited for
         self._steps = [x for step in program.steps for x in self._compiled(step, program)]
 
     def run(
@@ -92,10 +94,16 @@ class Executor:
         """
         self._engine, self._channels = engine, channels
         self._arrays.begin(engine, given, accumulated)
-        self._pending: list[list[Any]] = [[]] * self._messages
+        self._pending = [[]] * self._messages
         for do, *operands in engine.clocked(self._steps):
             do(self, *operands)
         return self._arrays.end()
+
+    def settle(self, transport: Transport | None) -> None:
+        """Complete the messages of a run that broke off; see `Transport.settle`."""
+        for messages in self._pending:
+            transport.settle(messages)
+        self._pending = []
 
     def _compiled(self, step: Any, program: Program) -> list[tuple]:
         """Steps as (function, operands); bound methods would refer back to the executor."""

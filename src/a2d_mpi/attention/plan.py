@@ -113,6 +113,9 @@ class AttentionPlan:
     ------
     ValueError
         On all ranks, with the numbers, if an argument is wrong or differs on any of them.
+    RanksLost
+        On all ranks that are left, if a rank died and MPI goes on; likewise by all calls.  See
+        `ProcessGrid.shrink`.
     """
 
     method = ""  # its name in `a2d_mpi.schedules.METHODS`
@@ -509,7 +512,7 @@ class AttentionPlan:
             On all ranks, if an array is wrong on any of them.
         """
         engine, rendezvous = self._engine, self.grid.rendezvous
-        with rendezvous.turn() as problem:
+        with rendezvous.turn(self._settle) as problem:
             tensors, finite = {}, True
             try:
                 if refusal:
@@ -551,6 +554,11 @@ class AttentionPlan:
                 wait for channel in self._channels.values() for wait in channel.waits
             ]
             return results
+
+    def _settle(self) -> None:
+        """Complete the messages of a call in which a rank died."""
+        for executor in chain.from_iterable(self._executors.values()):
+            executor.settle(self._engine.transport)
 
     def _largest(self, own: np.ndarray) -> np.ndarray:
         """Largest logits of all heads over all ranks, (nheads,), from those of a rank's heads."""

@@ -51,8 +51,10 @@ def scatter(comm: MPI.Intracomm, shards: Distribution, x: Array | None, root: in
     own = np.empty((shards.counts[comm.rank], *shape), dtype)
     row = MPI.BYTE.Create_contiguous(dtype.itemsize * math.prod(shape)).Commit()
     sent = None if packed is None else [_bytes(packed), shards.counts, None, row]
-    comm.Scatterv(sent, [_bytes(own), len(own), row], root)
-    row.Free()
+    try:
+        comm.Scatterv(sent, [_bytes(own), len(own), row], root)
+    finally:
+        row.Free()
     return own if host else _gpu().upload(own)
 
 
@@ -68,8 +70,10 @@ def gather(comm: MPI.Intracomm, shards: Distribution, x: Array, root: int) -> Ar
     if comm.rank == root:
         packed = np.empty((shards.seqlen, *own.shape[1:]), own.dtype)
         received = [_bytes(packed), shards.counts, None, row]
-    comm.Gatherv([_bytes(own), len(own), row], received, root)
-    row.Free()
+    try:
+        comm.Gatherv([_bytes(own), len(own), row], received, root)
+    finally:
+        row.Free()
     if packed is None:
         return None
     whole = np.empty_like(packed)

@@ -10,7 +10,9 @@ it, for a copy, for MPI.  It advances whenever this rank waits for any message.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,6 +64,11 @@ class DeviceTransport:
         while not self._active.keys().isdisjoint(messages):
             self._advance()
         messages.clear()
+
+    def settle(self, messages: list[Any]) -> None:
+        for number in messages:
+            with suppress(MPI.Exception):
+                deque(self._active.pop(number, ()), maxlen=0)
 
     def poll(self, comm: MPI.Intracomm) -> None:
         self._advance()

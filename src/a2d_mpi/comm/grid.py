@@ -12,10 +12,12 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError, agree
+from a2d_mpi.comm.failures import Failures, RanksLost, shrunk, survives
 from a2d_mpi.comm.rendezvous import Rendezvous
 from a2d_mpi.comm.threads import cores_of_rank
 from a2d_mpi.comm.watch import Watch
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.sizes import Layout, squarest
+from a2d_mpi.schedules import METHODS
 
 if TYPE_CHECKING:
     from a2d_mpi.planning.machine import Machine
@@ -74,6 +76,8 @@ class ProcessGrid:
         Cores of the node for each of the grid's ranks on it, at least 1.
     rendezvous : Rendezvous
         The meetings of the grid's ranks, one before each call.
+    failures : Failures
+        Notices that ranks died, with an MPI that goes on without them.
 
     Raises
     ------
@@ -81,6 +85,8 @@ class ProcessGrid:
         On all ranks, if rows x cols x heads is not the size of `comm`, if `order` is no such
         permutation, if the blocks do not fit the grid or the nodes the ranks, or if an argument
         differs between ranks.
+    RanksLost
+        On all ranks that are left, if a rank died and MPI goes on; likewise by all calls of plans.
     """
 
     def __init__(
@@ -107,31 +113,51 @@ class ProcessGrid:
             waiting = watch.waiting("for all ranks to call it")
         except ValueError as error:
             problem = str(error)
-        with waiting:
-            arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
-            agree(comm, problem, {**arguments, "block": block, "nodes": nodes})
-        self.rows, self.cols, self.heads = (int(x) for x in sizes)
+        self._comms: list[MPI.Intracomm] = []
+        self.failures = Failures(comm, self._comms)
+        try:
+            with self.failures.all_or_none(comm):
+                with waiting:
+                    arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
+                    agree(comm, problem, {**arguments, "block": block, "nodes": nodes})
+                self._split(comm)
+            with self.failures.all_or_none(comm):  # now that all have all communicators
+                self._place(comm, nodes)
+        except RanksLost:
+            self.free()
+            raise
+        self.failures.comm = self.comm
+        self.failures.numbers = self.layout.world_ranks()
+        self.rendezvous = Rendezvous(self.comm, self.failures)
+
+    def _split(self, comm: MPI.Intracomm) -> None:
+        """Make the communicators, and find the coordinates of this rank."""
+        self.rows, self.cols, self.heads = self.layout.rows, self.layout.cols, self.layout.heads
         logical = int(np.argsort(self.layout.world_ranks())[comm.rank])
         position, self.head = divmod(logical, self.heads)
         self.row, self.col = divmod(position, self.cols)
-        self._comms: list[MPI.Intracomm] = []
         self.comm = self._keep(comm.Split, 0, logical)
         self.group_comm = self._keep(self.comm.Split, self.head, position)
-        self.row_comm = self._keep(self.group_comm.Split, self.row, self.col)
-        self.col_comm = self._keep(self.group_comm.Split, self.col, self.row)
+        # Of `comm`, too: whoever dies is among the ranks that wait.
+        lines = self.head * self.rows + self.row, self.head * self.cols + self.col
+        self.row_comm = self._keep(self.comm.Split, lines[0], self.col)
+        self.col_comm = self._keep(self.comm.Split, lines[1], self.row)
         self.head_comm = self._keep(self.comm.Split, position, self.head)
         self._known = {
             tuple(range(self.group_comm.size)): self.group_comm,
             tuple(self.row * self.cols + c for c in range(self.cols)): self.row_comm,
             tuple(r * self.cols + self.col for r in range(self.rows)): self.col_comm,
         }
-        node = self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED)
+        self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED)
+
+    def _place(self, comm: MPI.Intracomm, nodes: Sequence[int] | None) -> None:
+        """Find the ranks of each node, and free the last communicator, of this node."""
+        node = self._comms[-1]
         self.cores = cores_of_rank(node)
         # A node is called by the first of its ranks.
         nodes = nodes or comm.allgather(node.bcast(comm.rank))
         self.layout = self.layout.on_nodes(nodes)
         self._comms.pop().Free()
-        self.rendezvous = Rendezvous(self.comm)
 
     @classmethod
     def auto(
@@ -171,8 +197,9 @@ class ProcessGrid:
                 layout = best_candidate(machine, comm.size, work, memory, (method,)).layout
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = str(error) or type(error).__name__
-        agree(comm, problem)
-        layout = comm.bcast(layout)
+        with Failures(comm, []).all_or_none(comm):
+            agree(comm, problem)
+            layout = comm.bcast(layout)
         grid = cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
         chosen = {"stream": layout.stream, "distribution": layout.distribution}
         grid.layout = replace(grid.layout, **chosen)
@@ -198,6 +225,77 @@ class ProcessGrid:
             self._known[ranks] = made
         return self._known[ranks]
 
+    def shrink(self, method: str = "attention2d") -> ProcessGrid | None:
+        """Make a grid of the ranks that are left, after `RanksLost`; this one can then be freed.
+
+        Collective over them.  Ranks keep their order.  The number of ranks that share the heads
+        becomes the largest divisor of it that divides the ranks.  The positions are as many as
+        the method can use, in the squarest grid of that many: only ranks that `method` has no
+        place for are idle ("triangle": 5 ranks are 3 and two idle ones).  If more ranks die
+        meanwhile, the grid is without them.
+
+        Parameters
+        ----------
+        method : str
+            One of `a2d_mpi.schedules.METHODS`.
+
+        Returns
+        -------
+        ProcessGrid or None
+            None on an idle rank.  ``failures.numbers`` says which ranks are left: their numbers
+            in the communicator of the first grid, by rank of the new grid's `comm`.
+
+        Raises
+        ------
+        RuntimeError
+            If MPI does not go on without ranks that died.
+        """
+        if not survives():
+            raise RuntimeError("this MPI ends a job of which a rank died: no grid can shrink")
+        whole = METHODS[method].whole
+        while True:
+            left = shrunk(self.comm)
+            try:
+                return self._shrunk(left, whole)
+            except RanksLost:  # again: on all that are left
+                continue
+            finally:
+                left.Free()
+
+    def _shrunk(self, left: MPI.Intracomm, whole: Callable[[int], int]) -> ProcessGrid | None:
+        """The grid of the ranks of a communicator, as `shrink` says."""
+        everyone, remaining = self.comm.Get_group(), left.Get_group()
+        ranks = np.array(MPI.Group.Translate_ranks(remaining, None, everyone))  # of this grid
+        everyone.Free()
+        remaining.Free()
+        numbers = np.array(self.failures.numbers)[ranks]
+        order = np.argsort(numbers)
+        heads = math.gcd(self.heads, left.size)
+        used = order[: whole(left.size // heads) * heads]
+        nodes = np.array(self.layout.nodes or range(self.comm.size))[ranks[used]]
+        grid, made = None, []
+        failures = Failures(left, made)
+        color = 0 if left.rank in used else MPI.UNDEFINED
+        try:
+            with failures.all_or_none(left):
+                active = left.Split(color, int(numbers[left.rank]))
+                made += [active] * (active != MPI.COMM_NULL)
+            with failures.all_or_none(left):
+                if made:
+                    shape = squarest(len(used) // heads)
+                    grid = ProcessGrid(active, *shape, heads, self.layout.order, nodes=nodes)
+                    kept = {"stream": self.layout.stream, "distribution": self.layout.distribution}
+                    grid.layout = replace(grid.layout, **kept)
+                    grid.failures.numbers = numbers[used][grid.layout.world_ranks()]
+        except RanksLost:
+            if grid:
+                grid.free()
+            raise
+        finally:
+            for comm in made:
+                comm.Free()
+        return grid
+
     def free(self) -> None:
         """Free the communicators.  Collective; the grid cannot be used afterwards."""
         while self._comms:
@@ -207,6 +305,8 @@ class ProcessGrid:
         try:
             self._comms.append(split(*args))
         except MPI.Exception as error:
+            if self.failures.caused(error):
+                raise
             self.free()
             raise CollectiveError(
                 "MPI has no communicator left: a grid has five, which its free() gives back "

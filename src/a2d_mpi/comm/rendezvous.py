@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError, agree
+from a2d_mpi.comm.failures import Failures
 from a2d_mpi.comm.watch import Watch, name_ranks
 
 ACTIONS = ("making", "forward", "backward", "scatter", "gather")
@@ -49,6 +50,8 @@ class Rendezvous:
     ----------
     comm : Intracomm
         Nothing else is sent on it.
+    failures : Failures
+        Of the grid.
 
     Attributes
     ----------
@@ -58,23 +61,25 @@ class Rendezvous:
         Number of plans made so far on these ranks.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm, self.watch = comm, Watch(comm)
+    def __init__(self, comm: MPI.Intracomm, failures: Failures) -> None:
+        self.comm, self.watch, self._failures = comm, Watch(comm), failures
         self._lock = threading.Lock()
         self._buffer = np.empty(7, np.int64)
         self.plans = 0
 
     @contextmanager
-    def turn(self) -> Iterator[str | None]:
+    def turn(self, settle: Callable[[], None] = lambda: None) -> Iterator[str | None]:
         """Take the turn for one call; yields an error if another thread had it.
 
-        Threads that take turns may do so in another order on another rank.
+        Threads that take turns may do so in another order on another rank.  If a rank dies in the
+        block, it raises `RanksLost`, after `settle`; see `a2d_mpi.comm.failures`.
         """
         free = self._lock.acquire(blocking=False)
         if not free:
             self._lock.acquire()
         try:
-            yield None if free else TWO_THREADS
+            with self._failures.noticed(settle):
+                yield None if free else TWO_THREADS
         finally:
             self._lock.release()
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from mpi4py import MPI
 
+from a2d_mpi.comm.failures import survives, wait_out
 from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.devices.protocol import Array
 
@@ -43,6 +44,9 @@ class Transport(Protocol):
     def wait(self, messages: list[Any]) -> None:
         """Complete the messages and empty the list."""
 
+    def settle(self, messages: list[Any]) -> None:
+        """Complete messages whose communicators are revoked, in whatever way."""
+
     def poll(self, comm: MPI.Intracomm) -> None:
         """Let messages advance; called between the cache blocks of a long computation."""
 
@@ -67,8 +71,17 @@ class HostTransport:
         return [comm.Ibarrier()]
 
     def wait(self, messages: list[Any]) -> None:
-        MPI.Request.Waitall(messages)
+        if survives():
+            # Waitall frees sends that fail.  Open MPI 5.0.11 ends a process that has freed one.
+            for request in messages:
+                request.Wait()
+        else:
+            MPI.Request.Waitall(messages)
         messages.clear()
+
+    def settle(self, messages: list[Any]) -> None:
+        for request in messages:
+            wait_out(request)
 
     def poll(self, comm: MPI.Intracomm) -> None:
         start = time.perf_counter()

@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 
 from mpi4py import MPI
@@ -142,7 +142,9 @@ def _watches() -> weakref.WeakSet[Watch]:
             with _adding:
                 looked_at = list(watches)
             for watch in looked_at:
-                watch.look()
+                # On a revoked communicator: then the wait ends with that error, too.
+                with suppress(MPI.Exception):
+                    watch.look()
 
     threading.Thread(target=look, name="a2d_mpi watch", daemon=True).start()
     return watches

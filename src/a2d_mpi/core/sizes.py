@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -110,6 +111,12 @@ class Layout:
         )
         nodes = None if len(first) == self.size else tuple(first[names].tolist())
         return replace(self, nodes=nodes)
+
+
+def squarest(ranks: int) -> tuple[int, int]:
+    """Rows and columns of a grid of so many ranks: as square as it can be, rows <= columns."""
+    rows = next(r for r in range(math.isqrt(ranks), 0, -1) if ranks % r == 0)
+    return rows, ranks // rows
 
 
 def check_memory(what: str, nbytes: int, sharing: int = 1) -> None:

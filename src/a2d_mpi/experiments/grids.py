@@ -11,6 +11,7 @@ from mpi4py import MPI
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.options import (
     BLOCK_HELP,
@@ -74,8 +75,7 @@ def grid_shape(
         raise ValueError(f"{shape} do not divide {ranks} ranks")
     if rows is not None or cols is not None:
         return rows or group, cols or group
-    rows = next(r for r in range(math.isqrt(group), 0, -1) if group % r == 0)
-    return rows, group // rows
+    return squarest(group)
 
 
 def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> ProcessGrid:

@@ -1,0 +1,108 @@
+"""Ranks die, and the others go on: with Open MPI's ULFM."""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from helpers import launch
+
+pytestmark = [pytest.mark.launches, pytest.mark.ulfm]
+
+LOST = Path(__file__).with_name("lost.py")
+ULFM = ("--with-ft", "ulfm")
+
+
+def left_behind(folder):
+    """PIDs of processes that have the folder among their arguments."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            found += [int(entry.name)] * (os.fsencode(folder) in words)
+    return found
+
+
+def lose(folder, stages, *more, timeout=60, env=None):
+    command = LOST, folder, json.dumps(stages), *more
+    done = launch(6, *command, timeout=timeout, options=ULFM, env=env)
+    until = time.monotonic() + 5  # what mpiexec has killed may take a moment
+    while left_behind(folder):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return done
+
+
+def hashes(text):
+    return dict(re.findall(r"^hash (\S+) (\w+)", text, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def from_the_start(tmp_path_factory):
+    """Hashes of results on grids that were made so, by method and size of Ulysses groups."""
+    known = {}
+
+    def find(method, heads=1):
+        if (method, heads) not in known:
+            folder = tmp_path_factory.mktemp("start")
+            done = launch(5, LOST, folder, method, heads, timeout=60)
+            known[method, heads] = hashes(done.stdout)
+        return known[method, heads]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    "method, heads, stages, shapes",
+    [
+        (
+            "attention2d",
+            1,
+            [("forward", [0], 0.05), ("backward", [3], 0.1), ("making", [1, 2], 0.07)],
+            ["1x5x1", "2x2x1", "1x2x1"],
+        ),
+        (
+            "attention2d",
+            2,  # two grids of 1 x 3, then 1 x 5, as 5 is odd
+            [("backward", [2], 0.04), ("rows", [0, 4], 0.03), ("making", [1], 0.02)],
+            ["1x5x1", "1x3x1", "1x2x1"],
+        ),
+        (  # one after the other, the second while the first grid is made anew
+            "ring",
+            1,
+            [("shrink", [4, 0], 0.1), ("forward", [0, 1, 2], 0.05)],
+            ["2x2x1", "1x1x1"],
+        ),
+        ("triangle", 1, [("forward", [5], 0.05)], ["1x3x1"]),
+    ],
+)
+def test_survivors_go_on(tmp_path, from_the_start, method, heads, stages, shapes):
+    """All of them hear of it soon, and compute what a grid of that shape computes."""
+    done = lose(tmp_path, stages, method, heads)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = re.findall(r"^(\w+) lost .+ after (\S+)$", done.stdout, re.MULTILINE)
+    ranks = 6
+    for phase, victims, _ in stages:
+        seconds = [float(after) for heard_in, after in told if heard_in == phase]
+        ranks -= len(victims)
+        assert len(seconds) >= ranks and max(seconds) < 10
+    found = re.findall(r"^hash (\S+) (\w+)", done.stdout, re.MULTILINE)
+    assert [shape for shape, _ in found] == shapes
+    expected = from_the_start(method) | from_the_start(method, 1)
+    assert all(expected[shape] == text for shape, text in found)
+
+
+def test_nobody_else_is_told_without_revocation(tmp_path):
+    """On a ring only its neighbours wait for a dead rank: the others' wait must be ended."""
+    stages = [("program", [0], 0)]
+    assert hashes(lose(tmp_path, stages, "ring").stdout)
+    (tmp_path / "untold").mkdir()
+    env = {"A2D_TEST_UNTOLD": "3"}
+    done = lose(tmp_path / "untold", stages, "ring", env=env)
+    assert done.returncode and not hashes(done.stdout)
+    assert len(re.findall("^program lost 0 after", done.stdout, re.MULTILINE)) in (1, 2)
