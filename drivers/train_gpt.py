@@ -14,6 +14,7 @@ from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.grids import add_grid
 from a2d_mpi.experiments.model_options import add_model
 from a2d_mpi.experiments.options import SEED, add_trace, escaped, path, real, whole
+from a2d_mpi.experiments.survival import add_survive
 from a2d_mpi.experiments.train_gpt import train
 
 
@@ -54,6 +55,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     )
     add("--warmup", type=whole(1), default=20, help="steps (default %(default)s)")
     add("--seed", type=SEED, default=0, help="of weights and batches (default %(default)s)")
+    add_survive(parser)
     add_trace(parser, "of the last step")
     add_engine(parser)
     return parser

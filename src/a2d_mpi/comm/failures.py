@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 
 from mpi4py import MPI
 
+from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.watch import name_ranks
 
 _TOLD = 2.0  # seconds in which a rank that saw a revocation hears who died
@@ -68,6 +69,20 @@ class Failures:
         self.comm, self.comms, self.numbers = comm, comms, range(comm.size)
         self.others: list[MPI.Intracomm] = []
 
+    def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
+        """A duplicate of a communicator of these ranks, which is revoked with the grid's.
+
+        Collective over `comm`; `forget` frees it.
+        """
+        made = comm.Dup()
+        self.others.append(made)
+        return made
+
+    def forget(self, comm: MPI.Intracomm) -> None:
+        """Free what `duplicate` has made.  Collective."""
+        self.others.remove(comm)
+        comm.Free()
+
     def lost(self) -> tuple[int, ...]:
         """Numbers of the ranks that this rank knows to be dead."""
         failed, everyone = self.comm.Get_failed(), self.comm.Get_group()
@@ -111,17 +126,19 @@ class Failures:
         """Raise `RanksLost` on all ranks of `comm` after the block if it ended so on any.
 
         Without it, some ranks may complete a collective call in which others see a rank die.
-        Collective over `comm`.
+        Collective over `comm`.  Without such an MPI, nothing is sent.
         """
-        done = False
+        problem = None
         try:
             with self.noticed():
                 yield
-            done = True
-        finally:
-            if survives() and not _agreed(comm, done) and done:
-                self.revoke()
-                raise self._named()
+        except (RanksLost, CollectiveError) as error:
+            problem = error  # other errors end the job: nobody waits for this rank
+        if survives() and not _agreed(comm, not isinstance(problem, RanksLost)):
+            self.revoke()
+            raise problem if isinstance(problem, RanksLost) else self._named()
+        if problem:
+            raise problem
 
     def revoke(self) -> None:
         """End all waits on the communicators, on all ranks."""

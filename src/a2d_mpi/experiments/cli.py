@@ -17,6 +17,7 @@ from typing import NoReturn, TypeVar
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError, agree
+from a2d_mpi.comm.failures import survives
 from a2d_mpi.comm.gpus import TRANSFERS
 from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import held
@@ -179,6 +180,13 @@ def run(
     if lost_output(prog):
         code = BAD_INPUT
     # No launcher may see a code, and end the others, before the message is out.
+    if survives():
+        try:
+            comm.Agree(1)
+        except MPI.Exception:  # ranks died, and the others went on
+            alive()
+            sys.stderr.flush()
+            os._exit(code)  # MPI_Finalize may wait for good (Open MPI 5.0.11)
     code = comm.allreduce(code, MPI.MAX)
     alive()
     sys.exit(code)

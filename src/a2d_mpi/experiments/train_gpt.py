@@ -21,6 +21,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.checkpoint import State, differences, put_away, resumed, save
 from a2d_mpi.experiments.cli import check_room, holding, together
+from a2d_mpi.experiments.files import files_written
 from a2d_mpi.experiments.gpt_files import TRAINING_SCHEMA as SCHEMA
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
@@ -29,6 +30,7 @@ from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.results import new_file, set_attributes
+from a2d_mpi.experiments.survival import check_survive, surviving
 from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.gpt.adam import learning_rate
 from a2d_mpi.gpt.config import GPTConfig
@@ -50,6 +52,7 @@ SAME = ("seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator", "vali
 
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train, or resume; returns the exit code: 1 if the loss is no longer finite."""
+    check_survive(comm, args.survive)
     text, held, config = together(comm, lambda: _validated(args))
     size = np.dtype(args.dtype).itemsize
     nbytes = training_bytes(config, -(-args.seqlen // comm.size), size, args.recompute)
@@ -61,29 +64,55 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     device = open_device(comm, args.device)
     grid = open_grid(comm, args, Workload(**sizes, mask=Causal(), backward=True))
     together(comm, lambda: args.folder.mkdir(parents=True, exist_ok=True), on=0)
+    trainer: Trainer | None = None
+
+    def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
+        nonlocal trainer
+        # The job's first rank keeps other jobs from writing the output, as long as it lives.
+        written = [] if 0 in grid.failures.numbers else files_written(args)
+        with holding(comm, args.folder, *written):
+            if trainer is None:
+                state = _resumed(comm, args, config, text)
+                trainer = Trainer(comm, grid, args, text, state, device)
+            else:
+                trainer.go_on(comm, grid)
+            return _finish(comm, trainer, args, text, held)
+
     # Each step checks that its numbers are finite.
     finite = np.errstate(over="ignore", invalid="ignore")
-    with holding(comm, args.folder), threadpool_limits(args.threads), finite:
-        trainer = Trainer(comm, grid, args, text, _resumed(comm, args, config, text), device)
-        trace = Trace(comm, args.trace) if args.trace else None
-        try:
-            trainer.run(args.until or args.steps, trace)
-        except FloatingPointError as error:
-            _say(comm, f"step {trainer.state.step + 1}: {error}; the training ends, and the "
-                       f"checkpoints in {args.folder} stay as they are")  # fmt: skip
-            return FAILED_CHECK
-        if trace:
-            together(comm, trace.write, on=0)
-        traffic = comm.gather(trainer.traffic())  # of the steps
-        held_out = {"loss": trainer.evaluate(held), **held.sizes()} if held else {}
-    origin = origin_of(comm, device)
-    if comm.rank == 0:
-        _report(trainer, text, held_out)
+    with threadpool_limits(args.threads), finite:
+        code = surviving("train_gpt.py", grid, work, args.survive, args.method)
+    if code is not None:
+        if trainer.rank == 0:
+            _report(trainer, text)
+        trainer.free()
+    return code or 0
+
+
+def _finish(
+    comm: MPI.Intracomm,
+    trainer: Trainer,
+    args: argparse.Namespace,
+    text: Text,
+    held: Text | None,
+) -> int:
+    """Train to the last step, evaluate and write; returns the exit code.  Collective."""
+    trace = Trace(comm, args.trace) if args.trace else None
+    try:
+        trainer.run(args.until or args.steps, trace)
+    except FloatingPointError as error:
+        _say(comm, f"step {trainer.state.step + 1}: {error}; the training ends, and the "
+                   f"checkpoints in {args.folder} stay as they are")  # fmt: skip
+        return FAILED_CHECK
+    if trace:
+        together(comm, trace.write, on=0)
+    traffic = comm.gather(trainer.traffic())  # of the steps
+    if held:
+        trainer.held_out = {"loss": trainer.evaluate(held), **held.sizes()}
+    origin = origin_of(comm, trainer.device)
     if args.output:
-        texts = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}, held_out
-        together(comm, lambda: write(args.output, trainer, origin, texts, traffic), on=0)
-    trainer.free()
-    grid.free()
+        trained_on = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
+        together(comm, lambda: write(args.output, trainer, origin, trained_on, traffic), on=0)
     return 0
 
 
@@ -107,6 +136,18 @@ class Trainer:
         Where to start; its arrays are on the host and become the run's.
     device : Device
         Of weights and activations.
+
+    Attributes
+    ----------
+    rank : int
+        Of this process among the ranks that are left.
+    state : State
+    settings : dict
+        Of all ranks; they may change the bits.
+    parts : list
+        Seconds of this rank by step of this start and `PARTS`.
+    held_out : dict
+        Loss and sizes of the text that is held out, once it is evaluated.
     """
 
     def __init__(
@@ -118,18 +159,37 @@ class Trainer:
         state: State,
         device: Device = HOST,
     ) -> None:
-        self._comm, self._grid, self._args, self._text = comm, grid, args, text
-        self._device = device
+        self._comm, self.rank, self._grid = comm, comm.rank, grid
+        self._args, self._text = args, text
+        self.device = device
         self.state = state
         self.settings = self._settings()
         weights = Parameters(state.config, device.upload(state.weights))
         moments = device.upload(state.moments)
         self._training = Training(
-            comm, weights, moments, state.step, args.recompute, args.transfers
+            comm, weights, moments, state.step, args.recompute, args.transfers, grid.failures
         )
         self._plan: AttentionPlan | None = None
         self._bytes: dict[str, np.ndarray] = {}
-        self.parts: list[list[float]] = []  # of this rank, by step and `PARTS`
+        self._lost = False  # ranks
+        self.parts: list[list[float]] = []
+        self.held_out: dict[str, object] = {}
+
+    def go_on(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
+        """After a loss, go on with the ranks that are left, from the last finished step.
+
+        Collective over them.
+        """
+        start = time.perf_counter()
+        self._bytes, self._lost = self.traffic(), True
+        self._comm, self.rank, self._grid = comm, comm.rank, grid
+        self.settings = self._settings()
+        self._training.go_on(comm, grid.failures)
+        made = time.perf_counter()
+        self._plan_for(self._batch())
+        end = time.perf_counter()
+        _say(comm, f"goes on after step {self.state.step}; communicators took "
+                   f"{made - start:.3f} s, a plan {end - made:.3f} s")  # fmt: skip
 
     def run(self, stop: int, trace: Trace | None = None) -> None:
         """Go on to a step, and keep checkpoints; `trace` gets the last step.  Collective.
@@ -143,18 +203,24 @@ class Trainer:
         changes = differences(state.settings, self.settings) if state.step else ""
         if changes:
             _say(comm, f"{changes}: from now on bits differ from an uninterrupted run's")
+
+        def keep_if_due() -> None:
+            if state.step % args.every == 0 or state.step == stop:
+                together(comm, lambda: self.keep(args.folder), on=0)
+
+        if self._lost:  # the rank that was to keep this step may be gone
+            keep_if_due()
         with tqdm(range(state.step, stop), "steps", disable=comm.rank != 0, leave=False) as shown:
             for _ in shown:
                 last = trace if state.step + 1 == stop else None
                 shown.set_postfix(loss=f"{self.step(last):.3f}")
-                if state.step % args.every == 0 or state.step == stop:
-                    together(comm, lambda: self.keep(args.folder), on=0)
+                keep_if_due()
 
     def step(self, trace: Trace | None = None) -> float:
         """One step; returns the loss before it.  Collective."""
         args = self._args
         state = self.state
-        batch = self._text.batch(args.seqlen, args.seed, state.step)
+        batch = self._batch()
         start = time.perf_counter()
         plan = self._plan_for(batch)
         planned = time.perf_counter() - start
@@ -164,6 +230,10 @@ class Trainer:
         state.add_step(loss, planned + sum(parts.values()), self.settings)
         self.parts.append([*parts.values(), planned])
         return loss
+
+    def _batch(self) -> Batch:
+        """The batch of the next step."""
+        return self._text.batch(self._args.seqlen, self._args.seed, self.state.step)
 
     def evaluate(self, text: Text) -> float:
         """Mean loss of a text, in sequences that follow each other.  Collective."""
@@ -195,14 +265,14 @@ class Trainer:
     def _settings(self) -> dict[str, object]:
         """Settings of all ranks that may change the bits.  Collective."""
         args = self._args
-        kernel = make_kernel(args.kernel, self._device, np.dtype(args.dtype), 1.0)
+        kernel = make_kernel(args.kernel, self.device, np.dtype(args.dtype), 1.0)
         hosts = self._comm.allgather((cpu_name(), blas_name()))
         cpus, blas = ("; ".join(sorted(set(x))) for x in zip(*hosts))
         return {
             "method": args.method,
             **grid_config(self._grid),
             "threads": args.threads,
-            "device": self._device.name,
+            "device": self.device.name,
             "kernel": kernel.name,
             "cpu": cpus,
             "blas": blas,
@@ -212,15 +282,17 @@ class Trainer:
     def traffic(self) -> dict[str, np.ndarray]:
         """Bytes that this rank has sent and received, by phase and communicator."""
         self._forget()
-        return {**self._bytes, "gradients/all": np.array([self._training.sum.nbytes] * 2)}
+        name, sums = "gradients/all", self._training.sum
+        counts = self._bytes.get(name, np.zeros(2, np.int64))
+        return {**self._bytes, name: counts + (sums.nbytes if sums else 0)}
 
     def weights(self) -> np.ndarray:
         """The weights, flat, on the host."""
-        return self._device.download(self._training.weights.flat)
+        return self.device.download(self._training.weights.flat)
 
     def keep(self, folder: Path) -> None:
         """Write a checkpoint."""
-        moments = self._device.download(self._training.adam.moments)
+        moments = self.device.download(self._training.adam.moments)
         save(folder, replace(self.state, weights=self.weights(), moments=moments))
 
     def free(self) -> None:
@@ -271,17 +343,17 @@ def write(
     path: Path,
     trainer: Trainer,
     origin: dict,
-    texts: tuple[dict, dict],
+    trained_on: dict[str, object],
     traffic: list[dict],
 ) -> None:
-    """Write losses, seconds and traffic of a run; `texts`: trained on, and held out."""
+    """Write losses, seconds and traffic of a run, and the figures of the text."""
     with new_file(path, SCHEMA) as file:
         set_attributes(file, origin)
         state = trainer.state
         config = state.run | asdict(state.config) | trainer.settings
         set_attributes(file.create_group("config"), config)
-        for name, x in zip(("text", "held_out"), texts):
-            set_attributes(file.create_group(name), x)
+        set_attributes(file.create_group("text"), trained_on)
+        set_attributes(file.create_group("held_out"), trainer.held_out)
         for i, x in enumerate(state.ranges):
             set_attributes(file.create_group(f"ranges/{i}"), x)
         file["loss"], file["seconds/total"] = state.losses, state.seconds
@@ -292,9 +364,9 @@ def write(
             file[f"traffic/{name}/sent"], file[f"traffic/{name}/received"] = counts.T
 
 
-def _report(trainer: Trainer, text: Text, held_out: dict) -> None:
+def _report(trainer: Trainer, text: Text) -> None:
     """Print the short table."""
-    state = trainer.state
+    state, held_out = trainer.state, trainer.held_out
     for name in held_out and ("loss", "unigram_entropy"):
         print(f"held-out text: {name.replace('_', ' ')} {held_out[name]:.4f} nats")
     if not trainer.parts:

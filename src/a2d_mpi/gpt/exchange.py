@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.device_transport import DeviceTransport
+from a2d_mpi.comm.failures import Failures
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.transport import HostTransport, Transport
 from a2d_mpi.comm.watch import Watch
@@ -32,6 +33,8 @@ class Exchange:
         Of the arrays.
     transfers : {"auto", "device", "host"}
         Way of a GPU's arrays to MPI, as of a plan.
+    failures : Failures, optional
+        Of the grid of these ranks, if MPI may go on when one of them dies.
     """
 
     def __init__(
@@ -42,15 +45,18 @@ class Exchange:
         traffic: Traffic,
         device: Device = HOST,
         transfers: str = "auto",
+        failures: Failures | None = None,
     ) -> None:
-        self.comm, self._device = comm.Dup(), device
+        self._failures = failures or Failures(comm, [])
+        self.comm, self._device = self._failures.duplicate(comm), device
         self._channel = Channel(self.comm, name, traffic)
-        transport: Transport = HostTransport()
+        self._transport: Transport = HostTransport()
         if device is not HOST:
             staged = not all(comm.allgather(gpu_aware(transfers)[0]))
-            transport = DeviceTransport(device, staged)
+            self._transport = DeviceTransport(device, staged)
+        self._pending: list[list[Any]] = []  # what `wait` was not called for yet
         watch = Watch(self.comm, f"{phase} of a GPT", talks=False)
-        self._channel.start(phase, transport, watch)
+        self._channel.start(phase, self._transport, watch)
 
     def all_to_all(self, sent: Sequence[Array], received: Sequence[Array], tag: int = 0) -> list:
         """Start to send ``sent[p]`` to each rank p, and to receive ``received[p]`` from it.
@@ -59,6 +65,7 @@ class Exchange:
         same time have different tags.
         """
         messages: list[Any] = []
+        self._pending.append(messages)
         for peer in self._channel.peers:
             messages += self._channel.irecv([received[peer]], peer, tag)
         for peer in self._channel.peers:
@@ -76,7 +83,10 @@ class Exchange:
         """Complete messages and empty the list."""
         self._channel.wait(messages)
         self._channel.waits.clear()
+        self._pending = [x for x in self._pending if x]
 
     def free(self) -> None:
-        """Free the communicator.  Collective."""
-        self.comm.Free()
+        """Free the communicator.  Collective, also after a loss."""
+        for messages in self._pending:
+            self._transport.settle(messages)
+        self._failures.forget(self.comm)

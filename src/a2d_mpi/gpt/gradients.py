@@ -8,6 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.channel import Traffic
+from a2d_mpi.comm.failures import Failures
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.exchange import Exchange
@@ -32,12 +33,20 @@ class GradientSum:
         Float32 or float64, NumPy or CuPy.
     transfers : {"auto", "device", "host"}
         Way of CuPy arrays to MPI, as of a plan.
+    failures : Failures, optional
+        Of the grid of these ranks, if MPI may go on when one of them dies.
     """
 
-    def __init__(self, comm: MPI.Intracomm, flat: Array, transfers: str = "auto") -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        flat: Array,
+        transfers: str = "auto",
+        failures: Failures | None = None,
+    ) -> None:
         self._flat, self._traffic = flat, Traffic()
-        device = device_of(flat)
-        self._exchange = Exchange(comm, "gradients", "all", self._traffic, device, transfers)
+        way = self._traffic, device_of(flat), transfers, failures
+        self._exchange = Exchange(comm, "gradients", "all", *way)
         self._started: list[tuple[slice, Array, Array, list]] = []
 
     @property
@@ -74,7 +83,7 @@ class GradientSum:
         self._started = []
 
     def free(self) -> None:
-        """Free the communicator.  Collective."""
+        """Free the communicator.  Collective, also after a loss."""
         self._exchange.free()
 
 

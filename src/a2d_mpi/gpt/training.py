@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.failures import Failures
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.adam import Adam
@@ -27,7 +28,7 @@ class Training:
     Parameters
     ----------
     comm : Intracomm
-        Of all ranks of the plans; a duplicate is used, until `free`.
+        Of all ranks of the plans.
     weights : Parameters
         NumPy or CuPy arrays, as `moments`.
     moments : (2, parameters) array
@@ -37,12 +38,15 @@ class Training:
         See `checkpoint` of `a2d_mpi.gpt.model.GPT`.
     transfers : {"auto", "device", "host"}
         Way of CuPy arrays to MPI, as of a plan.
+    failures : Failures, optional
+        Of the grid of these ranks, if MPI may go on when one of them dies.
 
     Attributes
     ----------
     weights, gradients : Parameters
     adam : Adam
-    sum : GradientSum
+    sum : GradientSum or None
+        None after `free`.
     """
 
     def __init__(
@@ -53,13 +57,24 @@ class Training:
         done: int = 0,
         recompute: bool = False,
         transfers: str = "auto",
+        failures: Failures | None = None,
     ) -> None:
-        self._comm, self._recompute = comm, recompute
+        self._recompute, self._transfers = recompute, transfers
         self.weights = weights
         zeros = module_of(weights.flat).zeros_like(weights.flat)
         self.gradients = Parameters(weights.config, zeros)
         self.adam = Adam(weights, moments, done)
-        self.sum = GradientSum(comm, self.gradients.flat, transfers)
+        self.sum: GradientSum | None = None
+        self.go_on(comm, failures)
+
+    def go_on(self, comm: MPI.Intracomm, failures: Failures | None = None) -> None:
+        """Use another communicator from now on: after a loss, one of the ranks that are left.
+
+        Collective over it.
+        """
+        self.free()
+        self._comm, self._failures = comm, failures or Failures(comm, [])
+        self.sum = GradientSum(comm, self.gradients.flat, self._transfers, failures)
 
     def step(self, plan: AttentionPlan, batch: Batch, rate: float) -> tuple[float, dict]:
         """Do a step; returns the loss before it, and this rank's seconds by part.  Collective.
@@ -71,14 +86,17 @@ class Training:
         ------
         FloatingPointError
             On all ranks, if the loss, the gradients or the new weights are not finite.
+        RanksLost
+            On all ranks that are left, if a rank died; their weights are those before the step.
         """
         start = time.perf_counter()
         timed, count = _Timed(plan), max(1, int((batch.targets >= 0).sum()))
-        loss = self.loss(timed, batch, count, self.gradients, self.sum.start)
-        marks = [time.perf_counter()]
-        self.sum.finish()
-        marks.append(time.perf_counter())
-        loss = total(self._comm, loss)
+        with self._failures.all_or_none(self._comm):
+            loss = self.loss(timed, batch, count, self.gradients, self.sum.start)
+            marks = [time.perf_counter()]
+            self.sum.finish()
+            marks.append(time.perf_counter())
+            loss = total(self._comm, loss)
         marks.append(time.perf_counter())
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}")
@@ -104,8 +122,10 @@ class Training:
         return model.loss(tokens, targets, count, gradients, finished)
 
     def free(self) -> None:
-        """Free the communicator.  Collective."""
-        self.sum.free()
+        """Free the communicator.  Collective, also after a loss."""
+        if self.sum:
+            self.sum.free()
+            self.sum = None
 
 
 class _Timed:

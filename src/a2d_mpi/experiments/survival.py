@@ -1,0 +1,105 @@
+"""Programs that go on when ranks die: the option --survive of drivers."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+from mpi4py import MPI
+
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.failures import RanksLost, survives
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.watch import name_ranks
+from a2d_mpi.experiments.options import Parser
+
+_NO_ULFM = (
+    "--survive: this MPI ends the job when a rank dies; it needs Open MPI with ULFM, started by "
+    "mpiexec --with-ft ulfm"
+)
+
+
+def add_survive(parser: Parser) -> None:
+    """Add the option --survive."""
+    parser.add_argument(
+        "--survive",
+        action="store_true",
+        help="go on without ranks that die; needs mpiexec --with-ft ulfm",
+    )
+
+
+def check_survive(comm: MPI.Intracomm, survive: bool) -> None:
+    """Refuse --survive on an MPI that ends the job.  Collective.
+
+    Raises
+    ------
+    CollectiveError
+        On all ranks.
+    """
+    agree(comm, _NO_ULFM if survive and not survives() else None)
+
+
+def surviving(
+    prog: str,
+    grid: ProcessGrid,
+    work: Callable[[ProcessGrid, MPI.Intracomm], int],
+    survive: bool,
+    method: str,
+) -> int | None:
+    """Work on a grid, and once more on a smaller one whenever ranks die.
+
+    Collective.  A line on stderr says who was lost.  If a rank dies while others end, all of them
+    work once more, so `work` has to go on from what it had done.
+
+    Parameters
+    ----------
+    prog : str
+        Of the driver.
+    grid : ProcessGrid
+        It is freed.
+    work : callable
+        ``work(grid, comm)`` returns an exit code; `comm` is a duplicate of ``grid.comm``, for its
+        own messages.
+    survive : bool
+        False: nobody goes on.
+    method : str
+        For which a grid shrinks; see `ProcessGrid.shrink`.
+
+    Returns
+    -------
+    int or None
+        The exit code of `work`; None on ranks that a smaller grid has no place for.
+
+    Raises
+    ------
+    RanksLost
+        On all ranks that are left, unless they `survive`.
+    """
+    while True:
+        comm = None
+        try:
+            with grid.failures.all_or_none(grid.comm):
+                comm = grid.failures.duplicate(grid.comm)
+                code = work(grid, comm)
+            grid.failures.forget(comm)
+            grid.free()
+            return code
+        except RanksLost:
+            if not survive:
+                raise
+            start = time.perf_counter()
+            smaller = grid.shrink(method)
+            if comm is not None:
+                grid.failures.forget(comm)
+            grid.free()
+        if smaller is None:
+            return None
+        lost = sorted(set(grid.failures.numbers) - set(smaller.failures.numbers))
+        grid = smaller
+        if grid.comm.rank == 0:
+            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            print(f"{prog}: {now}: went on without {name_ranks(lost)}: {grid.comm.size} ranks, "
+                  f"{grid.rows}x{grid.cols}x{grid.heads}, after "
+                  f"{time.perf_counter() - start:.3f} s", file=sys.stderr, flush=True)  # fmt: skip
