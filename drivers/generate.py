@@ -22,6 +22,7 @@ from a2d_mpi.experiments.options import (
     real,
     whole,
 )
+from a2d_mpi.experiments.survival import add_survive
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -41,6 +42,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
     add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
     add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
+    add_survive(parser)
     add_engine(parser)
     return parser
 

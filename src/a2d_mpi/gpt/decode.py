@@ -7,6 +7,7 @@ A decoding step has one row for each request.  All ranks compute all rows, but f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import numpy as np
@@ -87,6 +88,7 @@ class Decoder:
         self._upload, self._download = device.upload, device.download
         self._way = self.traffic, device, transfers
         self.attention = SpreadAttention(grid, c, self.cache, *self._way)
+        self._moving = Exchange(grid.comm, "prefill", "all", *self._way, grid.failures)
 
     def admit(self, name: int, prompt: int, most: int) -> bool:
         """Give a request its room in the cache; False if others have it now.
@@ -158,8 +160,13 @@ class Decoder:
         self.cache.release(name)
 
     def free(self) -> None:
-        """Free the communicators.  Collective."""
+        """Free the communicators.  Collective, also after a loss."""
         self.attention.free()
+        self._moving.free()
+
+    def all_or_none(self) -> AbstractContextManager[None]:
+        """Raise `RanksLost` after the block on all ranks that are left, if a rank died in it."""
+        return self._grid.failures.all_or_none(self._grid.comm)
 
     def agreed(self, choices: dict[int, int]) -> dict[int, int]:
         """Choices of the first rank, on all."""
@@ -184,7 +191,7 @@ class Decoder:
         sent = [self._upload(x) for x in sent for _ in heads]  # by rank
         coming = [x[to[x] == self.cache.rank] for x in comm.allgather(own)]
         order = self._upload(np.argsort(np.concatenate(coming)))
-        exchange = Exchange(comm, "prefill", "all", *self._way)  # keeps no buffers of these sizes
+        self._moving.forget_buffers()  # other prompts have other sizes
         for layer, both in enumerate(kept):
             xp, shape = module_of(both[0]), (heads[0].stop, config.headdim)
             given = [
@@ -192,7 +199,7 @@ class Decoder:
                 for p, rows in enumerate(sent)
             ]  # (2, tokens, heads that are kept there, D)
             found = [xp.empty((2, len(x), *shape), both[0].dtype) for x in coming]
-            exchange.wait(exchange.all_to_all(given, found))
+            self._moving.wait(self._moving.all_to_all(given, found))
             k, v = xp.concatenate(found, axis=1)[:, order]  # by request and place
             begin = 0
             for name, length in zip(prompts, lengths):
@@ -200,4 +207,3 @@ class Decoder:
                     end = begin + length
                     self.cache.put(layer, name, k[begin:end], v[begin:end])
                     begin = end
-        exchange.free()

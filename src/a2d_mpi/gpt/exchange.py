@@ -50,13 +50,10 @@ class Exchange:
         self._failures = failures or Failures(comm, [])
         self.comm, self._device = self._failures.duplicate(comm), device
         self._channel = Channel(self.comm, name, traffic)
-        self._transport: Transport = HostTransport()
-        if device is not HOST:
-            staged = not all(comm.allgather(gpu_aware(transfers)[0]))
-            self._transport = DeviceTransport(device, staged)
+        self._staged = device is not HOST and not all(comm.allgather(gpu_aware(transfers)[0]))
         self._pending: list[list[Any]] = []  # what `wait` was not called for yet
-        watch = Watch(self.comm, f"{phase} of a GPT", talks=False)
-        self._channel.start(phase, self._transport, watch)
+        self._phase, self._watch = phase, Watch(self.comm, f"{phase} of a GPT", talks=False)
+        self.forget_buffers()
 
     def all_to_all(self, sent: Sequence[Array], received: Sequence[Array], tag: int = 0) -> list:
         """Start to send ``sent[p]`` to each rank p, and to receive ``received[p]`` from it.
@@ -84,6 +81,13 @@ class Exchange:
         self._channel.wait(messages)
         self._channel.waits.clear()
         self._pending = [x for x in self._pending if x]
+
+    def forget_buffers(self) -> None:
+        """Free the page-locked memory through which the arrays of a GPU went so far."""
+        self._transport: Transport = HostTransport()
+        if self._device is not HOST:
+            self._transport = DeviceTransport(self._device, self._staged)
+        self._channel.start(self._phase, self._transport, self._watch)
 
     def free(self) -> None:
         """Free the communicator.  Collective, also after a loss."""

@@ -58,7 +58,7 @@ class SpreadAttention:
     ) -> None:
         self._grid, self._cache = grid, cache
         self.heads_kv = heads_kv_of(config, grid.heads, grid.head)
-        way = traffic, device, transfers
+        way = traffic, device, transfers, grid.failures
         self._merging = Exchange(grid.group_comm, "decode", "context", *way)
         self._joining = Exchange(grid.comm, "decode", "all", *way)
         self.seconds = {"attention": 0.0, "cpu": 0.0, "merge": 0.0}
@@ -77,7 +77,7 @@ class SpreadAttention:
         return self.attend(layer, self._names, q), None
 
     def free(self) -> None:
-        """Free the communicators."""
+        """Free the communicators.  Collective, also after a loss."""
         self._merging.free()
         self._joining.free()
 
