@@ -11,9 +11,10 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
+from a2d_mpi.comm.failures import Failures, RanksLost, shrunk
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
-from a2d_mpi.experiments.benchmark import add_results, start_benchmark
+from a2d_mpi.experiments.benchmark import add_lost, add_results, start_benchmark
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.grids import plan_of
 from a2d_mpi.experiments.inputs import random_inputs
@@ -33,12 +34,38 @@ SPANS = ("all", "picked", "none")  # the planner's; they are most of a file
 
 
 def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Run what a file lacks, workload by workload; returns the exit code."""
+    """Run what a file lacks, workload by workload; returns the exit code.
+
+    If a rank dies, and MPI goes on, the others note it in the file, and the program ends: plans
+    on fewer ranks could not be compared with those that are there.
+    """
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
+    failures, running, grids = Failures(comm, []), [], {}
+    try:
+        with failures.noticed():
+            return _bench(failures.duplicate(comm), args, prepared, grids, running)
+    except RanksLost as error:
+        for grid in grids.values():  # ranks may wait in any of them
+            grid.failures.revoke()
+        if shrunk(comm).rank == 0:
+            add_lost(args.output, prepared[1], running, error)
+            for name in running:
+                print(f"{name}: not measured: {error}")
+            print(f"written to {args.output}; the program ends: --resume goes on from there")
+        return FAILED_CHECK
+
+
+def _bench(
+    comm: MPI.Intracomm,
+    args: argparse.Namespace,
+    prepared: tuple,
+    grids: dict[tuple, ProcessGrid],
+    running: list[str],
+) -> int:
+    """As `bench`; `running` gets the names of the configurations that are under way."""
     sweep, settings, machine, done = prepared
     together(comm, lambda: [block[0].case.name for block in sweep])  # nodes read mask files, too
     device, trace = open_device(comm, args.device), Trace(comm, args.trace) if args.trace else None
-    grids: dict[tuple, ProcessGrid] = {}
     calls = args.trials + max(1, args.warmup)
     skipped = [c for block in sweep for c in block if c.name in done]
     blocks = [[c for c in block if c.name not in done] for block in sweep]
@@ -51,6 +78,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             bar.write(f"{len(skipped)} configurations are in {args.output} already")
         for block in filter(None, blocks):
             bar.set_description(block[0].case.name)
+            running[:] = [c.name for c in block]
             runs = _checked(comm, block, args, device, grids, bar)
             # Only now, when nothing of it can be refused any more, there is a file.
             together(comm, lambda: add_results(args.output, settings, {}), on=0)

@@ -4,6 +4,7 @@
 
     /                 attributes: schema, schema_version
     /settings         attributes: what is the same for all results (trials, seed, ...)
+    /lost/<name>      attributes: ranks that died before this result was there, and when
     /runs/<name>      laid out as the root of a result file; see `a2d_mpi.experiments.results`
     /figures/<name>   of bench_kernel.py.  Attributes: origin, options, "tflop/<call>": TFLOP of a
                       call, ...
@@ -16,11 +17,13 @@ and ValueError as those of `a2d_mpi.experiments.results` do.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 
 import numpy as np
 
+from a2d_mpi.comm.failures import RanksLost
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.hdf5 import arrays, needed, plain, reading
 from a2d_mpi.experiments.results import Result, fill, load, new_file, set_attributes
@@ -98,6 +101,23 @@ def add_results(
             file.create_group("runs")
         for name, result in results.items():
             fill(file["runs"].create_group(name), result)
+            if name in file.get("lost", ()):
+                del file["lost"][name]
+
+
+def add_lost(
+    path: str | os.PathLike[str],
+    settings: Mapping[str, object],
+    names: Iterable[str],
+    error: RanksLost,
+) -> None:
+    """Note which results are not there because ranks died, in the file, or in a new one."""
+    add_results(path, settings, {})
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    with new_file(path, SCHEMA, extend=True) as file:
+        for name in names:
+            group = file.require_group(f"lost/{name}")
+            set_attributes(group, {"ranks": list(error.ranks), "utc_time": now})
 
 
 def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
