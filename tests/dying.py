@@ -1,0 +1,124 @@
+"""Ranks of a driver that kill themselves, and the same training without a loss.
+
+`arm` is called before a driver runs (tests/survivals.py).  A stage is [phase, call, victims,
+seconds]: in the call of that number of a phase, ranks of the job send themselves SIGKILL, so many
+seconds after it began.  Stage i is of the i-th grid; "repair" is the making of that grid.
+
+    mpiexec -n 6 python tests/dying.py OPTIONS RANGES
+
+trains by OPTIONS, a JSON list, on a new grid for each of RANGES, [[end, ranks, rows, cols], ...],
+and prints the hash of losses and weights: what a run comes to that lost ranks at these steps.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from helpers import parser_of
+from mpi4py import MPI
+
+import a2d_mpi.experiments.train_gpt as job
+import a2d_mpi.gpt.decode as decode
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.experiments.generate import _Answers
+
+PHASES = {
+    "forward": [(AttentionPlan, "forward")],
+    "backward": [(AttentionPlan, "backward")],
+    "making": [(job, "make_plan"), (decode, "make_plan")],
+    "checkpoint": [(job, "together")],  # all ranks, of which one writes
+    "evaluation": [(job.Trainer, "evaluate")],
+    "step": [(decode.Decoder, "step")],
+    "repair": [(ProcessGrid, "shrink")],
+}
+
+
+def note(folder, event):
+    """Keep the time of an event, for whoever reads the folder later."""
+    name = f"{event}-{os.getpid()}-{time.monotonic_ns()}"
+    (folder / name).write_text(str(time.monotonic()))
+
+
+def arm(folder, stages):
+    """Let ranks die as the stages say."""
+    folder, rank = Path(folder), MPI.COMM_WORLD.rank
+    calls, grids = dict.fromkeys(PHASES, 0), 0
+
+    def die():
+        note(folder, "died")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def dies_in(phase):
+        calls[phase] += 1
+        if grids >= len(stages):
+            return
+        wanted, call, victims, seconds = stages[grids]
+        if phase == wanted and call <= calls[phase] and rank in victims:
+            timer = threading.Timer(seconds, die)
+            timer.daemon = True
+            timer.start()
+
+    def watched(do, phase):
+        def call(*args, **kwargs):
+            nonlocal grids
+            if phase == "repair":
+                grids += 1
+                calls.update(dict.fromkeys(PHASES, 0))
+                note(folder, "noticed")
+            dies_in(phase)
+            return do(*args, **kwargs)
+
+        return call
+
+    def noted(do):
+        def call(*args, **kwargs):
+            result = do(*args, **kwargs)
+            note(folder, "goes_on")
+            return result
+
+        return call
+
+    for phase, places in PHASES.items():
+        for owner, name in places:
+            setattr(owner, name, watched(getattr(owner, name), phase))
+    job.Trainer.go_on = noted(job.Trainer.go_on)
+    _Answers._check_room = noted(_Answers._check_room)
+
+
+def result_hash(losses, weights):
+    return hashlib.sha256(losses.tobytes() + weights.tobytes()).hexdigest()
+
+
+def without_loss(options, ranges):
+    """The hash of a training on one grid after the other; collective, on the first rank."""
+    args = parser_of("drivers/train_gpt.py").parse_args(options)
+    world, state = MPI.COMM_WORLD, None
+    text, _, config = job._validated(args)
+    for end, ranks, rows, cols in ranges:
+        comm = world.Split(0 if world.rank < ranks else MPI.UNDEFINED, world.rank)
+        if comm == MPI.COMM_NULL:
+            continue
+        grid = ProcessGrid(comm, rows, cols)
+        state = state or job._resumed(comm, args, config, text)
+        trainer = job.Trainer(comm, grid, args, text, state)
+        while state.step < end:
+            trainer.step()
+        moments = trainer._training.adam.moments
+        state = replace(state, weights=trainer.weights(), moments=moments)
+        trainer.free()
+        grid.free()
+        comm.Free()
+    return result_hash(state.losses, state.weights) if world.rank == 0 else None
+
+
+if __name__ == "__main__":
+    found = without_loss(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
+    if found:
+        print(found)

@@ -1,0 +1,185 @@
+"""Kill ranks of drivers at random moments: the others have to go on, with Open MPI's ULFM.
+
+    nice python tests/survivals.py --jobs 100 --seed 0
+    nice python tests/survivals.py --jobs 20 --program generate.py
+
+Each job has 6 ranks and up to four losses, of 1 to 3 ranks each, in random phases (tests/dying.py).
+A job counts if it ends by itself with exit code 0, goes on within 10 s of each loss, leaves no
+process and no file that is damaged or temporary, and comes to the bits of a training that was on
+the same grids in the same steps from the start; or, generate.py, to the same answers as without a
+loss.  A table by phase, and the seconds of repairs; exit code 1 if any job failed.
+"""
+
+import argparse
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import h5py
+from dying import result_hash
+from helpers import DRIVERS, NO_NUMBA, SABOTAGE, launch
+from test_ulfm import ULFM, left_behind
+
+from a2d_mpi.experiments.checkpoint import latest
+
+DYING = Path(__file__).with_name("dying.py")
+README = DRIVERS.parent / "README.md"
+TRAINING = ("forward", "backward", "making", "checkpoint", "evaluation", "repair")
+DECODING = ("forward", "making", "step", "repair")
+STEPS = 24
+MODEL = ("--layers", "1", "--width", "16", "--nheads", "4", "--seqlen", "64")
+OPTIONS = (str(README), *MODEL, "--separator", r"\n\n", "--validate", "0.03", "--warmup", "5",
+           "--steps", str(STEPS), "--every", "4", "--kernel", "numpy")  # fmt: skip
+PROMPTS = ("So ", "The ranks", "A", "On a machine")
+TOKENS = 30
+
+
+def stages_of(choice, phases):
+    """Stages of a job of 6 ranks, of which at least one is left."""
+    left, stages = list(range(6)), []
+    while len(left) > 1 and len(stages) < 4:
+        phase = choice.choice(phases[:-1] if not stages else phases)
+        if stages and stages[-1][0] == "evaluation":
+            phase = "evaluation"  # the training is over
+        victims = choice.sample(left, min(len(left) - 1, choice.randint(1, 3)))
+        left = [x for x in left if x not in victims]
+        call = choice.randint(1, 3)
+        stages.append(
+            (phase, call, victims, choice.choice([0, 0.001, 0.004, 0.02]) * choice.random())
+        )
+    return stages
+
+
+def survive(program, folder, stages, *options, timeout=60):
+    """Run a driver whose ranks die."""
+    notes = folder / "notes"
+    notes.mkdir(parents=True)
+    code = f"sys.path.insert(0, {str(DYING.parent)!r}); import dying; " \
+           f"dying.arm({str(notes)!r}, {stages!r})"  # fmt: skip
+    code = SABOTAGE.format(NO_NUMBA, code, driver=str(DRIVERS / program))
+    return launch(6, "-c", code, *options, "--survive", timeout=timeout, options=ULFM)
+
+
+@cache
+def hash_of(ranges):
+    """The hash of a training without losses on these grids."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = json.dumps([*OPTIONS, "--folder", folder])
+        done = launch(6, DYING, options, json.dumps(ranges), timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def times_of(notes, event):
+    """Times of an event on all ranks, sorted."""
+    return sorted(float(x.read_text()) for x in notes.glob(f"{event}-*"))
+
+
+def waits(notes):
+    """For each death the seconds until somebody noticed, and until somebody went on."""
+    noticed, on = times_of(notes, "noticed"), times_of(notes, "goes_on")
+    after = lambda times, died: min((x - died for x in times if x > died), default=None)  # noqa: E731
+    return [(after(noticed, x), after(on, x)) for x in times_of(notes, "died")]
+
+
+def trained_badly(folder, done, stages):
+    """What is wrong with a training, or nothing."""
+    state, refused = latest(folder / "checkpoints")
+    left = [x.name for x in (folder / "checkpoints").iterdir() if x.name.startswith(".")]
+    if refused or left or state is None or state.step != STEPS:
+        return f"checkpoints: {refused or left or state}"
+    with h5py.File(folder / "out.h5") as file:
+        groups = [file["ranges"][x].attrs for x in sorted(file["ranges"], key=int)]
+        ranges = [tuple(int(x[y]) for y in ("end", "ranks", "rows", "cols")) for x in groups]
+        losses = file["loss"][()]
+    if result_hash(losses, state.weights) != hash_of(tuple(ranges)):
+        return f"other results than on {ranges} from the start"
+    return ""
+
+
+def problem_of(program, folder, done, stages, answers):
+    """What is wrong with a job, or nothing."""
+    if done.returncode:
+        return f"exit code {done.returncode}"
+    times = waits(folder / "notes")
+    if not times:
+        return "nobody died"
+    if any(on is not None and on > 10 for _, on in times):
+        return f"went on after {times} s"
+    if left_behind(folder):
+        return "left processes"
+    if program == "generate.py":
+        return "" if lines_of(done) == answers else f"other answers: {lines_of(done)}"
+    return trained_badly(folder, done, stages)
+
+
+def lines_of(done):
+    """Answers by request.  An answer may be printed twice if the rank that printed it died."""
+    return dict(re.findall(r"^(\d+): (.*)$", done.stdout, re.MULTILINE))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--program", choices=("train_gpt.py", "generate.py"), default="train_gpt.py"
+    )
+    args = parser.parse_args()
+    phases = TRAINING if args.program == "train_gpt.py" else DECODING
+    losses, bad, deaths, notices, repairs = Counter(), Counter(), 0, [], []
+    with tempfile.TemporaryDirectory() as top:
+        top, answers, options = Path(top), {}, ()
+        if args.program == "generate.py":
+            folder = top / "model"
+            command = DRIVERS / "train_gpt.py", *OPTIONS, "--folder", folder
+            launch(2, *command, timeout=100).check_returncode()
+            options = (folder, "--tokens", TOKENS, "--temperature", 0.8, "--arrive", "0,0,9,15",
+                       *(y for x in PROMPTS for y in ("--prompt", x)))  # fmt: skip
+            answers = lines_of(launch(2, DRIVERS / "generate.py", *options, timeout=100))
+            assert len(answers) == len(PROMPTS)
+        for number in range(args.jobs):
+            choice, folder = random.Random(f"{args.seed} {number}"), top / str(number)
+            stages = stages_of(choice, phases)
+            if args.program == "train_gpt.py":
+                options = (
+                    *OPTIONS,
+                    "--folder",
+                    folder / "checkpoints",
+                    "--output",
+                    folder / "out.h5",
+                )
+            try:
+                done = survive(args.program, folder, stages, *options)
+                problem = problem_of(args.program, folder, done, stages, answers)
+            except subprocess.TimeoutExpired as error:
+                problem, done = "a hang", error
+            times = waits(folder / "notes")
+            deaths += len(times)
+            notices += [x for x, _ in times if x is not None]
+            repairs += [x for _, x in times if x is not None]
+            for phase, *_ in stages:
+                losses[phase] += 1
+                bad[phase] += bool(problem)
+            if problem:
+                print(f"job {number}: {stages}: {problem}")
+                texts = (x if isinstance(x, str) else (x or b"").decode()
+                         for x in (done.stdout, done.stderr))  # fmt: skip
+                print(*texts, flush=True)
+    for phase in phases:
+        print(f"{phase:10s} {losses[phase]:5d} losses, {bad[phase]} of them in jobs that failed")
+    print(f"{deaths} ranks were killed")
+    for what, times in (("noticed by the first", notices), ("went on", repairs)):
+        print(f"{what}: median {statistics.median(times):.3f} s, slowest {max(times):.3f} s")
+    return bool(bad.total())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
