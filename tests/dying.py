@@ -41,9 +41,8 @@ PHASES = {
 
 
 def note(folder, event):
-    """Keep the time of an event, for whoever reads the folder later."""
-    name = f"{event}-{os.getpid()}-{time.monotonic_ns()}"
-    (folder / name).write_text(str(time.monotonic()))
+    """Keep the time of an event, in nanoseconds, as the name of a file."""
+    (folder / f"{event}-{os.getpid()}-{time.monotonic_ns()}").touch()
 
 
 def arm(folder, stages):
@@ -51,8 +50,8 @@ def arm(folder, stages):
     folder, rank = Path(folder), MPI.COMM_WORLD.rank
     calls, grids = dict.fromkeys(PHASES, 0), 0
 
-    def die():
-        note(folder, "died")
+    def die(phase):
+        note(folder, f"died-{phase}")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def dies_in(phase):
@@ -61,7 +60,7 @@ def arm(folder, stages):
             return
         wanted, call, victims, seconds = stages[grids]
         if phase == wanted and call <= calls[phase] and rank in victims:
-            timer = threading.Timer(seconds, die)
+            timer = threading.Timer(seconds, die, [phase])
             timer.daemon = True
             timer.start()
 

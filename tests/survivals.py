@@ -3,8 +3,9 @@
     nice python tests/survivals.py --jobs 100 --seed 0
     nice python tests/survivals.py --jobs 20 --program generate.py
 
-Each job has 6 ranks and up to four losses, of 1 to 3 ranks each, in random phases (tests/dying.py).
-A job counts if it ends by itself with exit code 0, goes on within 10 s of each loss, leaves no
+Each job has 6 ranks and up to four losses, of 1 to 3 ranks each, in random phases
+(tests/dying.py).  A job counts if it ends by itself with exit code 0, goes on within 10 s of each
+loss, leaves no
 process and no file that is damaged or temporary, and comes to the bits of a training that was on
 the same grids in the same steps from the start; or, generate.py, to the same answers as without a
 loss.  A table by phase, and the seconds of repairs; exit code 1 if any job failed.
@@ -50,10 +51,8 @@ def stages_of(choice, phases):
             phase = "evaluation"  # the training is over
         victims = choice.sample(left, min(len(left) - 1, choice.randint(1, 3)))
         left = [x for x in left if x not in victims]
-        call = choice.randint(1, 3)
-        stages.append(
-            (phase, call, victims, choice.choice([0, 0.001, 0.004, 0.02]) * choice.random())
-        )
+        seconds = choice.choice([0, 0.001, 0.004, 0.02]) * choice.random()
+        stages.append((phase, choice.randint(1, 3), victims, seconds))
     return stages
 
 
@@ -79,7 +78,7 @@ def hash_of(ranges):
 
 def times_of(notes, event):
     """Times of an event on all ranks, sorted."""
-    return sorted(float(x.read_text()) for x in notes.glob(f"{event}-*"))
+    return sorted(int(x.name.split("-")[-1]) / 1e9 for x in notes.glob(f"{event}-*"))
 
 
 def waits(notes):
@@ -129,12 +128,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--program", choices=("train_gpt.py", "generate.py"), default="train_gpt.py"
-    )
+    programs = {"train_gpt.py": TRAINING, "generate.py": DECODING}
+    parser.add_argument("--program", choices=programs, default="train_gpt.py")
     args = parser.parse_args()
-    phases = TRAINING if args.program == "train_gpt.py" else DECODING
-    losses, bad, deaths, notices, repairs = Counter(), Counter(), 0, [], []
+    phases = programs[args.program]
+    deaths, bad, notices, repairs = Counter(), Counter(), [], []
     with tempfile.TemporaryDirectory() as top:
         top, answers, options = Path(top), {}, ()
         if args.program == "generate.py":
@@ -149,36 +147,30 @@ def main():
             choice, folder = random.Random(f"{args.seed} {number}"), top / str(number)
             stages = stages_of(choice, phases)
             if args.program == "train_gpt.py":
-                options = (
-                    *OPTIONS,
-                    "--folder",
-                    folder / "checkpoints",
-                    "--output",
-                    folder / "out.h5",
-                )
+                options = *OPTIONS, "--folder", folder / "checkpoints"
+                options += "--output", folder / "out.h5"
             try:
                 done = survive(args.program, folder, stages, *options)
                 problem = problem_of(args.program, folder, done, stages, answers)
             except subprocess.TimeoutExpired as error:
                 problem, done = "a hang", error
             times = waits(folder / "notes")
-            deaths += len(times)
             notices += [x for x, _ in times if x is not None]
             repairs += [x for _, x in times if x is not None]
-            for phase, *_ in stages:
-                losses[phase] += 1
-                bad[phase] += bool(problem)
+            for phase in phases:
+                died = len(times_of(folder / "notes", f"died-{phase}"))
+                deaths[phase] += died
+                bad[phase] += died * bool(problem)
             if problem:
                 print(f"job {number}: {stages}: {problem}")
                 texts = (x if isinstance(x, str) else (x or b"").decode()
                          for x in (done.stdout, done.stderr))  # fmt: skip
                 print(*texts, flush=True)
     for phase in phases:
-        print(f"{phase:10s} {losses[phase]:5d} losses, {bad[phase]} of them in jobs that failed")
-    print(f"{deaths} ranks were killed")
+        print(f"{phase:10s} {deaths[phase]:5d} kills, {bad[phase]} of them in jobs that failed")
     for what, times in (("noticed by the first", notices), ("went on", repairs)):
         print(f"{what}: median {statistics.median(times):.3f} s, slowest {max(times):.3f} s")
-    return bool(bad.total())
+    return bool(sum(bad.values()))
 
 
 if __name__ == "__main__":
