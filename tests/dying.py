@@ -2,7 +2,8 @@
 
 `arm` is called before a driver runs (tests/survivals.py).  A stage is [phase, call, victims,
 seconds]: in the call of that number of a phase, ranks of the job send themselves SIGKILL, so many
-seconds after it began.  Stage i is of the i-th grid; "repair" is the making of that grid.
+seconds after it began.  Calls are counted from the end of the
+stage before.  "repair" is the making of a smaller grid.
 
     mpiexec -n 6 python tests/dying.py OPTIONS RANGES
 
@@ -33,7 +34,7 @@ PHASES = {
     "forward": [(AttentionPlan, "forward")],
     "backward": [(AttentionPlan, "backward")],
     "making": [(job, "make_plan"), (decode, "make_plan")],
-    "checkpoint": [(job, "together")],  # all ranks, of which one writes
+    "checkpoint": [(job.Trainer, "_keep_if_due")],  # on all ranks; one writes
     "evaluation": [(job.Trainer, "evaluate")],
     "step": [(decode.Decoder, "step")],
     "repair": [(ProcessGrid, "shrink")],
@@ -48,28 +49,32 @@ def note(folder, event):
 def arm(folder, stages):
     """Let ranks die as the stages say."""
     folder, rank = Path(folder), MPI.COMM_WORLD.rank
-    calls, grids = dict.fromkeys(PHASES, 0), 0
+    calls, earlier = dict.fromkeys(PHASES, 0), 0
 
     def die(phase):
         note(folder, f"died-{phase}")
         os.kill(os.getpid(), signal.SIGKILL)
 
     def dies_in(phase):
+        nonlocal earlier
+        dead, over = len([*folder.glob("died-*")]), 0
+        while over < len(stages) and dead >= len(stages[over][2]):
+            dead -= len(stages[over][2])
+            over += 1
+        if over != earlier:
+            earlier = over
+            calls.update(dict.fromkeys(PHASES, 0))
         calls[phase] += 1
-        if grids >= len(stages):
-            return
-        wanted, call, victims, seconds = stages[grids]
-        if phase == wanted and call <= calls[phase] and rank in victims:
-            timer = threading.Timer(seconds, die, [phase])
-            timer.daemon = True
-            timer.start()
+        if over < len(stages):
+            wanted, call, victims, seconds = stages[over]
+            if phase == wanted and call <= calls[phase] and rank in victims:
+                timer = threading.Timer(seconds, die, [phase])
+                timer.daemon = True
+                timer.start()
 
     def watched(do, phase):
         def call(*args, **kwargs):
-            nonlocal grids
             if phase == "repair":
-                grids += 1
-                calls.update(dict.fromkeys(PHASES, 0))
                 note(folder, "noticed")
             dies_in(phase)
             return do(*args, **kwargs)

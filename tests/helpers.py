@@ -193,11 +193,15 @@ def drive(
     sabotage: str = "",
     timeout: float = 100,
     numba: bool = False,
+    mpi: Sequence[str] = (),
 ) -> subprocess.CompletedProcess:
-    """Run a driver, after some lines of Python if there are any; see `launch`."""
+    """Run a driver, after some lines of Python if there are any; see `launch`.
+
+    `mpi`: options of mpiexec.
+    """
     path = str(DRIVERS / program)
     code = SABOTAGE.format("" if numba else NO_NUMBA, sabotage, driver=path)
-    return launch(ranks, "-c", code, *options, timeout=timeout)
+    return launch(ranks, "-c", code, *options, timeout=timeout, options=mpi)
 
 
 def drive_each(

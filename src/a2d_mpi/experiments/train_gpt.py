@@ -199,22 +199,23 @@ class Trainer:
         FloatingPointError
             As `a2d_mpi.gpt.training.Training.step` raises it.
         """
-        comm, args, state = self._comm, self._args, self.state
+        comm, state = self._comm, self.state
         changes = differences(state.settings, self.settings) if state.step else ""
         if changes:
             _say(comm, f"{changes}: from now on bits differ from an uninterrupted run's")
 
-        def keep_if_due() -> None:
-            if state.step % args.every == 0 or state.step == stop:
-                together(comm, lambda: self.keep(args.folder), on=0)
-
         if self._lost:  # the rank that was to keep this step may be gone
-            keep_if_due()
+            self._keep_if_due(stop)
         with tqdm(range(state.step, stop), "steps", disable=comm.rank != 0, leave=False) as shown:
             for _ in shown:
                 last = trace if state.step + 1 == stop else None
                 shown.set_postfix(loss=f"{self.step(last):.3f}")
-                keep_if_due()
+                self._keep_if_due(stop)
+
+    def _keep_if_due(self, stop: int) -> None:
+        """Write a checkpoint of a step that is to have one.  Collective."""
+        if self.state.step % self._args.every == 0 or self.state.step == stop:
+            together(self._comm, lambda: self.keep(self._args.folder), on=0)
 
     def step(self, trace: Trace | None = None) -> float:
         """One step; returns the loss before it.  Collective."""

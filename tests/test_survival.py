@@ -1,0 +1,114 @@
+"""Drivers go on when ranks die: training, answers, benchmarks; with Open MPI's ULFM."""
+
+import re
+
+import h5py
+import pytest
+from helpers import DRIVERS, drive, launch
+from survivals import OPTIONS, PROMPTS, lines_of, problem_of, survive
+from test_ulfm import ULFM
+
+from a2d_mpi.experiments.benchmark import read_benchmark
+
+KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.launches
+@pytest.mark.ulfm
+@pytest.mark.parametrize(
+    "stages, ranks",
+    [
+        # The first rank while it writes, then a rank of the smaller grid, then two at the end.
+        (
+            [
+                ("checkpoint", 1, [0], 0.0),
+                ("backward", 3, [4], 0.001),
+                ("evaluation", 1, [1, 2], 0.002),
+            ],
+            2,
+        ),
+        # A node of three ranks, then another rank while the grid is made anew, then all but one.
+        ([("forward", 2, [3, 4, 5], 0.0), ("repair", 1, [0], 0.001), ("making", 1, [1], 0.0)], 1),
+    ],
+)
+def test_training_goes_on(tmp_path, stages, ranks):
+    """To the bits of a training on the same grids in the same steps."""
+    folder = tmp_path / "run"
+    options = *OPTIONS, "--folder", folder / "checkpoints", "--output", folder / "out.h5"
+    done = survive("train_gpt.py", folder, stages, *options)
+    assert problem_of("train_gpt.py", folder, done, stages, {}) == "", done.stdout + done.stderr
+    left = re.findall(r"went on without .*: (\d+) ranks", done.stderr)
+    assert int(left[-1]) == ranks and "goes on after step" in done.stderr
+    with h5py.File(folder / "out.h5") as file:
+        assert "loss" in file["held_out"].attrs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    done = launch(2, DRIVERS / "train_gpt.py", *OPTIONS, "--folder", folder, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.launches
+@pytest.mark.ulfm
+def test_answers_go_on(tmp_path, model):
+    """The same tokens, with requests that wait for room, which is less after each loss."""
+    prompts = [y for x in PROMPTS for y in ("--prompt", x)]
+    options = [model, *prompts, "--tokens", 20, "--arrive", "0,0,9,12", "--block", 4]
+    answers = lines_of(launch(2, DRIVERS / "generate.py", *options, timeout=60))
+    stages = [("step", 5, [0], 0.0), ("step", 4, [2, 3], 0.001), ("making", 1, [5], 0.0)]
+    options += ["--room", "4,4,4,4,4,4"]
+    done = survive("generate.py", tmp_path / "run", stages, *options)
+    text = done.stdout + done.stderr
+    assert problem_of("generate.py", tmp_path / "run", done, stages, answers) == "", text
+    assert len(answers) == len(PROMPTS) and "went on without" in done.stderr
+
+
+@pytest.mark.launches
+@pytest.mark.ulfm
+def test_benchmark_notes_the_loss(tmp_path):
+    """What was measured stays; what was not is named, and measured by --resume."""
+    path, options = tmp_path / "bench.h5", ["--nheads", 2, "--headdim", 8, "--trials", 2]
+    options += ["--kernel", "numpy", "--plans", "attention2d:2x2,ring", "--output", path]
+    sabotage = "import a2d_mpi.experiments.bench as job\nplan_of = job.plan_of\n" \
+               "def late(comm, c, *args, **kwargs):\n" \
+               f"    if c.case.seqlen == 65 and rank == 1:\n        {KILLED}\n" \
+               "    return plan_of(comm, c, *args, **kwargs)\n" \
+               "job.plan_of = late"  # fmt: skip
+    done = drive("bench.py", 4, *options, "--seqlens", "64,65", sabotage=sabotage, mpi=ULFM)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert len(re.findall(r"^\S+-n65-\S+: not measured: rank 1 died$", done.stdout, re.M)) == 2
+    with h5py.File(path) as file:
+        assert all("-n65-" in x for x in file["lost"]) and len(file["lost"]) == 2
+        assert all(x.attrs["ranks"].tolist() == [1] for x in file["lost"].values())
+    assert len(read_benchmark(path)) == 2
+    done = drive("bench.py", 4, *options, "--seqlens", "64,65", "--resume")
+    assert done.returncode == 0, done.stderr
+    with h5py.File(path) as file:
+        assert len(file["lost"]) == 0 and len(file["runs"]) == 4
+
+
+@pytest.mark.launches
+def test_refused_where_jobs_end(tmp_path, model):
+    """On all MPIs that were not told to go on, before anything is written."""
+    for program, first in (("train_gpt.py", DRIVERS / "train_gpt.py"), ("generate.py", model)):
+        more = ["--folder", tmp_path / "new"] if program == "train_gpt.py" else ["--prompt", "a"]
+        done = drive(program, 2, first, *more, "--survive")
+        assert done.returncode == 2 and "needs Open MPI with ULFM" in done.stderr
+        assert done.stderr.count("error:") == 1
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.launches
+@pytest.mark.ulfm
+def test_without_the_option_the_job_ends(tmp_path):
+    """Also where MPI would go on."""
+    options = *OPTIONS, "--folder", tmp_path / "checkpoints"
+    sabotage = "from a2d_mpi.experiments.train_gpt import Trainer\n" \
+               f"def step(*args):\n    if rank == 1:\n        {KILLED}\n    return old(*args)\n" \
+               "old, Trainer.step = Trainer.step, step"  # fmt: skip
+    done = drive("train_gpt.py", 3, *options, sabotage=sabotage, mpi=ULFM)
+    assert done.returncode == 70 and "went on" not in done.stderr
+    assert "rank 1 was killed" in done.stderr
