@@ -52,12 +52,12 @@ def stages_of(choice, phases):
         victims = choice.sample(left, min(len(left) - 1, choice.randint(1, 3)))
         left = [x for x in left if x not in victims]
         seconds = choice.choice([0, 0.001, 0.004, 0.02]) * choice.random()
-        call = 1 if phase == "repair" else choice.randint(1, 3)
+        call = 1 if phase in ("repair", "evaluation") else choice.randint(1, 3)
         stages.append((phase, call, victims, seconds))
     return stages
 
 
-def survive(program, folder, stages, *options, timeout=60):
+def survive(program, folder, stages, *options, timeout=90):
     """Run a driver whose ranks die."""
     notes = folder / "notes"
     notes.mkdir(parents=True)
