@@ -2,8 +2,8 @@
 
 `arm` is called before a driver runs (tests/survivals.py).  A stage is [phase, call, victims,
 seconds]: in the call of that number of a phase, ranks of the job send themselves SIGKILL, so many
-seconds after it began.  Calls are counted from the end of the
-stage before.  "repair" is the making of a smaller grid.
+seconds after it began.  Calls are counted from the end of the stage before.
+"repair" is the making of a smaller grid.
 
     mpiexec -n 6 python tests/dying.py OPTIONS RANGES
 
@@ -11,6 +11,7 @@ trains by OPTIONS, a JSON list, on a new grid for each of RANGES, [[end, ranks, 
 and prints the hash of losses and weights: what a run comes to that lost ranks at these steps.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -30,6 +31,7 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.experiments.generate import _Answers
 
+PATIENCE = 40  # seconds, after which a rank says where it hangs
 PHASES = {
     "forward": [(AttentionPlan, "forward")],
     "backward": [(AttentionPlan, "backward")],
@@ -48,6 +50,7 @@ def note(folder, event):
 
 def arm(folder, stages):
     """Let ranks die as the stages say."""
+    faulthandler.dump_traceback_later(PATIENCE)
     folder, rank = Path(folder), MPI.COMM_WORLD.rank
     calls, earlier = dict.fromkeys(PHASES, 0), 0
 

