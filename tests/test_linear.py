@@ -2,9 +2,10 @@
 
 from itertools import product
 
+import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, distance
+from helpers import assert_all, distance, drive, drive_each
 from oracles import linear_attention
 
 from a2d_mpi import Causal, Full, LinearAttention, ProcessGrid, SlidingWindow
@@ -234,3 +235,32 @@ def test_refusals(comm, grid):
     )
     again, _ = plan.forward(q, k, v)
     assert_all(comm, again.tobytes() == out.tobytes(), "another result after refusals")
+
+
+def test_driver(tmp_path):
+    """Both kinds of plans are checked, timed and counted; a wrong result is told."""
+    sizes = ["--nheads", 2, "--headdim", 8, "--seqlens", "40,90", "--trials", 2]
+    path, program = tmp_path / "linear.h5", "bench_linear.py"
+    others = ["--feature-map", "random", "--norm", "denominator", "--decay", 0.9]
+    done, found = drive_each([
+        (program, [*sizes, "--output", path], []),
+        (program, [*sizes, *others, "--distribution", "zigzag", "--dtype", "float64"], []),
+        (program, [*sizes, "--mask", "full", "--plans", "lasp"], []),
+        (program, [*sizes, "--decay", 0.9, "--mask", "full"], []),
+    ], 2)  # fmt: skip
+    assert [code for code, _ in found] == [0, 0, 0, 2], done.stderr
+    assert "a decay needs a causal mask, got Full" in done.stderr
+    with h5py.File(path) as file:
+        assert list(file["runs"]) == ["attention2d", "lasp", "lasp2"]
+        for name in ("lasp", "lasp2"):
+            for seqlen in ("40", "90"):
+                run = file[f"runs/{name}/{seqlen}"]
+                assert run.attrs["passed"] and run["seconds"].shape == (2, 2, 2)
+                assert run["sent"][()].max() == 2 * 8 * 8 * 4
+    wrong = """
+import a2d_mpi.linear.states as states
+right = states.StateExchange.finish
+states.StateExchange.finish = lambda self: [1.001 * x for x in right(self)]
+"""
+    done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong)
+    assert done.returncode == 1 and done.stdout.count("FAILED") == 2, done.stderr
