@@ -167,10 +167,11 @@ class LinearAttention:
             rendezvous.plans = self._number
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
         self.config, self.dtype, self.compute_dtype = config, config.dtype_of("q"), sizes[-1]
-        self._norm, self._states, self._causal = make_norm(norm), states, _is_causal(mask)
+        self._norm, self._way, self._causal = make_norm(norm), states, _is_causal(mask)
         width = nfeatures if feature_map == "random" else config.headdim
-        shape = config.nheads, int(width), config.headdim + self._norm.columns
-        self._pieces, self._shape = pieces_of(self.distribution, self._causal), shape  # of a state
+        # Of a state: (H, F, W).
+        self._shape = config.nheads, int(width), config.headdim + self._norm.columns
+        self._pieces = pieces_of(self.distribution, self._causal)
         self._own = _cut(self._pieces, rank, chunk)
         self._decay = chunks.Decay(decays, min(chunk, config.seqlen), self.compute_dtype)
         self._channel = Channel(comm, "all", self.traffic)
@@ -180,7 +181,7 @@ class LinearAttention:
             states,
             self._causal,
             self._decay,
-            shape,
+            self._shape,
             self.compute_dtype,
         )
 
@@ -245,7 +246,7 @@ class LinearAttention:
         nbytes = math.prod(self._shape) * self.compute_dtype.itemsize
         orders = zip(PHASES, (self._pieces, self._pieces[::-1]))
         counts = {
-            (phase, "all"): traffic(order, rank, self._states, self._causal, nbytes)
+            (phase, "all"): traffic(order, rank, self._way, self._causal, nbytes)
             for phase, order in orders
         }
         return {key: both for key, both in counts.items() if any(both)}

@@ -130,7 +130,7 @@ class StateExchange:
         peers = [peer for peer in self._channel.peers if peer in self._owners]
         for peer in peers:
             count = sum(piece.owner == peer for piece in self._pieces)
-            self._states[peer] = self._empty(count)
+            self._states[peer] = np.empty((count, *self._shape), self._dtype)
             self._messages += self._channel.irecv([self._states[peer]], peer, 0)
         for peer in peers:
             self._messages += self._channel.isend([self._states[rank]], peer, 0)
@@ -193,9 +193,8 @@ class StateExchange:
         self._messages += self._channel.isend([state], peer, 0)
 
     def _receive(self, peer: int) -> np.ndarray:
-        (state,) = received = self._empty(1)
-        self._channel.wait(self._channel.irecv([received], peer, 0))
+        state = np.empty(self._shape, self._dtype)
+        messages = self._channel.irecv([state], peer, 0)
+        self._messages += messages  # also here, for `settle`
+        self._channel.wait(messages)
         return state
-
-    def _empty(self, count: int) -> np.ndarray:
-        return np.empty((count, *self._shape), self._dtype)
