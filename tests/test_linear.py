@@ -182,6 +182,7 @@ def test_gather_and_ring_agree_in_bytes_of_any_length(comm, grid):
     assert_all(comm, not bad, "; ".join(bad))
 
 
+@pytest.mark.multirank
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.one_mpi
 def test_wrong_orders_fail(comm, grid, monkeypatch):
@@ -204,6 +205,7 @@ def test_wrong_orders_fail(comm, grid, monkeypatch):
         assert errors() == set(RESULTS)
 
 
+@pytest.mark.multirank
 @pytest.mark.mpi(min_size=4)
 def test_head_axis_and_listed_runs(comm):
     """The shape of the grid does not matter; a distribution may be an object."""
@@ -241,18 +243,20 @@ def test_refusals(comm, grid):
         (Causal(), {"chunk": 0}, "chunk must be an integer from 1 to 4096, got 0"),
         (Causal(), {"distribution": "nosuch"}, "unknown distribution 'nosuch'"),
     ):
-        refused(match, lambda m=mask, c=change: LinearAttention(grid, m, seqlen=9, **SIZES | c))
-        if comm.size > 1 and last:  # a rank alone
-            refused(
-                match, lambda m=mask, c=change: LinearAttention(grid, m, seqlen=9, **SIZES | c)
-            )
-        elif comm.size > 1:
-            refused(match, lambda: LinearAttention(grid, Causal(), seqlen=9, **SIZES))
+        usual = {"seqlen": 9, **SIZES}
+        wrong = mask, usual | change
+        for given in (wrong, wrong if last else (Causal(), usual)):  # on all ranks, and on one
+            refused(match, lambda x=given: LinearAttention(grid, x[0], **x[1]))
     if comm.size > 1:
         decay = 0.5 if last else 0.25
         refused(
             "ranks disagree on decay",
             lambda: LinearAttention(grid, Causal(), seqlen=9, decay=decay, **SIZES),
+        )
+        large = {"nheads": 3, "headdim": 1 << 12, "distribution": "striped"}
+        refused(
+            "16384 states, one for each run of tokens of the striped distribution, take 3072 GiB",
+            lambda: LinearAttention(grid, Causal(), seqlen=1 << 14, **large),
         )
     plan = LinearAttention(grid, Causal(), seqlen=50, **SIZES)
     q, k, v, dout = (x[plan.tokens] for x in tensors(50, "float32"))

@@ -16,6 +16,7 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
 from a2d_mpi.comm.threads import BlasThreads
 from a2d_mpi.core.config import PHASES, AttentionConfig
+from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.linear import chunks
 from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
@@ -160,6 +161,15 @@ class LinearAttention:
                 self.tokens = self.distribution.tokens(rank)
                 sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
                 self._map = make_feature_map(feature_map, self.tokens, *sizes)
+                self._norm, self._causal = make_norm(norm), _is_causal(mask)
+                width = int(nfeatures) if feature_map == "random" else config.headdim
+                # Of a state: (H, F, W).
+                self._shape = config.nheads, width, config.headdim + self._norm.columns
+                self._nbytes = math.prod(self._shape) * config.compute_dtype.itemsize
+                self._pieces = pieces_of(self.distribution, self._causal)
+                count, kind = len(self._pieces), self.distribution.name
+                what = f"{count} states, one for each run of tokens of the {kind} distribution,"
+                check_memory(what, count * self._nbytes)
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = problem or str(error) or type(error).__name__
             rendezvous.meet(Call("making", self._number, 0, name))
@@ -167,12 +177,7 @@ class LinearAttention:
             rendezvous.plans = self._number
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
         self.config, self.dtype, self.compute_dtype = config, config.dtype_of("q"), sizes[-1]
-        self._norm, self._way, self._causal = make_norm(norm), states, _is_causal(mask)
-        width = nfeatures if feature_map == "random" else config.headdim
-        # Of a state: (H, F, W).
-        self._shape = config.nheads, int(width), config.headdim + self._norm.columns
-        self._pieces = pieces_of(self.distribution, self._causal)
-        self._own = _cut(self._pieces, rank, chunk)
+        self._way, self._own = states, _cut(self._pieces, rank, chunk)
         self._decay = chunks.Decay(decays, min(chunk, config.seqlen), self.compute_dtype)
         self._channel = Channel(comm, "all", self.traffic)
         self._exchange = StateExchange(
@@ -243,10 +248,9 @@ class LinearAttention:
         The keys are those of ``traffic.bytes``.  Source: `a2d_mpi.linear.states.traffic`.
         """
         rank = self.grid.comm.rank if rank is None else rank
-        nbytes = math.prod(self._shape) * self.compute_dtype.itemsize
         orders = zip(PHASES, (self._pieces, self._pieces[::-1]))
         counts = {
-            (phase, "all"): traffic(order, rank, self._way, self._causal, nbytes)
+            (phase, "all"): traffic(order, rank, self._way, self._causal, self._nbytes)
             for phase, order in orders
         }
         return {key: both for key, both in counts.items() if any(both)}
