@@ -27,7 +27,7 @@ from a2d_mpi.schedules import distribute
 from a2d_mpi.sharding.distribution import Distribution
 
 # The fastest of 16 to 512 on one core of an Intel Xeon (4096 tokens, heads of 32, 64 and 128): 32
-# and 128 take 3 to 8 % longer.
+# and 128 take up to 10 % longer.
 CHUNK = 64
 LONGEST = 4096  # tokens of a chunk: a table of C x C factors for each head
 
