@@ -33,6 +33,11 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         "--anew", action="store_true", help="begin, and move checkpoints to a folder in --folder"
     )
     add_model(parser, "tiny")
+    add(
+        "--layer-pattern",
+        metavar="LLLN",
+        help="exact (N) and linear (L) attention, layer by layer, again and again; default: N",
+    )
     add("--seqlen", type=whole(2), default=1024, help="tokens of a step (default %(default)s)")
     add(
         "--separator",

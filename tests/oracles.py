@@ -172,3 +172,62 @@ def best_grid(mask, seqlen, ranks, owner):
     """Fewest elements that the largest rank of a grid of any shape moves."""
     shapes = [(r, ranks // r) for r in range(1, ranks + 1) if ranks % r == 0]
     return min(max(x.max() for x in grid_figures(mask, owner, *s)[1:]) for s in shapes)
+
+
+def linear_attention(
+    q,
+    k,
+    v,
+    dout,
+    causal,
+    feature_map="none",
+    norm="none",
+    decay=1.0,
+    projections=None,
+    dtype=np.float64,
+):
+    """Linear attention by its definition, with all N x N weights: out, dq, dk, dv."""
+    q, k, v, dout = (np.asarray(x, dtype).swapaxes(0, 1) for x in (q, k, v, dout))  # (H, N, D)
+    (fq, back), (fk, _) = (_features(feature_map, x, projections) for x in (q, k))
+    i = np.arange(q.shape[1])
+    powers = np.asarray(decay, float).reshape(-1, 1, 1) ** np.maximum(i[:, None] - i, 0)
+    shown = (i[:, None] >= i if causal else np.ones((len(i), len(i)), bool)) * powers
+    shown = shown.astype(dtype)  # (H or 1, N, N)
+    weights = (fq @ fk.swapaxes(1, 2)) * shown
+    sums = weights @ v
+    if norm == "none":
+        out, dsums, dtotal = sums, dout, 0
+    elif norm == "denominator":
+        total = weights.sum(2, keepdims=True) + dtype(1e-6)
+        out, dsums = sums / total, dout / total
+        dtotal = -(dout * sums).sum(2, keepdims=True) / total**2
+    else:  # of all heads of a token
+        size = sums.shape[0] * sums.shape[2]
+        root = np.sqrt((sums**2).sum((0, 2), keepdims=True) / size + dtype(1e-6))
+        out = sums / root
+        dsums = dout / root - sums * (dout * sums).sum((0, 2), keepdims=True) / (size * root**3)
+        dtotal = 0
+    dproducts = (dsums @ v.swapaxes(1, 2) + dtotal) * shown
+    dq, dk = back(dproducts @ fk, q), back(dproducts.swapaxes(1, 2) @ fq, k)
+    return [x.swapaxes(0, 1) for x in (out, dq, dk, weights.swapaxes(1, 2) @ dsums)]
+
+
+def _features(name, x, projections):
+    """Features of (H, N, D), and the function from their gradient and x to that of x."""
+    if name == "none":
+        return x, lambda dy, x: dy
+    if name == "elu+1":
+        return np.where(x > 0, x + 1, np.exp(x)), lambda dy, x: dy * np.where(x > 0, 1, np.exp(x))
+    if name == "relu":
+        return x * (x > 0), lambda dy, x: dy * (x > 0)
+    projections, half = projections.astype(x.dtype), x.shape[2] // 2
+    angles = np.arange(x.shape[1])[:, None] / 1e4 ** (np.arange(half) / half)
+
+    def turned(x, sign):  # pairs of elements are complex numbers
+        z = (x[..., :half] + 1j * x[..., half:]) * np.exp(sign * 1j * angles)
+        return np.concatenate([z.real, z.imag], axis=2).astype(x.dtype)
+
+    def back(dy, x):
+        return turned((dy * (turned(x, 1) @ projections > 0)) @ projections.T, -1)
+
+    return np.maximum(turned(x, 1) @ projections, 0), back

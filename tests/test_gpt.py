@@ -100,6 +100,8 @@ def test_config():
         ({"nheads_kv": 2}, "nheads_kv 2"),
         ({"positions": "rotary", "nheads": 4}, "even headdim, got 3"),
         ({"positions": "none"}, "got 'none'"),
+        ({"layer_pattern": "LX"}, "layer_pattern must be of L and N, got 'LX'"),
+        ({"layer_pattern": "LN", "nheads_kv": 1}, "got nheads 3 and nheads_kv 1"),
     ):
         sizes = {"vocab": 17, "layers": 2, "width": 12, "nheads": 3, "seqlen": 40}
         with pytest.raises(ValueError, match=told):

@@ -180,7 +180,7 @@ def test_activations_fall_as_ranks_grow():
         most = first[a["recompute"]].arrays["activations"][0]
         assert found.max() * a["ranks"] == pytest.approx(most, rel=0.005)
         tokens = a["seqlen"] // a["ranks"]
-        config = GPTConfig(**{x: a[x] for x in names})
+        config = GPTConfig(**{x: a[x] for x in names if x in a})  # without a layer_pattern
         predicted = 4 * tokens * activations(config, a["recompute"])
         assert found.max() == pytest.approx(predicted, rel=0.2)
 

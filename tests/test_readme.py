@@ -188,6 +188,10 @@ def test_numbers_that_are_shown():
     assert f"{seen} bytes: {len(begins)} whole" in read("docs/gpt.md")
 
 
+def test_linear():
+    assert run("\n".join(blocks("docs/linear.md", "python"))) == "{} True\n"  # one rank
+
+
 def test_masks(tmp_path):
     printed = run("\n".join(blocks("docs/masks.md", "python")), tmp_path)
     assert printed == f"{sum(n * (n + 1) // 2 for n in (100, 300, 600))} visible pairs\n"

@@ -28,6 +28,7 @@ _HOMES = {
     "GlobalSlidingWindow": "a2d_mpi.masks.windows",
     "Intersection": "a2d_mpi.masks.mask",
     "IntervalMask": "a2d_mpi.masks.mask",
+    "LinearAttention": "a2d_mpi.linear.plan",
     "make_mask": "a2d_mpi.masks.patterns",
     "Mask": "a2d_mpi.masks.mask",
     "merge": "a2d_mpi.devices.merging",

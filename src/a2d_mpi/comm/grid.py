@@ -215,12 +215,13 @@ class ProcessGrid:
         channel : str
             "head": the Ulysses group.
         ranks : tuple of int
-            Of the channel, in its order; but for "head", ranks of the context-parallel group.
+            Of the channel, in its order; but for "head", ranks of the context-parallel group, or
+            all ranks of the grid.
         """
         if channel == "head":
             return self.head_comm
         if ranks not in self._known:
-            whole = self.group_comm
+            whole = self.comm if len(ranks) > self.group_comm.size else self.group_comm
             made = self._keep(lambda: whole.Create_group(whole.group.Incl(ranks)))
             self._known[ranks] = made
         return self._known[ranks]

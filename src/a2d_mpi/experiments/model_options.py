@@ -31,8 +31,8 @@ def model_of(args: argparse.Namespace, **sizes: int) -> GPTConfig:
     ValueError
         If they do not fit each other.
     """
-    names = ("layers", "width", "nheads", "nheads_kv", "positions")
-    given = {x: getattr(args, x) for x in names if getattr(args, x) is not None}
+    names = ("layers", "width", "nheads", "nheads_kv", "positions", "layer_pattern")
+    given = {x: getattr(args, x) for x in names if getattr(args, x, None) is not None}
     if {"width", "nheads"} & given.keys():
         given = {"nheads_kv": None, **given}
     return replace(PRESETS[args.preset], **sizes, **given)

@@ -33,7 +33,7 @@ from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.experiments.survival import check_survive, surviving
 from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.gpt.adam import learning_rate
-from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.config import LINEAR, GPTConfig
 from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
 from a2d_mpi.gpt.cost import training_bytes
 from a2d_mpi.gpt.gradients import total
@@ -41,6 +41,7 @@ from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.gpt.training import Training
 from a2d_mpi.kernels import make_kernel
+from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.documents import Documents
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules.problem import Workload
@@ -253,13 +254,31 @@ class Trainer:
             names = ("seqlen", "dtype", "threads", "kernel", "transfers")
             options = self.state.config.heads | {x: getattr(self._args, x) for x in names}
             self._plan = make_plan(self._args.method, self._grid, mask, **options)
+            if self.state.config.hybrid:
+                self._training.linear = self._linear_for(self._plan)
         return self._plan
+
+    def _linear_for(self, plan: AttentionPlan) -> LinearAttention:
+        """Linear attention of the tokens of a plan."""
+        config, args = self.state.config, self._args
+        return LinearAttention(
+            self._grid,
+            plan.mask,
+            seqlen=args.seqlen,
+            nheads=config.nheads,
+            headdim=config.headdim,
+            dtype=args.dtype,
+            distribution=plan.distribution,
+            threads=args.threads,
+            **LINEAR,
+        )
 
     def _forget(self) -> None:
         if self._plan:
-            for key, counts in self._plan.traffic.bytes.items():
-                totals = self._bytes.setdefault("/".join(key), np.zeros(2, np.int64))
-                totals += counts
+            for plan in filter(None, (self._plan, self._training.linear)):
+                for key, counts in plan.traffic.bytes.items():
+                    totals = self._bytes.setdefault("/".join(key), np.zeros(2, np.int64))
+                    totals += counts
             self._plan.free()
             self._plan = None
 
@@ -313,6 +332,11 @@ def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
                 f"--validate {args.validate} holds out {len(held.bytes)} bytes, fewer than "
                 f"--seqlen {args.seqlen}"
             )
+    if config.hybrid and (args.separator or args.device != "cpu"):
+        raise ValueError(
+            f"linear layers (--layer-pattern {config.layer_pattern}) see all earlier tokens, and "
+            "run on the host: they need --separator '' and --device cpu"
+        )
     if args.until and args.until > args.steps:
         raise ValueError(f"--until {args.until} is beyond the last of --steps {args.steps}")
     return text, held, config

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 POSITIONS = ("learned", "rotary")
+# Arguments of the linear attention of a model's layers.
+LINEAR = {"feature_map": "elu+1", "norm": "output"}
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,9 @@ class GPTConfig:
         Hkv, heads of keys and values (grouped queries).  Default: `nheads`.
     positions : {"learned", "rotary"}
         Learned embeddings (GPT-3), or rotary ones (Su et al., arXiv:2104.09864).
+    layer_pattern : str
+        N for a layer with exact attention, L for one with linear attention, from the first layer
+        on, again and again: "LLLN" as LASP-2H (arXiv:2502.07563).
 
     Raises
     ------
@@ -37,6 +42,7 @@ class GPTConfig:
     seqlen: int
     nheads_kv: int | None = None
     positions: Literal["learned", "rotary"] = "learned"
+    layer_pattern: str = "N"
 
     def __post_init__(self) -> None:
         if self.nheads_kv is None:
@@ -54,6 +60,22 @@ class GPTConfig:
             raise ValueError(f"positions must be one of {POSITIONS}, got {self.positions!r}")
         if self.positions == "rotary" and self.headdim % 2:
             raise ValueError(f"rotary positions need an even headdim, got {self.headdim}")
+        if not self.layer_pattern or set(self.layer_pattern) - {"L", "N"}:
+            raise ValueError(f"layer_pattern must be of L and N, got {self.layer_pattern!r}")
+        if self.hybrid and self.nheads_kv != self.nheads:
+            raise ValueError(
+                f"linear layers (layer_pattern {self.layer_pattern}) have as many KV heads as "
+                f"heads, got nheads {self.nheads} and nheads_kv {self.nheads_kv}"
+            )
+
+    @property
+    def hybrid(self) -> bool:
+        """True if some layers have linear attention."""
+        return "L" in self.layer_pattern
+
+    def is_linear(self, layer: int) -> bool:
+        """True if a layer has linear attention."""
+        return self.layer_pattern[layer % len(self.layer_pattern)] == "L"
 
     @property
     def headdim(self) -> int:

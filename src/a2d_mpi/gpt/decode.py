@@ -60,7 +60,8 @@ class Decoder:
     Raises
     ------
     ValueError
-        On all ranks, if the rooms do not fit the grid, or the grid does not fit the heads.
+        On all ranks, if the rooms do not fit the grid, the grid does not fit the heads, or the
+        model has linear layers.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class Decoder:
         problem = f"a head axis of {grid.heads} ranks: {why}" if why else None
         if len(rooms) != ranks:
             problem = f"room must be a number for each of the {ranks} positions, got {list(rooms)}"
+        if c.hybrid:
+            problem = f"no decoding with linear layers: the model has layers {c.layer_pattern}"
         agree(grid.comm, problem)
         self.table, self.traffic = Table(rooms, block), Traffic()
         shape = c.layers, heads_kv_of(c, grid.heads, 0).stop, c.headdim

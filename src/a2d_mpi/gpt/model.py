@@ -24,7 +24,10 @@ from a2d_mpi.gpt.parameters import Parameters
 
 
 class Attention(Protocol):
-    """The part of an `a2d_mpi.attention.plan.AttentionPlan` that a model needs."""
+    """The part of an `a2d_mpi.attention.plan.AttentionPlan` that a model needs.
+
+    Also of an `a2d_mpi.linear.plan.LinearAttention`, which has what it keeps in place of lse.
+    """
 
     tokens: np.ndarray
 
@@ -69,6 +72,8 @@ class GPT:
     checkpoint : bool
         Keep of each block its input and attention's out and lse only, and compute all else again
         in the backward pass, but not attention (Li et al., DistFlashAttn, arXiv:2310.03294).
+    linear : Attention, optional
+        Of the same tokens, for the linear layers of the model, if it has them.
     """
 
     def __init__(
@@ -77,9 +82,12 @@ class GPT:
         attention: Attention,
         positions: np.ndarray | None = None,
         checkpoint: bool = False,
+        linear: Attention | None = None,
     ) -> None:
         self.weights, self.attention, self.checkpoint = weights, attention, checkpoint
-        self.config = weights.config
+        self.config, self._linear = weights.config, linear
+        if self.config.hybrid and linear is None:
+            raise ValueError(f"layers {self.config.layer_pattern} need linear attention, too")
         xp = module_of(weights.flat)
         positions = attention.tokens if positions is None else positions
         self._positions = xp.asarray(positions)
@@ -156,7 +164,7 @@ class GPT:
         """One block: its output, and what its backward pass needs."""
         w = self.weights.blocks[i]
         qkv, of_norm = self._before(w, x)
-        out, lse = self.attention.forward(*qkv)  # (n, H, D), (n, H)
+        out, lse = self._attention_of(i).forward(*qkv)  # (n, H, D), (n, H)
         y, of_mlp = self._after(w, x, out)
         inside = None if self.checkpoint else (qkv, of_norm, of_mlp)
         return y, Kept(x, out, lse, inside)
@@ -170,8 +178,11 @@ class GPT:
             inside = qkv, of_norm, self._after(w, x, out)[1]
         qkv, of_norm, of_mlp = inside
         dx, dout = self._after_backward(w, d, dy, out, of_mlp)
-        dqkv = self.attention.backward(dout, *qkv, out, lse)
+        dqkv = self._attention_of(i).backward(dout, *qkv, out, lse)
         return dx + self._before_backward(w, d, dqkv, of_norm)
+
+    def _attention_of(self, i: int) -> Attention:
+        return self._linear if self.config.is_linear(i) else self.attention
 
     def _before(self, w: dict[str, Array], x: Array) -> tuple[tuple, tuple]:
         """Queries, keys and values of x, (n, H, D) and (n, Hkv, D), and what LayerNorm keeps."""

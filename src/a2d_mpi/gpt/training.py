@@ -20,6 +20,7 @@ from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT, Attention
 from a2d_mpi.gpt.parameters import Parameters
 from a2d_mpi.gpt.text import Batch
+from a2d_mpi.linear.plan import LinearAttention
 
 
 class Training:
@@ -47,6 +48,8 @@ class Training:
     adam : Adam
     sum : GradientSum or None
         None after `free`.
+    linear : LinearAttention or None
+        For the linear layers of the model; set by the caller, if it has them.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Training:
         zeros = module_of(weights.flat).zeros_like(weights.flat)
         self.gradients = Parameters(weights.config, zeros)
         self.adam = Adam(weights, moments, done)
+        self.linear: LinearAttention | None = None
         self.sum: GradientSum | None = None
         self.go_on(comm, failures)
 
@@ -91,8 +95,9 @@ class Training:
         """
         start = time.perf_counter()
         timed, count = _Timed(plan), max(1, int((batch.targets >= 0).sum()))
+        linear = self.linear and _Timed(self.linear, timed)
         with self._failures.all_or_none(self._comm):
-            loss = self.loss(timed, batch, count, self.gradients, self.sum.start)
+            loss = self.loss(timed, batch, count, self.gradients, self.sum.start, linear)
             marks = [time.perf_counter()]
             self.sum.finish()
             marks.append(time.perf_counter())
@@ -114,10 +119,12 @@ class Training:
         count: int,
         gradients: Parameters | None = None,
         finished: Callable[[slice], None] = lambda part: None,
+        linear: Attention | None = None,
     ) -> float:
         """This rank's part of the mean loss of a batch; see `a2d_mpi.gpt.model.GPT.loss`."""
         own, upload = attention.tokens, device_of(self.weights.flat).upload
-        model = GPT(self.weights, attention, batch.positions[own], self._recompute)
+        linear, positions = linear or self.linear, batch.positions[own]
+        model = GPT(self.weights, attention, positions, self._recompute, linear)
         tokens, targets = (upload(x[own]) for x in (batch.tokens, batch.targets))
         return model.loss(tokens, targets, count, gradients, finished)
 
@@ -129,10 +136,10 @@ class Training:
 
 
 class _Timed:
-    """A plan, and the seconds that its calls take."""
+    """A plan, and the seconds that its calls take, here or added to those of another."""
 
-    def __init__(self, plan: AttentionPlan) -> None:
-        self._plan, self.tokens = plan, plan.tokens
+    def __init__(self, plan: AttentionPlan | LinearAttention, total: _Timed | None = None) -> None:
+        self._plan, self.tokens, self._total = plan, plan.tokens, total or self
         self.seconds = self.wait = 0.0
 
     def forward(self, *tensors: Array) -> tuple:
@@ -143,6 +150,6 @@ class _Timed:
 
     def _called(self, phase: str, tensors: Sequence[Array]) -> tuple:
         results = getattr(self._plan, phase)(*tensors)
-        self.seconds += self._plan.timings[f"{phase}/total"]
-        self.wait += self._plan.timings[f"{phase}/wait"]
+        self._total.seconds += self._plan.timings[f"{phase}/total"]
+        self._total.wait += self._plan.timings[f"{phase}/wait"]
         return results

@@ -1,0 +1,1 @@
+"""Linear attention over sequence shards: see docs/linear.md."""

@@ -1,0 +1,185 @@
+"""The local part of linear attention, in products of matrices.
+
+Causal, with a decay of each head (RetNet, arXiv:2307.08621), for tokens i and j::
+
+    o_i = sum over j <= i of  decay^(i - j) (q_i . k_j) v_j
+
+A shard is cut into pieces of consecutive tokens, and a piece into chunks of C tokens.  The state
+at the end of some tokens, (H, F, W), sums up all tokens j before the end e::
+
+    S = sum over j < e of  decay^(e - 1 - j) k_j v_j^T
+
+So n more tokens turn S into ``decay^n S + (their own state)``.  No exponent is negative: nothing
+overflows, however long the sequence is.
+
+Arrays are head-major: q and k are (H, n, F), v and o are (H, n, W), W is the width of the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from a2d_mpi.linear.states import StateExchange
+
+
+Pieces = Sequence[Sequence[slice]]  # the chunks of each piece, as rows of the shard
+
+
+class Decay:
+    """Powers of the decay of each head.
+
+    Parameters
+    ----------
+    decay : (H,) float64
+        In (0, 1].
+    chunk : int
+        C, tokens of the longest chunk.
+    dtype : dtype
+        Of the factors.
+
+    Attributes
+    ----------
+    within : (H, C, C)
+        Row i, column j: decay^(i - j) where j <= i, else 0.
+    rise : (H, C, 1)
+        Row i: decay^(i + 1).
+    """
+
+    def __init__(self, decay: np.ndarray, chunk: int, dtype: np.dtype) -> None:
+        rows = np.arange(chunk)
+        lag = rows[:, None] - rows
+        powers = decay[:, None] ** np.arange(chunk + 1)  # (H, C + 1)
+        self._decay, self._dtype = decay[:, None, None], dtype
+        self._powers = powers[..., None].astype(dtype)
+        self.within = np.where(lag >= 0, powers[:, abs(lag)], 0).astype(dtype)
+        self.rise = self._powers[:, 1:]
+
+    def fall(self, n: int) -> np.ndarray:
+        """Row j of n: decay^(n - 1 - j), (H, n, 1)."""
+        return self._powers[:, :n][:, ::-1]
+
+    def add(self, state: np.ndarray, more: np.ndarray, n: int) -> np.ndarray:
+        """State after n more tokens, whose own state is `more`."""
+        return (self._decay**n).astype(self._dtype) * state + more
+
+    def scan(
+        self, parts: Iterable[np.ndarray], lengths: Iterable[int], state: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """The state before each part, and after the last."""
+        for part, n in zip(parts, lengths):
+            yield state
+            state = self.add(state, part, n)
+        yield state
+
+
+def forward_causal(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    pieces: Pieces,
+    decay: Decay,
+    exchange: StateExchange,
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Compute o and the state before each piece."""
+    parts = [[_before_end(k, v, rows, decay) for rows in piece] for piece in pieces]
+    exchange.start([_total(x, piece, decay) for x, piece in zip(parts, pieces)])
+    o = np.empty_like(v)
+    for rows in chain.from_iterable(pieces):  # what tokens of one chunk give each other
+        n = _length(rows)
+        weights = (q[:, rows] @ k[:, rows].swapaxes(1, 2)) * decay.within[:, :n, :n]
+        o[:, rows] = weights @ v[:, rows]
+        exchange.poll()
+    states = exchange.finish()
+    for piece, part, before in zip(pieces, parts, states):  # what the tokens before it give
+        for rows, state in zip(piece, decay.scan(part, map(_length, piece), before)):
+            o[:, rows] += decay.rise[:, : _length(rows)] * (q[:, rows] @ state)
+    return o, states
+
+
+def backward_causal(
+    do: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    states: Sequence[np.ndarray],
+    pieces: Pieces,
+    decay: Decay,
+    exchange: StateExchange,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Compute the gradients of q, k and v; `states`: before each piece, of `forward_causal`.
+
+    The gradient of a state runs from the last token to the first, as the state does forward.
+    """
+    dparts = [[_after_start(q, do, rows, decay) for rows in piece] for piece in pieces]
+    reverse = [piece[::-1] for piece in pieces]
+    exchange.start([_total(x[::-1], y, decay) for x, y in zip(dparts, reverse)], reverse=True)
+    dq, dk, dv = np.empty_like(q), np.empty_like(k), np.empty_like(v)
+    for piece, state in zip(pieces, states):
+        for rows in piece:
+            n = _length(rows)
+            within = decay.within[:, :n, :n]
+            weights = (q[:, rows] @ k[:, rows].swapaxes(1, 2)) * within
+            dweights = (do[:, rows] @ v[:, rows].swapaxes(1, 2)) * within
+            from_before = decay.rise[:, :n] * (do[:, rows] @ state.swapaxes(1, 2))
+            dq[:, rows] = dweights @ k[:, rows] + from_before
+            dk[:, rows] = dweights.swapaxes(1, 2) @ q[:, rows]
+            dv[:, rows] = weights.swapaxes(1, 2) @ do[:, rows]
+            state = decay.add(state, _before_end(k, v, rows, decay), n)
+            exchange.poll()
+    for piece, dpart, after in zip(reverse, dparts, exchange.finish()):
+        for rows, dstate in zip(piece, decay.scan(dpart[::-1], map(_length, piece), after)):
+            fall = decay.fall(_length(rows))
+            dk[:, rows] += fall * (v[:, rows] @ dstate.swapaxes(1, 2))
+            dv[:, rows] += fall * (k[:, rows] @ dstate)
+    return dq, dk, dv
+
+
+def forward_full(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, exchange: StateExchange
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Compute o and the state of all tokens, where every token sees all; nothing decays."""
+    exchange.start([k.swapaxes(1, 2) @ v] if len(v[0]) else [])
+    states = exchange.finish()
+    return (q @ states[0] if states else np.empty_like(v)), states
+
+
+def backward_full(
+    do: np.ndarray,
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    states: Sequence[np.ndarray],
+    exchange: StateExchange,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Compute the gradients of q, k and v; `states`: the state of all tokens."""
+    if not states:
+        return q, k, v  # no tokens
+    exchange.start([q.swapaxes(1, 2) @ do], reverse=True)
+    dq = do @ states[0].swapaxes(1, 2)
+    (dstate,) = exchange.finish()
+    return dq, v @ dstate.swapaxes(1, 2), k @ dstate
+
+
+def _length(rows: slice) -> int:
+    return rows.stop - rows.start
+
+
+def _before_end(k: np.ndarray, v: np.ndarray, rows: slice, decay: Decay) -> np.ndarray:
+    """State of a chunk by itself, at its end, (H, F, W)."""
+    return (decay.fall(_length(rows)) * k[:, rows]).swapaxes(1, 2) @ v[:, rows]
+
+
+def _after_start(q: np.ndarray, do: np.ndarray, rows: slice, decay: Decay) -> np.ndarray:
+    """Gradient of the state at the start of a chunk by the chunk itself, (H, F, W)."""
+    return (decay.rise[:, : _length(rows)] * q[:, rows]).swapaxes(1, 2) @ do[:, rows]
+
+
+def _total(parts: Sequence[np.ndarray], piece: Sequence[slice], decay: Decay) -> np.ndarray:
+    """State of a piece by itself from the states of its chunks, (H, F, W)."""
+    *_, last = decay.scan(parts, map(_length, piece), np.zeros_like(parts[0]))
+    return last

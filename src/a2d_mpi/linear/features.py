@@ -1,0 +1,102 @@
+"""Feature maps of queries and keys, and their gradients.
+
+Arrays are head-major: x is (H, n, D), features are (H, n, F).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+FEATURE_MAPS = ("none", "elu+1", "relu", "random")
+ROTARY_BASE = 10000.0
+
+
+class FeatureMap:
+    """A map of each row, and its derivative; this one leaves rows as they are."""
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        """Features y of the rows, (H, n, F)."""
+        return x
+
+    def backward(self, dy: np.ndarray, y: np.ndarray) -> np.ndarray:
+        """Gradient of the rows, (H, n, D), from the gradient of the features y."""
+        return dy
+
+
+class EluPlusOne(FeatureMap):
+    """ELU + 1 (Katharopoulos et al., arXiv:2006.16236): exp(x) below 0, x + 1 above."""
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
+
+    def backward(self, dy: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return dy * np.minimum(y, 1)
+
+
+class Relu(FeatureMap):
+    """ReLU."""
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        return np.maximum(x, 0)
+
+    def backward(self, dy: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return dy * (y > 0)
+
+
+class RandomRotary(FeatureMap):
+    """ReLU of random projections of rotated rows, as in MoLFormer (arXiv:2106.09553).
+
+    The rows are rotated by the angles of their tokens (Su et al., arXiv:2104.09864): element i of
+    a head with element i + D / 2.
+
+    Parameters
+    ----------
+    tokens : (n,) int64
+    projections : (D, F) float
+    dtype : dtype
+        Of the computation.
+    """
+
+    def __init__(self, tokens: np.ndarray, projections: np.ndarray, dtype: np.dtype) -> None:
+        headdim = len(projections)
+        rates = ROTARY_BASE ** (-2.0 * np.arange(headdim // 2) / headdim)
+        angles = tokens[:, None] * rates  # (n, D / 2)
+        self._cos, self._sin = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+        self._projections, self._relu = projections.astype(dtype), Relu()
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        return self._relu.forward(self._rotated(x, self._sin) @ self._projections)
+
+    def backward(self, dy: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return self._rotated(self._relu.backward(dy, y) @ self._projections.T, -self._sin)
+
+    def _rotated(self, x: np.ndarray, sin: np.ndarray) -> np.ndarray:
+        first, second = np.split(x, 2, axis=2)
+        parts = first * self._cos - second * sin, second * self._cos + first * sin
+        return np.concatenate(parts, axis=2)
+
+
+def random_projections(headdim: int, nfeatures: int, seed: int) -> np.ndarray:
+    """Random directions, orthogonal in groups of `headdim`, as long as normal vectors.
+
+    Source: Choromanski et al., arXiv:2009.14794.
+
+    Returns
+    -------
+    (headdim, nfeatures) float64
+        The same on all ranks.
+    """
+    rng, columns = np.random.default_rng(seed), []
+    for _ in range(-(-nfeatures // headdim)):
+        normal = rng.standard_normal((headdim, headdim))
+        columns.append(np.linalg.qr(normal)[0] * np.linalg.norm(normal, axis=0))
+    return np.concatenate(columns, axis=1)[:, :nfeatures]
+
+
+def make_feature_map(
+    name: str, tokens: np.ndarray, headdim: int, nfeatures: int, seed: int, dtype: np.dtype
+) -> FeatureMap:
+    """Feature map of the rows of these tokens by its name, one of `FEATURE_MAPS`."""
+    if name == "random":
+        return RandomRotary(tokens, random_projections(headdim, nfeatures, seed), dtype)
+    return {"none": FeatureMap, "elu+1": EluPlusOne, "relu": Relu}[name]()

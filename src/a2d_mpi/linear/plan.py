@@ -1,0 +1,415 @@
+"""Plans of linear attention."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from a2d_mpi.attention.checks import check_tensors
+from a2d_mpi.comm.channel import Channel, Traffic
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.comm.rendezvous import Call
+from a2d_mpi.comm.threads import BlasThreads
+from a2d_mpi.core.config import PHASES, AttentionConfig
+from a2d_mpi.core.sizes import check_memory
+from a2d_mpi.devices.host import HOST
+from a2d_mpi.linear import chunks
+from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
+from a2d_mpi.linear.norms import NORMS, make_norm
+from a2d_mpi.linear.states import STATES, Piece, StateExchange, pieces_of, traffic
+from a2d_mpi.masks.mask import Causal, Full, Mask
+from a2d_mpi.schedules import distribute
+from a2d_mpi.sharding.distribution import Distribution
+
+# The fastest of 16 to 512 on one core of an Intel Xeon (4096 tokens, heads of 32, 64 and 128): 32
+# and 128 take up to 10 % longer.
+CHUNK = 64
+LONGEST = 4096  # tokens of a chunk: a table of C x C factors for each head
+
+
+class Kept(NamedTuple):
+    """What `LinearAttention.forward` keeps for `backward`.
+
+    Attributes
+    ----------
+    states : (pieces, H, F, W) compute_dtype
+        The state before each piece of this rank, or of all tokens with a full mask.
+    scale : (n, 1 or H, 1) compute_dtype or None
+        By which each row was multiplied.
+    """
+
+    states: np.ndarray
+    scale: np.ndarray | None
+
+
+class LinearAttention:
+    """Linear attention of one sequence that is spread over the ranks of a grid.
+
+    ``out_i = norm(sum over visible j of decay^(i - j) (phi(q_i) . phi(k_j)) v_j)``, phi being the
+    feature map.  Of the tokens of other ranks a rank needs their sum only, the state: one matrix
+    for each head.  The ranks exchange states once in each pass, however long the sequence is.
+    Making a plan, `forward` and `backward` are collective over ``grid.comm``.
+
+    Parameters
+    ----------
+    grid : ProcessGrid
+        Its shape does not matter.
+    mask : Mask
+        `Full()` or `Causal()`.
+    seqlen : int
+        N, tokens of the whole sequence; any number from 1 on.
+    nheads, headdim : int
+        H heads of D elements, of q, k, v and out.
+    feature_map : {"none", "elu+1", "relu", "random"}
+        phi; "random": ReLU of random projections of rotated rows (MoLFormer).
+    norm : {"output", "denominator", "none"}
+        "output": divide by the root mean square of all heads of a token (TransNormer).
+        "denominator": divide by the sum of the weights ``decay^(i - j) (phi(q_i) . phi(k_j))``; it
+        needs a feature map.
+    decay : float or sequence of nheads floats, optional
+        Above 0, at most 1, for each head; causal masks only.  Default: nothing decays.
+    nfeatures, seed : int
+        Of "random" features: F (default: headdim), and which ones.
+    states : {"gather", "ring"}
+        "gather": one all-gather (LASP-2).  "ring": from rank to rank (LASP).  Same results, bit
+        for bit.
+    distribution : str or Distribution
+        Owner of each token.  Each run of consecutive tokens of a rank has a state of its own:
+        contiguous has one on each rank, zigzag two, striped one for each token.
+    dtype : {"float32", "float64", "float16", "bfloat16"}
+        Of q, k, v, out and their gradients.  All is computed, and states travel, in float32 or
+        wider.
+    chunk : int
+        Tokens that are computed at once.
+    threads : int, optional
+        BLAS threads; default as of `AttentionPlan`.
+
+    Attributes
+    ----------
+    tokens : (n,) int64
+        Sorted global indices of this rank's shard.
+    distribution : Distribution
+    traffic : Traffic
+        Bytes and messages since the plan was made, by phase and communicator ("all").
+    timings : dict of str to float
+        Seconds of the latest call on this rank: "forward/compute", "forward/wait",
+        "forward/total"; "backward/..." likewise.
+
+    Notes
+    -----
+    Arrays are NumPy arrays.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, with the numbers, if an argument is wrong or differs on any of them.
+    RanksLost
+        On all ranks that are left, if a rank died and MPI goes on; likewise by all calls.
+    """
+
+    def __init__(
+        self,
+        grid: ProcessGrid,
+        mask: Mask,
+        *,
+        seqlen: int,
+        nheads: int,
+        headdim: int,
+        feature_map: str = "none",
+        norm: str = "output",
+        decay: float | Sequence[float] | None = None,
+        nfeatures: int | None = None,
+        seed: int = 0,
+        states: str = "gather",
+        distribution: str | Distribution = "contiguous",
+        dtype: np.typing.DTypeLike = "float32",
+        chunk: int = CHUNK,
+        threads: int | None = None,
+    ) -> None:
+        self.grid, self.mask, self.traffic = grid, mask, Traffic()
+        self.timings: dict[str, float] = {}
+        self._calls, self._broken, arguments = 0, False, {}
+        rendezvous, name, rank = grid.rendezvous, type(self).__name__, grid.comm.rank
+        with rendezvous.turn() as problem:
+            self._number = rendezvous.plans + 1
+            try:
+                config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
+                config.check_room(grid.comm.size)
+                nfeatures = config.headdim if nfeatures is None else nfeatures
+                _check(mask, feature_map, norm, states, headdim, nfeatures, chunk)
+                decays = _decays(decay, config.nheads, mask)
+                self._threads = BlasThreads(threads, grid.cores)
+                self.distribution = _shards(distribution, config.seqlen, grid)
+                arguments = {
+                    **config.arguments,
+                    "mask": type(mask).__name__,
+                    "feature_map": feature_map,
+                    "norm": norm,
+                    "decay": decays.tolist(),
+                    "nfeatures": nfeatures,
+                    "seed": seed,
+                    "states": states,
+                    "distribution": self.distribution,
+                    "its runs (checksum)": crc32(repr(self.distribution.listed).encode()),
+                    "chunk": chunk,
+                }
+                self.tokens = self.distribution.tokens(rank)
+                sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
+                self._map = make_feature_map(feature_map, self.tokens, *sizes)
+                self._norm, self._causal = make_norm(norm), _is_causal(mask)
+                width = int(nfeatures) if feature_map == "random" else config.headdim
+                # Of a state: (H, F, W).
+                self._shape = config.nheads, width, config.headdim + self._norm.columns
+                self._nbytes = math.prod(self._shape) * config.compute_dtype.itemsize
+                self._pieces = pieces_of(self.distribution, self._causal)
+                count, kind = len(self._pieces), self.distribution.name
+                what = f"{count} states, one for each run of tokens of the {kind} distribution,"
+                check_memory(what, count * self._nbytes)
+            except Exception as error:  # of any kind: the other ranks must hear of it
+                problem = problem or str(error) or type(error).__name__
+            rendezvous.meet(Call("making", self._number, 0, name))
+            rendezvous.agree(problem, arguments)
+            rendezvous.plans = self._number
+            comm = grid.comm_of("all", tuple(range(grid.comm.size)))
+        self.config, self.dtype, self.compute_dtype = config, config.dtype_of("q"), sizes[-1]
+        self._way, self._own = states, _cut(self._pieces, rank, chunk)
+        self._decay = chunks.Decay(decays, min(chunk, config.seqlen), self.compute_dtype)
+        self._channel = Channel(comm, "all", self.traffic)
+        self._exchange = StateExchange(
+            self._channel,
+            self._pieces,
+            states,
+            self._causal,
+            self._decay,
+            self._shape,
+            self.compute_dtype,
+        )
+
+    def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, Kept]:
+        """Compute out.
+
+        Parameters
+        ----------
+        q, k, v : (n, nheads, headdim) dtype
+            Shards of this rank: row i is the token ``tokens[i]``.
+
+        Returns
+        -------
+        out : (n, nheads, headdim) dtype
+            Shard of this rank.
+        kept : Kept
+            For `backward`.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if an array has the wrong shape or dtype on any of them.
+        """
+        return self._call("forward", {"q": q, "k": k, "v": v})
+
+    def backward(
+        self,
+        dout: np.ndarray,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        out: np.ndarray,
+        kept: Kept,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Compute the gradients of a loss with respect to q, k and v.
+
+        Parameters
+        ----------
+        dout : (n, nheads, headdim) dtype
+            Gradient with respect to out, shard of this rank.
+        q, k, v, out, kept
+            Arguments and results of `forward`.
+
+        Returns
+        -------
+        dq, dk, dv : (n, nheads, headdim) dtype
+            Shards of this rank.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, if an array has the wrong shape or dtype on any of them.
+        """
+        return self._call("backward", {"dout": dout, "q": q, "k": k, "v": v, "out": out}, kept)
+
+    def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
+        """Bytes [sent, received] by one forward and one backward call of `rank`.
+
+        The keys are those of ``traffic.bytes``.  Source: `a2d_mpi.linear.states.traffic`.
+        """
+        rank = self.grid.comm.rank if rank is None else rank
+        orders = zip(PHASES, (self._pieces, self._pieces[::-1]))
+        counts = {
+            (phase, "all"): traffic(order, rank, self._way, self._causal, self._nbytes)
+            for phase, order in orders
+        }
+        return {key: both for key, both in counts.items() if any(both)}
+
+    def free(self) -> None:
+        """Nothing is kept between calls: this is here because plans have it."""
+
+    def _call(self, phase: str, arrays: dict[str, np.ndarray], kept: Kept | None = None) -> tuple:
+        """Run one call; collective over the ranks of the grid."""
+        rendezvous = self.grid.rendezvous
+        with rendezvous.turn(self._exchange.settle) as problem:
+            start = time.perf_counter()
+            try:
+                if self._broken:
+                    raise ValueError(
+                        "an earlier call was interrupted: make a new grid and a new plan"
+                    )
+                self._check_arrays(arrays, phase, kept)
+            except Exception as error:  # of any kind: the other ranks must hear of it
+                problem = problem or str(error) or type(error).__name__
+            call = Call(phase, self._number, self._calls + 1, type(self).__name__)
+            if rendezvous.meet(call, problem is not None):
+                rendezvous.agree(problem)
+            self._calls += 1
+            self._channel.start(phase, self._exchange.transport, rendezvous.watch)
+            self._broken = True  # messages are under way until the end
+            # Overflows and NaN show in the results.
+            with self._threads.limited(), np.errstate(over="ignore", invalid="ignore"):
+                if phase == "forward":
+                    results = self._forward(**arrays)
+                else:
+                    results = self._backward(kept, **arrays)
+            self._broken = False
+            total = time.perf_counter() - start
+            wait = sum(end - begin for begin, end in self._channel.waits)
+            seconds = {"compute": total - wait, "wait": wait, "total": total}
+            self.timings |= {f"{phase}/{part}": x for part, x in seconds.items()}
+            return results
+
+    def _check_arrays(self, arrays: dict[str, np.ndarray], phase: str, kept: Kept | None) -> None:
+        n = len(self.tokens)
+        if check_tensors(arrays, (n, n), self.config) is not HOST:
+            raise ValueError("linear attention takes NumPy arrays, got CuPy arrays")
+        if phase == "forward":
+            return
+        wanted = sum(piece.owner == self.grid.comm.rank for piece in self._pieces), *self._shape
+        if not isinstance(kept, Kept) or kept.states.shape != wanted:
+            what = kept.states.shape if isinstance(kept, Kept) else type(kept).__name__
+            raise ValueError(f"kept must be what forward returned, states {wanted}, got {what}")
+
+    def _forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, Kept]:
+        q, k, v = self._mapped(q, k, v)
+        if self._causal:
+            sums, states = chunks.forward_causal(q, k, v, self._own, self._decay, self._exchange)
+        else:
+            sums, states = chunks.forward_full(q, k, v, self._exchange)
+        out, scale = self._norm.forward(_turned(sums))
+        kept = np.array(states, self.compute_dtype).reshape(-1, *self._shape)
+        return out.astype(self.dtype), Kept(kept, scale)
+
+    def _backward(
+        self,
+        kept: Kept,
+        dout: np.ndarray,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        out: np.ndarray,
+    ) -> tuple[np.ndarray, ...]:
+        dout, out = (x.astype(self.compute_dtype) for x in (dout, out))
+        do = _turned(self._norm.backward(dout, out, kept.scale))  # (H, n, W)
+        fq, fk, fv = self._mapped(q, k, v)
+        given = do, fq, fk, fv, list(kept.states)
+        if self._causal:
+            found = chunks.backward_causal(*given, self._own, self._decay, self._exchange)
+        else:
+            found = chunks.backward_full(*given, self._exchange)
+        dq, dk = self._map.backward(found[0], fq), self._map.backward(found[1], fk)
+        dv = found[2][..., : self.config.headdim]
+        return tuple(_turned(x).astype(self.dtype) for x in (dq, dk, dv))
+
+    def _mapped(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
+        """Features (H, n, F) and values (H, n, W), with a column of ones for a denominator."""
+        q, k, v = (_turned(x.astype(self.compute_dtype)) for x in (q, k, v))
+        ones = np.ones((*v.shape[:2], self._norm.columns), v.dtype)
+        return [self._map.forward(q), self._map.forward(k), np.concatenate([v, ones], axis=2)]
+
+
+def _turned(x: np.ndarray) -> np.ndarray:
+    """Token-major from head-major or the other way round, contiguous."""
+    return np.ascontiguousarray(x.swapaxes(0, 1))
+
+
+def _is_causal(mask: Mask) -> bool:
+    return isinstance(mask, Causal)
+
+
+def _check(
+    mask: Mask,
+    feature_map: str,
+    norm: str,
+    states: str,
+    headdim: int,
+    nfeatures: int,
+    chunk: int,
+) -> None:
+    """Check the arguments that are no sizes of the tensors."""
+    if not isinstance(mask, (Full, Causal)):
+        raise ValueError(
+            f"linear attention needs a full or a causal mask, got {type(mask).__name__}"
+        )
+    words = (("feature_map", feature_map, FEATURE_MAPS), ("norm", norm, NORMS))
+    for name, value, known in (*words, ("states", states, STATES)):
+        if value not in known:
+            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    if norm == "denominator" and feature_map == "none":
+        raise ValueError(
+            f"a denominator needs a feature map that is not negative, one of {FEATURE_MAPS[1:]}: "
+            "without one, sums of weights may be 0"
+        )
+    if feature_map == "random" and headdim % 2:
+        raise ValueError(f"random features with rotary need an even headdim, got {headdim}")
+    for name, value, most in (("nfeatures", nfeatures, 1 << 16), ("chunk", chunk, LONGEST)):
+        if not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
+            raise ValueError(f"{name} must be an integer from 1 to {most}, got {value!r}")
+
+
+def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> np.ndarray:
+    """Decay of each head, (nheads,) float64."""
+    found = np.array(1.0 if decay is None else decay, np.float64)
+    if found.shape not in ((), (nheads,)):
+        raise ValueError(f"decay must be one number or {nheads}, got shape {found.shape}")
+    if not ((found > 0) & (found <= 1)).all():
+        raise ValueError(f"decay must be above 0 and at most 1, got {decay!r}")
+    if decay is not None and not _is_causal(mask):
+        raise ValueError(f"a decay needs a causal mask, got {type(mask).__name__}")
+    return np.broadcast_to(found, nheads).copy()
+
+
+def _shards(distribution: str | Distribution, seqlen: int, grid: ProcessGrid) -> Distribution:
+    """The distribution of a name on a grid, or the given one if it fits."""
+    if isinstance(distribution, str):
+        return distribute(distribution, Causal(), seqlen, grid.rows, grid.cols, grid.heads)
+    found = distribution.seqlen, distribution.nshards
+    if found != (seqlen, grid.comm.size):
+        raise ValueError(
+            f"the distribution has {found[0]} tokens on {found[1]} ranks, this plan has "
+            f"{seqlen} on {grid.comm.size}"
+        )
+    return distribution
+
+
+def _cut(pieces: Sequence[Piece], rank: int, chunk: int) -> list[list[slice]]:
+    """Chunks of each piece of a rank, as rows of its shard."""
+    cut, begin = [], 0
+    for piece in pieces:
+        if piece.owner == rank:
+            end = begin + piece.tokens
+            starts = range(begin, end, chunk)
+            cut.append([slice(start, min(start + chunk, end)) for start in starts])
+            begin = end
+    return cut

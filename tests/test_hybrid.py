@@ -1,0 +1,111 @@
+"""A GPT whose layers mix linear and exact attention."""
+
+import json
+from dataclasses import asdict
+
+import h5py
+import numpy as np
+import pytest
+from helpers import assert_all, drive_each
+from mpi4py import MPI
+from test_gpt import ROOT, alone, lone, shaken
+from test_training import trainer_of
+
+from a2d_mpi import Causal, LinearAttention, ProcessGrid
+from a2d_mpi.experiments.checkpoint import State, latest, load, save
+from a2d_mpi.gpt.config import LINEAR, GPTConfig
+from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.parameters import Parameters, initial
+from a2d_mpi.gpt.text import Text
+
+SIZES = {"width": 16, "nheads": 2, "seqlen": 61, "layer_pattern": "LLLN"}
+
+
+def test_gradients():
+    """Against differences, of some parameters of each layer; the same bits with checkpointing."""
+    config = GPTConfig(17, 3, 12, 2, 40, positions="rotary", layer_pattern="LN")
+    rng, weights = np.random.default_rng(1), shaken(config)
+    sizes = {"seqlen": 9, "nheads": 2, "headdim": 6, "dtype": "float64"}
+    linear = LinearAttention(lone(), Causal(), **sizes, **LINEAR)
+    tokens, targets = rng.integers(0, 17, (2, 9))
+    found = []
+    for checkpoint in (False, True):
+        plan = alone(config, Causal(), 9)
+        model = GPT(weights, plan, np.arange(9), checkpoint, linear)
+        gradients = Parameters(config, np.ones(config.parameters))
+        model.loss(tokens, targets, 8, gradients)
+        found.append(gradients.flat.tobytes())
+    assert found[0] == found[1]
+    for i in (*rng.integers(0, config.parameters, 60),):
+        both, value = [], weights.flat[i]
+        for step in (1e-6, -1e-6):
+            weights.flat[i] = value + step
+            both.append(model.loss(tokens, targets, 8))
+        weights.flat[i] = value
+        slope = (both[0] - both[1]) / 2e-6
+        assert slope == pytest.approx(gradients.flat[i], abs=1e-8, rel=1e-6)
+    with pytest.raises(ValueError, match="layers LN need linear attention, too"):
+        GPT(weights, alone(config, Causal(), 9))
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+def test_same_losses(comm):
+    """In float32 within 1e-5 of one rank's, after each step; another pattern is another model."""
+    config, text = GPTConfig(256, 4, **SIZES), Text(ROOT / "README.md", b"")
+    found = {}
+    grid = ProcessGrid(comm, 1, comm.size)
+    for name, ranks, where in (("one", MPI.COMM_SELF, lone()), ("all", comm, grid)):
+        weights = initial(config, 0, "float32")
+        options = {"separator": b"", "dtype": "float32", "rate": 3e-3}
+        trainer = trainer_of(ranks, where, config, text, weights, **options)
+        found[name] = np.array([trainer.step() for _ in range(8)])
+        traffic = trainer.traffic()
+        trainer.free()
+    grid.free()
+    error = np.abs(found["all"] / found["one"] - 1).max()
+    bad = [f"losses differ by {error:.1e}"] * (not error <= 1e-5)
+    # Zigzag: two states of 2 heads of 8 x 8 float32 numbers, in 3 layers and 8 steps.
+    sent = 3 * 8 * (comm.size - 1) * 2 * 2 * 8 * 8 * 4
+    counted = int(traffic["forward/all"][0]) if comm.size > 1 else 0
+    bad += [f"{counted} bytes, not {sent}"] * (counted != sent)
+    assert found["one"][-1] < found["one"][0] - 0.1
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_checkpoints_of_earlier_versions(tmp_path):
+    """A file whose config has no pattern is whole; a pattern is kept and read."""
+    none = np.zeros(3)
+    for name, pattern in (("old", "N"), ("new", "LN")):
+        config = GPTConfig(7, 2, 8, 2, 5, layer_pattern=pattern)
+        flat = initial(config, 0, "float32")
+        (tmp_path / name).mkdir()
+        moments = np.zeros((2, len(flat)), "f4")
+        path = save(tmp_path / name, State(config, {}, 3, flat, moments, none, none))
+        with h5py.File(path) as file:
+            kept = json.loads(file.attrs["config"])
+        wanted = asdict(config)
+        assert kept == ({x: wanted[x] for x in kept} if name == "old" else wanted)
+        assert ("layer_pattern" in kept) == (name == "new") and load(path).config == config
+
+
+def test_driver(tmp_path):
+    """Train on two ranks; what a hybrid model cannot do is refused in a line."""
+    sizes = ["--layers", "4", "--width", "16", "--nheads", "2", "--seqlen", "40", "--steps", "3"]
+    train = [ROOT / "README.md", *sizes, "--layer-pattern"]
+    folder = ["--folder", tmp_path / "run"]
+    cases = [
+        ("train_gpt.py", [*train, "LLLN", *folder, "--separator", ""], []),
+        ("generate.py", [tmp_path / "run", "--prompt", "x"], []),
+        ("train_gpt.py", [*train, "LLLN", "--folder", tmp_path / "other"], []),
+        ("train_gpt.py", [*train, "LQ", "--folder", tmp_path / "other"], []),
+    ]
+    done, found = drive_each(cases, 2)
+    assert [code for code, _ in found] == [0, 2, 2, 2], done.stderr
+    assert latest(tmp_path / "run")[0].config.layer_pattern == "LLLN"
+    for told in (
+        "no decoding with linear layers: the model has layers LLLN",
+        "see all earlier tokens, and run on the host: they need --separator ''",
+        "layer_pattern must be of L and N, got 'LQ'",
+    ):
+        assert done.stderr.count(told) == 1, done.stderr

@@ -1,0 +1,327 @@
+"""Linear attention against its definition in float64, its bytes, and its refusals."""
+
+from itertools import product
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from helpers import assert_all, deeper, distance, drive, drive_each, launch
+from oracles import linear_attention
+
+from a2d_mpi import Causal, Full, LinearAttention, ProcessGrid, SlidingWindow
+from a2d_mpi.linear.features import FEATURE_MAPS, random_projections
+from a2d_mpi.linear.norms import NORMS
+from a2d_mpi.linear.states import pieces_of
+from a2d_mpi.schedules import distribute
+
+NHEADS, HEADDIM, NFEATURES, SEED = 3, 8, 10, 5
+DECAY = (1.0, 0.9, 0.01)
+# Rank 1 dies while others wait for its state; the others go on with a grid of their own.
+LOST = """
+import os, signal, sys
+import numpy as np
+from a2d_mpi import Causal, LinearAttention, ProcessGrid, RanksLost
+from mpi4py import MPI
+
+def plan_on(grid):
+    sizes = {"seqlen": 99, "nheads": 2, "headdim": 8, "states": sys.argv[1]}
+    plan = LinearAttention(grid, Causal(), **sizes)
+    return plan, [np.ones((len(plan.tokens), 2, 8), "f4")] * 3
+
+grid = ProcessGrid(MPI.COMM_WORLD, 1, 4)
+plan, qkv = plan_on(grid)
+wanted = plan.forward(*qkv)[0].sum(dtype=float)
+wanted = grid.comm.allreduce(wanted)
+if grid.comm.rank == 1:
+    plan._exchange.finish = lambda: os.kill(os.getpid(), signal.SIGKILL)
+try:
+    plan.forward(*qkv)
+    plan.forward(*qkv)  # a rank that needed nothing of the one that died hears of it here
+except RanksLost:
+    grid = grid.shrink()
+plan, qkv = plan_on(grid)
+found = grid.comm.allreduce(plan.forward(*qkv)[0].sum(dtype=float))
+print("again" if abs(found / wanted - 1) < 1e-6 else found, "on", grid.comm.size, flush=True)
+"""
+RESULTS = ("out", "dq", "dk", "dv")
+SIZES = {"nheads": NHEADS, "headdim": HEADDIM}
+
+
+def tensors(seqlen, dtype="float64"):
+    """q, k, v, dout of the whole sequence."""
+    rng = np.random.default_rng(seqlen)
+    shape = seqlen, NHEADS, HEADDIM
+    return [(rng.standard_normal(shape) + 0.5).astype(dtype) for _ in range(4)]
+
+
+def exact(seqlen, causal, feature_map, norm, decay, dtype=np.float64, kept="float64"):
+    omega = random_projections(HEADDIM, NFEATURES, SEED)
+    case = causal, feature_map, norm, 1.0 if decay is None else decay, omega, dtype
+    return linear_attention(*tensors(seqlen, kept), *case)
+
+
+def computed(plan, dtype="float64"):
+    """This rank's out and gradients, of the whole inputs."""
+    q, k, v, dout = (x[plan.tokens] for x in tensors(plan.config.seqlen, dtype))
+    out, kept = plan.forward(q, k, v)
+    return [out, *plan.backward(dout, q, k, v, out, kept)]
+
+
+def options(feature_map, norm, decay, **others):
+    found = {"feature_map": feature_map, "norm": norm, "decay": decay, "chunk": 8, **others}
+    return {"nfeatures": NFEATURES, "seed": SEED, **SIZES, **found}
+
+
+CASES = [
+    (causal, feature_map, norm, decay)
+    for causal, feature_map, norm, decay in product(
+        (True, False), FEATURE_MAPS, NORMS, (None, DECAY)
+    )
+    if (feature_map, norm) != ("none", "denominator") and (causal or decay is None)
+]
+
+
+@pytest.fixture(scope="module")
+def grid(comm):
+    grid = ProcessGrid(comm, 1, comm.size)
+    yield grid
+    grid.free()
+
+
+def off(plan, found, wanted, bounds):
+    """What is out of bounds on this rank, in words."""
+    errors = [distance(x, y[plan.tokens]) for x, y in zip(found, wanted)]
+    return [
+        f"{name}: {error:.2e} > {bound:.2e}"
+        for name, error, bound in zip(RESULTS, errors, bounds)
+        if not error <= bound
+    ]
+
+
+def test_oracle_differentiates():
+    """The oracle's gradients are those of its out: central differences along random directions."""
+    rng, n, step = np.random.default_rng(0), 12, 1e-6
+    for case in CASES:
+        q, k, v, dout = tensors(n)
+        _, *gradients = exact(n, *case)
+        for i, gradient in enumerate(gradients):
+            direction = rng.standard_normal(q.shape)
+            sums = []
+            for sign in (1, -1):
+                moved = [q, k, v]
+                moved[i] = moved[i] + sign * step * direction
+                omega = random_projections(HEADDIM, NFEATURES, SEED)
+                decay = 1.0 if case[3] is None else case[3]
+                out, *_ = linear_attention(*moved, dout, *case[:3], decay, omega)
+                sums.append((out * dout).sum())
+            slope = (sums[0] - sums[1]) / (2 * step)
+            assert slope == pytest.approx((gradient * direction).sum(), rel=1e-5, abs=1e-5), case
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("states", ["gather", "ring"])
+@pytest.mark.parametrize("seqlen", deeper([1, 3, 101], (3, 101)))
+def test_results_and_bytes(comm, grid, seqlen, states):
+    """All feature maps, normalisations and decays; bytes are the formula's."""
+    bad = []
+    for case in CASES:
+        causal, *others = case
+        for name in ("contiguous", "striped") if seqlen < 100 else ("zigzag",):
+            given = options(*others, states=states, distribution=name, dtype="float64")
+            plan = LinearAttention(grid, Causal() if causal else Full(), seqlen=seqlen, **given)
+            wanted = exact(seqlen, *case)
+            bounds = [1e-12 * max(1, distance(x, 0)) for x in wanted]
+            wrong = off(plan, computed(plan), wanted, bounds)
+            if plan.traffic.bytes != plan.predicted_traffic():
+                wrong.append(f"{plan.traffic.bytes} bytes, predicted {plan.predicted_traffic()}")
+            bad += [f"{case} {name}: {x}" for x in wrong]
+    assert_all(comm, not bad, "; ".join(bad[:5]))
+
+
+@pytest.mark.mpi
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_narrow_dtypes(comm, grid, dtype):
+    """Twice the error of a dense computation in float32, and a rounding; far-off decays too."""
+    bad = []
+    for case in (
+        (True, "elu+1", "denominator", None),
+        (True, "random", "output", (1e-30, 0.5, 1.0)),
+        (False, "relu", "output", None),
+    ):
+        given = options(*case[1:], dtype=dtype, distribution="zigzag")
+        plan = LinearAttention(grid, Causal() if case[0] else Full(), seqlen=601, **given)
+        wanted, narrow = (exact(601, *case, x, kept=plan.dtype) for x in (np.float64, np.float32))
+        eps = 2.0**-8 if dtype == "bfloat16" else 2.0**-24
+        bounds = [2 * distance(x, y) + 4 * eps * distance(x, 0) for x, y in zip(wanted, narrow)]
+        found = computed(plan, plan.dtype)
+        bad += [f"{case}: {x}" for x in off(plan, found, wanted, bounds)]
+        bad += [f"{case}: {x.dtype}" for x in found if x.dtype != plan.dtype]
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.multirank
+def test_gather_and_ring_agree_in_bytes_of_any_length(comm, grid):
+    """Bit for bit; a state is H F (D + 1) numbers, sent P - 1 times, or once; N does not count."""
+    ranks, state, bad = comm.size, 4 * NHEADS * HEADDIM * (HEADDIM + 1), []
+    for name, mask in (("contiguous", Causal()), ("zigzag", Causal()), ("contiguous", Full())):
+        pieces = 2 if name == "zigzag" else 1
+        results, sent = {}, set()
+        for states, seqlen in product(("gather", "ring"), (64, 333)):
+            given = options("elu+1", "denominator", None, states=states, distribution=name)
+            plan = LinearAttention(grid, mask, seqlen=seqlen, **given)
+            found = [x.tobytes() for x in computed(plan, "float32")]
+            bad += [f"{states} differs"] * (results.setdefault(seqlen, found) != found)
+            sent.add((states, plan.traffic.bytes["forward", "all"][0] if comm.rank else 0))
+        bad += [f"{name}: {sent}"] * (len(sent) != 2)
+        wanted = {("gather", (ranks - 1) * pieces * state)}
+        bad += [f"{name}: {sent}, not {wanted}"] * (comm.rank > 0 and not wanted <= sent)
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.multirank
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.one_mpi
+def test_wrong_orders_fail(comm, grid, monkeypatch):
+    """States added in the order of ranks, and a decay that counts no tokens, are noticed."""
+    case = True, "elu+1", "output", DECAY
+
+    def errors():
+        given = options(*case[1:], distribution="zigzag", dtype="float64")
+        plan = LinearAttention(grid, Causal(), seqlen=101, **given)
+        wrong = off(plan, computed(plan), exact(101, *case), [1e-6] * 4)
+        return {x.split(":")[0] for found in comm.allgather(wrong) for x in found}
+
+    assert not errors()
+    with monkeypatch.context() as patch:
+        by_rank = lambda *args: sorted(pieces_of(*args))  # noqa: E731
+        patch.setattr("a2d_mpi.linear.plan.pieces_of", by_rank)
+        assert errors() == set(RESULTS)
+    with monkeypatch.context() as patch:
+        patch.setattr("a2d_mpi.linear.chunks.Decay.add", lambda _, state, more, n: state + more)
+        assert errors() == set(RESULTS)
+
+
+@pytest.mark.multirank
+@pytest.mark.mpi(min_size=4)
+def test_head_axis_and_listed_runs(comm):
+    """The shape of the grid does not matter; a distribution may be an object."""
+    grid = ProcessGrid(comm, 1, comm.size // 2, 2) if comm.size % 2 == 0 else None
+    grid = grid or ProcessGrid(comm, comm.size, 1)
+    case = True, "random", "denominator", DECAY
+    shards = distribute("balanced", Causal(), 101, grid.rows, grid.cols, grid.heads)
+    given = options(*case[1:], distribution=shards, dtype="float64")
+    plan = LinearAttention(grid, Causal(), seqlen=101, **given)
+    wanted = exact(101, *case)
+    bad = off(plan, computed(plan), wanted, [1e-12 * max(1, distance(x, 0)) for x in wanted])
+    assert_all(comm, not bad, "; ".join(bad))
+    grid.free()
+
+
+@pytest.mark.mpi
+def test_refusals(comm, grid):
+    """One ValueError on all ranks, with the numbers; then the grid still works."""
+    last = comm.rank == comm.size - 1
+
+    def refused(match, call):
+        with pytest.raises(ValueError, match=match):
+            call()
+
+    for mask, change, match in (
+        (SlidingWindow(4), {}, "needs a full or a causal mask, got SlidingWindow"),
+        (Full(), {"decay": 0.5}, "a decay needs a causal mask, got Full"),
+        (Causal(), {"decay": (0.5, 0.5)}, r"decay must be one number or 3, got shape \(2,\)"),
+        (Causal(), {"decay": 1.5}, "decay must be above 0 and at most 1, got 1.5"),
+        (Causal(), {"decay": float("nan")}, "decay must be above 0 and at most 1, got nan"),
+        (Causal(), {"norm": "denominator"}, "a denominator needs a feature map"),
+        (Causal(), {"feature_map": "exp"}, "feature_map must be one of .*, got 'exp'"),
+        (Causal(), {"states": "tree"}, "states must be one of .*, got 'tree'"),
+        (Causal(), {"feature_map": "random", "headdim": 7}, "need an even headdim, got 7"),
+        (Causal(), {"chunk": 0}, "chunk must be an integer from 1 to 4096, got 0"),
+        (Causal(), {"distribution": "nosuch"}, "unknown distribution 'nosuch'"),
+    ):
+        usual = {"seqlen": 9, **SIZES}
+        wrong = mask, usual | change
+        for given in (wrong, wrong if last else (Causal(), usual)):  # on all ranks, and on one
+            refused(match, lambda x=given: LinearAttention(grid, x[0], **x[1]))
+    if comm.size > 1:
+        decay = 0.5 if last else 0.25
+        refused(
+            "ranks disagree on decay",
+            lambda: LinearAttention(grid, Causal(), seqlen=9, decay=decay, **SIZES),
+        )
+        large = {"nheads": 3, "headdim": 1 << 12, "distribution": "striped"}
+        refused(
+            "16384 states, one for each run of tokens of the striped distribution, take 3072 GiB",
+            lambda: LinearAttention(grid, Causal(), seqlen=1 << 14, **large),
+        )
+    plan = LinearAttention(grid, Causal(), seqlen=50, **SIZES)
+    q, k, v, dout = (x[plan.tokens] for x in tensors(50, "float32"))
+    out, kept = plan.forward(q, k, v)
+    refused("v has shape", lambda: plan.forward(q, k, v[:, :2] if last else v))
+    refused(
+        "kept must be what forward returned",
+        lambda: plan.backward(dout, q, k, v, out, None if last else kept),
+    )
+    again, _ = plan.forward(q, k, v)
+    assert_all(comm, again.tobytes() == out.tobytes(), "another result after refusals")
+
+
+@pytest.mark.launches
+@pytest.mark.ulfm
+@pytest.mark.parametrize("states", ["gather", "ring"])
+def test_lost_ranks(states):
+    done = launch(4, "-c", LOST, states, timeout=60, options=("--with-ft", "ulfm"))
+    assert done.stdout.count("again on 3") == 3, done.stdout + done.stderr
+
+
+def test_committed_run():
+    """What docs/linear.md shows: checked, bytes of one size for all lengths, and flat times."""
+    path = Path(__file__).parents[1] / "data" / "results" / "linear" / "16x1.h5"
+    page, lengths = (path.parents[3] / "docs" / "linear.md").read_text(), (2048, 4096, 8192, 16384)
+    plans, seconds, sent = ("lasp2", "lasp", "attention2d"), {}, {}
+    with h5py.File(path) as file:
+        for name, n in product(plans, lengths):
+            run = file[f"runs/{name}/{n}"]
+            assert run.attrs["passed"]
+            seconds[name, n] = np.median(run["seconds"][()].max(axis=1), axis=0)
+            sent[name, n] = run["sent"][()].sum(axis=1).max()
+    for n in lengths:
+        times = [f"{x:.2f}" for name in plans for x in seconds[name, n]]
+        bytes_sent = f"3.9, 0.26, {sent['attention2d', n] / 1e6:.1f}"
+        assert f"| {n} | {' | '.join(times)} | {bytes_sent} |" in page
+        assert sent["lasp2", n] == 2 * 15 * 8 * 64 * 64 * 4 == 15 * sent["lasp", n]
+    slower = seconds["attention2d", 16384] / seconds["lasp2", 16384]
+    assert slower.round().tolist() == [12, 19]
+
+
+def test_driver(tmp_path):
+    """Both kinds of plans are checked, timed and counted; a wrong result is told."""
+    sizes = ["--nheads", 2, "--headdim", 8, "--seqlens", "40,90", "--trials", 2]
+    path, program = tmp_path / "linear.h5", "bench_linear.py"
+    others = ["--feature-map", "random", "--norm", "denominator", "--decay", 0.9]
+    done, found = drive_each([
+        (program, [*sizes, "--output", path], []),
+        (program, [*sizes, *others, "--distribution", "zigzag", "--dtype", "float64"], []),
+        (program, [*sizes, "--mask", "full", "--plans", "lasp"], []),
+        (program, [*sizes, "--decay", 0.9, "--mask", "full"], []),
+    ], 2)  # fmt: skip
+    assert [code for code, _ in found] == [0, 0, 0, 2], done.stderr
+    assert "a decay needs a causal mask, got Full" in done.stderr
+    with h5py.File(path) as file:
+        assert list(file["runs"]) == ["attention2d", "lasp", "lasp2"]
+        for name in ("lasp", "lasp2"):
+            for seqlen in ("40", "90"):
+                run = file[f"runs/{name}/{seqlen}"]
+                assert run.attrs["passed"] and run["seconds"].shape == (2, 2, 2)
+                assert run["sent"][()].max() == 2 * 8 * 8 * 4
+    wrong = """
+import a2d_mpi.linear.states as states
+right = states.StateExchange.finish
+states.StateExchange.finish = lambda self: [1.001 * x for x in right(self)]
+"""
+    done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong)
+    assert done.returncode == 1 and done.stdout.count("FAILED") == 2, done.stderr
