@@ -4,6 +4,7 @@
 # the first job that fails.  Not part of jobs/test.sh.
 #
 #   bash tests/cluster/slurm.sh
+#   bash tests/cluster/slurm.sh 16 10mbit    only a training of which a rank dies, on 16 nodes
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -17,7 +18,8 @@ if ((${#missing[@]} > 0)); then
 fi
 
 tmp=$(mktemp -d) # all nodes see it
-EMULATE_TIMEOUT=300 bash jobs/emulate.sh 4 2 200mbit --head bash tests/cluster/slurm_head.sh "$tmp" &
+EMULATE_TIMEOUT=400 bash jobs/emulate.sh "${1:-4}" 2 "${2:-200mbit}" \
+  --head bash tests/cluster/slurm_head.sh "$tmp" "${1:-4}" &
 trap 'kill "$!" 2>/dev/null && wait "$!"; rm -rf "$tmp"' EXIT
 trap 'exit 130' INT # for the other, started with &, there is no Ctrl-C
 trap 'exit 143' TERM HUP

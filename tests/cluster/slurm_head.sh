@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# slurm_head.sh DIR: starts SLURM on the emulated cluster node00 to node03, with its files in DIR,
-# and submits the jobs.  tests/cluster/slurm.sh runs it on the cluster's head; all that it starts
-# ends with the cluster.
+# slurm_head.sh DIR NODES: starts SLURM on an emulated cluster, with its files in DIR, and submits
+# the jobs.  tests/cluster/slurm.sh runs it on the cluster's head; all that it starts ends with the
+# cluster.
 set -euo pipefail
 dir=$1
-nodes=(node00 node01 node02 node03)
+mapfile -t nodes < <(seq -f 'node%02g' 0 $(($2 - 1)))
 export SLURM_CONF=$dir/slurm.conf
 
 failed() {
@@ -35,7 +35,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 GresTypes=gpu
-NodeName=node[00-03] CPUs=4 Gres=gpu:4
+NodeName=node[00-$(printf %02d $(($2 - 1)))] CPUs=4 Gres=gpu:4
 PartitionName=main Nodes=ALL Default=YES
 END
 echo "CgroupPlugin=cgroup/v1" >"$dir/cgroup.conf" # or it looks for version 2, and needs systemd
@@ -54,10 +54,10 @@ for node in "${nodes[@]}"; do
   jobs/emulated/on.sh "$node" slurmd || failed "slurmd did not start on $node"
 done
 for _ in {1..60}; do
-  [[ $(sinfo --noheader --Node --format %T | grep -c '^idle$') != 4 ]] || break
+  [[ $(sinfo --noheader --Node --format %T | grep -c '^idle$') != "$2" ]] || break
   sleep 0.5
 done
-[[ $(sinfo --noheader --Node --format %T | grep -c '^idle$') == 4 ]] || failed "nodes are not ready"
+[[ $(sinfo --noheader --Node --format %T | grep -c '^idle$') == "$2" ]] || failed "nodes are not ready"
 echo "ok: SLURM is up on ${nodes[*]}"
 
 # submit SCRIPT HOSTS RANKS OPTION...: HOSTS and RANKS of the job's results must be as given.
@@ -74,12 +74,14 @@ submit() {
     echo "ok: $script $*: $method on $ranks ranks of $hosts nodes"
   done
 }
-submit jobs/slurm_cpu.sh 4 4 --ntasks=4 --ntasks-per-node=1
-submit jobs/slurm_h100_64x1.sh 4 4 --nodes=4
-submit jobs/slurm_a100_16x4.sh 2 4 --nodes=2 --ntasks-per-node=2
-submit jobs/slurm_a100_16x4.sh 2 8 --nodes=2
+if (($2 == 4)); then
+  submit jobs/slurm_cpu.sh 4 4 --ntasks=4 --ntasks-per-node=1
+  submit jobs/slurm_h100_64x1.sh 4 4 --nodes=4
+  submit jobs/slurm_a100_16x4.sh 2 4 --nodes=2 --ntasks-per-node=2
+  submit jobs/slurm_a100_16x4.sh 2 8 --nodes=2
+fi
 
-# A rank of four nodes is killed while it trains: the others go on, with Open MPI's ULFM.
+# A rank is killed while it trains: the others go on, with Open MPI's ULFM.
 if [[ ! -d .venv-openmpi ]]; then
   echo "not run: there is no .venv-openmpi (bash jobs/test.sh openmpi makes it)"
 else
@@ -87,17 +89,20 @@ else
   id=$(survive=1 venv=.venv-openmpi text=README.md folder=$dir/run \
     options="--preset tiny --seqlen 256 --steps 400" \
     sbatch --parsable --partition=main --account= --cpus-per-task=1 --ntasks-per-node=1 \
-    --output="$dir/%j.out" jobs/slurm_train.sh)
-  for _ in {1..60}; do
+    --nodes="$2" --output="$dir/%j.out" jobs/slurm_train.sh)
+  for _ in {1..120}; do
     ! grep -aqs "loss=" "$dir/$id.out" || break
     sleep 1
   done
+  echo "a rank is killed at $(date --utc +%H:%M:%S.%3N)"
   kill -9 "$(pgrep -f "python drivers/train_gpt.py" | tail -n 1)"
   for _ in {1..30}; do
     ! grep -aq "goes on after step" "$dir/$id.out" || break
     sleep 1
   done
-  grep -aq "went on without rank .: 3 ranks" "$dir/$id.out" || failed "jobs/slurm_train.sh"
+  grep -a "went on without rank [0-9]*: $(($2 - 1)) ranks" "$dir/$id.out" ||
+    failed "jobs/slurm_train.sh"
+  grep -a "goes on after step" "$dir/$id.out"
   scancel "$id"
   echo "ok: jobs/slurm_train.sh: a training went on without a rank"
 fi

@@ -99,7 +99,7 @@ def surviving(
         lost = sorted(set(grid.failures.numbers) - set(smaller.failures.numbers))
         grid = smaller
         if grid.comm.rank == 0:
-            now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
             print(f"{prog}: {now}: went on without {name_ranks(lost)}: {grid.comm.size} ranks, "
                   f"{grid.rows}x{grid.cols}x{grid.heads}, after "
                   f"{time.perf_counter() - start:.3f} s", file=sys.stderr, flush=True)  # fmt: skip
