@@ -43,7 +43,10 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     failures, running, grids = Failures(comm, []), [], {}
     try:
         with failures.noticed():
-            return _bench(failures.duplicate(comm), args, prepared, grids, running)
+            work_comm = failures.duplicate(comm)
+            code = _bench(work_comm, args, prepared, grids, running)
+            failures.forget(work_comm)
+            return code
     except RanksLost as error:
         for grid in grids.values():  # ranks may wait in any of them
             grid.failures.revoke()
