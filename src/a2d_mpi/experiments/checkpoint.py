@@ -60,7 +60,7 @@ class State:
     @property
     def texts(self) -> dict[str, str]:
         """The parts that are no arrays, as JSON by name."""
-        parts = {"config": asdict(self.config), "run": self.run, "ranges": self.ranges}
+        parts = {"config": self.config.stored, "run": self.run, "ranges": self.ranges}
         return {name: json.dumps(part) for name, part in parts.items()}
 
     def add_step(self, loss: float, seconds: float, settings: Mapping[str, object]) -> None:
