@@ -18,6 +18,7 @@ from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.grids import grid_shape
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.gpt.apart import MICRO_BATCHES, attention_grid, open_apart, part_of
 from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters
@@ -27,24 +28,29 @@ from a2d_mpi.gpt.serve import sample, serve
 def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Generate; returns the exit code: 1 if a request was refused."""
     prompts = together(comm, lambda: _prompts(args))
-    state = comm.bcast(together(comm, lambda: _state(args.checkpoint), on=0))
-    agree(comm, None if state else f"{args.checkpoint} has no checkpoint that is whole")
-    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
-    device = open_device(comm, args.device)
-    grid = ProcessGrid(comm, rows, cols, args.heads)
-    weights = Parameters(state.config, device.upload(state.weights))
+    split = together(comm, lambda: _split(args))
+    ranks = split[0] if split else comm.size
+    rows, cols = together(comm, lambda: grid_shape(ranks, args.rows, args.cols, args.heads))
+    shape = rows, cols, args.heads
+    grid = attention_grid(comm, split, shape) if split else ProcessGrid(comm, *shape)
+    weights = _weights(comm, args, split)
+    config = weights.config
     rooms = args.room if args.room is not None else [1 << 30] * (rows * cols)
     arrive = args.arrive if args.arrive is not None else [0] * len(prompts)
     wrong = f"--arrive must be a number for each of the {len(prompts)} prompts, got {arrive}"
     agree(comm, wrong if len(arrive) != len(prompts) else None)
     options = args.block, args.method, args.transfers, args.kernel
-    decoder = Decoder(grid, weights, rooms, *options)
+    if split:
+        batches = args.micro_batches or MICRO_BATCHES
+        decoder = open_apart(comm, grid, split, weights, rooms, *options, batches)
+    else:
+        decoder = Decoder(grid, weights, rooms, *options)
     new = dict.fromkeys(prompts, args.tokens)
-    most = [min(len(x) + args.tokens, state.config.seqlen) for x in prompts.values()]
+    most = [min(len(x) + args.tokens, config.seqlen) for x in prompts.values()]
     blocks = min(max(rooms), -(-sum(map(decoder.table.blocks, most)) // len(rooms)))
-    nbytes = cache_bytes(state.config, blocks * args.block, state.weights.itemsize) // args.heads
+    nbytes = cache_bytes(config, blocks * args.block, weights.flat.itemsize) // args.heads
     tokens = f"{blocks * args.block} tokens of keys and values on one rank (--tokens, --block)"
-    check_room(comm, tokens, nbytes)
+    check_room(comm, tokens, nbytes, ranks)
 
     def choose(name: int, length: int, logits: np.ndarray) -> int:
         return sample(logits, args.temperature, args.top_k, (args.seed, name, length))
@@ -66,7 +72,8 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s; rank 0 sent "
               f"{nbytes} bytes in {messages} messages in decoding steps")  # fmt: skip
     decoder.free()
-    grid.free()
+    if grid:
+        grid.free()
     return FAILED_CHECK if refused else 0
 
 
@@ -76,6 +83,36 @@ def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
     if not all(texts):
         raise ValueError("--prompt must not be empty")
     return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in enumerate(texts)}
+
+
+def _split(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Attention ranks and FFN ranks; None if all ranks are alike."""
+    split = args.attention_ranks, args.ffn_ranks
+    if None not in split:
+        return split
+    if split != (None, None) or args.micro_batches:
+        raise ValueError(
+            "--attention-ranks and --ffn-ranks need each other, and --micro-batches both"
+        )
+    return None
+
+
+def _weights(
+    comm: MPI.Intracomm, args: argparse.Namespace, split: tuple[int, int] | None
+) -> Parameters:
+    """What this rank holds of the weights: all, or those of its kind."""
+    state = together(comm, lambda: _state(args.checkpoint), on=0)
+    config = comm.bcast(state and state.config)
+    agree(comm, None if config else f"{args.checkpoint} has no checkpoint that is whole")
+    device = open_device(comm, args.device)
+    if split is None:
+        return Parameters(config, device.upload(comm.bcast(state and state.weights)))
+    parts = None
+    if state:
+        weights = Parameters(config, state.weights)
+        parts = [part_of(weights, rank, split) for rank in range(comm.size)]
+    flat, shapes = comm.scatter(parts)
+    return Parameters(config, device.upload(flat), shapes)
 
 
 def _state(path: Path) -> State | None:
