@@ -16,7 +16,8 @@ def add_model(parser: Parser, default: str | None) -> None:
     add = parser.add_argument
     add("--preset", choices=PRESETS, default=default, help="default %(default)s")
     sizes = {"layers": LAYERS, "width": WIDTH, "nheads": HEADS, "nheads-kv": HEADS}
-    for name, kind in (sizes | {"headdim": HEADDIM}).items():
+    sizes["headdim"] = HEADDIM
+    for name, kind in sizes.items():
         add(f"--{name}", type=kind, help="default: the preset's")
     add("--positions", choices=POSITIONS, help="default: the preset's")
     add("--recompute", action="store_true", help="keep less of each block, compute it again")
