@@ -13,13 +13,16 @@ from a2d_mpi.experiments.bench_decode import bench_decode
 from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.model_options import BLOCK, LAYERS, WIDTH
 from a2d_mpi.experiments.options import (
+    HEADDIM,
     HEADS,
     SEED,
     SEQLEN,
     THREADS,
     TRIALS,
+    add_trace,
     listed,
     path,
+    split,
     whole,
 )
 
@@ -31,6 +34,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     contexts = [1024, 4096, 16384, 65536]
     add("--contexts", type=listed(SEQLEN), default=contexts, help="default: 1024 to 65536")
     add("--ranks", type=listed(whole(1)), help="default: 1, 2, 4, ... times --heads")
+    add("--apart", type=listed(split), default=[], help="attention+FFN ranks, too: 2+2,3+1")
+    add("--micro-batches", type=whole(1), default=3, help="with --apart (default %(default)s)")
     add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
     add(
         "--requests",
@@ -45,11 +50,13 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         ("nheads-kv", HEADS, 2),
     ):
         add(f"--{name}", type=kind, default=default, help="default %(default)s")
+    add("--headdim", type=HEADDIM, help="default: width / nheads")
     add("--block", type=BLOCK, default=16, help="tokens of a block (default %(default)s)")
     add("--trials", type=TRIALS, default=15, help="timed steps (default %(default)s)")
     add("--seed", type=SEED, default=0, help="default %(default)s")
     add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
     add("--output", type=path, help="HDF5 file")
+    add_trace(parser, "of the last step of each run")
     return parser
 
 

@@ -5,6 +5,7 @@
 
 Keys and values of all requests lie in blocks on all ranks; --room limits the blocks of each rank,
 and a rank without room borrows it from others.  What there is no room for now waits.
+With --attention-ranks and --ffn-ranks, MLPs are on ranks of their own (docs/afd.md).
 Exit code 1: a request was refused, because it fits nowhere; 2: bad input.
 """
 
@@ -42,6 +43,9 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
     add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
     add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
+    add("--attention-ranks", type=whole(1), help="A: they hold the cache; the grid is theirs")
+    add("--ffn-ranks", type=whole(1), help="F: all other ranks, which hold MLPs and embeddings")
+    add("--micro-batches", type=whole(1), help="of a step, with --ffn-ranks; default: 3")
     add_survive(parser)
     add_engine(parser)
     return parser

@@ -1,5 +1,6 @@
 """Checkpoints: what a folder keeps, what a run goes on from, and what it says of its bits."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -108,6 +109,15 @@ def test_does_not_begin_again_unasked(tmp_path):
     path_of(tmp_path, 3).with_suffix(".h5.damaged").touch()
     with pytest.raises(ValueError, match="no checkpoint that is whole: damaged ones were renamed"):
         resumed(tmp_path, CONFIG, RUN, True)
+
+
+def test_from_before_headdim():
+    """The text of a config, and so the checksum, is as it was before a headdim could be given."""
+    assert state(3).texts["config"] == json.dumps(
+        {"vocab": 4, "layers": 1, "width": 2, "nheads": 1, "seqlen": 4, "nheads_kv": 1}
+        | {"positions": "learned"}
+    )
+    assert state(3, config=replace(CONFIG, headdim=3)).texts != state(3).texts
 
 
 def test_sizes_must_fit(tmp_path):

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.grids
 ROOT = Path(__file__).parents[1]
 
 
-def small(positions="learned", nheads_kv=1):
-    return GPTConfig(17, 2, 12, 3, 40, nheads_kv, positions)
+def small(positions="learned", nheads_kv=1, headdim=None):
+    return GPTConfig(17, 2, 12, 3, 40, nheads_kv, positions, headdim)
 
 
 def shaken(config, seed=0):
@@ -63,10 +63,13 @@ def test_state_dict(positions):
     assert np.allclose(found["h.1.fc.weight"] @ x, x @ weights.blocks[1]["fc.weight"])
 
 
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_gradients(positions):
+SHAPES = [("learned", None), ("rotary", None), ("rotary", 10)]
+
+
+@pytest.mark.parametrize("positions, headdim", SHAPES)
+def test_gradients(positions, headdim):
     """Against differences, of every kind of parameter; the same bits with checkpointing."""
-    config, rng = small(positions), np.random.default_rng(1)
+    config, rng = small(positions, headdim=headdim), np.random.default_rng(1)
     weights, mask = shaken(config), Documents([0, 4, 9], causal=True)
     tokens, targets = rng.integers(0, 17, (2, 9))
     targets[3] = -1
@@ -94,6 +97,12 @@ def test_gradients(positions):
 def test_config():
     assert PRESETS["gpt3-175b"].parameters == pytest.approx(175e9, rel=0.01)
     assert PRESETS["gpt3-125m"].parameters == pytest.approx(125e6, rel=0.02)
+    shared = PRESETS["mfa-tiny"]
+    assert shared.shapes["h0.qkv.weight"] == (128, (4 + 2) * 64)
+    assert shared.shapes["h0.proj.weight"] == (4 * 64, 128)
+    assert GPTConfig(**shared.stored) == shared and shared.stored["headdim"] == 64
+    assert GPTConfig(**PRESETS["tiny"].stored) == PRESETS["tiny"]
+    assert "headdim" not in PRESETS["tiny"].stored  # checkpoints from before have none
     for bad, told in (
         ({"layers": 0}, "layers must be a positive integer, got 0"),
         ({"nheads": 5}, "width 12, nheads 5"),
@@ -102,6 +111,8 @@ def test_config():
         ({"positions": "none"}, "got 'none'"),
         ({"layer_pattern": "LX"}, "layer_pattern must be of L and N, got 'LX'"),
         ({"layer_pattern": "LN", "nheads_kv": 1}, "got nheads 3 and nheads_kv 1"),
+        ({"headdim": 0}, "headdim must be a positive integer, got 0"),
+        ({"headdim": 5, "positions": "rotary"}, "even headdim, got 5"),
     ):
         sizes = {"vocab": 17, "layers": 2, "width": 12, "nheads": 3, "seqlen": 40}
         with pytest.raises(ValueError, match=told):

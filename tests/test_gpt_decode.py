@@ -274,7 +274,7 @@ def test_bench(tmp_path):
     assert done.returncode == 0, done.stderr
     with h5py.File(output) as file:
         runs = {x: [dict(y.attrs) for y in of.values()] for x, of in file["runs"].items()}
-        assert file["runs/2/90/seconds"].shape == (2, 2, 4)
+        assert file["runs/2/90/seconds"].shape == (2, 2, 5)
     assert list(runs) == ["1", "2"] and [x["sent_bytes"] for x in runs["1"]] == [0, 0]
     sent = {x["sent_bytes"] for x in runs["2"]} | {x["predicted_bytes"] for x in runs["2"]}
     assert sent == {4 * 2 * (2 * 4 + 1) * 4}  # requests, heads, elements of out, lse and out

@@ -14,6 +14,7 @@ from a2d_mpi import ProcessGrid
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.experiments.checkpoint import State
 from a2d_mpi.experiments.train_gpt import Trainer
+from a2d_mpi.gpt.apart import attention_grid, open_apart, part_of
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters, initial
@@ -77,6 +78,27 @@ def test_same_tokens(comm, cupy, transfers):
         bad.append(f"{whole.sent} is not {count - 1} times {expected}")
     whole.free()
     grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.multirank
+@pytest.mark.one_mpi
+@pytest.mark.parametrize("transfers", ["device", "host"])
+def test_apart(comm, cupy, transfers):
+    """The same tokens with MLPs on ranks of their own."""
+    device, _ = bind_gpu(comm)
+    split, count = (comm.size - comm.size // 2, comm.size // 2), 4
+    flat, shapes = part_of(shaken(CONFIG), comm.rank, split)
+    weights = Parameters(CONFIG, device.upload(flat), shapes)
+    grid = attention_grid(comm, split, (1, split[0], 1))
+    whole = open_apart(comm, grid, split, weights, [9] * split[0], 8, transfers=transfers)
+    short = {x: y for x, y in prompts().items() if LENGTHS[x] < 10}
+    found = dict(serve(whole, short, dict.fromkeys(short, count), likeliest))
+    bad = [f"request {x}: {y}" for x, y in found.items() if y.tolist() != greedy(x, count)]
+    whole.free()
+    if grid:
+        grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 
 import numpy as np
 from mpi4py import MPI
@@ -20,6 +21,8 @@ from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.tables import aligned
+from a2d_mpi.experiments.trace import COMMUNICATION, COMPUTE, Slice, Trace, check_trace
+from a2d_mpi.gpt.apart import attention_grid, open_apart, part_of, step_traffic_apart
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
@@ -27,9 +30,12 @@ from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.steps import step_traffic
 
 SCHEMA = ("a2d_mpi decoding", 1)
-PARTS = ("attention", "merge", "other", "cpu")  # of a step's seconds; cpu: of attention's
+# Of a step's seconds; cpu is of attention's, and wait, for other ranks, of merge's and other's.
+PARTS = ("attention", "merge", "other", "cpu", "wait")
 BOUND = 1e-4  # largest error of attention, relative to its largest value
-SIZES = ("layers", "width", "nheads", "nheads_kv", "requests", "block", "heads", "trials", "seed")
+SIZES = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "block", "heads")
+SIZES += ("micro_batches", "trials", "seed")
+Split = tuple[int, int]
 
 
 def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -39,19 +45,28 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         f"{config.parameters} parameters (--layers, --width) and the cache of {args.requests} "
         f"requests (--requests) of {max(args.contexts)} tokens (--contexts)"
     )
-    for ranks in args.ranks:
+    runs = [(x, None) for x in args.ranks] + [(x[0], x) for x in args.apart]
+    for ranks, _ in runs:  # that hold the cache
         check_room(comm, f"{what} on one of {ranks} ranks", _room(config, args, ranks), ranks)
     origin, entries = origin_of(comm), {}
-    for ranks in tqdm(args.ranks, "ranks", disable=comm.rank != 0 or None, leave=False):
-        part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED, comm.rank)
+    trace = Trace(comm, args.trace) if args.trace else None
+    for ranks, split in tqdm(runs, "ranks", disable=comm.rank != 0 or None, leave=False):
+        used = sum(split) if split else ranks
+        part = comm.Split(0 if comm.rank < used else MPI.UNDEFINED, comm.rank)
         if part != MPI.COMM_NULL:
-            grid = ProcessGrid(part, 1, ranks // args.heads, args.heads)
+            shape = 1, ranks // args.heads, args.heads
+            grid = attention_grid(part, split, shape) if split else ProcessGrid(part, *shape)
             with threadpool_limits(args.threads):
                 for context in args.contexts:
-                    entries |= _measured(grid, config, args, context)
-            grid.free()
+                    entries |= _measured(part, grid, split, config, args, context, trace)
+            if grid:
+                grid.free()
             part.Free()
         together(comm, lambda: None, on=0)  # the other ranks sleep until then
+    if trace:
+        for section in trace.sections:  # of fewer ranks
+            section += [[]] * (comm.size - len(section))
+        together(comm, trace.write, on=0)
     if args.output:
         about = {"/": Entry(origin, {}), "config": Entry({x: getattr(args, x) for x in SIZES}, {})}
         together(
@@ -61,57 +76,104 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 def _measured(
-    grid: ProcessGrid, config: GPTConfig, args: argparse.Namespace, context: int
+    comm: MPI.Intracomm,
+    grid: ProcessGrid | None,
+    split: Split | None,
+    config: GPTConfig,
+    args: argparse.Namespace,
+    context: int,
+    trace: Trace | None,
 ) -> dict[str, Entry]:
     """Groups of steps after a context of random keys and values, checked and timed."""
-    comm, names = grid.comm, list(range(args.requests))
-    weights = Parameters(config, initial(config, args.seed, "float32"))
-    positions = grid.group_comm.size
-    decoder = Decoder(grid, weights, [1 << 30] * positions, args.block)
+    names, ranks = list(range(args.requests)), split[0] if split else comm.size
+    label, positions = f"{split[0]}+{split[1]}" if split else comm.size, ranks // args.heads
+    decoder = _decoder(comm, grid, split, config, args)
     for name in names:
         decoder.table.admit(name, context + args.trials + 1)
-        own = np.array(decoder.table.append(name, context)) == decoder.cache.rank
-        for layer in range(config.layers):
-            k, v = _keys(config, args.seed, context, name, layer)[:, own]
+        owners = np.array(decoder.table.append(name, context))
+        for layer in range(config.layers if grid else 0):
+            k, v = _keys(config, args.seed, context, name, layer)[:, owners == decoder.cache.rank]
             kept = decoder.attention.heads_kv
             decoder.cache.put(layer, name, k[:, kept], v[:, kept])
     shape = args.requests, config.nheads, config.headdim
     q = np.random.default_rng(args.seed).standard_normal(shape, np.float32)
-    out = decoder.attention.attend(config.layers - 1, names, q)
+    out = decoder.attention.attend(config.layers - 1, names, q) if grid else None
+    spent = decoder.attention.seconds if grid else dict.fromkeys(PARTS, 0.0)
     seconds, sent = [], set()
     for _ in range(args.trials + 1):
-        before, counted = dict(decoder.attention.seconds), decoder.sent
+        before, counted = dict(spent), decoder.sent
+        log: list[tuple[str, float, float]] = []
+        for x in decoder.exchanges:
+            x.log = log
         comm.Barrier()
         start = time.perf_counter()
         decoder.step(dict.fromkeys(names, 1))
         total = time.perf_counter() - start
-        parts = {x: y - before[x] for x, y in decoder.attention.seconds.items()}
+        parts = {x: y - before[x] for x, y in spent.items()}
         parts["other"] = total - parts["attention"] - parts["merge"]
+        parts["wait"] = sum(end - begin for what, begin, end in log if what == "wait")
         seconds.append([parts[x] for x in PARTS])
         sent.add(tuple(b - a for a, b in zip(counted, decoder.sent)))
-    predicted = step_traffic(config, positions, grid.heads, args.requests, 4)
+    if split:
+        at = comm.rank, (positions, args.heads), split[1]
+        predicted = step_traffic_apart(config, *at, args.requests, args.micro_batches, 4)
+    else:
+        predicted = step_traffic(config, positions, args.heads, args.requests, 4)
     off = max(abs(a - b) for x in sent for a, b in zip(x, predicted))
     off = comm.allreduce(off, op=MPI.MAX)
-    nbytes = comm.allreduce(decoder.cache.nbytes, op=MPI.MAX)
+    nbytes = comm.allreduce(decoder.cache.nbytes if grid else 0, op=MPI.MAX)
+    counts = np.array([*max(sent), *predicted])
+    comm.Allreduce(MPI.IN_PLACE, counts, MPI.MAX)  # those of the rank that sends most
     of_ranks = comm.gather(seconds[1:])  # the first one warms up
     decoder.free()
+    if trace:
+        slices = comm.gather(_slices(log, start, total, f"{label} ranks, {context} tokens"))
+        trace.sections += [slices] if slices else []
     if of_ranks is None:
         return {}
-    run, kinds = f"runs/{comm.size}/{context}", ("bytes", "messages")
-    counts = {
-        **{f"sent_{x}": n for x, n in zip(kinds, max(sent))},
-        **{f"predicted_{x}": n for x, n in zip(kinds, predicted)},
-        "cache_bytes": nbytes,
-        "parts": PARTS,
+    run, kinds = f"runs/{label}/{context}", ("bytes", "messages")
+    attributes = {
+        f"{what}_{x}": int(n)
+        for (what, x), n in zip(product(("sent", "predicted"), kinds), counts)
     }
+    attributes |= {"cache_bytes": nbytes, "parts": PARTS, "attention_ranks": ranks}
     checks = {
         "out": _checked(config, args, context, q, out),
         "traffic": Check(float(off), 0.0, comm.size),
     }
-    entries = {run: Entry(counts, {"seconds": np.array(of_ranks).swapaxes(0, 1)})}
+    entries = {run: Entry(attributes, {"seconds": np.array(of_ranks).swapaxes(0, 1)})}
     for name, check in checks.items():
         entries[f"{run}/checks/{name}"] = Entry({**vars(check), "passed": check.passed}, {})
     return entries
+
+
+def _decoder(
+    comm: MPI.Intracomm,
+    grid: ProcessGrid | None,
+    split: Split | None,
+    config: GPTConfig,
+    args: argparse.Namespace,
+) -> Decoder:
+    """A decoder of random weights, and no limit of room."""
+    weights = Parameters(config, initial(config, args.seed, "float32"))
+    if not split:
+        return Decoder(grid, weights, [1 << 30] * grid.group_comm.size, args.block)
+    weights = Parameters(config, *part_of(weights, comm.rank, split))
+    rooms = [1 << 30] * (split[0] // args.heads)
+    return open_apart(
+        comm, grid, split, weights, rooms, args.block, micro_batches=args.micro_batches
+    )
+
+
+def _slices(
+    log: Sequence[tuple[str, float, float]], start: float, total: float, name: str
+) -> list[Slice]:
+    """A step in a trace: what this rank computed for each micro-batch, and its waits."""
+    found = [Slice(COMPUTE, name, "total", 0.0, total, {})]
+    for what, begin, end in log:
+        thread, part = (COMMUNICATION, what) if what == "wait" else (COMPUTE, "compute")
+        found.append(Slice(thread, what, part, begin - start, end - start, {}))
+    return found
 
 
 def _keys(config: GPTConfig, seed: int, *which: int) -> np.ndarray:
@@ -135,7 +197,7 @@ def _checked(
 def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
     """Print the table: medians over the trials; returns the exit code."""
     print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
-    rows = [["ranks", "context", "step", *PARTS, "sent bytes", "messages", "cache MB"]]
+    rows = [["ranks", "context", "step", *PARTS, "wait %", "sent bytes", "messages", "cache MB"]]
     failed = []
     for name, entry in entries.items():
         _, ranks, context, *check = name.split("/")
@@ -144,7 +206,10 @@ def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
             seconds = 1e3 * entry.arrays["seconds"]  # (trials, ranks, parts)
             step = np.median(seconds[..., :3].sum(axis=2).max(axis=1))
             parts = np.median(seconds.mean(axis=1), axis=0)
-            numbers = [f"{x:.2f}" for x in (step, *parts)]
+            waits = np.median(seconds[..., 4] / seconds[..., :3].sum(axis=2), axis=0)  # of ranks
+            kinds = np.split(100 * waits, [a["attention_ranks"]])
+            shares = " + ".join(f"{x.mean():.0f}" for x in kinds if len(x))
+            numbers = [*(f"{x:.2f}" for x in (step, *parts)), shares]
             counts = str(a["sent_bytes"]), str(a["sent_messages"])
             rows.append([ranks, context, *numbers, *counts, f"{a['cache_bytes'] / 1e6:.1f}"])
         elif not a["passed"]:
@@ -158,7 +223,7 @@ def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
 
 
 def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
-    """Refuse options that do not fit, and choose the default number of ranks."""
+    """Refuse options that do not fit, and choose the default number of ranks and headdim."""
     if args.ranks is None:
         args.ranks = [args.heads << i for i in range(comm.size.bit_length())]
         args.ranks = [x for x in args.ranks if x <= comm.size]
@@ -167,11 +232,20 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
             f"--ranks must be multiples of --heads {args.heads} and at most {comm.size}, "
             f"got {args.ranks}"
         )
+    for x in args.apart:
+        if min(x) < 1 or sum(x) > comm.size or x[0] % args.heads:
+            raise ValueError(
+                f"--apart must be at least 1+1 ranks and at most {comm.size} together, the first "
+                f"a multiple of --heads {args.heads}, got {x[0]}+{x[1]}"
+            )
     if args.output and comm.rank == 0:
         check_output(args.output, SCHEMA)
+    check_trace(args.trace)
     most = max(args.contexts) + args.trials + 1
     sizes = args.layers, args.width, args.nheads, most, args.nheads_kv
-    return GPTConfig(256, *sizes, positions="rotary")
+    config = GPTConfig(256, *sizes, positions="rotary", headdim=args.headdim)
+    args.headdim = config.headdim
+    return config
 
 
 def _room(config: GPTConfig, args: argparse.Namespace, ranks: int) -> int:

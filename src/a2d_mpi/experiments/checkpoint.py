@@ -60,10 +60,7 @@ class State:
     @property
     def texts(self) -> dict[str, str]:
         """The parts that are no arrays, as JSON by name."""
-        config = asdict(self.config)
-        if self.config.layer_pattern == "N":  # as files of earlier versions, and their checksums
-            del config["layer_pattern"]
-        parts = {"config": config, "run": self.run, "ranges": self.ranges}
+        parts = {"config": self.config.stored, "run": self.run, "ranges": self.ranges}
         return {name: json.dumps(part) for name, part in parts.items()}
 
     def add_step(self, loss: float, seconds: float, settings: Mapping[str, object]) -> None:

@@ -20,6 +20,7 @@ from a2d_mpi.experiments.grids import grid_shape
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.survival import check_survive, surviving
+from a2d_mpi.gpt.apart import MICRO_BATCHES, attention_grid, open_apart, part_of
 from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters
@@ -30,25 +31,45 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Generate; returns the exit code: 1 if a request was refused."""
     check_survive(comm, args.survive)
     prompts = together(comm, lambda: _prompts(args))
-    state = comm.bcast(together(comm, lambda: _state(args.checkpoint), on=0))
-    agree(comm, None if state else f"{args.checkpoint} has no checkpoint that is whole")
-    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
-    device = open_device(comm, args.device)
+    split = together(comm, lambda: _split(args))
+    ranks = split[0] if split else comm.size
+    rows, cols = together(comm, lambda: grid_shape(ranks, args.rows, args.cols, args.heads))
+    shape = rows, cols, args.heads
+    grid = attention_grid(comm, split, shape) if split else ProcessGrid(comm, *shape)
+    weights = _weights(comm, args, split)
     arrive = args.arrive if args.arrive is not None else [0] * len(prompts)
     wrong = f"--arrive must be a number for each of the {len(prompts)} prompts, got {arrive}"
     agree(comm, wrong if len(arrive) != len(prompts) else None)
     rooms = args.room if args.room is not None else [1 << 30] * (rows * cols)
     wrong = f"--room must be a number for each of the {rows * cols} positions, got {rooms}"
     agree(comm, wrong if len(rooms) != rows * cols else None)
-    grid = ProcessGrid(comm, rows, cols, args.heads)
-    weights = Parameters(state.config, device.upload(state.weights))
-    room_of = dict(zip(grid.failures.numbers, np.repeat(rooms, args.heads).tolist()))
-    answers = _Answers(args, weights, prompts, dict(enumerate(arrive)), room_of)
+    answers = _Answers(args, weights, prompts, dict(enumerate(arrive)))
+    options = args.block, args.method, args.transfers, args.kernel
     with threadpool_limits(args.threads):
-        code = surviving("generate.py", grid, answers.complete, args.survive, args.method)
+        if split:
+            batches = args.micro_batches or MICRO_BATCHES
+            decoder = open_apart(comm, grid, split, weights, rooms, *options, batches)
+            answers.check_room(comm, rooms, ranks)
+            code = answers.complete(decoder, comm, first=0)
+            if grid:
+                grid.free()
+        else:
+            room_of = dict(zip(grid.failures.numbers, np.repeat(rooms, args.heads).tolist()))
+
+            def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
+                numbers = grid.failures.numbers
+                positions = np.reshape(numbers, (-1, grid.heads)).tolist()
+                rooms = [min(room_of[x] for x in ranks) for ranks in positions]
+                answers.free()
+                decoder = Decoder(grid, weights, rooms, *options)
+                answers.check_room(comm, rooms, comm.size)
+                return answers.complete(decoder, comm, first=numbers[0])
+
+            code = surviving("generate.py", grid, work, args.survive, args.method)
     if code is None:
         return 0
     answers.report()
+    answers.free()
     return code
 
 
@@ -63,8 +84,6 @@ class _Answers:
     prompts : dict of int to (n,) int64
     arrive : dict of int to int
         Step at which each prompt comes.
-    room_of : dict of int to int
-        Blocks that a rank has room for, by its number in the first grid.
     """
 
     def __init__(
@@ -73,10 +92,8 @@ class _Answers:
         weights: Parameters,
         prompts: Mapping[int, np.ndarray],
         arrive: Mapping[int, int],
-        room_of: Mapping[int, int],
     ) -> None:
         self._args, self._weights, self._prompts = args, weights, prompts
-        self._room_of = room_of
         new = dict.fromkeys(prompts, args.tokens)
         self._service = Service(prompts, new, self._choose, arrive)
         self._decoder: Decoder | None = None
@@ -86,19 +103,14 @@ class _Answers:
         self._tokens, self._refused = 0, 0
         self._start, self._seconds = time.perf_counter(), 0.0
 
-    def complete(self, grid: ProcessGrid, comm: MPI.Intracomm) -> int:
-        """Answer what is not answered yet; returns the exit code.  Collective."""
-        args, numbers = self._args, grid.failures.numbers
-        if self._decoder:
-            self._decoder.free()
-            self._decoder = None
-        positions = np.reshape(numbers, (-1, grid.heads)).tolist()
-        rooms = [min(self._room_of[x] for x in ranks) for ranks in positions]
-        options = args.block, args.method, args.transfers, args.kernel
-        self._decoder = Decoder(grid, self._weights, rooms, *options)
-        self._check_room(comm, rooms, grid.heads)
-        self._service.use(self._decoder)
-        printed_by, self._first = self._first, numbers[0]
+    def complete(self, decoder: Decoder, comm: MPI.Intracomm, first: int) -> int:
+        """Answer what is not answered yet; returns the exit code.  Collective.
+
+        `first`: number of the rank that prints, in the first grid.
+        """
+        self._decoder = decoder
+        self._service.use(decoder)
+        printed_by, self._first = self._first, first
         self._prints = comm.rank == 0
         if printed_by != self._first:  # it may have died before it printed them
             self._print_latest()
@@ -112,14 +124,14 @@ class _Answers:
         self._seconds = time.perf_counter() - self._start
         return FAILED_CHECK if self._refused else 0
 
-    def _check_room(self, comm: MPI.Intracomm, rooms: Sequence[int], heads: int) -> None:
-        """Refuse a cache for which a node has too little memory."""
+    def check_room(self, comm: MPI.Intracomm, rooms: Sequence[int], ranks: int) -> None:
+        """Refuse a cache for which a node has too little memory; `ranks` have one.  Collective."""
         args, config = self._args, self._weights.config
         most = [min(len(x) + args.tokens, config.seqlen) for x in self._prompts.values()]
-        blocks = min(max(rooms), -(-sum(map(self._decoder.table.blocks, most)) // len(rooms)))
-        nbytes = cache_bytes(config, blocks * args.block, self._weights.flat.itemsize) // heads
+        blocks = min(max(rooms), -(-sum(-(-x // args.block) for x in most) // len(rooms)))
+        nbytes = cache_bytes(config, blocks * args.block, self._weights.flat.itemsize)
         tokens = f"{blocks * args.block} tokens of keys and values on one rank (--tokens, --block)"
-        check_room(comm, tokens, nbytes)
+        check_room(comm, tokens, nbytes // args.heads, ranks)
 
     def _choose(self, name: int, length: int, logits: np.ndarray) -> int:
         args = self._args
@@ -134,13 +146,18 @@ class _Answers:
                 print(f"{name}: {_text(self._prompts[name]) + _text(answer)!r}", flush=True)
 
     def report(self) -> None:
-        """Print the speed, on the first rank, and free the decoder.  Collective."""
+        """Print the speed, on the first rank."""
         if self._prints:
             nbytes, messages = self._decoder.sent
             print(f"{self._tokens} tokens in {self._seconds:.2f} s, "
                   f"{self._tokens / self._seconds:.1f} tokens/s; rank 0 sent {nbytes} bytes in "
                   f"{messages} messages in decoding steps")  # fmt: skip
-        self._decoder.free()
+
+    def free(self) -> None:
+        """Free the decoder, if there is one.  Collective, also after a loss."""
+        if self._decoder:
+            self._decoder.free()
+            self._decoder = None
 
 
 def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
@@ -149,6 +166,38 @@ def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
     if not all(texts):
         raise ValueError("--prompt must not be empty")
     return {i: np.frombuffer(x, np.uint8).astype(np.int64) for i, x in enumerate(texts)}
+
+
+def _split(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Attention ranks and FFN ranks; None if all ranks are alike."""
+    split = args.attention_ranks, args.ffn_ranks
+    if args.survive and split != (None, None):
+        raise ValueError("--survive needs ranks that are all alike, without --ffn-ranks")
+    if None not in split:
+        return split
+    if split != (None, None) or args.micro_batches:
+        raise ValueError(
+            "--attention-ranks and --ffn-ranks need each other, and --micro-batches both"
+        )
+    return None
+
+
+def _weights(
+    comm: MPI.Intracomm, args: argparse.Namespace, split: tuple[int, int] | None
+) -> Parameters:
+    """What this rank holds of the weights: all, or those of its kind."""
+    state = together(comm, lambda: _state(args.checkpoint), on=0)
+    config = comm.bcast(state and state.config)
+    agree(comm, None if config else f"{args.checkpoint} has no checkpoint that is whole")
+    device = open_device(comm, args.device)
+    if split is None:
+        return Parameters(config, device.upload(comm.bcast(state and state.weights)))
+    parts = None
+    if state:
+        weights = Parameters(config, state.weights)
+        parts = [part_of(weights, rank, split) for rank in range(comm.size)]
+    flat, shapes = comm.scatter(parts)
+    return Parameters(config, device.upload(flat), shapes)
 
 
 def _state(path: Path) -> State | None:

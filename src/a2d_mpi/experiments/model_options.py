@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 
-from a2d_mpi.experiments.options import HEADS, Parser, whole
+from a2d_mpi.experiments.options import HEADDIM, HEADS, Parser, whole
 from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
 
 LAYERS, WIDTH = whole(1, 4096), whole(1, 1 << 20)
@@ -17,6 +16,7 @@ def add_model(parser: Parser, default: str | None) -> None:
     add = parser.add_argument
     add("--preset", choices=PRESETS, default=default, help="default %(default)s")
     sizes = {"layers": LAYERS, "width": WIDTH, "nheads": HEADS, "nheads-kv": HEADS}
+    sizes["headdim"] = HEADDIM
     for name, kind in sizes.items():
         add(f"--{name}", type=kind, help="default: the preset's")
     add("--positions", choices=POSITIONS, help="default: the preset's")
@@ -31,8 +31,9 @@ def model_of(args: argparse.Namespace, **sizes: int) -> GPTConfig:
     ValueError
         If they do not fit each other.
     """
-    names = ("layers", "width", "nheads", "nheads_kv", "positions", "layer_pattern")
+    names = ("layers", "width", "nheads", "nheads_kv", "headdim", "positions", "layer_pattern")
     given = {x: getattr(args, x) for x in names if getattr(args, x, None) is not None}
-    if {"width", "nheads"} & given.keys():
-        given = {"nheads_kv": None, **given}
-    return replace(PRESETS[args.preset], **sizes, **given)
+    preset = PRESETS[args.preset].stored  # without a headdim that follows from the others
+    if preset["nheads_kv"] == preset["nheads"]:
+        preset["nheads_kv"] = None
+    return GPTConfig(**{**preset, **sizes, **given})

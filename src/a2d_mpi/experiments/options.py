@@ -152,6 +152,14 @@ def block(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def split(text: str) -> tuple[int, int]:
+    """Attention ranks and FFN ranks: "3+1"."""
+    match = re.fullmatch(r"\s*(\d{1,9})\+(\d{1,9})\s*", text)
+    if not match:
+        raise BadOption(f"must be ATTENTION+FFN ranks, got {text[:40]!r}")
+    return int(match[1]), int(match[2])
+
+
 def method_name(text: str) -> str:
     """A method as `a2d_mpi.schedules.METHODS` spells it; underscores are blanks.
 

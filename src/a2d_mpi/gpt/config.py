@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 POSITIONS = ("learned", "rotary")
@@ -18,13 +18,16 @@ class GPTConfig:
     Attributes
     ----------
     vocab, layers, width, nheads : int
-        V, L, E and H; the head dimension is ``width // nheads``.
+        V, L, E and H.
     seqlen : int
         Tokens of the longest sequence.
     nheads_kv : int, optional
         Hkv, heads of keys and values (grouped queries).  Default: `nheads`.
     positions : {"learned", "rotary"}
         Learned embeddings (GPT-3), or rotary ones (Su et al., arXiv:2104.09864).
+    headdim : int, optional
+        D, elements of a head.  Default: ``width // nheads``.  One KV head and a large D are the
+        shapes of Multi-matrix Factorization Attention (arXiv:2412.19255).
     layer_pattern : str
         N for a layer with exact attention, L for one with linear attention, from the first layer
         on, again and again: "LLLN" as LASP-2H (arXiv:2502.07563).
@@ -42,20 +45,25 @@ class GPTConfig:
     seqlen: int
     nheads_kv: int | None = None
     positions: Literal["learned", "rotary"] = "learned"
+    headdim: int | None = None
     layer_pattern: str = "N"
 
     def __post_init__(self) -> None:
         if self.nheads_kv is None:
             object.__setattr__(self, "nheads_kv", self.nheads)
-        for name in ("vocab", "layers", "width", "nheads", "seqlen", "nheads_kv"):
+        sizes = ["vocab", "layers", "width", "nheads", "seqlen", "nheads_kv"]
+        for name in sizes + ["headdim"] * (self.headdim is not None):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if self.width % self.nheads or self.nheads % self.nheads_kv:
+        uneven = self.headdim is None and self.width % self.nheads
+        if uneven or self.nheads % self.nheads_kv:
             raise ValueError(
-                f"nheads must divide width and nheads_kv must divide nheads, got width "
-                f"{self.width}, nheads {self.nheads} and nheads_kv {self.nheads_kv}"
+                f"nheads must divide width (without a headdim) and nheads_kv must divide nheads, "
+                f"got width {self.width}, nheads {self.nheads} and nheads_kv {self.nheads_kv}"
             )
+        if self.headdim is None:
+            object.__setattr__(self, "headdim", self.width // self.nheads)
         if self.positions not in POSITIONS:
             raise ValueError(f"positions must be one of {POSITIONS}, got {self.positions!r}")
         if self.positions == "rotary" and self.headdim % 2:
@@ -78,9 +86,17 @@ class GPTConfig:
         return self.layer_pattern[layer % len(self.layer_pattern)] == "L"
 
     @property
-    def headdim(self) -> int:
-        """D, elements of a head."""
-        return self.width // self.nheads
+    def stored(self) -> dict[str, object]:
+        """The fields, as checkpoints have them: without a headdim and a pattern that are default.
+
+        So files of earlier versions keep their text and checksum.
+        """
+        fields = asdict(self)
+        if self.nheads * self.headdim == self.width:
+            del fields["headdim"]
+        if not self.hybrid:
+            del fields["layer_pattern"]
+        return fields
 
     @property
     def mlp(self) -> int:
@@ -101,7 +117,7 @@ class GPTConfig:
         ``proj`` belong to attention, ``fc`` and ``out`` to the MLP.
         """
         e, m, qkv = self.width, self.mlp, (self.nheads + 2 * self.nheads_kv) * self.headdim
-        block = {"ln1": (e,), "qkv": (e, qkv), "proj": (e, e)}
+        block = {"ln1": (e,), "qkv": (e, qkv), "proj": (self.nheads * self.headdim, e)}
         block |= {"ln2": (e,), "fc": (e, m), "out": (m, e)}
         layers = {f"h{i}.{x}": block[x] for i in range(self.layers) for x in block}
         shapes = {"wte": (self.vocab, e)}
@@ -126,6 +142,9 @@ class GPTConfig:
 # Layers, width and heads of "Language Models are Few-Shot Learners" (arXiv:2005.14165), table 2.1.
 PRESETS = {
     "tiny": GPTConfig(256, 4, 128, 4, 1024),
+    # One KV head, and heads twice as wide together as the model: in Step-3 (arXiv:2507.19427) 64
+    # heads of 256 for a width of 7168.
+    "mfa-tiny": GPTConfig(256, 4, 128, 4, 1024, nheads_kv=1, positions="rotary", headdim=64),
     **{
         f"gpt3-{name}": GPTConfig(50257, layers, width, nheads, 2048)
         for name, layers, width, nheads in (

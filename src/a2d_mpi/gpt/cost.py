@@ -25,8 +25,8 @@ BLOCK, AGAIN, CROSS_ENTROPY, UPDATE = 290, 90, 12, 18
 def product_flops(config: GPTConfig, recompute: bool = False) -> int:
     """Floating-point operations per token of a step's matrix products, without attention."""
     c = config
-    qkv = (c.nheads + 2 * c.nheads_kv) * c.headdim
-    blocks = 2 * c.layers * c.width * (qkv + c.width + 2 * c.mlp)
+    qkv_and_proj = 2 * (c.nheads + c.nheads_kv) * c.headdim
+    blocks = 2 * c.layers * c.width * (qkv_and_proj + 2 * c.mlp)
     return (3 + recompute) * blocks + 3 * 2 * c.width * c.vocab
 
 
@@ -44,7 +44,7 @@ def activations(config: GPTConfig, recompute: bool = False) -> int:
     """
     c = config
     qkv = (c.nheads + 2 * c.nheads_kv) * c.headdim
-    kept = 2 * c.width + c.nheads  # x, out, lse
+    kept = c.width + c.nheads * (c.headdim + 1)  # x, out, lse
     inside = qkv + 4 * c.width + c.mlp  # q, k, v, two LayerNorms, the MLP's hidden layer
     logits = 3 * c.width + c.vocab
     block = 4 * c.width + 6 * c.mlp + inside * recompute

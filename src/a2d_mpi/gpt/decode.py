@@ -139,7 +139,7 @@ class Decoder:
 
         keeping = SimpleNamespace(tokens=own, forward=forward)
         model = GPT(self._weights, keeping, positions_in(cu_seqlens)[own])
-        hidden = model.hidden(self._upload(packed[own]))
+        hidden = self._hidden(model, self._upload(packed[own]))
         self._move(prompts, own, kept)
         plan.free()
         last = np.flatnonzero(np.isin(own, cu_seqlens[1:] - 1))
@@ -176,10 +176,19 @@ class Decoder:
         return self._grid.comm.bcast(choices)
 
     @property
+    def exchanges(self) -> list[Exchange]:
+        """The ways of the messages of steps."""
+        return self.attention.exchanges
+
+    @property
     def sent(self) -> tuple[int, int]:
         """Bytes and messages that this rank has sent in decoding steps; see `step_traffic`."""
         kinds = self.traffic.bytes, self.traffic.messages
         return tuple(sum(x[key][0] for key in x if key[0] == "decode") for x in kinds)
+
+    def _hidden(self, model: GPT, tokens: Array) -> Array:
+        """Of this rank's tokens of prompts."""
+        return model.hidden(tokens)
 
     def _logits(self, model: GPT, hidden: Array) -> np.ndarray:
         return self._download(model.logits(hidden))

@@ -20,7 +20,8 @@ from a2d_mpi.devices.protocol import Array, Device
 class Exchange:
     """All-to-all and all-gather of the arrays of a device, a message for each pair of ranks.
 
-    Collective; all ranks start the same exchanges in the same order.
+    Collective; all ranks start the same exchanges in the same order.  `send` and `receive` are of
+    two ranks only.
 
     Parameters
     ----------
@@ -35,6 +36,11 @@ class Exchange:
         Way of a GPU's arrays to MPI, as of a plan.
     failures : Failures, optional
         Of the grid of these ranks, if MPI may go on when one of them dies.
+
+    Attributes
+    ----------
+    log : list of (str, float, float) or None
+        If it is a list, it gets "wait" with begin and end of each wait, by `time.perf_counter`.
     """
 
     def __init__(
@@ -48,7 +54,7 @@ class Exchange:
         failures: Failures | None = None,
     ) -> None:
         self._failures = failures or Failures(comm, [])
-        self.comm, self._device = self._failures.duplicate(comm), device
+        self.comm, self._device, self.log = self._failures.duplicate(comm), device, None
         self._channel = Channel(self.comm, name, traffic)
         self._staged = device is not HOST and not all(comm.allgather(gpu_aware(transfers)[0]))
         self._pending: list[list[Any]] = []  # what `wait` was not called for yet
@@ -76,9 +82,19 @@ class Exchange:
         """Start to send an array to all ranks; ``received[p]`` gets rank p's."""
         return self.all_to_all([own] * self.comm.size, received, tag)
 
+    def send(self, x: Array, peer: int, tag: int = 0) -> list:
+        """Start to send a C-contiguous array to one rank; returns messages for `wait`."""
+        return self._channel.isend([x], peer, tag)
+
+    def receive(self, x: Array, peer: int, tag: int = 0) -> list:
+        """Start to receive into a C-contiguous array; returns messages for `wait`."""
+        return self._channel.irecv([x], peer, tag)
+
     def wait(self, messages: list) -> None:
         """Complete messages and empty the list."""
         self._channel.wait(messages)
+        if self.log is not None:
+            self.log += [("wait", begin, end) for begin, end in self._channel.waits]
         self._channel.waits.clear()
         self._pending = [x for x in self._pending if x]
 

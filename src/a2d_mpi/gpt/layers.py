@@ -79,6 +79,15 @@ def gelu(x: Array) -> Array:
     return 0.5 * x * (1 + _inner_tanh(x))
 
 
+def mlp(x: Array, w: Named) -> tuple[Array, Array]:
+    """The MLP of a block without its last bias, (n, E), and what its backward pass needs.
+
+    With some columns of ``fc`` and the same rows of ``out``: a part of a sum.
+    """
+    hidden = x @ w["fc.weight"] + w["fc.bias"]  # (n, M)
+    return gelu(hidden) @ w["out.weight"], hidden
+
+
 def gelu_backward(dy: Array, x: Array) -> Array:
     """Gradient of x."""
     tanh = _inner_tanh(x)

@@ -151,6 +151,14 @@ class GPT:
             x, _ = self._block(i, x)
         return layers.layer_norm(x, w, "ln_f")[0]
 
+    def attend(self, i: int, x: Array) -> tuple[Array, Array]:
+        """Block i up to its MLP: the residual stream and the MLP's input, (n, E).  Collective."""
+        w = self.weights.blocks[i]
+        qkv, _ = self._before(w, x)
+        out, _ = self.attention.forward(*qkv)
+        y = x + flat(out) @ w["proj.weight"] + w["proj.bias"]
+        return y, layers.layer_norm(y, w, "ln2")[0]
+
     def logits(self, hidden: Array) -> Array:
         """Logits of rows that `hidden` has returned, (n, V)."""
         return hidden @ self.weights.named["wte"].T
@@ -216,8 +224,8 @@ class GPT:
         """The rest of a block after attention, (n, E), and what its backward pass needs."""
         y = x + flat(out) @ w["proj.weight"] + w["proj.bias"]
         h, of_norm = layers.layer_norm(y, w, "ln2")
-        hidden = h @ w["fc.weight"] + w["fc.bias"]  # (n, M)
-        return y + layers.gelu(hidden) @ w["out.weight"] + w["out.bias"], (h, of_norm, hidden)
+        z, hidden = layers.mlp(h, w)
+        return y + z + w["out.bias"], (h, of_norm, hidden)
 
     def _after_backward(
         self, w: dict[str, Array], d: dict[str, Array], dz: Array, out: Array, kept: tuple

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -23,6 +23,8 @@ class Parameters:
     config : GPTConfig
     flat : (config.parameters,) array
         NumPy or CuPy; the parts are views of it.
+    shapes : dict of str to tuple of int, optional
+        Of the parts, in their order.  Default: those of `config`, which are all.
 
     Attributes
     ----------
@@ -32,13 +34,19 @@ class Parameters:
         Of each block, by their names in it.
     """
 
-    def __init__(self, config: GPTConfig, flat: Array) -> None:
-        if flat.shape != (config.parameters,):
-            raise ValueError(f"{flat.shape} elements for {config.parameters} parameters")
+    def __init__(
+        self,
+        config: GPTConfig,
+        flat: Array,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        shapes = config.shapes if shapes is None else shapes
+        if flat.shape != (total := sum(map(math.prod, shapes.values())),):
+            raise ValueError(f"{flat.shape} elements for {total} parameters")
         self.config, self.flat, self.named = config, flat, {}
         self.blocks = [{} for _ in range(config.layers)]
         begin = 0
-        for name, shape in config.shapes.items():
+        for name, shape in shapes.items():
             end = begin + math.prod(shape)
             self.named[name] = flat[begin:end].reshape(shape)
             begin = end

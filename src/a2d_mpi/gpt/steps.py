@@ -76,10 +76,15 @@ class SpreadAttention:
                 self._cache.put(layer, name, k[i : i + 1, own], v[i : i + 1, own])
         return self.attend(layer, self._names, q), None
 
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """The ways of the messages."""
+        return [self._merging, self._joining]
+
     def free(self) -> None:
         """Free the communicators.  Collective, also after a loss."""
-        self._merging.free()
-        self._joining.free()
+        for x in self.exchanges:
+            x.free()
 
     def attend(self, layer: int, names: Sequence[int], q: Array) -> Array:
         """Attention of a row for each request to all its keys, (requests, H, D)."""

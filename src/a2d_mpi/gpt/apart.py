@@ -1,0 +1,533 @@
+"""Attention and FFN apart: ranks of two kinds decode together (Step-3, arXiv:2507.19427).
+
+The A attention ranks hold the cache, and of the weights LayerNorms and the projections before and
+after attention.  They attend as the ranks of a `Decoder` do.  The F FFN ranks hold the MLPs, the
+embeddings, and so the head.  Each has some columns of the first matrix of an MLP, the same rows of
+the second, and some rows of the embeddings.
+
+The requests of a step are cut into micro-batches.  Layer by layer, each of them goes from the
+attention ranks to the FFN ranks and back.  While one is with the FFN ranks, and one under way, the
+attention ranks attend to the next: a pipeline of three stages.
+
+    attention ranks    x = x + rows that come;  x = x + proj(attention(qkv(ln1(x))));  ln2(x) goes
+    FFN rank f         out_f(gelu(fc_f(rows that come))) goes to all attention ranks, who add up
+
+The first rows that come are embeddings, the last that go are those of the final LayerNorm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+
+import numpy as np
+from mpi4py import MPI
+
+from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.channel import Traffic
+from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.devices import device_of
+from a2d_mpi.devices.protocol import Array, Device
+from a2d_mpi.gpt import layers
+from a2d_mpi.gpt.cache import Table
+from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.decode import Decoder
+from a2d_mpi.gpt.exchange import Exchange
+from a2d_mpi.gpt.layers import module_of
+from a2d_mpi.gpt.model import GPT
+from a2d_mpi.gpt.parameters import Parameters
+from a2d_mpi.gpt.steps import step_traffic
+from a2d_mpi.masks.documents import positions_in
+
+MICRO_BATCHES = 3  # one for each stage: attention, transfer, FFN
+# Weights of the FFN ranks, and the axis along which each has its part.
+_SHARED = {"wte": 0, "wpe": 0, "fc.weight": 1, "fc.bias": 0, "out.weight": 0, "out.bias": 0}
+
+
+def _cut(n: int, i: int, parts: int) -> slice:
+    """The i-th of some parts of n things."""
+    return slice(n * i // parts, n * (i + 1) // parts)
+
+
+def part_of(
+    weights: Parameters, rank: int, split: tuple[int, int]
+) -> tuple[np.ndarray, dict[str, tuple[int, ...]]]:
+    """The weights that one of the ranks holds.
+
+    Parameters
+    ----------
+    weights : Parameters
+        All of them.
+    rank : int
+        Attention ranks come first.
+    split : (int, int)
+        Attention ranks and FFN ranks.
+
+    Returns
+    -------
+    (n,) ndarray
+        A copy, flat.
+    dict of str to tuple of int
+        Shapes by name: of `Parameters`.
+    """
+    (attention_ranks, ffn_ranks), parts = split, {}
+    ffn = rank - attention_ranks
+    for name, x in weights.named.items():
+        axis = _SHARED.get(name if name in _SHARED else name.partition(".")[2])
+        if axis is None and ffn < 0:
+            parts[name] = x
+        elif axis is not None and ffn >= 0:
+            own = _cut(x.shape[axis], ffn, ffn_ranks)
+            parts[name] = x[:, own] if axis else x[own]
+    flat = np.concatenate([x.reshape(-1) for x in parts.values()])
+    return flat, {name: x.shape for name, x in parts.items()}
+
+
+def attention_grid(
+    comm: MPI.Intracomm, split: tuple[int, int], shape: tuple[int, int, int]
+) -> ProcessGrid | None:
+    """The grid of the attention ranks, the first ones of `comm`; None on the others.  Collective.
+
+    Parameters
+    ----------
+    comm : Intracomm
+    split : (int, int)
+        Attention ranks and FFN ranks.
+    shape : (int, int, int)
+        Rows, columns and heads of the grid.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if both kinds together are not all ranks, or the grid does not fit.
+    """
+    problem, grid = None, None
+    if min(split) < 1 or sum(split) != comm.size:
+        problem = (
+            f"{split[0]} attention ranks and {split[1]} FFN ranks are not the {comm.size} ranks "
+            "that there are"
+        )
+    agree(comm, problem)
+    kind = comm.Split(int(comm.rank >= split[0]), comm.rank)
+    try:
+        if comm.rank < split[0]:
+            grid = ProcessGrid(kind, *shape)
+    except ValueError as error:
+        problem = str(error)
+    kind.Free()
+    _agree_with_first(comm, problem)
+    return grid
+
+
+def open_apart(
+    comm: MPI.Intracomm,
+    grid: ProcessGrid | None,
+    split: tuple[int, int],
+    weights: Parameters,
+    rooms: Sequence[int],
+    block: int = 16,
+    method: str = "attention2d",
+    transfers: str = "auto",
+    kernel: str = "auto",
+    micro_batches: int = MICRO_BATCHES,
+) -> Apart:
+    """A `Decoder` on ranks of both kinds.  Collective.
+
+    Parameters
+    ----------
+    comm : Intracomm
+        Attention ranks, then FFN ranks.
+    grid : ProcessGrid or None
+        See `attention_grid`.
+    split : (int, int)
+        Attention ranks and FFN ranks.
+    weights : Parameters
+        Of this rank; see `part_of`.
+    rooms, block, method, transfers, kernel
+        As of a `Decoder`.
+    micro_batches : int
+        Into which the requests of a step are cut; fewer if there are fewer requests.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, as of a `Decoder`.
+    """
+    if grid is None:
+        return FFNRank(comm, split[0], weights, rooms, block, transfers, micro_batches)
+    return AttentionRank(
+        comm, grid, weights, rooms, block, method, transfers, kernel, micro_batches
+    )
+
+
+def _agree_with_first(comm: MPI.Intracomm, problem: str | None) -> None:
+    """Raise a problem of the attention ranks on all ranks."""
+    agree(comm, comm.bcast(problem))
+
+
+class Line:
+    """Rows of a batch on their way between ranks of both kinds, layer after layer.
+
+    A rank takes and gives in turn.  It is ready to take before it gives.
+
+    Parameters
+    ----------
+    exchange : Exchange
+    to, sources : sequence of int
+        Ranks to which this rank gives rows, and from which it takes them.
+    shape : (int, int)
+        Of the rows, (n, E).
+    like : array
+        Rows are on its device, of its dtype.
+    takes : int
+        How often rows will come.
+    tag : int
+        Of the batch.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        to: Sequence[int],
+        sources: Sequence[int],
+        shape: tuple[int, int],
+        like: Array,
+        takes: int,
+        tag: int,
+    ) -> None:
+        self._exchange, self._to, self._sources, self._tag = exchange, to, sources, tag
+        self._shape, self._like, self._takes, self._messages = shape, like, takes, []
+        self._begin = time.perf_counter()  # of what this rank computes for the batch
+        self._expect()
+
+    def take(self) -> Array:
+        """Block until rows have come; returns their sum, in the order of ranks."""
+        self._exchange.wait(self._messages)
+        total, *others = self._rows
+        for x in others:
+            total += x
+        self._expect()
+        self._begin = time.perf_counter()
+        return total
+
+    def give(self, rows: Array) -> None:
+        """Start to send rows, which must not change any more."""
+        if self._exchange.log is not None:
+            self._exchange.log.append((f"batch {self._tag}", self._begin, time.perf_counter()))
+        for peer in self._to:
+            self._messages += self._exchange.send(rows, peer, self._tag)
+
+    def end(self) -> None:
+        """Block until all rows have gone."""
+        self._exchange.wait(self._messages)
+
+    def _expect(self) -> None:
+        self._rows = []
+        if self._takes:
+            self._takes -= 1
+            empty = module_of(self._like).empty
+            self._rows = [empty(self._shape, self._like.dtype) for _ in self._sources]
+            for x, source in zip(self._rows, self._sources):
+                self._messages += self._exchange.receive(x, source, self._tag)
+
+
+class Pipe:
+    """The lines between all ranks of both kinds.  Collective.
+
+    Parameters
+    ----------
+    comm : Intracomm
+        Attention ranks, then FFN ranks.
+    attention_ranks, micro_batches : int
+    weights : Parameters
+        Of this rank.
+    way : tuple of Traffic, Device, str
+        Of messages; they are of channel "pipe", and of phase "prefill" or "decode".
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        attention_ranks: int,
+        micro_batches: int,
+        weights: Parameters,
+        way: tuple[Traffic, Device, str],
+    ) -> None:
+        self.comm, self.attention_ranks, self._weights = comm, range(attention_ranks), weights
+        self.ffn_ranks, self._micro_batches = range(attention_ranks, comm.size), micro_batches
+        self.prefill = Exchange(comm, "prefill", "pipe", *way)
+        self.decode = Exchange(comm, "decode", "pipe", *way)
+
+    def line(
+        self, exchange: Exchange, holders: Sequence[int], rows: int, takes: int, tag: int
+    ) -> Line:
+        """A line of rows that some attention ranks hold, all the same.
+
+        The holders give the rows to the FFN ranks in turn, and all get what comes back.
+        """
+        givers = [holders[i % len(holders)] for i in range(len(self.ffn_ranks))]
+        if self.comm.rank in self.attention_ranks:
+            to = [x for x, giver in zip(self.ffn_ranks, givers) if giver == self.comm.rank]
+            sources = self.ffn_ranks
+        else:
+            to, sources = holders, [givers[self.ffn_ranks.index(self.comm.rank)]]
+        shape = rows, self._weights.config.width
+        return Line(exchange, to, sources, shape, self._weights.flat, takes, tag)
+
+    def step(self, requests: int) -> list[tuple[slice, Line]]:
+        """The micro-batches of a step: requests and line of each."""
+        parts, takes = min(requests, self._micro_batches), self._weights.config.layers + 1
+        batches = [_cut(requests, i, parts) for i in range(parts)]
+        return [
+            (x, self.line(self.decode, self.attention_ranks, x.stop - x.start, takes, tag))
+            for tag, x in enumerate(batches)
+        ]
+
+    def free(self) -> None:
+        """Free the communicators.  Collective."""
+        self.prefill.free()
+        self.decode.free()
+
+
+class Apart(Decoder):
+    """What a `Decoder` on a rank of either kind has; all calls are collective over both kinds.
+
+    Logits are on the first FFN rank.  On the others they have no rows.
+    """
+
+    _pipe: Pipe
+
+    def all_or_none(self) -> AbstractContextManager[None]:
+        """A block in which nobody survives the death of a rank: it ends the job."""
+        return nullcontext()
+
+    def agreed(self, choices: dict[int, int]) -> dict[int, int]:
+        """Choices of the first FFN rank, on all."""
+        return self._pipe.comm.bcast(choices, self._pipe.ffn_ranks[0])
+
+    def _append(self, tokens: Mapping[int, int]) -> tuple[list[int], np.ndarray, list[int]]:
+        """Add tokens to the table: requests, and position and owner of the token of each."""
+        names = list(tokens)
+        positions = np.array([self.table.requests[x].length for x in names])
+        return names, positions, [self.table.append(x, 1)[0] for x in names]
+
+    def _no_logits(self) -> np.ndarray:
+        return np.empty((0, self._weights.config.vocab))
+
+
+class AttentionRank(Apart):
+    """A `Decoder` on one of the attention ranks; see `open_apart`."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        grid: ProcessGrid,
+        weights: Parameters,
+        rooms: Sequence[int],
+        block: int,
+        method: str,
+        transfers: str,
+        kernel: str,
+        micro_batches: int,
+    ) -> None:
+        problem = None
+        try:
+            super().__init__(grid, weights, rooms, block, method, transfers, kernel)
+        except ValueError as error:  # on all attention ranks
+            problem = str(error)
+        _agree_with_first(comm, problem)
+        self._pipe = Pipe(comm, grid.comm.size, micro_batches, weights, self._way)
+
+    def step(self, tokens: Mapping[int, int]) -> np.ndarray:
+        """Add one token to each of some requests."""
+        names, positions, owners = self._append(tokens)
+        batches, lines = zip(*self._pipe.step(len(names)))
+        models = []
+        for x in batches:
+            attention = copy(self.attention)  # with a layer of its own
+            attention.begin(names[x], positions[x], owners[x])
+            models.append(GPT(self._weights, attention, positions[x]))
+        for line, hidden in zip(lines, self._through(models, lines)):
+            line.give(hidden)
+        for line in lines:
+            line.end()
+        return self._no_logits()
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """The ways of the messages of steps."""
+        return [*super().exchanges, self._pipe.decode]
+
+    def free(self) -> None:
+        """Free the communicators.  Collective."""
+        super().free()
+        self._pipe.free()
+
+    def _through(self, models: Sequence[GPT], lines: Sequence[Line]) -> Iterator[Array]:
+        """Attend to batch after batch, layer after layer; yields the final LayerNorm of each."""
+        rows = [0.0] * len(lines)
+        for i in range(self._weights.config.layers):
+            for b, (model, line) in enumerate(zip(models, lines)):
+                rows[b], hidden = model.attend(i, rows[b] + line.take())
+                line.give(hidden)
+        for x, line in zip(rows, lines):
+            yield layers.layer_norm(x + line.take(), self._weights.named, "ln_f")[0]
+
+    def _hidden(self, model: GPT, tokens: Array) -> Array:
+        """Of this rank's tokens of prompts: a batch of its own."""
+        pipe, own = self._pipe, model.attention.tokens
+        pipe.comm.allgather(own)
+        takes, rank = self._weights.config.layers + 1, pipe.comm.rank
+        line = pipe.line(pipe.prefill, [rank], len(own), takes, rank)
+        (hidden,) = self._through([model], [line])
+        line.end()
+        return hidden
+
+    def _logits(self, model: GPT, hidden: Array) -> np.ndarray:
+        """Give the FFN ranks the last row of each prompt."""
+        pipe = self._pipe
+        line = pipe.line(pipe.prefill, pipe.attention_ranks, len(hidden), 0, pipe.comm.size)
+        line.give(hidden)
+        line.end()
+        return self._no_logits()
+
+
+class FFNRank(Apart):
+    """A `Decoder` on one of the FFN ranks; see `open_apart`.
+
+    It has the table of all ranks, but no grid and no cache.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        attention_ranks: int,
+        weights: Parameters,
+        rooms: Sequence[int],
+        block: int,
+        transfers: str,
+        micro_batches: int,
+    ) -> None:
+        _agree_with_first(comm, None)
+        self._weights, self.table, self.traffic = weights, Table(rooms, block), Traffic()
+        device, config = device_of(weights.flat), weights.config
+        self._upload, self._download = device.upload, device.download
+        way = self.traffic, device, transfers
+        self._pipe = Pipe(comm, attention_ranks, micro_batches, weights, way)
+        self._place = comm.rank - attention_ranks, comm.size - attention_ranks
+        self._columns = _cut(config.width, *self._place)  # of the last bias of an MLP
+
+    def prefill(self, prompts: Mapping[int, np.ndarray]) -> np.ndarray:
+        """Take in prompts: a batch for the tokens of each attention rank."""
+        pipe, cu_seqlens = self._pipe, np.cumsum([0, *map(len, prompts.values())])
+        for name, x in prompts.items():
+            self.table.append(name, len(x))
+        tokens, positions = np.concatenate(list(prompts.values())), positions_in(cu_seqlens)
+        owned = pipe.comm.allgather(None)[: len(pipe.attention_ranks)]
+        takes = self._weights.config.layers
+        lines = [pipe.line(pipe.prefill, [a], len(x), takes, a) for a, x in enumerate(owned)]
+        self._through(lines, [(tokens[x], positions[x]) for x in owned])
+        for line in lines:
+            line.end()
+        last = pipe.line(pipe.prefill, pipe.attention_ranks, len(prompts), 1, pipe.comm.size)
+        return self._logits(pipe.prefill, [last])
+
+    def step(self, tokens: Mapping[int, int]) -> np.ndarray:
+        """Add one token to each of some requests; returns the logits after it, (requests, V)."""
+        names, positions, _ = self._append(tokens)
+        batches, lines = zip(*self._pipe.step(len(names)))
+        new = np.array(list(tokens.values()))
+        self._through(lines, [(new[x], positions[x]) for x in batches])
+        return self._logits(self._pipe.decode, lines)
+
+    def release(self, name: int) -> None:
+        """Forget a request."""
+        self.table.release(name)
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """The ways of the messages of steps."""
+        return [self._pipe.decode]
+
+    def free(self) -> None:
+        """Free the communicators.  Collective."""
+        self._pipe.free()
+
+    def _through(self, lines: Sequence[Line], batches: Sequence[tuple]) -> None:
+        """Give embeddings, then this rank's part of the MLPs, layer after layer.
+
+        `batches`: tokens and positions of each.
+        """
+        for line, (tokens, positions) in zip(lines, batches):
+            line.give(self._embedded(tokens, positions))
+        for w in self._weights.blocks:
+            for line in lines:
+                part, _ = layers.mlp(line.take(), w)
+                part[:, self._columns] += w["out.bias"]
+                line.give(part)
+
+    def _embedded(self, tokens: np.ndarray, positions: np.ndarray) -> Array:
+        """This rank's part of the embeddings, (n, E): rows that it does not hold are 0."""
+        config, flat = self._weights.config, self._weights.flat
+        total = module_of(flat).zeros((len(tokens), config.width), flat.dtype)
+        for name, rows in (("wte", tokens), ("wpe", positions)):
+            if name in config.shapes:
+                own = _cut(config.shapes[name][0], *self._place)
+                held = np.flatnonzero((own.start <= rows) & (rows < own.stop))
+                which = self._upload(rows[held] - own.start)
+                total[self._upload(held)] += self._weights.named[name][which]
+        return total
+
+    def _logits(self, exchange: Exchange, lines: Sequence[Line]) -> np.ndarray:
+        """Of the rows that the lines bring last, (n, V), gathered by the first FFN rank."""
+        part = [line.take() @ self._weights.named["wte"].T for line in lines]
+        xp, ranks, vocab = module_of(part[0]), self._pipe.ffn_ranks, self._weights.config.vocab
+        parts = [xp.concatenate(part)]
+        if self._pipe.comm.rank != ranks[0]:
+            exchange.wait(exchange.send(parts[0], ranks[0]))
+            return self._no_logits()
+        messages = []
+        for i, rank in enumerate(ranks[1:], 1):
+            own = _cut(vocab, i, len(ranks))
+            parts.append(xp.empty((len(parts[0]), own.stop - own.start), parts[0].dtype))
+            messages += exchange.receive(parts[i], rank)
+        exchange.wait(messages)
+        return self._download(xp.concatenate(parts, axis=1))
+
+
+def step_traffic_apart(
+    config: GPTConfig,
+    rank: int,
+    grid: tuple[int, int],
+    ffn_ranks: int,
+    requests: int,
+    micro_batches: int,
+    itemsize: int,
+) -> tuple[int, int]:
+    """Bytes and messages that a rank sends in a decoding step, whatever the length of the context.
+
+    Parameters
+    ----------
+    config : GPTConfig
+    rank : int
+        Attention ranks come first.
+    grid : (int, int)
+        R C and U of the grid of the attention ranks.
+    ffn_ranks, requests, micro_batches : int
+    itemsize : int
+        Bytes of an element.
+    """
+    attention_ranks, batches = grid[0] * grid[1], min(requests, micro_batches)
+    if rank < attention_ranks:
+        nbytes, messages = step_traffic(config, *grid, requests, itemsize)
+        messages, elements = messages * batches, 0
+        peers = len(range(rank, ffn_ranks, attention_ranks))  # to which it gives rows
+    else:
+        part = _cut(config.vocab, rank - attention_ranks, ffn_ranks)
+        elements = requests * (part.stop - part.start) * (rank > attention_ranks)  # of the logits
+        nbytes, messages, peers = 0, int(elements > 0), attention_ranks
+    rows = peers * (config.layers + 1)
+    elements += rows * requests * config.width
+    return nbytes + elements * itemsize, messages + rows * batches
