@@ -235,8 +235,8 @@ def solve(
     """Exact results, the errors of plain ones in the case's precision, and the inputs, clean.
 
     `data`: which of the two data sets.  `out`: the one that was found.  Gradients of 16-bit
-    tensors, or with a format of the wire, are those at this out, which is judged itself: of few tokens, its rounding may be all
-    that is wrong with them, and by how much is a matter of luck.
+    tensors, or with a format of the wire, are those at this out, which is judged itself: of few
+    tokens, its rounding may be all that is wrong with them, and by how much is a matter of luck.
     """
     whole = case.rounded(case.inputs(data))
     if case.dtype.itemsize > 2 and "wire" not in case.options:

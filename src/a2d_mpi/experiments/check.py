@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import ml_dtypes
@@ -335,10 +336,16 @@ def error_bounds(
 
 
 def worse(a: Check, b: Check) -> Check:
-    """The one to report of two checks of one tensor: a failed one, or that nearer its bound."""
+    """The one to report of two checks of one tensor: a failed one, or that nearer its bound.
+
+    With the larger of both errors against the tensors as given.
+    """
+    as_given = max((x.as_given for x in (a, b) if x.as_given is not None), default=None)
     if a.passed and b.passed:
-        return a if a.error * b.bound >= b.error * a.bound else b
-    return b if a.passed else a
+        found = a if a.error * b.bound >= b.error * a.bound else b
+    else:
+        found = b if a.passed else a
+    return replace(found, as_given=as_given)
 
 
 def digests(tensors: Mapping[str, np.ndarray]) -> dict[str, bytes]:
