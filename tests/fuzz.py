@@ -3,7 +3,7 @@
     mpiexec -n 4 python tests/fuzz.py --seconds 60
     mpiexec -n 4 python tests/fuzz.py --case 123456789
     mpiexec -n 4 python tests/fuzz.py --fault merge
-    mpiexec -n 4 python tests/fuzz.py --wire any --cases 1000
+    mpiexec -n 4 python tests/fuzz.py --wire any --cases 1000 --seconds 3600
 
 Results, bytes, messages, buffers and areas of each.  Every plan is called on two data sets, which
 no call may change; results of the first must outlive the calls on the second.  Some cases repeat
@@ -14,6 +14,7 @@ batch: each rank judges one of them.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import threading
@@ -52,7 +53,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--first", type=int, help="seed of the first case; default: any")
     parser.add_argument("--case", type=int, help="run this one only, and say how far off it is")
-    parser.add_argument("--cases", type=int, help="so many at least; default: by --seconds")
+    parser.add_argument("--cases", type=int, help="so many at most, in whole batches")
     wires = (*FORMATS, "any")
     parser.add_argument("--wire", choices=wires, help="format of messages; any: one of each")
     parser.add_argument("--fault", choices=SABOTAGES, help="of the package, on purpose")
@@ -66,11 +67,7 @@ def main() -> int:
         start, done, failed = time.monotonic(), 0, 0
 
         def goes_on() -> bool:
-            return (
-                time.monotonic() - start < args.seconds
-                if args.cases is None
-                else done < args.cases
-            )
+            return time.monotonic() - start < args.seconds and done < (args.cases or math.inf)
 
         while COMM.bcast(goes_on()) and failed < TOO_MANY:
             failed += run(range(first + done, first + done + COMM.size), args.wire)
