@@ -22,10 +22,14 @@ from a2d_mpi import (
 )
 from a2d_mpi.attention.methods import BlocksAttention, TriangleAttention
 from a2d_mpi.core import reference, wire
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.core.wire import FORMATS, decode, encode
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.results import Check
+from a2d_mpi.schedules import problem_of, write
+from a2d_mpi.schedules.steps import Copy
 
 MX = {"mxfp8": (4, 3, 7), "mxfp4": (2, 1, 1)}  # bits of exponent and mantissa, bias
 
@@ -186,6 +190,21 @@ def test_the_same_bytes_on_a_gpu(cupy, dtype, name):
 
 
 # Plans.
+
+
+@pytest.mark.parametrize(("name", "encodings"), [(None, 0), ("mxfp8", 1)])
+def test_what_is_passed_on_is_encoded_once(name, encodings):
+    """A ring encodes its own keys and values; others' it passes on as they came, and decodes."""
+    layout, config = Layout(1, 4, 1), AttentionConfig(64, 2, 64, wire=name)
+    problem = problem_of("ring", layout, config, Full())
+    (program,) = write("ring", "forward", layout, problem, 1)
+    copies = [
+        [program.arrays[x.array].wire for x in step]
+        for step in program.steps
+        if isinstance(step, Copy)
+    ]
+    assert copies.count([False, True]) == encodings
+    assert copies.count([True, False]) == 3 * encodings and [True, True] not in copies
 
 
 def plans(comm):
