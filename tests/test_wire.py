@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cases import SIZE, TENSORS, accounts, inputs, run
-from helpers import assert_all
+from helpers import DRIVERS, assert_all, drive
 
 from a2d_mpi import (
     Attention2D,
@@ -27,10 +27,11 @@ from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.core.wire import FORMATS, decode, encode
 from a2d_mpi.experiments.check import check_attention
-from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.results import Check, read_result
 from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Copy
 
+SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
 MX = {"mxfp8": (4, 3, 7), "mxfp4": (2, 1, 1)}  # bits of exponent and mantissa, bias
 
 
@@ -383,6 +384,22 @@ def test_refused(comm):
     grid.free()
     ok = "wire must be None or one of" in found[0] and ("wire" in found[1]) == (SIZE > 1)
     assert_all(comm, ok, str(found))
+
+
+def test_result_files(tmp_path):
+    """They say what was sent in which format, and how far results are off without rounding."""
+    options = ["--seqlen", "48", "--backward", "--trials", "1", "--check", "full"]
+    done = drive(
+        "attention.py", 2, SAMPLE, *options, "--wire", "mxfp8", "--output", tmp_path / "run.h5"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = read_result(tmp_path / "run.h5")
+    assert result.config["wire"] == "mxfp8"
+    assert "q mxfp8, k mxfp8, v mxfp8, out mxfp8, lse float32" in result.config["sent"]
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        check = result.checks[name]
+        assert check.passed and check.as_given > check.error, (name, check)
+        assert f"{check.as_given:.2e}" in done.stdout
 
 
 def test_bounds_of_the_format():
