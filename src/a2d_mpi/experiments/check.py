@@ -65,7 +65,7 @@ def check_attention(
     lse is a relative one of all probabilities, and lse has no bound beyond a tenth of a nat.
 
     A plan with `wire` is compared with exact values of the tensors rounded to that format (by
-    `reference.rounded`, which shares nothing with the plan), and its gradients with those at its
+    `reference.rounded`, which shares no code with the plan), and its gradients with those at its
     own out: no bound is needed for what the rounding of q, k, v and dout does.  The rounding of
     partial results widens the bounds: see `error_bounds`.
     """
