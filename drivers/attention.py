@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from a2d_mpi.core.config import DISTRIBUTIONS
 from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.grids import add_grid
 from a2d_mpi.experiments.job import attention
@@ -19,6 +20,7 @@ from a2d_mpi.experiments.options import (
     SEQLEN,
     TRIALS,
     WARMUP,
+    WIRE_HELP,
     add_mask,
     add_trace,
     check_text,
@@ -47,6 +49,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
         help="c: logits s become c tanh(s / c); default: no soft-cap",
     )
     add("--sink", action="store_true", help="a logit per head, from --seed, in the denominator")
+    add("--wire", choices=FORMATS, help=f"{WIRE_HELP}; default: as they are")
     add("--no-overlap", action="store_true", help="communicate and compute in turn")
     add("--trials", type=TRIALS, default=5, help="timed runs (default %(default)s)")
     add("--warmup", type=WARMUP, default=1, help="runs before them (default %(default)s)")

@@ -25,6 +25,7 @@ from functools import partial
 from mpi4py import MPI
 
 from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.bench import OVERLAPS, SPANS, bench
 from a2d_mpi.experiments.cli import Parser, add_engine, run
 from a2d_mpi.experiments.options import (
@@ -40,6 +41,7 @@ from a2d_mpi.experiments.options import (
     SEED,
     TRIALS,
     WARMUP,
+    WIRE_HELP,
     add_trace,
     check_text,
     listed,
@@ -73,6 +75,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--headdim", type=listed(HEADDIM), default="64", help="of a head (default %(default)s)")
     add("--headdim-v", type=HEADDIM, help=HEADDIM_V_HELP)
     add("--dtypes", type=listed(one_of(DTYPES)), default="float32", help="default %(default)s")
+    text = f"none (as they are), or {WIRE_HELP} (default %(default)s)"
+    add("--wire", type=listed(one_of(["none", *FORMATS])), default="none", help=text)
     add("--backward", action="store_true", help="also the gradients")
     text = "off: communicate and compute in turn (default %(default)s)"
     add("--overlap", choices=OVERLAPS, default="on", help=text)

@@ -19,11 +19,13 @@ Exit code 2: bad input, or no SimGrid.
 """
 
 from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.options import (
     HEADDIM,
     HEADDIM_V_HELP,
     HEADS,
     MASK_HELP,
+    WIRE_HELP,
     Parser,
     listed,
     masks,
@@ -54,6 +56,8 @@ def build_parser() -> Parser:
     add("--headdim", type=listed(HEADDIM), default="128", help="default %(default)s")
     add("--headdim-v", type=HEADDIM, help=HEADDIM_V_HELP)
     add("--dtypes", type=listed(one_of(DTYPES)), default="bfloat16", help="default %(default)s")
+    text = f"none (as they are), or {WIRE_HELP} (default %(default)s)"
+    add("--wire", type=listed(one_of(["none", *FORMATS])), default="none", help=text)
     add("--backward", action="store_true", help="also the gradients")
     for name, kind, what in (
         ("slow-rank", real(1, 1e6), "what the first rank does takes so many times as long"),

@@ -3,6 +3,7 @@
     mpiexec -n 4 python tests/fuzz.py --seconds 60
     mpiexec -n 4 python tests/fuzz.py --case 123456789
     mpiexec -n 4 python tests/fuzz.py --fault merge
+    mpiexec -n 4 python tests/fuzz.py --wire any --cases 1000 --seconds 3600
 
 Results, bytes, messages, buffers and areas of each.  Every plan is called on two data sets, which
 no call may change; results of the first must outlive the calls on the second.  Some cases repeat
@@ -13,6 +14,7 @@ batch: each rank judges one of them.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import threading
@@ -34,6 +36,8 @@ from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.core.config import OF_KEYS
+from a2d_mpi.core.wire import FORMATS
+from a2d_mpi.experiments.check import _reference, wire_errors
 from a2d_mpi.kernels.numpy import NumpyKernel
 
 TOO_MANY = 3  # failures, after which there is no use in going on
@@ -49,17 +53,24 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--first", type=int, help="seed of the first case; default: any")
     parser.add_argument("--case", type=int, help="run this one only, and say how far off it is")
+    parser.add_argument("--cases", type=int, help="so many at most, in whole batches")
+    wires = (*FORMATS, "any")
+    parser.add_argument("--wire", choices=wires, help="format of messages; any: one of each")
     parser.add_argument("--fault", choices=SABOTAGES, help="of the package, on purpose")
     args = parser.parse_args()
     with sabotaged(args.fault):
         if args.case is not None:
-            return int(run([args.case], verbose=True) > 0)
+            return int(run([args.case], args.wire, verbose=True) > 0)
         first = args.first
         if first is None:
             first = COMM.bcast(int.from_bytes(os.urandom(4), "little"))
         start, done, failed = time.monotonic(), 0, 0
-        while COMM.bcast(time.monotonic() - start < args.seconds) and failed < TOO_MANY:
-            failed += run(range(first + done, first + done + COMM.size))
+
+        def goes_on() -> bool:
+            return time.monotonic() - start < args.seconds and done < (args.cases or math.inf)
+
+        while COMM.bcast(goes_on()) and failed < TOO_MANY:
+            failed += run(range(first + done, first + done + COMM.size), args.wire)
             done += COMM.size
     if COMM.rank == 0:
         seconds = f"{time.monotonic() - start:.0f} s"
@@ -67,12 +78,12 @@ def main() -> int:
     return int(failed > 0)
 
 
-def run(seeds: Sequence[int], verbose: bool = False) -> int:
+def run(seeds: Sequence[int], wire: str | None = None, verbose: bool = False) -> int:
     """Run a batch of at most as many cases as ranks; returns the number of those that failed."""
     mine, bad = None, []
     for judge, seed in enumerate(seeds):
         with _watched(seed):
-            case = draw(seed, COMM.size)
+            case = draw(seed, COMM.size, wire)
             try:
                 record = _run(case)
             except CollectiveError as error:  # on all ranks, which are still in step
@@ -125,6 +136,7 @@ def _run(case: Case) -> dict[str, object]:
                 calls.forward(plan, which)
                 calls.backward(plan, which)
         calls.bad += accounts(plan, case.backward, calls=2)
+        widening = [calls.widening(plan, which) for which in (0, 1)]
         area, tokens, tokens_kv = plan.area(), plan.tokens, plan.tokens_kv
         if case.again == "fresh after free":
             plan.free()
@@ -138,7 +150,13 @@ def _run(case: Case) -> dict[str, object]:
     if nodes:  # there are more of them than MPI has communicators
         _grids.pop(key).free()
     tokens = tokens, tokens_kv
-    return {"results": calls.results[:2], "tokens": tokens, "area": area, "bad": calls.wrong()}
+    return {
+        "results": calls.results[:2],
+        "tokens": tokens,
+        "area": area,
+        "widening": widening,
+        "bad": calls.wrong(),
+    }
 
 
 class _Calls:
@@ -175,6 +193,19 @@ class _Calls:
         found = (self.results[number][x] for x in ("out", "lse"))
         gradients = plan.backward(dout, q, k, v, *found)
         self._add(number, given, ("dq", "dk", "dv"), gradients)
+
+    def widening(self, plan: AttentionPlan, which: int) -> dict[str, float]:
+        """What a format of the wire adds to the bounds of a data set; collective."""
+        if plan.config.wire is None:
+            return {}
+        owned = plan.tokens, plan.tokens, plan.tokens, plan.tokens
+        whole = self._case.rounded(self._case.inputs(which))
+        given = dict(zip(("q", "k", "v", "dout"), (x[y] for x, y in zip(whole, owned))))
+        local, terms = given | self.results[self._which.index(which)], {}
+        for name, _, _, found in _reference(plan, local, None, 0, np.dtype(np.float64)):
+            terms[name] = max(found.max(initial=0), terms.get(name, 0.0))
+        terms = {x: COMM.allreduce(y, op=MPI.MAX) for x, y in terms.items()}
+        return wire_errors(plan.method, plan.layout, plan.config, terms)
 
     def wrong(self) -> list[str]:
         """After all calls, in words."""
@@ -230,6 +261,8 @@ def _compared(case: Case, data: int, records: list[dict], verbose: bool) -> list
     scale = case.options["softmax_scale"]
     scale = case.sizes["headdim"] ** -0.5 if scale is None else scale
     bounds = bounds_for(case.dtype, scale, whole, exact, same)
+    for name, more in records[0]["widening"][data].items():
+        bounds[name] += more
     for name, right in exact.items():
         error = distance(found[name], right)
         if verbose:

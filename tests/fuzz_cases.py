@@ -12,8 +12,11 @@ import numpy as np
 from helpers import distance
 
 from a2d_mpi import Causal, Documents, Full, IntervalMask, Mask, PrefixLM, SlidingWindow
+from a2d_mpi.core import reference
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.core.sizes import misfit
+from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.sharding import triangle
 
 METHODS = (
@@ -95,9 +98,25 @@ class Case:
                 x[hidden] = rng.choice([np.nan, np.inf, 1e4])
         return [x.astype(self.dtype) for x in found]
 
+    def rounded(self, whole: list[np.ndarray]) -> list[np.ndarray]:
+        """Inputs without padding and, with a format of the wire, rounded to it."""
+        masked, unseen = ~self.seen.any(axis=1), ~self.seen.any(axis=0)
+        for x, hidden in zip(whole, (masked, unseen, unseen, masked)):
+            x[hidden] = 0  # padding may hold anything
+        if not (wire := self.options.get("wire")):
+            return whole
+        config = AttentionConfig(**self.sizes, dtype=self.dtype, wire=wire)
+        return [
+            reference.rounded(x, wire) if config.rounds(name) else x
+            for name, x in zip(("q", "k", "v", "dout"), whole)
+        ]
 
-def draw(seed: int, ranks: int) -> Case:
-    """The case of a seed, the same wherever it is drawn."""
+
+def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
+    """The case of a seed, the same wherever it is drawn.
+
+    `wire`: format of messages, of one sequence; "any": one of them.
+    """
     rng = np.random.default_rng([seed, ranks])
 
     def pick(*choices):
@@ -120,7 +139,9 @@ def draw(seed: int, ranks: int) -> Case:
         "kernel": pick("auto", "numpy"),
         "softmax_scale": pick(None, None, None, None, float(rng.standard_normal()), -0.2, 1e-3),
     }
-    if method in CROSS and rng.random() < 0.2:
+    if wire:
+        options["wire"] = tuple(FORMATS)[seed % len(FORMATS)] if wire == "any" else wire
+    if method in CROSS and rng.random() < 0.2 and not wire:
         lengths = {"seqlen_kv": int(pick(1, *rng.integers(1, 151, 3)))}
         options["distribution_kv"] = pick(None, "contiguous", "zigzag", "striped")
     else:
@@ -214,14 +235,11 @@ def solve(
     """Exact results, the errors of plain ones in the case's precision, and the inputs, clean.
 
     `data`: which of the two data sets.  `out`: the one that was found.  Gradients of 16-bit
-    tensors are those at this out, which is judged itself: of few tokens, its rounding may be all
-    that is wrong with them, and by how much is a matter of luck.
+    tensors, or with a format of the wire, are those at this out, which is judged itself: of few
+    tokens, its rounding may be all that is wrong with them, and by how much is a matter of luck.
     """
-    whole = case.inputs(data)
-    masked, unseen = ~case.seen.any(axis=1), ~case.seen.any(axis=0)
-    for x, hidden in zip(whole, (masked, unseen, unseen, masked)):
-        x[hidden] = 0  # padding may hold anything
-    if case.dtype.itemsize > 2:
+    whole = case.rounded(case.inputs(data))
+    if case.dtype.itemsize > 2 and "wire" not in case.options:
         out = None
     exact = _dense(case, whole, np.dtype(np.float64), out)
     sizes = {x: exact.pop(f"size of {x}").max() for x in SIZED if f"size of {x}" in exact}

@@ -58,6 +58,7 @@ def test_config():
         "dtype": "float16",
         "softmax_scale": 0.25,
         "logit_softcap": None,
+        "wire": None,
     }
     for name, shape, narrow, wide in (
         *((x, (6, 16), 2, 4) for x in ("q", "out", "dout", "dq")),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
@@ -82,11 +84,8 @@ class Arrays:
             return [known[x] for x in names]
         if array.packed:
             return self._parcel(name)[1]
-        room, tensors = array.room or name, zip(names, self._dtypes(array))
-        return [
-            self._engine.work.get((room, i), (array.length, *self._group.shape(x)), dtype)
-            for i, (x, dtype) in enumerate(tensors)
-        ]
+        room, tensors = array.room or name, self._tensors(array)
+        return [self._engine.work.get((room, i), *x) for i, x in enumerate(tensors)]
 
     def travelling(self, rows: Rows) -> list[Array]:
         """Rows in the messages that carry them: one for all tensors of a packed array."""
@@ -105,19 +104,24 @@ class Arrays:
         array = self._declared[rows.array]
         return [x in array.accumulated for x in KINDS[array.kind]]
 
-    def _dtypes(self, array: Declared) -> list:
-        """Dtype of each tensor of a buffer."""
-        accumulated = array.accumulated
+    def _tensors(self, array: Declared) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype of each tensor of a buffer."""
+        accumulated, config = array.accumulated, self._group
         if array.as_computed and getattr(self._engine.kernel, "rounds_partials", False):
             accumulated = ()
-        return [self._group.dtype_of(x, x in accumulated) for x in KINDS[array.kind]]
+        found = []
+        for x in KINDS[array.kind]:
+            shape, dtype = config.shape(x), config.dtype_of(x, x in accumulated)
+            if array.wire:
+                shape, dtype = config.on_wire(x, x in accumulated)
+            found.append(((array.length, *shape), dtype))
+        return found
 
     def _parcel(self, name: str) -> tuple[Array, list[Array]]:
         """A packed array as bytes, and its tensors: (tokens, heads, headdim) each."""
         if name not in self._parcels:
             array = self._declared[name]
-            shapes = ((array.length, *self._group.shape(x)) for x in KINDS[array.kind])
-            tensors = list(zip(shapes, self._dtypes(array)))
+            tensors = self._tensors(array)
             self._parcels[name] = self._engine.work.parcel((array.room or name, 0), tensors)
         return self._parcels[name]
 

@@ -62,6 +62,7 @@ class Executor:
 
     def __init__(self, program: Program, arrays: Arrays) -> None:
         self.channels, self._arrays = program.channels, arrays
+        self._wire = program.group.config.wire
         roles = (program.arrays[rows.array].role for rows in program.results.values())
         self.in_buffers = "buffer" in roles  # the results
         self._messages = program.messages
@@ -138,6 +139,9 @@ class Executor:
             return [(Executor._take_heads, source, target)]
         if target.head is not None:
             return [(Executor._put_heads, source, target, add)]
+        encoded, encodes = (program.arrays[x.array].wire for x in (source, target))
+        if encoded != encodes:
+            return [(Executor._encode, common_rows(source, target), encodes)]
         by_token, into_by_token = (program.arrays[x.array].by_token for x in (source, target))
         if by_token == into_by_token:
             return [(Executor._put, common_rows(source, target), add)]
@@ -200,6 +204,17 @@ class Executor:
             for source, target in parts:
                 for x, y in zip(tensors(source), tensors(target)):
                     self._engine.device.put(y, x, add)
+
+    def _encode(self, parts: list[tuple[Rows, Rows]], encodes: bool) -> None:
+        """Encode rows for the wire, or decode them; copy the tensors that travel as they are."""
+        tensors, device = self._arrays.tensors, self._engine.device
+        with self._engine.clock("merge"):
+            for source, target in parts:
+                for x, y in zip(tensors(source), tensors(target)):
+                    if x.shape == y.shape and x.dtype == y.dtype:
+                        device.put(y, x)
+                    else:
+                        (device.encode if encodes else device.decode)(y, x, self._wire)
 
     def _by_index(self, how: str, source: str, target: str, order: Constant) -> None:
         """Copy or add rows by `order`; `how`: the device's "take", "put_at" or "add_at"."""

@@ -18,12 +18,15 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import METHODS, problem_of, write
 from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.sharding.distribution import Distribution
+
+ROUNDED = ("q", "k", "v", "dout")  # tensors of the caller that travel
 
 
 class AttentionPlan:
@@ -61,6 +64,11 @@ class AttentionPlan:
         on the grid's machine if `ProcessGrid.auto` made the grid, else on a typical one.
     distribution_kv : str, optional
         Likewise, of k and v in cross-attention.  Default: as `distribution`.
+    wire : {"bfloat16", "mxfp8", "mxfp4"}, optional
+        Format in which tensors travel that it makes smaller: see `a2d_mpi.core.wire`.  q, k, v and
+        dout are rounded to it first, on all ranks and on a single one, too: results are those of
+        the rounded tensors, whoever computes them.  Partial results are rounded when they are
+        sent; lse and delta travel as they are.  Default: tensors travel as they are.
     softmax_scale : float, optional
         Default: ``1 / sqrt(headdim)``.
     logit_softcap : float, optional
@@ -134,6 +142,7 @@ class AttentionPlan:
         dtype: np.typing.DTypeLike = "float32",
         distribution: str | None = None,
         distribution_kv: str | None = None,
+        wire: str | None = None,
         softmax_scale: float | None = None,
         logit_softcap: float | None = None,
         kernel: str = "auto",
@@ -158,6 +167,7 @@ class AttentionPlan:
                     seqlen_kv=seqlen_kv,
                     logit_softcap=logit_softcap,
                     headdim_v=headdim_v,
+                    wire=wire,
                 )
                 named = distribution, distribution_kv
                 check_problem(self.method, mask, config, grid, named)
@@ -555,6 +565,15 @@ class AttentionPlan:
             ]
             return results
 
+    def _rounded(self, x: Array) -> Array:
+        """A tensor as other ranks get it, (n, heads, headdim), in a new array."""
+        device, wire = self._engine.device, self.config.wire
+        encoded = device.empty((*x.shape[:2], FORMATS[wire].width(x.shape[2])), np.uint8)
+        rounded = device.empty(x.shape, x.dtype)
+        device.encode(encoded, x, wire)
+        device.decode(rounded, encoded, wire)
+        return rounded
+
     def _settle(self) -> None:
         """Complete the messages of a call in which a rank died."""
         for executor in chain.from_iterable(self._executors.values()):
@@ -574,6 +593,10 @@ class AttentionPlan:
     ) -> tuple[Array, ...]:
         """Results of a phase, in arrays of their own and in the caller's dtypes."""
         engine, programs, dsink = self._engine, self._executors[phase], ()
+        for name in ROUNDED:
+            if name in tensors and self.config.rounds(name):
+                with engine.clock("merge"):
+                    tensors[name] = self._rounded(tensors[name])
         if phase == "backward":
             with engine.clock("compute"):  # delta: (n, nheads)
                 delta = engine.device.delta(tensors["dout"], tensors.pop("out"))

@@ -10,6 +10,7 @@ import numpy as np
 
 from a2d_mpi.core.dtypes import DTYPES, as_dtype, compute_dtype
 from a2d_mpi.core.sizes import check_memory, misfit
+from a2d_mpi.core.wire import FORMATS
 
 PHASES = ("forward", "backward")
 DISTRIBUTIONS = ("contiguous", "zigzag", "striped", "triangle", "balanced")  # a2d_mpi.sharding
@@ -52,6 +53,9 @@ class AttentionConfig:
         c > 0: scaled logits s become ``c tanh(s / c)``.  Default: they stay as they are.
     headdim_v : int, optional
         Elements of a head of v, out and their gradients.  Default: headdim.
+    wire : str, optional
+        One of `a2d_mpi.core.wire.FORMATS`, in which tensors travel that it makes smaller.
+        Default: tensors travel as they are.
 
     Raises
     ------
@@ -69,6 +73,7 @@ class AttentionConfig:
     seqlen_kv: int | None = None
     logit_softcap: float | None = None
     headdim_v: int | None = None
+    wire: str | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, object] = {}
@@ -87,6 +92,8 @@ class AttentionConfig:
         if not math.isfinite(checked["softmax_scale"]):
             raise ValueError(f"softmax_scale must be finite, got {scale!r}")
         cap = self.logit_softcap
+        if self.wire is not None and self.wire not in FORMATS:
+            raise ValueError(f"wire must be None or one of {tuple(FORMATS)}, got {self.wire!r}")
         checked["logit_softcap"] = None if cap is None else float(cap)
         if cap is not None and not 1e-30 <= checked["logit_softcap"] <= 1e30:
             raise ValueError(f"logit_softcap must be between 1e-30 and 1e30, got {cap!r}")
@@ -121,6 +128,27 @@ class AttentionConfig:
     def nbytes(self, name: str, accumulated: bool = False) -> int:
         """Bytes of one token of a tensor; `accumulated` as of `dtype_of`."""
         return math.prod(self.shape(name)) * self.dtype_of(name, accumulated).itemsize
+
+    def on_wire(self, name: str, accumulated: bool = False) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of one token of a tensor as it travels: encoded, (heads, bytes) uint8.
+
+        Statistics, and tensors that the format would not make smaller, travel as they are.
+        `accumulated` as of `dtype_of`.
+        """
+        shape, dtype = self.shape(name), self.dtype_of(name, accumulated)
+        if self.wire and name not in _STATISTICS:
+            heads, elements = shape
+            width = FORMATS[self.wire].width(elements)
+            if width < elements * dtype.itemsize:
+                return (heads, width), np.dtype(np.uint8)
+        return shape, dtype
+
+    def rounds(self, name: str, accumulated: bool = False) -> bool:
+        """Whether a tensor travels encoded; `accumulated` as of `dtype_of`."""
+        return self.on_wire(name, accumulated) != (
+            self.shape(name),
+            self.dtype_of(name, accumulated),
+        )
 
     def cp_group(self, heads: int) -> AttentionConfig:
         """The config of one context-parallel group, which has 1/`heads` of the heads.

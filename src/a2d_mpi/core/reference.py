@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from a2d_mpi.core.wire import BLOCK, FORMATS
+
 
 def attention(
     q: np.ndarray,
@@ -141,6 +143,31 @@ def sink_gradient(
     p = np.exp(sink - np.where(np.isneginf(lse), 0, lse))  # (nq, nheads)
     # The value of the sink is 0: its dp is, and its ds is p (0 - delta).
     return -(p * delta).sum(axis=0)
+
+
+def rounded(x: np.ndarray, wire: str) -> np.ndarray:
+    """Elements as they are after a way on the wire, (tokens, heads, headdim) in the dtype of x.
+
+    Block by block, as OCP's Microscaling Formats (MX) Specification v1.0 says it, section 6.3.
+    `wire`: one of `a2d_mpi.core.wire.FORMATS`.
+    """
+    form, result = FORMATS[wire], np.empty_like(x)
+    exact = x.astype(np.float32).astype(np.float64)
+    for first in range(0, x.shape[2], BLOCK if form.blocks else x.shape[2]):
+        block = exact[..., first : first + BLOCK] if form.blocks else exact  # (tokens, heads, 32)
+        scale = 1.0
+        if form.blocks:
+            largest = np.abs(block).max(axis=-1, keepdims=True)
+            exponent = np.frexp(largest)[1] - 1.0 - form.highest  # frexp is below 1
+            scale = np.exp2(np.maximum(exponent, -127))
+            scale[~np.isfinite(largest)] = np.nan
+        part = block / scale  # exact
+        last_place = np.exp2(np.maximum(np.frexp(part)[1] - 1, form.lowest) - form.mantissa)
+        part = np.rint(part / last_place) * last_place
+        if form.blocks:
+            part = np.clip(part, -form.largest, form.largest)
+        result[..., first : first + part.shape[-1]] = part * scale
+    return result
 
 
 def _rounded(x: np.ndarray, dtype: np.typing.DTypeLike | None) -> np.ndarray:

@@ -20,6 +20,7 @@ except ImportError as error:
     raise ImportError("CuPy is not installed: pip install a2d_mpi[cuda13] or [cuda12]") from error
 
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
+from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array
 
@@ -104,6 +105,15 @@ class Cuda:
         ends = [*ends, *ends[-1:] * 2][:2]
         wide_from, headdim = int(parts[0][1].dtype != tensor), math.prod(parts[0][0].shape[2:])
         self._rows("put_rows", tensor, *arrays, wide_from, *groups, *ends, (rows, 1, headdim))
+
+    def encode(self, to: Array, x: Array, wire: str) -> None:
+        form, top = FORMATS[wire], np.float64(FORMATS[wire].largest)
+        numbers = to.shape[2], form.mantissa, form.lowest, form.highest, top
+        self._rows("encode", x.dtype, to, x, *numbers, x.shape)
+
+    def decode(self, to: Array, x: Array, wire: str) -> None:
+        numbers = x.shape[2], FORMATS[wire].mantissa, FORMATS[wire].lowest
+        self._rows("decode", to.dtype, to, x, *numbers, to.shape)
 
     def take(self, to: Array, x: Array, order: Array) -> None:
         self._rows("take_rows", x.dtype, to, x, order, (len(to), *x.shape[1:]), outer=1)

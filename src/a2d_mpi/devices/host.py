@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from a2d_mpi.core import wire as formats
 from a2d_mpi.core.dtypes import compute_dtype
 from a2d_mpi.core.merge import add_sink, merge, sink_gradient
 from a2d_mpi.devices.protocol import Array
@@ -45,6 +46,12 @@ class Host:
             to += x
         else:
             to[...] = x
+
+    def encode(self, to: Array, x: Array, wire: str) -> None:
+        formats.encode(to, x, wire)
+
+    def decode(self, to: Array, x: Array, wire: str) -> None:
+        formats.decode(to, x, wire)
 
     def take(self, to: Array, x: Array, order: Array) -> None:
         # mode: with the default, NumPy fills a copy of `out` first.

@@ -47,6 +47,12 @@ class Device(Protocol):
     def put(self, to: Array, x: Array, add: bool = False) -> None:
         """Copy (or add) `x` to `to`, of the same shape and of any dtype of tensors."""
 
+    def encode(self, to: Array, x: Array, wire: str) -> None:
+        """Encode (tokens, heads, elements) as bytes: see `a2d_mpi.core.wire.encode`."""
+
+    def decode(self, to: Array, x: Array, wire: str) -> None:
+        """Decode bytes, the opposite of `encode`."""
+
     def take(self, to: Array, x: Array, order: Array) -> None:
         """Set ``to[i] = x[order[i]]``; `order` is int64 and on this device."""
 

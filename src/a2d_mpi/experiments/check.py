@@ -11,15 +11,21 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.attention.plan import ROUNDED, AttentionPlan
 from a2d_mpi.core import reference
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.dtypes import compute_dtype
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.results import Check
+from a2d_mpi.schedules import METHODS, roundings
 
 BLOCK = 64  # rows that are checked at a time
 
@@ -48,7 +54,8 @@ def check_attention(
     -------
     dict of str to Check
         By tensor, the same on all ranks: the largest error of a checked element, infinite where
-        a value or the reference is not finite, and its bound, NaN where there is none.
+        a value or the reference is not finite, and its bound, NaN where there is none.  Of a plan
+        with `wire` also the error against the tensors as given, but for dk and dv of a sample.
 
     Notes
     -----
@@ -56,17 +63,32 @@ def check_attention(
     lse and delta of *every* query.  With all rows checked these are exact too; in a sample they
     are the run's own (delta from its out), which the sampled query rows vouch for: an error of
     lse is a relative one of all probabilities, and lse has no bound beyond a tenth of a nat.
+
+    A plan with `wire` is compared with exact values of the tensors rounded to that format (by
+    `reference.rounded`, which shares no code with the plan), and its gradients with those at its
+    own out: no bound is needed for what the rounding of q, k, v and dout does.  The rounding of
+    partial results widens the bounds: see `error_bounds`.
     """
-    local = dict(tensors)
+    local, wire, double = dict(tensors), plan.config.wire, np.dtype(np.float64)
     if "dsink" in local:
         local["dsink"] = _sum(plan.grid.comm, local["dsink"])
-    exact = _reference(plan, local, rows, seed, np.dtype(np.float64))
+    as_given: dict[str, float] = {}
+    if wire:
+        sampled = rows is not None and rows < plan.seqlen
+        for name, where, value, _ in _reference(plan, local, rows, seed, double, own_out=False):
+            if not (sampled and name in ("dk", "dv")):
+                error = _distance(local[name][where].astype(np.float64), value)
+                as_given[name] = max(error, as_given.get(name, 0.0))
+        for name in ROUNDED:
+            if name in local and plan.config.rounds(name):
+                local[name] = reference.rounded(local[name], wire)
+    exact = _reference(plan, local, rows, seed, double)
     if plan.compute_dtype == np.float64:
         both = ((x, x) for x in exact)
     else:
         both = zip(exact, _reference(plan, local, rows, seed, plan.compute_dtype))
     seen: dict[str, list[float]] = {}  # by tensor, of all blocks on this rank
-    for (name, where, value), (_, _, same_precision) in both:
+    for (name, where, value, terms), (_, _, same_precision, _) in both:
         computed, finite = local[name][where].astype(np.float64), np.isfinite(value)
         # Only lse may be infinite, of a query that sees no key.
         comparable = (finite | np.isneginf(value) if name == "lse" else finite).all()
@@ -74,18 +96,54 @@ def check_attention(
             _distance(computed, value) if comparable else math.inf,
             _distance(same_precision, value),
             float(np.abs(value[finite]).max(initial=0)),
+            float(terms.max(initial=0)),
         ]
-        before = seen.setdefault(name, [0.0, 0.0, 0.0, 0])
-        before[:] = [*map(max, before, new), before[3] + len(computed)]
+        before = seen.setdefault(name, [0.0, 0.0, 0.0, 0.0, 0])
+        before[:] = [*map(max, before, new), before[4] + len(computed)]
 
     def over_ranks(column: int, op: MPI.Op = MPI.MAX) -> dict[str, float]:
         return {x: plan.grid.comm.allreduce(y[column], op=op) for x, y in seen.items()}
 
-    error, same_precision, largest = map(over_ranks, range(3))
-    checked = over_ranks(3, MPI.SUM)
+    error, same_precision, largest, terms = map(over_ranks, range(4))
+    checked = over_ranks(4, MPI.SUM)
+    as_given = {x: plan.grid.comm.allreduce(y, op=MPI.MAX) for x, y in as_given.items()}
     norms = _norms(plan.grid.comm, local)
-    bounds = error_bounds(plan.dtype, plan.softmax_scale, norms, largest, same_precision)
-    return {name: Check(error[name], bounds[name], checked[name]) for name in error}
+    sizes = plan.dtype, plan.softmax_scale, norms, largest, same_precision
+    widening = wire_errors(plan.method, plan.layout, plan.config, terms) if wire else None
+    bounds = error_bounds(*sizes, widening)
+    return {
+        name: Check(error[name], bounds[name], checked[name], as_given.get(name)) for name in error
+    }
+
+
+def wire_errors(
+    method: str, layout: Layout, config: AttentionConfig, terms: Mapping[str, float]
+) -> dict[str, float]:
+    """Largest error of each result that the rounding of partial results may cause.
+
+    Parameters
+    ----------
+    method, layout, config
+        Of the plan, with `wire`.
+    terms : mapping of str to float
+        By result, the largest sum of the absolute values of its parts: of the contributions of
+        the keys (for out and dq) or of the queries (for dk and dv) of every piece of every shard.
+        A partial result is a sum of some of them.
+
+    Returns
+    -------
+    dict of str to float
+        ``((1 + u)^h - 1) terms``: u is `Format.error`, h how often a result is rounded on its way
+        (`a2d_mpi.schedules.roundings`).  One rounding adds u times the partial result to the
+        error, and all partial results of an element add up to its terms at most.
+        0 of lse, which is not rounded.
+    """
+    found = {}
+    for name, size in terms.items():
+        kind = {"dk": "dkv", "dv": "dkv"}.get(name, name)
+        h = roundings(method, layout, kind) if config.rounds(name, accumulated=True) else 0
+        found[name] = ((1 + FORMATS[config.wire].error) ** h - 1) * size
+    return found
 
 
 def _reference(
@@ -94,8 +152,11 @@ def _reference(
     rows: int | None,
     seed: int,
     kind: np.dtype,
-) -> Iterator[tuple[str, np.ndarray | slice, np.ndarray]]:
+    own_out: bool = True,
+) -> Iterator[tuple[str, np.ndarray | slice, np.ndarray, np.ndarray]]:
     """The results of dense attention in one precision, block after block.  Collective.
+
+    `own_out`: of a plan with `wire`, the gradients are those at the run's own out.
 
     Yields
     ------
@@ -105,6 +166,8 @@ def _reference(
         This rank's rows of it that are in the block.
     value : array
         What these should be, rounded as the run's dtype keeps it; in float64: not rounded.
+    terms : array
+        Of a plan with `wire`, in float64: as `wire_errors` takes them.
     """
     comm, backward, sink = plan.grid.comm, "dq" in local, local.get("sink")
     sampled = rows is not None and rows < plan.seqlen
@@ -117,28 +180,56 @@ def _reference(
         "logit_softcap": plan.logit_softcap,
     }
 
+    own_out = own_out and plan.config.wire is not None
+    widens = own_out and double
+
     def stored(x: np.ndarray) -> np.ndarray:
         return x if double else x.astype(plan.dtype).astype(kind)
+
+    # Of a plan with `wire`, the pieces of this rank's tokens of which partial results may be.
+    pieces, group = [slice(None)], 1
+    if widens:
+        cuts = METHODS[plan.method].cuts(plan.problem.cp_group(plan.grid.heads))
+        ends = [0, *np.searchsorted(plan.tokens, cuts).tolist(), len(plan.tokens)]
+        pieces, group = [slice(a, b) for a, b in pairwise(ends)], plan.nheads // plan.nheads_kv
+
+    def total(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """The sum over pieces and ranks and, if it is used, the sum of absolute values."""
+        value = _sum(comm, sum(parts))
+        return value, _sum(comm, sum(map(np.abs, parts))) if widens else np.zeros_like(value)
 
     q, k, v, dout = (local.get(x) for x in ("q", "k", "v", "dout"))
     if backward:  # those of the run, or in the end the exact ones
         own_lse = local["lse"].astype(np.float64)
         own_delta = (dout.astype(np.float64) * local["out"]).sum(axis=-1)
     for tokens in _blocks(plan.seqlen, rows, seed):
-        own, order, q_rows, *dout_rows = _share(plan, tokens, local, "q", "dout")
+        names = ("q", "dout", "out") if own_out else ("q", "dout")
+        own, order, q_rows, *others = _share(plan, tokens, local, *names)
         visible = plan.mask.dense(tokens[order], plan.tokens)
         where = np.searchsorted(plan.tokens, tokens[order][own])
-        out, lse = reference.attention(q_rows, k, v, visible, **options)
-        out, lse = _merge(comm, out, lse, sink)
-        out = stored(out)
-        yield "out", where, out[own]
-        yield "lse", where, lse[own]
+        part, part_lse = reference.attention(q_rows, k, v, visible, **options)
+        out, lse = _merge(comm, part, part_lse, sink)
+        out, terms = stored(out), np.zeros_like(out)
+        if widens:
+            shift = np.where(np.isneginf(lse), 0, lse)
+            parts = [
+                reference.attention(q_rows, k[x], v[x], visible[:, x], **options) for x in pieces
+            ]
+            _, terms = total([y * np.exp(z - shift)[..., None] for y, z in parts])
+        yield "out", where, out[own], terms[own]
+        yield "lse", where, lse[own], np.zeros_like(lse[own])
         if backward:
-            delta = (np.asarray(dout_rows[0], kind) * out).sum(axis=-1)
-            dq, _, _ = reference.attention_backward(
-                dout_rows[0], q_rows, k, v, lse, delta, visible, **options
+            dout_rows, at = others[0], others[1] if own_out else out
+            delta = (np.asarray(dout_rows, kind) * at).sum(axis=-1)
+            dq, terms = total(
+                [
+                    reference.attention_backward(
+                        dout_rows, q_rows, k[x], v[x], lse, delta, visible[:, x], **options
+                    )[0]
+                    for x in pieces
+                ]
             )
-            yield "dq", where, stored(_sum(comm, dq))[own]
+            yield "dq", where, stored(dq)[own], terms[own]
             if not sampled:
                 own_lse[where], own_delta[where] = lse[own], delta[own]
     if not backward:
@@ -147,14 +238,23 @@ def _reference(
         own, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
         visible = plan.mask.dense(plan.tokens, tokens[order])
         where = np.searchsorted(plan.tokens, tokens[order][own])
-        _, dk, dv = reference.attention_backward(
-            dout, q, k_rows, v_rows, own_lse, own_delta, visible, **options
-        )
-        yield "dk", where, stored(_sum(comm, dk)[own])
-        yield "dv", where, stored(_sum(comm, dv)[own])
+        # Of every query head: a sum over heads may travel before it is complete.
+        k_rows, v_rows = (np.repeat(x, group, axis=1) for x in (k_rows, v_rows))
+        parts = [
+            reference.attention_backward(
+                *(dout[x], q[x], k_rows, v_rows, own_lse[x], own_delta[x], visible[x]), **options
+            )
+            for x in pieces
+        ]
+        for name, number in (("dk", 1), ("dv", 2)):
+            dx, terms = (
+                x.reshape(len(x), -1, group, x.shape[2]).sum(axis=2)
+                for x in total([part[number] for part in parts])
+            )
+            yield name, where, stored(dx[own]), terms[own]
     if sink is not None:
         gradient = reference.sink_gradient(own_lse, own_delta, sink, kind)
-        yield "dsink", slice(None), _sum(comm, gradient)
+        yield "dsink", slice(None), _sum(comm, gradient), np.zeros_like(gradient)
 
 
 def _norms(comm: MPI.Intracomm, local: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -174,6 +274,7 @@ def error_bounds(
     norms: Mapping[str, float],
     largest: Mapping[str, float],
     same_precision: Mapping[str, float],
+    widening: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Largest error that each result may have.
 
@@ -190,6 +291,8 @@ def error_bounds(
     same_precision : mapping of str to float
         Largest error, by result, of the plain dense computation (in float32 for 16-bit tensors)
         whose results are kept in `dtype`.
+    widening : mapping of str to float, optional
+        Of a run with a narrow format on the wire: what `wire_errors` adds to each bound.
 
     Returns
     -------
@@ -207,7 +310,8 @@ def error_bounds(
         than a tenth of `largest`, the values it bounds (for lse, whose errors are relative ones
         of the probabilities: of 1), and more than half of the digits of the terms leave.  Values
         may cancel to nothing, such as dq and dk of queries that see one key each: what can be
-        told of these is that they are small beside their terms.
+        told of these is that they are small beside their terms.  With `widening` the tenth is
+        the whole: the bound tells a result from zeros.
     """
     dp = abs(softmax_scale) * norms["v"] * norms.get("dout", 0.0)
     terms = {"dq": dp * norms["k"], "dk": dp * norms["q"], "dsink": norms.get("dsink", 0.0)}
@@ -223,16 +327,25 @@ def error_bounds(
         if dtype.itemsize == 2 and name not in ("lse", "dsink"):
             bound += float(ml_dtypes.finfo(dtype).eps) / 4 * size
         term = {"out": norms["v"], "dv": norms.get("dout", 0.0), **terms}.get(name, 0.0)
-        says = math.isfinite(bound) and bound <= max(size / 10, half_of_digits * term)
+        least = size / 10
+        if widening and widening.get(name):
+            bound, least = bound + widening[name], size
+        says = math.isfinite(bound) and bound <= max(least, half_of_digits * term)
         bounds[name] = bound if says else math.nan
     return bounds
 
 
 def worse(a: Check, b: Check) -> Check:
-    """The one to report of two checks of one tensor: a failed one, or that nearer its bound."""
+    """The one to report of two checks of one tensor: a failed one, or that nearer its bound.
+
+    With the larger of both errors against the tensors as given.
+    """
+    as_given = max((x.as_given for x in (a, b) if x.as_given is not None), default=None)
     if a.passed and b.passed:
-        return a if a.error * b.bound >= b.error * a.bound else b
-    return b if a.passed else a
+        found = a if a.error * b.bound >= b.error * a.bound else b
+    else:
+        found = b if a.passed else a
+    return replace(found, as_given=as_given)
 
 
 def digests(tensors: Mapping[str, np.ndarray]) -> dict[str, bytes]:

@@ -115,7 +115,7 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
         args.seqlen = tokens
     if args.seqlen > tokens:
         raise ValueError(f"{args.input} has {tokens} tokens, fewer than --seqlen {args.seqlen}")
-    options = {"dtype": args.dtype, "logit_softcap": args.softcap}
+    options = {"dtype": args.dtype, "logit_softcap": args.softcap, "wire": args.wire}
     config = replace(info.config, seqlen=args.seqlen, seqlen_kv=args.seqlen, **options)
     config.check_room(ranks)
     if args.mask_file:
@@ -147,11 +147,12 @@ def _report(result: Result, plan: AttentionPlan) -> None:
     """Print the short table."""
     c = result.config
     streamed = "streamed, " * c["stream"]
+    wire = f" ({c['wire']} on the wire)" * (c["wire"] != "none")
     values = f", headdim_v {c['headdim_v']}" * (c["headdim_v"] != c["headdim"])
     print(
         f"{c['method']} on {c['rows']} x {c['cols']}"
         f"{' x ' + str(c['heads']) if c['heads'] > 1 else ''} ranks, {c['mask']} mask, "
-        f"{streamed}{c['distribution']} distribution, {c['dtype']}, "
+        f"{streamed}{c['distribution']} distribution, {c['dtype']}{wire}, "
         f"{result.provenance['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}{values}; {c['trials']} trials; "
@@ -172,7 +173,9 @@ def _report(result: Result, plan: AttentionPlan) -> None:
         for name, x in result.traffic.items():
             columns = ("sent", "predicted_sent", "received", "predicted_received")
             print(f"{name:<17}" + "".join(f"{int(x[col].max()):>11}" for col in columns))
-    print("\nchecked             error     bound      rows")
+    print("\nchecked             error     bound      rows" + "  as given" * bool(wire))
     for name, check in result.checks.items():
         numbers = f"{check.error:>10.2e}{check.bound:>10.2e}{check.rows:>10}"
+        if wire:  # the error against the tensors as they were before they were rounded
+            numbers += " " * 10 if check.as_given is None else f"{check.as_given:>10.2e}"
         print(f"{name:<15}{numbers}   {check.verdict}")

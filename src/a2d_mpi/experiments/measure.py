@@ -26,12 +26,14 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.comm.grid import ProcessGrid
+from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
 from a2d_mpi.experiments.inputs import other_data
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.results import PARTS, SPAN, Check, Result, usual_trial
+from a2d_mpi.schedules.steps import SUMS
 
 if TYPE_CHECKING:  # few runs are traced
     from a2d_mpi.experiments.trace import Trace
@@ -272,6 +274,8 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
         **grid_config(plan.grid),
         **plan.config.arguments,
         "logit_softcap": plan.logit_softcap or 0.0,  # 0: none
+        "wire": plan.config.wire or "none",
+        "sent": _sent(plan.config),
         "overlap": plan.overlap,
         # Of every grid rank; empty: each is alone on its node.
         "nodes": " ".join(map(str, plan.grid.layout.nodes or ())),
@@ -280,6 +284,16 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
         # How tensors got to MPI: from memory as they are, or copied to the host.
         "transfers": "host" if plan.staged_bytes else "direct",
     }
+
+
+def _sent(config: AttentionConfig) -> str:
+    """Dtype or format of each tensor in messages."""
+    found = []
+    for name in ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"):
+        accumulated = name in SUMS
+        encoded = config.rounds(name, accumulated)
+        found.append(f"{name} {config.wire if encoded else config.dtype_of(name, accumulated)}")
+    return ", ".join(found)
 
 
 def _traffic(

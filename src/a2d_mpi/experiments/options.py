@@ -119,6 +119,7 @@ def escaped(text: str) -> bytes:
 TRIALS, WARMUP = whole(1, 10**6), whole(0, 10**6)
 THREADS = whole(1, 1024)  # of one rank: no node has more cores
 SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
+WIRE_HELP = "format of tensors in messages: bfloat16, mxfp8 or mxfp4, see docs/wire.md"
 HEADDIM_V_HELP = "elements of a head of v and out; default: --headdim"
 SEQLEN, HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("seqlen", "nheads", "headdim"))
 

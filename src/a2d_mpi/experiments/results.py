@@ -129,12 +129,15 @@ def read_shard(
 class Check:
     """Largest `error` of one tensor, the largest allowed, and how many tokens were compared.
 
-    A `bound` of NaN: there is none, as rounding alone may change the values by a tenth.
+    A `bound` of NaN: there is none, as rounding alone may change the values by a tenth.  Of a run
+    with a narrow format on the wire `error` is the distance from attention of the rounded tensors,
+    and `as_given` the error against the tensors as they were given; None: not known.
     """
 
     error: float
     bound: float
     rows: int
+    as_given: float | None = None
 
     @property
     def passed(self) -> bool:
@@ -299,7 +302,8 @@ def write_checks(group: h5py.Group, checks: Mapping[str, Check]) -> None:
     """Put checks into the group "checks" of a group."""
     group = group.create_group("checks")
     for name, check in checks.items():
-        set_attributes(group.create_group(name), {**vars(check), "passed": check.passed})
+        values = {x: y for x, y in vars(check).items() if y is not None}
+        set_attributes(group.create_group(name), {**values, "passed": check.passed})
 
 
 def load(group: h5py.Group) -> Result:
@@ -318,7 +322,10 @@ def load(group: h5py.Group) -> Result:
         area=needed(group, "area", h5py.Dataset)[()],
         timings=arrays(needed(group, "timings")),
         traffic=traffic,
-        checks={k: Check(c["error"], c["bound"], c["rows"]) for k, c in checks.items()},
+        checks={
+            k: Check(c["error"], c["bound"], c["rows"], c.get("as_given"))
+            for k, c in checks.items()
+        },
         outputs=arrays(needed(group, "outputs")),
         predicted=arrays(predicted),
         figures={} if predicted is None else plain(predicted.attrs),

@@ -50,7 +50,7 @@ class Case(AttentionConfig):
         values = f"x{self.headdim_v}" * (self.headdim_v != self.headdim)
         return (
             f"{mask}-n{self.seqlen}-h{self.nheads}-kv{self.nheads_kv}-d{self.headdim}{values}"
-            f"-{self.dtype}-{passes}"
+            f"-{self.dtype}{f'-{self.wire}' if self.wire else ''}-{passes}"
         )
 
     def work(self, overlap: bool = True) -> Workload:
@@ -68,7 +68,8 @@ class Case(AttentionConfig):
 def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
     """Every combination of the sizes that a driver's options list, each once."""
     heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
-    sizes = product(args.dtypes, args.headdim, args.nheads, heads_kv, args.seqlens, masks)
+    wires = [None if x == "none" else x for x in args.wire]
+    sizes = product(args.dtypes, wires, args.headdim, args.nheads, heads_kv, args.seqlens, masks)
     found = (
         Case(
             seqlen,
@@ -77,10 +78,11 @@ def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
             kv,
             dtype=dtype,
             headdim_v=args.headdim_v,
+            wire=wire,
             mask=mask,
             backward=args.backward,
         )
-        for dtype, headdim, nheads, kv, seqlen, mask in sizes
+        for dtype, wire, headdim, nheads, kv, seqlen, mask in sizes
     )
     return list(dict.fromkeys(found))
 
@@ -129,6 +131,7 @@ class Configuration:
             "mask": case.mask,
             "backward": case.backward,
             "overlap": self.overlap,
+            "wire": case.wire or "none",
             "stream": layout.stream,
             "picked": self.picked,
         }

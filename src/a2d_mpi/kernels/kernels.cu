@@ -43,6 +43,17 @@ typedef double Compute;
 #define EVERYONE 0xffffffffu
 #define MINUS_INFINITY ((Compute)__int_as_float(0xff800000))
 
+union Bits {
+  float value;
+  unsigned int bits;
+};
+__device__ unsigned short bfloat16_of(float x) {
+  Bits y;
+  y.value = x;
+  if (x != x) return 0x7fff; /* rounding could turn a NaN into an infinity */
+  return (unsigned short)((y.bits + 0x7fff + ((y.bits >> 16) & 1)) >> 16); /* to even */
+}
+
 extern __shared__ double shared[]; /* BLOCK_ROWS rows of one or two tensors, and one panel */
 
 #if ELEMENT == 0
@@ -65,24 +76,15 @@ __device__ Element narrow(Compute x) {
   return y;
 }
 #elif ELEMENT == 1
-union Bits {
-  float value;
-  unsigned int bits;
-};
 __device__ Compute load(Element x) {
   Bits y;
   y.bits = (unsigned int)x.bits << 16;
   return y.value;
 }
 __device__ Element narrow(Compute x) {
-  Bits y;
-  y.value = x;
-  Element z;
-  if (x != x)
-    z.bits = 0x7fff; /* rounding could turn a NaN into an infinity */
-  else
-    z.bits = (unsigned short)((y.bits + 0x7fff + ((y.bits >> 16) & 1)) >> 16); /* to even */
-  return z;
+  Element y;
+  y.bits = bfloat16_of(x);
+  return y;
 }
 #else
 __device__ Compute load(Element x) { return x; }
@@ -553,5 +555,76 @@ extern "C" __global__ void repeat_heads(Element *to, const Element *from, int gr
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
     int head = d / headdim / group;
     to[row * width + d] = from[row * (width / group) + head * headdim + d % headdim];
+  }
+}
+
+__device__ float power_of_two(int exponent) { /* from -126 to 127 */
+  Bits y;
+  y.bits = (unsigned int)(exponent + 127) << 23;
+  return y.value;
+}
+
+/* Bytes of the wire, to (rows, bytes) from (rows, width): see core/wire.py.  A mantissa of 7 bits is
+   bfloat16, of 3 E4M3, of 1 E2M1.  A warp has a block of 32 elements, a lane one of them. */
+extern "C" __global__ void encode(unsigned char *to, const Element *from, int bytes, int mantissa,
+                                  int lowest, int highest, double top, long long rows, int width) {
+  FOR_EACH_ROW(row) {
+    int lane = threadIdx.x % LANES, blocks = (width + LANES - 1) / LANES;
+    unsigned char *found = to + row * bytes;
+    for (int b = 0; b < blocks; ++b) {
+      int d = b * LANES + lane;
+      Bits x;
+      x.value = d < width ? (float)load(from[row * width + d]) : 0.0f;
+      if (mantissa == 7) {
+        if (d < width) ((unsigned short *)found)[d] = bfloat16_of(x.value);
+        continue;
+      }
+      int sign = x.bits >> 31, largest;
+      x.bits &= 0x7fffffff;
+      largest = x.bits; /* without their signs, numbers are in the order of their bits */
+      for (int step = LANES / 2; step > 0; step /= 2) {
+        int other = __shfl_xor_sync(EVERYONE, largest, step);
+        largest = other > largest ? other : largest;
+      }
+      int exponent = largest >> 23, scale = exponent > highest ? exponent - highest : 0;
+      if (exponent == 255) scale = 255;
+      x.value = scale == 255 ? 0.0f : x.value * power_of_two(127 - scale);
+      if (x.value > (float)top) x.value = (float)top;
+      int place = (int)(x.bits >> 23) - 127;
+      if (place < lowest) place = lowest;
+      /* In units of the last place it is an integer; a carry goes to the exponent. */
+      int code = (int)rintf(x.value * power_of_two(mantissa - place));
+      code += (place - lowest) << mantissa;
+      code |= sign << (mantissa == 3 ? 7 : 3);
+      int next = __shfl_xor_sync(EVERYONE, code, 1);
+      if (mantissa == 3 && d < width) found[d] = (unsigned char)code;
+      if (mantissa == 1 && d < width && d % 2 == 0) found[d / 2] = (unsigned char)(code | next << 4);
+      if (lane == 0) found[bytes - blocks + b] = (unsigned char)scale;
+    }
+  }
+}
+
+/* The opposite: to (rows, width), from (rows, bytes). */
+extern "C" __global__ void decode(Element *to, const unsigned char *from, int bytes, int mantissa,
+                                  int lowest, long long rows, int width) {
+  FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
+    const unsigned char *given = from + row * bytes;
+    Bits y;
+    if (mantissa == 7) {
+      y.bits = (unsigned int)((const unsigned short *)given)[d] << 16;
+    } else {
+      int blocks = (width + LANES - 1) / LANES, scale = given[bytes - blocks + d / LANES];
+      int code = mantissa == 3 ? given[d] : given[d / 2] >> (d % 2 * 4) & 15;
+      int sign = code >> (mantissa == 3 ? 7 : 3);
+      code &= mantissa == 3 ? 127 : 7;
+      int exponent = code >> mantissa, digits = code & ((1 << mantissa) - 1);
+      if (exponent) digits |= 1 << mantissa;
+      /* In two factors, neither of which is tiny: CuPy makes tiny floats zeros. */
+      int power = (exponent ? exponent - 1 : 0) + lowest - mantissa + scale - 127;
+      y.value = (float)digits * power_of_two(power / 2) * power_of_two(power - power / 2);
+      if (scale == 255 || (mantissa == 3 && code == 127)) y.bits = 0x7fc00000;
+      y.bits |= (unsigned int)sign << 31;
+    }
+    to[row * width + d] = narrow((Compute)y.value);
   }
 }

@@ -133,7 +133,8 @@ def peak_of(
         held += needed if len(phases) > 1 else max(x.passing for x in both)
     own = problem.counts[rank], problem.counts_kv[rank]
     given = ("q", "k", "v", *("dout", "out", "lse", "delta") * (len(phases) > 1))
-    held += sum(own[x in OF_KEYS] * config.nbytes(x) for x in given)
+    # q, k, v and dout that are rounded for the wire are new arrays.
+    held += sum(own[x in OF_KEYS] * config.nbytes(x) * (1 + config.rounds(x)) for x in given)
     return held + sum(x.results for x in last) + last[-1].copies
 
 

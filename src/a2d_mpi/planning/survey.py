@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from a2d_mpi.core.config import PHASES
+from a2d_mpi.core.config import OF_KEYS, PHASES
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by
@@ -141,8 +141,7 @@ def _survey(
         parts = parts_of(method, phase, layout, problem, rank, overlap)
         mine = [_tape(x.anywhere, phase, machine, x == parts[-1], steps) for x in parts]
         held.append([x.held for x in mine])
-        delta = 2 * problem.counts[rank] * problem.config.nbytes("out") * (phase == PHASES[1])
-        tapes += [_opening(machine, delta), *mine]
+        tapes += [_opening(machine, _opening_bytes(problem, rank, phase == PHASES[1])), *mine]
         places += [(rank, 0, 1, 0), *((rank, i, *x[3:]) for i, x in enumerate(parts))]
     operations, listed = _together(tapes, np.array(places), layout.size)
     source, to, nbytes, *others = listed.T
@@ -233,10 +232,18 @@ def _made(
     )
 
 
+def _opening_bytes(problem: Problem, rank: int, backward: bool) -> int:
+    """Bytes that are read to compute delta and, twice, to round tensors for the wire."""
+    config, own = problem.config, (problem.counts[rank], problem.counts_kv[rank])
+    names = ("q", "k", "v", "dout") if backward else ("q", "k", "v")
+    rounded = (own[x in OF_KEYS] * config.nbytes(x) * config.rounds(x) for x in names)
+    return 2 * sum(rounded) + 2 * own[0] * config.nbytes("out") * backward
+
+
 @lru_cache(maxsize=64)
-def _opening(machine: Machine, delta: int) -> Tape:
-    """Setting out, and the bytes that computing delta takes."""
-    spent = [(OTHER, machine.start, ()), (COMPUTE, machine.copying(delta), ())]
+def _opening(machine: Machine, nbytes: int) -> Tape:
+    """Setting out, and what the caller's arrays need before the first step."""
+    spent = [(OTHER, machine.start, ()), (COMPUTE, machine.copying(nbytes), ())]
     return _made([x for x in spent if x[1]], (), NOTHING)
 
 

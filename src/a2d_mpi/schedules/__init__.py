@@ -76,6 +76,15 @@ def register_method(name: str, method: Method) -> None:
     METHODS[name] = method
 
 
+def roundings(method: str, layout: Layout, kind: str) -> int:
+    """How often a partial result, and with a head axis the result, is encoded at most.
+
+    One time after the other, where plans send in a format of the wire; `kind` as of `Method`.
+    """
+    inside = _known(method).roundings(layout, kind) if layout.positions > 1 else 0
+    return inside + (layout.heads > 1)
+
+
 def leaves_open(method: str, layout: Layout, config: AttentionConfig, mask: Mask) -> bool:
     """Whether neither the method nor the layout nor the mask settles the distribution."""
     settled = _known(method).distribution or layout.distribution

@@ -254,4 +254,5 @@ METHOD = Method(
     lambda layout: (layout.rows, layout.cols, ""),
     known_as=_known_as,
     streams=True,
+    roundings=lambda layout, kind: int((layout.rows if kind == "dkv" else layout.cols) > 1),
 )

@@ -221,4 +221,5 @@ METHOD = Method(
     suits=lambda layout: layout.cols == 1 < layout.rows,
     place=lambda *sizes: placed(*sizes).runs(),
     digest=lambda problem: needs_of(problem).digest(),
+    cuts=lambda problem: needs_of(problem).placement.demand.bounds,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.masks.intervals import Runs, cut, size
@@ -96,12 +96,23 @@ class Group:
 
     def row_bytes(self, array: Array) -> list[int]:
         """Bytes of a row in each tensor of an array; of a packed one, in all tensors together."""
-        key = array.kind, array.accumulated, array.all_heads, array.packed
+        key = array.kind, array.accumulated, array.all_heads, array.packed, array.wire
         if key not in self._bytes:
             config = self.problem.config if array.all_heads else self.config
-            sizes = [config.nbytes(x, x in array.accumulated) for x in KINDS[array.kind]]
+            given = [(x, x in array.accumulated) for x in KINDS[array.kind]]
+            if array.wire:
+                found = [config.on_wire(x, accumulated) for x, accumulated in given]
+                sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in found]
+            else:
+                sizes = [config.nbytes(x, accumulated) for x, accumulated in given]
             self._bytes[key] = [sum(sizes)] if array.packed else sizes
         return self._bytes[key]
+
+    def encodes(self, array: Array) -> bool:
+        """Whether the tensors of an array become smaller when they travel."""
+        if self.config.wire is None:
+            return False
+        return self.row_bytes(replace(array, wire=True)) != self.row_bytes(array)
 
     def shards(self, of_keys: bool) -> Distribution:
         """Tokens of every rank."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from a2d_mpi.core.sizes import Layout
@@ -44,6 +44,12 @@ class Method(NamedTuple):
         Whether its schedules depend on `Layout.nodes`.
     streams : bool
         Whether its schedules depend on `Layout.stream`.
+    roundings : callable
+        How often a partial result is encoded for the wire on its way, at most, of a layout and a
+        kind of rows: "out", "dq" or "dkv".
+    cuts : callable
+        Tokens at which partial results divide shards, of the problem of a context-parallel group:
+        every partial result is of whole pieces of shards between them.
     """
 
     forward: Callable[[Program], None]
@@ -59,6 +65,8 @@ class Method(NamedTuple):
     known_as: Callable[[Layout], str] = lambda layout: ""
     knows_nodes: bool = False
     streams: bool = False
+    roundings: Callable[[Layout, str], int] = lambda layout, kind: 1
+    cuts: Callable[[Problem], Sequence[int]] = lambda problem: ()
 
     def takes(self, mask: Mask) -> bool:
         """Tell whether the method is for a mask."""

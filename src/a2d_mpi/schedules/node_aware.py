@@ -214,4 +214,5 @@ METHOD = Method(
     lambda layout: (layout.rows, layout.cols, ""),
     suits=_suits,
     knows_nodes=True,
+    roundings=lambda layout, kind: 2,
 )

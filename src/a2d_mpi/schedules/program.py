@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -106,6 +107,9 @@ class Program:
         self._turns: dict[tuple, int] = {}
         self._token_runs: dict[Rows, list[range]] = {}
         self._packed: dict[Rows, Rows] = {}
+        self._wires: dict[str, str] = {}
+        self._on_wire: dict[str, list[range]] = {}
+        self._encoded: dict[int, tuple[Rows, Rows]] = {}
         self._ends: dict[Rows, tuple[int, int]] = {}
         self._partial: dict[tuple, Rows] = {}
         self._written: dict[str, list[range]] = {}
@@ -365,16 +369,26 @@ class Program:
         if not rows.runs:
             return None
         message = Receive(channel, peer, rows, tag, *self._count(False, channel, peer, rows, tag))
-        self.steps.append(message)
+        if (wire := self._wire(rows.array)) == rows.array:
+            self.steps.append(message)
+        else:  # decoded after the wait for the message
+            arriving = rows._replace(array=wire)
+            self._encoded[message.index] = arriving, rows
+            self._hold(arriving)
+            self.steps.append(message._replace(rows=arriving))
         return message
 
     def send(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> Send | None:
-        """Start sending rows, scattered ones in a packed copy; None if there are none."""
+        """Start sending rows, encoded for the wire and, scattered ones, in a packed copy.
+
+        None if there are none.
+        """
         if not rows.runs:
             return None
         if self.arrays[rows.array].kind in PARTIALS:
             self._pass_barriers()
         self._add_sorted_sums(rows.array)
+        rows = self._for_wire(rows)
         if len(rows.runs) > 1:
             rows = self._side_by_side(rows)
         message = Send(channel, peer, rows, tag, *self._count(True, channel, peer, rows, tag))
@@ -385,6 +399,10 @@ class Program:
         """Block until messages or barriers of one channel are done."""
         if found := [x for x in messages if x]:
             self.steps.append(Wait(found[0].channel, tuple(x.index for x in found)))
+            for x in found:
+                if x.index in self._encoded:
+                    wire, rows = self._encoded.pop(x.index)
+                    self.copy(wire, rows)
 
     def exchange(self, *messages: Message | None) -> list[Message]:
         """Messages that were posted together; without overlap the rank waits for them at once."""
@@ -445,6 +463,46 @@ class Program:
         self.messages += 1
         return turn, self.messages - 1
 
+    def _wire(self, name: str) -> str:
+        """The array with the same rows as they travel; the array itself if they are the same."""
+        if name not in self._wires:
+            array, self._wires[name] = self.arrays[name], name
+            if self.group.encodes(array):
+                room = f"{array.room or name} on the wire"
+                self._wires[name] = f"{name} on the wire"
+                self.arrays[f"{name} on the wire"] = replace(
+                    array, role="buffer", wire=True, room=room
+                )
+        return self._wires[name]
+
+    def _for_wire(self, rows: Rows) -> Rows:
+        """Rows as they travel, encoded unless they were before: given rows at once, all of them.
+
+        Rows that arrived encoded go on as they came.  Sums and partial results change, so they are
+        encoded whenever they are sent.
+        """
+        name, array = self._wire(rows.array), self.arrays[rows.array]
+        if name == rows.array:
+            return rows
+        held = self._on_wire.get(name, ())
+        if array.kind in PARTIALS or not all(
+            any(x.start <= run.start and run.stop <= x.stop for x in held) for run in rows.runs
+        ):
+            source = self.rows(rows.array) if array.role == "given" else rows
+            encoded = source._replace(array=name)
+            self.copy(source, encoded)
+            self._hold(encoded)
+        return rows._replace(array=name)
+
+    def _hold(self, encoded: Rows) -> None:
+        """Note that an array of the wire holds rows; runs that follow each other become one."""
+        held = self._on_wire.setdefault(encoded.array, [])
+        for run in encoded.runs:
+            if held and held[-1].stop == run.start:
+                held[-1] = range(held[-1].start, run.stop)
+            else:
+                held.append(run)
+
     def _side_by_side(self, rows: Rows) -> Rows:
         """A packed copy of scattered rows, made when it is first needed."""
         if rows not in self._packed:
@@ -454,6 +512,7 @@ class Program:
                 array.kind,
                 self.pieces(rows),
                 accumulated=array.accumulated,
+                wire=array.wire,
             )
             self._packed[rows] = self.rows(name)
             self.copy(rows, self._packed[rows])

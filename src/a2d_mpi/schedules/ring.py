@@ -256,6 +256,12 @@ def _double(layout: Layout) -> tuple[int, int, str]:
     return layout.rows, layout.cols, "inner"
 
 
+def _double_roundings(layout: Layout, kind: str) -> int:
+    """Sums of gradients are encoded at every inner hop, and then once for each group."""
+    groups, places, _ = _double(layout)
+    return (kind == "dkv") * (places - 1 + groups * (groups > 1))
+
+
 def _suits_double(layout: Layout) -> bool:
     """Two rings of two ranks at least, and the inner ones never spread wider than the outer."""
     wider = layout.order.index("c") < layout.order.index("r")
@@ -269,6 +275,9 @@ RING = Method(
     suits=lambda layout: layout.cols == 1 < layout.rows,
     tiles=_tiles,
     known_as=lambda layout: "USP" if layout.heads > 1 else "",
+    roundings=lambda layout, kind: (kind == "dkv") * (layout.positions - 1),
 )
 STRIPED_RING = RING._replace(distribution="striped", known_as=lambda layout: "")
-DOUBLE_RING = Method(forward, backward, _double, suits=_suits_double, tiles=_tiles)
+DOUBLE_RING = Method(
+    forward, backward, _double, suits=_suits_double, tiles=_tiles, roundings=_double_roundings
+)

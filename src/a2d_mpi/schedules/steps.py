@@ -75,6 +75,8 @@ class Array:
         Whether its tensors lie one after the other in memory, and travel in one message.
     as_computed : bool
         Whether the kernel chooses the dtype: it writes partial results there.
+    wire : bool
+        Whether its tensors are as they travel, see `a2d_mpi.core.config.AttentionConfig.on_wire`.
     room : str
         Buffer that it shares with other arrays, at other times; default: its name.
     """
@@ -87,6 +89,7 @@ class Array:
     all_heads: bool = False
     packed: bool = False
     as_computed: bool = False
+    wire: bool = False
     room: str = ""
 
     @property
@@ -159,7 +162,7 @@ class Wait(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Copy rows, also between orders, heads and dtypes."""
+    """Copy rows, also between orders, heads, dtypes and formats of the wire."""
 
     source: Rows
     target: Rows

@@ -28,6 +28,7 @@ from collections.abc import Iterator
 
 from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.method import Method
+from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, SUMS, Receive, Rows
 from a2d_mpi.schedules.trees import trees
@@ -322,6 +323,12 @@ def _give(held: Partials) -> None:
         side.give(array, owner)
 
 
+def _cuts(problem: Problem) -> list[int]:
+    """Where segments begin: a rank computes with slices of segments."""
+    t = triangle.segments(problem.shards.nshards)
+    return [triangle.segment(problem.config.seqlen, t, s).begin for s in range(t)]
+
+
 METHOD = Method(
     forward,
     backward,
@@ -330,4 +337,6 @@ METHOD = Method(
     suits=lambda layout: layout.cols == 1 and triangle.fits(layout.positions),
     whole=triangle.largest,
     causal=True,
+    roundings=lambda layout, kind: 2,
+    cuts=_cuts,
 )

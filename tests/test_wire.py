@@ -1,0 +1,425 @@
+"""Narrow formats on the wire: codes against OCP's definition, and plans that send them."""
+
+import math
+from bisect import bisect_left
+from fractions import Fraction
+from functools import cache
+
+import numpy as np
+import pytest
+from cases import SIZE, TENSORS, accounts, inputs, run
+from helpers import DRIVERS, assert_all, drive
+
+from a2d_mpi import (
+    Attention2D,
+    Causal,
+    DoubleRingAttention,
+    Full,
+    IntervalMask,
+    NodeAwareAttention,
+    ProcessGrid,
+    RingAttention,
+)
+from a2d_mpi.attention.methods import BlocksAttention, TriangleAttention
+from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.core import reference, wire
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.wire import FORMATS, decode, encode
+from a2d_mpi.experiments.check import check_attention
+from a2d_mpi.experiments.results import Check, read_result
+from a2d_mpi.schedules import problem_of, write
+from a2d_mpi.schedules.steps import Copy
+
+SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
+MX = {"mxfp8": (4, 3, 7), "mxfp4": (2, 1, 1)}  # bits of exponent and mantissa, bias
+
+
+@cache
+def element(code, name):
+    """Value of an element's code, by the tables of the specification (section 5.3)."""
+    ebits, mbits, bias = MX[name]
+    sign, exponent = -1 if code >> (ebits + mbits) else 1, code >> mbits & (1 << ebits) - 1
+    mantissa = Fraction(code & (1 << mbits) - 1, 1 << mbits)
+    if name == "mxfp8" and code & 0x7F == 0x7F:
+        return math.nan
+    if exponent == 0:
+        return sign * Fraction(2) ** (1 - bias) * mantissa
+    return sign * Fraction(2) ** (exponent - bias) * (1 + mantissa)
+
+
+@cache
+def positive(name):
+    """Codes of positive numbers."""
+    codes = range(1 << (FORMATS[name].bits - 1))
+    return [x for x in codes if not math.isnan(element(x, name))]
+
+
+def scalar_block(block, name):
+    """Scale and codes of a block, one element at a time."""
+    if not all(map(math.isfinite, block)):
+        return 255, [0] * len(block)
+    bits = MX[name][0] + MX[name][1] + 1
+    codes = positive(name)
+    largest = max(map(abs, block))
+    most = max(element(x, name) for x in codes)
+    scale = -127
+    if largest:
+        scale = max(math.frexp(largest)[1] - math.frexp(most)[1], -127)
+    found = []
+    for x in block:
+        value = min(abs(Fraction(float(x))) / Fraction(2) ** scale, most)
+        above = bisect_left(codes, value, key=lambda c: element(c, name))
+        near = min(
+            codes[max(above - 1, 0) : above + 1],
+            key=lambda c: (abs(element(c, name) - value), c % 2),
+        )
+        found.append(near | (math.copysign(1, x) < 0) << (bits - 1))
+    return scale + 127, found
+
+
+def numbers(rng, tokens, heads, headdim, dtype="float32"):
+    """Of all sizes; with ties, zeros of both signs and elements that saturate."""
+    x = rng.standard_normal((tokens, heads, headdim)) * 2.0 ** rng.integers(
+        -12, 12, (tokens, 1, 1)
+    )
+    x[0::5] = rng.choice([0.0, -0.0, 0.25, 0.75, 1.25, 1.75, -2.5, 3.5, 5.0, 7.0], x[0::5].shape)
+    x[1::5] *= rng.random(x[1::5].shape) < 0.1
+    return x.astype(DTYPES[dtype])
+
+
+def codes_of(bytes_, headdim, name):
+    """Codes and scales in the bytes of one head."""
+    blocks = -(-headdim // 32)
+    codes = bytes_[:-blocks]
+    if name == "mxfp4":
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1)
+    return codes[:headdim].tolist(), bytes_[-blocks:].tolist()
+
+
+def encoded(x, name):
+    to = np.empty((*x.shape[:2], FORMATS[name].width(x.shape[2])), np.uint8)
+    encode(to, x, name)
+    return to
+
+
+def decoded(bytes_, like, name):
+    to = np.empty_like(like)
+    decode(to, bytes_, name)
+    return to
+
+
+@pytest.mark.parametrize("name", MX)
+def test_all_codes(name):
+    """Every code is decoded as its table says, under three scales, and encoded back."""
+    bits = FORMATS[name].bits
+    codes = np.arange(1 << bits, dtype=np.uint8)
+    held = codes if bits == 8 else codes[::2] | codes[1::2] << 4
+    for scale in (0, 127, 200):
+        blocks = -(-len(codes) // 32)
+        bytes_ = np.concatenate([held, np.full(blocks, scale, np.uint8)])[None, None]
+        found = decoded(bytes_, np.empty((1, 1, len(codes)), np.float32), name)[0, 0]
+        exact = [float(element(int(c), name)) * 2.0 ** (scale - 127) for c in codes]
+        np.testing.assert_array_equal(found, np.array(exact, np.float32))
+    bytes_[..., -blocks:] = 255
+    assert np.isnan(decoded(bytes_, np.empty((1, 1, len(codes)), np.float32), name)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("headdim", [1, 5, 32, 33, 80])
+@pytest.mark.parametrize("name", MX)
+def test_against_one_element_at_a_time(name, headdim, dtype):
+    """Scales and codes are the reference's; blocks begin with each head; the last is shorter."""
+    x = numbers(np.random.default_rng(headdim), 10, 2, headdim, dtype)
+    if headdim == 33:
+        x[3, 0, 0], x[4, 1, 32], x[6, 1, 5] = np.nan, np.inf, -np.inf
+    found = encoded(x, name)
+    for row, bytes_ in zip(x.reshape(-1, headdim), found.reshape(-1, found.shape[2])):
+        codes, scales = codes_of(bytes_, headdim, name)
+        for i in range(0, headdim, 32):
+            block = row[i : i + 32].astype(np.float32).astype(float).tolist()
+            scale, right = scalar_block(block, name)
+            assert scales[i // 32] == scale
+            if scale < 255:
+                assert codes[i : i + 32] == right
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_ways_and_back(name):
+    """What was decoded has the same bytes again, head by head too, and is `reference.rounded`."""
+    rng = np.random.default_rng(0)
+    for dtype, headdim in (("float32", 64), ("float32", 7), ("float64", 33), ("float16", 48)):
+        x = numbers(rng, 300, 3, headdim, dtype)
+        x[7, 1, headdim // 2] = np.nan
+        if dtype != "float16":
+            x[8], x[9] = x[8] * 1e-38, x[9] * (3e38 / np.abs(x[9]).max())
+            x[10] *= 1e-44 / np.abs(x[10]).max()
+        first = encoded(x, name)
+        y = decoded(first, x, name)
+        np.testing.assert_array_equal(encoded(y, name)[:7], first[:7])
+        np.testing.assert_array_equal(decoded(encoded(y, name), x, name), y)
+        np.testing.assert_array_equal(encoded(x[:, 1:], name), first[:, 1:])
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_array_equal(y, reference.rounded(x, name))
+            largest = np.abs(x.astype(float)).max(-1, keepdims=True)
+            off = np.abs(y.astype(float) - x) > FORMATS[name].error * largest + 1e-40
+        assert not off.any()
+    rounded = decoded(
+        encoded(np.full((1, 1, 40), np.inf, np.float32), name), np.empty((1, 1, 40)), name
+    )
+    assert (np.isinf if name == "bfloat16" else np.isnan)(rounded).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_bytes_on_a_gpu(cupy, dtype, name):
+    from a2d_mpi.devices.cuda import Cuda
+
+    device, rng = Cuda.current(), np.random.default_rng(0)
+    for headdim in (1, 2, 31, 64, 70):
+        x = numbers(rng, 9, 2, headdim, dtype)
+        x[4, 1, 0], x[5, 0, headdim - 1] = np.inf, np.nan
+        right = encoded(x, name)
+        to = device.upload(np.full(right.shape, 77, np.uint8))
+        device.encode(to, device.upload(x), name)
+        if name != "bfloat16":  # which has many NaNs
+            np.testing.assert_array_equal(device.download(to), right)
+        back = device.empty(x.shape, x.dtype)
+        device.decode(back, device.upload(right), name)
+        both = device.download(back), decoded(right, x, name)
+        np.testing.assert_array_equal(*(y.astype(float) for y in both))
+
+
+# Plans.
+
+
+@pytest.mark.parametrize(("name", "encodings"), [(None, 0), ("mxfp8", 1)])
+def test_what_is_passed_on_is_encoded_once(name, encodings):
+    """A ring encodes its own keys and values; others' it passes on as they came, and decodes."""
+    layout, config = Layout(1, 4, 1), AttentionConfig(64, 2, 64, wire=name)
+    problem = problem_of("ring", layout, config, Full())
+    (program,) = write("ring", "forward", layout, problem, 1)
+    copies = [
+        [program.arrays[x.array].wire for x in step]
+        for step in program.steps
+        if isinstance(step, Copy)
+    ]
+    assert copies.count([False, True]) == encodings
+    assert copies.count([True, False]) == 3 * encodings and [True, True] not in copies
+
+
+def plans(comm):
+    """Class, grid and options of every method on these ranks."""
+    pairs = {5: (1, 5), 6: (2, 3)}.get(SIZE, (2, SIZE // 2) if SIZE % 2 == 0 else (1, SIZE))
+    nodes = np.arange(SIZE) // 2
+    found = [
+        (Attention2D, pairs, {}, None),
+        (Attention2D, pairs[::-1], {"stream": True}, None),
+        (RingAttention, (SIZE, 1), {}, None),
+        (DoubleRingAttention, pairs, {}, None),
+        (NodeAwareAttention, (1, SIZE), {}, nodes),
+        (BlocksAttention, (SIZE, 1), {}, None),
+    ]
+    if SIZE % 2 == 0:
+        found.append((Attention2D, (SIZE // 2, 1, 2), {}, None))
+    if SIZE in (3, 6):
+        found.append((TriangleAttention, (SIZE, 1), {}, None))
+    return found
+
+
+def bad_checks(plan, checks, name):
+    """Verdicts that are wrong: a bound of more than one rounding may prove nothing."""
+    bad = []
+    for x, check in checks.items():
+        said = check.verdict.startswith("FAILED: not checked") and name != "bfloat16"
+        if not (check.passed or (said and x in ("out", "dq", "dk", "dv"))):
+            bad.append(f"{plan.method} {name} {x}: {check} {check.verdict}")
+    return bad
+
+
+@pytest.mark.mpi
+@pytest.mark.grids
+@pytest.mark.parametrize(("seqlen", "formats"), [(2, ["mxfp4"]), (61, FORMATS)])
+def test_all_methods(comm, seqlen, formats):
+    """Errors, bytes and buffers; the same bits again; lse is that of the rounded tensors."""
+    bad = []
+    for cls, shape, options, nodes in plans(comm):
+        grid = ProcessGrid(comm, *shape, nodes=nodes)
+        mask, heads = Causal(), {"seqlen": seqlen, "nheads": 4, "nheads_kv": 2, "headdim": 40}
+        whole = inputs(seqlen, 2, 40, 1.0, "float32", 4)
+        for name in formats:
+            plan = cls(grid, mask, **heads, wire=name, **options)
+            found = run(plan, *whole)
+            bad += accounts(plan, True)
+            local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
+            bad += bad_checks(plan, check_attention(plan, local | found), name)
+            again = cls(grid, mask, **heads, wire=name, overlap=False, **options)
+            other = run(again, *whole)
+            bad += [f"{x} differs" for x in TENSORS if other[x].tobytes() != found[x].tobytes()]
+            exact = cls(grid, mask, **heads, **options)
+            of_rounded = run(exact, *(reference.rounded(x, name) for x in whole))
+            same = ["lse", *["out"] * (cls in (RingAttention, DoubleRingAttention))]
+            if seqlen > 2 and len(shape) == 2:
+                bad += [
+                    f"{plan.method} {name} {x} is not that of the rounded tensors"
+                    for x in same
+                    if of_rounded[x].tobytes() != found[x].tobytes()
+                ]
+            for x in (plan, again, exact):
+                x.free()
+        grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.grids
+@pytest.mark.parametrize("transfers", ["device", "host"])
+def test_on_gpus(cupy, comm, transfers):
+    """CuPy arrays get the same check, the same bytes, and lse to the last digits."""
+    grid, bad = ProcessGrid(comm, 1, SIZE), []
+    whole = inputs(23, 1, 9, 1.0, "float32", 2)
+    for name in FORMATS:
+        sizes = {"seqlen": 23, "nheads": 2, "nheads_kv": 1, "headdim": 9, "wire": name}
+        plan = Attention2D(grid, Causal(), **sizes, transfers=transfers)
+        found = run(plan, *whole, upload=cupy.asarray, download=cupy.asnumpy)
+        local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
+        bad += bad_checks(plan, check_attention(plan, local | found), name)
+        bad += accounts(plan, True)
+        plan.free()
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.grids
+def test_what_travels(comm):
+    """Bytes are those of the format; 16-bit tensors stay as they are, but for their gradients."""
+    grid, bad = ProcessGrid(comm, SIZE, 1), []
+    sizes = {"seqlen": 16 * SIZE, "nheads": 2, "headdim": 64}
+    received = 16 * (SIZE - 1) * 2  # rows of heads of k, and as many of v
+    for dtype, name, forward, backward in (
+        ("float32", None, 256, 256),
+        ("float32", "bfloat16", 128, 128),
+        ("float32", "mxfp8", 66, 66),
+        ("float32", "mxfp4", 34, 34),
+        ("bfloat16", "bfloat16", 128, 128),
+        ("bfloat16", "mxfp8", 66, 66),
+        ("bfloat16", None, 128, 256),
+    ):
+        plan = Attention2D(grid, Full(), **sizes, dtype=dtype, wire=name)
+        run(plan, *inputs(16 * SIZE, 2, 64, 1.0, "float32", 2))
+        bytes_ = plan.traffic.bytes
+        for phase, each in (("forward", forward), ("backward", forward + backward)):
+            right = 2 * received * each
+            if bytes_.get((phase, "col"), [0, 0]) != [right, right] and SIZE > 1:
+                bad.append(f"{dtype} {name} {phase}: {bytes_}, not {right}")
+        plan.free()
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.grids
+@pytest.mark.parametrize("what", ["all", "partials"])
+def test_a_wrong_scale(comm, monkeypatch, what):
+    """The check sees a scale that is twice too large: of all, or of partial results only."""
+    if SIZE == 1:
+        return  # nothing is sent
+    right, grid, bad = wire.encode, ProcessGrid(comm, 1, SIZE), []
+
+    def wrong(to, x, name):
+        right(to, x, name)
+        blocks = -(-x.shape[2] // 32)
+        # Only partial results are not rounded yet when they are sent.
+        if what == "all" or not np.array_equal(reference.rounded(x, name), x):
+            to[..., -blocks:] += to[..., -blocks:] < 254
+
+    def rounded(self, x):
+        return x if what == "all" else reference.rounded(x, self.config.wire)
+
+    monkeypatch.setattr(wire, "encode", wrong)
+    monkeypatch.setattr(AttentionPlan, "_rounded", rounded)
+    for name in MX:
+        plan = Attention2D(grid, Full(), seqlen=61, nheads=2, headdim=64, wire=name)
+        whole = inputs(61, 2, 64, 1.0, "float32", 2)
+        local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
+        checks = check_attention(plan, local | run(plan, *whole))
+        failed = {x for x, check in checks.items() if check.verdict == "FAILED"}
+        if what == "partials" and {"out", "dq"} != failed:
+            bad.append(f"{name}: {failed} {checks}")
+        if what == "all" and not {"out", "lse", "dq"} <= failed:
+            bad.append(f"{name}: {failed} {checks}")
+        plan.free()
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+@pytest.mark.grids
+def test_padding(comm):
+    """Masked rows and keys may hold NaN, and results of the others are what they are without."""
+    begin, end = np.zeros(33, int), np.minimum(np.arange(33) + 1, 20)
+    begin[20:], end[20:] = 0, 0  # the last queries see nothing, and their keys are seen by nobody
+    mask, grid, found = IntervalMask(begin, end), ProcessGrid(comm, 1, SIZE), []
+    bad = []
+    for padding in (0.0, np.nan, np.inf):
+        plan = Attention2D(grid, mask, seqlen=33, nheads=2, headdim=33, wire="mxfp8")
+        whole = [x.copy() for x in inputs(33, 2, 33, 1.0, "float32", 2)]
+        for x in whole:
+            x[20:] = padding
+        results = run(plan, *whole)
+        seen = plan.tokens < 20
+        found.append({x: y[seen].tobytes() for x, y in results.items()})
+        masked = [x for x in ("out", "dq", "dk", "dv") if results[x][~seen].any()]
+        bad += [f"{x} of masked rows under {padding}" for x in masked]
+        plan.free()
+    bad += ["results depend on padding"] * (found[0] != found[1] or found[0] != found[2])
+    grid.free()
+    assert_all(comm, not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi
+def test_refused(comm):
+    """One ValueError on all ranks: an unknown format, and formats that differ."""
+    grid, found = ProcessGrid(comm, 1, SIZE), []
+    for name in ("fp8", "mxfp4" if comm.rank else "mxfp8"):
+        try:
+            Attention2D(grid, Full(), seqlen=8, nheads=1, headdim=8, wire=name).free()
+            found.append("")
+        except ValueError as error:
+            found.append(str(error))
+    grid.free()
+    ok = "wire must be None or one of" in found[0] and ("wire" in found[1]) == (SIZE > 1)
+    assert_all(comm, ok, str(found))
+
+
+def test_result_files(tmp_path):
+    """They say what was sent in which format, and how far results are off without rounding."""
+    options = ["--seqlen", "48", "--backward", "--trials", "1", "--check", "full"]
+    done = drive(
+        "attention.py", 2, SAMPLE, *options, "--wire", "mxfp8", "--output", tmp_path / "run.h5"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = read_result(tmp_path / "run.h5")
+    assert result.config["wire"] == "mxfp8"
+    assert "q mxfp8, k mxfp8, v mxfp8, out mxfp8, lse float32" in result.config["sent"]
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        check = result.checks[name]
+        assert check.passed and check.as_given > check.error, (name, check)
+        assert f"{check.as_given:.2e}" in done.stdout
+
+
+def test_bounds_of_the_format():
+    """With a narrow format a bound below the largest value counts, one above it does not."""
+    from a2d_mpi.experiments.check import error_bounds
+
+    norms, largest = {"q": 1.0, "k": 1.0, "v": 1.0}, {"out": 2.0, "lse": 1.0}
+    same = dict.fromkeys(largest, 1e-6)
+    given = np.dtype("f4"), 1.0, norms, largest, same
+    plain = error_bounds(*given)
+    for widening, passes in ((1.9, True), (2.1, False)):
+        bounds = error_bounds(*given, {"out": widening, "lse": 0.0})
+        assert bounds["lse"] == plain["lse"]
+        assert Check(1.0, bounds["out"], 9).passed == passes
+        assert not passes or bounds["out"] == plain["out"] + widening
