@@ -23,7 +23,6 @@ from datetime import datetime, timezone
 
 import numpy as np
 
-from a2d_mpi.comm.failures import RanksLost
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.experiments.hdf5 import arrays, needed, plain, reading
 from a2d_mpi.experiments.results import Result, fill, load, new_file, set_attributes
@@ -109,7 +108,7 @@ def add_lost(
     path: str | os.PathLike[str],
     settings: Mapping[str, object],
     names: Iterable[str],
-    error: RanksLost,
+    ranks: Iterable[int],
 ) -> None:
     """Note which results are not there because ranks died, in the file, or in a new one."""
     add_results(path, settings, {})
@@ -117,7 +116,7 @@ def add_lost(
     with new_file(path, SCHEMA, extend=True) as file:
         for name in names:
             group = file.require_group(f"lost/{name}")
-            set_attributes(group, {"ranks": list(error.ranks), "utc_time": now})
+            set_attributes(group, {"ranks": list(ranks), "utc_time": now})
 
 
 def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
