@@ -48,7 +48,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     new = dict.fromkeys(prompts, args.tokens)
     most = [min(len(x) + args.tokens, config.seqlen) for x in prompts.values()]
     blocks = min(max(rooms), -(-sum(map(decoder.table.blocks, most)) // len(rooms)))
-    nbytes = cache_bytes(config, blocks * args.block, weights.flat.itemsize) // args.heads
+    nbytes = cache_bytes(config, blocks * args.block, weights.flat.dtype.itemsize) // args.heads
     tokens = f"{blocks * args.block} tokens of keys and values on one rank (--tokens, --block)"
     check_room(comm, tokens, nbytes, ranks)
 
