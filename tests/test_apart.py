@@ -1,6 +1,7 @@
 """Attention and FFN on ranks of their own: the same tokens, weights apart, bytes as predicted."""
 
 from functools import cache
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -287,3 +288,21 @@ apart.step_traffic_apart = lambda *of: (right(*of)[0] + 1, right(*of)[1])
     assert done.returncode == 1 and "FAILED 1+1 ranks, 40 tokens, traffic" in done.stdout
     done = drive("bench_decode.py", 2, *sizes)
     assert done.returncode == 2 and "at most 2 together" in done.stderr
+
+
+def test_the_committed_runs():
+    """That docs/afd.md shows: all checks passed; with equal work for both kinds, both are busy."""
+    folder = Path(__file__).parents[1] / "data" / "results" / "afd"
+    waits = {}
+    for path in sorted(folder.glob("*.h5")):
+        with h5py.File(path) as file:
+            for ranks, contexts in file["runs"].items():
+                for context, run in contexts.items():
+                    assert all(x.attrs["passed"] for x in run["checks"].values())
+                    seconds = run["seconds"][:]
+                    shares = seconds[..., 4] / seconds[..., :3].sum(axis=2)
+                    waits[path.stem, ranks, int(context)] = np.median(shares, axis=0)
+    assert {x for name, x, _ in waits if name == "4"} == {"4", "2+2", "3+1"}
+    assert max(waits["2", "1+1", 1024]) < 0.5
+    longest = waits["4", "2+2", 65536]  # attention has most of the work
+    assert max(longest[:2]) < 0.5 < min(longest[2:])

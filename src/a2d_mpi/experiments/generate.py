@@ -129,7 +129,7 @@ class _Answers:
         args, config = self._args, self._weights.config
         most = [min(len(x) + args.tokens, config.seqlen) for x in self._prompts.values()]
         blocks = min(max(rooms), -(-sum(-(-x // args.block) for x in most) // len(rooms)))
-        nbytes = cache_bytes(config, blocks * args.block, self._weights.flat.itemsize)
+        nbytes = cache_bytes(config, blocks * args.block, self._weights.flat.dtype.itemsize)
         tokens = f"{blocks * args.block} tokens of keys and values on one rank (--tokens, --block)"
         check_room(comm, tokens, nbytes // args.heads, ranks)
 
