@@ -143,7 +143,7 @@ def _measured(
     }
     entries = {run: Entry(attributes, {"seconds": np.array(of_ranks).swapaxes(0, 1)})}
     for name, check in checks.items():
-        entries[f"{run}/checks/{name}"] = Entry({**vars(check), "passed": check.passed}, {})
+        entries[f"{run}/checks/{name}"] = Entry(check.attributes, {})
     return entries
 
 

@@ -140,6 +140,12 @@ class Check:
     as_given: float | None = None
 
     @property
+    def attributes(self) -> dict[str, object]:
+        """The fields that are known, and the verdict, as files have them."""
+        known = {name: x for name, x in vars(self).items() if x is not None}
+        return {**known, "passed": self.passed}
+
+    @property
     def passed(self) -> bool:
         """True if something was compared, and the error is a number within a bound."""
         return self.verdict == "passed"
@@ -302,8 +308,7 @@ def write_checks(group: h5py.Group, checks: Mapping[str, Check]) -> None:
     """Put checks into the group "checks" of a group."""
     group = group.create_group("checks")
     for name, check in checks.items():
-        values = {x: y for x, y in vars(check).items() if y is not None}
-        set_attributes(group.create_group(name), {**values, "passed": check.passed})
+        set_attributes(group.create_group(name), check.attributes)
 
 
 def load(group: h5py.Group) -> Result:
