@@ -137,6 +137,22 @@ def test_benchmark_notes_the_loss(tmp_path):
 
 
 @pytest.mark.launches
+@pytest.mark.ulfm
+def test_benchmark_that_was_written_is_not_lost(tmp_path):
+    """The first rank dies after it has written all."""
+    path, options = tmp_path / "bench.h5", ["--nheads", 2, "--headdim", 8, "--trials", 2]
+    options += ["--kernel", "numpy", "--plans", "ring", "--output", path, "--seqlens", 64]
+    sabotage = "import a2d_mpi.experiments.bench as job\nadd_results = job.add_results\n" \
+               "def last(path, settings, results):\n    add_results(path, settings, results)\n" \
+               f"    if results:\n        {KILLED}\n" \
+               "job.add_results = last"  # fmt: skip
+    done = drive("bench.py", 3, *options, sabotage=sabotage, mpi=ULFM)
+    assert done.returncode == 1 and "not measured" not in done.stdout, done.stdout + done.stderr
+    with h5py.File(path) as file:
+        assert len(file["runs"]) == 1 and "lost" not in file
+
+
+@pytest.mark.launches
 def test_refused_where_jobs_end(tmp_path, model):
     """On all MPIs that were not told to go on, before anything is written."""
     for program, first in (("train_gpt.py", DRIVERS / "train_gpt.py"), ("generate.py", model)):
