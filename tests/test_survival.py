@@ -5,12 +5,27 @@ import re
 import h5py
 import pytest
 from helpers import DRIVERS, drive, launch
-from survivals import OPTIONS, PROMPTS, lines_of, problem_of, survive
+from survivals import OPTIONS, PROMPTS, lines_of, problem_of, survive, trained_badly
 from test_ulfm import ULFM
 
 from a2d_mpi.experiments.benchmark import read_benchmark
 
 KILLED = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+# After a call rank 3 dies, rank 1 hears of it, and the others go on as if nothing had happened.
+UNEVEN = """
+import signal
+{}
+old = owner.{name}
+def new(self, *args, **kwargs):
+    result = old(self, *args, **kwargs)
+    if {} and MPI.COMM_WORLD.Get_failed().size == 0:
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            MPI.COMM_WORLD.recv(source=3)
+    return result
+owner.{name} = new
+"""
 
 
 @pytest.mark.launches
@@ -41,6 +56,37 @@ def test_training_goes_on(tmp_path, stages, ranks):
     assert int(left[-1]) == ranks and "goes on after step" in done.stderr
     with h5py.File(folder / "out.h5") as file:
         assert "loss" in file["held_out"].attrs
+
+
+@pytest.mark.launches
+@pytest.mark.ulfm
+@pytest.mark.parametrize(
+    "owner, name, when",
+    [
+        ("from a2d_mpi.experiments.train_gpt import Trainer as owner", "__init__", "True"),
+        (  # the others begin a step
+            "from a2d_mpi.experiments.train_gpt import Trainer as owner",
+            "_keep_if_due",
+            "self.state.step == 3",
+        ),
+        (  # only some have sent to their column, and the smaller grid has none
+            "from a2d_mpi.comm.rendezvous import Rendezvous as owner",
+            "meet",
+            "args[0].action == 'backward'",
+        ),
+        ("import a2d_mpi.experiments.trace as owner", "measured", "True"),
+    ],
+)
+def test_some_go_on_at_first(tmp_path, owner, name, when):
+    """A collective call may end well on some ranks: all have to begin again at the same step."""
+    options = *OPTIONS, "--folder", tmp_path / "checkpoints", "--output", tmp_path / "out.h5"
+    options += "--trace", tmp_path / "trace.json", "--survive"
+    sabotage = UNEVEN.format(owner, when, name=name)
+    done = drive("train_gpt.py", 4, *options, sabotage=sabotage, timeout=40, mpi=ULFM)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "went on without rank 3" in done.stderr
+    assert trained_badly(tmp_path, done, []) == ""
+    assert (tmp_path / "trace.json").exists() == (name != "measured")
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +134,22 @@ def test_benchmark_notes_the_loss(tmp_path):
     assert done.returncode == 0, done.stderr
     with h5py.File(path) as file:
         assert len(file["lost"]) == 0 and len(file["runs"]) == 4
+
+
+@pytest.mark.launches
+@pytest.mark.ulfm
+def test_benchmark_that_was_written_is_not_lost(tmp_path):
+    """The first rank dies after it has written all."""
+    path, options = tmp_path / "bench.h5", ["--nheads", 2, "--headdim", 8, "--trials", 2]
+    options += ["--kernel", "numpy", "--plans", "ring", "--output", path, "--seqlens", 64]
+    sabotage = "import a2d_mpi.experiments.bench as job\nadd_results = job.add_results\n" \
+               "def last(path, settings, results):\n    add_results(path, settings, results)\n" \
+               f"    if results:\n        {KILLED}\n" \
+               "job.add_results = last"  # fmt: skip
+    done = drive("bench.py", 3, *options, sabotage=sabotage, mpi=ULFM)
+    assert done.returncode == 1 and "not measured" not in done.stdout, done.stdout + done.stderr
+    with h5py.File(path) as file:
+        assert len(file["runs"]) == 1 and "lost" not in file
 
 
 @pytest.mark.launches

@@ -68,6 +68,7 @@ class Failures:
     def __init__(self, comm: MPI.Intracomm, comms: list[MPI.Intracomm]) -> None:
         self.comm, self.comms, self.numbers = comm, comms, range(comm.size)
         self.others: list[MPI.Intracomm] = []
+        self._over = False  # all ranks have agreed that one died
 
     def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         """A duplicate of a communicator of these ranks, which is revoked with the grid's.
@@ -122,11 +123,11 @@ class Failures:
             raise self._named() from error
 
     @contextmanager
-    def all_or_none(self, comm: MPI.Intracomm) -> Iterator[None]:
+    def all_or_none(self) -> Iterator[None]:
         """Raise `RanksLost` on all ranks of `comm` after the block if it ended so on any.
 
         Without it, some ranks may complete a collective call in which others see a rank die.
-        Collective over `comm`.  Without such an MPI, nothing is sent.
+        Collective over `comm`.  Without such an MPI, nothing is sent.  Blocks may be nested.
         """
         problem = None
         try:
@@ -134,9 +135,14 @@ class Failures:
                 yield
         except (RanksLost, CollectiveError) as error:
             problem = error  # other errors end the job: nobody waits for this rank
-        if survives() and not _agreed(comm, not isinstance(problem, RanksLost)):
+        lost = isinstance(problem, RanksLost)
+        # One rank may be in an inner block while another one has left the outer one.  These meet
+        # in one agreement.  It is the last: nobody waits in the outer block for a second one.
+        if survives() and not self._over:
+            self._over = not _agreed(self.comm, not lost)
+        if self._over:
             self.revoke()
-            raise problem if isinstance(problem, RanksLost) else self._named()
+            raise problem if lost else self._named()
         if problem:
             raise problem
 

@@ -116,12 +116,12 @@ class ProcessGrid:
         self._comms: list[MPI.Intracomm] = []
         self.failures = Failures(comm, self._comms)
         try:
-            with self.failures.all_or_none(comm):
+            with self.failures.all_or_none():
                 with waiting:
                     arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
                     agree(comm, problem, {**arguments, "block": block, "nodes": nodes})
                 self._split(comm)
-            with self.failures.all_or_none(comm):  # now that all have all communicators
+            with self.failures.all_or_none():  # now that all have all communicators
                 self._place(comm, nodes)
         except RanksLost:
             self.free()
@@ -197,7 +197,7 @@ class ProcessGrid:
                 layout = best_candidate(machine, comm.size, work, memory, (method,)).layout
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = str(error) or type(error).__name__
-        with Failures(comm, []).all_or_none(comm):
+        with Failures(comm, []).all_or_none():
             agree(comm, problem)
             layout = comm.bcast(layout)
         grid = cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
@@ -278,10 +278,10 @@ class ProcessGrid:
         failures = Failures(left, made)
         color = 0 if left.rank in used else MPI.UNDEFINED
         try:
-            with failures.all_or_none(left):
+            with failures.all_or_none():
                 active = left.Split(color, int(numbers[left.rank]))
                 made += [active] * (active != MPI.COMM_NULL)
-            with failures.all_or_none(left):
+            with failures.all_or_none():
                 if made:
                     shape = squarest(len(used) // heads)
                     grid = ProcessGrid(active, *shape, heads, self.layout.order, nodes=nodes)

@@ -51,8 +51,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         for grid in grids.values():  # ranks may wait in any of them
             grid.failures.revoke()
         if shrunk(comm).rank == 0:
-            add_lost(args.output, prepared[1], running, error.ranks)
-            for name in running:
+            for name in add_lost(args.output, prepared[1], running, error.ranks):
                 print(f"{name}: not measured: {error}")
             print(f"written to {args.output}; the program ends: --resume goes on from there")
         return FAILED_CHECK

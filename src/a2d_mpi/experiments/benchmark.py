@@ -109,14 +109,19 @@ def add_lost(
     settings: Mapping[str, object],
     names: Iterable[str],
     ranks: Iterable[int],
-) -> None:
-    """Note which results are not there because ranks died, in the file, or in a new one."""
+) -> list[str]:
+    """Note which results are not there because ranks died, in the file, or in a new one.
+
+    Returns their names: a rank may have died after some were written.
+    """
     add_results(path, settings, {})
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     with new_file(path, SCHEMA, extend=True) as file:
-        for name in names:
+        lost = [name for name in names if name not in file["runs"]]
+        for name in lost:
             group = file.require_group(f"lost/{name}")
             set_attributes(group, {"ranks": list(ranks), "utc_time": now})
+    return lost
 
 
 def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:

@@ -80,7 +80,7 @@ def surviving(
     while True:
         comm = None
         try:
-            with grid.failures.all_or_none(grid.comm):
+            with grid.failures.all_or_none():
                 comm = grid.failures.duplicate(grid.comm)
                 code = work(grid, comm)
             grid.failures.forget(comm)

@@ -73,8 +73,10 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         written = [] if 0 in grid.failures.numbers else files_written(args)
         with holding(comm, args.folder, *written):
             if trainer is None:
-                state = _resumed(comm, args, config, text)
-                trainer = Trainer(comm, grid, args, text, state, device)
+                with grid.failures.all_or_none():  # all ranks have a trainer, or none has
+                    state = _resumed(comm, args, config, text)
+                    made = Trainer(comm, grid, args, text, state, device)
+                trainer = made
             else:
                 trainer.go_on(comm, grid)
             return _finish(comm, trainer, args, text, held)
@@ -106,7 +108,8 @@ def _finish(
                    f"checkpoints in {args.folder} stay as they are")  # fmt: skip
         return FAILED_CHECK
     if trace:
-        together(comm, trace.write, on=0)
+        # There is none if all steps were done before; a trace of them stays.
+        together(comm, lambda: trace.write() if trace.sections else None, on=0)
     traffic = comm.gather(trainer.traffic())  # of the steps
     if held:
         trainer.held_out = {"loss": trainer.evaluate(held), **held.sizes()}
@@ -229,8 +232,9 @@ class Trainer:
         rate = learning_rate(state.step, args.rate, args.warmup, args.steps)
         with trace.calls(plan, f"step {state.step + 1}") if trace else nullcontext():
             loss, parts = self._training.step(plan, batch, rate)
-        state.add_step(loss, planned + sum(parts.values()), self.settings)
-        self.parts.append([*parts.values(), planned])
+            # Counted at once, before the trace sends anything: a rank may die then.
+            state.add_step(loss, planned + sum(parts.values()), self.settings)
+            self.parts.append([*parts.values(), planned])
         return loss
 
     def _batch(self) -> Batch:
@@ -384,8 +388,8 @@ def write(
         file["loss"], file["seconds/total"] = state.losses, state.seconds
         for name, x in zip(PARTS, np.array(trainer.parts).reshape(-1, len(PARTS)).T):
             file[f"seconds/{name}"] = x  # rank 0's, of the steps of this start
-        for name in traffic[0]:
-            counts = np.array([x[name] for x in traffic])  # (ranks, 2)
+        for name in sorted(set().union(*traffic)):  # after a loss only some may have used one
+            counts = np.array([x.get(name, (0, 0)) for x in traffic])  # (ranks, 2)
             file[f"traffic/{name}/sent"], file[f"traffic/{name}/received"] = counts.T
 
 

@@ -169,7 +169,7 @@ class Decoder:
 
     def all_or_none(self) -> AbstractContextManager[None]:
         """Raise `RanksLost` after the block on all ranks that are left, if a rank died in it."""
-        return self._grid.failures.all_or_none(self._grid.comm)
+        return self._grid.failures.all_or_none()
 
     def agreed(self, choices: dict[int, int]) -> dict[int, int]:
         """Choices of the first rank, on all."""

@@ -96,7 +96,7 @@ class Training:
         start = time.perf_counter()
         timed, count = _Timed(plan), max(1, int((batch.targets >= 0).sum()))
         linear = self.linear and _Timed(self.linear, timed)
-        with self._failures.all_or_none(self._comm):
+        with self._failures.all_or_none():
             loss = self.loss(timed, batch, count, self.gradients, self.sum.start, linear)
             marks = [time.perf_counter()]
             self.sum.finish()
