@@ -266,6 +266,11 @@ def test_refusals(comm, grid):
         "kept must be what forward returned",
         lambda: plan.backward(dout, q, k, v, out, None if last else kept),
     )
+    _, other = LinearAttention(grid, Causal(), seqlen=50, **SIZES, norm="none").forward(q, k, v)
+    refused(
+        r"states and scale .*, got \(.*None\)",
+        lambda: plan.backward(dout, q, k, v, out, other if last else kept),
+    )
     again, _ = plan.forward(q, k, v)
     assert_all(comm, again.tobytes() == out.tobytes(), "another result after refusals")
 
@@ -325,3 +330,13 @@ states.StateExchange.finish = lambda self: [1.001 * x for x in right(self)]
 """
     done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong)
     assert done.returncode == 1 and done.stdout.count("FAILED") == 2, done.stderr
+    wrong = """
+from a2d_mpi import LinearAttention
+right = LinearAttention.backward
+def backward(self, *given):
+    dq, dk, dv = right(self, *given)
+    return dq * (float("nan") if self.grid.comm.rank else 1), dk, dv
+LinearAttention.backward = backward
+"""
+    done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong)
+    assert done.returncode == 1 and done.stdout.count("FAILED") == 2, done.stdout

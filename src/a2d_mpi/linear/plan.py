@@ -296,10 +296,15 @@ class LinearAttention:
             raise ValueError("linear attention takes NumPy arrays, got CuPy arrays")
         if phase == "forward":
             return
-        wanted = sum(piece.owner == self.grid.comm.rank for piece in self._pieces), *self._shape
-        if not isinstance(kept, Kept) or kept.states.shape != wanted:
-            what = kept.states.shape if isinstance(kept, Kept) else type(kept).__name__
-            raise ValueError(f"kept must be what forward returned, states {wanted}, got {what}")
+        states = sum(piece.owner == self.grid.comm.rank for piece in self._pieces), *self._shape
+        wanted = states, self._norm.scale_shape(n, self.config.nheads)
+        got = type(kept).__name__
+        if isinstance(kept, Kept):
+            got = kept.states.shape, None if kept.scale is None else kept.scale.shape
+        if got != wanted:
+            raise ValueError(
+                f"kept must be what forward returned, states and scale {wanted}, got {got}"
+            )
 
     def _forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, Kept]:
         q, k, v = self._mapped(q, k, v)
