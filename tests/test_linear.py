@@ -241,6 +241,7 @@ def test_refusals(comm, grid):
         (Causal(), {"states": "tree"}, "states must be one of .*, got 'tree'"),
         (Causal(), {"feature_map": "random", "headdim": 7}, "need an even headdim, got 7"),
         (Causal(), {"chunk": 0}, "chunk must be an integer from 1 to 4096, got 0"),
+        (Causal(), {"feature_map": "random", "seed": None}, "seed must be an integer from 0"),
         (Causal(), {"distribution": "nosuch"}, "unknown distribution 'nosuch'"),
     ):
         usual = {"seqlen": 9, **SIZES}
@@ -258,6 +259,11 @@ def test_refusals(comm, grid):
             "16384 states, one for each run of tokens of the striped distribution, take 3072 GiB",
             lambda: LinearAttention(grid, Causal(), seqlen=1 << 14, **large),
         )
+    long = {"seqlen": 1 << 14, "nheads": 1 << 14, "headdim": 1, "chunk": 4096}
+    refused(
+        "factors of 16384 heads .chunk 4096. take 4096 GiB",
+        lambda: LinearAttention(grid, Causal(), **long),
+    )
     plan = LinearAttention(grid, Causal(), seqlen=50, **SIZES)
     q, k, v, dout = (x[plan.tokens] for x in tensors(50, "float32"))
     out, kept = plan.forward(q, k, v)

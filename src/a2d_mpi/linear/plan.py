@@ -141,7 +141,7 @@ class LinearAttention:
                 config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
                 config.check_room(grid.comm.size)
                 nfeatures = config.headdim if nfeatures is None else nfeatures
-                _check(mask, feature_map, norm, states, headdim, nfeatures, chunk)
+                _check(mask, feature_map, norm, states, headdim, nfeatures, chunk, seed)
                 decays = _decays(decay, config.nheads, mask)
                 self._threads = BlasThreads(threads, grid.cores)
                 self.distribution = _shards(distribution, config.seqlen, grid)
@@ -170,6 +170,9 @@ class LinearAttention:
                 count, kind = len(self._pieces), self.distribution.name
                 what = f"{count} states, one for each run of tokens of the {kind} distribution,"
                 check_memory(what, count * self._nbytes)
+                table = 8 * config.nheads * min(chunk, config.seqlen) ** 2
+                # Powers, and with zeros above the diagonal; see `chunks.Decay`.
+                check_memory(f"factors of {config.nheads} heads (chunk {chunk})", 2 * table)
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = problem or str(error) or type(error).__name__
             rendezvous.meet(Call("making", self._number, 0, name))
@@ -361,6 +364,7 @@ def _check(
     headdim: int,
     nfeatures: int,
     chunk: int,
+    seed: int,
 ) -> None:
     """Check the arguments that are no sizes of the tensors."""
     if not isinstance(mask, (Full, Causal)):
@@ -378,9 +382,13 @@ def _check(
         )
     if feature_map == "random" and headdim % 2:
         raise ValueError(f"random features with rotary need an even headdim, got {headdim}")
-    for name, value, most in (("nfeatures", nfeatures, 1 << 16), ("chunk", chunk, LONGEST)):
-        if not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
-            raise ValueError(f"{name} must be an integer from 1 to {most}, got {value!r}")
+    for name, value, least, most in (
+        ("nfeatures", nfeatures, 1, 1 << 16),
+        ("chunk", chunk, 1, LONGEST),
+        ("seed", seed, 0, (1 << 63) - 1),
+    ):
+        if not isinstance(value, (int, np.integer)) or not least <= value <= most:
+            raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
 
 
 def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> np.ndarray:
