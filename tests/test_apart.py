@@ -288,6 +288,9 @@ apart.step_traffic_apart = lambda *of: (right(*of)[0] + 1, right(*of)[1])
     assert done.returncode == 1 and "FAILED 1+1 ranks, 40 tokens, traffic" in done.stdout
     done = drive("bench_decode.py", 2, *sizes)
     assert done.returncode == 2 and "at most 2 together" in done.stderr
+    sizes = ["--nheads", 4, "--heads", 3, "--ranks", 3, "--contexts", "40"]
+    done = drive("bench_decode.py", 4, *sizes)
+    assert done.returncode == 2 and "--heads 3: 3 does not divide 4 heads" in done.stderr
 
 
 def test_the_committed_runs():

@@ -241,6 +241,7 @@ def test_refusals(comm, grid):
         (Causal(), {"states": "tree"}, "states must be one of .*, got 'tree'"),
         (Causal(), {"feature_map": "random", "headdim": 7}, "need an even headdim, got 7"),
         (Causal(), {"chunk": 0}, "chunk must be an integer from 1 to 4096, got 0"),
+        (Causal(), {"feature_map": "random", "seed": None}, "seed must be an integer from 0"),
         (Causal(), {"distribution": "nosuch"}, "unknown distribution 'nosuch'"),
     ):
         usual = {"seqlen": 9, **SIZES}
@@ -258,6 +259,11 @@ def test_refusals(comm, grid):
             "16384 states, one for each run of tokens of the striped distribution, take 3072 GiB",
             lambda: LinearAttention(grid, Causal(), seqlen=1 << 14, **large),
         )
+    long = {"seqlen": 1 << 14, "nheads": 1 << 14, "headdim": 1, "chunk": 4096}
+    refused(
+        "factors of 16384 heads .chunk 4096. take 4096 GiB",
+        lambda: LinearAttention(grid, Causal(), **long),
+    )
     plan = LinearAttention(grid, Causal(), seqlen=50, **SIZES)
     q, k, v, dout = (x[plan.tokens] for x in tensors(50, "float32"))
     out, kept = plan.forward(q, k, v)
@@ -265,6 +271,11 @@ def test_refusals(comm, grid):
     refused(
         "kept must be what forward returned",
         lambda: plan.backward(dout, q, k, v, out, None if last else kept),
+    )
+    _, other = LinearAttention(grid, Causal(), seqlen=50, **SIZES, norm="none").forward(q, k, v)
+    refused(
+        r"states and scale .*, got \(.*None\)",
+        lambda: plan.backward(dout, q, k, v, out, other if last else kept),
     )
     again, _ = plan.forward(q, k, v)
     assert_all(comm, again.tobytes() == out.tobytes(), "another result after refusals")
@@ -325,3 +336,13 @@ states.StateExchange.finish = lambda self: [1.001 * x for x in right(self)]
 """
     done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong)
     assert done.returncode == 1 and done.stdout.count("FAILED") == 2, done.stderr
+    wrong = """
+from a2d_mpi import LinearAttention
+right = LinearAttention.backward
+def backward(self, *given):
+    dq, dk, dv = right(self, *given)
+    return dq * (float("nan") if self.grid.comm.rank else 1), dk, dv
+LinearAttention.backward = backward
+"""
+    done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong)
+    assert done.returncode == 1 and done.stdout.count("FAILED") == 2, done.stdout

@@ -35,7 +35,8 @@ class Format(NamedTuple):
     largest : float
         The largest element.
     error : float
-        Largest error of an element, in units of the largest of its block.
+        Largest error of an element that is at least ``2 ** lowest`` times the scale, relative to
+        the element.
     blocks : bool
         Whether blocks share a scale.
     """
@@ -47,6 +48,11 @@ class Format(NamedTuple):
     largest: float
     error: float
     blocks: bool = True
+
+    @property
+    def floor(self) -> float:
+        """Largest error of a smaller element, in units of the largest of its block."""
+        return self.blocks * 2.0 ** (self.lowest - self.mantissa - 1 - self.highest)
 
     def width(self, elements: int) -> int:
         """Bytes of so many elements of one head."""

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
+from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.benchmark import Entry, write_entries
 from a2d_mpi.experiments.cli import check_room, together
 from a2d_mpi.experiments.hdf5 import check_output
@@ -244,6 +245,8 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
     most = max(args.contexts) + args.trials + 1
     sizes = args.layers, args.width, args.nheads, most, args.nheads_kv
     config = GPTConfig(256, *sizes, positions="rotary", headdim=args.headdim)
+    if why := misfit(config.nheads, config.nheads_kv, args.heads):
+        raise ValueError(f"--heads {args.heads}: {why}")
     args.headdim = config.headdim
     return config
 

@@ -126,23 +126,25 @@ def wire_errors(
     method, layout, config
         Of the plan, with `wire`.
     terms : mapping of str to float
-        By result, the largest sum of the absolute values of its parts: of the contributions of
-        the keys (for out and dq) or of the queries (for dk and dv) of every piece of every shard.
-        A partial result is a sum of some of them.
+        By result, the largest sum of the sizes of its parts: of the contributions of the keys
+        (for out and dq) or of the queries (for dk and dv) of every piece of every shard.  A
+        partial result is a sum of some of them.  The size of an element x of a part is
+        ``(u |x| + f X) / (u + f)``, X the largest of its head: u is `Format.error`, f
+        `Format.floor`.
 
     Returns
     -------
     dict of str to float
-        ``((1 + u)^h - 1) terms``: u is `Format.error`, h how often a result is rounded on its way
-        (`a2d_mpi.schedules.roundings`).  One rounding adds u times the partial result to the
-        error, and all partial results of an element add up to its terms at most.
+        ``((1 + u + f)^h - 1) terms``: h is how often a result is rounded on its way
+        (`a2d_mpi.schedules.roundings`).  One rounding adds at most u + f times the size of the
+        partial result to the error, and these sizes add up to the terms at most.
         0 of lse, which is not rounded.
     """
-    found = {}
+    found, form = {}, FORMATS[config.wire]
     for name, size in terms.items():
         kind = {"dk": "dkv", "dv": "dkv"}.get(name, name)
         h = roundings(method, layout, kind) if config.rounds(name, accumulated=True) else 0
-        found[name] = ((1 + FORMATS[config.wire].error) ** h - 1) * size
+        found[name] = ((1 + form.error + form.floor) ** h - 1) * size
     return found
 
 
@@ -193,10 +195,16 @@ def _reference(
         ends = [0, *np.searchsorted(plan.tokens, cuts).tolist(), len(plan.tokens)]
         pieces, group = [slice(a, b) for a, b in pairwise(ends)], plan.nheads // plan.nheads_kv
 
+    def size(part: np.ndarray) -> np.ndarray:
+        """What `wire_errors` takes of a part: small elements are as far off as large ones."""
+        form, part = FORMATS[plan.config.wire], np.abs(part)
+        largest = part.max(axis=-1, keepdims=True)
+        return (form.error * part + form.floor * largest) / (form.error + form.floor)
+
     def total(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The sum over pieces and ranks and, if it is used, the sum of absolute values."""
+        """The sum over pieces and ranks and, if it is used, the sum of sizes."""
         value = _sum(comm, sum(parts))
-        return value, _sum(comm, sum(map(np.abs, parts))) if widens else np.zeros_like(value)
+        return value, _sum(comm, sum(map(size, parts))) if widens else np.zeros_like(value)
 
     q, k, v, dout = (local.get(x) for x in ("q", "k", "v", "dout"))
     if backward:  # those of the run, or in the end the exact ones

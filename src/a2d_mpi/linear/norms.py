@@ -25,6 +25,10 @@ class Norm:
 
     columns = 0
 
+    def scale_shape(self, tokens: int, nheads: int) -> tuple[int, int, int] | None:
+        """Shape of the scale; None if there is none."""
+        return None
+
     def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
         """Out and scale."""
         return sums, None
@@ -39,6 +43,9 @@ class Denominator(Norm):
 
     columns = 1
 
+    def scale_shape(self, tokens: int, nheads: int) -> tuple[int, int, int]:
+        return tokens, nheads, 1
+
     def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         scale = 1 / (sums[..., -1:] + sums.dtype.type(EPSILON))  # (n, H, 1)
         return sums[..., :-1] * scale, scale
@@ -50,6 +57,9 @@ class Denominator(Norm):
 
 class OutputNorm(Norm):
     """Divide by the root mean square of all heads of a token (TransNormer, arXiv:2307.14995)."""
+
+    def scale_shape(self, tokens: int, nheads: int) -> tuple[int, int, int]:
+        return tokens, 1, 1
 
     def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         square = (sums * sums).mean(axis=(1, 2), keepdims=True)  # (n, 1, 1)

@@ -141,7 +141,7 @@ class LinearAttention:
                 config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
                 config.check_room(grid.comm.size)
                 nfeatures = config.headdim if nfeatures is None else nfeatures
-                _check(mask, feature_map, norm, states, headdim, nfeatures, chunk)
+                _check(mask, feature_map, norm, states, headdim, nfeatures, chunk, seed)
                 decays = _decays(decay, config.nheads, mask)
                 self._threads = BlasThreads(threads, grid.cores)
                 self.distribution = _shards(distribution, config.seqlen, grid)
@@ -170,6 +170,9 @@ class LinearAttention:
                 count, kind = len(self._pieces), self.distribution.name
                 what = f"{count} states, one for each run of tokens of the {kind} distribution,"
                 check_memory(what, count * self._nbytes)
+                table = 8 * config.nheads * min(chunk, config.seqlen) ** 2
+                # Powers, and with zeros above the diagonal; see `chunks.Decay`.
+                check_memory(f"factors of {config.nheads} heads (chunk {chunk})", 2 * table)
             except Exception as error:  # of any kind: the other ranks must hear of it
                 problem = problem or str(error) or type(error).__name__
             rendezvous.meet(Call("making", self._number, 0, name))
@@ -296,10 +299,15 @@ class LinearAttention:
             raise ValueError("linear attention takes NumPy arrays, got CuPy arrays")
         if phase == "forward":
             return
-        wanted = sum(piece.owner == self.grid.comm.rank for piece in self._pieces), *self._shape
-        if not isinstance(kept, Kept) or kept.states.shape != wanted:
-            what = kept.states.shape if isinstance(kept, Kept) else type(kept).__name__
-            raise ValueError(f"kept must be what forward returned, states {wanted}, got {what}")
+        states = sum(piece.owner == self.grid.comm.rank for piece in self._pieces), *self._shape
+        wanted = states, self._norm.scale_shape(n, self.config.nheads)
+        got = type(kept).__name__
+        if isinstance(kept, Kept):
+            got = kept.states.shape, None if kept.scale is None else kept.scale.shape
+        if got != wanted:
+            raise ValueError(
+                f"kept must be what forward returned, states and scale {wanted}, got {got}"
+            )
 
     def _forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, Kept]:
         q, k, v = self._mapped(q, k, v)
@@ -356,6 +364,7 @@ def _check(
     headdim: int,
     nfeatures: int,
     chunk: int,
+    seed: int,
 ) -> None:
     """Check the arguments that are no sizes of the tensors."""
     if not isinstance(mask, (Full, Causal)):
@@ -373,9 +382,13 @@ def _check(
         )
     if feature_map == "random" and headdim % 2:
         raise ValueError(f"random features with rotary need an even headdim, got {headdim}")
-    for name, value, most in (("nfeatures", nfeatures, 1 << 16), ("chunk", chunk, LONGEST)):
-        if not isinstance(value, (int, np.integer)) or not 1 <= value <= most:
-            raise ValueError(f"{name} must be an integer from 1 to {most}, got {value!r}")
+    for name, value, least, most in (
+        ("nfeatures", nfeatures, 1, 1 << 16),
+        ("chunk", chunk, 1, LONGEST),
+        ("seed", seed, 0, (1 << 63) - 1),
+    ):
+        if not isinstance(value, (int, np.integer)) or not least <= value <= most:
+            raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
 
 
 def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> np.ndarray:
