@@ -30,7 +30,8 @@ MOST = {
 def page_text(text):
     """A page without code, tables, pictures and headings; the words of its links."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"^\s*\|.*$|^#.*$|^    (?! ).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\s*\|.*$|^#.*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"(?<=\n\n)(?: {4}.*\n)+", "", text)
     text = re.sub(r"!\[[^]]*\]\([^)]*\)", "", text)
     return re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text)
 
