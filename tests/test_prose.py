@@ -21,9 +21,9 @@ OLDER = "README architecture checks failures glossary gpt linear pytorch results
 # is a sentence to rewrite.
 MOST = {
     "pages": (0, 0),
-    "older pages": (999, 999),
-    "src": (999, 999),
-    "drivers": (999, 999),
+    "older pages": (9, 27),
+    "src": (98, 79),
+    "drivers": (6, 13),
 }
 
 
@@ -95,9 +95,12 @@ def marks(text):
 
 @pytest.mark.parametrize("group", MOST)
 def test_prose_gets_no_worse(group):
-    marked = [marks(text) for _, its_group, text in files() if its_group == group]
-    chains = [x for found, _ in marked for x in found]
-    long = [x for _, found in marked for x in found]
+    chains, long = [], []
+    for _, its_group, text in files():
+        if its_group == group:
+            more_chains, more_long = marks(text)
+            chains += more_chains
+            long += more_long
     most_chains, most_long = MOST[group]
     assert len(chains) <= most_chains, "\n".join(chains)
     assert len(long) <= most_long, "\n".join(long)
