@@ -208,7 +208,7 @@ class Trainer:
         if changes:
             _say(comm, f"{changes}: from now on bits differ from an uninterrupted run's")
 
-        if self._lost:  # the rank that was to keep this step may be gone
+        if self._lost and state.step:  # the rank that was to keep this step may be gone
             self._keep_if_due(stop)
         with tqdm(range(state.step, stop), "steps", disable=comm.rank != 0, leave=False) as shown:
             for _ in shown:
