@@ -89,7 +89,7 @@ def waits(notes):
     return [(after(noticed, x), after(on, x)) for x in times_of(notes, "died")]
 
 
-def trained_badly(folder, done, stages):
+def trained_badly(folder):
     """What is wrong with a training, or nothing."""
     state, refused = latest(folder / "checkpoints")
     left = [x.name for x in (folder / "checkpoints").iterdir() if x.name.startswith(".")]
@@ -117,7 +117,7 @@ def problem_of(program, folder, done, stages, answers):
         return "left processes"
     if program == "generate.py":
         return "" if lines_of(done) == answers else f"other answers: {lines_of(done)}"
-    return trained_badly(folder, done, stages)
+    return trained_badly(folder)
 
 
 def lines_of(done):

@@ -86,7 +86,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     with threadpool_limits(args.threads), finite:
         code = surviving("train_gpt.py", grid, work, args.survive, args.method)
     if code is not None:
-        if trainer.rank == 0:
+        if trainer.rank == 0 and code == 0:
             _report(trainer, text)
         trainer.free()
     return code or 0
