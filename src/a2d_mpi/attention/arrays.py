@@ -111,9 +111,7 @@ class Arrays:
             accumulated = ()
         found = []
         for x in KINDS[array.kind]:
-            shape, dtype = config.shape(x), config.dtype_of(x, x in accumulated)
-            if array.wire:
-                shape, dtype = config.on_wire(x, x in accumulated)
+            shape, dtype = config.row(x, x in accumulated, array.wire)
             found.append(((array.length, *shape), dtype))
         return found
 

@@ -125,18 +125,21 @@ class AttentionConfig:
         width = self.headdim_v if name in _OF_VALUES else self.headdim
         return (heads,) if name in _STATISTICS else (heads, width)
 
-    def nbytes(self, name: str, accumulated: bool = False) -> int:
-        """Bytes of one token of a tensor; `accumulated` as of `dtype_of`."""
-        return math.prod(self.shape(name)) * self.dtype_of(name, accumulated).itemsize
+    def nbytes(self, name: str, accumulated: bool = False, wire: bool = False) -> int:
+        """Bytes of one token of a tensor; arguments as of `row`."""
+        shape, dtype = self.row(name, accumulated, wire)
+        return math.prod(shape) * dtype.itemsize
 
-    def on_wire(self, name: str, accumulated: bool = False) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of one token of a tensor as it travels: encoded, (heads, bytes) uint8.
+    def row(
+        self, name: str, accumulated: bool = False, wire: bool = False
+    ) -> tuple[tuple[int, ...], np.dtype]:
+        """Shape and dtype of one token of a tensor.
 
-        Statistics, and tensors that the format would not make smaller, travel as they are.
-        `accumulated` as of `dtype_of`.
+        With `wire` as it travels: encoded, (heads, bytes) uint8.  Statistics, and tensors that the
+        format would not make smaller, travel as they are.  `accumulated` as of `dtype_of`.
         """
         shape, dtype = self.shape(name), self.dtype_of(name, accumulated)
-        if self.wire and name not in _STATISTICS:
+        if wire and self.wire and name not in _STATISTICS:
             heads, elements = shape
             width = FORMATS[self.wire].width(elements)
             if width < elements * dtype.itemsize:
@@ -145,10 +148,7 @@ class AttentionConfig:
 
     def rounds(self, name: str, accumulated: bool = False) -> bool:
         """Whether a tensor travels encoded; `accumulated` as of `dtype_of`."""
-        return self.on_wire(name, accumulated) != (
-            self.shape(name),
-            self.dtype_of(name, accumulated),
-        )
+        return self.row(name, accumulated, wire=True) != self.row(name, accumulated)
 
     def cp_group(self, heads: int) -> AttentionConfig:
         """The config of one context-parallel group, which has 1/`heads` of the heads.

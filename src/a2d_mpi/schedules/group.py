@@ -99,12 +99,9 @@ class Group:
         key = array.kind, array.accumulated, array.all_heads, array.packed, array.wire
         if key not in self._bytes:
             config = self.problem.config if array.all_heads else self.config
-            given = [(x, x in array.accumulated) for x in KINDS[array.kind]]
-            if array.wire:
-                found = [config.on_wire(x, accumulated) for x, accumulated in given]
-                sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in found]
-            else:
-                sizes = [config.nbytes(x, accumulated) for x, accumulated in given]
+            sizes = [
+                config.nbytes(x, x in array.accumulated, array.wire) for x in KINDS[array.kind]
+            ]
             self._bytes[key] = [sum(sizes)] if array.packed else sizes
         return self._bytes[key]
 

@@ -76,7 +76,7 @@ class Array:
     as_computed : bool
         Whether the kernel chooses the dtype: it writes partial results there.
     wire : bool
-        Whether its tensors are as they travel, see `a2d_mpi.core.config.AttentionConfig.on_wire`.
+        Whether its tensors are as they travel, see `a2d_mpi.core.config.AttentionConfig.row`.
     room : str
         Buffer that it shares with other arrays, at other times; default: its name.
     """
