@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.failures import RanksLost, survives
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.watch import name_ranks
-from a2d_mpi.experiments.options import Parser
 
 _NO_ULFM = (
     "--survive: this MPI ends the job when a rank dies; it needs Open MPI with ULFM, started by "
@@ -21,9 +21,9 @@ _NO_ULFM = (
 )
 
 
-def add_survive(parser: Parser) -> None:
-    """Add the option --survive."""
-    parser.add_argument(
+def add_survive(to: argparse._ActionsContainer) -> None:
+    """Add the option --survive to a parser or a group."""
+    to.add_argument(
         "--survive",
         action="store_true",
         help="go on without ranks that die; needs mpiexec --with-ft ulfm",

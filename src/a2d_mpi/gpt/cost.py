@@ -2,7 +2,7 @@
 
 Attention's part is the planner's (`a2d_mpi.planning`).  Of the rest, products of matrices run at
 the rate of the attention kernel's large blocks, and all else costs as many copies of elements as
-was measured with NumPy (``drivers/bench_train.py`` says how far off that is).
+was measured with NumPy (``drivers/bench_gpt.py train`` says how far off that is).
 """
 
 from __future__ import annotations
