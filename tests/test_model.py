@@ -535,7 +535,7 @@ def test_calibrate(tmp_path):
     assert_all_refused("calibrate.py", 2, [
         ([*common, "--seconds=0"], [], "--seconds must be at least 0.001, got 0.0"),
         ([*common, "--output=/nowhere/here.toml"], [], "cannot write"),
-        ([*common, "--dtype=int8"], [], "invalid choice"),
+        ([*common, "--dtype=int8"], [], "--dtype must be one of float16"),
         ([*common, "--name=\udcff"], [], "UTF-8, at most 100 characters, got '\\udcff'"),
         ([*common, "--name=" + 101 * "x"], [], "at most 100 characters, got 'xxx"),
         ([*common, "--kernel=cupy"], [], "invalid choice"),
