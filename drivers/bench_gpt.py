@@ -26,8 +26,8 @@ from a2d_mpi.experiments.options import (
     add_trace,
     listed,
     one_of,
+    pair,
     real,
-    split,
     tokens,
     whole,
 )
@@ -82,7 +82,8 @@ def decode(parser: Parser) -> None:
     text = "numbers of ranks; default: 1, 2, 4, ... times --head-ranks"
     group.add_argument("--ranks", type=listed(whole(1)), metavar="N,...", help=text)
     text = "also runs with attention ranks and FFN ranks, see docs/afd.md: 2+2,3+1"
-    group.add_argument("--apart", type=listed(split), metavar="A+F,...", help=text)
+    kind = listed(pair("+", "ATTENTION+FFN ranks"))
+    group.add_argument("--apart", type=kind, metavar="A+F,...", help=text)
     text = "parts of a step, with --apart"
     group.add_argument("--micro-batches", type=whole(1), metavar="N", default=3, help=text)
     add_options(group, "head-ranks", "cache-block")

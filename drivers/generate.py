@@ -25,7 +25,6 @@ from a2d_mpi.experiments.options import (
     tokens,
     whole,
 )
-from a2d_mpi.experiments.survival import add_survive
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -58,7 +57,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--ffn-ranks", type=whole(1), metavar="F", help=text)
     text = "parts of a step, with --ffn-ranks; default: 3"
     add("--micro-batches", type=whole(1), metavar="N", help=text)
-    add_survive(group)
+    add_options(group, "survive")
     add_engine(parser)
     return parser
 

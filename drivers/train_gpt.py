@@ -22,7 +22,6 @@ from a2d_mpi.experiments.options import (
     real,
     whole,
 )
-from a2d_mpi.experiments.survival import add_survive
 from a2d_mpi.experiments.train_gpt import train
 
 
@@ -52,7 +51,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     start.add_argument("--anew", action="store_true", help=text)
     add_options(group, "output", help="HDF5 file for losses, seconds and traffic")
     add_trace(group, "of the last step")
-    add_survive(add_grid(parser))
+    add_options(add_grid(parser), "survive")
     add_engine(parser)
     return parser
 

@@ -34,17 +34,8 @@ SCHEMA = ("a2d_mpi decoding", 1)
 # Of a step's seconds; cpu is of attention's, and wait, for other ranks, of merge's and other's.
 PARTS = ("attention", "merge", "other", "cpu", "wait")
 BOUND = 1e-4  # largest error of attention, relative to its largest value
-SIZES = (
-    "layers",
-    "width",
-    "nheads",
-    "nheads_kv",
-    "headdim",
-    "requests",
-    "micro_batches",
-    "trials",
-)
-SIZES += ("seed",)
+SIZES = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "micro_batches")
+SIZES += ("trials", "seed")
 Split = tuple[int, int]
 
 

@@ -129,20 +129,16 @@ def checked_rows(text: str) -> int | None:
     return int(text.removeprefix("rows:"))
 
 
-def block(text: str) -> tuple[int, int]:
-    """Rows and columns of a block: "2x3"."""
-    match = re.fullmatch(r"\s*(\d{1,9})x(\d{1,9})\s*", text)
-    if not match:
-        raise BadOption(f"must be ROWSxCOLUMNS, got {text[:40]!r}")
-    return int(match[1]), int(match[2])
+def pair(between: str, what: str) -> Callable[[str], tuple[int, int]]:
+    """A type of options: two whole numbers with a sign between them, "2x3"."""
 
+    def numbers(text: str) -> tuple[int, int]:
+        match = re.fullmatch(rf"\s*(\d{{1,9}}){re.escape(between)}(\d{{1,9}})\s*", text)
+        if not match:
+            raise BadOption(f"must be {what}, got {text[:40]!r}")
+        return int(match[1]), int(match[2])
 
-def split(text: str) -> tuple[int, int]:
-    """Attention ranks and FFN ranks: "3+1"."""
-    match = re.fullmatch(r"\s*(\d{1,9})\+(\d{1,9})\s*", text)
-    if not match:
-        raise BadOption(f"must be ATTENTION+FFN ranks, got {text[:40]!r}")
-    return int(match[1]), int(match[2])
+    return numbers
 
 
 def method_name(text: str) -> str:
@@ -267,6 +263,8 @@ OPTIONS: dict[str, dict[str, object]] = {
     "backward": {"action": "store_true", "help": "also compute the gradients"},
     "separator": {"type": escaped, "metavar": "TEXT",
                   "help": "what ends a document; empty: the text is one document"},
+    "survive": {"action": "store_true",
+                "help": "go on without ranks that die; needs mpiexec --with-ft ulfm"},
     # Plans and grids.
     "plans": {"type": plans, "metavar": "PLAN,...", "help": "see the end of this help"},
     "method": {"type": method_name, "metavar": "METHOD", "default": next(iter(METHODS)),

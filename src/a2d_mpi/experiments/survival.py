@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -19,15 +18,6 @@ _NO_ULFM = (
     "--survive: this MPI ends the job when a rank dies; it needs Open MPI with ULFM, started by "
     "mpiexec --with-ft ulfm"
 )
-
-
-def add_survive(to: argparse._ActionsContainer) -> None:
-    """Add the option --survive to a parser or a group."""
-    to.add_argument(
-        "--survive",
-        action="store_true",
-        help="go on without ranks that die; needs mpiexec --with-ft ulfm",
-    )
 
 
 def check_survive(comm: MPI.Intracomm, survive: bool) -> None:
