@@ -11,6 +11,9 @@ It needs matplotlib: pip install -e '.[plot]'.  Nothing is run, and no MPI is ne
 Exit code 0: done.  2: bad input, or nothing could be drawn.
 """
 
+import argparse
+from collections.abc import Callable
+
 from a2d_mpi.experiments.candidates import add_problem
 from a2d_mpi.experiments.options import (
     PLANS_HELP,
@@ -58,8 +61,9 @@ def results(parser: Parser) -> None:
     number of ranks, scaling and bytes are bars.  A figure for which the file holds nothing is left
     out, with a line on stderr.
     """
-    add = parser.add_argument
-    add("results", type=path, help="file of a driver, or of --trace, or a folder")
+    text = "file of a driver, or of --trace, or a folder"
+    parser.add_argument("results", type=path, help=text)
+    add = parser.add_argument_group("figures").add_argument
     add("--output", dest="folder", type=path, metavar="DIR", default="results/figures",
         help="folder for the figures")  # fmt: skip
     text = f"figures, listed; alone: {', '.join(OTHERS)}"
@@ -82,8 +86,8 @@ def grid(parser: Parser) -> None:
     Left: the visible pairs, query by key, in the colour of the rank that computes them.  Right:
     the ranks, their share of the work, and what they exchange.
     """
-    add_picture(parser, len(mask_plots.COLOURS), tokens(most=grid_plots.LONGEST), 72)
-    add_options(parser, "mask")
+    group = _add_picture(parser, tokens(most=grid_plots.LONGEST), 72)
+    add_options(group, "mask")
 
 
 def masks(parser: Parser) -> None:
@@ -96,17 +100,22 @@ def masks(parser: Parser) -> None:
     column of the key's owner.  Above: the distribution, and the largest area of a rank over the
     mean.
     """
-    add_picture(parser, mask_plots.RANKS, tokens(most=mask_plots.LONGEST), 96)
-    add_options(parser, "masks", default="all")
+    group = _add_picture(parser, tokens(most=mask_plots.LONGEST), 96)
+    add_options(group, "masks", default="all")
 
 
-def add_picture(parser: Parser, ranks: int, kind: object, seqlen: int) -> None:
-    """Add what `grid` and `masks` share."""
+def _add_picture(
+    parser: Parser, kind: Callable[[str], int], seqlen: int
+) -> argparse._ArgumentGroup:
+    """Add what `grid` and `masks` share; returns the group."""
     parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
-    add_options(parser, "rows", type=whole(1, ranks), default=2, help="rows of the grid")
-    add_options(parser, "cols", type=whole(1, ranks), default=3, help="columns of the grid")
-    add_options(parser, "distribution", help="of tokens; default: the mask's own")
-    add_options(parser, "seqlen", type=kind, default=seqlen)
+    group = parser.add_argument_group("what to draw")
+    ranks = whole(1, mask_plots.RANKS)
+    add_options(group, "rows", type=ranks, default=2, help="rows of the grid")
+    add_options(group, "cols", type=ranks, default=3, help="columns of the grid")
+    add_options(group, "distribution", help="of tokens; default: the mask's own")
+    add_options(group, "seqlen", type=kind, default=seqlen)
+    return group
 
 
 def schedule(parser: Parser) -> None:

@@ -1,6 +1,6 @@
 """Print tables: results of bench.py, results of simulate.py, or partitions under many masks.
 
-    python drivers/report.py study data/results/16x1.h5
+    python drivers/report.py study data/results/ratio.h5
     python drivers/report.py scale data/results/scale/links.h5
     python drivers/report.py masks --ranks 4 --seqlen 4K --masks causal,sliding_window
 
@@ -37,7 +37,7 @@ PLANS = [
 def study(parser: Parser) -> None:
     """Results of bench.py, as jobs/study.sh makes them.
 
-        python drivers/report.py study data/results/16x1.h5
+        python drivers/report.py study data/results/ratio.h5
         python drivers/report.py study data/results/*.h5
 
     Every workload of a file has a line for each plan, forward and forward with backward.  The
@@ -71,16 +71,18 @@ def masks(parser: Parser) -> None:
     moves the fewest bytes in a forward pass.  What the table in --output has already is not
     computed again.  --picture draws all that is in the table.
     """
-    add = parser.add_argument
-    add_options(parser, "masks", default="all")
+    group = parser.add_argument_group("masks and plans")
+    add = group.add_argument
+    add_options(group, "masks", default="all")
     add("--ranks", type=whole(2, 1024), metavar="N", default=16, help="ranks")
-    add_options(parser, "seqlen", type=tokens(most=1 << 22), default="128K")
+    add_options(group, "seqlen", type=tokens(most=1 << 22), default="128K")
     text = "METHOD or METHOD/DISTRIBUTION"
-    add_options(parser, "plans", type=listed(plan_text), default=",".join(PLANS), help=text)
+    add_options(group, "plans", type=listed(plan_text), default=",".join(PLANS), help=text)
     text = "seeds of masks that are drawn and name no seed: 0,1,2"
     add("--seeds", type=listed(SEED), metavar="N,...", default="0", help=text)
-    add_options(parser, "output", help="CSV file with the table, which is completed")
-    add("--picture", type=path, metavar="FILE", help="PNG, SVG or PDF file")
+    group = parser.add_argument_group("output")
+    add_options(group, "output", help="CSV file with the table, which is completed")
+    group.add_argument("--picture", type=path, metavar="FILE", help="PNG, SVG or PDF file")
 
 
 def table(args: argparse.Namespace) -> int:
