@@ -253,7 +253,7 @@ class ProcessGrid:
         """
         if not survives():
             raise RuntimeError("this MPI ends a job of which a rank died: no grid can shrink")
-        whole = METHODS[method].whole
+        whole = METHODS[method].most_positions
         while True:
             left = shrunk(self.comm)
             try:
