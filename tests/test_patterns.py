@@ -304,7 +304,10 @@ def test_equal_masks_are_equal_keys():
         (lambda: Documents([0, 2.5]), "got shape (2,) of float64"),
         (lambda: Documents([0, 5], cu_seqlens_kv=[0, 2, 5]), "has 2 numbers, cu_seqlens_kv has 3"),
         (lambda: Documents([0, 5], cu_seqlens_kv=[0, 5, 4]), "cu_seqlens_kv must be sorted"),
-        (lambda: Documents([0, 5], True, inside=Full()), "without causal, got Full()"),
+        (
+            lambda: Documents([0, 5], True, inside=Full()),
+            "inside must be a Mask and replaces causal, got Full()",
+        ),
         (lambda: Documents([0, 5], inside="causal"), "must be a Mask"),
         (lambda: Documents([0, 5]).check(4), "the last document ends at 5, the sequence has 4"),
         (
