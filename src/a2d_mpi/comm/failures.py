@@ -97,8 +97,8 @@ class Failures:
     def caused(self, error: Exception) -> bool:
         """Return True if an error comes from the death of a rank.
 
-        Every kind of error may: if a rank dies in a collective call, the call may return garbage
-        on other ranks without an error, and the garbage may cause any exception.
+        Every kind of error may.  If a rank dies in a collective call, the call may return garbage
+        on other ranks without an error.  The garbage may then cause any exception.
         """
         if not survives():
             return False

@@ -49,8 +49,9 @@ class Block:
 def reads_past(shape: str, nk: int, capability: tuple[int, int]) -> bool:
     """Return True if gradients of a dense launch may be NaN when an lse is below -88.
 
-    If half of cuDNN's last tile is beyond the last key, Hopper takes exp(0 - lse) of the zeros
-    there for probabilities, unless a mask hides them (pull request 628 of nvidia-cudnn-frontend).
+    Half of cuDNN's last tile may be beyond the last key.  On Hopper, cuDNN then takes exp(0 - lse)
+    of the zeros there for probabilities, unless a mask hides them (pull request 628 of
+    nvidia-cudnn-frontend).
     """
     return capability[0] == 9 and nk % 128 == 64 and shape in ("full", "anti-causal")
 

@@ -112,7 +112,7 @@ class Pieces:
         q : (nq, nheads, headdim)
         k : (nk, nheads_kv, headdim)
         nheads_kv : int
-            KV heads of the launches; more than those of k if KV heads are repeated.
+            KV heads of the launches, which may be more than the heads of k: heads are repeated.
         backward : bool
         """
         prepared = Intervals.of(intervals).prepared
