@@ -19,19 +19,20 @@ MOST_WORDS = 30
 # The docstring of a function begins with one of these verbs, which "of" does not follow: "Return
 # the bytes of one token." Add a verb when you need it. Properties are nouns: "Number of ranks."
 VERBS = """
-    add adjust advance allocate append apply ask assert assign begin bind block build call cast
-    check choose clear close collect combine compare compile complete compute convert copy
-    count create cut deal declare decode decompress define delete derive describe detect divide
-    do draw drop encode end enter estimate evaluate exchange execute exit fill find finish fit
-    flush forget format free gather generate get give group handle hash hide hold implement
-    import improve increase insert iterate join keep launch leave let limit list load lock log
-    lower make map mark mask match measure merge move name normalize note number open order
-    overwrite pack parse pass place plan plot poll post predict prepare print prove put queue
-    raise read receive record reduce refine refuse register release remove repeat replace
-    report request rescale reserve resize restore restrict resume return reverse revoke rotate
-    round run sample save say scale scatter search select send serve set settle share shift
-    show shrink skip solve sort split start stop store stream strip subtract sum swap switch
-    take tell test time train transpose try turn update use wait walk warn write yield
+    accept add adjust advance allocate answer append apply ask assert assign begin bind block
+    bound build call cast check choose clear close collect combine compare compile complete
+    compute convert copy count create cut deal declare decode decompress define delete deliver
+    derive describe detect divide do draw drop encode end enter estimate evaluate exchange
+    execute exit fill find finish fit flush forget format free gather generate get give go
+    group handle hash hide hold implement import improve increase insert iterate join keep
+    launch leave let limit list load lock log lower make map mark mask match measure meet merge
+    move name normalize note number open order overwrite pack parse pass place plan plot poll
+    post predict prepare print prove put queue raise read receive record reduce refine refuse
+    register release remove repeat replace report request rescale reserve resize restore
+    restrict resume return reverse revoke rotate round run sample save say scale scatter search
+    select send serve set settle share shift show shrink simulate skip solve sort split start
+    stop store stream strip subtract sum summarise swap switch take tell test time tokenise
+    train transpose try turn update use wait walk warn write yield
 """
 QUESTIONS = "how what when where whether which who whose why"
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
