@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from mpi4py import MPI
 
@@ -170,12 +170,6 @@ def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
     # is older than this one.
     MPI.COMM_SELF.Dup().Free()
     return comm.Shrink()
-
-
-def wait_out(request: MPI.Request) -> None:
-    """Complete a message on a revoked communicator, so that MPI leaves its memory alone."""
-    with suppress(MPI.Exception):
-        request.Wait()
 
 
 def _agreed(comm: MPI.Intracomm, done: bool) -> bool:
