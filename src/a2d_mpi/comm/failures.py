@@ -51,7 +51,7 @@ class Failures:
     Parameters
     ----------
     comm : Intracomm
-        Of all ranks of the grid.
+        Of all ranks of the grid.  It is revoked, too: a rank may wait on it for one that has left.
     comms : list of Intracomm
         The grid's communicators, all of which are revoked.  The grid keeps the list up to date.
 
@@ -152,7 +152,7 @@ class Failures:
             comm.Revoke()
 
     def _all(self) -> Sequence[MPI.Intracomm]:
-        return [*self.comms, *self.others]
+        return [self.comm, *self.comms, *self.others]
 
     def _named(self) -> RanksLost:
         """The error; a revocation may be here before the name of the rank."""

@@ -87,6 +87,7 @@ class ProcessGrid:
         differs between ranks.
     RanksLost
         On all ranks that are left, if a rank died and MPI goes on; likewise by all calls of plans.
+        If it died while the grid was made, `comm` is revoked.
     """
 
     def __init__(
