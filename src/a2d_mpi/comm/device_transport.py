@@ -11,15 +11,13 @@ it waits.  All messages advance whenever this rank waits for any message.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.transport import pieces
+from a2d_mpi.comm.transport import Requests, pieces
 from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.devices.protocol import Array
 
@@ -48,7 +46,7 @@ class DeviceTransport:
         self.device, self.staged = device, staged
         self.staged_bytes = 0
         self._active: dict[int, Iterator[None]] = {}
-        self._number = 0
+        self._number, self._requests = 0, Requests()
         self._pinned: dict[int, list[np.ndarray]] = {}
 
     @property
@@ -70,12 +68,12 @@ class DeviceTransport:
         # Advance all messages: the rank that this one waits for may need another of them.
         while not self._active.keys().isdisjoint(messages):
             self._advance()
+        self._requests.forget_complete()
         messages.clear()
 
-    def settle(self, messages: list[Any]) -> None:
-        for number in messages:
-            with suppress(MPI.Exception):
-                deque(self._active.pop(number, ()), maxlen=0)
+    def settle(self) -> None:
+        self._requests.settle()
+        self._active = {}
 
     def poll(self, comm: MPI.Intracomm) -> None:
         self._advance()
@@ -92,7 +90,7 @@ class DeviceTransport:
             del self._active[number]
 
     def _barrier(self, comm: MPI.Intracomm) -> Iterator[None]:
-        request = comm.Ibarrier()
+        request = self._requests.post(comm.Ibarrier)
         while not request.Test():
             yield
 
@@ -101,7 +99,7 @@ class DeviceTransport:
     def _direct(self, post, x, peer, tag, ready) -> Iterator[None]:
         while not self.device.done(ready):
             yield
-        requests = [post(piece, peer, tag) for piece in pieces(x, self.limit)]
+        requests = [self._requests.post(post, piece, peer, tag) for piece in pieces(x, self.limit)]
         while not MPI.Request.Testall(requests):
             yield
 
@@ -117,7 +115,7 @@ class DeviceTransport:
         for piece, done in copied:  # the pieces share a tag, so they are sent in order
             while not self.device.done(done):
                 yield
-            requests.append(post(piece, peer, tag))
+            requests.append(self._requests.post(post, piece, peer, tag))
         while not MPI.Request.Testall(requests):
             yield
         self._give_back(host)
@@ -125,7 +123,7 @@ class DeviceTransport:
     def _receive_staged(self, post, x, peer, tag, ready) -> Iterator[None]:
         host = self._borrow(x.nbytes)
         waiting = [
-            (post(piece, peer, tag), piece, to)
+            (self._requests.post(post, piece, peer, tag), piece, to)
             for piece, to in zip(pieces(host, self.limit), pieces(x, self.limit))
         ]
         done = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from mpi4py import MPI
 
@@ -53,7 +53,8 @@ class Failures:
     Parameters
     ----------
     comm : Intracomm
-        Communicator of all ranks of the grid.
+        Communicator of all ranks of the grid.  It is revoked, too: a rank may wait on it for a
+        rank that has left.
     comms : list of Intracomm
         The communicators of the grid; all are revoked if a rank dies.  The grid updates the list.
 
@@ -156,7 +157,7 @@ class Failures:
             comm.Revoke()
 
     def _all(self) -> Sequence[MPI.Intracomm]:
-        return [*self.comms, *self.others]
+        return [self.comm, *self.comms, *self.others]
 
     def _named(self) -> RanksLost:
         """Make the error; wait a while for dead ranks, as a revocation may arrive before them."""
@@ -174,12 +175,6 @@ def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
     # one's parent ends this.  Only COMM_WORLD is older than COMM_SELF.
     MPI.COMM_SELF.Dup().Free()
     return comm.Shrink()
-
-
-def wait_out(request: MPI.Request) -> None:
-    """Complete a message on a revoked communicator; then MPI no longer uses its memory."""
-    with suppress(MPI.Exception):
-        request.Wait()
 
 
 def _agreed(comm: MPI.Intracomm, done: bool) -> bool:

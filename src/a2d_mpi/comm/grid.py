@@ -87,6 +87,7 @@ class ProcessGrid:
         divide the grid, or `nodes` has another length than `comm`.
     RanksLost
         On all surviving ranks, if a rank died and MPI goes on.  All calls of plans raise it, too.
+        If the rank died while the grid was made, `comm` is revoked.
     """
 
     def __init__(

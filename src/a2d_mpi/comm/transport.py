@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from a2d_mpi.comm.failures import survives, wait_out
+from a2d_mpi.comm.failures import survives
 from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.devices.protocol import Array
 
@@ -44,31 +46,57 @@ class Transport(Protocol):
     def wait(self, messages: list[Any]) -> None:
         """Block until the messages are complete, and empty the list."""
 
-    def settle(self, messages: list[Any]) -> None:
-        """Complete messages of revoked communicators, with or without success."""
+    def settle(self) -> None:
+        """Complete all messages under way, after their communicators were revoked."""
 
     def poll(self, comm: MPI.Intracomm) -> None:
         """Let messages advance; kernels call it between the cache blocks of a computation."""
+
+
+class Requests:
+    """Requests of MPI that are not complete: MPI may still read or write their memory."""
+
+    def __init__(self) -> None:
+        self._active: list[MPI.Request] = []
+
+    def post(self, start: Callable[..., MPI.Request], *operands: Any) -> MPI.Request:
+        """Start a message by a method of a communicator, and keep its request."""
+        request = start(*operands)
+        self._active.append(request)
+        return request
+
+    def forget_complete(self) -> None:
+        """Forget the requests that are complete, which MPI has made null."""
+        self._active = [request for request in self._active if request]
+
+    def settle(self) -> None:
+        """Wait until MPI no longer uses any memory, after the communicators were revoked."""
+        for request in self._active:
+            with suppress(MPI.Exception):
+                request.Wait()
+        self._active = []
 
 
 class HostTransport:
     """The transport of host memory, which MPI sends and receives directly."""
 
     def __init__(self) -> None:
-        self._next_poll = 0.0
+        self._next_poll, self._requests = 0.0, Requests()
 
     @property
     def limit(self) -> int:
         return MAX_MESSAGE
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        return [comm.Isend(piece, peer, tag) for piece in pieces(x, self.limit)]
+        post = self._requests.post
+        return [post(comm.Isend, piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        return [comm.Irecv(piece, peer, tag) for piece in pieces(x, self.limit)]
+        post = self._requests.post
+        return [post(comm.Irecv, piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def barrier(self, comm: MPI.Intracomm) -> list[Any]:
-        return [comm.Ibarrier()]
+        return [self._requests.post(comm.Ibarrier)]
 
     def wait(self, messages: list[Any]) -> None:
         if survives():
@@ -77,11 +105,11 @@ class HostTransport:
                 request.Wait()
         else:
             MPI.Request.Waitall(messages)
+        self._requests.forget_complete()
         messages.clear()
 
-    def settle(self, messages: list[Any]) -> None:
-        for request in messages:
-            wait_out(request)
+    def settle(self) -> None:
+        self._requests.settle()
 
     def poll(self, comm: MPI.Intracomm) -> None:
         start = time.perf_counter()

@@ -94,7 +94,7 @@ class AttentionConfig:
         if not math.isfinite(checked["softmax_scale"]):
             raise ValueError(f"softmax_scale must be finite, got {scale!r}")
         cap = self.logit_softcap
-        if self.wire is not None and self.wire not in FORMATS:
+        if self.wire not in (None, *FORMATS):
             raise ValueError(f"wire must be None or one of {tuple(FORMATS)}, got {self.wire!r}")
         checked["logit_softcap"] = None if cap is None else float(cap)
         if cap is not None and not 1e-30 <= checked["logit_softcap"] <= 1e30:
