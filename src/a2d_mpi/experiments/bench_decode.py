@@ -23,7 +23,7 @@ from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.experiments.trace import COMMUNICATION, COMPUTE, Slice, Trace, check_trace
-from a2d_mpi.gpt.apart import attention_grid, open_apart, part_of, step_traffic_apart
+from a2d_mpi.gpt.apart import attention_grid, open_apart, step_traffic_apart, weights_of_rank
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
@@ -32,7 +32,7 @@ from a2d_mpi.gpt.steps import step_traffic
 
 SCHEMA = ("a2d_mpi decoding", 1)
 # Of a step's seconds; cpu is of attention's, and wait, for other ranks, of merge's and other's.
-PARTS = ("attention", "merge", "other", "cpu", "wait")
+DECODE_PARTS = ("attention", "merge", "other", "cpu", "wait")
 BOUND = 1e-4  # largest error of attention, relative to its largest value
 SIZES = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "block", "heads")
 SIZES += ("micro_batches", "trials", "seed")
@@ -99,7 +99,7 @@ def _measured(
     shape = args.requests, config.nheads, config.headdim
     q = np.random.default_rng(args.seed).standard_normal(shape, np.float32)
     out = decoder.attention.attend(config.layers - 1, names, q) if grid else None
-    spent = decoder.attention.seconds if grid else dict.fromkeys(PARTS, 0.0)
+    spent = decoder.attention.seconds if grid else dict.fromkeys(DECODE_PARTS, 0.0)
     seconds, sent = [], set()
     for _ in range(args.trials + 1):
         before, counted = dict(spent), decoder.sent
@@ -113,7 +113,7 @@ def _measured(
         parts = {x: y - before[x] for x, y in spent.items()}
         parts["other"] = total - parts["attention"] - parts["merge"]
         parts["wait"] = sum(end - begin for what, begin, end in log if what == "wait")
-        seconds.append([parts[x] for x in PARTS])
+        seconds.append([parts[x] for x in DECODE_PARTS])
         sent.add(tuple(b - a for a, b in zip(counted, decoder.sent)))
     if split:
         at = comm.rank, (positions, args.heads), split[1]
@@ -137,7 +137,7 @@ def _measured(
         f"{what}_{x}": int(n)
         for (what, x), n in zip(product(("sent", "predicted"), kinds), counts)
     }
-    attributes |= {"cache_bytes": nbytes, "parts": PARTS, "attention_ranks": ranks}
+    attributes |= {"cache_bytes": nbytes, "parts": DECODE_PARTS, "attention_ranks": ranks}
     checks = {
         "out": _checked(config, args, context, q, out),
         "traffic": Check(float(off), 0.0, comm.size),
@@ -159,7 +159,7 @@ def _decoder(
     weights = Parameters(config, initial(config, args.seed, "float32"))
     if not split:
         return Decoder(grid, weights, [1 << 30] * grid.group_comm.size, args.block)
-    weights = Parameters(config, *part_of(weights, comm.rank, split))
+    weights = Parameters(config, *weights_of_rank(weights, comm.rank, split))
     rooms = [1 << 30] * (split[0] // args.heads)
     return open_apart(
         comm, grid, split, weights, rooms, args.block, micro_batches=args.micro_batches
@@ -198,7 +198,9 @@ def _checked(
 def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
     """Print the table: medians over the trials; returns the exit code."""
     print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
-    rows = [["ranks", "context", "step", *PARTS, "wait %", "sent bytes", "messages", "cache MB"]]
+    rows = [
+        ["ranks", "context", "step", *DECODE_PARTS, "wait %", "sent bytes", "messages", "cache MB"]
+    ]
     failed = []
     for name, entry in entries.items():
         _, ranks, context, *check = name.split("/")

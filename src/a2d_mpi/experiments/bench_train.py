@@ -35,7 +35,7 @@ from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.gpt.config import GPTConfig
-from a2d_mpi.gpt.cost import PARTS, activations, predict_step, training_bytes
+from a2d_mpi.gpt.cost import STEP_PARTS, activations, predict_step, training_bytes
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Batch
@@ -239,7 +239,7 @@ class _Run:
 
 def _report(measured: list[Steps]) -> None:
     """Print the table: medians of the slowest rank; in brackets what was predicted."""
-    rows = [["plan", "step", *PARTS, "operator", "activations", "error", ""]]
+    rows = [["plan", "step", *STEP_PARTS, "operator", "activations", "error", ""]]
     for run in measured:
         a = run.attributes
         parts = [duration(x) for x in run.parts.values()]

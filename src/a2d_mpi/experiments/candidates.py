@@ -23,8 +23,7 @@ from a2d_mpi.experiments.options import (
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
-from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
-from a2d_mpi.gpt.cost import predict_step
+from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
 from a2d_mpi.planning.machine import Machine, one_line
 from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
 from a2d_mpi.planning.profile import parse_size, read_machine

@@ -20,7 +20,7 @@ from a2d_mpi.experiments.grids import grid_shape
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.survival import check_survive, surviving
-from a2d_mpi.gpt.apart import MICRO_BATCHES, attention_grid, open_apart, part_of
+from a2d_mpi.gpt.apart import MICRO_BATCHES, attention_grid, open_apart, weights_of_rank
 from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters
@@ -195,7 +195,7 @@ def _weights(
     parts = None
     if state:
         weights = Parameters(config, state.weights)
-        parts = [part_of(weights, rank, split) for rank in range(comm.size)]
+        parts = [weights_of_rank(weights, rank, split) for rank in range(comm.size)]
     flat, shapes = comm.scatter(parts)
     return Parameters(config, device.upload(flat), shapes)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from a2d_mpi.experiments.benchmark import Entry, read_entries
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
-from a2d_mpi.gpt.cost import PARTS
+from a2d_mpi.gpt.cost import STEP_PARTS
 
 TRAINING_SCHEMA = ("a2d_mpi.training", 1)
 STEPS_SCHEMA = ("a2d_mpi training steps", 1)
@@ -67,7 +67,7 @@ class Steps(Entry):
         seconds = self.arrays["seconds"]  # (trials, ranks, parts)
         slowest = seconds.sum(axis=2).argmax(axis=1)
         of_slowest = seconds[np.arange(len(seconds)), slowest]
-        return dict(zip(PARTS, np.median(of_slowest, axis=0).tolist()))
+        return dict(zip(STEP_PARTS, np.median(of_slowest, axis=0).tolist()))
 
     @property
     def operator(self) -> float:
@@ -77,7 +77,7 @@ class Steps(Entry):
     @property
     def predicted(self) -> dict[str, float]:
         """Seconds by part; empty without a profile."""
-        found = {x: self.attributes.get(f"predicted/{x}") for x in PARTS}
+        found = {x: self.attributes.get(f"predicted/{x}") for x in STEP_PARTS}
         return {} if None in found.values() else found
 
 

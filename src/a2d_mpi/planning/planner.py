@@ -257,7 +257,7 @@ def best_candidate(
 
 
 def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:
-    """Yield the layouts that suit a method; they differ in shape or in the ranks that share nodes."""
+    """Yield the layouts that suit a method, without layouts that must be equally fast."""
     rules = METHODS[method]
     if rules.place:
         if work.mask.default_distribution != "balanced" or work.seqlen_kv != work.seqlen:
