@@ -45,7 +45,7 @@ from a2d_mpi.masks.documents import Documents
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules.problem import Workload
 
-TRAINING_PARTS = (*STEP_PARTS, "plan")  # of a step's seconds
+TIMED_PARTS = (*STEP_PARTS, "plan")  # of a step's seconds
 # Options that must be the same when a run is resumed.
 SAME = ("seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator", "validate")
 
@@ -148,7 +148,7 @@ class Trainer:
     settings : dict
         Of all ranks; they may change the bits.
     parts : list
-        Seconds of this rank by step of this start and `TRAINING_PARTS`.
+        Seconds of this rank by step of this start and `TIMED_PARTS`.
     held_out : dict
         Loss and sizes of the text that is held out, once it is evaluated.
     """
@@ -386,7 +386,7 @@ def write(
             set_attributes(file.create_group(f"ranges/{i}"), x)
         file["loss"], file["seconds/total"] = state.losses, state.seconds
         for name, x in zip(
-            TRAINING_PARTS, np.array(trainer.parts).reshape(-1, len(TRAINING_PARTS)).T
+            TIMED_PARTS, np.array(trainer.parts).reshape(-1, len(TIMED_PARTS)).T
         ):
             file[f"seconds/{name}"] = x  # rank 0's, of the steps of this start
         for name in sorted(set().union(*traffic)):  # after a loss only some may have used one
@@ -410,4 +410,4 @@ def _report(trainer: Trainer, text: Text) -> None:
           f"{len(last)} steps; unigram entropy of the text {text.entropy():.4f} nats\n"
           "seconds of a step (median, rank 0): "
           + ", ".join(f"{name} {x:.3f}"
-                      for name, x in zip(TRAINING_PARTS, np.median(trainer.parts, axis=0))))  # fmt: skip
+                      for name, x in zip(TIMED_PARTS, np.median(trainer.parts, axis=0))))  # fmt: skip

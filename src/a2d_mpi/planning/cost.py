@@ -91,7 +91,7 @@ def moves(
 
 
 def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
-    """Return the bytes [sent, received] by a rank, by (phase, channel); parameters as of `moves`."""
+    """Return the bytes [sent, received] by a rank, by (phase, channel); see `moves`."""
     return _summed(moves(method, layout, problem, rank), "nbytes")
 
 
