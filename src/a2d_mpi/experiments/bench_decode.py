@@ -1,4 +1,4 @@
-"""The job of drivers/bench_decode.py: seconds, bytes and messages of a decoding step."""
+"""The program of drivers/bench_decode.py: seconds, bytes and messages of a decoding step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.steps import step_traffic
 
 SCHEMA = ("a2d_mpi decoding", 1)
-# Of a step's seconds; cpu is of attention's, and wait, for other ranks, of merge's and other's.
+# Parts of a step's seconds.  "cpu" is a part of attention; "wait", for other ranks, is a part of
+# "merge" and "other".
 DECODE_PARTS = ("attention", "merge", "other", "cpu", "wait")
 BOUND = 1e-4  # largest error of attention, relative to its largest value
 SIZES = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "block", "heads")
@@ -40,14 +41,14 @@ Split = tuple[int, int]
 
 
 def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Measure all contexts on all numbers of ranks; returns the exit code."""
+    """Measure all contexts on all numbers of ranks; return the exit code."""
     config = together(comm, lambda: _validated(comm, args))
     what = (
         f"{config.parameters} parameters (--layers, --width) and the cache of {args.requests} "
         f"requests (--requests) of {max(args.contexts)} tokens (--contexts)"
     )
     runs = [(x, None) for x in args.ranks] + [(x[0], x) for x in args.apart]
-    for ranks, _ in runs:  # that hold the cache
+    for ranks, _ in runs:  # `ranks` hold the cache
         check_room(comm, f"{what} on one of {ranks} ranks", _room(config, args, ranks), ranks)
     origin, entries = origin_of(comm), {}
     trace = Trace(comm, args.trace) if args.trace else None
@@ -63,9 +64,9 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             if grid:
                 grid.free()
             part.Free()
-        together(comm, lambda: None, on=0)  # the other ranks sleep until then
+        together(comm, lambda: None, on=0)  # ranks that do not take part sleep until then
     if trace:
-        for section in trace.sections:  # of fewer ranks
+        for section in trace.sections:  # empty lists for ranks that did not take part
             section += [[]] * (comm.size - len(section))
         together(comm, trace.write, on=0)
     if args.output:
@@ -85,7 +86,7 @@ def _measured(
     context: int,
     trace: Trace | None,
 ) -> dict[str, Entry]:
-    """Groups of steps after a context of random keys and values, checked and timed."""
+    """Check and time steps after a context of random keys and values; return groups of a file."""
     names, ranks = list(range(args.requests)), split[0] if split else comm.size
     label, positions = f"{split[0]}+{split[1]}" if split else comm.size, ranks // args.heads
     decoder = _decoder(comm, grid, split, config, args)
@@ -124,8 +125,8 @@ def _measured(
     off = comm.allreduce(off, op=MPI.MAX)
     nbytes = comm.allreduce(decoder.cache.nbytes if grid else 0, op=MPI.MAX)
     counts = np.array([*max(sent), *predicted])
-    comm.Allreduce(MPI.IN_PLACE, counts, MPI.MAX)  # those of the rank that sends most
-    of_ranks = comm.gather(seconds[1:])  # the first one warms up
+    comm.Allreduce(MPI.IN_PLACE, counts, MPI.MAX)  # counts of the rank that sends most
+    of_ranks = comm.gather(seconds[1:])  # the first step is the warm-up
     decoder.free()
     if trace:
         slices = comm.gather(_slices(log, start, total, f"{label} ranks, {context} tokens"))
@@ -155,7 +156,7 @@ def _decoder(
     config: GPTConfig,
     args: argparse.Namespace,
 ) -> Decoder:
-    """A decoder of random weights, and no limit of room."""
+    """Make a decoder with random weights and unlimited room."""
     weights = Parameters(config, initial(config, args.seed, "float32"))
     if not split:
         return Decoder(grid, weights, [1 << 30] * grid.group_comm.size, args.block)
@@ -169,16 +170,16 @@ def _decoder(
 def _slices(
     log: Sequence[tuple[str, float, float]], start: float, total: float, name: str
 ) -> list[Slice]:
-    """A step in a trace: what this rank computed for each micro-batch, and its waits."""
-    found = [Slice(COMPUTE, name, "total", 0.0, total, {})]
+    """Make the slices of a step: this rank's computing for each micro-batch, and its waits."""
+    slices = [Slice(COMPUTE, name, "total", 0.0, total, {})]
     for what, begin, end in log:
         thread, part = (COMMUNICATION, what) if what == "wait" else (COMPUTE, "compute")
-        found.append(Slice(thread, what, part, begin - start, end - start, {}))
-    return found
+        slices.append(Slice(thread, what, part, begin - start, end - start, {}))
+    return slices
 
 
 def _keys(config: GPTConfig, seed: int, *which: int) -> np.ndarray:
-    """Random keys and values, (2, tokens, Hkv, D), of a context, request and layer."""
+    """Draw random keys and values, (2, tokens, Hkv, D), of a context, request and layer."""
     shape = 2, which[0], config.nheads_kv, config.headdim
     return np.random.default_rng([seed, *which]).standard_normal(shape, np.float32)
 
@@ -196,7 +197,7 @@ def _checked(
 
 
 def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
-    """Print the table: medians over the trials; returns the exit code."""
+    """Print the table, medians over the trials; return the exit code."""
     print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
     rows = [
         ["ranks", "context", "step", *DECODE_PARTS, "wait %", "sent bytes", "messages", "cache MB"]
@@ -209,7 +210,7 @@ def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
             seconds = 1e3 * entry.arrays["seconds"]  # (trials, ranks, parts)
             step = np.median(seconds[..., :3].sum(axis=2).max(axis=1))
             parts = np.median(seconds.mean(axis=1), axis=0)
-            waits = np.median(seconds[..., 4] / seconds[..., :3].sum(axis=2), axis=0)  # of ranks
+            waits = np.median(seconds[..., 4] / seconds[..., :3].sum(axis=2), axis=0)  # (ranks,)
             kinds = np.split(100 * waits, [a["attention_ranks"]])
             shares = " + ".join(f"{x.mean():.0f}" for x in kinds if len(x))
             numbers = [*(f"{x:.2f}" for x in (step, *parts)), shares]
@@ -254,10 +255,10 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
 
 
 def _room(config: GPTConfig, args: argparse.Namespace, ranks: int) -> int:
-    """Bytes of one of so many ranks: weights, cache, and the check of one request."""
+    """Return the bytes of one of `ranks` ranks: weights, cache, and the check of one request."""
     blocks = -(-config.seqlen // args.block) * args.requests
     kept = args.block * -(-blocks // (ranks // args.heads))
-    # Random keys in float32, their copy in float64, scores of a query, and the table of tokens.
+    # Bytes per token: random keys in float32, a copy in float64, logits of a query, and owners.
     keys = config.nheads_kv * config.headdim
     token = 2 * 4 * keys + 2 * 8 * keys + 4 * 8 * config.nheads + 40
     nbytes = cache_bytes(config, kept, 4) // args.heads
