@@ -30,7 +30,7 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
 
 OVERLAPS = {"on": (True,), "off": (False,), "both": (True, False)}
-SPANS = ("all", "picked", "none")  # plans whose spans are written: they take most of a file
+SPANS = ("all", "picked", "none")  # the planner's; they are most of a file
 
 
 def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -117,7 +117,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     specs = [x.strip() for x in args.plans.split(",") if x.strip()]
     if not (cases and specs):
         raise ValueError("nothing to run: a list is empty")
-    for c in cases:  # before the planner works on too many tokens
+    for c in cases:  # before anything walks over all tokens
         c.work()
         c.check_room(ranks)
     overlaps = OVERLAPS[args.overlap]

@@ -1,4 +1,4 @@
-"""The program of drivers/bench_decode.py: seconds, bytes and messages of a decoding step."""
+"""The job of drivers/bench_decode.py: seconds, bytes and messages of a decoding step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         f"requests (--requests) of {max(args.contexts)} tokens (--contexts)"
     )
     runs = [(x, None) for x in args.ranks] + [(x[0], x) for x in args.apart]
-    for ranks, _ in runs:  # `ranks` hold the cache
+    for ranks, _ in runs:  # that hold the cache
         check_room(comm, f"{what} on one of {ranks} ranks", _room(config, args, ranks), ranks)
     origin, entries = origin_of(comm), {}
     trace = Trace(comm, args.trace) if args.trace else None
@@ -255,10 +255,10 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
 
 
 def _room(config: GPTConfig, args: argparse.Namespace, ranks: int) -> int:
-    """Return the bytes of one of `ranks` ranks: weights, cache, and the check of one request."""
+    """Bytes of one of so many ranks: weights, cache, and the check of one request."""
     blocks = -(-config.seqlen // args.block) * args.requests
     kept = args.block * -(-blocks // (ranks // args.heads))
-    # Bytes per token: random keys in float32, a copy in float64, logits of a query, and owners.
+    # Random keys in float32, their copy in float64, scores of a query, and the table of tokens.
     keys = config.nheads_kv * config.headdim
     token = 2 * 4 * keys + 2 * 8 * keys + 4 * 8 * config.nheads + 40
     nbytes = cache_bytes(config, kept, 4) // args.heads

@@ -1,4 +1,4 @@
-"""The program of drivers/bench_train.py: check and time training steps by several plans.
+"""The job of drivers/bench_train.py: checks training steps by several plans, and times them.
 
 The file::
 

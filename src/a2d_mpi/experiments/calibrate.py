@@ -83,13 +83,13 @@ def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 def _measure(
     comm: MPI.Intracomm, args: argparse.Namespace, where: Place
 ) -> tuple[Machine, list[str]]:
-    """Measure the machine; also return notes on the errors.  The same on all ranks."""
+    """The machine, and how far its figures can be trusted; the same on all ranks."""
     dtypes = args.dtype or ["float32"]
     kernels, links, notes = {}, {}, []
     with threadpool_limits(args.threads):
         for dtype in dtypes:
-            kernels[dtype], new = _kernels(comm, where, dtype, args, 0.5 / len(dtypes))
-            notes += new
+            kernels[dtype], said = _kernels(comm, where, dtype, args, 0.5 / len(dtypes))
+            notes += said
         for name in where.partners:
             links[name] = _link(comm, where, name, 0.15 * args.seconds)
         copy, merging = _memory_rates(comm, 0.05 * args.seconds)
@@ -123,7 +123,7 @@ def _computed_by(dtypes: list[str], args: argparse.Namespace) -> str:
 def _validated(args: argparse.Namespace, where: Place) -> Place:
     if args.name is None:
         args.name = where.hosts[0]
-    Machine(args.name, None, None, {})  # raises an error if the name is not valid
+    Machine(args.name, None, None, {})  # or say what is wrong with it
     for dtype in args.dtype or ():
         check_kernel(args.kernel, as_dtype(dtype))
     if not where.even:

@@ -35,7 +35,7 @@ def files_read(args: argparse.Namespace) -> list[str]:
 
 
 def files_written(args: argparse.Namespace) -> list[str]:
-    """Return all files that a driver writes, by its options, except files in a folder."""
+    """All files that a driver writes, by its options, but those that it writes into a folder."""
     if hasattr(args, "what") and hasattr(args, "format"):  # plot.py
         return []
     return [os.fspath(x) for name in WRITTEN if (x := getattr(args, name, None))]

@@ -156,17 +156,16 @@ def parse_size(text: str | float, name: str = "") -> int:
 
 
 def parse_count(text: str) -> int:
-    """Return the tokens of "1M" (1048576), "64K" (65536) or "1000"; K, M, G are powers of 1024.
+    """Number of tokens from "1M" (1048576), "64K" (65536) or "1000": powers of 1024.
 
     Raises
     ------
     ValueError
-        If the text is no such number.
     """
-    match = re.fullmatch(r"(\d{1,1000})([KMG]?)", str(text))
-    if not match:
+    found = re.fullmatch(r"(\d{1,1000})([KMG]?)", str(text))
+    if not found:
         raise ValueError(f"{shown(text)} is no number of tokens; write 1048576, 1024K or 1M")
-    return int(match[1]) * _SUFFIXES[match[2] + "i" * bool(match[2])]
+    return int(found[1]) * _SUFFIXES[found[2] + "i" * bool(found[2])]
 
 
 def _table(value: object, where: str) -> dict[str, object]:
