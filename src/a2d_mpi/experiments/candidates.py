@@ -31,7 +31,8 @@ from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.schedules.problem import Workload
 
-IDLE, IDLE_RANKS = 0.1, 256  # share of ranks that may be idle; of so many: larger ones take long
+# Share of ranks that may be idle, and most ranks for that: the search takes long for more.
+IDLE, IDLE_RANKS = 0.1, 256
 
 
 def add_problem(parser: Parser, ranks: int) -> None:
@@ -57,12 +58,12 @@ def add_problem(parser: Parser, ranks: int) -> None:
 
 
 def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
-    """The machine and the workload of the options of `add_problem`.
+    """Return the machine and the workload of the options of `add_problem`.
 
     Raises
     ------
     ValueError
-        If one of them does not make sense.
+        If an option is wrong, or the profile does not fit the options.
     OSError
         If the profile cannot be read.
     """
@@ -84,15 +85,15 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
             f"{args.ranks} ranks x {case.seqlen} tokens x {case.nheads} heads x {width}: "
             "the bytes that all receive are no 64-bit integer"
         )
-    machine.links(args.ranks)  # or say what it lacks
+    machine.links(args.ranks)  # raises an error if the profile lacks a link
     if args.dtype not in machine.kernels:
-        known = " or ".join(f"--dtype {one_line(x)}" for x in machine.kernels) or "another profile"
-        raise ValueError(f"{args.profile} has no kernel for {args.dtype}: give {known}")
+        fixes = " or ".join(f"--dtype {one_line(x)}" for x in machine.kernels) or "another profile"
+        raise ValueError(f"{args.profile} has no kernel for {args.dtype}: give {fixes}")
     return machine, case
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table; return the exit code."""
     if args.gpt:
         if args.nheads or args.nheads_kv or args.headdim_v:
             raise ValueError("--gpt leaves no choice of --nheads, --nheads-kv and --headdim-v")
@@ -123,7 +124,7 @@ def _print(
     work: Workload,
     memory: int | None,
 ) -> None:
-    """The table, and what is not in it."""
+    """Print the table, and say which plans are not in it."""
     ranks = args.ranks
     room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"
     print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} a node, {room}"
@@ -162,7 +163,7 @@ def _print(
 def _print_steps(
     found: list[Candidate], machine: Machine, config: GPTConfig, args: argparse.Namespace
 ) -> None:
-    """The training steps of a model by these plans."""
+    """Print the training steps of a model by these plans."""
     again = ", all but attention computed again" * args.recompute
     print(
         f"\ntraining steps of {args.gpt}{again}: {config.layers} layers of width {config.width}, "
@@ -178,7 +179,7 @@ def _print_steps(
 
 
 def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
-    """The cells of a plan: its figures, or bounds of them if it was not simulated."""
+    """Return the cells of a plan: its numbers, or their bounds if it was not simulated."""
     cells, used = [plan.method, _grid(plan), plan.layout.numbering], plan.layout.size
     if plan.phases:
         cells += map(duration, (plan.seconds, *plan.split.values()))
