@@ -77,16 +77,16 @@ def check_tensors(
         If a shape, a dtype or a device is wrong.
     """
     devices = []
-    for name, x in arrays.items():
+    for name, tensor in arrays.items():
         shape = lengths[name in OF_KEYS], *config.shape(name)
         dtype = config.dtype_of(name)
-        devices.append(_device_of(name, x))
-        if x.shape != shape or x.dtype != dtype:
+        devices.append(_device_of(name, tensor))
+        if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(
-                f"{name} has shape {x.shape} and dtype {x.dtype}, "
+                f"{name} has shape {tensor.shape} and dtype {tensor.dtype}, "
                 f"this shard needs {shape} and {dtype}"
             )
-        if not devices[0].owns(x):
+        if not devices[0].owns(tensor):
             raise ValueError(f"{name} is not on the device that is current")
     return devices[0]
 

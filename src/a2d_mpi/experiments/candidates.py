@@ -118,7 +118,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _print(
-    found: list[Candidate],
+    plans: list[Candidate],
     args: argparse.Namespace,
     machine: Machine,
     work: Workload,
@@ -131,15 +131,15 @@ def _print(
           + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
     if machine.computed_by:
         print(f"kernels: {one_line(machine.computed_by)}")
-    fitting = [plan for plan in found if plan.fits]
+    fitting = [plan for plan in plans if plan.fits]
     bounds = sum(not plan.phases for plan in fitting)
     print(
         f"{len(fitting)} plans fit"
         + f", {bounds} of which are not simulated: they take at least (>=) as long as the first"
         * (bounds > 0)
-        + f", {len(found) - len(fitting)} do not" * (len(found) > len(fitting))
+        + f", {len(plans) - len(fitting)} do not" * (len(plans) > len(fitting))
     )
-    shown = found[: args.top or None]
+    shown = plans[: args.top or None]
     head = [
         "method",
         "grid",
@@ -151,17 +151,17 @@ def _print(
         "x bound",
         "memory",
     ]
-    rows = [[*head, ""], *(_row(plan, ranks, found[0]) for plan in shown)]
+    rows = [[*head, ""], *(_row(plan, ranks, plans[0]) for plan in shown)]
     print("\n" + aligned(rows, left=(0, 1, 2, len(head))))
-    if len(shown) < len(found):
-        print(f"... {len(found) - len(shown)} more: --top 0")
+    if len(shown) < len(plans):
+        print(f"... {len(plans) - len(shown)} more: --top 0")
     for heads in (x for x in range(2, ranks + 1) if ranks % x == 0):
         if why := misfit(work.nheads, work.nheads_kv, heads):
             print(f"no plan with {heads} ranks that share the heads: {why}")
 
 
 def _print_steps(
-    found: list[Candidate], machine: Machine, config: GPTConfig, args: argparse.Namespace
+    plans: list[Candidate], machine: Machine, config: GPTConfig, args: argparse.Namespace
 ) -> None:
     """Print the training steps of a model by these plans."""
     again = ", all but attention computed again" * args.recompute
@@ -170,7 +170,7 @@ def _print_steps(
         f"{config.parameters} parameters on every rank\n"
     )
     rows = [["method", "grid", "total", *STEP_PARTS, "tokens/s", "memory"]]
-    for plan in (x for x in found if x.phases):
+    for plan in (x for x in plans if x.phases):
         step = predict_step(machine, plan, config, args.seqlen, args.dtype, args.recompute)
         seconds = map(duration, (step.total, *step.seconds.values()))
         rate = f"{args.seqlen / step.total:.4g}"

@@ -103,7 +103,7 @@ def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[Non
 
 
 def add_engine(parser: Parser) -> None:
-    """Add the options for the device, the kernel, the transfers and the threads of a plan."""
+    """Add the options that say what a plan runs on."""
     add = parser.add_argument
     add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
     add("--kernel", choices=KERNELS, default="auto", help="default: the fastest for the device")

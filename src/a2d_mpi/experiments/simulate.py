@@ -171,13 +171,13 @@ def read_summaries(path: str | Path) -> list[Summary]:
     ]
 
 
-def seconds(found: Mapping[str, object], kind: str, part: str = "") -> float:
+def seconds(entry: Mapping[str, object], kind: str, part: str = "") -> float:
     """Sum the "simulated" or "predicted" seconds of an entry over its phases; NaN without any.
 
     With the `part` " wait", sum the waits.
     """
-    phases = ("forward", "backward") if found["backward"] else ("forward",)
-    return sum(float(found.get(f"{phase}/{kind}{part}", np.nan)) for phase in phases)
+    phases = ("forward", "backward") if entry["backward"] else ("forward",)
+    return sum(float(entry.get(f"{phase}/{kind}{part}", np.nan)) for phase in phases)
 
 
 def _tasks(args: argparse.Namespace) -> Iterator[Task]:
@@ -202,8 +202,8 @@ def _tasks(args: argparse.Namespace) -> Iterator[Task]:
                 yield Task(what, machine, network, args.slow_rank, args.coarse)
 
 
-def _line(name: str, found: Mapping[str, object]) -> str:
-    line = f"{name}: predicted {seconds(found, 'predicted'):.4g} s, "
-    if "timeout" in found:
-        return line + f"not simulated in {found['timeout']:g} s"
-    return line + f"simulated {seconds(found, 'simulated'):.4g} in {found['cost seconds']:.1f} s"
+def _line(name: str, entry: Mapping[str, object]) -> str:
+    line = f"{name}: predicted {seconds(entry, 'predicted'):.4g} s, "
+    if "timeout" in entry:
+        return line + f"not simulated in {entry['timeout']:g} s"
+    return line + f"simulated {seconds(entry, 'simulated'):.4g} in {entry['cost seconds']:.1f} s"

@@ -143,18 +143,18 @@ def table(summaries: Sequence[Summary]) -> str:
     there is no pick.
     """
     first, rows = summaries[0], [TABLE]
-    for x in summaries:
-        rivals = [y for y in summaries if y.phase == x.phase]
+    for summary in summaries:
+        rivals = [y for y in summaries if y.phase == summary.phase]
         best = min(rivals, key=lambda y: (not y.picked, y.seconds))
         rows.append((
-            f"  {x.plan}",
-            x.phase,
-            f"{1e3 * x.seconds:.2f}",
-            f"{x.seconds / best.seconds:.2f}",
-            f"{1e3 * x.parts['wait']:.2f}",
-            "" if math.isnan(x.predicted) else f"{1e3 * x.predicted:.2f}",
-            f"{x.received or ''}",
-            ("passed" if x.passed else "FAILED") + "  (picked)" * x.picked,
+            f"  {summary.plan}",
+            summary.phase,
+            f"{1e3 * summary.seconds:.2f}",
+            f"{summary.seconds / best.seconds:.2f}",
+            f"{1e3 * summary.parts['wait']:.2f}",
+            "" if math.isnan(summary.predicted) else f"{1e3 * summary.predicted:.2f}",
+            f"{summary.received or ''}",
+            ("passed" if summary.passed else "FAILED") + "  (picked)" * summary.picked,
         ))  # fmt: skip
     title = f"{first.workload}, {first.ranks} ranks"
     return f"{title}\n{aligned(rows, left=(0, 1, len(TABLE) - 1))}"

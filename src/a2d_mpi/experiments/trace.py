@@ -329,13 +329,13 @@ def events_of(sections: Sequence[Section]) -> list[dict[str, object]]:
         last = start
         for rank, slices in enumerate(section):
             # Viewers nest a slice in the slices before it.
-            for x in sorted(slices, key=lambda x: (x.begin, -x.end)):
-                begin, end = start + round(1e9 * x.begin), start + round(1e9 * x.end)
-                last, where = max(last, end), {"pid": rank, "tid": _tid(rank, x.thread)}
+            for piece in sorted(slices, key=lambda piece: (piece.begin, -piece.end)):
+                begin, end = start + round(1e9 * piece.begin), start + round(1e9 * piece.end)
+                last, where = max(last, end), {"pid": rank, "tid": _tid(rank, piece.thread)}
                 times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
-                event = {"ph": "X", "name": x.name, "cat": x.category}
-                events.append({**event, **times, **where, "args": x.args})
-                for arrow in x.arrows:
+                event = {"ph": "X", "name": piece.name, "cat": piece.category}
+                events.append({**event, **times, **where, "args": piece.args})
+                for arrow in piece.arrows:
                     # Just before the end of a wait: viewers look for the slice around it.
                     now = begin if arrow.sent else max(begin, end - 1)
                     event = {"ph": "s"} if arrow.sent else {"ph": "f", "bp": "e"}

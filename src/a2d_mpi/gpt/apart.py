@@ -75,15 +75,15 @@ def weights_of_rank(
     """
     (attention_ranks, ffn_ranks), own = split, {}
     ffn = rank - attention_ranks
-    for name, x in weights.named.items():
+    for name, weight in weights.named.items():
         axis = _SHARED.get(name if name in _SHARED else name.partition(".")[2])
         if axis is None and ffn < 0:
-            own[name] = x
+            own[name] = weight
         elif axis is not None and ffn >= 0:
-            part = _cut(x.shape[axis], ffn, ffn_ranks)
-            own[name] = x[:, part] if axis else x[part]
-    flat = np.concatenate([x.reshape(-1) for x in own.values()])
-    return flat, {name: x.shape for name, x in own.items()}
+            part = _cut(weight.shape[axis], ffn, ffn_ranks)
+            own[name] = weight[:, part] if axis else weight[part]
+    flat = np.concatenate([weight.reshape(-1) for weight in own.values()])
+    return flat, {name: weight.shape for name, weight in own.items()}
 
 
 def attention_grid(

@@ -80,13 +80,13 @@ def moves(
         Only rows that are sent, or only rows that are received.
     """
     ranks = range(layout.size) if rank is None else (rank,)
-    for phase, x in product(phases, ranks):
-        for program in write(method, phase, layout, problem, x):
+    for phase, own in product(phases, ranks):
+        for program in write(method, phase, layout, problem, own):
             for step in program.steps:
                 if isinstance(step, _MESSAGES[sent]):
                     array, peer = program.arrays[step.rows.array], program.grid_rank(step.peer)
                     rows = step.rows.count, program.group.row_bytes(array)
-                    ends = isinstance(step, Send), *rows, x, peer
+                    ends = isinstance(step, Send), *rows, own, peer
                     yield Move(phase, step.channel, array.kind, *ends)
 
 

@@ -250,7 +250,7 @@ def _opening(machine: Machine, nbytes: int) -> Tape:
 
 @lru_cache(maxsize=4096)
 def _tape(part: Part, phase: str, machine: Machine, last: bool, steps: int | None) -> Tape:
-    """Read one program, or its first steps; with `last`, its results are for the caller."""
+    """Read one program, or its first steps; `last`: its results are for the caller."""
     program, backward = part.write(steps), phase == PHASES[1]
     calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
     awaited = _awaited_sends(program)
