@@ -163,7 +163,7 @@ class Engine:
         finite: bool,
         options: Mapping[str, bool],
     ) -> None:
-        """Meet all ranks before a call, and agree on a path to MPI.
+        """Wait for all ranks before a call, and agree on a path to MPI.
 
         Collective over the ranks of `rendezvous`.
 

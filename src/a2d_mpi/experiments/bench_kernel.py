@@ -44,7 +44,7 @@ DEFAULTS = {
 
 
 def shape(text: str) -> tuple[int, int, int]:
-    """A type of options: seqlen, heads and headdim."""
+    """Parse an option that is a shape: seqlen, heads and headdim, as 4096x4x128."""
     try:
         seqlen, nheads, headdim = map(int, text.split("x"))
         AttentionConfig(seqlen, nheads, headdim).check_room(1)

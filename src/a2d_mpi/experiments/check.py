@@ -62,8 +62,8 @@ def check_attention(
     -----
     out, lse and dq of a checked row are compared with exact values.  A row of dk or dv depends on
     lse and delta of *every* query.  If all rows are checked, these are exact, too.  In a sample
-    they are taken from the run (delta from its out), and the sampled query rows check them: an
-    error of lse is a relative error of all probabilities, and the bound of lse is at most 0.1.
+    they are taken from the run (delta from its out).  The sampled query rows check them: an error
+    of lse is a relative error of all probabilities, and the bound of lse is at most 0.1.
 
     A plan with `wire` is compared with exact values of tensors that were rounded to this format by
     `reference.rounded`, which shares no code with the plan.  Its gradients are compared with exact
@@ -120,13 +120,12 @@ def check_attention(
 def wire_errors(
     method: str, layout: Layout, config: AttentionConfig, terms: Mapping[str, float]
 ) -> dict[str, float]:
-    """Bound the error of each result that the rounding of partial results may cause.
+    """Return a bound of each result's error by the rounding of partial results.
 
-    A result is a sum of contributions: each shard is cut into pieces, and each piece contributes
-    through its keys (to out and dq) or its queries (to dk and dv).  A partial result is a sum of
-    some contributions.  The size of an element x of a contribution is
-    ``(u |x| + f X) / (u + f)``, where X is the largest element of its head, u is `Format.error`
-    and f is `Format.floor`.
+    Each shard is cut into pieces.  The keys of a piece contribute to out and dq, its queries to dk
+    and dv.  A result is the sum of all contributions, and a partial result is a sum of some.  The
+    size of an element x of a contribution is ``(u |x| + f X) / (u + f)``, where X is the largest
+    element of its head, u is `Format.error` and f is `Format.floor`.
 
     Parameters
     ----------

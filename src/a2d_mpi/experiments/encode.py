@@ -121,7 +121,7 @@ def _prepared(args: argparse.Namespace) -> tuple[Encoder, Packed, dict[str, obje
 def pack(
     texts: Sequence[str], queries: Sequence[str], tokenizer: Tokenizer, most: int | None = None
 ) -> Packed:
-    """Tokenise and pack texts, and then queries; texts too long for the model are cut.
+    """Pack texts and then queries into one sequence of tokens; cut texts too long for the model.
 
     Parameters
     ----------

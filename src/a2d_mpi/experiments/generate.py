@@ -105,7 +105,7 @@ class _Answers:
         self._start, self._seconds = time.perf_counter(), 0.0
 
     def complete(self, decoder: Decoder, comm: MPI.Intracomm, first: int) -> int:
-        """Answer all unanswered prompts; return the exit code.  Collective.
+        """Serve all unanswered prompts; return the exit code.  Collective.
 
         `first` is the rank, in the first grid, that prints.
         """

@@ -72,7 +72,7 @@ class Task:
         return f"{self.what.name}-{network.name}{odd}-{self.machine.name}".replace("/", "_")
 
     def run(self, timeout: float) -> dict[str, object]:
-        """Simulate the task; return the attributes of its entry."""
+        """Run the simulation; return the attributes of its entry."""
         what, layout, work = self.what, self.what.layout, self.what.case.work(self.what.overlap)
         entry: dict[str, object] = {
             **what.attributes,
@@ -110,7 +110,7 @@ class Task:
 
 
 def simulate_all(args: argparse.Namespace) -> int:
-    """Simulate the plans that a file lacks, one after the other; return the exit code."""
+    """Run the simulations that a file lacks, one after the other; return the exit code."""
     replayer()  # raises an error now if SimGrid is not installed
     done = read_simulations(args.output) if extends(args.output, args.resume) else {}
     origin, before = Entry(provenance("none", ["simulated"]), {}), 0

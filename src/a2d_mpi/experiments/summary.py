@@ -74,12 +74,12 @@ class Summary:
 
     @property
     def picked(self) -> bool:
-        """Whether the planner chose this plan."""
+        """True if the planner chose this plan."""
         return bool(self.config["picked"])
 
     @property
     def overlap(self) -> bool:
-        """Whether the plan computes while messages travel."""
+        """True if the plan computes while messages travel."""
         return bool(self.config["overlap"])
 
     @property
@@ -105,7 +105,7 @@ class Summary:
 
 
 def summarise(result: Result, phases: Sequence[str] | None = None) -> Summary:
-    """Summarise some phases of a result together; default: all that were timed."""
+    """Combine the numbers of some phases of a result; default: all that were timed."""
     phases = phases or phases_of(result)
     seconds, parts = 0.0, dict.fromkeys(PARTS, 0.0)
     for phase in phases:

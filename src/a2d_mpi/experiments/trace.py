@@ -227,7 +227,7 @@ def _tokens(program: Program, rows: Rows) -> str:
 def predicted(
     machine: Machine, method: str, layout: Layout, work: Workload, name: str
 ) -> list[Section]:
-    """Simulate a plan, and make the sections of a trace, one for each phase.
+    """Predict a plan by the simulator; return the sections of a trace, one for each phase.
 
     Parameters
     ----------

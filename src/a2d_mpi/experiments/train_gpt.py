@@ -179,7 +179,7 @@ class Trainer:
         self.held_out: dict[str, object] = {}
 
     def go_on(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
-        """Go on with the surviving ranks after a loss, from the last finished step.
+        """Resume with the surviving ranks after a loss, from the last finished step.
 
         Collective over the surviving ranks.
         """

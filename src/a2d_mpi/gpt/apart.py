@@ -371,7 +371,7 @@ class AttentionRank(Apart):
         self._pipe.free()
 
     def _through(self, models: Sequence[GPT], lines: Sequence[Line]) -> Iterator[Array]:
-        """Attend to batch after batch, layer after layer; yield each batch's final LayerNorm."""
+        """Compute batch after batch, layer after layer; yield each batch's final LayerNorm."""
         rows = [0.0] * len(lines)
         for i in range(self._weights.config.layers):
             for b, (model, line) in enumerate(zip(models, lines)):

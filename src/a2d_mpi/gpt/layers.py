@@ -31,7 +31,7 @@ def module_of(x: Array) -> Any:
 
 
 def flat(x: Array) -> Array:
-    """Reshape (n, H, D) to (n, H D); n may be 0."""
+    """Return (n, H, D) as (n, H D); n may be 0."""
     return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
@@ -45,7 +45,7 @@ def linear_backward(dy: Array, x: Array, w: Named, d: Named, name: str) -> Array
 def layer_norm(
     x: Array, w: Named, name: str, epsilon: float = EPSILON
 ) -> tuple[Array, tuple[Array, Array]]:
-    """Normalise the rows of x, (n, E), by LayerNorm (Ba et al., arXiv:1607.06450)."""
+    """Apply LayerNorm to the rows of x, (n, E) (Ba et al., arXiv:1607.06450)."""
     centred = x - x.mean(axis=1, keepdims=True)
     spread = ((centred**2).mean(axis=1, keepdims=True) + epsilon) ** 0.5  # (n, 1)
     normal = centred / spread  # (n, E)

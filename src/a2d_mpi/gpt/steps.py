@@ -3,8 +3,8 @@
 Each rank attends to the KV blocks that it keeps.  The partial results are merged in two exchanges
 (Helix, Bhatia et al., arXiv:2507.07120).  In the first, every rank receives the partial results of
 its share of the heads, and merges them.  In the second, all ranks receive all merged heads.  With
-a head axis, the ranks of a Ulysses group keep the same KV blocks, each for its share of the heads,
-and partial results are merged inside a context-parallel group.  The bytes of a step do not depend
+a head axis, the ranks of a Ulysses group keep the same KV blocks, each for its share of the heads.
+Partial results are then merged inside a context-parallel group.  The bytes of a step do not depend
 on the length of the context.
 """
 

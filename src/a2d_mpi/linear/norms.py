@@ -30,7 +30,7 @@ class Norm:
         return None
 
     def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Normalise the sums; return out and the scale."""
+        """Compute out and the scale from the sums."""
         return sums, None
 
     def backward(self, dout: np.ndarray, out: np.ndarray, scale: np.ndarray | None) -> np.ndarray:

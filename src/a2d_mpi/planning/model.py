@@ -86,6 +86,6 @@ def predict(
 def simulated(
     machine: Machine, layout: Layout, survey: Survey, spans: list[Spans] | None = None
 ) -> Phase:
-    """Simulate the phase of a survey; `spans` as of `a2d_mpi.planning.simulator.simulate`."""
+    """Run the simulator on the survey of a phase; `spans` as of `simulator.simulate`."""
     cables = Cables(Network(), machine, layout.size)
     return Phase(**simulate(*survey[:2], cables, layout.world_ranks(), spans))

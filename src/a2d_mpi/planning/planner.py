@@ -347,7 +347,7 @@ def _percent(x: float) -> str:
 def candidate(
     machine: Machine, method: str, layout: Layout, work: Workload, room: int | None = None
 ) -> Candidate:
-    """Simulate one plan.
+    """Predict the cost of one plan by simulating it.
 
     Parameters
     ----------
@@ -457,7 +457,7 @@ class Trial:
             yield True
 
     def _bound(self, phase: str, steps: int | None) -> None:
-        """Bound a phase by all steps, or the first ones, of rank 0 without late peers."""
+        """Raise the bound of a phase by all steps, or the first ones, of rank 0 alone."""
         machine, _, layout, _ = self._plan
         survey = survey_of(*self._plan, self._problem, phase, (0,), steps)
         self._seconds[phase] = max(self._seconds[phase], _alone(machine, layout, survey, 0))

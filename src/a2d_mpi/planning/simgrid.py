@@ -86,7 +86,7 @@ def simulate(
     timeout: float | None = None,
     coarse: float = 0.0,
 ) -> Replay:
-    """Replay a plan by SimGrid.
+    """Run a plan in SimGrid.
 
     Parameters
     ----------
