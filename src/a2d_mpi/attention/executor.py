@@ -146,7 +146,7 @@ class Executor:
         by_token, into_by_token = (program.arrays[x.array].by_token for x in (source, target))
         if by_token == into_by_token:
             return [(Executor._put, common_rows(source, target), add)]
-        if add:  # rows in the order of tokens, to the same rows in another order
+        if add:  # the same rows in two orders
             order = np.empty(source.count, np.int64)
             order[positions(source)] = positions(target)
             return [(Executor._by_index, "add_at", source.array, target.array, Constant(order))]

@@ -129,7 +129,7 @@ class AttentionPlan:
     single rank a call returns before the work is done.
     """
 
-    method = ""  # its name in `a2d_mpi.schedules.METHODS`
+    method = ""  # name in `a2d_mpi.schedules.METHODS`
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class AttentionPlan:
                 named = distribution, distribution_kv
                 check_problem(self.method, mask, config, grid, named)
                 lengths = config.seqlen, config.seqlen_kv
-                digest = mask.aligned(*lengths).digest(*lengths)  # and all intervals are checked
+                digest = mask.aligned(*lengths).digest(*lengths)  # checks all intervals
                 self._describe(problem_of(self.method, self.layout, config, mask, *named))
                 self._engine = Engine(kernel, config, transfers, overlap, grid, threads)
                 self._executors = {

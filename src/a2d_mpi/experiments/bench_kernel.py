@@ -31,7 +31,7 @@ from a2d_mpi.masks.patterns import make_mask
 MASKS = ("full", "causal")  # masks that torch has
 # Largest errors relative to the largest value of a tensor.
 BOUNDS = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-BACKENDS = ("CUDNN", "FLASH", "EFFICIENT")  # torch's, on a GPU
+BACKENDS = ("CUDNN", "FLASH", "EFFICIENT")  # backends of torch on a GPU
 # Options of the driver, by device.
 DEFAULTS = {
     "cpu": {

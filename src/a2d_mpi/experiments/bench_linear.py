@@ -45,7 +45,8 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure all plans at all lengths; returns the exit code."""
     together(comm, lambda: args.output and check_output(args.output, SCHEMA), on=0)
-    token = 8 * args.nheads * args.headdim  # bytes of one in float64: copies, features, gradients
+    token = 8 * args.nheads * args.headdim  # bytes of a token in float64
+    # 30 arrays: copies, features, gradients.
     most = -(-max(args.seqlens) // comm.size)
     check_room(comm, f"{max(args.seqlens)} tokens (--seqlens) on one rank", 30 * token * most)
     grid, origin, entries = ProcessGrid(comm, *squarest(comm.size)), origin_of(comm), {}

@@ -174,6 +174,6 @@ def _report(result: Result, plan: AttentionPlan) -> None:
     print("\nchecked             error     bound      rows" + "  as given" * bool(wire))
     for name, check in result.checks.items():
         numbers = f"{check.error:>10.2e}{check.bound:>10.2e}{check.rows:>10}"
-        if wire:  # the error against the tensors as they were before they were rounded
+        if wire:  # the error against the tensors before rounding
             numbers += " " * 10 if check.as_given is None else f"{check.as_given:>10.2e}"
         print(f"{name:<15}{numbers}   {check.verdict}")

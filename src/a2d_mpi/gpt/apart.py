@@ -351,7 +351,7 @@ class AttentionRank(Apart):
         batches, lines = zip(*self._pipe.step(len(names)))
         models = []
         for x in batches:
-            attention = copy(self.attention)  # with a layer of its own
+            attention = copy(self.attention)  # it counts the layers of its batch
             attention.begin(names[x], positions[x], owners[x])
             models.append(GPT(self._weights, attention, positions[x]))
         for line, hidden in zip(lines, self._through(models, lines)):

@@ -203,7 +203,7 @@ class Decoder:
         to = np.concatenate([self.table.append(x, len(y)) for x, y in prompts.items()])
         lengths = [self.table.requests[x].held[self.cache.rank] for x in prompts]
         sent = [np.flatnonzero(to[own] == p) for p in range(len(self.table.free))]
-        sent = [self._upload(x) for x in sent for _ in heads]  # by rank
+        sent = [self._upload(x) for x in sent for _ in heads]  # rows for each rank
         coming = [x[to[x] == self.cache.rank] for x in comm.allgather(own)]
         order = self._upload(np.argsort(np.concatenate(coming)))
         self._moving.forget_buffers()  # their sizes depend on the prompts

@@ -89,7 +89,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float], flood: tuple[int, f
     number, together = flood
     overhead = max(0.0, (together - seconds[0]) / max(1, number - 1) / 2)
     growth = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
-    # With noise the slope may be far too small: at least half of the largest message's mean.
+    # Noise may make the slope far too small, so take at least half of the largest message's mean.
     per_byte = max(growth, 0.5 * seconds[-1] / sizes[-1])
     latency = max(0.0, seconds[0] - 2 * overhead)
     return Link(1 / per_byte, latency, overhead)

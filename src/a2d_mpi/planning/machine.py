@@ -166,7 +166,7 @@ class Machine:
         _check(self)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.ranks_per_node))  # kernels are in a dict
+        return hash((self.name, self.ranks_per_node))  # a dict of kernels has no hash
 
     @property
     def share(self) -> float:

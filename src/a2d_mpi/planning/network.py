@@ -16,7 +16,7 @@ import numpy as np
 from a2d_mpi.planning.machine import Machine
 
 NETWORKS = ("switch", "fat tree", "dragonfly")
-PORTS = 32  # of a leaf switch, towards nodes
+PORTS = 32  # ports of a leaf switch towards nodes
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Cables:
         self._network, self._per_node = network, machine.ranks_per_node
         self._inside, self._between = machine.links(ranks)
         nodes = -(-ranks // self._per_node)
-        self._ports = min(self._between.nics, self._per_node)  # of a node
+        self._ports = min(self._between.nics, self._per_node)  # ports of a node
         self._all, self._ranks = nodes * self._ports, ranks
         one = self._between.bandwidth * self._between.nics / self._ports
         ports = np.full(self._all, one)

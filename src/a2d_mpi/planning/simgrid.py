@@ -202,7 +202,9 @@ def _run(
                 file.write(np.int64(rows).tobytes() + x.tobytes())
         options = [f"--cfg={x}" for x in OPTIONS] + ["--log=root.thres:warning"]
         if coarse:
-            options.append(f"--cfg=surf/precision:{float(coarse)!r}")  # not "np.float64(...)"
+            options.append(
+                f"--cfg=surf/precision:{float(coarse)!r}"
+            )  # a NumPy float has another repr
         command = [binary, given, results, *options]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)

@@ -205,12 +205,12 @@ def _flows(
     actions.missing[:] = np.bincount(waiter[waiter >= 0], minlength=len(sizes))
     there = place[messages.source], place[messages.to]
     routes = cables.routes(*there).T
-    links = len(cables.bandwidth)
+    links = len(cables.bandwidth)  # one more link, without a limit, stands for -1
     pairs, pair = np.unique(messages.source * len(place) + messages.to, return_inverse=True)
     if not in_order:
         pairs = pair = np.arange(n)
     return Flows(
-        messages.nbytes.astype(float), np.where(routes < 0, links, routes),  # one that is no limit
+        messages.nbytes.astype(float), np.where(routes < 0, links, routes),
         cables.latency(*there), np.append(cables.bandwidth, np.inf),
         waiter, ends, np.zeros(n, np.int64), np.zeros(n),
         pair, np.full(len(pairs), -1), np.full(n, -1), np.zeros(n, bool),

@@ -295,7 +295,11 @@ def _message(program: Program, step: Message) -> tuple[int, ...]:
     """Return the row of `Tape.messages` of a message."""
     array, count = program.arrays[step.rows.array], step.rows.count
     sizes = program.group.row_bytes(array)
-    same = _KINDS[array.kind], step.tag, step.turn  # on both sides; two ranks share one channel
+    same = (
+        _KINDS[array.kind],
+        step.tag,
+        step.turn,
+    )  # equal on both sides; two ranks share one channel
     pieces = sum(-(-count * x // MAX_MESSAGE) for x in sizes)
     return step.peer, isinstance(step, Receive), *same, count * sum(sizes), len(sizes), pieces
 
