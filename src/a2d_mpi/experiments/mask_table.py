@@ -21,7 +21,7 @@ from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.problem import Problem
 
 
-class Figures(NamedTuple):
+class PartitionCost(NamedTuple):
     """Work and traffic of one way to compute a mask on a grid.
 
     Attributes
@@ -40,10 +40,10 @@ class Figures(NamedTuple):
     moved: float
 
 
-Table = dict[tuple[int, int, str, str], Figures]  # by ranks, tokens, mask and plan
+MaskTable = dict[tuple[int, int, str, str], PartitionCost]  # by ranks, tokens, mask and plan
 
 
-def figures(method: str, layout: Layout, problem: Problem) -> Figures:
+def partition_cost(method: str, layout: Layout, problem: Problem) -> PartitionCost:
     """Count the visible pairs and the bytes of every rank."""
     most, areas = np.zeros((2, layout.size)), np.zeros(layout.size)
     for rank in range(layout.size):
@@ -52,10 +52,12 @@ def figures(method: str, layout: Layout, problem: Problem) -> Figures:
         areas[rank] = sum(map(area, write(method, "forward", layout, problem, rank)))
     all_of_q = problem.config.seqlen * problem.config.nbytes("q")
     grid = f"{layout.rows}x{layout.cols}"
-    return Figures(grid, float(areas.max() / max(areas.mean(), 1)), float(most.max() / all_of_q))
+    return PartitionCost(
+        grid, float(areas.max() / max(areas.mean(), 1)), float(most.max() / all_of_q)
+    )
 
 
-def best_of(plan: str, text: str, seqlen: int, ranks: int) -> Figures:
+def best_of(plan: str, text: str, seqlen: int, ranks: int) -> PartitionCost:
     """Find the grid whose busiest rank moves the fewest bytes, among all shapes of a method.
 
     `plan` is METHOD or METHOD/DISTRIBUTION, `text` is a mask.
@@ -67,7 +69,7 @@ def best_of(plan: str, text: str, seqlen: int, ranks: int) -> Figures:
         layout = Layout(rows, ranks // rows)
         if METHODS[method].suits(layout):
             problem = problem_of(method, layout, config, mask, distribution or None)
-            candidates.append(figures(method, layout, problem))
+            candidates.append(partition_cost(method, layout, problem))
     return min(candidates, key=lambda x: (x.moved, x.uneven))
 
 
@@ -79,7 +81,7 @@ def plan_text(text: str) -> str:
     return method_name(method) + slash + name
 
 
-def print_table(args: argparse.Namespace) -> Table:
+def print_table(args: argparse.Namespace) -> MaskTable:
     """Print the table of all masks that are asked for, and keep it; returns all that is known."""
     known = read_table(args.output) if args.output and args.output.exists() else {}
     if args.output:
@@ -108,10 +110,10 @@ def _seeded(text: str, seeds: list[int]) -> list[str]:
     return [f"{text}:seed={seed}" for seed in seeds]
 
 
-_COLUMNS = ("ranks", "seqlen", "mask", "plan", *Figures._fields)
+_COLUMNS = ("ranks", "seqlen", "mask", "plan", *PartitionCost._fields)
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> MaskTable:
     """Read a table that `print_table` wrote.
 
     Raises
@@ -124,14 +126,14 @@ def read_table(path: Path) -> Table:
         if tuple(next(rows, ())) != _COLUMNS:
             raise ValueError(f"its first line is not {','.join(_COLUMNS)}")
         return {
-            (int(ranks), int(seqlen), mask, plan): Figures(grid, float(uneven), float(moved))
+            (int(ranks), int(seqlen), mask, plan): PartitionCost(grid, float(uneven), float(moved))
             for ranks, seqlen, mask, plan, grid, uneven, moved in rows
         }
     except (ValueError, csv.Error) as error:
         raise ValueError(f"{path} is no table of masks: {error}") from error
 
 
-def _write_table(path: Path, table: Table) -> None:
+def _write_table(path: Path, table: MaskTable) -> None:
     with replacing(path) as (target, temporary):
         with open(temporary, "w", newline="") as file:
             rows = csv.writer(file, lineterminator="\n")
