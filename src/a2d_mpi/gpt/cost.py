@@ -118,6 +118,18 @@ def predict_step(
     Gradients are summed while earlier layers compute.  Attention and these sums share links
     meanwhile; the prediction neglects that.
 
+    Parameters
+    ----------
+    machine : Machine
+    plan : Candidate
+        Prediction of forward and backward in one layer.
+    config : GPTConfig
+    seqlen : int
+        Tokens of a step, on all ranks together.
+    dtype : str
+    recompute : bool
+        `checkpoint` of `a2d_mpi.gpt.model.GPT`.
+
     Raises
     ------
     ValueError

@@ -64,8 +64,17 @@ class ArrayExchange:
     def all_to_all(self, sent: Sequence[Array], received: Sequence[Array], tag: int = 0) -> list:
         """Start to send ``sent[p]`` to each rank p, and to receive ``received[p]`` from it.
 
-        Both are C-contiguous.  Return messages for `wait`.  Exchanges that are under way at the
-        same time need different tags.
+        Parameters
+        ----------
+        sent, received : sequence of arrays
+            One C-contiguous array for each rank, on the device of the exchange.
+        tag : int
+            Exchanges that are under way at the same time need different tags.
+
+        Returns
+        -------
+        list
+            Messages for `wait`.
         """
         messages: list[Any] = []
         self._pending.append(messages)

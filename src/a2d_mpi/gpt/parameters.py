@@ -101,6 +101,16 @@ def initial(config: GPTConfig, seed: int, dtype: np.typing.DTypeLike) -> np.ndar
 
     Weights are normal with a standard deviation of 0.02.  For the last matrix before the residual
     stream it is 0.02 / sqrt(2 layers).  Biases are 0, the weights of LayerNorms are 1.
+
+    Parameters
+    ----------
+    config : GPTConfig
+    seed : int
+    dtype : dtype
+
+    Returns
+    -------
+    (config.parameters,) ndarray of `dtype`
     """
     flat = np.zeros(config.parameters, dtype)
     rng = np.random.default_rng(seed)

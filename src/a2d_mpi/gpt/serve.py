@@ -138,7 +138,10 @@ def serve(
     choose: Callable[[int, int, np.ndarray], int],
     arrive: Mapping[int, int] | None = None,
 ) -> Iterator[tuple[int, np.ndarray | ValueError]]:
-    """Yield each request of a `Service` with its answer when it is done.  Collective."""
+    """Yield each request with its answer, or its error, when it is done.  Collective.
+
+    `decoder` is used until the end.  The other parameters are as of `Service`.
+    """
     service = Service(prompts, new, choose, arrive)
     service.use(decoder)
     while service.unanswered:

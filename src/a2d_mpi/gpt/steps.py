@@ -66,7 +66,17 @@ class SpreadAttention:
         self.seconds = {"attention": 0.0, "cpu": 0.0, "merge": 0.0}
 
     def begin(self, names: Sequence[int], positions: np.ndarray, owners: Sequence[int]) -> None:
-        """Begin a step of requests; `owners` are the ranks that keep the new keys and values."""
+        """Begin a step of requests.
+
+        Parameters
+        ----------
+        names : sequence of int
+            Requests.
+        positions : (requests,) int64
+            Position of each request's new token.
+        owners : sequence of int
+            Rank, in the block table, that keeps each request's new keys and values.
+        """
         self._names, self.tokens, self._owners, self._layer = names, positions, owners, 0
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, None]:

@@ -84,6 +84,15 @@ class Training:
     def step(self, plan: AttentionPlan, batch: Batch, rate: float) -> tuple[float, dict]:
         """Do a training step.  Collective.
 
+        Parameters
+        ----------
+        plan : AttentionPlan
+            A plan with the sizes of the model.
+        batch : Batch
+            The sequence of all ranks.
+        rate : float
+            Learning rate.
+
         Returns
         -------
         float

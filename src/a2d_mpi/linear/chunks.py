@@ -86,7 +86,23 @@ def forward_causal(
     decay: Decay,
     exchange: StateExchange,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Compute o, (H, n, W), and the state before each piece."""
+    """Compute causal linear attention of one rank.
+
+    Parameters
+    ----------
+    q, k, v : (H, n, F), (H, n, F), (H, n, W)
+        Features of queries and keys, and values, of this rank's shard.
+    pieces : sequence of sequence of slice
+        Chunks of each piece, as rows of the shard.
+    decay : Decay
+    exchange : StateExchange
+
+    Returns
+    -------
+    o : (H, n, W)
+    states : list of (H, F, W)
+        State before each piece.
+    """
     own = [[_state_of_chunk(k, v, rows, decay) for rows in piece] for piece in pieces]
     exchange.start([_total(x, piece, decay) for x, piece in zip(own, pieces)])
     o = np.empty_like(v)

@@ -257,7 +257,18 @@ def best_candidate(
 
 
 def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:
-    """Yield the layouts that suit a method, without layouts that must be equally fast."""
+    """Yield the layouts that suit a method, without layouts that must be equally fast.
+
+    Parameters
+    ----------
+    method : str
+        One of `a2d_mpi.schedules.METHODS`.
+    ranks : int
+        Ranks of each layout.
+    work : Workload
+    ranks_per_node : int
+        Consecutive world ranks on each node.
+    """
     rules = METHODS[method]
     if rules.place:
         if work.mask.default_distribution != "balanced" or work.seqlen_kv != work.seqlen:
