@@ -77,8 +77,8 @@ class AttentionPlan:
         One of `a2d_mpi.kernels.KERNELS`.  "auto" takes the fastest kernel for the arrays' device,
         the dtype and the soft-cap.
     overlap : bool
-        Compute while messages travel.  False: first gather, then compute, then send results.
-        Results are the same bit for bit.
+        Compute while messages travel.  False: communicate and compute in turn.  The results are
+        the same bit for bit.
     transfers : {"auto", "device", "host"}
         Path of device arrays to MPI: directly, or through the host; see
         `a2d_mpi.comm.gpus.gpu_aware`.

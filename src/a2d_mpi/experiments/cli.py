@@ -150,9 +150,9 @@ def run(
     """Run a program with its options, and exit with its code on all ranks.
 
     Options in `apart` may differ between the ranks.  A CollectiveError is printed once, on rank 0,
-    and the exit code is 2.  Any other exception, also of Ctrl-C, may have happened on one rank
-    only.  Its traceback is printed and the whole job is aborted, so that no rank waits for this
-    one.  If a rank is killed, a line names it.
+    and the exit code is 2.  Any other exception, and Ctrl-C, may have happened on one rank only.
+    Its traceback is printed and the whole job is aborted, so that no rank waits for this one.  If
+    a rank is killed, a line names it.
     """
     open_streams()
     parser = build_parser(comm)

@@ -245,7 +245,7 @@ def new_file(
     with replacing(path) as (target, temporary):
         # In memory, because HDF5 cannot close a file after a failed write and may crash at exit.
         memory = io.BytesIO(read_regular(target) if extend else b"")
-        # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4096 host names.
+        # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.
         with h5py.File(memory, "r+" if extend else "w", libver="v108") as file:
             if schema and not extend:
                 set_attributes(file, {"schema": schema[0], "schema_version": schema[1]})

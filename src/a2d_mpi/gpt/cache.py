@@ -2,9 +2,9 @@
 
 A KV block has the keys and values of some consecutive tokens of a request.  All ranks keep the
 same table of the owners of KV blocks, so that they need not communicate about it.  All blocks of a
-request are dealt when it is admitted.  Block i goes to rank i after the rank of the first block,
-so that a cache grows evenly.  If that rank has no room, the rank with the most free room takes the
-block (DistAttention, Lin et al., arXiv:2401.02669).  With a head axis, a "rank" of the table is a
+request are dealt when it is admitted.  Consecutive blocks go to consecutive ranks, so that a cache
+grows evenly.  If a rank has no room, the rank with the most free room takes the block
+(DistAttention, Lin et al., arXiv:2401.02669).  With a head axis, a "rank" of the table is a
 Ulysses group.  Its ranks keep the same blocks, each for its share of the heads.
 """
 
