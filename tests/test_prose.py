@@ -22,7 +22,7 @@ OLDER = "afd README architecture checks failures glossary gpt linear pytorch res
 MOST = {
     "pages": (0, 0),
     "older pages": (10, 41),
-    "src": (103, 82),
+    "src": (59, 46),
     "drivers": (6, 13),
 }
 
