@@ -40,7 +40,7 @@ class PartitionCost(NamedTuple):
     moved: float
 
 
-MaskTable = dict[tuple[int, int, str, str], PartitionCost]  # by ranks, tokens, mask and plan
+Table = dict[tuple[int, int, str, str], PartitionCost]  # by ranks, tokens, mask and plan
 
 
 def partition_cost(method: str, layout: Layout, problem: Problem) -> PartitionCost:
@@ -81,7 +81,7 @@ def plan_text(text: str) -> str:
     return method_name(method) + slash + name
 
 
-def print_table(args: argparse.Namespace) -> MaskTable:
+def print_table(args: argparse.Namespace) -> Table:
     """Print the table of all masks that are asked for, and keep it; returns all that is known."""
     known = read_table(args.output) if args.output and args.output.exists() else {}
     if args.output:
@@ -113,7 +113,7 @@ def _seeded(text: str, seeds: list[int]) -> list[str]:
 _COLUMNS = ("ranks", "seqlen", "mask", "plan", *PartitionCost._fields)
 
 
-def read_table(path: Path) -> MaskTable:
+def read_table(path: Path) -> Table:
     """Read a table that `print_table` wrote.
 
     Raises
@@ -133,7 +133,7 @@ def read_table(path: Path) -> MaskTable:
         raise ValueError(f"{path} is no table of masks: {error}") from error
 
 
-def _write_table(path: Path, table: MaskTable) -> None:
+def _write_table(path: Path, table: Table) -> None:
     with replacing(path) as (target, temporary):
         with open(temporary, "w", newline="") as file:
             rows = csv.writer(file, lineterminator="\n")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.mask_table import MaskTable
+from a2d_mpi.experiments.mask_table import Table
 from a2d_mpi.figures.pictures import check_picture, pyplot, save
 from a2d_mpi.figures.schedule_panels import who_computes
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
@@ -123,7 +123,7 @@ def draw(tilings: list[Tiling], rows: int, cols: int):
     return figure
 
 
-def draw_table(table: MaskTable):
+def draw_table(table: Table):
     """Draw bytes and balance of all plans by mask, medians and ranges of all seeds."""
     plt = pyplot(**{"font.size": 7, "axes.titlesize": 8})
     ranks = sorted({key[0] for key in table})
@@ -151,7 +151,7 @@ def draw_table(table: MaskTable):
     return figure
 
 
-def _points(panel, table: MaskTable, chosen: tuple, i: int, plans: int) -> None:
+def _points(panel, table: Table, chosen: tuple, i: int, plans: int) -> None:
     """Draw one plan: the median of the seeds of each mask, and a line over all of them."""
     number, masks, plan, what = chosen
     found = [
