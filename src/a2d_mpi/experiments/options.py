@@ -1,4 +1,4 @@
-"""Options and exit codes of all programs; unlike `a2d_mpi.experiments.cli`, this needs no MPI."""
+"""Options and exit codes of all programs; no MPI import, unlike in `a2d_mpi.experiments.cli`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ FAILED_CHECK = 1  # exit code: a result is wrong
 
 
 class BadOption(ValueError, argparse.ArgumentTypeError):
-    """The text of an option is wrong; the parser shows the message as it is."""
+    """An error in the text of an option; the parser shows its message unchanged."""
 
 
 def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
-    """A type of options: whole numbers from `least` to `most`."""
+    """Make a type of options: whole numbers from `least` to `most`."""
     return _bounded(int, "a whole number", least, most)
 
 
 def real(least: float, most: float) -> Callable[[str], float]:
-    """A type of options: numbers from `least` to `most`."""
+    """Make a type of options: numbers from `least` to `most`."""
     return _bounded(float, "a number", least, most)
 
 
@@ -54,7 +54,7 @@ def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable
             value = kind(text)
         except ValueError:
             raise BadOption(f"must be {what}, got {text[:40]!r}") from None
-        if not least <= value <= most:  # as NaN is not, either
+        if not least <= value <= most:  # NaN is refused, too
             bound = f"at most {most}" if value > most else f"at least {least}"
             raise BadOption(f"must be {bound}, got {str(value)[:40]}")
         return value
@@ -63,31 +63,31 @@ def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable
 
 
 def tokens(least: int = 1, most: int = LARGEST["seqlen"]) -> Callable[[str], int]:
-    """A type of options: numbers of tokens, "65536" or "64K"."""
+    """Make a type of options: numbers of tokens, "65536" or "64K"."""
     return _bounded(parse_count, "a number of tokens, as 65536 or 64K", least, most)
 
 
 def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """A type of options: several values of a type, with commas between them."""
+    """Make a type of options: a list of values of a type, with commas between them."""
     return lambda text: [kind(x.strip()) for x in text.split(",")]
 
 
 def plans(text: str) -> list[str]:
-    """A type of options: plans, see `PLANS_HELP`, with commas between them."""
+    """Parse a list of plans, see `PLANS_HELP`, with commas between them."""
     if not (found := [x.strip() for x in text.split(",") if x.strip()]):
         raise BadOption(f"must name a plan, got {text[:40]!r}")
     return found
 
 
 def path(text: str) -> Path:
-    """A type of options: a path.  Empty, it is a variable that somebody forgot to set."""
+    """Parse an option that is a path; refuse an empty one, which is often an unset variable."""
     if not text:
         raise BadOption("must be a path, got ''")
     return Path(text)
 
 
 def one_of(values: Collection[str]) -> Callable[[str], str]:
-    """A type of options: one of some words; for lists of them, which `choices` cannot check."""
+    """Make a type of options: one of `values`; in lists argparse's `choices` cannot check it."""
 
     def word(text: str) -> str:
         if text not in values:
@@ -98,7 +98,7 @@ def one_of(values: Collection[str]) -> Callable[[str], str]:
 
 
 def utf8(text: str) -> str:
-    """A type of options: text, not bytes of another code."""
+    """Parse an option that is UTF-8 text; refuse bytes of other encodings."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -107,7 +107,7 @@ def utf8(text: str) -> str:
 
 
 def escaped(text: str) -> bytes:
-    r"""A type of options: bytes, with Python's escapes such as \n."""
+    r"""Parse an option that is text with Python's escapes, such as \n; return bytes."""
     try:
         return text.encode().decode("unicode_escape").encode("latin-1")
     except UnicodeError:
@@ -115,7 +115,7 @@ def escaped(text: str) -> bytes:
 
 
 def check_text(text: str, none: bool = True) -> str:
-    """A type of options: sample, full, rows:N, or with `none` also none."""
+    """Parse an option that is sample, full or rows:N, or with `none` also none."""
     words = ("none",) * none + ("sample", "full")
     if text not in words and not re.fullmatch(r"rows:[1-9]\d{0,8}", text):
         raise BadOption(f"must be {', '.join(words)} or rows:N, got {text[:40]!r}")
@@ -123,14 +123,14 @@ def check_text(text: str, none: bool = True) -> str:
 
 
 def checked_rows(text: str) -> int | None:
-    """Rows that --check compares; None: all."""
+    """Return the number of rows that --check compares; None: all rows."""
     if text in ("sample", "full"):
         return SAMPLE if text == "sample" else None
     return int(text.removeprefix("rows:"))
 
 
 def pair(between: str, what: str) -> Callable[[str], tuple[int, int]]:
-    """A type of options: two whole numbers with a sign between them, "2x3"."""
+    """Make a type of options: two whole numbers with a sign between them, "2x3"."""
 
     def numbers(text: str) -> tuple[int, int]:
         match = re.fullmatch(rf"\s*(\d{{1,9}}){re.escape(between)}(\d{{1,9}})\s*", text)
@@ -142,12 +142,12 @@ def pair(between: str, what: str) -> Callable[[str], tuple[int, int]]:
 
 
 def method_name(text: str) -> str:
-    """A method as `a2d_mpi.schedules.METHODS` spells it; underscores are blanks.
+    """Parse the name of a method in `a2d_mpi.schedules.METHODS`; underscores become blanks.
 
     Raises
     ------
     BadOption
-        If there is none of that name.
+        If there is no method of this name.
     """
     name = text.replace("_", " ").strip()
     if name not in METHODS:
@@ -156,7 +156,7 @@ def method_name(text: str) -> str:
 
 
 def mask_text(text: str) -> str:
-    """The text of a mask, as `a2d_mpi.masks.patterns.make_mask` takes it.
+    """Check the text of a mask for `a2d_mpi.masks.patterns.make_mask`; return it without blanks.
 
     Raises
     ------
@@ -171,7 +171,7 @@ def mask_text(text: str) -> str:
 
 
 def masks(text: str) -> list[str]:
-    """A type of options: texts of masks, with commas between them; "all": one of each name."""
+    """Parse texts of masks with commas between them; "all": one mask of each name."""
     texts = [mask_text(x) for x in split_masks(text)]
     if not texts:
         raise BadOption(f"must name a mask, got {text[:40]!r}")
@@ -179,14 +179,14 @@ def masks(text: str) -> list[str]:
 
 
 def import_file(text: str) -> str:
-    """A type of options: a user's Python file, which is run, once in a process.
+    """Run a user's Python file, once in a process, and return its name.
 
     Raises
     ------
     OSError
-        If it cannot be read, or is not a regular file.
+        If the file cannot be read, or is not a regular file.
     BadOption
-        If it raises an exception, with the line.
+        If the file raises an exception; the message has the line.
     """
     name = str(path(text))
     _run_file(name, read_regular(name))
@@ -203,7 +203,7 @@ def _run_file(name: str, source: bytes) -> None:
     except (Exception, SystemExit) as error:
         calls = traceback.extract_tb(error.__traceback__)
         lines = [x.lineno for x in calls if x.filename == name]
-        line = lines[-1] if lines else getattr(error, "lineno", 1)  # of the file's own syntax
+        line = lines[-1] if lines else getattr(error, "lineno", 1)  # a SyntaxError has a lineno
         what = str(error).partition("\n")[0]
         raise BadOption(f"{name}, line {line}: {type(error).__name__}: {what}") from None
 
@@ -300,7 +300,7 @@ def add_options(to: argparse._ActionsContainer, *names: str, **changes: object) 
 
 
 class _Renamed(argparse.Action):
-    """The old name of an option: it still works, and a note on stderr says the new name."""
+    """Keep the old name of an option working, with a note on stderr that says the new name."""
 
     def __call__(self, parser, namespace, value, name=None) -> None:
         parser._print_message(f"{parser.prog}: note: {name} is now {self.const}\n", sys.stderr)
@@ -318,7 +318,7 @@ def add_old_name(
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Docstrings as they are; after each option its default, or that it is required."""
+    """Show docstrings as they are, and each option with its default or "(required)"."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.required:

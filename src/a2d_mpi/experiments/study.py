@@ -13,7 +13,7 @@ from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import phases_of
 from a2d_mpi.experiments.summary import Summary, summarise, table
 
-CLOSE = 1.1  # a pick that takes at most so many times the fastest is a good one
+CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
 
 
 def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) -> int:
@@ -45,7 +45,7 @@ def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) ->
 
 
 def read_measured(path: Path) -> list[Summary]:
-    """Summaries of a benchmark: of each plan its forward pass, and both phases if it has two."""
+    """Summarise a benchmark: of each plan its forward pass, and both phases if it has two."""
     return [
         summarise(result, phases)
         for result in read_benchmark(path).values()
@@ -54,7 +54,7 @@ def read_measured(path: Path) -> list[Summary]:
 
 
 def _is_whole(x: Summary) -> bool:
-    """Tell if it is of all phases that ran."""
+    """Return whether a summary has all phases that ran."""
     return (x.phase == "both") == bool(x.config["backward"])
 
 
