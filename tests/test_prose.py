@@ -14,14 +14,10 @@ ROOT = Path(__file__).parents[1]
 CHAINS = re.compile(r"\b(those of|that of|so many|such that)\b", re.IGNORECASE)
 MOST_WORDS = 30
 
-# Pages that nobody has rewritten yet. All other pages of docs/ are in the group "pages".
-OLDER = "afd README architecture checks failures glossary gpt linear pytorch results traces wire"
-
 # Most chains and long sentences of each group. Lower a number when you have removed some; a rise
 # is a sentence to rewrite.
 MOST = {
     "pages": (0, 0),
-    "older pages": (10, 41),
     "src": (103, 82),
     "drivers": (6, 13),
 }
@@ -75,10 +71,8 @@ def is_long(sentence):
 
 def files():
     """Yield of each file: its path, its group and its text for people."""
-    older = OLDER.split()
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        group = "older pages" if path.stem in older else "pages"
-        yield path, group, page_text(path.read_text())
+        yield path, "pages", page_text(path.read_text())
     for group in ("src", "drivers"):
         for path in sorted((ROOT / group).rglob("*.py")):
             yield path, group, "\n\n".join(docstrings(path.read_text()))
