@@ -545,12 +545,12 @@ def digits(x):
 # docs/linear.md
 
 
-def linear(path):
+def linear(path, lengths=(2048, 4096, 8192, 16384)):
     """Seconds forward and backward of three plans by tokens, and MB sent."""
     with h5py.File(ROOT / path) as file:
-        for tokens in (2048, 4096, 8192, 16384):
+        for tokens in lengths:
             times, sent = [], []
-            for plan in ("lasp2", "lasp", "attention2d"):
+            for plan in (x for x in ("lasp2", "lasp", "attention2d") if x in file["runs"]):
                 run = file[f"runs/{plan}/{tokens}"]
                 times += np.median(run["seconds"][()].max(axis=1), axis=0).tolist()
                 sent.append(run["sent"][()].sum(axis=1).max() / 1e6)
@@ -647,6 +647,15 @@ def sentences():
     loss, held = run.loss[-50:].mean(), run.held_out["loss"]
     yield "README", f"{loss:.2f} nats per byte at the end, and {held:.2f} on the documents"
     yield "README", f"unigram entropy is {run.text['unigram_entropy']:.2f}"
+    with h5py.File(ROOT / "data/results/gpt/tiny.h5") as file:
+        yield "gpt", f"The run took {file['seconds/total'][()].sum():.0f} s on two cores"
+    [(_, *times, _)] = linear("data/results/linear/16x1-1gbit.h5", (16384,))
+    yield "linear", f"{times[0]} s forward and {times[1]} s backward for 16384 tokens"
+    yield "linear", f"The ring takes {times[2]} s and {times[3]} s"
+    xs = [x for x in read("data/results/wire/16x1.h5").values() if x.method == "attention2d"]
+    moved = {x.config.get("wire", "none"): x.received / 1e6 for x in xs}
+    sizes = ", ".join(f"{moved[x]:.2f}" for x in FORMATS[:-1])
+    yield "wire", f"receives {sizes} and {moved['mxfp4']:.2f} MB, forward and backward"
     overlap = read("data/results/overlap.h5").values()
     times = {x.overlap: x.seconds for x in overlap}
     yield "study", f"took {times[True]:.1f} s overlapped and {times[False]:.1f} s in turn"
