@@ -8,6 +8,7 @@ A comment above a table names a function of this file and the results that the t
 A comment ``<!-- no file: COMMAND -->`` stands above a table of numbers that no file holds.
 """
 
+import csv
 import re
 import sys
 from functools import cache
@@ -659,6 +660,14 @@ def sentences():
     overlap = read("data/results/overlap.h5").values()
     times = {x.overlap: x.seconds for x in overlap}
     yield "study", f"took {times[True]:.1f} s overlapped and {times[False]:.1f} s in turn"
+    here = [x[-1] for x in shared_link("data/results/partitions/16x4.h5") if "+" in x[1]]
+    there = [x[4] for x in picks("data/results/16x4.h5") if x[1] == "causal"]
+    yield "partitions", f"which is {here[0]} times as fast as the ring"
+    yield "partitions", f"which is {here[1]} times as fast"
+    yield "partitions", f"were {there[0]} and {there[1]} times as fast as the ring"
+    yield "study", f"gave {here[0]} and {here[1]} for ring / pick"
+    yield "study", f"this run gave {there[0]} and {there[1]}"
+    yield from sentences_about_masks()
     off = model_errors("16x1", "16x4", "64x1")
     yield "study", f"off by {np.median(off):.1f} % in the median of {len(off)} runs"
     yield "scale", f"{len(off)} measured runs it was off by {np.median(off):.1f} % in the median"
@@ -668,6 +677,38 @@ def sentences():
     yield "masks", f"{np.median(off):.0f} % in the median. At worst it is off by {max(off):.0f} %"
     off = model_errors("masks/64x1")
     yield "masks", f"off by {np.median(off):.0f} % in the median and {max(off):.0f} % at worst"
+
+
+def sentences_about_masks():
+    """Words of docs/masks.md: balance and bytes of distributions, and a run on 64 nodes."""
+    with open(ROOT / "data/results/masks.csv") as file:
+        rows = [x | {"uneven": float(x["uneven"])} for x in csv.DictReader(file)]
+    worst, moved = {}, {}
+    for x in rows:
+        key = x["plan"], x["ranks"], x["mask"].split(":")[0]
+        worst[key] = max(worst.get(key, 0), x["uneven"])
+        if x["mask"] == "causal":
+            moved.setdefault((x["ranks"], x["plan"] == "blocks"), []).append(float(x["moved"]))
+    balanced = {}
+    for (plan, _, mask), uneven in worst.items():
+        if plan == "attention2d/balanced":
+            balanced[mask] = max(balanced.get(mask, 0), uneven)
+    most = np.ceil(1e3 * max(balanced.values())) / 1e3
+    even = f"{sum(x <= 1.02 for x in balanced.values())} of {len(balanced)}"
+    yield "masks", f"within {most:.3f} of the mean, and {even} masks within 1.02"
+    yield "partitions", f"The figures of that page reach {most:.3f}"
+    rings = [max(x for (plan, n, _), x in worst.items() if (plan, n) == ("ring/balanced", ranks))
+             for ranks in ("16", "64")]  # fmt: skip
+    yield "masks", f"shards reaches {rings[0]:.2f} on 16 ranks and {rings[1]:.2f} on 64"
+    # The ring moves more than the grids.
+    fewer = (ratio(min(moved[x, True]), min(moved[x, False])) for x in ("16", "64"))
+    yield "masks", "they move {} (16 ranks) and {} (64 ranks) of the best grid's".format(*fewer)
+    xs = read("data/results/masks/64x1.h5").values()
+    grid, blocks, ring = (one(xs, f"{shape}x1", method=method).seconds for shape, method in (
+        ("8x8", "attention2d"), ("64x1", "blocks"), ("64x1", "ring"),
+    ))  # fmt: skip
+    yield "masks", f"takes {one(xs).seconds:.2f} s with the pick"
+    yield "masks", f"takes {grid:.2f} s, placed blocks {blocks:.2f} s and the ring {ring:.1f} s"
 
 
 def model_errors(*stems):
