@@ -31,8 +31,9 @@ PAGES = [ROOT / "README.md", *DOCS]
 TABLE = re.compile(
     r"^( *)<!-- (\w+)\((.+?)\) -->\n\n *\|.*\n *\|[-|]+\n((?: *\|.*\n)*)", re.MULTILINE
 )
+RIVALS = ("ring", "attention2d")
 SHORT = {"attention2d": "2D", "node aware": "node-aware 2D"}
-BOTH = ("forward", "backward")
+FORWARD, BOTH = ("forward",), ("forward", "backward")
 
 
 @cache
@@ -40,23 +41,29 @@ def benchmark(path):
     return read_benchmark(ROOT / path)
 
 
-def read(path, phases=BOTH):
-    """Summaries of a benchmark, by name, of one phase or both."""
-    return {
-        name: summarise(x, phases)
-        for name, x in benchmark(path).items()
-        if x.config["backward"] or phases == BOTH[:1]
-    }
+def read(path, phases=BOTH, **config):
+    """Summaries of one phase or both of the runs in a benchmark that have this config."""
+    return [
+        summarise(x, phases)
+        for x in benchmark(path).values()
+        if (x.config["backward"] or phases == FORWARD) and config.items() <= x.config.items()
+    ]
 
 
-def busiest(path, name, phases):
+def busiest(path, x, phases):
     """Bytes of the rank that sends or receives the most in each phase, summed over the phases."""
     total = 0
     for phase in phases:
-        traffic = benchmark(path)[name].traffic.items()
-        moved = [x for key, x in traffic if key.split("/")[0] == phase]
-        total += max(sum(x[kind] for x in moved).max() for kind in ("sent", "received"))
+        traffic = benchmark(path)[x.name].traffic.items()
+        moved = [y for key, y in traffic if key.split("/")[0] == phase]
+        total += max(sum(y[kind] for y in moved).max() for kind in ("sent", "received"))
     return total
+
+
+def gain(path, slow, fast, phases, moved=busiest):
+    """Ratio of the seconds of two plans, and in brackets of their bytes."""
+    of_bytes = ratio(moved(path, slow, phases), moved(path, fast, phases))
+    return f"{ratio(slow.seconds, fast.seconds)} ({of_bytes})"
 
 
 def one(found, shape=None, **config):
@@ -65,7 +72,7 @@ def one(found, shape=None, **config):
         x
         for x in found
         if (x.picked if shape is None else shape_of(x) == shape)
-        and all(x.config[key] == value for key, value in config.items())
+        and config.items() <= x.config.items()
     ]
     return summary
 
@@ -95,7 +102,7 @@ def crossover(folder):
         number, unit = re.fullmatch(r"(\d+)([mg])bit", path.parent.name).groups()
         paths[int(number) * {"m": 1, "g": 1000}[unit]] = path
     for rate, path in sorted(paths.items()):
-        xs = read(path.relative_to(ROOT)).values()
+        xs = read(path.relative_to(ROOT))
         ring, grid = one(xs, "16x1x1", method="ring"), one(xs, "4x4x1", method="attention2d")
         usp, pick = one(xs, "4x1x4", method="ring"), one(xs)
         bandwidth = read_machine(path.with_suffix(".toml")).links(16)[1].bandwidth
@@ -111,40 +118,33 @@ def ring_against_grid(*paths):
     """Time of the ring over time of the square grid, and the ratio of their bytes."""
     for path, nodes, mask in product(paths, (64, 16), ("full", "causal")):
         rate = 1 if "scaling" in path else {64: 2.5, 16: 10}[nodes]
-        side, cells = int(nodes**0.5), []
-        for phases in (BOTH[:1], BOTH):
-            xs = [x for x in read(path, phases).values() if x.config["mask"] == mask]
-            if not xs:
-                break
-            ring = one(xs, f"{nodes}x1x1", method="ring")
-            grid = one(xs, f"{side}x{side}x1", method="attention2d")
-            moved = (busiest(path, x.name, phases) for x in (ring, grid))
-            cells.append(f"{ratio(ring.seconds, grid.seconds)} ({ratio(*moved)})")
-        else:
+        cells = []
+        for phases in (FORWARD, BOTH):
+            xs = read(path, phases, mask=mask, ranks=nodes)
+            for ring, grid in zip(*([x for x in xs if x.method == y] for y in RIVALS)):
+                cells.append(gain(path, ring, grid, phases))
+        if cells:
             yield [f"{nodes} x 1", str(ring.config["seqlen"]), f"{rate}", mask, *cells]
 
 
 def shared_link(path):
     """Time of the ring over time of each plan, on nodes of four ranks."""
-    for kv, phases in product((16, 2), (BOTH[:1], BOTH)):
-        xs = [x for x in read(path, phases).values() if x.config["nheads_kv"] == kv]
-        ring = one(xs, "64x1x1", method="ring").seconds
+    for kv, phases in product((16, 2), (FORWARD, BOTH)):
+        xs = read(path, phases, nheads_kv=kv)
+        ring, pick = one(xs, "64x1x1", method="ring").seconds, one(xs)
         plans = [one(xs, "8x8x1", method=x) for x in ("attention2d", "node aware")]
-        pick = one(xs)
         gains = [ratio(ring, x.seconds) for x in (*plans, pick)]
-        gains[-1] += f" ({named(pick)})" * (phases != BOTH)
+        gains[-1] += f" ({named(pick)})" * (phases == FORWARD)
         yield [f"{kv}", " + ".join(phases), *gains]
 
 
 def large(path):
     """Seconds of the ring and of the square grid with large messages."""
-    for nodes, mask, phases in product((16, 64), ("causal", "full"), (BOTH[:1], BOTH)):
-        xs = [x for x in read(path, phases).values() if x.config["mask"] == mask]
-        xs = [x for x in xs if x.ranks == nodes]
-        if xs:
-            [ring], [grid] = ([x for x in xs if x.method == y] for y in ("ring", "attention2d"))
+    for nodes, mask, phases in product((16, 64), ("causal", "full"), (FORWARD, BOTH)):
+        xs = read(path, phases, mask=mask, ranks=nodes)
+        for ring, grid in zip(*([x for x in xs if x.method == y] for y in RIVALS)):
             times = (f"{x.seconds:.2f} s" for x in (ring, grid))
-            moved = (busiest(path, x.name, phases) for x in (ring, grid))
+            moved = (busiest(path, x, phases) for x in (ring, grid))
             ratios = ratio(ring.seconds, grid.seconds), ratio(*moved)
             yield [f"{nodes} x 1", mask, " + ".join(phases), *times, *ratios]
 
@@ -152,8 +152,7 @@ def large(path):
 def picks(*paths):
     """Times of other plans over the time of the planner's pick, forward and backward."""
     for path, mask, kv in product(paths, ("causal", "full"), (16, 2)):
-        xs = [x for x in read(path).values() if x.config["mask"] == mask and x.overlap]
-        xs = [x for x in xs if x.config["nheads_kv"] == kv]
+        xs = [x for x in read(path, mask=mask, nheads_kv=kv) if x.overlap]
         pick = one(xs)
         ring = one(xs, f"{pick.ranks}x1x1", method="ring")
         others = [x for x in xs if x is not pick]
@@ -210,12 +209,11 @@ def triangles(folder):
         (28, 5, "4x7x1", "28x1x1"), (12, 10, "2x3x2", "6x1x2"), (24, 5, "2x3x4", "6x1x4"),
     ):  # fmt: skip
         path, cells = f"{folder}/{nodes}x1.h5", []
-        for phases in (BOTH[:1], BOTH):
-            xs = read(path, phases).values()
+        for phases in (FORWARD, BOTH):
+            xs = read(path, phases)
             grid = one(xs, grid_shape, method="attention2d")
             triangle = one(xs, shape, method="triangle")
-            moved = (busiest(path, x.name, phases) for x in (grid, triangle))
-            cells.append(f"{ratio(grid.seconds, triangle.seconds)} ({ratio(*moved)})")
+            cells.append(gain(path, grid, triangle, phases))
         pick = one(xs)
         assert pick.method == "triangle"
         best = min(x.seconds for x in xs if x.method == "attention2d")
@@ -228,28 +226,24 @@ def node_aware(path):
     """Time of the plain grid over time of the node-aware grid, and the busiest nodes' bytes."""
     for kv in (16, 2):
         cells = []
-        for phases in (BOTH[:1], BOTH):
-            xs = read(path, phases).items()
-            these = [(name, x) for name, x in xs if x.config["nheads_kv"] == kv]
-            plans = [one([x for _, x in these], "8x8x1", method=y)
-                     for y in ("attention2d", "node aware")]  # fmt: skip
-            seconds = (x.seconds for x in plans)
-            nodes = (busiest_node(path, x.name, phases) for x in plans)
-            cells.append(f"{ratio(*seconds)} ({ratio(*nodes)})")
+        for phases in (FORWARD, BOTH):
+            xs = read(path, phases, nheads_kv=kv)
+            plans = (one(xs, "8x8x1", method=x) for x in ("attention2d", "node aware"))
+            cells.append(gain(path, *plans, phases, busiest_node))
         yield [f"{kv}", *cells]
 
 
-def busiest_node(path, name, phases):
+def busiest_node(path, x, phases):
     """Bytes that the busiest of 16 nodes receives from other nodes, each with half of a row."""
-    result = benchmark(path)[name]
+    result = benchmark(path)[x.name]
     nodes = np.array(result.config["nodes"].split(), int)
     received = np.zeros(len(nodes))
-    for key, x in result.traffic.items():
+    for key, moved in result.traffic.items():
         phase, channel = key.split("/")
         if phase in phases and not channel.endswith("node"):
             # In the plain grid three of the seven others of a row are on the rank's own node.
-            is_mixed = channel == "row" and result.config["method"] == "attention2d"
-            received += x["received"] * (4 / 7 if is_mixed else 1)
+            is_mixed = channel == "row" and x.method == "attention2d"
+            received += moved["received"] * (4 / 7 if is_mixed else 1)
     return np.bincount(nodes, received).max()
 
 
@@ -259,9 +253,8 @@ def busiest_node(path, name, phases):
 def masks(*paths):
     """Seconds of plans under four masks, where transfers decide and where computing does."""
     for path, label in zip(paths, ("transfers", "computing")):
-        xs = read(path).values()
         for mask in ("causal", "causal_document", "share_question", "sliding_window_causal"):
-            here = [x for x in xs if x.config["mask"] == mask]
+            here = read(path, mask=mask)
             grid = one(here, "4x4x1", method="attention2d")
             ring, blocks = (one(here, "16x1x1", method=y) for y in ("ring", "blocks"))
             pick, gain = one(here), ""
@@ -611,7 +604,7 @@ def wire_seconds(path):
     """Seconds of a phase by plan and format, and the gain over float32."""
     for label, method in (("attention2d 4x4", "attention2d"), ("ring of 16", "ring")):
         for phase in BOTH:
-            xs = [x for x in read(path, (phase,)).values() if x.method == method]
+            xs = read(path, (phase,), method=method)
             seconds = {x.config.get("wire", "none"): x.seconds for x in xs}
             first, *others = (seconds[x] for x in FORMATS)
             gains = (f"{x:.2f} ({first / x:.2f})" for x in others)
@@ -653,11 +646,11 @@ def sentences():
     [(_, *times, _)] = linear("data/results/linear/16x1-1gbit.h5", (16384,))
     yield "linear", f"{times[0]} s forward and {times[1]} s backward for 16384 tokens"
     yield "linear", f"The ring takes {times[2]} s and {times[3]} s"
-    xs = [x for x in read("data/results/wire/16x1.h5").values() if x.method == "attention2d"]
+    xs = read("data/results/wire/16x1.h5", method="attention2d")
     moved = {x.config.get("wire", "none"): x.received / 1e6 for x in xs}
     sizes = ", ".join(f"{moved[x]:.2f}" for x in FORMATS[:-1])
     yield "wire", f"receives {sizes} and {moved['mxfp4']:.2f} MB, forward and backward"
-    overlap = read("data/results/overlap.h5").values()
+    overlap = read("data/results/overlap.h5")
     times = {x.overlap: x.seconds for x in overlap}
     yield "study", f"took {times[True]:.1f} s overlapped and {times[False]:.1f} s in turn"
     here = [x[-1] for x in shared_link("data/results/partitions/16x4.h5") if "+" in x[1]]
@@ -703,7 +696,7 @@ def sentences_about_masks():
     # The ring moves more than the grids.
     fewer = (ratio(min(moved[x, True]), min(moved[x, False])) for x in ("16", "64"))
     yield "masks", "they move {} (16 ranks) and {} (64 ranks) of the best grid's".format(*fewer)
-    xs = read("data/results/masks/64x1.h5").values()
+    xs = read("data/results/masks/64x1.h5")
     grid, blocks, ring = (one(xs, f"{shape}x1", method=method).seconds for shape, method in (
         ("8x8", "attention2d"), ("64x1", "blocks"), ("64x1", "ring"),
     ))  # fmt: skip
