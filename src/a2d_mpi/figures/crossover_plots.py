@@ -15,7 +15,7 @@ from typing import NamedTuple
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.summary import summarise
-from a2d_mpi.figures.pictures import plain_ticks
+from a2d_mpi.figures.pictures import WIDTH, finish, plain_ticks, style
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import slowest_seconds
@@ -31,8 +31,12 @@ PLANS = {
     "USP, ring of 4 x 4 head ranks": ("ring", Layout(4, 1, 4)),
     "the planner's pick": None,
 }
-COLOURS = dict(zip(PLANS, ("#D55E00", "#0072B2", "#E69F00", "#009E73")))
-MARKERS = dict(zip(PLANS, "Dos^"))
+# The ring is the line at 1.
+STYLES = {
+    "square grid 4 x 4": style("attention2d"),
+    "USP, ring of 4 x 4 head ranks": style("ring + heads"),
+    "the planner's pick": {"color": "black", "marker": "*"},
+}
 MACHINES = {"H100": ("h100-64x1", "-"), "A100": ("a100-4-1nic", "--")}  # one NIC for each GPU
 # Below 32K tokens kernels wait for their launches, and the ratio rises again.
 TOKENS = [1 << i for i in range(15, 23)]
@@ -103,27 +107,28 @@ def read_crossover(args: argparse.Namespace) -> dict[str, list[Point]]:
     return found
 
 
-def draw_crossover(plt, found: dict[str, list[Point]], width: float):
+def draw_crossover(plt, found: dict[str, list[Point]]):
     """How much faster than the ring each plan is, by the ratio."""
-    figure, axes = plt.subplots(figsize=(width, 0.95 * width))
-    for plan, colour in COLOURS.items():
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.55 * WIDTH))
+    for plan, look in STYLES.items():
         for source, points in found.items():
             x, y = [p.ratio for p in points], [p.gain(plan) for p in points]
             if source == "measured":
-                axes.plot(x, y, MARKERS[plan], color=colour, label=plan)
+                axes.plot(x, y, linestyle=":", linewidth=0.5, markersize=5, label=plan, **look)
             else:
-                axes.plot(x, y, MACHINES[source][1], color=colour, linewidth=0.8)
+                axes.plot(x, y, MACHINES[source][1], color=look["color"])
     for name, (_, line) in MACHINES.items():
-        axes.plot([], [], line, color="black", linewidth=0.8, label=f"simulated, {name}")
-    axes.set(xscale="log", xlabel="time of computing / time of the ring's transfers")
+        axes.plot([], [], line, color="#777777", label=f"simulated, {name}")
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="time of computing / time of the ring's transfers")
     axes.set_ylabel("time of the ring / time of the plan")
-    axes.set_ylim(bottom=0.5)
     axes.grid(axis="y", linewidth=0.3)
     plain_ticks(axes.xaxis)
-    for height, name in enumerate(MACHINES):  # where each machine stands
-        tops = axes.secondary_xaxis(1.02 + 0.24 * height)
+    plain_ticks(axes.yaxis, range(1, 7))
+    for place, name in enumerate(MACHINES):  # where each machine stands
+        tops = axes.secondary_xaxis(1.02 + 0.2 * place)
         marks = {p.ratio: MARKED[n] for n, p in zip(TOKENS, found[name]) if n in MARKED}
         tops.set_xticks(list(marks), list(marks.values()))
         tops.minorticks_off()
         tops.set_xlabel(f"tokens on 16 {name}", labelpad=2)
-    return figure, "causal, with gradients, 16 nodes; points: measured with 8K tokens"
+    return finish(figure, "causal, with gradients, 16 nodes; points: measured with 8K tokens")

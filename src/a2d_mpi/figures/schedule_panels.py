@@ -67,7 +67,9 @@ def panels(
         spans[phase] = [[x[:3] for x in spans[phase][rank]] for rank in logical]
     shape = f"{layout.rows} x {layout.cols}" + f" x {layout.heads}" * (layout.heads > 1)
     order = f" @{layout.numbering}" * (layout.numbering != "rcu")
-    drawn = min(work.seqlen, 2 * layout.size * max(2, TOKENS // (2 * layout.size)))
+    # Tokens that all shards hold alike, and few of them if many ranks share a pair.
+    pieces = 2 * layout.positions
+    drawn = min(work.seqlen, pieces * max(2, TOKENS // (pieces * layout.heads)))
     try:
         mask = mask_of(drawn) if mask_of else work.mask
         mask.check(drawn)
