@@ -275,7 +275,7 @@ def test_picture(tmp_path):
     assert "new_testament.txt" in shown and "unigram entropy" in shown
     for case, told in (
         ((COMMITTED,), "has schema"),
-        ((COMMITTED, "--what", "training,bytes"), "'training' is none of"),
+        ((COMMITTED, "--what", "training,bytes"), "'bytes' is none of training"),
         ((ROOT / "data" / "results" / "ratio.h5", "--what", "training"), "has schema"),
         ((empty(tmp_path / "empty.h5"), "--what", "training"), "the run has no step"),
     ):

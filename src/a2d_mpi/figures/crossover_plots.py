@@ -1,8 +1,8 @@
-"""When 2-D attention matters: the times of plans by the ratio of computing to transfers.
+"""The figure that says when 2-D attention matters; no MPI import.
 
-A folder of `jobs/study.sh` has one workload on emulated clusters whose links differ, with a
-profile beside each file of results.  The same plans on real machines, simulated for many lengths
-of the sequence, stand on the same axis.
+It shows the times of plans by the ratio of computing to transfers.  A folder of `jobs/study.sh`
+has one workload on emulated clusters whose links differ, with a profile beside each file of
+results.  The same plans on real machines are simulated for many lengths of the sequence.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules.problem import Workload
 
 RANKS = 16
-# Plans by label: the method and the shape; the planner's pick has none.
+# The method and the shape of each plan; the planner's pick has none.
 PLANS = {
     "ring": ("ring", Layout(16, 1)),
     "square grid 4 x 4": ("attention2d", Layout(4, 4)),
@@ -50,34 +50,34 @@ class Point(NamedTuple):
     seconds: dict[str, float]
 
     def gain(self, plan: str) -> float:
-        """Time of the ring over the time of a plan."""
+        """Divide the time of the ring by the time of a plan."""
         return self.seconds["ring"] / self.seconds[plan]
 
 
 def measured(folder: Path) -> list[Point]:
-    """Points of a folder, by their ratios.
+    """Read the points of a folder, sorted by their ratios.
 
     Raises
     ------
     ValueError
         If there is no file of results, no profile beside one, or one lacks a plan.
     """
-    found = []
+    points = []
     for path in sorted(folder.glob("*/*.h5")):
         bandwidth = read_machine(path.with_suffix(".toml")).links(RANKS)[1].bandwidth
         results = [summarise(x) for x in read_benchmark(path).values()]
         seconds = {}
         for label, plan in PLANS.items():
-            these = [x for x in results if (x.picked if plan is None else _is(x.config, *plan))]
-            if not these:
+            runs = [x for x in results if (x.picked if plan is None else _is(x.config, *plan))]
+            if not runs:
                 raise ValueError(f"{path} has no {label}")
-            seconds[label] = these[0].seconds
+            seconds[label] = runs[0].seconds
             if label == "ring":
-                ratio = these[0].parts["compute"] / (these[0].received / bandwidth)
-        found.append(Point(ratio, seconds))
-    if not found:
+                ratio = runs[0].parts["compute"] / (runs[0].received / bandwidth)
+        points.append(Point(ratio, seconds))
+    if not points:
         raise ValueError(f"{folder} has no file */*.h5")
-    return sorted(found)
+    return sorted(points)
 
 
 def _is(config, method: str, layout: Layout) -> bool:
@@ -86,7 +86,7 @@ def _is(config, method: str, layout: Layout) -> bool:
 
 
 def simulated(machine: Machine) -> Iterator[Point]:
-    """Points of 16 ranks of a machine, by tokens: 8 heads of 128, causal, with gradients."""
+    """Simulate 16 ranks of a machine for each length: 8 heads of 128, causal, with gradients."""
     bandwidth = machine.links(RANKS)[1].bandwidth
     for tokens in TOKENS:
         work = Workload(tokens, 8, 128, mask=Causal(), backward=True)
@@ -98,20 +98,20 @@ def simulated(machine: Machine) -> Iterator[Point]:
 
 
 def read_crossover(args: argparse.Namespace) -> dict[str, list[Point]]:
-    """Measured and simulated points by their source."""
+    """Collect the measured and the simulated points, by their source."""
     profiles = Path(__file__).parents[3] / "data/machines"
-    found = {"measured": measured(Path(args.results))}
+    points = {"measured": measured(Path(args.results))}
     for name, (profile, _) in MACHINES.items():
         machine = read_machine(profiles / f"{profile}.toml").with_ranks_per_node(1)
-        found[name] = list(simulated(machine))
-    return found
+        points[name] = list(simulated(machine))
+    return points
 
 
-def draw_crossover(plt, found: dict[str, list[Point]]):
-    """How much faster than the ring each plan is, by the ratio."""
+def draw_crossover(plt, sources: dict[str, list[Point]]):
+    """Draw how much faster than the ring each plan is, by the ratio."""
     figure, axes = plt.subplots(figsize=(WIDTH, 0.55 * WIDTH))
     for plan, look in STYLES.items():
-        for source, points in found.items():
+        for source, points in sources.items():
             x, y = [p.ratio for p in points], [p.gain(plan) for p in points]
             if source == "measured":
                 axes.plot(x, y, linestyle=":", linewidth=0.5, markersize=5, label=plan, **look)
@@ -127,7 +127,7 @@ def draw_crossover(plt, found: dict[str, list[Point]]):
     plain_ticks(axes.yaxis, range(1, 7))
     for place, name in enumerate(MACHINES):  # where each machine stands
         tops = axes.secondary_xaxis(1.02 + 0.2 * place)
-        marks = {p.ratio: MARKED[n] for n, p in zip(TOKENS, found[name]) if n in MARKED}
+        marks = {p.ratio: MARKED[n] for n, p in zip(TOKENS, sources[name]) if n in MARKED}
         tops.set_xticks(list(marks), list(marks.values()))
         tops.minorticks_off()
         tops.set_xlabel(f"tokens on 16 {name}", labelpad=2)

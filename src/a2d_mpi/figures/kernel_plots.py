@@ -12,12 +12,12 @@ from a2d_mpi.figures.pictures import COLOURS, WIDTH, finish
 CPUS = {"EPYC (family 25, model 1)": "Zen 3", "EPYC (family 25, model 17)": "Zen 4"}
 
 
-def draw_kernels(plt, found: Mapping[str, Entry]):
-    """The speed of each implementation, by mask and phase; a panel for each run."""
+def draw_kernels(plt, entries: Mapping[str, Entry]):
+    """Draw the speed of each implementation, by mask and phase, with a panel for each run."""
     from matplotlib.ticker import EngFormatter
 
     unit = EngFormatter(places=1)
-    runs = {name: kernel_speeds(x) for name, x in found.items()}
+    runs = {name: kernel_speeds(x) for name, x in entries.items()}
     runs = {name: x for name, x in runs.items() if x}
     if not runs:
         raise ValueError("the file has no speed of a kernel")

@@ -14,7 +14,7 @@ SMOOTH = 50  # steps whose mean is drawn
 
 
 def draw_losses(plt, run: Losses):
-    """Loss by tokens, beside the text's unigram entropy."""
+    """Draw the loss by tokens, beside the text's unigram entropy."""
     seqlen, steps = int(run.config["seqlen"]), len(run.loss)
     if not steps:
         raise ValueError("the run has no step")

@@ -40,10 +40,10 @@ class Tiling:
     Attributes
     ----------
     text : str
-        Of the mask.
+        The name and the arguments of the mask.
     distribution : str
     ranks : (seqlen, seqlen) int
-        By query and key; -1: the pair is hidden.
+        The rank that computes each pair of a query and a key; -1: the pair is hidden.
     areas : (ranks,) int
         Visible pairs of each rank.
     """
@@ -55,20 +55,20 @@ class Tiling:
 
     @property
     def imbalance(self) -> float:
-        """Largest area over the mean; 1 if nothing is visible."""
+        """Divide the largest area by the mean; 1 if nothing is visible."""
         return float(self.areas.max() / self.areas.mean()) if self.areas.any() else 1.0
 
 
 def tiling(text: str, seqlen: int, rows: int, cols: int, distribution: str | None) -> Tiling:
-    """The ranks of an R x C grid that compute the pairs of a mask.
+    """Find the ranks of an R x C grid that compute the pairs of a mask.
 
     Parameters
     ----------
     text : str
-        Of the mask.
+        The name and the arguments of the mask.
     seqlen, rows, cols : int
     distribution : str, optional
-        Default: as of a plan.
+        Default: the distribution that a plan takes.
 
     Raises
     ------
@@ -113,14 +113,14 @@ def draw(tilings: list[Tiling], rows: int, cols: int):
         axes.set(xticks=[], yticks=[])
     for axes in grid.flat[2 * len(tilings) :]:
         axes.axis("off")
-    for found, left, right in zip(tilings, grid.flat[::2], grid.flat[1::2]):
-        visible = (found.ranks >= 0)[..., None]
+    for shown, left, right in zip(tilings, grid.flat[::2], grid.flat[1::2]):
+        visible = (shown.ranks >= 0)[..., None]
         left.imshow(np.where(visible, seen, hidden), interpolation="nearest")
         left.set(xlabel="key", ylabel="query")
-        left.set_title(found.text, loc="left", fontsize=5.5)
+        left.set_title(shown.text, loc="left", fontsize=5.5)
         # -1 is the last.
-        right.imshow(np.array([*of_ranks, hidden])[found.ranks], interpolation="nearest")
-        text = f"{found.distribution}, {found.imbalance:.2f}"
+        right.imshow(np.array([*of_ranks, hidden])[shown.ranks], interpolation="nearest")
+        text = f"{shown.distribution}, {shown.imbalance:.2f}"
         right.set_title(text, loc="left", fontsize=5.5)
     for rank in range(rows * cols):
         grid[0, 0].fill([], [], color=COLOURS[rank], label=f"rank {rank}")
@@ -128,7 +128,7 @@ def draw(tilings: list[Tiling], rows: int, cols: int):
 
 
 def draw_table(table: Table):
-    """Draw bytes and balance of all plans by mask, medians and ranges of all seeds."""
+    """Draw bytes and balance of all plans by mask: the medians and ranges of all seeds."""
     plt = pyplot(**SETTINGS)
     ranks = sorted({key[0] for key in table})
     masks = [x for x in PATTERNS if any(_pattern(key) == x for key in table)]
@@ -162,5 +162,5 @@ def draw_table(table: Table):
 
 
 def _pattern(key: tuple[int, int, str, str]) -> str:
-    """The name of a mask in a key of the table, without its arguments."""
+    """Read the name of a mask, without its arguments, off a key of the table."""
     return key[2].partition(":")[0]

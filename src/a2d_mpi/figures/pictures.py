@@ -37,7 +37,7 @@ METHOD_STYLES = defaultdict(lambda: ("#000000", next(_MORE)), {
     "double ring": ("#E69F00", "D"), "triangle": ("#009E73", ">"), "node aware": ("#56B4E9", "p"),
     "blocks": ("#661100", "X"), "all-gather": ("#444444", "v"),
 })  # fmt: skip
-# Colour and hatch of the parts of a phase, and of a training step.
+# Colours and hatches of the parts of a phase, and of a training step.
 FILLS = {
     "compute": ("#0072B2", ""), "attention": ("#0072B2", ""), "merge": ("#009E73", "...."),
     "wait": ("#E69F00", "////"), "gradients": ("#CC79A7", "xx"), "adam": ("#009E73", "...."),
@@ -46,7 +46,7 @@ FILLS = {
 
 
 def pyplot(**settings: object):
-    """matplotlib.pyplot for files, without the user's settings; ValueError if it is missing."""
+    """Import matplotlib.pyplot for files, without the user's settings; ValueError if missing."""
     try:
         import matplotlib
     except ImportError:
@@ -60,7 +60,7 @@ def pyplot(**settings: object):
 
 
 def style(family: str) -> dict[str, str]:
-    """The keywords of `plot` for a method: a marker is full if ranks share the heads."""
+    """Return the keywords of `plot` for a method; its marker is full if ranks share the heads."""
     method, _, heads = family.partition(" + ")
     colour, marker = METHOD_STYLES[method]
     return {"color": colour, "marker": marker, "fillstyle": "full" if heads else "none"}
@@ -82,7 +82,7 @@ def check_picture(path: Path) -> None:
 
 
 def save(figure, path: Path, **options: object) -> None:
-    """Write a figure in the format that its file is named after, whole or not at all.
+    """Write a whole figure or nothing, in the format that the file is named after.
 
     A PNG file holds the `digest` of its data in the text "Data".
     """
@@ -95,23 +95,23 @@ def save(figure, path: Path, **options: object) -> None:
 
 
 def digest(figure) -> str:
-    """A hash of what a figure shows: words, lines, bars, points and images; no pixels.
+    """Hash what a figure shows: words, lines, bars, points and images, but no pixels.
 
     Numbers count to four digits of the largest of their line, bar or image.
     """
-    found = hashlib.sha256()
+    shown = hashlib.sha256()
     for axes in figure.axes:
-        found.update("\n".join(_words(axes)).encode())
+        shown.update("\n".join(_words(axes)).encode())
         for values in _values(axes):
             values = np.ma.filled(np.ma.asarray(values, float), np.nan)
             scale = np.nanmax(np.abs(values), initial=1e-300)
             digits = np.rint(np.nan_to_num(1e4 * values / scale, nan=-1e6))
-            found.update(digits.astype("<i4").tobytes())
-    return found.hexdigest()[:16]
+            shown.update(digits.astype("<i4").tobytes())
+    return shown.hexdigest()[:16]
 
 
 def _words(axes) -> Iterator[str]:
-    """The words of some axes: titles, labels, names of ticks and of the legend."""
+    """Yield the titles, labels, and names of ticks and of the legend of axes."""
     yield from (axes.get_title("left"), axes.get_title(), axes.get_xlabel(), axes.get_ylabel())
     yield from (x.get_text() for x in axes.texts)
     for axis in (axes.xaxis, axes.yaxis):
@@ -120,7 +120,7 @@ def _words(axes) -> Iterator[str]:
 
 
 def _values(axes) -> Iterator[np.ndarray]:
-    """The numbers that each artist of some axes draws."""
+    """Yield the numbers that each artist of axes draws."""
     for line in axes.lines:
         yield line.get_xydata()
     for patch in axes.patches:
@@ -151,7 +151,7 @@ def finish(figure, title: str = ""):
 
 
 def stacked(axes, heights: Sequence[float], bars: Sequence[Mapping[str, float]], **options):
-    """Horizontal bars of parts, one bar at each height."""
+    """Draw horizontal bars of parts, one bar at each height."""
     left = np.zeros(len(heights))
     for part in bars[0]:
         lengths = np.array([x[part] for x in bars])
@@ -162,7 +162,7 @@ def stacked(axes, heights: Sequence[float], bars: Sequence[Mapping[str, float]],
 
 
 def timeline(axes, y: float, spans: Sequence[tuple[str, float, float]], height: float) -> None:
-    """Spans of time at one height: each with its part, begin and end."""
+    """Draw spans of time, each with its part, begin and end, at one height."""
     for part, (colour, hatch) in FILLS.items():
         if bars := [(begin, end - begin) for x, begin, end in spans if x == part]:
             axes.broken_barh(bars, (y - height / 2, height), facecolor=colour, hatch=hatch,
@@ -171,7 +171,7 @@ def timeline(axes, y: float, spans: Sequence[tuple[str, float, float]], height: 
 
 
 def log_ranks(axes, ranks: Iterable[int]) -> None:
-    """An axis of ranks, at powers of two."""
+    """Make the x axis an axis of ranks, at powers of two."""
     ranks = sorted(ranks)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ranks, [str(x) for x in ranks])
@@ -181,7 +181,7 @@ def log_ranks(axes, ranks: Iterable[int]) -> None:
 
 
 def plain_ticks(axis, subs: Sequence[int] = (1, 2, 5)) -> None:
-    """1, 2, 5, 10, ... rather than powers of ten."""
+    """Label an axis with 1, 2, 5, 10, ... rather than with powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=subs))
@@ -190,7 +190,7 @@ def plain_ticks(axis, subs: Sequence[int] = (1, 2, 5)) -> None:
 
 
 def _no_formulas(figure) -> None:
-    """Show names with $ as they are; matplotlib's own formulas are the numbers of a log axis."""
+    """Show names with $ as they are.  Matplotlib's formulas are the numbers of a log axis."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
@@ -199,7 +199,7 @@ def _no_formulas(figure) -> None:
 
 
 def _check_begin(path: Path) -> None:
-    """ValueError unless a file begins as pictures do of the format that it is named after."""
+    """Raise ValueError unless a file begins like pictures of the format in its name."""
     with open(path, "rb") as file:
         begin = file.read(5)
     if not begin.startswith(_BEGINS[_format(path)]):

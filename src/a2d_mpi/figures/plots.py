@@ -49,9 +49,9 @@ def plot(args: argparse.Namespace) -> int:
     names, formats = ([x.strip() for x in text.split(",")] for text in (args.what, args.format))
     read, figures = next((x for x in KINDS if names[0] in x[1]), KINDS[0])
     chosen = ("--what", names, figures), ("--format", formats, ("png", "svg"))
-    for option, given, known in chosen:
-        if unknown := [x for x in given if x not in known]:
-            raise ValueError(f"{option}: {unknown[0]!r} is none of {', '.join(known)}")
+    for option, given, allowed in chosen:
+        if unknown := [x for x in given if x not in allowed]:
+            raise ValueError(f"{option}: {unknown[0]!r} is none of {', '.join(allowed)}")
     chosen = read(args)
     plt = pyplot(**SETTINGS)
     os.makedirs(args.output, exist_ok=True)
@@ -86,12 +86,13 @@ class Choice:
     Attributes
     ----------
     all : list of Summary
-        Of the phase that was asked for.
-    these : list of Summary
-        Of one workload.
+        All results that have the phase.
+    of_workload : list of Summary
+        The results of one workload.
     ranks : int
+        The number of ranks of `phases`.
     run : Result
-        For the timeline.
+        The run of the timeline.
     """
 
     def __init__(self, args) -> None:
@@ -104,12 +105,12 @@ class Choice:
         of_each = Counter(x.workload for x in self.all)
         usual = max(counts, key=lambda x: (counts[x], of_each[x], x))
         self.workload = usual if args.workload is None else args.workload
-        self.these = [x for x in self.all if x.workload == self.workload]
-        if not self.these:
+        self.of_workload = [x for x in self.all if x.workload == self.workload]
+        if not self.of_workload:
             raise ValueError(f"no workload {self.workload!r}: {', '.join(sorted(counts))}")
-        most = max(x.ranks for x in self.these)
+        most = max(x.ranks for x in self.of_workload)
         self.ranks, self.phase = most if args.ranks is None else args.ranks, args.phase
-        here = [x for x in self.these if x.ranks == self.ranks]
+        here = [x for x in self.of_workload if x.ranks == self.ranks]
         if not here:
             raise ValueError(f"{self.workload} was not run on {self.ranks} ranks")
         first = next(iter(METHODS))
@@ -122,19 +123,19 @@ class Choice:
         if name not in results:
             raise ValueError(f"no run {name!r} in {args.results}")
         self.run: Result = results[name]
-        # What names the workload, even if the timeline is of another one.
-        self.config = next(results[x.name].config for x in self.these)
+        # It names the workload, even if the timeline shows another one.
+        self.config = next(results[x.name].config for x in self.of_workload)
 
     def families(self, key: Figure, fewest: int = 1) -> dict[str, list[Summary]]:
-        """By method: the plan of least `key` at every number of ranks from `fewest` on."""
-        # Those that communicate and compute in turn are left to `phases`, where both were run.
-        whole = [x for x in self.these if x.overlap] or self.these
-        found = best_of_families((x for x in whole if x.ranks >= fewest), key)
-        return {name: found[name] for name in in_order(found)}
+        """Find each method's plan of least `key` at every number of ranks from `fewest` on."""
+        # Only `phases` shows plans that communicate and compute in turn, if both kinds were run.
+        plans = [x for x in self.of_workload if x.overlap] or self.of_workload
+        best = best_of_families((x for x in plans if x.ranks >= fewest), key)
+        return {name: best[name] for name in in_order(best)}
 
     @property
     def title(self) -> str:
-        """The workload in words."""
+        """Describe the workload."""
         c = self.config
         heads = f"{c['nheads']} heads" + f"/{c['nheads_kv']}" * (c["nheads"] != c["nheads_kv"])
         phase = {"both": "fwd + bwd" if c["backward"] else "fwd"}.get(self.phase, self.phase)
@@ -143,15 +144,16 @@ class Choice:
 
 
 def draw_scaling(plt, choice: Choice):
-    """Per cent of ideal scaling by number of ranks."""
+    """Draw per cent of ideal scaling by number of ranks."""
     points = efficiency({"": choice.families(lambda x: x.seconds)})
     return finish(draw_by_ranks(plt, points, "% of ideal"), choice.title)
 
 
 def draw_phases(plt, choice: Choice):
-    """The plans of one workload at one number of ranks: times, and shares of their parts."""
-    xs = sorted((x for x in choice.these if x.ranks == choice.ranks), key=lambda x: x.seconds)
-    shown, best = xs[:MOST_PLANS], 1e3 * xs[0].seconds
+    """Draw the times of the plans of one workload, and the shares of their parts."""
+    plans = [x for x in choice.of_workload if x.ranks == choice.ranks]
+    shown = sorted(plans, key=lambda x: x.seconds)[:MOST_PLANS]
+    best = 1e3 * shown[0].seconds
     figure, (times, shares) = plt.subplots(
         1, 2, sharey=True, figsize=(WIDTH, 0.8 + 0.17 * len(shown))
     )
@@ -161,20 +163,19 @@ def draw_phases(plt, choice: Choice):
         times.annotate(f"  {float(f'{ms:.3g}'):g} ({ms / best:.2f}x)", (ms, y), va="center")
     parts = [{part: 100 * x.parts[part] / x.seconds for part in PARTS} for x in shown]
     stacked(shares, np.arange(len(shown)), parts)
-    names = [x.plan.removesuffix("@rcu") for x in shown]
-    times.set_yticks(range(len(shown)), names)
+    times.set_yticks(range(len(shown)), [x.plan.removesuffix("@rcu") for x in shown])
     times.invert_yaxis()
     times.set_xscale("log")
     times.set_xlim(best / 1.5, 6e3 * shown[-1].seconds)
     plain_ticks(times.xaxis, (1, 3))
     times.set_xlabel(f"slowest of {choice.ranks} ranks, ms")
     shares.set(xlim=(0, 100), xlabel="% of the time of this rank")
-    left_out = f"; the fastest {len(shown)} of {len(xs)} plans" * (len(shown) < len(xs))
+    left_out = f"; the fastest {len(shown)} of {len(plans)} plans" * (len(shown) < len(plans))
     return finish(figure, choice.title + left_out)
 
 
 def draw_bytes(plt, choice: Choice):
-    """Bytes by number of ranks: counted, by the formula, and the lower bound."""
+    """Draw bytes by number of ranks: counted, by the formula, and the lower bound."""
     if not (families := choice.families(lambda x: x.received, fewest=2)):
         raise NothingToDraw("no run on more than one rank")
     counted = {name: {x.ranks: x.received / 1e6 for x in xs} for name, xs in families.items()}
@@ -186,40 +187,40 @@ def draw_bytes(plt, choice: Choice):
                       label="formula", zorder=3)  # fmt: skip
         if bounds:
             axes.plot(*zip(*sorted(bounds.items())), "k:", label="bound without heads")
-            # It may be next to nothing on few ranks: then the line leaves below.
+            # The bound may be next to nothing on few ranks. Then the line leaves the axes.
             axes.set_ylim(bottom=min(min(x.values()) for x in counted.values()) / 5)
     return finish(figure, choice.title)
 
 
 def draw_model(plt, choice: Choice):
-    """Predicted against measured."""
-    if not (known := [x for x in choice.all if not math.isnan(x.predicted)]):
+    """Draw predicted against measured times."""
+    if not (runs := [x for x in choice.all if not math.isnan(x.predicted)]):
         raise NothingToDraw("no predictions in the file (bench.py --profile)")
     figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 0.5 * WIDTH), sharex=True, sharey=True)
-    both = [1e3 * y for x in known for y in (x.seconds, x.predicted)]
+    both = [1e3 * y for x in runs for y in (x.seconds, x.predicted)]
     ends = np.array([min(both) / 1.5, max(both) * 1.5])
     for axes, heads in zip(panels, (False, True)):
         for band, grey in ((0.3, "#EEEEEE"), (0.15, "#CCCCCC")):
             axes.fill_between(ends, ends * (1 - band), ends * (1 + band), color=grey, linewidth=0)
         axes.plot(ends, ends, color="black", linewidth=0.8)
-        for name in in_order(x.family for x in known if (" + heads" in x.family) == heads):
-            these = [x for x in known if x.family == name]
-            points = [1e3 * x.seconds for x in these], [1e3 * x.predicted for x in these]
-            axes.plot(*points, linestyle="none", markersize=3, label=name.partition(" + ")[0],
+        for name in in_order(x.family for x in runs if (" + heads" in x.family) == heads):
+            of_family = [x for x in runs if x.family == name]
+            axes.plot([1e3 * x.seconds for x in of_family], [1e3 * x.predicted for x in of_family],
+                      linestyle="none", markersize=3, label=name.partition(" + ")[0],
                       **style(name))  # fmt: skip
         axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="measured, ms")
         axes.set_title("ranks share the heads" if heads else "every rank has all heads")
         for axis in (axes.xaxis, axes.yaxis):
             plain_ticks(axis)
     panels[0].set_ylabel("predicted, ms")
-    off = np.array([abs(x.predicted / x.seconds - 1) for x in known])
+    off = np.array([abs(x.predicted / x.seconds - 1) for x in runs])
     within = ", ".join(f"{100 * np.mean(off <= x):.0f} % within {100 * x:.0f} %"
                        for x in (0.15, 0.3))  # fmt: skip
-    return finish(figure, f"{len(known)} runs: {within}")
+    return finish(figure, f"{len(runs)} runs: {within}")
 
 
 def draw_timeline(plt, choice: Choice):
-    """Spans of every rank."""
+    """Draw the spans of every rank."""
     result, c = choice.run, choice.run.config
     if not result.spans:
         raise NothingToDraw(f"{c['name']} was kept without spans (bench.py --spans)")
@@ -230,11 +231,11 @@ def draw_timeline(plt, choice: Choice):
     for phase, axes in zip(phases, panels[0]):
         spans = result.spans[phase]
         for rank in range(ranks):
-            these = [
+            bars = [
                 (SPAN_PARTS[x["part"]].replace("total", "other"), 1e3 * x["start"], 1e3 * x["end"])
                 for x in spans[spans["rank"] == rank]
             ]
-            timeline(axes, rank, these, 0.8)
+            timeline(axes, rank, bars, 0.8)
         axes.set(xlabel=f"{phase}, ms", xlim=(0, 1e3 * spans["end"].max()))
         axes.set_ylim(ranks - 0.4, -0.6)
     panels[0, 0].set_ylabel("rank")
@@ -245,7 +246,7 @@ def draw_timeline(plt, choice: Choice):
 
 _DRAWN = (draw_scaling, draw_phases, draw_bytes, draw_model, draw_timeline)
 FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
-# By kind of file: how to read it, and how to draw its figures.
+# A kind of file: how to read it, and how to draw each of its figures.
 KINDS: list[tuple[Callable, dict[str, Callable]]] = [
     (Choice, FIGURES),
     (lambda args: read_losses(args.results), {"training": draw_losses}),

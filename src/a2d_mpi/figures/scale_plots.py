@@ -1,4 +1,4 @@
-"""Figures of drivers/simulate.py: how plans scale, by a simulator; no MPI import."""
+"""Figures of the files of drivers/simulate.py, which say how plans scale; no MPI import."""
 
 from __future__ import annotations
 
@@ -12,62 +12,55 @@ import numpy as np
 
 from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.experiments.summary import Summary, in_order
-from a2d_mpi.figures.pictures import (
-    WIDTH,
-    finish,
-    log_ranks,
-    plain_ticks,
-    style,
-)
+from a2d_mpi.figures.pictures import WIDTH, finish, log_ranks, plain_ticks, style
 
 Best = dict[str, dict[tuple[int, int], Summary]]
 Lines = Mapping[str, list[Summary]]  # by family, in the order of the ranks
 Points = Mapping[str, Mapping[str, Mapping[int, float]]]  # by panel, family and ranks
-Choice = Callable[[int, int], bool]  # of ranks and tokens
 WORKLOAD = ("mask", "nheads", "nheads_kv", "headdim", "dtype", "backward")
 
 
 @dataclass
 class Scale:
-    """The simulations of one workload, its length left open.
+    """The simulations of one workload with sequences of any length.
 
     Attributes
     ----------
     entries : list of Summary
     seqlen : int
-        Of the figures that have one length.
+        The length of the figures that show one length.
     """
 
     entries: list[Summary]
     seqlen: int
 
     def best(self) -> dict[str, Best]:
-        """By machine and network, then family, then (ranks, tokens): the fastest."""
-        found: dict[str, Best] = {}
+        """Find the fastest plan by machine and network, family, and (ranks, tokens)."""
+        panels: dict[str, Best] = {}
         for x in self.entries:
-            # Without the number of nodes: an axis has the ranks.
+            # An axis has the number of ranks, so the name has no number of nodes.
             machine = re.sub(r"^\d+ nodes", "nodes", str(x.config["machine"]))
-            panel = found.setdefault(f"{machine}, {x.config['network']}", {})
+            panel = panels.setdefault(f"{machine}, {x.config['network']}", {})
             of_family, place = panel.setdefault(x.family, {}), (x.ranks, _seqlen(x))
             of_family[place] = min(of_family.get(place, x), x, key=lambda y: y.seconds)
-        return {y: {name: x[name] for name in in_order(x)} for y, x in found.items()}
+        return {y: {name: x[name] for name in in_order(x)} for y, x in panels.items()}
 
-    def lines(self, chosen: Choice | None = None) -> dict[str, Lines]:
-        """By machine and network: the fastest of each family by ranks, of one length for each.
+    def lines(self, chosen: Callable[[int, int], bool] | None = None) -> dict[str, Lines]:
+        """Find the fastest plans of each family by ranks, for each machine and network.
 
-        `chosen` tells if a length is the one; default: `seqlen`.
+        `chosen` tells whether a number of ranks and a length are shown.  Default: `seqlen` is.
         """
         chosen = chosen or (lambda ranks, seqlen: seqlen == self.seqlen)
-        found: dict[str, dict[str, list[Summary]]] = {}
+        panels: dict[str, dict[str, list[Summary]]] = {}
         for panel, best in self.best().items():
             for name, of_family in best.items():
                 if xs := [of_family[x] for x in sorted(of_family) if chosen(*x)]:
-                    found.setdefault(panel, {})[name] = xs
-        return found
+                    panels.setdefault(panel, {})[name] = xs
+        return panels
 
     @property
     def title(self) -> str:
-        """The workload in words."""
+        """Describe the workload."""
         c = self.entries[0].config
         phases = "fwd + bwd" if c["backward"] else "fwd"
         heads = f"{c['nheads']} heads/{c['nheads_kv']} x {c['headdim']}"
@@ -75,28 +68,28 @@ class Scale:
 
 
 def read_scale(path: str | Path, workload: str | None = None) -> Scale:
-    """The simulations in a file of a workload of that name, and of other lengths of it.
+    """Read the simulations of a workload, with sequences of any length, from a file.
 
-    Default: the workload of the most numbers of ranks, then of the most entries.  What runs on
-    slow ranks or ports is left out.
+    `workload` is a part of the name.  Default: the workload with the most numbers of ranks, then
+    with the most entries.  Simulations with slow ranks or ports are left out.
 
     Raises
     ------
     OSError, ValueError
-        If the file cannot be read, or has no such simulation.
+        If the file cannot be read, or has no simulation of this workload.
     """
-    whole = [
+    usable = [
         x for x in read_summaries(path) if x.config["slow_rank"] == x.config["slow_port"] == 1
     ]
-    if not whole:
+    if not usable:
         raise ValueError(f"{path} has no simulation to plot")
-    named = [x for x in whole if (workload or "") in x.name]
+    named = [x for x in usable if (workload or "") in x.name]
     if not named:
         raise ValueError(f"no workload {workload!r} in {path}")
     entries = Counter(map(_workload, named))
     ranks = Counter(x for x, _ in {(_workload(x), x.ranks) for x in named})
     usual = max(entries, key=lambda x: (ranks[x], entries[x], x))
-    return Scale([x for x in whole if _workload(x)[:-1] == usual[:-1]], usual[-1])
+    return Scale([x for x in usable if _workload(x)[:-1] == usual[:-1]], usual[-1])
 
 
 def _workload(x: Summary) -> tuple:
@@ -108,13 +101,16 @@ def _seqlen(x: Summary) -> int:
 
 
 def draw_strong(plt, scale: Scale):
-    """Per cent of ideal scaling, from the fastest on the fewest ranks."""
+    """Draw per cent of ideal scaling from the fastest plan on the fewest ranks."""
     figure = draw_by_ranks(plt, efficiency(scale.lines()), "% of ideal")
     return finish(figure, _title(scale, scale.seqlen))
 
 
 def draw_weak(plt, scale: Scale):
-    """The same with as many tokens a rank: the work of each grows with the ranks."""
+    """Draw per cent of ideal scaling with the same number of tokens for each rank.
+
+    The work of a rank grows with the number of ranks.
+    """
     places = {(x.ranks, _seqlen(x)) for x in scale.entries}
     each = Counter(n // ranks for ranks, n in places if n % ranks == 0)
     usual = max(each, key=lambda x: (each[x], -x))
@@ -124,35 +120,34 @@ def draw_weak(plt, scale: Scale):
 
 
 def draw_slopes(plt, scale: Scale):
-    """Time by number of ranks, and at the end of each line the power of the ranks as fitted."""
+    """Draw time by number of ranks, and at the end of each line the fitted power of the ranks."""
     times = _points(scale, lambda x: 1e3 * x.seconds)
     figure = draw_by_ranks(plt, times, "time, ms", log=True)
     for axes, lines in zip(figure.axes, times.values()):
-        for known in lines.values():
-            if len(known) > 1:
-                axes.annotate(f"  P^{power(known):.2f}", max(known.items()), va="bottom")
+        for of_family in lines.values():
+            if len(of_family) > 1:
+                text = f"  P^{power(of_family):.2f}"
+                axes.annotate(text, max(of_family.items()), va="bottom")
         axes.set_xlim(right=4 * axes.get_xlim()[1])
     return finish(figure, _title(scale, scale.seqlen))
 
 
 def draw_exposed(plt, scale: Scale):
-    """Share of the time that ranks wait for messages, in the mean."""
+    """Draw the mean share of the time in which ranks wait for messages."""
     shares = _points(scale, lambda x: 100 * x.parts["wait"] / x.seconds)
     return finish(draw_by_ranks(plt, shares, "exposed, %"), _title(scale, scale.seqlen))
 
 
 def draw_winners(plt, scale: Scale):
-    """The fastest family by ranks and tokens, and how much longer the other sort takes.
+    """Draw the fastest family by ranks and tokens, and how much longer the other sort takes.
 
-    Grids of all kinds are one sort, rings the other.
+    Grids of all kinds are one sort, and rings are the other sort.
     """
     panels = scale.best()
     lengths = sorted({_seqlen(x) for x in scale.entries})
     everyone = sorted({x.ranks for x in scale.entries})
-    figure, (row,) = plt.subplots(
-        1, len(panels), squeeze=False, sharey=True,
-        figsize=(WIDTH, 1 + 0.3 * len(everyone)),
-    )  # fmt: skip
+    size = WIDTH, 1 + 0.3 * len(everyone)
+    figure, (row,) = plt.subplots(1, len(panels), squeeze=False, sharey=True, figsize=size)
     for axes, (name, best) in zip(row, panels.items(), strict=True):
         for place in sorted({x for of_family in best.values() for x in of_family}):
             seconds = {y: x[place].seconds for y, x in best.items() if place in x}
@@ -171,39 +166,35 @@ def draw_winners(plt, scale: Scale):
     return finish(figure, scale.title)
 
 
-AT_SCALE = {
-    "strong": draw_strong,
-    "weak": draw_weak,
-    "slopes": draw_slopes,
-    "exposed": draw_exposed,
-    "winners": draw_winners,
-}
+_DRAWN = (draw_strong, draw_weak, draw_slopes, draw_exposed, draw_winners)
+AT_SCALE = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 
 
 def efficiency(panels: Mapping[str, Lines], exponent: int = -1) -> Points:
-    """Per cent of ideal scaling from the fastest plan on the fewest ranks.
+    """Compute per cent of ideal scaling from the fastest plan on the fewest ranks.
 
-    Ideal times are as the ranks to a power.
+    Ideal times are proportional to the number of ranks to the power of `exponent`.
     """
     from matplotlib.ticker import EngFormatter
 
-    found = {}
+    points: dict[str, dict[str, dict[int, float]]] = {}
     for title, lines in panels.items():
         first = min((x for xs in lines.values() for x in xs), key=lambda x: (x.ranks, x.seconds))
         seconds = EngFormatter("s", 2)(first.seconds)
         name = f"{title}\n100 %: {seconds} on {first.ranks} ranks".strip()
-        found[name] = {
-            family: {
-                x.ranks: 100 * first.seconds * (x.ranks / first.ranks) ** exponent / x.seconds
-                for x in xs
-            }
-            for family, xs in lines.items()
-        }
-    return found
+        points[name] = {family: {} for family in lines}
+        for family, xs in lines.items():
+            for x in xs:
+                ideal = first.seconds * (x.ranks / first.ranks) ** exponent
+                points[name][family][x.ranks] = 100 * ideal / x.seconds
+    return points
 
 
 def draw_by_ranks(plt, panels: Points, what: str, log: bool = False):
-    """A column for each panel; methods alone are above, methods with a head axis below."""
+    """Draw a column for each panel.
+
+    Plans whose ranks have all heads are above, and plans whose ranks share the heads are below.
+    """
     rows = sorted({" + heads" in x for lines in panels.values() for x in lines})
     figure, grid = plt.subplots(
         len(rows), len(panels), squeeze=False, sharex="col", sharey=True,
@@ -240,12 +231,12 @@ def _title(scale: Scale, tokens: int) -> str:
 
 
 def power(times: Mapping[int, float]) -> float:
-    """Exponent b of the power law ``a ranks**b`` that fits times best (least squares of logs)."""
+    """Fit the exponent b of the power law ``a ranks**b`` to times, by least squares of logs."""
     return float(np.polyfit(np.log([*times]), np.log([*times.values()]), 1)[0])
 
 
 def in_short(tokens: int) -> str:
-    """64K, 1M, ..."""
+    """Write a number of tokens as 64K, 1M, ..."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if tokens % size == 0:
             return f"{tokens // size}{unit}"

@@ -50,8 +50,7 @@ def draw(rows: list[Panels], ranks_per_node: int):
 
     in_bytes, in_seconds = EngFormatter("B", 1), EngFormatter("s", 2)
     phases = tuple(rows[0].spans)
-    ranks = len(rows[0].spans[phases[0]])
-    colours = _colours(ranks, ranks_per_node)
+    colours = _colours(len(rows[0].spans[phases[0]]), ranks_per_node)
     widths = [1.0, *[1.2] * len(phases), *[2.0] * len(phases)]
     figure, all_axes = plt.subplots(
         len(rows), len(widths), figsize=(1.5 * sum(widths), 1.75 * len(rows) + 0.3),
@@ -59,7 +58,7 @@ def draw(rows: list[Panels], ranks_per_node: int):
     )  # fmt: skip
     for row, (first, *others) in zip(rows, all_axes):
         _computes(first, row.computes, colours)
-        # A long one would run into the next panel.
+        # A long title would run into the next panel.
         title = row.title.replace(", ", ",\n") if len(row.title) > 26 else row.title
         first.set_title(title, loc="left", fontweight="bold")
         for phase, matrix, time in zip(phases, others, others[len(phases) :]):
@@ -74,29 +73,29 @@ def draw(rows: list[Panels], ranks_per_node: int):
 
 
 def _end(spans: Spans) -> float:
-    """Seconds of the slowest rank."""
+    """Find the end of the slowest rank, in seconds."""
     return max(of_rank[-1][2] for of_rank in spans)
 
 
 def _colours(ranks: int, ranks_per_node: int) -> list[tuple]:
-    """A hue for each node, lighter from rank to rank; for each rank, if that is all the same."""
+    """Choose a hue for each node, lighter from rank to rank, or for each rank without nodes."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgb
 
     a_node = ranks_per_node if 1 < ranks_per_node < ranks else 1
     nodes = -(-ranks // a_node)
     few = nodes <= len(_COLOURS)
-    found = []
+    colours = []
     for rank in range(ranks):
         node, place = divmod(rank, a_node)
         hue = _COLOURS[node] if few else colormaps["viridis"]((node + 0.5) / nodes)
         light = 0.65 * place / a_node
-        found.append(tuple(x + (1 - x) * light for x in to_rgb(hue)))
-    return found
+        colours.append(tuple(x + (1 - x) * light for x in to_rgb(hue)))
+    return colours
 
 
 def _computes(axes, computes: np.ndarray, colours: list[tuple]) -> None:
-    """Queries x keys; the ranks of a Ulysses group share a pair, as stripes."""
+    """Draw queries x keys; the ranks of a Ulysses group share a pair, as stripes."""
     from matplotlib.colors import to_rgb
 
     heads, n, _ = computes.shape
@@ -107,7 +106,7 @@ def _computes(axes, computes: np.ndarray, colours: list[tuple]) -> None:
 
 
 def _received(figure, axes, received, most, colours, ranks_per_node) -> None:
-    """Receiver x sender, with lines between nodes."""
+    """Draw receiver x sender, with lines between nodes."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
     from matplotlib.ticker import EngFormatter
@@ -129,7 +128,7 @@ def _received(figure, axes, received, most, colours, ranks_per_node) -> None:
 
 
 def _timeline(axes, spans: Spans, end: float, colours) -> None:
-    """Time x ranks."""
+    """Draw time x ranks."""
     from matplotlib.ticker import EngFormatter
 
     for rank, of_rank in enumerate(spans):

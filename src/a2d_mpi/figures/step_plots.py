@@ -9,7 +9,7 @@ from a2d_mpi.figures.pictures import WIDTH, finish, log_ranks, plain_ticks, stac
 
 
 def draw_steps(plt, runs: list[Steps]):
-    """Bars of measured and predicted seconds by part, on the most ranks."""
+    """Draw measured and predicted seconds by part, on the most ranks."""
     ranks = max(x.attributes["ranks"] for x in runs)
     shown = sorted((x for x in runs if x.attributes["ranks"] == ranks), key=lambda x: x.seconds)
     figure, axes = plt.subplots(figsize=(WIDTH, 0.8 + 0.3 * len(shown)))
@@ -28,19 +28,19 @@ def draw_steps(plt, runs: list[Steps]):
 
 
 def draw_activations(plt, runs: list[Steps]):
-    """Bytes of activations and of attention's buffers by number of ranks."""
+    """Draw the bytes of activations and of attention's buffers by number of ranks."""
     figure, axes = plt.subplots(figsize=(WIDTH, 0.4 * WIDTH))
     ways = {"activations": (False, "activations", "#0072B2", "o-"),
             "activations, --recompute": (True, "activations", "#D55E00", "s-"),
             "attention's buffers": (False, "buffers", "#777777", "^--")}  # fmt: skip
     for label, (recompute, name, colour, way) in ways.items():
-        known = {x.attributes["ranks"]: x.arrays[name].max() / 1e6
-                 for x in runs if x.attributes["recompute"] == recompute}  # fmt: skip
-        known = {ranks: known[ranks] for ranks in sorted(known) if known[ranks]}
-        axes.plot([*known], [*known.values()], way, color=colour, fillstyle="none", label=label)
+        megabytes = {x.attributes["ranks"]: x.arrays[name].max() / 1e6
+                     for x in runs if x.attributes["recompute"] == recompute}  # fmt: skip
+        ranks = np.array([x for x in sorted(megabytes) if megabytes[x]])
+        values = [megabytes[x] for x in ranks]
+        axes.plot(ranks, values, way, color=colour, fillstyle="none", label=label)
         if name == "activations":
-            ranks = np.array([*known])
-            ideal = known[ranks[0]] * ranks[0] / ranks
+            ideal = values[0] * ranks[0] / ranks
             axes.plot(ranks, ideal, "k:", linewidth=1.5, label="1 / P")
     axes.set(yscale="log", ylabel="MB of a rank, at most")
     plain_ticks(axes.yaxis)

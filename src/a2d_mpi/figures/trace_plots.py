@@ -9,7 +9,7 @@ _SHOWN = ("compute", "merge", "wait")  # categories of slices
 
 
 def draw_trace(plt, events: list[dict]):
-    """What every rank computes (upper bar) and waits for (lower bar), and all messages."""
+    """Draw what every rank computes (upper bar) and waits for (lower bar), and all messages."""
     rows = {x["tid"]: x["pid"] + 0.4 * (x["args"]["name"] == COMMUNICATION)
             for x in events if x["name"] == "thread_name"}  # fmt: skip
     calls = [x for x in events if x.get("cat") == "total"]
