@@ -224,6 +224,8 @@ def test_refusals(comm):
             attention_grid(comm, split, (1, cols, 1))
     with pytest.raises(ValueError, match="a number for each of the 1 positions, got"):
         opened(comm, (1, n - 1), CONFIGS["mfa"], [3, 4])
+    with pytest.raises(ValueError, match="micro_batches must be at least 1, got 0"):
+        opened(comm, (1, n - 1), CONFIGS["mfa"], [3], micro_batches=0)
 
 
 @pytest.mark.launches

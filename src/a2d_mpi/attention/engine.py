@@ -314,6 +314,11 @@ class Engine:
     def transport(self, transport: Transport | None) -> None:
         self._polls.transport = transport
 
+    def settle(self) -> None:
+        """Complete all messages under way, after a rank died."""
+        if self.transport is not None:  # before the first call there is none
+            self.transport.settle()
+
     @property
     def staged_bytes(self) -> int:
         """Bytes copied between device and host so far."""

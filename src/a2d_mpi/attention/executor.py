@@ -10,7 +10,6 @@ import numpy as np
 from a2d_mpi.attention.arrays import Arrays
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
-from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Constant
@@ -99,12 +98,6 @@ class Executor:
         for do, *operands in engine.clocked(self._steps):
             do(self, *operands)
         return self._arrays.end()
-
-    def settle(self, transport: Transport | None) -> None:
-        """Complete the messages of a run that broke off; see `Transport.settle`."""
-        for messages in self._pending:
-            transport.settle(messages)
-        self._pending = []
 
     def _compiled(self, step: Any, program: Program) -> list[tuple]:
         """Steps as (function, operands); bound methods would refer back to the executor."""

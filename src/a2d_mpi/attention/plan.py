@@ -522,7 +522,7 @@ class AttentionPlan:
             On all ranks, if an array is wrong on any of them.
         """
         engine, rendezvous = self._engine, self.grid.rendezvous
-        with rendezvous.turn(self._settle) as problem:
+        with rendezvous.turn(engine.settle) as problem:
             tensors, finite = {}, True
             try:
                 if refusal:
@@ -573,11 +573,6 @@ class AttentionPlan:
         device.encode(encoded, x, wire)
         device.decode(rounded, encoded, wire)
         return rounded
-
-    def _settle(self) -> None:
-        """Complete the messages of a call in which a rank died."""
-        for executor in chain.from_iterable(self._executors.values()):
-            executor.settle(self._engine.transport)
 
     def _largest(self, own: np.ndarray) -> np.ndarray:
         """Largest logits of all heads over all ranks, (nheads,), from those of a rank's heads."""

@@ -153,8 +153,10 @@ def open_apart(
     Raises
     ------
     ValueError
-        On all ranks, as of a `Decoder`.
+        On all ranks, as of a `Decoder`, or if there is no micro-batch.
     """
+    wrong = f"micro_batches must be at least 1, got {micro_batches}"
+    agree(comm, None if micro_batches >= 1 else wrong)
     if grid is None:
         return FFNRank(comm, split[0], weights, rooms, block, transfers, micro_batches)
     return AttentionRank(

@@ -79,7 +79,7 @@ class GPTConfig:
     @property
     def hybrid(self) -> bool:
         """True if some layers have linear attention."""
-        return "L" in self.layer_pattern
+        return any(self.is_linear(layer) for layer in range(self.layers))
 
     def is_linear(self, layer: int) -> bool:
         """True if a layer has linear attention."""

@@ -57,7 +57,6 @@ class Exchange:
         self.comm, self._device, self.log = self._failures.duplicate(comm), device, None
         self._channel = Channel(self.comm, name, traffic)
         self._staged = device is not HOST and not all(comm.allgather(gpu_aware(transfers)[0]))
-        self._pending: list[list[Any]] = []  # what `wait` was not called for yet
         self._phase, self._watch = phase, Watch(self.comm, f"{phase} of a GPT", talks=False)
         self.forget_buffers()
 
@@ -68,7 +67,6 @@ class Exchange:
         same time have different tags.
         """
         messages: list[Any] = []
-        self._pending.append(messages)
         for peer in self._channel.peers:
             messages += self._channel.irecv([received[peer]], peer, tag)
         for peer in self._channel.peers:
@@ -96,7 +94,6 @@ class Exchange:
         if self.log is not None:
             self.log += [("wait", begin, end) for begin, end in self._channel.waits]
         self._channel.waits.clear()
-        self._pending = [x for x in self._pending if x]
 
     def forget_buffers(self) -> None:
         """Free the page-locked memory through which the arrays of a GPU went so far."""
@@ -107,6 +104,5 @@ class Exchange:
 
     def free(self) -> None:
         """Free the communicator.  Collective, also after a loss."""
-        for messages in self._pending:
-            self._transport.settle(messages)
+        self._transport.settle()
         self._failures.forget(self.comm)

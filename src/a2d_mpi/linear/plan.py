@@ -264,7 +264,7 @@ class LinearAttention:
     def _call(self, phase: str, arrays: dict[str, np.ndarray], kept: Kept | None = None) -> tuple:
         """Run one call; collective over the ranks of the grid."""
         rendezvous = self.grid.rendezvous
-        with rendezvous.turn(self._exchange.settle) as problem:
+        with rendezvous.turn(self._exchange.transport.settle) as problem:
             start = time.perf_counter()
             try:
                 if self._broken:

@@ -114,7 +114,7 @@ class StateExchange:
         self._channel, self._pieces, self._way, self._causal = channel, pieces, way, causal
         self._decay, self._shape, self._dtype = decay, shape, dtype
         self._owners = {piece.owner for piece in pieces}
-        self.transport, self._messages = HostTransport(), []
+        self.transport = HostTransport()
 
     def start(self, own: Sequence[np.ndarray], reverse: bool = False) -> None:
         """Start with the states of this rank's pieces, (H, F, W), in the order of its rows.
@@ -148,10 +148,6 @@ class StateExchange:
         if not self._causal:
             return [state] * len(found)
         return [found[place] for place in range(len(found))]
-
-    def settle(self) -> None:
-        """Complete the messages of a call in which a rank died."""
-        self.transport.settle(self._messages)
 
     def _gathered(self) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """The state before each own piece, and at the end of the sequence."""
@@ -194,7 +190,5 @@ class StateExchange:
 
     def _receive(self, peer: int) -> np.ndarray:
         state = np.empty(self._shape, self._dtype)
-        messages = self._channel.irecv([state], peer, 0)
-        self._messages += messages  # also here, for `settle`
-        self._channel.wait(messages)
+        self._channel.wait(self._channel.irecv([state], peer, 0))
         return state

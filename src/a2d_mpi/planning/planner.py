@@ -282,7 +282,7 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
 def _fewer(method: str, ranks: int, work: Workload, idle: float) -> list[int]:
     """Numbers of ranks, somewhat fewer, with which a method has larger context-parallel groups."""
     axes = (u for u in range(1, ranks + 1) if not misfit(work.nheads, work.nheads_kv, u))
-    numbers = {u * METHODS[method].whole(ranks // u) for u in axes}
+    numbers = {u * METHODS[method].most_positions(ranks // u) for u in axes}
     return sorted(x for x in numbers if (1 - idle) * ranks <= x < ranks)
 
 

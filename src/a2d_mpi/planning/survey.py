@@ -16,7 +16,7 @@ from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
-from a2d_mpi.schedules import Part, essence, parts_of
+from a2d_mpi.schedules import Draft, drafts_of, essence
 from a2d_mpi.schedules.accounts import nbytes, pairs_of
 from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.schedules.program import Program
@@ -138,7 +138,7 @@ def _survey(
     """The survey, without the costs of messages, which depend on the places of ranks."""
     tapes, places, held = [], [], []
     for rank in range(layout.size) if ranks is None else ranks:
-        parts = parts_of(method, phase, layout, problem, rank, overlap)
+        parts = drafts_of(method, phase, layout, problem, rank, overlap)
         mine = [_tape(x.anywhere, phase, machine, x == parts[-1], steps) for x in parts]
         held.append([x.held for x in mine])
         tapes += [_opening(machine, _opening_bytes(problem, rank, phase == PHASES[1])), *mine]
@@ -248,7 +248,7 @@ def _opening(machine: Machine, nbytes: int) -> Tape:
 
 
 @lru_cache(maxsize=4096)
-def _tape(part: Part, phase: str, machine: Machine, last: bool, steps: int | None) -> Tape:
+def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | None) -> Tape:
     """Read one program, or its first steps; `last`: its results are for the caller."""
     program, backward = part.write(steps), phase == PHASES[1]
     calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
