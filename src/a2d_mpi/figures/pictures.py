@@ -181,7 +181,7 @@ def log_ranks(axes, ranks: Iterable[int]) -> None:
 
 
 def plain_ticks(axis, subs: Sequence[int] = (1, 2, 5)) -> None:
-    """Label an axis with 1, 2, 5, 10, ... rather than with powers of ten."""
+    """Write 1, 2, 5, 10, ... at an axis rather than powers of ten."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(subs=subs))
