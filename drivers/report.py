@@ -91,7 +91,7 @@ def table(args: argparse.Namespace) -> int:
         check_picture(args.picture)
     known = print_table(args)
     if args.picture:
-        save(draw_table(known), args.picture, dpi=120)
+        save(draw_table(known), args.picture)
     return 0
 
 

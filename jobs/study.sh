@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The study: every method on emulated clusters of this machine, side by side.
+# The study: grids and rings on emulated clusters of this machine, side by side.
 #
 #   bash jobs/study.sh results/study                      all of it, 85 minutes on two cores
 #   bash jobs/study.sh results/study 64x1 scaling         some of it

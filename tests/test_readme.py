@@ -16,10 +16,11 @@ import a2d_mpi
 from a2d_mpi import Causal
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.gpt_files import read_losses
+from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.gpt.text import Text
 from a2d_mpi.masks.patterns import PATTERNS
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import problem_of
 
 ROOT = Path(__file__).parents[1]
@@ -139,6 +140,25 @@ def test_reference_has_all_public_names_and_drivers():
     assert {f"drivers/{x}.py" for x in shown} == set(DRIVERS)
 
 
+def test_glossary():
+    """Each term is there once, and the code or another page uses it."""
+    rows = re.findall(r"^\| ([^|]+) \|", read("docs/glossary.md"), re.MULTILINE)
+    terms = [x for row in rows for x in re.sub(r" \(.*?\)", "", row).split(", ")]
+    terms = [x for x in terms if x not in ("term", "tensor", "name")]
+    assert sorted(terms) == sorted(set(terms)) and len(terms) > 60
+    others = "".join(read(x) for x in PAGES if x != "docs/glossary.md")
+    used = " ".join((SOURCES + others).replace("_", " ").replace("#", " ").split()).lower()
+    assert [x for x in terms if x.replace("_", " ").lower() not in used] == []
+
+
+def test_results_page_has_all_names():
+    """Attributes of the root, parts and communicators of result files."""
+    traffic = read("tests/traffic.json")
+    names = set(re.findall(r'"(?:forward|backward)/([\w ]+)"', traffic)) | {*PARTS, "total"}
+    names |= provenance("none", ["host"]).keys()
+    assert [x for x in sorted(names) if f"`{x}`" not in read("docs/results.md")] == []
+
+
 @pytest.mark.launches
 def test_library_example(tmp_path):
     example = tmp_path / "example.py"
@@ -182,11 +202,6 @@ def test_numbers_that_are_shown():
     assert {name: [*map(int, x)] for name, *x in shown} == {
         name: [sent, sent, received, received] for name, (sent, received) in most.items()
     }
-    run = read_losses(ROOT / "data" / "results" / "gpt" / "tiny.h5")
-    row = "| documents, bytes | {documents}, {bytes} | ".format(**run.text)
-    assert row + "{documents}, {bytes} |".format(**run.held_out) in read("docs/gpt.md")
-    mean = f"{run.loss[-50:].mean():.3f} (mean of the last 50 steps)"
-    assert f"| loss | {mean} | {run.held_out['loss']:.3f} |" in read("docs/gpt.md")
     held = Text(ROOT / "data" / "new_testament.txt", share=0.05, held_out=True)
     begins = range(0, len(held.bytes) - 1023, 1024)
     seen = sum(int((held.at(begin, 1024).targets >= 0).sum()) for begin in begins)
