@@ -44,8 +44,8 @@ OLDER = "afd README architecture checks failures glossary gpt linear pytorch res
 # number when you have removed some; a rise is a sentence to rewrite.
 MOST = {
     "pages": (0, 0, 0),
-    "older pages": (10, 41, 0),
-    "src": (46, 36, 437),
+    "older pages": (9, 41, 0),
+    "src": (46, 36, 428),
     "drivers": (6, 13, 19),
 }
 
