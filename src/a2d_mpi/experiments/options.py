@@ -130,7 +130,7 @@ def checked_rows(text: str) -> int | None:
 
 
 def pair(between: str, what: str) -> Callable[[str], tuple[int, int]]:
-    """Return a parser of two whole numbers with a sign between them, "2x3"."""
+    """Make a type of options: two whole numbers with a sign between them, "2x3"."""
 
     def numbers(text: str) -> tuple[int, int]:
         match = re.fullmatch(rf"\s*(\d{{1,9}}){re.escape(between)}(\d{{1,9}})\s*", text)
