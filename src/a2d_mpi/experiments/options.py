@@ -63,7 +63,7 @@ def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable
 
 
 def tokens(least: int = 1, most: int = LARGEST["seqlen"]) -> Callable[[str], int]:
-    """A type of options: numbers of tokens, "65536" or "64K"."""
+    """Make a type of options: numbers of tokens, "65536" or "64K"."""
     return _bounded(parse_count, "a number of tokens, as 65536 or 64K", least, most)
 
 
@@ -73,10 +73,10 @@ def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def plans(text: str) -> list[str]:
-    """A type of options: plans, see `PLANS_HELP`, with commas between them."""
-    if not (found := [x.strip() for x in text.split(",") if x.strip()]):
+    """Parse plans, see `PLANS_HELP`, with commas between them."""
+    if not (names := [x.strip() for x in text.split(",") if x.strip()]):
         raise BadOption(f"must name a plan, got {text[:40]!r}")
-    return found
+    return names
 
 
 def path(text: str) -> Path:
