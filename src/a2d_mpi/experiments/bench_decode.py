@@ -1,4 +1,4 @@
-"""The job of `drivers/bench_gpt.py decode`: seconds, bytes and messages of a decoding step."""
+"""The program of `drivers/bench_gpt.py decode`: seconds, bytes and messages of a decoding step."""
 
 from __future__ import annotations
 
@@ -258,10 +258,10 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
 
 
 def _room(config: GPTConfig, args: argparse.Namespace, ranks: int) -> int:
-    """Bytes of one of so many ranks: weights, cache, and the check of one request."""
+    """Return the bytes of one of `ranks` ranks: weights, cache, and the check of one request."""
     blocks = -(-config.seqlen // args.cache_block) * args.requests
     kept = args.cache_block * -(-blocks // (ranks // args.head_ranks))
-    # Random keys in float32, their copy in float64, scores of a query, and the table of tokens.
+    # Bytes per token: random keys in float32, a copy in float64, logits of a query, and owners.
     keys = config.nheads_kv * config.headdim
     token = 2 * 4 * keys + 2 * 8 * keys + 4 * 8 * config.nheads + 40
     nbytes = cache_bytes(config, kept, 4) // args.head_ranks

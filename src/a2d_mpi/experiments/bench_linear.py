@@ -1,4 +1,4 @@
-"""The job of `drivers/bench_gpt.py linear`: linear and exact attention, checked and timed.
+"""The program of `drivers/bench_gpt.py linear`: check and time linear and exact attention.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The job of `drivers/bench_gpt.py train`: checks training steps by several plans, and times them.
+"""The program of `drivers/bench_gpt.py train`: check and time training steps by several plans.
 
 The file::
 

@@ -84,15 +84,15 @@ def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 def _measure(
     comm: MPI.Intracomm, args: argparse.Namespace, where: Place
 ) -> tuple[Machine, list[str]]:
-    """The machine, and how far its figures can be trusted; the same on all ranks."""
+    """Measure the machine; also return notes on the errors.  The same on all ranks."""
     dtypes, kernels, links, notes = args.dtype, {}, {}, []
     with (
         threadpool_limits(args.threads),
         progress(total=len(dtypes) + len(where.partners) + 1, rank=comm.rank, desc="parts") as bar,
     ):
         for dtype in dtypes:
-            kernels[dtype], said = _kernels(comm, where, dtype, args, 0.5 / len(dtypes))
-            notes += said
+            kernels[dtype], new = _kernels(comm, where, dtype, args, 0.5 / len(dtypes))
+            notes += new
             bar.update()
         for name in where.partners:
             links[name] = _link(comm, where, name, 0.15 * args.seconds)
@@ -128,7 +128,7 @@ def _computed_by(dtypes: list[str], args: argparse.Namespace) -> str:
 def _validated(args: argparse.Namespace, where: Place) -> Place:
     if args.name is None:
         args.name = where.hosts[0]
-    Machine(args.name, None, None, {})  # or say what is wrong with it
+    Machine(args.name, None, None, {})  # raises an error if the name is not valid
     for dtype in args.dtype:
         check_kernel(args.kernel, as_dtype(dtype))
     if not where.even:

@@ -91,13 +91,13 @@ def plan(args: argparse.Namespace) -> int:
     methods = tuple(args.method or METHODS)
     idle = IDLE if args.ranks <= IDLE_RANKS else 0.0
     number = None if args.simulate == "all" else 1
-    found = candidates(machine, args.ranks, work, memory, methods, bar, idle, number)
-    if not found:
+    plans = candidates(machine, args.ranks, work, memory, methods, bar, idle, number)
+    if not plans:
         raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
-    _print(found, args, machine, work, memory)
+    _print(plans, args, machine, work, memory)
     if args.gpt:
-        _print_steps(found[: args.top or None], machine, PRESETS[args.gpt], args)
-    if not found[0].fits:
+        _print_steps(plans[: args.top or None], machine, PRESETS[args.gpt], args)
+    if not plans[0].fits:
         raise ValueError(f"no plan fits in {_bytes(memory)} a rank")
     return 0
 

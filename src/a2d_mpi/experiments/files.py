@@ -35,7 +35,7 @@ def files_read(args: argparse.Namespace) -> list[str]:
 
 
 def files_written(args: argparse.Namespace) -> list[str]:
-    """All files that a driver writes, by its options, but those that it writes into a folder."""
+    """Return all files that a driver writes, by its options, except files in a folder."""
     return [os.fspath(x) for name in WRITTEN if (x := getattr(args, name, None))]
 
 

@@ -83,8 +83,11 @@ def plan_text(text: str) -> str:
 
 
 def print_table(args: argparse.Namespace) -> Table:
-    """Print the table of all masks that are asked for, and keep it; returns all that is known."""
-    known = read_table(args.output) if args.output and args.output.exists() else {}
+    """Print the table of the given masks, and add it to the output file; return all of the file.
+
+    Without an output file, return the table.
+    """
+    costs = read_table(args.output) if args.output and args.output.exists() else {}
     if args.output:
         check_writable(args.output)
     print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,")
@@ -95,14 +98,14 @@ def print_table(args: argparse.Namespace) -> Table:
         cells = [text]
         for plan in args.plans:
             key = args.ranks, args.seqlen, text, plan
-            if key not in known:
-                known[key] = best_of(plan, text, args.seqlen, args.ranks)
-            found = known[key]
-            cells.append(f"{found.moved:.4f} ({found.uneven:.3f}, {found.grid})")
+            if key not in costs:
+                costs[key] = best_of(plan, text, args.seqlen, args.ranks)
+            best = costs[key]
+            cells.append(f"{best.moved:.4f} ({best.uneven:.3f}, {best.grid})")
         bar.write(" | ".join(cells))
         if args.output:
-            _write_table(args.output, known)
-    return known
+            _write_table(args.output, costs)
+    return costs
 
 
 def _seeded(text: str, seeds: list[int]) -> list[str]:

@@ -73,10 +73,10 @@ def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def plans(text: str) -> list[str]:
-    """Parse a list of plans, see `PLANS_HELP`, with commas between them."""
-    if not (found := [x.strip() for x in text.split(",") if x.strip()]):
+    """Parse plans, see `PLANS_HELP`, with commas between them."""
+    if not (names := [x.strip() for x in text.split(",") if x.strip()]):
         raise BadOption(f"must name a plan, got {text[:40]!r}")
-    return found
+    return names
 
 
 def path(text: str) -> Path:

@@ -115,19 +115,19 @@ def simulate_all(args: argparse.Namespace) -> int:
     done = read_simulations(args.output) if extends(args.output, args.resume) else {}
     origin, before = Entry(provenance("none", ["simulated"]), {}), 0
     with progress(_tasks(args), unit="plan") as bar:
-        for task in bar:  # planned when it is needed
-            found = done.get(task.name)
+        for task in bar:  # the planner runs lazily, in this loop
+            entry = done.get(task.name)
             # A simulation that was given up is repeated if it may take longer now.
-            if found is None or found.get("timeout", np.inf) < args.timeout:
-                found = task.run(args.timeout)
-                bar.write(_line(task.name, found))
+            if entry is None or entry.get("timeout", np.inf) < args.timeout:
+                entry = task.run(args.timeout)
+                bar.write(_line(task.name, entry))
             else:
                 before += 1
-                if found["picked"] or not task.what.picked:
+                if entry["picked"] or not task.what.picked:
                     continue
-                found["picked"] = True  # an earlier run named this plan, now the planner picks it
-            done[task.name] = found
-            entries = {"/": origin, f"runs/{task.name}": Entry(found, {})}
+                entry["picked"] = True  # an earlier run named this plan, now the planner picks it
+            done[task.name] = entry
+            entries = {"/": origin, f"runs/{task.name}": Entry(entry, {})}
             write_entries(args.output, SCHEMA, entries)
     if before:
         print(f"{before} were in {args.output} already")

@@ -17,25 +17,25 @@ CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest p
 
 
 def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) -> int:
-    """Print the tables of files; returns the exit code.
+    """Print the tables of files; return the exit code.
 
-    `read`: gives the results in a file, of each plan its forward pass and all phases.
+    `read` returns the summaries of a file: for each plan its forward pass, and all phases.
     """
     passed, picks, good, off = True, 0, 0, []
     for path in files:
-        found = read(path)
-        ended = "passed" if all(x.passed for x in found) else "FAILED"
+        summaries = read(path)
+        ended = "passed" if all(x.passed for x in summaries) else "FAILED"
         passed &= ended == "passed"
         print(f"\n{path.name}: checks {ended}")
-        for workload, ranks in dict.fromkeys((x.workload, x.ranks) for x in found):
-            these = [x for x in found if (x.workload, x.ranks) == (workload, ranks)]
+        for workload, ranks in dict.fromkeys((x.workload, x.ranks) for x in summaries):
+            these = [x for x in summaries if (x.workload, x.ranks) == (workload, ranks)]
             print(table(these))
             plans = [x for x in these if _is_whole(x) and x.overlap]
             pick = next((x for x in plans if x.picked), None)
             if pick and len(plans) > 1:
                 picks += 1
                 good += pick.seconds <= CLOSE * min(x.seconds for x in plans)
-        here = [x.predicted / x.seconds - 1 for x in filter(_is_whole, found)
+        here = [x.predicted / x.seconds - 1 for x in filter(_is_whole, summaries)
                 if not math.isnan(x.predicted)]  # fmt: skip
         off += here
         print(f"model: {_errors(here)}")
@@ -45,7 +45,7 @@ def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) ->
 
 
 def read_measured(path: Path) -> list[Summary]:
-    """Summarise a benchmark: of each plan its forward pass, and both phases if it has two."""
+    """Read the summaries of a benchmark: of each plan its forward pass, and all its phases."""
     return [
         summarise(result, phases)
         for result in read_benchmark(path).values()
