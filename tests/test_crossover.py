@@ -41,7 +41,7 @@ def test_picture(tmp_path, monkeypatch):
     point = Point(0.5, {x: 1.0 + i for i, x in enumerate(PLANS)})
     monkeypatch.setattr(crossover_plots, "simulated", lambda machine: [point])
     monkeypatch.setattr(crossover_plots, "TOKENS", [1 << 15])
-    parser = parser_of("drivers/plot.py")
+    parser = parser_of("drivers/plot.py").commands["results"]
     args = [str(DATA), "--what", "crossover", "--format", "png", "--output", str(tmp_path)]
     from a2d_mpi.figures.plots import plot
 

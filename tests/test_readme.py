@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import drive, launch, parser_of
+from helpers import drive, launch, options_of, parser_of
 
 import a2d_mpi
 from a2d_mpi import Causal
@@ -29,7 +29,10 @@ PAGES = ["README.md", "data/README.md", *(f"docs/{x.name}" for x in sorted(DOCS.
 DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
 PROGRAMS = [*DRIVERS, "data/make_sample.py", "data/make_text.py"]
 # Where variables and options of jobs stand.
-SOURCES = "".join(x.read_text() for y in ("src", "jobs") for x in (ROOT / y).rglob("*.[ps][yh]"))
+JOBS, SOURCES = (
+    "".join(x.read_text() for x in (ROOT / folder).rglob(ending))
+    for folder, ending in (("jobs", "*.sh"), ("src", "*.py"))
+)
 PROGRAM = re.compile(r"(drivers|data|jobs|tests)/[\w/]+\.(py|sh)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
@@ -109,9 +112,11 @@ def test_names(page):
         if name.startswith("a2d_mpi.torch"):  # which test_llama.py can import
             continue
         pkgutil.resolve_name(name)  # an error if there is none
-    options = {x for program in PROGRAMS for x in parser_of(program)._option_string_actions}
-    used = set(re.findall(r"\b(?:A2D_MPI|EMULATE)_[A-Z_]+|(?<=`)--[a-z][\w-]*", text))
-    assert used <= options | set(re.findall(r"\b[A-Z]\w+|--[a-z][\w-]*", SOURCES))
+    options = set().union(*map(options_of, PROGRAMS))
+    options |= set(re.findall(r"--[a-z][\w-]*", JOBS))
+    assert set(re.findall(r"(?<=`)--[a-z][\w-]*", text)) <= options
+    used = set(re.findall(r"\b(?:A2D_MPI|EMULATE)_[A-Z_]+", text))
+    assert used <= set(re.findall(r"\b[A-Z]\w+", SOURCES + JOBS))
 
 
 def test_both_commands_are_there():
