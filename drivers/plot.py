@@ -35,38 +35,38 @@ def results(parser: Parser) -> None:
         python drivers/plot.py results data/results/scaling.h5 --output results/figures
         python drivers/plot.py results data/results/scaling.h5 --what scaling,bytes
 
-    scaling   time by number of ranks, with per cent of ideal scaling of the fastest on the fewest
-    phases    where the time of each plan goes: compute, merge, wait (communication that nothing
+    scaling   per cent of ideal scaling by number of ranks, from the fastest plan on the fewest
+    phases    time of each plan, and its shares: compute, merge, wait (communication that nothing
               hid)
     bytes     what a rank receives by number of ranks: counted, by the formula, and the lower bound
     model     predicted against measured time, of all runs in the file
     timeline  what every rank of one run did when
 
-    Each alone, of files of other drivers:
+    Of files of other drivers:
 
     training     loss by tokens (train_gpt.py)
     kernels      speed of kernels and of PyTorch's (bench_kernel.py)
     steps        seconds of training steps by part, measured and predicted (bench_gpt.py train)
     activations  memory by number of ranks (bench_gpt.py train)
-    strong       time by number of ranks, with per cent of ideal scaling (simulate.py)
+    strong       per cent of ideal scaling by number of ranks (simulate.py)
     weak         likewise, with as many tokens a rank
-    slopes       the same, with the power of the ranks that fits each method's times
+    slopes       time by number of ranks, with the power of the ranks that fits each method's times
     exposed      share of the time that ranks wait (simulate.py)
     winners      the fastest method by ranks and tokens (simulate.py)
     crossover    gain over the ring by computing over transfers (folder of jobs/study.sh crossover)
     trace        what every rank did when, and all messages (a file of any driver's --trace)
 
-    Each figure is written as PNG and as SVG, 8 cm wide.  The fastest plan of a method at each
-    number of ranks stands for the method (in bytes, the plan that receives least).  With one
-    number of ranks, scaling and bytes are bars.  A figure for which the file holds nothing is left
-    out, with a line on stderr.
+    Each figure is written as PNG and as SVG, at most 16 cm wide.  The fastest plan of a method at
+    each number of ranks stands for the method (in bytes, the plan that receives least).  A marker
+    is full if ranks share the heads.  A figure for which the file holds nothing is left out, with
+    a line on stderr.
     """
     text = "file of a driver, or of --trace, or a folder"
     parser.add_argument("results", type=path, help=text)
     add = parser.add_argument_group("figures").add_argument
     add("--output", dest="folder", type=path, metavar="DIR", default="results/figures",
         help="folder for the figures")  # fmt: skip
-    text = f"figures, listed; alone: {', '.join(OTHERS)}"
+    text = f"figures, listed; of other files: {', '.join(OTHERS)}"
     add("--what", metavar="FIGURE,...", default=",".join(FIGURES), help=text)
     add("--format", metavar="FORMAT,...", default="png,svg", help="png, svg or both")
     text = "name of a workload in the file; default: the one with the most rank counts and runs"

@@ -1,4 +1,4 @@
-"""What all figures share: files, colours, legends and axes."""
+"""Files, colours, legends and axes of all figures."""
 
 from __future__ import annotations
 
