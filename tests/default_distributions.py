@@ -11,7 +11,7 @@ pass over the time of the balanced one.  The best of three: that of the planner.
 import sys
 
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.mask_table import figures
+from a2d_mpi.experiments.mask_table import partition_cost
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.profile import read_machine
@@ -44,7 +44,7 @@ def main(profile: str, tokens: int, ranks_per_node: int | None) -> None:
             }
             cells = [name, f"{side}x{side}", default]
             for x in (default, "balanced"):
-                cost = figures("attention2d", layout, problems[x])
+                cost = partition_cost("attention2d", layout, problems[x])
                 cells.append(f"{cost.uneven:.2f}, {cost.moved:.3f}")
             ratio = seconds[default] / seconds["balanced"]
             worst = max(worst, ratio)

@@ -135,7 +135,7 @@ def lose(folder, stages, method="attention2d", heads=1):
 def whole_from_the_start(method, heads):
     world = MPI.COMM_WORLD
     for size in range(world.size, 0, -1):
-        if METHODS[method].whole(size) != size or size % heads:
+        if METHODS[method].most_positions(size) != size or size % heads:
             continue
         comm = world.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
         if comm != MPI.COMM_NULL:

@@ -17,8 +17,8 @@ from a2d_mpi.gpt import apart
 from a2d_mpi.gpt.apart import (
     attention_grid,
     open_apart,
-    part_of,
     step_traffic_apart,
+    weights_of_rank,
 )
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.model import GPT
@@ -46,7 +46,7 @@ def prompts():
 def opened(comm, split, config, rooms=None, heads=1, **options):
     """A decoder and its grid, which the FFN ranks do not have."""
     grid = attention_grid(comm, split, (1, split[0] // heads, heads))
-    weights = Parameters(config, *part_of(shaken(config), comm.rank, split))
+    weights = Parameters(config, *weights_of_rank(shaken(config), comm.rank, split))
     rooms = rooms or [1000] * (split[0] // heads)
     return open_apart(comm, grid, split, weights, rooms, **options), grid
 
@@ -192,7 +192,7 @@ def test_weights_apart(name):
     whole = shaken(CONFIGS[name])
     for attention_ranks, ffn_ranks in ((1, 1), (2, 3), (3, 5)):
         split = attention_ranks, ffn_ranks
-        parts = [part_of(whole, x, split) for x in range(sum(split))]
+        parts = [weights_of_rank(whole, x, split) for x in range(sum(split))]
         held = [Parameters(whole.config, *x) for x in parts]
         kinds = held[:attention_ranks], held[attention_ranks:]
         names = [{y for x in kind for y in x.named} for kind in kinds]
@@ -224,6 +224,8 @@ def test_refusals(comm):
             attention_grid(comm, split, (1, cols, 1))
     with pytest.raises(ValueError, match="a number for each of the 1 positions, got"):
         opened(comm, (1, n - 1), CONFIGS["mfa"], [3, 4])
+    with pytest.raises(ValueError, match="micro_batches must be at least 1, got 0"):
+        opened(comm, (1, n - 1), CONFIGS["mfa"], [3], micro_batches=0)
 
 
 @pytest.mark.launches

@@ -97,7 +97,7 @@ WRONG = [
     ({"seqlen": 0}, "seqlen must be a positive integer, got 0"),
     ({"seqlen": 4.0}, "got 4.0"),
     ({"seqlen": 10**12}, "seqlen must be at most 2147483648, got 1000000000000"),
-    ({"seqlen": 10**5000}, "got one of 5000 digits"),
+    ({"seqlen": 10**5000}, "got a number of 5000 digits"),
     ({"seqlen": 2**31, "nheads": 4096, "headdim": 4096}, "GiB, its node has"),
     ({"nheads": -4}, "nheads must be a positive integer, got -4"),
     ({"headdim": 0}, "headdim"),

@@ -17,7 +17,7 @@ from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import benchmark
 from a2d_mpi.experiments.benchmark import SCHEMA, read_benchmark, read_entries
-from a2d_mpi.experiments.results import PARTS
+from a2d_mpi.experiments.results import TIMED_PARTS
 from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
 from a2d_mpi.experiments.tile import Tile
 from a2d_mpi.kernels.numpy import NumpyKernel
@@ -97,7 +97,7 @@ def test_everything_is_there_and_checked(finished, results):
         }
         for phase in ("forward", "backward"):
             assert result.timings[f"{phase}/total"].shape == (2, ranks)
-            seconds = [result.predicted[f"{phase}/{x}"] for x in (*PARTS, "other")]
+            seconds = [result.predicted[f"{phase}/{x}"] for x in (*TIMED_PARTS, "other")]
             assert sum(seconds) == pytest.approx(2 * result.predicted[f"{phase}/total"])
             assert result.figures[f"{phase} lower bound"] >= 0
         assert result.figures["memory"] > 0 and result.figures["machine"] == "test"
@@ -118,12 +118,12 @@ def test_spans(results):
             for rank in range(result.config["ranks"]):
                 mine = spans[spans["rank"] == rank]
                 assert (mine["start"] >= 0).all() and (mine["end"] >= mine["start"]).all()
-                whole = mine[mine["part"] == PARTS.index("total")]
+                whole = mine[mine["part"] == TIMED_PARTS.index("total")]
                 assert len(whole) == 1
                 trial = int(np.abs(total[:, rank] - whole["end"][0]).argmin())
                 assert whole["end"][0] == pytest.approx(total[trial, rank], rel=1e-6)
-                for part in PARTS:
-                    these = mine[mine["part"] == PARTS.index(part)]
+                for part in TIMED_PARTS:
+                    these = mine[mine["part"] == TIMED_PARTS.index(part)]
                     seconds = result.timings[f"{phase}/{part}"][trial, rank]
                     found = (these["end"] - these["start"]).sum(dtype=float)
                     assert found == pytest.approx(seconds, rel=1e-3, abs=1e-7)

@@ -4,7 +4,7 @@ import pytest
 
 from a2d_mpi import Attention2D, Causal, Documents, ProcessGrid, SlidingWindow
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.mask_table import figures
+from a2d_mpi.experiments.mask_table import partition_cost
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.model import predict, slowest_seconds
 from a2d_mpi.planning.planner import best_candidate, candidates
@@ -25,7 +25,7 @@ def test_extremes(text, side):
     mask = make_mask(text, n)
     work = Workload(n, 1, 1, mask=mask)
     costs = {
-        x: figures("attention2d", layout, problem_of("attention2d", layout, work, mask, x))
+        x: partition_cost("attention2d", layout, problem_of("attention2d", layout, work, mask, x))
         for x in CHOICES
     }
     slow_links, _ = choose(mask, n, side, side, 2, speed=1e9)

@@ -76,7 +76,7 @@ def test_config():
 @pytest.mark.parametrize("bad, told", [
     ({"seqlen": 0}, "seqlen must be a positive integer, got 0"),
     ({"nheads": True}, "nheads must be a positive integer, got True"),
-    ({"headdim": 10**40}, "headdim must be at most 65536, got one of 40 digits"),
+    ({"headdim": 10**40}, "headdim must be at most 65536, got a number of 40 digits"),
     ({"nheads_kv": 4}, "nheads_kv must divide nheads, got 4 and 6"),
     ({"dtype": "int8"}, "dtype must be one of"),
     ({"softmax_scale": np.inf}, "softmax_scale must be finite, got inf"),

@@ -60,7 +60,7 @@ def test_state_dict(positions):
     assert sum(y.size for y in found.values()) == config.parameters
     assert all(y.flags.c_contiguous and y.flags.owndata for y in found.values())
     assert found["wte.weight"].shape == (17, 12) and found["h.1.fc.weight"].shape == (48, 12)
-    assert np.allclose(found["h.1.fc.weight"] @ x, x @ weights.blocks[1]["fc.weight"])
+    assert np.allclose(found["h.1.fc.weight"] @ x, x @ weights.by_layer[1]["fc.weight"])
 
 
 SHAPES = [("learned", None), ("rotary", None), ("rotary", 10)]

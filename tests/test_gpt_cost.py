@@ -17,7 +17,7 @@ from a2d_mpi.experiments.gpt_files import read_steps
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
-from a2d_mpi.gpt.cost import PARTS, activations, predict_step, product_flops, sum_seconds
+from a2d_mpi.gpt.cost import STEP_PARTS, activations, predict_step, product_flops, sum_seconds
 from a2d_mpi.gpt.gradients import GradientSum
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
@@ -103,7 +103,7 @@ def test_prediction_adds_up():
             ratio = steps[name, 1].seconds[part] / steps[name, 4].seconds[part]
             assert ratio == pytest.approx(4, rel=0.05)  # calls have a price
     assert steps["fast", 4].total < steps["fast", 1].total < steps["slow", 4].total
-    assert list(steps["slow", 4].seconds) == list(PARTS)
+    assert list(steps["slow", 4].seconds) == list(STEP_PARTS)
     # All of the second half, and at least the last of the first.
     whole = 2 * 0.75 * 4 * config.parameters / 1e7
     assert whole / 2 < steps["slow", 4].seconds["gradients"] <= whole
@@ -127,7 +127,7 @@ def test_benchmark(tmp_path):
     with h5py.File(output) as file:
         assert len(file["runs"]) == 4
         for run in file["runs"].values():
-            assert run.attrs["passed"] and run["seconds"].shape == (2, 2, len(PARTS))
+            assert run.attrs["passed"] and run["seconds"].shape == (2, 2, len(STEP_PARTS))
             assert run.attrs["gradient error"] < 1e-5
             sizes = GPTConfig(256, 1, 32, 4, 64).parameters
             assert (run["sent"][:, 1] == sizes * 4).all()  # two halves, to the other rank
@@ -162,7 +162,7 @@ def test_plan_of_steps():
         "method",
         "grid",
         "total",
-        *PARTS,
+        *STEP_PARTS,
         "tokens/s",
         "memory",
     ]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_gpt import alone, shaken
 
 from a2d_mpi import Causal, ProcessGrid
-from a2d_mpi.gpt.cache import Cache, Table
+from a2d_mpi.gpt.cache import BlockTable, Cache
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.model import GPT
@@ -177,7 +177,7 @@ def test_table(data):
     """Blocks are dealt evenly while there is room, room is never exceeded nor lost."""
     rooms = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     block = data.draw(st.integers(1, 4))
-    table, kept = Table(rooms, block), {}
+    table, kept = BlockTable(rooms, block), {}
     for name in range(data.draw(st.integers(1, 12))):
         if kept and data.draw(st.booleans()):
             table.release(gone := data.draw(st.sampled_from(sorted(kept))))
@@ -205,7 +205,7 @@ def test_table(data):
 
 
 def test_blocks_are_dealt_in_turn():
-    table = Table([100] * 4, 2)
+    table = BlockTable([100] * 4, 2)
     for name in range(2):
         table.admit(name, 20)
         table.append(name, 20)
@@ -214,12 +214,12 @@ def test_blocks_are_dealt_in_turn():
     with pytest.raises(ValueError, match="is there already"):
         table.admit(0, 1)
     with pytest.raises(ValueError, match="blocks of 0 tokens"):
-        Table([1], 0)
+        BlockTable([1], 0)
 
 
 def test_cache():
     """What was put in comes out, and memory is that of the blocks."""
-    table = Table([10], 4)
+    table = BlockTable([10], 4)
     table.admit(7, 11)
     held, rng = Cache(table, 0, (2, 3, 5), np.zeros(0, "float32")), np.random.default_rng(0)
     assert held.get(0, 7).shape == (2, 3, 0, 5)

@@ -14,7 +14,7 @@ from a2d_mpi import ProcessGrid
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.experiments.checkpoint import State
 from a2d_mpi.experiments.train_gpt import Trainer
-from a2d_mpi.gpt.apart import attention_grid, open_apart, part_of
+from a2d_mpi.gpt.apart import attention_grid, open_apart, weights_of_rank
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters, initial
@@ -89,7 +89,7 @@ def test_apart(comm, cupy, transfers):
     """The same tokens with MLPs on ranks of their own."""
     device, _ = bind_gpu(comm)
     split, count = (comm.size - comm.size // 2, comm.size // 2), 4
-    flat, shapes = part_of(shaken(CONFIG), comm.rank, split)
+    flat, shapes = weights_of_rank(shaken(CONFIG), comm.rank, split)
     weights = Parameters(CONFIG, device.upload(flat), shapes)
     grid = attention_grid(comm, split, (1, split[0], 1))
     whole = open_apart(comm, grid, split, weights, [9] * split[0], 8, transfers=transfers)

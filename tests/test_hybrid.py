@@ -88,6 +88,12 @@ def test_checkpoints_of_earlier_versions(tmp_path):
         assert ("layer_pattern" in kept) == (name == "new") and load(path).config == config
 
 
+def test_a_pattern_of_which_no_layer_is_linear():
+    """Its first layers are all exact: the model needs no plan of linear attention."""
+    assert not GPTConfig(7, 2, 8, 2, 5, layer_pattern="NNNL").hybrid
+    assert GPTConfig(7, 4, 8, 2, 5, layer_pattern="NNNL").hybrid
+
+
 def test_driver(tmp_path):
     """Train on two ranks; what a hybrid model cannot do is refused in a line."""
     sizes = ["--layers", "4", "--width", "16", "--nheads", "2", "--seqlen", "40", "--steps", "3"]

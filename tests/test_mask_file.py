@@ -180,7 +180,7 @@ def test_bad_masks_of_a_run(tmp_path):
         for options, more, text in (
             (["--mask", "sparse:1"], [], f"--mask {text}"),
             (["--mask", "causal:1"], [], "--mask must be causal, got 'causal:1'"),
-            (["--mask", "full_document:x"], [], "argument --mask: full_document: 'x' is no whole"),
+            (["--mask", "full_document:x"], [], "--mask: full_document: 'x' is not a whole num"),
             (["--mask", "full_document:0,50"], [], "ends at 50, the sequence has 40 tokens"),
             (["--mask", "full", "--mask-file", good], [], "not allowed with argument --mask"),
             (["--mask-file", good, "--seqlen", "39"], [], f"has {N} rows for a sequence of 39"),

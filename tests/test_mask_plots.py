@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers import assert_all_refused, drive, parser_of
 
-from a2d_mpi.experiments.mask_table import Figures, best_of, read_table
+from a2d_mpi.experiments.mask_table import PartitionCost, best_of, read_table
 from a2d_mpi.figures.mask_plots import plot_masks, tiling
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.schedules import distribute
@@ -89,7 +89,7 @@ def test_committed_table(text, plan):
     """The table behind the picture of docs/masks.md is of this code."""
     known = read_table(ROOT / "data" / "results" / "masks.csv")
     found = best_of(plan, text, 131072, 16)
-    rounded = Figures(found.grid, round(found.uneven, 4), round(found.moved, 5))
+    rounded = PartitionCost(found.grid, round(found.uneven, 4), round(found.moved, 5))
     assert known[16, 131072, text, plan] == rounded
 
 

@@ -188,8 +188,8 @@ WRONG = [
     (lambda self, q: ((0, q + 1),), "begin of pair 0 must be (80,) signed", 0),
     (lambda self, q: ((0 * q, q[:3]),), "is int64 of shape (3,)", 0),
     (lambda self, q: ((0 * q, q.__iadd__(1)),), "ValueError: output array is read-only", 0),
-    (lambda self, q: ((0 * q, np.arange(len(q))),), "if other queries are asked for or in", None),
-    (lambda self, q: ((0 * q, 0 * q + len(q)),), "if other queries are asked for or in", None),
+    (lambda self, q: ((0 * q, np.arange(len(q))),), "if it is called with other queries", None),
+    (lambda self, q: ((0 * q, 0 * q + len(q)),), "if it is called with other queries", None),
 ]  # fmt: skip
 
 

@@ -165,7 +165,7 @@ def test_no_communicator_left(comm, monkeypatch):
             return Exhausted(self.comm.Split(*args))
 
     text = message_of(comm, lambda: ProcessGrid(Exhausted(comm), 1, comm.size))
-    assert text.startswith("MPI has no communicator left: a grid has five, which its free() gives")
+    assert text.startswith("MPI has no communicators left: each grid uses five, free() releases")
 
 
 STALL = """
@@ -304,5 +304,5 @@ def test_blas_threads(monkeypatch, ranks, argument, environment, inside):
 @mpi
 def test_no_grid_shrinks_in_a_job_that_ends(grid):
     """Where a dead rank ends the job, as in these runs."""
-    with pytest.raises(RuntimeError, match="this MPI ends a job of which a rank died"):
+    with pytest.raises(RuntimeError, match="this MPI ends the job when a rank dies"):
         grid.shrink()

@@ -106,3 +106,26 @@ def test_nobody_else_is_told_without_revocation(tmp_path):
     done = lose(tmp_path / "untold", stages, "ring", env=env)
     assert done.returncode and not hashes(done.stdout)
     assert len(re.findall("^program lost 0 after", done.stdout, re.MULTILINE)) in (1, 2)
+
+
+AGREEING = """
+import os, signal, numpy as np
+from mpi4py import MPI
+from a2d_mpi.comm.failures import Failures, RanksLost
+comm = MPI.COMM_WORLD
+comm.Set_errhandler(MPI.ERRORS_RETURN)
+try:
+    with Failures(comm, []).all_or_none():
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.Recv(np.empty(1), source=comm.rank + 1)  # rank 1 lives, and sends nothing
+except RanksLost as error:
+    os.write(1, f"rank {comm.rank} lost {error.ranks}\\n".encode())
+os._exit(0)
+"""
+
+
+def test_who_waits_for_a_survivor_is_told():
+    """Rank 0 waits on the caller's communicator for a rank that agrees already."""
+    done = launch(3, "-c", AGREEING, timeout=20, options=ULFM)
+    assert sorted(done.stdout.split("\n")[:2]) == ["rank 0 lost (2,)", "rank 1 lost (2,)"]

@@ -1,9 +1,8 @@
 """Exact two-dimensional parallel attention over MPI.
 
-Import it before NumPy: products of matrices are then faster on AMD's Zen 4 and 5
-(`a2d_mpi.core.openblas`).  Names are imported when they are first used: `core`, `devices`,
-`kernels`, `planning` and other parts that need no MPI work where there is none (login nodes,
-laptops).
+Import this package before NumPy: products of matrices are then faster on AMD's Zen 4 and 5
+(`a2d_mpi.core.openblas`).  Names are imported when they are first used.  So `core`, `masks`,
+`planning` and other packages that need no MPI also work on machines without MPI.
 """
 
 from importlib import import_module
@@ -11,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from a2d_mpi.core.openblas import name_core_type
 
-name_core_type()  # OpenBLAS reads it when NumPy is imported
+name_core_type()  # OpenBLAS reads the type of the CPU when NumPy is imported
 
 _HOMES = {
     "Attention2D": "a2d_mpi.attention.methods",

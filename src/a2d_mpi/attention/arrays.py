@@ -1,4 +1,4 @@
-"""Memory of a program: the caller's tensors, new results, and buffers of the plan."""
+"""The memory of a program: the caller's tensors, new results, and buffers of the plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Arrays:
     program : Program
     layout : Layout
     config : AttentionConfig
-        With all heads.
+        Sizes of the problem, with all heads.
     """
 
     def __init__(self, program: Program, layout: Layout, config: AttentionConfig) -> None:
@@ -36,7 +36,7 @@ class Arrays:
     def begin(self, engine: Engine, given: Mapping[str, Array], accumulated: bool) -> None:
         """Begin a call with the caller's arrays and new results.
 
-        `accumulated`: results have the accumulation dtype, whatever the program says.
+        With `accumulated`, results have the accumulation dtype, whatever the program says.
         """
         self._engine, self._given = engine, given
         if self._work is not engine.work:
@@ -50,73 +50,73 @@ class Arrays:
         }
 
     def end(self) -> dict[str, Array]:
-        """End the call, keep none of the caller's arrays, and return the results by name."""
-        found = {
+        """End the call, drop the caller's arrays, and return the results by name."""
+        results = {
             name: x
             for rows in self._results.values()
             for name, x in zip(KINDS[self.kind(rows)], self.tensors(rows))
         }
         self._given, self._new = {}, {}
-        return found
+        return results
 
     def kind(self, rows: Rows) -> str:
-        """Kind of rows, one of `KINDS`."""
+        """Return the kind of rows, one of `KINDS`."""
         return self._declared[rows.array].kind
 
     def tensors(self, rows: Rows) -> list[Array]:
-        """Rows of each tensor of an array; they are one run."""
+        """Return the given rows of each tensor of an array; the rows must be one run."""
         if rows in self._views:
             return self._views[rows]
-        found, length = self.whole(rows.array), self._declared[rows.array].length
+        views, length = self.all_rows(rows.array), self._declared[rows.array].length
         (run,) = rows.runs or (range(0),)
         if len(run) < length:
-            found = [x[run.start : run.stop] for x in found]
+            views = [x[run.start : run.stop] for x in views]
         if self._declared[rows.array].role == "buffer":
-            self._views[rows] = found
-        return found
+            self._views[rows] = views
+        return views
 
-    def whole(self, name: str) -> list[Array]:
-        """All rows of each tensor of an array: (tokens, heads, headdim), or (tokens, heads)."""
+    def all_rows(self, name: str) -> list[Array]:
+        """Return all rows of each tensor of an array: (tokens, heads, ...)."""
         array = self._declared[name]
         names = KINDS[array.kind]
         if array.role != "buffer":
-            known = self._given if array.role == "given" else self._new[name]
-            return [known[x] for x in names]
+            by_name = self._given if array.role == "given" else self._new[name]
+            return [by_name[x] for x in names]
         if array.packed:
             return self._parcel(name)[1]
         room, tensors = array.room or name, self._tensors(array)
         return [self._engine.work.get((room, i), *x) for i, x in enumerate(tensors)]
 
     def travelling(self, rows: Rows) -> list[Array]:
-        """Rows in the messages that carry them: one for all tensors of a packed array."""
+        """Return the arrays that MPI sends for rows: one for all tensors of a packed array."""
         if not self._declared[rows.array].packed:
             return self.tensors(rows)
         return [self._parcel(rows.array)[0]]
 
     def first_heads(self, rows: Rows) -> list[int]:
-        """First head of each tensor that a rank of the Ulysses group computes."""
+        """Return, for each tensor, the first head that a rank of the Ulysses group computes."""
         first = rows.head % self._heads * self._group.nheads
         names = KINDS[self.kind(rows)]
         return [first * self._config.shape(x)[0] // self._config.nheads for x in names]
 
     def sums(self, rows: Rows) -> list[bool]:
-        """Flags of the tensors that are sums."""
+        """Return, for each tensor, whether it is a sum of partial results."""
         array = self._declared[rows.array]
         return [x in array.accumulated for x in KINDS[array.kind]]
 
     def _tensors(self, array: Declared) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype of each tensor of a buffer."""
+        """Return the shape and dtype of each tensor of a buffer."""
         accumulated, config = array.accumulated, self._group
         if array.as_computed and getattr(self._engine.kernel, "rounds_partials", False):
             accumulated = ()
-        found = []
-        for x in KINDS[array.kind]:
-            shape, dtype = config.row(x, x in accumulated, array.wire)
-            found.append(((array.length, *shape), dtype))
-        return found
+        tensors = []
+        for name in KINDS[array.kind]:
+            shape, dtype = config.row(name, name in accumulated, array.wire)
+            tensors.append(((array.length, *shape), dtype))
+        return tensors
 
     def _parcel(self, name: str) -> tuple[Array, list[Array]]:
-        """A packed array as bytes, and its tensors: (tokens, heads, headdim) each."""
+        """Return a packed array as bytes, and its tensors, (tokens, heads, headdim) each."""
         if name not in self._parcels:
             array = self._declared[name]
             tensors = self._tensors(array)
@@ -124,7 +124,7 @@ class Arrays:
         return self._parcels[name]
 
     def _result(self, array: Declared, accumulated: bool) -> dict[str, Array]:
-        """New arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
+        """Make new arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
         config, empty = self._config if array.all_heads else self._group, self._engine.device.empty
         return {
             x: empty(

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a plan and of its calls; each raises ValueError with the numbers."""
+"""Checks of the arguments of plans and their calls; each raises ValueError with the numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,12 @@ def check_problem(
     config : AttentionConfig
     grid : ProcessGrid
     named : (str or None, str or None)
-        Distributions of the queries and of the keys, as the user gave them.
+        Distributions of the queries and of the keys that the user asked for.
+
+    Raises
+    ------
+    ValueError
+        If they do not fit.
     """
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {mask!r}")
@@ -38,25 +43,25 @@ def check_problem(
     mask.aligned(config.seqlen, config.seqlen_kv)
     if why := misfit(config.nheads, config.nheads_kv, grid.heads):
         raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
-    known = METHODS[method]
-    if not known.takes(mask):
+    rules = METHODS[method]
+    if not rules.takes(mask):
         raise ValueError(
             f"a {method} needs a causal mask, got {type(mask).__name__}: it leaves out the pairs "
-            "of a query and a later key"
+            "of a query with a later key"
         )
-    if (known.causal or known.place) and config.seqlen_kv != config.seqlen:
+    if (rules.causal or rules.place) and config.seqlen_kv != config.seqlen:
         raise ValueError(
             f"a {method} has one sequence, got {config.seqlen} queries and {config.seqlen_kv} keys"
         )
     for name in named:
-        if known.distribution and name not in (None, known.distribution):
+        if rules.distribution and name not in (None, rules.distribution):
             raise ValueError(f"a {method} has no {name} distribution")
 
 
 def check_tensors(
     arrays: Mapping[str, Array], lengths: tuple[int, int], config: AttentionConfig
 ) -> Device:
-    """Check the shapes, dtypes and device of the tensors of a call; returns their device.
+    """Check the shapes, dtypes and device of the tensors of a call; return their device.
 
     Parameters
     ----------
@@ -65,24 +70,35 @@ def check_tensors(
     lengths : (int, int)
         n, m: tokens of this rank's shards of queries and of keys.
     config : AttentionConfig
+
+    Raises
+    ------
+    ValueError
+        If a shape, a dtype or a device is wrong.
     """
     devices = []
-    for name, x in arrays.items():
+    for name, tensor in arrays.items():
         shape = lengths[name in OF_KEYS], *config.shape(name)
         dtype = config.dtype_of(name)
-        devices.append(_device_of(name, x))
-        if x.shape != shape or x.dtype != dtype:
+        devices.append(_device_of(name, tensor))
+        if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(
-                f"{name} has shape {x.shape} and dtype {x.dtype}, "
+                f"{name} has shape {tensor.shape} and dtype {tensor.dtype}, "
                 f"this shard needs {shape} and {dtype}"
             )
-        if not devices[0].owns(x):
+        if not devices[0].owns(tensor):
             raise ValueError(f"{name} is not on the device that is current")
     return devices[0]
 
 
 def check_sink(sink: Array, config: AttentionConfig, device: Device) -> None:
-    """Check the shape, dtype and device of a sink: (nheads,), on the device of q, k and v."""
+    """Check the shape, dtype and device of a sink; it is (nheads,), on the device of q, k and v.
+
+    Raises
+    ------
+    ValueError
+        If one of them is wrong.
+    """
     _device_of("sink", sink)
     shape, dtype = (config.nheads,), config.compute_dtype
     if sink.shape != shape or sink.dtype != dtype:

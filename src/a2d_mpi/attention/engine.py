@@ -1,4 +1,4 @@
-"""Engine of a plan: device of the arrays, kernel, buffers, transport to MPI, clocks."""
+"""The parts of a plan that depend on a device: kernel, buffers, transport to MPI, clocks."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ class Recorded(NamedTuple):
     phase : str
     begin : float
     spans : list of (str, float, float)
-        Part, begin and end, in the order in which the device was given the parts; the last part is
-        "total".
+        Part, begin and end, in the order in which the host queued them; the last part is "total".
     programs : list of list of (float, int)
-        For each program of the phase: when each step began, and the number of `spans` before it;
-        then the same for the end of the program.
+        For each program of the phase, the begin of each step and the number of `spans` before it.
+        The last entry is for the end of the program.
     """
 
     phase: str
@@ -46,7 +45,7 @@ class Recorded(NamedTuple):
 
 
 class Engine:
-    """Parts of a plan that depend on the device of the arrays.
+    """Everything of a plan that depends on the device of the arrays.
 
     Parameters
     ----------
@@ -55,22 +54,23 @@ class Engine:
     config : AttentionConfig
     transfers : {"auto", "device", "host"}
     overlap : bool
-        Kernels on the host poll MPI between their blocks.
+        Let kernels on the host poll MPI between their blocks.
     grid : ProcessGrid
     threads : int or None
-        BLAS threads of kernels on the host; None: as many as a rank has cores.
+        BLAS threads of kernels on the host; None: the cores of a rank.
 
     Attributes
     ----------
     device, kernel, work, transport
-        All but `work` are None until the first call.
+        The device, its kernel, its buffers and its transport.  All but `work` are None until the
+        first call.
     waits : dict of str to list of (float, float)
         Start and end of each MPI wait, by phase; seconds of `time.perf_counter`.
 
     Raises
     ------
     ValueError
-        If there is no such kernel for the dtype, or no such transfers, overlap or threads.
+        If no kernel of this name takes the dtype, or transfers, overlap or threads is invalid.
     """
 
     def __init__(
@@ -114,10 +114,17 @@ class Engine:
         self._nvtx = None if device is HOST else _nvtx()
 
     def taken(self, arrays: dict[str, Array], check_finite: bool) -> tuple[dict[str, Array], bool]:
-        """The arrays C-contiguous, and whether no element is known to be NaN or infinite.
+        """Make the arrays C-contiguous, and check whether all elements are finite.
 
-        -inf is a value of lse (a query that sees no key) and of a sink (none).  Where lse is -inf,
-        dlse may be anything.
+        Two values of -inf are valid: lse of a masked row, and a sink that is switched off.  Where
+        lse is -inf, dlse may hold anything.
+
+        Returns
+        -------
+        dict of str to array
+            C-contiguous arrays by name.
+        bool
+            Whether all elements are finite.  On a GPU True without a check, unless `check_finite`.
 
         Raises
         ------
@@ -126,7 +133,7 @@ class Engine:
         """
         taken = {name: self.device.contiguous(x) for name, x in arrays.items()}
         if not check_finite and self.device is not HOST:
-            return taken, True  # the check would wait for the GPU
+            return taken, True  # a check would wait for the GPU
         checked = dict(taken)
         if "dlse" in taken:
             checked["dlse"] = self.device.empty(taken["dlse"].shape, taken["dlse"].dtype)
@@ -143,7 +150,7 @@ class Engine:
 
     @property
     def way(self) -> str:
-        """Way of this rank's tensors to MPI: as "host" or "device" memory, or "staged"."""
+        """Path of this rank's tensors to MPI: "host" or "device" memory, or "staged" copies."""
         if self.device is HOST:
             return "host"
         return "device" if gpu_aware(self._transfers)[0] else "staged"
@@ -156,7 +163,7 @@ class Engine:
         finite: bool,
         options: Mapping[str, bool],
     ) -> None:
-        """Meet all ranks before a call, and agree on a way to MPI.
+        """Wait for all ranks before a call, and agree on a path to MPI.
 
         Collective over the ranks of `rendezvous`.
 
@@ -167,35 +174,35 @@ class Engine:
         problem : str or None
             Error of this rank.
         finite : bool
-            Whether no element of this rank's arrays is known to be NaN or infinite.
+            False if an element of this rank's arrays is NaN or infinite.
         options : mapping of str to bool
             Names of optional arguments, the same on all ranks, and whether this call has them.
 
         Raises
         ------
         ValueError
-            If anything is wrong on any rank, the ranks do not make the same call, the arrays of
-            some are on the host and those of others on a device, or only some have an option.
+            If any rank has a problem, or the ranks do not make the same call.  Likewise if ranks
+            mix host and device arrays, or only some ranks give an option.
         """
         way = "" if problem else self.way
-        # Bits: an error; each rank's way to MPI; an element that is not finite; of each option
-        # two: given, or not.
+        # One bit for an error, three for the path to MPI, one for an element that is not finite,
+        # and two for each option: not given, given.
         bits = (way == "") | (way == "host") << 1 | (way == "device") << 2 | (way == "staged") << 3
         bits |= (not finite) << 4
         for i, has in enumerate(options.values()):
             bits |= 1 << (5 + 2 * i + has)
-        found = rendezvous.meet(call, bits)
-        if found & 1:
+        flags = rendezvous.meet(call, bits)
+        if flags & 1:
             rendezvous.agree(problem)
-        if found & 2 and found & 12:
+        if flags & 2 and flags & 12:
             raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
         for i, name in enumerate(options):
-            if found >> (5 + 2 * i) & 3 == 3:
+            if flags >> (5 + 2 * i) & 3 == 3:
                 raise CollectiveError(f"ranks disagree on {name}: given on some, not on others")
-        staged = bool(found & 8)
+        staged = bool(flags & 8)
         if self.device is HOST:
             self.transport = self.transport or HostTransport()
-            self.kernel.careful = bool(found & 16)
+            self.kernel.careful = bool(flags & 16)
             return
         self.kernel.any_delta = options["dlse"]
         if getattr(self.transport, "staged", None) is not staged:
@@ -205,16 +212,17 @@ class Engine:
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:
-        """Clock a phase as a whole."""
+        """Time a phase from its beginning to its end."""
         self._phase, self._spans[phase] = phase, []
         if self._recorded is not None:
             self._recorded.append(Recorded(phase, time.perf_counter(), self._spans[phase], []))
-        if self._end is not None:  # the buffers of the call before, perhaps on another stream
+        # The previous call may still use the buffers, perhaps on another stream.
+        if self._end is not None:
             self.device.after(self._end)
         with (
             self.clock("total"),
             self._threads.limited() if self.device is HOST else nullcontext(),
-            # Overflows and NaN show in the results; every rank would warn of them.
+            # No warnings from every rank: overflows and NaN are seen in the results.
             np.errstate(over="ignore", invalid="ignore"),
         ):
             yield
@@ -222,7 +230,7 @@ class Engine:
 
     @contextmanager
     def clock(self, part: str) -> Iterator[None]:
-        """Clock a part of the phase."""
+        """Time a span of the phase; `part` is "compute", "merge" or "total"."""
         start = self.device.mark()
         if self._nvtx is None:
             yield
@@ -233,7 +241,7 @@ class Engine:
 
     @contextmanager
     def recording(self) -> Iterator[list[Recorded]]:
-        """Record all calls until the block ends: the list has them after it."""
+        """Record all calls inside a ``with`` statement; the list holds them afterwards."""
         calls = self._recorded = []
         try:
             yield calls
@@ -247,13 +255,13 @@ class Engine:
         def seconds(mark: Any) -> float:
             return begin + self.device.seconds(origin, mark)
 
-        # Not earlier: on a GPU this waits for the end of each call.
+        # Here and not during the calls: on a GPU, reading a time waits for the end of the call.
         for i, call in enumerate(calls):
             spans = [(part, seconds(start), seconds(end)) for part, start, end in call.spans]
             calls[i] = call._replace(spans=spans)
 
     def clocked(self, steps: list[tuple]) -> Iterable[tuple]:
-        """The steps of a program; while calls are recorded, the times of the steps are noted."""
+        """Return the steps of a program; while calls are recorded, note when each begins."""
         return steps if self._recorded is None else self._noted(steps)
 
     def _noted(self, steps: list[tuple]) -> Iterator[tuple]:
@@ -267,43 +275,43 @@ class Engine:
 
     @property
     def timings(self) -> dict[str, float]:
-        """See `a2d_mpi.attention.plan.AttentionPlan`."""
-        found = {}
+        """Seconds of the latest calls, by "phase/part": see `AttentionPlan.timings`."""
+        by_part = {}
         for phase, spans in self._spans.items():
             seconds = dict.fromkeys(("compute", "merge", "wait", "total"), 0.0)
             for part, start, end in spans:
                 seconds[part] += self.device.seconds(start, end)
             seconds["wait"] = sum(end - start for start, end in self.waits.get(phase, []))
             if self.device is not HOST:
-                # The host waits early, for work that the GPU has yet to do.
+                # The host's waits say nothing: the host runs ahead of the GPU.
                 busy = seconds["compute"] + seconds["merge"]
                 seconds["wait"] = max(0.0, seconds["total"] - busy)
-            found |= {f"{phase}/{part}": x for part, x in seconds.items()}
-        return found
+            by_part |= {f"{phase}/{part}": x for part, x in seconds.items()}
+        return by_part
 
     def spans(self, phase: str) -> list[tuple[str, float, float]]:
-        """Parts of the latest call of a phase, in the order of time.
+        """Return the spans of the latest call of a phase, in the order of time.
 
         Returns
         -------
         list of (str, float, float)
-            Part ("compute", "merge" or "wait"), start and end in seconds since the phase began;
-            the last is ("total", 0, end of the phase).  Empty if there was no call.  On a GPU
-            waits are the gaps, as in `timings`.
+            Part ("compute", "merge" or "wait"), start and end in seconds since the phase began.
+            The last entry is ("total", 0, end of the phase).  Empty if there was no call.  On a
+            GPU the waits are the gaps between the other parts.
         """
         *busy, (_, origin, last) = self._spans.get(phase) or [(None, None, None)]
         if origin is None:
             return []
         since = self.device.seconds
-        found = [(part, since(origin, start), since(origin, end)) for part, start, end in busy]
+        parts = [(part, since(origin, start), since(origin, end)) for part, start, end in busy]
         total = since(origin, last)
         if self.device is HOST:
-            found += [("wait", a - origin, b - origin) for a, b in self.waits.get(phase, [])]
+            parts += [("wait", a - origin, b - origin) for a, b in self.waits.get(phase, [])]
         else:
-            ends = [0.0, *(end for *_, end in found)]
-            starts = [*(start for _, start, _ in found), total]
-            found += [("wait", a, b) for a, b in zip(ends, starts) if b > a]
-        return [*sorted(found, key=lambda span: span[1]), ("total", 0.0, total)]
+            ends = [0.0, *(end for *_, end in parts)]
+            starts = [*(start for _, start, _ in parts), total]
+            parts += [("wait", a, b) for a, b in zip(ends, starts) if b > a]
+        return [*sorted(parts, key=lambda span: span[1]), ("total", 0.0, total)]
 
     @property
     def transport(self) -> Transport | None:
@@ -314,6 +322,11 @@ class Engine:
     def transport(self, transport: Transport | None) -> None:
         self._polls.transport = transport
 
+    def settle(self) -> None:
+        """Complete all messages under way, after a rank died."""
+        if self.transport is not None:  # before the first call there is none
+            self.transport.settle()
+
     @property
     def staged_bytes(self) -> int:
         """Bytes copied between device and host so far."""
@@ -321,7 +334,7 @@ class Engine:
 
 
 def _nvtx() -> ModuleType | None:
-    """The package that names ranges for NVIDIA's profilers, if it is installed."""
+    """Return the package that names ranges for NVIDIA's profilers; None if it is not installed."""
     try:
         import nvtx
     except ImportError:
@@ -330,7 +343,7 @@ def _nvtx() -> ModuleType | None:
 
 
 class _Polls:
-    """Polling of MPI by a kernel, which must not refer back to the engine."""
+    """Polling of MPI by a kernel.  A kernel must not refer back to the engine."""
 
     def __init__(self, comm: MPI.Intracomm | None) -> None:
         self._comm = comm

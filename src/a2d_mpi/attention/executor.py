@@ -1,4 +1,4 @@
-"""Executor of programs: each step is one function on the arrays of a device."""
+"""The executor of programs: each step is one function on the arrays of a device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 from a2d_mpi.attention.arrays import Arrays
 from a2d_mpi.attention.engine import Engine
 from a2d_mpi.comm.channel import Channel
-from a2d_mpi.comm.transport import Transport
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Constant
@@ -34,25 +33,25 @@ from a2d_mpi.schedules.steps import (
     Wait,
 )
 
-_TENSORS = 4  # of a kind that is not packed, at most
+_TENSORS = 4  # most tensors of a kind that is not packed; each tensor has a tag of its own
 _TAGS = {kind: _TENSORS * i for i, kind in enumerate(KINDS)}
 _STRIDE = _TENSORS * len(KINDS)
-_TURNS = 32000 // _STRIDE  # MPI has 32767 tags at least
+_TURNS = 32000 // _STRIDE  # MPI guarantees tags up to 32767
 
 
 def executors(
     method: str, phase: str, layout: Layout, problem: Problem, rank: int, overlap: bool
 ) -> list[Executor]:
-    """Executors of a rank in one phase, to be run one after the other.
+    """Make the executors of a rank in one phase; they run one after the other.
 
-    Parameters are those of `a2d_mpi.schedules.write`.
+    The parameters are the parameters of `a2d_mpi.schedules.write`.
     """
     programs = write(method, phase, layout, problem, rank, overlap)
     return [Executor(x, Arrays(x, layout, problem.config)) for x in programs]
 
 
 class Executor:
-    """One program, compiled when it is made: every operand is found, every mask is intervals.
+    """A program, compiled when it is made: operands are looked up, masks become intervals.
 
     Parameters
     ----------
@@ -64,9 +63,9 @@ class Executor:
         self.channels, self._arrays = program.channels, arrays
         self._wire = program.group.config.wire
         roles = (program.arrays[rows.array].role for rows in program.results.values())
-        self.in_buffers = "buffer" in roles  # the results
+        self.in_buffers = "buffer" in roles  # the caller needs copies of such results
         self._messages = program.messages
-        self._pending: list[list[Any]] = []  # by message, what has to be waited for
+        self._pending: list[list[Any]] = []  # requests of each message
         self._steps = [x for step in program.steps for x in self._compiled(step, program)]
 
     def run(
@@ -86,7 +85,7 @@ class Executor:
         given : mapping of str to arrays
             This rank's shard of the tensors that the program reads.
         accumulated : bool
-            Results have the accumulation dtype, whatever the program says.
+            Make results of the accumulation dtype, whatever the program says.
 
         Returns
         -------
@@ -100,14 +99,9 @@ class Executor:
             do(self, *operands)
         return self._arrays.end()
 
-    def settle(self, transport: Transport | None) -> None:
-        """Complete the messages of a run that broke off; see `Transport.settle`."""
-        for messages in self._pending:
-            transport.settle(messages)
-        self._pending = []
-
     def _compiled(self, step: Any, program: Program) -> list[tuple]:
-        """Steps as (function, operands); bound methods would refer back to the executor."""
+        """Compile a step to (function, operands)."""
+        # Plain functions: bound methods would refer back to the executor.
         match step:
             case Send() | Receive():
                 peer = program.channels[step.channel].index(step.peer)
@@ -119,8 +113,8 @@ class Executor:
             case Clear():
                 return [(Executor._clear, step.rows)]
             case Attend() | Differentiate():
-                found = program.tokens(step.queries), program.tokens(step.keys)
-                intervals = Intervals.of(program.mask.intervals(*found))
+                queries, keys = program.tokens(step.queries), program.tokens(step.keys)
+                intervals = Intervals.of(program.mask.intervals(queries, keys))
                 if isinstance(step, Differentiate):
                     return [(Executor._differentiate, step, intervals)]
                 return [(Executor._attend, step, intervals)]
@@ -133,7 +127,7 @@ class Executor:
         raise TypeError(f"no step: {step!r}")
 
     def _moves(self, step: Copy | Add, program: Program) -> list[tuple]:
-        """A copy or sum: of some heads, by index, or run by run."""
+        """Compile a copy or a sum: by heads, by index, or run by run."""
         source, target, add = step.source, step.target, isinstance(step, Add)
         if source.head is not None:
             return [(Executor._take_heads, source, target)]
@@ -145,14 +139,14 @@ class Executor:
         by_token, into_by_token = (program.arrays[x.array].by_token for x in (source, target))
         if by_token == into_by_token:
             return [(Executor._put, common_rows(source, target), add)]
-        if add:  # rows in the order of tokens, to the same rows in another order
+        if add:  # the same rows in two orders
             order = np.empty(source.count, np.int64)
             order[positions(source)] = positions(target)
             return [(Executor._by_index, "add_at", source.array, target.array, Constant(order))]
         names = source.array, target.array
-        if by_token:  # some rows, to a parcel
+        if by_token:  # pack rows for a message
             return [(Executor._by_index, "take", *names, Constant(positions(source)))]
-        if target.count < program.arrays[target.array].length:  # a parcel, to some rows
+        if target.count < program.arrays[target.array].length:  # unpack a message
             return [(Executor._by_index, "put_at", *names, Constant(positions(target)))]
         order = np.empty(target.count, np.int64)
         order[positions(target)] = positions(source)
@@ -206,7 +200,7 @@ class Executor:
                     self._engine.device.put(y, x, add)
 
     def _encode(self, parts: list[tuple[Rows, Rows]], encodes: bool) -> None:
-        """Encode rows for the wire, or decode them; copy the tensors that travel as they are."""
+        """Encode rows for the wire, or decode them; tensors that travel as they are are copied."""
         tensors, device = self._arrays.tensors, self._engine.device
         with self._engine.clock("merge"):
             for source, target in parts:
@@ -216,12 +210,12 @@ class Executor:
                     else:
                         (device.encode if encodes else device.decode)(y, x, self._wire)
 
-    def _by_index(self, how: str, source: str, target: str, order: Constant) -> None:
-        """Copy or add rows by `order`; `how`: the device's "take", "put_at" or "add_at"."""
+    def _by_index(self, how: str, source: str, target: str, index: Constant) -> None:
+        """Copy or add rows by index; `how` names the device's "take", "put_at" or "add_at"."""
         move = getattr(self._engine.device, how)
         with self._engine.clock("merge"):
-            for x, y in zip(self._arrays.whole(source), self._arrays.whole(target)):
-                move(y, x, order.on(self._engine.device))
+            for x, y in zip(self._arrays.all_rows(source), self._arrays.all_rows(target)):
+                move(y, x, index.on(self._engine.device))
 
     def _take_heads(self, source: Rows, target: Rows) -> None:
         tensors = self._arrays.tensors(source), self._arrays.tensors(target)
@@ -240,11 +234,12 @@ class Executor:
 
 
 def _three(x: Array) -> Array:
-    """A view as (tokens, heads, elements)."""
+    """Return a view of shape (tokens, heads, elements)."""
     return x if x.ndim == 3 else x.reshape(*x.shape, 1)
 
 
 def _tag(message: Message, program: Program) -> int:
-    """MPI tag of the first tensor: messages of other turns or tags may overtake this one."""
+    """Return the MPI tag of a message's first tensor."""
+    # Messages with other tags or turns may overtake this one.
     turn = (message.tag + 8 * message.turn) % _TURNS
     return _TAGS[program.arrays[message.rows.array].kind] + _STRIDE * turn

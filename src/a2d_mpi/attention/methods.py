@@ -1,4 +1,4 @@
-"""Plans by method: a name of `a2d_mpi.schedules.METHODS`, and the method's own arguments."""
+"""Plans by method: one class for each method with arguments of its own."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from a2d_mpi.masks.mask import Mask
 
 
 class Attention2D(AttentionPlan):
-    """Attention on a process grid, one tile a rank; see `a2d_mpi.schedules.attention2d`.
+    """Attention2D on a process grid, one tile for each rank; see `a2d_mpi.schedules.attention2d`.
 
-    All parameters, attributes and methods but one are those of `AttentionPlan`.
+    It adds one parameter to `AttentionPlan`.
 
     Parameters
     ----------
     stream : bool, optional
         Hold one side of the tile only: the keys in the forward pass, the smaller side in the
         backward pass.  The shards of the other side, and its partial results, pass through two
-        buffers.  Bytes and messages are the same, and so are out and lse, bit for bit; gradients
-        are added in another order.  Default: if the grid was made by `ProcessGrid.auto`, and only
-        a streamed plan fits in memory.
+        buffers.  Bytes, messages, out and lse do not change, bit for bit.  Gradients are added in
+        another order.  Default: true if `ProcessGrid.auto` made the grid and only a streamed plan
+        fits in memory.
 
     Notes
     -----
-    Gathered tensors are not kept between `forward` and `backward`: backward gathers q, dout, lse
-    and delta along the row and k, v along the column anew, so that memory between the phases is
-    O(N / P).  With a head axis each context-parallel group does this for its share of the heads.
+    Gathered tensors are not kept between `forward` and `backward`, so that memory between the
+    phases is O(N / P).  The backward pass gathers q, dout, lse and delta along the row, and k and
+    v along the column, once more.  With a head axis each context-parallel group does this for its
+    share of the heads.
     """
 
     method = "attention2d"
@@ -54,40 +55,42 @@ class Attention2D(AttentionPlan):
 
 
 class NodeAwareAttention(AttentionPlan):
-    """Attention2D that sends a chunk to a node once; see `a2d_mpi.schedules.node_aware`.
+    """Attention2D that sends each chunk to a node only once; see `a2d_mpi.schedules.node_aware`.
 
-    Parameters, attributes and methods are those of `AttentionPlan`.  Which ranks share a node is
-    the grid's: `a2d_mpi.core.sizes.Layout.nodes`.
+    It has the interface of `AttentionPlan`.  The grid says which ranks share a node:
+    `a2d_mpi.core.sizes.Layout.nodes`.
     """
 
     method = "node aware"
 
 
 class RingAttention(AttentionPlan):
-    """Baseline: attention on a ring of all ranks of a context-parallel group, whatever its shape.
+    """Baseline: Ring Attention over all ranks of a context-parallel group.
 
-    Parameters, attributes and methods are those of `AttentionPlan`.  With a head axis it is USP
-    (arXiv:2405.07719).
+    It has the interface of `AttentionPlan`.  The shape of the grid does not matter.  With a head
+    axis it is USP (arXiv:2405.07719).
     """
 
     method = "ring"
 
 
 class DoubleRingAttention(AttentionPlan):
-    """Baseline: rings of `inner` consecutive ranks and a ring of these rings.
+    """Baseline: rings of `inner` consecutive ranks, and a ring of these rings.
 
-    All parameters, attributes and methods but one are those of `AttentionPlan`.  With a head axis
-    every context-parallel group is a double ring.  See `a2d_mpi.schedules.ring`.
+    It adds one parameter to `AttentionPlan`.  With a head axis every context-parallel group is a
+    double ring.  See `a2d_mpi.schedules.ring`.
 
     Parameters
     ----------
     inner : int, optional
-        Ranks of an inner ring, a divisor of the size of a context-parallel group.  1 and that size
-        both make a single ring.  Default: the grid's columns: each of its rows is an inner ring.
+        Ranks of an inner ring, a divisor of the size of a context-parallel group.  A single ring
+        results from 1 and from the size of the group.  Default: the number of grid columns, so
+        that each grid row is an inner ring.
 
     Attributes
     ----------
     inner : int
+        Ranks of an inner ring.
     """
 
     method = "double ring"
@@ -113,11 +116,10 @@ class DoubleRingAttention(AttentionPlan):
 
 
 class TriangleAttention(AttentionPlan):
-    """Causal attention, partitioned so that all ranks have the same area and no half-empty tile.
+    """Causal attention in equal parts of the triangle: each rank has the same number of pairs.
 
-    Parameters, attributes and methods are those of `AttentionPlan`.  A context-parallel group has
-    T (T-1) / 2 ranks: 1, 3, 6, 10, 15, ...  The shape of the grid does not matter.  See
-    `a2d_mpi.schedules.triangle`.
+    It has the interface of `AttentionPlan`.  A context-parallel group has T (T-1) / 2 ranks: 1, 3,
+    6, 10, 15, ...  The shape of the grid does not matter.  See `a2d_mpi.schedules.triangle`.
     """
 
     method = "triangle"
@@ -126,24 +128,24 @@ class TriangleAttention(AttentionPlan):
 class BlocksAttention(AttentionPlan):
     """Attention by blocks of tokens that an optimiser placed, for any mask and number of ranks.
 
-    Parameters, attributes and methods are those of `AttentionPlan`; `distribution` is that of the
-    placement.  The grid's shape does not matter, its head axis does.  Every rank places the blocks
-    by itself, which takes up to some seconds.  See `a2d_mpi.schedules.blocks`.
+    It has the interface of `AttentionPlan`.  The placement decides the `distribution`.  The rows
+    and columns of the grid do not matter, its head axis does.  Every rank runs the optimiser
+    itself, for up to some seconds.  See `a2d_mpi.schedules.blocks`.
     """
 
     method = "blocks"
 
 
 def plan_class(method: str) -> type[AttentionPlan]:
-    """Class of the plans of a method of `a2d_mpi.schedules.METHODS`.
+    """Return the class of the plans of a method of `a2d_mpi.schedules.METHODS`.
 
-    A method without arguments of its own needs no class above: this function makes it.
+    A method without arguments of its own needs no class in this file: this function makes one.
     """
-    known = {x.method: x for x in AttentionPlan.__subclasses__()}
+    classes = {x.method: x for x in AttentionPlan.__subclasses__()}
     name = "".join(word.capitalize() for word in method.split()) + "Attention"
-    return known.get(method) or type(name, (AttentionPlan,), {"method": method})
+    return classes.get(method) or type(name, (AttentionPlan,), {"method": method})
 
 
 def make_plan(method: str, grid: ProcessGrid, mask: Mask, **options: Any) -> AttentionPlan:
-    """Make the plan of a method by its name; other arguments as of `AttentionPlan`."""
+    """Make a plan by the name of its method; `options` are arguments of its class."""
     return plan_class(method)(grid, mask, **options)

@@ -1,4 +1,4 @@
-"""Plans of distributed attention: checked, reusable operators."""
+"""Attention plans: checked operators that can be called many times."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.sharding.distribution import Distribution
 
-ROUNDED = ("q", "k", "v", "dout")  # tensors of the caller that travel
+ROUNDED = ("q", "k", "v", "dout")  # the caller's tensors that travel
 
 
 class AttentionPlan:
-    """Exact self-attention of one sequence that is spread over the ranks of a grid.
+    """Exact attention of one sequence that is spread over the ranks of a grid.
 
     A plan checks its arguments on all ranks together, keeps its buffers, and can be called many
-    times.  Making it, `forward` and `backward` are collective over ``grid.comm``.
+    times.  Making a plan, `forward` and `backward` are collective over ``grid.comm``.
 
     Parameters
     ----------
@@ -41,92 +41,95 @@ class AttentionPlan:
     mask : Mask
         `Full()`, `Causal()`, ...
     seqlen : int
-        N, tokens of the whole sequence; any number from 1 on, also below the number of ranks.
+        N, tokens of the sequence.  At least 1; it may be smaller than the number of ranks.
     nheads, headdim : int
-        H query heads of D elements, of q and k.
+        H query heads of D elements.  D is the length of a head of q and of k.
     nheads_kv : int, optional
         KV heads, a divisor of nheads; query head h reads KV head ``h // (nheads // nheads_kv)``.
         Default: nheads.
     seqlen_kv : int, optional
-        M, tokens of k and v, if they are of another sequence (cross-attention).  Masks are aligned
-        so that the last query and the last key belong together.  Default: seqlen.
+        M, tokens of k and v in cross-attention.  The mask is aligned so that the last query and
+        the last key belong together.  Default: seqlen.
     headdim_v : int, optional
-        Elements of a head of v, out and their gradients; kernels on GPUs refuse another number
-        than headdim.  Default: headdim.
+        Elements of a head of v, out and their gradients; on GPUs it must equal headdim.
+        Default: headdim.
     dtype : {"float32", "float64", "float16", "bfloat16"}
-        Of q, k, v, out and their gradients.  16-bit tensors travel as they are, also partial
-        outs: a merge is a convex combination and does not amplify their rounding.  They are
-        computed in float32, and so are lse and the partial gradients on the wire, which are
-        summed.
+        Dtype of q, k, v, out and their gradients.  16-bit tensors are computed in float32.  They
+        travel in 16 bits, and so do partial outs: a merge is a convex combination and does not
+        amplify their rounding.  lse and partial gradients travel in float32.
     distribution : {"contiguous", "zigzag", "striped", "triangle", "balanced"}, optional
-        Owner of each token.  Default: zigzag for `Causal`, contiguous for `Full` and windows; for
-        other masks the least predicted time of a contiguous, a zigzag and a balanced distribution,
-        on the grid's machine if `ProcessGrid.auto` made the grid, else on a typical one.
+        Owner of each token.  Default: zigzag for `Causal`, contiguous for `Full` and windows.
+        For other masks, the default is the contiguous, zigzag or balanced distribution with the
+        least predicted time.  The prediction is for the grid's machine if `ProcessGrid.auto` made
+        the grid, and for a typical machine otherwise.
     distribution_kv : str, optional
-        Likewise, of k and v in cross-attention.  Default: as `distribution`.
+        Owner of each token of k and v in cross-attention.  Default: `distribution`.
     wire : {"bfloat16", "mxfp8", "mxfp4"}, optional
-        Format in which tensors travel that it makes smaller: see `a2d_mpi.core.wire`.  q, k, v and
-        dout are rounded to it first, on all ranks and on a single one, too: results are those of
-        the rounded tensors, whoever computes them.  Partial results are rounded when they are
-        sent; lse and delta travel as they are.  Default: tensors travel as they are.
+        Narrow format of tensors in messages: see `a2d_mpi.core.wire`.  q, k, v and dout are
+        rounded to it before anything else, also on a single rank, so that every rank computes
+        with the same rounded tensors.  Partial results are rounded when they are sent.  lse and
+        delta keep their dtype.  Default: no narrow format.
     softmax_scale : float, optional
         Default: ``1 / sqrt(headdim)``.
     logit_softcap : float, optional
-        c > 0: scaled logits s become ``c tanh(s / c)``.  Default: they stay as they are.
+        c > 0: scaled logits s become ``c tanh(s / c)``.  Default: no soft-cap.
     kernel : str
-        One of `a2d_mpi.kernels.KERNELS`; "auto": the fastest for the arrays' device, the dtype
-        and the soft-cap.
+        One of `a2d_mpi.kernels.KERNELS`.  "auto" takes the fastest kernel for the arrays' device,
+        the dtype and the soft-cap.
     overlap : bool
-        Compute while messages travel.  False: phase by phase, with the same results bit for bit.
+        Compute while messages travel.  False: communicate and compute in turn.  The results are
+        the same bit for bit.
     transfers : {"auto", "device", "host"}
-        Way of device arrays to MPI: as they are, or through the host; see
+        Path of device arrays to MPI: directly, or through the host; see
         `a2d_mpi.comm.gpus.gpu_aware`.
     threads : int, optional
         BLAS threads of a rank's kernels on the host.  Default: the value of the first environment
         variable of `a2d_mpi.comm.threads.VARIABLES` that is set; without one, ``grid.cores``.
     check_finite : bool
-        Refuse NaN and infinite elements (on a GPU, by a copy to the host).  Otherwise they reach
-        the results of the queries and keys that see them: on the host only these, on a GPU also
-        others of the same block of a kernel.
+        Refuse NaN and infinite elements (on a GPU, by a copy to the host).  False: a NaN or an
+        infinite element spoils the results of the queries and keys that see it.  On a GPU it may
+        also spoil other results of the same kernel block.
 
     Attributes
     ----------
     tokens : (n,) int64
         Sorted global indices of this rank's shard.
     tokens_kv : (m,) int64
-        Those of its keys and values; the same in self-attention.
+        Sorted global indices of this rank's keys and values; equal to `tokens` in self-attention.
     distribution : Distribution
-        Owners of the tokens; `distribution.name`, and `distribution.why` it was chosen.
+        Owners of the tokens.  `distribution.why` says why `distribution.name` was chosen.
     config : AttentionConfig
-        Sizes, shapes and dtypes; also as `seqlen`, `nheads`, `nheads_kv`, `headdim`,
-        `headdim_v`, `dtype`, `compute_dtype`, `softmax_scale` and `logit_softcap`.
+        Sizes, shapes and dtypes.  The plan has attributes `seqlen`, `nheads`, `nheads_kv`,
+        `headdim`, `headdim_v`, `dtype`, `compute_dtype`, `softmax_scale` and `logit_softcap`, too.
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator.
     timings : dict of str to float
-        Seconds of the latest call on this rank: "forward/compute" (kernels), "forward/merge"
-        (merges and sums of partial results, sorting of keys), "forward/wait" (communication that
-        was not hidden: inside MPI waits; on a GPU, neither computing nor merging),
-        "forward/total" (from the agreement on the arguments to the end); "backward/..." likewise.
-        On a GPU by CUDA events; reading them waits for the GPU.
+        Seconds of the latest call on this rank.  "forward/compute": kernels.  "forward/merge":
+        merges and sums of partial results, and sorting of keys.  "forward/wait": communication
+        that was not hidden, which is the time inside MPI waits; on a GPU it is all time without
+        computing or merging.  "forward/total": from the agreement on the arguments to the end.
+        "backward/..." likewise.  GPU times come from CUDA events; reading them waits for the GPU.
     staged_bytes : int
-        Bytes of device arrays that were copied to or from the host, for want of CUDA-aware MPI.
-
-    Notes
-    -----
-    Arrays are NumPy arrays on all ranks, or CuPy arrays on all ranks, and so are the results.
-    With CuPy everything is queued on the current stream, as with CuPy's own functions; a call of
-    a single rank returns before it is done.
+        Bytes of device arrays that were copied to or from the host, because MPI is not
+        CUDA-aware or `transfers` is "host".
 
     Raises
     ------
     ValueError
-        On all ranks, with the numbers, if an argument is wrong or differs on any of them.
+        On all ranks, with the numbers, if an argument is wrong on any rank or differs between
+        ranks.
     RanksLost
-        On all ranks that are left, if a rank died and MPI goes on; likewise by all calls.  See
+        On all surviving ranks, if a rank died and MPI goes on.  All calls raise it, too.  See
         `ProcessGrid.shrink`.
+
+    Notes
+    -----
+    Arrays are NumPy arrays on all ranks, or CuPy arrays on all ranks.  Results are of the same
+    kind.  With CuPy all work is queued on the current stream, as by CuPy's own functions; on a
+    single rank a call returns before the work is done.
     """
 
-    method = ""  # its name in `a2d_mpi.schedules.METHODS`
+    method = ""  # name in `a2d_mpi.schedules.METHODS`
 
     def __init__(
         self,
@@ -172,7 +175,7 @@ class AttentionPlan:
                 named = distribution, distribution_kv
                 check_problem(self.method, mask, config, grid, named)
                 lengths = config.seqlen, config.seqlen_kv
-                digest = mask.aligned(*lengths).digest(*lengths)  # and all intervals are checked
+                digest = mask.aligned(*lengths).digest(*lengths)  # checks all intervals
                 self._describe(problem_of(self.method, self.layout, config, mask, *named))
                 self._engine = Engine(kernel, config, transfers, overlap, grid, threads)
                 self._executors = {
@@ -195,7 +198,7 @@ class AttentionPlan:
                 if digest := METHODS[self.method].digest:
                     group = self.problem.cp_group(grid.heads)
                     arguments["placement"] = f"a placement with digest {digest(group)}"
-            except Exception as error:  # of any kind: the other ranks must hear of it
+            except Exception as error:  # of any kind: all ranks must raise it
                 problem = problem or str(error) or type(error).__name__
             rendezvous.meet(Call("making", self._number, 0, name))
             rendezvous.agree(problem, arguments)
@@ -214,13 +217,13 @@ class AttentionPlan:
         self.tokens_kv = self.tokens if problem.keys is None else problem.keys.tokens(rank)  # (m,)
 
     def _connected(self) -> dict[str, Channel]:
-        """The channels of all programs by name; collective over the ranks of the grid."""
+        """Make the channels of all programs, by name; collective over the ranks of the grid."""
         programs = chain.from_iterable(self._executors.values())
-        ranks = {name: x for program in programs for name, x in program.channels.items()}
-        # In an order that is the same on all ranks: the grid may have to make communicators.
+        members_of = {name: x for program in programs for name, x in program.channels.items()}
+        # Sorted, because the grid may have to make communicators: all ranks in the same order.
         return {
-            name: Channel(self.grid.comm_of(name, members), name, self.traffic)
-            for name, members in sorted(ranks.items(), key=lambda x: x[1])
+            name: Channel(self.grid.comm_of(name, ranks), name, self.traffic)
+            for name, ranks in sorted(members_of.items(), key=lambda x: x[1])
         }
 
     def forward(
@@ -241,33 +244,34 @@ class AttentionPlan:
         k : (m, nheads_kv, headdim) dtype
             Shard of this rank: row i is the token ``tokens_kv[i]``.
         v : (m, nheads_kv, headdim_v) dtype
-            Likewise.
+            Shard of this rank, with the rows of k.
         sink : (nheads,) compute_dtype, optional
-            A logit per head in the denominator of the softmax, the same on all ranks (values are
-            not compared): that of a key which all queries see and whose value is 0; -inf: none.
+            One logit per head in the denominator of the softmax.  It acts as a key that all
+            queries see and whose value is 0; -inf means no sink.  It must be the same on all
+            ranks; values are not compared.
         max_logits : bool
-            Also return the largest logit of each head, as QK-clip needs it; on all ranks or on
-            none, and by kernels on the host only.  The kernel makes one more pass over the logits
-            (1.1 to 1.3 times the time; 2048 tokens, heads of 64 and 128), and the ranks reduce
-            nheads numbers at the end, which `traffic` does not count.
+            Also return the largest logit of each head, as QK-clip needs it.  It must be the same
+            on all ranks, and only kernels on the host can do it.  The kernel makes one more pass
+            over the logits and takes 1.1 to 1.3 times as long (2048 tokens, heads of 64 and 128).
+            At the end the ranks reduce nheads numbers, which `traffic` does not count.
 
         Returns
         -------
         out : (n, nheads, headdim_v) dtype
-            Shard of this rank; 0 for a query that sees no key.
+            Shard of this rank; 0 for a masked row.
         lse : (n, nheads) float32 or wider
-            Log-sum-exp of the logits, scaled and capped, and of the sink, nats; -inf, or the sink,
-            for a query that sees no key.
+            Log-sum-exp of the logits and the sink, in nats; logits are scaled and soft-capped.
+            A masked row has -inf, or the sink.
         max_logits : (nheads,) float32 or wider
-            Only if asked for: the largest logit of each head over all visible pairs of the whole
-            sequence, scaled, before a soft-cap and without the sink; the same on all ranks.  -inf
-            if no pair is visible; inf if a visible logit is NaN.
+            With `max_logits` only, the same on all ranks: the largest scaled logit of each head
+            over all visible pairs of the sequence, before the soft-cap and without the sink.
+            -inf if no pair is visible; inf if a visible logit is NaN.
 
         Raises
         ------
         ValueError
-            On all ranks, if an array has the wrong shape or dtype on any of them, or the kernel
-            gives no largest logits.
+            On all ranks, if an array has the wrong shape or dtype on any rank, or the kernel
+            cannot return the largest logits.
         """
         return self._call("forward", {"q": q, "k": k, "v": v}, sink, max_logits)
 
@@ -291,12 +295,12 @@ class AttentionPlan:
         q, k, v, out, lse
             Arguments and results of `forward`.
         sink : (nheads,) compute_dtype, optional
-            That of `forward`, if its gradient is wanted; dq, dk and dv do not need it, as it
-            counts in lse.
+            The sink of `forward`, if its gradient is wanted.  dq, dk and dv do not need it,
+            because lse includes the sink.
         dlse : (n, nheads) compute_dtype, optional
-            Gradient with respect to lse, shard of this rank, if the loss depends on lse, too: on
-            all ranks or on none.  Ignored in masked rows, where lse is -inf.  cuDNN has no such
-            gradient: with its kernels the plain CUDA kernel computes the call.
+            Gradient with respect to lse, shard of this rank, if the loss depends on lse.  Either
+            all ranks pass it or none.  Masked rows, where lse is -inf, are ignored.  cuDNN cannot
+            take this gradient; the plain CUDA kernel then computes the call.
 
         Returns
         -------
@@ -305,13 +309,13 @@ class AttentionPlan:
         dv : (m, nheads_kv, headdim_v) dtype
             Shards of this rank.
         dsink : (nheads,) compute_dtype
-            Only with a sink: the share of this rank's tokens.  As for any weight that all ranks
-            have, the gradient is the sum over the ranks of ``grid.comm``, left to the caller.
+            Only with a sink: the gradient from this rank's tokens.  The caller sums it over the
+            ranks of ``grid.comm``, as the gradient of any weight that all ranks have.
 
         Raises
         ------
         ValueError
-            On all ranks, if an array has the wrong shape or dtype on any of them.
+            On all ranks, if an array has the wrong shape or dtype on any rank.
         """
         given = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
         if dlse is not None:
@@ -335,7 +339,8 @@ class AttentionPlan:
         Raises
         ------
         ValueError
-            On all ranks, if `x` has another number of rows, or `root` is no rank or differs.
+            On all ranks, if `x` has the wrong number of rows, or `root` is not a rank or is not
+            the same on all ranks.
         """
         return self._moved("scatter", x, root, self.distribution)
 
@@ -344,7 +349,7 @@ class AttentionPlan:
         return self._moved("scatter", x, root, self.problem.shards_kv)
 
     def gather(self, x: Array, root: int = 0) -> Array | None:
-        """Join the shards of all ranks, the opposite of `scatter`.
+        """Join the shards of all ranks on one rank: the opposite of `scatter`.
 
         Parameters
         ----------
@@ -360,27 +365,32 @@ class AttentionPlan:
         Raises
         ------
         ValueError
-            On all ranks, if `x` has another number of rows on any of them, or ranks disagree on
+            On all ranks, if `x` has the wrong number of rows on any rank, or ranks disagree on
             `root`, the dtype or the shape of a row.
         """
         return self._moved("gather", x, root, self.distribution)
 
     def refuse(self, problem: str, phase: str = "forward") -> NoReturn:
-        """Take part in a call that this rank cannot make: all ranks raise a ValueError.
+        """Take part in a call without arguments, so that all ranks raise a ValueError.
 
-        For code that makes the arguments of a call and finds that it cannot.
+        A caller uses this when it cannot make the arguments of a call that other ranks make.
 
         Parameters
         ----------
         problem : str
-            What is wrong on this rank.
+            Message of the error: the problem of this rank.
         phase : {"forward", "backward"}
             The call that the other ranks make.
+
+        Raises
+        ------
+        ValueError
+            On all ranks, with `problem`.
         """
         self._call(phase, {}, None, refusal=problem)
 
     def free(self) -> None:
-        """Release the buffers.  The grid stays.  Local."""
+        """Release the buffers of the plan.  The grid stays usable.  Local."""
         self._engine.work.clear()
 
     @property
@@ -394,20 +404,20 @@ class AttentionPlan:
         return self._engine.staged_bytes
 
     def spans(self, phase: str) -> list[tuple[str, float, float]]:
-        """Parts of the latest call of a phase on this rank, with their times: `Engine.spans`."""
+        """Return the spans of the latest call of a phase on this rank: see `Engine.spans`."""
         return self._engine.spans(phase)
 
     def recording(self) -> AbstractContextManager[list[Recorded]]:
-        """Record all calls of this rank until the block ends: the list has them after it.
+        """Record all calls of this rank inside a ``with`` statement; the list then holds them.
 
-        ``with plan.recording() as calls: plan.forward(q, k, v)``.  Local.  Source:
-        `a2d_mpi.experiments.trace`, which makes timelines of all ranks.
+        ``with plan.recording() as calls: plan.forward(q, k, v)``.  Local.
+        `a2d_mpi.experiments.trace` makes timelines of all ranks from such lists.
         """
         return self._engine.recording()
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all buffers but the kernel's; predicted by `planning.memory.buffers`."""
+        """Bytes of all buffers but the kernel's; `a2d_mpi.planning.memory.buffers` predicts it."""
         return self._engine.work.nbytes(apart="kernel")
 
     @property
@@ -417,7 +427,7 @@ class AttentionPlan:
 
     @property
     def deterministic(self) -> bool:
-        """True if gradients of the latest call's kernel repeat bit for bit; out and lse do."""
+        """True if gradients of the latest call's kernel repeat bit for bit, as out and lse do."""
         return getattr(self._engine.kernel, "deterministic", True)
 
     @property
@@ -427,13 +437,13 @@ class AttentionPlan:
 
     @property
     def layout(self) -> Layout:
-        """Shape of the grid and order of its ranks, as `a2d_mpi.planning` takes them."""
+        """Shape of the grid and order of its ranks, in the form that `a2d_mpi.planning` takes."""
         return self.grid.layout
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
-        """Bytes [sent, received] by one forward and one backward call of `rank`.
+        """Predict the bytes [sent, received] by one forward and one backward call of `rank`.
 
-        The keys are those of ``traffic.bytes``.  Source: `a2d_mpi.planning.cost`.
+        The dict has the keys of ``traffic.bytes``.  Source: `a2d_mpi.planning.cost`.
         """
         from a2d_mpi.planning import cost
 
@@ -441,10 +451,10 @@ class AttentionPlan:
         return cost.traffic(self.method, self.layout, self.problem, rank)
 
     def predicted_memory(self, backward: bool = True, rank: int | None = None) -> int:
-        """Bytes by which the process of `rank` (default: this one) grows, with its arrays.
+        """Predict the bytes by which the process of `rank` (default: this one) grows.
 
-        From before the arrays and the plan are made to the end of a call of each phase; after the
-        first call with its kernel, if that is a kernel of the host.  Source:
+        The growth is counted from before the arrays and the plan are made to the end of a call of
+        each phase.  A kernel of the host counts after its first call.  Source:
         `a2d_mpi.planning.memory`.
         """
         from a2d_mpi.planning import memory
@@ -454,9 +464,9 @@ class AttentionPlan:
         return memory.peak_memory(self.method, self.layout, self.problem, rank, backward, kernel)
 
     def area(self, rank: int | None = None) -> int:
-        """Visible (query, key) pairs that `rank` (default: this one) computes.
+        """Count the visible (query, key) pairs that `rank` (default: this one) computes.
 
-        The pairs of one head; a context-parallel group has ``nheads / grid.heads`` heads.
+        The number is for one head.  A context-parallel group has ``nheads / grid.heads`` heads.
         """
         rank = self.grid.comm.rank if rank is None else rank
         programs = write(self.method, "forward", self.layout, self.problem, rank, self.overlap)
@@ -464,13 +474,13 @@ class AttentionPlan:
 
     @property
     def _options(self) -> dict[str, object]:
-        """Arguments of this method alone; ranks must agree on them too."""
+        """Arguments that only this method has, by name; all ranks must agree on them."""
         return {}
 
     def _moved(
         self, action: str, x: Array | None, root: int, shards: Distribution
     ) -> Array | None:
-        """Scatter or gather rows, after all ranks agree on them; collective."""
+        """Scatter or gather rows after all ranks agreed on their shape; collective."""
         comm, rendezvous = self.grid.comm, self.grid.rendezvous
         agreed: dict[str, object] = {"root": root, "tokens": shards.seqlen}
         with rendezvous.turn() as problem:
@@ -482,7 +492,7 @@ class AttentionPlan:
                     agreed |= {"dtype": x.dtype, "shape of a row": x.shape[1:], "array": type(x)}
                 elif comm.rank == root:
                     check_rows(x, shards.seqlen, "the sequence")
-            except Exception as error:  # of any kind: the other ranks must hear of it
+            except Exception as error:  # of any kind: all ranks must raise it
                 problem = problem or str(error) or type(error).__name__
             rendezvous.meet(Call(action, self._number, self._calls + 1, type(self).__name__))
             rendezvous.agree(problem, agreed)
@@ -504,7 +514,7 @@ class AttentionPlan:
         ----------
         phase : {"forward", "backward"}
         arrays : dict of str to arrays
-            The caller's shards by tensor name, (n, heads, headdim), of lse (n, heads).
+            The caller's shards by tensor name, (n, heads, headdim); lse is (n, heads).
         sink : (nheads,) array, optional
         max_logits : bool
         refusal : str, optional
@@ -513,16 +523,16 @@ class AttentionPlan:
         Returns
         -------
         tuple of arrays
-            Results as the caller gets them, in the order of `a2d_mpi.schedules.steps.KINDS`, and
-            in the backward pass the gradient of a sink, in the forward pass the largest logits.
+            Results in the order of `a2d_mpi.schedules.steps.KINDS`.  The last one is the gradient
+            of the sink (backward) or the largest logits (forward), if there is one.
 
         Raises
         ------
         ValueError
-            On all ranks, if an array is wrong on any of them.
+            On all ranks, if an array is wrong on any rank.
         """
         engine, rendezvous = self._engine, self.grid.rendezvous
-        with rendezvous.turn(self._settle) as problem:
+        with rendezvous.turn(engine.settle) as problem:
             tensors, finite = {}, True
             try:
                 if refusal:
@@ -541,7 +551,7 @@ class AttentionPlan:
                 if max_logits and not hasattr(engine.kernel, "largest"):
                     name = engine.kernel.name
                     raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
-            except Exception as error:  # of any kind: the other ranks must hear of it
+            except Exception as error:  # of any kind: all ranks must raise it
                 problem = problem or str(error) or type(error).__name__
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
             options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
@@ -550,7 +560,7 @@ class AttentionPlan:
             self._calls += 1
             for channel in self._channels.values():
                 channel.start(phase, engine.transport, rendezvous.watch)
-            self._broken = True  # messages are under way until the end
+            self._broken = True  # an exception from here on leaves messages under way
             with engine.running(phase):
                 if max_logits:
                     shape = self.nheads // self.grid.heads
@@ -566,7 +576,7 @@ class AttentionPlan:
             return results
 
     def _rounded(self, x: Array) -> Array:
-        """A tensor as other ranks get it, (n, heads, headdim), in a new array."""
+        """Round a tensor as other ranks receive it, (n, heads, headdim), into a new array."""
         device, wire = self._engine.device, self.config.wire
         encoded = device.empty((*x.shape[:2], FORMATS[wire].width(x.shape[2])), np.uint8)
         rounded = device.empty(x.shape, x.dtype)
@@ -574,24 +584,19 @@ class AttentionPlan:
         device.decode(rounded, encoded, wire)
         return rounded
 
-    def _settle(self) -> None:
-        """Complete the messages of a call in which a rank died."""
-        for executor in chain.from_iterable(self._executors.values()):
-            executor.settle(self._engine.transport)
-
     def _largest(self, own: np.ndarray) -> np.ndarray:
-        """Largest logits of all heads over all ranks, (nheads,), from those of a rank's heads."""
-        found = np.full(self.nheads, -np.inf, own.dtype)
-        # Ranks might not agree on the maximum of a number and NaN.
-        found[self.grid.head * len(own) :][: len(own)] = np.where(np.isnan(own), np.inf, own)
+        """Reduce the largest logits of this rank's heads over all ranks, (nheads,)."""
+        largest = np.full(self.nheads, -np.inf, own.dtype)
+        # NaN becomes inf: MPI's maximum of a number and NaN may differ between ranks.
+        largest[self.grid.head * len(own) :][: len(own)] = np.where(np.isnan(own), np.inf, own)
         with self.grid.rendezvous.watch.waiting("for the largest logits"):
-            self.grid.comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
-        return found
+            self.grid.comm.Allreduce(MPI.IN_PLACE, largest, MPI.MAX)
+        return largest
 
     def _computed(
         self, phase: str, tensors: dict[str, Array], sink: Array | None
     ) -> tuple[Array, ...]:
-        """Results of a phase, in arrays of their own and in the caller's dtypes."""
+        """Compute the results of a phase, in new arrays of the caller's dtypes."""
         engine, programs, dsink = self._engine, self._executors[phase], ()
         for name in ROUNDED:
             if name in tensors and self.config.rounds(name):
@@ -611,7 +616,7 @@ class AttentionPlan:
             tensors = program.run(engine, self._channels, tensors, accumulated=sinks)
             if sinks:
                 n = len(sink) // self.grid.heads
-                own = sink[self.grid.head * n :][:n]  # of this rank's context-parallel group
+                own = sink[self.grid.head * n :][:n]  # heads of this context-parallel group
                 with engine.clock("merge"):
                     engine.device.add_sink(*tensors.values(), own)
         for name, x in tensors.items():

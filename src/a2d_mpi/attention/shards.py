@@ -14,33 +14,33 @@ from a2d_mpi.sharding.distribution import Distribution
 
 
 def check_rows(x: Array, rows: int, what: str) -> None:
-    """Refuse anything but an array of so many rows of numbers."""
+    """Refuse anything but a numeric array with this number of rows."""
     try:
         device_of(x)
     except TypeError as error:
         raise ValueError(f"x {error}") from None
     if x.shape[:1] != (rows,) or x.dtype.hasobject:
         raise ValueError(
-            f"x has shape {x.shape} and dtype {x.dtype}, {what} has {rows} tokens, one a row"
+            f"x has shape {x.shape} and dtype {x.dtype}, {what} has {rows} tokens, one per row"
         )
 
 
 def scatter(comm: MPI.Intracomm, shards: Distribution, x: Array | None, root: int) -> Array:
-    """This rank's rows of `x`, which rank `root` has; collective over `comm`.
+    """Return this rank's rows of `x`, which rank `root` holds; collective over `comm`.
 
     Parameters
     ----------
     comm : Intracomm
-        A rank for each shard.
+        One rank for each shard.
     shards : Distribution
     x : (shards.seqlen, ...) array or None
-        On `root`; not read on other ranks.
+        Read on `root` only.
     root : int
 
     Returns
     -------
     (n, ...) array
-        On the kind of device that has `x`, by way of the host.
+        NumPy or CuPy, as `x`.  The rows travel through the host.
     """
     described = packed = None
     if comm.rank == root:
@@ -59,9 +59,9 @@ def scatter(comm: MPI.Intracomm, shards: Distribution, x: Array | None, root: in
 
 
 def gather(comm: MPI.Intracomm, shards: Distribution, x: Array, root: int) -> Array | None:
-    """The rows of all ranks in the order of the sequence, on `root`; None on the other ranks.
+    """Return the rows of all ranks in the order of the sequence on `root`, None on other ranks.
 
-    The opposite of `scatter`; collective over `comm`.
+    Collective over `comm`: the opposite of `scatter`, with its parameters.
     """
     device = device_of(x)
     own = np.ascontiguousarray(device.download(x))
@@ -76,18 +76,18 @@ def gather(comm: MPI.Intracomm, shards: Distribution, x: Array, root: int) -> Ar
         row.Free()
     if packed is None:
         return None
-    whole = np.empty_like(packed)
-    whole[_order(shards)] = packed
-    return device.upload(whole)
+    sequence = np.empty_like(packed)
+    sequence[_order(shards)] = packed
+    return device.upload(sequence)
 
 
 def _order(shards: Distribution) -> np.ndarray:
-    """The tokens of all shards, one shard after the other, (seqlen,) int64."""
+    """Return the tokens of all shards, one shard after the other, (seqlen,) int64."""
     return np.concatenate([shards.tokens(rank) for rank in range(shards.nshards)])
 
 
 def _bytes(x: np.ndarray) -> np.ndarray:
-    """The memory of a C-contiguous array of any dtype, for MPI."""
+    """Return the memory of a C-contiguous array of any dtype as bytes, for MPI."""
     return x.reshape(-1).view(np.uint8)
 
 

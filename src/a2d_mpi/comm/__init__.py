@@ -1,1 +1,1 @@
-"""Ranks: their agreement, their grid, and the messages in which tensors travel between them."""
+"""Communication between ranks: the process grid, messages with tensors, and collective errors."""

@@ -12,9 +12,9 @@ class CollectiveError(ValueError):
 
 
 def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object] = {}) -> None:
-    """Raise the same error on all ranks if any has a problem or they disagree.
+    """Raise the same error on all ranks if any rank has a problem or ranks disagree.
 
-    Collective over `comm`, and to be called before the first message that depends on `config`.
+    Collective over `comm`.  Call it before the first message that depends on `config`.
 
     Parameters
     ----------
@@ -22,12 +22,13 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
     problem : str or None
         The error of this rank.
     config : mapping
-        Values that must be the same on all ranks; they are compared by their text.
+        Values that must be the same on all ranks; their texts are compared.
 
     Raises
     ------
     CollectiveError
-        With the first rank's problem, or with the first value that differs, by rank.
+        If a rank has a problem, or values differ.  The message has the problem of the first rank
+        that has one, or the first value that differs, with the ranks.
     """
     everyone = comm.allgather((problem, {key: _text(value) for key, value in config.items()}))
     problems = [(rank, p) for rank, (p, _) in enumerate(everyone) if p is not None]
@@ -47,5 +48,5 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
 def _text(value: object) -> str:
     try:
         return str(value)
-    except Exception as error:  # a number of too many digits, or any other object of a caller
+    except Exception as error:  # for example a number with too many digits
         return f"{type(value).__name__} ({error})"

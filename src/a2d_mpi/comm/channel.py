@@ -1,7 +1,7 @@
 """Messages on one communicator: posted early, counted and timed.
 
-Tensors travel point to point only.  Both sides of a message know its size from the distribution:
-nothing is negotiated, and an empty shard costs no message.
+Tensors travel in point-to-point messages only.  Both sides of a message know its size from the
+distribution.  So ranks negotiate nothing, and an empty shard costs no message.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Traffic:
     Attributes
     ----------
     bytes : dict
-        ``{(phase, communicator): [sent, received]}``, e.g. ``("forward", "row")``.
+        ``{(phase, communicator): [sent, received]}`` with keys such as ``("forward", "row")``.
     messages : dict
-        The number of messages, likewise.
+        Numbers of messages, with the same keys and values.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Traffic:
         self.messages: dict[tuple[str, str], list[int]] = {}
 
     def count(self, phase: str, name: str, direction: int, nbytes: int, messages: int) -> None:
-        """Count one tensor; direction 0: sent, 1: received."""
+        """Count one tensor; `direction` is 0 for sent and 1 for received."""
         self.bytes.setdefault((phase, name), [0, 0])[direction] += nbytes
         self.messages.setdefault((phase, name), [0, 0])[direction] += messages
 
@@ -50,15 +50,16 @@ class Channel:
     ----------
     comm : Intracomm
     name : str
-        Of the communicator in the counters: "row", "col", ...
+        Name of the communicator in the counters: "row", "col", ...
     traffic : Traffic
+        The counters.
     """
 
     def __init__(self, comm: MPI.Intracomm, name: str, traffic: Traffic) -> None:
         self.comm, self.name, self.traffic = comm, name, traffic
         self.rank, self.size = comm.rank, comm.size
         self.phase = ""
-        # Start and end of each `wait`, by time.perf_counter: communication that nothing hid.
+        # Start and end of each `wait`, in seconds of time.perf_counter: exposed communication.
         self.waits: list[tuple[float, float]] = []
 
     def start(self, phase: str, transport: Transport, watch: Watch) -> None:
@@ -67,7 +68,7 @@ class Channel:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks, nearest following first: no rank is everybody's first target."""
+        """The other ranks, from the next one on, so that no rank is the first target of all."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def isend(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
@@ -90,11 +91,11 @@ class Channel:
         ]
 
     def barrier(self) -> list[Any]:
-        """Enter a barrier of all ranks; `wait` completes it when all have entered."""
+        """Enter a barrier of all ranks; `wait` returns when all have entered."""
         return self._transport.barrier(self.comm)
 
     def wait(self, messages: list[Any]) -> None:
-        """Complete the messages and empty the list."""
+        """Block until the messages are complete, and empty the list."""
         start = time.perf_counter()
         with self._watch.waiting(f"for messages ({self.name})"):
             self._transport.wait(messages)
@@ -106,7 +107,7 @@ class Channel:
         """Count the messages of the tensors, and yield each tensor as (tag, bytes)."""
         for t, tensor in enumerate(tensors, tag):
             if tensor.size:
-                # As bytes: MPI has no bfloat16, and nothing is reduced on the way.
+                # MPI has no bfloat16; bytes suffice because MPI reduces nothing here.
                 flat = tensor.reshape(-1).view(np.uint8)
                 messages = -(-flat.size // self._transport.limit)
                 self.traffic.count(self.phase, self.name, direction, flat.size, messages)

@@ -1,35 +1,40 @@
-"""Messages of device memory: as it is, or through page-locked host memory.
+"""Messages of device memory: directly, or through page-locked host memory.
 
-Every MPI takes host memory, and a CUDA-aware one takes device memory.  To another MPI a tensor of
-the device goes through page-locked host memory in pieces: one is copied while others are sent.
+Every MPI sends host memory, and a CUDA-aware MPI also sends device memory.  With another MPI, a
+tensor of the device goes through page-locked host memory in pieces: one piece is copied while
+other pieces are sent.
 
-Device memory is read and written by kernels that are merely queued.  So a message of device memory
-is a small process of its own, here a generator that yields while it waits: for the kernels before
-it, for a copy, for MPI.  It advances whenever this rank waits for any message.
+Kernels that read and write device memory are only queued.  So a message of device memory has to
+wait for earlier kernels, for copies, and for MPI.  Each message is a generator that yields while
+it waits.  All messages advance whenever this rank waits for any message.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.transport import pieces
+from a2d_mpi.comm.transport import Requests, pieces
 from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.devices.protocol import Array
 
-if TYPE_CHECKING:  # it needs CuPy
+if TYPE_CHECKING:  # this module needs CuPy
     from a2d_mpi.devices.cuda import Cuda
 
 STAGED_MESSAGE = 4 << 20  # bytes of a piece that is copied through the host
 
 
 class DeviceTransport:
-    """Device memory, given to MPI as it is (`staged` false) or through pinned host memory.
+    """A transport of device memory.
+
+    Parameters
+    ----------
+    device : Cuda
+    staged : bool
+        Whether messages go through page-locked host memory.  Otherwise MPI gets device memory.
 
     Attributes
     ----------
@@ -41,7 +46,7 @@ class DeviceTransport:
         self.device, self.staged = device, staged
         self.staged_bytes = 0
         self._active: dict[int, Iterator[None]] = {}
-        self._number = 0
+        self._number, self._requests = 0, Requests()
         self._pinned: dict[int, list[np.ndarray]] = {}
 
     @property
@@ -60,15 +65,15 @@ class DeviceTransport:
         return self._begin(self._barrier(comm))
 
     def wait(self, messages: list[Any]) -> None:
-        # All messages advance: the rank that this one waits for may need one of the others.
+        # Advance all messages: the rank that this one waits for may need another of them.
         while not self._active.keys().isdisjoint(messages):
             self._advance()
+        self._requests.forget_complete()
         messages.clear()
 
-    def settle(self, messages: list[Any]) -> None:
-        for number in messages:
-            with suppress(MPI.Exception):
-                deque(self._active.pop(number, ()), maxlen=0)
+    def settle(self) -> None:
+        self._requests.settle()
+        self._active = {}
 
     def poll(self, comm: MPI.Intracomm) -> None:
         self._advance()
@@ -85,32 +90,32 @@ class DeviceTransport:
             del self._active[number]
 
     def _barrier(self, comm: MPI.Intracomm) -> Iterator[None]:
-        request = comm.Ibarrier()
+        request = self._requests.post(comm.Ibarrier)
         while not request.Test():
             yield
 
-    # Before `ready` are the kernels that write x, or those that read what it held.
+    # The event `ready` comes after the kernels that write x, or that read its old contents.
 
     def _direct(self, post, x, peer, tag, ready) -> Iterator[None]:
         while not self.device.done(ready):
             yield
-        requests = [post(piece, peer, tag) for piece in pieces(x, self.limit)]
+        requests = [self._requests.post(post, piece, peer, tag) for piece in pieces(x, self.limit)]
         while not MPI.Request.Testall(requests):
             yield
 
     def _send_staged(self, post, x, peer, tag, ready) -> Iterator[None]:
         host = self._borrow(x.nbytes)
-        # Queued at once: messages are sent in the order of the kernels that write them.
+        # Queue all copies now: messages are sent in the order of the kernels that write them.
         copied = [
             (piece, self.device.copy(piece, from_device, ready))
             for piece, from_device in zip(pieces(host, self.limit), pieces(x, self.limit))
         ]
         self.staged_bytes += x.nbytes
         requests = []
-        for piece, done in copied:  # in this order: they share a tag
+        for piece, done in copied:  # the pieces share a tag, so they are sent in order
             while not self.device.done(done):
                 yield
-            requests.append(post(piece, peer, tag))
+            requests.append(self._requests.post(post, piece, peer, tag))
         while not MPI.Request.Testall(requests):
             yield
         self._give_back(host)
@@ -118,19 +123,19 @@ class DeviceTransport:
     def _receive_staged(self, post, x, peer, tag, ready) -> Iterator[None]:
         host = self._borrow(x.nbytes)
         waiting = [
-            (post(piece, peer, tag), piece, to)
+            (self._requests.post(post, piece, peer, tag), piece, to)
             for piece, to in zip(pieces(host, self.limit), pieces(x, self.limit))
         ]
         done = None
         for request, piece, to in waiting:
             while not request.Test():
                 yield
-            # Asked, not left to the stream: other messages that have arrived would wait, too.
+            # If the stream waited for `ready`, copies of other messages would wait, too.
             while not self.device.done(ready):
                 yield
             done = self.device.copy(to, piece)
             self.staged_bytes += piece.nbytes
-        # The copies run in order: the last one's end is the end of all.
+        # The copies run in order, so all are done when the last one is done.
         while done is not None and not self.device.done(done):
             yield
         self._give_back(host)

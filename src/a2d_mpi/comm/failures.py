@@ -1,8 +1,9 @@
 """Ranks that die, on an MPI that goes on without them (ULFM, User-Level Failure Mitigation).
 
-MPI tells only the ranks that wait for a dead rank.  Whoever is told revokes all communicators of
-the grid.  Then every wait on these ends, and those ranks revoke theirs: so all survivors raise
-`RanksLost`, whatever each of them waits for.
+MPI reports the death of a rank only to ranks that wait for it.  A rank that gets the report
+revokes all communicators of its grid.  This ends all waits on these communicators.  The ranks that
+waited revoke their communicators in turn.  So all survivors raise `RanksLost`, no matter which
+rank each of them waits for.
 """
 
 from __future__ import annotations
@@ -10,25 +11,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.watch import name_ranks
 
-_TOLD = 2.0  # seconds in which a rank that saw a revocation hears who died
+_DELAY = 2.0  # seconds after a revocation in which a rank learns which ranks died
 _LOSSES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
 
 
 class RanksLost(RuntimeError):
-    """Ranks of a grid died.  All others raise this; then `ProcessGrid.shrink` goes on with them.
+    """Ranks of a grid died.  All survivors raise this; `ProcessGrid.shrink` makes their new grid.
 
     Attributes
     ----------
     ranks : tuple of int
-        Ranks that this rank knows to be dead, by the numbers of the communicator from which the
-        grid was made; of a grid that `shrink` made, by those of the first grid's.
+        Ranks that this rank knows to be dead.  The numbers are ranks of the communicator from
+        which the grid was made.  After `shrink` they are ranks of the communicator of the first
+        grid.
     """
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
@@ -37,32 +39,33 @@ class RanksLost(RuntimeError):
 
 
 def survives() -> bool:
-    """Tell whether this job goes on when ranks die: Open MPI under ``mpiexec --with-ft ulfm``.
+    """Return True if this job goes on when ranks die: Open MPI under ``mpiexec --with-ft ulfm``.
 
-    MPI has no function that says so.  Open MPI's has the functions of ULFM always, and ends the
-    job all the same unless this parameter of it is set; MPICH has none of them.
+    MPI has no function for this question.  Open MPI always has the functions of ULFM, but it ends
+    the job unless this parameter is set.  MPICH does not have these functions.
     """
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112
 
 
 class Failures:
-    """Notices that ranks of a grid died, and tells the others.
+    """Detection of ranks of a grid that died, and the reports to all other ranks.
 
     Parameters
     ----------
     comm : Intracomm
-        Of all ranks of the grid.
+        Communicator of all ranks of the grid.  It is revoked, too: a rank may wait on it for a
+        rank that has left.
     comms : list of Intracomm
-        The grid's communicators, all of which are revoked.  The grid keeps the list up to date.
+        The communicators of the grid; all are revoked if a rank dies.  The grid updates the list.
 
     Attributes
     ----------
     comm, comms
-        As above; another communicator of the same ranks may take the place of `comm`.
+        As above.  `comm` may be replaced by another communicator of the same ranks.
     others : list of Intracomm
-        Communicators of the caller that are to be revoked, too.
+        Communicators of the caller, which are revoked, too.
     numbers : sequence of int
-        For each rank of `comm` its number in `RanksLost.ranks`.
+        Number in `RanksLost.ranks` of each rank of `comm`.
     """
 
     def __init__(self, comm: MPI.Intracomm, comms: list[MPI.Intracomm]) -> None:
@@ -71,21 +74,21 @@ class Failures:
         self._over = False  # all ranks have agreed that one died
 
     def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """A duplicate of a communicator of these ranks, which is revoked with the grid's.
+        """Return a duplicate of a communicator; it is revoked together with the grid's.
 
-        Collective over `comm`; `forget` frees it.
+        Collective over `comm`.  `forget` frees the duplicate.
         """
         made = comm.Dup()
         self.others.append(made)
         return made
 
     def forget(self, comm: MPI.Intracomm) -> None:
-        """Free what `duplicate` has made.  Collective."""
+        """Free a communicator that `duplicate` has made.  Collective."""
         self.others.remove(comm)
         comm.Free()
 
     def lost(self) -> tuple[int, ...]:
-        """Numbers of the ranks that this rank knows to be dead."""
+        """Return the numbers of the ranks that this rank knows to be dead."""
         failed, everyone = self.comm.Get_failed(), self.comm.Get_group()
         ranks = MPI.Group.Translate_ranks(failed, None, everyone)
         failed.Free()
@@ -93,10 +96,10 @@ class Failures:
         return tuple(sorted(int(self.numbers[rank]) for rank in ranks))
 
     def caused(self, error: Exception) -> bool:
-        """Tell whether an error comes from a rank that died.
+        """Return True if an error comes from the death of a rank.
 
-        Any may: a collective call of which a rank died can end without an error elsewhere, with
-        bytes that cannot be read.
+        Every kind of error may.  If a rank dies in a collective call, the call may return garbage
+        on other ranks without an error.  The garbage may then cause any exception.
         """
         if not survives():
             return False
@@ -108,10 +111,10 @@ class Failures:
 
     @contextmanager
     def noticed(self, settle: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Raise `RanksLost` for errors in the block that come from a rank that died.
+        """Raise `RanksLost` in place of errors in the context that come from the death of a rank.
 
-        The communicators are revoked first, and `settle` is called: it completes messages that
-        the block has left under way.  Other errors pass.
+        Before that, revoke the communicators and call `settle`, which completes the messages that
+        the context has started.  Other errors are not changed.
         """
         try:
             yield
@@ -124,20 +127,22 @@ class Failures:
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Raise `RanksLost` on all ranks of `comm` after the block if it ended so on any.
+        """Raise `RanksLost` on all ranks of `comm` if the context raises it on any rank.
 
-        Without it, some ranks may complete a collective call in which others see a rank die.
-        Collective over `comm`.  Without such an MPI, nothing is sent.  Blocks may be nested.
+        Otherwise some ranks may complete a collective call in which other ranks notice a death.
+        Collective over `comm`.  If MPI ends jobs when a rank dies, nothing is sent.  Contexts may
+        be nested.
         """
         problem = None
         try:
             with self.noticed():
                 yield
         except (RanksLost, CollectiveError) as error:
-            problem = error  # other errors end the job: nobody waits for this rank
+            problem = error  # other errors end the job, so no rank waits for this one
         lost = isinstance(problem, RanksLost)
-        # One rank may be in an inner block while another one has left the outer one.  These meet
-        # in one agreement.  It is the last: nobody waits in the outer block for a second one.
+        # One rank may be in an inner context while another rank has left the outer one.  Both
+        # take part in the same agreement.  It is the last one, so that no rank waits for a second
+        # agreement in the outer context.
         if survives() and not self._over:
             self._over = not _agreed(self.comm, not lost)
         if self._over:
@@ -147,16 +152,16 @@ class Failures:
             raise problem
 
     def revoke(self) -> None:
-        """End all waits on the communicators, on all ranks."""
+        """Revoke the communicators, which ends all waits on them on all ranks."""
         for comm in self._all():
             comm.Revoke()
 
     def _all(self) -> Sequence[MPI.Intracomm]:
-        return [*self.comms, *self.others]
+        return [self.comm, *self.comms, *self.others]
 
     def _named(self) -> RanksLost:
-        """The error; a revocation may be here before the name of the rank."""
-        until = time.monotonic() + _TOLD
+        """Make the error; wait a while for dead ranks, as a revocation may arrive before them."""
+        until = time.monotonic() + _DELAY
         while not (ranks := self.lost()) and time.monotonic() < until:
             MPI.COMM_SELF.Iprobe()  # lets MPI work
             time.sleep(0.001)
@@ -164,22 +169,16 @@ class Failures:
 
 
 def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """A communicator of those of `comm` that are left; collective over them."""
-    # In Open MPI 5.0.11 a communicator that was not made, because a rank died, bars the making of
-    # others, until one is made of a communicator that is older than its parent.  Only COMM_WORLD
-    # is older than this one.
+    """Return a communicator of the ranks of `comm` that are alive; collective over them."""
+    # In Open MPI 5.0.11, if the creation of a communicator fails because a rank died, later
+    # creations fail, too.  The creation of a communicator from one that is older than the failed
+    # one's parent ends this.  Only COMM_WORLD is older than COMM_SELF.
     MPI.COMM_SELF.Dup().Free()
     return comm.Shrink()
 
 
-def wait_out(request: MPI.Request) -> None:
-    """Complete a message on a revoked communicator, so that MPI leaves its memory alone."""
-    with suppress(MPI.Exception):
-        request.Wait()
-
-
 def _agreed(comm: MPI.Intracomm, done: bool) -> bool:
-    """Whether all ranks are done, and alive; the same on all."""
+    """Return True if all ranks are done and alive; all ranks get the same answer."""
     try:
         return bool(comm.Agree(int(done)))
     except MPI.Exception:

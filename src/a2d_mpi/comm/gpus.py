@@ -18,20 +18,20 @@ TRANSFERS = ("auto", "device", "host")
 
 
 def bind_gpu(comm: MPI.Intracomm) -> tuple[Cuda, int]:
-    """Make one GPU current in this process: local rank modulo GPUs, so that ranks may share one.
+    """Make one GPU current in this process: its number is the local rank modulo the GPUs.
 
-    Collective over `comm`.
+    Several ranks may share a GPU.  Collective over `comm`.
 
     Returns
     -------
     device : Cuda
     sharing : int
-        The largest number of ranks of this node on one GPU.
+        The largest number of ranks on one GPU of this node.
 
     Raises
     ------
     ValueError
-        On all ranks, if any sees no GPU, or has no CuPy.
+        On all ranks, if any rank sees no GPU or has no CuPy.
     """
     problem = None
     try:
@@ -53,18 +53,24 @@ def bind_gpu(comm: MPI.Intracomm) -> tuple[Cuda, int]:
 
 
 def gpu_aware(transfers: str = "auto") -> tuple[bool, str]:
-    """Tell whether MPI may be given device memory, and the origin of this answer.
+    """Return True if MPI may be given device memory, and the origin of this answer.
 
     Parameters
     ----------
     transfers : {"auto", "device", "host"}
-        The caller's choice.  "auto": the environment variable A2D_MPI_TRANSFERS if it is set, else
-        MPI's own answer.  An MPI that has its CUDA support from a plugin (UCX) may not know of it.
+        The caller's choice.  "auto" takes the environment variable A2D_MPI_TRANSFERS if it is set,
+        and else MPI's own answer.  MPI may deny CUDA support that it gets from a plugin (UCX).
+
+    Returns
+    -------
+    aware : bool
+    origin : str
+        Source of the answer, for users.
 
     Raises
     ------
     ValueError
-        If the setting is none of these three.
+        If the argument or the variable has another value.
     """
     origin = "argument"
     if transfers == "auto":
@@ -80,7 +86,7 @@ def gpu_aware(transfers: str = "auto") -> tuple[bool, str]:
 
 @cache
 def _answer_of_mpi() -> tuple[bool, str]:
-    """MPI's own answer, which does not change: every call of a plan asks."""
+    """Return MPI's own answer; it is cached, because every call of a plan needs it."""
     for library in _mpi_libraries():
         if query := getattr(library, "MPIX_GPU_query_support", None):  # MPICH
             answer = ctypes.c_int(0)
@@ -93,7 +99,7 @@ def _answer_of_mpi() -> tuple[bool, str]:
 
 
 def _mpi_libraries() -> list[ctypes.CDLL]:
-    """The MPI libraries in this process, by their files: mpi4py may hide their symbols."""
+    """Open the MPI libraries of this process by their files: mpi4py may hide their symbols."""
     try:
         with open("/proc/self/maps") as maps:
             paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libmpi" in line}

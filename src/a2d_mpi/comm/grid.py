@@ -36,32 +36,32 @@ class ProcessGrid:
 
     With ``heads`` U > 1 a *Ulysses group* is U ranks, and rank ``(r C + c) U + u`` is the u-th
     rank of the Ulysses group at position (r, c).  The ranks of a Ulysses group exchange tokens for
-    heads.  Then the u-th ranks of all Ulysses groups, a *context-parallel group*, are a grid like
-    the one above for 1/U of the heads.  R = C = 1 is DeepSpeed-Ulysses (arXiv:2309.14509).
+    heads.  The u-th ranks of all Ulysses groups form a *context-parallel group*.  It is a grid as
+    above, for 1/U of the heads.  R = C = 1 is DeepSpeed-Ulysses (arXiv:2309.14509).
 
     Collective over `comm`.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        Of exactly ``rows * cols * heads`` ranks.  The grid duplicates it: the grid's messages
-        never meet the caller's.
+        Communicator of exactly ``rows * cols * heads`` ranks.  The grid duplicates it, so messages
+        of the grid and of the caller do not interfere.
     rows, cols, heads : int
         R, C and U, all at least 1.
     order : str
-        A permutation of "rcu": these axes from the slowest to the fastest varying rank of `comm`.
-        Neighbouring ranks of `comm` are usually on one node: with the default, "rcu", these are
-        the ranks of a Ulysses group.  The grid's own ranks are numbered as above for every order.
+        A permutation of "rcu": the axes from the slowest to the fastest varying rank of `comm`.
+        Consecutive ranks of `comm` are usually on one node.  With the default, "rcu", they form a
+        Ulysses group.  The ranks of the grid itself are numbered as above for every order.
     block : (int, int)
-        Rows and columns of blocks of the grid: neighbouring ranks of `comm` are first those of a
-        block, row by row, and then those along the last axis of `order`.
+        Rows and columns of the blocks into which the grid is divided.  Consecutive ranks of `comm`
+        fill a block, row by row, and then the next block along the last axis of `order`.
     nodes : sequence of int, optional
-        Node of every rank of `comm`.  Default: that of the memory which they share.
+        Node of every rank of `comm`.  Default: ranks that share memory are on one node.
 
     Attributes
     ----------
     comm : Intracomm
-        All ranks of the grid, by the grid's numbers.
+        All ranks of the grid, by grid rank.
     row_comm : Intracomm
         The C ranks of this rank's row and context-parallel group, by column.
     col_comm : Intracomm
@@ -73,20 +73,21 @@ class ProcessGrid:
     rows, cols, heads, row, col, head : int
         R, C, U, and the coordinates of this rank.
     cores : int
-        Cores of the node for each of the grid's ranks on it, at least 1.
+        Cores of the node per rank of the grid on this node, at least 1.
     rendezvous : Rendezvous
-        The meetings of the grid's ranks, one before each call.
+        The meetings of the grid's ranks before each collective call.
     failures : Failures
-        Notices that ranks died, with an MPI that goes on without them.
+        Detection of ranks that died, if MPI goes on without them.
 
     Raises
     ------
     ValueError
-        On all ranks, if rows x cols x heads is not the size of `comm`, if `order` is no such
-        permutation, if the blocks do not fit the grid or the nodes the ranks, or if an argument
-        differs between ranks.
+        On all ranks, if rows x cols x heads is not the size of `comm`, if `order` is not a
+        permutation of "rcu", or if an argument differs between ranks.  Also if the blocks do not
+        divide the grid, or `nodes` has another length than `comm`.
     RanksLost
-        On all ranks that are left, if a rank died and MPI goes on; likewise by all calls of plans.
+        On all surviving ranks, if a rank died and MPI goes on.  All calls of plans raise it, too.
+        If the rank died while the grid was made, `comm` is revoked.
     """
 
     def __init__(
@@ -101,14 +102,14 @@ class ProcessGrid:
     ) -> None:
         problem, sizes, waiting = None, (rows, cols, heads), nullcontext()
         try:
-            whole = all(isinstance(x, (int, np.integer)) for x in sizes)
-            if not whole or min(sizes) < 1 or math.prod(map(int, sizes)) != comm.size:
+            are_integers = all(isinstance(x, (int, np.integer)) for x in sizes)
+            if not are_integers or min(sizes) < 1 or math.prod(map(int, sizes)) != comm.size:
                 shape = f"{rows} x {cols}" + f" x {heads}" * (heads != 1)
                 raise ValueError(f"a {shape} grid does not fit {comm.size} ranks")
-            block = _whole("block", block, 2)
-            nodes = None if nodes is None else _whole("nodes", nodes, comm.size)
+            block = _integers("block", block, 2)
+            nodes = None if nodes is None else _integers("nodes", nodes, comm.size)
             self.layout = Layout(int(rows), int(cols), int(heads), order, block)
-            # The messages of `comm` are the caller's.
+            # The watch must not talk: only the caller sends messages on `comm`.
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
         except ValueError as error:
@@ -121,7 +122,7 @@ class ProcessGrid:
                     arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
                     agree(comm, problem, {**arguments, "block": block, "nodes": nodes})
                 self._split(comm)
-            with self.failures.all_or_none():  # now that all have all communicators
+            with self.failures.all_or_none():  # after all ranks have made all communicators
                 self._place(comm, nodes)
         except RanksLost:
             self.free()
@@ -131,19 +132,19 @@ class ProcessGrid:
         self.rendezvous = Rendezvous(self.comm, self.failures)
 
     def _split(self, comm: MPI.Intracomm) -> None:
-        """Make the communicators, and find the coordinates of this rank."""
+        """Make the communicators, and compute the coordinates of this rank."""
         self.rows, self.cols, self.heads = self.layout.rows, self.layout.cols, self.layout.heads
-        logical = int(np.argsort(self.layout.world_ranks())[comm.rank])
-        position, self.head = divmod(logical, self.heads)
+        grid_rank = int(np.argsort(self.layout.world_ranks())[comm.rank])
+        position, self.head = divmod(grid_rank, self.heads)
         self.row, self.col = divmod(position, self.cols)
-        self.comm = self._keep(comm.Split, 0, logical)
+        self.comm = self._keep(comm.Split, 0, grid_rank)
         self.group_comm = self._keep(self.comm.Split, self.head, position)
-        # Of `comm`, too: whoever dies is among the ranks that wait.
+        # Split `comm`, not `group_comm`: if any rank dies, all ranks are in this call and notice.
         lines = self.head * self.rows + self.row, self.head * self.cols + self.col
         self.row_comm = self._keep(self.comm.Split, lines[0], self.col)
         self.col_comm = self._keep(self.comm.Split, lines[1], self.row)
         self.head_comm = self._keep(self.comm.Split, position, self.head)
-        self._known = {
+        self._channel_comms = {
             tuple(range(self.group_comm.size)): self.group_comm,
             tuple(self.row * self.cols + c for c in range(self.cols)): self.row_comm,
             tuple(r * self.cols + self.col for r in range(self.rows)): self.col_comm,
@@ -151,10 +152,10 @@ class ProcessGrid:
         self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED)
 
     def _place(self, comm: MPI.Intracomm, nodes: Sequence[int] | None) -> None:
-        """Find the ranks of each node, and free the last communicator, of this node."""
+        """Set the node of every rank; free the communicator of this node, which was made last."""
         node = self._comms[-1]
         self.cores = cores_of_rank(node)
-        # A node is called by the first of its ranks.
+        # The first rank of a node gives the node its number.
         nodes = nodes or comm.allgather(node.bcast(comm.rank))
         self.layout = self.layout.on_nodes(nodes)
         self._comms.pop().Free()
@@ -168,26 +169,27 @@ class ProcessGrid:
         memory: int | None = None,
         method: str = "attention2d",
     ) -> ProcessGrid:
-        """Make the grid that `a2d_mpi.planning.planner` finds fastest for a problem on a machine.
+        """Make the grid that is fastest for a problem on a machine, as the planner predicts.
 
-        Collective over `comm`; rank 0 plans.  Plans on this grid take the distribution of the
-        fastest plan by default.  If only a streamed plan fits in memory, they stream by default.
+        Collective over `comm`; rank 0 runs `a2d_mpi.planning.planner`.  By default, plans on this
+        grid take the distribution of the fastest plan.  If only a streamed plan fits in memory,
+        plans on this grid stream by default.
 
         Parameters
         ----------
         comm : Intracomm
-            Its ranks fill the machine's nodes one after the other.
+            Communicator whose ranks fill the machine's nodes one after the other.
         machine : a2d_mpi.planning.machine.Machine
         work : a2d_mpi.schedules.problem.Workload
         memory : int, optional
-            Bytes of a rank; default: those of the machine.
+            Bytes of memory per rank.  Default: the memory in the machine's profile.
         method : str
             One of `a2d_mpi.schedules.METHODS`.
 
         Raises
         ------
         ValueError
-            On all ranks, if no grid fits.
+            On all ranks, if no plan fits in memory or the problem is invalid.
         """
         from a2d_mpi.planning.planner import best_candidate
 
@@ -195,7 +197,7 @@ class ProcessGrid:
         if comm.rank == 0:
             try:
                 layout = best_candidate(machine, comm.size, work, memory, (method,)).layout
-            except Exception as error:  # of any kind: the other ranks must hear of it
+            except Exception as error:  # all ranks must raise an error of any kind
                 problem = str(error) or type(error).__name__
         with Failures(comm, []).all_or_none():
             agree(comm, problem)
@@ -206,34 +208,35 @@ class ProcessGrid:
         return grid
 
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
-        """Communicator of a channel of this rank: a row, a column, or a group.
+        """Return the communicator of a channel of this rank.
 
-        One of other ranks is made when it is first asked for; collective over these.
+        Rows, columns, the context-parallel group and the Ulysses group have communicators.  For
+        other ranks a communicator is made at the first call, which is collective over `ranks`.
 
         Parameters
         ----------
         channel : str
-            "head": the Ulysses group.
+            Name of the channel; "head" is the Ulysses group.
         ranks : tuple of int
-            Of the channel, in its order; but for "head", ranks of the context-parallel group, or
-            all ranks of the grid.
+            Ranks of the channel, in its order; ignored for "head".  They are ranks in the
+            context-parallel group, or all ranks of the grid.
         """
         if channel == "head":
             return self.head_comm
-        if ranks not in self._known:
-            whole = self.comm if len(ranks) > self.group_comm.size else self.group_comm
-            made = self._keep(lambda: whole.Create_group(whole.group.Incl(ranks)))
-            self._known[ranks] = made
-        return self._known[ranks]
+        if ranks not in self._channel_comms:
+            parent = self.comm if len(ranks) > self.group_comm.size else self.group_comm
+            made = self._keep(lambda: parent.Create_group(parent.group.Incl(ranks)))
+            self._channel_comms[ranks] = made
+        return self._channel_comms[ranks]
 
     def shrink(self, method: str = "attention2d") -> ProcessGrid | None:
-        """Make a grid of the ranks that are left, after `RanksLost`; this one can then be freed.
+        """Make a grid of the surviving ranks after `RanksLost`; then this grid can be freed.
 
-        Collective over them.  Ranks keep their order.  The number of ranks that share the heads
-        becomes the largest divisor of it that divides the ranks.  The positions are as many as
-        the method can use, in the squarest grid of that many: only ranks that `method` has no
-        place for are idle ("triangle": 5 ranks are 3 and two idle ones).  If more ranks die
-        meanwhile, the grid is without them.
+        Collective over the surviving ranks, which keep their order.  The new number of ranks that
+        share the heads is the largest divisor of the old number that divides the number of ranks.
+        The grid has as many positions as the method can use, in the squarest shape.  Ranks that
+        `method` cannot use are idle ("triangle": of 5 ranks, 3 work and 2 are idle).  If more
+        ranks die during this call, the grid is made without them.
 
         Parameters
         ----------
@@ -243,28 +246,30 @@ class ProcessGrid:
         Returns
         -------
         ProcessGrid or None
-            None on an idle rank.  ``failures.numbers`` says which ranks are left: their numbers
-            in the communicator of the first grid, by rank of the new grid's `comm`.
+            None on an idle rank.  ``failures.numbers`` of the new grid has, for each rank of its
+            `comm`, the rank in the communicator of the first grid.
 
         Raises
         ------
         RuntimeError
-            If MPI does not go on without ranks that died.
+            If MPI ends jobs when a rank dies.
         """
         if not survives():
-            raise RuntimeError("this MPI ends a job of which a rank died: no grid can shrink")
-        whole = METHODS[method].whole
+            raise RuntimeError("this MPI ends the job when a rank dies, so no grid can shrink")
+        most_positions = METHODS[method].most_positions
         while True:
             left = shrunk(self.comm)
             try:
-                return self._shrunk(left, whole)
-            except RanksLost:  # again: on all that are left
+                return self._shrunk(left, most_positions)
+            except RanksLost:  # another rank died: all survivors try again
                 continue
             finally:
                 left.Free()
 
-    def _shrunk(self, left: MPI.Intracomm, whole: Callable[[int], int]) -> ProcessGrid | None:
-        """The grid of the ranks of a communicator, as `shrink` says."""
+    def _shrunk(
+        self, left: MPI.Intracomm, most_positions: Callable[[int], int]
+    ) -> ProcessGrid | None:
+        """Make the grid of `shrink` from the ranks of a communicator."""
         everyone, remaining = self.comm.Get_group(), left.Get_group()
         ranks = np.array(MPI.Group.Translate_ranks(remaining, None, everyone))  # of this grid
         everyone.Free()
@@ -272,7 +277,7 @@ class ProcessGrid:
         numbers = np.array(self.failures.numbers)[ranks]
         order = np.argsort(numbers)
         heads = math.gcd(self.heads, left.size)
-        used = order[: whole(left.size // heads) * heads]
+        used = order[: most_positions(left.size // heads) * heads]
         nodes = np.array(self.layout.nodes or range(self.comm.size))[ranks[used]]
         grid, made = None, []
         failures = Failures(left, made)
@@ -310,7 +315,7 @@ class ProcessGrid:
                 raise
             self.free()
             raise CollectiveError(
-                "MPI has no communicator left: a grid has five, which its free() gives back "
+                "MPI has no communicators left: each grid uses five, free() releases them "
                 f"({error.Get_error_string().splitlines()[-1]})"
             ) from None
         return self._comms[-1]
@@ -320,9 +325,9 @@ class ProcessGrid:
         return f"ProcessGrid({self.rows} x {self.cols}{heads})"
 
 
-def _whole(name: str, found: Sequence[int], length: int) -> tuple[int, ...]:
-    """So many whole numbers; ValueError otherwise."""
-    numbers = np.array(found, dtype=object)  # of any size
+def _integers(name: str, values: Sequence[int], length: int) -> tuple[int, ...]:
+    """Return `length` integers as a tuple; raise ValueError for anything else."""
+    numbers = np.array(values, dtype=object)  # objects, because integers may exceed 64 bits
     if numbers.shape != (length,) or not all(isinstance(x, (int, np.integer)) for x in numbers):
-        raise ValueError(f"{name} must be {length} whole numbers, got {found!r}")
+        raise ValueError(f"{name} must be {length} whole numbers, got {values!r}")
     return tuple(map(int, numbers))

@@ -1,4 +1,4 @@
-"""The nodes of the ranks, and each rank's share of cores and memory."""
+"""The node of every rank, and each rank's share of cores and memory."""
 
 from __future__ import annotations
 
@@ -10,25 +10,27 @@ from mpi4py import MPI
 
 
 class Place:
-    """The nodes of all ranks, and the place of this one.  Collective over `comm`.
+    """The nodes of all ranks, and the place of this rank.  Collective over `comm`.
 
     Attributes
     ----------
     hosts : list of str
         Names of the nodes.
     even : bool
-        True if all nodes have as many ranks; else `partners` is empty.
-    ranks_per_node, cores_per_node : int, float
-        Namespaces of one host share its cores.  ``A2D_MPI_NODE_CORES`` in the environment says how
-        many a node may use, where a limit of CPU time (a cgroup's) leaves it fewer.
+        Whether all nodes have equally many ranks.  If not, `partners` is empty.
+    ranks_per_node : int
+    cores_per_node : float
+        Cores that a node may use.  Namespaces of one host share its cores.  The environment
+        variable ``A2D_MPI_NODE_CORES`` lowers the number, for nodes with a limit of CPU time (of
+        a cgroup).
     share : float
-        Part of a core that each rank has.
+        Cores per rank, at most 1.
     memory, sharing : int
-        Bytes of a rank, and ranks that share the memory of its host.
+        Bytes of memory per rank, and the number of ranks that share the memory of this host.
     partners : dict of str to list of int
         Ranks with which this rank exchanges messages "inside" its node and "between" nodes (one
         rank of each other node), if there are any.  They are in the order of a ring through this
-        rank, the next one first.
+        rank, from the next rank on.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -44,7 +46,7 @@ class Place:
         nodes = [[r for r, x in enumerate(everyone) if x[0] == host] for host in self.hosts]
         self.even = len({len(ranks) for ranks in nodes}) == 1
         self.ranks_per_node = len(nodes[0])
-        cores = {(boot, core) for _, boot, found, _ in everyone for core in found}
+        cores = {(boot, core) for _, boot, usable, _ in everyone for core in usable}
         limit = float(os.environ.get("A2D_MPI_NODE_CORES") or "inf")
         self.cores_per_node = min(len(cores) / len(nodes), limit)
         self.sharing = sum(x[1] == own[1] for x in everyone)

@@ -1,4 +1,4 @@
-"""Meetings of the ranks of a grid, before each collective call."""
+"""Meetings of the ranks of a grid before each collective call."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Call(NamedTuple):
     plan : int
         Number of the plan, counted from 1 in the order in which a grid's plans are made.
     number : int
-        Of this call of the plan, counted from 1.
+        Number of this call of the plan, counted from 1.
     method : str
-        The plan in a word, for messages.
+        Name of the plan's method, for messages.
     """
 
     action: str
@@ -44,19 +44,19 @@ class Call(NamedTuple):
 
 
 class Rendezvous:
-    """The meetings of all ranks of a communicator, one call after the other.
+    """Meetings of all ranks of a communicator, one before each call.
 
     Parameters
     ----------
     comm : Intracomm
-        Nothing else is sent on it.
+        Communicator on which nothing else is sent.
     failures : Failures
-        Of the grid.
+        Failure detection of the grid.
 
     Attributes
     ----------
     watch : Watch
-        Reports ranks that wait for long.
+        Reports of ranks that wait for a long time.
     plans : int
         Number of plans made so far on these ranks.
     """
@@ -69,10 +69,11 @@ class Rendezvous:
 
     @contextmanager
     def turn(self, settle: Callable[[], None] = lambda: None) -> Iterator[str | None]:
-        """Take the turn for one call; yields an error if another thread had it.
+        """Reserve the grid for one call; yield an error message if another thread had reserved it.
 
-        Threads that take turns may do so in another order on another rank.  If a rank dies in the
-        block, it raises `RanksLost`, after `settle`; see `a2d_mpi.comm.failures`.
+        Two threads may take turns in different orders on different ranks, so this is an error.  If
+        a rank dies in the context, call `settle` and raise `RanksLost`
+        (`a2d_mpi.comm.failures.Failures.noticed`).
         """
         free = self._lock.acquire(blocking=False)
         if not free:
@@ -84,34 +85,34 @@ class Rendezvous:
             self._lock.release()
 
     def meet(self, call: Call, flags: int = 0) -> int:
-        """Wait until all ranks make the same call; returns the flags of all, or-ed.
+        """Wait until all ranks make the same call; return the bitwise or of their flags.
 
         Collective over the ranks.
 
         Raises
         ------
         CollectiveError
-            If they do not make the same call, with the call of each.
+            If ranks make different calls.  The message has the call of each rank.
         """
         self.watch.doing = call
         stamp = (ACTIONS.index(call.action), call.plan, call.number)
-        # As a buffer: an object would be pickled, reduced up a tree and sent down again, and the
-        # ranks would set out one after the other.
+        # Reduce a buffer.  An object would be pickled, reduced up a tree and sent down again, and
+        # the ranks would begin the call one after the other.
         self._buffer[:] = (flags, *stamp, *(~x for x in stamp))
         with self.watch.waiting("to begin"):
             self.comm.Allreduce(MPI.IN_PLACE, self._buffer, MPI.BOR)
         self.watch.calls += 1
-        flags, *found = self._buffer.tolist()
-        # A bit that is set on one rank and not on another appears in both halves.
-        if any(x & y for x, y in zip(found[:3], found[3:])):
-            makes: dict[str, list[int]] = {}
+        flags, *stamps = self._buffer.tolist()
+        # A bit that is set on one rank and not on another is set in both halves.
+        if any(x & y for x, y in zip(stamps[:3], stamps[3:])):
+            calls: dict[str, list[int]] = {}
             for rank, text in enumerate(self.comm.allgather(str(call))):
-                makes.setdefault(text, []).append(rank)
-            who = "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in makes.items())
-            raise CollectiveError(f"ranks disagree on the call: {who}")
+                calls.setdefault(text, []).append(rank)
+            listed = "; ".join(f"{text} on {name_ranks(ranks)}" for text, ranks in calls.items())
+            raise CollectiveError(f"ranks disagree on the call: {listed}")
         return flags
 
     def agree(self, problem: str | None, config: Mapping[str, object] = {}) -> None:
-        """Call `a2d_mpi.comm.agreement.agree` on these ranks, after they have met."""
+        """Call `a2d_mpi.comm.agreement.agree` on these ranks, after `meet`."""
         with self.watch.waiting("to agree"):
             agree(self.comm, problem, config)

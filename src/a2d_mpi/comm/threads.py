@@ -1,7 +1,7 @@
 """BLAS threads of the kernels on the host: as many as a rank has cores.
 
-Without a limit, the BLAS of every rank starts a thread for each core of the node, and the ranks of
-a node slow each other down tenfold.
+Without a limit, the BLAS of every rank starts a thread for each core of the node.  Then the ranks
+of a node slow each other down tenfold.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import ThreadpoolController
 
-# A user who has set one of these has chosen the number.
+# If the user has set one of these variables, the number of threads is not changed.
 VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "MKL_NUM_THREADS",
@@ -26,9 +26,9 @@ VARIABLES = (
 
 
 def cores_of_rank(node: MPI.Intracomm) -> int:
-    """Cores of a node for each rank of its communicator `node`, at least 1.
+    """Return the cores of a node per rank of its communicator `node`, at least 1.
 
-    Collective over `node`.  Only cores that some rank of `node` may run on are counted.
+    Collective over `node`.  Only cores on which a rank of `node` may run are counted.
     """
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
@@ -41,8 +41,9 @@ class BlasThreads:
     Parameters
     ----------
     threads : int or None
-        None: the number in the user's environment, or `cores` if there is none.
+        Number of threads.  None: the number in the user's environment, or `cores` without one.
     cores : int
+        Cores of this rank.
 
     Raises
     ------
@@ -58,12 +59,12 @@ class BlasThreads:
         self._threads = threads
         self._libraries: list[Any] = []
         if threads is not None:
-            found = ThreadpoolController().lib_controllers
-            self._libraries = [x for x in found if x.user_api == "blas"]
+            libraries = ThreadpoolController().lib_controllers
+            self._libraries = [x for x in libraries if x.user_api == "blas"]
 
     @contextmanager
     def limited(self) -> Iterator[None]:
-        """Limit the threads of a computation; afterwards the caller has as many as before."""
+        """Limit the threads inside the context; restore the caller's number afterwards."""
         before = [(library, library.get_num_threads()) for library in self._libraries]
         for library, number in before:
             if number != self._threads:

@@ -1,97 +1,125 @@
-"""The way of tensors to MPI: its protocol, and host memory, which MPI takes as it is."""
+"""The protocol of transports, which pass tensors to MPI, and the transport of host memory."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from a2d_mpi.comm.failures import survives, wait_out
+from a2d_mpi.comm.failures import survives
 from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.devices.protocol import Array
 
-# MPI moves large messages only inside its calls.  A kernel that holds the core therefore polls MPI
-# between its cache blocks.  (A thread that polls instead was slower.)
-PERIOD = 1e-3  # seconds between two polls, at most
-# A poll is followed by a rest: ten times what it took, at most PERIOD.  Open MPI with more ranks
-# than cores gives the core away when it finds nothing, for milliseconds if others want it: rests
-# save a seventh of both phases (4 ranks on 2 busy cores, 12 heads of 32, 1536 causal tokens).
+# MPI moves large messages only inside its calls.  So a kernel that occupies the core polls MPI
+# between its cache blocks.  (A polling thread was slower.)
+PERIOD = 1e-3  # longest rest after a poll, in seconds
+# The rest after a poll is REST times as long as the poll.  With more ranks than cores, Open MPI
+# yields the core if a poll finds nothing, for milliseconds if other processes want it.  Rests save
+# a seventh of both phases (4 ranks on 2 busy cores, 12 heads of 32, 1536 causal tokens).
 REST = 10
 
 
 class Transport(Protocol):
-    """A way from memory to MPI; `Channel` posts and counts the messages.
+    """A path from memory to MPI; `Channel` posts and counts the messages.
 
     Attributes
     ----------
     limit : int
-        Largest message in bytes.
+        Size of the largest message in bytes.
     """
 
     @property
     def limit(self) -> int: ...
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        """Start sending bytes (C-contiguous, uint8); returns messages for `wait`."""
+        """Start sending bytes (C-contiguous, uint8); return messages for `wait`."""
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        """Start receiving into bytes; returns messages for `wait`."""
+        """Start receiving bytes into x (C-contiguous, uint8); return messages for `wait`."""
 
     def barrier(self, comm: MPI.Intracomm) -> list[Any]:
-        """Enter a barrier; returns messages for `wait`."""
+        """Enter a barrier; return messages for `wait`."""
 
     def wait(self, messages: list[Any]) -> None:
-        """Complete the messages and empty the list."""
+        """Block until the messages are complete, and empty the list."""
 
-    def settle(self, messages: list[Any]) -> None:
-        """Complete messages whose communicators are revoked, in whatever way."""
+    def settle(self) -> None:
+        """Complete all messages under way, after their communicators were revoked."""
 
     def poll(self, comm: MPI.Intracomm) -> None:
-        """Let messages advance; called between the cache blocks of a long computation."""
+        """Let messages advance; kernels call it between the cache blocks of a computation."""
+
+
+class Requests:
+    """Requests of MPI that are not complete: MPI may still read or write their memory."""
+
+    def __init__(self) -> None:
+        self._active: list[MPI.Request] = []
+
+    def post(self, start: Callable[..., MPI.Request], *operands: Any) -> MPI.Request:
+        """Start a message by a method of a communicator, and keep its request."""
+        request = start(*operands)
+        self._active.append(request)
+        return request
+
+    def forget_complete(self) -> None:
+        """Forget the requests that are complete, which MPI has made null."""
+        self._active = [request for request in self._active if request]
+
+    def settle(self) -> None:
+        """Wait until MPI no longer uses any memory, after the communicators were revoked."""
+        for request in self._active:
+            with suppress(MPI.Exception):
+                request.Wait()
+        self._active = []
 
 
 class HostTransport:
-    """Host memory, which MPI takes as it is."""
+    """The transport of host memory, which MPI sends and receives directly."""
 
     def __init__(self) -> None:
-        self._next_poll = 0.0
+        self._next_poll, self._requests = 0.0, Requests()
 
     @property
     def limit(self) -> int:
         return MAX_MESSAGE
 
     def send(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        return [comm.Isend(piece, peer, tag) for piece in pieces(x, self.limit)]
+        post = self._requests.post
+        return [post(comm.Isend, piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def receive(self, comm: MPI.Intracomm, x: Array, peer: int, tag: int) -> list[Any]:
-        return [comm.Irecv(piece, peer, tag) for piece in pieces(x, self.limit)]
+        post = self._requests.post
+        return [post(comm.Irecv, piece, peer, tag) for piece in pieces(x, self.limit)]
 
     def barrier(self, comm: MPI.Intracomm) -> list[Any]:
-        return [comm.Ibarrier()]
+        return [self._requests.post(comm.Ibarrier)]
 
     def wait(self, messages: list[Any]) -> None:
         if survives():
-            # Waitall frees sends that fail.  Open MPI 5.0.11 ends a process that has freed one.
+            # Waitall frees failed sends.  Open MPI 5.0.11 ends a process that frees one.
             for request in messages:
                 request.Wait()
         else:
             MPI.Request.Waitall(messages)
+        self._requests.forget_complete()
         messages.clear()
 
-    def settle(self, messages: list[Any]) -> None:
-        for request in messages:
-            wait_out(request)
+    def settle(self) -> None:
+        self._requests.settle()
 
     def poll(self, comm: MPI.Intracomm) -> None:
         start = time.perf_counter()
         if start >= self._next_poll:
-            # Any MPI call moves the messages in flight; this one has a fixed cost.
+            # Any MPI call advances messages; the cost of this one does not depend on their number.
             comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
             end = time.perf_counter()
             self._next_poll = end + min(PERIOD, REST * (end - start))
 
 
 def pieces(x: Array, size: int) -> list[Array]:
-    """Consecutive pieces of at most `size` elements."""
+    """Cut an array into consecutive pieces of at most `size` elements."""
     return [x[start : start + size] for start in range(0, len(x), size)]

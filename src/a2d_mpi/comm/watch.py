@@ -1,12 +1,12 @@
-"""A line on stderr when ranks wait too long for each other, and the end of the job if asked for.
+"""A report on stderr if ranks wait too long for each other, and optionally the end of the job.
 
 Two environment variables, the same on all ranks, are read when a grid is made:
 
 A2D_MPI_STALL_SECONDS
-    Seconds, 300 by default, after which waiting ranks report the place and the ranks that are
-    missing.  0: never, for debuggers.
+    Seconds after which waiting ranks report the call and the missing ranks.  Default: 300.  With 0
+    they never report, for work in a debugger.
 A2D_MPI_STALL_ABORT
-    1: the job is then aborted, with exit code 75 if the launcher passes it on.
+    With 1 the job is aborted after the report, with exit code 75 if the launcher passes it on.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from functools import cache
 from mpi4py import MPI
 
 SECONDS = 300.0
-NAP = 0.25  # seconds between two looks at all waits
-_PAUSE = 1.0  # seconds from noticing to speaking: by then all waiting ranks have looked, too
+NAP = 0.25  # seconds between two checks of all waits
+_PAUSE = 1.0  # seconds from noticing to reporting: by then all waiting ranks have checked, too
 _TAG = 20
 _ABORTED = 75  # exit code: "temporary failure" of sysexits.h
 
 
 class Watch:
-    """The wait of this rank, with its start; a thread of the process looks at it now and then.
+    """The present wait of this rank and its start, which a thread of the process checks.
 
     Parameters
     ----------
     comm : Intracomm
-        Of the ranks that wait for each other.
+        Communicator of the ranks that wait for each other.
     doing : object
-        The call that is under way; its text is shown.  The caller keeps it up to date.
+        The present call, whose text is reported.  The caller updates it.
     talks : bool
-        True: ranks tell each other on `comm`, and all point-to-point messages of `comm` are the
-        watch's.  False: each rank speaks for itself.
+        Whether ranks send their reports to each other on `comm`, and one rank prints them.  No
+        one else may then send point-to-point messages on `comm`.  Otherwise each rank prints its
+        own report.
 
     Raises
     ------
@@ -52,15 +53,16 @@ class Watch:
 
     def __init__(self, comm: MPI.Intracomm, doing: object = "", talks: bool = True) -> None:
         self.doing = doing
-        self.calls = 0  # begun by all ranks together: tells old messages from new ones
+        # Calls that all ranks have begun together: distinguishes reports of different calls.
+        self.calls = 0
         self._comm = comm
         self._talks = talks and MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._patience, self._aborts = _settings()
         self._lock = threading.Lock()
         self._waiting: tuple[float, str] | None = None
-        # Of a wait that is too long: start and text of it by rank, and when this rank speaks.
+        # Start and text of waits that are too long, by rank, and the time at which to print them.
         self._reported: dict[int, tuple[float, str]] = {}
-        self._speaks = math.inf
+        self._prints_at = math.inf
         self._sent: list[MPI.Request] = []
         if self._patience and comm.size > 1:
             with _adding:
@@ -68,16 +70,16 @@ class Watch:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Enclose a wait for other ranks, which may never end if one of them fails."""
+        """Mark the context as a wait for other ranks, which may never end if one of them fails."""
         self._waiting = time.monotonic(), place
         try:
             yield
         finally:
-            with self._lock:  # the other thread calls MPI only as long as this one waits
+            with self._lock:  # the checking thread calls MPI only while this thread waits
                 self._waiting, self._reported = None, {}
 
     def look(self) -> None:
-        """Notice that this rank or another one has waited for long; for another thread."""
+        """Check for waits that are too long, of this rank and others; another thread calls it."""
         with self._lock:
             if self._waiting is None:
                 return
@@ -85,18 +87,18 @@ class Watch:
             heard = self._listen()
             if not self._reported and (heard or now - start > self._patience):
                 text = f"{self.doing}, {place}"
-                self._reported, self._speaks = {comm.rank: (start, text)}, now + _PAUSE
+                self._reported, self._prints_at = {comm.rank: (start, text)}, now + _PAUSE
                 report = self.calls, now - start, text
                 others = set(range(comm.size)) - {comm.rank} if self._talks else ()
                 self._sent += [comm.isend(report, rank, _TAG) for rank in others]
             self._reported |= heard
-            if self._reported and now > self._speaks:
-                self._speaks = math.inf
+            if self._reported and now > self._prints_at:
+                self._prints_at = math.inf
                 if min(self._reported) == comm.rank:
                     self._tell()
 
     def _listen(self) -> dict[int, tuple[float, str]]:
-        """Start and text of the waits that other ranks report of the call under way."""
+        """Receive other ranks' reports on the present call: start and text by rank."""
         heard, status = {}, MPI.Status()
         while self._talks and self._comm.iprobe(MPI.ANY_SOURCE, _TAG):
             calls, seconds, text = self._comm.recv(None, MPI.ANY_SOURCE, _TAG, status)
@@ -121,11 +123,11 @@ class Watch:
             line += "; aborting the job (A2D_MPI_STALL_ABORT)"
         seconds = time.monotonic() - min(start for start, _ in self._reported.values())
         line = f"a2d_mpi: waiting for {seconds:.0f} s: {line}\n"
-        print(line, end="", file=sys.stderr, flush=True)  # at once: other ranks print, too
+        print(line, end="", file=sys.stderr, flush=True)  # one write, as other ranks print, too
         if self._aborts:
             if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
                 self._comm.Abort(_ABORTED)
-            os._exit(_ABORTED)  # the launcher ends the others
+            os._exit(_ABORTED)  # the launcher ends the other ranks
 
 
 _adding = threading.Lock()
@@ -133,16 +135,16 @@ _adding = threading.Lock()
 
 @cache
 def _watches() -> weakref.WeakSet[Watch]:
-    """All watches of the process, at which one thread looks."""
+    """Return the set of all watches of the process; the first call starts a thread for them."""
     watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
     def look() -> None:
         while True:
             time.sleep(NAP)
             with _adding:
-                looked_at = list(watches)
-            for watch in looked_at:
-                # On a revoked communicator: then the wait ends with that error, too.
+                present = list(watches)
+            for watch in present:
+                # A revoked communicator raises here.  The wait itself ends with the same error.
                 with suppress(MPI.Exception):
                     watch.look()
 
@@ -151,7 +153,7 @@ def _watches() -> weakref.WeakSet[Watch]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in a few words: "rank 3", "ranks 0, 2 and 5", "ranks 0, 1, 2, 3, ... (64 of them)"."""
+    """Describe ranks: "rank 3", "ranks 0, 2 and 5", "ranks 0, 1, 2, 3, ... (64 of them)"."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > 8:

@@ -1,5 +1,5 @@
-"""The problem itself: masks, distributions, sizes, merges, and the dense reference.
+"""Configuration, dtypes, sizes, merging of partial results, and the dense reference.
 
-No module here imports MPI or knows a device.  `atomic` is here because all rooms above may write
-files.
+No module here imports MPI or knows a device.  `atomic` is here because every package above this
+one may write files.
 """

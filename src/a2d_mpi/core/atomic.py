@@ -15,7 +15,8 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-_HELD = (errno.EAGAIN, errno.EACCES)  # of a lock that somebody has; EACCES on some networks
+# Errors of flock if another process holds the lock; some network file systems give EACCES.
+_HELD = (errno.EAGAIN, errno.EACCES)
 
 
 def check_writable(
@@ -23,7 +24,7 @@ def check_writable(
     nbytes: int = 0,
     read: Callable[[str | os.PathLike[str]], object] | None = None,
 ) -> None:
-    """Check before the work that a file of `nbytes` can be written after it.
+    """Check that a file can be written, before the work whose result it will hold.
 
     The file itself is not touched.
 
@@ -31,20 +32,22 @@ def check_writable(
     ----------
     path : path
     nbytes : int
+        Size that the file will have.
     read : callable, optional
-        Raises OSError or ValueError for a file that may not be replaced.  Default: any may be.
-        An empty one always may.
+        Function that raises OSError or ValueError for a file that may not be replaced.  Default:
+        any file may be replaced.  An empty file may always be replaced.
 
     Raises
     ------
     OSError
-        If the file cannot be written.  A quota shows only when it is hit.
+        If the file cannot be written.  A quota is noticed only when it is exceeded.
     ValueError
-        If a file is there that `read` refuses.
+        If the file exists and `read` refuses it.
     """
     with replacing(path) as (target, temporary):
         with open(temporary, "wb") as file:
-            file.truncate(nbytes)  # takes no room, but fails beyond the largest file allowed
+            # A sparse file takes no space, but fails if it exceeds the largest size allowed.
+            file.truncate(nbytes)
         free = shutil.disk_usage(os.path.dirname(target)).free
         if free < nbytes:
             raise OSError(f"it needs {nbytes} bytes, {free} are free")
@@ -56,12 +59,12 @@ def check_writable(
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """Read a file, but no pipe or terminal, which a program would wait for.
+    """Read a regular file; refuse pipes and terminals, on which the program would wait.
 
     Raises
     ------
     OSError
-        If it cannot be read, or is not a regular file.
+        If the file cannot be read, or is not a regular file.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(f"{path} is not a regular file")
@@ -70,8 +73,8 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    """Tell if two paths lead to the same file, by any link, or would if it was there."""
-    with suppress(OSError):  # one of them is not there
+    """Return True if two paths name the same file, also by links and before the file exists."""
+    with suppress(OSError):  # one of the files does not exist
         if os.path.samefile(one, other):
             return True
     return os.path.realpath(one) == os.path.realpath(other)
@@ -79,18 +82,26 @@ def same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> boo
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
-    """Real path of a file, and of a temporary file beside it that is gone in the end."""
-    target = os.path.realpath(path)  # so that a link stays one
+    """Give the real path of a file, and the path of a temporary file beside it.
+
+    The temporary file is removed when the context ends.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written.
+    """
+    target = os.path.realpath(path)  # a link stays a link, and its target is replaced
     folder, name = os.path.split(target)
-    # Another name for every job, on whatever host.
+    # Every job has its own name, also among jobs on different hosts.
     temporary = os.path.join(folder, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        if os.path.islink(target):  # one that leads nowhere is resolved, too, but one to itself
+        if os.path.islink(target):  # realpath leaves only a circle of links unresolved
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if os.path.exists(target):
             if not os.path.isfile(target):
                 raise OSError("it is not a regular file")
-            open(target, "r+b").close()  # a file that may not be written is not replaced either
+            open(target, "r+b").close()  # a read-only file must not be replaced either
         yield target, temporary
     except OSError as error:
         raise OSError(f"cannot write {path}: {error.strerror or error}") from error
@@ -101,17 +112,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
 
 @contextmanager
 def held(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Keep other jobs from writing a file, or the files of a folder, until the block ends.
+    """Keep other jobs from writing a file, or the files of a folder, until the context ends.
 
-    Temporary files that killed jobs have left there are removed.  The lock is one of the kernel
-    (flock; between the hosts of an NFS, too), on a file that says who has it: a job that is killed
-    leaves this file, but not the lock.  Where there are no locks, nobody is kept from writing,
-    and temporary files stay.
+    Temporary files that killed jobs have left there are removed.  The lock is a kernel lock
+    (flock), which NFS also shares between hosts.  The locked file says which job holds the lock.
+    A job that is killed leaves this file behind, but not the lock.  If the file system has no
+    locks, no job is kept from writing, and temporary files stay.
 
     Raises
     ------
     OSError
-        If another job has it, with its host and PID, or no lock file can be made there.
+        If another job holds the lock (the message names its host and PID), or if no lock file can
+        be made.
     """
     target = os.path.realpath(path)
     folder, name = (target, "") if os.path.isdir(target) else os.path.split(target)
@@ -126,12 +138,13 @@ def held(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            os.unlink(lock)  # before the lock is let go of: whoever gets it looks for the name
+            # Remove the name before the lock: the job that gets the lock next looks for the name.
+            os.unlink(lock)
         os.close(file)
 
 
 def _locked(path: str) -> tuple[int, bool]:
-    """An open lock file, and whether its file system has locks."""
+    """Lock a file; return it open, and True if its file system has locks."""
     while True:
         file, works = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), True
         try:
@@ -147,7 +160,7 @@ def _locked(path: str) -> tuple[int, bool]:
                 os.ftruncate(file, 0)
                 os.pwrite(file, f"PID {os.getpid()} on {socket.gethostname()}".encode(), 0)
                 return file, works
-        os.close(file)  # the job before has just removed it
+        os.close(file)  # the previous job has just removed this file
 
 
 def _remove_leftovers(folder: str, name: str) -> None:

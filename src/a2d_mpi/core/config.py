@@ -1,4 +1,4 @@
-"""One frozen description of an attention problem: sizes, shapes and dtypes of its tensors."""
+"""The description of an attention problem: sizes, shapes and dtypes of its tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from a2d_mpi.core.sizes import check_memory, misfit
 from a2d_mpi.core.wire import FORMATS
 
 PHASES = ("forward", "backward")
-DISTRIBUTIONS = ("contiguous", "zigzag", "striped", "triangle", "balanced")  # a2d_mpi.sharding
-# Beyond these the pairs of a sequence, and the bytes of a tensor, are no 64-bit integers.
+# `a2d_mpi.sharding.distribution` explains them.
+DISTRIBUTIONS = ("contiguous", "zigzag", "striped", "triangle", "balanced")
+# With larger sizes, the number of pairs of a sequence or the bytes of a tensor exceed 64 bits.
 LARGEST = {
     "seqlen": 1 << 31,
     "nheads": 1 << 16,
@@ -31,36 +32,37 @@ _OF_VALUES = ("v", "dv", "out", "dout")
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Sizes, dtype and scale of one sequence's attention, on however many ranks.
+    """Sizes, dtype and scale of the attention over one sequence; the same on all ranks.
 
     Tensors are named ``q k v out lse dout dlse delta dq dk dv``.
 
     Parameters
     ----------
     seqlen : int
-        N, tokens of the whole sequence.
+        N, the number of query tokens of the whole sequence.
     nheads, headdim : int
         H query heads of D elements.
     nheads_kv : int, optional
         KV heads, a divisor of nheads.  Default: nheads.
     dtype : {"float32", "float64", "float16", "bfloat16"} or dtype
-        Of all tensors but lse, dlse and delta; kept by its name.
+        Dtype of all tensors but lse, dlse and delta.  The config keeps its name.
     softmax_scale : float, optional
         Default: ``1 / sqrt(headdim)``.
     seqlen_kv : int, optional
-        Tokens of k and v, of another sequence in cross-attention.  Default: seqlen.
+        Number of tokens of k and v, which belong to another sequence in cross-attention.
+        Default: seqlen.
     logit_softcap : float, optional
-        c > 0: scaled logits s become ``c tanh(s / c)``.  Default: they stay as they are.
+        c > 0: scaled logits s become ``c tanh(s / c)``.  Default: no cap.
     headdim_v : int, optional
         Elements of a head of v, out and their gradients.  Default: headdim.
     wire : str, optional
-        One of `a2d_mpi.core.wire.FORMATS`, in which tensors travel that it makes smaller.
-        Default: tensors travel as they are.
+        Format of messages, one of `a2d_mpi.core.wire.FORMATS`.  A tensor is encoded if the format
+        makes it smaller.  Default: no tensor is encoded.
 
     Raises
     ------
     ValueError
-        If a value is not of these, too large, or not finite.
+        If a value is invalid, too large, or not finite.
     """
 
     seqlen: int
@@ -92,7 +94,7 @@ class AttentionConfig:
         if not math.isfinite(checked["softmax_scale"]):
             raise ValueError(f"softmax_scale must be finite, got {scale!r}")
         cap = self.logit_softcap
-        if self.wire is not None and self.wire not in FORMATS:
+        if self.wire not in (None, *FORMATS):
             raise ValueError(f"wire must be None or one of {tuple(FORMATS)}, got {self.wire!r}")
         checked["logit_softcap"] = None if cap is None else float(cap)
         if cap is not None and not 1e-30 <= checked["logit_softcap"] <= 1e30:
@@ -102,7 +104,7 @@ class AttentionConfig:
 
     @property
     def arguments(self) -> dict[str, object]:
-        """The parameters by name, as keyword arguments of a plan."""
+        """Parameters by name, as keyword arguments of a plan."""
         return {x.name: getattr(self, x.name) for x in fields(AttentionConfig)}
 
     @cached_property
@@ -112,31 +114,38 @@ class AttentionConfig:
 
     @property
     def mixed_precision(self) -> bool:
-        """True if tensors are narrower than the dtype of the computation."""
+        """True if the storage dtype is narrower than the accumulation dtype."""
         return DTYPES[self.dtype].itemsize < self.compute_dtype.itemsize
 
     def dtype_of(self, name: str, accumulated: bool = False) -> np.dtype:
-        """Dtype of a tensor as the caller has it or, if `accumulated`, as it is computed."""
+        """Return the storage dtype of a tensor or, if `accumulated`, its accumulation dtype."""
         return self.compute_dtype if accumulated or name in _STATISTICS else DTYPES[self.dtype]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one token of a tensor: (heads, its width), of lse, dlse and delta (heads,)."""
+        """Return the shape of one token: (heads, width); for lse, dlse and delta (heads,)."""
         heads = self.nheads_kv if name in OF_KEYS else self.nheads
         width = self.headdim_v if name in _OF_VALUES else self.headdim
         return (heads,) if name in _STATISTICS else (heads, width)
 
     def nbytes(self, name: str, accumulated: bool = False, wire: bool = False) -> int:
-        """Bytes of one token of a tensor; arguments as of `row`."""
+        """Return the bytes of one token of a tensor; the arguments are as in `row`."""
         shape, dtype = self.row(name, accumulated, wire)
         return math.prod(shape) * dtype.itemsize
 
     def row(
         self, name: str, accumulated: bool = False, wire: bool = False
     ) -> tuple[tuple[int, ...], np.dtype]:
-        """Shape and dtype of one token of a tensor.
+        """Return the shape and dtype of one token of a tensor.
 
-        With `wire` as it travels: encoded, (heads, bytes) uint8.  Statistics, and tensors that the
-        format would not make smaller, travel as they are.  `accumulated` as of `dtype_of`.
+        Parameters
+        ----------
+        name : str
+            One of the tensors.
+        accumulated : bool
+            Whether the tensor has the accumulation dtype, as in `dtype_of`.
+        wire : bool
+            Whether to describe the token in a message.  An encoded token is (heads, bytes) uint8.
+            lse, dlse, delta, and tensors that the format would not make smaller, are not encoded.
         """
         shape, dtype = self.shape(name), self.dtype_of(name, accumulated)
         if wire and self.wire and name not in _STATISTICS:
@@ -147,43 +156,44 @@ class AttentionConfig:
         return shape, dtype
 
     def rounds(self, name: str, accumulated: bool = False) -> bool:
-        """Whether a tensor travels encoded; `accumulated` as of `dtype_of`."""
+        """Return True if messages hold the tensor encoded; `accumulated` is as in `dtype_of`."""
         return self.row(name, accumulated, wire=True) != self.row(name, accumulated)
 
     def cp_group(self, heads: int) -> AttentionConfig:
-        """The config of one context-parallel group, which has 1/`heads` of the heads.
+        """Return the config of one context-parallel group, which has 1/`heads` of the heads.
 
         Raises
         ------
         ValueError
             If the heads cannot be divided among `heads` ranks.
         """
-        why = misfit(self.nheads, self.nheads_kv, heads)
-        if why:
-            raise ValueError(why)
+        problem = misfit(self.nheads, self.nheads_kv, heads)
+        if problem:
+            raise ValueError(problem)
         return replace(
             self, nheads=self.nheads // heads, nheads_kv=max(1, self.nheads_kv // heads)
         )
 
     def check_room(self, ranks: int) -> None:
-        """Refuse a problem that cannot fit, before any code walks over all tokens.
+        """Refuse a problem that cannot fit, before any code loops over all tokens.
 
         Raises
         ------
         ValueError
-            If q, k and v of a rank, at most a third of its need, fill the memory of its node.
+            If q, k and v of one rank exceed the memory of its node.  They are at most a third of
+            the memory that the rank needs.
         """
         nbytes = -(-self.seqlen // ranks) * sum(map(self.nbytes, "qkv"))
         check_memory(f"{self.seqlen} tokens on {ranks} ranks: q, k and v of one", nbytes)
 
 
 def _size(name: str, value: object, most: int) -> int:
-    """A size, if it is a whole number from 1 to `most`; ValueError otherwise."""
-    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-    if not whole or value < 1:
+    """Return a size as int; raise ValueError unless it is an integer from 1 to `most`."""
+    is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not is_integer or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
     if value > most:
         digits = int(value).bit_length() * math.log10(2)
-        shown = value if digits < 30 else f"one of {digits:.0f} digits"
+        shown = value if digits < 30 else f"a number of {digits:.0f} digits"
         raise ValueError(f"{name} must be at most {most}, got {shown}")
     return int(value)

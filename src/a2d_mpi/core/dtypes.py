@@ -15,17 +15,17 @@ DTYPES = {
 
 
 def as_dtype(dtype: np.typing.DTypeLike) -> np.dtype:
-    """Dtype of tensors, from its name or from NumPy's; ValueError if tensors cannot have it."""
+    """Return the NumPy dtype of a name or dtype; raise ValueError if tensors cannot have it."""
     try:
-        found = DTYPES.get(str(dtype)) or np.dtype(dtype)
+        tensor_dtype = DTYPES.get(str(dtype)) or np.dtype(dtype)
     except (TypeError, SyntaxError):
-        found = None
+        tensor_dtype = None
     # NumPy takes None for float64, also in comparisons.
-    if dtype is None or found is None or found not in DTYPES.values():
+    if dtype is None or tensor_dtype is None or tensor_dtype not in DTYPES.values():
         raise ValueError(f"dtype must be one of {tuple(DTYPES)}, got {dtype!r}")
-    return found
+    return tensor_dtype
 
 
 def compute_dtype(dtype: np.dtype) -> np.dtype:
-    """Dtype in which tensors of `dtype` are computed and added up: float32 or float64."""
+    """Return the accumulation dtype of tensors of `dtype`: float32 or float64."""
     return np.result_type(dtype, np.float32)

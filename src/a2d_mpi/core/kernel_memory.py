@@ -1,4 +1,4 @@
-"""Buffers of the NumPy kernel, by the sizes of its calls."""
+"""Sizes of the NumPy kernel's buffers, from the sizes of its calls."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ from a2d_mpi.core.config import AttentionConfig
 
 BLOCK_Q = 512  # rows of a cache block: query tokens x query heads per KV head
 BLOCK_K = 512  # keys of a cache block
-PACKED = 9 << 19  # elements of a tensor that are packed at once, if they are of several heads
+PACKED = 9 << 19  # most elements of a tensor that are packed at once, if of several heads
 
 
 def head_groups(nheads_kv: int, rows: int, nk: int, headdim: int) -> int:
-    """Groups of KV heads whose keys and queries are packed at once; `rows`: of a query block."""
+    """Return the number of groups of KV heads whose keys and queries are packed at once.
+
+    Parameters
+    ----------
+    nheads_kv : int
+    rows : int
+        Rows of a cache block: query tokens x query heads per KV head.
+    nk, headdim : int
+        Keys of the call, and elements of a head.
+    """
     elements = max(1, (rows + nk) * headdim)
     return -(-nheads_kv // max(1, PACKED // elements))
 
@@ -18,22 +27,27 @@ def head_groups(nheads_kv: int, rows: int, nk: int, headdim: int) -> int:
 def kernel_buffers(
     config: AttentionConfig, nq: int, nk: int, backward: bool, hides: bool = False
 ) -> dict[str, int]:
-    """Bytes of each buffer that the kernel needs for a call; a later call uses the same buffers.
+    """Return the bytes of each buffer of a kernel call; later calls use the buffers again.
 
     Parameters
     ----------
     config : AttentionConfig
-        Of a context-parallel group.
+        The config of a context-parallel group.
     nq, nk : int
         Queries and keys of the call.
     backward : bool
     hides : bool
-        The mask leaves out some of the keys: no query of the call sees them.
+        Whether some keys of the call are masked: no query of the call sees them.
+
+    Returns
+    -------
+    dict of str to int
+        Bytes by the name of the buffer.
 
     Notes
     -----
-    Logits are taken to be small enough for exponentials without a shift, and cache blocks to be
-    as large as they can be.
+    The sizes hold if logits are small enough for exponentials without a shift.  Cache blocks have
+    their largest size.
     """
     d, e, heads_kv = config.headdim, config.headdim_v, config.nheads_kv
     wider = max(d, e)
@@ -41,18 +55,18 @@ def kernel_buffers(
     rows = min(max(1, BLOCK_Q // group), nq) * group
     heads = -(-heads_kv // head_groups(heads_kv, rows, nk, wider))
     keys = -(-nk // max(1, -(-nk // BLOCK_K)))  # of a cache block
-    block = rows * keys + 2 * (rows + keys) * (wider + 1)
-    at_once = min(heads, max(1, BLOCK_Q * BLOCK_K // max(1, block)))
-    found = {"q": heads * rows * (d + backward), "scores": at_once * rows * keys}
-    found["partial"] = at_once * (max(rows * d, keys * wider) if backward else rows * e)
+    elements = rows * keys + 2 * (rows + keys) * (wider + 1)  # of a cache block
+    at_once = min(heads, max(1, BLOCK_Q * BLOCK_K // max(1, elements)))
+    sizes = {"q": heads * rows * (d + backward), "scores": at_once * rows * keys}
+    sizes["partial"] = at_once * (max(rows * d, keys * wider) if backward else rows * e)
     if backward:
-        found |= {"dq": heads * rows * d, "dout": heads * rows * (e + 1)}
-        found |= {"k": heads * nk * (d + 1), "v": heads * nk * (e + 1)}
-        found |= {"dk": heads * nk * d, "dv": heads * nk * e}
+        sizes |= {"dq": heads * rows * d, "dout": heads * rows * (e + 1)}
+        sizes |= {"k": heads * nk * (d + 1), "v": heads * nk * (e + 1)}
+        sizes |= {"dk": heads * nk * d, "dv": heads * nk * e}
         more = ("dscores",) if config.logit_softcap is None else ("dscores", "slope")
-        found |= dict.fromkeys(more, found["scores"])
+        sizes |= dict.fromkeys(more, sizes["scores"])
     else:
-        found |= {"acc": heads * rows * e, "total": heads * rows}
+        sizes |= {"acc": heads * rows * e, "total": heads * rows}
         if hides or config.mixed_precision:
-            found |= {"k": heads * nk * d, "v": heads * nk * e}
-    return {name: elements * config.compute_dtype.itemsize for name, elements in found.items()}
+            sizes |= {"k": heads * nk * d, "v": heads * nk * e}
+    return {name: size * config.compute_dtype.itemsize for name, size in sizes.items()}

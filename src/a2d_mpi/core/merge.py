@@ -1,9 +1,9 @@
-"""Merge of two partial attention results over disjoint sets of keys.
+"""Merging of partial attention results over disjoint sets of keys.
 
 A partial result of a query is (out, lse): the softmax-weighted mean of the values it saw, and the
 log of the sum of the exponentials of its logits.  ``merge`` is associative and commutative up
-to rounding, with the identity (0, -inf); it is the online softmax of Milakov and Gimelshein
-(arXiv:1805.02867) between whole blocks.
+to rounding, with the identity (0, -inf).  It applies the online softmax of Milakov and Gimelshein
+(arXiv:1805.02867) to blocks.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ def merge(
     Parameters
     ----------
     out, out2 : (tokens, nheads, headdim) float
-        Partial results; `out` receives the merged one and is at least as wide.  **`out2` is used
-        as scratch**: it holds no meaningful value afterwards.
+        Partial results.  `out` receives the merged result; its dtype is at least as wide.
+        **`out2` is used as scratch**: it holds no meaningful value afterwards.
     lse, lse2 : (tokens, nheads) float32 or wider
         Log-sum-exp of the partial results, in nats; -inf where a query saw no key.  `lse`
-        receives the merged one; `lse2` is left as it is.
+        receives the merged lse; `lse2` does not change.
     compensation : (tokens, nheads), dtype of `lse`
-        Rounding error of `lse` in earlier merges, 0 before the first one.
+        Kahan compensation: the rounding error of `lse` in earlier merges, 0 before the first
+        merge.
 
     Notes
     -----
-    The exponentials are shifted by the larger lse: nothing overflows.  The merged out is a convex
-    combination: its error does not grow with the number of merges.  The error of lse would grow by
-    half a rounding in each merge without `compensation`.  Where both lse are -inf the result is
-    (0, -inf).  NaN stays NaN.
+    The exponentials are shifted by the larger lse, so they cannot overflow.  The merged out is a
+    convex combination, so its error does not grow with the number of merges.  Without
+    `compensation` the error of lse would grow by half a rounding in each merge.  Where both lse
+    are -inf the result is (0, -inf).  NaN stays NaN.
     """
     if out2.dtype != out.dtype:
         out2 = out2.astype(out.dtype)
@@ -54,16 +55,16 @@ def merge(
 
 
 def add_sink(out: np.ndarray, lse: np.ndarray, sink: np.ndarray) -> None:
-    """Merge a sink into (out, lse), in place: a key of that logit whose value is 0.
+    """Merge a sink into (out, lse), in place: a key with this logit and the value 0.
 
     Parameters
     ----------
     out : (tokens, nheads, headdim) float
-        Over all keys; 0 in masked rows.
+        Attention over all keys; 0 in masked rows.
     lse : (tokens, nheads) float32 or wider
-        Receives ``logaddexp(lse, sink)``.
+        Log-sum-exp over all keys, in nats; receives ``logaddexp(lse, sink)``.
     sink : (nheads,) float
-        -inf: none.
+        Logit of the sink of each head; -inf is no sink.
     """
     exact, shift = lse.astype(np.float64), np.maximum(lse, sink, dtype=np.float64)
     shift[np.isneginf(shift)] = 0
@@ -76,13 +77,17 @@ def add_sink(out: np.ndarray, lse: np.ndarray, sink: np.ndarray) -> None:
 
 
 def sink_gradient(lse: np.ndarray, delta: np.ndarray, sink: np.ndarray) -> np.ndarray:
-    """Gradient of a sink from some tokens: ``-sum(exp(sink - lse) delta)``, (nheads,).
+    """Compute the gradient of a sink from some tokens: ``-sum(exp(sink - lse) delta)``.
 
     Parameters
     ----------
     lse, delta : (tokens, nheads) float32 or wider
-        The sink counts in lse.
+        Log-sum-exp in nats, with the sink, and ``rowsum(dout * out)``.
     sink : (nheads,) float
+
+    Returns
+    -------
+    (nheads,) dtype of `sink`
     """
     exact = np.where(np.isneginf(lse), np.inf, lse).astype(np.float64)  # (tokens, nheads)
     p = np.exp(sink - exact)  # (tokens, nheads)

@@ -1,8 +1,8 @@
 """Dense attention and its gradients, as in a textbook.
 
-These functions are slow, take O(nq nk) memory per head, and share no code with the kernels: all
-results are checked against them in float64.  They also take some of the keys (for the forward
-pass) or some of the queries (for dk and dv): samples of large distributed runs can be checked.
+These functions are slow, take O(nq nk) memory per head, and share no code with the kernels.  All
+results are checked against them in float64.  They also work on a sample of the queries (out, lse
+and dq) or of the keys (dk and dv), so samples of large distributed runs can be checked.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ def attention(
     ----------
     q : (nq, nheads, headdim) float
     k, v : (nk, nheads_kv, headdim) float
-        Query head h reads KV head ``h // (nheads // nheads_kv)``.  Values, and out, may have
-        another width.
+        Query head h reads KV head ``h // (nheads // nheads_kv)``.  v and out may have another
+        headdim than q and k.
     visible : (nq, nk) bool
+        True where the query sees the key.
     softmax_scale : float
     dtype : float dtype
-        Dtype of all arithmetic.  float64 is the reference; a narrower one shows the error of a
+        Dtype of all arithmetic.  float64 is the reference; a narrower dtype shows the error of a
         plain single-device computation in that precision.
     products : float dtype, optional
         Dtype to which probabilities (in the backward pass also their gradients) are rounded before
         they are multiplied: tensor cores take 16-bit factors.  Default: no rounding.
     logit_softcap : float, optional
-        c: scaled logits s become ``c tanh(s / c)``.
+        c > 0: scaled logits s become ``c tanh(s / c)``.  Default: no cap.
     sink : (nheads,) float, optional
-        A logit per head, of a key whose value is 0: it counts in the denominator and in lse.
+        Logit per head of a key whose value is 0.  It adds to the denominator and to lse.
 
     Returns
     -------
@@ -83,14 +84,14 @@ def attention_backward(
     *,
     logit_softcap: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of `attention` with respect to q, k and v.
+    """Compute the gradients of `attention` with respect to q, k and v.
 
     Parameters
     ----------
     dout, q : (nq, nheads, headdim) float
     k, v : (nk, nheads_kv, headdim) float
     lse, delta : (nq, nheads) float
-        Over *all* keys that the query sees, and the sink; delta is ``rowsum(dout * out)``.
+        lse over *all* keys that the query sees, and the sink; delta is ``rowsum(dout * out)``.
     visible : (nq, nk) bool
     softmax_scale : float
     dtype, products : float dtypes
@@ -128,28 +129,41 @@ def sink_gradient(
     sink: np.ndarray,
     dtype: np.typing.DTypeLike = np.float64,
 ) -> np.ndarray:
-    """Gradient of `attention` with respect to the sink, from some of the queries: (nheads,).
+    """Compute the gradient of `attention` with respect to the sink, from some of the queries.
 
     Parameters
     ----------
     lse, delta : (nq, nheads) float
-        As in `attention_backward`; the sink counts in lse.
+        As in `attention_backward`; lse includes the sink.
     sink : (nheads,) float
     dtype : float dtype
         As in `attention`.
+
+    Returns
+    -------
+    (nheads,) dtype
     """
     lse, delta, sink = (np.asarray(x, dtype) for x in (lse, delta, sink))
     # Without a key and with a sink of -inf, lse is -inf too.
     p = np.exp(sink - np.where(np.isneginf(lse), 0, lse))  # (nq, nheads)
-    # The value of the sink is 0: its dp is, and its ds is p (0 - delta).
+    # The value of the sink is 0, so its dp is 0, and its ds is p (0 - delta).
     return -(p * delta).sum(axis=0)
 
 
 def rounded(x: np.ndarray, wire: str) -> np.ndarray:
-    """Elements as they are after a way on the wire, (tokens, heads, headdim) in the dtype of x.
+    """Round a tensor as encoding for the wire and decoding do.
 
-    Block by block, as OCP's Microscaling Formats (MX) Specification v1.0 says it, section 6.3.
-    `wire`: one of `a2d_mpi.core.wire.FORMATS`.
+    Source: OCP Microscaling Formats (MX) Specification v1.0, section 6.3.
+
+    Parameters
+    ----------
+    x : (tokens, heads, headdim) float
+    wire : str
+        One of `a2d_mpi.core.wire.FORMATS`.
+
+    Returns
+    -------
+    (tokens, heads, headdim), dtype of x
     """
     form, result = FORMATS[wire], np.empty_like(x)
     exact = x.astype(np.float32).astype(np.float64)
@@ -158,15 +172,15 @@ def rounded(x: np.ndarray, wire: str) -> np.ndarray:
         scale = 1.0
         if form.blocks:
             largest = np.abs(block).max(axis=-1, keepdims=True)
-            exponent = np.frexp(largest)[1] - 1.0 - form.highest  # frexp is below 1
+            exponent = np.frexp(largest)[1] - 1.0 - form.highest  # frexp's mantissa is below 1
             scale = np.exp2(np.maximum(exponent, -127))
             scale[~np.isfinite(largest)] = np.nan
-        part = block / scale  # exact
-        last_place = np.exp2(np.maximum(np.frexp(part)[1] - 1, form.lowest) - form.mantissa)
-        part = np.rint(part / last_place) * last_place
+        scaled = block / scale  # exact
+        last_place = np.exp2(np.maximum(np.frexp(scaled)[1] - 1, form.lowest) - form.mantissa)
+        scaled = np.rint(scaled / last_place) * last_place
         if form.blocks:
-            part = np.clip(part, -form.largest, form.largest)
-        result[..., first : first + part.shape[-1]] = part * scale
+            scaled = np.clip(scaled, -form.largest, form.largest)
+        result[..., first : first + scaled.shape[-1]] = scaled * scale
     return result
 
 
@@ -181,7 +195,7 @@ def _logits(
     softmax_scale: float,
     logit_softcap: float | None,
 ) -> tuple[np.ndarray, np.ndarray | float]:
-    """Logits, -inf where hidden, and their derivatives by the scaled products of q and k."""
+    """Return the logits, -inf where hidden, and their derivatives by the scaled q k^T."""
     s, slope = (q @ k.T) * q.dtype.type(softmax_scale), 1.0  # (nq, nk)
     if logit_softcap is not None:
         cap = q.dtype.type(logit_softcap)

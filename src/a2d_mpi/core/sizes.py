@@ -1,4 +1,4 @@
-"""Grids of ranks, the heads that fit them, and the work of a problem."""
+"""Grids of ranks, the division of heads among them, and the work of a problem."""
 
 from __future__ import annotations
 
@@ -9,37 +9,43 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-# MPI counts are ints and some transports fail beyond 2 GiB: larger tensors go in several messages.
+# MPI counts are ints, and some transports fail beyond 2 GiB: larger tensors are sent in pieces.
 MAX_MESSAGE = 1 << 30  # bytes
 
 
 class UnlikeRanks(ValueError):
-    """Ranks whose steps are not the same: their schedules are not written all at once."""
+    """Context-parallel groups have different programs where the same program was expected."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks as rows x cols Ulysses groups of `heads` ranks each, and their places in the machine.
+    """A grid of rows x cols Ulysses groups of `heads` ranks each, and the world rank of each rank.
 
     Parameters
     ----------
     rows, cols, heads : int
-        R, C and U.  The grid rank of (r, c, u) is ``(r C + c) U + u``; the U ranks of a head
-        group share the heads.  Rings take the positions (r, c) one after the other; a double ring
-        has R outer steps over inner rings of C positions.
+        R, C and U.  The grid rank of (r, c, u) is ``(r C + c) U + u``.  The U ranks of a Ulysses
+        group share the heads.  Rings take the positions (r, c) one after the other.  A double
+        ring has R outer steps over inner rings of C positions.
     order : str
         A permutation of "rcu": the axes from the slowest to the fastest varying world rank.
         Nodes hold consecutive world ranks.
     block : (int, int)
-        Rows and columns of the blocks of the grid whose ranks are neighbours: inside a block the
-        world ranks follow each other, row by row; `order` is that of the blocks and the heads.
+        Rows and columns of the blocks into which the grid is divided.  The world ranks of a block
+        are consecutive, row by row.  `order` then orders blocks and heads.
     nodes : tuple of int, optional
         Node of every grid rank, for methods whose schedules depend on it; see `on_nodes`.
         None: every rank is alone on its node.
     stream : bool
-        Whether one side of a tile is streamed through two buffers, for methods that can.
+        Whether one side of a tile is streamed through two buffers, if the method can do that.
     distribution : str, optional
-        Of the tokens, if the planner has chosen one.
+        Distribution of the tokens, if the planner has chosen one.
+
+    Raises
+    ------
+    ValueError
+        If a size is below 1, the order is no permutation, the blocks do not divide the grid, or
+        the number of nodes is not the number of ranks.
     """
 
     rows: int
@@ -64,21 +70,21 @@ class Layout:
 
     @property
     def positions(self) -> int:
-        """R C, the positions of the grid: ranks of a context-parallel group."""
+        """Number of grid positions, R C: the ranks of a context-parallel group."""
         return self.rows * self.cols
 
     @property
     def size(self) -> int:
-        """P = R C U."""
+        """Number of ranks, P = R C U."""
         return self.positions * self.heads
 
     @property
     def numbering(self) -> str:
-        """The order and, after a slash, the blocks if they are larger than a rank: "rcu/2x2"."""
+        """Text of `order` and, if blocks are larger than one rank, of `block`: "rcu/2x2"."""
         return self.order + f"/{self.block[0]}x{self.block[1]}" * (self.block != (1, 1))
 
     def world_ranks(self) -> np.ndarray:
-        """World rank of every grid rank, (P,) int64."""
+        """Return the world rank of every grid rank, (P,) int64."""
         br, bc = self.block
         sizes = {"r": self.rows // br, "c": self.cols // bc, "u": self.heads}
         ranks = np.arange(self.size).reshape([*(sizes[axis] for axis in self.order), br, bc])
@@ -86,12 +92,18 @@ class Layout:
         return ranks.transpose(r, 3, c, 4, u).ravel()
 
     def nodes_of_group(self, head: int | None = None) -> tuple[int, ...] | None:
-        """Nodes of the ranks of a context-parallel group; None: of every group.
+        """Return the node of every rank of a context-parallel group; None without `nodes`.
+
+        Parameters
+        ----------
+        head : int, optional
+            Number of the group.  Default: the nodes that all groups have in common, with the
+            nodes of a group numbered from its first rank on.
 
         Raises
         ------
         UnlikeRanks
-            If that is asked of all groups, and they differ.
+            If no group is given, and the groups are divided among nodes in different ways.
         """
         if self.nodes is None:
             return None
@@ -99,13 +111,13 @@ class Layout:
         if head is not None:
             return tuple(groups[head].tolist())
         names = [np.unique(x, return_index=True, return_inverse=True)[1:] for x in groups]
-        found = {tuple(first[inverse].tolist()) for first, inverse in names}
-        if len(found) > 1:
+        divisions = {tuple(first[inverse].tolist()) for first, inverse in names}
+        if len(divisions) > 1:
             raise UnlikeRanks("the context-parallel groups are not divided among the nodes alike")
-        return found.pop()
+        return divisions.pop()
 
     def on_nodes(self, node: Sequence[int] | np.ndarray) -> Layout:
-        """The layout with the node of every world rank, whatever the nodes are called."""
+        """Return the layout with nodes, from a number for the node of every world rank."""
         _, first, names = np.unique(
             np.asarray(node)[self.world_ranks()], return_index=True, return_inverse=True
         )
@@ -114,7 +126,7 @@ class Layout:
 
 
 def squarest(ranks: int) -> tuple[int, int]:
-    """Rows and columns of a grid of so many ranks: as square as it can be, rows <= columns."""
+    """Return rows and columns of the most nearly square grid of `ranks`; rows <= columns."""
     rows = next(r for r in range(math.isqrt(ranks), 0, -1) if ranks % r == 0)
     return rows, ranks // rows
 
@@ -125,11 +137,11 @@ def check_memory(what: str, nbytes: int, sharing: int = 1) -> None:
     Parameters
     ----------
     what : str
-        The arrays, in the plural.
+        Name of the arrays, in the plural, for the message.
     nbytes : int
-        Bytes of these on one rank.
+        Bytes of the arrays on one rank.
     sharing : int
-        Ranks that share the memory of the node, and need as much each.
+        Number of ranks that share the memory of the node.  Each needs `nbytes`.
 
     Raises
     ------
@@ -145,7 +157,7 @@ def check_memory(what: str, nbytes: int, sharing: int = 1) -> None:
 
 
 def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:
-    """Give the reason that a head axis of that length cannot divide the heads; None if it can."""
+    """Return the reason why `heads` ranks cannot share the heads; None if they can."""
     group = nheads // nheads_kv
     if nheads % heads:
         return f"{heads} does not divide {nheads} heads"
@@ -158,11 +170,21 @@ def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:
 def flops(
     area: int, nheads: int, headdim: int, backward: bool = False, headdim_v: int | None = None
 ) -> int:
-    """Floating point operations of attention over `area` visible pairs.
+    """Return the floating-point operations of attention over `area` visible pairs.
 
-    Two products a pair and head forward, five backward: of 2 headdim operations logits, dq and dk;
-    of 2 headdim_v (default: headdim) out, dv and the gradient of probabilities.  Exponentials are
-    not counted.
+    Each pair and head takes two products forward and five backward.  The products for the logits,
+    dq and dk take 2 headdim operations each.  The products for out, dv and the gradient of the
+    probabilities take 2 headdim_v operations each.  Exponentials are not counted.
+
+    Parameters
+    ----------
+    area : int
+        Visible (query, key) pairs.
+    nheads, headdim : int
+        Query heads, and elements of a head.
+    backward : bool
+    headdim_v : int, optional
+        Elements of a head of v.  Default: headdim.
     """
     values = headdim if headdim_v is None else headdim_v
     products = 3 * headdim + 2 * values if backward else headdim + values

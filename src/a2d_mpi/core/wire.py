@@ -1,12 +1,13 @@
-"""Narrow formats in which tensors may travel: bfloat16, and two MX formats of blocks.
+"""Narrow formats of tensors in messages: bfloat16, and two MX formats with scaled blocks.
 
-Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5 and 6.3.  32 elements share a
-scale, a power of two in a byte (E8M0): the exponent of the largest of them, less the exponent of
-the largest element of the format.  Elements are rounded to the nearest, ties to even, and beyond
-the largest element to it.  A NaN or an infinity makes its block NaN, by the scale 255.
+Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5 and 6.3.  A block of 32
+elements shares a scale, a power of two in a byte (E8M0).  Its exponent is the exponent of the
+block's largest element minus the exponent of the format's largest element.  Elements are rounded
+to the nearest value, ties to even, and clipped to the format's largest element.  A NaN or an
+infinity makes its whole block NaN, by the scale 255.
 
-Blocks lie in one head of one token, whose last block may be shorter.  So heads can be taken apart,
-and an array that was decoded has the same bytes when it is encoded again.
+A block lies inside one head of one token, whose last block may be shorter.  So heads can be
+separated.  Encoding a decoded array again gives the same bytes.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ import numpy as np
 
 BLOCK = 32  # elements that share a scale
 NAN = 255  # the scale of a block that is NaN
-_ROWS = 1 << 14  # elements encoded at a time, which stay in the cache: 2 times faster than all
+# Elements encoded at a time: they stay in the cache, which is 2 times faster than all at once.
+_AT_ONCE = 1 << 14
 
 
 class Format(NamedTuple):
-    """A format of the wire; its place in `FORMATS` is its number in kernels.cu.
+    """A format of messages; its place in `FORMATS` is its number in kernels.cu.
 
     Attributes
     ----------
     bits : int
-        Of an element.
+        Bits of an element.
     mantissa : int
         Bits of the mantissa.
     lowest, highest : int
-        Exponents of the smallest normal and of the largest element.
+        Exponents of the smallest normal element and of the largest element.
     largest : float
         The largest element.
     error : float
-        Largest error of an element that is at least ``2 ** lowest`` times the scale, relative to
-        the element.
+        Largest relative error of an element that is at least ``2 ** lowest`` times the scale.
     blocks : bool
         Whether blocks share a scale.
     """
@@ -51,11 +52,11 @@ class Format(NamedTuple):
 
     @property
     def floor(self) -> float:
-        """Largest error of a smaller element, in units of the largest of its block."""
+        """Largest error of a smaller element, relative to the largest element of its block."""
         return self.blocks * 2.0 ** (self.lowest - self.mantissa - 1 - self.highest)
 
     def width(self, elements: int) -> int:
-        """Bytes of so many elements of one head."""
+        """Return the bytes of one head of `elements` elements."""
         return -(-elements * self.bits // 8) + self.blocks * -(-elements // BLOCK)
 
 
@@ -64,11 +65,11 @@ FORMATS = {
     "mxfp8": Format(8, 3, -6, 8, 448.0, 2**-3),  # E4M3; from 480 to 512 the error is up to 64
     "mxfp4": Format(4, 1, 0, 2, 6.0, 2**-2),  # E2M1; from 7 to 8 the error is up to 2
 }
-_POWERS = np.ldexp(np.float32(1), np.arange(-127, 128))  # of two, from the exponent -127 on
+_POWERS = np.ldexp(np.float32(1), np.arange(-127, 128))  # powers of two, from 2**-127 on
 
 
 def _elements(form: Format) -> np.ndarray:
-    """The values of all codes of an element, (2 ** bits,) float32."""
+    """Return the values of all codes of an element, (2 ** bits,) float32."""
     codes = np.arange(1 << (form.bits - 1))
     exponent, mantissa = codes >> form.mantissa, codes & ((1 << form.mantissa) - 1)
     values = mantissa + (exponent > 0) * (1 << form.mantissa)
@@ -79,7 +80,7 @@ def _elements(form: Format) -> np.ndarray:
 
 
 _E4M3, _E2M1 = (_elements(FORMATS[x]) for x in ("mxfp8", "mxfp4"))
-# By byte, the elements that it holds; the first of a pair is in the low half.
+# The elements that each byte holds; the first element of a pair is in the low half.
 _VALUES = {
     "mxfp8": _E4M3[:, None],
     "mxfp4": np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1),
@@ -88,23 +89,23 @@ _SCALES = np.append(_POWERS[:NAN], np.float32(np.nan))
 
 
 def encode(to: np.ndarray, x: np.ndarray, name: str) -> None:
-    """Encode arrays.
+    """Encode an array.
 
     Parameters
     ----------
     to : (tokens, heads, bytes) uint8
-        The elements of a head, then the scales of its blocks; ``Format.width`` bytes.
+        Receives the elements of each head, then the scales of its blocks: ``Format.width`` bytes.
     x : (tokens, heads, elements) float
-        Rounded to float32 first.
+        The array; it is rounded to float32 first.
     name : str
         One of `FORMATS`.
     """
     if name == "bfloat16":
         to.view(ml_dtypes.bfloat16)[...] = x
         return
-    step = max(1, _ROWS // max(1, x[:1].size))
-    for i in range(0, len(x), step):
-        _encode(to[i : i + step], x[i : i + step], FORMATS[name])
+    tokens = max(1, _AT_ONCE // max(1, x[:1].size))
+    for i in range(0, len(x), tokens):
+        _encode(to[i : i + tokens], x[i : i + tokens], FORMATS[name])
 
 
 def _encode(to: np.ndarray, x: np.ndarray, form: Format) -> None:
@@ -113,14 +114,14 @@ def _encode(to: np.ndarray, x: np.ndarray, form: Format) -> None:
     padded[..., :elements] = x
     bits = padded.view(np.int32).reshape(*x.shape[:2], blocks, BLOCK)
     signs = (bits < 0).reshape(padded.shape)
-    bits &= 0x7FFFFFFF  # absolute values, which are ordered as integers
-    exponent = bits.max(axis=-1, keepdims=True) >> 23  # 127 more than it is
+    bits &= 0x7FFFFFFF  # absolute values, which have the same order as integers
+    exponent = bits.max(axis=-1, keepdims=True) >> 23  # with float32's bias of 127
     scale = np.where(exponent == 255, NAN, np.maximum(exponent - form.highest, 0))
     values = bits.view(np.float32)
     values *= _POWERS[254 - np.minimum(scale, 254)]
     np.minimum(values, np.float32(form.largest), out=values)
     np.copyto(values, 0, where=scale == NAN)
-    # In units of the last place the values are integers; a carry goes to the exponent.
+    # In units of the last place the values are integers; a carry increments the exponent.
     place = np.maximum((bits >> 23) - 127, form.lowest)
     values *= _POWERS[127 + form.mantissa - place]
     codes = np.rint(values, out=values).astype(np.uint8)
@@ -134,17 +135,26 @@ def _encode(to: np.ndarray, x: np.ndarray, form: Format) -> None:
 
 
 def decode(to: np.ndarray, x: np.ndarray, name: str) -> None:
-    """Decode arrays: the opposite of `encode`."""
+    """Decode an array: the inverse of `encode`.
+
+    Parameters
+    ----------
+    to : (tokens, heads, elements) float
+        Receives the array.
+    x : (tokens, heads, bytes) uint8
+    name : str
+        One of `FORMATS`.
+    """
     if name == "bfloat16":
         to[...] = x.view(ml_dtypes.bfloat16)
         return
     elements, blocks = to.shape[2], -(-to.shape[2] // BLOCK)
-    step = max(1, _ROWS // max(1, to[:1].size))
-    for i in range(0, len(x), step):
-        part = x[i : i + step]
-        values = np.zeros((*part.shape[:2], blocks * BLOCK), np.float32)
-        found = _VALUES[name][part[..., :-blocks]].reshape(*part.shape[:2], -1)
-        values[..., :elements] = found[..., :elements]
-        scaled = values.reshape(*part.shape[:2], blocks, BLOCK)
-        scaled *= _SCALES[part[..., -blocks:]][..., None]
-        to[i : i + step] = values[..., :elements]
+    tokens = max(1, _AT_ONCE // max(1, to[:1].size))
+    for i in range(0, len(x), tokens):
+        encoded = x[i : i + tokens]
+        values = np.zeros((*encoded.shape[:2], blocks * BLOCK), np.float32)
+        unscaled = _VALUES[name][encoded[..., :-blocks]].reshape(*encoded.shape[:2], -1)
+        values[..., :elements] = unscaled[..., :elements]
+        scaled = values.reshape(*encoded.shape[:2], blocks, BLOCK)
+        scaled *= _SCALES[encoded[..., -blocks:]][..., None]
+        to[i : i + tokens] = values[..., :elements]

@@ -1,6 +1,6 @@
 """Devices, which hold arrays: the memory of this process, or a GPU.
 
-The arrays that the caller passes decide: NumPy in, NumPy out; CuPy in, CuPy out.
+The caller's arrays decide on the device: NumPy in, NumPy out; CuPy in, CuPy out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from a2d_mpi.devices.protocol import Device
 
 
 def device_of(x: object) -> Device:
-    """The device of the array `x`; TypeError if it is no NumPy or CuPy array."""
+    """Return the device of an array; raise TypeError if `x` is no NumPy or CuPy array."""
     if type(x).__module__.split(".")[0] == "cupy":
         from a2d_mpi.devices.cuda import Cuda
 

@@ -1,7 +1,7 @@
 """CuPy arrays on an NVIDIA GPU: the device, and the compilation and launch of its kernels.
 
-CuPy holds memory, streams and events.  All arithmetic is in kernels/kernels.cu: nothing depends on
-the dtypes that CuPy can compute with.  Everything is queued on the caller's current CuPy stream.
+CuPy provides memory, streams and events.  All arithmetic is in kernels/kernels.cu, so CuPy need
+not compute with the dtypes of tensors.  Everything is queued on the caller's current CuPy stream.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Cuda:
     Attributes
     ----------
     capability : (int, int)
-        Compute capability.
+        Compute capability, major and minor.
     description : str
         The GPU's name.
     """
@@ -53,12 +53,12 @@ class Cuda:
         self.capability = divmod(number, 10)
         properties = cupy.cuda.runtime.getDeviceProperties(index)
         self.description = properties["name"].decode()
-        # Beside the kernels: one to the device, one from it, so that neither waits for the other.
+        # Copies run beside the kernels.  Each direction has a stream, so that neither waits.
         self._uploads, self._downloads = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
 
     @staticmethod
     def current() -> Cuda:
-        """The GPU that is current in CuPy."""
+        """Return the GPU that is current in CuPy."""
         return _device(cupy.cuda.Device().id)
 
     def owns(self, x: object) -> bool:
@@ -88,22 +88,25 @@ class Cuda:
             return
         self.put_all([(to, x, add)])
 
-    def put_all(self, parts: Sequence[tuple[Array, Array, bool]]) -> None:
-        """Put or add up to three x to their `to`, (to, x, add), each (..., heads, headdim).
+    def put_all(self, puts: Sequence[tuple[Array, Array, bool]]) -> None:
+        """Copy or add up to three arrays in one launch.
 
-        Where `to` has fewer heads it gets the sums of their groups, the opposite of
-        `repeat_heads`.  All x have one dtype.
+        Parameters
+        ----------
+        puts : sequence of (to, x, add)
+            Arrays (..., heads, headdim), as in `put`.  All x have one dtype.  If `to` has fewer
+            heads than x, it gets the sums of groups of heads, the inverse of `repeat_heads`.
         """
-        tensor = min((y.dtype for part in parts for y in part[:2]), key=lambda x: x.itemsize)
+        tensor = min((y.dtype for put in puts for y in put[:2]), key=lambda x: x.itemsize)
         arrays, groups, ends, rows = [], [], [], 0
-        for to, x, add in (*parts, *[parts[-1]] * (3 - len(parts))):
+        for to, x, add in (*puts, *[puts[-1]] * (3 - len(puts))):
             arrays += [to, int(to.dtype != tensor), int(not add), x]
             groups.append(x.size // to.size if to.size else 1)
-        for to, _, _ in parts:
+        for to, _, _ in puts:
             rows += math.prod(to.shape[:2])
             ends.append(np.int64(rows))
         ends = [*ends, *ends[-1:] * 2][:2]
-        wide_from, headdim = int(parts[0][1].dtype != tensor), math.prod(parts[0][0].shape[2:])
+        wide_from, headdim = int(puts[0][1].dtype != tensor), math.prod(puts[0][0].shape[2:])
         self._rows("put_rows", tensor, *arrays, wide_from, *groups, *ends, (rows, 1, headdim))
 
     def encode(self, to: Array, x: Array, wire: str) -> None:
@@ -140,10 +143,12 @@ class Cuda:
         self._rows("add_sink", out.dtype, out, lse, sink, len(sink), out.shape)
 
     def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
-        found = cupy.empty(sink.shape, sink.dtype)
-        self.zero(found)
-        self._rows("sink_gradient", lse.dtype, lse, delta, sink, found, lse.shape[::-1], outer=1)
-        return found
+        gradient = cupy.empty(sink.shape, sink.dtype)
+        self.zero(gradient)
+        self._rows(
+            "sink_gradient", lse.dtype, lse, delta, sink, gradient, lse.shape[::-1], outer=1
+        )
+        return gradient
 
     def delta(self, dout: Array, out: Array) -> Array:
         delta = cupy.empty(out.shape[:2], compute_dtype(out.dtype))
@@ -156,17 +161,25 @@ class Cuda:
     def out_and_stats(
         self, dout: Array, delta: Array, out: Array, lse: Array, stats: Array, places: Array
     ) -> None:
-        """Set each row of `out` to the multiple of dout with ``rowsum(dout * out) = delta``.
+        """Set `out` and `stats` as cuDNN's backward pass takes them.
 
-        And `stats` to lse with heads first, query after query as `places` says, (3, queries)
-        int64: which query (-1: +inf), where its first head goes, and how far the next is.
+        Parameters
+        ----------
+        dout, out : (tokens, nheads, headdim)
+            Each row of `out` is set to the multiple of dout with ``rowsum(dout * out) = delta``.
+        delta, lse : (tokens, nheads)
+        stats : float array
+            Receives lse with heads first, one query after the other.
+        places : (3, queries) int64
+            For each query of `stats`: its row of lse (-1: +inf is written), the place of its first
+            head in `stats`, and the distance from one head to the next.
         """
         n, nheads = places.shape[1], lse.shape[1]
         given = dout, delta, out, lse, stats, *places, n, nheads
         self._rows("out_and_stats", dout.dtype, *given, dout.shape)
 
     def transpose(self, to: Array, x: Array) -> None:
-        """Set ``to = x.T`` for two-dimensional arrays of a compute dtype."""
+        """Set ``to = x.T`` for two-dimensional arrays of an accumulation dtype."""
         turned = x.shape[0] < x.shape[1]
         shape = x.shape[::-1] if turned else x.shape
         self._rows("transpose", x.dtype, to, x, int(turned), shape, outer=1)
@@ -189,12 +202,12 @@ class Cuda:
         return cupy.cuda.get_elapsed_time(start, end) / 1e3
 
     def done(self, event: Any) -> bool:
-        """Tell whether the device has reached an event.
+        """Return True if the device has reached an event.
 
         Raises
         ------
         CUDARuntimeError
-            If a kernel or copy has failed; the event would never be reached.
+            If a kernel or copy has failed, so that the device will never reach the event.
         """
         status = cupy.cuda.runtime.eventQuery(event.ptr)  # `event.done` hides a failure
         if status not in (SUCCESS, NOT_READY):
@@ -202,14 +215,14 @@ class Cuda:
         return status == SUCCESS
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        """Page-locked host memory, as bytes."""
+        """Allocate page-locked host memory, (nbytes,) uint8."""
         return np.frombuffer(cupy.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
     def copy(self, to: Array, x: Array, after: Any = None) -> Any:
-        """Start copying bytes between pinned host memory and the device, beside the kernels.
+        """Start copying bytes between page-locked host memory and the device, beside kernels.
 
-        The copy, and those of its direction that are started later, wait for the event `after`, if
-        one is given.  Returns the event of its end.
+        If the event `after` is given, this copy and all later copies in its direction wait for it.
+        Return the event of the copy's end.
         """
         stream = self._uploads if isinstance(x, np.ndarray) else self._downloads
         if after is not None:
@@ -231,7 +244,10 @@ class Cuda:
         grid: tuple,
         *args: Any,
     ) -> None:
-        """Launch "forward", "backward_q" or "backward_kv" of kernels.cu."""
+        """Launch the kernel "forward", "backward_q" or "backward_kv" of kernels.cu.
+
+        `args` are the arguments of the kernel, and `grid` its number of thread blocks.
+        """
         padded = -(-headdim // LANES) * LANES
         rows = BLOCK_ROWS * padded * (1 if name == "forward" else 2)
         shared = (rows + LANES * (padded + 1)) * compute_dtype(dtype).itemsize
@@ -254,7 +270,7 @@ class Cuda:
 
 
 def _types(to: Array, x: Array) -> tuple[np.dtype, int, int]:
-    """The narrower of both dtypes, and for each array 1 if its dtype is the wider one."""
+    """Return the narrower dtype, and for each array 1 if its dtype is the wider one, else 0."""
     tensor = min(to.dtype, x.dtype, key=lambda dtype: dtype.itemsize)
     return tensor, int(to.dtype != tensor), int(x.dtype != tensor)
 

@@ -15,7 +15,7 @@ from a2d_mpi.devices.protocol import Array
 
 
 class Host:
-    """NumPy arrays; see `a2d_mpi.devices.protocol.Device` for the methods."""
+    """The device of NumPy arrays; see `a2d_mpi.devices.protocol.Device` for the methods."""
 
     name = "cpu"
     description = None
@@ -54,7 +54,7 @@ class Host:
         formats.decode(to, x, wire)
 
     def take(self, to: Array, x: Array, order: Array) -> None:
-        # mode: with the default, NumPy fills a copy of `out` first.
+        # With the default mode, "raise", NumPy fills a copy of `to` first.
         np.take(x, order, 0, to, "clip")
 
     def add_at(self, to: Array, x: Array, order: Array) -> None:
@@ -88,7 +88,7 @@ class Host:
         return time.perf_counter()
 
     def after(self, mark: Any) -> None:
-        pass  # all is done
+        pass  # nothing is queued on the host
 
     def seconds(self, start: Any, end: Any) -> float:
         return end - start

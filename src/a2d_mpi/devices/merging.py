@@ -1,4 +1,4 @@
-"""Merging of the results of several calls, by the user."""
+"""Merging of the results of several calls of plans, for users."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     ----------
     parts : sequence of (out, lse)
         Results of `AttentionPlan.forward` on this rank for the same queries, NumPy or CuPy arrays:
-        out (n, nheads, headdim) and lse (n, nheads).  A sink may count in one part.
+        out (n, nheads, headdim) and lse (n, nheads), in nats.  A sink may count in one part.
 
     Returns
     -------
     out : (n, nheads, headdim), dtype of the parts
         Attention over all keys, in a new array; 0 in rows that are masked in all parts.
     lse : (n, nheads), dtype of the parts
-        -inf in rows that are masked in all parts.
+        Log-sum-exp in nats; -inf in rows that are masked in all parts.
 
     Raises
     ------
@@ -32,10 +32,9 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
 
     Notes
     -----
-    `AttentionPlan.backward` of each part takes this out and lse in place of the part's own: it
-    returns the gradients that the keys of the part contribute.  dq is the sum over the parts.
-    The sums run in the accumulation dtype and in the order of the parts: see
-    `a2d_mpi.core.merge.merge`.
+    Pass this out and lse to `AttentionPlan.backward` of each part, in place of the part's own.
+    It returns the gradients that the keys of the part contribute.  dq is the sum over the parts.
+    Parts are merged in their order, in the accumulation dtype (`a2d_mpi.core.merge.merge`).
     """
     kinds = {(out.shape, out.dtype, lse.shape, lse.dtype) for out, lse in parts}
     if len(kinds) != 1:
@@ -53,7 +52,7 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     device.put(lse, device.contiguous(parts[0][1]))
     device.zero(compensation)
     for others in parts[1:]:
-        device.put(part, device.contiguous(others[0]))  # a copy: merging takes it as scratch
+        device.put(part, device.contiguous(others[0]))  # a copy, as merging overwrites it
         device.merge(out, lse, compensation, part, device.contiguous(others[1]))
     if dtype != wide:
         device.put(part, out)

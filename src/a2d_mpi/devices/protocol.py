@@ -1,4 +1,4 @@
-"""The protocol of a device: memory, and all operations on arrays but attention itself."""
+"""The protocol of a device: memory, and all operations on arrays except attention itself."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from typing import Any, Protocol
 
 import numpy as np
 
-Array = Any  # numpy.ndarray or cupy.ndarray: the package works without the latter
+Array = Any  # numpy.ndarray or cupy.ndarray; the package works without CuPy
 
 
 class Device(Protocol):
-    """A place for arrays: `a2d_mpi.devices.host.Host` or `a2d_mpi.devices.cuda.Cuda`.
+    """A device: `a2d_mpi.devices.host.Host` or `a2d_mpi.devices.cuda.Cuda`.
 
     Attributes
     ----------
-    name : str
-        "cpu" or "gpu".
+    name : {"cpu", "gpu"}
     description : str or None
-        The device's own name; None on the host, as `a2d_mpi.experiments.origin` finds the CPU's.
+        The name of the GPU.  None on the host: `a2d_mpi.experiments.origin` finds the CPU's name.
     """
 
     name: str
     description: str | None
 
     def owns(self, x: object) -> bool:
-        """Tell whether `x` is an array of this device."""
+        """Return True if `x` is an array of this device."""
 
     def empty(self, shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> Array:
-        """New C-contiguous array; its contents are undefined."""
+        """Return a new C-contiguous array; its contents are undefined."""
 
     def contiguous(self, x: Array) -> Array:
-        """`x`, or a C-contiguous copy."""
+        """Return `x` itself or a C-contiguous copy of it."""
 
     def upload(self, x: np.ndarray) -> Array:
         """Copy a NumPy array to this device."""
@@ -39,19 +38,19 @@ class Device(Protocol):
         """Copy an array of this device to a NumPy array."""
 
     def finite(self, x: Array, lowest: bool = False) -> bool:
-        """Tell whether no element is NaN or infinite; `lowest`: -inf is allowed."""
+        """Return True if no element is NaN or infinite; with `lowest`, -inf is allowed."""
 
     def zero(self, x: Array) -> None:
         """Fill with zeros."""
 
     def put(self, to: Array, x: Array, add: bool = False) -> None:
-        """Copy (or add) `x` to `to`, of the same shape and of any dtype of tensors."""
+        """Copy (or add) `x` to `to`, which has the same shape and any dtype of tensors."""
 
     def encode(self, to: Array, x: Array, wire: str) -> None:
-        """Encode (tokens, heads, elements) as bytes: see `a2d_mpi.core.wire.encode`."""
+        """Encode (tokens, heads, elements) as bytes, see `a2d_mpi.core.wire.encode`."""
 
     def decode(self, to: Array, x: Array, wire: str) -> None:
-        """Decode bytes, the opposite of `encode`."""
+        """Decode bytes, the inverse of `encode`."""
 
     def take(self, to: Array, x: Array, order: Array) -> None:
         """Set ``to[i] = x[order[i]]``; `order` is int64 and on this device."""
@@ -63,10 +62,10 @@ class Device(Protocol):
         """Set ``to[order[i]] = x[i]``; no index occurs twice."""
 
     def take_heads(self, to: Array, x: Array, first: int) -> None:
-        """Copy heads of x, from `first` on, to all of `to`; both (tokens, heads, elements)."""
+        """Copy heads of x, from `first` on, to `to`; both are (tokens, heads, elements)."""
 
     def put_heads(self, to: Array, x: Array, first: int, add: bool = False) -> None:
-        """Copy (or add) all heads of x to heads of `to`, from `first` on; both of one dtype."""
+        """Copy (or add) all heads of x to heads of `to`, from `first` on; both have one dtype."""
 
     def merge(self, out: Array, lse: Array, compensation: Array, out2: Array, lse2: Array) -> None:
         """Merge (out2, lse2) into (out, lse): see `a2d_mpi.core.merge.merge`."""
@@ -75,19 +74,19 @@ class Device(Protocol):
         """Merge a sink into (out, lse): see `a2d_mpi.core.merge.add_sink`."""
 
     def sink_gradient(self, lse: Array, delta: Array, sink: Array) -> Array:
-        """Gradient of a sink, (nheads,): see `a2d_mpi.core.merge.sink_gradient`."""
+        """Compute the gradient of a sink, (nheads,): see `a2d_mpi.core.merge.sink_gradient`."""
 
     def delta(self, dout: Array, out: Array) -> Array:
-        """``rowsum(dout * out)``, (tokens, nheads) in the compute dtype."""
+        """Compute ``rowsum(dout * out)``, (tokens, nheads) in the accumulation dtype."""
 
     def subtract(self, delta: Array, dlse: Array, lse: Array) -> None:
         """Subtract dlse from delta where lse is not -inf; all (tokens, nheads)."""
 
     def mark(self) -> Any:
-        """Point in time at which all work queued on this device so far is done."""
+        """Return a mark: the time at which all work queued so far on this device is done."""
 
     def after(self, mark: Any) -> None:
-        """Let what is queued from now on begin after a mark, whatever stream it was made on."""
+        """Let work that is queued from now on begin after a mark, which may be of any stream."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Seconds between two marks; waits for the second."""
+        """Wait for the mark `end`; return the seconds from `start` to `end`."""

@@ -1,1 +1,1 @@
-"""The bodies of the programs in drivers/: measurement, checks, result files, command line."""
+"""The programs of drivers/: measurement, checks, result files, command line."""

@@ -1,4 +1,4 @@
-"""The job of drivers/bench.py: methods x grids x workloads, checked, timed in turn, kept."""
+"""The program of drivers/bench.py: check and time methods x grids x workloads, and write them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SPANS = ("all", "picked", "none")  # the planner's; they are most of a file
 
 
 def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Run what a file lacks, workload by workload; returns the exit code.
+    """Run the configurations that a file lacks, workload by workload; return the exit code.
 
-    If a rank dies, and MPI goes on, the others note it in the file, and the program ends: plans
-    on fewer ranks could not be compared with those that are there.
+    If a rank dies and MPI goes on, the other ranks note it in the file, and the program ends.
+    It does not go on, because plans on fewer ranks could not be compared with earlier results.
     """
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
     failures, running, grids = Failures(comm, []), [], {}
@@ -48,7 +48,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             failures.forget(work_comm)
             return code
     except RanksLost as error:
-        for grid in grids.values():  # ranks may wait in any of them
+        for grid in grids.values():  # ranks may wait in any grid
             grid.failures.revoke()
         if shrunk(comm).rank == 0:
             for name in add_lost(args.output, prepared[1], running, error.ranks):
@@ -64,7 +64,7 @@ def _bench(
     grids: dict[tuple, ProcessGrid],
     running: list[str],
 ) -> int:
-    """As `bench`; `running` gets the names of the configurations that are under way."""
+    """Run `bench` on a communicator; `running` holds the configurations that are under way."""
     sweep, settings, machine, done = prepared
     together(comm, lambda: [block[0].case.name for block in sweep])  # nodes read mask files, too
     device, trace = open_device(comm, args.device), Trace(comm, args.trace) if args.trace else None
@@ -82,7 +82,7 @@ def _bench(
             bar.set_description(block[0].case.name)
             running[:] = [c.name for c in block]
             runs = _checked(comm, block, args, device, grids, bar)
-            # Only now, when nothing of it can be refused any more, there is a file.
+            # The file is made only now, when all checks of the options have passed.
             together(comm, lambda: add_results(args.output, settings, {}), on=0)
             if trace:
                 for c, run in runs.items():
@@ -98,8 +98,8 @@ def _bench(
             together(comm, lambda new=results: add_results(args.output, settings, new), on=0)
             if comm.rank == 0:
                 passed &= all(result.passed for result in results.values())
-                found = [summarise(x, [phase]) for x in results.values() for phase in phases_of(x)]
-                bar.write(table(found))
+                rows = [summarise(x, [phase]) for x in results.values() for phase in phases_of(x)]
+                bar.write(table(rows))
     passed = comm.bcast(passed)
     if comm.rank == 0:
         print(f"written to {args.output}" + "; A CHECK FAILED" * (not passed), flush=True)
@@ -109,7 +109,7 @@ def _bench(
 
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
-    """Blocks of configurations, settings, machine, and what is done; on one rank."""
+    """Return configurations by workload, settings, machine, and earlier results; on one rank."""
     check_trace(args.trace)
     machine = read_machine(args.profile) if args.profile else None
     masks = [f"{FILE}{args.mask_file}"] if args.mask_file else args.masks
@@ -125,7 +125,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     names = ("trials", "warmup", "seed", "device", "kernel", "transfers", "threads")
     settings = {name: getattr(args, name) for name in names}
     settings["machine"] = machine.name if machine else "none"
-    # Predictions and picks of one file are those of one profile, whatever its name.
+    # All predictions and picks of a file must come from the same profile, whatever its name.
     settings["profile"] = f"{crc32(to_toml(machine).encode()):08x}" if machine else "none"
     return sweep, settings, machine, start_benchmark(args.output, settings, args.resume)
 
@@ -144,10 +144,10 @@ def _checked(
     options = {x: getattr(args, x) for x in ("kernel", "transfers", "threads")}
     for c in block:
         plan = plan_of(comm, c, grids, **options)
-        tokens = plan.tokens.tobytes()  # plans whose shards are the same share their inputs
-        known = inputs.get(tokens)
+        tokens = plan.tokens.tobytes()  # plans with the same shards share their inputs
+        earlier = inputs.get(tokens)
         inputs[tokens] = together(
-            comm, lambda x=plan, y=known: y or random_inputs(x, args.backward, args.seed)
+            comm, lambda x=plan, y=earlier: y or random_inputs(x, args.backward, args.seed)
         )
         runs[c] = Measurement(plan, inputs[tokens], args.backward, device)
         for _ in range(max(1, args.warmup)):
@@ -164,7 +164,7 @@ def _result(
     machine: Machine | None,
     origin: Mapping[str, object],
 ) -> Result | None:
-    """The result of a plan that was timed, on rank 0."""
+    """Return the result of a timed plan on rank 0, None on other ranks."""
     run.finish()
     options = {x: getattr(args, x) for x in ("check", "trials", "warmup", "seed", "threads")}
     config = {

@@ -23,7 +23,7 @@ from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.experiments.trace import COMMUNICATION, COMPUTE, Slice, Trace, check_trace
-from a2d_mpi.gpt.apart import attention_grid, open_apart, part_of, step_traffic_apart
+from a2d_mpi.gpt.apart import attention_grid, open_apart, step_traffic_apart, weights_of_rank
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
@@ -31,8 +31,9 @@ from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.steps import step_traffic
 
 SCHEMA = ("a2d_mpi decoding", 1)
-# Of a step's seconds; cpu is of attention's, and wait, for other ranks, of merge's and other's.
-PARTS = ("attention", "merge", "other", "cpu", "wait")
+# Parts of a step's seconds.  "cpu" is a part of attention; "wait", for other ranks, is a part of
+# "merge" and "other".
+DECODE_PARTS = ("attention", "merge", "other", "cpu", "wait")
 BOUND = 1e-4  # largest error of attention, relative to its largest value
 SIZES = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "block", "heads")
 SIZES += ("micro_batches", "trials", "seed")
@@ -40,7 +41,7 @@ Split = tuple[int, int]
 
 
 def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Measure all contexts on all numbers of ranks; returns the exit code."""
+    """Measure all contexts on all numbers of ranks; return the exit code."""
     config = together(comm, lambda: _validated(comm, args))
     what = (
         f"{config.parameters} parameters (--layers, --width) and the cache of {args.requests} "
@@ -63,9 +64,9 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             if grid:
                 grid.free()
             part.Free()
-        together(comm, lambda: None, on=0)  # the other ranks sleep until then
+        together(comm, lambda: None, on=0)  # ranks that do not take part sleep until then
     if trace:
-        for section in trace.sections:  # of fewer ranks
+        for section in trace.sections:  # empty lists for ranks that did not take part
             section += [[]] * (comm.size - len(section))
         together(comm, trace.write, on=0)
     if args.output:
@@ -85,7 +86,7 @@ def _measured(
     context: int,
     trace: Trace | None,
 ) -> dict[str, Entry]:
-    """Groups of steps after a context of random keys and values, checked and timed."""
+    """Check and time steps after a context of random keys and values; return groups of a file."""
     names, ranks = list(range(args.requests)), split[0] if split else comm.size
     label, positions = f"{split[0]}+{split[1]}" if split else comm.size, ranks // args.heads
     decoder = _decoder(comm, grid, split, config, args)
@@ -99,7 +100,7 @@ def _measured(
     shape = args.requests, config.nheads, config.headdim
     q = np.random.default_rng(args.seed).standard_normal(shape, np.float32)
     out = decoder.attention.attend(config.layers - 1, names, q) if grid else None
-    spent = decoder.attention.seconds if grid else dict.fromkeys(PARTS, 0.0)
+    spent = decoder.attention.seconds if grid else dict.fromkeys(DECODE_PARTS, 0.0)
     seconds, sent = [], set()
     for _ in range(args.trials + 1):
         before, counted = dict(spent), decoder.sent
@@ -113,7 +114,7 @@ def _measured(
         parts = {x: y - before[x] for x, y in spent.items()}
         parts["other"] = total - parts["attention"] - parts["merge"]
         parts["wait"] = sum(end - begin for what, begin, end in log if what == "wait")
-        seconds.append([parts[x] for x in PARTS])
+        seconds.append([parts[x] for x in DECODE_PARTS])
         sent.add(tuple(b - a for a, b in zip(counted, decoder.sent)))
     if split:
         at = comm.rank, (positions, args.heads), split[1]
@@ -124,8 +125,8 @@ def _measured(
     off = comm.allreduce(off, op=MPI.MAX)
     nbytes = comm.allreduce(decoder.cache.nbytes if grid else 0, op=MPI.MAX)
     counts = np.array([*max(sent), *predicted])
-    comm.Allreduce(MPI.IN_PLACE, counts, MPI.MAX)  # those of the rank that sends most
-    of_ranks = comm.gather(seconds[1:])  # the first one warms up
+    comm.Allreduce(MPI.IN_PLACE, counts, MPI.MAX)  # counts of the rank that sends most
+    of_ranks = comm.gather(seconds[1:])  # the first step is the warm-up
     decoder.free()
     if trace:
         slices = comm.gather(_slices(log, start, total, f"{label} ranks, {context} tokens"))
@@ -137,7 +138,7 @@ def _measured(
         f"{what}_{x}": int(n)
         for (what, x), n in zip(product(("sent", "predicted"), kinds), counts)
     }
-    attributes |= {"cache_bytes": nbytes, "parts": PARTS, "attention_ranks": ranks}
+    attributes |= {"cache_bytes": nbytes, "parts": DECODE_PARTS, "attention_ranks": ranks}
     checks = {
         "out": _checked(config, args, context, q, out),
         "traffic": Check(float(off), 0.0, comm.size),
@@ -155,11 +156,11 @@ def _decoder(
     config: GPTConfig,
     args: argparse.Namespace,
 ) -> Decoder:
-    """A decoder of random weights, and no limit of room."""
+    """Make a decoder with random weights and unlimited room."""
     weights = Parameters(config, initial(config, args.seed, "float32"))
     if not split:
         return Decoder(grid, weights, [1 << 30] * grid.group_comm.size, args.block)
-    weights = Parameters(config, *part_of(weights, comm.rank, split))
+    weights = Parameters(config, *weights_of_rank(weights, comm.rank, split))
     rooms = [1 << 30] * (split[0] // args.heads)
     return open_apart(
         comm, grid, split, weights, rooms, args.block, micro_batches=args.micro_batches
@@ -169,16 +170,16 @@ def _decoder(
 def _slices(
     log: Sequence[tuple[str, float, float]], start: float, total: float, name: str
 ) -> list[Slice]:
-    """A step in a trace: what this rank computed for each micro-batch, and its waits."""
-    found = [Slice(COMPUTE, name, "total", 0.0, total, {})]
+    """Make the slices of a step: this rank's computing for each micro-batch, and its waits."""
+    slices = [Slice(COMPUTE, name, "total", 0.0, total, {})]
     for what, begin, end in log:
         thread, part = (COMMUNICATION, what) if what == "wait" else (COMPUTE, "compute")
-        found.append(Slice(thread, what, part, begin - start, end - start, {}))
-    return found
+        slices.append(Slice(thread, what, part, begin - start, end - start, {}))
+    return slices
 
 
 def _keys(config: GPTConfig, seed: int, *which: int) -> np.ndarray:
-    """Random keys and values, (2, tokens, Hkv, D), of a context, request and layer."""
+    """Draw random keys and values, (2, tokens, Hkv, D), of a context, request and layer."""
     shape = 2, which[0], config.nheads_kv, config.headdim
     return np.random.default_rng([seed, *which]).standard_normal(shape, np.float32)
 
@@ -196,9 +197,11 @@ def _checked(
 
 
 def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
-    """Print the table: medians over the trials; returns the exit code."""
+    """Print the table, medians over the trials; return the exit code."""
     print(f"{args.requests} requests, {args.layers} layers; milliseconds of a step, medians")
-    rows = [["ranks", "context", "step", *PARTS, "wait %", "sent bytes", "messages", "cache MB"]]
+    rows = [
+        ["ranks", "context", "step", *DECODE_PARTS, "wait %", "sent bytes", "messages", "cache MB"]
+    ]
     failed = []
     for name, entry in entries.items():
         _, ranks, context, *check = name.split("/")
@@ -207,7 +210,7 @@ def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
             seconds = 1e3 * entry.arrays["seconds"]  # (trials, ranks, parts)
             step = np.median(seconds[..., :3].sum(axis=2).max(axis=1))
             parts = np.median(seconds.mean(axis=1), axis=0)
-            waits = np.median(seconds[..., 4] / seconds[..., :3].sum(axis=2), axis=0)  # of ranks
+            waits = np.median(seconds[..., 4] / seconds[..., :3].sum(axis=2), axis=0)  # (ranks,)
             kinds = np.split(100 * waits, [a["attention_ranks"]])
             shares = " + ".join(f"{x.mean():.0f}" for x in kinds if len(x))
             numbers = [*(f"{x:.2f}" for x in (step, *parts)), shares]

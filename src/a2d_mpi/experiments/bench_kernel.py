@@ -1,4 +1,4 @@
-"""The table of drivers/bench_kernel.py: kernels, and torch's attention, side by side."""
+"""The table of drivers/bench_kernel.py: kernels and torch's attention side by side."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from a2d_mpi.experiments.timing import in_turn
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
 from a2d_mpi.masks.patterns import make_mask
 
-MASKS = ("full", "causal")  # that torch has
+MASKS = ("full", "causal")  # masks that torch has
 # Largest errors relative to the largest value of a tensor.
 BOUNDS = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-BACKENDS = ("CUDNN", "FLASH", "EFFICIENT")  # torch's, on a GPU
+BACKENDS = ("CUDNN", "FLASH", "EFFICIENT")  # backends of torch on a GPU
 # Options of the driver, by device.
 DEFAULTS = {
     "cpu": {
@@ -44,7 +44,7 @@ DEFAULTS = {
 
 
 def shape(text: str) -> tuple[int, int, int]:
-    """A type of options: seqlen, heads and headdim."""
+    """Parse an option that is a shape: seqlen, heads and headdim, as 4096x4x128."""
     try:
         seqlen, nheads, headdim = map(int, text.split("x"))
         AttentionConfig(seqlen, nheads, headdim).check_room(1)
@@ -54,7 +54,7 @@ def shape(text: str) -> tuple[int, int, int]:
 
 
 def bench_kernel(args: argparse.Namespace) -> int:
-    """Print a line for each shape, mask, phase and kernel; returns the exit code."""
+    """Print a line for each shape, mask, phase and kernel; return the exit code."""
     for name, value in DEFAULTS[args.device].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -62,7 +62,7 @@ def bench_kernel(args: argparse.Namespace) -> int:
         check_output(args.output, SCHEMA)
     for name in args.kernels:
         check_kernel(name, as_dtype(args.dtype))
-    problems = []  # all are checked before the first one runs
+    problems = []  # all options are checked before the first kernel runs
     for sizes, text in product(args.shapes, args.masks):
         config = AttentionConfig(*sizes, args.nheads_kv, dtype=args.dtype)
         problems.append((config, text, make_mask(text, config.seqlen)))
@@ -83,11 +83,11 @@ def bench_kernel(args: argparse.Namespace) -> int:
             tile = Tile(*sizes, mask, args.dtype, device)
             calls, error = {}, 0.0
             for kernel in (_kernel(name, tile) for name in args.kernels):
-                found = tile.calls(kernel)
+                by_phase = tile.calls(kernel)
                 for phase in PHASES:
-                    found[phase]()
-                error = float(np.max([error, tile.error()]))  # NaN stays
-                calls |= {f"{phase}/{kernel.name}": found[phase] for phase in PHASES}
+                    by_phase[phase]()
+                error = float(np.max([error, tile.error()]))  # unlike max(), it keeps NaN
+                calls |= {f"{phase}/{kernel.name}": by_phase[phase] for phase in PHASES}
             if torch is not None and text in MASKS:
                 calls |= _torch_calls(torch, tile, text == "causal")
             of = f"{config.seqlen}x{config.nheads}x{config.headdim}/{text}"
@@ -108,7 +108,7 @@ def bench_kernel(args: argparse.Namespace) -> int:
 
 
 def _device(name: str) -> Device:
-    """The GPU, or one core of the host, the same one for all that is timed."""
+    """Return the GPU, or the host, after binding this process to one core."""
     if name == "gpu":
         from mpi4py import MPI
 
@@ -128,7 +128,7 @@ def _kernel(name: str, tile: Tile) -> Kernel:
 
 
 def _torch(device: Device) -> ModuleType | None:
-    """The module torch; None, and a line that says why, if there is nothing to compare with."""
+    """Return the module torch; print why and return None if there is nothing to compare with."""
     try:
         import torch
     except ImportError:
@@ -136,14 +136,14 @@ def _torch(device: Device) -> ModuleType | None:
         return None
     if device is HOST:
         torch.set_num_threads(1)
-    elif not torch.cuda.is_available():  # its build for CPUs
+    elif not torch.cuda.is_available():  # torch may be built for CPUs only
         print("torch has no GPU: nothing to compare with")
         return None
     return torch
 
 
 def _torch_calls(torch: ModuleType, tile: Tile, causal: bool) -> dict[str, Callable[[], None]]:
-    """Calls of torch on the same numbers, by phase and backend, where the backend takes them."""
+    """Return calls of torch on the same numbers, by phase, for each backend that takes them."""
     ways = {"torch": nullcontext}
     if tile.device is not HOST:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -154,7 +154,7 @@ def _torch_calls(torch: ModuleType, tile: Tile, causal: bool) -> dict[str, Calla
     options = {"is_causal": causal}
     if tile.q.shape[1] != tile.k.shape[1]:
         options["enable_gqa"] = True
-    # As integers: NumPy and CuPy have no bfloat16 of their own.
+    # As integers, because NumPy and CuPy cannot export bfloat16.
     tensors = (
         torch.from_dlpack(x.view(f"i{x.dtype.itemsize}")).view(dtype)
         for x in (tile.q, tile.k, tile.v, tile.dout)
@@ -194,12 +194,12 @@ def _torch_calls(torch: ModuleType, tile: Tile, causal: bool) -> dict[str, Calla
 def _print_speeds(times: Entry, of: str) -> None:
     """Print a line for each phase and implementation of a shape and mask ("shape/mask").
 
-    The speed in the median, and its ratios to that under the full mask, if this was timed before,
-    and to that of torch's fastest backend.
+    The line has the median speed and two ratios: to the speed under the full mask, if it was timed
+    before, and to the speed of torch's fastest backend.
     """
-    found, (shape, mask) = kernel_speeds(times), of.split("/", 1)
+    speeds, (shape, mask) = kernel_speeds(times), of.split("/", 1)
     for phase in PHASES:
-        here, full = found[f"{of}/{phase}"], found.get(f"{shape}/full/{phase}", {})
+        here, full = speeds[f"{of}/{phase}"], speeds.get(f"{shape}/full/{phase}", {})
         torch = max((x for name, x in here.items() if name.startswith("torch")), default=None)
         for name, speed in here.items():
             unit, size = ("TFLOP/s", 1) if speed >= 1 else ("GFLOP/s", 1e-3)

@@ -5,8 +5,8 @@
     /                       attributes: schema, schema_version, origin
     /config                 attributes: options
     /runs/<plan>/<tokens>   attributes: passed, error/<tensor>, bound/<tensor>
-        seconds             (trials, ranks, phases) of calls: forward, backward
-        wait                (trials, ranks, phases) of these, waiting for messages
+        seconds             (trials, ranks, phases) seconds of calls: forward, backward
+        wait                (trials, ranks, phases) seconds of these in waits for messages
         sent                (ranks, phases) bytes of a call
 """
 
@@ -38,14 +38,15 @@ from a2d_mpi.masks.patterns import make_mask
 
 SCHEMA = ("a2d_mpi linear attention", 1)
 LINEAR = {"lasp2": "gather", "lasp": "ring"}  # plans of linear attention, and their `states`
-BOUNDS = {"float32": 1e-4, "float64": 1e-10}  # of errors, relative to the largest value
+BOUNDS = {"float32": 1e-4, "float64": 1e-10}  # largest errors, relative to the largest value
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
 def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure all plans at all lengths; returns the exit code."""
     together(comm, lambda: args.output and check_output(args.output, SCHEMA), on=0)
-    token = 8 * args.nheads * args.headdim  # bytes of one in float64: copies, features, gradients
+    token = 8 * args.nheads * args.headdim  # bytes of a token in float64
+    # 30 arrays: copies, features, gradients.
     most = -(-max(args.seqlens) // comm.size)
     check_room(comm, f"{max(args.seqlens)} tokens (--seqlens) on one rank", 30 * token * most)
     grid, origin, entries = ProcessGrid(comm, *squarest(comm.size)), origin_of(comm), {}
@@ -62,17 +63,17 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 def _measured(grid: ProcessGrid, args: argparse.Namespace, name: str, seqlen: int) -> Entry | None:
-    """One plan at one length; on rank 0.  The first call is checked, and timed as all."""
+    """Measure one plan at one length; return its entry on rank 0.  The first call is checked."""
     comm, seconds, wait = grid.comm, [], []
     plan = _plan(grid, args, name, seqlen)
     tensors = random_inputs(plan, True, args.seed)
     for trial in range(args.trials):
-        found = _called(plan, tensors)
+        results = _called(plan, tensors)
         seconds.append([plan.timings[f"{phase}/total"] for phase in PHASES])
         wait.append([plan.timings[f"{phase}/wait"] for phase in PHASES])
         if trial == 0:
             counted = {key: sent for key, (sent, _) in plan.traffic.bytes.items()}
-            checks = _checked(plan, args, name, tensors | found)
+            checks = _checked(plan, args, name, tensors | results)
     sent = [sum(n for key, n in counted.items() if key[0] == phase) for phase in PHASES]
     gathered = comm.gather((seconds, wait, sent))
     plan.free()
@@ -101,7 +102,7 @@ def _plan(
 def _called(
     plan: AttentionPlan | LinearAttention, tensors: dict[str, np.ndarray]
 ) -> dict[str, object]:
-    """Results of one call of each phase; with linear attention "lse" is what it keeps."""
+    """Call each phase once; return the results.  Linear attention has its `Kept` as "lse"."""
     q, k, v, dout = (tensors[x] for x in ("q", "k", "v", "dout"))
     plan.grid.comm.Barrier()
     out, lse = plan.forward(q, k, v)
@@ -115,7 +116,7 @@ def _checked(
     name: str,
     tensors: dict[str, object],
 ) -> dict[str, Check]:
-    """Checks of sampled rows, and of the counted bytes."""
+    """Check sampled rows, and the counted bytes."""
     comm, counted = plan.grid.comm, plan.traffic.bytes
     if name in LINEAR:
         checks = _check_linear(plan, args, tensors)
@@ -130,8 +131,8 @@ def _check_linear(
 ) -> dict[str, Check]:
     """Compare sampled rows with dense linear attention in float64.
 
-    Every rank adds up what its own tokens give the sampled ones.  The gradients of k and v depend
-    on out of all queries: they take the run's own.
+    Every rank computes the contributions of its own tokens to the sampled rows.  The gradients of
+    k and v depend on out of all queries, which is taken from the run.
     """
     config, comm, own = plan.config, plan.grid.comm, plan.tokens
     chosen = np.random.default_rng(args.seed).integers(0, config.seqlen, SAMPLE)
@@ -176,14 +177,14 @@ def _check_linear(
     for name, x in exact.items():
         x = x if name == "out" else x.swapaxes(0, 1)  # (rows, H, D)
         error = np.abs(t[name][np.searchsorted(own, tokens[mine])] - x[mine]).max(initial=0)
-        error = np.nan_to_num(error, nan=np.inf)  # the largest of a number and NaN may be either
+        error = np.nan_to_num(error, nan=np.inf)  # MPI's maximum of a number and NaN may be either
         bound = BOUNDS[plan.dtype.name] * float(np.abs(x).max())
         checks[name] = Check(float(comm.allreduce(error, MPI.MAX)), bound, len(tokens))
     return checks
 
 
 def _report(entries: dict[str, Entry]) -> int:
-    """Print the table: medians of the slowest rank; returns the exit code."""
+    """Print the table, medians of the slowest rank; return the exit code."""
     columns = ["plan", "tokens", "forward", "wait", "backward", "wait", "sent MB", "error"]
     rows, failed = [[*columns, ""]], False
     for name, entry in entries.items():

@@ -1,13 +1,14 @@
 """The job of drivers/bench_train.py: checks training steps by several plans, and times them.
 
-::
+The file::
 
     /                 attributes: schema, schema_version
     /runs/<name>      attributes: ranks, plan, model, predicted/<part>, predicted/memory, ...
-        seconds       (trials, ranks, parts) of steps; attribute parts
-        operator      (trials, ranks) of attention alone, forward and backward, once
-        sent          (ranks, 2) bytes of a step: of attention, of sums of gradients
-        activations   (ranks,) bytes at most in a step; attention's buffers are apart: buffers
+        seconds       (trials, ranks, parts) seconds of steps; attribute parts
+        operator      (trials, ranks) seconds of attention alone, forward and backward once
+        sent          (ranks, 2) bytes of a step: attention, sums of gradients
+        activations   (ranks,) peak bytes of a step without attention's buffers
+        buffers       (ranks,) bytes of attention's buffers
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.experiments.timing import turns
 from a2d_mpi.gpt.config import GPTConfig
-from a2d_mpi.gpt.cost import PARTS, activations, predict_step, training_bytes
+from a2d_mpi.gpt.cost import STEP_PARTS, activations, predict_step, training_bytes
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Batch
@@ -45,11 +46,11 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import candidate, duration
 from a2d_mpi.planning.profile import read_machine
 
-BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # of loss and gradients, relative
+BOUNDS = {"float32": 1e-5, "float64": 1e-10}  # largest relative errors of loss and gradients
 
 
 def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Measure what a file lacks; returns the exit code."""
+    """Measure the plans that a file lacks; return the exit code."""
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
     config, plans, machine, done = prepared
     ways = (False, True) if args.recompute else (False,)
@@ -66,7 +67,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     mask = plans[0].case.work().mask
     wanted = comm.bcast(_expected(weights, batch, mask) if comm.rank == 0 else None)
     moments = np.zeros((2, config.parameters), args.dtype)
-    # With a rate of 0 all plans may train the same weights.
+    # A learning rate of 0 keeps the weights, so that all plans can use the same ones.
     trainings = {x: Training(comm, weights, moments, recompute=x) for x in ways}
     grids: dict[tuple, ProcessGrid] = {}
     with threadpool_limits(args.threads):
@@ -90,7 +91,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
-    """Sizes, plans and machine, and the names of what a file has; on one rank."""
+    """Return sizes, plans, machine, and the names of earlier results; on one rank."""
     config = model_of(args, vocab=args.vocab, seqlen=args.seqlen)
     machine = read_machine(args.profile) if args.profile else None
     case = Case(
@@ -107,11 +108,12 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
 def _check_room(
     comm: MPI.Intracomm, config: GPTConfig, args: argparse.Namespace, ways: int
 ) -> None:
-    """Refuse sizes for which there is too little memory: of the steps, and of the reference."""
+    """Refuse sizes for which the steps or the reference need too much memory."""
     size, n = np.dtype(args.dtype).itemsize, args.seqlen
     state = training_bytes(config, 0, size)
     step = training_bytes(config, -(-n // comm.size), size) - state
-    # In float64: weights, gradients and activations of all tokens, and four N x N matrices a head.
+    # The reference in float64: weights, gradients, activations of all tokens, and four N x N
+    # matrices per head.
     wide = 8 * (2 * config.parameters + n * activations(config) + 4 * config.nheads * n * n)
     what = f"{config.parameters} parameters (--layers, --width, --vocab), {n} tokens (--seqlen)"
     check_room(comm, f"{what}: steps on one rank", ways * state + step)
@@ -125,7 +127,7 @@ def _batch(config: GPTConfig, seed: int) -> Batch:
 
 
 class _Textbook:
-    """Attention of one rank in float64, by its definition."""
+    """Attention by its definition, on one rank in float64."""
 
     def __init__(self, config: GPTConfig, mask: Mask) -> None:
         self.tokens = np.arange(config.seqlen)
@@ -140,7 +142,7 @@ class _Textbook:
 
 
 def _expected(weights: Parameters, batch: Batch, mask: Mask) -> tuple[float, np.ndarray]:
-    """Loss and gradient in float64 on this rank."""
+    """Compute loss and gradient in float64 on this rank."""
     config = weights.config
     wide = Parameters(config, weights.flat.astype("f8"))
     gradients = Parameters(config, np.zeros(config.parameters))
@@ -151,7 +153,7 @@ def _expected(weights: Parameters, batch: Batch, mask: Mask) -> tuple[float, np.
 
 @dataclass
 class _Run:
-    """A plan in a model, and what was measured."""
+    """A plan in a model, and its measurements."""
 
     configuration: Configuration
     recompute: bool
@@ -172,10 +174,10 @@ class _Run:
         return loss
 
     def check(self, wanted: tuple[float, np.ndarray], bound: float) -> None:
-        """Do a first step, check it, and count what it holds and sends."""
+        """Do a first step, check it, and count its memory and its bytes."""
         self.first = self.step()
         flat = self.training.gradients.flat
-        # Adam has clipped them: to the norm that the wanted ones are clipped to.
+        # Adam has clipped the gradients: clip the expected ones in the same way.
         norm = np.linalg.norm(wanted[1])
         gradient = wanted[1] * min(1.0, 1.0 / norm)
         self.errors = (
@@ -197,7 +199,7 @@ class _Run:
         self.operator.trial()
 
     def _activations(self) -> int:
-        """Bytes that loss and gradients allocate at most."""
+        """Return the peak bytes that loss and gradients allocate."""
         training = self.training
         tracemalloc.start()
         training.loss(self.plan, self.batch, len(self.batch.tokens), training.gradients)
@@ -206,7 +208,7 @@ class _Run:
         return largest
 
     def result(self, machine: Machine | None, origin: dict[str, object]) -> Steps | None:
-        """Attributes and arrays of all ranks, on the first; collective."""
+        """Return attributes and arrays of all ranks on rank 0, None on others.  Collective."""
         c, config = self.configuration, self.training.weights.config
         operator = [self.operator.seconds[f"{x}/total"] for x in self.operator.phases]
         gathered = self.comm.gather({
@@ -238,8 +240,8 @@ class _Run:
 
 
 def _report(measured: list[Steps]) -> None:
-    """Print the table: medians of the slowest rank; in brackets what was predicted."""
-    rows = [["plan", "step", *PARTS, "operator", "activations", "error", ""]]
+    """Print the table: medians of the slowest rank, with predictions in parentheses."""
+    rows = [["plan", "step", *STEP_PARTS, "operator", "activations", "error", ""]]
     for run in measured:
         a = run.attributes
         parts = [duration(x) for x in run.parts.values()]

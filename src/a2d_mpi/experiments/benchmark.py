@@ -1,17 +1,17 @@
-"""Files of many measurements, whole at any moment; the file of drivers/bench.py is one of them.
+"""Files of many measurements, such as the file of drivers/bench.py.
 
 ::
 
     /                 attributes: schema, schema_version
-    /settings         attributes: what is the same for all results (trials, seed, ...)
-    /lost/<name>      attributes: ranks that died before this result was there, and when
+    /settings         attributes that all results share (trials, seed, ...)
+    /lost/<name>      attributes: ranks that died before this result was written, and the time
     /runs/<name>      laid out as the root of a result file; see `a2d_mpi.experiments.results`
-    /figures/<name>   of bench_kernel.py.  Attributes: origin, options, "tflop/<call>": TFLOP of a
-                      call, ...
+    /figures/<name>   written by bench_kernel.py.  Attributes: origin, options, "tflop/<call>":
+                      TFLOP of a call, ...
         <call>        (trials,) seconds of each call
 
-Whenever results are added, an extended copy takes the place of the file.  Functions raise OSError
-and ValueError as those of `a2d_mpi.experiments.results` do.
+Results are added to a copy of the file, which then replaces it, so that the file is complete at
+any moment.  Functions raise OSError and ValueError as in `a2d_mpi.experiments.results`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SCHEMA = ("a2d_mpi benchmark", 1)
 
 
 def extends(path: str | os.PathLike[str], resume: bool, nbytes: int = 0) -> bool:
-    """Tell whether a file is there to be extended; nothing is written.
+    """Return whether a file exists and may be extended; nothing is written.
 
     Raises
     ------
     OSError
-        If a file of `nbytes` cannot be written there.
+        If a file of `nbytes` bytes cannot be written there.
     ValueError
-        If it exists and `resume` is false.
+        If the file exists and `resume` is false.
     """
     check_writable(path, nbytes)
     there = os.path.exists(path)
@@ -50,32 +50,32 @@ def extends(path: str | os.PathLike[str], resume: bool, nbytes: int = 0) -> bool
 def start_benchmark(
     path: str | os.PathLike[str], settings: Mapping[str, object], resume: bool
 ) -> dict[str, bool]:
-    """List the results that a file has; nothing is written.
+    """List the results of a file; nothing is written.
 
     Parameters
     ----------
     path : path
     settings : mapping
-        Of this run; the same for all results of a file.
+        Settings of this run, which all results of a file share.
     resume : bool
         Whether the file may exist.
 
     Returns
     -------
     dict of str to bool
-        By name of the results that are there: whether all checks passed.
+        By name of each result: whether all checks passed.
 
     Raises
     ------
     ValueError
-        If it exists and `resume` is false, or it was made with other settings.
+        If the file exists and `resume` is false, or it was made with other settings.
     """
     if not extends(path, resume):
         return {}
     with reading(path, SCHEMA) as file:
-        found = plain(needed(file, "settings").attrs)
-        for name in {**found, **settings}:
-            here, there = settings.get(name), found.get(name)
+        earlier = plain(needed(file, "settings").attrs)
+        for name in {**earlier, **settings}:
+            here, there = settings.get(name), earlier.get(name)
             if here != there:
                 raise ValueError(f"{path} was made with {name} {there}, not {here}")
         return {
@@ -90,7 +90,7 @@ def start_benchmark(
 def add_results(
     path: str | os.PathLike[str], settings: Mapping[str, object], results: Mapping[str, Result]
 ) -> None:
-    """Add results by name to what is there, or make the file; all of it, or nothing changes."""
+    """Add results by name to a file, or make the file; if writing fails, nothing changes."""
     there = os.path.exists(path)
     if there and not results:
         return
@@ -110,9 +110,10 @@ def add_lost(
     names: Iterable[str],
     ranks: Iterable[int],
 ) -> list[str]:
-    """Note which results are not there because ranks died, in the file, or in a new one.
+    """Note in a file which results are missing because ranks died; make the file if needed.
 
-    Returns their names: a rank may have died after some were written.
+    Return the names of these results.  Results that were written before the loss are not among
+    them.
     """
     add_results(path, settings, {})
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -125,19 +126,21 @@ def add_lost(
 
 
 def read_benchmark(path: str | os.PathLike[str]) -> dict[str, Result]:
-    """All results of a file, by name."""
+    """Read all results of a file, by name."""
     with reading(path, SCHEMA) as file:
         return {name: load(needed(file, f"runs/{name}")) for name in needed(file, "runs")}
 
 
 @dataclass
 class Entry:
-    """One measurement in a file of many: a group.
+    """One measurement in a file of many: a group of the file.
 
     Attributes
     ----------
     attributes : dict
+        Attributes of the group.
     arrays : dict of str to array
+        Datasets of the group.
     """
 
     attributes: dict[str, object]
@@ -150,9 +153,9 @@ def write_entries(
     entries: Mapping[str, Entry],
     extend: bool = True,
 ) -> None:
-    """Write groups by name ("/": the root) to a file; all of them, or nothing changes.
+    """Write groups by name ("/" is the root) to a file; if writing fails, nothing changes.
 
-    With `extend` to the file that is there, if one is, in place of earlier groups of these names.
+    With `extend` an existing file keeps its other groups; groups of the same names are replaced.
 
     Raises
     ------
@@ -173,20 +176,28 @@ def write_entries(
 def read_entries(
     path: str | os.PathLike[str], schema: tuple[str, int], parent: str = "runs"
 ) -> dict[str, Entry]:
-    """Groups in the group `parent` of a file, by name; OSError or ValueError if it has none."""
+    """Read the groups in the group `parent` of a file, by name.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be read, or has no such group.
+    ValueError
+        If the schema is wrong.
+    """
     with reading(path, schema) as file:
         groups = {name: needed(file, f"{parent}/{name}") for name in needed(file, parent)}
         return {name: Entry(plain(x.attrs), arrays(x)) for name, x in groups.items()}
 
 
 def kernel_speeds(times: Entry) -> dict[str, dict[str, float]]:
-    """TFLOP/s of bench_kernel.py in the median, by mask and phase, then by implementation.
+    """Compute median TFLOP/s of bench_kernel.py, by mask and phase, then by implementation.
 
-    The least work comes first.
+    The masks and phases with the least work come first.
     """
-    found: dict[str, dict[str, float]] = {}
+    speeds: dict[str, dict[str, float]] = {}
     for call, seconds in times.arrays.items():
         group, _, name = call.rpartition("/")
         if (work := times.attributes.get(f"tflop/{group}")) is not None:
-            found.setdefault(group, {})[name] = work / float(np.median(seconds))
-    return dict(sorted(found.items(), key=lambda x: (times.attributes[f"tflop/{x[0]}"], x[0])))
+            speeds.setdefault(group, {})[name] = work / float(np.median(seconds))
+    return dict(sorted(speeds.items(), key=lambda x: (times.attributes[f"tflop/{x[0]}"], x[0])))

@@ -1,6 +1,6 @@
-"""The job of drivers/calibrate.py: kernels, links, memory and Python measured on all ranks.
+"""The program of drivers/calibrate.py: measure kernels, links, memory and Python on all ranks.
 
-`a2d_mpi.planning.calibration` fits the profile to the seconds.
+`a2d_mpi.planning.calibration` fits the profile to the measured seconds.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.profile import read_machine, write_machine
 from a2d_mpi.schedules.problem import Workload
 
-# Queries, keys, nheads, nheads_kv, headdim, mask: few and many of each.
+# Queries, keys, nheads, nheads_kv, headdim, mask: small and large values of each.
 SHAPES = (
     (16, 16, 16, 16, 16, Full()),
     (16, 16, 2, 2, 64, Full()),
@@ -56,13 +56,13 @@ SHAPES = (
     (1024, 1024, 1, 1, 128, Full()),
     (1536, 1536, 2, 2, 32, Full()),
 )
-FLOOD = 32  # tiny messages posted together
-LARGEST = 16 << 20  # bytes of a message
-HOPS = 8  # large messages that follow each other
+FLOOD = 32  # number of tiny messages that are posted together
+LARGEST = 16 << 20  # bytes of the largest message
+HOPS = 8  # number of large messages one after the other
 
 
 def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Measure and write the profile; returns the exit code."""
+    """Measure and write the profile; return the exit code."""
     where = together(comm, lambda: _validated(args, Place(comm)))
     together(comm, lambda: check_writable(args.output, 1 << 16, read_machine), on=0)
     machine, notes = _measure(comm, args, where)
@@ -93,7 +93,7 @@ def _measure(
         for name in where.partners:
             links[name] = _link(comm, where, name, 0.15 * args.seconds)
         copy, merging = _memory_rates(comm, 0.05 * args.seconds)
-        # Until the last rank is on its way: a barrier right after another one.
+        # A barrier right after a barrier: seconds until the last rank has started.
         start = float(np.median(in_turn({"": comm.Barrier}, 20, comm)[""]))
         work, grid, ring = _tiny(comm, dtypes[0])
     machine = Machine(
@@ -114,7 +114,7 @@ def _measure(
 
 
 def _computed_by(dtypes: list[str], args: argparse.Namespace) -> str:
-    """Kernels by dtype, BLAS and its threads."""
+    """Return the text for `computed_by`: kernels by dtype, BLAS and its threads."""
     kernels = (f"{x}: {make_kernel(args.kernel, HOST, as_dtype(x), 1.0).name}" for x in dtypes)
     threads = "1 thread" if args.threads == 1 else f"{args.threads} threads"
     return f"{', '.join(kernels)}; {blas_name()[:100]}; {threads}"
@@ -134,11 +134,11 @@ def _validated(args: argparse.Namespace, where: Place) -> Place:
 def _kernels(
     comm: MPI.Intracomm, where: Place, dtype: str, args: argparse.Namespace, share: float
 ) -> tuple[dict[str, KernelModel], list[str]]:
-    """Kernels by phase, measured in a share of the time, and how far they can be trusted."""
+    """Measure kernels by phase in a share of the time; also return notes on the errors."""
     calls, repeats, samples = {}, {}, {}
     for phase, shape in product(PHASES, SHAPES):
         by_phase, samples[phase, shape] = _kernel_calls(dtype, shape, name=args.kernel)
-        # Long enough that ranks on one core have taken turns.
+        # Repeated for so long that ranks on one core have taken turns.
         once = _mean(comm, by_phase[phase])
         repeats[phase, shape] = n = min(200, max(1, math.ceil(0.02 / where.share / once)))
         calls[phase, shape] = lambda call=by_phase[phase], n=n: [call() for _ in range(n)]
@@ -156,7 +156,7 @@ def _kernels(
 def _kernel_calls(
     dtype: str, shape: tuple, poll: Callable | None = None, name: str = "auto"
 ) -> tuple[dict[str, Callable], Sample]:
-    """The calls of the kernel of that name by phase, and a sample of them without seconds."""
+    """Return the calls of a kernel by phase, and their `Sample` without seconds."""
     nq, nk, *heads, mask = shape
     tile = Tile(*shape, dtype)
     kernel = make_kernel(name, HOST, tile.q.dtype, tile.softmax_scale, poll)
@@ -166,9 +166,9 @@ def _kernel_calls(
 
 
 def _link(comm: MPI.Intracomm, where: Place, name: str, seconds: float) -> Link:
-    """All ranks send to the next rank or node, and get from the one before, at once.
+    """Measure a link: all ranks send to the next rank or node at once, and receive likewise.
 
-    Of many messages each goes to another rank, as in a gather: to one, TCP would join them.
+    Many messages go to different ranks, as in a gather.  TCP would join messages to one rank.
     """
     peers, buffers = where.partners[name], np.zeros((2, LARGEST), np.uint8)
 
@@ -181,12 +181,12 @@ def _link(comm: MPI.Intracomm, where: Place, name: str, seconds: float) -> Link:
         ]
 
     def hop(nbytes: int) -> float:
-        """Seconds of a message among others that follow each other, as in a ring."""
+        """Time a message in a row of messages, as in a ring; return seconds."""
         return _step(comm, lambda: MPI.Request.Waitall(post(nbytes)), HOPS, 3 * HOPS)
 
     hop(8)
     sizes, times = [8], [hop(8)]
-    # The first connects the ranks.
+    # The first one is not counted: it connects the ranks.
     posted = [_mean(comm, lambda: MPI.Request.Waitall(post(8, FLOOD))) for _ in range(6)][1:]
     while sizes[-1] < LARGEST and (len(sizes) < 2 or times[-1] < 0.002 * seconds):
         sizes.append(max(1 << 15, 4 * sizes[-1]))
@@ -194,24 +194,29 @@ def _link(comm: MPI.Intracomm, where: Place, name: str, seconds: float) -> Link:
     nbytes, taken = sizes[-1], times[-1]
     link = fit_link(sizes, times, (FLOOD, float(np.median(posted))))
     hidden, late = _busy(comm, post, nbytes, taken)
-    # All ranks of a node sent at once: what they share carries the sum.
+    # All ranks of a node sent at once, so their shared link carries the sum of their rates.
     rate = link.bandwidth * (where.ranks_per_node if name == "between" else 1)
     return replace(link, bandwidth=rate, latency=link.latency + late, hidden=hidden)
 
 
 def _busy(comm: MPI.Intracomm, post: Callable, nbytes: int, taken: float) -> tuple[float, float]:
-    """Behaviour of a link while its ranks compute.
+    """Measure a link while its ranks compute.
 
-    Returns the share of a large transfer that goes on while its ranks compute one and a half
-    times as long; and how much later, s, a message comes when they compute for a third of its
-    time, because nobody looks for it at once.
+    Returns
+    -------
+    float
+        `Link.hidden`: share of a large transfer that is hidden by one and a half times as much
+        computing.
+    float
+        Seconds by which a message is late when ranks compute for a third of its time, because no
+        rank looks for it at once.
     """
     calls, _ = _kernel_calls(
         "float32", (128, 128, 1, 1, 64, Full()), lambda: comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
     )
 
     def both(number: int, most: int) -> float:
-        """Seconds of a step that computes and transfers."""
+        """Time a step that computes and transfers; return seconds."""
 
         def step() -> None:
             requests = post(nbytes)
@@ -227,14 +232,14 @@ def _busy(comm: MPI.Intracomm, post: Callable, nbytes: int, taken: float) -> tup
     lost = both(number, 3) - max(number * once, taken)
     hidden = float(np.clip(1 - lost / min(number * once, taken), 0, 1))
     late = both(few, HOPS) - max(taken, few * once + (1 - hidden) * taken)
-    # Somebody looks after each kernel; what is more is time of a core that others took.
+    # A rank looks after each kernel call; any longer delay is due to other work on the core.
     return hidden, float(np.clip(late, 0, once))
 
 
 def _tiny(comm: MPI.Intracomm, dtype: str) -> tuple[Workload, float, float]:
-    """Forward passes on tiny shards: their workload, and seconds.
+    """Time forward passes on tiny shards; return their workload, and seconds of two methods.
 
-    On a grid of one column, where a rank gets all keys at once, and on a ring.
+    The methods are a grid of one column, in which a rank gets all keys at once, and a ring.
     """
     work = Workload(2 * comm.size, 2, 16, dtype=dtype)
     q, k, v = np.zeros((3, 2, work.nheads, work.headdim), as_dtype(dtype))
@@ -247,7 +252,7 @@ def _tiny(comm: MPI.Intracomm, dtype: str) -> tuple[Workload, float, float]:
 
 
 def _memory_rates(comm: MPI.Intracomm, seconds: float) -> tuple[float, float]:
-    """Bytes/s of copies, and of partial outs merged, by one rank."""
+    """Measure the bytes/s of copies, and of merged partial outs, by one rank."""
     rng = np.random.default_rng(0)
     out, out2 = (rng.standard_normal((16384, 4, 64), np.float32) for _ in range(2))
     lse, lse2 = (rng.standard_normal((16384, 4)).astype(np.float32) for _ in range(2))
@@ -261,25 +266,25 @@ def _memory_rates(comm: MPI.Intracomm, seconds: float) -> tuple[float, float]:
 
 
 def _mean(comm: MPI.Intracomm, action: Callable[[], object]) -> float:
-    """Seconds of `action`, the mean over the ranks."""
+    """Time `action`; return the mean of the seconds over the ranks."""
     return seconds_of(action, comm, operator.add) / comm.size
 
 
 def _step(comm: MPI.Intracomm, step: Callable[[], object], few: int, many: int) -> float:
-    """Seconds of one step among others, one after the other.
+    """Time one step in a row of steps; return seconds.
 
-    Not of the first ones: a link that was idle may let these pass at once.
+    The first `few` steps do not count, because a link that was idle may let them pass at once.
     """
 
     def seconds(number: int) -> float:
         return _mean(comm, lambda: [step() for _ in range(number)])
 
-    found = [seconds(many) - seconds(few) for _ in range(3)]
-    return max(float(np.median(found)) / (many - few), 1e-9)
+    differences = [seconds(many) - seconds(few) for _ in range(3)]
+    return max(float(np.median(differences)) / (many - few), 1e-9)
 
 
 def _rounds(comm: MPI.Intracomm, calls: Mapping[Any, Callable], seconds: float) -> np.ndarray:
-    """Seconds of calls on the slowest rank, again and again: (rounds, calls)."""
+    """Time calls again and again; return the seconds of the slowest rank, (rounds, calls)."""
     end, rounds = time.perf_counter() + seconds, []
     while not rounds or comm.bcast(time.perf_counter() < end):
         taken = in_turn(calls, 1, comm, warmup=0)

@@ -23,8 +23,7 @@ from a2d_mpi.experiments.options import (
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
-from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
-from a2d_mpi.gpt.cost import predict_step
+from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
 from a2d_mpi.planning.machine import Machine, one_line
 from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
 from a2d_mpi.planning.profile import parse_size, read_machine
@@ -32,7 +31,8 @@ from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.schedules.problem import Workload
 
-IDLE, IDLE_RANKS = 0.1, 256  # share of ranks that may be idle; of so many: larger ones take long
+# Share of ranks that may be idle, and most ranks for that: the search takes long for more.
+IDLE, IDLE_RANKS = 0.1, 256
 
 
 def add_problem(parser: Parser, ranks: int) -> None:
@@ -58,12 +58,12 @@ def add_problem(parser: Parser, ranks: int) -> None:
 
 
 def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
-    """The machine and the workload of the options of `add_problem`.
+    """Return the machine and the workload of the options of `add_problem`.
 
     Raises
     ------
     ValueError
-        If one of them does not make sense.
+        If an option is wrong, or the profile does not fit the options.
     OSError
         If the profile cannot be read.
     """
@@ -85,15 +85,15 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
             f"{args.ranks} ranks x {case.seqlen} tokens x {case.nheads} heads x {width}: "
             "the bytes that all receive are no 64-bit integer"
         )
-    machine.links(args.ranks)  # or say what it lacks
+    machine.links(args.ranks)  # raises an error if the profile lacks a link
     if args.dtype not in machine.kernels:
-        known = " or ".join(f"--dtype {one_line(x)}" for x in machine.kernels) or "another profile"
-        raise ValueError(f"{args.profile} has no kernel for {args.dtype}: give {known}")
+        fixes = " or ".join(f"--dtype {one_line(x)}" for x in machine.kernels) or "another profile"
+        raise ValueError(f"{args.profile} has no kernel for {args.dtype}: give {fixes}")
     return machine, case
 
 
 def plan(args: argparse.Namespace) -> int:
-    """Print the table; returns the exit code."""
+    """Print the table; return the exit code."""
     if args.gpt:
         if args.nheads or args.nheads_kv or args.headdim_v:
             raise ValueError("--gpt leaves no choice of --nheads, --nheads-kv and --headdim-v")
@@ -118,28 +118,28 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _print(
-    found: list[Candidate],
+    plans: list[Candidate],
     args: argparse.Namespace,
     machine: Machine,
     work: Workload,
     memory: int | None,
 ) -> None:
-    """The table, and what is not in it."""
+    """Print the table, and say which plans are not in it."""
     ranks = args.ranks
     room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"
     print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} a node, {room}"
           + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
     if machine.computed_by:
         print(f"kernels: {one_line(machine.computed_by)}")
-    fitting = [plan for plan in found if plan.fits]
+    fitting = [plan for plan in plans if plan.fits]
     bounds = sum(not plan.phases for plan in fitting)
     print(
         f"{len(fitting)} plans fit"
         + f", {bounds} of which are not simulated: they take at least (>=) as long as the first"
         * (bounds > 0)
-        + f", {len(found) - len(fitting)} do not" * (len(found) > len(fitting))
+        + f", {len(plans) - len(fitting)} do not" * (len(plans) > len(fitting))
     )
-    shown = found[: args.top or None]
+    shown = plans[: args.top or None]
     head = [
         "method",
         "grid",
@@ -151,26 +151,26 @@ def _print(
         "x bound",
         "memory",
     ]
-    rows = [[*head, ""], *(_row(plan, ranks, found[0]) for plan in shown)]
+    rows = [[*head, ""], *(_row(plan, ranks, plans[0]) for plan in shown)]
     print("\n" + aligned(rows, left=(0, 1, 2, len(head))))
-    if len(shown) < len(found):
-        print(f"... {len(found) - len(shown)} more: --top 0")
+    if len(shown) < len(plans):
+        print(f"... {len(plans) - len(shown)} more: --top 0")
     for heads in (x for x in range(2, ranks + 1) if ranks % x == 0):
         if why := misfit(work.nheads, work.nheads_kv, heads):
             print(f"no plan with {heads} ranks that share the heads: {why}")
 
 
 def _print_steps(
-    found: list[Candidate], machine: Machine, config: GPTConfig, args: argparse.Namespace
+    plans: list[Candidate], machine: Machine, config: GPTConfig, args: argparse.Namespace
 ) -> None:
-    """The training steps of a model by these plans."""
+    """Print the training steps of a model by these plans."""
     again = ", all but attention computed again" * args.recompute
     print(
         f"\ntraining steps of {args.gpt}{again}: {config.layers} layers of width {config.width}, "
         f"{config.parameters} parameters on every rank\n"
     )
     rows = [["method", "grid", "total", *STEP_PARTS, "tokens/s", "memory"]]
-    for plan in (x for x in found if x.phases):
+    for plan in (x for x in plans if x.phases):
         step = predict_step(machine, plan, config, args.seqlen, args.dtype, args.recompute)
         seconds = map(duration, (step.total, *step.seconds.values()))
         rate = f"{args.seqlen / step.total:.4g}"
@@ -179,7 +179,7 @@ def _print_steps(
 
 
 def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
-    """The cells of a plan: its figures, or bounds of them if it was not simulated."""
+    """Return the cells of a plan: its numbers, or their bounds if it was not simulated."""
     cells, used = [plan.method, _grid(plan), plan.layout.numbering], plan.layout.size
     if plan.phases:
         cells += map(duration, (plan.seconds, *plan.split.values()))

@@ -1,9 +1,9 @@
-"""Checks of a distributed run against float64, on its own ranks, without an N x N matrix anywhere.
+"""Checks of a distributed run against float64, on its own ranks and without any N x N matrix.
 
-The reference shares nothing with the algorithms: chosen query rows go to all ranks, each computes
-their dense attention over the keys that it owns in float64, and plain sums over all ranks give
-out, lse and dq.  The same is done once more in the precision of the run: twice the error of that
-plain computation, plus a term for rounding the inputs' products, bounds the error of the run.
+The reference shares no code with the algorithms.  Chosen query rows are sent to all ranks.  Each
+rank computes dense attention of these rows over its own keys, in float64.  Plain sums over all
+ranks then give out, lse and dq.  The same computation is repeated in the precision of the run.
+The bound of the run's error is twice the error of this second computation, plus a rounding term.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.results import Check
 from a2d_mpi.schedules import METHODS, roundings
 
-BLOCK = 64  # rows that are checked at a time
+ROWS = 64  # rows that are checked together
 
 
-@np.errstate(all="ignore")  # what overflows is found in the results, and fails
+@np.errstate(all="ignore")  # overflows show in the results and fail the check
 def check_attention(
     plan: AttentionPlan, tensors: Mapping[str, np.ndarray], rows: int | None = None, seed: int = 0
 ) -> dict[str, Check]:
@@ -42,32 +42,33 @@ def check_attention(
     ----------
     plan : AttentionPlan
     tensors : mapping of str to arrays
-        This rank's shards of q, k, v, out, lse; for the gradients also dout, dq, dk, dv.  With a
-        sink also "sink" and, for its gradient, "dsink", the share of this rank.
+        This rank's shards of q, k, v, out, lse, and for the gradients dout, dq, dk, dv.  With a
+        sink also "sink" and, for its gradient, "dsink" from this rank's tokens.
     rows : int, optional
         Number of sampled query rows (out, lse, dq) and, independently, of sampled key rows (dk,
         dv).  Default: all rows.  The first and the last token are always among them.
     seed : int
-        Of the sample, the same on all ranks.
+        Seed of the sample, the same on all ranks.
 
     Returns
     -------
     dict of str to Check
-        By tensor, the same on all ranks: the largest error of a checked element, infinite where
-        a value or the reference is not finite, and its bound, NaN where there is none.  Of a plan
-        with `wire` also the error against the tensors as given, but for dk and dv of a sample.
+        By tensor, the same on all ranks: the largest error of a checked element and its bound.
+        The error is infinite if a value or the reference is not finite.  The bound is NaN if
+        there is none.  For a plan with `wire`, the checks also have the errors against the tensors
+        before rounding, except for dk and dv of a sample.
 
     Notes
     -----
     out, lse and dq of a checked row are compared with exact values.  A row of dk or dv depends on
-    lse and delta of *every* query.  With all rows checked these are exact too; in a sample they
-    are the run's own (delta from its out), which the sampled query rows vouch for: an error of
-    lse is a relative one of all probabilities, and lse has no bound beyond a tenth of a nat.
+    lse and delta of *every* query.  If all rows are checked, these are exact, too.  In a sample
+    they are taken from the run (delta from its out).  The sampled query rows check them: an error
+    of lse is a relative error of all probabilities, and the bound of lse is at most 0.1.
 
-    A plan with `wire` is compared with exact values of the tensors rounded to that format (by
-    `reference.rounded`, which shares no code with the plan), and its gradients with those at its
-    own out: no bound is needed for what the rounding of q, k, v and dout does.  The rounding of
-    partial results widens the bounds: see `error_bounds`.
+    A plan with `wire` is compared with exact values of tensors that were rounded to this format by
+    `reference.rounded`, which shares no code with the plan.  Its gradients are compared with exact
+    gradients at its own out.  So the bounds need no term for the rounding of q, k, v and dout.
+    The rounding of partial results widens the bounds: see `error_bounds`.
     """
     local, wire, double = dict(tensors), plan.config.wire, np.dtype(np.float64)
     if "dsink" in local:
@@ -87,10 +88,10 @@ def check_attention(
         both = ((x, x) for x in exact)
     else:
         both = zip(exact, _reference(plan, local, rows, seed, plan.compute_dtype))
-    seen: dict[str, list[float]] = {}  # by tensor, of all blocks on this rank
+    seen: dict[str, list[float]] = {}  # by tensor: maxima over this rank's rows, number of rows
     for (name, where, value, terms), (_, _, same_precision, _) in both:
         computed, finite = local[name][where].astype(np.float64), np.isfinite(value)
-        # Only lse may be infinite, of a query that sees no key.
+        # Only lse may be infinite: -inf for a masked row.
         comparable = (finite | np.isneginf(value) if name == "lse" else finite).all()
         new = [
             _distance(computed, value) if comparable else math.inf,
@@ -119,33 +120,34 @@ def check_attention(
 def wire_errors(
     method: str, layout: Layout, config: AttentionConfig, terms: Mapping[str, float]
 ) -> dict[str, float]:
-    """Largest error of each result that the rounding of partial results may cause.
+    """Return a bound of each result's error by the rounding of partial results.
+
+    Each shard is cut into pieces.  The keys of a piece contribute to out and dq, its queries to dk
+    and dv.  A result is the sum of all contributions, and a partial result is a sum of some.  The
+    size of an element x of a contribution is ``(u |x| + f X) / (u + f)``, where X is the largest
+    element of its head, u is `Format.error` and f is `Format.floor`.
 
     Parameters
     ----------
     method, layout, config
-        Of the plan, with `wire`.
+        Method, layout and config of the plan; the config has a `wire`.
     terms : mapping of str to float
-        By result, the largest sum of the sizes of its parts: of the contributions of the keys
-        (for out and dq) or of the queries (for dk and dv) of every piece of every shard.  A
-        partial result is a sum of some of them.  The size of an element x of a part is
-        ``(u |x| + f X) / (u + f)``, X the largest of its head: u is `Format.error`, f
-        `Format.floor`.
+        By result, the largest sum over all contributions of their sizes.
 
     Returns
     -------
     dict of str to float
-        ``((1 + u + f)^h - 1) terms``: h is how often a result is rounded on its way
+        ``((1 + u + f)^h - 1) terms``, where h is the number of roundings of a result on its way
         (`a2d_mpi.schedules.roundings`).  One rounding adds at most u + f times the size of the
-        partial result to the error, and these sizes add up to the terms at most.
-        0 of lse, which is not rounded.
+        partial result to the error, and these sizes add up to at most `terms`.  0 for lse, which
+        is not rounded.
     """
-    found, form = {}, FORMATS[config.wire]
+    errors, form = {}, FORMATS[config.wire]
     for name, size in terms.items():
         kind = {"dk": "dkv", "dv": "dkv"}.get(name, name)
         h = roundings(method, layout, kind) if config.rounds(name, accumulated=True) else 0
-        found[name] = ((1 + form.error + form.floor) ** h - 1) * size
-    return found
+        errors[name] = ((1 + form.error + form.floor) ** h - 1) * size
+    return errors
 
 
 def _reference(
@@ -156,20 +158,20 @@ def _reference(
     kind: np.dtype,
     own_out: bool = True,
 ) -> Iterator[tuple[str, np.ndarray | slice, np.ndarray, np.ndarray]]:
-    """The results of dense attention in one precision, block after block.  Collective.
+    """Compute dense attention in one precision, some rows after the others.  Collective.
 
-    `own_out`: of a plan with `wire`, the gradients are those at the run's own out.
+    With `own_out`, gradients of a plan with `wire` are computed at the run's own out.
 
     Yields
     ------
     name : str
-        Of a tensor.
+        Name of a tensor.
     where : indices
-        This rank's rows of it that are in the block.
+        Rows of this rank's shard.
     value : array
-        What these should be, rounded as the run's dtype keeps it; in float64: not rounded.
+        Expected values of these rows, rounded to the run's dtype; not rounded in float64.
     terms : array
-        Of a plan with `wire`, in float64: as `wire_errors` takes them.
+        For a plan with `wire` in float64, the terms that `wire_errors` takes.
     """
     comm, backward, sink = plan.grid.comm, "dq" in local, local.get("sink")
     sampled = rows is not None and rows < plan.seqlen
@@ -177,7 +179,7 @@ def _reference(
     options = {
         "softmax_scale": plan.softmax_scale,
         "dtype": kind,
-        # The run's kernel rounds factors, the reference does not.
+        # The run's kernel rounds the factors of products, the float64 reference does not.
         "products": None if double else plan.product_dtype,
         "logit_softcap": plan.logit_softcap,
     }
@@ -188,35 +190,36 @@ def _reference(
     def stored(x: np.ndarray) -> np.ndarray:
         return x if double else x.astype(plan.dtype).astype(kind)
 
-    # Of a plan with `wire`, the pieces of this rank's tokens of which partial results may be.
+    # A plan with `wire` may have partial results of these pieces of this rank's tokens.
     pieces, group = [slice(None)], 1
     if widens:
         cuts = METHODS[plan.method].cuts(plan.problem.cp_group(plan.grid.heads))
         ends = [0, *np.searchsorted(plan.tokens, cuts).tolist(), len(plan.tokens)]
         pieces, group = [slice(a, b) for a, b in pairwise(ends)], plan.nheads // plan.nheads_kv
 
-    def size(part: np.ndarray) -> np.ndarray:
-        """What `wire_errors` takes of a part: small elements are as far off as large ones."""
-        form, part = FORMATS[plan.config.wire], np.abs(part)
-        largest = part.max(axis=-1, keepdims=True)
-        return (form.error * part + form.floor * largest) / (form.error + form.floor)
+    def size(contribution: np.ndarray) -> np.ndarray:
+        """Return the size of a contribution, as `wire_errors` defines it."""
+        form, absolute = FORMATS[plan.config.wire], np.abs(contribution)
+        largest = absolute.max(axis=-1, keepdims=True)
+        return (form.error * absolute + form.floor * largest) / (form.error + form.floor)
 
-    def total(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The sum over pieces and ranks and, if it is used, the sum of sizes."""
-        value = _sum(comm, sum(parts))
-        return value, _sum(comm, sum(map(size, parts))) if widens else np.zeros_like(value)
+    def total(contributions: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Sum over pieces and ranks; also sum the sizes, if they are used."""
+        value = _sum(comm, sum(contributions))
+        sizes = _sum(comm, sum(map(size, contributions))) if widens else np.zeros_like(value)
+        return value, sizes
 
     q, k, v, dout = (local.get(x) for x in ("q", "k", "v", "dout"))
-    if backward:  # those of the run, or in the end the exact ones
+    if backward:  # values of the run; if all rows are checked, exact values replace them
         own_lse = local["lse"].astype(np.float64)
         own_delta = (dout.astype(np.float64) * local["out"]).sum(axis=-1)
-    for tokens in _blocks(plan.seqlen, rows, seed):
+    for tokens in _samples(plan.seqlen, rows, seed):
         names = ("q", "dout", "out") if own_out else ("q", "dout")
         own, order, q_rows, *others = _share(plan, tokens, local, *names)
         visible = plan.mask.dense(tokens[order], plan.tokens)
         where = np.searchsorted(plan.tokens, tokens[order][own])
-        part, part_lse = reference.attention(q_rows, k, v, visible, **options)
-        out, lse = _merge(comm, part, part_lse, sink)
+        partial, partial_lse = reference.attention(q_rows, k, v, visible, **options)
+        out, lse = _merge(comm, partial, partial_lse, sink)
         out, terms = stored(out), np.zeros_like(out)
         if widens:
             shift = np.where(np.isneginf(lse), 0, lse)
@@ -242,11 +245,11 @@ def _reference(
                 own_lse[where], own_delta[where] = lse[own], delta[own]
     if not backward:
         return
-    for tokens in _blocks(plan.seqlen, rows, seed + 1):
+    for tokens in _samples(plan.seqlen, rows, seed + 1):
         own, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
         visible = plan.mask.dense(plan.tokens, tokens[order])
         where = np.searchsorted(plan.tokens, tokens[order][own])
-        # Of every query head: a sum over heads may travel before it is complete.
+        # One contribution for every query head: an incomplete sum over heads may be sent.
         k_rows, v_rows = (np.repeat(x, group, axis=1) for x in (k_rows, v_rows))
         parts = [
             reference.attention_backward(
@@ -266,7 +269,7 @@ def _reference(
 
 
 def _norms(comm: MPI.Intracomm, local: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The norms that `error_bounds` takes."""
+    """Compute the norms that `error_bounds` takes."""
     names = [name for name in ("q", "k", "v", "dout") if name in local]
     norms = {name: comm.allreduce(_largest_norm(local[name]), op=MPI.MAX) for name in names}
     if "dsink" in local:
@@ -284,42 +287,45 @@ def error_bounds(
     same_precision: Mapping[str, float],
     widening: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """Largest error that each result may have.
+    """Return the largest error that each result may have.
+
+    The bound is ``2 same_precision + eps ((2 + L) largest + T)``:
+
+    * eps is the machine epsilon of the computation.
+    * L is the largest absolute lse.  It stands for the size of logits.  The rounding of a logit is
+      a relative error of its exponential, and an absolute error of lse.
+    * T bounds the terms of a gradient before they cancel, by Cauchy-Schwarz.
+    * In float64 there is no second computation, and the first term is ``1e-12 (largest + T)``.
+      It is that large because T bounds the terms of one token, and thousands of roundings add up.
+    * 16-bit results get another quarter of their eps times `largest`, which is half a rounding.
+
+    A bound is NaN, and then no result passes, if it is not finite or proves nothing.  It proves
+    nothing if it exceeds both of two numbers.  The first one is a tenth of `largest` (0.1 for lse,
+    whose error is a relative error of probabilities).  With `widening` it is all of `largest`: the
+    bound then only tells a result from zeros.  The second number is half of the digits of the
+    terms.  It is for values that cancel, for example dq and dk of queries that see a single key:
+    they can only be shown to be small beside their terms.
 
     Parameters
     ----------
     dtype : dtype
-        Of the tensors of the run.
+        Dtype of the tensors of the run.
     softmax_scale : float
     norms : mapping of str to float
-        Largest Euclidean norm of a (token, head) row of q, k, v and, for gradients, dout; with a
+        Largest Euclidean norm of a (token, head) row of q, k, v and, for gradients, dout.  With a
         sink also "dsink", the largest sum over tokens of ``exp(sink - lse) |dout| |out|``.
     largest : mapping of str to float
         Largest absolute value of the float64 reference, by result (out, lse, dq, dk, dv, dsink).
     same_precision : mapping of str to float
         Largest error, by result, of the plain dense computation (in float32 for 16-bit tensors)
-        whose results are kept in `dtype`.
+        whose results are rounded to `dtype`.
     widening : mapping of str to float, optional
-        Of a run with a narrow format on the wire: what `wire_errors` adds to each bound.
+        Result of `wire_errors` for a run with a narrow format on the wire; added to the bounds.
 
     Returns
     -------
     dict of str to float
-        ``2 same_precision + eps ((2 + L) largest + T)``, where L is the largest absolute lse,
-        which stands for the logits that count: their rounding is a relative error of the
-        exponentials (an absolute one of lse).  T bounds the terms of a gradient before they
-        cancel, by Cauchy-Schwarz; eps is the machine epsilon of the computation.
-        In float64, where no second computation is at hand, ``1e-12 (largest + T)`` takes the place
-        of the first term: T bounds the terms of one token, and the rounding of thousands adds up.
-        16-bit results may be off by half a rounding (a quarter of their eps times `largest`) more:
-        how often one is close to a power of two is a matter of luck.
-
-        NaN, which nothing passes, where that is not finite or proves nothing: where it is more
-        than a tenth of `largest`, the values it bounds (for lse, whose errors are relative ones
-        of the probabilities: of 1), and more than half of the digits of the terms leave.  Values
-        may cancel to nothing, such as dq and dk of queries that see one key each: what can be
-        told of these is that they are small beside their terms.  With `widening` the tenth is
-        the whole: the bound tells a result from zeros.
+        Bounds of absolute errors, by result.
     """
     dp = abs(softmax_scale) * norms["v"] * norms.get("dout", 0.0)
     terms = {"dq": dp * norms["k"], "dk": dp * norms["q"], "dsink": norms.get("dsink", 0.0)}
@@ -338,28 +344,28 @@ def error_bounds(
         least = size / 10
         if widening and widening.get(name):
             bound, least = bound + widening[name], size
-        says = math.isfinite(bound) and bound <= max(least, half_of_digits * term)
-        bounds[name] = bound if says else math.nan
+        proves = math.isfinite(bound) and bound <= max(least, half_of_digits * term)
+        bounds[name] = bound if proves else math.nan
     return bounds
 
 
 def worse(a: Check, b: Check) -> Check:
-    """The one to report of two checks of one tensor: a failed one, or that nearer its bound.
+    """Choose the check of a tensor to report: a failed one, or the one nearer to its bound.
 
-    With the larger of both errors against the tensors as given.
+    It gets the larger of both errors against the tensors before rounding.
     """
     as_given = max((x.as_given for x in (a, b) if x.as_given is not None), default=None)
     if a.passed and b.passed:
-        found = a if a.error * b.bound >= b.error * a.bound else b
+        chosen = a if a.error * b.bound >= b.error * a.bound else b
     else:
-        found = b if a.passed else a
-    return replace(found, as_given=as_given)
+        chosen = b if a.passed else a
+    return replace(chosen, as_given=as_given)
 
 
 def digests(tensors: Mapping[str, np.ndarray]) -> dict[str, bytes]:
-    """A hash of the bits of each tensor."""
+    """Return a hash of the bits of each tensor."""
     return {
-        # As bytes: Python's buffers know no bfloat16.
+        # As bytes, because Python's buffers have no bfloat16.
         name: hashlib.blake2b(np.ascontiguousarray(x).reshape(-1).view(np.uint8)).digest()
         for name, x in tensors.items()
     }
@@ -371,26 +377,26 @@ def _largest_norm(x: np.ndarray) -> float:
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest |a - b|; equal infinities are at distance 0, NaN is infinitely far from all."""
+    """Return the largest |a - b|.  Equal infinities have distance 0, NaN has distance inf."""
     distance = np.where(a == b, 0, np.abs(a - b))
     return float(np.nan_to_num(distance, nan=math.inf, posinf=math.inf).max(initial=0))
 
 
-def _blocks(seqlen: int, rows: int | None, seed: int) -> list[np.ndarray]:
-    """Sorted token indices to check, in blocks: all, or a sample with both ends."""
+def _samples(seqlen: int, rows: int | None, seed: int) -> list[np.ndarray]:
+    """Return the tokens to check, sorted and cut into arrays: all, or a sample with both ends."""
     tokens = np.arange(seqlen)
     if rows is not None and rows < seqlen:
         chosen = np.random.default_rng(seed).choice(seqlen, rows, replace=False)
         tokens = np.union1d(chosen, [0, seqlen - 1])
-    return np.array_split(tokens, -(-len(tokens) // BLOCK))
+    return np.array_split(tokens, -(-len(tokens) // ROWS))
 
 
 def _share(
     plan: AttentionPlan, tokens: np.ndarray, local: Mapping[str, np.ndarray], *names: str
 ) -> list:
-    """Rows of the named tensors at `tokens`, from their owners to all ranks.
+    """Gather the rows of named tensors at `tokens` on all ranks.
 
-    Returns the slice of the gathered rows that this rank owns, the order of the gathered rows
+    Return the slice of the gathered rows that this rank owns, the order of the gathered rows
     within `tokens`, and the gathered rows of each tensor.
     """
     own = np.flatnonzero(np.isin(tokens, plan.tokens, assume_unique=True))
@@ -409,7 +415,7 @@ def _sum(comm: MPI.Intracomm, x: np.ndarray) -> np.ndarray:
 def _merge(
     comm: MPI.Intracomm, out: np.ndarray, lse: np.ndarray, sink: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention over all keys and the sink from attention over each rank's keys."""
+    """Merge attention over each rank's keys to attention over all keys and the sink."""
     shift = np.empty_like(lse)
     comm.Allreduce(lse, shift, op=MPI.MAX)
     if sink is not None:

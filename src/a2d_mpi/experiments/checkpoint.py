@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, and none that is damaged is taken."""
+"""Checkpoints of a training run: written completely or not at all; damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.gpt.config import GPTConfig
 
 SCHEMA = ("a2d_mpi.gpt", 2)
-KEPT = 2  # the latest ones of a run; the one before the last is there if that is damaged
+KEPT = 2  # checkpoints of a run that are kept: the latest, and one more in case it is damaged
 _ARRAYS = ("weights", "moments", "losses", "seconds")
 
 
 @dataclass
 class State:
-    """A training run after a step.
+    """The state of a training run after a step.
 
     Attributes
     ----------
@@ -39,7 +39,8 @@ class State:
     losses, seconds : (step,) float64
         Loss and seconds of every step so far.
     ranges : list of dict
-        What may change the bits (grid, kernel, BLAS, ...) by ranges of steps, "begin" to "end".
+        Settings that may change the bits of results (grid, kernel, BLAS, ...), one dict for each
+        range of steps from "begin" to "end".
     """
 
     config: GPTConfig
@@ -53,18 +54,18 @@ class State:
 
     @property
     def settings(self) -> dict[str, object]:
-        """Settings that may change the bits, in the latest step; empty at the start."""
-        latest = self.ranges[-1] if self.ranges else {}
-        return {name: x for name, x in latest.items() if name not in ("begin", "end")}
+        """Settings of the latest step that may change the bits of results; empty at the start."""
+        last = self.ranges[-1] if self.ranges else {}
+        return {name: x for name, x in last.items() if name not in ("begin", "end")}
 
     @property
     def texts(self) -> dict[str, str]:
-        """The parts that are no arrays, as JSON by name."""
-        parts = {"config": self.config.stored, "run": self.run, "ranges": self.ranges}
-        return {name: json.dumps(part) for name, part in parts.items()}
+        """The attributes that are not arrays, as JSON by name."""
+        values = {"config": self.config.stored, "run": self.run, "ranges": self.ranges}
+        return {name: json.dumps(x) for name, x in values.items()}
 
     def add_step(self, loss: float, seconds: float, settings: Mapping[str, object]) -> None:
-        """Count a step, which these settings computed; weights and moments are the caller's."""
+        """Count a step that was computed with these settings; the caller changes the weights."""
         if self.settings != settings:
             self.ranges.append({"begin": self.step, "end": self.step, **settings})
         self.step += 1
@@ -73,7 +74,7 @@ class State:
         self.seconds = np.append(self.seconds, seconds)
 
     def digest(self) -> str:
-        """SHA-256 of the texts, the step and all numbers."""
+        """Return the SHA-256 of the texts, the step and all arrays."""
         digest = hashlib.sha256(json.dumps([self.texts, self.step]).encode())
         for name in _ARRAYS:
             digest.update(np.ascontiguousarray(getattr(self, name)))
@@ -81,14 +82,14 @@ class State:
 
 
 def save(folder: Path, state: State) -> Path:
-    """Write a checkpoint, and remove earlier ones of the run, but the latest; returns its path.
+    """Write a checkpoint, and remove earlier ones except the latest; return its path.
 
-    Files of other runs, of later steps and damaged ones are left alone.
+    Files of other runs, files of later steps, and damaged files are not removed.
 
     Raises
     ------
     OSError
-        If it cannot be written; those before are still there then.
+        If it cannot be written; earlier checkpoints are kept.
     """
     path = folder / f"step-{state.step:09}.h5"
     with new_file(path, SCHEMA) as file:
@@ -109,19 +110,19 @@ def load(path: Path) -> State:
     OSError
         If it cannot be read, or is damaged.
     ValueError
-        If it is none.
+        If it is not a checkpoint.
     """
     with reading(path, SCHEMA) as file:
-        root, found = plain(file.attrs), arrays(file)
+        root, by_name = plain(file.attrs), arrays(file)
     try:
         config, run, ranges = (json.loads(root[x]) for x in ("config", "run", "ranges"))
         config, run, ranges = GPTConfig(**config), dict(run), [dict(x) for x in ranges]
         n, step = config.parameters, operator.index(root["step"])
         shapes = {"weights": (n,), "moments": (2, n), "losses": (step,), "seconds": (step,)}
         for name, shape in shapes.items():
-            if found[name].shape != shape or found[name].dtype.kind != "f":
+            if by_name[name].shape != shape or by_name[name].dtype.kind != "f":
                 raise ValueError(f"{name} must be {shape} real numbers")
-        state = State(config, run, step, *(found[x] for x in _ARRAYS), ranges)
+        state = State(config, run, step, *(by_name[x] for x in _ARRAYS), ranges)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise OSError(f"cannot read {path} as HDF5: it is damaged: {error}") from error
     if root.get("sha256") != state.digest():
@@ -130,21 +131,21 @@ def load(path: Path) -> State:
 
 
 def latest(folder: Path) -> tuple[State | None, dict[Path, str]]:
-    """The latest checkpoint of a folder that is whole, and why later ones were refused.
+    """Return the latest undamaged checkpoint of a folder, and why later ones were refused.
 
     Raises
     ------
     OSError
-        If a later one may not be read: it may be whole.
+        If this process may not read a later checkpoint, which might be undamaged.
     """
     refused: dict[Path, str] = {}
     for path in _paths(folder):
         try:
             return load(path), refused
         except (OSError, ValueError) as error:
-            if not path.exists():  # the run that writes here has removed it, and written another
+            if not path.exists():  # a running job has removed it, and written a later one
                 return latest(folder)
-            with open(path, "rb"):  # or say that it may not be read
+            with open(path, "rb"):  # raises OSError if this process may not read the file
                 refused[path] = str(error)
     return None, refused
 
@@ -152,17 +153,17 @@ def latest(folder: Path) -> tuple[State | None, dict[Path, str]]:
 def resumed(
     folder: Path, config: GPTConfig, run: Mapping[str, object], resume: bool
 ) -> State | None:
-    """The state from which a run resumes; None if the folder has no checkpoints.
+    """Return the state from which a run resumes; None if the folder has no checkpoints.
 
-    Damaged ones after it are renamed, with a line on stderr for each.
+    Damaged checkpoints of later steps are renamed, with a line on stderr for each.
 
     Raises
     ------
     ValueError
-        If there are checkpoints, and the run does not `resume`, or none is whole, or the latest
-        is of another run.
+        If there are checkpoints and `resume` is false, or all are damaged, or the latest belongs
+        to another run.
     OSError
-        If one of them may not be read.
+        If this process may not read a checkpoint.
     """
     if not _paths(folder, ".h5*"):
         return None
@@ -184,7 +185,7 @@ def resumed(
 
 
 def put_away(folder: Path) -> None:
-    """Move all checkpoints into a new folder `before` of their folder, with a line for each."""
+    """Move all checkpoints into a new subfolder `before`; print a line on stderr for each."""
     paths = sorted(_paths(folder, ".h5*"))
     if paths:
         before = _unused(folder / "before")
@@ -195,20 +196,20 @@ def put_away(folder: Path) -> None:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or the first of NAME-2, NAME-3, ... that is not there."""
+    """Return the path, or the first of NAME-2, NAME-3, ... that does not exist."""
     others = (path.with_name(f"{path.name}-{number}") for number in count(2))
     return next(x for x in chain([path], others) if not x.exists())
 
 
 def differences(was: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """Say in words which values differ; an empty text if none does."""
+    """Return a text that says which values differ; it is empty if none differs."""
     return "; ".join(
         f"{name} was {was.get(name)}, is {x}" for name, x in now.items() if was.get(name) != x
     )
 
 
 def _is_of(path: Path, state: State) -> bool:
-    """Tell if a file is a checkpoint of the run of a state, which can be opened."""
+    """Return whether a file is a readable checkpoint of the run of a state."""
     try:
         with reading(path, SCHEMA) as file:
             return all(file.attrs[name] == state.texts[name] for name in ("config", "run"))
@@ -217,5 +218,5 @@ def _is_of(path: Path, state: State) -> bool:
 
 
 def _paths(folder: Path, end: str = ".h5") -> list[Path]:
-    """Checkpoints, the latest first; with the end ".h5*" also damaged ones that were renamed."""
+    """List checkpoints, the latest first; with the end ".h5*" also renamed damaged ones."""
     return sorted(folder.glob(f"step-{'[0-9]' * 9}{end}"), reverse=True)

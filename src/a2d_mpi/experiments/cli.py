@@ -1,4 +1,4 @@
-"""Programs of many ranks that end as one: one message, one exit code, no hang."""
+"""Start and end of programs of many ranks: one message, one exit code, no hang."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from a2d_mpi.experiments.streams import lost_output, open_streams, reason
 from a2d_mpi.kernels import KERNELS
 
 T = TypeVar("T")
-IDLE = 0.002  # s between looks of a rank that waits for a long step of another
+IDLE = 0.002  # s of sleep between the polls of a rank that waits for another rank's long step
 
 
 def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) -> T | None:
-    """Run `step` on all ranks, or on rank `on` only; if it fails on any, fail on all.
+    """Run `step` on all ranks, or on rank `on` only; if it fails on any rank, fail on all.
 
     Collective over `comm`; `step` itself must not communicate.
 
@@ -63,23 +63,23 @@ def check_room(comm: MPI.Intracomm, what: str, nbytes: int, ranks: int | None = 
     ----------
     comm : Intracomm
     what : str
-        The arrays, in the plural.
+        Name of the arrays for the message, in the plural.
     nbytes : int
-        Bytes of these on one rank.
+        Bytes of the arrays on one rank.
     ranks : int, optional
-        Ranks that have them.  Default: all.
+        Number of ranks that have these arrays.  Default: all.
 
     Raises
     ------
     CollectiveError
-        On all ranks.
+        On all ranks, if the memory does not suffice.
     """
     sharing = min(Place(comm).sharing, comm.size if ranks is None else ranks)
     together(comm, lambda: check_memory(what, nbytes, sharing))
 
 
 def _wait_idly(comm: MPI.Intracomm) -> None:
-    """A barrier whose waiting ranks sleep: one that works for minutes may share their cores."""
+    """Wait in a barrier, asleep: a rank that works for minutes may share the core."""
     arrived = comm.Ibarrier()
     while not arrived.Test():
         time.sleep(IDLE)
@@ -87,14 +87,14 @@ def _wait_idly(comm: MPI.Intracomm) -> None:
 
 @contextmanager
 def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[None]:
-    """Rank 0 keeps other jobs from writing these files or folders, until the block ends.
+    """Lock files or folders against writes of other jobs during a ``with`` statement, by rank 0.
 
     Collective over `comm`.
 
     Raises
     ------
     CollectiveError
-        If another job has one of them; see `a2d_mpi.core.atomic.held`.
+        If another job has locked one of them; see `a2d_mpi.core.atomic.held`.
     """
     with ExitStack() as stack:
         if paths:
@@ -114,14 +114,15 @@ def add_engine(parser: Parser) -> None:
 def arguments(
     comm: MPI.Intracomm, parser: Parser, apart: Container[str] = ()
 ) -> argparse.Namespace:
-    """The options of a program: parsed on all ranks, and the same on all but those in `apart`.
+    """Parse the options of a program on all ranks, and check that they are the same.
 
-    Collective over `comm`.  One that differs would send the ranks different ways.
+    Collective over `comm`.  Options in `apart` may differ between ranks.  Other differences would
+    make ranks take different branches.
 
     Raises
     ------
     CollectiveError
-        On all ranks, if any has a wrong one or they differ.
+        On all ranks, if an option is wrong on any rank, or options differ.
     SystemExit
         On all ranks, after --help.
     """
@@ -146,12 +147,12 @@ def run(
     body: Callable[[MPI.Intracomm, argparse.Namespace], int],
     apart: Container[str] = (),
 ) -> NoReturn:
-    """Run a program on its options and exit with its code on all ranks.
+    """Run a program with its options, and exit with its code on all ranks.
 
     Options in `apart` may differ between the ranks.  A CollectiveError is printed once, on rank 0,
-    and the exit code is 2.  Anything else, Ctrl-C too, is of one rank alone: its traceback is
-    printed and the whole job is aborted, so that no rank waits for one that is gone.  A rank that
-    is killed is named, too.
+    and the exit code is 2.  Any other exception, and Ctrl-C, may have happened on one rank only.
+    Its traceback is printed and the whole job is aborted, so that no rank waits for this one.  If
+    a rank is killed, a line names it.
     """
     open_streams()
     parser = build_parser(comm)
@@ -170,7 +171,7 @@ def run(
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, MPI.Exception):
-            time.sleep(1)  # a transfer broke: if the other rank was killed, let it be named first
+            time.sleep(1)  # if a transfer broke because a rank was killed, its line comes first
         print(f"{prog}: rank {comm.rank} failed", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
@@ -179,7 +180,7 @@ def run(
         os._exit(70)  # the call may return where another rank has aborted, too
     if lost_output(prog):
         code = BAD_INPUT
-    # No launcher may see a code, and end the others, before the message is out.
+    # A launcher that sees an exit code ends the other ranks: first the message must be printed.
     if survives():
         try:
             comm.Agree(1)
@@ -193,18 +194,19 @@ def run(
 
 
 def _name_if_killed(who: str) -> Callable[[], object]:
-    """Have a shell say so when this process ends without having called what is returned, once.
+    """Start a shell that prints a line if this process is killed.
 
-    Launchers name a host and a process at best (MPICH's may name the wrong one), and end all other
-    ranks before any could tell.  MPICH's, when the rank's connection to it breaks: the shell keeps
-    that open until it has spoken.
+    The process is taken as killed if it ends without calling the returned function once.
+    Launchers at best name a host and a process (MPICH's may name the wrong one).  They also end
+    all other ranks before any rank could print a line.  MPICH's launcher does so when the rank's
+    connection to it breaks, and the shell keeps this connection open until it has printed.
     """
     text = f"{who} was killed (PID {os.getpid()} on {socket.gethostname()})"
     waiting = ["/bin/sh", "-c", f"read line || echo {shlex.quote(text)} >&2"]
     try:
         kept = [int(os.environ["PMI_FD"])] if "PMI_FD" in os.environ else []
         shell = subprocess.Popen(waiting, stdin=subprocess.PIPE, pass_fds=kept)
-    except (OSError, ValueError):  # no more processes, or no shell: do without
+    except (OSError, ValueError):  # no more processes, or no shell: no line will be printed
         return lambda: None
 
     def alive() -> None:

@@ -1,4 +1,4 @@
-"""The job of drivers/encode.py: embeddings of texts, their attention spread over all ranks."""
+"""The program of drivers/encode.py: embeddings of texts by all ranks together."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SCHEMA = ("a2d_mpi.embeddings", 1)
-BOUND = 1e-5  # of an element's error, where embeddings have norm 1
-SHOWN = 70  # characters of a text
+BOUND = 1e-5  # largest error of an element; embeddings have norm 1
+SHOWN = 70  # printed characters of a text
 
 
 class Packed(NamedTuple):
-    """Documents in one sequence.
+    """Documents that are packed in one sequence.
 
     Attributes
     ----------
     texts : list of str
+        Text of each document.
     tokens : (seqlen,) int64
     cu_seqlens : (documents + 1,) int64
+        First token of each document, and `seqlen`.
     """
 
     texts: list[str]
@@ -53,7 +55,7 @@ class Packed(NamedTuple):
 
 
 def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Encode; returns the exit code: 1 if a check failed."""
+    """Encode texts; return the exit code: 1 if a check failed."""
     encoder, packed, attributes = comm.bcast(together(comm, lambda: _prepared(args), on=0))
     queries = args.query or []
     mask = Documents(packed.cu_seqlens)
@@ -98,7 +100,7 @@ def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 def _prepared(args: argparse.Namespace) -> tuple[Encoder, Packed, dict[str, object]]:
-    """The model, what it is to encode, and attributes that say what these are."""
+    """Return the model, its packed input, and attributes that describe both."""
     if args.output:
         check_output(args.output, SCHEMA)
     folder = args.model or pretrained.find_model()
@@ -119,7 +121,7 @@ def _prepared(args: argparse.Namespace) -> tuple[Encoder, Packed, dict[str, obje
 def pack(
     texts: Sequence[str], queries: Sequence[str], tokenizer: Tokenizer, most: int | None = None
 ) -> Packed:
-    """Tokenise texts, cut those that are longer than an input of the model, put queries last.
+    """Pack texts and then queries into one sequence of tokens; cut texts too long for the model.
 
     Parameters
     ----------
@@ -127,7 +129,7 @@ def pack(
         Texts without tokens are left out.
     tokenizer : Tokenizer
     most : int, optional
-        Documents, without the queries.  Default: all.
+        Most documents, without the queries.  Default: all.
 
     Raises
     ------
@@ -149,9 +151,9 @@ def pack(
 
 
 def embeddings(plan: AttentionPlan, encoder: Encoder, packed: Packed) -> np.ndarray:
-    """Embeddings of documents, as sentence-transformers: means of their tokens, of norm 1.
+    """Compute embeddings of documents as sentence-transformers: means of tokens, with norm 1.
 
-    Collective over the plan's ranks.  Sums are taken in their order: all get the same bits.
+    Collective over the plan's ranks.  Sums run in the order of ranks: all ranks get the same bits.
 
     Returns
     -------
@@ -163,11 +165,11 @@ def embeddings(plan: AttentionPlan, encoder: Encoder, packed: Packed) -> np.ndar
     documents = np.searchsorted(packed.cu_seqlens, own, side="right") - 1
     sums = np.zeros((len(packed.texts), hidden.shape[1]))
     np.add.at(sums, documents, hidden)
-    return _normal(total(plan.grid.comm, sums))  # of norm 1, a sum is a mean
+    return _normal(total(plan.grid.comm, sums))  # with norm 1, sums and means are the same
 
 
 def reference(encoder: Encoder, packed: Packed) -> np.ndarray:
-    """The same of one document after the other, in float64, by dense attention."""
+    """Compute the same embeddings in float64 by dense attention, document by document."""
     weights = {x: y.astype(np.float64) for x, y in encoder.weights.items()}
     exact, vectors = Encoder(encoder.config, weights), []
 
@@ -185,7 +187,7 @@ def _normal(x: np.ndarray) -> np.ndarray:
 
 
 def nearest(vectors: np.ndarray, queries: int, count: int) -> list[list[tuple[int, float]]]:
-    """The documents nearest to each of the last `queries` ones, with their cosines."""
+    """Return the nearest documents of each query, with cosines; the last vectors are queries."""
     documents, asked = np.split(vectors, [len(vectors) - queries])
     cosines = asked @ documents.T  # (queries, documents)
     return [[(int(i), x[i]) for i in np.argsort(-x, kind="stable")[:count]] for x in cosines]

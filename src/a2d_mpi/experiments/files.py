@@ -1,4 +1,4 @@
-"""The files that drivers read and write: no output takes the place of an input."""
+"""The files that drivers read and write, and a check that no output overwrites an input."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from a2d_mpi.core.atomic import same_file
 
-# Options of all drivers that name files to read, and files to write; some name folders or lists.
+# Options of drivers that name files to read and files to write; some name folders or lists.
 READ = (
     "input",
     "mask_file",
@@ -24,10 +24,7 @@ WRITTEN = ("output", "picture", "trace")
 
 
 def files_read(args: argparse.Namespace) -> list[str]:
-    """All files that a driver reads, by its options.
-
-    A folder stands for all files in it.
-    """
+    """Return all files that a driver reads, by its options; of a folder all files in it."""
     paths: list[str] = []
     for name in READ:
         given = getattr(args, name, None) or ()
@@ -45,7 +42,7 @@ def files_written(args: argparse.Namespace) -> list[str]:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Check before the work that no file that is written is one that is read, by any path.
+    """Check before the work that no output is the same file as an input or another output.
 
     Raises
     ------

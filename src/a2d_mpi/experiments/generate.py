@@ -1,4 +1,4 @@
-"""The job of drivers/generate.py: text from a checkpoint, its cache spread over all ranks."""
+"""The program of drivers/generate.py: text from a checkpoint, with a cache on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from a2d_mpi.experiments.grids import grid_shape
 from a2d_mpi.experiments.measure import open_device
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.survival import check_survive, surviving
-from a2d_mpi.gpt.apart import MICRO_BATCHES, attention_grid, open_apart, part_of
+from a2d_mpi.gpt.apart import MICRO_BATCHES, attention_grid, open_apart, weights_of_rank
 from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters
@@ -28,7 +28,7 @@ from a2d_mpi.gpt.serve import Service, sample
 
 
 def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Generate; returns the exit code: 1 if a request was refused."""
+    """Generate text; return the exit code: 1 if a request was refused."""
     check_survive(comm, args.survive)
     prompts = together(comm, lambda: _prompts(args))
     split = together(comm, lambda: _split(args))
@@ -74,16 +74,17 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 class _Answers:
-    """Answers to prompts, which the first rank prints as they are done.
+    """Answers to prompts; the first rank prints each answer when it is complete.
 
     Parameters
     ----------
     args : Namespace
-        Of drivers/generate.py.
+        Options of drivers/generate.py.
     weights : Parameters
     prompts : dict of int to (n,) int64
+        Tokens of each prompt.
     arrive : dict of int to int
-        Step at which each prompt comes.
+        Step at which each prompt arrives.
     """
 
     def __init__(
@@ -97,22 +98,22 @@ class _Answers:
         new = dict.fromkeys(prompts, args.tokens)
         self._service = Service(prompts, new, self._choose, arrive)
         self._decoder: Decoder | None = None
-        self._latest: list[tuple[int, np.ndarray | ValueError]] = []  # answers of a step
-        self._first: int | None = None  # number of the rank that prints
+        self._latest: list[tuple[int, np.ndarray | ValueError]] = []  # answers of the latest step
+        self._first: int | None = None  # rank, in the first grid, that prints
         self._prints = False
         self._tokens, self._refused = 0, 0
         self._start, self._seconds = time.perf_counter(), 0.0
 
     def complete(self, decoder: Decoder, comm: MPI.Intracomm, first: int) -> int:
-        """Answer what is not answered yet; returns the exit code.  Collective.
+        """Serve all unanswered prompts; return the exit code.  Collective.
 
-        `first`: number of the rank that prints, in the first grid.
+        `first` is the rank, in the first grid, that prints.
         """
         self._decoder = decoder
         self._service.use(decoder)
         printed_by, self._first = self._first, first
         self._prints = comm.rank == 0
-        if printed_by != self._first:  # it may have died before it printed them
+        if printed_by != self._first:  # the earlier rank may have died before it printed them
             self._print_latest()
         while self._service.unanswered:
             self._latest = self._service.step()
@@ -125,7 +126,7 @@ class _Answers:
         return FAILED_CHECK if self._refused else 0
 
     def check_room(self, comm: MPI.Intracomm, rooms: Sequence[int], ranks: int) -> None:
-        """Refuse a cache for which a node has too little memory; `ranks` have one.  Collective."""
+        """Refuse a cache on `ranks` ranks that needs more memory than a node has.  Collective."""
         args, config = self._args, self._weights.config
         most = [min(len(x) + args.tokens, config.seqlen) for x in self._prompts.values()]
         blocks = min(max(rooms), -(-sum(-(-x // args.block) for x in most) // len(rooms)))
@@ -161,7 +162,7 @@ class _Answers:
 
 
 def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
-    """Bytes of each prompt."""
+    """Return the bytes of each prompt as tokens."""
     texts = [x.encode(errors="surrogateescape") for x in args.prompt]
     if not all(texts):
         raise ValueError("--prompt must not be empty")
@@ -169,7 +170,7 @@ def _prompts(args: argparse.Namespace) -> dict[int, np.ndarray]:
 
 
 def _split(args: argparse.Namespace) -> tuple[int, int] | None:
-    """Attention ranks and FFN ranks; None if all ranks are alike."""
+    """Return the numbers of attention ranks and FFN ranks; None if all ranks are alike."""
     split = args.attention_ranks, args.ffn_ranks
     if args.survive and split != (None, None):
         raise ValueError("--survive needs ranks that are all alike, without --ffn-ranks")
@@ -185,7 +186,7 @@ def _split(args: argparse.Namespace) -> tuple[int, int] | None:
 def _weights(
     comm: MPI.Intracomm, args: argparse.Namespace, split: tuple[int, int] | None
 ) -> Parameters:
-    """What this rank holds of the weights: all, or those of its kind."""
+    """Return the weights of this rank: all, or the weights of an attention or FFN rank."""
     state = together(comm, lambda: _state(args.checkpoint), on=0)
     config = comm.bcast(state and state.config)
     agree(comm, None if config else f"{args.checkpoint} has no checkpoint that is whole")
@@ -195,13 +196,13 @@ def _weights(
     parts = None
     if state:
         weights = Parameters(config, state.weights)
-        parts = [part_of(weights, rank, split) for rank in range(comm.size)]
+        parts = [weights_of_rank(weights, rank, split) for rank in range(comm.size)]
     flat, shapes = comm.scatter(parts)
     return Parameters(config, device.upload(flat), shapes)
 
 
 def _state(path: Path) -> State | None:
-    """The checkpoint of a file, or the latest whole one of a folder; damaged ones are named."""
+    """Read a checkpoint, or the latest undamaged one of a folder; print why others are refused."""
     if not path.is_dir():
         return load(path)
     state, refused = latest(path)

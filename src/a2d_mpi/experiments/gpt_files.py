@@ -10,7 +10,7 @@ import numpy as np
 
 from a2d_mpi.experiments.benchmark import Entry, read_entries
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
-from a2d_mpi.gpt.cost import PARTS
+from a2d_mpi.gpt.cost import STEP_PARTS
 
 TRAINING_SCHEMA = ("a2d_mpi.training", 1)
 STEPS_SCHEMA = ("a2d_mpi training steps", 1)
@@ -18,18 +18,18 @@ STEPS_SCHEMA = ("a2d_mpi training steps", 1)
 
 @dataclass
 class Losses:
-    """The losses of a run, in nats a byte.
+    """The losses of a training run, in nats per byte.
 
     Attributes
     ----------
     loss : (steps,) float64
-        Of every step's sequence, before the step.
+        Loss of each step's sequence before the step.
     config : dict
         Sizes of the model and options.
     text : dict
-        name, sha256, documents, bytes and unigram_entropy of the text that was trained on.
+        name, sha256, documents, bytes and unigram_entropy of the training text.
     held_out : dict
-        loss, documents, bytes and unigram_entropy of the rest; empty if nothing was held out.
+        loss, documents, bytes and unigram_entropy of the held-out text; empty if there is none.
     """
 
     loss: np.ndarray
@@ -39,7 +39,13 @@ class Losses:
 
 
 def read_losses(path: str | os.PathLike[str]) -> Losses:
-    """Read a file; OSError or ValueError, with one line, if it is none."""
+    """Read a file of drivers/train_gpt.py.
+
+    Raises
+    ------
+    OSError, ValueError
+        If it cannot be read, or is another kind of file; one line.
+    """
     with reading(path, TRAINING_SCHEMA) as file:
         loss = needed(file, "loss", h5py.Dataset)[()]
         return Losses(
@@ -48,40 +54,46 @@ def read_losses(path: str | os.PathLike[str]) -> Losses:
 
 
 class Steps(Entry):
-    """Training steps by one plan; `a2d_mpi.experiments.bench_train` says what is in the group."""
+    """Training steps by one plan; `a2d_mpi.experiments.bench_train` describes the group."""
 
     @property
     def plan(self) -> str:
-        """Its name."""
+        """Name of the plan: method and shape."""
         a = self.attributes
         return f"{a['method']} {a['rows']}x{a['cols']}x{a['heads']}"
 
     @property
     def seconds(self) -> float:
-        """Of the slowest rank, median of all trials."""
+        """Seconds of the slowest rank, median of all trials."""
         return float(np.median(self.arrays["seconds"].sum(axis=2).max(axis=1)))
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds by part of the slowest rank, medians."""
+        """Seconds of the slowest rank by `STEP_PARTS`, medians of all trials."""
         seconds = self.arrays["seconds"]  # (trials, ranks, parts)
         slowest = seconds.sum(axis=2).argmax(axis=1)
         of_slowest = seconds[np.arange(len(seconds)), slowest]
-        return dict(zip(PARTS, np.median(of_slowest, axis=0).tolist()))
+        return dict(zip(STEP_PARTS, np.median(of_slowest, axis=0).tolist()))
 
     @property
     def operator(self) -> float:
-        """Seconds of attention alone, once forward and backward; median."""
+        """Seconds of attention alone, forward and backward once, median of all trials."""
         return float(np.median(self.arrays["operator"].max(axis=1)))
 
     @property
     def predicted(self) -> dict[str, float]:
-        """Seconds by part; empty without a profile."""
-        found = {x: self.attributes.get(f"predicted/{x}") for x in PARTS}
-        return {} if None in found.values() else found
+        """Predicted seconds by `STEP_PARTS`; empty without a profile."""
+        seconds = {x: self.attributes.get(f"predicted/{x}") for x in STEP_PARTS}
+        return {} if None in seconds.values() else seconds
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
-    """Read a file; OSError or ValueError, with one line, if it is none."""
+    """Read a file of drivers/bench_train.py.
+
+    Raises
+    ------
+    OSError, ValueError
+        If it cannot be read, or is another kind of file; one line.
+    """
     entries = read_entries(path, STEPS_SCHEMA).values()
     return [Steps(entry.attributes, entry.arrays) for entry in entries]

@@ -1,4 +1,4 @@
-"""The options of a method and its grid, and the grids and plans that are asked for."""
+"""The options of a method and its grid, and the making of grids and plans."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_grid(parser: Parser) -> None:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Refuse options of a grid that exclude each other."""
+    """Refuse options of a grid that contradict each other."""
     if (args.grid == "auto") != (args.profile is not None):
         raise ValueError("--grid auto and --profile need each other")
     shape = args.rows, args.cols, args.heads, args.order, args.block
@@ -57,18 +57,18 @@ def _check_options(args: argparse.Namespace) -> None:
 def grid_shape(
     ranks: int, rows: int | None = None, cols: int | None = None, heads: int = 1
 ) -> tuple[int, int]:
-    """Rows and columns; default: as square as the ranks allow.
+    """Return rows and columns of a grid; default: as square as the ranks allow.
 
     Raises
     ------
     ValueError
-        If a default cannot be, because what is given does not divide the ranks; the grid itself
-        refuses other misfits.
+        If there is no default, because the given sizes do not divide the ranks.  The grid itself
+        refuses other sizes that do not fit.
     """
     if rows is not None and cols is not None:
         return rows, cols
-    known = {"rows": rows, "columns": cols, "ranks a Ulysses group": heads if heads > 1 else None}
-    given = {name: n for name, n in known.items() if n is not None}
+    sizes = {"rows": rows, "columns": cols, "ranks a Ulysses group": heads if heads > 1 else None}
+    given = {name: n for name, n in sizes.items() if n is not None}
     group, rest = divmod(ranks, math.prod(given.values()))
     if rest:
         shape = " x ".join(f"{n} {name}" for name, n in given.items())
@@ -79,7 +79,7 @@ def grid_shape(
 
 
 def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> ProcessGrid:
-    """The grid that the options of `add_grid` ask for; the grid itself refuses misfits."""
+    """Make the grid of the options of `add_grid`; the grid refuses sizes that do not fit."""
     together(comm, lambda: _check_options(args))
     if args.grid == "auto":
         from a2d_mpi.planning.profile import read_machine
@@ -96,9 +96,9 @@ def plan_of(
     grids: dict[tuple, ProcessGrid],
     **options: object,
 ) -> AttentionPlan:
-    """Make the plan of a configuration; plans of one shape share a grid of `grids`.
+    """Make the plan of a configuration; plans of one shape share a grid in `grids`.
 
-    `options`: of `a2d_mpi.attention.methods.make_plan`.
+    `options` are options of `a2d_mpi.attention.methods.make_plan`.
     """
     layout, case = configuration.layout, configuration.case
     shape = layout.rows, layout.cols, layout.heads, layout.order, layout.block

@@ -1,7 +1,7 @@
-"""HDF5 files that may be a stranger's: whole, or refused in one line.
+"""Reading of HDF5 files from untrusted sources: complete, or refused with one line.
 
-In HDF5 a link may lead to any file of this machine, numbers may lie in other files, and those that
-lie nowhere are read as zeros.  Nothing of that may pass for what the file itself holds.
+In HDF5, a link may lead to any file of this machine, and the numbers of a dataset may be in other
+files.  Missing numbers are read as zeros.  All of this is refused: a file must hold its own data.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from a2d_mpi.core.atomic import check_writable
 def reading(
     path: str | os.PathLike[str], schema: tuple[str, int], needs_schema: bool = True
 ) -> Iterator[h5py.File]:
-    """An open file of the given schema; whatever h5py raises for a bad one becomes one line.
+    """Open a file of the given schema in a ``with`` statement; errors of h5py become one line.
 
-    Without `needs_schema` also one of no schema, which people write by hand.
+    Without `needs_schema` a file without a schema is accepted, too: people write these by hand.
 
     Raises
     ------
     OSError
-        If it cannot be read, or the block raises OSError (as `member` does), KeyError,
-        RuntimeError or TypeError.
+        If the file cannot be read, or the ``with`` statement raises OSError (as `member` does),
+        KeyError, RuntimeError or TypeError.
     ValueError
-        If the schema is another.
+        If the schema is wrong.
     """
     try:
         with _opened(path) as file:
@@ -48,14 +48,14 @@ def reading(
 
 
 def check_output(path: str | os.PathLike[str], schema: tuple[str, int], nbytes: int = 0) -> None:
-    """Check before the work that a file of `nbytes` can be written after it.
+    """Check before the work that a file of `nbytes` bytes can be written afterwards.
 
     Raises
     ------
     OSError
         If it cannot be written.
     ValueError
-        If a file is there that is not of the schema: of another program, or of somebody's work.
+        If a file exists whose schema is another: it was not made by this program.
     """
 
     def read(path: str | os.PathLike[str]) -> None:
@@ -66,28 +66,28 @@ def check_output(path: str | os.PathLike[str], schema: tuple[str, int], nbytes: 
 
 
 def member(group: h5py.Group, path: str) -> h5py.Group | h5py.Dataset | None:
-    """The object that a group itself holds under a path; None if there is none.
+    """Return the object that a group itself holds under a path; None if there is none.
 
     Raises
     ------
     OSError
-        If the path leads out of the file, or not all numbers of the dataset are there.
+        If the path leads out of the file, or numbers of the dataset are missing.
     """
     item = group
     for name in path.encode().strip(b"/").split(b"/"):
-        # Unlike `name in found`, this does not look at the file behind an external link.
+        # Unlike `name in item`, this does not open the file behind an external link.
         if not isinstance(item, h5py.Group) or not item.id.links.exists(name):
             return None
         if item.id.links.get_info(name).type != h5py.h5l.TYPE_HARD:
             raise OSError(f"{path} is a link to another place, which is not followed")
         item = item[name]
     if isinstance(item, h5py.Dataset):
-        _check_whole(item, path)
+        _check_complete(item, path)
     return item
 
 
 def needed(group: h5py.Group, path: str, kind: type = h5py.Group) -> h5py.Group | h5py.Dataset:
-    """`member`, but OSError if there is none of that kind."""
+    """Return the `member` of a group; OSError if there is none, or it is of another kind."""
     item = member(group, path)
     if not isinstance(item, kind):
         raise OSError(f"it has no {kind.__name__.lower()} {path}")
@@ -95,7 +95,7 @@ def needed(group: h5py.Group, path: str, kind: type = h5py.Group) -> h5py.Group 
 
 
 def arrays(group: h5py.Group | None) -> dict[str, np.ndarray]:
-    """All datasets below a group, by their paths in it; of no group none."""
+    """Read all datasets below a group, by their paths in it; an empty dict for None."""
     datasets: dict[str, np.ndarray] = {}
     if group is None:
         return datasets
@@ -104,7 +104,7 @@ def arrays(group: h5py.Group | None) -> dict[str, np.ndarray]:
 
     def add(name: str, x: h5py.Group | h5py.Dataset) -> None:
         if isinstance(x, h5py.Dataset):
-            _check_whole(x, name)
+            _check_complete(x, name)
             datasets[name] = x[()]
 
     group.visititems(add)
@@ -112,26 +112,27 @@ def arrays(group: h5py.Group | None) -> dict[str, np.ndarray]:
 
 
 def plain(attrs: h5py.AttributeManager) -> dict[str, object]:
-    """Attributes as Python's own types, also strings that no h5py has written."""
+    """Return attributes as Python's own types, also strings that other programs wrote."""
     values = {k: np.asarray(v).tolist() for k, v in attrs.items()}
     texts = {k: v.decode(errors="replace") for k, v in values.items() if isinstance(v, bytes)}
     return {**values, **texts}
 
 
 def _opened(path: str | os.PathLike[str]) -> h5py.File:
-    """A file to read, if it is one: a pipe would be waited for, a device may do anything.
+    """Open a regular file; reading a pipe would block, and reading a device may do anything.
 
-    Who can exchange the file between the two calls could as well keep this rank waiting otherwise.
+    There is a race between the two calls.  An attacker who can exchange the file in between could
+    also make this rank wait in other ways.
     """
     mode = os.stat(path).st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # h5py has words for a folder
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # h5py's error for a folder is clear
         raise OSError("it is not a regular file")
-    # Nobody writes to it meanwhile, and not every parallel file system has locks.
+    # No lock: files are replaced, not changed, and some parallel file systems have no locks.
     return h5py.File(path, "r", locking=False)
 
 
-def _check_whole(data: h5py.Dataset, name: str) -> None:
-    """OSError unless all numbers of a dataset are in its file."""
+def _check_complete(data: h5py.Dataset, name: str) -> None:
+    """Raise OSError unless all numbers of a dataset are in its file."""
     if data.external or data.is_virtual:
         kind = "external storage" if data.external else "a virtual dataset"
         raise OSError(f"the numbers of {name} are in other files ({kind})")

@@ -1,4 +1,4 @@
-"""The numbers that a plan is measured on: random ones, and others as large as the given ones."""
+"""Input data of measurements: random numbers, and a second data set with the same norms."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ TENSORS = ("q", "k", "v", "dout", "sink")
 
 
 def other_data(name: str, x: np.ndarray, back: bool = False) -> np.ndarray:
-    """Other numbers with the same norms, so that kernels take the same time for them.
+    """Make other numbers with the same norms, for which kernels take the same time.
 
-    The rows of a shard in reverse, negated, their elements moved by another number for each
-    tensor.  The elements of a sink, which all ranks have, move only.
+    The rows of a shard are reversed and negated, and their elements are rotated by a number that
+    differs between tensors.  The elements of a sink, which is the same on all ranks, are only
+    rotated.
 
     Parameters
     ----------
     name : str
-        Of the tensor.
+        Name of the tensor.
     x : (..., elements) float
     back : bool
-        The other way round: the given numbers from the other ones, to the bit.
+        Invert the operation: return the first numbers, bit for bit.
     """
     by = 1 + TENSORS.index(name)
     if name == "sink":
@@ -36,16 +37,17 @@ def other_data(name: str, x: np.ndarray, back: bool = False) -> np.ndarray:
 def random_rows(
     tokens: Iterable[int], shape: tuple[int, ...], dtype: np.dtype, seed: int, stream: int = 0
 ) -> np.ndarray:
-    """Standard normal numbers for tokens, the same whatever the ranks and the distribution.
+    """Draw standard normal rows of tokens; a row does not depend on ranks or distribution.
 
     Parameters
     ----------
     tokens : iterable of int
+        Global indices.
     shape : tuple of int
-        Of one token.
+        Shape of one row.
     dtype : dtype
     seed, stream : int
-        Other numbers for another seed, and for another stream (tensor).
+        Each seed, and each stream (one for each tensor), has its own numbers.
 
     Returns
     -------
@@ -60,7 +62,7 @@ def random_rows(
 
 
 def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[str, np.ndarray]:
-    """This rank's shards of q, k, v and perhaps dout, `random_rows` each."""
+    """Draw this rank's shards of q, k, v and, with `backward`, dout; see `random_rows`."""
     return {
         name: random_rows(plan.tokens.tolist(), plan.config.shape(name), plan.dtype, seed, stream)
         for stream, name in enumerate(("dout", "q", "k", "v"))
@@ -69,7 +71,7 @@ def random_inputs(plan: AttentionPlan, backward: bool, seed: int = 0) -> dict[st
 
 
 def refuse_nan(comm: MPI.Intracomm, tensors: Mapping[str, np.ndarray]) -> None:
-    """ValueError on all ranks if any number on any rank is NaN or infinite."""
+    """Raise ValueError on all ranks if a number on any rank is NaN or infinite."""
     bad = {name: int(x.size - np.isfinite(x).sum()) for name, x in tensors.items()}
     wrong = [f"{name} has {n} elements that are NaN or infinite" for name, n in bad.items() if n]
     agree(comm, "; ".join(wrong) + ": nothing can be checked" if wrong else None)

@@ -1,4 +1,4 @@
-"""The job of drivers/attention.py: one input file, one plan, one result."""
+"""The program of drivers/attention.py: one input file, one plan, one result."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from a2d_mpi.schedules.problem import Workload
 
 
 def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Check, time and report one plan; returns the exit code."""
+    """Check, time and report one plan; return the exit code."""
     info, config, mask = together(comm, lambda: _validated(args, comm.size))
-    # Before a grid is chosen for it: nodes may have other files under the same path.
+    # Before a grid is chosen for the mask: nodes may have different files under the same path.
     digest = args.mask_file and f"a mask with digest {mask.digest(config.seqlen)}"
     agree(comm, None, {"dout in the input file": info.has_dout, "--mask-file": digest})
     if args.output:
@@ -67,7 +67,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         refuse_nan(comm, tensors)
     measured = Measurement(plan, tensors, args.backward, device, checked)
     with threadpool_limits(args.threads):
-        # Checked before it is timed: the timed runs must then repeat the checked one bit for bit.
+        # The check comes first, because the timed calls must repeat its results bit for bit.
         for _ in range(max(args.warmup, checked)):
             measured.call()
         if checked:
@@ -87,7 +87,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     try:
         if args.output:
             together(comm, lambda: write_result(args.output, result), on=0)
-    finally:  # what cannot be kept is shown at least
+    finally:  # print the results even if they cannot be written
         if comm.rank == 0:
             _report(result, plan)
     if comm.rank == 0 and args.output:
@@ -99,9 +99,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
 
 def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, AttentionConfig, Mask]:
-    """Refuse what no plan will see, inspect the input file, default to its length, and make the
-    mask.
-    """
+    """Check the options that no plan checks; return the input's info, the config and the mask."""
     if args.save_outputs and not args.output:
         raise ValueError("--save-outputs needs --output")
     double = DoubleRingAttention.method
@@ -119,25 +117,25 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     config = replace(info.config, seqlen=args.seqlen, seqlen_kv=args.seqlen, **options)
     config.check_room(ranks)
     if args.mask_file:
-        args.mask = f"{FILE}{args.mask_file}"  # as reports and results name it
+        args.mask = f"{FILE}{args.mask_file}"  # the name in reports and results
     return info, config, mask_of(args.mask, config.seqlen)
 
 
 def _digests(args: argparse.Namespace) -> dict[str, str]:
-    """SHA-256 of the input and of the mask file."""
+    """Return the SHA-256 of the input and of the mask file."""
     names = ("input", "mask_file")
     return {f"{x}_sha256": sha256(y) for x in names if (y := getattr(args, x))}
 
 
 def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dict[str, np.ndarray]:
-    """This rank's shard of the inputs."""
+    """Read this rank's shard of the inputs."""
     rank = plan.grid.comm.rank
     names = ["q", "k", "v"] + ["dout"] * (args.backward and info.has_dout)
     tensors = {name: read_shard(info, name, plan.distribution, rank, plan.dtype) for name in names}
     if args.backward and not info.has_dout:
         shape = plan.config.shape("dout")
         tensors["dout"] = random_rows(plan.tokens.tolist(), shape, plan.dtype, args.seed)
-    if args.sink:  # `random_inputs` uses the other streams
+    if args.sink:  # streams 0 to 3 are for `random_inputs`
         sinks = random_rows([0], plan.config.shape("lse"), plan.compute_dtype, args.seed, stream=4)
         tensors["sink"] = sinks[0]  # (nheads,)
     return tensors
@@ -163,7 +161,7 @@ def _report(result: Result, plan: AttentionPlan) -> None:
         low, middle, high = (1e3 * f(seconds) for f in (np.min, np.median, np.max))
         print(f"{name:<17}{low:>8.2f}{middle:>10.2f}{high:>10.2f}")
     for phase in phases_of(result):
-        heads = plan.nheads // plan.grid.heads  # of those areas
+        heads = plan.nheads // plan.grid.heads  # heads of a context-parallel group
         area, backward = int(result.area.sum()), phase == "backward"
         work = flops(area, heads, plan.headdim, backward, plan.headdim_v)
         slowest = np.median(result.timings[f"{phase}/total"].max(axis=1))
@@ -176,6 +174,6 @@ def _report(result: Result, plan: AttentionPlan) -> None:
     print("\nchecked             error     bound      rows" + "  as given" * bool(wire))
     for name, check in result.checks.items():
         numbers = f"{check.error:>10.2e}{check.bound:>10.2e}{check.rows:>10}"
-        if wire:  # the error against the tensors as they were before they were rounded
+        if wire:  # the error against the tensors before rounding
             numbers += " " * 10 if check.as_given is None else f"{check.as_given:>10.2e}"
         print(f"{name:<15}{numbers}   {check.verdict}")

@@ -2,13 +2,13 @@
 
 ::
 
-    /begin, /end   (seqlen,) or (m, seqlen) integers: of query i the keys [begin[i], end[i]), or of
-                   m rows each row has an interval; it is empty where end <= begin
+    /begin, /end   (seqlen,) or (m, seqlen) integers: query i sees the keys [begin[i], end[i]);
+                   with m rows it has m intervals.  An interval is empty if end <= begin.
     or
-    /cu_seqlens    (documents + 1,) integers: first tokens of packed documents, and the last end
-    /              attribute causal, true or false: inside the documents
+    /cu_seqlens    (documents + 1,) integers: first token of each packed document, and the end
+    /              attribute causal, true or false: whether documents are causal
 
-Attributes schema ("a2d_mpi mask") and schema_version (1) may be there or not.
+The attributes schema ("a2d_mpi mask") and schema_version (1) are optional.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from a2d_mpi.masks.documents import Documents
 
 SCHEMA = ("a2d_mpi mask", 1)
-FILE = "file:"  # before a path, where masks have texts
+FILE = "file:"  # prefix of a path in the text of a mask
 
 
 @lru_cache(maxsize=32)
 def mask_of(text: str, seqlen: int) -> Mask:
-    """The mask that a text names: from a file, which is read once, or from `make_mask`.
+    """Return the mask of a text, by `read_mask` (once for each file) or by `make_mask`.
 
     Raises
     ------
     OSError, ValueError
-        As `read_mask` and `make_mask` raise them.
+        Errors of `read_mask` and `make_mask`.
     """
     if text.startswith(FILE):
         return read_mask(text.removeprefix(FILE), seqlen)
@@ -46,33 +46,31 @@ def mask_of(text: str, seqlen: int) -> Mask:
 
 
 def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Documents:
-    """Read the mask of `seqlen` queries and as many keys.
-
-    Any number of processes may, at once.
+    """Read the mask of `seqlen` queries and keys.  Many processes may read at the same time.
 
     Raises
     ------
     OSError
-        If the file is missing, unreadable, not HDF5, cut short, or its numbers are elsewhere.
+        If the file is missing, unreadable, not HDF5 or cut short, or its numbers are elsewhere.
     ValueError
-        If datasets are missing, of a wrong type or shape, or do not fit the sequence.
+        If datasets are missing, have a wrong type or shape, or do not fit the sequence.
     """
     with reading(path, SCHEMA, needs_schema=False) as file:
         members = {name: member(file, name) for name in ("begin", "end", "cu_seqlens")}
-        found = {name: x[()] for name, x in members.items() if isinstance(x, h5py.Dataset)}
+        datasets = {name: x[()] for name, x in members.items() if isinstance(x, h5py.Dataset)}
         attributes = plain(file.attrs)
     try:
-        if list(found) == ["cu_seqlens"]:
+        if list(datasets) == ["cu_seqlens"]:
             from a2d_mpi.masks.documents import Documents
 
-            mask = Documents(**found, causal=_causal(attributes))
+            mask = Documents(**datasets, causal=_causal(attributes))
             mask.check(seqlen)
-        elif list(found) == ["begin", "end"]:
-            mask = IntervalMask(**found)
+        elif list(datasets) == ["begin", "end"]:
+            mask = IntervalMask(**datasets)
             mask.check(seqlen)
-            _check_range(seqlen, **found)
+            _check_range(seqlen, **datasets)
         else:
-            names = " and ".join(found) or "none of them"
+            names = " and ".join(datasets) or "none of them"
             raise ValueError(f"must have datasets begin and end, or cu_seqlens; it has {names}")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -80,16 +78,16 @@ def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Docum
 
 
 def _causal(attributes: dict[str, object]) -> bool:
-    """The attribute of that name, a truth value in one of the ways that programs write it."""
+    """Return the attribute "causal"; 0 and 1 count as truth values, too."""
     value = attributes.get("causal")
-    if value not in (False, True):  # also 0 and 1
+    if value not in (False, True):
         shown = "it has none" if value is None else f"got {value!r}"
         raise ValueError(f"cu_seqlens need the attribute causal, true or false: {shown}")
     return bool(value)
 
 
 def _check_range(seqlen: int, **arrays: np.ndarray) -> None:
-    """Refuse intervals that are not within `seqlen` keys."""
+    """Refuse intervals that reach beyond `seqlen` keys."""
     for name, x in arrays.items():
         wrong = np.argwhere((x < 0) | (x > seqlen))
         if len(wrong):

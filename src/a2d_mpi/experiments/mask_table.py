@@ -1,4 +1,4 @@
-"""Work and traffic of partitions under many masks, read off their schedules: nothing is run."""
+"""Work and traffic of partitions under many masks, counted in their schedules, without a run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.problem import Problem
 
 
-class Figures(NamedTuple):
-    """One way to compute a mask on a grid.
+class PartitionCost(NamedTuple):
+    """Work and traffic of one way to compute a mask on a grid.
 
     Attributes
     ----------
     grid : str
+        Rows x columns.
     uneven : float
-        Visible pairs of the largest rank over their mean.
+        Visible pairs of the rank with the most, divided by the mean over the ranks.
     moved : float
-        Bytes that the largest rank sends, or receives, in a forward pass, over those of all of q.
+        Bytes that the busiest rank sends or receives in a forward pass (the larger of the two),
+        divided by the bytes of q.
     """
 
     grid: str
@@ -38,39 +40,41 @@ class Figures(NamedTuple):
     moved: float
 
 
-Table = dict[tuple[int, int, str, str], Figures]  # by ranks, tokens, mask and plan
+Table = dict[tuple[int, int, str, str], PartitionCost]  # by ranks, tokens, mask and plan
 
 
-def figures(method: str, layout: Layout, problem: Problem) -> Figures:
+def partition_cost(method: str, layout: Layout, problem: Problem) -> PartitionCost:
     """Count the visible pairs and the bytes of every rank."""
     most, areas = np.zeros((2, layout.size)), np.zeros(layout.size)
     for rank in range(layout.size):
         for move in cost.moves(method, layout, problem, rank, ("forward",)):
             most[int(move.sent), rank] += move.nbytes
         areas[rank] = sum(map(area, write(method, "forward", layout, problem, rank)))
-    whole = problem.config.seqlen * problem.config.nbytes("q")
+    all_of_q = problem.config.seqlen * problem.config.nbytes("q")
     grid = f"{layout.rows}x{layout.cols}"
-    return Figures(grid, float(areas.max() / max(areas.mean(), 1)), float(most.max() / whole))
+    return PartitionCost(
+        grid, float(areas.max() / max(areas.mean(), 1)), float(most.max() / all_of_q)
+    )
 
 
-def best_of(plan: str, text: str, seqlen: int, ranks: int) -> Figures:
-    """The grid whose largest rank moves the fewest bytes, of all shapes that suit a plan.
+def best_of(plan: str, text: str, seqlen: int, ranks: int) -> PartitionCost:
+    """Find the grid whose busiest rank moves the fewest bytes, among all shapes of a method.
 
-    `plan`: METHOD or METHOD/DISTRIBUTION.
+    `plan` is METHOD or METHOD/DISTRIBUTION, `text` is a mask.
     """
     method, _, distribution = plan.partition("/")
-    mask, found = make_mask(text, seqlen), []
+    mask, candidates = make_mask(text, seqlen), []
     config = AttentionConfig(seqlen, 16, 128, dtype="bfloat16")
     for rows in (x for x in range(1, ranks + 1) if ranks % x == 0):
         layout = Layout(rows, ranks // rows)
         if METHODS[method].suits(layout):
             problem = problem_of(method, layout, config, mask, distribution or None)
-            found.append(figures(method, layout, problem))
-    return min(found, key=lambda x: (x.moved, x.uneven))
+            candidates.append(partition_cost(method, layout, problem))
+    return min(candidates, key=lambda x: (x.moved, x.uneven))
 
 
 def plan_text(text: str) -> str:
-    """A type of options: METHOD or METHOD/DISTRIBUTION."""
+    """Parse an option that is METHOD or METHOD/DISTRIBUTION."""
     method, slash, name = text.partition("/")
     if slash:
         one_of(DISTRIBUTIONS)(name)
@@ -100,13 +104,13 @@ def print_table(args: argparse.Namespace) -> Table:
 
 
 def _seeded(text: str, seeds: list[int]) -> list[str]:
-    """A mask with each of the seeds, if what it is made of is drawn."""
+    """Return the texts of a mask with each of the seeds, if the mask has random numbers."""
     if ":" in text or "seed=" not in usage(text):
         return [text]
     return [f"{text}:seed={seed}" for seed in seeds]
 
 
-_COLUMNS = ("ranks", "seqlen", "mask", "plan", *Figures._fields)
+_COLUMNS = ("ranks", "seqlen", "mask", "plan", *PartitionCost._fields)
 
 
 def read_table(path: Path) -> Table:
@@ -122,7 +126,7 @@ def read_table(path: Path) -> Table:
         if tuple(next(rows, ())) != _COLUMNS:
             raise ValueError(f"its first line is not {','.join(_COLUMNS)}")
         return {
-            (int(ranks), int(seqlen), mask, plan): Figures(grid, float(uneven), float(moved))
+            (int(ranks), int(seqlen), mask, plan): PartitionCost(grid, float(uneven), float(moved))
             for ranks, seqlen, mask, plan, grid, uneven, moved in rows
         }
     except (ValueError, csv.Error) as error:

@@ -1,4 +1,4 @@
-"""One plan, checked and timed.
+"""Checks and timings of one plan.
 
 ::
 
@@ -32,7 +32,7 @@ from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.experiments.check import check_attention, digests, worse
 from a2d_mpi.experiments.inputs import other_data
 from a2d_mpi.experiments.origin import provenance
-from a2d_mpi.experiments.results import PARTS, SPAN, Check, Result, usual_trial
+from a2d_mpi.experiments.results import SPAN, TIMED_PARTS, Check, Result, usual_trial
 from a2d_mpi.schedules.steps import SUMS
 
 if TYPE_CHECKING:  # few runs are traced
@@ -42,7 +42,13 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
 def open_device(comm: MPI.Intracomm, name: str) -> Device:
-    """The host ("cpu"), or the GPU of this rank ("gpu")."""
+    """Return the host ("cpu"), or the GPU of this rank ("gpu").
+
+    Raises
+    ------
+    CollectiveError
+        On all ranks, if a rank has no GPU.
+    """
     try:
         return HOST if name == "cpu" else bind_gpu(comm)[0]
     except CollectiveError as error:
@@ -50,7 +56,7 @@ def open_device(comm: MPI.Intracomm, name: str) -> Device:
 
 
 def origin_of(comm: MPI.Intracomm, device: Device = HOST) -> dict[str, object]:
-    """Provenance of what these ranks measure; rank 0's, empty on the others."""
+    """Return the provenance of a measurement on rank 0; an empty dict on other ranks."""
     hosts = comm.gather(gethostname())
     if comm.rank != 0:
         return {}
@@ -58,10 +64,10 @@ def origin_of(comm: MPI.Intracomm, device: Device = HOST) -> dict[str, object]:
 
 
 class Measurement:
-    """A plan and its tensors, run again and again.
+    """The measurement of a plan: calls, checks, and timed trials.
 
-    After `check` the trials take two data sets in turn, in the same arrays: the given one, and
-    `other_data` of it.
+    After `check`, the trials alternate between two data sets in the same arrays: the given one,
+    and `other_data` of it.
 
     Parameters
     ----------
@@ -70,15 +76,15 @@ class Measurement:
         This rank's shards of q, k, v and, for the backward pass, dout, and perhaps the "sink";
         NumPy arrays.
     backward : bool
-        Also the gradients.
+        Also compute the gradients.
     device : Device
-        Where the tensors go.
+        Device on which the plan computes.
     checked : bool
-        `check` will be called.  Otherwise the tensors are not hashed, which takes long for many.
+        Whether `check` will be called.  If not, the tensors are not hashed, which saves time.
 
     Attributes
     ----------
-    plan
+    plan : AttentionPlan
     phases : tuple of str
     tensors : dict of arrays
         The given tensors and, after a call, the results, on the device.  After `check`: the
@@ -105,16 +111,16 @@ class Measurement:
         self._given_bits = digests(tensors) if checked else {}
         # After a check: hashes of the results of each data set.
         self._result_bits: list[dict[str, bytes]] = []
-        self._differ = 0  # results of trials that were not the checked ones
+        self._differ = 0  # results of trials that differed from the checked results
         self.seconds: dict[str, list[float]] = {
-            f"{phase}/{part}": [] for phase in self.phases for part in PARTS
+            f"{phase}/{part}": [] for phase in self.phases for part in TIMED_PARTS
         }
         self._spans: list[dict[str, list]] = []
 
     def call(self, tensors: dict[str, Array] | None = None) -> None:
-        """Run all phases, each begun by all ranks together.
+        """Run all phases; all ranks begin each phase together.
 
-        Results go to `tensors`, by default `self.tensors`.
+        Results are written to `tensors`, by default `self.tensors`.
         """
         t, comm = self.tensors if tensors is None else tensors, self.plan.grid.comm
         comm.Barrier()
@@ -123,18 +129,17 @@ class Measurement:
             comm.Barrier()
             given = (t[name] for name in ("dout", "q", "k", "v", "out", "lse"))
             gradients = self.plan.backward(*given, t.get("sink"))
-            t |= zip(("dq", "dk", "dv", "dsink"), gradients)  # dsink only with a sink
+            t |= zip(("dq", "dk", "dv", "dsink"), gradients)  # without a sink there is no dsink
 
     def traced(self, trace: Trace, name: str) -> None:
-        """Run once for a trace, before the trials whose bytes count; `name`: of the plan."""
+        """Run once for a trace, before the trials whose bytes count; `name` is the plan's name."""
         with trace.calls(self.plan, name):
             self.call(dict(self._given))
 
     def check(self, rows: int | None, seed: int = 0) -> None:
         """Check the results of the latest call, and of a call on other data, against float64.
 
-        Later trials must repeat them bit for bit, whatever was called between.  Arguments as of
-        `check_attention`.
+        Later trials must repeat these results bit for bit.  Parameters as of `check_attention`.
         """
         given = self._checked(self.tensors, rows, seed)
         tensors = dict(self._given)
@@ -148,17 +153,17 @@ class Measurement:
     def _checked(
         self, tensors: Mapping[str, Array], rows: int | None, seed: int
     ) -> dict[str, Check]:
-        """Checks of the results of one call, whose bits are remembered."""
+        """Check the results of one call, and remember their hashes."""
         self._result_bits.append(digests(self._results(tensors)))
         return check_attention(self.plan, self._on_host(tensors), rows, seed)
 
     def trial(self) -> None:
-        """Run once, timed and counted."""
+        """Run once; count the seconds and the bytes."""
         if not self._spans:
             self.plan.traffic.clear()
         tensors, data = self.tensors, 0
         if self._result_bits:
-            # 0, 1, 1, 0, ...: 0, 1, 0, 1 would hide errors of a plan with two buffers in turn.
+            # 0, 1, 1, 0, ...: 0, 1, 0, 1 would hide errors of a plan that alternates two buffers.
             tensors, data = dict(self._given), (len(self._spans) + 1) // 2 % 2
         if data:
             self._exchange()
@@ -176,8 +181,9 @@ class Measurement:
             self._exchange(back=True)
 
     def finish(self) -> None:
-        """After the trials, check that the results were always the same, and that neither they nor
-        the inputs changed in memory.
+        """Check after the trials that all had the same results and left memory unchanged.
+
+        Neither the inputs nor the first results may have changed in memory.
         """
         if not self._result_bits:
             return
@@ -187,26 +193,26 @@ class Measurement:
             self.checks[name] = Check(float(comm.allreduce(number)), 0.0, comm.size)
 
     def _overwritten(self) -> int:
-        """Number of the first checked results that a later call has changed in memory."""
+        """Count the first checked results that a later call has changed in memory."""
         return _differing(self._results(self.tensors), self._result_bits[0])
 
     def _exchange(self, back: bool = False) -> None:
-        """Put the other data set into the arrays that were given, or those back."""
+        """Put the other data set into the given arrays, or with `back` the first one again."""
         for name, x in self._given.items():
             other = other_data(name, self.device.download(x), back)
             self.device.put(x, self.device.upload(other))
 
     def _on_host(self, tensors: Mapping[str, Array]) -> dict[str, np.ndarray]:
-        """Tensors as NumPy arrays."""
+        """Return tensors as NumPy arrays."""
         return {name: self.device.download(x) for name, x in tensors.items()}
 
     def _results(self, tensors: Mapping[str, Array]) -> dict[str, np.ndarray]:
-        """Results among the tensors, as NumPy arrays."""
+        """Return the results among the tensors as NumPy arrays."""
         names = (*RESULTS, "dsink")
         return self._on_host({name: tensors[name] for name in names if name in tensors})
 
     def outputs(self) -> dict[str, np.ndarray]:
-        """Whole results in the order of the sequence, on rank 0; empty on the others."""
+        """Gather the results in the order of the sequence on rank 0; empty on other ranks."""
         tensors, plan = self._results(self.tensors), self.plan
         outputs = {name: plan.gather(tensors[name]) for name in RESULTS if name in tensors}
         return outputs if plan.grid.comm.rank == 0 else {}
@@ -214,14 +220,14 @@ class Measurement:
     def result(
         self, config: Mapping[str, object], origin: Mapping[str, object], **others: Any
     ) -> Result | None:
-        """Check the counted bytes; everything, on rank 0.
+        """Check the counted bytes, and return the result on rank 0, None on other ranks.
 
         Parameters
         ----------
         config : mapping
-            What `plan` does not know: method, mask, trials, ...
+            Config that is not in `plan`: method, mask, trials, ...
         origin : mapping
-            From `origin_of`, of these ranks in any order.
+            Result of `origin_of`.
         **others
             Further fields of the `Result`.
         """
@@ -240,7 +246,7 @@ class Measurement:
                 **_config(plan),
                 "backward": len(self.phases) > 1,
                 **config,
-                "kernel": plan.kernel,  # not "auto"
+                "kernel": plan.kernel,  # the kernel itself; `config` may say "auto"
             },
             area=np.array(area),
             timings=timings,
@@ -255,12 +261,12 @@ class Measurement:
 
 
 def _differing(tensors: Mapping[str, np.ndarray], bits: Mapping[str, bytes]) -> int:
-    """Number of tensors whose bits do not have these hashes."""
+    """Count the tensors whose bits do not have these hashes."""
     return sum(x != bits[name] for name, x in digests(tensors).items())
 
 
 def grid_config(grid: ProcessGrid) -> dict[str, object]:
-    """A grid as result files name it."""
+    """Return the attributes of a grid in result files."""
     layout = grid.layout
     return {
         "ranks": grid.comm.size,
@@ -277,37 +283,38 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
         "wire": plan.config.wire or "none",
         "sent": _sent(plan.config),
         "overlap": plan.overlap,
-        # Of every grid rank; empty: each is alone on its node.
+        # Node of every grid rank; empty if each rank is alone on its node.
         "nodes": " ".join(map(str, plan.grid.layout.nodes or ())),
         "distribution": plan.distribution.name,
         "stream": plan.layout.stream,
-        # How tensors got to MPI: from memory as they are, or copied to the host.
+        # Path of tensors to MPI: directly, or copied to the host.
         "transfers": "host" if plan.staged_bytes else "direct",
     }
 
 
 def _sent(config: AttentionConfig) -> str:
-    """Dtype or format of each tensor in messages."""
-    found = []
+    """Return the dtype or format of each tensor in messages, as text."""
+    texts = []
     for name in ("q", "k", "v", "out", "lse", "dout", "delta", "dq", "dk", "dv"):
         accumulated = name in SUMS
         encoded = config.rounds(name, accumulated)
-        found.append(f"{name} {config.wire if encoded else config.dtype_of(name, accumulated)}")
-    return ", ".join(found)
+        texts.append(f"{name} {config.wire if encoded else config.dtype_of(name, accumulated)}")
+    return ", ".join(texts)
 
 
 def _traffic(
     plan: AttentionPlan, phases: Sequence[str], counted: Sequence[Mapping], trials: int
 ) -> tuple[dict[str, dict[str, np.ndarray]], int]:
-    """Measured and predicted bytes of a call, as in `Result`, and how far all trials are off.
+    """Return the measured and predicted bytes of a call, as in `Result`, and their difference.
 
-    `counted`: of every rank and all trials, by phase and communicator.
+    `counted` has, for every rank, the bytes of all trials by phase and communicator.  The
+    difference is the largest one over all trials.
     """
     predicted = [plan.predicted_traffic(rank) for rank in range(len(counted))]
     keys = {key for x in (*counted, *predicted) for key in x if key[0] in phases}
     traffic, off = {}, 0
     for key in sorted(keys):
-        # (ranks, sent or received)
+        # (ranks, 2): sent, received
         sums, formula = (np.array([x.get(key, (0, 0)) for x in y]) for y in (counted, predicted))
         off = max(off, np.abs(sums - trials * formula).max())
         both = {"": sums // trials, "predicted_": formula}
@@ -320,10 +327,10 @@ def _traffic(
 
 
 def _usual_spans(phase: str, total: np.ndarray, spans: list) -> np.ndarray:
-    """Spans of the trial whose slowest rank took the median time, of all ranks."""
+    """Return the spans of all ranks in the trial whose slowest rank took the median time."""
     trial = usual_trial(total)
     rows = [
-        (rank, PARTS.index(part), start, end)
+        (rank, TIMED_PARTS.index(part), start, end)
         for rank, trials in enumerate(spans)
         for part, start, end in trials[trial][phase]
     ]

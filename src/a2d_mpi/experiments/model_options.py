@@ -24,12 +24,12 @@ def add_model(parser: Parser, default: str | None) -> None:
 
 
 def model_of(args: argparse.Namespace, **sizes: int) -> GPTConfig:
-    """The sizes of the options of `add_model`, and these.
+    """Return the sizes of a model, from the options of `add_model` and from `sizes`.
 
     Raises
     ------
     ValueError
-        If they do not fit each other.
+        If sizes do not fit each other.
     """
     names = ("layers", "width", "nheads", "nheads_kv", "headdim", "positions", "layer_pattern")
     given = {x: getattr(args, x) for x in names if getattr(args, x, None) is not None}

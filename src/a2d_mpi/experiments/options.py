@@ -1,4 +1,4 @@
-"""Options and exit codes of all programs; unlike `a2d_mpi.experiments.cli`, this needs no MPI."""
+"""Options and exit codes of all programs; no MPI import, unlike in `a2d_mpi.experiments.cli`."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ BLOCK_HELP = "rows and columns of a block of the grid whose ranks are neighbours
 
 
 class BadOption(ValueError, argparse.ArgumentTypeError):
-    """The text of an option is wrong; the parser shows the message as it is."""
+    """An error in the text of an option; the parser shows its message unchanged."""
 
 
 def whole(least: int, most: int = 1 << 31) -> Callable[[str], int]:
-    """A type of options: whole numbers from `least` to `most`."""
+    """Make a type of options: whole numbers from `least` to `most`."""
     return _bounded(int, "a whole number", least, most)
 
 
 def real(least: float, most: float) -> Callable[[str], float]:
-    """A type of options: numbers from `least` to `most`."""
+    """Make a type of options: numbers from `least` to `most`."""
     return _bounded(float, "a number", least, most)
 
 
@@ -57,7 +57,7 @@ def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable
             value = kind(text)
         except ValueError:
             raise BadOption(f"must be {what}, got {text[:40]!r}") from None
-        if not least <= value <= most:  # as NaN is not, either
+        if not least <= value <= most:  # NaN is refused, too
             bound = f"at most {most}" if value > most else f"at least {least}"
             raise BadOption(f"must be {bound}, got {str(value)[:40]}")
         return value
@@ -77,19 +77,19 @@ def tokens(text: str) -> int:
 
 
 def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """A type of options: several values of a type, with commas between them."""
+    """Make a type of options: a list of values of a type, with commas between them."""
     return lambda text: [kind(x.strip()) for x in text.split(",")]
 
 
 def path(text: str) -> Path:
-    """A type of options: a path.  Empty, it is a variable that somebody forgot to set."""
+    """Parse an option that is a path; refuse an empty one, which is often an unset variable."""
     if not text:
         raise BadOption("must be a path, got ''")
     return Path(text)
 
 
 def one_of(values: Collection[str]) -> Callable[[str], str]:
-    """A type of options: one of some words; for lists of them, which `choices` cannot check."""
+    """Make a type of options: one of `values`; in lists argparse's `choices` cannot check it."""
 
     def word(text: str) -> str:
         if text not in values:
@@ -100,7 +100,7 @@ def one_of(values: Collection[str]) -> Callable[[str], str]:
 
 
 def utf8(text: str) -> str:
-    """A type of options: text, not bytes of another code."""
+    """Parse an option that is UTF-8 text; refuse bytes of other encodings."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -109,7 +109,7 @@ def utf8(text: str) -> str:
 
 
 def escaped(text: str) -> bytes:
-    r"""A type of options: bytes, with Python's escapes such as \n."""
+    r"""Parse an option that is text with Python's escapes, such as \n; return bytes."""
     try:
         return text.encode().decode("unicode_escape").encode("latin-1")
     except UnicodeError:
@@ -131,7 +131,7 @@ CHECK_HELP = (
 
 
 def check_text(text: str, none: bool = True) -> str:
-    """A type of options: sample, full, rows:N, or with `none` also none."""
+    """Parse an option that is sample, full or rows:N, or with `none` also none."""
     words = ("none",) * none + ("sample", "full")
     if text not in words and not re.fullmatch(r"rows:[1-9]\d{0,8}", text):
         raise BadOption(f"must be {', '.join(words)} or rows:N, got {text[:40]!r}")
@@ -139,14 +139,14 @@ def check_text(text: str, none: bool = True) -> str:
 
 
 def checked_rows(text: str) -> int | None:
-    """Rows that --check compares; None: all."""
+    """Return the number of rows that --check compares; None: all rows."""
     if text in ("sample", "full"):
         return SAMPLE if text == "sample" else None
     return int(text.removeprefix("rows:"))
 
 
 def block(text: str) -> tuple[int, int]:
-    """Rows and columns of a block: "2x3"."""
+    """Parse the rows and columns of a block: "2x3"."""
     match = re.fullmatch(r"\s*(\d{1,9})x(\d{1,9})\s*", text)
     if not match:
         raise BadOption(f"must be ROWSxCOLUMNS, got {text[:40]!r}")
@@ -154,7 +154,7 @@ def block(text: str) -> tuple[int, int]:
 
 
 def split(text: str) -> tuple[int, int]:
-    """Attention ranks and FFN ranks: "3+1"."""
+    """Parse the numbers of attention ranks and FFN ranks: "3+1"."""
     match = re.fullmatch(r"\s*(\d{1,9})\+(\d{1,9})\s*", text)
     if not match:
         raise BadOption(f"must be ATTENTION+FFN ranks, got {text[:40]!r}")
@@ -162,12 +162,12 @@ def split(text: str) -> tuple[int, int]:
 
 
 def method_name(text: str) -> str:
-    """A method as `a2d_mpi.schedules.METHODS` spells it; underscores are blanks.
+    """Parse the name of a method in `a2d_mpi.schedules.METHODS`; underscores become blanks.
 
     Raises
     ------
     BadOption
-        If there is none of that name.
+        If there is no method of this name.
     """
     name = text.replace("_", " ").strip()
     if name not in METHODS:
@@ -176,7 +176,7 @@ def method_name(text: str) -> str:
 
 
 def mask_text(text: str) -> str:
-    """The text of a mask, as `a2d_mpi.masks.patterns.make_mask` takes it.
+    """Check the text of a mask for `a2d_mpi.masks.patterns.make_mask`; return it without blanks.
 
     Raises
     ------
@@ -191,7 +191,7 @@ def mask_text(text: str) -> str:
 
 
 def masks(text: str) -> list[str]:
-    """A type of options: texts of masks, with commas between them; "all": one of each name."""
+    """Parse texts of masks with commas between them; "all": one mask of each name."""
     texts = [mask_text(x) for x in split_masks(text)]
     if not texts:
         raise BadOption(f"must name a mask, got {text[:40]!r}")
@@ -199,14 +199,14 @@ def masks(text: str) -> list[str]:
 
 
 def import_file(text: str) -> str:
-    """A type of options: a user's Python file, which is run, once in a process.
+    """Run a user's Python file, once in a process, and return its name.
 
     Raises
     ------
     OSError
-        If it cannot be read, or is not a regular file.
+        If the file cannot be read, or is not a regular file.
     BadOption
-        If it raises an exception, with the line.
+        If the file raises an exception; the message has the line.
     """
     name = str(path(text))
     _run_file(name, read_regular(name))
@@ -223,7 +223,7 @@ def _run_file(name: str, source: bytes) -> None:
     except (Exception, SystemExit) as error:
         calls = traceback.extract_tb(error.__traceback__)
         lines = [x.lineno for x in calls if x.filename == name]
-        line = lines[-1] if lines else getattr(error, "lineno", 1)  # of the file's own syntax
+        line = lines[-1] if lines else getattr(error, "lineno", 1)  # a SyntaxError has a lineno
         what = str(error).partition("\n")[0]
         raise BadOption(f"{name}, line {line}: {type(error).__name__}: {what}") from None
 

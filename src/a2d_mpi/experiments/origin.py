@@ -1,4 +1,4 @@
-"""The origin of a result: versions, commit, command, MPI, hosts, device, files, time."""
+"""The provenance of a result: versions, commit, command, MPI, hosts, device, files, time."""
 
 from __future__ import annotations
 
@@ -22,15 +22,19 @@ from a2d_mpi.core.openblas import cpu_fields, first_cpu
 def provenance(
     mpi_library: str, hostnames: Sequence[str], device: str | None = None
 ) -> dict[str, object]:
-    """Origin of a result: the arguments, and the facts that this process knows.
+    """Return the provenance of a result: the arguments, and facts of this process.
 
     Returns
     -------
     dict
-        package_version, python_version, numpy_version, mpi4py_version, numba_version ("none" if
-        it is not installed), git_commit (of the package's source; "-dirty" if it was changed
-        since, "unknown" without git), command_line, mpi_library, hostnames, device (default: the
-        name of the CPU), blas (NumPy's BLAS, and the CPU that it detected), utc_time (ISO 8601).
+        * package_version, python_version, numpy_version, mpi4py_version;
+        * numba_version: "none" if Numba is not installed;
+        * git_commit of the package's source: with "-dirty" if it was changed, "unknown" without
+          git;
+        * command_line, mpi_library, hostnames;
+        * device: default the name of the CPU;
+        * blas: NumPy's BLAS, and the CPU that it detected;
+        * utc_time: ISO 8601.
     """
     return {
         "package_version": a2d_mpi.__version__,
@@ -47,7 +51,7 @@ def provenance(
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file.
+    """Return the SHA-256 of a file.
 
     Raises
     ------
@@ -62,7 +66,7 @@ def sha256(path: str | os.PathLike[str]) -> str:
 
 
 def _version(package: str) -> str:
-    """From its metadata: importing Numba would take a second."""
+    """Return the version of a package from its metadata; importing Numba would take a second."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -74,7 +78,7 @@ def _git_commit() -> str:
     git = ["git", "-C", here.parent]
     options = {"capture_output": True, "check": True, "text": True, "timeout": 1}
     try:
-        # An installed copy may lie within a repository that does not know it.
+        # An installed copy may be inside a repository that does not track it.
         subprocess.run([*git, "ls-files", "--error-unmatch", here.name], **options)
         describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         return subprocess.run([*git, *describe], **options).stdout.strip()
@@ -83,14 +87,14 @@ def _git_commit() -> str:
 
 
 def blas_name() -> str:
-    """Libraries that compute products of matrices, like "openblas 0.3.31 (Haswell)"."""
+    """Return the BLAS libraries of this process, like "openblas 0.3.31 (Haswell)"."""
     libraries = [x for x in threadpool_info() if x["user_api"] == "blas"]
     named = (f"{x['internal_api']} {x['version']} ({x.get('architecture')})" for x in libraries)
     return ", ".join(sorted(set(named))) or "unknown"
 
 
 def cpu_name() -> str:
-    """Name of the CPU, and family and model where the name says little, as on virtual machines."""
+    """Return the name of the CPU, with family and model: names of virtual CPUs say little."""
     fields = cpu_fields(first_cpu())
     if "model name" not in fields:
         return platform.processor() or platform.machine()

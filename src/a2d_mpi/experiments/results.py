@@ -1,8 +1,7 @@
-"""The files of a run: its input and its result.
+"""The input file and the result file of a run, both HDF5.
 
-Both are HDF5; only this module and `a2d_mpi.experiments.hdf5`, which opens them, know.  Every
-function raises OSError for a file that cannot be read or written and ValueError for one that holds
-the wrong thing; the text is one line that names the file, fit to be shown to the user as it is.
+Every function raises OSError if a file cannot be read or written, and ValueError if its contents
+are wrong.  The message is one line that names the file, for the user to read.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from a2d_mpi.sharding.distribution import Distribution
 
 INPUT_SCHEMA = ("a2d_mpi input", 1)
 RESULT_SCHEMA = ("a2d_mpi result", 1)
-# One stretch of time of a rank: what it did, as an index into PARTS, and when, in seconds
-# since the phase began there.
+# A span of time of a rank: `part` is an index into TIMED_PARTS, `start` and `end` are seconds
+# since the phase began on this rank.
 SPAN = np.dtype([("rank", "i4"), ("part", "i4"), ("start", "f4"), ("end", "f4")])
-PARTS = ("compute", "merge", "wait", "total")
-# Units and names of the axes of what these hold.
+TIMED_PARTS = ("compute", "merge", "wait", "total")  # as of `AttentionPlan.timings`
+# Units and names of axes of arrays.
 UNITS = {
     "timings": ("s", ("trial", "rank")),
     "traffic": ("byte", ("rank",)),
@@ -39,14 +38,15 @@ SMALLER = {"compression": "gzip", "shuffle": True}
 
 @dataclass(frozen=True)
 class InputInfo:
-    """Contents of an input file: q, k, v and perhaps dout, the gradient with respect to out.
+    """The contents of an input file: q, k, v and perhaps dout, the gradient with respect to out.
 
     Attributes
     ----------
     path : str
     config : AttentionConfig
-        Sizes.
+        Sizes of the tensors.
     has_dout : bool
+        Whether the file has dout.
     """
 
     path: str
@@ -55,14 +55,14 @@ class InputInfo:
 
 
 def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
-    """Check all of an input file but its numbers, which are not read.
+    """Check everything of an input file except its numbers, which are not read.
 
     Raises
     ------
     OSError
         If the file is missing, unreadable, not HDF5 or cut short.
     ValueError
-        If the schema is another, or a dataset is missing or of a wrong type or shape.
+        If the schema is wrong, or a dataset is missing or has a wrong type or shape.
     """
     with reading(path, INPUT_SCHEMA) as file:
         names = ["q", "k", "v"] + ["dout"] * (member(file, "dout") is not None)
@@ -90,28 +90,28 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
 def read_shard(
     info: InputInfo, name: str, distribution: Distribution, rank: int, dtype: np.typing.DTypeLike
 ) -> np.ndarray:
-    """Read the rows of one shard of the sequence.  Any number of processes may, at once.
+    """Read the rows of one shard of the sequence.  Many processes may read at the same time.
 
     Parameters
     ----------
     info : InputInfo
-        From `inspect_input`.
+        Result of `inspect_input`.
     name : {"q", "k", "v", "dout"}
     distribution : Distribution
-        Of the first ``distribution.seqlen`` tokens of the file.
+        Owners of the first ``distribution.seqlen`` tokens of the file.
     rank : int
     dtype : dtype
-        To which the numbers are converted.
+        Dtype of the result.
 
     Returns
     -------
     (n, heads, headdim) dtype
-        Row i is the token ``distribution.tokens(rank)[i]``; the caller's.
+        A new array; row i is the token ``distribution.tokens(rank)[i]``.
 
     Raises
     ------
     OSError
-        If the file cannot be read on this rank, or its numbers are damaged.
+        If this rank cannot read the file, or its numbers are damaged.
     ValueError
         If the file has too few tokens.
     """
@@ -127,11 +127,20 @@ def read_shard(
 
 @dataclass(frozen=True)
 class Check:
-    """Largest `error` of one tensor, the largest allowed, and how many tokens were compared.
+    """The check of one tensor.
 
-    A `bound` of NaN: there is none, as rounding alone may change the values by a tenth.  Of a run
-    with a narrow format on the wire `error` is the distance from attention of the rounded tensors,
-    and `as_given` the error against the tensors as they were given; None: not known.
+    Attributes
+    ----------
+    error : float
+        Largest error.  With a narrow format on the wire, the largest distance from attention of
+        the rounded tensors.
+    bound : float
+        Largest allowed error; NaN if rounding alone may change the values by a tenth.
+    rows : int
+        Number of compared tokens.
+    as_given : float or None
+        With a narrow format on the wire, the largest distance from attention of the tensors before
+        rounding.
     """
 
     error: float
@@ -141,18 +150,18 @@ class Check:
 
     @property
     def attributes(self) -> dict[str, object]:
-        """The fields that are known, and the verdict, as files have them."""
-        known = {name: x for name, x in vars(self).items() if x is not None}
-        return {**known, "passed": self.passed}
+        """The fields without None, and the verdict: attributes in result files."""
+        values = {name: x for name, x in vars(self).items() if x is not None}
+        return {**values, "passed": self.passed}
 
     @property
     def passed(self) -> bool:
-        """True if something was compared, and the error is a number within a bound."""
+        """True if tokens were compared, and the error is at most the bound."""
         return self.verdict == "passed"
 
     @property
     def verdict(self) -> str:
-        """In words: "passed", or "FAILED" and why, if it is not the size of the error."""
+        """The verdict in words: "passed", or "FAILED" with the reason if it is not the error."""
         if self.rows <= 0:
             return "FAILED: nothing was compared"
         if not math.isfinite(self.error):
@@ -164,12 +173,12 @@ class Check:
 
 @dataclass(eq=False)
 class Result:
-    """All that one run has measured.
+    """Everything that one run has measured.
 
     Attributes
     ----------
     provenance : dict
-        From `a2d_mpi.experiments.origin.provenance`.
+        Result of `a2d_mpi.experiments.origin.provenance`.
     config : dict of str to bool, int, float or str
         method, rows, cols, mask, seqlen, ...
     area : (rank,) int64
@@ -180,16 +189,16 @@ class Result:
         Bytes per call: ``traffic["forward/row"]["sent"]``, "received", "predicted_sent",
         "predicted_received".
     checks : dict of str to Check
-        By tensor: "out", "lse", "dq", ...
+        Checks by tensor: "out", "lse", "dq", ...
     outputs : dict of str to arrays (seqlen, ...)
-        Whole tensors in the order of the sequence, if they are to be kept.
+        Gathered tensors in the order of the sequence, if they are to be kept.
     predicted : dict of str to (rank,) float64
-        Seconds that the model expects, by "phase/part" as in `timings`; the parts are "compute",
-        "merge", "wait", "other" and "total".
+        Predicted seconds by "phase/part" as in `timings`; the parts are "compute", "merge",
+        "wait", "other" and "total".
     figures : dict of str to number or str
-        What else is known beforehand: bytes of memory, lower bounds, ...
+        Other predictions: bytes of memory, lower bounds, ...
     spans : dict of str to (n,) SPAN
-        By phase: what every rank did when, in one trial.
+        Spans of all ranks in one trial, by phase.
     """
 
     provenance: dict[str, object]
@@ -210,12 +219,12 @@ class Result:
 
 
 def phases_of(result: Result) -> tuple[str, ...]:
-    """The phases that were timed."""
+    """Return the phases that were timed."""
     return ("forward", "backward") if result.config["backward"] else ("forward",)
 
 
 def usual_trial(total: np.ndarray) -> int:
-    """The trial, of seconds (trial, rank), whose slowest rank took the (lower) median time."""
+    """Return the trial of `total`, (trial, rank), whose slowest rank took the (lower) median."""
     slowest = total.max(axis=1)
     return int(np.argsort(slowest, kind="stable")[(len(slowest) - 1) // 2])
 
@@ -224,19 +233,19 @@ def usual_trial(total: np.ndarray) -> int:
 def new_file(
     path: str | os.PathLike[str], schema: tuple[str, int] | None = None, extend: bool = False
 ) -> Iterator[h5py.File]:
-    """An HDF5 file to fill: whole under its name at the end of the block, or not there at all.
+    """Open a new HDF5 file; it appears under its name, complete, when the ``with`` statement ends.
 
-    With its schema at first, or with `extend` a copy of the one that is there.
+    At first it has only its schema, or with `extend` the contents of the existing file.
 
     Raises
     ------
     OSError
-        If it cannot be written (no room, ...); the file that was there before then still is.
+        If it cannot be written (no room, ...); an existing file is left as it was.
     """
     with replacing(path) as (target, temporary):
-        # In memory: after a failed write HDF5 cannot close a file, and may crash at exit.
+        # In memory, because HDF5 cannot close a file after a failed write and may crash at exit.
         memory = io.BytesIO(read_regular(target) if extend else b"")
-        # Before HDF5 1.8 an attribute ended at 64 KiB: the names of 4095 hosts.
+        # Formats before HDF5 1.8 limit an attribute to 64 KiB, too little for 4095 host names.
         with h5py.File(memory, "r+" if extend else "w", libver="v108") as file:
             if schema and not extend:
                 set_attributes(file, {"schema": schema[0], "schema_version": schema[1]})
@@ -249,33 +258,33 @@ def new_file(
 
 
 def write_result(path: str | os.PathLike[str], result: Result) -> None:
-    """Write a result file, whole or not at all.
+    """Write a result file.  If writing fails, an existing file is left as it was.
 
     Raises
     ------
     OSError
-        If it cannot be written (no room, ...); the file that was there before then still is.
+        If it cannot be written (no room, ...).
     """
     with new_file(path, RESULT_SCHEMA) as file:
         fill(file, result)
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:
-    """Read what `write_result` has written, the outputs too.
+    """Read a file of `write_result`, including the outputs.
 
     Raises
     ------
     OSError
         If the file cannot be read, or lacks something.
     ValueError
-        If the schema is another.
+        If the schema is wrong.
     """
     with reading(path, RESULT_SCHEMA) as file:
         return load(file)
 
 
 def fill(group: h5py.Group, result: Result) -> None:
-    """Put a result into an empty group."""
+    """Write a result into an empty group."""
     set_attributes(group, result.provenance)
     set_attributes(group.create_group("config"), result.config)
     group["area"] = np.asarray(result.area, np.int64)
@@ -299,20 +308,20 @@ def fill(group: h5py.Group, result: Result) -> None:
             predicted[name] = np.asarray(seconds, np.float64)
             predicted[name].attrs["unit"] = "s"
     for phase, spans in result.spans.items():
-        # By far the largest part of a benchmark's file.
+        # Compressed, because spans are most of a benchmark's file.
         group.create_dataset(f"spans/{phase}", data=spans, **SMALLER if len(spans) else {})
-        group[f"spans/{phase}"].attrs.update({"unit": "s", "parts": PARTS})
+        group[f"spans/{phase}"].attrs.update({"unit": "s", "parts": TIMED_PARTS})
 
 
 def write_checks(group: h5py.Group, checks: Mapping[str, Check]) -> None:
-    """Put checks into the group "checks" of a group."""
+    """Write checks into the subgroup "checks" of a group."""
     group = group.create_group("checks")
     for name, check in checks.items():
         set_attributes(group.create_group(name), check.attributes)
 
 
 def load(group: h5py.Group) -> Result:
-    """Read the result that `fill` has put into a group or file."""
+    """Read the result that `fill` wrote into a group or file."""
     root = plain(group.attrs)
     names = needed(group, "checks")
     checks = {name: plain(needed(group, f"checks/{name}").attrs) for name in names}
@@ -339,7 +348,7 @@ def load(group: h5py.Group) -> Result:
 
 
 def set_attributes(group: h5py.Group, values: Mapping[str, object]) -> None:
-    """Attributes of a group; paths are text, and text that HDF5 cannot hold is escaped."""
+    """Set attributes of a group; paths become text, and text that HDF5 cannot hold is escaped."""
     for name, value in values.items():
         group.attrs[name] = list(map(_text, value)) if isinstance(value, list) else _text(value)
 
@@ -348,6 +357,6 @@ def _text(value: object) -> object:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, str):
-        # A path may hold bytes that are no UTF-8; Open MPI ends its version with a NUL.
+        # A path may have bytes that are not UTF-8, and Open MPI's version ends with a NUL.
         value = value.encode(errors="backslashreplace").decode().replace("\0", "")
     return value

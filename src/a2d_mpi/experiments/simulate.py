@@ -1,15 +1,17 @@
-"""The job of drivers/simulate.py: plans x ranks x lengths x networks, replayed; no MPI import.
+"""The program of drivers/simulate.py: replay plans x ranks x lengths x networks; no MPI import.
 
 The file::
 
     /              attributes: schema, schema_version, and the origin of the latest entries
     /runs/<name>   attributes: plan and workload, as in a benchmark's config; machine, network;
-                   for each phase "forward/simulated", "forward/predicted": seconds of the slowest
-                   rank, and "forward/simulated wait", "forward/predicted wait": of all ranks, in
-                   the mean; "memory", bytes that a rank holds at most, and "room", what it has;
-                   "cost seconds", "cost memory", "cost messages": of the simulation; "coarse":
-                   seconds within which messages ended at once; "timeout": seconds after which it
-                   was given up, and then nothing simulated
+                   "forward/simulated", "forward/predicted": seconds of the slowest rank, and
+                   "forward/simulated wait", "forward/predicted wait": mean wait of all ranks;
+                   likewise "backward/...";
+                   "memory": peak bytes of a rank; "room": bytes that a rank may use;
+                   "cost seconds", "cost memory", "cost messages": cost of the simulation;
+                   "coarse": seconds within which ends of messages were one event;
+                   "timeout": seconds after which the simulation was given up; such an entry has
+                   nothing simulated
 """
 
 from __future__ import annotations
@@ -43,7 +45,16 @@ RANKS = 4096
 class Task:
     """A plan on a machine with a network.
 
-    `coarse`: as of `simulate`, as a share of the predicted time of the shortest phase.
+    Attributes
+    ----------
+    what : Configuration
+    machine : Machine
+    network : Network
+    slow_rank : float
+        Factor by which rank 0 is slower.
+    coarse : float
+        `coarse` of `a2d_mpi.planning.simgrid.simulate`, as a share of the predicted time of the
+        shortest phase.
     """
 
     what: Configuration
@@ -54,16 +65,16 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Of its entry."""
+        """Name of the entry in files."""
         network, odd = self.network, ""
         for word, factor in (("rank", self.slow_rank), ("port", network.slow_port)):
             odd += f"-slow {word} {factor:g}" * (factor > 1)
         return f"{self.what.name}-{network.name}{odd}-{self.machine.name}".replace("/", "_")
 
     def run(self, timeout: float) -> dict[str, object]:
-        """The attributes of its entry."""
+        """Run the simulation; return the attributes of its entry."""
         what, layout, work = self.what, self.what.layout, self.what.case.work(self.what.overlap)
-        found: dict[str, object] = {
+        entry: dict[str, object] = {
             **what.attributes,
             "machine": self.machine.name,
             "network": self.network.name,
@@ -71,42 +82,42 @@ class Task:
             "slow_port": self.network.slow_port,
         }
         problem = problem_of(what.method, layout, work, work.mask)
-        found["distribution"] = problem.shards.name
-        found["memory"] = most_memory(what.method, layout, problem, work.backward)
-        found["room"] = np.inf
+        entry["distribution"] = problem.shards.name
+        entry["memory"] = most_memory(what.method, layout, problem, work.backward)
+        entry["room"] = np.inf
         if self.machine.memory is not None:
-            found["room"] = float(self.machine.memory - self.machine.reserved)
+            entry["room"] = float(self.machine.memory - self.machine.reserved)
         plan = self.machine, what.method, layout, work
         predicted = predict(*plan)
-        found["coarse"] = self.coarse * min(float(x.total.max()) for x in predicted.values())
+        entry["coarse"] = self.coarse * min(float(x.total.max()) for x in predicted.values())
         slow = np.ones(layout.size)
         slow[0] = self.slow_rank
         both = {"predicted": predicted}
-        options = {"slow": slow, "timeout": timeout, "coarse": found["coarse"]}
+        options = {"slow": slow, "timeout": timeout, "coarse": entry["coarse"]}
         try:
             replay = simulate(*plan, network=self.network, **options)
         except TimeoutError:
-            found["timeout"] = timeout
+            entry["timeout"] = timeout
         else:
             both["simulated"] = replay.phases
             for name in ("seconds", "memory", "messages"):
-                found[f"cost {name}"] = getattr(replay, name)
+                entry[f"cost {name}"] = getattr(replay, name)
         for name, phases in both.items():
             for phase, parts in phases.items():
-                found[f"{phase}/{name}"] = float(parts.total.max())
-                found[f"{phase}/{name} wait"] = float(parts.wait.mean())
-        return found
+                entry[f"{phase}/{name}"] = float(parts.total.max())
+                entry[f"{phase}/{name} wait"] = float(parts.wait.mean())
+        return entry
 
 
 def simulate_all(args: argparse.Namespace) -> int:
-    """Simulate what a file lacks, one plan after the other; returns the exit code."""
-    replayer()  # or say what to install
+    """Run the simulations that a file lacks, one after the other; return the exit code."""
+    replayer()  # raises an error now if SimGrid is not installed
     done = read_simulations(args.output) if extends(args.output, args.resume) else {}
     origin, before = Entry(provenance("none", ["simulated"]), {}), 0
     with tqdm(_tasks(args), disable=None, unit="plan") as bar:
         for task in bar:  # planned when it is needed
             found = done.get(task.name)
-            # Once more, if it was given up and there is more time now.
+            # A simulation that was given up is repeated if it may take longer now.
             if found is None or found.get("timeout", np.inf) < args.timeout:
                 found = task.run(args.timeout)
                 bar.write(_line(task.name, found))
@@ -114,7 +125,7 @@ def simulate_all(args: argparse.Namespace) -> int:
                 before += 1
                 if found["picked"] or not task.what.picked:
                     continue
-                found["picked"] = True  # it was asked for before
+                found["picked"] = True  # an earlier run named this plan, now the planner picks it
             done[task.name] = found
             entries = {"/": origin, f"runs/{task.name}": Entry(found, {})}
             write_entries(args.output, SCHEMA, entries)
@@ -125,27 +136,30 @@ def simulate_all(args: argparse.Namespace) -> int:
 
 
 def read_simulations(path: str | Path) -> dict[str, dict[str, object]]:
-    """The attributes of all entries of a file, by name.
+    """Read the attributes of all entries of a file, by name.
 
     Raises
     ------
     OSError
-        If it cannot be read.
+        If the file cannot be read.
     ValueError
-        If its schema is another.
+        If its schema is wrong.
     """
     return {name: entry.attributes for name, entry in read_entries(path, SCHEMA).items()}
 
 
 def read_summaries(path: str | Path) -> list[Summary]:
-    """The simulations in a file that ended in time, of plans for which the ranks have the memory.
+    """Read the summaries of all simulations in a file that ended and fit in memory.
 
-    Raises what `read_simulations` does.
+    Raises
+    ------
+    OSError, ValueError
+        As `read_simulations`.
     """
     return [
         Summary(
             name,
-            # A plan's name begins with method, shape and order; the rest is its workload's.
+            # The name of a plan is method, shape and order, and then the name of the workload.
             {**x, "workload": name.split("-", 3)[3]},
             "both" if x["backward"] else "forward",
             seconds(x, "simulated"),
@@ -157,13 +171,13 @@ def read_summaries(path: str | Path) -> list[Summary]:
     ]
 
 
-def seconds(found: Mapping[str, object], kind: str, part: str = "") -> float:
-    """Of all phases of an entry, "simulated" or "predicted"; NaN: there are none.
+def seconds(entry: Mapping[str, object], kind: str, part: str = "") -> float:
+    """Sum the "simulated" or "predicted" seconds of an entry over its phases; NaN without any.
 
-    `part`: " wait", or all.
+    With the `part` " wait", sum the waits.
     """
-    phases = ("forward", "backward") if found["backward"] else ("forward",)
-    return sum(float(found.get(f"{phase}/{kind}{part}", np.nan)) for phase in phases)
+    phases = ("forward", "backward") if entry["backward"] else ("forward",)
+    return sum(float(entry.get(f"{phase}/{kind}{part}", np.nan)) for phase in phases)
 
 
 def _tasks(args: argparse.Namespace) -> Iterator[Task]:
@@ -188,8 +202,8 @@ def _tasks(args: argparse.Namespace) -> Iterator[Task]:
                 yield Task(what, machine, network, args.slow_rank, args.coarse)
 
 
-def _line(name: str, found: Mapping[str, object]) -> str:
-    line = f"{name}: predicted {seconds(found, 'predicted'):.4g} s, "
-    if "timeout" in found:
-        return line + f"not simulated in {found['timeout']:g} s"
-    return line + f"simulated {seconds(found, 'simulated'):.4g} in {found['cost seconds']:.1f} s"
+def _line(name: str, entry: Mapping[str, object]) -> str:
+    line = f"{name}: predicted {seconds(entry, 'predicted'):.4g} s, "
+    if "timeout" in entry:
+        return line + f"not simulated in {entry['timeout']:g} s"
+    return line + f"simulated {seconds(entry, 'simulated'):.4g} in {entry['cost seconds']:.1f} s"

@@ -1,4 +1,4 @@
-"""Standard output and error: nothing that is printed ends a program, errors are one line."""
+"""Standard output and standard error: printing never ends a program, errors are one line."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import sys
 
 
 class _Unread(io.FileIO):
-    """A standard stream that somebody may cease to read, or whose disk is full: the rest goes
-    nowhere, and `lost_output` tells of a full disk.
+    """A standard stream that swallows output when nobody reads it or the disk is full.
+
+    `lost_output` reports a full disk.
     """
 
     error: OSError | None = None
@@ -24,7 +25,7 @@ class _Unread(io.FileIO):
 
 
 def lost_output(prog: str) -> bool:
-    """Tell, and say on stderr, if something that the program printed could not be written."""
+    """Return whether output could not be written; if so, say it on stderr."""
     sys.stdout.flush()
     if _Unread.error is None:
         return False
@@ -34,7 +35,7 @@ def lost_output(prog: str) -> bool:
 
 
 def open_streams() -> None:
-    """Let nothing that is printed end a program: no odd path, no `| head -1`, no `>&-`."""
+    """Make printing safe: odd paths, closed pipes (`| head -1`) and streams (`>&-`) do no harm."""
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
         if old is None:  # closed
@@ -53,7 +54,7 @@ def open_streams() -> None:
 
 
 def reason(error: Exception) -> str:
-    """One line for the user, with the name of the file if it is about one."""
+    """Return an error as one line for the user, with the name of its file if it has one."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__

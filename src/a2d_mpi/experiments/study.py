@@ -15,7 +15,7 @@ from a2d_mpi.experiments.results import phases_of
 from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.experiments.summary import Summary, summarise, table
 
-CLOSE = 1.1  # a pick that takes at most so many times the fastest is a good one
+CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
 
 
 def study(args: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def _read(path: str, simulated: bool) -> list[Summary]:
 
 
 def _is_whole(x: Summary) -> bool:
-    """Tell if it is of all phases that ran."""
+    """Return whether a summary has all phases that ran."""
     return (x.phase == "both") == bool(x.config["backward"])
 
 

@@ -1,4 +1,4 @@
-"""Programs that go on when ranks die: the option --survive of drivers."""
+"""The option --survive of drivers: programs that go on when ranks die."""
 
 from __future__ import annotations
 
@@ -48,34 +48,34 @@ def surviving(
     survive: bool,
     method: str,
 ) -> int | None:
-    """Work on a grid, and once more on a smaller one whenever ranks die.
+    """Call `work` on a grid, and again on a smaller grid whenever ranks die.
 
-    Collective.  A line on stderr says who was lost.  If a rank dies while others end, all of them
-    work once more, so `work` has to go on from what it had done.
+    Collective.  A line on stderr names the lost ranks.  `work` may be called again even after it
+    has returned on some ranks, so it must continue from its own state.
 
     Parameters
     ----------
     prog : str
-        Of the driver.
+        Name of the driver.
     grid : ProcessGrid
-        It is freed.
+        First grid; it is freed.
     work : callable
-        ``work(grid, comm)`` returns an exit code; `comm` is a duplicate of ``grid.comm``, for its
-        own messages.
+        ``work(grid, comm)`` returns an exit code; `comm` is a duplicate of ``grid.comm`` for the
+        messages of `work`.
     survive : bool
-        False: nobody goes on.
+        Whether to go on after a loss.
     method : str
-        For which a grid shrinks; see `ProcessGrid.shrink`.
+        Method for which the grid shrinks; see `ProcessGrid.shrink`.
 
     Returns
     -------
     int or None
-        The exit code of `work`; None on ranks that a smaller grid has no place for.
+        Exit code of `work`; None on ranks that are not part of a smaller grid.
 
     Raises
     ------
     RanksLost
-        On all ranks that are left, unless they `survive`.
+        On all surviving ranks, if `survive` is false.
     """
     while True:
         comm = None

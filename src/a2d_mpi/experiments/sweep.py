@@ -1,7 +1,4 @@
-"""The runs of a benchmark: workloads, plans for them, their names, and their predictions.
-
-This module does not import MPI.
-"""
+"""The configurations of a benchmark: workloads, plans, names and predictions; no MPI import."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
 
-# Ranks of a plan that the planner looks for, at most.  With h100-8.toml, 1M causal tokens and
-# gradients, 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/plan_times.py).
+# Most ranks for which the planner searches.  With h100-8.toml, 1M causal tokens and gradients,
+# 1024 ranks take 18 s of CPU time, 4096 ranks 127 s and 0.9 GB (tests/plan_times.py).
 PLANNED = 4096
 SIZES = ("seqlen", "nheads", "nheads_kv", "headdim", "headdim_v", "dtype")
 _SPEC = re.compile(r"([a-z0-9 _]+?)(?::(\d+)x(\d+)(?:x(\d+))?)?(?:@([a-z]+))?(?:/(\d+)x(\d+))?")
@@ -36,16 +33,16 @@ _AUTO = re.compile(r"auto(?::([1-9]\d?|each))?")
 
 @dataclass(frozen=True, kw_only=True)
 class Case(AttentionConfig):
-    """A config with the text of a mask, and whether there is a backward phase."""
+    """A workload: a config with the text of a mask, with or without a backward phase."""
 
     mask: str
     backward: bool
 
     @property
     def name(self) -> str:
-        """Name in files and messages: no two cases have the same."""
+        """Name in files and messages; no two cases have the same name."""
         passes, mask = "backward" if self.backward else "forward", self.mask
-        if mask.startswith(FILE):  # a path may have another file tomorrow, and a name is no path
+        if mask.startswith(FILE):  # by its contents, which a path does not identify
             mask = f"file_{mask_of(mask, self.seqlen).digest(self.seqlen)}"
         values = f"x{self.headdim_v}" * (self.headdim_v != self.headdim)
         return (
@@ -54,7 +51,7 @@ class Case(AttentionConfig):
         )
 
     def work(self, overlap: bool = True) -> Workload:
-        """For the planner and the model.
+        """Return the workload in the form that the planner takes.
 
         Raises
         ------
@@ -66,11 +63,11 @@ class Case(AttentionConfig):
 
 
 def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
-    """Every combination of the sizes that a driver's options list, each once."""
+    """Return all combinations of the sizes in a driver's options, without duplicates."""
     heads_kv = args.nheads_kv or [None]  # None: as many KV heads as query heads
     wires = [None if x == "none" else x for x in args.wire]
     sizes = product(args.dtypes, wires, args.headdim, args.nheads, heads_kv, args.seqlens, masks)
-    found = (
+    cases = (
         Case(
             seqlen,
             nheads,
@@ -84,12 +81,12 @@ def cases_of(args: argparse.Namespace, masks: Sequence[str]) -> list[Case]:
         )
         for dtype, wire, headdim, nheads, kv, seqlen, mask in sizes
     )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(cases))
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One plan for one workload: the subject of one entry of a benchmark file.
+    """One plan for one workload: one entry of a benchmark file.
 
     Attributes
     ----------
@@ -110,17 +107,17 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """Of its entry; carries the number of ranks with the shape."""
+        """Name of the entry; the shape in it says the number of ranks."""
         method, shape = self.method.replace(" ", "_"), _shape(self.layout)
         overlap = "overlap" if self.overlap else "in_turn"
-        order = self.layout.numbering.replace("/", "_")  # a name is no path
+        order = self.layout.numbering.replace("/", "_")  # a slash would make a subgroup
         order += f"-{self.layout.distribution}" if self.layout.distribution else ""
         order += "-streamed" * self.layout.stream
         return f"{method}-{shape}-{order}-{self.case.name}-{overlap}"
 
     @property
     def attributes(self) -> dict[str, object]:
-        """The plan and its workload, as files name them."""
+        """Attributes of the plan and its workload in files."""
         case, layout = self.case, self.layout
         return {
             **{x: getattr(case, x) for x in SIZES},
@@ -139,13 +136,25 @@ class Configuration:
     def expected(
         self, machine: Machine | None, layout: Layout, distribution: str
     ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-        """Predictions before it runs: `predicted` and `figures` of a result.
+        """Predict seconds, memory and bytes.
 
-        See `a2d_mpi.experiments.results.Result`.  `layout`: that of the plan that was made, with
-        the nodes that its ranks are on, whatever a profile says of these.  Figures: ``memory``,
-        bytes that a rank holds at most; ``forward lower bound`` and ``backward lower bound``,
-        bytes that a rank cannot do without in balanced attention without a head axis;
-        ``machine``, whose profile the predicted seconds are for.
+        Parameters
+        ----------
+        machine : Machine or None
+            None: no seconds are predicted.
+        layout : Layout
+            Layout of the plan, with the nodes on which its ranks really are.
+        distribution : str
+            Distribution of the plan.
+
+        Returns
+        -------
+        dict of str to (rank,) float64
+            `predicted` of a `a2d_mpi.experiments.results.Result`.
+        dict of str to object
+            `figures` of a `Result`.  ``memory``: peak bytes of a rank.  ``forward lower bound``
+            and ``backward lower bound``: least bytes of a rank in balanced attention without a
+            head axis.  ``machine``: name of the machine.
         """
         work = self.case.work(self.overlap)
         problem = problem_of(self.method, layout, work, work.mask, distribution)
@@ -170,30 +179,30 @@ class Configuration:
 
 
 def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
-    """Method and layout of ``METHOD[:RxC[xU]][@order][/RxC]``.
+    """Parse ``METHOD[:RxC[xU]][@order][/RxC]``; return the method and its layout.
 
-    Default shapes: the squarest that the method has.
+    The default shape is the squarest shape of the method.
 
     Raises
     ------
     ValueError
-        If there is no such method, or the shape is not one of it on that many ranks.
+        If there is no such method, or the method has no such shape on this number of ranks.
     """
-    found = _SPEC.fullmatch(spec.strip())
-    if not found:
+    match = _SPEC.fullmatch(spec.strip())
+    if not match:
         raise ValueError(
             f"--plans must be METHOD[:RxC[xU]][@order][/RxC], all or auto, got {spec!r}"
         )
-    name, rows, cols, heads, order, *block = found.groups()
+    name, rows, cols, heads, order, *block = match.groups()
     try:
         method = method_name(name)
     except ValueError as error:
         raise ValueError(f"--plans {spec!r}: {error}, all or auto") from None
     heads = int(heads or 1)
-    known = _shapes(method, ranks // max(1, heads))
+    shapes = _shapes(method, ranks // max(1, heads))
     if rows is None:
-        # The squarest; if there is none, one to be refused.
-        rows, cols = min(known, key=lambda x: (abs(x[0] - x[1]), x), default=(ranks, 1))
+        # If the method has no shape, the default is refused below.
+        rows, cols = min(shapes, key=lambda x: (abs(x[0] - x[1]), x), default=(ranks, 1))
     try:
         block = int(block[0] or 1), int(block[1] or 1)
         layout = Layout(int(rows), int(cols), heads, order or "rcu", block)
@@ -201,8 +210,9 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
         raise ValueError(f"--plans {spec!r}: {error}") from None
     if layout.size != ranks:
         raise ValueError(f"--plans {spec!r}: {_shape(layout)} is not {ranks} ranks")
-    if (layout.rows, layout.cols) not in known:
-        others = " or ".join(f"{r}x{c}x{heads}" for r, c in known) or "nothing for so many ranks"
+    if (layout.rows, layout.cols) not in shapes:
+        others = " or ".join(f"{r}x{c}x{heads}" for r, c in shapes)
+        others = others or f"impossible on {ranks} ranks"
         raise ValueError(f"--plans {spec!r}: a {method} is {others}")
     return method, layout
 
@@ -214,17 +224,17 @@ def plans_for(
     overlaps: Sequence[bool] = (True,),
     machine: Machine | None = None,
 ) -> list[Configuration]:
-    """The configurations of one workload, each once.
+    """Return the configurations of one workload, without duplicates.
 
     Parameters
     ----------
     case : Case
     specs : sequence of str
-        As for `parse_plan`; "all": every layout that the planner knows; "auto": its choice;
-        "auto:5": that, and the four that it thinks next best; "auto:each": its choice of each
-        method.
+        Plans as `parse_plan` takes them, or "all": every layout that the planner tries; "auto":
+        the planner's choice; "auto:5": its five best; "auto:each": its choice of each method.
     ranks : int
     overlaps : sequence of bool
+        Values of `overlap`; each gives its own configurations.
     machine : Machine, optional
         Needed by "auto".
 
@@ -233,12 +243,12 @@ def plans_for(
     ValueError
         If a spec is wrong, or does not fit the heads.
     """
-    found: dict[str, Configuration] = {}
+    by_name: dict[str, Configuration] = {}
     for overlap in overlaps:
         work = case.work(overlap)
         if machine is not None:
             for phase in work.phases:
-                machine.kernel(case.dtype, phase)  # or say that the profile has none
+                machine.kernel(case.dtype, phase)  # raises an error if the profile has none
             machine.links(ranks)
         for spec in specs:
             if best := _AUTO.fullmatch(spec):
@@ -266,16 +276,16 @@ def plans_for(
             for place, (method, layout) in enumerate(chosen):
                 picked = best is not None and place == 0
                 new = Configuration(case, method, layout, overlap, picked)
-                old = found.setdefault(new.name, new)
-                found[new.name] = replace(old, picked=old.picked or new.picked)
-    return list(found.values())
+                old = by_name.setdefault(new.name, new)
+                by_name[new.name] = replace(old, picked=old.picked or new.picked)
+    return list(by_name.values())
 
 
 def _shapes(method: str, ranks: int) -> list[tuple[int, int]]:
-    """Rows and columns of a method's context-parallel groups of that many ranks."""
-    all_ = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
-    known = METHODS[method]  # nodes are not shapes
-    return [x for x in all_ if ranks == 1 or known.knows_nodes or known.suits(Layout(*x))]
+    """Return the shapes (rows, columns) of a method's context-parallel groups of `ranks` ranks."""
+    shapes = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
+    rules = METHODS[method]  # if it knows nodes, these decide, and any shape may suit
+    return [x for x in shapes if ranks == 1 or rules.knows_nodes or rules.suits(Layout(*x))]
 
 
 def _shape(layout: Layout) -> str:

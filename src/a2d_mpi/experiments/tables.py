@@ -6,7 +6,7 @@ from collections.abc import Container, Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
-    """Lines of a table, two blanks between columns; columns not in `left` end at one place."""
+    """Format a table with two blanks between columns; columns not in `left` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(

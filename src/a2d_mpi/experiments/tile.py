@@ -1,4 +1,4 @@
-"""One tile of random numbers for kernels; no MPI import."""
+"""A tile of random numbers on which kernels are timed and checked; no MPI import."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from a2d_mpi.kernels import Kernel
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.masks.mask import Mask
 
-SAMPLE = 8  # queries, and keys, whose results are checked
+SAMPLE = 8  # number of queries, and of keys, whose results are checked
 
 
 class Tile:
-    """Random tensors of a tile, and room for what a kernel makes of them.
+    """Random tensors of a tile, and arrays for a kernel's results.
 
     Parameters
     ----------
     nq, nk : int
-        Queries and keys; their tokens begin with 0.
+        Number of queries and keys; the tokens of both begin at 0.
     nheads, nheads_kv, headdim : int
     mask : Mask
     dtype : str
-        The storage dtype.
+        Storage dtype.
     device : Device
 
     Attributes
@@ -69,7 +69,7 @@ class Tile:
 
     @property
     def softmax_scale(self) -> float:
-        """1 / sqrt(headdim)."""
+        """Scale of logits: 1 / sqrt(headdim)."""
         return self.q.shape[-1] ** -0.5
 
     def forward(self, kernel: Kernel) -> None:
@@ -77,22 +77,22 @@ class Tile:
         kernel.forward(self.q, self.k, self.v, self.intervals, self.out, self.lse)
 
     def backward(self, kernel: Kernel) -> None:
-        """Compute delta and the gradients, as autograd does."""
+        """Compute delta and the gradients; autograd computes delta in its backward pass, too."""
         self.delta = self.device.delta(self.dout, self.out)
         given = self.dout, self.q, self.k, self.v, self.lse, self.delta, self.intervals
         kernel.backward(*given, *self.gradients, fresh=True)
 
     def calls(self, kernel: Kernel) -> dict[str, Callable[[], None]]:
-        """The calls of a kernel, by phase; the backward pass needs results of a forward pass."""
+        """Return the calls of a kernel by phase; a backward call needs a forward call before."""
         return {
             "forward": partial(self.forward, kernel),
             "backward": partial(self.backward, kernel),
         }
 
     def error(self) -> float:
-        """Largest error of out, dq, dk and dv, relative to the largest value of each.
+        """Compute the largest error of out, dq, dk and dv, relative to their largest values.
 
-        Of a sample of rows, against float64; NaN if a result is.
+        A sample of rows is compared with float64.  The error is NaN if a result is NaN.
         """
         names = ("q", "k", "v", "dout", "out", "lse", "delta")
         q, k, v, dout, out, lse, delta = (self.device.download(getattr(self, x)) for x in names)

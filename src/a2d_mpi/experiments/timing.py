@@ -1,4 +1,4 @@
-"""Seconds of calls, one after the other in turn: the one loop of all measurements, without MPI."""
+"""Timing of calls in turn: the loop of all measurements; no MPI import."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ T = TypeVar("T")
 
 
 def turns(items: Sequence[T], trials: int) -> Iterator[T]:
-    """All items, once a trial; each trial begins with the next, so none always follows another."""
+    """Yield all items once in each trial; each trial begins one item later than the one before.
+
+    So no item always follows the same other item.
+    """
     for trial in range(trials):
         first = trial % len(items)
         yield from [*items[first:], *items[:first]]
@@ -31,19 +34,19 @@ def seconds_of(
     over: Callable[[float, float], float] = max,
     device: Device = HOST,
 ) -> float:
-    """Seconds of one call that all ranks make at once.
+    """Time one call that all ranks make together; return its seconds.
 
     Parameters
     ----------
     action : callable
     comm : Intracomm, optional
-        Of the ranks.  Default: this process is alone.
+        Communicator of the ranks.  Default: this process is alone.
     over : callable
-        Reduction over the ranks; by default the slowest one counts.
+        Reduction of the seconds over the ranks.  Default: the slowest rank.
     device : Device
-        The time ends when all that is queued there is done.
+        The time ends when all work that is queued on this device is done.
     """
-    device.seconds(device.mark(), device.mark())  # waits for what was queued before
+    device.seconds(device.mark(), device.mark())  # waits for work that was queued before
     if comm is not None:
         comm.Barrier()
     start = time.perf_counter()
@@ -60,7 +63,10 @@ def in_turn(
     warmup: int = 1,
     device: Device = HOST,
 ) -> dict[str, np.ndarray]:
-    """Seconds of each call on the slowest rank, (trials,), after `warmup` trials more."""
+    """Time calls in turn; return seconds of each on the slowest rank, (trials,).
+
+    `warmup` further trials come first and are not counted.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for name in turns(list(calls), warmup + trials):
         seconds[name].append(seconds_of(calls[name], comm, device=device))

@@ -2,18 +2,18 @@
 
 The file is JSON in the Trace Event Format.
 
-A rank is a process of the file.  Its thread "compute" has calls of the plan, kernel calls with
-their blocks, and merges; its thread "communication" has what the rank posts and waits for.  A
-message is an arrow, from the slice in which it is posted to the end of the wait that completes it.
+Each rank is a process of the file.  Its thread "compute" shows calls of the plan, kernel calls
+with their blocks, and merges.  Its thread "communication" shows posts and waits.  A message is an
+arrow, from the slice in which it is posted to the end of the wait that completes it.
 
-Measured times are those of each rank's own clock, `time.perf_counter`, since the end of a barrier
-of all ranks before the calls.  The error that remains is the difference between the ends of the
-barrier on two ranks: a few microseconds inside a node, some latencies of the network between
-nodes, and more where ranks share a core.  So an arrow may seem to end before it begins, by no more
-than that.  Clocks drift apart by parts per million: by microseconds in a second.  On one node all
-ranks read the same clock, and an error of the barrier shows as an offset between ranks.  On a GPU
-the thread "compute" has the times of the device, which begin with the call on the host: work that
-was queued before the call makes them late.
+Measured times come from each rank's own clock, `time.perf_counter`.  They begin at the end of a
+barrier of all ranks before the calls.  The barrier ends at slightly different times on two ranks,
+which is the error of the times.  It is a few microseconds inside a node and some latencies of the
+network between nodes.  It is larger if ranks share a core.  So an arrow may seem to end before it
+begins.  Clocks also drift apart by some microseconds per second.  On one node all ranks read the
+same clock, and the error of the barrier is an offset between ranks.  On a GPU the thread "compute"
+shows times of the device.  They are counted from the call on the host, so work that was queued
+before the call makes them late.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from a2d_mpi.schedules.steps import (
     Wait,
 )
 
-if TYPE_CHECKING:  # predicted traces need no MPI, and measured ones no simulator
+if TYPE_CHECKING:  # predicted traces need no MPI, measured traces need no simulator
     from mpi4py import MPI
 
     from a2d_mpi.attention.engine import Recorded
@@ -52,8 +52,8 @@ if TYPE_CHECKING:  # predicted traces need no MPI, and measured ones no simulato
     from a2d_mpi.planning.survey import Survey
 
 COMPUTE, COMMUNICATION = THREADS = "compute", "communication"
-_BEGIN = '{"traceEvents": ['  # of every file
-_RUNS = 4  # of tokens that are written out for a block
+_BEGIN = '{"traceEvents": ['  # first characters of every file
+_RUNS = 4  # most runs of tokens that the text of a block has
 
 
 class Arrow(NamedTuple):
@@ -62,13 +62,13 @@ class Arrow(NamedTuple):
     Attributes
     ----------
     key : hashable
-        The same on both ranks, and another one for every message of the section.
+        Equal on both ranks, and different for every message of the section.
     kind : str
-        Of the rows.
+        Kind of the rows.
     sent : bool
-        Or received.
+        True: sent; False: received.
     args : dict
-        "bytes", "from", "to", and of a measured message "phase" and "channel".
+        "bytes", "from" and "to"; a measured message also has "phase" and "channel".
     """
 
     key: object
@@ -78,7 +78,7 @@ class Arrow(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Something that a rank does from `begin` to `end`, in seconds since the section began.
+    """An activity of a rank from `begin` to `end`, in seconds since the section began.
 
     Messages that are sent start at `begin`, messages that are received arrive at `end`.
     """
@@ -92,17 +92,22 @@ class Slice(NamedTuple):
     arrows: Sequence[Arrow] = ()
 
 
-Section = Sequence[list[Slice]]  # what all ranks do in one stretch of time, by world rank
+Section = Sequence[list[Slice]]  # slices of all ranks, by world rank
 
 
 class Trace:
-    """Records calls of plans on all ranks, one section after the other; rank 0 keeps them.
+    """A recorder of plan calls on all ranks, one section after the other; rank 0 keeps them.
 
     Parameters
     ----------
     comm : Intracomm
     path : Path
-        Of the file.
+        Path of the file.
+
+    Attributes
+    ----------
+    sections : list of Section
+        On rank 0; empty on other ranks.
     """
 
     def __init__(self, comm: MPI.Intracomm, path: Path) -> None:
@@ -110,43 +115,43 @@ class Trace:
 
     @contextmanager
     def calls(self, plan: AttentionPlan, name: str) -> Iterator[None]:
-        """Record the calls of a plan until the block ends, as one section.  Collective.
+        """Record the calls of a plan in a ``with`` statement as one section.  Collective.
 
         Parameters
         ----------
         plan : AttentionPlan
-            On all ranks of the trace.
+            A plan on all ranks of the trace.
         name : str
-            Of the plan, in the trace.
+            Name of the plan in the trace.
         """
         self._comm.Barrier()
         zero = time.perf_counter()
         with plan.recording() as calls:
             yield
-        found = self._comm.gather(measured(plan, calls, zero, name))
-        if found is not None:
-            self.sections.append(found)
+        section = self._comm.gather(measured(plan, calls, zero, name))
+        if section is not None:
+            self.sections.append(section)
 
     def write(self) -> None:
-        """Write the file; on rank 0 only, local."""
+        """Write the file.  Local, for rank 0."""
         write_trace(self._path, self.sections, "measured")
 
 
 def measured(
     plan: AttentionPlan, calls: Sequence[Recorded], zero: float, name: str
 ) -> list[Slice]:
-    """What this rank did.
+    """Make the slices of this rank from recorded calls.
 
     Parameters
     ----------
     plan : AttentionPlan
     calls : sequence of Recorded
     zero : float
-        When the section began, by `time.perf_counter`.
+        Begin of the section, by `time.perf_counter`.
     name : str
-        Of the plan.
+        Name of the plan.
     """
-    rank, place, found = plan.grid.comm.rank, plan.layout.world_ranks().tolist(), []
+    rank, place, slices = plan.grid.comm.rank, plan.layout.world_ranks().tolist(), []
     for number, call in enumerate(calls):
         programs = write(plan.method, call.phase, plan.layout, plan.problem, rank, plan.overlap)
         labels: dict[int, tuple[str, dict]] = {len(call.spans) - 1: (f"{name} {call.phase}", {})}
@@ -159,22 +164,22 @@ def measured(
                 if isinstance(step, Message):
                     x = _arrow(program, step, place, call.phase)
                     x = posted[step.index] = x._replace(key=(number, i, *x.key))
-                    found.append(
+                    slices.append(
                         _post(f"{'send' if x.sent else 'receive'} {x.kind}", [x], begin, end)
                     )
                 elif isinstance(step, Barrier):
-                    found.append(_post("barrier", [], begin, end))
+                    slices.append(_post("barrier", [], begin, end))
                 elif isinstance(step, Wait):
                     messages = [posted[x] for x in step.messages if x in posted]
-                    found.append(_wait(messages, len(step.messages), begin, end))
+                    slices.append(_wait(messages, len(step.messages), begin, end))
         for i, (part, begin, end) in enumerate(call.spans):
             label, args = labels.get(i, (part, {}))
-            found.append(Slice(COMPUTE, label, part, begin, end, args))
-    return [x._replace(begin=x.begin - zero, end=x.end - zero) for x in found]
+            slices.append(Slice(COMPUTE, label, part, begin, end, args))
+    return [x._replace(begin=x.begin - zero, end=x.end - zero) for x in slices]
 
 
 def _arrow(program: Program, step: Message, place: list[int], phase: str) -> Arrow:
-    """The message of a step."""
+    """Make the arrow of a step that posts a message."""
     source, to = (place[program.grid_rank(x)] for x in (program.rank, step.peer))
     sent, kind = isinstance(step, Send), program.arrays[step.rows.array].kind
     if not sent:
@@ -185,13 +190,13 @@ def _arrow(program: Program, step: Message, place: list[int], phase: str) -> Arr
 
 
 def _post(name: str, messages: list[Arrow], begin: float, end: float) -> Slice:
-    """Messages are posted, or a barrier is entered."""
+    """Make the slice of a post, or of entering a barrier."""
     args, sent = messages[0].args if len(messages) == 1 else {}, [x for x in messages if x.sent]
     return Slice(COMMUNICATION, name, "post", begin, end, args, sent)
 
 
 def _wait(messages: list[Arrow], number: int, begin: float, end: float) -> Slice:
-    """A wait for messages and, if the number of all is larger, for a barrier."""
+    """Make the slice of a wait for messages and, if `number` is larger than these, a barrier."""
     args: dict[str, object] = {"bytes": sum(x.args["bytes"] for x in messages)}
     for i, x in enumerate(messages):
         peer = f"to {x.args['to']}" if x.sent else f"from {x.args['from']}"
@@ -203,7 +208,7 @@ def _wait(messages: list[Arrow], number: int, begin: float, end: float) -> Slice
 
 
 def _blocks(program: Program) -> Iterator[dict[str, object]]:
-    """The block of every kernel call of a program: tokens, and visible pairs of one head."""
+    """Yield the block of every kernel call of a program: tokens, and visible pairs per head."""
     calls = [x for x in program.steps if isinstance(x, Attend | Differentiate)]
     pairs = pairs_of(program, calls)[0].tolist() if calls else []
     for call, count in zip(calls, pairs):
@@ -213,7 +218,7 @@ def _blocks(program: Program) -> Iterator[dict[str, object]]:
 
 
 def _tokens(program: Program, rows: Rows) -> str:
-    """Tokens as Python's slices, of which some are left out if there are many."""
+    """Return tokens as text, as Python's slices; if there are many, "..." replaces the last."""
     runs = [x for x in program.token_runs(rows) if len(x)]
     texts = [f"{x.start}:{x.stop}" + f":{x.step}" * (x.step != 1) for x in runs[:_RUNS]]
     return ", ".join(texts + ["..."] * (len(runs) > _RUNS))
@@ -222,7 +227,7 @@ def _tokens(program: Program, rows: Rows) -> str:
 def predicted(
     machine: Machine, method: str, layout: Layout, work: Workload, name: str
 ) -> list[Section]:
-    """What all ranks do by the simulator, a section for each phase.
+    """Predict a plan by the simulator; return the sections of a trace, one for each phase.
 
     Parameters
     ----------
@@ -232,12 +237,12 @@ def predicted(
     layout : Layout
     work : Workload
     name : str
-        Of the plan.
+        Name of the plan.
 
     Raises
     ------
     ValueError
-        As `a2d_mpi.planning.model.predict` does.
+        If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
     from a2d_mpi.planning.model import simulated
     from a2d_mpi.planning.survey import survey_of
@@ -249,39 +254,41 @@ def predicted(
         spans = [[] for _ in range(layout.size)]
         simulated(machine, layout, survey, spans)
         section: list[list[Slice]] = [[] for _ in range(layout.size)]
-        for rank, found in enumerate(section[x] for x in place):
+        for rank, slices in enumerate(section[x] for x in place):
             programs = write(method, phase, layout, problem, rank, work.overlap)
             blocks = [x for program in programs for x in _blocks(program)]
-            # Before the kernel calls of a backward pass there is delta, which is no step.
+            # A backward pass begins by computing delta, which is not a step of a program.
             computes = sum(part == "compute" for part, *_ in spans[rank])
             labels = iter([{}] * (computes - len(blocks)) + blocks)
             call = "attend" if phase == "forward" else "differentiate"
             last = spans[rank][-1][2]
-            found.append(Slice(COMPUTE, f"{name} {phase}", "total", 0.0, last, {}))
+            slices.append(Slice(COMPUTE, f"{name} {phase}", "total", 0.0, last, {}))
             for part, begin, end, numbers in spans[rank]:
-                # None of the messages of barriers.
+                # Without the empty messages of barriers.
                 messages = [x for x in numbers if survey.kinds[x] < len(KINDS)]
                 arrows = [_simulated(survey, x, rank, place) for x in messages]
                 if part == "wait":
-                    found.append(_wait(arrows, len(numbers), begin, end))
+                    slices.append(_wait(arrows, len(numbers), begin, end))
                 elif numbers:
-                    found.append(_post("post", arrows, begin, end))
+                    slices.append(_post("post", arrows, begin, end))
                 else:
                     args = next(labels) if part == "compute" else {}
-                    found.append(Slice(COMPUTE, call if args else part, part, begin, end, args))
+                    slices.append(Slice(COMPUTE, call if args else part, part, begin, end, args))
         sections.append(section)
     return sections
 
 
 def _simulated(survey: Survey, number: int, rank: int, place: list[int]) -> Arrow:
-    """A message of the simulator."""
+    """Make the arrow of a message of the simulator."""
     source, to, nbytes = (int(x[number]) for x in survey.messages)
     args = {"bytes": nbytes, "from": place[source], "to": place[to]}
     return Arrow(number, list(KINDS)[survey.kinds[number]], source == rank, args)
 
 
 def write_trace(path: Path, sections: Sequence[Section], times: str) -> None:
-    """Write sections one after the other, whole or not at all.
+    """Write a file of sections, one after the other in time.
+
+    If writing fails, an existing file is left as it was.
 
     Parameters
     ----------
@@ -303,32 +310,32 @@ def write_trace(path: Path, sections: Sequence[Section], times: str) -> None:
 
 
 def events_of(sections: Sequence[Section]) -> list[dict[str, object]]:
-    """The events of a file; times become microseconds, to a nanosecond.
+    """Convert sections to events; times become microseconds, rounded to nanoseconds.
 
     Parameters
     ----------
     sections : sequence of Section
-        Each begins when the one before it has ended on all ranks.
+        Each section begins when the section before it has ended on all ranks.
 
     Returns
     -------
     list of dict
-        Of the Trace Event Format: "ph", "ts", "pid", "tid", "name" and "args" at least.
+        Events of the Trace Event Format, with at least "ph", "ts", "pid", "tid", "name", "args".
     """
     events, start, numbers = [], 0, {}
     for rank in range(len(sections[0]) if sections else 0):
         events += _names(rank)
     for i, section in enumerate(sections):
         last = start
-        for rank, found in enumerate(section):
-            # What a slice is nested in comes first.
-            for x in sorted(found, key=lambda x: (x.begin, -x.end)):
-                begin, end = start + round(1e9 * x.begin), start + round(1e9 * x.end)
-                last, where = max(last, end), {"pid": rank, "tid": _tid(rank, x.thread)}
+        for rank, slices in enumerate(section):
+            # Viewers nest a slice in the slices before it.
+            for piece in sorted(slices, key=lambda piece: (piece.begin, -piece.end)):
+                begin, end = start + round(1e9 * piece.begin), start + round(1e9 * piece.end)
+                last, where = max(last, end), {"pid": rank, "tid": _tid(rank, piece.thread)}
                 times = {"ts": begin / 1000, "dur": (end - begin) / 1000}
-                event = {"ph": "X", "name": x.name, "cat": x.category}
-                events.append({**event, **times, **where, "args": x.args})
-                for arrow in x.arrows:
+                event = {"ph": "X", "name": piece.name, "cat": piece.category}
+                events.append({**event, **times, **where, "args": piece.args})
+                for arrow in piece.arrows:
                     # Just before the end of a wait: viewers look for the slice around it.
                     now = begin if arrow.sent else max(begin, end - 1)
                     event = {"ph": "s"} if arrow.sent else {"ph": "f", "bp": "e"}
@@ -340,7 +347,7 @@ def events_of(sections: Sequence[Section]) -> list[dict[str, object]]:
 
 
 def _names(rank: int) -> Iterator[dict[str, object]]:
-    """Names of a rank and of its threads."""
+    """Yield the events that name a rank and its threads, and order them."""
     named = [("process", THREADS[0], f"rank {rank}"), *(("thread", x, x) for x in THREADS)]
     for what, thread, name in named:
         where = {"ts": 0, "pid": rank, "tid": _tid(rank, thread)}
@@ -350,17 +357,17 @@ def _names(rank: int) -> Iterator[dict[str, object]]:
 
 
 def _tid(rank: int, thread: str) -> int:
-    """Number of a thread: of all ranks another one, as viewers know threads by it; not 0."""
+    """Return the number of a thread, unique over all ranks and not 0, as viewers require."""
     return 1 + len(THREADS) * rank + THREADS.index(thread)
 
 
 def read_trace(path: Path) -> list[dict[str, object]]:
-    """The events of a file that this module has written.
+    """Read the events of a file that this module wrote.
 
     Raises
     ------
     OSError
-        If it cannot be read.
+        If the file cannot be read.
     ValueError
         If it is another kind of file.
     """

@@ -1,4 +1,4 @@
-"""The job of drivers/train_gpt.py: a GPT, trained on a text by all ranks together."""
+"""The program of drivers/train_gpt.py: train a GPT on a text, by all ranks together."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ from a2d_mpi.experiments.survival import check_survive, surviving
 from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.gpt.adam import learning_rate
 from a2d_mpi.gpt.config import LINEAR, GPTConfig
-from a2d_mpi.gpt.cost import PARTS as STEP_PARTS
-from a2d_mpi.gpt.cost import training_bytes
+from a2d_mpi.gpt.cost import STEP_PARTS, training_bytes
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
@@ -46,18 +45,18 @@ from a2d_mpi.masks.documents import Documents
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules.problem import Workload
 
-PARTS = (*STEP_PARTS, "plan")  # of a step's seconds
+LOGGED_PARTS = (*STEP_PARTS, "plan")  # parts of a step's seconds in result files
 # Options that must be the same when a run is resumed.
 SAME = ("seqlen", "dtype", "seed", "rate", "warmup", "steps", "separator", "validate")
 
 
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Train, or resume; returns the exit code: 1 if the loss is no longer finite."""
+    """Train, or resume; return the exit code: 1 if the loss is no longer finite."""
     check_survive(comm, args.survive)
     text, held, config = together(comm, lambda: _validated(args))
     size = np.dtype(args.dtype).itemsize
     nbytes = training_bytes(config, -(-args.seqlen // comm.size), size, args.recompute)
-    nbytes += 40 * args.seqlen  # of a batch: tokens, targets, positions, on every rank
+    nbytes += 40 * args.seqlen  # a batch: tokens, targets and positions, on every rank
     what = f"{config.parameters} parameters (--layers, --width), {args.seqlen} tokens (--seqlen)"
     if args.device == "cpu":
         check_room(comm, f"{what}: weights and activations of one rank", nbytes)
@@ -69,11 +68,11 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
 
     def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
         nonlocal trainer
-        # The job's first rank keeps other jobs from writing the output, as long as it lives.
+        # The job's first rank locks the output against other jobs, as long as it lives.
         written = [] if 0 in grid.failures.numbers else files_written(args)
         with holding(comm, args.folder, *written):
             if trainer is None:
-                with grid.failures.all_or_none():  # all ranks have a trainer, or none has
+                with grid.failures.all_or_none():  # afterwards all ranks have a trainer, or none
                     state = _resumed(comm, args, config, text)
                     made = Trainer(comm, grid, args, text, state, device)
                 trainer = made
@@ -81,7 +80,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 trainer.go_on(comm, grid)
             return _finish(comm, trainer, args, text, held)
 
-    # Each step checks that its numbers are finite.
+    # No warnings: each step checks that its numbers are finite.
     finite = np.errstate(over="ignore", invalid="ignore")
     with threadpool_limits(args.threads), finite:
         code = surviving("train_gpt.py", grid, work, args.survive, args.method)
@@ -99,7 +98,7 @@ def _finish(
     text: Text,
     held: Text | None,
 ) -> int:
-    """Train to the last step, evaluate and write; returns the exit code.  Collective."""
+    """Train to the last step, evaluate and write; return the exit code.  Collective."""
     trace = Trace(comm, args.trace) if args.trace else None
     try:
         trainer.run(args.until or args.steps, trace)
@@ -108,9 +107,9 @@ def _finish(
                    f"checkpoints in {args.folder} stay as they are")  # fmt: skip
         return FAILED_CHECK
     if trace:
-        # There is none if all steps were done before; a trace of them stays.
+        # If all steps were done before, there is nothing new, and an earlier trace is kept.
         together(comm, lambda: trace.write() if trace.sections else None, on=0)
-    traffic = comm.gather(trainer.traffic())  # of the steps
+    traffic = comm.gather(trainer.traffic())  # before the evaluation, which sends, too
     if held:
         trainer.held_out = {"loss": trainer.evaluate(held), **held.sizes()}
     origin = origin_of(comm, trainer.device)
@@ -121,7 +120,7 @@ def _finish(
 
 
 def _say(comm: MPI.Intracomm, text: str) -> None:
-    """Say it on stderr, on rank 0."""
+    """Print a line on stderr, on rank 0."""
     if comm.rank == 0:
         print(f"train_gpt.py: {text}", file=sys.stderr, flush=True)
 
@@ -134,24 +133,24 @@ class Trainer:
     comm : Intracomm
     grid : ProcessGrid
     args : Namespace
-        Of drivers/train_gpt.py.
+        Options of drivers/train_gpt.py.
     text : Text
     state : State
-        Where to start; its arrays are on the host and become the run's.
+        State at the start.  Its arrays are on the host; the trainer takes them over.
     device : Device
-        Of weights and activations.
+        Device of weights and activations.
 
     Attributes
     ----------
     rank : int
-        Of this process among the ranks that are left.
+        Rank of this process among the surviving ranks.
     state : State
     settings : dict
-        Of all ranks; they may change the bits.
-    parts : list
-        Seconds of this rank by step of this start and `PARTS`.
+        Settings of all ranks that may change the bits of results.
+    parts : list of list of float
+        Seconds of this rank by step since this start and by `LOGGED_PARTS`.
     held_out : dict
-        Loss and sizes of the text that is held out, once it is evaluated.
+        Loss and sizes of the held-out text, once it is evaluated.
     """
 
     def __init__(
@@ -175,14 +174,14 @@ class Trainer:
         )
         self._plan: AttentionPlan | None = None
         self._bytes: dict[str, np.ndarray] = {}
-        self._lost = False  # ranks
+        self._lost = False  # whether ranks died
         self.parts: list[list[float]] = []
         self.held_out: dict[str, object] = {}
 
     def go_on(self, comm: MPI.Intracomm, grid: ProcessGrid) -> None:
-        """After a loss, go on with the ranks that are left, from the last finished step.
+        """Resume with the surviving ranks after a loss, from the last finished step.
 
-        Collective over them.
+        Collective over the surviving ranks.
         """
         start = time.perf_counter()
         self._bytes, self._lost = self.traffic(), True
@@ -196,19 +195,21 @@ class Trainer:
                    f"{made - start:.3f} s, a plan {end - made:.3f} s")  # fmt: skip
 
     def run(self, stop: int, trace: Trace | None = None) -> None:
-        """Go on to a step, and keep checkpoints; `trace` gets the last step.  Collective.
+        """Train up to step `stop`, and write checkpoints; `trace` records the last step.
+
+        Collective.
 
         Raises
         ------
         FloatingPointError
-            As `a2d_mpi.gpt.training.Training.step` raises it.
+            On all ranks, if the loss, the gradients or the new weights are not finite.
         """
         comm, state = self._comm, self.state
         changes = differences(state.settings, self.settings) if state.step else ""
         if changes:
             _say(comm, f"{changes}: from now on bits differ from an uninterrupted run's")
 
-        if self._lost and state.step:  # the rank that was to keep this step may be gone
+        if self._lost and state.step:  # the rank that writes checkpoints may have died
             self._keep_if_due(stop)
         with tqdm(range(state.step, stop), "steps", disable=comm.rank != 0, leave=False) as shown:
             for _ in shown:
@@ -217,12 +218,12 @@ class Trainer:
                 self._keep_if_due(stop)
 
     def _keep_if_due(self, stop: int) -> None:
-        """Write a checkpoint of a step that is to have one.  Collective."""
+        """Write a checkpoint if this step is to have one.  Collective."""
         if self.state.step % self._args.every == 0 or self.state.step == stop:
             together(self._comm, lambda: self.keep(self._args.folder), on=0)
 
     def step(self, trace: Trace | None = None) -> float:
-        """One step; returns the loss before it.  Collective."""
+        """Do one step; return the loss before it.  Collective."""
         args = self._args
         state = self.state
         batch = self._batch()
@@ -232,17 +233,17 @@ class Trainer:
         rate = learning_rate(state.step, args.rate, args.warmup, args.steps)
         with trace.calls(plan, f"step {state.step + 1}") if trace else nullcontext():
             loss, parts = self._training.step(plan, batch, rate)
-            # Counted at once, before the trace sends anything: a rank may die then.
+            # Counted now, because a rank may die when the trace sends its records.
             state.add_step(loss, planned + sum(parts.values()), self.settings)
             self.parts.append([*parts.values(), planned])
         return loss
 
     def _batch(self) -> Batch:
-        """The batch of the next step."""
+        """Return the batch of the next step."""
         return self._text.batch(self._args.seqlen, self._args.seed, self.state.step)
 
     def evaluate(self, text: Text) -> float:
-        """Mean loss of a text, in sequences that follow each other.  Collective."""
+        """Compute the mean loss of a text, sequence after sequence.  Collective."""
         seqlen, loss, count = self._args.seqlen, 0.0, 0
         for begin in range(0, len(text.bytes) - seqlen + 1, seqlen):
             batch = text.at(begin, seqlen)
@@ -251,7 +252,7 @@ class Trainer:
         return loss / max(1, count)
 
     def _plan_for(self, batch: Batch) -> AttentionPlan:
-        """The plan of a batch: the same again if its mask is."""
+        """Return the plan of a batch; it is made anew only if the mask has changed."""
         mask = Documents(batch.cu_seqlens, causal=True) if self._args.separator else Causal()
         if self._plan is None or self._plan.mask != mask:
             self._forget()
@@ -263,7 +264,7 @@ class Trainer:
         return self._plan
 
     def _linear_for(self, plan: AttentionPlan) -> LinearAttention:
-        """Linear attention of the tokens of a plan."""
+        """Make a plan of linear attention with the tokens of a plan."""
         config, args = self.state.config, self._args
         return LinearAttention(
             self._grid,
@@ -287,7 +288,7 @@ class Trainer:
             self._plan = None
 
     def _settings(self) -> dict[str, object]:
-        """Settings of all ranks that may change the bits.  Collective."""
+        """Return the settings of all ranks that may change the bits of results.  Collective."""
         args = self._args
         kernel = make_kernel(args.kernel, self.device, np.dtype(args.dtype), 1.0)
         hosts = self._comm.allgather((cpu_name(), blas_name()))
@@ -304,29 +305,29 @@ class Trainer:
         }
 
     def traffic(self) -> dict[str, np.ndarray]:
-        """Bytes that this rank has sent and received, by phase and communicator."""
+        """Return the bytes that this rank has sent and received, by phase and communicator."""
         self._forget()
         name, sums = "gradients/all", self._training.sum
         counts = self._bytes.get(name, np.zeros(2, np.int64))
         return {**self._bytes, name: counts + (sums.nbytes if sums else 0)}
 
     def weights(self) -> np.ndarray:
-        """The weights, flat, on the host."""
+        """Return the weights as a flat array on the host."""
         return self.device.download(self._training.weights.flat)
 
     def keep(self, folder: Path) -> None:
-        """Write a checkpoint."""
+        """Write a checkpoint into a folder."""
         moments = self.device.download(self._training.adam.moments)
         save(folder, replace(self.state, weights=self.weights(), moments=moments))
 
     def free(self) -> None:
-        """Free plan and communicators.  Collective."""
+        """Free the plan and the communicators.  Collective."""
         self._forget()
         self._training.free()
 
 
 def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
-    """Read the text, and the part that is held out, and fill in the sizes of the model."""
+    """Read the training text and the held-out text; return them and the sizes of the model."""
     config = model_of(args, vocab=VOCAB, seqlen=args.seqlen)
     text, held = Text(args.text, args.separator, args.validate), None
     if args.validate:
@@ -349,7 +350,7 @@ def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
 def _resumed(
     comm: MPI.Intracomm, args: argparse.Namespace, config: GPTConfig, text: Text
 ) -> State:
-    """The state at the start: rank 0 reads it, all ranks get it."""
+    """Return the state at the start on all ranks; rank 0 reads it."""
     run = {"text_sha256": text.sha256, **{x: str(getattr(args, x)) for x in SAME}}
 
     def earlier() -> State | None:
@@ -375,7 +376,7 @@ def write(
     trained_on: dict[str, object],
     traffic: list[dict],
 ) -> None:
-    """Write losses, seconds and traffic of a run, and the figures of the text."""
+    """Write losses, seconds and traffic of a run, and the numbers of the text."""
     with new_file(path, SCHEMA) as file:
         set_attributes(file, origin)
         state = trainer.state
@@ -386,9 +387,9 @@ def write(
         for i, x in enumerate(state.ranges):
             set_attributes(file.create_group(f"ranges/{i}"), x)
         file["loss"], file["seconds/total"] = state.losses, state.seconds
-        for name, x in zip(PARTS, np.array(trainer.parts).reshape(-1, len(PARTS)).T):
-            file[f"seconds/{name}"] = x  # rank 0's, of the steps of this start
-        for name in sorted(set().union(*traffic)):  # after a loss only some may have used one
+        for name, x in zip(LOGGED_PARTS, np.array(trainer.parts).reshape(-1, len(LOGGED_PARTS)).T):
+            file[f"seconds/{name}"] = x  # seconds of rank 0 in the steps since this start
+        for name in sorted(set().union(*traffic)):  # after a loss not all ranks have all channels
             counts = np.array([x.get(name, (0, 0)) for x in traffic])  # (ranks, 2)
             file[f"traffic/{name}/sent"], file[f"traffic/{name}/received"] = counts.T
 
@@ -408,5 +409,5 @@ def _report(trainer: Trainer, text: Text) -> None:
           f"loss {state.losses[0]:.4f} at first, {last.mean():.4f} in the last "
           f"{len(last)} steps; unigram entropy of the text {text.entropy():.4f} nats\n"
           "seconds of a step (median, rank 0): "
-          + ", ".join(f"{name} {x:.3f}"
-                      for name, x in zip(PARTS, np.median(trainer.parts, axis=0))))  # fmt: skip
+          + ", ".join(f"{name} {x:.3f}" for name, x in
+                      zip(LOGGED_PARTS, np.median(trainer.parts, axis=0))))  # fmt: skip

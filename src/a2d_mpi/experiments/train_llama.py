@@ -1,4 +1,4 @@
-"""The job of drivers/train_llama.py: a Llama of transformers, trained by all ranks together."""
+"""The program of drivers/train_llama.py: train a Llama of transformers, by all ranks together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from a2d_mpi.torch import GradientHooks, use_in_transformers
 
 
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
-    """Train; returns the exit code: 1 if the check failed or the loss is no longer finite."""
+    """Train; return the exit code: 1 if the check failed or the loss is no longer finite."""
     text, config = together(comm, lambda: _validated(args))
     if not args.unchecked:
         nbytes = 8 * 4 * args.nheads * args.seqlen**2
@@ -65,8 +65,8 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 model.set_attn_implementation(use_in_transformers(plan))
             loss = total(comm, step_loss(model, batch, plan.tokens, hooks))
             if step == 0 and not args.unchecked:
-                found = _check(model, config, args, batch, loss) if comm.rank == 0 else None
-                checks = comm.bcast(found)
+                own = _check(model, config, args, batch, loss) if comm.rank == 0 else None
+                checks = comm.bcast(own)
             optimizer.step()
             losses.append(loss)
             seconds.append(time.perf_counter() - start)
@@ -95,9 +95,9 @@ def step_loss(
     tokens: np.ndarray,
     hooks: GradientHooks | None = None,
 ) -> float:
-    """The part of a batch's mean loss that is of these tokens; sets the model's gradients.
+    """Compute these tokens' term of a batch's mean loss, and set the model's gradients.
 
-    `hooks` sum the gradients over ranks; without them nothing communicates.
+    `hooks` sum the gradients over ranks.  Without hooks nothing communicates.
     """
     device, count = model.device, max(1, int((batch.targets >= 0).sum()))
     ids, positions, targets = (
@@ -114,7 +114,7 @@ def step_loss(
 
 
 def _validated(args: argparse.Namespace) -> tuple[Text, LlamaConfig]:
-    """The text, and the sizes of the model, if heads divide the width."""
+    """Return the text and the sizes of the model; refuse heads that do not divide the width."""
     if args.width % args.nheads or args.width // args.nheads % 2:
         raise ValueError(
             f"--width must be an even multiple of --nheads, got {args.width} and {args.nheads}"
@@ -134,7 +134,10 @@ def _validated(args: argparse.Namespace) -> tuple[Text, LlamaConfig]:
 
 
 def _new_model(config: LlamaConfig, args: argparse.Namespace) -> LlamaForCausalLM:
-    """The model with the weights of the seed, and with a config that can name its attention."""
+    """Make the model with the weights of the seed, and with a copy of the config.
+
+    Each model needs a copy, because its config names its attention.
+    """
     torch.manual_seed(args.seed)
     return LlamaForCausalLM(deepcopy(config)).to(getattr(torch, args.dtype)).train()
 
@@ -146,7 +149,7 @@ def _next_plan(
     args: argparse.Namespace,
     sizes: dict[str, object],
 ) -> AttentionPlan:
-    """The plan of a mask, in place of the one before."""
+    """Make the plan of a mask, and free the plan before it."""
     if plan is not None:
         plan.free()
     options = {x: getattr(args, x) for x in ("threads", "kernel", "transfers")}
@@ -160,7 +163,7 @@ def _check(
     batch: Batch,
     loss: float,
 ) -> dict[str, Check]:
-    """Relative errors of the first loss and gradients: against one process in float64."""
+    """Check the first loss and gradients against one process in float64, by relative errors."""
     exact = _new_model(config, args).double()
     wanted = step_loss(exact, batch, np.arange(args.seqlen))
     off = norm = 0.0
@@ -172,7 +175,7 @@ def _check(
 
 
 def _options(args: argparse.Namespace) -> dict[str, object]:
-    """The options that make a run what it is, as attributes."""
+    """Return the options of a run that result files have as attributes."""
     names = ("seqlen", "layers", "width", "mlp", "nheads", "nheads_kv", "dtype", "rate", "seed",
              "threads", "device")  # fmt: skip
     return {x: getattr(args, x) for x in names} | {"separator": str(args.separator)}
@@ -185,7 +188,7 @@ def write(
     text: dict[str, object],
     log: tuple[list[float], list[float], dict[str, Check]],
 ) -> None:
-    """Write losses, seconds and checks of a run, as drivers/train_gpt.py writes its own."""
+    """Write losses, seconds and checks of a run, in the format of drivers/train_gpt.py."""
     losses, seconds, checks = log
     with new_file(path, SCHEMA) as file:
         set_attributes(file, origin)

@@ -16,7 +16,7 @@ import numpy as np
 
 from a2d_mpi.experiments.benchmark import SCHEMA, read_benchmark, read_entries
 from a2d_mpi.experiments.gpt_files import read_losses, read_steps
-from a2d_mpi.experiments.results import PARTS as SPAN_PARTS
+from a2d_mpi.experiments.results import TIMED_PARTS as SPAN_PARTS
 from a2d_mpi.experiments.results import Result, phases_of
 from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, in_order, summarise
 from a2d_mpi.experiments.trace import read_trace

@@ -1,5 +1,5 @@
 """Transformers whose sequence is spread over the ranks: a GPT, and a pretrained encoder.
 
-Every rank holds the activations of its own tokens and a copy of all weights.  Only attention, and
-the sums of gradients, communicate.
+Every rank holds the activations of its own tokens and a copy of all weights.  Only attention and
+the sums of gradients communicate.
 """

@@ -7,20 +7,24 @@ import math
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.parameters import Parameters
 
-# As GPT-3; the decay is of the weights of linear layers, CLIP the largest norm of the gradient.
+# The values of GPT-3.  DECAY is for weights of linear layers only; CLIP is the largest norm of the
+# gradient.
 BETAS, EPSILON, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 1.0
 
 
 def learning_rate(step: int, rate: float, warmup: int, steps: int) -> float:
-    """Learning rate of a step, from 0: linear warm-up, then a cosine down to a tenth, as GPT-3.
+    """Return the learning rate of a step: linear warm-up, then a cosine down to a tenth.
+
+    Source: GPT-3 (arXiv:2005.14165).
 
     Parameters
     ----------
     step : int
+        From 0.
     rate : float
-        The highest one.
+        Highest learning rate.
     warmup, steps : int
-        Steps of the warm-up, and all.
+        Steps of the warm-up, and steps in all.
     """
     if step < warmup:
         return rate * (step + 1) / warmup
@@ -49,12 +53,14 @@ class Adam:
         self._weights, self.moments, self.step = weights, moments, done
 
     def update(self, gradients: Parameters, rate: float) -> float:
-        """Update the weights; returns the norm of the gradient.
+        """Update the weights; return the norm of the gradient before clipping.
+
+        `gradients` are overwritten if they are clipped.  `rate` is the learning rate.
 
         Raises
         ------
         FloatingPointError
-            If the norm is not finite, and nothing is updated, or a weight is not, then.
+            If the norm is not finite; nothing is updated then.  Or if a new weight is not finite.
         """
         g, w = gradients.flat, self._weights.flat
         norm = float((g.astype("f8") ** 2).sum()) ** 0.5

@@ -1,18 +1,19 @@
-"""Attention and FFN apart: ranks of two kinds decode together (Step-3, arXiv:2507.19427).
+"""Decoding with attention and FFN on different ranks (Step-3, arXiv:2507.19427).
 
-The A attention ranks hold the cache, and of the weights LayerNorms and the projections before and
-after attention.  They attend as the ranks of a `Decoder` do.  The F FFN ranks hold the MLPs, the
-embeddings, and so the head.  Each has some columns of the first matrix of an MLP, the same rows of
-the second, and some rows of the embeddings.
+The A attention ranks hold the cache, the LayerNorms, and the projections before and after
+attention.  They attend as the ranks of a `Decoder` do.  The F FFN ranks hold the MLPs and the
+embeddings, which also give the logits.  Each FFN rank has some columns of the first matrix of an
+MLP, the same rows of the second matrix, and some rows of the embeddings.
 
-The requests of a step are cut into micro-batches.  Layer by layer, each of them goes from the
-attention ranks to the FFN ranks and back.  While one is with the FFN ranks, and one under way, the
-attention ranks attend to the next: a pipeline of three stages.
+The requests of a step are cut into micro-batches.  In each layer, a micro-batch goes from the
+attention ranks to the FFN ranks and back.  At any time one micro-batch is computed by the FFN
+ranks, one travels, and one is computed by the attention ranks: a pipeline of three stages.
 
-    attention ranks    x = x + rows that come;  x = x + proj(attention(qkv(ln1(x))));  ln2(x) goes
-    FFN rank f         out_f(gelu(fc_f(rows that come))) goes to all attention ranks, who add up
+    attention ranks    x = x + received;  x = x + proj(attention(qkv(ln1(x))));  send ln2(x)
+    FFN rank f         send out_f(gelu(fc_f(received))) to all attention ranks, which add them up
 
-The first rows that come are embeddings, the last that go are those of the final LayerNorm.
+The first rows that attention ranks receive are embeddings.  The last rows that they send are the
+output of the final LayerNorm.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.gpt import layers
-from a2d_mpi.gpt.cache import Table
+from a2d_mpi.gpt.cache import BlockTable
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
-from a2d_mpi.gpt.exchange import Exchange
+from a2d_mpi.gpt.exchange import ArrayExchange
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
@@ -42,66 +43,68 @@ from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.masks.documents import positions_in
 
 MICRO_BATCHES = 3  # one for each stage: attention, transfer, FFN
-# Weights of the FFN ranks, and the axis along which each has its part.
+# Weights of the FFN ranks, and the axis along which these ranks divide them.
 _SHARED = {"wte": 0, "wpe": 0, "fc.weight": 1, "fc.bias": 0, "out.weight": 0, "out.bias": 0}
 
 
 def _cut(n: int, i: int, parts: int) -> slice:
-    """The i-th of some parts of n things."""
+    """Return part i of n things that are cut into equal parts, up to one thing."""
     return slice(n * i // parts, n * (i + 1) // parts)
 
 
-def part_of(
+def weights_of_rank(
     weights: Parameters, rank: int, split: tuple[int, int]
 ) -> tuple[np.ndarray, dict[str, tuple[int, ...]]]:
-    """The weights that one of the ranks holds.
+    """Return the weights that a rank holds.
 
     Parameters
     ----------
     weights : Parameters
-        All of them.
+        All weights.
     rank : int
         Attention ranks come first.
     split : (int, int)
-        Attention ranks and FFN ranks.
+        Number of attention ranks and of FFN ranks.
 
     Returns
     -------
     (n,) ndarray
-        A copy, flat.
+        A flat copy.
     dict of str to tuple of int
-        Shapes by name: of `Parameters`.
+        Shapes by name, as `Parameters` takes them.
     """
-    (attention_ranks, ffn_ranks), parts = split, {}
+    (attention_ranks, ffn_ranks), own = split, {}
     ffn = rank - attention_ranks
-    for name, x in weights.named.items():
+    for name, weight in weights.named.items():
         axis = _SHARED.get(name if name in _SHARED else name.partition(".")[2])
         if axis is None and ffn < 0:
-            parts[name] = x
+            own[name] = weight
         elif axis is not None and ffn >= 0:
-            own = _cut(x.shape[axis], ffn, ffn_ranks)
-            parts[name] = x[:, own] if axis else x[own]
-    flat = np.concatenate([x.reshape(-1) for x in parts.values()])
-    return flat, {name: x.shape for name, x in parts.items()}
+            part = _cut(weight.shape[axis], ffn, ffn_ranks)
+            own[name] = weight[:, part] if axis else weight[part]
+    flat = np.concatenate([weight.reshape(-1) for weight in own.values()])
+    return flat, {name: weight.shape for name, weight in own.items()}
 
 
 def attention_grid(
     comm: MPI.Intracomm, split: tuple[int, int], shape: tuple[int, int, int]
 ) -> ProcessGrid | None:
-    """The grid of the attention ranks, the first ones of `comm`; None on the others.  Collective.
+    """Make the grid of the attention ranks; return None on FFN ranks.  Collective.
 
     Parameters
     ----------
     comm : Intracomm
+        Attention ranks, then FFN ranks.
     split : (int, int)
-        Attention ranks and FFN ranks.
+        Number of attention ranks and of FFN ranks.
     shape : (int, int, int)
-        Rows, columns and heads of the grid.
+        Rows, columns and ranks along the head axis of the grid.
 
     Raises
     ------
     ValueError
-        On all ranks, if both kinds together are not all ranks, or the grid does not fit.
+        On all ranks, if the two numbers do not add up to the ranks of `comm`, or the grid does not
+        fit the attention ranks.
     """
     problem, grid = None, None
     if min(split) < 1 or sum(split) != comm.size:
@@ -133,28 +136,30 @@ def open_apart(
     kernel: str = "auto",
     micro_batches: int = MICRO_BATCHES,
 ) -> Apart:
-    """A `Decoder` on ranks of both kinds.  Collective.
+    """Make a `Decoder` on attention ranks and FFN ranks.  Collective.
 
     Parameters
     ----------
     comm : Intracomm
         Attention ranks, then FFN ranks.
     grid : ProcessGrid or None
-        See `attention_grid`.
+        Result of `attention_grid`.
     split : (int, int)
-        Attention ranks and FFN ranks.
+        Number of attention ranks and of FFN ranks.
     weights : Parameters
-        Of this rank; see `part_of`.
+        Weights of this rank; see `weights_of_rank`.
     rooms, block, method, transfers, kernel
         As of a `Decoder`.
     micro_batches : int
-        Into which the requests of a step are cut; fewer if there are fewer requests.
+        Number of micro-batches of a step, at most one for each request.
 
     Raises
     ------
     ValueError
-        On all ranks, as of a `Decoder`.
+        On all ranks, in the same cases as a `Decoder`, or if there is no micro-batch.
     """
+    wrong = f"micro_batches must be at least 1, got {micro_batches}"
+    agree(comm, None if micro_batches >= 1 else wrong)
     if grid is None:
         return FFNRank(comm, split[0], weights, rooms, block, transfers, micro_batches)
     return AttentionRank(
@@ -168,28 +173,28 @@ def _agree_with_first(comm: MPI.Intracomm, problem: str | None) -> None:
 
 
 class Line:
-    """Rows of a batch on their way between ranks of both kinds, layer after layer.
+    """The messages of a batch between attention ranks and FFN ranks, layer after layer.
 
-    A rank takes and gives in turn.  It is ready to take before it gives.
+    A rank takes and gives rows in turn.  It posts the receives of the next rows before it gives.
 
     Parameters
     ----------
-    exchange : Exchange
+    exchange : ArrayExchange
     to, sources : sequence of int
-        Ranks to which this rank gives rows, and from which it takes them.
+        Ranks to which this rank gives rows, and from which it takes rows.
     shape : (int, int)
-        Of the rows, (n, E).
+        Shape of the rows, (n, E).
     like : array
-        Rows are on its device, of its dtype.
+        Array with the device and the dtype of the rows.
     takes : int
-        How often rows will come.
+        Number of calls of `take`.
     tag : int
-        Of the batch.
+        MPI tag of the batch.
     """
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: ArrayExchange,
         to: Sequence[int],
         sources: Sequence[int],
         shape: tuple[int, int],
@@ -199,11 +204,11 @@ class Line:
     ) -> None:
         self._exchange, self._to, self._sources, self._tag = exchange, to, sources, tag
         self._shape, self._like, self._takes, self._messages = shape, like, takes, []
-        self._begin = time.perf_counter()  # of what this rank computes for the batch
+        self._begin = time.perf_counter()  # begin of this rank's computing for the batch
         self._expect()
 
     def take(self) -> Array:
-        """Block until rows have come; returns their sum, in the order of ranks."""
+        """Block until the rows of all sources have arrived; return their sum, in rank order."""
         self._exchange.wait(self._messages)
         total, *others = self._rows
         for x in others:
@@ -213,14 +218,14 @@ class Line:
         return total
 
     def give(self, rows: Array) -> None:
-        """Start to send rows, which must not change any more."""
+        """Start to send rows, which must not change afterwards."""
         if self._exchange.log is not None:
             self._exchange.log.append((f"batch {self._tag}", self._begin, time.perf_counter()))
         for peer in self._to:
             self._messages += self._exchange.send(rows, peer, self._tag)
 
     def end(self) -> None:
-        """Block until all rows have gone."""
+        """Block until all rows have been sent."""
         self._exchange.wait(self._messages)
 
     def _expect(self) -> None:
@@ -234,7 +239,7 @@ class Line:
 
 
 class Pipe:
-    """The lines between all ranks of both kinds.  Collective.
+    """All lines between attention ranks and FFN ranks.  Collective.
 
     Parameters
     ----------
@@ -242,9 +247,10 @@ class Pipe:
         Attention ranks, then FFN ranks.
     attention_ranks, micro_batches : int
     weights : Parameters
-        Of this rank.
+        Weights of this rank.
     way : tuple of Traffic, Device, str
-        Of messages; they are of channel "pipe", and of phase "prefill" or "decode".
+        Arguments `traffic`, `device` and `transfers` of an `ArrayExchange`.  Messages have channel
+        "pipe", and phase "prefill" or "decode".
     """
 
     def __init__(
@@ -257,15 +263,16 @@ class Pipe:
     ) -> None:
         self.comm, self.attention_ranks, self._weights = comm, range(attention_ranks), weights
         self.ffn_ranks, self._micro_batches = range(attention_ranks, comm.size), micro_batches
-        self.prefill = Exchange(comm, "prefill", "pipe", *way)
-        self.decode = Exchange(comm, "decode", "pipe", *way)
+        self.prefill = ArrayExchange(comm, "prefill", "pipe", *way)
+        self.decode = ArrayExchange(comm, "decode", "pipe", *way)
 
     def line(
-        self, exchange: Exchange, holders: Sequence[int], rows: int, takes: int, tag: int
+        self, exchange: ArrayExchange, holders: Sequence[int], rows: int, takes: int, tag: int
     ) -> Line:
-        """A line of rows that some attention ranks hold, all the same.
+        """Make a line for rows of which each rank of `holders` has a copy.
 
-        The holders give the rows to the FFN ranks in turn, and all get what comes back.
+        Each FFN rank receives the rows from one holder; the holders share these messages out in
+        turn.  All holders receive the rows that come back.
         """
         givers = [holders[i % len(holders)] for i in range(len(self.ffn_ranks))]
         if self.comm.rank in self.attention_ranks:
@@ -277,9 +284,9 @@ class Pipe:
         return Line(exchange, to, sources, shape, self._weights.flat, takes, tag)
 
     def step(self, requests: int) -> list[tuple[slice, Line]]:
-        """The micro-batches of a step: requests and line of each."""
-        parts, takes = min(requests, self._micro_batches), self._weights.config.layers + 1
-        batches = [_cut(requests, i, parts) for i in range(parts)]
+        """Cut the requests of a step into micro-batches; return each with its line."""
+        number, takes = min(requests, self._micro_batches), self._weights.config.layers + 1
+        batches = [_cut(requests, i, number) for i in range(number)]
         return [
             (x, self.line(self.decode, self.attention_ranks, x.stop - x.start, takes, tag))
             for tag, x in enumerate(batches)
@@ -292,23 +299,23 @@ class Pipe:
 
 
 class Apart(Decoder):
-    """What a `Decoder` on a rank of either kind has; all calls are collective over both kinds.
+    """A `Decoder` on attention ranks and FFN ranks; all calls are collective over both kinds.
 
-    Logits are on the first FFN rank.  On the others they have no rows.
+    The first FFN rank has the logits.  On all other ranks they have no rows.
     """
 
     _pipe: Pipe
 
     def all_or_none(self) -> AbstractContextManager[None]:
-        """A block in which nobody survives the death of a rank: it ends the job."""
+        """Return a context manager without effect: here the death of a rank ends the job."""
         return nullcontext()
 
     def agreed(self, choices: dict[int, int]) -> dict[int, int]:
-        """Choices of the first FFN rank, on all."""
+        """Return the choices of the first FFN rank, on all ranks."""
         return self._pipe.comm.bcast(choices, self._pipe.ffn_ranks[0])
 
     def _append(self, tokens: Mapping[int, int]) -> tuple[list[int], np.ndarray, list[int]]:
-        """Add tokens to the table: requests, and position and owner of the token of each."""
+        """Add one token to each request of the table; return requests, positions and owners."""
         names = list(tokens)
         positions = np.array([self.table.requests[x].length for x in names])
         return names, positions, [self.table.append(x, 1)[0] for x in names]
@@ -341,12 +348,12 @@ class AttentionRank(Apart):
         self._pipe = Pipe(comm, grid.comm.size, micro_batches, weights, self._way)
 
     def step(self, tokens: Mapping[int, int]) -> np.ndarray:
-        """Add one token to each of some requests."""
+        """Append one token to each given request; return no logits, (0, V)."""
         names, positions, owners = self._append(tokens)
         batches, lines = zip(*self._pipe.step(len(names)))
         models = []
         for x in batches:
-            attention = copy(self.attention)  # with a layer of its own
+            attention = copy(self.attention)  # it counts the layers of its batch
             attention.begin(names[x], positions[x], owners[x])
             models.append(GPT(self._weights, attention, positions[x]))
         for line, hidden in zip(lines, self._through(models, lines)):
@@ -356,8 +363,8 @@ class AttentionRank(Apart):
         return self._no_logits()
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        """The ways of the messages of steps."""
+    def exchanges(self) -> list[ArrayExchange]:
+        """The exchanges that decoding steps use."""
         return [*super().exchanges, self._pipe.decode]
 
     def free(self) -> None:
@@ -366,7 +373,7 @@ class AttentionRank(Apart):
         self._pipe.free()
 
     def _through(self, models: Sequence[GPT], lines: Sequence[Line]) -> Iterator[Array]:
-        """Attend to batch after batch, layer after layer; yields the final LayerNorm of each."""
+        """Compute batch after batch, layer after layer; yield each batch's final LayerNorm."""
         rows = [0.0] * len(lines)
         for i in range(self._weights.config.layers):
             for b, (model, line) in enumerate(zip(models, lines)):
@@ -376,7 +383,7 @@ class AttentionRank(Apart):
             yield layers.layer_norm(x + line.take(), self._weights.named, "ln_f")[0]
 
     def _hidden(self, model: GPT, tokens: Array) -> Array:
-        """Of this rank's tokens of prompts: a batch of its own."""
+        """Return the final LayerNorm of this rank's tokens of prompts, as a batch of its own."""
         pipe, own = self._pipe, model.attention.tokens
         pipe.comm.allgather(own)
         takes, rank = self._weights.config.layers + 1, pipe.comm.rank
@@ -397,7 +404,7 @@ class AttentionRank(Apart):
 class FFNRank(Apart):
     """A `Decoder` on one of the FFN ranks; see `open_apart`.
 
-    It has the table of all ranks, but no grid and no cache.
+    It has the block table, but no grid and no cache.
     """
 
     def __init__(
@@ -411,16 +418,16 @@ class FFNRank(Apart):
         micro_batches: int,
     ) -> None:
         _agree_with_first(comm, None)
-        self._weights, self.table, self.traffic = weights, Table(rooms, block), Traffic()
+        self._weights, self.table, self.traffic = weights, BlockTable(rooms, block), Traffic()
         device, config = device_of(weights.flat), weights.config
         self._upload, self._download = device.upload, device.download
         way = self.traffic, device, transfers
         self._pipe = Pipe(comm, attention_ranks, micro_batches, weights, way)
         self._place = comm.rank - attention_ranks, comm.size - attention_ranks
-        self._columns = _cut(config.width, *self._place)  # of the last bias of an MLP
+        self._columns = _cut(config.width, *self._place)  # this rank adds the last bias here
 
     def prefill(self, prompts: Mapping[int, np.ndarray]) -> np.ndarray:
-        """Take in prompts: a batch for the tokens of each attention rank."""
+        """Compute prompts, with one batch for the tokens of each attention rank."""
         pipe, cu_seqlens = self._pipe, np.cumsum([0, *map(len, prompts.values())])
         for name, x in prompts.items():
             self.table.append(name, len(x))
@@ -435,7 +442,7 @@ class FFNRank(Apart):
         return self._logits(pipe.prefill, [last])
 
     def step(self, tokens: Mapping[int, int]) -> np.ndarray:
-        """Add one token to each of some requests; returns the logits after it, (requests, V)."""
+        """Append one token to each given request; return the logits after it, (requests, V)."""
         names, positions, _ = self._append(tokens)
         batches, lines = zip(*self._pipe.step(len(names)))
         new = np.array(list(tokens.values()))
@@ -447,8 +454,8 @@ class FFNRank(Apart):
         self.table.release(name)
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        """The ways of the messages of steps."""
+    def exchanges(self) -> list[ArrayExchange]:
+        """The exchanges that decoding steps use."""
         return [self._pipe.decode]
 
     def free(self) -> None:
@@ -456,20 +463,20 @@ class FFNRank(Apart):
         self._pipe.free()
 
     def _through(self, lines: Sequence[Line], batches: Sequence[tuple]) -> None:
-        """Give embeddings, then this rank's part of the MLPs, layer after layer.
+        """Give embeddings, then this rank's terms of the MLPs, layer after layer.
 
-        `batches`: tokens and positions of each.
+        `batches` has the tokens and positions of each batch.
         """
         for line, (tokens, positions) in zip(lines, batches):
             line.give(self._embedded(tokens, positions))
-        for w in self._weights.blocks:
+        for w in self._weights.by_layer:
             for line in lines:
-                part, _ = layers.mlp(line.take(), w)
-                part[:, self._columns] += w["out.bias"]
-                line.give(part)
+                rows, _ = layers.mlp(line.take(), w)
+                rows[:, self._columns] += w["out.bias"]
+                line.give(rows)
 
     def _embedded(self, tokens: np.ndarray, positions: np.ndarray) -> Array:
-        """This rank's part of the embeddings, (n, E): rows that it does not hold are 0."""
+        """Return the embeddings, (n, E); rows of tokens that this rank does not hold are 0."""
         config, flat = self._weights.config, self._weights.flat
         total = module_of(flat).zeros((len(tokens), config.width), flat.dtype)
         for name, rows in (("wte", tokens), ("wpe", positions)):
@@ -480,18 +487,21 @@ class FFNRank(Apart):
                 total[self._upload(held)] += self._weights.named[name][which]
         return total
 
-    def _logits(self, exchange: Exchange, lines: Sequence[Line]) -> np.ndarray:
-        """Of the rows that the lines bring last, (n, V), gathered by the first FFN rank."""
-        part = [line.take() @ self._weights.named["wte"].T for line in lines]
-        xp, ranks, vocab = module_of(part[0]), self._pipe.ffn_ranks, self._weights.config.vocab
-        parts = [xp.concatenate(part)]
+    def _logits(self, exchange: ArrayExchange, lines: Sequence[Line]) -> np.ndarray:
+        """Compute the logits of the last rows of the lines, (n, V); the first FFN rank has them.
+
+        Each FFN rank computes the columns of its rows of the embeddings.
+        """
+        own = [line.take() @ self._weights.named["wte"].T for line in lines]
+        xp, ranks, vocab = module_of(own[0]), self._pipe.ffn_ranks, self._weights.config.vocab
+        parts = [xp.concatenate(own)]
         if self._pipe.comm.rank != ranks[0]:
             exchange.wait(exchange.send(parts[0], ranks[0]))
             return self._no_logits()
         messages = []
         for i, rank in enumerate(ranks[1:], 1):
-            own = _cut(vocab, i, len(ranks))
-            parts.append(xp.empty((len(parts[0]), own.stop - own.start), parts[0].dtype))
+            columns = _cut(vocab, i, len(ranks))
+            parts.append(xp.empty((len(parts[0]), columns.stop - columns.start), parts[0].dtype))
             messages += exchange.receive(parts[i], rank)
         exchange.wait(messages)
         return self._download(xp.concatenate(parts, axis=1))
@@ -506,7 +516,9 @@ def step_traffic_apart(
     micro_batches: int,
     itemsize: int,
 ) -> tuple[int, int]:
-    """Bytes and messages that a rank sends in a decoding step, whatever the length of the context.
+    """Return the bytes and messages that a rank sends in a decoding step.
+
+    They do not depend on the length of the context.
 
     Parameters
     ----------
@@ -523,10 +535,10 @@ def step_traffic_apart(
     if rank < attention_ranks:
         nbytes, messages = step_traffic(config, *grid, requests, itemsize)
         messages, elements = messages * batches, 0
-        peers = len(range(rank, ffn_ranks, attention_ranks))  # to which it gives rows
+        peers = len(range(rank, ffn_ranks, attention_ranks))  # FFN ranks that it gives rows
     else:
         part = _cut(config.vocab, rank - attention_ranks, ffn_ranks)
-        elements = requests * (part.stop - part.start) * (rank > attention_ranks)  # of the logits
+        elements = requests * (part.stop - part.start) * (rank > attention_ranks)  # logits
         nbytes, messages, peers = 0, int(elements > 0), attention_ranks
     rows = peers * (config.layers + 1)
     elements += rows * requests * config.width

@@ -1,11 +1,11 @@
-"""Keys and values of requests, in blocks that are dealt to the ranks in turn.
+"""The KV cache: keys and values of requests, in KV blocks that are dealt to the ranks in turn.
 
-All ranks keep the same table of who has which block, so that nothing has to be agreed upon.  All
-blocks of a request are dealt when it is admitted: block i goes to the i-th rank after the
-request's first one, so that a cache grows evenly.  A rank that has no room borrows it from the one
-that has most (DistAttention, Lin et al.,
-arXiv:2401.02669).  With a head axis, a rank of the table is a Ulysses group, whose ranks keep the
-same blocks, each its share of the heads.
+A KV block has the keys and values of some consecutive tokens of a request.  All ranks keep the
+same table of the owners of KV blocks, so that they need not communicate about it.  All blocks of a
+request are dealt when it is admitted.  Consecutive blocks go to consecutive ranks, so that a cache
+grows evenly.  If a rank has no room, the rank with the most free room takes the block
+(DistAttention, Lin et al., arXiv:2401.02669).  With a head axis, a "rank" of the table is a
+Ulysses group.  Its ranks keep the same blocks, each for its share of the heads.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from a2d_mpi.gpt.layers import module_of
 
 @dataclass
 class Request:
-    """A request's place in the cache.
+    """The cache's record of a request.
 
     Attributes
     ----------
-    most : int
-        Tokens that it may have in the end.
+    max_tokens : int
+        Tokens that the request may have in the end.
     owners : list of int
-        Rank of each block, also of those that are still empty.
+        Rank of each block, also of empty blocks.
     held : list of int
         Tokens that each rank keeps so far.
     length : int
         Tokens so far, of all ranks.
     """
 
-    most: int
+    max_tokens: int
     owners: list[int]
     held: list[int]
     length: int = 0
 
 
-class Table:
-    """The blocks of all requests on all ranks; the same on each rank.
+class BlockTable:
+    """The owners of the KV blocks of all requests; the same on each rank.
 
     Parameters
     ----------
@@ -54,9 +54,14 @@ class Table:
     Attributes
     ----------
     free : list of int
-        Blocks of each rank that no request has.
+        Free blocks of each rank.
     total : int
-        Blocks of all ranks.
+        Blocks of all ranks, free or not.
+
+    Raises
+    ------
+    ValueError
+        If `block` is not positive, there is no rank, or a room is negative.
     """
 
     def __init__(self, rooms: Sequence[int], block: int) -> None:
@@ -64,27 +69,27 @@ class Table:
             raise ValueError(f"blocks of {block} tokens, and room for {list(rooms)} of them")
         self.block, self.free, self.total = block, list(rooms), sum(rooms)
         self.requests: dict[int, Request] = {}
-        self._first = 0  # rank of the next request's first block: another one for each
+        self._first = 0  # rank of the next request's first block; it moves on with each request
 
     def blocks(self, tokens: int) -> int:
-        """Blocks of so many tokens."""
+        """Return the number of blocks that hold this many tokens."""
         return -(-tokens // self.block)
 
-    def admit(self, name: int, most: int) -> bool:
-        """Give a request blocks for as many tokens as it may have; False if others have them now.
+    def admit(self, name: int, max_tokens: int) -> bool:
+        """Give a request all blocks that it may need; False if too few are free now.
 
         Raises
         ------
         ValueError
-            If there would not be enough even if there were no others.
+            If the request has been admitted already, or needs more blocks than there are.
         """
-        needed, ranks = self.blocks(most), len(self.free)
+        needed, ranks = self.blocks(max_tokens), len(self.free)
         if name in self.requests:
             raise ValueError(f"request {name} is there already")
         if needed > self.total:
             raise ValueError(
-                f"request {name} needs {needed} blocks of {self.block} tokens for its {most} "
-                f"tokens; all {ranks} ranks together have room for {self.total}"
+                f"request {name} needs {needed} blocks of {self.block} tokens for its "
+                f"{max_tokens} tokens; all {ranks} ranks together have room for {self.total}"
             )
         if needed > sum(self.free):
             return False
@@ -96,15 +101,21 @@ class Table:
             self.free[rank] -= 1
             owners.append(rank)
         self._first = (self._first + 1) % ranks
-        self.requests[name] = Request(most, owners, [0] * ranks)
+        self.requests[name] = Request(max_tokens, owners, [0] * ranks)
         return True
 
     def append(self, name: int, tokens: int) -> list[int]:
-        """Add tokens to a request; returns the rank that keeps each of them."""
+        """Add tokens to a request; return the rank that keeps each of them.
+
+        Raises
+        ------
+        ValueError
+            If the request would have more tokens than it may have.
+        """
         request = self.requests[name]
         end = request.length + tokens
-        if end > request.most:
-            raise ValueError(f"request {name} has room for {request.most} tokens only")
+        if end > request.max_tokens:
+            raise ValueError(f"request {name} has room for {request.max_tokens} tokens only")
         ranks = [request.owners[x // self.block] for x in range(request.length, end)]
         for rank in ranks:
             request.held[rank] += 1
@@ -112,40 +123,43 @@ class Table:
         return ranks
 
     def release(self, name: int) -> None:
-        """Forget a request."""
+        """Forget a request, and free its blocks."""
         for rank in self.requests.pop(name).owners:
             self.free[rank] += 1
 
 
 class Cache:
-    """Keys and values of the blocks of one rank, those of a request and layer side by side.
+    """The keys and values that one rank keeps.
 
-    A request's array is made when its first keys and values come, for all of its blocks.
+    The keys and values of a request and layer are contiguous.  The array of a request has room for
+    all of its blocks.  It is allocated when the first keys and values come.
 
     Parameters
     ----------
-    table : Table
+    table : BlockTable
     rank : int
-        Of the table.
+        Rank of the table.
     shape : tuple of int
-        (layers, Hkv, D); Hkv: heads of keys and values that are kept here.
+        (layers, Hkv, D); Hkv is the number of KV heads that this rank keeps.
     like : array
-        Keys and values are on its device, of its dtype.
+        Array with the device and the dtype of keys and values.
     """
 
-    def __init__(self, table: Table, rank: int, shape: tuple[int, int, int], like: Array) -> None:
+    def __init__(
+        self, table: BlockTable, rank: int, shape: tuple[int, int, int], like: Array
+    ) -> None:
         self.table, self.rank, self._shape, self._like = table, rank, shape, like
-        self._kept: dict[int, Array] = {}  # of requests: (layers, 2, Hkv, room, D)
+        self._kept: dict[int, Array] = {}  # by request: (layers, 2, Hkv, room, D)
 
     def put(self, layer: int, name: int, k: Array, v: Array) -> None:
-        """Keep keys and values, (n, Hkv, D), of the last n tokens that are for this rank."""
+        """Keep the keys and values, (n, Hkv, D), of this rank's latest n tokens of a request."""
         end = self.table.requests[name].held[self.rank]
         kept = self._array(name)
         for i, x in enumerate((k, v)):
             kept[layer, i, :, end - len(x) : end] = x.swapaxes(0, 1)
 
     def get(self, layer: int, name: int) -> Array:
-        """Keys and values of a request on this rank, (2, Hkv, n, D): a view, not a copy."""
+        """Return a view of a request's keys and values on this rank, (2, Hkv, n, D)."""
         return self._array(name)[layer, :, :, : self.table.requests[name].held[self.rank]]
 
     def release(self, name: int) -> None:
@@ -158,7 +172,7 @@ class Cache:
         return sum(x.nbytes for x in self._kept.values())
 
     def _array(self, name: int) -> Array:
-        """The array of a request, with room for all of its blocks."""
+        """Return the array of a request, with room for all of its blocks."""
         if name not in self._kept:
             layers, heads, headdim = self._shape
             room = self.table.requests[name].owners.count(self.rank) * self.table.block

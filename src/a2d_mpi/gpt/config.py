@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 POSITIONS = ("learned", "rotary")
-# Arguments of the linear attention of a model's layers.
+# Arguments of linear attention in the linear layers of a model.
 LINEAR = {"feature_map": "elu+1", "norm": "output"}
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a decoder-only transformer with pre-LayerNorm blocks and tied embeddings.
+    """Sizes of a decoder-only transformer with LayerNorm before each part and tied embeddings.
 
     Attributes
     ----------
@@ -22,15 +22,15 @@ class GPTConfig:
     seqlen : int
         Tokens of the longest sequence.
     nheads_kv : int, optional
-        Hkv, heads of keys and values (grouped queries).  Default: `nheads`.
+        Hkv, KV heads (grouped queries).  Default: `nheads`.
     positions : {"learned", "rotary"}
-        Learned embeddings (GPT-3), or rotary ones (Su et al., arXiv:2104.09864).
+        Learned embeddings (GPT-3), or rotary embeddings (Su et al., arXiv:2104.09864).
     headdim : int, optional
-        D, elements of a head.  Default: ``width // nheads``.  One KV head and a large D are the
-        shapes of Multi-matrix Factorization Attention (arXiv:2412.19255).
+        D, elements of a head.  Default: ``width // nheads``.  With one KV head and a large D the
+        model has Multi-matrix Factorization Attention (arXiv:2412.19255).
     layer_pattern : str
-        N for a layer with exact attention, L for one with linear attention, from the first layer
-        on, again and again: "LLLN" as LASP-2H (arXiv:2502.07563).
+        One letter for each layer, repeated: N for exact attention, L for linear attention.
+        LASP-2H (arXiv:2502.07563) has "LLLN".
 
     Raises
     ------
@@ -79,17 +79,17 @@ class GPTConfig:
     @property
     def hybrid(self) -> bool:
         """True if some layers have linear attention."""
-        return "L" in self.layer_pattern
+        return any(self.is_linear(layer) for layer in range(self.layers))
 
     def is_linear(self, layer: int) -> bool:
-        """True if a layer has linear attention."""
+        """Return whether a layer has linear attention."""
         return self.layer_pattern[layer % len(self.layer_pattern)] == "L"
 
     @property
     def stored(self) -> dict[str, object]:
-        """The fields, as checkpoints have them: without a headdim and a pattern that are default.
+        """The fields that checkpoints have, without a default headdim and a default pattern.
 
-        So files of earlier versions keep their text and checksum.
+        Leaving these out keeps the text and the checksum of files of earlier versions.
         """
         fields = asdict(self)
         if self.nheads * self.headdim == self.width:
@@ -100,37 +100,38 @@ class GPTConfig:
 
     @property
     def mlp(self) -> int:
-        """M, width of the hidden layer of an MLP."""
+        """Width of the hidden layer of an MLP: M."""
         return 4 * self.width
 
     @property
     def heads(self) -> dict[str, int]:
-        """Heads and their dimension, as a plan takes them."""
+        """Arguments of a plan: number of heads, number of KV heads, and head dimension."""
         return {"nheads": self.nheads, "nheads_kv": self.nheads_kv, "headdim": self.headdim}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter, in the order in which their gradients are finished, backwards.
+        """Shape of every parameter, by name.
 
-        Names are those of GPT-2: ``wte`` embeds tokens (and, transposed, gives the logits),
-        ``wpe`` positions; of block i, ``h{i}.``, ``ln1``, ``ln2`` are LayerNorms, ``qkv`` and
-        ``proj`` belong to attention, ``fc`` and ``out`` to the MLP.
+        The backward pass finishes gradients in the reverse order.  Names come from GPT-2.  ``wte``
+        embeds tokens; its transpose gives the logits.  ``wpe`` embeds positions.  ``h{i}.`` is
+        layer i: ``ln1`` and ``ln2`` are LayerNorms, ``qkv`` and ``proj`` belong to attention, and
+        ``fc`` and ``out`` to the MLP.
         """
         e, m, qkv = self.width, self.mlp, (self.nheads + 2 * self.nheads_kv) * self.headdim
-        block = {"ln1": (e,), "qkv": (e, qkv), "proj": (self.nheads * self.headdim, e)}
-        block |= {"ln2": (e,), "fc": (e, m), "out": (m, e)}
-        layers = {f"h{i}.{x}": block[x] for i in range(self.layers) for x in block}
+        layer = {"ln1": (e,), "qkv": (e, qkv), "proj": (self.nheads * self.headdim, e)}
+        layer |= {"ln2": (e,), "fc": (e, m), "out": (m, e)}
+        layers = {f"h{i}.{x}": layer[x] for i in range(self.layers) for x in layer}
         shapes = {"wte": (self.vocab, e)}
         if self.positions == "learned":
             shapes["wpe"] = (self.seqlen, e)
         for name, shape in {**layers, "ln_f": (e,)}.items():
-            shapes[f"{name}.weight"] = shape  # of linear layers (inputs, outputs)
+            shapes[f"{name}.weight"] = shape  # a matrix is (inputs, outputs)
             shapes[f"{name}.bias"] = shape[-1:]
         return shapes
 
     @property
-    def of_block(self) -> int:
-        """Number of parameters of a block."""
+    def of_layer(self) -> int:
+        """Number of parameters of a layer."""
         return sum(math.prod(x) for name, x in self.shapes.items() if name.startswith("h0."))
 
     @property
@@ -142,8 +143,8 @@ class GPTConfig:
 # Layers, width and heads of "Language Models are Few-Shot Learners" (arXiv:2005.14165), table 2.1.
 PRESETS = {
     "tiny": GPTConfig(256, 4, 128, 4, 1024),
-    # One KV head, and heads twice as wide together as the model: in Step-3 (arXiv:2507.19427) 64
-    # heads of 256 for a width of 7168.
+    # One KV head, and heads that together are twice as wide as the model.  Step-3
+    # (arXiv:2507.19427) has 64 heads of 256 for a width of 7168.
     "mfa-tiny": GPTConfig(256, 4, 128, 4, 1024, nheads_kv=1, positions="rotary", headdim=64),
     **{
         f"gpt3-{name}": GPTConfig(50257, layers, width, nheads, 2048)

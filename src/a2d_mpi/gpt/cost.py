@@ -1,8 +1,9 @@
 """Costs of a training step for a rank: operations, bytes of activations, seconds.  No MPI import.
 
-Attention's part is the planner's (`a2d_mpi.planning`).  Of the rest, products of matrices run at
-the rate of the attention kernel's large blocks, and all else costs as many copies of elements as
-was measured with NumPy (``drivers/bench_train.py`` says how far off that is).
+The planner (`a2d_mpi.planning`) predicts attention.  Other products of matrices are assumed to run
+at the rate of the attention kernel's large blocks.  All other operations are converted to copies
+of elements, by factors that were measured with NumPy.  ``drivers/bench_train.py`` prints the
+errors of these predictions.
 """
 
 from __future__ import annotations
@@ -15,65 +16,67 @@ from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.planner import Candidate
 
-PARTS = ("attention", "wait", "gradients", "adam", "other")  # of a step's seconds
-# What could be copied in the time of other operations.  For an element of a row, in a block: of
-# LayerNorms, GELU, residuals, heads cut and joined, forward and backward; and what is computed
-# again.  For an element of the logits; and for a parameter.
-BLOCK, AGAIN, CROSS_ENTROPY, UPDATE = 290, 90, 12, 18
+STEP_PARTS = ("attention", "wait", "gradients", "adam", "other")  # parts of a step's seconds
+# Elements that could be copied in the time of an operation.  LAYER, per layer and element of a
+# row: LayerNorms, GELU, residuals, and cutting and joining heads, forward and backward.  AGAIN:
+# likewise, for operations that are recomputed.  CROSS_ENTROPY, per logit.  UPDATE, per parameter.
+LAYER, AGAIN, CROSS_ENTROPY, UPDATE = 290, 90, 12, 18
 
 
 def product_flops(config: GPTConfig, recompute: bool = False) -> int:
-    """Floating-point operations per token of a step's matrix products, without attention."""
+    """Return the flops per token of a step's matrix products, without attention."""
     c = config
     qkv_and_proj = 2 * (c.nheads + c.nheads_kv) * c.headdim
-    blocks = 2 * c.layers * c.width * (qkv_and_proj + 2 * c.mlp)
-    return (3 + recompute) * blocks + 3 * 2 * c.width * c.vocab
+    layers = 2 * c.layers * c.width * (qkv_and_proj + 2 * c.mlp)
+    return (3 + recompute) * layers + 3 * 2 * c.width * c.vocab
 
 
 def copied_elements(config: GPTConfig, recompute: bool = False) -> int:
-    """Elements per token that could be copied in the time of a step's other operations."""
-    blocks = config.layers * config.width * (BLOCK + AGAIN * recompute)
-    return blocks + CROSS_ENTROPY * config.vocab
+    """Return the elements per token that could be copied in the time of the other operations."""
+    layers = config.layers * config.width * (LAYER + AGAIN * recompute)
+    return layers + CROSS_ENTROPY * config.vocab
 
 
 def activations(config: GPTConfig, recompute: bool = False) -> int:
-    """Largest number of elements per token that a step holds, without attention's buffers.
+    """Return the most elements per token that a step holds, without attention's buffers.
 
-    All blocks keep elements (`a2d_mpi.gpt.model.Kept`).  The logits and the backward pass of a
-    block need more elements for a while: the larger of the two counts.
+    Every layer keeps elements (`a2d_mpi.gpt.model.Kept`).  The logits and the backward pass of a
+    layer need temporary elements; the larger of the two numbers counts.
     """
     c = config
     qkv = (c.nheads + 2 * c.nheads_kv) * c.headdim
     kept = c.width + c.nheads * (c.headdim + 1)  # x, out, lse
     inside = qkv + 4 * c.width + c.mlp  # q, k, v, two LayerNorms, the MLP's hidden layer
     logits = 3 * c.width + c.vocab
-    block = 4 * c.width + 6 * c.mlp + inside * recompute
-    return c.layers * (kept + inside * (not recompute)) + max(logits, block)
+    layer = 4 * c.width + 6 * c.mlp + inside * recompute
+    return c.layers * (kept + inside * (not recompute)) + max(logits, layer)
 
 
 def training_bytes(config: GPTConfig, tokens: int, size: int, recompute: bool = False) -> int:
-    """Bytes of a rank with `tokens`, without attention's buffers; an element has `size` bytes.
+    """Return the bytes of a rank with `tokens` tokens, without attention's buffers.
 
-    Weights, their gradients, Adam's two moments, and activations.
+    Weights, their gradients, Adam's two moments, and activations count.  An element has `size`
+    bytes.
     """
     return size * (4 * config.parameters + tokens * activations(config, recompute))
 
 
 def cache_bytes(config: GPTConfig, tokens: int, size: int) -> int:
-    """Bytes of keys and values of all layers; an element has `size` bytes."""
+    """Return the bytes of keys and values of all layers; an element has `size` bytes."""
     return size * tokens * 2 * config.layers * config.nheads_kv * config.headdim
 
 
-def sum_seconds(machine: Machine, ranks: int, parts: list[int]) -> list[float]:
-    """Seconds in which half of the bytes of each sum of gradients (bytes) travel.
+def sum_seconds(machine: Machine, ranks: int, buckets: list[int]) -> list[float]:
+    """Return the seconds of half of the transfers of each bucket of gradients.
 
-    Every rank sends each other one its share, in either half (`a2d_mpi.gpt.gradients`).
+    `buckets` are in bytes.  The sum of a bucket has two halves (`a2d_mpi.gpt.gradients`): in each
+    half every rank sends one share of the bucket to each other rank.
     """
     inside, between = machine.links(ranks)
     near = min(ranks, machine.ranks_per_node)
-    rate = between.bandwidth * between.nics / near  # of a rank, when all of a node send
+    rate = between.bandwidth * between.nics / near  # of a rank, when all ranks of a node send
     seconds = []
-    for nbytes in parts:
+    for nbytes in buckets:
         share = nbytes / ranks
         wire = max((near - 1) * share / inside.bandwidth, (ranks - near) * share / rate)
         calls = 2 * ((near - 1) * inside.overhead + (ranks - near) * between.overhead)
@@ -82,13 +85,13 @@ def sum_seconds(machine: Machine, ranks: int, parts: list[int]) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """Prediction of a training step on the slowest rank.
 
     Attributes
     ----------
     seconds : dict of str to float
-        By `PARTS`.
+        Seconds by `STEP_PARTS`.
     memory : int
         Bytes of a rank: weights, gradients, moments, activations, attention's buffers.
     """
@@ -109,11 +112,23 @@ def predict_step(
     seqlen: int,
     dtype: str,
     recompute: bool = False,
-) -> Step:
-    """Predict a step with a plan, which was made for one layer, with backward.
+) -> TrainingStep:
+    """Predict a training step from the planner's prediction of attention in one layer.
 
-    Gradients are summed while earlier blocks compute.  The prediction leaves out that attention
-    and the sums share links meanwhile.
+    Gradients are summed while earlier layers compute.  Attention and these sums share links
+    meanwhile; the prediction neglects that.
+
+    Parameters
+    ----------
+    machine : Machine
+    plan : Candidate
+        Prediction of forward and backward in one layer.
+    config : GPTConfig
+    seqlen : int
+        Tokens of a step, on all ranks together.
+    dtype : str
+    recompute : bool
+        `checkpoint` of `a2d_mpi.gpt.model.GPT`.
 
     Raises
     ------
@@ -130,14 +145,15 @@ def predict_step(
     attention = config.layers * (sum(split.values()) - split["wait"])
     other = tokens * product_flops(config, recompute) / rate
     other += tokens * copied_elements(config, recompute) / copy
-    # Half of it is backward or more; the last sum, of the embeddings, can begin at the end only.
-    block = (plan.phases["backward"].total.max() + 0.6 * other / config.layers).item()
-    inner = config.of_block
-    ends = config.parameters - config.layers * inner
-    halves = sum_seconds(machine, ranks, [*[inner * size] * config.layers, ends * size])
+    # More than half of `other` is the backward pass.  The last sum, of the embeddings, can only
+    # begin at the end.
+    layer = (plan.phases["backward"].total.max() + 0.6 * other / config.layers).item()
+    of_layer = config.of_layer
+    of_ends = config.parameters - config.layers * of_layer
+    halves = sum_seconds(machine, ranks, [*[of_layer * size] * config.layers, of_ends * size])
     free = begun = 0.0
     for i, half in enumerate(halves):
-        begun = block * min(i, config.layers - 1)
+        begun = layer * min(i, config.layers - 1)
         free = max(free, begun) + half
     seconds = {
         "attention": attention,
@@ -146,4 +162,4 @@ def predict_step(
         "adam": UPDATE * config.parameters / copy,
         "other": other,
     }
-    return Step(seconds, plan.memory + training_bytes(config, tokens, size, recompute))
+    return TrainingStep(seconds, plan.memory + training_bytes(config, tokens, size, recompute))

@@ -1,7 +1,7 @@
-"""Inference: prompts by a plan, then one token after the other, K/V spread over all ranks.
+"""Inference: a plan computes prompts, then tokens follow one by one; all ranks share the KV cache.
 
-A decoding step has one row for each request.  All ranks compute all rows, but for attention
-(`a2d_mpi.gpt.steps`).
+A decoding step has one row for each request.  Attention of the rows is divided among the ranks
+(`a2d_mpi.gpt.steps`); all ranks compute everything else for all rows.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.gpt.cache import Cache, Table
-from a2d_mpi.gpt.exchange import Exchange
+from a2d_mpi.gpt.cache import BlockTable, Cache
+from a2d_mpi.gpt.exchange import ArrayExchange
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
@@ -29,33 +29,33 @@ from a2d_mpi.masks.documents import Documents, positions_in
 
 
 class Decoder:
-    """Requests on all ranks.  All calls are collective, with the same arguments.
+    """Decoding of requests.  All calls are collective and have the same arguments on all ranks.
 
     Parameters
     ----------
     grid : ProcessGrid
-        Of the plans that compute prompts.  With a head axis of U ranks, rank ``(r C + c) U + u``
-        keeps the u-th share of the heads of the blocks of position ``r C + c``.
+        Grid of the plans that compute prompts.  With a head axis of U ranks, rank
+        ``(r C + c) U + u`` keeps share u of the heads of the KV blocks of position ``r C + c``.
     weights : Parameters
         The same on all ranks; NumPy or CuPy arrays.
     rooms : sequence of int
-        Blocks of keys and values that each position of the grid may keep.
+        KV blocks that each position of the grid may keep.
     block : int
-        Tokens of a block.
+        Tokens of a KV block.
     method, kernel : str
-        Of the plans.
+        Method and kernel of the plans.
     transfers : {"auto", "device", "host"}
-        Way of CuPy arrays to MPI, as of a plan.
+        Path of CuPy arrays to MPI, as of a plan.
 
     Attributes
     ----------
-    table : Table
+    table : BlockTable
     cache : Cache
     attention : SpreadAttention
-        Of the steps.
+        Attention of decoding steps.
     traffic : Traffic
-        Messages of this rank: "prefill" of "all" ranks (apart from those of the plans), "decode"
-        of the "context" group and of "all".
+        Messages of this rank outside plans: phase "prefill" with channel "all", phase "decode"
+        with channels "context" (the context-parallel group) and "all".
 
     Raises
     ------
@@ -84,46 +84,46 @@ class Decoder:
         if c.hybrid:
             problem = f"no decoding with linear layers: the model has layers {c.layer_pattern}"
         agree(grid.comm, problem)
-        self.table, self.traffic = Table(rooms, block), Traffic()
+        self.table, self.traffic = BlockTable(rooms, block), Traffic()
         shape = c.layers, heads_kv_of(c, grid.heads, 0).stop, c.headdim
         self.cache = Cache(self.table, grid.group_comm.rank, shape, weights.flat)
         device = device_of(weights.flat)
         self._upload, self._download = device.upload, device.download
         self._way = self.traffic, device, transfers
         self.attention = SpreadAttention(grid, c, self.cache, *self._way)
-        self._moving = Exchange(grid.comm, "prefill", "all", *self._way, grid.failures)
+        self._moving = ArrayExchange(grid.comm, "prefill", "all", *self._way, grid.failures)
 
-    def admit(self, name: int, prompt: int, most: int) -> bool:
-        """Give a request its room in the cache; False if others have it now.
+    def admit(self, name: int, prompt: int, max_tokens: int) -> bool:
+        """Reserve room in the cache for a request; False if too little is free now.
 
         Parameters
         ----------
         name : int
         prompt : int
-            Tokens of its prompt.
-        most : int
-            Tokens that it may have in the end, with those of its prompt.
+            Tokens of the prompt.
+        max_tokens : int
+            Tokens that the request may have in the end, including the prompt.
 
         Raises
         ------
         ValueError
-            If it could not be taken in even if there were no others.
+            If the request has more tokens than the model or the whole cache can take.
         """
         longest = self._weights.config.seqlen
-        if not 0 < prompt <= most <= longest:
+        if not 0 < prompt <= max_tokens <= longest:
             raise ValueError(
-                f"request {name}: a prompt of {prompt} tokens, {most} in all; the model takes "
-                f"{longest}"
+                f"request {name}: a prompt of {prompt} tokens, {max_tokens} in all; the model "
+                f"takes {longest}"
             )
-        return self.table.admit(name, most)
+        return self.table.admit(name, max_tokens)
 
     def prefill(self, prompts: Mapping[int, np.ndarray]) -> np.ndarray:
-        """Take in prompts, packed as documents; returns the logits after each, (requests, V).
+        """Compute prompts, packed as documents; return the logits after each, (requests, V).
 
         Parameters
         ----------
         prompts : dict of int to (n,) int64
-            Tokens of each request, which was admitted.
+            Tokens of each admitted request.
         """
         lengths = [len(x) for x in prompts.values()]
         cu_seqlens = np.cumsum([0, *lengths])
@@ -131,7 +131,7 @@ class Decoder:
         mask, c = Documents(cu_seqlens, causal=True), self._weights.config
         sizes = {"seqlen": len(packed), "dtype": self._weights.flat.dtype, **c.heads}
         plan = make_plan(self._method, self._grid, mask, **sizes, **self._options)
-        own, kept = plan.tokens, []  # kept: keys and values by layer
+        own, kept = plan.tokens, []  # `kept`: keys and values by layer
 
         def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
             kept.append((k, v))
@@ -143,13 +143,13 @@ class Decoder:
         self._move(prompts, own, kept)
         plan.free()
         last = np.flatnonzero(np.isin(own, cu_seqlens[1:] - 1))
-        found = self._download(hidden[self._upload(last)])
-        shared = self._grid.comm.allgather(list(zip(own[last], found)))
-        rows = dict(x for y in shared for x in y)
+        own_rows = self._download(hidden[self._upload(last)])
+        gathered = self._grid.comm.allgather(list(zip(own[last], own_rows)))
+        rows = dict(row for of_rank in gathered for row in of_rank)
         return self._logits(model, self._upload(np.stack([rows[x - 1] for x in cu_seqlens[1:]])))
 
     def step(self, tokens: Mapping[int, int]) -> np.ndarray:
-        """Add one token to each of some requests; returns the logits after it, (requests, V)."""
+        """Append one token to each given request; return the logits after it, (requests, V)."""
         names = list(tokens)
         positions = np.array([self.table.requests[x].length for x in names])
         owners = [self.table.append(x, 1)[0] for x in names]
@@ -158,7 +158,7 @@ class Decoder:
         return self._logits(model, model.hidden(self._upload(np.array(list(tokens.values())))))
 
     def release(self, name: int) -> None:
-        """Forget a request; its memory is free."""
+        """Forget a request, and free its memory."""
         self.table.release(name)
         self.cache.release(name)
 
@@ -168,16 +168,19 @@ class Decoder:
         self._moving.free()
 
     def all_or_none(self) -> AbstractContextManager[None]:
-        """Raise `RanksLost` after the block on all ranks that are left, if a rank died in it."""
+        """Return a context manager that raises `RanksLost` on all ranks that are left.
+
+        It does so at the end of the ``with`` statement, if a rank died in it.
+        """
         return self._grid.failures.all_or_none()
 
     def agreed(self, choices: dict[int, int]) -> dict[int, int]:
-        """Choices of the first rank, on all."""
+        """Return the choices of the first rank, on all ranks."""
         return self._grid.comm.bcast(choices)
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        """The ways of the messages of steps."""
+    def exchanges(self) -> list[ArrayExchange]:
+        """The exchanges that decoding steps use."""
         return self.attention.exchanges
 
     @property
@@ -187,32 +190,32 @@ class Decoder:
         return tuple(sum(x[key][0] for key in x if key[0] == "decode") for x in kinds)
 
     def _hidden(self, model: GPT, tokens: Array) -> Array:
-        """Of this rank's tokens of prompts."""
+        """Return the output of the last layer for this rank's tokens of prompts."""
         return model.hidden(tokens)
 
     def _logits(self, model: GPT, hidden: Array) -> np.ndarray:
         return self._download(model.logits(hidden))
 
     def _move(self, prompts: Mapping[int, np.ndarray], own: np.ndarray, kept: list) -> None:
-        """Move keys and values from the ranks that computed them to those that keep them."""
+        """Move keys and values from the ranks that computed them to the ranks that keep them."""
         config, comm = self._weights.config, self._grid.comm
         heads = [heads_kv_of(config, self._grid.heads, u) for u in range(self._grid.heads)]
         to = np.concatenate([self.table.append(x, len(y)) for x, y in prompts.items()])
         lengths = [self.table.requests[x].held[self.cache.rank] for x in prompts]
         sent = [np.flatnonzero(to[own] == p) for p in range(len(self.table.free))]
-        sent = [self._upload(x) for x in sent for _ in heads]  # by rank
+        sent = [self._upload(x) for x in sent for _ in heads]  # rows for each rank
         coming = [x[to[x] == self.cache.rank] for x in comm.allgather(own)]
         order = self._upload(np.argsort(np.concatenate(coming)))
-        self._moving.forget_buffers()  # other prompts have other sizes
+        self._moving.forget_buffers()  # their sizes depend on the prompts
         for layer, both in enumerate(kept):
             xp, shape = module_of(both[0]), (heads[0].stop, config.headdim)
             given = [
                 xp.stack([x[rows][:, heads[p % len(heads)]] for x in both])
                 for p, rows in enumerate(sent)
             ]  # (2, tokens, heads that are kept there, D)
-            found = [xp.empty((2, len(x), *shape), both[0].dtype) for x in coming]
-            self._moving.wait(self._moving.all_to_all(given, found))
-            k, v = xp.concatenate(found, axis=1)[:, order]  # by request and place
+            received = [xp.empty((2, len(x), *shape), both[0].dtype) for x in coming]
+            self._moving.wait(self._moving.all_to_all(given, received))
+            k, v = xp.concatenate(received, axis=1)[:, order]  # by request and position
             begin = 0
             for name, length in zip(prompts, lengths):
                 if length:

@@ -1,4 +1,4 @@
-"""Arrays that all ranks exchange: posted early, counted, from the memory of any device."""
+"""Exchanges of arrays between ranks: posted early, counted, from the memory of any device."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 
 
-class Exchange:
-    """All-to-all and all-gather of the arrays of a device, a message for each pair of ranks.
+class ArrayExchange:
+    """All-to-all and all-gather of arrays on a device, with one message for each pair of ranks.
 
-    Collective; all ranks start the same exchanges in the same order.  `send` and `receive` are of
-    two ranks only.
+    Collective: all ranks start the same exchanges in the same order.  Only `send` and `receive`
+    are calls of two ranks.
 
     Parameters
     ----------
     comm : Intracomm
-        Of the caller; a duplicate is used, until `free`.
+        The caller's communicator; a duplicate is used until `free`.
     phase, name : str
-        Of the messages in `traffic`.
+        Phase and channel of the messages in `traffic`.
     traffic : Traffic
     device : Device
-        Of the arrays.
+        Device of the arrays.
     transfers : {"auto", "device", "host"}
-        Way of a GPU's arrays to MPI, as of a plan.
+        Path of a GPU's arrays to MPI, as of a plan.
     failures : Failures, optional
-        Of the grid of these ranks, if MPI may go on when one of them dies.
+        `ProcessGrid.failures` of these ranks, if MPI may go on when one of them dies.
 
     Attributes
     ----------
     log : list of (str, float, float) or None
-        If it is a list, it gets "wait" with begin and end of each wait, by `time.perf_counter`.
+        If it is a list, each wait appends "wait" with its begin and end by `time.perf_counter`.
     """
 
     def __init__(
@@ -57,18 +57,25 @@ class Exchange:
         self.comm, self._device, self.log = self._failures.duplicate(comm), device, None
         self._channel = Channel(self.comm, name, traffic)
         self._staged = device is not HOST and not all(comm.allgather(gpu_aware(transfers)[0]))
-        self._pending: list[list[Any]] = []  # what `wait` was not called for yet
         self._phase, self._watch = phase, Watch(self.comm, f"{phase} of a GPT", talks=False)
         self.forget_buffers()
 
     def all_to_all(self, sent: Sequence[Array], received: Sequence[Array], tag: int = 0) -> list:
         """Start to send ``sent[p]`` to each rank p, and to receive ``received[p]`` from it.
 
-        Both are C-contiguous; returns messages for `wait`.  Exchanges that are under way at the
-        same time have different tags.
+        Parameters
+        ----------
+        sent, received : sequence of arrays
+            One C-contiguous array for each rank, on the device of the exchange.
+        tag : int
+            Exchanges that are under way at the same time need different tags.
+
+        Returns
+        -------
+        list
+            Messages for `wait`.
         """
         messages: list[Any] = []
-        self._pending.append(messages)
         for peer in self._channel.peers:
             messages += self._channel.irecv([received[peer]], peer, tag)
         for peer in self._channel.peers:
@@ -79,27 +86,26 @@ class Exchange:
         return messages
 
     def all_gather(self, own: Array, received: Sequence[Array], tag: int = 0) -> list:
-        """Start to send an array to all ranks; ``received[p]`` gets rank p's."""
+        """Start to send an array to all ranks; ``received[p]`` is for the array of rank p."""
         return self.all_to_all([own] * self.comm.size, received, tag)
 
     def send(self, x: Array, peer: int, tag: int = 0) -> list:
-        """Start to send a C-contiguous array to one rank; returns messages for `wait`."""
+        """Start to send a C-contiguous array to one rank; return messages for `wait`."""
         return self._channel.isend([x], peer, tag)
 
     def receive(self, x: Array, peer: int, tag: int = 0) -> list:
-        """Start to receive into a C-contiguous array; returns messages for `wait`."""
+        """Start to receive into a C-contiguous array; return messages for `wait`."""
         return self._channel.irecv([x], peer, tag)
 
     def wait(self, messages: list) -> None:
-        """Complete messages and empty the list."""
+        """Complete messages, and empty the list."""
         self._channel.wait(messages)
         if self.log is not None:
             self.log += [("wait", begin, end) for begin, end in self._channel.waits]
         self._channel.waits.clear()
-        self._pending = [x for x in self._pending if x]
 
     def forget_buffers(self) -> None:
-        """Free the page-locked memory through which the arrays of a GPU went so far."""
+        """Free the page-locked host buffers of a GPU's arrays."""
         self._transport: Transport = HostTransport()
         if self._device is not HOST:
             self._transport = DeviceTransport(self._device, self._staged)
@@ -107,6 +113,5 @@ class Exchange:
 
     def free(self) -> None:
         """Free the communicator.  Collective, also after a loss."""
-        for messages in self._pending:
-            self._transport.settle(messages)
+        self._transport.settle()
         self._failures.forget(self.comm)

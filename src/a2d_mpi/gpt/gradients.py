@@ -1,4 +1,4 @@
-"""Gradients are summed over all ranks in a fixed order, during the backward pass."""
+"""Sums of gradients over all ranks, in a fixed order, during the backward pass."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.failures import Failures
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
-from a2d_mpi.gpt.exchange import Exchange
+from a2d_mpi.gpt.exchange import ArrayExchange
 from a2d_mpi.gpt.layers import module_of
 
 T = TypeVar("T", float, np.ndarray)
 
 
 class GradientSum:
-    """Sums parts of a flat array over the ranks: the same bits on all of them, and every time.
+    """The sum of buckets of a flat array over the ranks, with the same bits on all ranks.
 
-    Each rank gets its share of a part from all others, adds these up in the order of ranks, and
-    sends the sums to all: 2 (P-1) / P of the bytes, as a ring all-reduce.  `MPI_Iallreduce` would
-    move as many, but in an order of its own, and not from device memory.  Collective; parts must
-    be started in the same order on all ranks.
+    The result is also the same in every run.  Each rank receives its share of a bucket from all
+    other ranks, adds the shares in the order of ranks, and sends the sum to all.  Each rank sends
+    2 (P-1) / P of the bytes, as in a ring all-reduce.  `MPI_Iallreduce` would send as much, but it
+    chooses the order of the sum and cannot read device memory.  Collective: all ranks start the
+    same buckets in the same order.
 
     Parameters
     ----------
     comm : Intracomm
-        Of the caller; a duplicate is used, until `free`.
+        The caller's communicator; a duplicate is used until `free`.
     flat : (n,) array
-        Float32 or float64, NumPy or CuPy.
+        Float32 or float64, NumPy or CuPy; sums replace its elements.
     transfers : {"auto", "device", "host"}
-        Way of CuPy arrays to MPI, as of a plan.
+        Path of CuPy arrays to MPI, as of a plan.
     failures : Failures, optional
-        Of the grid of these ranks, if MPI may go on when one of them dies.
+        `ProcessGrid.failures` of these ranks, if MPI may go on when one of them dies.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class GradientSum:
     ) -> None:
         self._flat, self._traffic = flat, Traffic()
         way = self._traffic, device_of(flat), transfers, failures
-        self._exchange = Exchange(comm, "gradients", "all", *way)
+        self._exchange = ArrayExchange(comm, "gradients", "all", *way)
         self._started: list[tuple[slice, Array, Array, list]] = []
 
     @property
@@ -54,31 +55,31 @@ class GradientSum:
         """Bytes that this rank has sent so far."""
         return sum(sent for sent, _ in self._traffic.bytes.values())
 
-    def start(self, part: slice) -> None:
-        """Send a part of the array, which must not change until `finish`."""
+    def start(self, bucket: slice) -> None:
+        """Start to sum a slice of the array, which must not change until `finish`."""
         ranks = self._exchange.comm.size
         if ranks == 1:
             return
-        values = self._flat[part]
+        values = self._flat[bucket]
         share = -(-len(values) // ranks)
         padded = module_of(values).zeros((ranks, share), values.dtype)
         padded.reshape(-1)[: len(values)] = values
         received = module_of(values).empty_like(padded)
         messages = self._exchange.all_to_all(padded, received, len(self._started))
-        self._started.append((part, padded, received, messages))
+        self._started.append((bucket, padded, received, messages))
 
     def finish(self) -> None:
-        """Wait until all parts that were started hold their sums."""
+        """Wait until all buckets that were started hold their sums."""
         sent = []
-        for tag, (part, padded, received, messages) in enumerate(self._started):
+        for tag, (bucket, padded, received, messages) in enumerate(self._started):
             self._exchange.wait(messages)
             total = received[0].copy()
             for rank in range(1, len(received)):
                 total += received[rank]
-            sent.append((part, padded, total, self._exchange.all_gather(total, padded, tag)))
-        for part, padded, _, messages in sent:
+            sent.append((bucket, padded, total, self._exchange.all_gather(total, padded, tag)))
+        for bucket, padded, _, messages in sent:
             self._exchange.wait(messages)
-            values = self._flat[part]
+            values = self._flat[bucket]
             values[:] = padded.reshape(-1)[: len(values)]
         self._started = []
 
@@ -88,5 +89,5 @@ class GradientSum:
 
 
 def total(comm: MPI.Intracomm, value: T) -> T:
-    """Sum of a number or array over the ranks, in their order; the same bits on all."""
+    """Sum a number or array over the ranks, in their order; all ranks get the same bits."""
     return sum(comm.allgather(value))

@@ -1,9 +1,9 @@
 """Layers of a transformer, forward and backward, on the rows of one rank.
 
-Arrays are NumPy's or CuPy's.  Rows are tokens; there are n.  A forward function returns its result
-and what the backward function needs.  A backward function returns the gradient of the input and
-adds the gradients of the parameters to theirs.  The parameters `w` of a layer and their gradients
-`d` are the entries "{name}.weight" and "{name}.bias".
+Arrays are NumPy or CuPy arrays.  Their n rows are tokens.  A forward function returns its result
+and the values that the backward function needs.  A backward function returns the gradient of the
+input.  It adds the gradients of the parameters to `d`.  In the dicts `w` (parameters) and `d`
+(gradients), a layer has the entries "{name}.weight" and "{name}.bias".
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from a2d_mpi.devices.protocol import Array
 
 Named = Mapping[str, Array]
-EPSILON = 1e-5  # of LayerNorm, as GPT-2
+EPSILON = 1e-5  # added to the variance in LayerNorm, as in GPT-2
 ROTARY_BASE = 10000.0
 
 
 def module_of(x: Array) -> Any:
-    """NumPy, or CuPy for its arrays."""
+    """Return the module of an array: NumPy or CuPy."""
     if isinstance(x, np.ndarray):
         return np
     import cupy
@@ -31,12 +31,12 @@ def module_of(x: Array) -> Any:
 
 
 def flat(x: Array) -> Array:
-    """Rows of one dimension, (n, H D) of (n, H, D); there may be none."""
+    """Return (n, H, D) as (n, H D); n may be 0."""
     return x.reshape(len(x), math.prod(x.shape[1:]))
 
 
 def linear_backward(dy: Array, x: Array, w: Named, d: Named, name: str) -> Array:
-    """Gradient of x in ``y = x @ weight + bias``: x (n, E), weight (E, M), dy (n, M)."""
+    """Return the gradient of x, (n, E), for ``y = x @ weight + bias``; dy is (n, M)."""
     d[f"{name}.weight"] += x.T @ dy  # (E, M)
     d[f"{name}.bias"] += dy.sum(axis=0)  # (M,)
     return dy @ w[f"{name}.weight"].T  # (n, E)
@@ -45,7 +45,7 @@ def linear_backward(dy: Array, x: Array, w: Named, d: Named, name: str) -> Array
 def layer_norm(
     x: Array, w: Named, name: str, epsilon: float = EPSILON
 ) -> tuple[Array, tuple[Array, Array]]:
-    """LayerNorm of rows (Ba et al., arXiv:1607.06450), x (n, E)."""
+    """Apply LayerNorm to the rows of x, (n, E) (Ba et al., arXiv:1607.06450)."""
     centred = x - x.mean(axis=1, keepdims=True)
     spread = ((centred**2).mean(axis=1, keepdims=True) + epsilon) ** 0.5  # (n, 1)
     normal = centred / spread  # (n, E)
@@ -55,7 +55,7 @@ def layer_norm(
 def layer_norm_backward(
     dy: Array, kept: tuple[Array, Array], w: Named, d: Named, name: str
 ) -> Array:
-    """Gradient of the rows, (n, E)."""
+    """Return the gradient of LayerNorm's input, (n, E)."""
     normal, rstd = kept
     d[f"{name}.weight"] += (dy * normal).sum(axis=0)
     d[f"{name}.bias"] += dy.sum(axis=0)
@@ -70,33 +70,34 @@ _CUBE = 0.044715
 
 
 def _inner_tanh(x: Array) -> Array:
-    # Not x**3: NumPy's powers are 35 to 50 times as slow as products.
+    # Not x**3: NumPy's powers take 35 to 50 times as long as products.
     return module_of(x).tanh(_ROOT * x * (1 + _CUBE * (x * x)))
 
 
 def gelu(x: Array) -> Array:
-    """GELU by tanh (Hendrycks and Gimpel, arXiv:1606.08415)."""
+    """Compute GELU by tanh (Hendrycks and Gimpel, arXiv:1606.08415)."""
     return 0.5 * x * (1 + _inner_tanh(x))
 
 
 def mlp(x: Array, w: Named) -> tuple[Array, Array]:
-    """The MLP of a block without its last bias, (n, E), and what its backward pass needs.
+    """Compute the MLP of a layer without its last bias, (n, E), and its hidden layer, (n, M).
 
-    With some columns of ``fc`` and the same rows of ``out``: a part of a sum.
+    If `w` has only some columns of ``fc`` and the same rows of ``out``, the result is one term of
+    a sum over all columns.
     """
     hidden = x @ w["fc.weight"] + w["fc.bias"]  # (n, M)
     return gelu(hidden) @ w["out.weight"], hidden
 
 
 def gelu_backward(dy: Array, x: Array) -> Array:
-    """Gradient of x."""
+    """Return the gradient of GELU's input x."""
     tanh = _inner_tanh(x)
     slope = 0.5 * _ROOT * x * (1 - tanh * tanh) * (1 + 3 * _CUBE * (x * x))
     return dy * (0.5 * (1 + tanh) + slope)
 
 
 def add_rows(total: Array, indices: Array, rows: Array) -> None:
-    """Add each row of (n, E) to the row of `total` that its index says, in the order of rows."""
+    """Add row i of `rows`, (n, E), to row ``indices[i]`` of `total`, in the order of i."""
     if not len(rows):
         return
     xp = module_of(rows)
@@ -107,7 +108,10 @@ def add_rows(total: Array, indices: Array, rows: Array) -> None:
 
 
 def rotation(positions: Array, headdim: int, dtype: np.dtype) -> tuple[Array, Array]:
-    """Cosine and sine, (n, 1, D / 2), of the angles by which heads at positions are rotated."""
+    """Return the cosine and sine, (n, 1, D / 2), of the rotary angles of positions, (n,).
+
+    Source: Su et al., arXiv:2104.09864.
+    """
     xp = module_of(positions)
     rates = ROTARY_BASE ** (-2.0 * xp.arange(headdim // 2) / headdim)
     angles = positions[:, None, None] * rates
@@ -115,7 +119,7 @@ def rotation(positions: Array, headdim: int, dtype: np.dtype) -> tuple[Array, Ar
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate x, (n, H, D): element i of a head with element i + D / 2.  By -sin: back."""
+    """Rotate x, (n, H, D), in the planes of elements i and i + D / 2; -sin rotates back."""
     half = x.shape[2] // 2
     first, second = x[..., :half], x[..., half:]
     parts = first * cos - second * sin, second * cos + first * sin
@@ -123,14 +127,14 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def cross_entropy(logits: Array, targets: Array) -> float:
-    """Sum of the losses of rows, in nats; the logits become its gradient.
+    """Sum the cross-entropy of all rows, in nats; `logits` are overwritten by the gradient.
 
     Parameters
     ----------
     logits : (n, V)
-        Overwritten.
+        Overwritten by their gradient.
     targets : (n,) int64
-        Token of each row; rows with -1 count nothing.
+        Target token of each row; -1: the row does not count.
     """
     xp = module_of(logits)
     rows = xp.flatnonzero(targets >= 0)
@@ -139,7 +143,7 @@ def cross_entropy(logits: Array, targets: Array) -> float:
     shifted = logits[rows, wanted]
     exp = xp.exp(logits, out=logits)
     total = exp.sum(axis=1, keepdims=True)
-    # In float64: a mean over many tokens should not depend on how they are shared out.
+    # In float64, so that a mean over many tokens does not depend on their distribution.
     losses = xp.log(total[rows, 0]).astype(np.float64) - shifted
     exp *= (targets >= 0)[:, None].astype(exp.dtype) / total
     exp[rows, wanted] -= 1

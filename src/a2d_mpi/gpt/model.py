@@ -1,13 +1,13 @@
 """A GPT, forward and backward, on the tokens of one rank.
 
     x = wte[token] + wpe[position]                        (Radford et al., GPT-2)
-    for each block:
+    for each layer:
         x = x + proj(attention(qkv(ln1(x))))
         x = x + out(gelu(fc(ln2(x))))
     logits = ln_f(x) @ wte.T
 
-Every row is a token of this rank; attention is the only layer where rows meet, and the only one
-that communicates.
+Every row is a token of this rank.  Attention is the only operation in which a row depends on other
+rows, and the only one that communicates.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ from a2d_mpi.gpt.parameters import Parameters
 
 
 class Attention(Protocol):
-    """The part of an `a2d_mpi.attention.plan.AttentionPlan` that a model needs.
+    """The interface of plans that a model uses.
 
-    Also of an `a2d_mpi.linear.plan.LinearAttention`, which has what it keeps in place of lse.
+    Implementations are `a2d_mpi.attention.plan.AttentionPlan` and
+    `a2d_mpi.linear.plan.LinearAttention`, whose `Kept` takes the place of lse.
     """
 
     tokens: np.ndarray
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        """Out and lse of this rank's queries."""
+        """Compute out and lse of this rank's queries."""
 
     def backward(
         self, dout: Array, q: Array, k: Array, v: Array, out: Array, lse: Array
     ) -> tuple[Array, Array, Array]:
-        """Gradients of this rank's q, k and v."""
+        """Compute the gradients of this rank's q, k and v."""
 
 
 class Kept(NamedTuple):
-    """Arrays that a block keeps for its backward pass; with checkpointing, `inside` is made again.
+    """Arrays that a layer keeps for its backward pass.
 
     Attributes
     ----------
     x : (n, E)
-        Its input.
+        Input of the layer.
     out, lse : (n, H, D), (n, H)
-        Of attention, which is never computed again.
+        Results of attention, which is never computed again.
     inside : tuple or None
-        See `_before` and `_after`.
+        All other arrays, see `_before` and `_after`.  None: the backward pass recomputes them.
     """
 
     x: Array
@@ -66,14 +67,20 @@ class GPT:
     ----------
     weights : Parameters
     attention : Attention
-        A plan with the sizes of the model; its `tokens` are this rank's.
+        A plan with the sizes of the model; its `tokens` are this rank's tokens.
     positions : (n,) int64, optional
-        Of this rank's tokens, in their documents.  Default: in the sequence.
+        Positions of this rank's tokens in their documents.  Default: their positions in the
+        sequence.
     checkpoint : bool
-        Keep of each block its input and attention's out and lse only, and compute all else again
-        in the backward pass, but not attention (Li et al., DistFlashAttn, arXiv:2310.03294).
+        Each layer keeps only its input, and attention's out and lse.  The backward pass recomputes
+        everything else but attention (Li et al., DistFlashAttn, arXiv:2310.03294).
     linear : Attention, optional
-        Of the same tokens, for the linear layers of the model, if it has them.
+        Plan of the model's linear layers, if it has any, with the same tokens.
+
+    Raises
+    ------
+    ValueError
+        If the model has linear layers and `linear` is missing.
     """
 
     def __init__(
@@ -103,28 +110,33 @@ class GPT:
         targets: Array,
         count: int,
         gradients: Parameters | None = None,
-        finished: Callable[[slice], None] = lambda part: None,
+        finished: Callable[[slice], None] = lambda bucket: None,
     ) -> float:
-        """This rank's part of the mean loss; the sum over ranks is the loss.  Collective.
+        """Compute this rank's term of the mean loss; the loss is the sum over ranks.  Collective.
 
         Parameters
         ----------
         tokens, targets : (n,) int64
-            Of this rank; a target of -1 counts nothing.
+            Tokens and targets of this rank; a token with target -1 does not count.
         count : int
-            Targets of all ranks, by which sums are divided.
+            Targets of all ranks, the divisor of the mean.
         gradients : Parameters, optional
-            Gets this rank's part of the gradient of the mean loss.
+            Overwritten by this rank's term of the gradient.  Default: no backward pass.
         finished : callable
-            Told of each part of the flat gradient that is finished, in the same order on all
-            ranks.
+            Called with each slice of the flat gradient when the slice is finished, in the same
+            order on all ranks.
+
+        Returns
+        -------
+        float
+            This rank's term of the mean loss, in nats per target.
         """
         if gradients is None:
             return layers.cross_entropy(self.logits(self.hidden(tokens)), targets) / count
         x, kept = self._embed(tokens), []
         for i in range(self.config.layers):
-            x, of_block = self._block(i, x)
-            kept.append(of_block)
+            x, of_layer = self._layer(i, x)
+            kept.append(of_layer)
         gradients.flat[:] = 0
         w, d = self.weights.named, gradients.named
         h, of_norm = layers.layer_norm(x, w, "ln_f")
@@ -133,10 +145,10 @@ class GPT:
         dlogits *= 1 / count
         d["wte"] += dlogits.T @ h
         dx = layers.layer_norm_backward(dlogits @ w["wte"], of_norm, w, d, "ln_f")
-        del dlogits, h, of_norm  # large
+        del dlogits, h, of_norm  # they are large, and the loop below allocates more
         buckets = gradients.buckets()
         for i in reversed(range(self.config.layers)):
-            dx = self._block_backward(i, dx, kept.pop(), gradients)
+            dx = self._layer_backward(i, dx, kept.pop(), gradients)
             finished(next(buckets))
         layers.add_rows(d["wte"], tokens, dx)
         if "wpe" in d:
@@ -145,22 +157,28 @@ class GPT:
         return loss
 
     def hidden(self, tokens: Array) -> Array:
-        """Normalised output of the last block for this rank's tokens, (n, E).  Collective."""
+        """Compute the normalised output of the last layer, (n, E), of this rank's tokens.
+
+        Collective.
+        """
         x, w = self._embed(tokens), self.weights.named
         for i in range(self.config.layers):
-            x, _ = self._block(i, x)
+            x, _ = self._layer(i, x)
         return layers.layer_norm(x, w, "ln_f")[0]
 
     def attend(self, i: int, x: Array) -> tuple[Array, Array]:
-        """Block i up to its MLP: the residual stream and the MLP's input, (n, E).  Collective."""
-        w = self.weights.blocks[i]
+        """Compute layer i up to its MLP; return the residual stream and the MLP's input, (n, E).
+
+        Collective.
+        """
+        w = self.weights.by_layer[i]
         qkv, _ = self._before(w, x)
         out, _ = self.attention.forward(*qkv)
         y = x + flat(out) @ w["proj.weight"] + w["proj.bias"]
         return y, layers.layer_norm(y, w, "ln2")[0]
 
     def logits(self, hidden: Array) -> Array:
-        """Logits of rows that `hidden` has returned, (n, V)."""
+        """Compute the logits, (n, V), of rows that `hidden` has returned."""
         return hidden @ self.weights.named["wte"].T
 
     def _embed(self, tokens: Array) -> Array:
@@ -168,18 +186,18 @@ class GPT:
         x = w["wte"][tokens]  # (n, E)
         return x + w["wpe"][self._positions] if "wpe" in w else x
 
-    def _block(self, i: int, x: Array) -> tuple[Array, Kept]:
-        """One block: its output, and what its backward pass needs."""
-        w = self.weights.blocks[i]
+    def _layer(self, i: int, x: Array) -> tuple[Array, Kept]:
+        """Compute a layer; return its output and the arrays that its backward pass needs."""
+        w = self.weights.by_layer[i]
         qkv, of_norm = self._before(w, x)
         out, lse = self._attention_of(i).forward(*qkv)  # (n, H, D), (n, H)
         y, of_mlp = self._after(w, x, out)
         inside = None if self.checkpoint else (qkv, of_norm, of_mlp)
         return y, Kept(x, out, lse, inside)
 
-    def _block_backward(self, i: int, dy: Array, kept: Kept, gradients: Parameters) -> Array:
-        """Gradient of a block's input."""
-        w, d = self.weights.blocks[i], gradients.blocks[i]
+    def _layer_backward(self, i: int, dy: Array, kept: Kept, gradients: Parameters) -> Array:
+        """Compute the gradient of a layer's input, and add the gradients of its weights."""
+        w, d = self.weights.by_layer[i], gradients.by_layer[i]
         x, out, lse, inside = kept
         if inside is None:
             qkv, of_norm = self._before(w, x)
@@ -193,7 +211,7 @@ class GPT:
         return self._linear if self.config.is_linear(i) else self.attention
 
     def _before(self, w: dict[str, Array], x: Array) -> tuple[tuple, tuple]:
-        """Queries, keys and values of x, (n, H, D) and (n, Hkv, D), and what LayerNorm keeps."""
+        """Compute q, (n, H, D), k and v, (n, Hkv, D); also return what LayerNorm keeps."""
         h, of_norm = layers.layer_norm(x, w, "ln1")
         q, k, v = self._split(h @ w["qkv.weight"] + w["qkv.bias"])
         if self._rotation:
@@ -213,15 +231,15 @@ class GPT:
         return layers.layer_norm_backward(dh, of_norm, w, d, "ln1")
 
     def _split(self, qkv: Array) -> list[Array]:
-        """Heads of queries, keys and values, each contiguous."""
+        """Split columns into the heads of q, k and v, each contiguous."""
         heads = (self.config.nheads, self.config.nheads_kv, self.config.nheads_kv)
         xp, headdim = module_of(qkv), self.config.headdim
         q_end, k_end = heads[0] * headdim, sum(heads[:2]) * headdim
-        parts = qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:]
-        return [xp.ascontiguousarray(x).reshape(len(x), n, headdim) for x, n in zip(parts, heads)]
+        views = qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:]
+        return [xp.ascontiguousarray(x).reshape(len(x), n, headdim) for x, n in zip(views, heads)]
 
     def _after(self, w: dict[str, Array], x: Array, out: Array) -> tuple[Array, tuple]:
-        """The rest of a block after attention, (n, E), and what its backward pass needs."""
+        """Compute a layer after attention, (n, E); also return arrays for the backward pass."""
         y = x + flat(out) @ w["proj.weight"] + w["proj.bias"]
         h, of_norm = layers.layer_norm(y, w, "ln2")
         z, hidden = layers.mlp(h, w)
@@ -230,7 +248,7 @@ class GPT:
     def _after_backward(
         self, w: dict[str, Array], d: dict[str, Array], dz: Array, out: Array, kept: tuple
     ) -> tuple[Array, Array]:
-        """Gradients of the residual stream, (n, E), and of attention's out, (n, H, D)."""
+        """Compute the gradients of the residual stream, (n, E), and attention's out, (n, H, D)."""
         h, of_norm, hidden = kept
         active = layers.gelu(hidden)
         da = layers.linear_backward(dz, active, w, d, "out")

@@ -1,4 +1,4 @@
-"""Parameters of a GPT: one flat array, and its parts by name."""
+"""Parameters of a GPT: one flat array, and views of it by name."""
 
 from __future__ import annotations
 
@@ -16,22 +16,27 @@ SPREAD = 0.02  # standard deviation of initial weights, as GPT-2
 
 
 class Parameters:
-    """Named parts of one flat array: weights, their gradients, or an optimizer's moments.
+    """Named views of one flat array: weights, their gradients, or an optimizer's moments.
 
     Parameters
     ----------
     config : GPTConfig
     flat : (config.parameters,) array
-        NumPy or CuPy; the parts are views of it.
+        NumPy or CuPy.
     shapes : dict of str to tuple of int, optional
-        Of the parts, in their order.  Default: those of `config`, which are all.
+        Names and shapes of the views, in their order.  Default: `config.shapes`.
 
     Attributes
     ----------
     named : dict of str to array
-        By the names of `GPTConfig.shapes`.
-    blocks : list of dict of str to array
-        Of each block, by their names in it.
+        Views by the names of `GPTConfig.shapes`.
+    by_layer : list of dict of str to array
+        Views of each layer, by their names without ``h{i}.``.
+
+    Raises
+    ------
+    ValueError
+        If `flat` has the wrong number of elements.
     """
 
     def __init__(
@@ -44,31 +49,31 @@ class Parameters:
         if flat.shape != (total := sum(map(math.prod, shapes.values())),):
             raise ValueError(f"{flat.shape} elements for {total} parameters")
         self.config, self.flat, self.named = config, flat, {}
-        self.blocks = [{} for _ in range(config.layers)]
+        self.by_layer = [{} for _ in range(config.layers)]
         begin = 0
         for name, shape in shapes.items():
             end = begin + math.prod(shape)
             self.named[name] = flat[begin:end].reshape(shape)
             begin = end
-            block, _, inner = name.partition(".")
-            if block[1:].isdigit():  # h0, h1, ...
-                self.blocks[int(block[1:])][inner] = self.named[name]
+            layer, _, inner = name.partition(".")
+            if layer[1:].isdigit():  # h0, h1, ...
+                self.by_layer[int(layer[1:])][inner] = self.named[name]
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The parts as `torch.nn.Module.state_dict` has them: its names, its layouts.
+        """Return copies with the names and layouts of `torch.nn.Module.state_dict`.
 
-        Block i is ``h.{i}``, ``wte`` and ``wpe`` are ``torch.nn.Embedding``, the others
-        ``torch.nn.LayerNorm`` and ``torch.nn.Linear``, whose weights are (outputs, inputs).  Of
-        gradients it gives the ``grad`` of each.
+        Layer i is ``h.{i}``.  ``wte`` and ``wpe`` are ``torch.nn.Embedding``.  All others are
+        ``torch.nn.LayerNorm`` or ``torch.nn.Linear``, whose weights are (outputs, inputs).  Called
+        on gradients, it returns the ``grad`` of each weight.
 
         Returns
         -------
         dict of str to ndarray
-            Copies, on the host.
+            Copies on the host.
         """
         state = {}
-        for name, part in self.named.items():
-            x = device_of(part).download(part)
+        for name, view in self.named.items():
+            x = device_of(view).download(view)
             if name in ("wte", "wpe"):
                 name += ".weight"
             elif x.ndim == 2:
@@ -77,12 +82,13 @@ class Parameters:
         return state
 
     def buckets(self) -> Iterator[slice]:
-        """Parts of the flat array in the order in which a backward pass finishes their gradients.
+        """Yield slices of the flat array in the order in which a backward pass finishes gradients.
 
-        The last block with the final LayerNorm, the blocks before it, the embeddings.
+        The first slice is the last layer with the final LayerNorm.  The layers before it follow,
+        and then the embeddings.
         """
-        size, end = self.config.of_block, len(self.flat)
-        begin = end - 2 * self.config.width  # of the final LayerNorm
+        size, end = self.config.of_layer, len(self.flat)
+        begin = end - 2 * self.config.width  # begin of the final LayerNorm
         for _ in range(self.config.layers):
             begin -= size
             yield slice(begin, end)
@@ -91,20 +97,30 @@ class Parameters:
 
 
 def initial(config: GPTConfig, seed: int, dtype: np.typing.DTypeLike) -> np.ndarray:
-    """Draw the initial weights of GPT-2, flat: the same for any number of ranks.
+    """Draw initial weights as GPT-2, flat and the same for any number of ranks.
 
-    Weights are normal with a standard deviation of 0.02, those that add to the residual stream
-    with 0.02 / sqrt(2 layers); biases are 0, LayerNorms 1.
+    Weights are normal with a standard deviation of 0.02.  For the last matrix before the residual
+    stream it is 0.02 / sqrt(2 layers).  Biases are 0, the weights of LayerNorms are 1.
+
+    Parameters
+    ----------
+    config : GPTConfig
+    seed : int
+    dtype : dtype
+
+    Returns
+    -------
+    (config.parameters,) ndarray of `dtype`
     """
     flat = np.zeros(config.parameters, dtype)
     rng = np.random.default_rng(seed)
-    for name, part in Parameters(config, flat).named.items():
+    for name, view in Parameters(config, flat).named.items():
         if name.endswith("bias"):
             continue
         if ".ln" in name or name.startswith("ln"):
-            part[:] = 1
+            view[:] = 1
             continue
         residual = name.endswith(("proj.weight", "out.weight"))
         spread = SPREAD / math.sqrt(2 * config.layers) if residual else SPREAD
-        part[:] = spread * rng.standard_normal(part.shape)
+        view[:] = spread * rng.standard_normal(view.shape)
     return flat

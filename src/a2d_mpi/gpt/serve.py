@@ -1,4 +1,4 @@
-"""Requests that come and go, as many at once as there is room for, and what is drawn for them."""
+"""Continuous batching of requests as far as the cache has room, and sampling of their tokens."""
 
 from __future__ import annotations
 
@@ -15,35 +15,48 @@ def sample(
     top_k: int | None = None,
     seed: Sequence[int] = (),
 ) -> int:
-    """Draw a token: the likeliest at temperature 0, else one of the `top_k` likeliest."""
+    """Draw a token of `logits`, (V,).
+
+    Parameters
+    ----------
+    logits : (V,) array
+    temperature : float
+        Divisor of the logits; 0: the likeliest token.
+    top_k : int, optional
+        Draw one of the `top_k` likeliest tokens.  Default: any token.
+    seed : sequence of int
+        Seed of the draw.
+    """
     if temperature == 0:
         return int(np.argmax(logits))
-    x = logits.astype(np.float64)
-    with np.errstate(over="ignore"):  # 1e300 times less likely is never drawn
-        x = (x - x.max()) / temperature
-    if top_k is not None and top_k < len(x):
-        x[x < np.partition(x, -top_k)[-top_k]] = -np.inf
-    p = np.exp(x)
+    scaled = logits.astype(np.float64)
+    with np.errstate(over="ignore"):  # an overflow to -inf is right: such tokens are never drawn
+        scaled = (scaled - scaled.max()) / temperature
+    if top_k is not None and top_k < len(scaled):
+        scaled[scaled < np.partition(scaled, -top_k)[-top_k]] = -np.inf
+    p = np.exp(scaled)
     return int(np.random.default_rng(seed).choice(len(p), p=p / p.sum()))
 
 
 class Service:
-    """Requests, of which as many are answered at once as there is room for.
+    """A queue of requests; they are answered together as far as the cache has room.
 
     Parameters
     ----------
     prompts : dict of int to (n,) int64
+        Tokens of each request.
     new : dict of int to int
         Tokens to generate for each request, at least one.
     choose : callable
-        ``choose(request, length, logits)`` is the next token; the first rank's counts.
+        ``choose(request, length, logits)`` returns the next token.  The first rank's choice
+        counts.
     arrive : dict of int to int, optional
-        Step, from 0, at which each request comes.  Default: all are there at the start.
+        Step, from 0, at which each request arrives.  Default: all requests arrive at the start.
 
     Attributes
     ----------
     unanswered : list of int
-        Requests in the order in which they come.  Requests without room wait.
+        Requests in the order of their arrival.  Requests that do not fit wait.
     """
 
     def __init__(
@@ -57,44 +70,44 @@ class Service:
         self._prompts, self._new, self._choose = prompts, new, choose
         self._comes = arrive or dict.fromkeys(prompts, 0)
         self.unanswered = sorted(prompts, key=self._comes.__getitem__)
-        self._tokens: dict[int, list[int]] = {name: [] for name in prompts}  # new ones so far
-        self._running: dict[int, int] = {}  # the latest token of each
+        self._tokens: dict[int, list[int]] = {name: [] for name in prompts}  # generated so far
+        self._running: dict[int, int] = {}  # latest token of each running request
         self._step = 0
 
     def use(self, decoder: Decoder) -> None:
-        """Use a decoder: at first, or in place of another one.
+        """Use this decoder from now on.
 
-        It computes all keys and values anew, from the prompts and the new tokens so far.
+        The decoder computes all keys and values anew, from the prompts and the generated tokens.
         """
         self._decoder, self._running = decoder, {}
 
     def step(self) -> list[tuple[int, np.ndarray | ValueError]]:
-        """Add a token to each request that there is room for.  Collective.
+        """Generate one token for each running request, and admit waiting ones.  Collective.
 
         Returns
         -------
         list
-            Requests that are done with this step, each with its new tokens, or with the error
+            Requests that end with this step, each with its generated tokens, or with the error
             that refused it.
 
         Raises
         ------
         RanksLost
-            On all ranks that are left, if a rank died.  The step did not happen.
+            On all surviving ranks, if a rank died.  No request has changed.
         """
         decoder, done = self._decoder, []
         waiting = [name for name in self.unanswered if name not in self._running]
-        if not self._running:  # nobody waits for a step that has nothing to do
+        if not self._running:  # skip steps in which there would be nothing to do
             self._step = max(self._step, self._comes[waiting[0]])
         taken: dict[int, np.ndarray] = {}
         for name in waiting:
             prompt, tokens = self._prompts[name], self._tokens[name]
-            most = len(prompt) + self._new[name] - 1  # the last token is not looked at again
+            max_tokens = len(prompt) + self._new[name] - 1  # the last token is not cached
             if self._comes[name] > self._step:
                 break
             try:
-                if not decoder.admit(name, len(prompt) + len(tokens), most):
-                    break  # in order: none overtakes another
+                if not decoder.admit(name, len(prompt) + len(tokens), max_tokens):
+                    break  # requests are admitted in order
                 taken[name] = np.append(prompt, tokens).astype(prompt.dtype)
             except ValueError as error:
                 done.append((name, error))
@@ -125,7 +138,10 @@ def serve(
     choose: Callable[[int, int, np.ndarray], int],
     arrive: Mapping[int, int] | None = None,
 ) -> Iterator[tuple[int, np.ndarray | ValueError]]:
-    """Yield each request of a `Service` with its answer when it is done.  Collective."""
+    """Yield each request with its answer, or its error, when it is done.  Collective.
+
+    `decoder` is used until the end.  The other parameters are as of `Service`.
+    """
     service = Service(prompts, new, choose, arrive)
     service.use(decoder)
     while service.unanswered:

@@ -1,10 +1,11 @@
-"""Attention of decoding steps: a row for each request, keys and values spread over all ranks.
+"""Attention of decoding steps: one row for each request, keys and values spread over all ranks.
 
-Each rank attends to the blocks that it keeps, and the partial results are merged where they are
-needed (Helix, Bhatia et al., arXiv:2507.07120): first every rank gets its share of the heads from
-all others, then all get all heads.  With a head axis, the ranks of a Ulysses group keep the same
-blocks, each its share of the heads, and partial results are merged inside a context-parallel
-group.  The bytes of a step do not depend on the length of the context.
+Each rank attends to the KV blocks that it keeps.  The partial results are merged in two exchanges
+(Helix, Bhatia et al., arXiv:2507.07120).  In the first, every rank receives the partial results of
+its share of the heads, and merges them.  In the second, all ranks receive all merged heads.  With
+a head axis, the ranks of a Ulysses group keep the same KV blocks, each for its share of the heads.
+Partial results are then merged inside a context-parallel group.  The bytes of a step do not depend
+on the length of the context.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.gpt.cache import Cache
 from a2d_mpi.gpt.config import GPTConfig
-from a2d_mpi.gpt.exchange import Exchange
+from a2d_mpi.gpt.exchange import ArrayExchange
 from a2d_mpi.gpt.layers import module_of
 
 
 class SpreadAttention:
-    """Attention of a decoding step, layer after layer; the `Attention` of a model.  Collective.
+    """Attention of a decoding step, layer after layer: a model uses it as a plan.  Collective.
 
     Parameters
     ----------
@@ -39,10 +40,11 @@ class SpreadAttention:
     Attributes
     ----------
     heads_kv : slice
-        Heads of keys and values that this rank keeps.
+        KV heads that this rank keeps.
     seconds : dict of str to float
-        So far, by "attention" (to this rank's blocks), of these "cpu" (also where ranks share
-        cores), and "merge" (exchanges and sums).  On a GPU: of the host.
+        Seconds so far: "attention" (to this rank's KV blocks) and "merge" (exchanges and sums).
+        "cpu" is the CPU time of "attention", which is exact even if ranks share cores.  On a GPU
+        these are seconds of the host.
     tokens : (requests,) int64
         Positions of the rows.
     """
@@ -59,16 +61,26 @@ class SpreadAttention:
         self._grid, self._cache = grid, cache
         self.heads_kv = heads_kv_of(config, grid.heads, grid.head)
         way = traffic, device, transfers, grid.failures
-        self._merging = Exchange(grid.group_comm, "decode", "context", *way)
-        self._joining = Exchange(grid.comm, "decode", "all", *way)
+        self._merging = ArrayExchange(grid.group_comm, "decode", "context", *way)
+        self._joining = ArrayExchange(grid.comm, "decode", "all", *way)
         self.seconds = {"attention": 0.0, "cpu": 0.0, "merge": 0.0}
 
     def begin(self, names: Sequence[int], positions: np.ndarray, owners: Sequence[int]) -> None:
-        """Begin a step of requests; `owners` keep the new keys and values."""
+        """Begin a step of requests.
+
+        Parameters
+        ----------
+        names : sequence of int
+            Requests.
+        positions : (requests,) int64
+            Position of each request's new token.
+        owners : sequence of int
+            Rank, in the block table, that keeps each request's new keys and values.
+        """
         self._names, self.tokens, self._owners, self._layer = names, positions, owners, 0
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        """Keep new keys and values, and attend."""
+        """Keep new keys and values if they are for this rank, and attend to all; no lse."""
         layer, own = self._layer, self.heads_kv
         self._layer += 1
         for i, (name, owner) in enumerate(zip(self._names, self._owners)):
@@ -77,8 +89,8 @@ class SpreadAttention:
         return self.attend(layer, self._names, q), None
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        """The ways of the messages."""
+    def exchanges(self) -> list[ArrayExchange]:
+        """The two exchanges of a step."""
         return [self._merging, self._joining]
 
     def free(self) -> None:
@@ -87,65 +99,68 @@ class SpreadAttention:
             x.free()
 
     def attend(self, layer: int, names: Sequence[int], q: Array) -> Array:
-        """Attention of a row for each request to all its keys, (requests, H, D)."""
+        """Compute attention of one row of each request to all its keys, (requests, H, D)."""
         start, cpu = time.perf_counter(), time.thread_time()
-        whole = self._partial(layer, names, q)
+        partial = self._partial(layer, names, q)
         self.seconds["cpu"] += time.thread_time() - cpu
         middle = time.perf_counter()
-        found = self._merged(whole, q.shape[1])
+        out = self._merged(partial, q.shape[1])
         self.seconds["attention"] += middle - start
         self.seconds["merge"] += time.perf_counter() - middle
-        return found
+        return out
 
     def _partial(self, layer: int, names: Sequence[int], q: Array) -> Array:
-        """Out and lse of this rank's heads over its blocks, (context ranks, B, share, D + 1).
+        """Compute out and lse of this rank's heads over its KV blocks.
 
-        Shares of the heads are as long for all ranks of the context-parallel group: the last may
-        be padded.
+        Returns
+        -------
+        (ranks of the context-parallel group, requests, share of the heads, D + 1) array
+            lse is the last element.  All shares have the same length, so the last is padded.
         """
         xp, (b, h, d), ranks = module_of(q), q.shape, self._merging.comm.size
         own, heads_kv = h // self._grid.heads, self.heads_kv.stop - self.heads_kv.start
         first, share = self._grid.head * own, -(-own // ranks)
         rows = (q[:, first : first + own] * d**-0.5).reshape(b, heads_kv, own // heads_kv, d)
-        whole = xp.zeros((b, ranks * share, d + 1), q.dtype)
-        whole[:, :own, d] = -np.inf
+        results = xp.zeros((b, ranks * share, d + 1), q.dtype)
+        results[:, :own, d] = -np.inf
         for i, name in enumerate(names):
             k, v = self._cache.get(layer, name)  # (Hkv, n, D)
             if k.shape[1]:
                 out, lse = attention(rows[i], k, v)
-                whole[i, :own, :d], whole[i, :own, d] = out.reshape(own, d), lse.reshape(own)
-        return xp.ascontiguousarray(whole.reshape(b, ranks, share, d + 1).swapaxes(0, 1))
+                results[i, :own, :d], results[i, :own, d] = out.reshape(own, d), lse.reshape(own)
+        return xp.ascontiguousarray(results.reshape(b, ranks, share, d + 1).swapaxes(0, 1))
 
     def _merged(self, given: Array, heads: int) -> Array:
-        """Merge the partial results of a context-parallel group, rank after rank, for all."""
+        """Merge the partial results of a context-parallel group; return all heads on all ranks."""
         xp, (ranks, b, share, d) = module_of(given), given.shape
         d, axis = d - 1, self._grid.heads
-        received = xp.empty_like(given)  # (context ranks, B, share, D + 1): of this rank's heads
+        received = xp.empty_like(given)  # (ranks, B, share, D + 1): this rank's share of the heads
         self._merging.wait(self._merging.all_to_all(given, received))
         weights = received[..., d] - received[..., d].max(axis=0)
-        weights = xp.exp(weights)  # (context ranks, B, share)
+        weights = xp.exp(weights)  # (ranks, B, share)
         merged = (weights[..., None] * received[..., :d]).sum(axis=0)
         merged = merged / weights.sum(axis=0)[..., None]  # (B, share, D)
-        whole = xp.empty((ranks * axis, *merged.shape), given.dtype)
-        self._joining.wait(self._joining.all_gather(merged, whole))
-        # The heads of a context-parallel group are shared out among its ranks.
-        whole = whole.reshape(ranks, axis, b, share, d).transpose(2, 1, 0, 3, 4)
-        whole = xp.ascontiguousarray(whole).reshape(b, axis, ranks * share, d)
-        return xp.ascontiguousarray(whole[:, :, : heads // axis]).reshape(b, heads, d)
+        joined = xp.empty((ranks * axis, *merged.shape), given.dtype)
+        self._joining.wait(self._joining.all_gather(merged, joined))
+        # The ranks of a context-parallel group divide its heads: put these next to each other.
+        joined = joined.reshape(ranks, axis, b, share, d).transpose(2, 1, 0, 3, 4)
+        joined = xp.ascontiguousarray(joined).reshape(b, axis, ranks * share, d)
+        return xp.ascontiguousarray(joined[:, :, : heads // axis]).reshape(b, heads, d)
 
 
 def heads_kv_of(config: GPTConfig, ranks: int, rank: int) -> slice:
-    """Heads of keys and values that the queries of one of the ranks of a head axis see."""
+    """Return the KV heads that the queries of rank `rank` of a head axis of `ranks` ranks read."""
     group, own = config.nheads // config.nheads_kv, config.nheads // ranks
     first = rank * own // group
     return slice(first, first + -(-own // group))
 
 
 def attention(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Attention of one row of scaled queries, (Hkv, group, D), to all of k and v, (Hkv, n, D).
+    """Compute attention of one row of scaled queries, (Hkv, group, D), to k and v, (Hkv, n, D).
 
-    The kernels are made for many queries.  For one and 16384 keys of 8 heads of 64 (AMD EPYC) the
-    NumPy kernel takes 43 ms, these two products 5, as long as reading the keys and values.
+    The kernels are made for many queries.  For one query and 16384 keys of 8 heads of 64 (AMD
+    EPYC), the NumPy kernel takes 43 ms.  The two products here take 5 ms, as long as reading the
+    keys and values.
     """
     xp = module_of(q)
     s = q @ k.swapaxes(1, 2)  # (Hkv, group, n)
@@ -158,7 +173,9 @@ def attention(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
 def step_traffic(
     config: GPTConfig, positions: int, heads: int, requests: int, itemsize: int
 ) -> tuple[int, int]:
-    """Bytes and messages that a rank sends in a decoding step, whatever the length of the context.
+    """Return the bytes and messages that a rank sends in a decoding step.
+
+    They do not depend on the length of the context.
 
     Parameters
     ----------
@@ -169,7 +186,7 @@ def step_traffic(
     itemsize : int
         Bytes of an element.
     """
-    share = -(-config.nheads // heads // positions)  # heads of which a rank merges the results
+    share = -(-config.nheads // heads // positions)  # heads whose results a rank merges
     others, all_others = positions - 1, positions * heads - 1
     elements = requests * share * (others * (config.headdim + 1) + all_others * config.headdim)
     return config.layers * elements * itemsize, config.layers * (others + all_others)

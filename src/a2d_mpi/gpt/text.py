@@ -1,4 +1,4 @@
-"""Text as bytes, packed documents, and the batch of each step."""
+"""A text as bytes, cut into documents, and the batch of each training step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class Batch(NamedTuple):
     Attributes
     ----------
     tokens, targets : (seqlen,) int64
-        `targets`: the next byte of the same document; -1 where there is none.
+        Bytes; the target of a token is the next byte of its document, or -1 at the end.
     positions : (seqlen,) int64
-        In the document.
+        Positions in the document.
     cu_seqlens : (documents + 1,) int64
+        First token of each document, and `seqlen`.
     """
 
     tokens: np.ndarray
@@ -39,27 +40,27 @@ class Text:
     ----------
     path : Path
     separator : bytes
-        Between documents; empty: the text is one, without an end.
+        Separator of documents.  Empty: the text is one document without an end.
     share : float
-        Share of the documents that is held out: evenly spaced ones.
+        Share of the documents that are held out; they are evenly spaced.
     held_out : bool
-        These, and not the others.
+        True: only the held-out documents.  False: only the others.
 
     Attributes
     ----------
     bytes : (n,) int64
         All documents, one after the other.
     begins : (documents + 1,) int64
-        Where they begin, and the end of the last one.
+        First byte of each document, and the end of the last one.
     sha256 : str
-        Of the file.
+        Checksum of the file.
 
     Raises
     ------
     ValueError
-        If there is no text, or no document is held out.
+        If there is no text, or no document is left.
     OSError
-        If it cannot be read.
+        If the file cannot be read.
     """
 
     def __init__(
@@ -81,19 +82,22 @@ class Text:
             raise ValueError(f"{path} has {count} documents: a share of {share} is none or all")
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.bytes = np.frombuffer(b"".join(parts), np.uint8).astype(np.int64)
-        self.begins = np.cumsum([0, *map(len, parts)])  # of documents, and the end
+        self.begins = np.cumsum([0, *map(len, parts)])
         self._separated = bool(separator)
 
     def batch(self, seqlen: int, seed: int, step: int) -> Batch:
-        """The sequence of a step: `seqlen` bytes from a random place on, round the end."""
+        """Return the sequence of a step, `seqlen` bytes from a random place on.
+
+        At the end of the text the sequence goes on at its beginning.
+        """
         rng = np.random.default_rng([seed, step])
         return self.at(int(rng.integers(len(self.bytes))), seqlen)
 
     def at(self, begin: int, seqlen: int) -> Batch:
-        """The sequence of `seqlen` bytes from a place on, round the end."""
+        """Return the sequence of `seqlen` bytes from a place on; see `batch`."""
         where = (begin + np.arange(seqlen + 1)) % len(self.bytes)
         tokens = self.bytes[where]
-        first = np.isin(where, self.begins[:-1]) & self._separated  # of a document
+        first = np.isin(where, self.begins[:-1]) & self._separated  # tokens that begin documents
         starts = np.union1d(np.flatnonzero(first[:-1]), [0])
         cu_seqlens = np.append(starts, seqlen)
         targets = tokens[1:].copy()
@@ -101,7 +105,7 @@ class Text:
         return Batch(tokens[:-1], targets, positions_in(cu_seqlens), cu_seqlens)
 
     def sizes(self) -> dict[str, object]:
-        """Documents, bytes and unigram entropy, as result files name them."""
+        """Return documents, bytes and unigram entropy by their names in result files."""
         documents = len(self.begins) - 1
         return {
             "documents": documents,
@@ -110,7 +114,7 @@ class Text:
         }
 
     def entropy(self) -> float:
-        """Nats a byte of the bytes' frequencies: the loss of the best model without context."""
+        """Return the unigram entropy, nats per byte: the least loss of a model without context."""
         share = np.bincount(self.bytes, minlength=VOCAB) / len(self.bytes)
         share = share[share > 0]
         return float(-(share * np.log(share)).sum())

@@ -1,4 +1,4 @@
-"""A step of training, by all ranks together."""
+"""Training of a GPT, step by step, by all ranks together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from a2d_mpi.comm.failures import Failures
 from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt.adam import Adam
-from a2d_mpi.gpt.cost import PARTS
+from a2d_mpi.gpt.cost import STEP_PARTS
 from a2d_mpi.gpt.gradients import GradientSum, total
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT, Attention
@@ -29,18 +29,19 @@ class Training:
     Parameters
     ----------
     comm : Intracomm
-        Of all ranks of the plans.
+        All ranks of the plans.
     weights : Parameters
-        NumPy or CuPy arrays, as `moments`.
+        NumPy or CuPy arrays, of the same kind as `moments`.
     moments : (2, parameters) array
+        Adam's moments.
     done : int
         Steps so far.
     recompute : bool
-        See `checkpoint` of `a2d_mpi.gpt.model.GPT`.
+        `checkpoint` of `a2d_mpi.gpt.model.GPT`.
     transfers : {"auto", "device", "host"}
-        Way of CuPy arrays to MPI, as of a plan.
+        Path of CuPy arrays to MPI, as of a plan.
     failures : Failures, optional
-        Of the grid of these ranks, if MPI may go on when one of them dies.
+        `ProcessGrid.failures` of these ranks, if MPI may go on when one of them dies.
 
     Attributes
     ----------
@@ -49,7 +50,7 @@ class Training:
     sum : GradientSum or None
         None after `free`.
     linear : LinearAttention or None
-        For the linear layers of the model; set by the caller, if it has them.
+        Plan of the model's linear layers.  The caller sets it if the model has any.
     """
 
     def __init__(
@@ -72,26 +73,40 @@ class Training:
         self.go_on(comm, failures)
 
     def go_on(self, comm: MPI.Intracomm, failures: Failures | None = None) -> None:
-        """Use another communicator from now on: after a loss, one of the ranks that are left.
+        """Use another communicator from now on, for example the surviving ranks after a loss.
 
-        Collective over it.
+        Collective over the new communicator.
         """
         self.free()
         self._comm, self._failures = comm, failures or Failures(comm, [])
         self.sum = GradientSum(comm, self.gradients.flat, self._transfers, failures)
 
     def step(self, plan: AttentionPlan, batch: Batch, rate: float) -> tuple[float, dict]:
-        """Do a step; returns the loss before it, and this rank's seconds by part.  Collective.
+        """Do a training step.  Collective.
 
-        By `a2d_mpi.gpt.cost.PARTS`: attention without waiting for its messages, that, waiting for
-        sums of gradients, Adam, and all else.
+        Parameters
+        ----------
+        plan : AttentionPlan
+            A plan with the sizes of the model.
+        batch : Batch
+            The sequence of all ranks.
+        rate : float
+            Learning rate.
+
+        Returns
+        -------
+        float
+            Loss before the step, nats per target.
+        dict of str to float
+            Seconds of this rank by `a2d_mpi.gpt.cost.STEP_PARTS`: attention without waits, waits
+            of attention, waits for sums of gradients, Adam, and everything else.
 
         Raises
         ------
         FloatingPointError
             On all ranks, if the loss, the gradients or the new weights are not finite.
         RanksLost
-            On all ranks that are left, if a rank died; their weights are those before the step.
+            On all surviving ranks, if a rank died; the weights have not changed.
         """
         start = time.perf_counter()
         timed, count = _Timed(plan), max(1, int((batch.targets >= 0).sum()))
@@ -110,7 +125,7 @@ class Training:
         waited, agreed, adam = np.diff(marks).tolist()
         attention = timed.seconds - timed.wait
         other = marks[0] - start - timed.seconds
-        return loss, dict(zip(PARTS, (attention, timed.wait, waited + agreed, adam, other)))
+        return loss, dict(zip(STEP_PARTS, (attention, timed.wait, waited + agreed, adam, other)))
 
     def loss(
         self,
@@ -118,10 +133,10 @@ class Training:
         batch: Batch,
         count: int,
         gradients: Parameters | None = None,
-        finished: Callable[[slice], None] = lambda part: None,
+        finished: Callable[[slice], None] = lambda bucket: None,
         linear: Attention | None = None,
     ) -> float:
-        """This rank's part of the mean loss of a batch; see `a2d_mpi.gpt.model.GPT.loss`."""
+        """Compute this rank's term of a batch's mean loss; see `a2d_mpi.gpt.model.GPT.loss`."""
         own, upload = attention.tokens, device_of(self.weights.flat).upload
         linear, positions = linear or self.linear, batch.positions[own]
         model = GPT(self.weights, attention, positions, self._recompute, linear)
@@ -136,7 +151,7 @@ class Training:
 
 
 class _Timed:
-    """A plan, and the seconds that its calls take, here or added to those of another."""
+    """A plan that counts the seconds of its calls, in itself or in `total`."""
 
     def __init__(self, plan: AttentionPlan | LinearAttention, total: _Timed | None = None) -> None:
         self._plan, self.tokens, self._total = plan, plan.tokens, total or self

@@ -1,4 +1,4 @@
-"""Kernels: each computes blocks, attention of some queries over some keys, on one device.
+"""Kernels: a kernel call computes one block, the attention of queries over keys, on one device.
 
 A kernel has two methods, `forward` and `backward`; `a2d_mpi.kernels.numpy.NumpyKernel` documents
 them.
@@ -53,7 +53,7 @@ def _cudnn(
 
 
 class _Entry(NamedTuple):
-    """A kernel; see `register_kernel`."""
+    """An entry of `KERNELS`; the fields are the arguments of `register_kernel`."""
 
     make: Callable[..., Kernel]
     dtypes: tuple[str, ...]
@@ -68,28 +68,35 @@ _ALL, _HALF = tuple(DTYPES), ("float16", "bfloat16")
 KERNELS: dict[str, _Entry | None] = {
     "auto": None,
     "numpy": _Entry(_numpy, _ALL, gpu=False, softcap=True, widths=True),
-    # "numpy" with its passes over logits compiled (extra `numba`).
+    # The kernel "numpy" with compiled passes over logits (extra `numba`).
     "numba": _Entry(_numba, (*_HALF, "float32"), gpu=False, softcap=True, widths=True),
     "cupy": _Entry(_cupy, _ALL, gpu=True, softcap=True),
-    # Falls back to "cupy" for blocks that cuDNN does not take.  Its gradients are fastest when
-    # their sums run in no fixed order; those of "cudnn-deterministic" repeat bit for bit.
+    # Uses "cupy" for blocks that cuDNN does not compute.  Sums of gradients are fastest without a
+    # fixed order.  Gradients of "cudnn-deterministic" repeat bit for bit.
     "cudnn": _Entry(_cudnn, _HALF, gpu=True, softcap=False),
     "cudnn-deterministic": _Entry(_DETERMINISTIC, _HALF, gpu=True, softcap=False),
 }
-# On the host, and on a GPU: the fastest kernel, and the one for all problems.
+# The fastest kernel, and the kernel for all problems, on the host (False) and on a GPU (True).
 _FASTEST = {False: ("numba", "numpy"), True: ("cudnn", "cupy")}
 
 
 class Kernel(Protocol):
-    """The two methods of a kernel; arrays are C-contiguous.
+    """The protocol of a kernel; all arrays are C-contiguous.
 
-    `name` is one of `KERNELS`.
-
-    A kernel on the host has an attribute `careful`, too: see `a2d_mpi.kernels.numpy.NumpyKernel`.
-    One with a true attribute `rounds_partials` computes a partial out in the tensors' dtype: a
-    wider buffer would cost a copy and hold no more.  A kernel on a GPU gets an attribute
-    `any_delta`: true where delta is not ``rowsum(dout * out)``, as a gradient of lse counts in it.
-    Calls with ``max_logits`` need a kernel with an attribute `largest`, as NumpyKernel's.
+    Attributes
+    ----------
+    name : str
+        One of `KERNELS`.
+    careful : bool
+        Only on the host, see `a2d_mpi.kernels.numpy.NumpyKernel`.
+    rounds_partials : bool, optional
+        Whether the kernel computes a partial out in the tensors' dtype.  A wider buffer would then
+        cost a copy and hold no more digits.
+    any_delta : bool
+        Set on kernels of a GPU: whether delta is not ``rowsum(dout * out)``, because a gradient of
+        lse is subtracted from it.
+    largest : array or None
+        Only kernels that compute ``max_logits``, see `a2d_mpi.kernels.numpy.NumpyKernel`.
     """
 
     name: str
@@ -119,7 +126,7 @@ class Kernel(Protocol):
         dv: Array,
         fresh: bool = False,
     ) -> None:
-        """Add the block's gradients to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
+        """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`."""
 
 
 def register_kernel(
@@ -130,30 +137,31 @@ def register_kernel(
     softcap: bool = False,
     widths: bool = False,
 ) -> None:
-    """Add a kernel of one's own to `KERNELS`: ``kernel=`` and ``--kernel`` then take its name.
+    """Add a user's kernel to `KERNELS`, so that ``kernel=`` and ``--kernel`` accept its name.
 
     Parameters
     ----------
     name : str
         Lower-case letters, digits and hyphens.
     make : callable
-        The class of the kernel, or a function that returns a `Kernel`.  Called with the dtype and
-        the softmax scale, and by keyword with `device`, `poll` (a function that a kernel on the
-        host calls about every millisecond), `work` (a `a2d_mpi.devices.workspace.Workspace` of
-        buffers, or None) and `logit_softcap`.
+        The class of the kernel, or a function that returns a `Kernel`.  The arguments are the
+        dtype and the softmax scale, and the keywords `device`, `poll`, `work` and `logit_softcap`.
+        A kernel on the host calls the function `poll` about every millisecond.  `work` is a
+        `a2d_mpi.devices.workspace.Workspace` of buffers, or None.
     dtypes : sequence of str
-        Those of the tensors that it takes.
+        Dtypes of tensors that the kernel computes.
     gpu : bool
-        Whether its arrays are CuPy's; default: NumPy's.
+        Whether its arrays are CuPy arrays.  Default: NumPy arrays.
     softcap : bool
-        Whether it has a soft-cap.
+        Whether it computes soft-caps.
     widths : bool
-        Whether it takes values of another width than the keys.
+        Whether headdim_v may differ from headdim.
 
     Raises
     ------
     ValueError
-        If the name is taken or no such name, there is no such dtype, or `make` cannot be called.
+        If the name is taken or has other characters, a dtype is unknown, or `make` cannot be
+        called.
     """
     if name in KERNELS:
         raise ValueError(f"there is a kernel {name!r} already")
@@ -172,9 +180,17 @@ def check_kernel(
     logit_softcap: float | None = None,
     widths: tuple[int, int] = (0, 0),
 ) -> None:
-    """Raise ValueError if there is no such kernel, or it does not take one of the others.
+    """Raise ValueError if there is no kernel of this name, or it cannot compute a problem.
 
-    `widths`: headdim and headdim_v.
+    Parameters
+    ----------
+    kernel : str
+        One of `KERNELS`.
+    dtype : dtype
+        Dtype of the tensors.
+    logit_softcap : float, optional
+    widths : (int, int)
+        headdim and headdim_v.
     """
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}; one of {', '.join(KERNELS)}")
@@ -185,7 +201,7 @@ def check_kernel(
 def _refusal(
     kernel: str, dtype: np.dtype, logit_softcap: float | None, widths: tuple[int, int]
 ) -> str | None:
-    """Say why a kernel does not take a dtype, a soft-cap or two widths; None if it does."""
+    """Return the reason why a kernel cannot compute a problem; None if it can."""
     entry = KERNELS[kernel]
     if dtype not in map(as_dtype, entry.dtypes):
         return f"kernel {kernel!r} takes {', '.join(entry.dtypes)}, not {dtype}"
@@ -209,17 +225,30 @@ def make_kernel(
     logit_softcap: float | None = None,
     widths: tuple[int, int] = (0, 0),
 ) -> Kernel:
-    """Make the kernel of that name on that device ("auto": the fastest for the problem).
+    """Make a kernel.
 
-    `widths`: headdim and headdim_v, if they differ.
+    Parameters
+    ----------
+    kernel : str
+        One of `KERNELS`; "auto" is the fastest kernel for the problem.
+    device : Device
+    dtype : dtype
+        Dtype of the tensors.
+    softmax_scale : float
+    poll : callable, optional
+        Function that a kernel on the host calls about every millisecond.
+    work : Workspace, optional
+        Buffers of the kernel.
+    logit_softcap : float, optional
+    widths : (int, int)
+        headdim and headdim_v, if they differ.
 
     Raises
     ------
     ValueError
-        If there is no such kernel, or the kernel does not take arrays of this device or dtype, a
-        soft-cap, or values of another width.
+        If there is no kernel of this name, or it cannot compute this problem on this device.
     ImportError
-        If CuPy, cuDNN or Numba is asked for by name and not installed.
+        If the kernel is given by name and CuPy, cuDNN or Numba is missing.
     """
     options = {"poll": poll or (lambda: None), "work": work, "logit_softcap": logit_softcap}
     if kernel == "auto":

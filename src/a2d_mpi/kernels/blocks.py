@@ -1,7 +1,7 @@
 """Cache blocks of the NumPy kernel.
 
-The kernel cuts its block into pieces that stay in the L2 cache.  Hidden pairs are skipped where a
-cache block would hold nothing else, and only cache blocks that an interval cuts take a mask.
+The kernel cuts its block into cache blocks, which stay in the L2 cache.  Cache blocks with no
+visible pair are skipped.  Only cache blocks with visible and hidden pairs need a mask.
 """
 
 from __future__ import annotations
@@ -13,25 +13,27 @@ import numpy as np
 
 from a2d_mpi.masks.intervals import Interval, Intervals, queries_per_key
 
-ALIGN = 32  # keys: unmasked cache blocks begin and end at multiples of it if an interval allows
+ALIGN = 32  # cache blocks without mask begin and end at multiples of ALIGN keys, if possible
 
-SLICES = 8  # of the keys of a triangle (bench_kernel.py --masks: 4 are slower by 5 %)
-NARROWEST = 64  # keys of a slice (32 are slower by 5 % for 256 queries, 128 by 8 %)
-SHARED = 16  # rows: fewer make no cache block of their own
-ROOM = 1 << 24  # bytes of hidden pairs that are remembered
+SLICES = 8  # slices of the keys of a triangle (bench_kernel.py --masks: 4 are slower by 5 %)
+NARROWEST = 64  # fewest keys of a slice (32 are slower by 5 % for 256 queries, 128 by 8 %)
+SHARED = 16  # fewest rows with a common end of intervals for which a slice ends there
+ROOM = 1 << 24  # most bytes of hidden pairs that are kept
 
 
 class CacheBlock(NamedTuple):
-    """Rows of a query block and keys [j0, j1) that they see.
+    """Rows of a query block and the keys [j0, j1).
 
     Attributes
     ----------
     rows : slice
+        Rows of the query block.
     j0, j1 : int
     differ : slice or None
-        Among these rows, those that do not see all of the keys; None: all rows see all keys.
+        Range of `rows`, counted from their first row, that contains all rows with hidden keys.
+        None: all rows see all keys.
     hidden : (rows of differ, j1 - j0) bool or None
-        The hidden pairs.
+        True for hidden pairs.
     """
 
     rows: slice
@@ -49,22 +51,22 @@ class Blocking(NamedTuple):
     query_blocks : list of (int, int, list of CacheBlock)
         Query tokens [i0, i1) and their cache blocks.
     rows : int
-        Of the largest query block: query tokens x query heads per KV head.
+        Rows of the largest query block: query tokens x query heads per KV head.
     masked_rows : (nq,) bool or None
-        Queries that see no key: padding, which may hold anything.  It counts as zeros, for 0 times
-        NaN is NaN.  None: there are none.
-    unseen_keys : (nk,) bool or None
-        Keys that no query sees, likewise.
+        True for queries that see no key; None: there are none.  They may be padding, which may
+        hold NaN.  The kernel takes them as zeros, because 0 times NaN is NaN.
+    masked_keys : (nk,) bool or None
+        True for keys that no query sees; None: there are none.  The kernel takes them as zeros.
     """
 
     query_blocks: list[tuple[int, int, list[CacheBlock]]]
     rows: int
     masked_rows: np.ndarray | None
-    unseen_keys: np.ndarray | None
+    masked_keys: np.ndarray | None
 
 
 class Blocker:
-    """Cuts blocks into cache blocks of at most `block_q` rows and `block_k` keys."""
+    """A cutter of blocks into cache blocks of at most `block_q` rows and `block_k` keys."""
 
     def __init__(self, block_q: int, block_k: int) -> None:
         self.block_q, self.block_k = block_q, block_k
@@ -77,10 +79,10 @@ class Blocker:
         Parameters
         ----------
         intervals : tuple of (begin, end), each (nq,) int
-            Visible keys of each query.  `Intervals` keep the blocking: to cut a small block takes
-            longer than to compute it.
+            Visible keys of each query.  An `Intervals` object keeps the blocking, because cutting
+            a small block takes longer than computing it.
         nk : int
-            Keys.
+            Number of keys.
         group : int
             Query heads per KV head.
         """
@@ -97,7 +99,7 @@ class Blocker:
         ends = np.stack([x for pair in intervals for x in pair])  # (2 intervals, nq)
         nq = ends.shape[1]
         step = max(1, self.block_q // group)
-        # Rows of very different intervals never share a cache block.
+        # Rows with very different intervals never share a cache block.
         jumps = np.abs(np.diff(ends, axis=1)).max(axis=0, initial=0) > self.block_q
         cuts = [0, *(np.flatnonzero(jumps) + 1).tolist(), nq]
         query_blocks = []
@@ -106,21 +108,21 @@ class Blocker:
                 i1 = min(i0 + step, stop)
                 cache_blocks = self._cache_blocks(ends[:, i0:i1], nk, group)
                 query_blocks.append((i0, i1, list(cache_blocks)))
-        return Blocking(query_blocks, min(step, nq) * group, *_outside(intervals, nk))
+        return Blocking(query_blocks, min(step, nq) * group, *_masked(intervals, nk))
 
     def _cache_blocks(self, ends: np.ndarray, nk: int, group: int) -> Iterator[CacheBlock]:
-        """Cache blocks of a query block, whose intervals are `ends`."""
+        """Yield the cache blocks of a query block; `ends` are begins and ends of its intervals."""
         begins, stops = ends[0::2], ends[1::2]  # (intervals, tokens)
         tokens = ends.shape[1]
-        # Between two neighbouring edges all rows see all keys, or none, or they differ.  The
-        # edges of keys that all rows see move inwards to a round number, for even products, if
-        # these rows differ there.
+        # Between two neighbouring edges, all rows see all keys, or no row sees a key, or rows
+        # differ.  If rows differ beside keys that all rows see, the edge between them moves to a
+        # multiple of ALIGN, for even products.
         outer = np.concatenate([begins.min(axis=1), stops.max(axis=1)])
         inner = np.concatenate([begins.max(axis=1), stops.min(axis=1)])
         up = np.repeat([ALIGN - 1, 0], len(begins))
         inner = np.where(inner == outer, inner, (inner + up) // ALIGN * ALIGN)
         edges = np.unique(np.concatenate([[0, nk], inner, outer]).clip(0, nk)).tolist()
-        seen_by_all = None  # first of the keys before x that all rows see
+        seen_by_all = None  # first key of the keys before x that all rows see
         for x, y in zip(edges, [*edges[1:], None], strict=True):
             full = y is not None and ((begins <= x) & (stops >= y)).any(axis=0).all()
             if full:
@@ -136,13 +138,13 @@ class Blocker:
     def _differing(
         self, begins: np.ndarray, stops: np.ndarray, x: int, y: int, group: int
     ) -> Iterator[CacheBlock]:
-        """Cache blocks with the keys [x, y), of which rows see different ones.
+        """Yield cache blocks with the keys [x, y), of which rows see different keys.
 
-        Few keys each, as few rows differ on few keys, and as many rows as see any of them:
-        products of many rows and few keys are as fast as those of large blocks.
+        A cache block has few keys, because few rows differ on few keys.  It has all rows that see
+        any of these keys.  Products of many rows and few keys are as fast as large products.
         """
         tokens = begins.shape[1]
-        # Ends that rows share, such as those of documents, part keys that all of some rows see.
+        # Cut the keys where many rows have an end, for example at ends of documents.
         shared, rows = np.unique(np.concatenate([begins, stops]), return_counts=True)
         shared = shared[(rows >= SHARED) & (shared > x) & (shared < y)]
         cuts = [x, *shared.tolist(), y]
@@ -150,10 +152,10 @@ class Blocker:
         for start, stop in zip(cuts, cuts[1:], strict=False):
             for j0, j1 in _even(start, stop, width):
                 seen = ((begins < j1) & (stops > j0) & (begins < stops)).any(axis=0)  # (tokens,)
-                whole = ((begins <= j0) & (stops >= j1)).any(axis=0)  # (tokens,)
+                sees_all = ((begins <= j0) & (stops >= j1)).any(axis=0)  # (tokens,)
                 for i0, i1 in _stretches(seen):
                     rows = slice(i0 * group, i1 * group)
-                    differ = np.flatnonzero(~whole[i0:i1])
+                    differ = np.flatnonzero(~sees_all[i0:i1])
                     if not len(differ):
                         yield CacheBlock(rows, j0, j1)
                         continue
@@ -163,9 +165,15 @@ class Blocker:
                     yield CacheBlock(rows, j0, j1, slice(a * group, b * group), hidden)
 
     def _hidden(self, ends: np.ndarray, nk: int, group: int) -> np.ndarray:
-        """Hidden pairs, (tokens x group, nk), of intervals (begins or stops, intervals, tokens).
+        """Return the hidden pairs, (tokens x group, nk) bool, of intervals.
 
-        Those of many cache blocks are the same, and kept once.
+        Many cache blocks have the same hidden pairs, which are kept once.
+
+        Parameters
+        ----------
+        ends : (2, intervals, tokens) int
+            Begins and ends of intervals.
+        nk, group : int
         """
         ends = ends.astype(np.int32)
         key = nk, group, ends.shape, ends.tobytes()
@@ -184,26 +192,26 @@ class Blocker:
 
 
 def _even(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut a range into equal ones, none longer than `most`."""
+    """Cut a range into equal ranges of at most `most` elements."""
     count = -(-(stop - start) // most)
     bounds = [start + (stop - start) * i // count for i in range(count + 1)]
     return zip(bounds, bounds[1:], strict=False)
 
 
 def _stretches(seen: np.ndarray) -> list[tuple[int, int]]:
-    """Stretches of rows that see something, over gaps of less than `SHARED` rows."""
-    found = np.flatnonzero(seen)
-    if not len(found):
+    """Return stretches of rows that see a key; a stretch may have gaps below `SHARED` rows."""
+    rows = np.flatnonzero(seen)
+    if not len(rows):
         return []
-    gaps = np.flatnonzero(np.diff(found) > SHARED)
-    firsts, lasts = np.append(0, gaps + 1), np.append(gaps, len(found) - 1)
-    return list(zip(found[firsts].tolist(), (found[lasts] + 1).tolist(), strict=True))
+    gaps = np.flatnonzero(np.diff(rows) > SHARED)
+    firsts, lasts = np.append(0, gaps + 1), np.append(gaps, len(rows) - 1)
+    return list(zip(rows[firsts].tolist(), (rows[lasts] + 1).tolist(), strict=True))
 
 
-def _outside(
+def _masked(
     intervals: tuple[Interval, ...], nk: int
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Masked rows, (nq,) bool, and unseen keys, (nk,) bool; None where there are none."""
-    masked = np.all([end <= begin for begin, end in intervals], axis=0)
-    unseen = queries_per_key(intervals, nk) == 0
-    return masked if masked.any() else None, unseen if unseen.any() else None
+    """Return masked rows, (nq,) bool, and masked keys, (nk,) bool; None if there are none."""
+    rows = np.all([end <= begin for begin, end in intervals], axis=0)
+    keys = queries_per_key(intervals, nk) == 0
+    return rows if rows.any() else None, keys if keys.any() else None

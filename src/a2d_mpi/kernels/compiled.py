@@ -1,8 +1,8 @@
-"""Passes over float32 arrays, compiled by Numba at the first import, then kept in a file.
+"""Passes over float32 arrays, compiled by Numba at the first import and then kept in a file.
 
-``exp(x) = 2^n exp(r)`` with ``x = n ln(2) + r``, where n is the integer nearest to ``x / ln(2)``;
-``exp(r)`` is the polynomial of degree 6, with a constant of 1, whose relative error for
-``|r| <= ln(2) / 2`` has the least maximum, 2e-9.
+``exp(x) = 2^n exp(r)`` with ``x = n ln(2) + r``, where n is the integer nearest to ``x / ln(2)``.
+``exp(r)`` is computed by a polynomial of degree 6 with the constant term 1.  Among these
+polynomials it has the least maximal relative error for ``|r| <= ln(2) / 2``, 2e-9.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from a2d_mpi.kernels.passes import Passes
 
 _f = np.float32
 ZERO, ONE = _f(0), _f(1)
-# Where n is -127 and 128: the exponents of 0 and of infinity.
+# Here n is -127 and 128: the exponents of 0 and of infinity.
 LOWEST, HIGHEST = _f(-88.0), _f(88.7)
 LN2, PER_LN2 = _f(0.6931471805599453), _f(1.4426950408889634)
-# What is added to it becomes an integer, whose last eight bits are those of n + 127.
+# Adding x / ln(2) to ROUND rounds it to the integer n.  The last eight bits of the sum hold
+# n + 127.
 ROUND = _f((3 << 22) + 127)
 C2, C3, C4, C5, C6 = map(
     _f, (0.49999994, 0.1666643, 0.041668005, 0.0083741955, 0.0013843607)
@@ -28,14 +29,14 @@ C2, C3, C4, C5, C6 = map(
 
 
 def _compile(signature: str, **options: object) -> Callable:
-    """Compile a function at once, or take it from the file where it was kept."""
+    """Return a decorator that compiles a function at once, or loads it from its file."""
     if config.DISABLE_JIT:
         raise ImportError("NUMBA_DISABLE_JIT is set")
 
     def compiled(function: Callable) -> Callable:
         try:
             return njit(signature, nogil=True, cache=True, **options)(function)
-        except RuntimeError:  # no folder to keep it in
+        except RuntimeError:  # Numba finds no folder for the file
             return njit(signature, nogil=True, **options)(function)
 
     return compiled
@@ -43,7 +44,7 @@ def _compile(signature: str, **options: object) -> Callable:
 
 @njit(fastmath={"contract"})
 def _exp(x: np.float32) -> np.float32:
-    # Written so that NaN stays.
+    # These comparisons leave NaN as it is; min and max may not.
     x = LOWEST if x < LOWEST else x
     x = HIGHEST if x > HIGHEST else x
     shifted = x * PER_LN2 + ROUND
@@ -55,31 +56,37 @@ def _exp(x: np.float32) -> np.float32:
     return p * np.uint32(bits).view(np.float32)
 
 
-# "reassoc", sums in any order, is what lets them be vectorized; `_exp` must not have it.
+# "reassoc" allows sums in any order, so that they are vectorized; `_exp` must not have it.
 @_compile("void(f4[:,:,::1], f4[:,:], i8, b1[:,:])", fastmath={"reassoc"})
 def _exponentials(s: np.ndarray, total: np.ndarray, first: int, hidden: np.ndarray) -> None:
-    """`hidden` belongs to the rows from `first` on; without rows, `total` is not wanted."""
+    """Replace logits by exponentials; add their sums to `total` if it has rows.
+
+    `hidden` belongs to the rows from `first` on.
+    """
     heads, rows, keys = s.shape
     for head in range(heads):
         for row in range(rows):
             if first <= row < first + len(hidden):
                 for i in range(keys):
                     s[head, row, i] = LOWEST if hidden[row - first, i] else s[head, row, i]
-            # No second array in this loop: LLVM would choose between two orders of the sum by
-            # where both lie, and results would not repeat bit for bit.
-            found = ZERO
+            # This loop must use one array only.  With two, LLVM would choose between two orders of
+            # the sum by the addresses of the arrays, and results would not repeat bit for bit.
+            row_sum = ZERO
             for i in range(keys):
                 y = _exp(s[head, row, i])
                 s[head, row, i] = y
-                found += y
+                row_sum += y
             if total.shape[1]:
-                total[head, row] += found
+                total[head, row] += row_sum
 
 
 @njit(fastmath={"reassoc"})
 def _by_head(x: np.ndarray, hide: np.ndarray) -> np.ndarray:
-    """`hide`: (tokens,), or without elements where all tokens count."""
-    found = np.zeros(x.shape[1], np.float32)
+    """Return the largest squared norm of each head; tokens with true `hide` do not count.
+
+    If `hide` is empty, all tokens count.
+    """
+    largest = np.zeros(x.shape[1], np.float32)
     for token in range(x.shape[0]):
         if len(hide) and hide[token]:
             continue
@@ -87,47 +94,47 @@ def _by_head(x: np.ndarray, hide: np.ndarray) -> np.ndarray:
             norm = ZERO
             for i in range(x.shape[2]):
                 norm += x[token, head, i] * x[token, head, i]
-            found[head] = max(found[head], norm)
-    return found
+            largest[head] = max(largest[head], norm)
+    return largest
 
 
 @_compile("UniTuple(f4, 4)(f4[:,:,::1], f4[:,:,::1], f4[:,:,::1], b1[:], b1[:])")
 def _largest_norms(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, masked: np.ndarray, unseen: np.ndarray
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, masked_rows: np.ndarray, masked_keys: np.ndarray
 ) -> tuple:
-    of_v = _by_head(v, unseen)
-    return _by_head(q, masked).max(), _by_head(k, unseen).max(), of_v.min(), of_v.max()
+    of_v = _by_head(v, masked_keys)
+    return _by_head(q, masked_rows).max(), _by_head(k, masked_keys).max(), of_v.min(), of_v.max()
 
 
 @_compile("void(f4[:,:,::1], f4[:,::1], f4[:,:], f4[:,:,:], f4[:,:])")
 def _finish(
     acc: np.ndarray, total: np.ndarray, shift: np.ndarray, out: np.ndarray, lse: np.ndarray
 ) -> None:
-    """`shift` may have no rows."""
+    """Write out and lse; an empty `shift` is no shift."""
     tokens, nheads, d = out.shape
     group = nheads // len(acc)
     for token in range(tokens):
         for head in range(nheads):
             head_kv, row = head // group, token * group + head % group
-            found = total[head_kv, row]
-            factor = ZERO if found == 0 else ONE / found
-            lse[token, head] = -np.inf if found == 0 else math.log(found)
+            row_sum = total[head_kv, row]
+            factor = ZERO if row_sum == 0 else ONE / row_sum
+            lse[token, head] = -np.inf if row_sum == 0 else math.log(row_sum)
             if shift.shape[1]:
                 lse[token, head] += shift[head_kv, row]
             for i in range(d):
                 out[token, head, i] = acc[head_kv, row, i] * factor
 
 
-# For None: each function is compiled for one type of each argument.
+# These arrays replace None, because functions are compiled for one type of each argument.
 _NO_ROWS, _NOTHING_HIDDEN = np.zeros((0, 0), np.float32), np.zeros((0, 0), bool)
 _NO_TOKEN = np.zeros(0, bool)
 
 
 class CompiledPasses(Passes):
-    """Compiled by Numba, of float32; see `a2d_mpi.kernels.passes.Passes`.
+    """Passes over float32 arrays, compiled by Numba; see `a2d_mpi.kernels.passes.Passes`.
 
     Exponentials have a relative error of 1e-7 from -10 to 10 (``np.exp``: 2e-7), and 3e-7 beyond.
-    Below -87.7, where float32 has no normal numbers, they are 0; above 88.4 infinite.
+    Below -87.7, where float32 has no normal numbers, they are 0.  Above 88.4 they are infinite.
     """
 
     def exponentials(
@@ -137,7 +144,7 @@ class CompiledPasses(Passes):
         differ: slice | None,
         hidden: np.ndarray | None,
     ) -> None:
-        """See `a2d_mpi.kernels.passes.Passes`."""
+        """Implement `a2d_mpi.kernels.passes.Passes`."""
         if total is None:
             total = _NO_ROWS
         if hidden is None:
@@ -150,15 +157,15 @@ class CompiledPasses(Passes):
         q: np.ndarray,
         k: np.ndarray,
         v: np.ndarray,
-        masked: np.ndarray | None,
-        unseen: np.ndarray | None,
+        masked_rows: np.ndarray | None,
+        masked_keys: np.ndarray | None,
     ) -> tuple[float, float, float, float]:
-        """See `a2d_mpi.kernels.passes.Passes`."""
-        # Not those of 16 bits, nor a caller's that are read-only: another type to Numba.
+        """Implement `a2d_mpi.kernels.passes.Passes`."""
+        # To Numba, 16-bit and read-only arrays have other types.
         if all(x.dtype == np.float32 and x.flags.carray for x in (q, k, v)):
-            hide = (_NO_TOKEN if x is None else x for x in (masked, unseen))
+            hide = (_NO_TOKEN if x is None else x for x in (masked_rows, masked_keys))
             return _largest_norms(q, k, v, *hide)
-        return super().largest_norms(q, k, v, masked, unseen)
+        return super().largest_norms(q, k, v, masked_rows, masked_keys)
 
     def finish(
         self,
@@ -168,7 +175,7 @@ class CompiledPasses(Passes):
         out: np.ndarray,
         lse: np.ndarray,
     ) -> None:
-        """See `a2d_mpi.kernels.passes.Passes`."""
+        """Implement `a2d_mpi.kernels.passes.Passes`."""
         if out.dtype != np.float32 or lse.dtype != np.float32:
             super().finish(acc, total, shift, out, lse)
         else:

@@ -1,12 +1,12 @@
-"""The kernel of cuDNN, the fastest one, for 16-bit tensors.
+"""The kernel of cuDNN for 16-bit tensors, which is the fastest one.
 
-Each interval of a mask is cut into runs of queries that see one shape each
-(`a2d_mpi.kernels.shapes.runs`), and cuDNN is launched once for each run, on the keys that the run
-sees, or once for a batch of runs (`a2d_mpi.kernels.ragged`).  Partial results of several intervals
-are merged.  The plain kernel computes the runs that cuDNN refuses.
+Each interval of a mask is cut into runs of queries with one mask shape each
+(`a2d_mpi.kernels.shapes.runs`).  cuDNN is launched for each run, on the keys that the run sees, or
+for a batch of runs (`a2d_mpi.kernels.ragged`).  Partial results of several intervals are merged.
+The plain kernel computes the runs that cuDNN refuses.
 
-cuDNN's backward pass computes delta from the out of the queries over *all* keys, which only the
-owner of the queries has.  Here cuDNN gets another out that has the same delta.
+cuDNN's backward pass computes delta from the out of the queries over *all* keys.  Only the owner
+of the queries has this out.  So cuDNN gets another out that has the same delta.
 """
 
 from __future__ import annotations
@@ -19,36 +19,34 @@ import numpy as np
 
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.cudnn_pieces import Piece, Pieces, Runs
+from a2d_mpi.kernels.cudnn_pieces import BlockRuns, Piece, Pieces
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import graphs_of
-from a2d_mpi.kernels.holes import Holes
+from a2d_mpi.kernels.masked import MaskedRows
 from a2d_mpi.masks.intervals import Interval
 
 
 class CudnnKernel:
-    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyKernel`.
+    """The kernel of cuDNN; see `a2d_mpi.kernels.numpy.NumpyKernel`.
 
     Parameters
     ----------
     plain : CupyKernel
-        The kernel of runs that cuDNN does not take.
+        The kernel for runs that cuDNN does not compute.
     work : Workspace, optional
-        Holds the buffers of the kernel.
+        Buffers of the kernel.
     deterministic : bool
-        Gradients repeat bit for bit; slower.
+        Whether gradients repeat bit for bit, which is slower.
     graphs : Graphs, optional
-        The launcher of cuDNN; default: that of the device.
+        The launcher of cuDNN.  Default: the launcher that all kernels of the device share.
 
     Attributes
     ----------
     product_dtype : dtype
         Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
-    rounds_partials : bool
-        As of `a2d_mpi.kernels.Kernel`.
-    any_delta : bool
-        Whether delta has a gradient of lse in it: set by the engine.  An out that has this delta
-        may not exist (dout = 0), so the plain kernel computes the backward pass.
+    rounds_partials, any_delta : bool
+        As in `a2d_mpi.kernels.Kernel`.  With `any_delta` there may be no out with this delta (if
+        dout is 0), so the plain kernel computes the backward pass.
 
     Raises
     ------
@@ -73,7 +71,7 @@ class CudnnKernel:
         self._work = work or Workspace(plain.device)
         graphs = graphs or graphs_of(plain.device.index, deterministic)
         self._pieces = Pieces(plain, graphs, deterministic)
-        self._holes = Holes(plain.device, self._work)
+        self._masked = MaskedRows(plain.device, self._work)
 
     def forward(
         self,
@@ -84,7 +82,7 @@ class CudnnKernel:
         out: Array,
         lse: Array,
     ) -> None:
-        """Write the partial result to `lse` and `out`; `out` is of the dtype or float32."""
+        """Write the partial result to `lse` and `out`, which has the tensors' dtype or float32."""
         runs = self._pieces.get(intervals, q, k, k.shape[1], False)
         if runs.single:
             keys_at = [self._input(runs, i, x, slice(0, len(x))) for i, x in ((1, k), (2, v))]
@@ -101,12 +99,13 @@ class CudnnKernel:
         compensation = self._buffer("compensation", lse.shape, np.float32)
         self.device.zero(total)
         self.device.zero(compensation)
-        self._holes.fill(lse)
+        self._masked.fill(lse)
         for piece in runs.pieces:
             to = [x[piece.rows] for x in (total, lse, compensation)]
-            part = self._buffer("part", to[0].shape), self._buffer("lse", to[1].shape, np.float32)
-            self._attend(piece, q, k, v, *part)
-            self.device.merge(*to, *part)
+            partial_out = self._buffer("part", to[0].shape)
+            partial_lse = self._buffer("lse", to[1].shape, np.float32)
+            self._attend(piece, q, k, v, partial_out, partial_lse)
+            self.device.merge(*to, partial_out, partial_lse)
         if total is not out:
             self.device.put(out, total)
 
@@ -124,21 +123,21 @@ class CudnnKernel:
         dv: Array,
         fresh: bool = False,
     ) -> None:
-        """Add the gradients of this block to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
+        """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`."""
         if self.any_delta:
             self.plain.backward(dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh)
             return
-        nheads, found = q.shape[1], (dq, dk, dv)
+        nheads, gradients = q.shape[1], (dq, dk, dv)
         runs = self._pieces.get(intervals, q, k, nheads, True)
-        whole = [(piece.rows, piece.keys, piece.gaps) for piece in runs.pieces] == [
+        one_piece = [(piece.rows, piece.keys, piece.gaps) for piece in runs.pieces] == [
             (slice(0, len(q)), slice(0, len(k)), False)
         ]
-        # What one run alone writes is overwritten; what several write is summed in float32.
-        new = [fresh and runs.single, fresh and whole, fresh and whole]
+        # Rows that only one run writes are overwritten; several runs are summed in float32.
+        new = [fresh and runs.single, fresh and one_piece, fresh and one_piece]
         sums = [
             x if alone or not fresh or x.dtype == np.float32
             else self._buffer(("sum", i), x.shape, np.float32)
-            for i, (x, alone) in enumerate(zip(found, new))
+            for i, (x, alone) in enumerate(zip(gradients, new))
         ]  # fmt: skip
         for x, alone in zip(sums, new):
             if fresh and not alone:
@@ -154,30 +153,30 @@ class CudnnKernel:
             stats = self._buffer("stats", (runs.stats,), np.float32)
             self.device.out_and_stats(dout, delta, out, lse, stats, places)
             inputs += [out, dout, stats]
-        # Tiles of a batch that reach past a sequence read what follows it in the whole tensor.
+        # cuDNN's tiles of a batch may read past the end of a sequence, so all rows must be clean.
         of_batches = [self._input(runs, i, x, slice(0, len(x))) for i, x in enumerate(inputs[:5])]
         for piece in runs.pieces:
             if piece.launch is not None:
                 self._add_gradients(piece, inputs, of_batches, sums, new)
                 continue
             rows, keys = piece.rows, piece.keys
-            if new[0] and not (whole and piece.intervals):
+            if new[0] and not (one_piece and piece.intervals):
                 self.device.zero(sums[0][rows])
             if piece.intervals:
                 self.plain.backward(
                     dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows],
                     piece.intervals, sums[0][rows], sums[1][keys], sums[2][keys], new[1],
                 )  # fmt: skip
-        for to, x in zip(found, sums):
+        for to, x in zip(gradients, sums):
             if x is not to:
                 self.device.put(to, x)
 
     def _attend(self, piece: Piece, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
-        """Compute one run; out and lse are those of its queries."""
+        """Compute one run; `out` and `lse` are the rows of its queries."""
         rows, keys = piece.rows, piece.keys
         if not piece.intervals:
             self.device.zero(out)
-            self._holes.fill(lse)
+            self._masked.fill(lse)
             return
         if piece.launch is None:
             self.plain.forward(q[rows], k[keys], v[keys], piece.intervals, out, lse)
@@ -190,9 +189,9 @@ class CudnnKernel:
         self.device.transpose(lse, stats)
         if native is not out:
             self.device.put(out, native)
-        if piece.holes is not None:
-            self._holes.clear(out, piece.holes)
-            self._holes.fill(lse, piece.holes)
+        if piece.masked_rows is not None:
+            self._masked.clear(out, piece.masked_rows)
+            self._masked.fill(lse, piece.masked_rows)
 
     def _add_gradients(
         self,
@@ -202,9 +201,19 @@ class CudnnKernel:
         sums: list[Array],
         new: list[bool],
     ) -> None:
-        """Gradients of one piece by cuDNN.
+        """Compute the gradients of one piece by cuDNN.
 
-        `inputs`: q, k, v, out, dout, stats; for batches all but stats are `of_batches`.
+        Parameters
+        ----------
+        piece : Piece
+        inputs : list of array
+            q, k, v, out, dout and stats.
+        of_batches : list of int
+            Pointers to all but stats, for batches.
+        sums : list of array
+            dq, dk and dv, to which the gradients are added.
+        new : list of bool
+            Whether to overwrite each of `sums` instead.
         """
         nheads, headdim = sums[0].shape[1:]
         rows, keys, ragged = piece.rows, piece.keys, piece.sequences is not None
@@ -216,7 +225,7 @@ class CudnnKernel:
                 for i, x in enumerate(inputs[:5])
             ]
         pointers.append(inputs[5].data.ptr + piece.stats)
-        wait = []  # what is to be added to rows of the sums
+        puts = []  # gradients to copy or add to rows of the sums
         for i, where in enumerate((rows, keys, keys)):
             x = sums[i]
             if new[i] and x.shape[1] == nheads and x.dtype == self.dtype:
@@ -229,20 +238,21 @@ class CudnnKernel:
                 y = y[where]
                 if piece.gaps and i:
                     self.device.zero(y)
-            wait.append((x[where], y, not new[i]))
+            puts.append((x[where], y, not new[i]))
         self._launch(piece, pointers)
-        if wait:
-            self.device.put_all(wait)
+        if puts:
+            self.device.put_all(puts)
 
-    def _input(self, of: Piece | Runs, i: int, x: Array, rows: slice) -> int:
-        """Pointer to rows of q, k, v, out or dout, by `i`, that a run takes, or all batches.
+    def _input(self, of: Piece | BlockRuns, i: int, x: Array, rows: slice) -> int:
+        """Return a pointer to rows of an input of a run, or of all batches.
 
-        What nobody sees may be NaN, and cuDNN multiplies it by 0: it is cleared in a copy.
+        Masked rows and keys may be NaN, and cuDNN multiplies them by 0.  They are cleared in a
+        copy.  `i` is the place of x among q, k, v, out and dout.
         """
-        places = of.unseen if i in (1, 2) else of.holes
+        places = of.masked_keys if i in (1, 2) else of.masked_rows
         if places is None:
             return _at(x, rows)
-        return self._holes.copy((type(of), i), x, rows, places).data.ptr
+        return self._masked.copy((type(of), i), x, rows, places).data.ptr
 
     def _launch(self, piece: Piece, pointers: Iterable[int]) -> None:
         size = max(piece.launch.workspace_size, 1)
@@ -258,5 +268,5 @@ class CudnnKernel:
 
 
 def _at(x: Array, rows: slice) -> int:
-    """Pointer to some rows: slices take longer."""
+    """Return a pointer to rows, which takes less time than a slice."""
     return x.data.ptr + (rows.start * (x.nbytes // len(x)) if rows.start else 0)

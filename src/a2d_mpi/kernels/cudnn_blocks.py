@@ -1,4 +1,4 @@
-"""Blocks that cuDNN attention computes, by compute capability; needs no cuDNN.
+"""Blocks that cuDNN attention can compute, by compute capability; this module needs no cuDNN.
 
 For the sources of these facts see `a2d_mpi.kernels.graphs`.
 """
@@ -15,20 +15,22 @@ class Block:
     Attributes
     ----------
     dtype : {"float16", "bfloat16"}
-        Of all tensors but the statistics.
+        Dtype of all tensors but the statistics.
     nheads, nheads_kv, headdim : int
     nq, nk : int
+        Queries and keys.
     shape : {"full", "causal", "anti-causal", "band", "general"}
-        Mask shape, as of `a2d_mpi.kernels.shapes.Run`; causal, anti-causal and band need
-        ``nq <= nk``.  General: each query sees an interval of keys that is given at the launch.
+        Mask shape, as in `a2d_mpi.kernels.shapes.Run`.  The shapes causal, anti-causal and band
+        need ``nq <= nk``.  With "general", the launch takes an interval of keys for each query.
     scale : float
         Factor of the logits.
     window : int
+        Keys that each query of a band sees.
     batch : int
-        Sequences of a ragged launch, each of 1 to `nq` queries and 1 to `nk` keys, where the
-        mask's bounds are its own; 0: a dense launch, of one sequence of that size.
+        Number of sequences of a ragged launch.  Each has 1 to `nq` queries and 1 to `nk` keys, and
+        its own mask.  0: a dense launch of one sequence with nq queries and nk keys.
     total : int
-        Of gradients of a ragged launch: rows of the queries' tensors, at most.
+        Most rows of the queries' tensors, for gradients of a ragged launch.
     """
 
     dtype: str
@@ -45,10 +47,11 @@ class Block:
 
 
 def reads_past(shape: str, nk: int, capability: tuple[int, int]) -> bool:
-    """Tell whether the gradients of a dense launch may be NaN where the lse is below -88.
+    """Return True if gradients of a dense launch may be NaN when an lse is below -88.
 
-    On Hopper cuDNN then takes exp(0 - lse) of zeros beyond the last key for probabilities, where
-    half a tile is beyond it and no mask hides it (pull request 628 of nvidia-cudnn-frontend).
+    Half of cuDNN's last tile may be beyond the last key.  On Hopper, cuDNN then takes exp(0 - lse)
+    of the zeros there for probabilities, unless a mask hides them (pull request 628 of
+    nvidia-cudnn-frontend).
     """
     return capability[0] == 9 and nk % 128 == 64 and shape in ("full", "anti-causal")
 
@@ -59,7 +62,7 @@ def supported(
     backward: bool = True,
     deterministic: bool = False,
 ) -> str | None:
-    """Give the reason that cuDNN does not compute `block`; None if it does.
+    """Return the reason why cuDNN does not compute `block`; None if it does.
 
     Parameters
     ----------
@@ -67,13 +70,13 @@ def supported(
     capability : (int, int)
         Compute capability of the device.
     backward : bool
-        Also the gradients; False asks about the forward pass only.
+        Whether to ask about gradients, too; otherwise only about the forward pass.
     deterministic : bool
-        As for `Graphs`.
+        As in `a2d_mpi.kernels.graphs.Graphs`.
 
     Notes
     -----
-    Blocks that are not known to work are refused.  A block that passes may still raise
+    Blocks that are not known to work are refused.  A block that is accepted here may still raise
     `NotSupported` when its graph is built.
     """
     major, d = capability[0], block.headdim
@@ -81,8 +84,8 @@ def supported(
         return f"cuDNN attention is not known for compute capability {capability}"
     if d % 8:
         return f"cuDNN needs a headdim that is a multiple of 8, got {d}"
-    # Elsewhere the manual says 128 for gradients and for a single query, though plans for a
-    # single query do build.
+    # On other GPUs the manual says 128 for gradients and for a single query.  But graphs for a
+    # single query can be built.
     most = 256 if major == 9 or not (backward or block.nq == 1) else 128
     if d > most:
         return f"cuDNN's limit of headdim is {most} for capability {capability}, got {d}"

@@ -1,6 +1,6 @@
 """The kernel for any GPU: any mask, any dtype, headdims up to 256; see kernels.cu.
 
-It computes blocks that cuDNN does not take, and is the second opinion on cuDNN's results.
+It computes blocks that cuDNN does not compute, and checks cuDNN's results.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from a2d_mpi.masks.intervals import Interval, Intervals
 
 
 class CupyKernel:
-    """Attention of some queries over some keys; see `a2d_mpi.kernels.numpy.NumpyKernel`.
+    """The kernel of kernels.cu; see `a2d_mpi.kernels.numpy.NumpyKernel`.
 
     Parameters
     ----------
     device : Cuda
     dtype : dtype
-        Of the tensors; float16 and bfloat16 are computed in float32.
+        Dtype of the tensors; float16 and bfloat16 are computed in float32.
     softmax_scale : float
     logit_softcap : float, optional
-        Compiled in: kernels without a soft-cap take no time for it.
+        c > 0: scaled logits s become ``c tanh(s / c)``.  It is compiled into the kernel, so
+        kernels without a soft-cap spend no time on it.
     """
 
     name = "cupy"
@@ -48,7 +49,10 @@ class CupyKernel:
         out: Array,
         lse: Array,
     ) -> None:
-        """Write the partial result to `lse` and `out`; `out` is of the dtype or compute dtype."""
+        """Write the partial result to `lse` and `out`.
+
+        `out` has the dtype of the tensors or the accumulation dtype.
+        """
         if len(q) == 0:
             return
         wide = np.int32(out.dtype != self.dtype)
@@ -68,7 +72,7 @@ class CupyKernel:
         dv: Array,
         fresh: bool = False,
     ) -> None:
-        """Add the gradients of this block to dq, dk and dv; `fresh`: overwrite dq, dk and dv."""
+        """Add the block's gradients to dq, dk and dv; overwrite dq, dk and dv if `fresh`."""
         inputs = (dout, q, k, v, lse, delta, *self._problem(q, k, intervals))
         new = np.int32(fresh)
         if len(q):
@@ -84,7 +88,7 @@ class CupyKernel:
         return ends, *map(np.int32, sizes), np.float64(self.softmax_scale)
 
     def _ends(self, intervals: tuple[Interval, ...]) -> Array:
-        """Begins and ends of each interval, (2 intervals, nq) int32, on the device."""
+        """Return begins and ends of the intervals, (2 intervals, nq) int32, on the device."""
         prepared = Intervals.of(intervals).prepared
         if self not in prepared:
             ends = np.stack([x for pair in intervals for x in pair])

@@ -1,9 +1,9 @@
 """cuDNN attention on device pointers: graphs are built once per shape, kept and launched.
 
-cuDNN is imported when `Graphs` is made: the package needs it only then.  Facts about cuDNN are
-from the documentation and headers of nvidia-cudnn-frontend 1.22 (``docs/operations/
-Attention.md``, ``node/scaled_dot_product_flash_attention.h``), and from building plans with
-cuDNN 9.28 for sm_80, sm_90, sm_100 and sm_120.
+cuDNN is imported when a `Graphs` object is made, because the package does not require cuDNN.
+Facts about cuDNN are from the documentation and headers of nvidia-cudnn-frontend 1.22
+(``docs/operations/Attention.md``, ``node/scaled_dot_product_flash_attention.h``), and from graphs
+that were built with cuDNN 9.28 for sm_80, sm_90, sm_100 and sm_120.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import numpy as np
 
 from a2d_mpi.kernels.cudnn_blocks import Block
 
-BACKEND = 91900  # cuDNN 9.19: the oldest for which these graphs were built; ragged gradients of
-# 9.7 may be NaN (Transformer Engine's issue 2186)
-FRONTEND = (1, 19)  # `sdpa_backward` takes a `score_mod`
-GAPS = (1, 23)  # since then an engine may take sequences for packed, without gaps (issue 737)
+# cuDNN 9.19: the oldest version with which these graphs were built.  Ragged gradients of 9.7 may
+# be NaN (Transformer Engine's issue 2186).
+BACKEND = 91900
+FRONTEND = (1, 19)  # the first version in which `sdpa_backward` takes a `score_mod`
+GAPS = (1, 23)  # from this version on an engine may assume sequences without gaps (issue 737)
 PACKAGES = "nvidia-cudnn-frontend>=1.19 and nvidia-cudnn-cu13 (or -cu12) >=9.19"
 
-HIDDEN = -1e30  # the logit of a hidden key; -inf would be NaN where a row of a tile is all hidden
+HIDDEN = -1e30  # logit of hidden keys; with -inf a row of a tile without visible keys is NaN
 _HIDDEN = np.array(HIDDEN, np.float32)  # cuDNN reads a scalar from the host at each launch
 
 
@@ -33,7 +34,7 @@ class NotSupported(RuntimeError):
 
 
 class Launch:
-    """A graph that is ready to be launched.
+    """A graph that is ready for launch.
 
     Attributes
     ----------
@@ -47,15 +48,15 @@ class Launch:
         self._graphs, self._graph = graphs, graph
 
     def __call__(self, pointers: Iterable[int], workspace: int, stream: int) -> None:
-        """Queue the launch; returns at once.
+        """Queue the launch, and return at once.
 
         Parameters
         ----------
-        pointers : int each
-            Forward: of q, k, v, out and stats, of which the last two are written.  Backward: of q,
-            k, v, out, dout, stats, dq, dk and dv, of which the last three are overwritten.  Of a
-            general block, those of begin and end follow; of a ragged one, those of the lengths of
-            queries and of keys, and of the offsets of queries, keys and statistics.
+        pointers : iterable of int
+            Forward: pointers to q, k, v, out and stats; the last two are written.  Backward:
+            pointers to q, k, v, out, dout, stats, dq, dk and dv; the last three are overwritten.
+            For a general block, pointers to begin and end follow.  For a ragged block, pointers to
+            the rows of `a2d_mpi.kernels.ragged.sequences` follow.
         workspace : int
             Pointer to `workspace_size` bytes.
         stream : int
@@ -68,45 +69,46 @@ class Launch:
 
 
 class Graphs:
-    """cuDNN graphs of one device, built once per block and kept.
+    """cuDNN graphs of one device, which are built once per block and kept.
 
     Parameters
     ----------
     deterministic : bool
-        Gradients that repeat bit for bit.  Their workspace holds a score per query and key of
-        each head, gigabytes for long blocks.
+        Whether gradients repeat bit for bit.  Their workspace then holds a score per query and key
+        of each head, which takes gigabytes for long blocks.
     target : mapping, optional
-        Arguments of ``cudnn.pygraph`` that describe the device, in place of a handle of the
-        current one.  ``device_property`` and ``sm_version`` build graphs without a device; such
-        graphs cannot be launched.
+        Arguments of ``cudnn.pygraph`` that describe the device.  Default: a handle of the current
+        device.  With ``device_property`` and ``sm_version``, graphs can be built without a device,
+        but not launched.
 
     Raises
     ------
     ImportError
-        cuDNN or its frontend is missing or too old.
+        If cuDNN or its frontend is missing or too old.
 
     Notes
     -----
-    All tensors are contiguous and token-major, (nq, nheads, headdim) and (nk, nheads_kv,
-    headdim); `stats` is (nheads, nq) float32, the natural log-sum-exp of the logits: cuDNN
-    before 9.26 takes only these packed strides.  The interval of keys that each query of a general
-    block sees is `begin` and `end`, (nq,) int32.  Graphs are not to be shared by threads.
+    All tensors are contiguous and token-major, (nq, nheads, headdim) and (nk, nheads_kv, headdim).
+    `stats` is (nheads, nq) float32, the natural log-sum-exp of the logits; cuDNN before 9.26 takes
+    only these packed strides.  Each query of a general block sees an interval of keys, given by
+    `begin` and `end`, (nq,) int32.  Threads must not share graphs.
 
-    The sequences of a ragged block lie in tensors of any number of rows; `stats` is (rows, nheads)
-    there.  Of each sequence are given its lengths, (batch,) int32, and its first element in the
-    queries', the keys' and the statistics' tensors, (batch + 1,) int64, the last number being the
-    end of the last one.  Rows of no sequence are not written.
+    The sequences of a ragged block lie in tensors of any number of rows, and `stats` is
+    (rows, nheads).  A launch takes the lengths of sequences, (batch,) int32.  It also takes the
+    offsets of sequences in the tensors of queries, keys and statistics, (batch + 1,) int64; the
+    last number is the end of the last sequence.  Rows outside of sequences are not written.
 
-    The backward graph is ``p = exp(s - stats)``, ``ds = p (dout v^T - rowsum(dout * out))``,
-    products in float32 of `p` and `ds` rounded to the dtype, so that
+    The backward graph computes ``p = exp(s - stats)`` and
+    ``ds = p (dout v^T - rowsum(dout * out))``.  Then it computes products in float32 of `p` and
+    `ds` rounded to the dtype.  So
 
-    * with the statistics over all keys of a sequence it computes the contribution of this block's
+    * with the statistics over all keys of a sequence, it computes the contribution of this block's
       keys to the gradients;
-    * `out` enters by ``rowsum(dout * out)`` alone;
-    * `stats` must not be -inf: ``exp(s + inf)`` is inf.  With +inf a query contributes 0.
+    * `out` is used only for ``rowsum(dout * out)``;
+    * `stats` must not be -inf, because ``exp(s + inf)`` is inf.  With +inf a query contributes 0.
 
-    A query that sees no key of a general block gets an `out` of no meaning and a statistic near
-    `HIDDEN`; it contributes 0 to the gradients.
+    A query that sees no key of a general block gets a meaningless `out` and a statistic near
+    `HIDDEN`.  It contributes 0 to the gradients.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class Graphs:
         self.deterministic = deterministic
         self._handle: int | None = None
         self._stream: int | None = None
-        # The launch of each block, or the reason that there is none.
+        # The launch of each block and pass, or the reason why there is none.
         self._built: dict[tuple[Block, bool], Launch | str] = {}
         if target is None:
             self._handle = self._cudnn.create_handle()
@@ -124,7 +126,7 @@ class Graphs:
         self._target = dict(target)
 
     def get(self, block: Block, backward: bool) -> Launch:
-        """The launch of `block`; its graph is built at the first call.
+        """Return the launch of `block`; its graph is built at the first call.
 
         Parameters
         ----------
@@ -134,34 +136,35 @@ class Graphs:
         Raises
         ------
         NotSupported
+            If cuDNN cannot build a graph.
         """
-        found = self._built.get((block, backward))
-        if found is None:
+        built = self._built.get((block, backward))
+        if built is None:
             try:
                 if block.batch and _numbers(self._cudnn.__version__) >= GAPS:
                     raise self._cudnn.cudnnGraphNotSupportedError("offsets may not be read")
-                found = Launch(self, block, *self._build(block, backward))
+                built = Launch(self, block, *self._build(block, backward))
             except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-                # A plan's failure quotes the plan, over pages.
+                # The message of a failed graph goes on with pages of description.
                 reason = str(error).strip().partition("\n")[0].rstrip("_ ")
                 pass_ = "gradients" if backward else "forward pass"
-                found = f"cuDNN has no kernel for the {pass_} of {block}: {reason}"
-                if isinstance(error, RuntimeError):  # a library that is missing, say
-                    warnings.warn(found, RuntimeWarning, stacklevel=2)
-            self._built[block, backward] = found
-        if isinstance(found, str):
-            raise NotSupported(found)
-        return found
+                built = f"cuDNN has no kernel for the {pass_} of {block}: {reason}"
+                if isinstance(error, RuntimeError):  # for example, a library is missing
+                    warnings.warn(built, RuntimeWarning, stacklevel=2)
+            self._built[block, backward] = built
+        if isinstance(built, str):
+            raise NotSupported(built)
+        return built
 
     def free(self) -> None:
-        """Release the graphs and the handle; nothing can be launched afterwards."""
+        """Release the graphs and the handle; no launch is possible afterwards."""
         self._built.clear()
         if self._handle is not None:
             self._cudnn.destroy_handle(self._handle)
             self._handle = None
 
     def execute(self, graph: Any, pack: dict[int, int], workspace: int, stream: int) -> None:
-        """Queue a graph; called by `Launch`."""
+        """Queue a graph; `Launch` calls this."""
         if self._handle is None:
             raise RuntimeError("these graphs have no device to run on")
         if stream != self._stream:
@@ -179,7 +182,7 @@ class Graphs:
             compute_data_type=types.FLOAT,
             **self._target,
         )
-        # cuDNN names the axes (batch, head, token, element); the strides tell how they lie.
+        # cuDNN orders the axes (batch, head, token, element); the strides give the layout.
         b, h, hk, d, nq, nk = (
             max(block.batch, 1), block.nheads, block.nheads_kv, block.headdim, block.nq, block.nk
         )  # fmt: skip
@@ -204,8 +207,8 @@ class Graphs:
             inputs |= {"o": take(queries), "dO": take(queries), "stats": take(rows, types.FLOAT)}
             options["use_deterministic_algorithm"] = self.deterministic
             if block.batch:
-                # The float32 sum of dq lies as dq does then, and not as b tensors of nq rows.  The
-                # same number for keys would be for those of shared KV heads.
+                # With this option the float32 sum of dq has the layout of dq.  Without it, it is b
+                # tensors of nq rows.  The option for keys would help with shared KV heads only.
                 options["max_total_seq_len_q"] = block.total
             results = [(queries, io), (keys, io), (keys, io)]
         else:
@@ -234,7 +237,7 @@ class Graphs:
         return graph, graph.get_workspace_size()
 
     def _sequences(self, graph: Any, batch: int, number: int) -> tuple[dict[str, Any], list[Any]]:
-        """Options and offsets of a ragged graph; `number`: of the first of their pointers."""
+        """Return options and offsets of a ragged graph; tensors are numbered from `number` on."""
         types = self._cudnn.data_type
         kinds = [(batch, types.INT32)] * 2 + [(batch + 1, types.INT64)] * 3
         nq, nk, *offsets = [
@@ -244,24 +247,24 @@ class Graphs:
         return {"use_padding_mask": True, "seq_len_q": nq, "seq_len_kv": nk}, offsets
 
     def _mask(self, block: Block) -> dict[str, Any]:
-        # The last query sees all keys: a single one needs no triangle.
+        # The last query of a causal block sees all keys, so a single query needs no mask.
         if block.shape in ("full", "general") or (block.shape == "causal" and block.nq == 1):
             return {}
         if block.shape == "anti-causal":
-            # Of left bounds see below; alone and with top-left alignment, the first sees all keys.
+            # With the default alignment, top left, query i then sees the keys from i on.
             return {"diagonal_band_left_bound": 1}
         mask = {
             "diagonal_alignment": self._cudnn.diagonal_alignment.BOTTOM_RIGHT,
             "diagonal_band_right_bound": 0,
         }
         if block.shape == "band" and block.window < block.nk:
-            # A left bound of w hides the keys at or before the diagonal minus w (Attention.md;
-            # attn_score_modifiers.h keeps key + w > diagonal): w keys are left, not w + 1.
+            # A left bound of w hides the keys at or before the diagonal minus w, so that w keys
+            # stay visible (Attention.md; attn_score_modifiers.h keeps key + w > diagonal).
             mask["diagonal_band_left_bound"] = block.window
         return mask
 
     def _interval_mask(self, begin: Any, end: Any, hidden: Any) -> Callable[[Any, Any], Any]:
-        """A modifier of the logits that hides all keys but those of each query's interval."""
+        """Return a modifier of the logits that hides all keys outside of each query's interval."""
         types = self._cudnn.data_type
 
         def mask(graph: Any, logits: Any) -> Any:
@@ -279,35 +282,35 @@ class Graphs:
 
 @cache
 def graphs_of(device: int, deterministic: bool) -> Graphs:
-    """The graphs of the current device, whose number is `device`: all plans share them.
+    """Return the graphs of the current device, whose number is `device`; all plans share them.
 
     Raises
     ------
     ImportError
-        As for `Graphs`.
+        As in `Graphs`.
     """
-    found = Graphs(deterministic)
-    atexit.register(found.free)
-    return found
+    graphs = Graphs(deterministic)
+    atexit.register(graphs.free)
+    return graphs
 
 
 def _import_cudnn() -> Any:
-    """The module cudnn; ImportError where it or its library is missing or too old."""
+    """Import cudnn; raise ImportError if it or its library is missing or too old."""
     try:
         import cudnn
 
-        found = cudnn.backend_version()
-    except Exception as error:  # a missing library shows as one of many types
+        backend = cudnn.backend_version()
+    except Exception as error:  # a missing library may raise any of many types
         raise ImportError(f"cuDNN attention needs {PACKAGES}: {error}") from error
     frontend = getattr(cudnn, "__version__", "0")
-    if _numbers(frontend) < FRONTEND or found < BACKEND:
+    if _numbers(frontend) < FRONTEND or backend < BACKEND:
         raise ImportError(
             f"cuDNN attention needs {PACKAGES}; found nvidia-cudnn-frontend {frontend} and "
-            f"cuDNN {found}"
+            f"cuDNN {backend}"
         )
     return cudnn
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
+    """Return the first two numbers of a version."""
     return tuple(int(x) for x in version.split(".")[:2])

@@ -1,19 +1,19 @@
-/* Attention and what surrounds it, for any mask, dtype and GPU: plain kernels without tensor cores.
+/* Attention and related operations for any mask, dtype and GPU: plain kernels without tensor cores.
 
-   They compute blocks that cuDNN does not take, and are the second opinion on its results.
-   Compiled once per dtype and headdim with
+   They compute blocks that cuDNN does not compute, and check cuDNN's results.  NVRTC (without any
+   header) or nvcc compiles this file once per dtype and headdim with
 
      ELEMENT    dtype of q, k, v, out: 0 float16, 1 bfloat16, 2 float32, 3 float64
      HEADDIM    headdim, rounded up to a multiple of 32
-     SOFTCAP    c: scaled logits s become c tanh(s / c); undefined: they stay as they are
+     SOFTCAP    c: scaled logits s become c tanh(s / c); if undefined, there is no cap
 
-   by NVRTC without any header, or by nvcc.  Tensors are token-major, (tokens, heads, headdim), and
-   contiguous.  `wide`: a result is of the compute type rather than the element's.  `fresh`: a
-   result is overwritten rather than added to.
+   Tensors are token-major, (tokens, heads, headdim), and contiguous.  With `wide`, a result has
+   the type Compute instead of Element.  With `fresh`, a result is overwritten instead of added to.
 
-   A warp works on ROWS rows of the one side (queries, or keys for dk and dv) at a time.  A panel is
-   LANES rows of the other side, in shared memory: each lane holds one row of the panel, then one
-   element in LANES of the headdim.  Nothing is added up by atomics: results repeat bit for bit. */
+   A warp computes ROWS rows of one side (queries, or keys for dk and dv) at a time.  A panel is
+   LANES rows of the other side, in shared memory.  A lane computes with one row of the panel, and
+   then with every LANES-th element of the headdim.  No sums use atomics, so results repeat bit for
+   bit. */
 
 #if ELEMENT == 0 || ELEMENT == 1
 struct Element {
@@ -35,8 +35,8 @@ typedef double Compute;
 #define BLOCK_ROWS (WARPS * ROWS)       /* rows of a thread block */
 #define SHARE (HEADDIM / LANES)         /* elements of a row that a lane holds */
 #define BATCH (16 * SHARE / (int)sizeof(Compute)) /* elements that a thread loads at once */
-#define STRIDE (HEADDIM + 1)            /* of panel rows: lanes reading one column meet no conflict */
-/* Unrolled, or the arrays of a thread are in memory rather than in registers. */
+#define STRIDE (HEADDIM + 1)            /* of panel rows: lanes read a column without bank conflicts */
+/* Loops are unrolled; otherwise the arrays of a thread would be in memory, not in registers. */
 #define FOR_ROWS(r) _Pragma("unroll") for (int r = 0; r < ROWS; ++r)
 #define FOR_ROWS_BELOW(r, end) FOR_ROWS(r) if (warp_first + r < (end))
 #define FOR_SHARE(c) _Pragma("unroll") for (int c = 0; c < SHARE; ++c)
@@ -114,8 +114,8 @@ __device__ Compute max_of_warp(Compute x) {
   return x;
 }
 
-/* Rows [first, first + rows) of one head, times a factor, zeros beyond `end` and the headdim.
-   BATCH elements are under way at once: one by one each would wait for the L2 cache. */
+/* Load rows [first, first + rows) of one head, times a factor; zeros beyond `end` and the headdim.
+   A thread loads BATCH elements at once, because each load waits for the L2 cache. */
 __device__ void load_rows(Compute *to, int stride, int rows, const Element *x, int first, int end,
                           int head, int nheads, int headdim, Compute factor) {
   for (int i0 = threadIdx.x; i0 < rows * HEADDIM; i0 += BATCH * THREADS) {
@@ -152,7 +152,7 @@ __device__ int meets(const int *ends, int intervals, int nq, int i, int from, in
   return met;
 }
 
-/* The keys [from, to) outside of which no query of the thread block sees any; whole panels. */
+/* The range [from, to) of whole panels that contains all visible keys of the thread block's queries. */
 __device__ void hull(const int *ends, int intervals, int nq, int nk, int first, int *from,
                      int *to) {
   int least = nk, greatest = 0;
@@ -185,7 +185,7 @@ __device__ void add_products(Compute acc[ROWS][SHARE], const Compute weight[ROWS
     FOR_SHARE(c) values[c] = panel[j * STRIDE + lane + LANES * c];
     FOR_ROWS(r) {
       Compute w = __shfl_sync(EVERYONE, weight[r], j);
-      if (w != 0) /* hidden elements may hold NaN; the same for the whole warp */
+      if (w != 0) /* hidden elements may be NaN; w is the same for the whole warp */
         FOR_SHARE(c) acc[r][c] += w * values[c];
     }
   }
@@ -224,7 +224,7 @@ extern "C" __global__ void forward(const Element *q, const Element *k, const Ele
     if (!__any_sync(EVERYONE, lane < BLOCK_ROWS && i < nq &&
                                   meets(ends, intervals, nq, i, j0, j0 + LANES)))
       continue; /* no row of the thread block sees any of these keys */
-    __syncthreads(); /* the panel before is still in use */
+    __syncthreads(); /* the previous panel may still be in use */
     load_rows(panel, STRIDE, LANES, k, j0, nk, head_kv, nheads_kv, headdim, 1);
     __syncthreads();
     Compute weight[ROWS];
@@ -237,7 +237,7 @@ extern "C" __global__ void forward(const Element *q, const Element *k, const Ele
       weight[r] = capped(weight[r]);
       Compute largest = max_of_warp(seen ? weight[r] : MINUS_INFINITY);
       if (top[r] > largest) largest = top[r];
-      /* A row that has seen nothing yet keeps -inf, and -inf less -inf would be NaN. */
+      /* A row that has not seen a key yet keeps -inf, and -inf minus -inf would be NaN. */
       Compute shift = largest == MINUS_INFINITY ? (Compute)0 : largest;
       Compute shrink = exp(top[r] - shift);
       top[r] = largest;
@@ -325,12 +325,12 @@ extern "C" __global__ void backward_kv(const Element *dout, const Element *q, co
     FOR_SHARE(c) acc_k[r][c] = acc_v[r][c] = 0;
   for (int i0 = 0; i0 < nq; i0 += LANES) {
     int i = i0 + lane;
-    /* The same for all warps: no barrier is needed. */
+    /* All warps get the same answer, so no barrier is needed. */
     if (!__any_sync(EVERYONE, i < nq && meets(ends, intervals, nq, i, first, last))) continue;
     for (int head = head_kv * group; head < (head_kv + 1) * group; ++head) {
       long long row = (long long)i * nheads + head;
       Compute p[ROWS], ds[ROWS], slopes[ROWS];
-      __syncthreads(); /* the panel of the head before is still in use */
+      __syncthreads(); /* the previous head's panel may still be in use */
       load_rows(panel, STRIDE, LANES, q, i0, nq, head, nheads, headdim, 1);
       __syncthreads();
       dot_products(p, rows_k + warp * ROWS * HEADDIM, panel);
@@ -364,13 +364,13 @@ extern "C" __global__ void backward_kv(const Element *dout, const Element *q, co
       }
 }
 
-/* The rest works on `rows` rows of `width` elements, one warp a row. */
+/* The other kernels work on `rows` rows of `width` elements, with one warp per row. */
 #define FOR_EACH_ROW(row)                                                                    \
   for (long long row = blockIdx.x * (long long)WARPS + threadIdx.x / LANES; row < rows;      \
        row += (long long)gridDim.x * WARPS)
 #define FOR_EACH_COLUMN(d) for (int d = threadIdx.x % LANES; d < width; d += LANES)
 
-/* See merge.py: (out, lse) with (out2, lse2), in place; a row is one token and head. */
+/* Merge (out2, lse2) into (out, lse), see merge.py; a row is one token and head. */
 extern "C" __global__ void merge(Compute *out, Compute *lse, Compute *rest, const void *out2,
                                  int wide2, const Compute *lse2, long long rows, int width) {
   FOR_EACH_ROW(row) {
@@ -378,7 +378,7 @@ extern "C" __global__ void merge(Compute *out, Compute *lse, Compute *rest, cons
     double shift = a > b || a != a ? a : b;
     if (shift == MINUS_INFINITY) shift = 0;
     double weight = exp(a - shift), weight2 = exp(b - shift), total = weight + weight2;
-    __syncwarp(); /* all lanes have read: one writes now */
+    __syncwarp(); /* all lanes have read before one lane writes */
     if (threadIdx.x % LANES == 0) {
       double exact = log(total) + shift;
       lse[row] = (Compute)exact;
@@ -393,7 +393,7 @@ extern "C" __global__ void merge(Compute *out, Compute *lse, Compute *rest, cons
   }
 }
 
-/* See merge.py: a logit per head in the denominator, in place; a row is one token and head. */
+/* Merge a sink into (out, lse), see merge.py; a row is one token and head. */
 extern "C" __global__ void add_sink(Compute *out, Compute *lse, const Compute *sink, int nheads,
                                     long long rows, int width) {
   FOR_EACH_ROW(row) {
@@ -401,7 +401,7 @@ extern "C" __global__ void add_sink(Compute *out, Compute *lse, const Compute *s
     double shift = a > b || a != a ? a : b;
     if (shift == MINUS_INFINITY) shift = 0;
     double weight = exp(a - shift), total = weight + exp(b - shift);
-    __syncwarp(); /* all lanes have read: one writes now */
+    __syncwarp(); /* all lanes have read before one lane writes */
     if (threadIdx.x % LANES == 0) lse[row] = (Compute)(log(total) + shift);
     Compute share = (Compute)(weight / (total == 0 ? 1 : total));
     FOR_EACH_COLUMN(d) out[row * width + d] *= share;
@@ -444,11 +444,11 @@ extern "C" __global__ void subtract(Compute *delta, const Compute *dlse, const C
   }
 }
 
-/* What cuDNN's backward pass takes.  An out with the given delta, of which it uses no more: the
-   multiple of dout, scaled by the largest element first, as squares of tiny ones are 0.  And lse,
-   heads first, of `queries` queries of runs: `source` says which they are (-1: one that sees
-   nothing, to which +inf gives no weight), `place` where their first head goes, `stride` how far
-   it is from there to the next. */
+/* Write out and stats as cuDNN's backward pass takes them.  It uses out only for delta, so out is the
+   multiple of dout with this delta.  dout is divided by its largest element first, because squares of
+   tiny elements underflow.  stats is lse, heads first, of `queries` queries.  `source` is the row of
+   lse (-1: a masked row, whose +inf gives weights of 0), `place` the place of the first head in stats,
+   and `stride` the distance from a head to the next. */
 extern "C" __global__ void out_and_stats(const Element *dout, const Compute *delta, Element *out,
                                          const Compute *lse, Compute *stats,
                                          const long long *source, const long long *place,
@@ -491,13 +491,13 @@ extern "C" __global__ void put_rows_at(Element *to, const Element *from, const l
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[order[row] * width + d] = from[row * width + d];
 }
 
-/* Some columns of each row: to (rows, width), from (rows, stride), beginning with `first`. */
+/* Take columns of each row, from `first` on: to (rows, width), from (rows, stride). */
 extern "C" __global__ void take_columns(Element *to, const Element *from, int stride, int first,
                                         long long rows, int width) {
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[row * width + d] = from[row * stride + first + d];
 }
 
-/* The opposite: to (rows, stride), from (rows, width). */
+/* The inverse of take_columns: to (rows, stride), from (rows, width). */
 extern "C" __global__ void put_columns(Element *to, const Element *from, int stride, int first,
                                        int add, long long rows, int width) {
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
@@ -513,8 +513,8 @@ extern "C" __global__ void add_rows(Compute *to, const Compute *from, const long
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) to[order[row] * width + d] += from[row * width + d];
 }
 
-/* to = from or to += from, whatever the types of both, for up to three arrays after each other.  Of
-   each `group` rows of from the sum. */
+/* to = from or to += from for up to three arrays, of any types.  If `group` is not 1, the sum of each
+   `group` rows of from is taken. */
 extern "C" __global__ void put_rows(void *to0, int wide0, int fresh0, const void *from0, void *to1,
                                     int wide1, int fresh1, const void *from1, void *to2,
                                     int wide2, int fresh2, const void *from2, int wide_from,
@@ -537,8 +537,8 @@ extern "C" __global__ void put_rows(void *to0, int wide0, int fresh0, const void
   }
 }
 
-/* to (width, rows) = from (rows, width)^T; turned: to (rows, width) = from (width, rows)^T.  `rows`
-   are the many: there is a warp for each. */
+/* to (width, rows) = from (rows, width)^T; if turned, to (rows, width) = from (width, rows)^T.  There
+   is a warp for each of the `rows`, the longer axis. */
 extern "C" __global__ void transpose(Compute *__restrict__ to, const Compute *__restrict__ from,
                                      int turned, long long rows, int width) {
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
@@ -549,7 +549,7 @@ extern "C" __global__ void transpose(Compute *__restrict__ to, const Compute *__
   }
 }
 
-/* Every head of from (rows, heads, headdim) `group` times: (rows, heads * group, headdim). */
+/* Repeat every head of from (rows, heads, headdim) `group` times: (rows, heads * group, headdim). */
 extern "C" __global__ void repeat_heads(Element *to, const Element *from, int group, int headdim,
                                         long long rows, int width) {
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
@@ -564,8 +564,9 @@ __device__ float power_of_two(int exponent) { /* from -126 to 127 */
   return y.value;
 }
 
-/* Bytes of the wire, to (rows, bytes) from (rows, width): see core/wire.py.  A mantissa of 7 bits is
-   bfloat16, of 3 E4M3, of 1 E2M1.  A warp has a block of 32 elements, a lane one of them. */
+/* Encode for the wire, to (rows, bytes) from (rows, width), see core/wire.py.  A mantissa of 7 bits
+   is bfloat16, 3 bits are E4M3, and 1 bit is E2M1.  A warp encodes blocks of 32 elements, and a lane
+   one element of each. */
 extern "C" __global__ void encode(unsigned char *to, const Element *from, int bytes, int mantissa,
                                   int lowest, int highest, double top, long long rows, int width) {
   FOR_EACH_ROW(row) {
@@ -581,7 +582,7 @@ extern "C" __global__ void encode(unsigned char *to, const Element *from, int by
       }
       int sign = x.bits >> 31, largest;
       x.bits &= 0x7fffffff;
-      largest = x.bits; /* without their signs, numbers are in the order of their bits */
+      largest = x.bits; /* without signs, floats have the same order as their bits */
       for (int step = LANES / 2; step > 0; step /= 2) {
         int other = __shfl_xor_sync(EVERYONE, largest, step);
         largest = other > largest ? other : largest;
@@ -592,7 +593,7 @@ extern "C" __global__ void encode(unsigned char *to, const Element *from, int by
       if (x.value > (float)top) x.value = (float)top;
       int place = (int)(x.bits >> 23) - 127;
       if (place < lowest) place = lowest;
-      /* In units of the last place it is an integer; a carry goes to the exponent. */
+      /* In units of the last place the value is an integer; a carry increments the exponent. */
       int code = (int)rintf(x.value * power_of_two(mantissa - place));
       code += (place - lowest) << mantissa;
       code |= sign << (mantissa == 3 ? 7 : 3);
@@ -604,7 +605,7 @@ extern "C" __global__ void encode(unsigned char *to, const Element *from, int by
   }
 }
 
-/* The opposite: to (rows, width), from (rows, bytes). */
+/* Decode, the inverse of encode: to (rows, width), from (rows, bytes). */
 extern "C" __global__ void decode(Element *to, const unsigned char *from, int bytes, int mantissa,
                                   int lowest, long long rows, int width) {
   FOR_EACH_ROW(row) FOR_EACH_COLUMN(d) {
@@ -619,7 +620,7 @@ extern "C" __global__ void decode(Element *to, const unsigned char *from, int by
       code &= mantissa == 3 ? 127 : 7;
       int exponent = code >> mantissa, digits = code & ((1 << mantissa) - 1);
       if (exponent) digits |= 1 << mantissa;
-      /* In two factors, neither of which is tiny: CuPy makes tiny floats zeros. */
+      /* Two factors, neither of them subnormal: CuPy compiles subnormal floats to zeros. */
       int power = (exponent ? exponent - 1 : 0) + lowest - mantissa + scale - 127;
       y.value = (float)digits * power_of_two(power / 2) * power_of_two(power - power / 2);
       if (scale == 255 || (mantissa == 3 && code == 127)) y.bits = 0x7fc00000;

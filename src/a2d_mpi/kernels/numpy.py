@@ -1,24 +1,25 @@
 """The NumPy kernel: online-softmax attention by cache blocks, which stay in the L2 cache.
 
-The time goes into the matrix products and one pass of exponentials; everything else is arranged
-to vanish beside them:
+Most of the time goes into matrix products and one pass of exponentials.  All other work is kept
+small beside them:
 
-* every product is written into a preallocated buffer;
-* the subtraction of the running maximum, of lse and of delta is one more column of the first
-  products (a column of ones beside k and v); under a soft-cap, which comes between the product
-  and the subtraction, the latter is a pass;
-* exponentials and their sums are one pass, compiled where that is possible
-  (`a2d_mpi.kernels.passes`);
-* the query heads that share a KV head are rows of one product;
-* visibility is decided per cache block (`a2d_mpi.kernels.blocks`), for all heads at once;
-* in small cache blocks one call of NumPy does many heads;
-* where ``max|q| max|k|`` proves that no exponential can overflow (Cauchy-Schwarz), no maximum
-  is taken.  Otherwise the shift of a row is raised only when some logit exceeds it by more than
-  `SLACK`, which costs one scalar maximum a cache block.
+* Every product is written into a preallocated buffer.
+* The running maximum, lse and delta are subtracted by one more column of the first products (a
+  column of ones beside k and v).  A soft-cap comes between the product and the subtraction, so
+  the subtraction is then a pass of its own.
+* Exponentials and their sums are one pass, which is compiled if Numba is there
+  (`a2d_mpi.kernels.passes`).
+* The query heads that share a KV head are rows of one product.
+* Visibility is decided once per cache block for all heads (`a2d_mpi.kernels.blocks`).
+* In small cache blocks one call of NumPy computes many heads.
+* If ``max|q| max|k|`` proves that no exponential can overflow (Cauchy-Schwarz), no maximum is
+  computed.  Otherwise the shift of a row is raised only if a logit exceeds it by more than
+  `SLACK`.  This check costs one scalar maximum per cache block.
 
-In the comments on shapes, c is the number of KV heads that are packed at once, x that of those
-which one call of NumPy does, g the query heads per KV head, n the rows of a query block
-(tokens x g), m those of a cache block, b its keys, d the headdim, e the width of values.
+In the comments on shapes, c is the number of KV heads that are packed at once, and x the number of
+KV heads that one call of NumPy computes.  g is the number of query heads per KV head.  n is the
+number of rows of a query block (tokens x g), m of a cache block, and b its number of keys.  d is
+headdim, and e is headdim_v.
 """
 
 from __future__ import annotations
@@ -33,34 +34,35 @@ SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
 
 
 class NumpyKernel(Packing):
-    """Attention of some queries over some keys, forward and backward.
+    """The kernel of the host: attention of queries over keys, forward and backward.
 
     Parameters
     ----------
     dtype : dtype
-        Of the tensors; float16 and bfloat16 are computed in float32.
+        Dtype of the tensors; float16 and bfloat16 are computed in float32.
     softmax_scale : float
     poll : callable, optional
-        Called between cache blocks (about every millisecond): MPI moves large messages only inside
-        MPI calls, and NumPy holds the core.
+        Function that is called between cache blocks, about every millisecond.  It lets MPI move
+        large messages, which happens only inside MPI calls.
     block_q, block_k : int
-        Rows and keys of a cache block, at most.
+        Most rows and keys of a cache block.
     work : Workspace, optional
-        Holds the buffers of the kernel.
+        Buffers of the kernel.
     passes : Passes, optional
-        Default: by NumPy.
+        Default: passes by NumPy.
     logit_softcap : float, optional
-        c: scaled logits s become ``c tanh(s / c)``, with the derivative ``1 - tanh(s / c)^2``.
+        c > 0: scaled logits s become ``c tanh(s / c)``, with the derivative
+        ``1 - tanh(s / c)^2``.
 
     Attributes
     ----------
     careful : bool
-        True: NaN and infinite elements stay away from results that do not depend on them.  0 times
-        NaN is NaN: products of a cache block spread such elements to pairs that a mask hides.
-        False, the default: there are no such elements.
-    largest : (nheads,) compute dtype, or None
-        Where `forward` puts the largest visible logit of each head, scaled and not capped, if it
-        is larger than what stands there: one more pass over the logits.  None, the default.
+        Whether elements may be NaN or infinite.  Products of cache blocks would spread these to
+        hidden pairs, because 0 times NaN is NaN.  With True, results that do not depend on these
+        elements stay correct.  Default: False.
+    largest : (nheads,) accumulation dtype, or None
+        Largest visible logit of each head, scaled and not capped.  `forward` raises it to the
+        logits of the block, which takes one more pass.  Default: None, no such pass.
 
     Notes
     -----
@@ -79,7 +81,7 @@ class NumpyKernel(Packing):
         out: Array,
         lse: Array,
     ) -> None:
-        """Overwrite `out` and `lse` with the partial result of these queries over these keys.
+        """Overwrite `out` and `lse` with the partial result of the queries over the keys.
 
         Parameters
         ----------
@@ -89,46 +91,50 @@ class NumpyKernel(Packing):
         intervals : tuple of (begin, end), each (nq,) int
             Visible keys of each query, as positions in `k`.
         out : (nq, nheads, headdim_v)
-            0 in masked rows.
+            Partial out; 0 in masked rows.
         lse : (nq, nheads)
-            Nats; -inf in masked rows.
+            Partial lse in nats; -inf in masked rows.
         """
         nheads, d = q.shape[1:]
         nk, nheads_kv, e = v.shape
         g = nheads // nheads_kv
-        query_blocks, most, masked, unseen = self._blocker.blocking(intervals, nk, g)
+        query_blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
         get, capped = self._get, self.logit_softcap is not None
-        bounded = self._bounded(q, k, v, masked, unseen)
+        bounded = self._bounded(q, k, v, masked_rows, masked_keys)
         columns = d if bounded or capped else d + 1
         for first, c in self._groups(nheads_kv, most, nk, max(d, e)):
             heads = slice(first * g, (first + c) * g)
             heads_kv = slice(first, first + c)
-            kh = self._keys("k", k[:, heads_kv], unseen, columns)  # (c, nk, d), or d + 1
-            vh = self._keys("v", v[:, heads_kv], unseen, e)  # (c, nk, e)
+            kh = self._keys("k", k[:, heads_kv], masked_keys, columns)  # (c, nk, d), or d + 1
+            vh = self._keys("v", v[:, heads_kv], masked_keys, e)  # (c, nk, e)
             for i0, i1, cache_blocks in query_blocks:
                 n, here = (i1 - i0) * g, (slice(i0, i1), heads)
-                hide = None if masked is None else masked[i0:i1]
+                hide = None if masked_rows is None else masked_rows[i0:i1]
                 # (c, n, d), or d + 1: the last column is minus the shift.
                 column = None if columns == d else 0
                 qb = self._pack("q", q[here], c, self.softmax_scale, column, hide)
                 acc, total = get("acc", (c, n, e)), get("total", (c, n))
                 total[:] = 0
                 shift = None if bounded else np.zeros((c, n), self.dtype)
-                # The first product goes straight to where others are added.
+                # The first product is written directly to the sum.
                 direct = bounded and bool(cache_blocks) and cache_blocks[0].rows == slice(0, n)
                 if not direct:
                     acc[:] = 0
                 sees = None if bounded else np.zeros((c, n), bool)  # rows that have seen a key
-                for part, block in self._parts(cache_blocks, c, max(d, e)):
+                for subset, block in self._by_heads(cache_blocks, c, max(d, e)):
                     rows, j0, j1, differ, hidden = block
-                    at, keys, x = (part, rows), (part, slice(j0, j1)), part.stop - part.start
+                    at, keys, x = (
+                        (subset, rows),
+                        (subset, slice(j0, j1)),
+                        subset.stop - subset.start,
+                    )
                     m, b = rows.stop - rows.start, j1 - j0
                     s, total_at = get("scores", (x, m, b)), total[at]
                     # (x, m, b) = (x, m, d) @ (x, d, b)
                     np.matmul(qb[at], _t(kh[keys]), out=s)
                     if self.largest is not None:
                         shifted = None if bounded or capped else shift[at]
-                        self._find_largest(s, shifted, block, (first + part.start) * g, g)
+                        self._find_largest(s, shifted, block, (first + subset.start) * g, g)
                     if capped:
                         self._cap(s)
                     if bounded:
@@ -175,46 +181,51 @@ class NumpyKernel(Packing):
         k : (nk, nheads_kv, headdim)
         v : (nk, nheads_kv, headdim_v)
         lse, delta : (nq, nheads)
-            Over all keys of the sequence; ``delta = rowsum(dout * out)``.
+            lse over all keys of the sequence, in nats, and ``delta = rowsum(dout * out)``.
         intervals : tuple of (begin, end), each (nq,) int
             Visible keys of each query, as positions in `k`.
         dq, dk, dv
-            Of the shapes of q, k and v.
+            Gradients with the shapes of q, k and v.
         fresh : bool
-            Overwrite dq, dk and dv instead, which may then be of the tensors' dtype.
+            Whether to overwrite dq, dk and dv instead.  They may then have the tensors' dtype.
 
         Notes
         -----
         ``p = exp(s - lse)``, ``ds = p (dout v^T - delta)``, ``dv += p^T dout``,
-        ``dk += scale ds^T q``, ``dq += scale ds k`` (FlashAttention-2, arXiv:2307.08691, alg. 2);
-        under a soft-cap ds has its derivative as a factor.
+        ``dk += scale ds^T q``, ``dq += scale ds k`` (FlashAttention-2, arXiv:2307.08691, alg. 2).
+        With a soft-cap, ds is multiplied by the derivative of the cap.
         """
         nheads, d = q.shape[1:]
         nk, nheads_kv, e = v.shape
         g = nheads // nheads_kv
-        query_blocks, most, masked, unseen = self._blocker.blocking(intervals, nk, g)
+        query_blocks, most, masked_rows, masked_keys = self._blocker.blocking(intervals, nk, g)
         get = self._get
         for first, c in self._groups(nheads_kv, most, nk, max(d, e)):
             heads, heads_kv = slice(first * g, (first + c) * g), slice(first, first + c)
             kh, vh = (
-                self._keys(x, y[:, heads_kv], unseen) for x, y in (("k", k), ("v", v))
+                self._keys(x, y[:, heads_kv], masked_keys) for x, y in (("k", k), ("v", v))
             )  # (c, nk, d + 1), (c, nk, e + 1): a column of ones at the end
             dkh, dvh = get("dk", (c, nk, d)), get("dv", (c, nk, e))
             dkh[:] = dvh[:] = 0
             for i0, i1, cache_blocks in query_blocks:
                 n, here = (i1 - i0) * g, (slice(i0, i1), heads)
-                hide = None if masked is None else masked[i0:i1]  # their lse may be -inf
+                # The lse of masked rows may be -inf.
+                hide = None if masked_rows is None else masked_rows[i0:i1]
                 # (c, n, d + 1), (c, n, e + 1)
                 qb = self._pack("q", q[here], c, self.softmax_scale, -lse[here], hide)
                 db = self._pack("dout", dout[here], c, 1, -delta[here], hide)
                 dqb = get("dq", (c, n, d))
                 dqb[:] = 0
-                parts = self._parts(cache_blocks, c, max(d, e))
-                for part, (rows, j0, j1, differ, hidden) in parts:
-                    at, keys, x = (part, rows), (part, slice(j0, j1)), part.stop - part.start
+                with_heads = self._by_heads(cache_blocks, c, max(d, e))
+                for subset, (rows, j0, j1, differ, hidden) in with_heads:
+                    at, keys, x = (
+                        (subset, rows),
+                        (subset, slice(j0, j1)),
+                        subset.stop - subset.start,
+                    )
                     m, b = rows.stop - rows.start, j1 - j0
                     p, ds = get("scores", (x, m, b)), get("dscores", (x, m, b))
-                    # One buffer: each sum is added before the next one is written.
+                    # The three share a buffer: each one is added before the next one is written.
                     partial_k, partial_q = get("partial", (x, b, d)), get("partial", (x, m, d))
                     partial_v = get("partial", (x, b, e))
                     if self.logit_softcap is None:
@@ -235,7 +246,7 @@ class NumpyKernel(Packing):
                         ds *= slope
                     if self.careful and hidden is not None:
                         np.copyto(ds[:, differ], 0, where=hidden)
-                    # The packed q carries softmax_scale already.
+                    # The packed q is already multiplied by softmax_scale.
                     self._product(_t(ds), qb[at][..., :d], shown_t, partial_k)  # ds.T @ q
                     dkh[keys] += partial_k  # (x, b, d)
                     self._product(ds, kh[keys][..., :d], shown, partial_q)  # ds @ k
@@ -251,16 +262,16 @@ class NumpyKernel(Packing):
 def _raise(
     s: np.ndarray, shift: np.ndarray, sees: np.ndarray, sums: tuple[np.ndarray, ...]
 ) -> None:
-    """Raise the shift of rows that exceed it by too much, and rescale what they have summed up.
+    """Raise the shift of rows whose logits exceed it by too much, and rescale their sums.
 
-    s is (heads, rows, keys), shift and sees are (heads, rows), and sums (heads, rows, ...).
+    `s` is (heads, rows, keys), `shift` and `sees` (heads, rows), and `sums` (heads, rows, ...).
     """
     if sees.all() and s.max() <= SLACK:
         return
     rise = s.max(axis=-1)
     new = ~sees & ~np.isneginf(rise)
     sees |= new
-    # The first key that a row sees sets its shift; later ones only raise it.
+    # The first visible keys of a row set its shift; later keys only raise it.
     rise[~new] = np.maximum(rise[~new], 0)
     rise[~sees] = 0
     s -= rise[..., None]
@@ -271,7 +282,7 @@ def _raise(
 
 
 def _t(x: np.ndarray) -> np.ndarray:
-    """Transposed matrices."""
+    """Transpose matrices."""
     return x.swapaxes(-1, -2)
 
 

@@ -34,7 +34,8 @@ class Packing:
         self.poll = poll or (lambda: None)
         self._work, self._blocker = work or Workspace(), Blocker(block_q, block_k)
         self._passes = passes or Passes(self.dtype)
-        # exp(+-half) and its products with values between low and high stay in range.
+        # exp(+-half), and its products with values between low and high, neither overflow nor
+        # underflow.
         info = np.finfo(self.dtype)
         self._half = math.log(info.max) / 2
         self._high = math.exp(self._half)
@@ -46,7 +47,7 @@ class Packing:
     def _shown(
         self, rows: int, keys: int, differ: slice | None, hidden: np.ndarray | None
     ) -> np.ndarray | None:
-        """Visible pairs of a cache block, 1 or 0; None where nothing is hidden, or not careful."""
+        """Return 1 for visible and 0 for hidden pairs; None without hidden pairs or `careful`."""
         if not self.careful or hidden is None:
             return None
         shown = np.ones((rows, keys), self.dtype)
@@ -56,7 +57,10 @@ class Packing:
     def _product(
         self, weights: np.ndarray, x: np.ndarray, shown: np.ndarray | None, out: np.ndarray
     ) -> None:
-        """Compute ``out = weights x``; if careful, with NaN in rows that see bad elements of x."""
+        """Compute ``out = weights x``.
+
+        With `shown`, rows that see NaN or infinite elements of x become NaN; other rows do not.
+        """
         bad = None if shown is None else ~np.isfinite(x)
         if bad is None or not bad.any():
             np.matmul(weights, x, out=out)
@@ -65,7 +69,7 @@ class Packing:
         np.copyto(out, np.nan, where=shown @ bad.astype(x.dtype) > 0)
 
     def _cap(self, s: np.ndarray, slope: np.ndarray | None = None) -> None:
-        """Apply the soft-cap to logits; its derivative goes to `slope`."""
+        """Apply the soft-cap to logits, in place; write its derivative to `slope`."""
         cap = self.dtype.type(self.logit_softcap)
         s /= cap
         np.tanh(s, out=s)
@@ -82,33 +86,34 @@ class Packing:
         first: int,
         group: int,
     ) -> None:
-        """Raise `largest` of the heads from `first` on to the largest visible logits of a block.
+        """Raise `largest` of heads from `first` on to the largest visible logits of a cache block.
 
-        s is (KV heads, rows, keys), less the shift of each row.  Hidden logits become -inf.
+        `s` is (KV heads, rows, keys): logits minus the shift of each row.  Hidden logits become
+        -inf.
         """
         if block.hidden is not None:
             np.copyto(s[:, block.differ], -np.inf, where=block.hidden)
-        found = s.max(axis=-1) if shift is None else s.max(axis=-1) + shift  # (KV heads, rows)
-        by_head = found.reshape(len(s), -1, group).max(axis=1).ravel()  # (KV heads x group,)
+        by_row = s.max(axis=-1) if shift is None else s.max(axis=-1) + shift  # (KV heads, rows)
+        by_head = by_row.reshape(len(s), -1, group).max(axis=1).ravel()  # (KV heads x group,)
         here = self.largest[first : first + len(by_head)]
         np.maximum(here, by_head, out=here)
 
     def _groups(self, nheads_kv: int, rows: int, nk: int, d: int) -> list[tuple[int, int]]:
-        """KV heads whose keys and queries are packed at once, as (first, number).
+        """Return groups of KV heads that are packed at once, as (first, number).
 
-        A token's heads lie side by side: to pack them one by one takes twice as long.
+        The heads of a token are adjacent in memory, so packing head by head takes twice as long.
         """
         count = head_groups(nheads_kv, rows, nk, d)
         bounds = [nheads_kv * i // count for i in range(count + 1)]
         return [(first, last - first) for first, last in zip(bounds, bounds[1:], strict=False)]
 
-    def _parts(
+    def _by_heads(
         self, cache_blocks: Iterable[CacheBlock], heads: int, d: int
     ) -> Iterator[tuple[slice, CacheBlock]]:
-        """Cache blocks, each with some of the heads of a group at a time.
+        """Yield each cache block several times, with the heads that one call of NumPy computes.
 
-        One head of a large cache block.  In small ones the overhead of NumPy's calls would
-        prevail: each call does as many heads as stay in the cache together with their buffers.
+        For a large cache block this is one head.  For a small one, it is as many heads as stay in
+        the cache together with their buffers, to limit the overhead of NumPy's calls.
         """
         room = self._blocker.block_q * self._blocker.block_k
         for block in cache_blocks:
@@ -120,9 +125,10 @@ class Packing:
     def _keys(
         self, name: str, x: np.ndarray, hide: np.ndarray | None, columns: int | None = None
     ) -> np.ndarray:
-        """Copy (keys, heads, d) to (heads, keys, columns), 0 where `hide`; default: d and ones.
+        """Copy (keys, heads, d) to (heads, keys, columns); columns after d are ones.
 
-        A view where nothing would change: BLAS reads the rows of one head as fast as packed ones.
+        Rows of keys with true `hide` become 0.  By default there are d + 1 columns.  If the copy
+        would change nothing, return a view: BLAS reads strided rows as fast as packed rows.
         """
         keys, heads, d = x.shape
         if columns == d and x.dtype == self.dtype and hide is None:
@@ -145,12 +151,12 @@ class Packing:
     ) -> np.ndarray:
         """Copy (tokens, heads, d) times `factor` to (heads_kv, tokens x group, d + 1).
 
-        `column`, the last one, is (tokens, heads) or a number; None: there is none.  Rows of the
-        tokens where `hide` is true become 0.
+        `column` is the last column, (tokens, heads) or a number; None: there are d columns.  Rows
+        of tokens with true `hide` become 0.
         """
         tokens, heads, d = x.shape
         columns, group = d + (column is not None), heads // heads_kv
-        # Token by token, as they lie in memory: head by head takes twice as long.
+        # Copy token by token, in the order of memory: head by head takes twice as long.
         if group == 1:
             to = self._get(name, (tokens, heads, columns))
             packed = to.swapaxes(0, 1)
@@ -169,23 +175,25 @@ class Packing:
         q: np.ndarray,
         k: np.ndarray,
         v: np.ndarray,
-        masked: np.ndarray | None,
-        unseen: np.ndarray | None,
+        masked_rows: np.ndarray | None,
+        masked_keys: np.ndarray | None,
     ) -> bool:
-        """Prove that exp(logit) and its products with v stay in range without a shift.
+        """Return True if exp(logit) and its products with v surely stay in range without a shift.
 
-        `masked` rows of q and `unseen` ones of k and v do not count: they may hold anything.
+        Masked rows of q, and masked keys of k and v, do not count: they may hold anything.
         """
-        if not all(len(x) if y is None else not y.all() for x, y in ((q, masked), (k, unseen))):
+        if not all(
+            len(x) if y is None else not y.all() for x, y in ((q, masked_rows), (k, masked_keys))
+        ):
             return True
-        q2, k2, least, most = self._passes.largest_norms(q, k, v, masked, unseen)
+        q2, k2, least, most = self._passes.largest_norms(q, k, v, masked_rows, masked_keys)
         largest = math.sqrt(q2) * math.sqrt(k2) * abs(self.softmax_scale)
         if self.logit_softcap is not None and not math.isnan(largest):
             largest = min(largest, self.logit_softcap)
-        # NaN fails the comparisons and takes the general path.
+        # NaN fails these comparisons, so the general path is taken.
         if not (largest <= self._half and math.sqrt(most) * len(v) < self._high):
             return False
-        # An element of v is as large as its vector over the root of d, or larger.
-        if unseen is not None and most == 0:
-            v = v[~unseen]
+        # The largest element of a vector of v is at least its norm over the root of headdim_v.
+        if masked_keys is not None and most == 0:
+            v = v[~masked_keys]
         return least > self._low**2 * v.shape[2] or (most == 0 and not v.any())

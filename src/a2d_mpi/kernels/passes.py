@@ -1,6 +1,7 @@
 """Passes of the NumPy kernel over its arrays, by NumPy or compiled by Numba.
 
-Without AVX-512 ``np.exp`` takes a fifth of a forward pass; beside small tiles every call counts.
+Without AVX-512, ``np.exp`` takes a fifth of a forward pass.  In small blocks, the number of NumPy
+calls decides.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import numpy as np
 
 
 class Passes:
-    """All that is neither a product of matrices nor a copy; by NumPy, of any dtype.
+    """Passes by NumPy, for any dtype: everything except matrix products and copies.
 
     Parameters
     ----------
     dtype : dtype
-        In which the kernel computes.
+        Accumulation dtype of the kernel.
     """
 
     def __init__(self, dtype: np.dtype) -> None:
@@ -27,16 +28,16 @@ class Passes:
         differ: slice | None,
         hidden: np.ndarray | None,
     ) -> None:
-        """Replace logits by their exponentials, and add them up.
+        """Replace logits by their exponentials, and add these up.
 
         Parameters
         ----------
         s : (heads, rows, keys)
-            C-contiguous; -inf becomes 0, NaN stays NaN.
+            Logits, C-contiguous.  -inf becomes 0; NaN stays NaN.
         total : (heads, rows) or None
-            The sum of each row is added to it.
+            Sums, to which the sum of each row is added.
         differ : slice or None
-            Rows of which some pairs are hidden.
+            Rows with hidden pairs.
         hidden : (rows of differ, keys) bool or None
             Pairs whose logits count as -inf.
         """
@@ -51,17 +52,28 @@ class Passes:
         q: np.ndarray,
         k: np.ndarray,
         v: np.ndarray,
-        masked: np.ndarray | None,
-        unseen: np.ndarray | None,
+        masked_rows: np.ndarray | None,
+        masked_keys: np.ndarray | None,
     ) -> tuple[float, float, float, float]:
-        """Largest squares of the norms of vectors, (tokens, heads, d).
+        """Return the largest squared norms of the vectors of q, k and v.
 
-        Of q; of k; of v in the head where it is least, and in that where it is largest.  NaN may
-        be left out.  `masked` queries and `unseen` keys, (tokens,) bool or None, do not count;
-        there are others.
+        Parameters
+        ----------
+        q, k, v : (tokens, heads, headdim or headdim_v)
+        masked_rows, masked_keys : (tokens,) bool or None
+            Masked queries, and masked keys, which do not count.  At least one query and one key
+            must count.
+
+        Returns
+        -------
+        q2, k2 : float
+            Largest squared norm of q, and of k.
+        least, most : float
+            Each head of v has a largest squared norm: the least and the largest of these.  NaN
+            may be ignored.
         """
         q2, k2, v2 = (np.einsum("thd,thd->th", x, x, dtype=self._dtype) for x in (q, k, v))
-        for x, hide in ((q2, masked), (k2, unseen), (v2, unseen)):
+        for x, hide in ((q2, masked_rows), (k2, masked_keys), (v2, masked_keys)):
             if hide is not None:
                 x[hide] = 0
         by_head = v2.max(axis=0)
@@ -75,15 +87,17 @@ class Passes:
         out: np.ndarray,
         lse: np.ndarray,
     ) -> None:
-        """Write out and lse of rows, from their sums.
+        """Compute out and lse from the sums of rows.
 
         Parameters
         ----------
         acc, total : (heads_kv, tokens x group, d), (heads_kv, tokens x group)
-            C-contiguous; they may change.  Where total is 0, out becomes 0 and lse -inf.
+            Weighted sums of values, and sums of weights, C-contiguous; they may be overwritten.
+            Where total is 0, out becomes 0 and lse -inf.
         shift : (heads_kv, tokens x group) or None
-            Logits were smaller by it.
+            The number that was subtracted from the logits of each row.
         out, lse : (tokens, heads, d), (tokens, heads)
+            Receive the results.
         """
         tokens, nheads = lse.shape
         by_head = len(acc), tokens, nheads // len(acc)

@@ -1,4 +1,4 @@
-"""Mask shapes: a block cut into runs of queries that see one shape each."""
+"""Mask shapes, and the division of a block into runs of queries with one shape each."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 
 from a2d_mpi.masks.intervals import Interval
 
-CUT = 128  # cuDNN's tiles
-LONGEST = 2048  # queries of a general run: the keys that any of them sees are few then
+CUT = 128  # size of cuDNN's tiles
+LONGEST = 2048  # most queries of a general run, so that they see few keys together
 
-# The step of (begin, end) from each query to the next, as 2 x begin + end; others have none.
+# Shapes by their code: 2 x (step of begin) + (step of end), where steps go from a query to the
+# next and are 0 or 1.
 _SHAPES = ("full", "causal", "anti-causal", "band")
 _BREAK, _EMPTY = -1, 4
 
@@ -26,14 +27,20 @@ class Run:
     rows : slice
         The queries.
     shape : str
-        The mask shape.  "full": all queries see the same keys.  "causal": the last query sees all
-        of `keys`, each one before it one key fewer.  "anti-causal": the first query sees all of
-        `keys`, each one after it one key fewer, the first.  "band": like causal, and each query
-        sees `window` keys.  "empty": nobody sees a key.  "general": any other shape.
+        The mask shape.
+
+        * "full": all queries see all of `keys`.
+        * "causal": the last query sees all of `keys`.  Each earlier query sees one key less at
+          the end.
+        * "anti-causal": the first query sees all of `keys`.  Each later query sees one key less
+          at the beginning.
+        * "band": each query sees `window` keys, which move by one key from query to query.
+        * "empty": no query sees a key.
+        * "general": any other shape.
     keys : slice
         From the first to the last key that any of the queries sees.
     window : int
-        Keys that each query sees, for a band.
+        Number of keys that each query of a band sees.
     begin, end : (queries,) int64
         Visible keys of these queries, as positions among all keys of the block.
     """
@@ -47,78 +54,79 @@ class Run:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Queries and keys."""
+        """Numbers of queries and keys."""
         return self.rows.stop - self.rows.start, self.keys.stop - self.keys.start
 
     @property
     def area(self) -> int:
-        """Visible pairs."""
+        """Number of visible pairs."""
         return int(np.maximum(self.end - self.begin, 0).sum())
 
 
 def runs(interval: Interval, shortest: int = 1, pairs: int | None = None) -> list[Run]:
-    """Cut a block into runs of queries, each of one mask shape.
+    """Cut a block into runs of queries with one mask shape each.
 
-    Of a mask with several intervals, each is cut on its own.
+    If a mask has several intervals, call this function for each of them.
 
     Parameters
     ----------
     interval : (begin, end), each (nq,) int
         Visible keys of each query, as positions among the keys of the block.
     shortest : int
-        Neighbouring runs of fewer queries make one general run: a launch each would cost more.
+        Neighbouring runs with fewer queries are joined to a general run, because a launch for each
+        would cost more.
     pairs : int, optional
-        Runs that have more pairs of queries and keys, hidden ones too, are cut into some of a
-        multiple of `CUT` queries, as few as keep to it or have `CUT`.
+        Most pairs of queries and keys of a run, with hidden pairs.  Larger runs are cut into as
+        few runs as possible, of a multiple of `CUT` queries.  A run of `CUT` queries is not cut.
 
     Returns
     -------
     list of Run
-        In the order of the queries, all of which they cover.  General ones have `LONGEST` queries
-        at most.
+        Runs in the order of the queries.  They cover all queries.  General runs have at most
+        `LONGEST` queries.
     """
     begin, end = (np.asarray(x, np.int64) for x in interval)
-    found: list[tuple[int, int, str]] = []
+    spans: list[tuple[int, int, str]] = []
     for first, last, shape in _steps(begin, end):
         short = last - first < shortest
-        if found and short:
-            a, b, before = found[-1]
+        if spans and short:
+            a, b, before = spans[-1]
             if before == "general" or b - a < shortest:
-                found[-1] = (a, last, "general")
+                spans[-1] = (a, last, "general")
                 continue
-        found.append((first, last, shape))
+        spans.append((first, last, shape))
     return [
         _run(begin, end, a, b, shape)
-        for first, last, shape in found
+        for first, last, shape in spans
         for a, b in _cuts(begin, end, int(first), int(last), shape, pairs)
     ]
 
 
 def _steps(begin: np.ndarray, end: np.ndarray) -> list[tuple[int, int, str]]:
-    """Maximal runs of simple shapes, as (first, last + 1, shape)."""
+    """Return the longest runs of simple shapes, as (first, last + 1, shape)."""
     nq, seen = len(begin), end > begin
     by = np.stack([np.diff(begin), np.diff(end)])
-    step = by[0] * 2 + by[1]
-    step[((by < 0) | (by > 1)).any(axis=0) | (seen[1:] != seen[:-1])] = _BREAK
-    step[~seen[1:] & ~seen[:-1]] = _EMPTY  # neighbours that see nothing stay together
-    cuts = np.append(np.flatnonzero(np.diff(step)) + 1, nq - 1)  # where the step changes
-    found, first = [], 0
+    codes = by[0] * 2 + by[1]
+    codes[((by < 0) | (by > 1)).any(axis=0) | (seen[1:] != seen[:-1])] = _BREAK
+    codes[~seen[1:] & ~seen[:-1]] = _EMPTY  # neighbours without visible keys are in one run
+    cuts = np.append(np.flatnonzero(np.diff(codes)) + 1, nq - 1)  # where the code changes
+    spans, first = [], 0
     while first < nq:
-        code, last = int(step[first]) if first < nq - 1 else _BREAK, first + 1
+        code, last = int(codes[first]) if first < nq - 1 else _BREAK, first + 1
         if code != _BREAK:
             last = int(cuts[np.searchsorted(cuts, first, side="right")]) + 1
-        shape = (*_SHAPES, "empty")[code] if code != _BREAK else "full"  # of one query
-        found.append((first, last, shape if seen[first] else "empty"))
+        shape = (*_SHAPES, "empty")[code] if code != _BREAK else "full"  # a single query
+        spans.append((first, last, shape if seen[first] else "empty"))
         first = last
-    return found
+    return spans
 
 
 def _cuts(
     begin: np.ndarray, end: np.ndarray, first: int, last: int, shape: str, pairs: int | None
 ) -> list[tuple[int, int]]:
-    """Bounds of the runs that one run is cut into."""
-    parts = -(-(last - first) // LONGEST) if shape == "general" else 1
-    bounds = [first + (last - first) * i // parts for i in range(parts + 1)]
+    """Return the bounds of the runs into which one run is cut."""
+    number = -(-(last - first) // LONGEST) if shape == "general" else 1
+    bounds = [first + (last - first) * i // number for i in range(number + 1)]
     if pairs is not None and shape != "empty":
         keys = max(1, int(end[first:last].max() - begin[first:last].min()))
         step = max(CUT, pairs // keys // CUT * CUT)

@@ -1,18 +1,19 @@
-"""The local part of linear attention, in products of matrices.
+"""The computing of one rank in linear attention, as products of matrices.
 
-Causal, with a decay of each head (RetNet, arXiv:2307.08621), for tokens i and j::
+Causal linear attention with a decay of each head (RetNet, arXiv:2307.08621) is, for tokens i and
+j::
 
     o_i = sum over j <= i of  decay^(i - j) (q_i . k_j) v_j
 
-A shard is cut into pieces of consecutive tokens, and a piece into chunks of C tokens.  The state
-at the end of some tokens, (H, F, W), sums up all tokens j before the end e::
+A shard is cut into pieces of consecutive tokens, and a piece into chunks of C tokens.  The state,
+(H, F, W), before token e sums up all tokens j before it::
 
     S = sum over j < e of  decay^(e - 1 - j) k_j v_j^T
 
-So n more tokens turn S into ``decay^n S + (their own state)``.  No exponent is negative: nothing
-overflows, however long the sequence is.
+Another n tokens turn S into ``decay^n S + S'``, where S' is the state of these tokens alone.  No
+exponent is negative, so nothing overflows, however long the sequence is.
 
-Arrays are head-major: q and k are (H, n, F), v and o are (H, n, W), W is the width of the values.
+Arrays are head-major: q and k are (H, n, F), v and o are (H, n, W).  W is the width of the values.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Decay:
     Parameters
     ----------
     decay : (H,) float64
-        In (0, 1].
+        Decay of each head, in (0, 1].
     chunk : int
         C, tokens of the longest chunk.
     dtype : dtype
-        Of the factors.
+        Dtype of the factors.
 
     Attributes
     ----------
@@ -60,20 +61,20 @@ class Decay:
         self.rise = self._powers[:, 1:]
 
     def fall(self, n: int) -> np.ndarray:
-        """Row j of n: decay^(n - 1 - j), (H, n, 1)."""
+        """Return decay^(n - 1 - j) for rows j of n, (H, n, 1)."""
         return self._powers[:, :n][:, ::-1]
 
     def add(self, state: np.ndarray, more: np.ndarray, n: int) -> np.ndarray:
-        """State after n more tokens, whose own state is `more`."""
+        """Return the state after n more tokens; `more` is the state of these tokens alone."""
         return (self._decay**n).astype(self._dtype) * state + more
 
     def scan(
-        self, parts: Iterable[np.ndarray], lengths: Iterable[int], state: np.ndarray
+        self, added: Iterable[np.ndarray], lengths: Iterable[int], state: np.ndarray
     ) -> Iterator[np.ndarray]:
-        """The state before each part, and after the last."""
-        for part, n in zip(parts, lengths):
+        """Yield the state before each of the added states, and after the last."""
+        for more, n in zip(added, lengths):
             yield state
-            state = self.add(state, part, n)
+            state = self.add(state, more, n)
         yield state
 
 
@@ -85,18 +86,34 @@ def forward_causal(
     decay: Decay,
     exchange: StateExchange,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Compute o and the state before each piece."""
-    parts = [[_before_end(k, v, rows, decay) for rows in piece] for piece in pieces]
-    exchange.start([_total(x, piece, decay) for x, piece in zip(parts, pieces)])
+    """Compute causal linear attention of one rank.
+
+    Parameters
+    ----------
+    q, k, v : (H, n, F), (H, n, F), (H, n, W)
+        Features of queries and keys, and values, of this rank's shard.
+    pieces : sequence of sequence of slice
+        Chunks of each piece, as rows of the shard.
+    decay : Decay
+    exchange : StateExchange
+
+    Returns
+    -------
+    o : (H, n, W)
+    states : list of (H, F, W)
+        State before each piece.
+    """
+    own = [[_state_of_chunk(k, v, rows, decay) for rows in piece] for piece in pieces]
+    exchange.start([_total(x, piece, decay) for x, piece in zip(own, pieces)])
     o = np.empty_like(v)
-    for rows in chain.from_iterable(pieces):  # what tokens of one chunk give each other
+    for rows in chain.from_iterable(pieces):  # pairs of tokens of one chunk
         n = _length(rows)
         weights = (q[:, rows] @ k[:, rows].swapaxes(1, 2)) * decay.within[:, :n, :n]
         o[:, rows] = weights @ v[:, rows]
         exchange.poll()
     states = exchange.finish()
-    for piece, part, before in zip(pieces, parts, states):  # what the tokens before it give
-        for rows, state in zip(piece, decay.scan(part, map(_length, piece), before)):
+    for piece, of_chunks, before in zip(pieces, own, states):  # tokens before each chunk
+        for rows, state in zip(piece, decay.scan(of_chunks, map(_length, piece), before)):
             o[:, rows] += decay.rise[:, : _length(rows)] * (q[:, rows] @ state)
     return o, states
 
@@ -111,13 +128,13 @@ def backward_causal(
     decay: Decay,
     exchange: StateExchange,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute the gradients of q, k and v; `states`: before each piece, of `forward_causal`.
+    """Compute the gradients of q, k and v; `states` are the states that `forward_causal` returns.
 
-    The gradient of a state runs from the last token to the first, as the state does forward.
+    The gradient of the state is summed from the last token to the first.
     """
-    dparts = [[_after_start(q, do, rows, decay) for rows in piece] for piece in pieces]
+    own = [[_dstate_of_chunk(q, do, rows, decay) for rows in piece] for piece in pieces]
     reverse = [piece[::-1] for piece in pieces]
-    exchange.start([_total(x[::-1], y, decay) for x, y in zip(dparts, reverse)], reverse=True)
+    exchange.start([_total(x[::-1], y, decay) for x, y in zip(own, reverse)], reverse=True)
     dq, dk, dv = np.empty_like(q), np.empty_like(k), np.empty_like(v)
     for piece, state in zip(pieces, states):
         for rows in piece:
@@ -129,10 +146,10 @@ def backward_causal(
             dq[:, rows] = dweights @ k[:, rows] + from_before
             dk[:, rows] = dweights.swapaxes(1, 2) @ q[:, rows]
             dv[:, rows] = weights.swapaxes(1, 2) @ do[:, rows]
-            state = decay.add(state, _before_end(k, v, rows, decay), n)
+            state = decay.add(state, _state_of_chunk(k, v, rows, decay), n)
             exchange.poll()
-    for piece, dpart, after in zip(reverse, dparts, exchange.finish()):
-        for rows, dstate in zip(piece, decay.scan(dpart[::-1], map(_length, piece), after)):
+    for piece, of_chunks, after in zip(reverse, own, exchange.finish()):
+        for rows, dstate in zip(piece, decay.scan(of_chunks[::-1], map(_length, piece), after)):
             fall = decay.fall(_length(rows))
             dk[:, rows] += fall * (v[:, rows] @ dstate.swapaxes(1, 2))
             dv[:, rows] += fall * (k[:, rows] @ dstate)
@@ -142,7 +159,7 @@ def backward_causal(
 def forward_full(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, exchange: StateExchange
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Compute o and the state of all tokens, where every token sees all; nothing decays."""
+    """Compute o and the state of all tokens under a full mask, where nothing decays."""
     exchange.start([k.swapaxes(1, 2) @ v] if len(v[0]) else [])
     states = exchange.finish()
     return (q @ states[0] if states else np.empty_like(v)), states
@@ -156,7 +173,7 @@ def backward_full(
     states: Sequence[np.ndarray],
     exchange: StateExchange,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute the gradients of q, k and v; `states`: the state of all tokens."""
+    """Compute the gradients of q, k, v under a full mask; `states`: the state of all tokens."""
     if not states:
         return q, k, v  # no tokens
     exchange.start([q.swapaxes(1, 2) @ do], reverse=True)
@@ -169,17 +186,17 @@ def _length(rows: slice) -> int:
     return rows.stop - rows.start
 
 
-def _before_end(k: np.ndarray, v: np.ndarray, rows: slice, decay: Decay) -> np.ndarray:
-    """State of a chunk by itself, at its end, (H, F, W)."""
+def _state_of_chunk(k: np.ndarray, v: np.ndarray, rows: slice, decay: Decay) -> np.ndarray:
+    """Compute the state of a chunk alone, at its end, (H, F, W)."""
     return (decay.fall(_length(rows)) * k[:, rows]).swapaxes(1, 2) @ v[:, rows]
 
 
-def _after_start(q: np.ndarray, do: np.ndarray, rows: slice, decay: Decay) -> np.ndarray:
-    """Gradient of the state at the start of a chunk by the chunk itself, (H, F, W)."""
+def _dstate_of_chunk(q: np.ndarray, do: np.ndarray, rows: slice, decay: Decay) -> np.ndarray:
+    """Compute the gradient of the state at the start of a chunk from this chunk, (H, F, W)."""
     return (decay.rise[:, : _length(rows)] * q[:, rows]).swapaxes(1, 2) @ do[:, rows]
 
 
-def _total(parts: Sequence[np.ndarray], piece: Sequence[slice], decay: Decay) -> np.ndarray:
-    """State of a piece by itself from the states of its chunks, (H, F, W)."""
-    *_, last = decay.scan(parts, map(_length, piece), np.zeros_like(parts[0]))
+def _total(own: Sequence[np.ndarray], piece: Sequence[slice], decay: Decay) -> np.ndarray:
+    """Add up the states of a piece's chunks to the state of the piece alone, (H, F, W)."""
+    *_, last = decay.scan(own, map(_length, piece), np.zeros_like(own[0]))
     return last

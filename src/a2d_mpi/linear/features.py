@@ -12,19 +12,19 @@ ROTARY_BASE = 10000.0
 
 
 class FeatureMap:
-    """A map of each row, and its derivative; this one leaves rows as they are."""
+    """A map of each row, and its derivative.  This base class is the identity."""
 
     def forward(self, x: np.ndarray) -> np.ndarray:
-        """Features y of the rows, (H, n, F)."""
+        """Compute the features y, (H, n, F), of rows x, (H, n, D)."""
         return x
 
     def backward(self, dy: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Gradient of the rows, (H, n, D), from the gradient of the features y."""
+        """Compute the gradient of the rows, (H, n, D), from the gradient of the features y."""
         return dy
 
 
 class EluPlusOne(FeatureMap):
-    """ELU + 1 (Katharopoulos et al., arXiv:2006.16236): exp(x) below 0, x + 1 above."""
+    """ELU + 1: exp(x) below 0, x + 1 above (Katharopoulos et al., arXiv:2006.16236)."""
 
     def forward(self, x: np.ndarray) -> np.ndarray:
         return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
@@ -34,7 +34,7 @@ class EluPlusOne(FeatureMap):
 
 
 class Relu(FeatureMap):
-    """ReLU."""
+    """ReLU: max(x, 0)."""
 
     def forward(self, x: np.ndarray) -> np.ndarray:
         return np.maximum(x, 0)
@@ -46,15 +46,16 @@ class Relu(FeatureMap):
 class RandomRotary(FeatureMap):
     """ReLU of random projections of rotated rows, as in MoLFormer (arXiv:2106.09553).
 
-    The rows are rotated by the angles of their tokens (Su et al., arXiv:2104.09864): element i of
-    a head with element i + D / 2.
+    The rows are rotated by the rotary angles of their tokens (Su et al., arXiv:2104.09864), in the
+    planes of elements i and i + D / 2 of a head.
 
     Parameters
     ----------
     tokens : (n,) int64
+        Global index of each row.
     projections : (D, F) float
     dtype : dtype
-        Of the computation.
+        Dtype of the computation.
     """
 
     def __init__(self, tokens: np.ndarray, projections: np.ndarray, dtype: np.dtype) -> None:
@@ -72,14 +73,15 @@ class RandomRotary(FeatureMap):
 
     def _rotated(self, x: np.ndarray, sin: np.ndarray) -> np.ndarray:
         first, second = np.split(x, 2, axis=2)
-        parts = first * self._cos - second * sin, second * self._cos + first * sin
-        return np.concatenate(parts, axis=2)
+        halves = first * self._cos - second * sin, second * self._cos + first * sin
+        return np.concatenate(halves, axis=2)
 
 
 def random_projections(headdim: int, nfeatures: int, seed: int) -> np.ndarray:
-    """Random directions, orthogonal in groups of `headdim`, as long as normal vectors.
+    """Draw random directions that are orthogonal in groups of `headdim`.
 
-    Source: Choromanski et al., arXiv:2009.14794.
+    Their lengths are distributed as the lengths of normal vectors.  Source: Choromanski et al.,
+    arXiv:2009.14794.
 
     Returns
     -------
@@ -96,7 +98,7 @@ def random_projections(headdim: int, nfeatures: int, seed: int) -> np.ndarray:
 def make_feature_map(
     name: str, tokens: np.ndarray, headdim: int, nfeatures: int, seed: int, dtype: np.dtype
 ) -> FeatureMap:
-    """Feature map of the rows of these tokens by its name, one of `FEATURE_MAPS`."""
+    """Make the feature map of a name, one of `FEATURE_MAPS`, for the rows of these tokens."""
     if name == "random":
         return RandomRotary(tokens, random_projections(headdim, nfeatures, seed), dtype)
     return {"none": FeatureMap, "elu+1": EluPlusOne, "relu": Relu}[name]()

@@ -1,8 +1,8 @@
 """Normalisations of the output, and their gradients.
 
-Arrays are token-major: sums are (n, H, D), or (n, H, D + 1) where the last column is the
-denominator.  A forward function returns out, (n, H, D), and the scale of each row, from which the
-backward function finds the gradient of the sums.
+Arrays are token-major: sums are (n, H, D), or (n, H, D + 1) if the last column is the denominator.
+A forward function returns out, (n, H, D), and the scale of each row.  The backward function needs
+the scale for the gradient of the sums.
 """
 
 from __future__ import annotations
@@ -10,36 +10,36 @@ from __future__ import annotations
 import numpy as np
 
 NORMS = ("none", "denominator", "output")
-# What is added to a denominator, or to a mean square; 1e-6 as in the code of Katharopoulos et al.
+# Added to a denominator or a mean square; 1e-6 as in the code of Katharopoulos et al.
 EPSILON = 1e-6
 
 
 class Norm:
-    """A normalisation; this one leaves the sums as they are.
+    """A normalisation of sums.  This base class is the identity.
 
     Attributes
     ----------
     columns : int
-        Columns of ones that values get: 1 for a denominator, else 0.
+        Columns of ones that are appended to the values: 1 for a denominator, else 0.
     """
 
     columns = 0
 
     def scale_shape(self, tokens: int, nheads: int) -> tuple[int, int, int] | None:
-        """Shape of the scale; None if there is none."""
+        """Return the shape of the scale; None if there is no scale."""
         return None
 
     def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Out and scale."""
+        """Compute out and the scale from the sums."""
         return sums, None
 
     def backward(self, dout: np.ndarray, out: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
-        """Gradient of the sums."""
+        """Compute the gradient of the sums."""
         return dout
 
 
 class Denominator(Norm):
-    """Divide by the sum of the weights (Katharopoulos et al., arXiv:2006.16236)."""
+    """Division by the sum of the weights (Katharopoulos et al., arXiv:2006.16236)."""
 
     columns = 1
 
@@ -56,7 +56,7 @@ class Denominator(Norm):
 
 
 class OutputNorm(Norm):
-    """Divide by the root mean square of all heads of a token (TransNormer, arXiv:2307.14995)."""
+    """Division by the root mean square of all heads of a token (TransNormer, arXiv:2307.14995)."""
 
     def scale_shape(self, tokens: int, nheads: int) -> tuple[int, int, int]:
         return tokens, 1, 1
@@ -72,5 +72,5 @@ class OutputNorm(Norm):
 
 
 def make_norm(name: str) -> Norm:
-    """Normalisation by its name, one of `NORMS`."""
+    """Make the normalisation of a name, one of `NORMS`."""
     return {"none": Norm, "denominator": Denominator, "output": OutputNorm}[name]()

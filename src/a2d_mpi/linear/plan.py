@@ -26,21 +26,21 @@ from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.schedules import distribute
 from a2d_mpi.sharding.distribution import Distribution
 
-# The fastest of 16 to 512 on one core of an Intel Xeon (4096 tokens, heads of 32, 64 and 128): 32
-# and 128 take up to 10 % longer.
+# The fastest of 16 to 512 tokens on one core of an Intel Xeon (4096 tokens, heads of 32, 64 and
+# 128).  32 and 128 take up to 10 % longer.
 CHUNK = 64
-LONGEST = 4096  # tokens of a chunk: a table of C x C factors for each head
+LONGEST = 4096  # most tokens of a chunk: each head has a table of C x C factors
 
 
 class Kept(NamedTuple):
-    """What `LinearAttention.forward` keeps for `backward`.
+    """Arrays that `LinearAttention.forward` keeps for `backward`.
 
     Attributes
     ----------
     states : (pieces, H, F, W) compute_dtype
-        The state before each piece of this rank, or of all tokens with a full mask.
+        State before each piece of this rank; with a full mask, the state of all tokens.
     scale : (n, 1 or H, 1) compute_dtype or None
-        By which each row was multiplied.
+        Factor of each row in the normalisation.
     """
 
     states: np.ndarray
@@ -50,10 +50,10 @@ class Kept(NamedTuple):
 class LinearAttention:
     """Linear attention of one sequence that is spread over the ranks of a grid.
 
-    ``out_i = norm(sum over visible j of decay^(i - j) (phi(q_i) . phi(k_j)) v_j)``, phi being the
-    feature map.  Of the tokens of other ranks a rank needs their sum only, the state: one matrix
-    for each head.  The ranks exchange states once in each pass, however long the sequence is.
-    Making a plan, `forward` and `backward` are collective over ``grid.comm``.
+    ``out_i = norm(sum over visible j of decay^(i - j) (phi(q_i) . phi(k_j)) v_j)``, where phi is
+    the feature map.  A rank does not need the tokens of other ranks, but only their sum, the
+    state: one matrix for each head.  The ranks exchange states once in each pass, however long the
+    sequence is.  Making a plan, `forward` and `backward` are collective over ``grid.comm``.
 
     Parameters
     ----------
@@ -62,28 +62,28 @@ class LinearAttention:
     mask : Mask
         `Full()` or `Causal()`.
     seqlen : int
-        N, tokens of the whole sequence; any number from 1 on.
+        N, tokens of the sequence, at least 1.
     nheads, headdim : int
         H heads of D elements, of q, k, v and out.
     feature_map : {"none", "elu+1", "relu", "random"}
-        phi; "random": ReLU of random projections of rotated rows (MoLFormer).
+        phi.  "random": ReLU of random projections of rotated rows (MoLFormer).
     norm : {"output", "denominator", "none"}
         "output": divide by the root mean square of all heads of a token (TransNormer).
         "denominator": divide by the sum of the weights ``decay^(i - j) (phi(q_i) . phi(k_j))``; it
         needs a feature map.
     decay : float or sequence of nheads floats, optional
-        Above 0, at most 1, for each head; causal masks only.  Default: nothing decays.
+        Decay of all heads or of each head, above 0 and at most 1, for causal masks only.  Default:
+        nothing decays.
     nfeatures, seed : int
-        Of "random" features: F (default: headdim), and which ones.
+        Number F and seed of "random" features.  Default of F: headdim.
     states : {"gather", "ring"}
-        "gather": one all-gather (LASP-2).  "ring": from rank to rank (LASP).  Same results, bit
-        for bit.
+        Exchange of states.  "gather": one all-gather (LASP-2).  "ring": from rank to rank (LASP).
+        The results are the same, bit for bit.
     distribution : str or Distribution
-        Owner of each token.  Each run of consecutive tokens of a rank has a state of its own:
-        contiguous has one on each rank, zigzag two, striped one for each token.
+        Owner of each token.  Each run of consecutive tokens of a rank has a state: a contiguous
+        distribution has one on each rank, zigzag two, striped one for each token.
     dtype : {"float32", "float64", "float16", "bfloat16"}
-        Of q, k, v, out and their gradients.  All is computed, and states travel, in float32 or
-        wider.
+        Dtype of q, k, v, out and their gradients.  Computations and states have float32 or wider.
     chunk : int
         Tokens that are computed at once.
     threads : int, optional
@@ -100,16 +100,17 @@ class LinearAttention:
         Seconds of the latest call on this rank: "forward/compute", "forward/wait",
         "forward/total"; "backward/..." likewise.
 
-    Notes
-    -----
-    Arrays are NumPy arrays.
-
     Raises
     ------
     ValueError
-        On all ranks, with the numbers, if an argument is wrong or differs on any of them.
+        On all ranks, with the numbers, if an argument is wrong on any rank or differs between
+        ranks.
     RanksLost
-        On all ranks that are left, if a rank died and MPI goes on; likewise by all calls.
+        On all surviving ranks, if a rank died and MPI goes on.  All calls raise it, too.
+
+    Notes
+    -----
+    Arrays are NumPy arrays.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class LinearAttention:
                 self._map = make_feature_map(feature_map, self.tokens, *sizes)
                 self._norm, self._causal = make_norm(norm), _is_causal(mask)
                 width = int(nfeatures) if feature_map == "random" else config.headdim
-                # Of a state: (H, F, W).
+                # A state is (H, F, W).
                 self._shape = config.nheads, width, config.headdim + self._norm.columns
                 self._nbytes = math.prod(self._shape) * config.compute_dtype.itemsize
                 self._pieces = pieces_of(self.distribution, self._causal)
@@ -171,9 +172,9 @@ class LinearAttention:
                 what = f"{count} states, one for each run of tokens of the {kind} distribution,"
                 check_memory(what, count * self._nbytes)
                 table = 8 * config.nheads * min(chunk, config.seqlen) ** 2
-                # Powers, and with zeros above the diagonal; see `chunks.Decay`.
+                # `chunks.Decay` has two tables: powers, and powers with zeros above the diagonal.
                 check_memory(f"factors of {config.nheads} heads (chunk {chunk})", 2 * table)
-            except Exception as error:  # of any kind: the other ranks must hear of it
+            except Exception as error:  # of any kind: all ranks must raise it
                 problem = problem or str(error) or type(error).__name__
             rendezvous.meet(Call("making", self._number, 0, name))
             rendezvous.agree(problem, arguments)
@@ -194,7 +195,7 @@ class LinearAttention:
         )
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, Kept]:
-        """Compute out.
+        """Compute linear attention.
 
         Parameters
         ----------
@@ -206,12 +207,12 @@ class LinearAttention:
         out : (n, nheads, headdim) dtype
             Shard of this rank.
         kept : Kept
-            For `backward`.
+            Argument of `backward`.
 
         Raises
         ------
         ValueError
-            On all ranks, if an array has the wrong shape or dtype on any of them.
+            On all ranks, if an array has the wrong shape or dtype on any rank.
         """
         return self._call("forward", {"q": q, "k": k, "v": v})
 
@@ -241,14 +242,14 @@ class LinearAttention:
         Raises
         ------
         ValueError
-            On all ranks, if an array has the wrong shape or dtype on any of them.
+            On all ranks, if an array has the wrong shape or dtype on any rank.
         """
         return self._call("backward", {"dout": dout, "q": q, "k": k, "v": v, "out": out}, kept)
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
-        """Bytes [sent, received] by one forward and one backward call of `rank`.
+        """Predict the bytes [sent, received] by one forward and one backward call of `rank`.
 
-        The keys are those of ``traffic.bytes``.  Source: `a2d_mpi.linear.states.traffic`.
+        The dict has the keys of ``traffic.bytes``.  Source: `a2d_mpi.linear.states.traffic`.
         """
         rank = self.grid.comm.rank if rank is None else rank
         orders = zip(PHASES, (self._pieces, self._pieces[::-1]))
@@ -259,12 +260,12 @@ class LinearAttention:
         return {key: both for key, both in counts.items() if any(both)}
 
     def free(self) -> None:
-        """Nothing is kept between calls: this is here because plans have it."""
+        """Do nothing: this plan keeps no buffers between calls, but all plans have this method."""
 
     def _call(self, phase: str, arrays: dict[str, np.ndarray], kept: Kept | None = None) -> tuple:
         """Run one call; collective over the ranks of the grid."""
         rendezvous = self.grid.rendezvous
-        with rendezvous.turn(self._exchange.settle) as problem:
+        with rendezvous.turn(self._exchange.transport.settle) as problem:
             start = time.perf_counter()
             try:
                 if self._broken:
@@ -272,15 +273,15 @@ class LinearAttention:
                         "an earlier call was interrupted: make a new grid and a new plan"
                     )
                 self._check_arrays(arrays, phase, kept)
-            except Exception as error:  # of any kind: the other ranks must hear of it
+            except Exception as error:  # of any kind: all ranks must raise it
                 problem = problem or str(error) or type(error).__name__
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
             if rendezvous.meet(call, problem is not None):
                 rendezvous.agree(problem)
             self._calls += 1
             self._channel.start(phase, self._exchange.transport, rendezvous.watch)
-            self._broken = True  # messages are under way until the end
-            # Overflows and NaN show in the results.
+            self._broken = True  # an exception from here on leaves messages under way
+            # No warnings from every rank: overflows and NaN are seen in the results.
             with self._threads.limited(), np.errstate(over="ignore", invalid="ignore"):
                 if phase == "forward":
                     results = self._forward(**arrays)
@@ -333,22 +334,22 @@ class LinearAttention:
         fq, fk, fv = self._mapped(q, k, v)
         given = do, fq, fk, fv, list(kept.states)
         if self._causal:
-            found = chunks.backward_causal(*given, self._own, self._decay, self._exchange)
+            dfq, dfk, dfv = chunks.backward_causal(*given, self._own, self._decay, self._exchange)
         else:
-            found = chunks.backward_full(*given, self._exchange)
-        dq, dk = self._map.backward(found[0], fq), self._map.backward(found[1], fk)
-        dv = found[2][..., : self.config.headdim]
+            dfq, dfk, dfv = chunks.backward_full(*given, self._exchange)
+        dq, dk = self._map.backward(dfq, fq), self._map.backward(dfk, fk)
+        dv = dfv[..., : self.config.headdim]
         return tuple(_turned(x).astype(self.dtype) for x in (dq, dk, dv))
 
     def _mapped(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> list[np.ndarray]:
-        """Features (H, n, F) and values (H, n, W), with a column of ones for a denominator."""
+        """Compute features, (H, n, F), and values, (H, n, W), with ones for a denominator."""
         q, k, v = (_turned(x.astype(self.compute_dtype)) for x in (q, k, v))
         ones = np.ones((*v.shape[:2], self._norm.columns), v.dtype)
         return [self._map.forward(q), self._map.forward(k), np.concatenate([v, ones], axis=2)]
 
 
 def _turned(x: np.ndarray) -> np.ndarray:
-    """Token-major from head-major or the other way round, contiguous."""
+    """Make a head-major array token-major, or the other way round; the result is contiguous."""
     return np.ascontiguousarray(x.swapaxes(0, 1))
 
 
@@ -366,15 +367,15 @@ def _check(
     chunk: int,
     seed: int,
 ) -> None:
-    """Check the arguments that are no sizes of the tensors."""
+    """Check the arguments that are not sizes of the tensors."""
     if not isinstance(mask, (Full, Causal)):
         raise ValueError(
             f"linear attention needs a full or a causal mask, got {type(mask).__name__}"
         )
     words = (("feature_map", feature_map, FEATURE_MAPS), ("norm", norm, NORMS))
-    for name, value, known in (*words, ("states", states, STATES)):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {known}, got {value!r}")
+    for name, value, choices in (*words, ("states", states, STATES)):
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
     if norm == "denominator" and feature_map == "none":
         raise ValueError(
             f"a denominator needs a feature map that is not negative, one of {FEATURE_MAPS[1:]}: "
@@ -392,32 +393,32 @@ def _check(
 
 
 def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> np.ndarray:
-    """Decay of each head, (nheads,) float64."""
-    found = np.array(1.0 if decay is None else decay, np.float64)
-    if found.shape not in ((), (nheads,)):
-        raise ValueError(f"decay must be one number or {nheads}, got shape {found.shape}")
-    if not ((found > 0) & (found <= 1)).all():
+    """Return the decay of each head, (nheads,) float64."""
+    decays = np.array(1.0 if decay is None else decay, np.float64)
+    if decays.shape not in ((), (nheads,)):
+        raise ValueError(f"decay must be one number or {nheads}, got shape {decays.shape}")
+    if not ((decays > 0) & (decays <= 1)).all():
         raise ValueError(f"decay must be above 0 and at most 1, got {decay!r}")
     if decay is not None and not _is_causal(mask):
         raise ValueError(f"a decay needs a causal mask, got {type(mask).__name__}")
-    return np.broadcast_to(found, nheads).copy()
+    return np.broadcast_to(decays, nheads).copy()
 
 
 def _shards(distribution: str | Distribution, seqlen: int, grid: ProcessGrid) -> Distribution:
-    """The distribution of a name on a grid, or the given one if it fits."""
+    """Return the distribution of a name on a grid, or a given distribution if it fits."""
     if isinstance(distribution, str):
         return distribute(distribution, Causal(), seqlen, grid.rows, grid.cols, grid.heads)
-    found = distribution.seqlen, distribution.nshards
-    if found != (seqlen, grid.comm.size):
+    tokens, ranks = distribution.seqlen, distribution.nshards
+    if (tokens, ranks) != (seqlen, grid.comm.size):
         raise ValueError(
-            f"the distribution has {found[0]} tokens on {found[1]} ranks, this plan has "
+            f"the distribution has {tokens} tokens on {ranks} ranks, this plan has "
             f"{seqlen} on {grid.comm.size}"
         )
     return distribution
 
 
 def _cut(pieces: Sequence[Piece], rank: int, chunk: int) -> list[list[slice]]:
-    """Chunks of each piece of a rank, as rows of its shard."""
+    """Cut each piece of a rank into chunks; return them as rows of the shard."""
     cut, begin = [], 0
     for piece in pieces:
         if piece.owner == rank:

@@ -1,10 +1,10 @@
-"""The exchange of memory states between ranks, and its bytes.
+"""The exchange of states between ranks, and its bytes.
 
-* gather: every rank sends the states of its pieces to all others (LASP-2, arXiv:2502.07563).
-* ring: a state passes from the owner of each piece to the owner of the next, who adds its own
-  (LASP, arXiv:2404.02882).  If all tokens see all, the last state goes around once more.
+* gather: every rank sends the states of its pieces to all other ranks (LASP-2, arXiv:2502.07563).
+* ring: the owner of a piece adds its own state and sends the sum to the owner of the next piece
+  (LASP, arXiv:2404.02882).  Under a full mask the last sum goes around once more.
 
-Both add states in the order of tokens, and so have the same results, bit for bit.
+Both add states in the order of tokens, so their results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ STATES = ("gather", "ring")
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one rank, which have a state of their own.
+    """Consecutive tokens of one rank, which have one state.
 
     Attributes
     ----------
     owner : int
     place : int
-        Number of the piece among the owner's.
+        Index of the piece among the pieces of its owner.
     tokens : int
-        How many.
+        Number of tokens.
     """
 
     owner: int
@@ -40,39 +40,41 @@ class Piece(NamedTuple):
 
 
 def pieces_of(shards: Distribution, causal: bool) -> list[Piece]:
-    """The pieces of all ranks in the order of tokens; none is empty.
+    """Return the pieces of all ranks in the order of tokens; none is empty.
 
-    Where all tokens see all, the order of tokens does not matter: a shard is one piece.
+    Under a full mask the order of tokens does not matter, and a shard is one piece.
     """
     if not causal:
         return [Piece(p, 0, n) for p, n in enumerate(shards.counts) if n]
-    found = []
+    pieces = []
     for owner in range(shards.nshards):
         runs = []
         for run in shards.runs(owner):
             runs += [run] if run.step == 1 else [range(token, token + 1) for token in run]
         runs = [run for run in runs if len(run)]
-        found += [(run.start, Piece(owner, i, len(run))) for i, run in enumerate(runs)]
-    return [piece for _, piece in sorted(found)]
+        pieces += [(run.start, Piece(owner, i, len(run))) for i, run in enumerate(runs)]
+    return [piece for _, piece in sorted(pieces)]
 
 
 def traffic(pieces: Sequence[Piece], rank: int, way: str, causal: bool, nbytes: int) -> list[int]:
-    """Bytes that a rank sends and receives in one pass, forward or backward.
+    """Return the bytes that a rank sends and receives in one pass, forward or backward.
+
+    They depend on the number of pieces, but not on the number of tokens.
 
     Parameters
     ----------
     pieces : sequence of Piece
-        Of all ranks, in the order of tokens.
+        Pieces of all ranks, in the order of tokens.
     rank : int
     way : {"gather", "ring"}
     causal : bool
     nbytes : int
-        Of a state.
+        Bytes of a state.
 
     Returns
     -------
     [int, int]
-        They do not depend on the number of tokens, but on the number of pieces.
+        Bytes sent and received.
     """
     owners = [piece.owner for piece in pieces]
     if way == "gather":
@@ -86,19 +88,21 @@ def traffic(pieces: Sequence[Piece], rank: int, way: str, causal: bool, nbytes: 
 
 
 class StateExchange:
-    """One exchange in each pass.
+    """The exchange of states of a plan; each pass starts and finishes it once.
 
     Parameters
     ----------
     channel : Channel
-        Of all ranks.
+        Channel of all ranks.
     pieces : sequence of Piece
-        Of all ranks, in the order of tokens.
+        Pieces of all ranks, in the order of tokens.
     way : {"gather", "ring"}
     causal : bool
     decay : Decay
-    shape, dtype
-        Of a state: (H, F, W), and the dtype in which states are added.
+    shape : (int, int, int)
+        Shape of a state, (H, F, W).
+    dtype : dtype
+        Dtype in which states are added.
     """
 
     def __init__(
@@ -114,12 +118,12 @@ class StateExchange:
         self._channel, self._pieces, self._way, self._causal = channel, pieces, way, causal
         self._decay, self._shape, self._dtype = decay, shape, dtype
         self._owners = {piece.owner for piece in pieces}
-        self.transport, self._messages = HostTransport(), []
+        self.transport = HostTransport()
 
     def start(self, own: Sequence[np.ndarray], reverse: bool = False) -> None:
-        """Start with the states of this rank's pieces, (H, F, W), in the order of its rows.
+        """Start the exchange; `own` are the states, (H, F, W), of this rank's pieces in order.
 
-        `reverse`: from the last token to the first.
+        With `reverse`, states are added from the last token to the first.
         """
         rank = self._channel.rank
         self._order = list(self._pieces)[:: -1 if reverse else 1]
@@ -140,46 +144,42 @@ class StateExchange:
         self.transport.poll(self._channel.comm)
 
     def finish(self) -> list[np.ndarray]:
-        """For each of this rank's pieces, in the order of its rows, the sum of what is before it.
+        """Finish the exchange; return the state before each of this rank's pieces, in order.
 
-        If all tokens see all: the sum of all states.
+        Under a full mask, return the state of all tokens for each piece.
         """
-        found, state = self._gathered() if self._way == "gather" else self._passed_on()
+        before, state = self._gathered() if self._way == "gather" else self._passed_on()
         if not self._causal:
-            return [state] * len(found)
-        return [found[place] for place in range(len(found))]
-
-    def settle(self) -> None:
-        """Complete the messages of a call in which a rank died."""
-        self.transport.settle(self._messages)
+            return [state] * len(before)
+        return [before[place] for place in range(len(before))]
 
     def _gathered(self) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """The state before each own piece, and at the end of the sequence."""
+        """Return the state before each own piece, and the state at the end of the sequence."""
         self._channel.wait(self._messages)
-        found, state = {}, np.zeros(self._shape, self._dtype)
+        before, state = {}, np.zeros(self._shape, self._dtype)
         if self._channel.rank not in self._owners:
-            return found, state
+            return before, state
         for piece in self._order:
             if piece.owner == self._channel.rank:
-                found[piece.place] = state
+                before[piece.place] = state
             state = self._decay.add(state, self._states[piece.owner][piece.place], piece.tokens)
-        return found, state
+        return before, state
 
     def _passed_on(self) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """The same; at the end of the sequence only if all tokens see all."""
+        """Return the same as `_gathered`; under a causal mask the second state means nothing."""
         rank, own = self._channel.rank, self._states[self._channel.rank]
         owners = [piece.owner for piece in self._order]
-        found, state = {}, np.zeros(self._shape, self._dtype)
+        before, state = {}, np.zeros(self._shape, self._dtype)
         for i, piece in enumerate(self._order):
             if piece.owner != rank:
                 continue
             if i and owners[i - 1] != rank:
                 state = self._receive(owners[i - 1])
-            found[piece.place] = state
+            before[piece.place] = state
             state = self._decay.add(state, own[piece.place], piece.tokens)
             if i + 1 < len(owners) and owners[i + 1] != rank:
                 self._send(state, owners[i + 1])
-        if not self._causal and found:  # around once more: each rank has one piece
+        if not self._causal and before:  # the sum goes around once more; each rank has one piece
             i = owners.index(rank)
             if i + 1 < len(owners):
                 state = self._receive(owners[i - 1])
@@ -187,14 +187,12 @@ class StateExchange:
             if following not in (rank, owners[-1]):
                 self._send(state, following)
         self._channel.wait(self._messages)
-        return found, state
+        return before, state
 
     def _send(self, state: np.ndarray, peer: int) -> None:
         self._messages += self._channel.isend([state], peer, 0)
 
     def _receive(self, peer: int) -> np.ndarray:
         state = np.empty(self._shape, self._dtype)
-        messages = self._channel.irecv([state], peer, 0)
-        self._messages += messages  # also here, for `settle`
-        self._channel.wait(messages)
+        self._channel.wait(self._channel.irecv([state], peer, 0))
         return state

@@ -1,1 +1,1 @@
-"""Masks: which keys each query sees, as intervals; the fourteen patterns; interval arithmetic."""
+"""Masks as intervals of visible keys, the fourteen patterns, and interval arithmetic."""

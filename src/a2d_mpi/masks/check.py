@@ -1,4 +1,4 @@
-"""Checks of masks: of what `visible` returns, before it is used; of all methods, for tests."""
+"""Checks of the intervals that a mask returns, and of all methods of a mask (for tests)."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from a2d_mpi.core.config import DISTRIBUTIONS
 from a2d_mpi.masks.intervals import tidy
 from a2d_mpi.masks.mask import Aligned, IntervalMask, Mask
 
-_MANY = 1 << 16  # queries whose intervals are checked, in milliseconds
-_FEW = 64  # queries that are asked for again, in another order
-_MOST = 4096  # tokens of `check_mask`, which takes seconds then
+_CHECKED = 1 << 16  # queries whose intervals are checked, which takes milliseconds
+_REPEATED = 64  # queries that are asked for again, in another order
+_MOST_TOKENS = 4096  # of `check_mask`, which then takes seconds
 
 
 def check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
-    """Check what the method `visible` of a mask returns for up to 65536 queries.  Remembered.
+    """Check the intervals that `Mask.visible` returns for up to 65536 queries.
 
-    `Mask.digest` checks the intervals of all queries.
+    The result is cached for each mask and size.  `Mask.digest` checks the intervals of all
+    queries.
 
     Parameters
     ----------
     mask : Mask
-        Aligned for both sequences.
+        A mask from `Mask.aligned`.
     seqlen, seqlen_kv : int
         Queries and keys.
 
     Raises
     ------
     ValueError
-        If the mask cannot be hashed, or its `visible` does not return disjoint intervals for every
-        query, whatever the other queries are.
+        If the mask cannot be hashed, if intervals of a query overlap, or if the intervals of a
+        query depend on the other queries of the call.
     """
     try:
         _check_visible(mask, seqlen, seqlen_kv)
-    except TypeError as error:  # `visible` raises none here: `Mask.checked` sees to that
+    except TypeError as error:  # from the hash: `Mask.checked` catches all others
         raise ValueError(
             f"{type(mask).__name__} cannot be hashed ({error}): make it a frozen dataclass of "
             "numbers; one with arrays derives from a2d_mpi.masks.mask.ArrayMask"
@@ -45,26 +46,26 @@ def check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
 
 @lru_cache(maxsize=64)
 def _check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
-    mask.checked(_spread(seqlen, _MANY), seqlen_kv)
-    tokens = _spread(seqlen, _FEW)
-    known = dict(_keys_of(mask, tokens, seqlen_kv))
-    for others in (tokens[::-2], tokens[:0]):  # in another order; of a shard without tokens
+    mask.checked(_spread(seqlen, _CHECKED), seqlen_kv)
+    tokens = _spread(seqlen, _REPEATED)
+    expected = dict(_keys_of(mask, tokens, seqlen_kv))
+    for others in (tokens[::-2], tokens[:0]):  # another order; no tokens, as in an empty shard
         for query, keys in _keys_of(mask, others, seqlen_kv):
-            if keys != known[query]:
+            if keys != expected[query]:
                 name = type(mask.mask if isinstance(mask, Aligned) else mask).__name__
                 raise ValueError(
-                    f"{name}.visible: query {query} sees the keys {known[query]}, "
-                    f"and {keys} if other queries are asked for or in another order"
+                    f"{name}.visible: query {query} sees the keys {expected[query]}, but {keys} "
+                    "if it is called with other queries or in another order"
                 )
 
 
 def _spread(seqlen: int, number: int) -> np.ndarray:
-    """At most so many tokens of a sequence, from the first to the last: (n,) int64."""
+    """Return at most `number` evenly spread tokens of a sequence, (n,) int64."""
     return np.unique(np.linspace(0, seqlen - 1, min(number, seqlen)).astype(np.int64))
 
 
 def _keys_of(mask: Mask, q_tokens: np.ndarray, nk: int) -> list[tuple[int, list]]:
-    """Queries with their intervals of visible keys, as few as possible and in order."""
+    """Return each query with its intervals of visible keys, tidy and in order."""
     ends = np.array(tidy(zip(*mask.checked(q_tokens, nk))))  # (intervals, 2, nq)
     return [
         (query, [x for x in of_query if x[0] < x[1]])
@@ -73,11 +74,11 @@ def _keys_of(mask: Mask, q_tokens: np.ndarray, nk: int) -> list[tuple[int, list]
 
 
 def check_mask(mask: Mask, seqlen: int, seqlen_kv: int | None = None) -> None:
-    """Check a mask of one's own on a short sequence, every pair of a query and a key.
+    """Check every (query, key) pair of a user's mask on a short sequence, for tests.
 
-    For tests.  A plan checks the intervals that `visible` returns; this compares all other methods
-    with them, too: `dense`, `intervals` and `area` on subsets of queries and keys, `aligned`,
-    comparison and hash.
+    A plan checks only the intervals that `visible` returns.  This function also compares the other
+    methods with these intervals: `dense`, `intervals` and `area` on subsets of queries and keys,
+    `aligned`, comparison and hash.
 
     Parameters
     ----------
@@ -93,8 +94,10 @@ def check_mask(mask: Mask, seqlen: int, seqlen_kv: int | None = None) -> None:
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a Mask, got {mask!r}")
     n, nk = seqlen, seqlen if seqlen_kv is None else seqlen_kv
-    if not (1 <= n <= _MOST and 1 <= nk <= _MOST):
-        raise ValueError(f"check_mask takes 1 to {_MOST} tokens, got {n} queries and {nk} keys")
+    if not (1 <= n <= _MOST_TOKENS and 1 <= nk <= _MOST_TOKENS):
+        raise ValueError(
+            f"check_mask takes 1 to {_MOST_TOKENS} tokens, got {n} queries and {nk} keys"
+        )
     name, mask = type(mask).__name__, mask.aligned(n, nk)
     check_visible(mask, n, nk)
     digest = mask.digest(n, nk)
@@ -110,33 +113,34 @@ def check_mask(mask: Mask, seqlen: int, seqlen_kv: int | None = None) -> None:
     seen = IntervalMask(*mask.checked(q, nk)).dense(q, k)
     random = np.random.default_rng(0)
     subsets = [(q, k), (q, k[:0]), (q[:0], k[:0])]
-    for share in (0.1, 0.5, 0.9):  # of the keys, sorted; queries come in any order
+    for share in (0.1, 0.5, 0.9):  # of the keys, which are sorted; queries may have any order
         subsets.append((random.permutation(n)[: 1 + n // 2], k[random.random(nk) < share]))
     for queries, keys in subsets:
         _compare(name, mask, queries, keys, seen[np.ix_(queries, keys)])
-    if mask.positional and n == nk:  # the later queries, whose positions are those of keys
+    if mask.positional and n == nk:  # all queries but the first, aligned with the end of the keys
         _compare(f"{name}.aligned", mask.aligned(n - 1, n), q[:-1], k, seen[1:])
 
 
 def _compare(
     name: str, mask: Mask, queries: np.ndarray, keys: np.ndarray, seen: np.ndarray
 ) -> None:
-    """Raise ValueError if a mask does not show these keys to these queries, (nq, nk) bool."""
+    """Raise ValueError if the methods of a mask contradict `seen`, (nq, nk) bool."""
     what = f"for {len(queries)} queries and {len(keys)} keys"
     shown, positions = np.zeros(seen.shape, int), np.arange(len(keys))
     for begin, end in mask.intervals(queries, keys):
         if not ((begin >= 0) & (begin <= end) & (end <= len(keys))).all():
             raise ValueError(f"{name}.intervals {what} are no positions of keys")
         shown += (positions >= begin[:, None]) & (positions < end[:, None])
-    for method, found in (("intervals", shown), ("dense", np.asarray(mask.dense(queries, keys)))):
-        if found.shape != seen.shape:
-            raise ValueError(f"{name}.{method} {what} has shape {found.shape}, not {seen.shape}")
-        wrong = np.argwhere(found != seen)
+    dense = np.asarray(mask.dense(queries, keys))
+    for method, counts in (("intervals", shown), ("dense", dense)):
+        if counts.shape != seen.shape:
+            raise ValueError(f"{name}.{method} {what} has shape {counts.shape}, not {seen.shape}")
+        wrong = np.argwhere(counts != seen)
         if len(wrong):
             row, column = wrong[0]
             raise ValueError(
                 f"{name}.{method} {what} shows key {keys[column]} to query {queries[row]} "
-                f"{int(found[row, column])} times, visible {int(seen[row, column])} times"
+                f"{int(counts[row, column])} times, visible {int(seen[row, column])} times"
             )
     if (area := mask.area(queries, keys)) != seen.sum():
-        raise ValueError(f"{name}.area {what} is {area}, the visible pairs are {seen.sum()}")
+        raise ValueError(f"{name}.area {what} is {area}, but {seen.sum()} pairs are visible")

@@ -1,8 +1,8 @@
-"""Packed documents: masks of several texts in one sequence, from ``cu_seqlens``.
+"""Masks of packed documents: several texts in one sequence, given by ``cu_seqlens``.
 
 Document d is the tokens ``cu_seqlens[d] <= i < cu_seqlens[d + 1]``, as in FlashAttention's
-functions for sequences of variable length.  Documents may be empty; tokens after the last one see
-nothing and are not seen.
+functions for sequences of variable length.  Documents may be empty.  Tokens after the last
+document are masked: they see no key, and no query sees them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class _Packed(ArrayMask):
     Parameters
     ----------
     cu_seqlens : (documents + 1,) integers
-        First token of each document, and the end of the last; ascending, from 0 on.
+        First token of each document, and the end of the last document; ascending from 0.
     cu_seqlens_kv : (documents + 1,) integers, optional
-        Likewise of the keys, if these are others; keyword only.  The queries of each document are
-        aligned with the end of its keys.
+        The same numbers for the keys, if the keys belong to another sequence; keyword only.  The
+        queries of each document are aligned with the end of its keys.
     """
 
     cu_seqlens: np.ndarray
@@ -81,20 +81,20 @@ class _Packed(ArrayMask):
         )
 
     def _inside(self, position: np.ndarray, document: np.ndarray) -> tuple[Interval, ...]:
-        """Visible keys of queries, counted from the first key of their documents."""
+        """Return the visible keys of queries, counted from the first key of their documents."""
         return Causal().visible(position)
 
     def _keys_of(self, q: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The document of each query, its first key and the end of its keys.
+        """Return the document of each query, its first key and the end of its keys.
 
-        Tokens after the last document are in another one, which has no keys.
+        Tokens after the last document belong to one more document, which has no keys.
         """
         document = np.searchsorted(self.cu_seqlens, q, side="right") - 1
         return document, self._bounds[document], self._bounds[document + 1]
 
     @cached_property
     def _bounds(self) -> np.ndarray:
-        """First key of each document, and of a last one without keys, whose end comes last."""
+        """First key of each document; then the bounds of one more document without keys."""
         bounds = self.cu_seqlens if self.cu_seqlens_kv is None else self.cu_seqlens_kv
         return np.append(bounds, bounds[-1])
 
@@ -106,20 +106,21 @@ class Documents(_Packed):
     Parameters
     ----------
     cu_seqlens : (documents + 1,) integers
-        First token of each document, and the end of the last; ascending, from 0 on.
+        First token of each document, and the end of the last document; ascending from 0.
     causal : bool
         Whether a query sees only itself and the keys before it.
     inside : Mask, optional
-        Mask of every document instead, in positions counted from its first token: a window, a
-        prefix, blocks, ...
+        Mask of every document, used instead of `causal`.  Its positions are counted from the
+        document's first token.  It may be a window, a prefix, blocks, or any other mask.
     cu_seqlens_kv : (documents + 1,) integers, optional
-        Likewise of the keys, if these are others; keyword only.  The queries of each document are
-        aligned with the end of its keys.
+        The same numbers for the keys, if the keys belong to another sequence; keyword only.  The
+        queries of each document are aligned with the end of its keys.
 
     Raises
     ------
     ValueError
-        If the numbers are not sorted or do not begin with 0, or two arguments contradict.
+        If the numbers are not sorted or do not begin with 0, or two arguments contradict each
+        other.
     """
 
     causal: bool = False
@@ -132,7 +133,7 @@ class Documents(_Packed):
             inside = Causal() if self.causal else Full()
         if not isinstance(inside, Mask) or (self.causal and inside != Causal()):
             raise ValueError(
-                f"inside must be a Mask, without causal, got {inside!r}, causal={self.causal}"
+                f"inside must be a Mask and replaces causal, got {inside!r}, causal={self.causal}"
             )
         object.__setattr__(self, "inside", inside)
         object.__setattr__(self, "causal", inside == Causal())
@@ -151,11 +152,17 @@ class PrefixLMDocuments(_Packed):
     Parameters
     ----------
     cu_seqlens : (documents + 1,) integers
-        As of `Documents`.
+        As in `Documents`.
     prefix : int or (documents,) integers
-        Tokens of the prefix, of all documents or of each; a shorter document is all prefix.
+        Number of prefix tokens, for all documents or for each one.  A document that is shorter
+        consists of its prefix.
     cu_seqlens_kv : (documents + 1,) integers, optional
-        As of `Documents`.
+        As in `Documents`.
+
+    Raises
+    ------
+    ValueError
+        If the prefix is no non-negative integer or array of them, or as in `Documents`.
     """
 
     prefix: int | np.ndarray
@@ -163,9 +170,9 @@ class PrefixLMDocuments(_Packed):
     def __post_init__(self) -> None:
         super().__post_init__()
         prefix = np.array(self.prefix)
-        whole = prefix.dtype.kind in "iu" and prefix.shape in ((), (self.ndocuments,))
-        if not whole or (prefix < 0).any():
-            least = f", the least {prefix.min()}" * whole
+        valid = prefix.dtype.kind in "iu" and prefix.shape in ((), (self.ndocuments,))
+        if not valid or (prefix < 0).any():
+            least = f", the least {prefix.min()}" * valid
             raise ValueError(
                 f"prefix must be one or {self.ndocuments} whole numbers of at least 0, got shape "
                 f"{prefix.shape} of {prefix.dtype}{least}"
@@ -180,16 +187,16 @@ class PrefixLMDocuments(_Packed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockCausalDocuments(_Packed):
-    """Documents that are block-causal each; blocks are counted from a document's first token.
+    """Every document is block-causal; its blocks are counted from its first token.
 
     Parameters
     ----------
     cu_seqlens : (documents + 1,) integers
-        As of `Documents`.
+        As in `Documents`.
     block : int
-        Tokens of a block.
+        Number of tokens of a block.
     cu_seqlens_kv : (documents + 1,) integers, optional
-        As of `Documents`.
+        As in `Documents`.
     """
 
     block: int
@@ -204,33 +211,40 @@ class BlockCausalDocuments(_Packed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharedQuestion(_Packed):
-    """Answers to one question: each sees the question and is causal itself, none sees another.
+    """An answer sees its question and is causal itself; it sees no other answer.
 
     Parameters
     ----------
     cu_seqlens : (documents + 1,) integers
-        As of `Documents`; the documents are questions, each with its answers behind it.
+        As in `Documents`.  The answers to a question are the documents that follow it.
     questions : sequence of int
-        Which documents are questions.  Default: the first one.
+        Numbers of the documents that are questions.  Default: the first document.
     cu_seqlens_kv : (documents + 1,) integers, optional
-        As of `Documents`.
+        As in `Documents`.
+
+    Raises
+    ------
+    ValueError
+        If there is no document of a given number, or as in `Documents`.
     """
 
     questions: tuple[int, ...] = (0,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        found = tuple(int(x) for x in self.questions)
-        if any(not 0 <= x <= max(0, self.ndocuments - 1) for x in found):
-            raise ValueError(f"questions must be of {self.ndocuments} documents, got {found}")
-        object.__setattr__(self, "questions", tuple(sorted(set(found))))
+        questions = tuple(int(x) for x in self.questions)
+        if any(not 0 <= x <= max(0, self.ndocuments - 1) for x in questions):
+            raise ValueError(
+                f"questions must be among {self.ndocuments} documents, got {questions}"
+            )
+        object.__setattr__(self, "questions", tuple(sorted(set(questions))))
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         (own,) = super().visible(q_tokens)
         document = self._keys_of(np.asarray(q_tokens, np.int64))[0]
-        # The latest question up to this document; before the first and after the last: none.
-        known = np.array((-1, *self.questions))
-        question = known[np.searchsorted(known, document, side="right") - 1]
+        # The last question up to this document.  There is none before the first question.
+        questions = np.array((-1, *self.questions))
+        question = questions[np.searchsorted(questions, document, side="right") - 1]
         none = (question < 0) | (question == document) | (document == self.ndocuments)
         shared = (np.where(none, 0, self._bounds[question + x]) for x in (0, 1))
         return tuple(shared), own
@@ -238,32 +252,33 @@ class SharedQuestion(_Packed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CausalBlockwise(_Packed):
-    """Causal documents, of which the last sees all of the others.
+    """Documents are causal, and the last one also sees all others.
 
-    In-context learning: examples that do not see each other, and the text that they are for.
+    In in-context learning the first documents are examples, which do not see each other.  The last
+    document is the text that uses them.
 
     Parameters
     ----------
     cu_seqlens : (documents + 1,) integers
-        As of `Documents`.
+        As in `Documents`.
     cu_seqlens_kv : (documents + 1,) integers, optional
-        As of `Documents`.
+        As in `Documents`.
     """
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         ((begin, end),) = super().visible(q_tokens)
         document = self._keys_of(np.asarray(q_tokens, np.int64))[0]
-        last = np.flatnonzero(np.diff(self.cu_seqlens))[-1:]  # an empty one has no queries
+        last = np.flatnonzero(np.diff(self.cu_seqlens))[-1:]  # empty documents have no queries
         return ((np.where(np.isin(document, last), 0, begin), end),)
 
 
 def positions_in(cu_seqlens: np.ndarray) -> np.ndarray:
-    """Position of each token in its document, (seqlen,) int64, of packed documents."""
+    """Return the position of each token in its document, (seqlen,) int64."""
     return np.arange(cu_seqlens[-1]) - np.repeat(cu_seqlens[:-1], np.diff(cu_seqlens))
 
 
 def _checked(name: str, cu_seqlens: np.ndarray) -> np.ndarray:
-    """A copy of bounds of documents, if they are such."""
+    """Return a copy of the bounds of documents as int64; raise ValueError if they are invalid."""
     array = np.array(cu_seqlens)
     if array.ndim != 1 or not len(array) or array.dtype.kind not in "iu":
         raise ValueError(
@@ -273,9 +288,9 @@ def _checked(name: str, cu_seqlens: np.ndarray) -> np.ndarray:
     array = array.clip(max=EVERYTHING).astype(np.int64)  # uint64 holds larger numbers
     if array[0] != 0:
         raise ValueError(f"{name} must begin with 0, got {array[0]}")
-    back = np.flatnonzero(array[1:] < array[:-1])
-    if len(back):
-        d = int(back[0])
+    descents = np.flatnonzero(array[1:] < array[:-1])
+    if len(descents):
+        d = int(descents[0])
         raise ValueError(
             f"{name} must be sorted: document {d} begins at {array[d]} and ends at {array[d + 1]}"
         )

@@ -1,4 +1,4 @@
-"""Interval arithmetic: sorted runs of integers, and intervals of keys of many queries at once."""
+"""Arithmetic on sorted runs of integers, and on intervals of keys of many queries at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-# Integers [begin, end) in ascending order; the runs neither overlap nor touch, and none is empty.
+# A set of integers as runs [begin, end) in ascending order.  Runs do not overlap or touch, and
+# none is empty.
 Runs = tuple[tuple[int, int], ...]
+# (begin, end), each (nq,) int64: an interval of keys for every query.
 Interval = tuple[np.ndarray, np.ndarray]
 
 EVERYTHING = np.iinfo(np.int64).max
@@ -22,8 +24,9 @@ class Intervals(tuple[Interval, ...]):
     Attributes
     ----------
     prepared : dict
-        What kernels made from the intervals, by kernel and by all else that it depends on.  A plan
-        passes the same object at every call, so each kernel prepares a block once.
+        Data that kernels derive from the intervals and use again.  The key holds the kernel and
+        everything else that the data depend on.  A plan passes the same object at every call, so
+        each kernel prepares a block once.
     """
 
     def __init__(self, intervals: Iterable[Interval] = ()) -> None:
@@ -31,31 +34,31 @@ class Intervals(tuple[Interval, ...]):
 
     @classmethod
     def of(cls, intervals: Iterable[Interval]) -> Intervals:
-        """The same object if it is one of this class already."""
+        """Return intervals as an object of this class: the same object if it is one already."""
         return intervals if isinstance(intervals, cls) else cls(intervals)
 
 
 def tidy(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
-    """The same visible keys in as few intervals as possible.
+    """Return the same visible keys in as few intervals as possible.
 
     Parameters
     ----------
     intervals : tuple of (begin, end), each (nq,) int64
-        Disjoint ones of every query; ``end <= begin`` is an empty one.
+        The intervals of a query are disjoint.  An interval with ``end <= begin`` is empty.
 
     Returns
     -------
     tuple of (begin, end), each (nq,) int64
-        At least one.  Of a query in ascending order, empty ones last; none touch.
+        At least one pair.  The intervals of a query ascend and do not touch; empty ones are last.
     """
-    found = tuple(intervals)
-    if len(found) == 1:
-        return found
-    begin, end = (np.stack(x) for x in zip(*found))  # (m, nq)
+    pairs = tuple(intervals)
+    if len(pairs) == 1:
+        return pairs
+    begin, end = (np.stack(x) for x in zip(*pairs))  # (m, nq)
     begin, end = _sorted(begin, end)
     touching = (end[:-1] == begin[1:]) & (end[1:] > begin[1:]) & (end[:-1] > begin[:-1])
     if touching.any():
-        for i, here in enumerate(touching):  # the later one takes it all, the earlier is empty
+        for i, here in enumerate(touching):  # the second interval takes both, the first is empty
             begin[i + 1, here] = begin[i, here]
             end[i, here] = begin[i, here]
         begin, end = _sorted(begin, end)
@@ -64,32 +67,32 @@ def tidy(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
 
 
 def _sorted(begin: np.ndarray, end: np.ndarray) -> Interval:
-    """Intervals of each query in ascending order, empty ones last."""
+    """Sort the intervals of each query; empty intervals come last."""
     order = np.argsort(np.where(end > begin, begin, EVERYTHING), axis=0, kind="stable")
     return np.take_along_axis(begin, order, 0), np.take_along_axis(end, order, 0)
 
 
 def size(runs: Runs) -> int:
     """Count the integers in runs."""
-    if len(runs) == 1:  # mostly
+    if len(runs) == 1:  # the usual case
         return runs[0][1] - runs[0][0]
     return sum(end - begin for begin, end in runs)
 
 
 def cut(runs: Runs, first: int, last: int) -> Runs:
-    """Select integers by their rank among all integers of the runs: ``[first, last)``."""
-    if len(runs) == 1:  # mostly
+    """Select integers ``[first, last)``, counted from the first integer of the runs."""
+    if len(runs) == 1:  # the usual case
         begin, end = runs[0]
         end = min(end, begin + last)
         begin += first
         return ((begin, end),) if begin < end else ()
-    found, before = [], 0
+    selected, passed = [], 0
     for begin, end in runs:
-        a, b = begin + max(first - before, 0), min(end, begin + last - before)
+        a, b = begin + max(first - passed, 0), min(end, begin + last - passed)
         if a < b:
-            found.append((a, b))
-        before += end - begin
-    return tuple(found)
+            selected.append((a, b))
+        passed += end - begin
+    return tuple(selected)
 
 
 def common(runs: Runs, begin: int, end: int) -> Runs:
@@ -108,14 +111,14 @@ def union(several: Iterable[Runs]) -> Runs:
 
 def joined(ordered: Iterable[tuple[int, int]]) -> Runs:
     """Join the runs that overlap or touch, among runs sorted by their begin."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for begin, end in ordered:
-        if found and begin <= found[-1][1]:
-            if end > found[-1][1]:
-                found[-1] = found[-1][0], end
+        if runs and begin <= runs[-1][1]:
+            if end > runs[-1][1]:
+                runs[-1] = runs[-1][0], end
         elif begin < end:
-            found.append((begin, end))
-    return tuple(found)
+            runs.append((begin, end))
+    return tuple(runs)
 
 
 def runs_of(covered: np.ndarray) -> Runs:
@@ -125,19 +128,20 @@ def runs_of(covered: np.ndarray) -> Runs:
 
 
 def members(ordered: range, runs: Runs) -> list[tuple[int, int]]:
-    """Find the places, in an arithmetic progression, of its elements that lie in runs.
+    """Find the elements of an arithmetic progression that lie in runs.
 
-    Returns ``(first, last)`` for each run that has any: elements ``[first, last)`` of `ordered`.
+    Returns ``(first, last)`` for each run that holds elements: these are elements
+    ``[first, last)`` of `ordered`.
     """
-    found = []
+    places = []
     first = bisect_right(runs, ordered.start, key=lambda run: run[1])
     for begin, end in runs[first:]:
         if begin >= ordered.stop:
             break
         a, b = before(ordered, begin), before(ordered, end)
         if a < b:
-            found.append((a, b))
-    return found
+            places.append((a, b))
+    return places
 
 
 def before(ordered: range, limit: int) -> int:
@@ -146,46 +150,53 @@ def before(ordered: range, limit: int) -> int:
 
 
 def merged(runs: Iterable[range]) -> list[range]:
-    """Join the runs of consecutive integers that overlap or touch; in order, none is empty."""
+    """Join ranges that overlap or touch; return them in ascending order, without empty ones."""
     return [range(a, b) for a, b in joined(sorted((r.start, r.stop) for r in runs if r))]
 
 
 def keys_per_query(intervals: tuple[Interval, ...]) -> np.ndarray:
-    """Number of keys that each query sees, (nq,) int64; for `intervals` of `Mask.intervals`."""
+    """Return the number of keys that each query sees, (nq,) int64.
+
+    Parameters
+    ----------
+    intervals : tuple of (begin, end), each (nq,) int64
+        Intervals with ``begin <= end``, as `Mask.intervals` returns them.
+    """
     return sum(end - begin for begin, end in intervals)
 
 
 def queries_per_key(intervals: Iterable[Interval], nk: int, first: int = 0) -> np.ndarray:
-    """Number of queries that see each of the keys ``[first, first + nk)``: (nk,) int64.
+    """Return the number of queries that see each key, (nk,) int64.
 
     Parameters
     ----------
     intervals : iterable of (begin, end), each (nq,) int64
-        Visible keys of every query; ``end <= begin`` is an empty interval.
+        Visible keys of every query; an interval with ``end <= begin`` is empty.
     nk, first : int
+        The counted keys are ``[first, first + nk)``.
     """
-    steps = np.zeros(nk + 1, np.int64)
+    changes = np.zeros(nk + 1, np.int64)
     for begin, end in intervals:
         begin, end = (np.clip(x, first, first + nk) - first for x in (begin, end))
-        steps += np.bincount(begin, minlength=nk + 1)
-        steps -= np.bincount(np.maximum(begin, end), minlength=nk + 1)
-    return np.cumsum(steps)[:nk]
+        changes += np.bincount(begin, minlength=nk + 1)
+        changes -= np.bincount(np.maximum(begin, end), minlength=nk + 1)
+    return np.cumsum(changes)[:nk]
 
 
 def overlap(begin: np.ndarray, end: np.ndarray) -> tuple[str, int] | None:
-    """Find a query two of whose intervals share a key.
+    """Find a query that has two intervals with a common key.
 
     Parameters
     ----------
     begin, end : (m, nq) int64
-        The m intervals of every query; ``end <= begin`` is an empty one.
+        The m intervals of every query; an interval with ``end <= begin`` is empty.
 
     Returns
     -------
     (str, int) or None
-        The two intervals in words, and the place of the query.
+        The two intervals in words, and the index of the query; None if no intervals overlap.
     """
-    if (np.maximum(begin, end)[:-1] <= begin[1:]).all():  # in order, as mostly
+    if (np.maximum(begin, end)[:-1] <= begin[1:]).all():  # ascending, the usual case
         return None
     begin, end = _sorted(np.where(end > begin, begin, EVERYTHING), end)
     wrong = np.argwhere(end[:-1] > begin[1:])

@@ -1,8 +1,9 @@
-"""The patterns of LongCA-bench (arXiv:2510.17896) that need more than their name.
+"""The patterns of LongCA-bench (arXiv:2510.17896) that have sizes.
 
 Random sizes of the benchmark (lengths of documents, prefixes) are drawn from ``seed``, 0 by
-default.  Its fixed sizes, windows and blocks of 1024 tokens, are a 16th of a sequence of less than
-16384 tokens.  Each pattern is a function of its name in `a2d_mpi.masks.patterns.PATTERNS`.
+default.  Windows and blocks have 1024 tokens in the benchmark, and here a 16th of the sequence if
+it has less than 16384 tokens.  Each function has the name of its pattern in
+`a2d_mpi.masks.patterns.PATTERNS`.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.windows import GlobalSlidingWindow, PrefixLM, SlidingWindow
 
 WINDOW = 1024  # tokens of the benchmark's windows and blocks
-MEDIAN, SIGMA = 512, 1.5  # of the lengths of documents: mean 1577, one in a hundred above 16 800
-LONG = (8192, 30720)  # shortest and longest of the benchmark's long documents
-SHORT_SHARE = 0.4  # of the tokens of a mix with long documents
+# Lengths of documents in tokens: the mean is 1577, and one in a hundred is above 16 800.
+MEDIAN, SIGMA = 512, 1.5
+LONG = (8192, 30720)  # shortest and longest of the benchmark's long documents, in tokens
+SHORT_SHARE = 0.4  # share of the tokens that are in short documents, in a mix with long ones
 
 
 def documents(
     seqlen: int, seed: int = 0, median: float | None = None, sigma: float = SIGMA
 ) -> np.ndarray:
-    """Draw the lengths of packed documents: few long ones hold most of the tokens.
+    """Draw packed documents of log-normal lengths: few long documents hold most of the tokens.
 
-    Lengths are log-normal, ``ceil(median exp(sigma x))`` with a standard normal x, drawn one after
-    the other until they fill the sequence; the last document is cut at its end.
+    A length is ``ceil(median exp(sigma x))`` with a standard normal x.  Lengths are drawn until
+    they fill the sequence, and the last document is cut at the end of the sequence.
 
     Parameters
     ----------
     seqlen : int
         Tokens of the sequence.
     seed : int
-        Other lengths for another seed.
+        Seed of the random lengths.
     median : float, optional
         Median length in tokens.  Default: 512, or a 32nd of a sequence of less than 16384 tokens.
     sigma : float
@@ -59,21 +61,22 @@ def documents(
 def long_documents(seqlen: int, seed: int = 0) -> np.ndarray:
     """Draw a mix of short and long documents, in random order.
 
-    40 % of the tokens are in documents of `documents`, with a median of 512 tokens, and 60 % in
-    long ones of 8192 to 30720 tokens, each length as likely; the last one of each kind is cut.
-    For sequences of less than 131072 tokens all of these lengths shrink in proportion.
+    Short documents from `documents`, with a median of 512 tokens, hold 40 % of the tokens.  Long
+    documents hold 60 %; their lengths are uniform from 8192 to 30720 tokens.  The last document of
+    each kind is cut.  If the sequence has less than 131072 tokens, all lengths shrink in
+    proportion.
 
     Parameters
     ----------
     seqlen : int
         Tokens of the sequence.
     seed : int
-        Other documents for another seed.
+        Seed of the random lengths and of the order.
 
     Returns
     -------
     (documents + 1,) int64
-        ``cu_seqlens``.
+        ``cu_seqlens``: first token of each document, and `seqlen`.
     """
     scale, rng = min(1.0, seqlen / (1 << 17)), np.random.default_rng([seed, 1])
     low, high = (max(1, round(scale * x)) for x in LONG)
@@ -87,13 +90,13 @@ def long_documents(seqlen: int, seed: int = 0) -> np.ndarray:
 
 
 def _packed(seqlen: int, draw: Callable[[int], np.ndarray]) -> np.ndarray:
-    """Ends of documents of drawn lengths, as many as fill the sequence."""
+    """Return ``cu_seqlens`` of documents whose lengths are drawn until they fill the sequence."""
     ends = [np.zeros(1, np.int64)]
     while ends[-1][-1] < seqlen:
         lengths = np.minimum(draw(256), seqlen).astype(np.int64)
         ends.append(ends[-1][-1] + np.cumsum(lengths))
-    found = np.concatenate(ends)
-    return np.append(found[found < seqlen], seqlen)
+    cu_seqlens = np.concatenate(ends)
+    return np.append(cu_seqlens[cu_seqlens < seqlen], seqlen)
 
 
 def _size(seqlen: int) -> int:
@@ -101,9 +104,11 @@ def _size(seqlen: int) -> int:
 
 
 def _given(seqlen: int, cu_seqlens: tuple[int, ...], seed: int | None) -> np.ndarray:
-    """The documents that are given, or drawn ones."""
+    """Return the given documents; draw documents if none are given."""
     if cu_seqlens and seed is not None:
-        raise ValueError(f"either documents or a seed, got {list(cu_seqlens)} and seed={seed}")
+        raise ValueError(
+            f"give documents or a seed, not both, got {list(cu_seqlens)} and seed={seed}"
+        )
     return np.array(cu_seqlens) if cu_seqlens else documents(seqlen, seed or 0)
 
 
@@ -129,7 +134,7 @@ def causal_blockwise(seqlen: int, *cu_seqlens: int, seed: int | None = None) -> 
 
 def prefix_lm_causal(seqlen: int, prefix: int | None = None, *, seed: int | None = None) -> Mask:
     if prefix is not None and seed is not None:
-        raise ValueError(f"either a prefix or a seed, got {prefix} and seed={seed}")
+        raise ValueError(f"give a prefix or a seed, not both, got {prefix} and seed={seed}")
     # Uniform, as the benchmark draws it.
     return PrefixLM(_drawn(1, seqlen, seed) if prefix is None else prefix)
 
@@ -138,7 +143,7 @@ def prefix_lm_document(
     seqlen: int, *cu_seqlens: int, prefix: int | None = None, seed: int | None = None
 ) -> Mask:
     packed = _given(seqlen, cu_seqlens, seed)
-    # One prefix for all documents, uniform over the first of them, as the benchmark draws it.
+    # One prefix for all documents, uniform over the first document, as the benchmark draws it.
     prefix = _drawn(1, max(1, packed[1:2].sum()), seed) if prefix is None else prefix
     return PrefixLMDocuments(packed, prefix)
 

@@ -1,11 +1,11 @@
 """Masks: the visible keys of each query, as intervals of global key indices.
 
-A mask gives every query one visible interval ``[begin, end)`` of keys, or a tuple of disjoint
-ones.  An interval restricted to any *sorted* subset of the keys is again an interval, found by
-two ``searchsorted`` calls.  So every mask works with every distribution and on every grid.
+A mask gives every query one visible interval ``[begin, end)`` of keys, or several disjoint
+intervals.  Restricted to any *sorted* subset of the keys, an interval stays an interval, which two
+``searchsorted`` calls find.  So every mask works with every distribution and on every grid.
 
-Windows, prefixes and block-causal masks are in `a2d_mpi.masks.windows`, packed documents in
-`a2d_mpi.masks.documents`, all of them by name in `a2d_mpi.masks.patterns`.
+Windows, prefixes and block-causal masks are in `a2d_mpi.masks.windows`, and masks of packed
+documents in `a2d_mpi.masks.documents`.  `a2d_mpi.masks.patterns` makes masks from their names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from a2d_mpi.masks.intervals import (
     tidy,
 )
 
-_STEP = 1 << 16  # queries that are looked at together where there may be many
+_AT_ONCE = 1 << 16  # queries that are processed together, to bound memory
 
 
 class Mask:
@@ -39,28 +39,29 @@ class Mask:
     Attributes
     ----------
     default_distribution : str
-        The distribution that balances this mask on every grid.  "balanced": none does in closed
-        form, and plans choose by predicted times (`a2d_mpi.sharding.choice`).
+        The distribution that balances this mask on every grid.  "balanced" says that no
+        distribution in closed form does; plans then choose one by predicted times
+        (`a2d_mpi.sharding.choice`).
     positional : bool
-        Whether a query is given by its position among the keys: token i of the queries is token i
-        of the keys.  Only such masks can be aligned with keys of another length.
+        Whether the visible keys follow from the position of the query among the keys: query i
+        stands at key i.  Only positional masks can be aligned with keys of another length.
     """
 
     default_distribution = "balanced"
     positional = False
 
     def __new__(cls, *args: object, **others: object) -> Mask:
-        """Make a mask; those of a class that does not say which are equal are not.
+        """Make a mask; compare masks of a user's class by identity if it defines no ``__eq__``.
 
-        A user's subclass may have a state that the comparison of its parent does not know, and
-        equal masks are looked up in caches.
+        A user's subclass may have attributes that its parent does not compare.  Caches would then
+        take two different masks for the same.
         """
         if "__eq__" not in vars(cls) and not cls.__module__.startswith("a2d_mpi."):
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__
         return super().__new__(cls)
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
-        """Visible keys of each query, in global indices.
+        """Return the visible keys of each query, in global indices.
 
         Parameters
         ----------
@@ -70,19 +71,19 @@ class Mask:
         Returns
         -------
         tuple of (begin, end), each (nq,) int64
-            Query ``i`` sees the keys ``begin[i] <= j < end[i]`` of every pair.  The intervals of
-            one query do not overlap; ``end <= begin`` is an empty one.
+            Query ``q_tokens[i]`` sees the keys ``begin[i] <= j < end[i]`` of every pair.  The
+            intervals of a query do not overlap.  An interval with ``end <= begin`` is empty.
         """
         raise NotImplementedError
 
     def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
         """Raise ValueError if the mask cannot be used on `seqlen` queries and `seqlen_kv` keys.
 
-        Default: as many keys as queries.
+        By default there are `seqlen` keys.
         """
 
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
-        """The mask for `seqlen` queries that end where `seqlen_kv` keys end.
+        """Return the mask for `seqlen` queries that end where `seqlen_kv` keys end.
 
         Bottom-right alignment, as in FlashAttention: query i has the position
         ``i + seqlen_kv - seqlen`` among the keys.
@@ -95,8 +96,7 @@ class Mask:
         Returns
         -------
         Mask
-            This one if there are as many queries as keys, or if it says itself which keys each
-            query sees, whatever their number.
+            This mask if there are as many queries as keys, or if it is not positional.
 
         Raises
         ------
@@ -113,7 +113,7 @@ class Mask:
         return self
 
     def checked(self, q_tokens: np.ndarray, nk: int) -> Interval:
-        """Call `visible`, and check what it returns.
+        """Call `visible` and check the intervals that it returns.
 
         Parameters
         ----------
@@ -125,46 +125,47 @@ class Mask:
         Returns
         -------
         begin, end : (m, nq) int64
-            The m intervals of every query, cut to the keys.
+            The m intervals of every query, clipped to the keys.
 
         Raises
         ------
         ValueError
-            With the class of the mask and the line, if `visible` raises an exception, changes its
-            argument, or returns anything but pairs of integer arrays of disjoint intervals.
+            If `visible` raises an exception, changes its argument, or returns anything but pairs
+            of integer arrays of disjoint intervals.  The message names the class of the mask and
+            the line.
         """
-        tokens, found = np.array(q_tokens, np.int64), None
+        tokens, intervals = np.array(q_tokens, np.int64), None
         tokens.setflags(write=False)
         code = getattr(self.visible, "__code__", None)  # a compiled method has none
         file, line = (code.co_filename, code.co_firstlineno) if code else ("compiled", 0)
         try:
-            found = self.visible(tokens)
-            problem = _problem(found, len(tokens))
-        except Exception as error:  # of any kind: the mask is the user's
+            intervals = self.visible(tokens)
+            problem = _problem(intervals, len(tokens))
+        except Exception as error:  # a user's mask may raise anything
             problem = f"{type(error).__name__}: {error}"
             for call in traceback.extract_tb(error.__traceback__):
-                if call.name in ("visible", code and code.co_name):  # a mask may ask another one
+                if call.name in ("visible", code and code.co_name):  # a mask may call another one
                     file, line = call.filename, call.lineno
-        if inspect.isgenerator(found):
-            file, line = found.gi_code.co_filename, found.gi_code.co_firstlineno
+        if inspect.isgenerator(intervals):
+            file, line = intervals.gi_code.co_filename, intervals.gi_code.co_firstlineno
         if problem is None:
-            begin, end = (np.array(x, np.int64).clip(0, nk) for x in zip(*found))  # (m, nq)
+            begin, end = (np.array(x, np.int64).clip(0, nk) for x in zip(*intervals))  # (m, nq)
             if not (shared := overlap(begin, end)):
                 return begin, end
             problem = f"{shared[0]} of query {tokens[shared[1]]} overlap"
         raise ValueError(f"{type(self).__name__}.visible: {problem} ({file}, line {line})")
 
     def digest(self, seqlen: int, seqlen_kv: int | None = None) -> str:
-        """Short text that follows from the visible keys of `seqlen` queries; ranks compare it.
+        """Return a short hash of the visible keys of `seqlen` queries, which ranks compare.
 
         Raises
         ------
         ValueError
-            As of `checked`.
+            As in `checked`.
         """
         digest, nk = hashlib.sha256(), seqlen if seqlen_kv is None else seqlen_kv
-        for start in range(0, seqlen, _STEP):
-            begin, end = self.checked(np.arange(start, min(start + _STEP, seqlen)), nk)
+        for start in range(0, seqlen, _AT_ONCE):
+            begin, end = self.checked(np.arange(start, min(start + _AT_ONCE, seqlen)), nk)
             for pair in tidy(zip(begin, end)):
                 empty = pair[1] <= pair[0]
                 for x in pair:
@@ -172,7 +173,7 @@ class Mask:
         return digest.hexdigest()[:12]
 
     def intervals(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> Intervals:
-        """Visible keys of each query as positions in `k_tokens`.
+        """Return the visible keys of each query as positions in `k_tokens`.
 
         Parameters
         ----------
@@ -184,21 +185,30 @@ class Mask:
         Returns
         -------
         Intervals of (begin, end), each (nq,) int64
-            ``0 <= begin <= end <= nk``.  As few as possible: intervals that touch in `k_tokens`
-            are one, and empty ones come last.
+            ``0 <= begin <= end <= nk``.  There are as few as possible: intervals that touch in
+            `k_tokens` are joined, and empty intervals come last.
         """
-        found = []
+        positions = []
         for begin, end in self.visible(q_tokens):
             first = np.searchsorted(k_tokens, begin)
-            found.append((first, np.maximum(first, np.searchsorted(k_tokens, end))))
-        return Intervals(tidy(found))
+            positions.append((first, np.maximum(first, np.searchsorted(k_tokens, end))))
+        return Intervals(tidy(positions))
 
     def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
-        """Number of visible (query, key) pairs, from which balance and FLOP figures come."""
+        """Count the visible (query, key) pairs; balance and FLOP rates follow from this number.
+
+        The arguments are as in `intervals`.
+        """
         return int(np.sum(keys_per_query(self.intervals(q_tokens, k_tokens))))
 
     def dense(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> np.ndarray:
-        """Visibility as a (nq, nk) boolean matrix, straight from `visible`, for references."""
+        """Return a (nq, nk) boolean matrix, True where a query sees a key, for references.
+
+        Parameters
+        ----------
+        q_tokens, k_tokens : (nq,), (nk,) int64
+            Global indices of queries and keys, in any order.
+        """
         k = np.asarray(k_tokens)[None, :]
         seen = np.zeros((len(q_tokens), len(k_tokens)), dtype=bool)
         for begin, end in self.visible(np.asarray(q_tokens)):
@@ -213,7 +223,8 @@ class Mask:
 class Full(Mask):
     """Every query sees every key."""
 
-    # All rows cost the same: any equal shards balance, and contiguous ones keep neighbours.
+    # All rows cost the same: any equal shards balance, and contiguous shards keep neighbours
+    # together.
     default_distribution = "contiguous"
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
@@ -239,7 +250,7 @@ class Causal(Mask):
 class Aligned(Mask):
     """A positional mask whose query i stands at the position ``i + offset`` among the keys.
 
-    `Mask.aligned` makes these.
+    `Mask.aligned` makes it.
 
     Parameters
     ----------
@@ -294,11 +305,11 @@ class Intersection(Mask):
 
 
 class ArrayMask(Mask):
-    """Base of frozen dataclasses that hold arrays: masks of the same contents are equal."""
+    """Base of frozen dataclasses that hold arrays: masks with the same contents are equal."""
 
     @cached_property
     def _key(self) -> tuple:
-        """Type and contents; arrays by shape and digest."""
+        """Type and contents of the mask, with a shape and a digest for each array."""
         values = (getattr(self, x.name) for x in fields(self))
         return type(self), *(
             (x.shape, hashlib.sha256(x).digest()) if isinstance(x, np.ndarray) else x
@@ -312,7 +323,7 @@ class ArrayMask(Mask):
         return hash(self._key)
 
     def _set(self, **arrays: np.ndarray) -> None:
-        """Keep arrays, which nobody can change any more."""
+        """Set attributes to arrays, and make these read-only."""
         for name, given in arrays.items():
             array = np.ascontiguousarray(given)
             array.setflags(write=False)
@@ -326,14 +337,14 @@ class IntervalMask(ArrayMask):
     Parameters
     ----------
     begin, end : (seqlen,) or (m, seqlen) integers
-        Query ``i`` sees the keys ``begin[i] <= j < end[i]``, none where ``end[i] <= begin[i]``; of
-        m rows, those of every row: the m intervals of a query must not overlap.  Every rank passes
-        the whole arrays (16 bytes a token and interval).
+        Query ``i`` sees the keys ``begin[i] <= j < end[i]``, and none if ``end[i] <= begin[i]``.
+        With m rows, it sees the keys of all m intervals, which must not overlap.  Every rank
+        passes the arrays of all tokens (16 bytes per token and interval).
 
     Raises
     ------
     ValueError
-        If the arrays are not integers of one such shape, or intervals of a query overlap.
+        If the arrays are not integers of one of these shapes, or intervals of a query overlap.
     """
 
     begin: np.ndarray
@@ -360,8 +371,8 @@ class IntervalMask(ArrayMask):
             self._refuse_overlaps()
 
     def _refuse_overlaps(self) -> None:
-        for start in range(0, self.begin.shape[1], _STEP):
-            here = (x[:, start : start + _STEP] for x in (self.begin, self.end))
+        for start in range(0, self.begin.shape[1], _AT_ONCE):
+            here = (x[:, start : start + _AT_ONCE] for x in (self.begin, self.end))
             if shared := overlap(*here):
                 both, i = shared
                 raise ValueError(f"IntervalMask: {both} of query {start + i} overlap")
@@ -383,13 +394,13 @@ class IntervalMask(ArrayMask):
         return tuple(zip(*both))
 
 
-def _problem(found: object, nq: int) -> str | None:
-    """Say why something is not what `visible` may return for so many queries; None if it is."""
-    if not isinstance(found, (tuple, list)) or not found:
-        shown = "an empty " if isinstance(found, (tuple, list)) else "a "
-        shown += type(found).__name__
+def _problem(intervals: object, nq: int) -> str | None:
+    """Return the reason why `visible` may not return this for `nq` queries; None if it may."""
+    if not isinstance(intervals, (tuple, list)) or not intervals:
+        shown = "an empty " if isinstance(intervals, (tuple, list)) else "a "
+        shown += type(intervals).__name__
         return f"must return a tuple of pairs (begin, end), returns {shown}"
-    for i, pair in enumerate(found):
+    for i, pair in enumerate(intervals):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             return f"item {i} must be a pair (begin, end), is a {type(pair).__name__}"
         for name, x in zip(("begin", "end"), pair):

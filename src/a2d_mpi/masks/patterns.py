@@ -1,6 +1,6 @@
 """Masks by name: ``sliding_window:256``, ``full_document:seed=3``, ``full_document:0,100,400``.
 
-The fourteen patterns are those of LongCA-bench (arXiv:2510.17896), see `a2d_mpi.masks.longca`.
+The fourteen patterns come from LongCA-bench (arXiv:2510.17896), see `a2d_mpi.masks.longca`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from a2d_mpi.masks.mask import Causal, Full, Mask
 
 _LONGCA = "a2d_mpi.masks.longca"
 
-# By name: a function, or the module of a function of that name, which is imported when the mask is
-# first asked for.  The function is called with the length of the sequence and the arguments of the
-# text.
+# A pattern's function by its name, or the module of the function, which is imported when the
+# pattern is first used.  The function takes the length of the sequence and the arguments of the
+# pattern.
 PATTERNS: dict[str, Callable[..., Mask] | str] = {
     "full": lambda seqlen: Full(),
     "causal": lambda seqlen: Causal(),
@@ -36,26 +36,26 @@ PATTERNS: dict[str, Callable[..., Mask] | str] = {
 
 
 def _maker(name: str) -> Callable[..., Mask]:
-    """The function that makes the mask of a name."""
-    found = PATTERNS[name]
-    return getattr(import_module(found), name) if isinstance(found, str) else found
+    """Return the function that makes the mask of a name."""
+    maker = PATTERNS[name]
+    return getattr(import_module(maker), name) if isinstance(maker, str) else maker
 
 
 def register_mask(name: str, make: Callable[..., Mask]) -> None:
-    """Give a mask of one's own a name, which `make_mask` and the drivers take.
+    """Register a user's mask under a name, which `make_mask` and the drivers then accept.
 
     Parameters
     ----------
     name : str
-        Lower-case letters, digits and underscores, a letter first.
+        Lower-case letters, digits and underscores; the first is a letter.
     make : callable
-        Called with the length of the sequence, and the whole numbers of the text: those behind the
-        colon of ``name:3,window=4`` as positional and keyword arguments.  Returns the mask.
+        Function that returns the mask.  It is called with the length of the sequence and the
+        integers of the text: ``name:3,window=4`` calls ``make(seqlen, 3, window=4)``.
 
     Raises
     ------
     ValueError
-        If the name is taken or no such name, or `make` cannot be called.
+        If the name is taken or has other characters, or `make` cannot be called.
     """
     if name in (*PATTERNS, "all", "file"):
         raise ValueError(f"there is a mask {name!r} already")
@@ -67,12 +67,12 @@ def register_mask(name: str, make: Callable[..., Mask]) -> None:
 
 
 def parse_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
-    """Take the text of a mask apart.
+    """Split the text of a mask into its name and arguments.
 
     Parameters
     ----------
     text : str
-        ``NAME``, or ``NAME:ARGUMENTS``: whole numbers and ``name=number``, with commas.
+        ``NAME``, or ``NAME:ARGUMENTS`` with integers and ``name=integer``, separated by commas.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def parse_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
     Raises
     ------
     ValueError
-        If there is no such mask, or it takes no such arguments.
+        If there is no mask of this name, or it does not take these arguments.
     """
     name, colon, rest = (x.strip() for x in text.partition(":"))
     if name not in PATTERNS:
@@ -93,7 +93,7 @@ def parse_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
     for item in rest.split(",") if colon else ():
         key, number = re.fullmatch(r"(?:\s*(\w+)\s*=)?(.*)", item, re.DOTALL).groups()
         if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", number):
-            raise ValueError(f"mask {name}: {item[:40]!r} is no whole number")
+            raise ValueError(f"mask {name}: {item[:40]!r} is not a whole number")
         if key is None and not named:
             arguments.append(int(number))
         elif key is None or key in named:
@@ -111,16 +111,16 @@ def parse_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
 
 
 def make_mask(text: str, seqlen: int, seqlen_kv: int | None = None) -> Mask:
-    """The mask of a name with arguments, for a sequence of `seqlen` tokens.
+    """Make a mask from its name and arguments, for a sequence of `seqlen` tokens.
 
     Parameters
     ----------
     text : str
-        As of `parse_mask`: "causal", "sliding_window_causal:256", "causal_document:0,100,400".
+        As in `parse_mask`: "causal", "sliding_window_causal:256", "causal_document:0,100,400".
     seqlen : int
-        Tokens of the sequence, from which sizes that are not given follow.
+        Number of queries.  Sizes that the text does not give follow from it.
     seqlen_kv : int, optional
-        Keys, with whose end the queries are aligned.  Default: as many as queries.
+        Number of keys; the queries are aligned with their end.  Default: seqlen.
 
     Returns
     -------
@@ -129,7 +129,8 @@ def make_mask(text: str, seqlen: int, seqlen_kv: int | None = None) -> Mask:
     Raises
     ------
     ValueError
-        If there is no such mask, it takes no such arguments, or it does not fit the sequence.
+        If there is no mask of this name, it does not take these arguments, or it does not fit the
+        sequence.
     """
     name, arguments, named = parse_mask(text)
     try:
@@ -140,24 +141,24 @@ def make_mask(text: str, seqlen: int, seqlen_kv: int | None = None) -> Mask:
 
 
 def split_masks(text: str) -> list[str]:
-    """Split texts of masks with commas between them; "all": every name of `PATTERNS`.
+    """Split a list of masks that are separated by commas; "all" is every name of `PATTERNS`.
 
-    ``"full,sliding_window:8,4,causal_document:seed=1"`` are three: a number, or ``name=number``,
-    belongs to the mask before it.
+    An integer, or ``name=integer``, belongs to the mask before it.  So
+    ``"full,sliding_window:8,4,causal_document:seed=1"`` names three masks.
     """
-    found: list[str] = []
+    masks: list[str] = []
     for item in filter(None, (x.strip() for x in text.split(","))):
-        if found and ":" in found[-1] and re.fullmatch(r"[+-]?\d+|\w+\s*=.*", item):
-            found[-1] += f",{item}"
+        if masks and ":" in masks[-1] and re.fullmatch(r"[+-]?\d+|\w+\s*=.*", item):
+            masks[-1] += f",{item}"
         else:
-            found.extend(PATTERNS if item == "all" else [item])
-    return found
+            masks.extend(PATTERNS if item == "all" else [item])
+    return masks
 
 
 def usage(name: str) -> str:
-    """The text of a mask with the names of its arguments: "sliding_window:left,right"."""
-    shown = []
+    """Return the name of a mask with the names of its arguments: "sliding_window[:left,right]"."""
+    arguments = []
     for x in list(inspect.signature(_maker(name)).parameters.values())[1:]:
         several = x.kind is x.VAR_POSITIONAL
-        shown.append(f"{x.name},..." if several else x.name + "=" * (x.kind is x.KEYWORD_ONLY))
-    return name + (f"[:{','.join(shown)}]" if shown else "")
+        arguments.append(f"{x.name},..." if several else x.name + "=" * (x.kind is x.KEYWORD_ONLY))
+    return name + (f"[:{','.join(arguments)}]" if arguments else "")

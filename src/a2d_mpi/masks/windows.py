@@ -1,6 +1,6 @@
 """Masks by position: windows, prefixes, global tokens and block-causal masks.
 
-The visible keys of a query follow from its position among the keys.  All of these can be aligned
+The visible keys of a query follow from its position among the keys.  So these masks can be aligned
 with keys of another length, and applied inside documents (`a2d_mpi.masks.documents`).
 """
 
@@ -16,7 +16,7 @@ from a2d_mpi.masks.mask import Mask
 
 @dataclass(frozen=True)
 class _Positional(Mask):
-    """Base of masks that are given by a few whole numbers."""
+    """Base of masks that are given by a few integers."""
 
     positional = True
     _least = 0
@@ -24,8 +24,8 @@ class _Positional(Mask):
     def __post_init__(self) -> None:
         for x in fields(self):
             value = getattr(self, x.name)
-            whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-            if not whole or value < self._least:
+            is_integer = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+            if not is_integer or value < self._least:
                 raise ValueError(
                     f"{type(self).__name__}: {x.name} must be a whole number of at least "
                     f"{self._least}, got {value!r}"
@@ -40,8 +40,8 @@ class SlidingWindow(_Positional):
     Parameters
     ----------
     left, right : int
-        Query i sees the keys ``i - left <= j <= i + right``: ``left + right + 1`` of them.  The
-        default of `right`, 0, is the causal window.
+        Query i sees the keys ``i - left <= j <= i + right``, at most ``left + right + 1`` keys.
+        The default of `right`, 0, makes the window causal.
     """
 
     left: int
@@ -56,14 +56,14 @@ class SlidingWindow(_Positional):
 
 @dataclass(frozen=True)
 class GlobalSlidingWindow(_Positional):
-    """A sliding window, and global tokens: the first ones, which see all keys and are seen by all.
+    """A sliding window and global tokens: the first tokens see all keys and are seen by all.
 
     Parameters
     ----------
     tokens : int
         Number of global tokens.
     left, right : int
-        Of the other tokens, as of `SlidingWindow`.
+        The window of the other tokens, as in `SlidingWindow`.
     """
 
     tokens: int
@@ -85,7 +85,7 @@ class PrefixLM(_Positional):
     Parameters
     ----------
     prefix : int
-        Tokens of the prefix, which see each other in both directions.
+        Number of prefix tokens, which all see each other.
     """
 
     prefix: int
@@ -102,7 +102,7 @@ class BlockCausal(_Positional):
     Parameters
     ----------
     block : int
-        Tokens of a block.
+        Number of tokens of a block.
     """
 
     block: int

@@ -1,1 +1,1 @@
-"""Needs of a method on a machine: bytes, memory, seconds.  No module here imports MPI."""
+"""Prediction of the bytes, memory and seconds of a method.  No module here imports MPI."""

@@ -1,4 +1,4 @@
-"""From measured seconds to a machine profile; `drivers/calibrate.py` measures.  No MPI import."""
+"""Fit of a machine profile to the seconds that `drivers/calibrate.py` measures.  No MPI import."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from a2d_mpi.planning.machine import KernelModel, Link, Machine, kernel_terms
 from a2d_mpi.planning.model import predict
 from a2d_mpi.schedules.problem import Workload
 
-STEADY = 0.2  # a measurement is disturbed if the same calls differ by more
+STEADY = 0.2  # a measurement is called disturbed if repeated calls differ by a larger share
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A timed kernel call: visible pairs, queries, keys, queries cut, heads, seconds.
+    """A timed kernel call.
 
-    `heads`: nheads, nheads_kv, headdim, headdim_v.
+    Attributes
+    ----------
+    area, nq, nk, cut : int
+        Visible pairs, queries, keys, and queries of which the mask cuts a run of keys.
+    heads : (int, int, int, int)
+        nheads, nheads_kv, headdim, headdim_v.
+    seconds : float
     """
 
     area: int
@@ -31,10 +37,16 @@ class Sample:
 
 
 def fit_kernel(samples: Sequence[Sample], backward: bool) -> tuple[KernelModel, float]:
-    """The `KernelModel` whose relative errors have the least squares, and the largest of them.
+    """Fit a `KernelModel` to timed calls by least squares of the relative errors.
 
-    No constant of a kernel is negative: the constant that comes out most negative is made 0 until
-    none does.
+    No constant of a kernel may be negative.  The most negative constant is set to 0 and the fit
+    is repeated until none is negative.
+
+    Returns
+    -------
+    KernelModel
+    float
+        The largest relative error.
 
     Raises
     ------
@@ -52,31 +64,32 @@ def fit_kernel(samples: Sequence[Sample], backward: bool) -> tuple[KernelModel, 
     columns = list(range(relative.shape[1]))
     while True:
         chosen = relative[:, columns] / scale[columns]
-        found, *_ = np.linalg.lstsq(chosen, np.ones(len(rows)))
-        if len(columns) == 1 or (found[0] > 0 and found[1:].min() >= 0):
+        solution, *_ = np.linalg.lstsq(chosen, np.ones(len(rows)))
+        if len(columns) == 1 or (solution[0] > 0 and solution[1:].min() >= 0):
             break
-        del columns[1 + int(found[1:].argmin())]
-    worst = float(np.abs(chosen @ found - 1).max())
-    values = dict(zip(columns, (found / scale[columns]).tolist()))
+        del columns[1 + int(solution[1:].argmin())]
+    worst = float(np.abs(chosen @ solution - 1).max())
+    values = dict(zip(columns, (solution / scale[columns]).tolist()))
     names = [f.name for f in fields(KernelModel)]
     constants = {names[i]: x for i, x in values.items() if i}
     return KernelModel(1 / values[0], **constants), worst
 
 
 def fit_link(sizes: Sequence[int], seconds: Sequence[float], flood: tuple[int, float]) -> Link:
-    """A `Link` from the seconds of exchanges of several sizes, ascending, the first one tiny.
+    """Fit a `Link` to the seconds of exchanges.
 
     Parameters
     ----------
-    sizes, seconds
-        Bytes that every rank sends and receives in one message, and the time.
+    sizes, seconds : sequence
+        Bytes that every rank sends and receives in one message, in ascending order from a tiny
+        one, and the seconds of each exchange.
     flood : (int, float)
-        Number of tiny messages posted together, and the time of all.
+        Number of tiny messages that are posted together, and the seconds of all of them.
     """
     number, together = flood
     overhead = max(0.0, (together - seconds[0]) / max(1, number - 1) / 2)
     growth = (seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0
-    # Noise: a slope that says more than the mean rate of the largest message can be doubted.
+    # Noise may make the slope far too small, so take at least half of the largest message's mean.
     per_byte = max(growth, 0.5 * seconds[-1] / sizes[-1])
     latency = max(0.0, seconds[0] - 2 * overhead)
     return Link(1 / per_byte, latency, overhead)
@@ -85,7 +98,7 @@ def fit_link(sizes: Sequence[int], seconds: Sequence[float], flood: tuple[int, f
 def fit_steps(
     machine: Machine, ranks: int, work: Workload, measured: Mapping[str, tuple[str, float]]
 ) -> Machine:
-    """The machine with constants that explain how long tiny forward passes take.
+    """Fit the constants `step` and `hop_overhead` of a machine to tiny forward passes.
 
     Parameters
     ----------
@@ -93,10 +106,15 @@ def fit_steps(
         Without these constants.
     ranks : int
     work : Workload
-        So small that it is computing, latencies and what steps there are.
+        A workload that is so small that steps take most of the time.
     measured : mapping of str to (str, float)
-        By constant, `step` or `hop_overhead`, which are found one after the other: a method whose
-        passes have many of these, and the seconds of the slowest rank on a layout of one column.
+        By constant, in the order of the fit: a method that depends on the constant, and the
+        measured seconds of its slowest rank on a layout of one column.
+
+    Returns
+    -------
+    Machine
+        With the constants.
     """
     for name, (method, seconds) in measured.items():
 
@@ -104,10 +122,11 @@ def fit_steps(
             there = replace(machine, **{name: value})
             return float(predict(there, method, Layout(ranks, 1), work)["forward"].total.max())
 
-        found, slope = 0.0, (total(1e3) - total(0.0)) / 1e3
-        for _ in range(30 if slope else 0):  # hidden behind latencies, it must grow to count
-            found = max(0.0, found + (seconds - total(found)) / slope)
-        machine = replace(machine, **{name: found})
+        constant, slope = 0.0, (total(1e3) - total(0.0)) / 1e3
+        # Several times: latencies hide a small constant, so the time is not linear in it.
+        for _ in range(30 if slope else 0):
+            constant = max(0.0, constant + (seconds - total(constant)) / slope)
+        machine = replace(machine, **{name: constant})
     return machine
 
 
@@ -117,13 +136,14 @@ def steadiness(seconds: np.ndarray) -> str:
     Parameters
     ----------
     seconds : (rounds, calls) float
-        Of the same calls, again and again.
+        Each round times the same calls.
 
     Notes
     -----
-    One round of ten may be off, either way; the call in the middle of all counts.
+    The difference of a call is the ratio of its 90 % and 10 % quantiles over the rounds.  The
+    median over all calls counts.
     """
     fast, slow = np.quantile(seconds, (0.1, 0.9), axis=0)
     off = float(np.median(slow / fast)) - 1
-    said = f"the same kernel calls differ by {100 * off:.0f} % (of {len(seconds)} rounds)"
-    return f"DISTURBED by other work: {said}" if off > STEADY else said
+    text = f"the same kernel calls differ by {100 * off:.0f} % (of {len(seconds)} rounds)"
+    return f"DISTURBED by other work: {text}" if off > STEADY else text

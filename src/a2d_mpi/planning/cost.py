@@ -1,6 +1,6 @@
-"""Bytes and messages of every method, read off its programs, and what nobody can do without.
+"""Bytes and messages of every method, counted in its programs, and a lower bound of the bytes.
 
-Exact for shards of any sizes.
+The counts are exact for shards of any size.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _MESSAGES = {None: (Send, Receive), True: Send, False: Receive}
 
 
 class Move(NamedTuple):
-    """Rows between a rank and a peer of it.
+    """Rows that a rank sends to a peer or receives from it.
 
     Attributes
     ----------
     phase, channel, kind : str
     sent : bool
-        Or received.
+        True: sent; False: received.
     tokens : int
     tensors : list of int
         Bytes of a token in each tensor.
     rank, peer : int
-        Of the layout.
+        Ranks of the layout.
     """
 
     phase: str
@@ -52,7 +52,7 @@ class Move(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """MPI messages in which they travel."""
+        """Number of MPI messages in which the rows travel."""
         return sum(-(-self.tokens * x // MAX_MESSAGE) for x in self.tensors)
 
 
@@ -64,7 +64,7 @@ def moves(
     phases: Sequence[str] = PHASES,
     sent: bool | None = None,
 ) -> Iterator[Move]:
-    """All rows that a rank sends or receives, array by array.
+    """Yield all rows that a rank sends or receives, array by array.
 
     Parameters
     ----------
@@ -72,66 +72,71 @@ def moves(
         One of `METHODS`.
     layout : Layout
     problem : Problem
-        With all ranks of the layout and all heads.
+        All ranks of the layout, and all heads.
     rank : int or None
-        Of the layout; None: all ranks.
+        A rank of the layout; None: all ranks.
     phases : sequence of str
     sent : bool, optional
         Only rows that are sent, or only rows that are received.
     """
     ranks = range(layout.size) if rank is None else (rank,)
-    for phase, x in product(phases, ranks):
-        for program in write(method, phase, layout, problem, x):
+    for phase, own in product(phases, ranks):
+        for program in write(method, phase, layout, problem, own):
             for step in program.steps:
                 if isinstance(step, _MESSAGES[sent]):
                     array, peer = program.arrays[step.rows.array], program.grid_rank(step.peer)
                     rows = step.rows.count, program.group.row_bytes(array)
-                    ends = isinstance(step, Send), *rows, x, peer
+                    ends = isinstance(step, Send), *rows, own, peer
                     yield Move(phase, step.channel, array.kind, *ends)
 
 
 def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
-    """Bytes [sent, received] by a rank, by (phase, channel); arguments as of `moves`."""
+    """Return the bytes [sent, received] by a rank, by (phase, channel); see `moves`."""
     return _summed(moves(method, layout, problem, rank), "nbytes")
 
 
 def messages(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:
-    """The number of MPI messages; otherwise like `traffic`."""
+    """Return the MPI messages [sent, received] by a rank, by (phase, channel): as `traffic`."""
     return _summed(moves(method, layout, problem, rank), "messages")
 
 
-def _summed(found: Iterable[Move], figure: str) -> Bytes:
-    both: Bytes = {}
-    for move in found:
-        sums = both.setdefault((move.phase, move.channel), [0, 0])
-        sums[not move.sent] += getattr(move, figure)
-    return both
+def _summed(moved: Iterable[Move], attribute: str) -> Bytes:
+    by_channel: Bytes = {}
+    for move in moved:
+        sums = by_channel.setdefault((move.phase, move.channel), [0, 0])
+        sums[not move.sent] += getattr(move, attribute)
+    return by_channel
 
 
 def lower_bound(problem: Problem, area: float, tokens: float, backward: bool = False) -> float:
-    """Bytes that a rank must receive or return, if it computes `area` pairs for all heads.
+    """Return the bytes that a rank must at least send or receive to compute `area` pairs.
 
-    Queries that a rank does not own cost ``H (D + Dv)`` elements each, Dv the width of values: it
-    reads q, and its partial out returns.  Keys cost ``Hkv (D + Dv)``, k and v.  Backward these are
-    ``H (2 D + Dv)`` (q, dout, dq) and ``2 Hkv (D + Dv)`` (k, v, dk, dv).  Elements count in bytes;
-    lse and delta are not counted.
+    The bound is for all heads.  Let D be `headdim` and Dv `headdim_v`.  A query that the rank does
+    not own costs ``H (D + Dv)`` elements: q comes and the partial out returns.  A key costs
+    ``Hkv (D + Dv)``: k and v come.  In the backward pass a query costs ``H (2 D + Dv)`` (q, dout,
+    dq) and a key ``2 Hkv (D + Dv)`` (k, v, dk, dv).  lse and delta are not counted.
 
-    Let the rank use nq queries and nk keys, and let t of its own tokens be among both.  Of the
-    ``nq nk`` pairs a causal mask hides ``t (t-1) / 2``, those of a query among the t tokens and a
-    later key, so ``nq nk >= area + t (t-1) / 2``.  At most ``tokens`` of the queries and as many
-    of the keys are its own, ``tokens + t`` together.  With costs a and b of a query and a key,
-    the bytes are at least ``2 sqrt(a b (area + t (t-1) / 2)) - max(a, b) tokens - min(a, b) t``
-    for the t where this is least: docs/planning.md has the proof.  Under other masks nothing is
-    assumed hidden.
+    Let the rank use nq queries and nk keys, and let t of its own tokens be among both.  A causal
+    mask hides ``t (t-1) / 2`` of the ``nq nk`` pairs: a query among the t tokens with a later key.
+    Hence ``nq nk >= area + t (t-1) / 2``.  The rank owns at most ``tokens + t`` of the queries and
+    keys together, and at most ``tokens`` of each.  Let a query cost a bytes and a key b bytes.
+    The bytes are at least ``2 sqrt(a b (area + t (t-1) / 2)) - max(a, b) tokens - min(a, b) t``
+    for the t that makes this least.  docs/planning.md has the proof.  Under other masks no pair is
+    assumed to be hidden.
 
     Parameters
     ----------
     problem : Problem
     area : float
-        Visible pairs.
+        Visible pairs that the rank computes.
     tokens : float
-        That the rank owns.
+        Tokens that the rank owns.
     backward : bool
+
+    Returns
+    -------
+    float
+        Bytes.
     """
     queries = ("q", "dout", "dq") if backward else ("q", "out")
     keys = ("k", "v", "dk", "dv") if backward else ("k", "v")

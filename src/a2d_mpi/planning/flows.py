@@ -1,6 +1,6 @@
-"""Loops of the simulator: ranks that go on, messages that end, and shares of links.
+"""Inner loops of the simulator: advance ranks, end messages, and share links among messages.
 
-Written so that Numba can compile them.
+Numba can compile all functions of this module but `compiled`.
 """
 
 from __future__ import annotations
@@ -11,52 +11,52 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Links are filled together if what each message gets differs by no more than this share.
+# Links are filled in one round if the rates that they give differ by no more than this share.
 ALIKE = 1e-3
 
 
 class Actions(NamedTuple):
-    """Posts and waits of all ranks, one rank after the other."""
+    """Posts and waits of all ranks, one rank after the other; there are A of them."""
 
-    first: np.ndarray  # (P + 1,): where those of each rank begin
-    waits: np.ndarray  # (A,) bool: or posts
-    delay: np.ndarray  # (A,) s that the rank is busy before
-    work: np.ndarray  # (A,) s of its core
-    begin: np.ndarray  # (A + 1,): where the messages of each begin in `numbers`
-    numbers: np.ndarray
-    reached: np.ndarray  # (A,) bool: the rank is there
-    missing: np.ndarray  # (A,): messages that have not arrived
-    end: np.ndarray  # (A,) s: when the last of the others arrived; at last, when the wait ended
+    first: np.ndarray  # (P + 1,): index of each rank's first action
+    waits: np.ndarray  # (A,) bool: True for a wait, False for a post
+    delay: np.ndarray  # (A,) s that the rank is busy before the action
+    work: np.ndarray  # (A,) s of the rank's core, to receive the messages of a wait
+    begin: np.ndarray  # (A + 1,): index in `numbers` of each action's first message
+    numbers: np.ndarray  # messages of the actions
+    reached: np.ndarray  # (A,) bool: the rank has reached the action
+    missing: np.ndarray  # (A,): messages of a wait that have not arrived
+    end: np.ndarray  # (A,) s: latest arrival so far; in the end, when the wait ended
 
 
 class Ranks(NamedTuple):
     """State of every rank, (P,)."""
 
     at: np.ndarray  # next action
-    now: np.ndarray  # s
-    idle: np.ndarray  # s of waiting in which it did not work
-    waited: np.ndarray  # s
+    now: np.ndarray  # s: time of the rank
+    idle: np.ndarray  # s of waiting in which the core was free
+    waited: np.ndarray  # s spent in waits
 
 
 class Flows(NamedTuple):
     """Messages and links, and the state of every message."""
 
     nbytes: np.ndarray  # (n,) float64
-    passed: np.ndarray  # (links of a message, n)
+    passed: np.ndarray  # (links of a message, n): links that each message passes
     latency: np.ndarray  # (n,) s
     bandwidth: np.ndarray  # (links,) bytes/s
-    waiter: np.ndarray  # (2, n): waits of its source and of its receiver; -1: none
-    ends: np.ndarray  # (2, n): these ranks
-    posted: np.ndarray  # (n,): sides that have posted it
-    start: np.ndarray  # (n,) s: when the later of them did, and the one before it had passed
-    pair: np.ndarray  # (n,): its source and its receiver, as one number
-    last: np.ndarray  # (pairs,): the latest message of each that both sides have posted; -1: none
-    after: np.ndarray  # (n,): the next one, if that waits for it; -1: none
-    sent: np.ndarray  # (n,) bool: all of it has passed
+    waiter: np.ndarray  # (2, n): action in which its source, its receiver waits for it; -1: none
+    ends: np.ndarray  # (2, n): ranks of its source and its receiver
+    posted: np.ndarray  # (n,): number of sides that have posted it
+    start: np.ndarray  # (n,) s: both sides have posted it, and the message before it has passed
+    pair: np.ndarray  # (n,): number of the pair (source, receiver)
+    last: np.ndarray  # (pairs,): latest message of a pair that both sides have posted; -1: none
+    after: np.ndarray  # (n,): message of the same pair that waits for this one; -1: none
+    sent: np.ndarray  # (n,) bool: all bytes have passed
 
 
 def _advance(rank, actions, ranks, flows, pending, count):
-    """Let a rank go on until it must wait; messages that start are added to those pending."""
+    """Advance a rank until it must wait; messages that may start are appended to `pending`."""
     now = ranks.now[rank]
     a = ranks.at[rank]
     while a < actions.first[rank + 1]:
@@ -68,7 +68,7 @@ def _advance(rank, actions, ranks, flows, pending, count):
                 break
             ready = max(now, actions.end[a])
             idle = ranks.idle[rank] + ready - now
-            paid = min(idle, actions.work[a])  # it worked for these messages while it waited
+            paid = min(idle, actions.work[a])  # work that the core did while the rank waited
             ranks.idle[rank] = idle - paid
             ready += actions.work[a] - paid
             ranks.waited[rank] += ready - now
@@ -93,7 +93,7 @@ def _advance(rank, actions, ranks, flows, pending, count):
 
 
 def _arrive(m, done, actions, flows, woken, number):
-    """A message has arrived; ranks that need wait no longer are added to those woken."""
+    """Mark a message as arrived; ranks whose waits are over are appended to `woken`."""
     for side in range(2):
         a = flows.waiter[side][m]
         if a >= 0:
@@ -106,9 +106,9 @@ def _arrive(m, done, actions, flows, woken, number):
 
 
 def _shares(passed, bandwidth):
-    """Max-min fair bytes/s of flows that pass these links, (links of a flow, flows).
+    """Return the max-min fair rates, bytes/s, of flows that pass links, (links of a flow, flows).
 
-    All links are filled at once on which no flow gets less by another link.
+    Each round fills all links whose flows get no lower rate from another link.
     """
     links = len(bandwidth)
     rate = np.zeros(passed.shape[1])
@@ -126,20 +126,20 @@ def _shares(passed, bandwidth):
         for k in range(len(passed)):
             less = (least < fair[passed[k]] * (1 - ALIKE)).astype(np.float64)
             slack += np.bincount(passed[k], less, links)
-        known = np.zeros(len(unknown), np.bool_)
+        filled = np.zeros(len(unknown), np.bool_)
         for k in range(len(passed)):
-            known |= slack[passed[k]] == 0
-        rate[unknown[known]] = least[known]
+            filled |= slack[passed[k]] == 0
+        rate[unknown[filled]] = least[filled]
         for k in range(len(passed)):
-            free -= np.bincount(passed[k][known], least[known], links)
+            free -= np.bincount(passed[k][filled], least[filled], links)
         free = np.maximum(free, 0)
-        unknown = unknown[~known]
-        passed = passed[:, ~known]
+        unknown = unknown[~filled]
+        passed = passed[:, ~filled]
     return rate
 
 
 def run(actions, ranks, flows, coarse):
-    """Run all programs; returns the number of times that the shares were computed."""
+    """Run all programs; return the number of times that the rates were computed."""
     size, n = len(ranks.now), len(flows.nbytes)
     woken = np.empty(2 * n + size, np.int64)
     pending = np.empty(n, np.int64)
@@ -180,7 +180,7 @@ def run(actions, ranks, flows, coarse):
         pending[:waiting] = coming[~begins]
         if len(new):
             now = max(now, start[begins].max())
-        # Of the others, what is left at present, in seconds at the rate that they had.
+        # Bytes that the active messages have left now, at the rates that they had so far.
         stay = ~over
         left = np.concatenate((
             np.maximum(end[stay] - now, 0) * rate[stay], flows.nbytes[new].astype(np.float64)
@@ -195,7 +195,7 @@ def run(actions, ranks, flows, coarse):
 
 @lru_cache(maxsize=1)
 def compiled() -> Callable:
-    """`run`, compiled by Numba if it is installed; kept in a file, if there is a place for it."""
+    """Return `run`, compiled by Numba if it is installed, and cached on disk if possible."""
     try:
         from numba import config, njit
         from numba.extending import register_jitable

@@ -1,6 +1,6 @@
-"""A machine: its links, kernels and memory, as numbers that a prediction needs.
+"""A machine: the numbers of its links, kernels and memory that a prediction needs.
 
-Profiles (`a2d_mpi.planning.profile`) hold these numbers, and describe them.
+Profiles (`a2d_mpi.planning.profile`) hold these numbers and describe them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 from a2d_mpi.core.sizes import flops
 
 LONGEST_NAME = 100
-# The least and the most that a value may be: beyond these a prediction need not be finite, or is
-# 0.  Values that are not here are seconds.
+# Smallest and largest valid value; outside a prediction might be 0 or not finite.  All other
+# values are seconds.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "bandwidth": (1, 1e18),
     "flops": (1, 1e24),
@@ -41,14 +41,14 @@ class Link:
     bandwidth : float
         Bytes/s each way: of one rank inside a node, of one NIC between nodes.
     latency : float
-        Seconds until a message arrives, however short.
+        Seconds until the shortest message arrives.
     overhead : float
         Seconds that a rank spends on each message that it sends or receives.
     nics : int
-        Of a node, shared by its ranks; a rank that computes next to few others may drive several.
+        NICs of a node, shared by its ranks.  With fewer ranks than NICs a rank drives several.
     hidden : float
-        The overlap rule: a transfer of t seconds takes ``(1 - hidden) t`` of its receiver's core,
-        from its computing if there is any.  1: none, 0: nothing overlaps.
+        The overlap rule: a transfer of t seconds takes ``(1 - hidden) t`` seconds of its
+        receiver's core.  1: it takes none; 0: computing and transfers do not overlap.
     """
 
     bandwidth: float
@@ -70,15 +70,15 @@ class KernelModel:
     flops : float
         FLOP/s of large blocks.
     call, head : float
-        Seconds a call, and a call and KV head.
+        Seconds per call, and per KV head of a call.
     pair : float
-        Seconds a visible pair and query head, independent of headdim (exponentials).
+        Seconds per visible pair and query head, independent of headdim (exponentials).
     key, query : float
-        Seconds a key and KV head, a query and query head, times the mean of headdim and headdim_v:
-        copies, and idle parts of cache blocks.  They make the rate fall for blocks of few queries
-        or few keys.
+        Seconds per element of a key (for each KV head) and of a query (for each query head), for
+        copies and for unused parts of cache blocks.  The mean of headdim and headdim_v counts as
+        the elements of a head.  These two make blocks of few queries or few keys slower.
     cut : float
-        Seconds a query and query head of which a mask cuts a run of keys.
+        Seconds per query and query head, if a mask cuts a run of the query's keys.
     """
 
     flops: float
@@ -101,19 +101,30 @@ class KernelModel:
         heads: tuple[int, int, int, int],
         backward: bool = False,
     ) -> np.ndarray:
-        """Seconds of calls with `area` visible pairs, `nq` queries, `nk` keys, `cut` queries cut.
+        """Return the seconds of kernel calls.
 
-        `heads`: nheads, nheads_kv, headdim, headdim_v.  The arrays broadcast; a call without a
-        visible pair costs `call` only, one without tokens nothing.
+        Parameters
+        ----------
+        area, nq, nk, cut : ndarray
+            Visible pairs, queries, keys, and queries of which the mask cuts a run of keys, of each
+            call.  The arrays broadcast.
+        heads : (int, int, int, int)
+            nheads, nheads_kv, headdim, headdim_v.
+        backward : bool
+
+        Returns
+        -------
+        ndarray of float64
+            A call without a visible pair costs `call` only, a call without tokens costs nothing.
         """
         terms = kernel_terms(area, nq, nk, cut, heads, backward)
         weights = [1 / self.flops, *(getattr(self, f.name) for f in fields(self)[1:])]
-        whole = sum(w * x for w, x in zip(weights, terms))
-        return np.where(np.asarray(area) > 0, whole, np.where(terms[4] * terms[5], self.call, 0.0))
+        full = sum(w * x for w, x in zip(weights, terms))
+        return np.where(np.asarray(area) > 0, full, np.where(terms[4] * terms[5], self.call, 0.0))
 
 
 def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int, int], backward: bool) -> list:
-    """Factors of the attributes of a `KernelModel`, in their order, in the seconds of a call."""
+    """Return the factors of a `KernelModel`'s attributes, in their order, in a call's seconds."""
     h, hkv, d, e = heads
     width = (d + e) / 2
     ones = np.ones_like(np.asarray(area, float))
@@ -124,9 +135,9 @@ def kernel_terms(area, nq, nk, cut, heads: tuple[int, int, int, int], backward: 
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine; see `a2d_mpi.planning.profile` for the units and the meaning of its values.
+    """A machine; `a2d_mpi.planning.profile` has the units and the meaning of its values.
 
-    `inside` or `between` is None where it was not measured.
+    `inside` or `between` is None if it was not measured.
     """
 
     name: str
@@ -147,19 +158,19 @@ class Machine:
     def __post_init__(self) -> None:
         for field, most in (("name", LONGEST_NAME), ("computed_by", 3 * LONGEST_NAME)):
             text = getattr(self, field)
-            whole = text == text.encode(errors="replace").decode()  # not bytes of other codes
-            if not whole or len(text) > most:
+            is_utf8 = text == text.encode(errors="replace").decode()
+            if not is_utf8 or len(text) > most:
                 raise ValueError(
                     f"{field} must be UTF-8, at most {most} characters, got {shown(text)}"
                 )
         _check(self)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.ranks_per_node))  # kernels are in a dict
+        return hash((self.name, self.ranks_per_node))  # a dict of kernels has no hash
 
     @property
     def share(self) -> float:
-        """Share of a core that a rank has when all of its node compute."""
+        """Share of a core that a rank has when all ranks of its node compute."""
         return min(1.0, self._cores / self.ranks_per_node)
 
     @property
@@ -167,15 +178,15 @@ class Machine:
         return self.ranks_per_node if self.cores_per_node is None else self.cores_per_node
 
     def copying(self, size: float) -> float:
-        """Seconds to copy, or to add, this many bytes."""
+        """Return the seconds that a copy or a sum of this many bytes takes."""
         return size / self.copy / self.share
 
     def with_ranks_per_node(self, ranks: int) -> Machine:
-        """The same nodes with another number of ranks on each, which share the same cores."""
+        """Return the same nodes with another number of ranks, which share the same cores."""
         return replace(self, ranks_per_node=ranks, cores_per_node=self._cores)
 
     def links_alone(self) -> Machine:
-        """The same links, between ranks that compute, copy and merge in next to no time."""
+        """Return the same links between ranks that compute, copy and merge in almost no time."""
         kernel = KernelModel(flops=_BOUNDS["flops"][1])
         kernels = {dtype: dict.fromkeys(x, kernel) for dtype, x in self.kernels.items()}
         times = {x.name: x.default for x in fields(self) if isinstance(x.default, float)}
@@ -183,14 +194,15 @@ class Machine:
         return replace(self, **times, name=name, kernels=kernels, computed_by="")
 
     def links(self, ranks: int) -> tuple[Link, Link]:
-        """The links inside and between the nodes that so many ranks fill, one after the other.
+        """Return the links inside nodes and between nodes for a number of ranks.
 
-        One that these ranks do not have may be anything.
+        The ranks fill the nodes one after the other.  A link that these ranks do not use may be
+        anything.
 
         Raises
         ------
         ValueError
-            If the profile lacks one that they have.
+            If the profile lacks a link that these ranks use.
         """
         needed = {"inside": min(ranks, self.ranks_per_node) > 1,
                   "between": ranks > self.ranks_per_node}  # fmt: skip
@@ -203,20 +215,20 @@ class Machine:
         return self.inside or Link(1.0), self.between or Link(1.0)
 
     def host_kernel(self, dtype: str) -> str | None:
-        """The kernel of the host that was measured, "numpy" or "numba"; None: a GPU's."""
-        found = re.search(rf"\b{dtype}: (numpy|numba)\b", self.computed_by)
-        return found and found[1]
+        """Return the kernel of the host that was measured, "numpy" or "numba"; None on a GPU."""
+        match = re.search(rf"\b{dtype}: (numpy|numba)\b", self.computed_by)
+        return match and match[1]
 
     def kernel(self, dtype: str, phase: str) -> KernelModel:
-        """The kernel of a dtype; ValueError if the profile has none."""
+        """Return the kernel of a dtype and phase; ValueError if the profile has none."""
         if dtype not in self.kernels:
-            known = sorted(map(one_line, self.kernels))
-            raise ValueError(f"{one_line(self.name)} has kernels for {known}, not {dtype}")
+            dtypes = sorted(map(one_line, self.kernels))
+            raise ValueError(f"{one_line(self.name)} has kernels for {dtypes}, not {dtype}")
         return self.kernels[dtype][phase]
 
 
 def _check(values: Link | KernelModel | Machine) -> None:
-    """Raise ValueError, with the name, for a number that is out of bounds."""
+    """Raise ValueError with the name of the first number that is out of bounds."""
     for field in fields(values):
         value = getattr(values, field.name)
         least, most = _BOUNDS.get(field.name, _SECONDS)
@@ -229,7 +241,7 @@ def _check(values: Link | KernelModel | Machine) -> None:
 
 
 def shown(value: object) -> str:
-    """Text of a value that is short enough for a message."""
+    """Return a value as text that is short enough for a message."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a number of {value.bit_length() * math.log10(2):.0f} digits"
     if isinstance(value, (int, float, str)):
@@ -238,5 +250,5 @@ def shown(value: object) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text with escapes for all that is not printed as a character: line ends, too."""
+    """Return the text with escapes for line ends and all characters that cannot be printed."""
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)

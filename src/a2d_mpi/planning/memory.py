@@ -1,4 +1,4 @@
-"""Bytes that a rank holds at most: arrays, buffers of its programs, and buffers of its kernel."""
+"""Peak memory of a rank: arrays, buffers of its programs, and buffers of its kernel."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, Attend, Differentiate, Merge
 
-# Bytes that the first calls of a kernel of the host load, by NumPy, OpenBLAS, MPI, Numba and this
-# package.  Measured with plans of 64 tokens on 1, 2 and 4 ranks, with MPICH and Open MPI: 3 to 5.5
-# MB, and 109 to 112 MB with Numba 0.68, 73 of them files, which processes share.  Numba takes
-# 32 MB more where it has yet to compile, at its first import.
+# Bytes that libraries (NumPy, OpenBLAS, MPI, Numba, this package) allocate in the first calls of a
+# kernel of the host.  Measured with plans of 64 tokens on 1, 2 and 4 ranks, with MPICH and Open
+# MPI: 3 to 5.5 MB with NumPy, 109 to 112 MB with Numba 0.68.  73 MB of the latter are files, which
+# processes share.  The very first import of Numba, which compiles, takes 32 MB more.
 LIBRARIES = {"numpy": 4_500_000, "numba": 111_000_000}
-INTERVAL = 16  # bytes of the begin and end of a query's visible keys
-STATISTICS = 56  # bytes for each lse of a merge, while it lasts
+INTERVAL = 16  # bytes of one interval of visible keys: begin and end
+STATISTICS = 56  # bytes of temporaries for each lse of a merge
 
 
 def peak_memory(
@@ -37,9 +37,9 @@ def peak_memory(
     backward: bool = False,
     kernel: str | None = None,
 ) -> int:
-    """Bytes of the caller's arrays, the results, the plan's buffers and its kernel on a rank.
+    """Return the peak bytes of a rank in one call of each phase.
 
-    In one call of each phase.
+    The caller's arrays, the results, the plan's buffers and the kernel's buffers count.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ def peak_memory(
         As in `a2d_mpi.planning.cost.moves`.
     backward : bool
     kernel : {"numpy", "numba"}, optional
-        Of the host: its buffers and `LIBRARIES` count, so that this is by how much the process
-        grows (tests/memory.py measures it).  Default: a kernel that needs none, as on a GPU.
+        Kernel of the host.  Its buffers and `LIBRARIES` count, and the result is the growth of the
+        process, which tests/memory.py measures.  Default: a kernel without buffers, as on a GPU.
     """
     return peak_of(_phases(method, layout, problem, rank, backward, kernel), problem, rank, kernel)
 
@@ -60,7 +60,7 @@ def most_memory(
     backward: bool = False,
     kernel: str | None = None,
 ) -> int:
-    """`peak_memory` of the rank that holds the most."""
+    """Return the largest `peak_memory` of all ranks."""
     ranks = range(layout.size)
     return max(peak_memory(method, layout, problem, rank, backward, kernel) for rank in ranks)
 
@@ -68,15 +68,15 @@ def most_memory(
 def buffers(
     method: str, layout: Layout, problem: Problem, rank: int, backward: bool = False
 ) -> int:
-    """Bytes that a plan keeps between calls (`AttentionPlan.buffer_bytes`); see `peak_memory`.
+    """Return the bytes that a plan keeps between calls: `AttentionPlan.buffer_bytes`.
 
-    `backward`: after a backward call.
+    With `backward`, after a backward call.  Other parameters as of `peak_memory`.
     """
     return _buffers(_phases(method, layout, problem, rank, backward))
 
 
 class Held(NamedTuple):
-    """Memory that one program needs; bytes.
+    """Bytes that one program needs.
 
     Attributes
     ----------
@@ -85,13 +85,13 @@ class Held(NamedTuple):
     results : int
         Arrays of results.
     copies : int
-        Results that are new once more: they lie in buffers or have the accumulation dtype.
+        Copies of results that lie in buffers or have the accumulation dtype.
     intervals : int
-        Intervals that the kernel is given.
+        Intervals of visible keys, which the kernel reads.
     kernel : dict of str to int
         Buffers of the kernel.
     passing : int
-        The most that is held for a while, with the buffers of the kernel.
+        Largest sum of the kernel's buffers and temporary arrays.
     """
 
     buffers: dict[tuple[str, int], int]
@@ -106,7 +106,7 @@ NOTHING = Held({}, 0, 0, 0, {}, 0)
 
 
 def held_by(program: Program, backward: bool, kernel: str | None = None) -> Held:
-    """The memory that a program needs; `kernel` as of `peak_memory`."""
+    """Return the memory that a program needs; `kernel` as of `peak_memory`."""
     results = [name for name, array in program.arrays.items() if array.role == "result"]
     copies, config = 0, program.group.problem.config
     for rows in program.results.values():
@@ -116,24 +116,24 @@ def held_by(program: Program, backward: bool, kernel: str | None = None) -> Held
             if name != "lse" and (array.role == "buffer" or rounded):
                 copies += rows.count * config.nbytes(name)
     held = sum(nbytes(program, program.rows(name)) for name in results)
-    found = (0, {}, 0) if kernel is None else _of_kernel(program, backward)
-    return Held(buffers_of(program), held, copies, *found)
+    of_kernel = (0, {}, 0) if kernel is None else _of_kernel(program, backward)
+    return Held(buffers_of(program), held, copies, *of_kernel)
 
 
 def peak_of(
     phases: Sequence[Sequence[Held]], problem: Problem, rank: int, kernel: str | None = None
 ) -> int:
-    """The same as `peak_memory`, for the programs of one phase or of both."""
+    """Return `peak_memory` from the memory of the programs of one phase or of both."""
     held, config, last = _buffers(phases), problem.config, phases[-1]
     if kernel is not None:
         both = list(chain.from_iterable(phases))
         needed = _largest(x.kernel for x in both)
         held += LIBRARIES[kernel] + sum(x.intervals for x in both)
-        # After a forward pass there is more to come than it needs for a while.
+        # The backward pass needs more than the temporary arrays of the forward pass.
         held += needed if len(phases) > 1 else max(x.passing for x in both)
     own = problem.counts[rank], problem.counts_kv[rank]
     given = ("q", "k", "v", *("dout", "out", "lse", "delta") * (len(phases) > 1))
-    # q, k, v and dout that are rounded for the wire are new arrays.
+    # A tensor that is rounded for the wire is held twice.
     held += sum(own[x in OF_KEYS] * config.nbytes(x) * (1 + config.rounds(x)) for x in given)
     return held + sum(x.results for x in last) + last[-1].copies
 
@@ -152,22 +152,22 @@ def _buffers(phases: Sequence[Sequence[Held]]) -> int:
 
 
 def _largest(several: Iterable[dict[Any, int]]) -> int:
-    """Bytes of buffers that are as large as the largest of the same name."""
-    found: dict[Any, int] = {}
+    """Return the bytes of all buffers; a buffer is as large as its largest size in any dict."""
+    largest: dict[Any, int] = {}
     for sizes in several:
         for name, size in sizes.items():
-            if size > found.get(name, 0):
-                found[name] = size
-    return sum(found.values())
+            if size > largest.get(name, 0):
+                largest[name] = size
+    return sum(largest.values())
 
 
 def _of_kernel(program: Program, backward: bool) -> tuple[int, dict[str, int], int]:
-    """Memory that a kernel of the host needs for a program: see `Held`."""
+    """Return the last three attributes of `Held` for a kernel of the host."""
     needed: dict[str, int] = {}
     intervals = peak = 0
     config = program.group.config
     for step in program.steps:
-        passing = 0  # for a while
+        passing = 0  # temporary arrays of this step
         if isinstance(step, Attend | Differentiate):
             nq, nk = step.queries.count, step.keys.count
             pieces, hides = _visible(program, step)
@@ -183,7 +183,7 @@ def _of_kernel(program: Program, backward: bool) -> tuple[int, dict[str, int], i
 
 
 def _merge(config: AttentionConfig, rows: int) -> int:
-    """Bytes of a merge while it lasts: statistics, and out in the accumulation dtype."""
+    """Return the bytes of a merge's temporaries: statistics, and out in the accumulation dtype."""
     return rows * (
         STATISTICS * config.nheads
         + config.mixed_precision * config.nbytes("out", accumulated=True)
@@ -191,7 +191,7 @@ def _merge(config: AttentionConfig, rows: int) -> int:
 
 
 def _visible(program: Program, step: Attend | Differentiate) -> tuple[int, bool]:
-    """Intervals of a query, 0 if no pair is visible; whether there are keys that no query sees."""
+    """Return the intervals per query, 0 if no pair is visible, and whether a key is masked."""
     if not program.sees(step.queries, step.keys):
         return 0, False
     if type(program.mask) is Full:
@@ -199,5 +199,5 @@ def _visible(program: Program, step: Attend | Differentiate) -> tuple[int, bool]
     if type(program.mask) is Causal:
         return 1, program.extremes(step.queries)[1] < program.extremes(step.keys)[1]
     queries, keys = program.tokens(step.queries), np.sort(program.tokens(step.keys))
-    found = program.mask.intervals(queries, keys)
-    return len(found), not queries_per_key(found, len(keys)).all()
+    intervals = program.mask.intervals(queries, keys)
+    return len(intervals), not queries_per_key(intervals, len(keys)).all()

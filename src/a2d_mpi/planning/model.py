@@ -1,7 +1,7 @@
-"""Seconds that a method takes on a machine: the programs of all ranks, simulated.
+"""Predicted seconds of a method on a machine: the programs of all ranks, simulated.
 
-All ranks set out together.  Each does the steps of its program (`a2d_mpi.planning.survey`) and
-waits for what is not there yet; messages share the machine's links
+All ranks start together.  Each rank runs the steps of its program (`a2d_mpi.planning.survey`) and
+waits for messages that have not arrived.  Messages share the machine's links
 (`a2d_mpi.planning.simulator`).  This module does not import MPI and knows no method.
 """
 
@@ -23,10 +23,10 @@ from a2d_mpi.schedules.problem import Workload
 
 @dataclass(frozen=True)
 class Phase:
-    """Seconds of every rank, each (P,) float64; their sum is `total`.
+    """Seconds of every rank in each part of a phase, (P,) float64.
 
-    The parts are those of ``AttentionPlan.timings``; `other` is what these leave out: setting
-    out, posting messages, and clearing.
+    `compute`, `merge` and `wait` are defined as in ``AttentionPlan.timings``.  `other` is the time
+    of everything else: starting the call, posting messages, and clearing.
     """
 
     compute: np.ndarray
@@ -36,12 +36,12 @@ class Phase:
 
     @property
     def total(self) -> np.ndarray:
-        """Seconds of every rank."""
+        """Seconds of every rank, (P,) float64: the sum of the parts."""
         return self.compute + self.merge + self.wait + self.other
 
 
 def slowest_seconds(phases: Mapping[str, Phase]) -> float:
-    """Seconds of the slowest rank, phase by phase."""
+    """Return the seconds of the slowest rank of each phase, summed over the phases."""
     return sum(float(phase.total.max()) for phase in phases.values())
 
 
@@ -53,7 +53,7 @@ def predict(
     distribution: str | None = None,
     spans: dict[str, list[Spans]] | None = None,
 ) -> dict[str, Phase]:
-    """Seconds of every rank, by phase.
+    """Predict the seconds of every rank, by phase.
 
     Parameters
     ----------
@@ -65,7 +65,8 @@ def predict(
     distribution : str, optional
         Default: the one that the method takes for the mask.
     spans : dict, optional
-        Gets, by phase and rank, the spans of the simulator; seconds since the phase began.
+        The spans of the simulator are written here, by phase and rank; seconds since the phase
+        began.
 
     Raises
     ------
@@ -75,16 +76,16 @@ def predict(
     problem, phases = problem_of(method, layout, work, work.mask, distribution), {}
     for phase in work.phases:
         trace = None if spans is None else [[] for _ in range(layout.size)]
-        found = survey_of(machine, method, layout, work, problem, phase)
-        phases[phase] = simulated(machine, layout, found, trace)
+        survey = survey_of(machine, method, layout, work, problem, phase)
+        phases[phase] = simulated(machine, layout, survey, trace)
         if spans is not None:
             spans[phase] = trace
     return phases
 
 
 def simulated(
-    machine: Machine, layout: Layout, found: Survey, spans: list[Spans] | None = None
+    machine: Machine, layout: Layout, survey: Survey, spans: list[Spans] | None = None
 ) -> Phase:
-    """Seconds of every rank in the phase of a survey; `spans`: as of the simulator."""
+    """Run the simulator on the survey of a phase; `spans` as of `simulator.simulate`."""
     cables = Cables(Network(), machine, layout.size)
-    return Phase(**simulate(*found[:2], cables, layout.world_ranks(), spans))
+    return Phase(**simulate(*survey[:2], cables, layout.world_ranks(), spans))

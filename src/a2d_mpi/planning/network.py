@@ -1,8 +1,9 @@
-"""Networks between the nodes of a machine: their links, and those that a message passes.
+"""Networks between the nodes of a machine: their links, and the links that a message passes.
 
-Nodes have ports: as many as NICs, or as ranks if there are fewer, who then drive several NICs
-each.  Ranks send through the ports of their nodes in turn.  Every cable is two links, one each
-way; what is switched inside a switch takes no time.  Built from a profile; no simulator is needed.
+A node has one port for each NIC.  If it has fewer ranks than NICs, it has one port for each rank,
+and each port drives several NICs.  The ranks of a node are dealt to its ports in turn.  Every
+cable is two links, one each way.  Switches are infinitely fast.  Networks are built from a profile
+and need no simulator.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import numpy as np
 
 from a2d_mpi.planning.machine import Machine
 
-KINDS = ("switch", "fat tree", "dragonfly")
-PORTS = 32  # of a leaf switch, towards nodes
+NETWORKS = ("switch", "fat tree", "dragonfly")
+PORTS = 32  # ports of a leaf switch towards nodes
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,18 @@ class Network:
 
     Attributes
     ----------
-    kind : str
-        "switch": one switch for all.  "fat tree": leaf switches of `PORTS` ports, each with a
-        cable to each of the spine switches, of which that of a message follows from the port
-        where it goes, as InfiniBand's static routes do.  "dragonfly": the smallest balanced one
-        (Kim et al. 2008) that has all ports, groups of 2p routers with p ports and p cables to
-        other groups each.  Routes are adaptive: nothing is narrow inside a group, and between two
-        a message goes over a third one (Valiant), so that half of a group's cables is its own.
+    kind : {"switch", "fat tree", "dragonfly"}
+        "switch": one switch for all ports.  "fat tree": leaf switches of `PORTS` ports, each with
+        a cable to every spine switch.  The receiver's port decides the spine switch of a message,
+        as in InfiniBand's static routing.  "dragonfly": the smallest balanced one with enough
+        ports (Kim et al. 2008).  A group has 2p routers, each with p ports and p cables to other
+        groups.  Routing is adaptive: links inside a group are no bottleneck, and a message between
+        two groups passes a third one (Valiant).  So half of a group's bandwidth serves its own
+        messages.
     oversubscription : float
-        Of a fat tree: ports of a leaf switch, over its cables to spine switches.
+        Ports of a leaf switch of a fat tree, divided by its cables to spine switches.
     slow_port : float
-        The first port of the first node has so many times less bandwidth.
+        Factor by which the first port of the first node is slower.
     """
 
     kind: str = "switch"
@@ -42,8 +44,8 @@ class Network:
     slow_port: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"no network {self.kind!r}; one of: {', '.join(KINDS)}")
+        if self.kind not in NETWORKS:
+            raise ValueError(f"no network {self.kind!r}; one of: {', '.join(NETWORKS)}")
         for name in ("oversubscription", "slow_port"):
             if not 1 <= getattr(self, name) <= PORTS:
                 raise ValueError(f"{name} must be from 1 to {PORTS}, got {getattr(self, name)}")
@@ -52,16 +54,17 @@ class Network:
 
     @property
     def name(self) -> str:
-        """As `parse_network` reads it; a slow port is not named."""
+        """Name that `parse_network` reads; it leaves out a slow port."""
         return self.kind + f":{self.oversubscription:g}" * (self.oversubscription > 1)
 
 
 def parse_network(text: str) -> Network:
-    """A network by its name: "switch", "fat tree:2" (oversubscribed), "dragonfly".
+    """Return a network by its name: "switch", "fat tree:2" (oversubscribed), "dragonfly".
 
     Raises
     ------
     ValueError
+        If there is no network of this name, or its oversubscription is out of bounds.
     """
     kind, _, factor = text.replace("_", " ").strip().partition(":")
     try:
@@ -71,32 +74,37 @@ def parse_network(text: str) -> Network:
 
 
 class Cables:
-    """The links of a machine's first nodes, and the way from any rank to another.
+    """The links of a machine's first nodes, and the route from any rank to another.
 
     Parameters
     ----------
     network : Network
     machine : Machine
     ranks : int
-        They fill the nodes one after the other.
+        Number of ranks, which fill the nodes one after the other.
 
     Attributes
     ----------
     bandwidth : (links,) float64
         Bytes/s.
+
+    Raises
+    ------
+    ValueError
+        If the machine's profile lacks a link that the ranks use.
     """
 
     def __init__(self, network: Network, machine: Machine, ranks: int) -> None:
         self._network, self._per_node = network, machine.ranks_per_node
         self._inside, self._between = machine.links(ranks)
         nodes = -(-ranks // self._per_node)
-        self._ports = min(self._between.nics, self._per_node)  # of a node
+        self._ports = min(self._between.nics, self._per_node)  # ports of a node
         self._all, self._ranks = nodes * self._ports, ranks
         one = self._between.bandwidth * self._between.nics / self._ports
         ports = np.full(self._all, one)
         ports[0] /= network.slow_port
         links = [np.full(2 * ranks, self._inside.bandwidth), ports, ports]
-        self._first = 2 * (ranks + self._all)  # of those between switches
+        self._first = 2 * (ranks + self._all)  # index of the first link between switches
         if network.kind == "fat tree":
             self._leaves = -(-self._all // PORTS)
             self._spines = max(1, round(PORTS / network.oversubscription))
@@ -109,7 +117,7 @@ class Cables:
         self.bandwidth = np.concatenate(links)
 
     def routes(self, source: np.ndarray, to: np.ndarray) -> np.ndarray:
-        """The links from some world ranks to others, (n, most) int64; -1: no more."""
+        """Return the links from world ranks to others, (n, most links) int64, padded with -1."""
         nodes = source // self._per_node, to // self._per_node
         ports = [
             x * self._ports + rank % self._per_node % self._ports
@@ -127,7 +135,7 @@ class Cables:
         return np.where((nodes[0] == nodes[1])[:, None], near, far)
 
     def latency(self, source: np.ndarray, to: np.ndarray) -> np.ndarray:
-        """Seconds until a message arrives, however short, (n,) float64."""
+        """Return the seconds until the shortest message arrives, (n,) float64."""
         near = source // self._per_node == to // self._per_node
         return np.where(near, self._inside.latency, self._between.latency)
 

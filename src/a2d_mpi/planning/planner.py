@@ -1,16 +1,21 @@
 """Search for the fastest method, grid and rank order on a machine; no MPI import.
 
-Every candidate has a lower bound of its time, which grows as more of the candidate is known: what
-a rank computes on average; what the first steps of one rank take if its peers never keep it
-waiting and its links carry nothing else; the same of all its steps; and one phase after the other,
-simulated.  The candidate with the least bound is always the next one to be known better, until one
-that is simulated has the least.
+Every candidate has a lower bound of its time.  The bound grows in four stages:
 
-A candidate can lead to others.  A grid that does not fit in memory is tried streamed.  Where the
-mask leaves the distribution open, a candidate has the one that `a2d_mpi.sharding.choice` takes for
-the machine; when it turns out to be the fastest, its other distributions are tried.
+1. the computing of an average rank;
+2. the first steps of one rank, which has its links for itself and never waits for late peers;
+3. all steps of this rank, likewise;
+4. a simulation of all ranks, one phase after the other.
 
-::
+The search always refines the candidate with the smallest bound.  It ends when a candidate that is
+fully simulated has the smallest one.
+
+A candidate can lead to others.  If a grid does not fit in memory, its streamed plan is tried.  If
+the mask leaves the distribution open, a candidate first has the distribution that
+`a2d_mpi.sharding.choice` takes for the machine.  If this candidate turns out to be the fastest, it
+is tried with the other distributions, too.
+
+Example::
 
     machine = read_machine("data/machines/h100-64x1.toml")
     work = Workload(1 << 20, nheads=96, headdim=128, mask=Causal(), backward=True)
@@ -42,7 +47,7 @@ from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.sharding.choice import CHOICES
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
-# Steps of a rank that give a first bound: a ring of 4096 ranks takes seconds to write.
+# Steps of a rank for its first bound: writing the whole ring of 4096 ranks takes seconds.
 FIRST_STEPS = 600
 
 
@@ -55,25 +60,25 @@ class Candidate:
     method : str
         One of `a2d_mpi.schedules.METHODS`.
     layout : Layout
-        With `stream`, if only so there might be memory enough.
+        With `stream` if a plan without streaming does not fit in memory.
     distribution : str
     bound : float
-        Seconds that it takes at least.
+        Lower bound of the seconds.
     memory : int
-        Bytes that a rank holds at most; if it was not simulated: that some ranks hold.
+        Peak bytes of any rank.  If the candidate was not simulated: of the ranks looked at so far.
     fits : bool
         Whether the memory suffices.
     phases : dict of str to Phase
-        Seconds of every rank; empty if it was not simulated.
+        Seconds of every rank; empty if the candidate was not simulated.
     received, crossing : int
-        Bytes that the busiest rank receives, and that the busiest node gets from other nodes; 0 if
-        it was not simulated.
+        Bytes that the busiest rank receives, and that the busiest node receives from other nodes;
+        0 if the candidate was not simulated.
     messages : int
         MPI messages that the busiest rank receives, likewise.
     over_bound : float
-        Bytes that all ranks receive, as a multiple of the bytes that exact attention without a
-        head axis cannot do without (`a2d_mpi.planning.cost.lower_bound`); below 1 is possible
-        with a head axis, inf on one rank, NaN if it was not simulated.
+        Bytes that all ranks receive, divided by `a2d_mpi.planning.cost.lower_bound`, the least
+        bytes of exact attention without a head axis.  It can be below 1 with a head axis.  inf on
+        one rank, NaN if the candidate was not simulated.
     """
 
     method: str
@@ -90,7 +95,7 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the slowest rank, phase by phase; inf if it was not simulated."""
+        """Seconds of the slowest ranks, summed over the phases; inf if it was not simulated."""
         return slowest_seconds(self.phases) if self.phases else math.inf
 
     @property
@@ -101,7 +106,7 @@ class Candidate:
 
     @property
     def known_as(self) -> str:
-        """Name under which others know it; empty if there is none."""
+        """Common name of this method on this layout, as in papers; empty if there is none."""
         return METHODS[self.method].known_as(self.layout)
 
 
@@ -115,10 +120,10 @@ def candidates(
     idle: float = 0.0,
     number: int | None = 1,
 ) -> list[Candidate]:
-    """All candidates for that many ranks.
+    """Return all candidates for a number of ranks, in the order of their time.
 
-    First those that were simulated and fit, fastest first; then those that were not simulated, by
-    their bounds; then those that do not fit.
+    First come the candidates that were simulated and fit, fastest first.  Candidates that were not
+    simulated follow, by their bounds.  Candidates that do not fit in memory come last.
 
     Parameters
     ----------
@@ -127,16 +132,16 @@ def candidates(
         P; nodes are filled one after the other.
     work : Workload
     memory : int, optional
-        Bytes of a rank; default: what the machine says, and no limit if it says nothing.
+        Bytes of a rank.  Default: the memory of the machine's profile, and no limit if the profile
+        has none.
     methods : sequence of str, optional
         Default: all of `a2d_mpi.schedules.METHODS`.
     progress : callable
-        Shows how far it is: it is given an iterator and iterates over it, as ``tqdm`` does.
+        A progress bar: it takes an iterator and iterates over it, as ``tqdm`` does.
     idle : float
-        Share of the ranks that may be left idle, for methods that cannot have any number.
+        Share of the ranks that may stay idle, for methods that need a certain number of ranks.
     number : int, optional
-        Candidates that are certain to be the fastest: others are simulated until they are.  None:
-        all are simulated.
+        The search ends when this many fastest candidates are certain.  None: simulate all.
 
     Raises
     ------
@@ -153,13 +158,13 @@ def candidates(
         for size in (ranks, *_fewer(method, ranks, work, idle))
         for layout in layouts(method, size, work, machine.ranks_per_node)
     ]
-    # Those that have the same programs follow each other.
+    # Layouts with the same programs follow each other, because few surveys are cached.
     shapes.sort(key=lambda x: (x[0], x[1].size, x[1].heads, x[1].rows, x[1].block))
     trials: list[Trial] = []
     for _ in progress(_search(trials, shapes, machine, work, room, number)):
         pass
-    found = [x.candidate() for x in trials]
-    return sorted(found, key=lambda x: (not x.fits, x.seconds, x.bound))
+    results = [x.candidate() for x in trials]
+    return sorted(results, key=lambda x: (not x.fits, x.seconds, x.bound))
 
 
 def _search(
@@ -170,7 +175,7 @@ def _search(
     room: int | None,
     number: int | None,
 ) -> Iterator[None]:
-    """Know the candidate with the least bound better, again and again; yields after each step."""
+    """Refine the candidate with the smallest bound, again and again; yield after each step."""
     for method, layout in shapes:
         trials.append(Trial(machine, method, layout, work, room))
         yield
@@ -195,7 +200,7 @@ def _search(
 
 
 def _appended(trials: list[Trial], new: list[Trial]) -> list[int]:
-    """Numbers of new trials."""
+    """Append new trials and return their indices."""
     trials += new
     return list(range(len(trials) - len(new), len(trials)))
 
@@ -208,25 +213,30 @@ def best_candidates(
     memory: int | None = None,
     methods: Sequence[str] | None = None,
 ) -> list[Candidate]:
-    """The fastest candidates that fit, fastest first: so many or fewer; None: that of each method.
+    """Return the fastest candidates that fit in memory, fastest first.
 
-    Other arguments as for `candidates`.
+    Parameters
+    ----------
+    number : int or None
+        Most candidates to return.  None: the fastest candidate of each method.
+    machine, ranks, work, memory, methods
+        As of `candidates`.
 
     Raises
     ------
     ValueError
-        If none fits, with the least memory that one needs.
+        If there is no candidate or none fits.  The message has the least memory that one needs.
     """
-    found = []
-    for some in [methods] if number is not None else [(x,) for x in methods or METHODS]:
-        found += candidates(machine, ranks, work, memory, some, number=number or 1)
-    found.sort(key=lambda x: (not x.fits, x.seconds))
-    if not found:
+    results = []
+    for searched in [methods] if number is not None else [(x,) for x in methods or METHODS]:
+        results += candidates(machine, ranks, work, memory, searched, number=number or 1)
+    results.sort(key=lambda x: (not x.fits, x.seconds))
+    if not results:
         raise ValueError(f"no plan for {ranks} ranks with {', '.join(methods or METHODS)}")
-    if not found[0].fits:
-        least = min(candidate.memory for candidate in found) + machine.reserved
+    if not results[0].fits:
+        least = min(candidate.memory for candidate in results) + machine.reserved
         raise ValueError(f"no plan fits: the smallest needs at least {least} bytes a rank")
-    fit = [x for x in found if x.fits and x.phases]
+    fit = [x for x in results if x.fits and x.phases]
     if number is not None:
         return fit[:number]
     first: dict[str, Candidate] = {}
@@ -242,19 +252,30 @@ def best_candidate(
     memory: int | None = None,
     methods: Sequence[str] | None = None,
 ) -> Candidate:
-    """The fastest candidate that fits; see `best_candidates`."""
+    """Return the fastest candidate that fits in memory; see `best_candidates`."""
     return best_candidates(machine, ranks, work, 1, memory, methods)[0]
 
 
 def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Iterator[Layout]:
-    """All layouts that suit a method and differ in shape or in who shares a node."""
-    known = METHODS[method]
-    if known.place:
+    """Yield the layouts that suit a method, without layouts that must be equally fast.
+
+    Parameters
+    ----------
+    method : str
+        One of `a2d_mpi.schedules.METHODS`.
+    ranks : int
+        Ranks of each layout.
+    work : Workload
+    ranks_per_node : int
+        Consecutive world ranks on each node.
+    """
+    rules = METHODS[method]
+    if rules.place:
         if work.mask.default_distribution != "balanced" or work.seqlen_kv != work.seqlen:
-            return  # others are as good, and a placement takes seconds
-    elif known.distribution and work.mask.default_distribution == "contiguous":
-        return  # for masks that see everything it is another method
-    if not known.takes(work.mask):
+            return  # other methods are as good, and a placement takes seconds
+    elif rules.distribution and work.mask.default_distribution == "contiguous":
+        return  # for these masks it is the same as the method without its own distribution
+    if not rules.takes(work.mask):
         return
     node, seen = np.arange(ranks) // ranks_per_node, set()
     for heads in _divisors(ranks):
@@ -265,31 +286,31 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
             cols = positions // rows
             for order, block in (
                 _node_blocks(rows, cols, heads, ranks_per_node)
-                if known.knows_nodes
+                if rules.knows_nodes
                 else product(map("".join, permutations("rcu")), [(1, 1)])
             ):
                 layout = Layout(rows, cols, heads, order, block)
-                # Who shares a node with whom, whatever the node is called.
-                there = layout.on_nodes(node)
-                if known.knows_nodes:
-                    layout = there
-                key = (rows, cols, heads, there.nodes)
-                if key not in seen and known.suits(layout):
+                # Layouts whose ranks share nodes in the same way are equally fast.
+                placed = layout.on_nodes(node)
+                if rules.knows_nodes:
+                    layout = placed
+                key = (rows, cols, heads, placed.nodes)
+                if key not in seen and rules.suits(layout):
                     seen.add(key)
                     yield layout
 
 
 def _fewer(method: str, ranks: int, work: Workload, idle: float) -> list[int]:
-    """Numbers of ranks, somewhat fewer, with which a method has larger context-parallel groups."""
+    """Return the smaller numbers of ranks that suit a method, if `idle` allows them."""
     axes = (u for u in range(1, ranks + 1) if not misfit(work.nheads, work.nheads_kv, u))
-    numbers = {u * METHODS[method].whole(ranks // u) for u in axes}
+    numbers = {u * METHODS[method].most_positions(ranks // u) for u in axes}
     return sorted(x for x in numbers if (1 - idle) * ranks <= x < ranks)
 
 
 def _node_blocks(
     rows: int, cols: int, heads: int, ranks_per_node: int
 ) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Orders and blocks for nodes that each have a block of the grid, and some of its heads."""
+    """Yield rank orders in which each node has a block of the grid and some of the heads."""
     for shared in _divisors(math.gcd(heads, ranks_per_node)):
         for height in _divisors(math.gcd(rows, size := ranks_per_node // shared)):
             if cols % (size // height) == 0:
@@ -323,7 +344,7 @@ def why_not(candidate: Candidate, best: Candidate) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In s, ms or us, with three digits."""
+    """Return seconds as text in s, ms or us, with three digits."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size or unit == "us":
             return f"{seconds / size:.3g} {unit}"
@@ -337,7 +358,23 @@ def _percent(x: float) -> str:
 def candidate(
     machine: Machine, method: str, layout: Layout, work: Workload, room: int | None = None
 ) -> Candidate:
-    """Simulate one plan; `room`: bytes that a rank has for it, default: any number."""
+    """Predict the cost of one plan by simulating it.
+
+    Parameters
+    ----------
+    machine : Machine
+    method : str
+        One of `a2d_mpi.schedules.METHODS`.
+    layout : Layout
+    work : Workload
+    room : int, optional
+        Bytes that a rank has for the plan.  Default: no limit.
+
+    Raises
+    ------
+    ValueError
+        If the heads do not fit the layout, or the machine has no kernel for the dtype.
+    """
     trial = Trial(machine, method, layout, work, room)
     while trial.refine():
         pass
@@ -345,17 +382,18 @@ def candidate(
 
 
 class Trial:
-    """One plan, of which more and more is known.
+    """One plan during the search: its bound is refined step by step.
 
     Attributes
     ----------
     seconds : float
-        That it takes at least; what it takes, if all is known.
+        Lower bound of the seconds; the seconds once all phases are simulated.
     bound : float
-        The same, before a phase was simulated.
+        Lower bound of the seconds before any phase was simulated.
     memory : int
-        Bytes that a rank holds at least; at most, if all is known.
+        Peak bytes of the ranks looked at so far; of all ranks once all phases are simulated.
     fits : bool
+        Whether `memory` suffices.
 
     Parameters
     ----------
@@ -373,12 +411,12 @@ class Trial:
         self._sums = np.zeros((3, layout.size))  # received, crossing by node, MPI messages
         self._seconds = {x: _floor(machine, layout.size, work, x) for x in work.phases}
         self.bound = self.seconds = sum(self._seconds.values())
-        self._stages = self._known_better()
+        self._stages = self._refinements()
 
     # Layout and problem are made when they are needed: a balanced distribution is a search.
     @cached_property
     def _layout(self) -> Layout:
-        """With the distribution that is the fastest in closed form."""
+        """The layout with the distribution that is fastest by a formula."""
         layout, work = self._given, self._work
         if not self._chooses:
             return layout
@@ -397,13 +435,13 @@ class Trial:
         return problem_of(self._method, self._layout, self._work, self._work.mask)
 
     def streamed(self) -> list[Trial]:
-        """The same plan with streamed tiles, if there is one and this is another."""
+        """Return the same plan with streamed tiles, or nothing if there is no such other plan."""
         if self._layout.stream or self._layout.positions == 1 or not METHODS[self._method].streams:
             return []
         return [self._other(stream=True)]
 
     def redistributed(self) -> list[Trial]:
-        """The same plan with other distributions, if none was asked for; once."""
+        """Return the same plan with all other distributions, if none was asked for; only once."""
         if not self._chooses:
             return []
         self._chooses = False
@@ -414,14 +452,14 @@ class Trial:
         return Trial(self._machine, self._method, layout, self._work, self._room)
 
     def refine(self) -> bool:
-        """Bound it better, or simulate a phase; False if all is known."""
+        """Raise the bound, or simulate a phase; False if all phases are simulated already."""
         more = next(self._stages, False)
         self.seconds = sum(self._seconds.values())
         if not self.phases:
             self.bound = self.seconds
         return more
 
-    def _known_better(self) -> Iterator[bool]:
+    def _refinements(self) -> Iterator[bool]:
         for phase, steps in zip(self._work.phases, (FIRST_STEPS, None)):
             self._bound(phase, steps)
             yield True
@@ -430,42 +468,42 @@ class Trial:
             yield True
 
     def _bound(self, phase: str, steps: int | None) -> None:
-        """Bound it by rank 0, or its first steps, if its peers never keep it waiting."""
+        """Raise the bound of a phase by all steps, or the first ones, of rank 0 alone."""
         machine, _, layout, _ = self._plan
-        found = survey_of(*self._plan, self._problem, phase, (0,), steps)
-        self._seconds[phase] = max(self._seconds[phase], _alone(machine, layout, found, 0))
-        self._held[phase] = found.held
+        survey = survey_of(*self._plan, self._problem, phase, (0,), steps)
+        self._seconds[phase] = max(self._seconds[phase], _alone(machine, layout, survey, 0))
+        self._held[phase] = survey.held
         self._hold((0,))
 
     def _simulate(self, phase: str) -> None:
         machine, _, layout, _ = self._plan
-        found = survey_of(*self._plan, self._problem, phase)
-        self.phases[phase] = simulated(machine, layout, found)
+        survey = survey_of(*self._plan, self._problem, phase)
+        self.phases[phase] = simulated(machine, layout, survey)
         self._seconds[phase] = float(self.phases[phase].total.max())
-        messages, node = found.messages, layout.world_ranks() // machine.ranks_per_node
+        messages, node = survey.messages, layout.world_ranks() // machine.ranks_per_node
         far = node[messages.source] != node[messages.to]
-        nbytes = messages.nbytes * (found.pieces > 0)  # a barrier moves none
+        nbytes = messages.nbytes * (survey.pieces > 0)  # messages of barriers have no bytes
         self._sums += [
             np.bincount(messages.to, nbytes, layout.size),
             np.bincount(node[messages.to], nbytes * far, layout.size),
-            np.bincount(messages.to, found.pieces, layout.size),
+            np.bincount(messages.to, survey.pieces, layout.size),
         ]
-        self._held[phase] = found.held
-        if self._is_known:
+        self._held[phase] = survey.held
+        if self._is_simulated:
             self._hold(range(layout.size))
             self._held = {}
 
     @property
-    def _is_known(self) -> bool:
+    def _is_simulated(self) -> bool:
         return len(self.phases) == len(self._work.phases)
 
     def candidate(self) -> Candidate:
-        """All that is known."""
+        """Return the results so far."""
         method, work = self._method, self._work
-        if not self._is_known:
+        if not self._is_simulated:
             layout = vars(self).get("_layout", self._given)
-            known = METHODS[method].distribution or layout.distribution
-            name = known or work.mask.default_distribution
+            name = METHODS[method].distribution or layout.distribution
+            name = name or work.mask.default_distribution
             return Candidate(method, layout, name, self.seconds, self.memory, self.fits)
         layout, name = self._layout, self._problem.shards.name
         received, crossing, messages = self._sums.max(axis=1).astype(np.int64).tolist()
@@ -475,7 +513,7 @@ class Trial:
         return Candidate(method, layout, name, self.bound, *figures)
 
     def _hold(self, ranks: Sequence[int]) -> None:
-        """Find the memory of these ranks, of the phases that are known."""
+        """Set the memory of these ranks from the phases that were surveyed."""
         kernel = self._plan[0].host_kernel(self._work.dtype)
         phases = zip(*(self._held[x] for x in self._work.phases if x in self._held))
         self.memory = max(peak_of(x, self._problem, p, kernel) for p, x in zip(ranks, phases))
@@ -483,7 +521,7 @@ class Trial:
 
 
 def _floor(machine: Machine, ranks: int, work: Workload, phase: str) -> float:
-    """Seconds that a rank computes at least in a phase, however the pairs are divided."""
+    """Return the seconds of the flops of a phase, divided evenly among the ranks."""
     kernel = machine.kernel(work.dtype, phase)
     area = _area(work.mask.aligned(work.seqlen, work.seqlen_kv), work.seqlen, work.seqlen_kv)
     backward = phase == PHASES[1]
@@ -493,18 +531,16 @@ def _floor(machine: Machine, ranks: int, work: Workload, phase: str) -> float:
 
 @lru_cache(maxsize=16)
 def _area(mask: Mask, seqlen: int, seqlen_kv: int) -> int:
-    """Visible pairs."""
+    """Count the visible pairs of a mask."""
     return int(pairs_of_runs(mask, [([range(seqlen)], [range(seqlen_kv)])])[0, 0])
 
 
-def _alone(machine: Machine, layout: Layout, found: Survey, rank: int) -> float:
-    """Seconds of a rank, if nothing but its own messages keeps it waiting.
+def _alone(machine: Machine, layout: Layout, survey: Survey, rank: int) -> float:
+    """Return the seconds of a rank whose peers are never late and whose links carry nothing else.
 
-    Its peers are always there, and its links carry nothing else.  When the rank has waited for all
-    messages that it has posted, later ones start at that time at the earliest: what they take is
-    added.
+    A message starts at the earliest after the latest wait that left no message under way.
     """
-    operations, messages = found.operations, found.messages
+    operations, messages = survey.operations, survey.messages
     node = layout.world_ranks() // machine.ranks_per_node
     far = node[messages.source] != node[messages.to]
     inside, between = machine.links(layout.size)
@@ -514,7 +550,7 @@ def _alone(machine: Machine, layout: Layout, found: Survey, rank: int) -> float:
     link = (2 * far + (messages.to == rank)).tolist()
     now = since = idle = 0.0
     posted: dict[int, float] = {}
-    carried: dict[int, float] = {}  # until when a link carries what the rank has waited for
+    carried: dict[int, float] = {}  # by link: end of the messages that the rank has waited for
     for kind, seconds, numbers in operations.of_rank(rank):
         if kind != WAIT:
             now += seconds
@@ -526,7 +562,7 @@ def _alone(machine: Machine, layout: Layout, found: Survey, rank: int) -> float:
                 passed = carried[link[m]] = carried.get(link[m], since) + passing[m]
                 ready = max(ready, max(passed, posted.pop(m) + passing[m]) + latency[m])
         idle += ready - now
-        paid = min(idle, seconds)  # it works for these messages while it waits
+        paid = min(idle, seconds)  # the core receives messages while the rank waits
         idle -= paid
         now = ready + seconds - paid
         if not posted:
@@ -535,7 +571,7 @@ def _alone(machine: Machine, layout: Layout, found: Survey, rank: int) -> float:
 
 
 def _over_bound(received: int, layout: Layout, work: Workload, problem: Problem) -> float:
-    """Of balanced attention, whose ranks all have the same area and tokens."""
+    """Divide the received bytes by the lower bound for ranks with equal areas and tokens."""
     area = _area(problem.mask, work.seqlen, work.seqlen_kv) / layout.size
     least = sum(
         cost.lower_bound(problem, area, work.seqlen / layout.size, phase == "backward")

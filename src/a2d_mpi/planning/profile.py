@@ -1,32 +1,32 @@
 """Profiles of machines: their links, kernels and memory as TOML, read and written.
 
-A profile holds measured (``drivers/calibrate.py``) or quoted figures, in SI units::
+A profile holds numbers in SI units.  ``drivers/calibrate.py`` measured them, or they are quoted::
 
     name = "two nodes"
     ranks_per_node = 4
     cores_per_node = 4            # cores (or GPUs) that the ranks of a node share
     memory = "80GB"               # of one rank
-    reserved = "4GB"              # of that, taken by the runtime, kernels and MPI
-    start = 2e-5                  # s: all ranks setting out, once a phase
-    step = 1e-4                   # s of a core beside each kernel call: Python, cold caches
-    hop_overhead = 1e-4           # likewise beside each hop of a ring: every one is waited for
+    reserved = "4GB"              # part of the memory that the runtime, kernels and MPI take
+    start = 2e-5                  # s until all ranks have started a phase
+    step = 1e-4                   # s of a core for each kernel call: Python, cold caches
+    hop_overhead = 1e-4           # s of a core for each hop of a ring
     copy = 1e10                   # bytes/s of copies, sums and zeros, by one core
-    merge = 2e9                   # bytes/s of partial outs merged, by one core
+    merge = 2e9                   # bytes/s of partial outs that one core merges
     computed_by = "float32: numba; openblas 0.3.31 (Haswell); 1 thread"  # what was measured
 
     [link.inside]                 # between ranks of a node
-    latency = 2e-6                # s until a message arrives, however short
-    overhead = 1e-6               # s that its sender, and its receiver, spend on it
+    latency = 2e-6                # s until the shortest message arrives
+    overhead = 1e-6               # s that the sender and the receiver each spend on a message
     bandwidth = 5e9               # bytes/s of one rank, each way
-    hidden = 0.9                  # share of a transfer that a computing rank need not attend to
+    hidden = 0.9                  # share of a transfer that needs no core of its receiver
 
-    [link.between]                # between nodes: here bandwidth is that of one NIC
+    [link.between]                # between nodes; bandwidth is the bandwidth of one NIC
     nics = 1                      # NICs of a node, shared by its ranks
 
     [kernel.float32.forward]      # see KernelModel; likewise backward, and other dtypes
     flops = 95e9
 
-A link that was not measured is left out: such a profile does for ranks that do not need it.
+A profile may leave out a link that was not measured, if the ranks do not need it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover
     import tomli as tomllib
 
-# Bytes of a profile and of a line: the parser's time grows with the square of what a line holds.
+# Most bytes of a profile and of a line: the parser's time grows with the square of a line.
 LONGEST, LONGEST_LINE = 1 << 16, 1000
 _SUFFIXES = {"": 1} | {
     prefix + i: (1024 if i else 1000) ** power
@@ -64,10 +64,10 @@ def read_machine(path: str | Path) -> Machine:
     Raises
     ------
     ValueError
-        If it is no TOML, or a key is missing, unknown, of the wrong type or out of bounds, with
-        its name.
+        If the file is not TOML, or a key is missing, unknown, of the wrong type or out of bounds.
+        The message names the key.
     OSError
-        If it cannot be read.
+        If the file cannot be read.
     """
     if os.path.exists(path) and not os.path.isfile(path):
         raise OSError(f"{path} is not a regular file")
@@ -85,11 +85,11 @@ def read_machine(path: str | Path) -> Machine:
         links = _table(data.pop("link", {}), "link")
         if unknown := links.keys() - {"inside", "between"}:
             raise ValueError(f"unknown link.{min(unknown)}")
-        found = {}
+        kernels = {}
         for dtype, by_phase in _table(data.pop("kernel", {}), "kernel").items():
             if set(_table(by_phase, f"kernel.{dtype}")) != set(PHASES):
                 raise ValueError(f"kernel.{dtype} must have forward and backward")
-            found[dtype] = {
+            kernels[dtype] = {
                 phase: _make(KernelModel, x, f"kernel.{dtype}.{phase}")
                 for phase, x in by_phase.items()
             }
@@ -100,15 +100,15 @@ def read_machine(path: str | Path) -> Machine:
             name: _make(Link, links[name], f"link.{name}") if name in links else None
             for name in ("inside", "between")
         }
-        return _make(Machine, data, "", given | {"kernels": found})
+        return _make(Machine, data, "", given | {"kernels": kernels})
     except ValueError as error:
         raise ValueError(one_line(f"{path}: {error}")) from error
 
 
 def to_toml(machine: Machine, comment: str = "") -> str:
-    """The profile as text that `read_machine` reads back.
+    """Return the profile as text that `read_machine` reads back.
 
-    Each line of the comment becomes one, with escapes for characters that TOML does not take.
+    Each line of `comment` becomes a TOML comment; characters that TOML forbids are escaped.
     """
     lines = [f"# {one_line(line)}".rstrip() for line in comment.split("\n") if comment]
     skip = {"inside", "between", "kernels"}
@@ -126,11 +126,12 @@ def to_toml(machine: Machine, comment: str = "") -> str:
 
 
 def write_machine(path: str | os.PathLike[str], machine: Machine, comment: str = "") -> None:
-    """Write a profile, whole or not at all.
+    """Write a profile.  If writing fails, an older file is left as it was.
 
     Raises
     ------
     OSError
+        If the file cannot be written.
     """
     with replacing(path) as (target, temporary):
         with open(temporary, "w", encoding="utf-8") as file:
@@ -139,16 +140,16 @@ def write_machine(path: str | os.PathLike[str], machine: Machine, comment: str =
 
 
 def parse_size(text: str | float, name: str = "") -> int:
-    """Bytes from "80GB" (80e9), "80GiB" (80 * 2**30), "4e9" or a number.
+    """Return the bytes of "80GB" (80e9), "80GiB" (80 * 2**30), "4e9" or a number.
 
     Raises
     ------
     ValueError
-        If it is none of these, negative or infinite; it says what has that `name`.
+        If the text is none of these, negative or infinite.  The message begins with `name`.
     """
-    found = re.fullmatch(r"\s*([\d.]+(?:[eE]\+?\d+)?)\s*([KMGT]?i?)B?\s*", str(text))
+    match = re.fullmatch(r"\s*([\d.]+(?:[eE]\+?\d+)?)\s*([KMGT]?i?)B?\s*", str(text))
     try:
-        return round(float(found[1]) * _SUFFIXES[found[2]])
+        return round(float(match[1]) * _SUFFIXES[match[2]])
     except (TypeError, ValueError, KeyError, OverflowError):
         where = f"{name}: " if name else ""
         raise ValueError(f"{where}{shown(text)} is no size; write 80GB or 80GiB") from None
@@ -174,12 +175,12 @@ def _table(value: object, where: str) -> dict[str, object]:
 
 
 def _make(kind: type, values: object, where: str, given: Mapping[str, object] = {}) -> object:
-    """A dataclass from a TOML table; every key must be known and numbers must be numbers."""
+    """Make a dataclass from a TOML table; refuse unknown keys and values of the wrong type."""
     prefix = f"{where}." if where else ""
-    known = {f.name: f for f in fields(kind) if f.name not in given}
-    if unknown := _table(values, where).keys() - known.keys():
-        raise ValueError(f"unknown {prefix}{min(unknown)}; known are {sorted(known)}")
-    for name, field in known.items():
+    by_name = {f.name: f for f in fields(kind) if f.name not in given}
+    if unknown := _table(values, where).keys() - by_name.keys():
+        raise ValueError(f"unknown {prefix}{min(unknown)}; known are {sorted(by_name)}")
+    for name, field in by_name.items():
         if name not in values:
             if field.default is MISSING:
                 raise ValueError(f"it lacks {prefix}{name}")
@@ -202,7 +203,7 @@ def _lines(values: dict[str, object]) -> list[str]:
     lines = []
     for name, value in values.items():
         if isinstance(value, str):
-            # JSON's escapes are TOML's, which wants one for DEL, too.
+            # TOML has JSON's escapes, and also requires one for DEL.
             quoted = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             lines.append(f"{name} = {quoted}")
         elif isinstance(value, int):

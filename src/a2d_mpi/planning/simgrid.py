@@ -1,8 +1,8 @@
-"""Seconds that a method takes by SimGrid, which shares a network's links among all messages.
+"""Prediction by SimGrid, which shares a network's links among all messages.
 
-It runs the same programs (`a2d_mpi.planning.survey`) as `a2d_mpi.planning.simulator`, and judges
-it; the network may be any of `a2d_mpi.planning.network`.  SimGrid is a process of its own, made
-from ``replay.cpp`` when it is first needed.
+SimGrid replays the programs (`a2d_mpi.planning.survey`) that `a2d_mpi.planning.simulator` runs, as
+an independent check of it.  The network may be any of `a2d_mpi.planning.network`.  SimGrid runs in
+a process of its own.  Its program is compiled from ``replay.cpp`` when it is first needed.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from a2d_mpi.schedules.problem import Workload
 NEEDS = (
     "simulations need SimGrid and a compiler: apt-get install g++ libsimgrid-dev (Debian, Ubuntu)"
 )
-# All that SimGrid's default has of TCP is left out, which profiles, as measured, have in them or
-# machines do not have: factors of bandwidth and latency, the window's limit (gamma), less for
-# flows that pass more links (weight), and acknowledgements that take a share of the way back.
+# SimGrid models TCP by default.  All of that is switched off: measured profiles contain it, or the
+# machine has no TCP.  In this order: factors of bandwidth and latency, the limit of the window
+# (gamma), the penalty of flows over many links (weight), and the traffic of acknowledgements.
 OPTIONS = (
     "network/model:CM02",
     "network/bandwidth-factor:1",
@@ -57,10 +57,11 @@ class Replay:
     phases : dict of str to Phase
         Seconds of every grid rank.
     seconds : float
-        That it took.
+        Wall-clock seconds of the replay.
     memory : int
-        Bytes that its process held at most.
+        Peak bytes of SimGrid's process.
     messages : int
+        Number of replayed messages.
     """
 
     phases: dict[str, Phase]
@@ -70,7 +71,7 @@ class Replay:
 
     @property
     def total(self) -> float:
-        """Of the slowest rank, phase by phase, as `Candidate.seconds`."""
+        """Predicted seconds of the slowest ranks, summed over phases, as `Candidate.seconds`."""
         return slowest_seconds(self.phases)
 
 
@@ -85,7 +86,7 @@ def simulate(
     timeout: float | None = None,
     coarse: float = 0.0,
 ) -> Replay:
-    """Replay a plan.
+    """Run a plan in SimGrid.
 
     Parameters
     ----------
@@ -93,18 +94,20 @@ def simulate(
         As of `a2d_mpi.planning.model.predict`.
     network : Network
     slow : (P,) float64, optional
-        By world rank: all that it does takes so many times as long.
+        Factor by which each world rank is slower.
     timeout : float, optional
-        Seconds that the simulation of a phase may take.
+        Most seconds for the simulation of a phase.
     coarse : float
-        Seconds: messages that end this close after each other end at once, and links are shared
-        anew only then.  0: SimGrid's nanosecond.
+        Seconds.  Messages whose ends are this close count as one event, and links are shared anew
+        once for it.  0: SimGrid's nanosecond.
 
     Raises
     ------
     ValueError
-        If there is no SimGrid, the heads do not fit the layout, ...
+        If SimGrid is not installed, the heads do not fit the layout, or the machine has no kernel
+        for the dtype.
     TimeoutError
+        If the simulation of a phase takes more than `timeout`.
     """
     binary, began = replayer(), time.monotonic()
     problem = problem_of(method, layout, work, work.mask, distribution)
@@ -130,9 +133,10 @@ def replay_input(
     place: np.ndarray,
     pace: np.ndarray,
 ) -> list[np.ndarray]:
-    """The arrays that the replayer reads, in its order; arguments as of the simulator.
+    """Return the arrays that the replayer reads, in its order.
 
-    `pace`: all that a rank does takes so many times as long, (P,) float64.
+    `pace`, (P,) float64, is the factor by which each rank is slower.  The other parameters are as
+    of `a2d_mpi.planning.simulator.simulate`.
     """
     ops, seconds, sides, ranges = [], [], [], [0]
     receivers, size = messages.to.tolist(), len(operations.first) - 1
@@ -165,12 +169,12 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 @lru_cache(maxsize=1)
 def replayer() -> Path:
-    """The program that replays, made if there is none yet.
+    """Return the path of the replaying program; compile it first if there is none yet.
 
     Raises
     ------
     ValueError
-        If it cannot be made, with what to install.
+        If it cannot be compiled.  The message says what to install.
     """
     binary = Path(_folder().name) / "replay"
     compiler = os.environ.get("CXX", "g++")
@@ -188,9 +192,9 @@ def replayer() -> Path:
 def _run(
     binary: Path, arrays: Sequence[np.ndarray], ranks: int, timeout: float | None, coarse: float
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """End of every rank, seconds that it waited, and bytes and messages of the process."""
+    """Run SimGrid; return the ends and waits of all ranks, (P,), and its bytes and messages."""
     with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
-        given, found = Path(folder) / "in", Path(folder) / "out"
+        given, results = Path(folder) / "in", Path(folder) / "out"
         with open(given, "wb") as file:
             for x in arrays:
                 x = np.ascontiguousarray(x)
@@ -198,8 +202,10 @@ def _run(
                 file.write(np.int64(rows).tobytes() + x.tobytes())
         options = [f"--cfg={x}" for x in OPTIONS] + ["--log=root.thres:warning"]
         if coarse:
-            options.append(f"--cfg=surf/precision:{float(coarse)!r}")  # not "np.float64(...)"
-        command = [binary, given, found, *options]
+            options.append(
+                f"--cfg=surf/precision:{float(coarse)!r}"
+            )  # a NumPy float has another repr
+        command = [binary, given, results, *options]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -207,5 +213,5 @@ def _run(
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise RuntimeError(f"the replay failed: {lines[-1]}")
-        values = np.fromfile(found)
+        values = np.fromfile(results)
     return values[:ranks], values[ranks : 2 * ranks], values[2 * ranks :]

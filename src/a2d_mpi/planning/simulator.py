@@ -1,21 +1,21 @@
-"""Seconds that programs of all ranks take on links that concurrent messages share fairly.
+"""A simulator of the programs of all ranks, on links that concurrent messages share fairly.
 
-The program of a rank is a list of operations (`Operations`):
+The program of a rank is a list of operations (`Operations`) of three kinds:
 
 * the rank is busy for some seconds, with one of `PARTS`;
-* `POST`: after some seconds for their overheads it posts messages, which it sends or receives;
-* `WAIT`: it waits until messages have arrived.  Receiving them takes some seconds of its core, in
-  which it may have worked while it waited.
+* `POST`: the rank spends the overheads of messages and then posts them, to send or to receive;
+* `WAIT`: the rank waits until messages have arrived.  Receiving them takes seconds of its core,
+  which may overlap with waiting.
 
-A message is known by its number, its place in the columns of `Messages`.  It starts when both
-sides have posted it and the message before it, from the same rank to the same rank, has passed
-its links; it arrives a latency after its own last byte has.  All messages on a link share its
-bandwidth max-min fairly (progressive filling: Bertsekas and Gallager, Data Networks, section
-6.5.2).  Ranks affect each other by messages only, so a rank runs ahead until it must wait.
+The number of a message is its index in the columns of `Messages`.  A message starts when both
+sides have posted it, and the message before it between the same two ranks has passed its links.
+It arrives one latency after its last byte has passed.  All messages on a link share its bandwidth
+max-min fairly (progressive filling: Bertsekas and Gallager, Data Networks, section 6.5.2).  Ranks
+affect each other by messages only, so a rank runs ahead until it must wait.
 
-The shares are computed again when messages start or end.  Starts and ends that are close to each
-other (`COARSE`) are one event: each message keeps its own time, the shares change once.  For many
-messages (`MANY`) Numba compiles the loops, if it is installed.
+The rates of messages are computed again when messages start or end.  Starts and ends that are
+close to each other (`COARSE`) are one event: each message keeps its own time, but the rates change
+only once.  For many messages (`MANY`) Numba compiles the loops, if it is installed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ import numpy as np
 from a2d_mpi.planning.flows import Actions, Flows, Ranks, compiled, run
 from a2d_mpi.planning.network import Cables
 
-# Of all that a rank does, in order: part, begin, end, and messages that it posts or waits for.
+# The operations of a rank in order: part, begin, end, and messages that it posts or waits for.
 Spans = list[tuple[str, float, float, list[int]]]
 PARTS = ("compute", "merge", "wait", "other")
-COMPUTE, MERGE, _, OTHER, POST, WAIT = range(6)  # kinds of operations; the first ones are `PARTS`
-# Starts and ends of messages are one event within this share of a lower bound of the time.
+COMPUTE, MERGE, _, OTHER, POST, WAIT = range(6)  # kinds of operations; the first four are `PARTS`
+# Starts and ends of messages within this share of the time (a lower bound of it) are one event.
 COARSE = 1e-3
-# Messages from which on Numba is worth its import, 0.5 s.  A causal grid of 256 ranks, 11,520
+# With this many messages Numba is worth its import of 0.5 s.  A causal grid of 256 ranks, 11,520
 # messages, takes 0.23 s without it and 0.06 s with it; 64 ranks, 1344 messages, 0.04 and 0.006 s.
 MANY = 10_000
 
@@ -46,13 +46,14 @@ class Operations(NamedTuple):
     Attributes
     ----------
     first : (P + 1,) int64
-        Where the operations of each rank begin.
+        Index of each rank's first operation.
     kind : (n,) int64
-        A place in `PARTS`, `POST` or `WAIT`.
+        An index in `PARTS`, `POST` or `WAIT`.
     seconds : (n,) float64
     begin : (n + 1,) int64
-        Where the messages of each operation begin in `numbers`.
+        Index in `numbers` of each operation's first message.
     numbers : ndarray of int64
+        Messages of the operations, one operation after the other.
     """
 
     first: np.ndarray
@@ -68,11 +69,11 @@ class Operations(NamedTuple):
 
     @property
     def operation(self) -> np.ndarray:
-        """The operation of every one of `numbers`."""
+        """Operation of each entry of `numbers`, int64."""
         return np.repeat(np.arange(len(self.kind)), np.diff(self.begin))
 
     def of_rank(self, rank: int) -> Iterator[tuple[int, float, list[int]]]:
-        """Kind, seconds and messages of every operation of a rank."""
+        """Yield the kind, the seconds and the messages of each operation of a rank."""
         own = slice(self.first[rank], self.first[rank + 1])
         begin = self.begin[self.first[rank] : self.first[rank + 1] + 1].tolist()
         numbers = self.numbers[begin[0] : begin[-1]].tolist()
@@ -82,14 +83,14 @@ class Operations(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """Messages of all ranks, one column for each of their properties, all (n,) int64.
+    """Messages of all ranks, as columns of their properties, (n,) int64.
 
     Attributes
     ----------
     source, to : ndarray
-        Ranks.
+        Rank that sends, and rank that receives.
     nbytes : ndarray
-        At least 1.
+        Bytes, at least 1.
     """
 
     source: np.ndarray
@@ -117,17 +118,17 @@ def simulate(
     place : (P,) int64
         World rank of every rank.
     spans : list of Spans, optional
-        Gets, by rank, all that it does.
+        One list for each rank; the spans of the rank's operations are appended to it.
     coarse : float
         See `COARSE`.
     in_order : bool
-        Whether messages from one rank to another pass one after the other, as over a connection,
-        or share their links like all others.
+        True: messages from one rank to another pass one after the other, as over a connection.
+        False: they share their links like all other messages.
 
     Returns
     -------
     dict of str to (P,) float64
-        Seconds that each rank spends with each of `PARTS`.
+        Seconds of each rank, by `PARTS`.
 
     Raises
     ------
@@ -142,7 +143,7 @@ def simulate(
     load = sum(np.bincount(x, flows.nbytes, len(flows.bandwidth)) for x in flows.passed)
     least = max((load / flows.bandwidth).max(), sum(parts.values()).max())
     loop = run if len(messages.source) < MANY else compiled()
-    if loop == run:  # Python reads and writes elements of lists in less time than those of arrays
+    if loop == run:  # Python reads and writes elements of lists faster than elements of arrays
         actions, ranks = (type(x)(*(y.tolist() for y in x)) for x in (actions, ranks))
         names = ("waiter", "ends", "latency", "posted", "pair", "last", "after", "sent")
         flows = flows._replace(**{x: getattr(flows, x).tolist() for x in names})
@@ -163,7 +164,7 @@ def simulate(
 
 
 def spent(operations: Operations) -> dict[str, np.ndarray]:
-    """Seconds that each rank is busy with each part, (P,) float64."""
+    """Return the seconds that each rank is busy with each part, (P,) float64."""
     size = len(operations.first) - 1
     part = np.where(operations.kind == POST, OTHER, operations.kind)
     busy = np.where(part < POST, operations.seconds, 0.0)
@@ -173,11 +174,11 @@ def spent(operations: Operations) -> dict[str, np.ndarray]:
 
 
 def _actions(operations: Operations) -> Actions:
-    """Columns of the posts and waits; what ranks are busy with delays them."""
+    """Make the columns of posts and waits; operations in between become their delays."""
     is_action = operations.kind >= POST
     place, sizes = np.flatnonzero(is_action), np.diff(operations.begin)
     count, first = len(place), np.searchsorted(place, operations.first)
-    # What a rank does after its last action delays nothing.
+    # Operations of a rank after its last action delay nothing.
     following = np.cumsum(is_action) - is_action
     busy = np.where(operations.kind == WAIT, 0.0, operations.seconds)
     busy[following >= first[1:][operations.rank]] = 0.0
@@ -193,7 +194,7 @@ def _actions(operations: Operations) -> Actions:
 def _flows(
     actions: Actions, messages: Messages, cables: Cables, place: np.ndarray, in_order: bool
 ) -> Flows:
-    """Columns of the messages; tells the waits how many they wait for."""
+    """Make the columns of messages, and set the number of messages that each wait misses."""
     ends, n = np.stack([messages.source, messages.to]), len(messages.source)
     rank = np.repeat(np.arange(len(actions.first) - 1), np.diff(actions.first))
     sizes = np.diff(actions.begin)
@@ -204,12 +205,12 @@ def _flows(
     actions.missing[:] = np.bincount(waiter[waiter >= 0], minlength=len(sizes))
     there = place[messages.source], place[messages.to]
     routes = cables.routes(*there).T
-    links = len(cables.bandwidth)
+    links = len(cables.bandwidth)  # one more link, without a limit, stands for -1
     pairs, pair = np.unique(messages.source * len(place) + messages.to, return_inverse=True)
     if not in_order:
         pairs = pair = np.arange(n)
     return Flows(
-        messages.nbytes.astype(float), np.where(routes < 0, links, routes),  # one that is no limit
+        messages.nbytes.astype(float), np.where(routes < 0, links, routes),
         cables.latency(*there), np.append(cables.bandwidth, np.inf),
         waiter, ends, np.zeros(n, np.int64), np.zeros(n),
         pair, np.full(len(pairs), -1), np.full(n, -1), np.zeros(n, bool),
@@ -219,12 +220,12 @@ def _flows(
 def _record(
     spans: Spans, operations: Iterable[tuple[int, float, list[int]]], ends: Iterator[float]
 ) -> None:
-    """Add what a rank does to its spans, by when its actions ended."""
+    """Append the operations of a rank to its spans; `ends` are the ends of its actions."""
     now = 0.0
     for kind, seconds, messages in operations:
         begin, part = now, PARTS[kind] if kind < POST else "wait" if kind == WAIT else "other"
         if kind == WAIT:
-            now = max(now, next(ends))  # sums of another order: not earlier by a bit
+            now = max(now, next(ends))  # rounding of another order of sums may make it earlier
         else:
             now += seconds
             if kind == POST:

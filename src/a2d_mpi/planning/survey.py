@@ -1,4 +1,4 @@
-"""All ranks of a plan at once: what they do, send and hold, read off the program of each.
+"""The operations, messages and memory of all ranks of a plan, read from their programs.
 
 A program is read once, into a `Tape`, for all ranks that run it.
 """
@@ -16,7 +16,7 @@ from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
-from a2d_mpi.schedules import Part, essence, parts_of
+from a2d_mpi.schedules import Draft, drafts_of, essence
 from a2d_mpi.schedules.accounts import nbytes, pairs_of
 from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.schedules.program import Program
@@ -35,20 +35,20 @@ from a2d_mpi.schedules.steps import (
 
 _CALLS = (Attend, Differentiate)
 _KINDS = {kind: i for i, kind in enumerate(KINDS)}
-_BARRIER = len(KINDS)  # what ranks that enter a barrier tell each other
+_BARRIER = len(KINDS)  # kind of the empty messages of a barrier
 
 
 class Tape(NamedTuple):
-    """Operations of one program.  Its messages have numbers of their own.
+    """Operations of one program, whose messages are numbered from 0.
 
     Attributes
     ----------
     kind, seconds : ndarray
-        Of its operations, see `a2d_mpi.planning.simulator.Operations`.
+        Kind and seconds of each operation, see `a2d_mpi.planning.simulator.Operations`.
     sizes : ndarray
-        The number of messages of each operation.
+        Number of messages of each operation.
     numbers : ndarray
-        The messages of the operations, one operation after the other.
+        Messages of the operations, one operation after the other.
     messages : (messages, 8) int64
         Peer, whether it is received, kind of rows, tag, turn, bytes, tensors, MPI messages.
     held : Held
@@ -70,13 +70,13 @@ class Survey(NamedTuple):
     operations : Operations
     messages : Messages
     tensors : (n,) int64
-        Tensors of every message, which each cost the overhead of a message.
+        Tensors of every message; each tensor costs the overhead of a message.
     pieces : (n,) int64
         MPI messages of every message; 0 for the empty messages of barriers.
     kinds : (n,) int64
-        Place in `KINDS` of the rows of every message; ``len(KINDS)`` for those of barriers.
+        Index in `KINDS` of the rows of every message; ``len(KINDS)`` for messages of barriers.
     held : list of list of Held
-        By rank and program.
+        Memory, by rank and program.
     """
 
     operations: Operations
@@ -97,7 +97,7 @@ def survey_of(
     ranks: tuple[int, ...] | None = None,
     steps: int | None = None,
 ) -> Survey:
-    """Go through the programs of all ranks of a plan in one phase.
+    """Read the programs of all ranks of a plan in one phase.
 
     Parameters
     ----------
@@ -110,10 +110,10 @@ def survey_of(
         With all ranks of the layout and all heads.
     phase : {"forward", "backward"}
     ranks : tuple of int, optional
-        Only these ranks; messages between them and others are complete, but nothing else of the
-        others is.
+        Read the programs of these ranks only.  Their messages with other ranks are complete; the
+        other ranks have nothing else.
     steps : int, optional
-        Only the first steps of every program, and waits for their messages.
+        Read only the first steps of every program, and waits for their messages.
 
     Raises
     ------
@@ -121,10 +121,10 @@ def survey_of(
         If the heads do not fit the layout, or the machine has no kernel for the dtype.
     """
     plan = method, essence(method, layout), problem, work.overlap
-    return _placed(machine, layout, _survey(machine, *plan, phase, ranks, steps))
+    return _with_link_costs(machine, layout, _survey(machine, *plan, phase, ranks, steps))
 
 
-@lru_cache(maxsize=2)  # layouts that differ in the places of ranks may follow each other
+@lru_cache(maxsize=2)  # layouts that differ only in the places of ranks follow each other
 def _survey(
     machine: Machine,
     method: str,
@@ -135,26 +135,26 @@ def _survey(
     ranks: tuple[int, ...] | None,
     steps: int | None,
 ) -> Survey:
-    """The survey, without the costs of messages, which depend on the places of ranks."""
+    """Make the survey without the costs of messages, which depend on the places of ranks."""
     tapes, places, held = [], [], []
     for rank in range(layout.size) if ranks is None else ranks:
-        parts = parts_of(method, phase, layout, problem, rank, overlap)
+        parts = drafts_of(method, phase, layout, problem, rank, overlap)
         mine = [_tape(x.anywhere, phase, machine, x == parts[-1], steps) for x in parts]
         held.append([x.held for x in mine])
         tapes += [_opening(machine, _opening_bytes(problem, rank, phase == PHASES[1])), *mine]
         places += [(rank, 0, 1, 0), *((rank, i, *x[3:]) for i, x in enumerate(parts))]
-    operations, listed = _together(tapes, np.array(places), layout.size)
+    operations, listed = _joined(tapes, np.array(places), layout.size)
     source, to, nbytes, *others = listed.T
     return Survey(operations, Messages(source, to, nbytes), *others, held)
 
 
-def _placed(machine: Machine, layout: Layout, found: Survey) -> Survey:
-    """The survey with the costs of messages on a machine's links.
+def _with_link_costs(machine: Machine, layout: Layout, survey: Survey) -> Survey:
+    """Add the costs of messages on a machine's links to a survey.
 
-    Posting a message costs the overhead of its link for each tensor; receiving it costs the core
-    ``1 - hidden`` of the transfer.
+    Posting a message costs the overhead of its link for each tensor.  Receiving it takes the core
+    for ``1 - hidden`` of the transfer.
     """
-    messages, operations = found.messages, found.operations
+    messages, operations = survey.messages, survey.operations
     node = layout.world_ranks() // machine.ranks_per_node
     near = node[messages.source] == node[messages.to]
     inside, between = machine.links(layout.size)
@@ -162,20 +162,20 @@ def _placed(machine: Machine, layout: Layout, found: Survey) -> Survey:
     def of_link(name: str) -> np.ndarray:
         return np.where(near, getattr(inside, name), getattr(between, name))
 
-    overhead = found.tensors * of_link("overhead")
+    overhead = survey.tensors * of_link("overhead")
     work = (1 - of_link("hidden")) * messages.nbytes / of_link("bandwidth")
     number, operation = operations.numbers, operations.operation
     received = messages.to[number] == operations.rank[operation]
     posts = operations.kind[operation] == POST
     costs = np.where(posts, overhead[number], work[number] * received)
     seconds = operations.seconds + np.bincount(operation, costs, len(operations.kind))
-    return found._replace(operations=operations._replace(seconds=seconds))
+    return survey._replace(operations=operations._replace(seconds=seconds))
 
 
-def _together(
+def _joined(
     tapes: Sequence[Tape], places: np.ndarray, ranks: int
 ) -> tuple[Operations, np.ndarray]:
-    """The operations of all ranks, and their messages.
+    """Join the tapes of all ranks; the two sides of a message get the same number.
 
     Parameters
     ----------
@@ -184,6 +184,7 @@ def _together(
     places : (tapes, 4) int64
         Rank, number of the program, and stride and offset of the ranks of its group.
     ranks : int
+        Number of ranks.
 
     Returns
     -------
@@ -199,7 +200,7 @@ def _together(
     peer, receives, *same, nbytes, tensors, pieces = messages.T
     peer = peer * stride + offset
     ends = np.where(receives, peer, rank), np.where(receives, rank, peer)
-    # Both sides know a message by these figures.
+    # These numbers are the same on both sides of a message, and differ between messages.
     columns = (program, *ends, *same)
     shape = [int(x.max(initial=0)) + 1 for x in columns]
     key = np.ravel_multi_index(columns, shape)
@@ -216,7 +217,7 @@ def _together(
     return operations, np.stack([*ends, nbytes, tensors, pieces, same[0]], axis=1)[first]
 
 
-def _made(
+def _tape_of(
     operations: Sequence[tuple[int, float, Sequence[int]]],
     messages: Sequence[tuple[int, ...]],
     held: Held,
@@ -233,7 +234,7 @@ def _made(
 
 
 def _opening_bytes(problem: Problem, rank: int, backward: bool) -> int:
-    """Bytes that are read to compute delta and, twice, to round tensors for the wire."""
+    """Return the bytes read to compute delta and, twice, to round tensors for the wire."""
     config, own = problem.config, (problem.counts[rank], problem.counts_kv[rank])
     names = ("q", "k", "v", "dout") if backward else ("q", "k", "v")
     rounded = (own[x in OF_KEYS] * config.nbytes(x) * config.rounds(x) for x in names)
@@ -242,68 +243,73 @@ def _opening_bytes(problem: Problem, rank: int, backward: bool) -> int:
 
 @lru_cache(maxsize=64)
 def _opening(machine: Machine, nbytes: int) -> Tape:
-    """Setting out, and what the caller's arrays need before the first step."""
+    """Make the tape of a call's opening: its start, and work on the caller's arrays."""
     spent = [(OTHER, machine.start, ()), (COMPUTE, machine.copying(nbytes), ())]
-    return _made([x for x in spent if x[1]], (), NOTHING)
+    return _tape_of([x for x in spent if x[1]], (), NOTHING)
 
 
 @lru_cache(maxsize=4096)
-def _tape(part: Part, phase: str, machine: Machine, last: bool, steps: int | None) -> Tape:
+def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | None) -> Tape:
     """Read one program, or its first steps; `last`: its results are for the caller."""
     program, backward = part.write(steps), phase == PHASES[1]
     calls, config = iter(_kernel_seconds(program, machine, phase)), program.group.config
-    keeping = _keeping_step(program)
-    found: list[tuple[int, float, Sequence[int]]] = []
+    awaited = _awaited_sends(program)
+    operations: list[tuple[int, float, Sequence[int]]] = []
     messages: list[tuple[int, ...]] = []
-    numbers: list[range] = []  # messages of the tape, by those and barriers of the program
+    numbers: list[range] = []  # messages of the tape for each message and barrier of the program
     posted: list[int] = []
     for step in program.steps:
         is_message = isinstance(step, Message)
         if is_message or isinstance(step, Barrier):
-            made = [_message(program, step)] if is_message else _barrier(program, step)
-            numbers.append(range(len(messages), len(messages) + len(made)))
-            messages += made
+            rows = [_message(program, step)] if is_message else _barrier(program, step)
+            numbers.append(range(len(messages), len(messages) + len(rows)))
+            messages += rows
             posted += numbers[-1]
-            if step.index not in keeping:
+            if step.index not in awaited:
                 continue
         if posted:  # messages that are posted together leave together
-            found.append((POST, 0.0, posted))
+            operations.append((POST, 0.0, posted))
             posted = []
         if is_message:
-            found.append((OTHER, machine.hop_overhead / machine.share, ()))
+            operations.append((OTHER, machine.hop_overhead / machine.share, ()))
         elif isinstance(step, Wait):
-            found.append((WAIT, 0.0, [m for index in step.messages for m in numbers[index]]))
+            operations.append((WAIT, 0.0, [m for index in step.messages for m in numbers[index]]))
         elif isinstance(step, _CALLS):
-            found.append((COMPUTE, next(calls), ()))
-            found.append((OTHER, machine.step / machine.share, ()))
+            operations.append((COMPUTE, next(calls), ()))
+            operations.append((OTHER, machine.step / machine.share, ()))
         elif isinstance(step, Merge):
             size = step.source.count * config.nbytes("dq", accumulated=True)
-            found.append((MERGE, size / machine.merge / machine.share, ()))
+            operations.append((MERGE, size / machine.merge / machine.share, ()))
         elif isinstance(step, Clear):
-            found.append((OTHER, machine.copying(nbytes(program, step.rows)), ()))
+            operations.append((OTHER, machine.copying(nbytes(program, step.rows)), ()))
         else:  # Copy or Add
-            found.append((MERGE, machine.copying(nbytes(program, step.source)), ()))
+            operations.append((MERGE, machine.copying(nbytes(program, step.source)), ()))
     for rows in program.results.values() if last else ():
         if program.arrays[rows.array].role == "buffer":  # the caller gets copies
-            found.append((OTHER, machine.copying(nbytes(program, rows)), ()))
-    spent = [x for x in found if x[0] in (POST, WAIT) or x[1]]
-    return _made(spent, messages, held_by(program, backward, machine.host_kernel(config.dtype)))
+            operations.append((OTHER, machine.copying(nbytes(program, rows)), ()))
+    timed = [x for x in operations if x[0] in (POST, WAIT) or x[1]]
+    return _tape_of(timed, messages, held_by(program, backward, machine.host_kernel(config.dtype)))
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:
-    """A row of `Tape.messages`."""
+    """Return the row of `Tape.messages` of a message."""
     array, count = program.arrays[step.rows.array], step.rows.count
     sizes = program.group.row_bytes(array)
-    same = _KINDS[array.kind], step.tag, step.turn  # on both sides; two ranks share one channel
+    same = (
+        _KINDS[array.kind],
+        step.tag,
+        step.turn,
+    )  # equal on both sides; two ranks share one channel
     pieces = sum(-(-count * x // MAX_MESSAGE) for x in sizes)
     return step.peer, isinstance(step, Receive), *same, count * sum(sizes), len(sizes), pieces
 
 
 def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:
-    """Rows of `Tape.messages`: an empty message between this rank and each of the others.
+    """Return the rows of `Tape.messages` of a barrier: an empty message with each other rank.
 
-    It has passed when both have posted it.  MPI needs fewer messages, which ranks pass on to each
-    other (dissemination): only as many have an overhead.  A channel has one barrier at most.
+    A message has passed when both ranks have posted it.  MPI needs fewer messages, which ranks
+    forward to each other (dissemination), so only this smaller number has an overhead.  A channel
+    has one barrier at most.
     """
     others = [x for x in program.channels[step.channel] if x != program.rank]
     rounds = len(others).bit_length()
@@ -313,7 +319,7 @@ def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:
 
 
 def _kernel_seconds(program: Program, machine: Machine, phase: str) -> list[float]:
-    """Seconds of every kernel call of a program."""
+    """Return the seconds of every kernel call of a program."""
     calls = [x for x in program.steps if isinstance(x, _CALLS)]
     if not calls:
         return []
@@ -326,18 +332,18 @@ def _kernel_seconds(program: Program, machine: Machine, phase: str) -> list[floa
     return (seconds / machine.share).tolist()
 
 
-def _keeping_step(program: Program) -> set[int]:
-    """Indices of the sends that make a rank keep step with its peers.
+def _awaited_sends(program: Program) -> set[int]:
+    """Return the indices of the sends that make a rank keep pace with its peers.
 
-    The rank waits until they have left, and does no more than one kernel call meanwhile.  The
-    waits that end a program are no such waits.
+    The rank waits for the end of such a send after at most one kernel call.  Waits at the end of a
+    program do not count.
     """
-    found, calls, posted = set(), 0, {}
+    awaited, calls, posted = set(), 0, {}
     for step in program.steps[: program.body]:
         if isinstance(step, _CALLS):
             calls += 1
         elif isinstance(step, Send):
             posted[step.index] = calls
         elif isinstance(step, Wait):
-            found |= {x for x in step.messages if posted.get(x, -2) >= calls - 1}
-    return found
+            awaited |= {x for x in step.messages if posted.get(x, -2) >= calls - 1}
+    return awaited

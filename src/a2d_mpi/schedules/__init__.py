@@ -1,6 +1,6 @@
-"""Methods of distributed attention, each written down once, as data.
+"""Methods of distributed attention: each one writes the program of a rank, as data.
 
-`attention2d` is the file to read first, after the words in `steps`.
+Read `steps` first, for the vocabulary, and then `attention2d`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from a2d_mpi.masks.mask import Full, Mask
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.program import Enough, Program
+from a2d_mpi.schedules.program import Program, StepLimit
 from a2d_mpi.sharding.distribution import Distribution, shares
 
 
@@ -28,7 +28,7 @@ class Methods(UserDict):
     """Methods by name.  The module of a method is imported when the method is first used."""
 
     def __getitem__(self, name: str) -> Method:
-        """Get a method."""
+        """Return a method."""
         method = self.data[name]
         if isinstance(method, str):
             method = self.data[name] = _imported(method)
@@ -54,7 +54,7 @@ METHODS: Methods = Methods(
 
 
 def register_method(name: str, method: Method) -> None:
-    """Add a method of one's own to `METHODS`, by which plans, planner and drivers find it.
+    """Add a user's method to `METHODS`, so that plans, planner and drivers find it.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def register_method(name: str, method: Method) -> None:
     Raises
     ------
     ValueError
-        If the name is taken or no such name, or this is no `Method`.
+        If the name is taken or has other characters, or `method` is no `Method`.
     """
     if name in (*METHODS, "all", "auto"):
         raise ValueError(f"there is a method {name!r} already")
@@ -77,17 +77,25 @@ def register_method(name: str, method: Method) -> None:
 
 
 def roundings(method: str, layout: Layout, kind: str) -> int:
-    """How often a partial result, and with a head axis the result, is encoded at most.
+    """Return how often a result is encoded for the wire on its way, at most.
 
-    One time after the other, where plans send in a format of the wire; `kind` as of `Method`.
+    A head axis adds one time.
+
+    Parameters
+    ----------
+    method : str
+        One of `METHODS`.
+    layout : Layout
+    kind : {"out", "dq", "dkv"}
+        Kind of the result, as in `Method.roundings`.
     """
-    inside = _known(method).roundings(layout, kind) if layout.positions > 1 else 0
+    inside = _lookup(method).roundings(layout, kind) if layout.positions > 1 else 0
     return inside + (layout.heads > 1)
 
 
 def leaves_open(method: str, layout: Layout, config: AttentionConfig, mask: Mask) -> bool:
-    """Whether neither the method nor the layout nor the mask settles the distribution."""
-    settled = _known(method).distribution or layout.distribution
+    """Return True if neither the method nor the layout nor the mask fixes the distribution."""
+    settled = _lookup(method).distribution or layout.distribution
     return (
         not settled
         and mask.default_distribution == "balanced"
@@ -102,18 +110,30 @@ def default_distribution(
     mask: Mask,
     speed: float | None = None,
 ) -> tuple[str, str]:
-    """The distribution that a method takes if none is asked for, and why.
+    """Return the default distribution of a method, and the reason for users.
 
-    `speed`: of the machine, as of `a2d_mpi.sharding.choice.choose`.
+    Parameters
+    ----------
+    method : str
+        One of `METHODS`.
+    layout : Layout
+    config : AttentionConfig
+    mask : Mask
+    speed : float, optional
+        Speed of the machine, as in `a2d_mpi.sharding.choice.choose`.
+
+    Returns
+    -------
+    name, why : str
     """
-    known = _known(method)
+    chosen = _lookup(method)
     if leaves_open(method, layout, config, mask):
         from a2d_mpi.sharding.choice import choose
 
-        sizes = *known.tiles(layout), config.dtype_of("q").itemsize
+        sizes = *chosen.tiles(layout), config.dtype_of("q").itemsize
         return choose(mask, config.seqlen, *sizes, speed)
-    if known.distribution:
-        return known.distribution, f"the distribution of {method}"
+    if chosen.distribution:
+        return chosen.distribution, f"the distribution of {method}"
     if layout.distribution:
         return layout.distribution, "the planner's choice"
     return mask.default_distribution, f"the default of {type(mask).__name__}"
@@ -127,7 +147,7 @@ def problem_of(
     distribution: str | None = None,
     distribution_kv: str | None = None,
 ) -> Problem:
-    """The problem of a method on a layout, with the owner of each token.
+    """Return the problem of a method on a layout, with the owner of each token.
 
     Parameters
     ----------
@@ -137,29 +157,30 @@ def problem_of(
     config : AttentionConfig
     mask : Mask
     distribution : str, optional
-        Of the queries and, in self-attention, the keys; default: the one that the method takes.
+        Distribution of the queries and, in self-attention, of the keys.  Default: see
+        `default_distribution`.
     distribution_kv : str, optional
-        Of the keys, in cross-attention; default: that of the queries.
+        Distribution of the keys in cross-attention.  Default: the distribution of the queries.
 
     Raises
     ------
     ValueError
-        If there is no such method or distribution, it does not fit, or the mask's `visible` does
-        not return what it must.
+        If there is no method or distribution of this name, it does not fit, or the mask's
+        `visible` returns invalid intervals.
     """
     n, m = config.seqlen, config.seqlen_kv
-    known, keys, aligned = _known(method), None, mask.aligned(n, m)
+    chosen, keys, aligned = _lookup(method), None, mask.aligned(n, m)
     check_visible(aligned, n, m)
     name, why = distribution, "asked for"
     if name is None:
         name, why = default_distribution(method, layout, config, mask)
-    if known.place:
+    if chosen.place:
         own = config.cp_group(layout.heads)
-        runs = known.place(mask, n, layout.positions, own.nheads_kv / own.nheads)
-        listed = tuple(x for whole in runs for x in shares(whole, layout.heads))
+        runs = chosen.place(mask, n, layout.positions, own.nheads_kv / own.nheads)
+        listed = tuple(x for of_position in runs for x in shares(of_position, layout.heads))
         shards = Distribution(name, n, layout.size, layout.heads, listed, why)
         return Problem(AttentionConfig(**config.arguments), shards, mask)
-    sizes = *known.tiles(layout), layout.heads
+    sizes = *chosen.tiles(layout), layout.heads
     shards = distribute(name, mask if n == m else Full(), n, *sizes, why)
     if n != m or distribution_kv not in (None, name):
         keys = distribute(distribution_kv or name, Full(), m, *sizes)
@@ -169,7 +190,18 @@ def problem_of(
 def distribute(
     name: str, mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1, why: str = ""
 ) -> Distribution:
-    """Distribution of one sequence on ranks that compute so many rows and columns of tiles."""
+    """Return the distribution of one sequence on ranks that compute rows x cols tiles.
+
+    Parameters
+    ----------
+    name : str
+        A name of `a2d_mpi.sharding.distribution.Distribution`.
+    mask : Mask
+    seqlen, rows, cols, heads : int
+        The number of tokens, and R, C and U.
+    why : str
+        Reason for the choice, for users.
+    """
     if name == "balanced":
         return _balanced(mask, seqlen, rows, cols, heads, why)
     return _by_formula(name, seqlen, rows * cols * heads, heads, None, why)
@@ -183,25 +215,25 @@ def _balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int, why: st
     return Distribution("balanced", seqlen, rows * cols * heads, heads, listed, why)
 
 
-_by_formula = lru_cache(maxsize=64)(Distribution)  # it remembers the runs of its shards
+_by_formula = lru_cache(maxsize=64)(Distribution)  # a distribution caches the runs of its shards
 
 
-def _known(method: str) -> Method:
+def _lookup(method: str) -> Method:
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
     return METHODS[method]
 
 
-class Part(NamedTuple):
-    """One of the programs that a rank runs one after the other; a value, not written yet.
+class Draft(NamedTuple):
+    """A program that is not written yet.  Equal drafts give equal programs.
 
     Attributes
     ----------
     writer : callable
-        Writes the steps.
+        Function that writes the steps.
     group : Group
     rank : int
-        In the group.
+        Rank in the group.
     stride, offset : int
         The rank p of the group is the rank ``p stride + offset`` of the layout.
     """
@@ -213,14 +245,14 @@ class Part(NamedTuple):
     offset: int = 0
 
     @property
-    def anywhere(self) -> Part:
-        """The same program for the first ranks: equal for all ranks that run it."""
-        return Part(self.writer, self.group, self.rank)
+    def anywhere(self) -> Draft:
+        """Draft without the place in the layout: equal for all ranks with the same program."""
+        return Draft(self.writer, self.group, self.rank)
 
     def write(self, steps: int | None = None) -> Program:
-        """Write the program, or its first steps and waits for the messages of these."""
+        """Write the program, or its first `steps` steps and the waits for their messages."""
         program = Program(self.rank, self.group, self.stride, self.offset, steps)
-        with suppress(Enough):
+        with suppress(StepLimit):
             self.writer(program)
         program.finish()
         return program
@@ -234,22 +266,27 @@ def write(
     rank: int,
     overlap: bool = True,
 ) -> list[Program]:
-    """Write the programs of one rank, which it runs one after the other; see `parts_of`."""
-    return [x.write() for x in parts_of(method, phase, layout, problem, rank, overlap)]
+    """Write the programs that one rank runs one after the other.
+
+    The arguments are as in `drafts_of`.
+    """
+    return [x.write() for x in drafts_of(method, phase, layout, problem, rank, overlap)]
 
 
-def parts_of(
+def drafts_of(
     method: str,
     phase: str,
     layout: Layout,
     problem: Problem,
     rank: int,
     overlap: bool = True,
-) -> list[Part]:
-    """The program of a rank's context-parallel group and, with a head axis, the exchange of heads.
+) -> list[Draft]:
+    """Return the programs of one rank, before they are written.
 
-    Ranks have the same program where writer, group and rank in the group are equal: the U ranks of
-    a position in their context-parallel groups, and ranks of Ulysses groups that are alike.
+    The rank runs the program of its context-parallel group.  With a head axis, exchanges of heads
+    come before and after it.  Ranks have the same program if writer, group and rank in the group
+    are equal.  So the U ranks of a position share the program of their context-parallel groups.
+    Ranks of equal Ulysses groups share the exchanges of heads.
 
     Parameters
     ----------
@@ -258,65 +295,68 @@ def parts_of(
     phase : {"forward", "backward"}
     layout : Layout
     problem : Problem
-        With all ranks of the layout and all heads.
+        The problem of all ranks of the layout, with all heads.
     rank : int
-        In the layout.
+        Rank in the layout.
     overlap : bool
+        Whether to compute while messages travel.
 
     Raises
     ------
     ValueError
-        If there is no such method, or the problem does not fit the layout.
+        If there is no method of this name, or the problem does not fit the layout.
     """
     groups, u = _groups(method, layout, problem, overlap), layout.heads
     position, head = divmod(rank, u)
-    known = _known(method)
+    writers = _lookup(method)
     if layout.positions == 1:
-        from a2d_mpi.schedules import alone as known
-    attention = Part(getattr(known, phase), groups.inside[head], position, u, head)
+        from a2d_mpi.schedules import alone as writers
+    attention = Draft(getattr(writers, phase), groups.inside[head], position, u, head)
     if u == 1:
         return [attention]
     from a2d_mpi.schedules import heads
 
     before, after = heads.EXCHANGES[phase]
     ulysses = groups.ulysses(position), head, 1, position * u
-    return [Part(before, *ulysses), attention, Part(after, *ulysses)]
+    return [Draft(before, *ulysses), attention, Draft(after, *ulysses)]
 
 
 class _Groups:
-    """Groups of all ranks of a layout: the context-parallel groups, and the Ulysses groups."""
+    """All context-parallel groups and Ulysses groups of a layout."""
 
     def __init__(self, method: str, layout: Layout, problem: Problem, overlap: bool) -> None:
         if problem.shards.nshards != layout.size:
             raise ValueError(f"{problem.shards.nshards} shards for {layout.size} ranks")
-        known, u, config = _known(method), layout.heads, problem.config
-        rows, cols, inner = known.shape(layout)
+        chosen, u, config = _lookup(method), layout.heads, problem.config
+        rows, cols, inner = chosen.shape(layout)
         group = problem.cp_group(u)
-        self._alike = {"overlap": overlap, "mixed_precision": config.mixed_precision}
-        self._alike["stream"] = known.streams and layout.stream
-        self._alike["shares_kv"] = config.nheads_kv < u
-        nodes = [layout.nodes_of_group(x) if known.knows_nodes else None for x in range(u)]
+        self._options = {"overlap": overlap, "mixed_precision": config.mixed_precision}
+        self._options["stream"] = chosen.streams and layout.stream
+        self._options["shares_kv"] = config.nheads_kv < u
+        nodes = [layout.nodes_of_group(x) if chosen.knows_nodes else None for x in range(u)]
         self.inside = [
-            Group(rows, cols, group, group.config, inner=inner, nodes=_renamed(x), **self._alike)
+            Group(rows, cols, group, group.config, inner=inner, nodes=_renamed(x), **self._options)
             for x in nodes
         ]
         self._heads, self._problem = u, problem
-        self._known: dict[int, Group] = {}
+        self._ulysses: dict[int, Group] = {}
 
     def ulysses(self, position: int) -> Group:
-        """The Ulysses group of a position, whose tokens are numbered among themselves."""
-        if position not in self._known:
+        """Return the Ulysses group of a position; its tokens are numbered from 0."""
+        if position not in self._ulysses:
             u, config = self._heads, self.inside[0].config
             members = range(position * u, (position + 1) * u)
-            self._known[position] = Group(1, u, self._problem.of(members), config, **self._alike)
-        return self._known[position]
+            self._ulysses[position] = Group(
+                1, u, self._problem.of(members), config, **self._options
+            )
+        return self._ulysses[position]
 
 
-_groups = lru_cache(maxsize=4)(_Groups)  # the programs of all ranks share what their groups know
+_groups = lru_cache(maxsize=4)(_Groups)  # the programs of all ranks share the caches of groups
 
 
 def _renamed(nodes: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    """The same nodes with names from 0 in the same order: groups that are alike are equal."""
+    """Return the nodes numbered from 0 in the same order, so that equal divisions are equal."""
     if nodes is None:
         return None
     names = {x: i for i, x in enumerate(sorted(set(nodes)))}
@@ -324,7 +364,7 @@ def _renamed(nodes: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 
 def essence(method: str, layout: Layout) -> Layout:
-    """The layout without what the method's programs do not depend on."""
-    known = _known(method)
-    nodes, stream = layout.nodes if known.knows_nodes else None, known.streams and layout.stream
+    """Return the layout with only the fields on which the method's programs depend."""
+    chosen = _lookup(method)
+    nodes, stream = layout.nodes if chosen.knows_nodes else None, chosen.streams and layout.stream
     return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes, stream=stream)

@@ -12,31 +12,39 @@ from a2d_mpi.sharding.pairs import pairs_of_runs
 
 
 def nbytes(program: Program, rows: Rows) -> int:
-    """Bytes of rows, of all tensors."""
+    """Return the bytes of rows, over all tensors."""
     return rows.count * sum(program.group.row_bytes(program.arrays[rows.array]))
 
 
 def area(program: Program) -> int:
-    """Visible pairs that the rank computes for each head of its context-parallel group."""
+    """Return the visible pairs that the rank computes for each head of its CP group."""
     calls = [x for x in program.steps if isinstance(x, Attend)]
     return int(pairs_of(program, calls)[0].sum())
 
 
 def pairs_of(program: Program, calls: Sequence[Attend | Differentiate]) -> np.ndarray:
-    """Visible pairs of kernel calls, and queries that need a mask, (2, calls) int64."""
+    """Return the visible pairs of kernel calls, and queries that need a mask, (2, calls) int64.
+
+    See `a2d_mpi.sharding.pairs.pairs_of_runs`.
+    """
     runs = [(program.token_runs(x.queries), program.token_runs(x.keys)) for x in calls]
     return pairs_of_runs(program.mask, runs)
 
 
 def buffers(program: Program) -> dict[tuple[str, int], int]:
-    """Bytes of every buffer that a plan keeps for a program, by room and number of the tensor.
+    """Return the bytes of every buffer that a plan keeps for a program.
 
-    As if the kernel wrote partial results in the accumulation dtype.
+    Partial results are taken to have the accumulation dtype.
+
+    Returns
+    -------
+    dict of (str, int) to int
+        Bytes by the room of the buffer (`Array.room`) and the number of the tensor.
     """
-    found: dict[tuple[str, int], int] = {}
+    sizes: dict[tuple[str, int], int] = {}
     for name, array in program.arrays.items():
         if array.role == "buffer":
             for i, size in enumerate(program.group.row_bytes(array)):
                 key = array.room or name, i
-                found[key] = max(found.get(key, 0), array.length * size)
-    return found
+                sizes[key] = max(sizes.get(key, 0), array.length * size)
+    return sizes

@@ -1,4 +1,4 @@
-"""A context-parallel group of one rank: one kernel call, which writes the final results."""
+"""The programs of a context-parallel group of one rank: one kernel call writes the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def forward(p: Program) -> None:
 def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
     q, kv = p.own("own qd", "qd", "given"), p.own("own kv", "kv", "given")
-    accumulated = SUMS if p.group.shares_kv else ()  # other groups add to them
+    accumulated = SUMS if p.group.shares_kv else ()  # other groups add to dk and dv
     dq, dkv = (p.own(x, x, "result", accumulated=accumulated) for x in ("dq", "dkv"))
     p.differentiate(q, kv, dq, dkv, fresh=True)
     p.results = {"dq": dq, "dkv": dkv}

@@ -1,19 +1,20 @@
 """Attention2D: every rank of an R x C grid computes one tile.
 
 Rank (r, c) computes the queries of grid row r against the keys of grid column c.  It gathers the
-queries along its row and the keys along its column.  Each partial result goes to its owner: out to
-the owner of the queries; in the backward pass dq likewise, and dk, dv to the owner of the keys.
+queries along its row and the keys along its column.  Each partial result goes to its owner.
+Partial out and dq go to the owner of the queries, and partial dk and dv to the owner of the keys.
 On square grids the bytes that a rank receives fall as 1/sqrt(P).
 
 Source: Elango, "Attention2D: Communication Efficient Distributed Self-Attention Mechanism",
-arXiv:2503.15758.  The order of the work is ours: post everything, compute on what is here, send
-what is finished, wait only for what is needed next.  Where the mask lets some ranks gather less
-than others, gathers come before returns: links are shared fairly, and a partial result that leaves
-early would delay keys that another rank still waits for.
+arXiv:2503.15758.  The order of the work is ours.  A rank posts all receives first, computes on the
+rows that have arrived, sends finished results at once, and waits only for the rows of the next
+call.  If the mask lets some ranks gather less than others, gathers come before returns.  Links are
+shared fairly, so an early partial result would delay keys that another rank still waits for.
 
-A tile can be streamed (`Group.stream`), where memory is short.  A rank then holds one side of its
-tile only.  The shards of the other side pass through two buffers, and so do the partial results
-for that side: forward the rank holds keys, backward the side that takes less memory.
+A tile can be streamed (`Group.stream`) if memory is short.  A rank then holds only one side of its
+tile.  The shards of the other side, and the partial results for that side, pass through two
+buffers.  In the forward pass the rank holds keys.  In the backward pass it holds the side that
+takes less memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.schedules.collectives import Coming, Partials, Stream, all_gather
+from a2d_mpi.schedules.collectives import Incoming, Partials, Stream, all_gather
 from a2d_mpi.schedules.group import Group, chunked
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
@@ -35,18 +36,18 @@ class Tile:
     Parameters
     ----------
     p : Program
-    kind : str
-        Of the queries' rows: "q" or "qd".
+    kind : {"q", "qd"}
+        Kind of the queries' rows, forward and backward.
     by_query : bool
-        The order of the calls, see `calls`.
+        Order of the kernel calls, see `calls`.
     """
 
     def __init__(self, p: Program, kind: str, by_query: bool) -> None:
         self.p, self.by_query, (rows, cols) = p, by_query, (p.group.rows, p.group.cols)
-        # Calls of a streamed backward pass are made owner by owner: no copy of keys is sorted.
+        # A streamed backward pass calls the kernel owner by owner, so it needs no sorted keys.
         self.sorts = not p.group.stream or kind == "q"
         r, c = divmod(p.rank, cols)
-        # Nearest following first: no rank is everybody's first target.
+        # Every rank begins with the next rank, so that no rank is the first target of all.
         self.row_peers = [r * cols + (c + i) % cols for i in range(1, cols)]
         self.col_peers = [(r + i) % rows * cols + c for i in range(1, rows)]
         p.channels["row"] = tuple(p.group.row_of(p.rank))
@@ -58,17 +59,17 @@ class Tile:
         self.gather()
 
     def required_queries(self, owner: int, member: int) -> Runs:
-        """Places of the owner's queries that see keys of the member's column."""
+        """Return the places of the owner's queries that see keys of the member's column."""
         return self.p.group.required(False, owner, self.p.group.column_of(member))
 
     def required_keys(self, owner: int, member: int) -> Runs:
-        """Places of the owner's keys that queries of the member's row see."""
+        """Return the places of the owner's keys that queries of the member's row see."""
         return self.p.group.required(True, owner, self.p.group.row_of(member))
 
     def gather(self) -> None:
         """Gather the rows of queries along the row, and the rows of keys along the column.
 
-        Streamed, the side that comes last in `calls` is not gathered.
+        In a streamed tile, the side that comes last in `calls` is streamed.
         """
         p, own_q, own_k = self.p, self.own_q.array, self.own_k.array
         row = "row", own_q, self.row_peers, self.required_queries
@@ -83,22 +84,31 @@ class Tile:
             self.q, self.q_coming = own_q, Stream(p, *row, backwards=True)
             if self.row_peers:
                 self.k, self.k_coming = all_gather(p, *col, by_token=self.sorts)
-            else:  # this rank's own queries meet the keys as they arrive, and that is all
+            else:  # only this rank's own queries use the keys, so the keys are streamed too
                 self.k, self.k_coming = own_k, Stream(p, *col)
 
     def all_keys(self) -> Rows:
-        """All rows of keys, in the order of tokens or, for several calls, owner by owner."""
+        """Return all rows of keys, by token or, if calls are made owner by owner, by owner."""
         p = self.p
         return p.rows(p.sorted(self.k)) if self.sorts else p.piece_by_piece(self.k)
 
     def calls(self) -> Iterator[tuple[int | None, Rows, int | None, Rows]]:
-        """Yield owner and rows of the queries, then of the keys, of each kernel call, when here.
+        """Yield the operands of each kernel call as soon as they have arrived.
 
-        By query: the first part of this rank's own queries meets the keys of each owner as these
-        arrive.  Then the other owners' queries, as they arrive, meet all keys at once (owner
-        None).  The rest of its own queries comes last, while partial results travel.  Streamed, it
-        comes before the other owners' queries: then partial results can be added to it.  By key:
-        the same with the roles exchanged.
+        By query, the first of this rank's own queries meet the keys of each owner as these arrive.
+        Then the queries of each other owner, as they arrive, meet all keys in one call.  The rest
+        of this rank's own queries comes last, while partial results travel.  In a streamed tile
+        this rest comes before the other owners' queries, so that arriving partial results can be
+        added to it.  By key, queries and keys exchange their roles.
+
+        Yields
+        ------
+        q_owner : int or None
+            Owner of the queries; None: all owners.
+        queries : Rows
+        k_owner : int or None
+            Owner of the keys; None: all owners.
+        keys : Rows
         """
         p, rank = self.p, self.p.rank
         for coming in (self.q_coming, self.k_coming):
@@ -132,20 +142,21 @@ class Tile:
             if not p.group.stream:
                 yield from calls
 
-    def _arriving(self, coming: Coming) -> Iterator[tuple[int, Rows]]:
-        """Wait for each message in turn; yield the owner and the rows that it brings."""
+    def _arriving(self, coming: Incoming) -> Iterator[tuple[int, Rows]]:
+        """Wait for each message in turn; yield its owner and rows."""
         for owner, message in coming:
             if self.p.group.overlap:
                 self.wait([(owner, message)])
             yield owner, message.rows
 
-    def _last(self, coming: Coming, first: Rows, last: Rows) -> Iterator[tuple[int, Rows]]:
-        """Wait for the messages of the last gather; yield the owners and the rows they bring.
+    def _last(self, coming: Incoming, first: Rows, last: Rows) -> Iterator[tuple[int, Rows]]:
+        """Wait for the messages of the last gather; yield their owners and rows.
 
-        If a row of `first`, the gather before, is larger than a row of `last` (by more than lse
-        and delta), the last messages are here while messages of the first are still on their way
-        to other ranks.  Then the rank waits for all that it gathers, and no partial result leaves
-        before its row and column have all that they gather.
+        `first` are rows of the previous gather, and `last` rows of the last one.  A row of `first`
+        may be larger than a row of `last` (by more than lse and delta).  Then the last messages
+        arrive while other ranks still wait for messages of the previous gather.  In this case the
+        rank waits until it has gathered everything.  It sends no partial result until all ranks of
+        its row and column have gathered everything.
         """
         p = self.p
         larger, smaller = (sum(p.group.row_bytes(p.arrays[x.array])) for x in (first, last))
@@ -157,7 +168,7 @@ class Tile:
         p.gathered("row", "col")
         yield from ((owner, message.rows) for owner, message in coming)
 
-    def wait(self, coming: Coming) -> None:
+    def wait(self, coming: Incoming) -> None:
         """Wait for messages that bring rows."""
         self.p.wait(message for _, message in coming)
 
@@ -201,7 +212,7 @@ def backward(p: Program) -> None:
         else:
             into, keys_into = dq(queries), dkv(keys)
         p.differentiate(queries, keys, into, keys_into)
-        # Finished: these queries have met all keys, or these keys all queries.
+        # A result is finished if its queries have met all keys, or its keys all queries.
         if k_owner is None and q_owner != p.rank:
             dq_partials.give(q_owner, into)
         elif q_owner is None and k_owner != p.rank:
@@ -214,7 +225,7 @@ def backward(p: Program) -> None:
         for peer in tile.row_peers:
             for chunk in chunked(tile.required_queries(peer, p.rank), group.cols):
                 p.give("row", peer, p.rows("dq", peer, chunk))
-    if group.stream and not by_query:  # before that the peers do not come to their end
+    if group.stream and not by_query:  # peers need these results before they can finish
         dkv_partials.combine("dkv")
     dq_partials.combine("dq")
     dkv_partials.combine("dkv")
@@ -222,7 +233,7 @@ def backward(p: Program) -> None:
 
 
 def gradients_by_query(group: Group) -> bool:
-    """Tell whether a grid finishes its partial dq one after the other, and dk, dv at the end.
+    """Return True if a grid finishes its partial dq one by one, and dk and dv at the end.
 
     The larger of the two reductions of the backward pass is finished block by block: its results
     travel while later blocks are computed.  The smaller reduction is left for the end.
@@ -232,12 +243,12 @@ def gradients_by_query(group: Group) -> bool:
 
 
 def keys_are_smaller(group: Group) -> bool:
-    """Tell whether other ranks' keys and their gradients take less memory than their queries'."""
+    """Return True if gathered keys and their gradients take less memory than queries."""
 
-    def of(*kinds: str) -> int:
+    def row_bytes(*kinds: str) -> int:
         return sum(sum(group.row_bytes(Array(kind, ()))) for kind in kinds)
 
-    return (group.rows - 1) * of("kv", "dkv") < (group.cols - 1) * of("qd", "dq")
+    return (group.rows - 1) * row_bytes("kv", "dkv") < (group.cols - 1) * row_bytes("qd", "dq")
 
 
 def _known_as(layout: Layout) -> str:

@@ -1,9 +1,9 @@
 """Blocks of tokens placed by an optimiser: any mask, any number of ranks.
 
 The tokens are cut into blocks.  Each block has an owner.  Each pair of a block of queries and a
-block of keys in which a query sees a key is computed by one rank (`a2d_mpi.sharding.placement`).
-The rank receives the queries and keys of its pairs straight from their owners, computes its pairs,
-and sends partial results straight back.  Only rows that its pairs require travel.
+block of keys with a visible pair is computed by one rank (`a2d_mpi.sharding.placement`).  The rank
+receives the queries and keys of its pairs directly from their owners, computes its pairs, and
+sends partial results directly back.  Only rows that its pairs require travel.
 
 Source: DCP (Jiang et al., "DCP: Addressing Input Dynamism In Long-Context Training via Dynamic
 Context Parallelism", SOSP 2025, arXiv:2510.10620) places blocks of data and of computation in this
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=16)
 def placed(mask: Mask, seqlen: int, ranks: int, kv_share: float) -> Assignment:
-    """Place the blocks of a sequence; see `a2d_mpi.sharding.placement.place`.  Remembered."""
+    """Place the blocks of a sequence, see `a2d_mpi.sharding.placement.place`; cached."""
     from a2d_mpi.sharding.placement import place
 
     return place(mask, seqlen, ranks, kv_share=kv_share)
@@ -45,28 +45,30 @@ class Needs:
     Parameters
     ----------
     problem : Problem
-        Of the context-parallel group.
+        The problem of the context-parallel group.
     """
 
     def __init__(self, problem: Problem) -> None:
         config, self._shards = problem.config, problem.shards
         if self._shards.name != "blocks":
-            raise ValueError(f"blocks have no {self._shards.name} distribution")
+            raise ValueError(
+                f"the method blocks needs the distribution blocks, got {self._shards.name}"
+            )
         share = config.nheads_kv / config.nheads
         self.placement = placed(problem.mask, config.seqlen, self._shards.nshards, share)
-        self._mask, self._found = problem.mask, {}
+        self._mask, self._places = problem.mask, {}
         self._assigned: dict[int, Assigned] = {}
 
     def digest(self) -> str:
-        """Short text that follows from the placement."""
+        """Return a short hash of the placement."""
         x, demand = self.placement, self.placement.demand
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for array in (demand.bounds, x.owner, demand.pairs, x.rank):
-            found.update(np.ascontiguousarray(array, np.int64))
-        return found.hexdigest()[:12]
+            digest.update(np.ascontiguousarray(array, np.int64))
+        return digest.hexdigest()[:12]
 
     def assigned(self, rank: int) -> Assigned:
-        """The mask of the pairs that a rank computes."""
+        """Return the mask of the pairs that a rank computes."""
         if rank not in self._assigned:
             x, demand = self.placement, self.placement.demand
             pairs = demand.pairs[x.rank == rank]
@@ -74,9 +76,9 @@ class Needs:
         return self._assigned[rank]
 
     def of(self, of_keys: bool, owner: int, rank: int) -> Runs:
-        """Places in the owner's shard of the tokens that a rank needs."""
+        """Return the places in the owner's shard of the tokens that a rank needs."""
         key = of_keys, owner, rank
-        if key not in self._found:
+        if key not in self._places:
             x, mask, demand = self.placement, self.assigned(rank), self.placement.demand
             pairs = demand.pairs[x.rank == rank]
             own = x.owner[pairs[:, int(of_keys)]] == owner
@@ -84,18 +86,18 @@ class Needs:
             for block in np.unique(pairs[own, int(of_keys)]).tolist():
                 first, last = demand.bounds[block : block + 2].tolist()
                 tokens += mask.met(of_keys, first, last, pairs)
-            self._found[key] = self._shards.places(owner, joined(tokens))
-        return self._found[key]
+            self._places[key] = self._shards.places(owner, joined(tokens))
+        return self._places[key]
 
 
 @lru_cache(maxsize=4)
 def needs_of(problem: Problem) -> Needs:
-    """Needs of all ranks; remembered, as the planner asks for the schedules of all ranks."""
+    """Return the needs of all ranks; they are cached for the programs of all ranks."""
     return Needs(problem)
 
 
-class Exchange:
-    """Rows that a rank gets and gives, and those that its kernel calls need."""
+class RankBlocks:
+    """The blocks that a rank computes with: rows that it receives and sends, and kernel calls."""
 
     def __init__(self, p: Program, kind: str) -> None:
         self.p, n = p, p.group.problem.shards.nshards
@@ -107,10 +109,10 @@ class Exchange:
             p.own(f"own {kind}", kind, "given"),
             p.own("own kv", "kv", "given"),
         )
-        # Others' keys that this rank needs, beside all of its own, in the order of ranks.
+        # All keys of this rank, and the keys of others that it needs, in the order of ranks.
         owners = sorted([p.rank, *(x for x in self.peers if self._wanted(True, x))])
-        whole = p.group.whole(True, p.rank)
-        pieces = [(x, whole if x == p.rank else self._wanted(True, x)) for x in owners]
+        own_places = p.group.all_places(True, p.rank)
+        pieces = [(x, own_places if x == p.rank else self._wanted(True, x)) for x in owners]
         self.keys = p.array("all kv", "kv", pieces)
         self.k_coming = {
             x: p.receive("all", x, p.rows(self.keys, x)) for x in self.peers if x in owners
@@ -131,16 +133,16 @@ class Exchange:
         return self.needs.of(of_keys, owner, self.p.rank)
 
     def given(self, of_keys: bool, peer: int) -> Runs:
-        """Places of this rank's tokens that a peer needs."""
+        """Return the places of this rank's tokens that a peer needs."""
         return self.needs.of(of_keys, self.p.rank, peer)
 
     def of_owner(self, kind: str, way: str, owner: int) -> Rows:
-        """Declare rows for those of an owner's queries that this rank computes with."""
+        """Declare rows for the queries of an owner that this rank computes with."""
         pieces = [(owner, self._wanted(False, owner))]
         return self.p.rows(self.p.array(f"{kind} {way} {owner}", kind, pieces))
 
     def calls(self) -> Iterator[tuple[int, Rows, Rows]]:
-        """Yield the queries' owner, queries and keys of the kernel calls: own queries first."""
+        """Yield the owner of the queries, queries and keys of each call; own queries first."""
         p = self.p
         yield p.rank, self.own_q, p.rows(self.keys, p.rank)
         for message in self.k_coming.values():
@@ -158,16 +160,19 @@ class Exchange:
             yield owner, message.rows, p.rows(p.sorted(self.keys))
 
     def partials(self, kind: str) -> list[tuple[Receive, Runs]]:
-        """Post the receives of what other ranks computed for this rank's tokens."""
-        p, found = self.p, []
+        """Post the receives of partial results that other ranks compute for this rank's tokens.
+
+        Return each message with the places of its tokens in this rank's shard.
+        """
+        p, coming = self.p, []
         for x in self.peers:
             if places := self.given(kind == "dkv", x):
                 name = p.array(f"{kind} back from {x}", kind, [(p.rank, places)])
-                found.append((p.receive("all", x, p.rows(name)), places))
-        return found
+                coming.append((p.receive("all", x, p.rows(name)), places))
+        return coming
 
     def collect(self, coming: list[tuple[Receive, Runs]], target: str) -> None:
-        """Merge it with this rank's own results."""
+        """Merge the messages of `partials` into this rank's own results."""
         for message, places in coming:
             self.p.wait([message])
             self.p.combine(message.rows, self.p.rows(target, self.p.rank, places))
@@ -175,41 +180,41 @@ class Exchange:
 
 def forward(p: Program) -> None:
     """Write the forward pass of a rank."""
-    x = Exchange(p, "q")
+    blocks = RankBlocks(p, "q")
     out = p.own("out", "out", "result")
-    coming = x.partials("out")
-    for owner, queries, keys in x.calls():
+    coming = blocks.partials("out")
+    for owner, queries, keys in blocks.calls():
         if owner == p.rank:
             p.attend(queries, keys, out)
         else:
-            partial = x.of_owner("out", "to", owner)
+            partial = blocks.of_owner("out", "to", owner)
             p.attend(queries, keys, partial)
             p.give("all", owner, partial)
     p.release("all")
-    x.collect(coming, out.array)
+    blocks.collect(coming, out.array)
     p.results = {"out": out}
 
 
 def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
-    x = Exchange(p, "qd")
+    blocks = RankBlocks(p, "qd")
     dq = p.own("dq", "dq")
     p.clear(dq)
-    dkv = p.sums("all dkv", "dkv", x.keys, by_token=bool(x.q_coming))
-    dq_coming, dkv_coming = x.partials("dq"), x.partials("dkv")
-    for owner, queries, keys in x.calls():
+    dkv = p.sums("all dkv", "dkv", blocks.keys, by_token=bool(blocks.q_coming))
+    dq_coming, dkv_coming = blocks.partials("dq"), blocks.partials("dkv")
+    for owner, queries, keys in blocks.calls():
         into = dq
         if owner != p.rank:
-            into = x.of_owner("dq", "to", owner)
+            into = blocks.of_owner("dq", "to", owner)
             p.clear(into)
         p.differentiate(queries, keys, into, dkv(keys))
         if owner != p.rank:
             p.give("all", owner, into)
-    for peer in x.k_coming:
+    for peer in blocks.k_coming:
         p.give("all", peer, p.rows("all dkv", peer))
     p.release("all")
-    x.collect(dq_coming, "dq")
-    x.collect(dkv_coming, "all dkv")
+    blocks.collect(dq_coming, "dq")
+    blocks.collect(dkv_coming, "all dkv")
     p.results = {"dq": dq, "dkv": p.rows("all dkv", p.rank)}
 
 

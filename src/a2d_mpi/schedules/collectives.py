@@ -1,6 +1,6 @@
 """All-gather and reduce-scatter along a channel, by posted point-to-point messages.
 
-Streamed, the shards of the other members, or the partial results, pass through two buffers.
+If memory is short, shards and partial results pass through two buffers (`Stream`, `Partials`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from a2d_mpi.schedules.group import chunked
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Receive, Rows
 
-# Places in an owner's shard of the rows that a member of the channel requires.
+# Takes an owner and a member of the channel.  Returns the places in the owner's shard of the rows
+# that the member requires.
 Required = Callable[[int, int], Runs]
-Coming = Iterable[tuple[int, Receive]]  # owners, and the messages that bring their rows
-SLOTS = 2  # buffers that rows pass through
+Incoming = Iterable[tuple[int, Receive]]  # owners, and the messages with their rows
+SLOTS = 2  # number of buffers that streamed rows pass through
 
 
 def all_gather(
@@ -25,7 +26,7 @@ def all_gather(
     peers: Sequence[int],
     required: Required,
     by_token: bool = False,
-) -> tuple[str, Coming]:
+) -> tuple[str, Incoming]:
     """Gather the rows that this rank requires of all members of a channel.
 
     Parameters
@@ -35,24 +36,26 @@ def all_gather(
     own : str
         Array of this rank's shard.
     peers : sequence of int
-        The other members, nearest following first: no rank is everybody's first target.
+        The other members, beginning with the next rank: no rank is the first target of all.
     required : callable
+        Returns the required rows, see `Required`.
     by_token : bool
-        The rows shall be in the order of tokens.  Rows that are not, shard after shard, arrive in
-        two buffers and are copied.
+        Whether the rows must be in the order of tokens.  If shard after shard is another order,
+        shards arrive in two buffers and are copied.
 
     Returns
     -------
     array : str
-        All gathered rows, owner by owner in the order of the channel, and all of this rank's own.
+        Name of the array with all gathered rows, and with all rows of this rank.  The owners are
+        in the order of the channel.
     coming : iterable of (int, Receive)
-        To be iterated over once; with `by_token` no row is copied before.
+        Owners and messages.  Iterate over it once: with `by_token` the iteration copies the rows.
     """
     if not peers:
         return own, []
     array, rank, ranks = p.arrays[own], p.rank, len(peers) + 1
-    whole = p.group.whole(array.of_keys, rank)
-    pieces = [(x, whole if x == rank else required(x, rank)) for x in p.channels[channel]]
+    own_places = p.group.all_places(array.of_keys, rank)
+    pieces = [(x, own_places if x == rank else required(x, rank)) for x in p.channels[channel]]
     room = "held" if p.group.stream else channel
     if by_token and not p.in_order(array.of_keys, pieces):
         cut = [(x, y) for x, z in pieces for y in ([z] if x == rank else chunked(z, ranks))]
@@ -71,8 +74,8 @@ def all_gather(
 def _send_own(
     p: Program, channel: str, own: str, peers: Sequence[int], required: Required
 ) -> None:
-    """Send this rank's rows to all that require them."""
-    # They are the first that the rank before it needs, and the last of the next.
+    """Send this rank's rows to all peers that require them."""
+    # The previous rank needs these rows first, and the next rank needs them last.
     for peer in reversed(peers):
         for chunk in chunked(required(p.rank, peer), len(peers) + 1):
             p.send(channel, peer, p.rows(own, p.rank, chunk))
@@ -81,17 +84,18 @@ def _send_own(
 class Stream:
     """Rows of a channel's other members, shard by shard, received in two buffers in turn.
 
-    Iterating over it, once, yields owners and messages, as `all_gather`.  Once the loop goes on,
-    the rows of a message have been used, and the next but one are received in their place.
+    Iterate over it once; it yields owners and messages, as `all_gather` does.  The rows of a
+    message may be used until the next iteration.  Then the rows of the message after the next one
+    are received in the same buffer.
 
     Parameters
     ----------
     p, channel, own, peers, required
-        As of `all_gather`.
-    backwards : bool
-        The rows of the last peer come first.
+        As in `all_gather`.
     copies : str, optional
-        Array by token with the same rows, to which they are copied.
+        Array by token with the same rows, to which the rows are copied.
+    backwards : bool
+        Whether the rows of the last peer come first.
     """
 
     def __init__(
@@ -107,8 +111,8 @@ class Stream:
         peers = peers[::-1] if backwards else peers
         self._p, self._channel, self._copies = p, channel, copies
         self._kind, self._messages = p.arrays[own].kind, []
-        found = ((x, y) for x in peers for y in chunked(required(x, p.rank), len(peers) + 1))
-        self._shards = list(found)
+        shards = ((x, y) for x in peers for y in chunked(required(x, p.rank), len(peers) + 1))
+        self._shards = list(shards)
         self._post(SLOTS if p.group.overlap else 0)
         _send_own(p, channel, own, peers, required)
 
@@ -125,7 +129,7 @@ class Stream:
                 self._post(i + 1 + SLOTS)
 
     def _post(self, number: int) -> None:
-        """Post receives until they are so many."""
+        """Post receives until `number` have been posted."""
         p = self._p
         for turn in range(len(self._messages), min(number, len(self._shards))):
             name, room = f"{self._channel} {turn}", f"{self._channel} {turn % SLOTS}"
@@ -136,15 +140,15 @@ class Stream:
 
 
 class Partials:
-    """Partial results along a channel: for this rank's rows, and of this rank for its peers' rows.
+    """Partial results along a channel: peers' results for this rank's rows, and the other way.
 
-    The former are received early; streamed, in two buffers in turn.
+    Receives are posted early.  In a streamed tile, results arrive in two buffers in turn.
 
     Parameters
     ----------
     p, channel, peers, required
-        As of `all_gather`; the peers send what they required.
-    kind : str
+        As in `all_gather`; the peers send results for the rows that they required.
+    kind : {"out", "dq", "dkv"}
     """
 
     def __init__(
@@ -157,7 +161,7 @@ class Partials:
         self._post(SLOTS if p.group.stream else len(peers))
 
     def _post(self, number: int) -> None:
-        """Post the receives of the contributions of so many peers."""
+        """Post the receives of the contributions of the first `number` peers."""
         p, ranks = self._p, len(self._peers) + 1
         for i in range(len(self._coming), min(number, len(self._peers))):
             places = self._required(p.rank, self._peers[i])
@@ -171,12 +175,12 @@ class Partials:
             self._coming.append((p.rows(array), messages, places))
 
     def of(self, owner: int, rows: Rows, target: str) -> Rows:
-        """Rows for this rank's partial result for some rows of an owner.
+        """Declare rows for this rank's partial result for rows of an owner.
 
-        Streamed, they come from the last peer to the first, in two buffers in turn.  In its step i
-        the i-th peer computes what this rank adds to the rows of `target` before its own step
-        i + 2, and then receives the next but one: ranks that wait for each other would have to be
-        at different steps, each behind the other.
+        In a streamed tile, call it from the last peer to the first; two buffers are used in turn.
+        In its step i, peer i computes a contribution to `target`.  This rank adds the contribution
+        before its own step i + 2, and then posts another receive in its buffer.  There can be no
+        deadlock: of ranks that wait for each other, each would have to be behind the others.
         """
         p, turn = self._p, len(self._sent)
         if not p.group.stream:
@@ -198,12 +202,12 @@ class Partials:
             self._p.give(self._channel, owner, rows)
 
     def combine(self, target: str) -> None:
-        """Send what was held back, and merge or add the contributions, in a fixed order."""
+        """Send results that were held back; merge or add contributions, in a fixed order."""
         self._p.release(self._channel)
         self._add(len(self._peers), target)
 
     def _add(self, number: int, target: str) -> None:
-        """Merge or add contributions until so many are, and receive others in their place."""
+        """Merge or add the first `number` contributions, and post receives in their buffers."""
         p = self._p
         while self._done < number:
             rows, messages, places = self._coming[self._done]

@@ -1,9 +1,10 @@
-"""Tokens for heads: exchanges of the U ranks of a Ulysses group, before attention and after it.
+"""Exchanges of tokens for heads among the U ranks of a Ulysses group, around attention.
 
-Before it a rank has some tokens and all heads; then all tokens of its Ulysses group and 1/U of the
-heads; after it the results go back (DeepSpeed-Ulysses, arXiv:2309.14509).  KV heads fewer than
-ranks go to all ranks that need them, and their gradients come back as sums.  One message a rank,
-all tensors together: MPI's all-to-all does not take device memory everywhere.
+Before attention a rank exchanges its tokens with all heads for all tokens of its Ulysses group
+with 1/U of the heads.  After attention the results go back (DeepSpeed-Ulysses, arXiv:2309.14509).
+If there are fewer KV heads than ranks, a KV head goes to all ranks that need it, and its gradients
+are added up.  Each pair of ranks exchanges one message with all tensors: MPI's all-to-all does not
+take device memory everywhere.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from a2d_mpi.schedules.steps import SUMS, Rows
 
 
 class Ulysses:
-    """The Ulysses group around a rank, and the parcels of one kind of rows.
+    """The Ulysses group of a rank, and the parcels (messages) of one kind of rows.
 
-    The parcels before attention and those after it share their buffers, forward and backward.
+    Parcels before and after attention, forward and backward, share their buffers.
     """
 
     def __init__(
@@ -28,39 +29,39 @@ class Ulysses:
         self._number = number
         size = p.group.cols
         p.channels["head"] = tuple(range(size))
-        # Nearest following first.
+        # Every rank begins with the next rank.
         self.peers = [(p.rank + u) % size for u in range(1, size)]
         self._parcels: dict[str, Rows] = {}
 
     def parcel(self, name: str, owner: int) -> Rows:
-        """All rows of an owner, for one message."""
+        """Declare an array with all rows of an owner, for one message; return its rows."""
         if name not in self._parcels:
-            whole = self.p.group.whole(self.kind in ("kv", "dkv"), owner)
+            places = self.p.group.all_places(self.kind in ("kv", "dkv"), owner)
             others = {"accumulated": self.accumulated, "packed": True}
             others["room"] = f"parcel {name} {self._number}"
-            array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, whole)], **others)
+            array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **others)
             self._parcels[name] = self.p.rows(array)
         return self._parcels[name]
 
     def together(
         self, name: str, role: str = "buffer", accumulated: tuple[str, ...] | None = None
     ) -> str:
-        """An array of all rows of the Ulysses group, by token."""
+        """Declare an array with all rows of the Ulysses group, by token; return its name."""
         p, room = self.p, f"{name} {self._number}"
         of_keys = self.kind in ("kv", "dkv")
-        pieces = [(x, p.group.whole(of_keys, x)) for x in p.channels["head"]]
+        pieces = [(x, p.group.all_places(of_keys, x)) for x in p.channels["head"]]
         accumulated = self.accumulated if accumulated is None else accumulated
         others = {"by_token": True, "room": room}
         return p.array(f"{name} {self.kind}", self.kind, pieces, role, accumulated, **others)
 
 
 def _kinds(p: Program, together: str, *apart: str) -> tuple[str, ...]:
-    """Kinds of rows that are exchanged: all together if queries and keys are the same tokens."""
+    """Return the kinds of rows to exchange; one kind if queries and keys are the same tokens."""
     return (together,) if p.group.problem.keys is None else apart
 
 
 def share(p: Program, backward: bool) -> None:
-    """Write how a rank gets its heads of all tokens of the Ulysses group."""
+    """Write the exchange before attention: a rank receives its heads of all tokens."""
     kinds = _kinds(p, *(("qkvd", "qd", "kv") if backward else ("qkv", "q", "kv")))
     for number, kind in enumerate(kinds):
         x = Ulysses(p, kind, number)
@@ -72,7 +73,7 @@ def share(p: Program, backward: bool) -> None:
             leaving = x.parcel(f"out {i}", p.rank)
             p.copy(own._replace(head=peer), leaving)
             p.send("head", peer, leaving)
-        # This rank's own rows go the way of all others, without a message.
+        # This rank's own rows are copied in the same way, without a message.
         arrived = x.parcel("in 0", p.rank)
         p.copy(own._replace(head=p.rank), arrived)
         p.copy(arrived, p.rows(group, p.rank))
@@ -83,13 +84,13 @@ def share(p: Program, backward: bool) -> None:
 
 
 def collect(p: Program, backward: bool) -> None:
-    """Write how a rank gets all heads of the results for its tokens."""
+    """Write the exchange after attention: a rank receives all heads of its tokens' results."""
     kinds = _kinds(p, *(("gradients", "dq", "dkv") if backward else ("out", "out")))
     for number, kind in enumerate(kinds):
         sums = ("dk", "dv") if kind in ("gradients", "dkv") and p.group.shares_kv else ()
         x = Ulysses(p, kind, number, ("lse", *sums))
         group = x.together("group", "given", SUMS)
-        if p.group.mixed_precision:  # results travel as the caller gets them, but for sums
+        if p.group.mixed_precision:  # results travel in the storage dtype, except sums
             rounded = x.together("rounded")
             p.copy(p.rows(group), p.rows(rounded))
             group = rounded
@@ -105,7 +106,7 @@ def collect(p: Program, backward: bool) -> None:
             p.copy(p.rows(group, peer), returned)
             p.send("head", peer, returned)
         p.copy(p.rows(group, p.rank), x.parcel("in 0", p.rank))
-        # In the order of ranks: sums repeat bit for bit.
+        # In the order of ranks, so that sums repeat bit for bit.
         for peer in sorted([p.rank, *x.peers]):
             i = 0 if peer == p.rank else 1 + x.peers.index(peer)
             if i:
@@ -115,7 +116,7 @@ def collect(p: Program, backward: bool) -> None:
         p.results[kind] = own
 
 
-# By phase, what comes before attention and what comes after it.
+# The exchanges before and after attention, by phase.
 EXCHANGES = {
     phase: tuple(partial(write, backward=backward) for write in (share, collect))
     for backward, phase in enumerate(PHASES)

@@ -1,8 +1,8 @@
-"""Rows and columns of a grid, node by node: who fetches what, and the all-gather of their rows.
+"""Node-aware all-gathers along rows and columns of a grid.
 
-Of a shard a node gets the rows that any of its ranks requires, and from the rank that fetches them
-each other rank gets the rows that it requires.  The fetcher computes on all that it holds: the
-mask hides the rest from it.
+One rank of each node fetches the rows of a shard that any rank of the node requires.  The other
+ranks of the node then get their required rows from the fetcher.  The fetcher's kernel calls use
+all rows that it holds; the mask hides the rows that its own tile does not require.
 """
 
 from __future__ import annotations
@@ -19,29 +19,30 @@ from a2d_mpi.schedules.steps import Receive
 
 
 class Line:
-    """A row or column, by node, as one of its ranks sees it, and its all-gather.
+    """The row or column of a rank, divided into nodes, and its all-gather.
 
     Parameters
     ----------
     p : Program
     name : {"row", "col"}
-        Of its channel between nodes.
+        Name of the channel between nodes.
     own : str
         Array of this rank's rows.
 
     Attributes
     ----------
     inside : str
-        Channel inside a node.
+        Name of the channel inside a node.
     near : list of int
-        The other ranks of this rank's node, next first.
+        The other ranks of this rank's node, beginning with the next one.
     far : list of list of (int, int)
-        The ranks of every other node, next node first, each with the distance of the member of
-        this rank's node that fetches its rows: `near` from 1; 0, this rank itself, comes last.
+        The ranks of every other node, beginning with the next node.  The second number says which
+        rank of this rank's node fetches the rows: ``near[i - 1]`` for i > 0, and this rank for 0.
+        Ranks with 0 come last.
     takers : list of int
         The rank of every other node that fetches this rank's rows.
     gathered : str
-        Array of this rank's rows and of all rows that it fetches or requires.
+        Array with this rank's rows and with all rows that it fetches or requires.
     """
 
     def __init__(self, p: Program, name: str, own: str) -> None:
@@ -54,19 +55,20 @@ class Line:
         self.ranks = len(self.ways)
         if self.near:
             p.channels[self.inside] = p.channels[name]
-        self._passed = 0 if self.near else len(self.far)  # nodes whose rows were passed on
-        self._here: set[Receive] = set()
+        # Number of nodes whose rows were passed on.
+        self._passed = 0 if self.near else len(self.far)
+        self._arrived: set[Receive] = set()
         self.gathered = own
         if self.ranks > 1:
-            whole = p.group.whole(self.of_keys, p.rank)
-            pieces = [(x, whole if x == p.rank else self.held(x)) for x in sorted(self.ways)]
+            own_places = p.group.all_places(self.of_keys, p.rank)
+            pieces = [(x, own_places if x == p.rank else self.held(x)) for x in sorted(self.ways)]
             self.gathered = p.array(name, p.arrays[own].kind, pieces)
 
     def _by_node(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """The ranks of the line by node, this rank's own first, and `takers`.
+        """Return the ranks of the line by node, this rank's node first, and `takers`.
 
-        With each rank the distance, in this rank's node, of the member that fetches its rows:
-        place k is fetched by place k mod b of b members.
+        Each rank comes with its fetcher, see `far`.  In a node of b ranks, rank k mod b fetches
+        the rows of rank k of another node.
         """
         p, groups = self.p, {}
         for x in p.channels[self.name]:
@@ -93,27 +95,33 @@ class Line:
         ]
 
     def across(self, member: int) -> range:
-        """Ranks across a member's tile: it requires this line's rows that their rows see."""
+        """Return the owners of the other side of a member's tile.
+
+        The member requires this line's rows that are in visible pairs with their rows.
+        """
         return (self.p.group.row_of if self.of_keys else self.p.group.column_of)(member)
 
     def required(self, owner: int, member: int) -> Runs:
-        """Places of the owner's rows that a member requires."""
+        """Return the places of the owner's rows that a member requires."""
         return self.p.group.required(self.of_keys, owner, self.across(member))
 
     def required_in(self, owner: int, node: int) -> Runs:
-        """Places of the owner's rows that any member in a node requires; 0: this rank's node."""
+        """Return the places of the owner's rows that any member in a node requires.
+
+        Node 0 is this rank's node.
+        """
         members = chain.from_iterable(self.across(x) for x, _ in self._nodes[node])
         return self.p.group.required(self.of_keys, owner, frozenset(members))
 
     def held(self, owner: int) -> Runs:
-        """Places of the owner's rows that this rank holds, for itself or for its node."""
+        """Return the places of the owner's rows that this rank holds, for itself or its node."""
         node, distance = self.ways[owner]
         if distance or not node:
             return self.required(owner, self.p.rank)
         return self.required_in(owner, 0)
 
     def chunks(self, places: Runs) -> list[Runs]:
-        """Places in the chunks in which they travel."""
+        """Cut places into the chunks that travel."""
         return chunked(places, self.ranks)
 
     def _from(self, channel: str, peer: int, owner: int) -> list[Receive]:
@@ -124,18 +132,22 @@ class Line:
         ]
 
     def coming(self, far_first: bool) -> list[tuple[int, Receive]]:
-        """Messages that bring the others' rows, with the owner, in the order of their use."""
+        """Return the owners and messages of the other ranks' rows, in the order of their use."""
         far: list[tuple[int, list[Receive]]] = []
         for fetched, passed_on in zip(self._fetched, self._passed_on):
-            # What this rank fetched is here first; what it sums for its node may be done last.
+            # Rows that this rank fetches arrive first.  But with `far_first` this rank sums the
+            # results for their owners, so these results are needed last.
             far += passed_on + fetched if far_first else fetched + passed_on
         ordered = far + self._near if far_first else self._near + far
         return [(owner, message) for owner, messages in ordered for message in messages]
 
     def send(self, channel: str) -> None:
-        """Send this rank's rows to the others of its node, or to the ranks that fetch them."""
+        """Send this rank's rows to the other ranks of its node, or to the ranks that fetch them.
+
+        `channel` is `inside` or `name`.
+        """
         me = self.p.rank
-        # They are the first that the rank before this one needs, and the last of the next.
+        # The previous rank needs these rows first, and the next rank needs them last.
         if channel == self.name:
             peers = [(x, self.required_in(me, d)) for d, x in enumerate(self.takers, 1)]
         else:
@@ -148,34 +160,37 @@ class Line:
             self.p.send(channel, peer, self.p.rows(array, owner, chunk))
 
     def keep(self) -> None:
-        """Put this rank's rows beside the rows of the others."""
+        """Copy this rank's rows into the array `gathered`."""
         if self.ranks > 1:
             self.p.copy(self.p.rows(self._own), self.p.rows(self.gathered, self.p.rank))
 
     def pass_on(self, nodes: int) -> None:
-        """Pass the rows of the first other nodes on to this rank's node, when they are here."""
+        """Wait for the rows of the first `nodes` other nodes, and pass them on inside the node."""
         for owner, messages in chain.from_iterable(self._fetched[self._passed : nodes]):
             self.p.wait(messages)
-            self._here.update(messages)
+            self._arrived.update(messages)
             for peer in reversed(self.near):
                 places = self.required(owner, peer)
                 self._send(self.inside, peer, self.gathered, owner, places)
         self._passed = max(self._passed, nodes)
 
     def wait(self, messages: Iterable[Receive]) -> None:
-        """Wait for messages; what this rank fetched was waited for when it was passed on."""
-        self.p.wait(x for x in messages if x not in self._here)
+        """Wait for messages, except those that have arrived and were passed on."""
+        self.p.wait(x for x in messages if x not in self._arrived)
 
 
 def equal_share(node: np.ndarray) -> int:
-    """Ranks of a line in each node of it, if that is the same everywhere, else 0.
+    """Return how many ranks of a line each of its nodes has; 0 if the numbers differ.
 
-    `node`: (lines, ranks of a line), the node of every rank.
+    Parameters
+    ----------
+    node : (lines, ranks of a line) int
+        The node of every rank.
     """
-    sort = np.sort(node, axis=1)
-    b = int(np.sum(sort[0] == sort[0, 0]))
-    if sort.shape[1] % b:
+    ordered = np.sort(node, axis=1)
+    b = int(np.sum(ordered[0] == ordered[0, 0]))
+    if ordered.shape[1] % b:
         return 0
-    parts = sort.reshape(len(sort), -1, b)
-    alike = (parts == parts[:, :, :1]).all() and (parts[:, 1:, 0] != parts[:, :-1, 0]).all()
-    return b * bool(alike)
+    nodes = ordered.reshape(len(ordered), -1, b)
+    equal = (nodes == nodes[:, :, :1]).all() and (nodes[:, 1:, 0] != nodes[:, :-1, 0]).all()
+    return b * bool(equal)

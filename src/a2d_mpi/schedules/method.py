@@ -1,4 +1,4 @@
-"""A method, as the registry of `a2d_mpi.schedules` has it."""
+"""The description of a method, an entry of `a2d_mpi.schedules.METHODS`."""
 
 from __future__ import annotations
 
@@ -13,43 +13,46 @@ from a2d_mpi.sharding.distribution import Shards
 
 
 class Method(NamedTuple):
-    """A method: how the programs of its phases are written, inside one context-parallel group.
+    """A method: functions that write the programs of a context-parallel group, and its properties.
 
     Attributes
     ----------
     forward, backward : callable
-        Write the steps of a phase into a `Program`.
+        Functions that write the steps of a phase into a `Program`.
     shape : callable
-        Rows, columns and the inner channel of rings, of a layout.
+        Takes a layout.  Returns rows, columns and the name of the inner channel of rings.
     distribution : str or None
-        The only one that makes it this method; None: the one that balances the mask.
+        The only distribution of this method.  None: the default of the mask.
     suits : callable
-        Whether a layout of more than one rank is worth a try: no two give the same schedule.
+        Takes a layout of more than one rank.  Returns True if the planner should try it.  Layouts
+        with equal programs are tried once.
     tiles : callable
-        Rows and columns of the tiles that the ranks of a layout compute: those that the balanced
-        distribution makes even.
+        Takes a layout.  Returns the rows and columns of tiles that its ranks compute.  The
+        balanced distribution evens out these tiles.
     place : callable or None
-        Gives the runs of tokens of every rank of a context-parallel group, for a mask, the number
-        of tokens, the number of ranks, and the share of KV heads.  None: `distribution` is a
-        formula, or the mask's.
+        Takes a mask, the number of tokens, the number of ranks, and nheads_kv / nheads.  Returns
+        the runs of tokens of every rank of a context-parallel group.  None: the distribution is a
+        formula, or depends on the mask alone.
     digest : callable or None
-        Text that tells placements of a problem apart, on which ranks agree.
-    whole : callable
-        The most positions, of so many at most, that a context-parallel group can have.
+        Takes the problem of a context-parallel group.  Returns a hash of its placement, which
+        ranks compare.
+    most_positions : callable
+        Takes a number of ranks.  Returns the largest number of positions, up to this one, that a
+        context-parallel group can have.
     causal : bool
-        Whether it is for the causal mask only.
+        Whether the method is for the causal mask only.
     known_as : callable
-        Name under which the literature knows it on a layout, or "".
+        Takes a layout.  Returns the name of the method on this layout in the literature, or "".
     knows_nodes : bool
-        Whether its schedules depend on `Layout.nodes`.
+        Whether programs depend on `Layout.nodes`.
     streams : bool
-        Whether its schedules depend on `Layout.stream`.
+        Whether programs depend on `Layout.stream`.
     roundings : callable
-        How often a partial result is encoded for the wire on its way, at most, of a layout and a
-        kind of rows: "out", "dq" or "dkv".
+        Takes a layout and a kind of rows ("out", "dq" or "dkv").  Returns how often a partial
+        result is encoded for the wire on its way, at most.
     cuts : callable
-        Tokens at which partial results divide shards, of the problem of a context-parallel group:
-        every partial result is of whole pieces of shards between them.
+        Takes the problem of a context-parallel group.  Returns the tokens at which partial results
+        divide shards: a partial result holds all tokens of a shard between two cuts, or none.
     """
 
     forward: Callable[[Program], None]
@@ -60,7 +63,7 @@ class Method(NamedTuple):
     tiles: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
     place: Callable[[Mask, int, int, float], Shards] | None = None
     digest: Callable[[Problem], str] | None = None
-    whole: Callable[[int], int] = lambda positions: positions
+    most_positions: Callable[[int], int] = lambda positions: positions
     causal: bool = False
     known_as: Callable[[Layout], str] = lambda layout: ""
     knows_nodes: bool = False
@@ -69,5 +72,5 @@ class Method(NamedTuple):
     cuts: Callable[[Problem], Sequence[int]] = lambda problem: ()
 
     def takes(self, mask: Mask) -> bool:
-        """Tell whether the method is for a mask."""
+        """Return True if the method can compute a mask."""
         return type(mask) is Causal or not self.causal

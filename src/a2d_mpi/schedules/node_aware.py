@@ -1,13 +1,13 @@
-"""Attention2D on nodes of several ranks: what crosses the network, crosses it once per node.
+"""Attention2D on nodes of several ranks: rows enter a node once, and results leave it as a sum.
 
-The tiles are those of `a2d_mpi.schedules.attention2d`.  But where a row or a column spans several
-nodes with several ranks each, one rank of a node fetches a chunk from another node and passes it
-on to the others, and the partial results of a node for an owner elsewhere are summed by the rank
-that fetched the owner's rows, before they leave.  The ranks of a node share this work evenly.
-Rows travel only where a rank requires them (`a2d_mpi.schedules.lines`).
+Tiles are the same as in `a2d_mpi.schedules.attention2d`.  A row or column of the grid may span
+several nodes with several ranks each.  Then one rank of a node fetches the rows of an owner on
+another node, and passes them on to the other ranks of its node.  The same rank sums the partial
+results of its node for this owner before they leave.  The ranks of a node share this work evenly.
+Only required rows travel (`a2d_mpi.schedules.lines`).
 
-Messages between nodes go through the channels "row" and "col", those inside a node through "row
-node" and "col node".
+Messages between nodes use the channels "row" and "col".  Messages inside a node use "row node" and
+"col node".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.attention2d import Tile, gradients_by_query
-from a2d_mpi.schedules.collectives import Coming
+from a2d_mpi.schedules.collectives import Incoming
 from a2d_mpi.schedules.lines import Line, equal_share
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
@@ -25,7 +25,7 @@ from a2d_mpi.schedules.steps import KINDS, SUMS, Receive, Rows
 
 
 class NodeTile(Tile):
-    """A tile whose rows and columns know their nodes."""
+    """A tile that gathers node by node."""
 
     def gather(self) -> None:
         """Gather the rows of queries along the row, and the rows of keys along the column."""
@@ -40,39 +40,39 @@ class NodeTile(Tile):
             line.send(line.inside)
             line.keep()
         self.q, self.k = self.row.gathered, self.col.gathered
-        # Partial results for other nodes have the longest way: they are computed first.
+        # Partial results for other nodes travel farthest, so they are computed first.
         self.q_coming = self.row.coming(far_first=self.by_query)
         self.k_coming = self.col.coming(far_first=not self.by_query)
 
-    def wait(self, coming: Coming) -> None:
-        """Wait for messages that bring rows, and pass on what came from other nodes."""
+    def wait(self, coming: Incoming) -> None:
+        """Wait for messages that bring rows, and pass on rows of other nodes."""
         for owner, message in coming:
             of_row = message.channel in (self.row.name, self.row.inside)
             line, other = (self.row, self.col) if of_row else (self.col, self.row)
             if node := line.ways[owner][0]:
                 line.pass_on(node)
-                # What the other line fetched has come as far, about.
+                # The other line's rows from about as many nodes have arrived by now.
                 if other.near:
                     other.pass_on((node - 1) * len(other.far) // len(line.far))
             line.wait([message])
 
 
 class Sums:
-    """Partial results along a line on their way to their owners, summed node by node.
+    """Partial results that travel along a line to their owners and are summed node by node.
 
     Parameters
     ----------
     line : Line
-    kind : str
+    kind : {"out", "dq", "dkv"}
     array : str, optional
-        That holds the partial results for all owners; default: an array for each owner.
+        Array that holds the partial results for all owners.  Default: an array for each owner.
     """
 
     def __init__(self, line: Line, kind: str, array: str | None = None) -> None:
         self.line, self.kind, self._array, self.p = line, kind, array, line.p
-        # What is to be added to an owner's rows: by this node's members to the rows of other
-        # nodes, by all others to this rank's.
-        self._parts: dict[int, list[tuple[list[Receive], str]]] = {}
+        # Contributions that this rank receives, by the owner of the rows.  For owners on other
+        # nodes they come from ranks of this node.  For this rank's rows they come from all ranks.
+        self._received: dict[int, list[tuple[list[Receive], str]]] = {}
         self._held: dict[int, list[tuple[int, Rows]]] = {}  # by node of the owner
         me = self.p.rank
         for d, node in enumerate(line.far, 1):
@@ -92,21 +92,21 @@ class Sums:
             p.receive(channel, peer, p.rows(array, owner, chunk)) for chunk in line.chunks(places)
         ]
         if messages:
-            self._parts.setdefault(owner, []).append((messages, array))
+            self._received.setdefault(owner, []).append((messages, array))
 
     def partial(self, owner: int, queries: Rows) -> Rows:
-        """Declare rows for the partial result for some of an owner's queries."""
+        """Declare rows for the partial result for queries of an owner."""
         line = self.line
         node, distance = line.ways[owner]
         summed = bool(node and not distance and line.near)
-        # A rank's own sums are as wide as they are computed.
+        # Sums that this rank adds to keep the accumulation dtype.
         name = f"{line.name} {self.kind} {'sum' if summed else 'to'} {owner}"
         accumulated = KINDS[self.kind] if summed else SUMS
         self.p.array(name, self.kind, [(owner, line.held(owner))], accumulated=accumulated)
         return self.p.matching(name, queries)
 
     def give(self, owner: int, rows: Rows) -> None:
-        """Send a finished partial result on its way."""
+        """Send a finished partial result to its owner, or to the rank that sums it."""
         line, p = self.line, self.p
         node, distance = line.ways[owner]
         if not node:
@@ -115,18 +115,18 @@ class Sums:
             p.give(line.inside, line.near[distance - 1], rows)
         else:
             self._held.setdefault(node, []).append((owner, rows))
-        if p.group.overlap:  # the members of this node have sent theirs for the nodes before
+        if p.group.overlap:  # ranks of this node have sent their results for earlier nodes
             self._leave(apart=node if line.near else None)
 
     def give_all(self) -> None:
-        """Send the partial results for all others, other nodes first, chunk by chunk."""
+        """Send the partial results for all other ranks, other nodes first, chunk by chunk."""
         line, p = self.line, self.p
         for owner in [*(x for node in line.far for x, _ in node), *line.near]:
             for chunk in line.chunks(line.held(owner)):
                 self.give(owner, p.rows(self._array, owner, chunk))
 
     def finish(self, target: str) -> None:
-        """Send what is left, and add the others' partial results to this rank's own rows."""
+        """Send the remaining results; add other ranks' partial results to this rank's rows."""
         line, p = self.line, self.p
         p.release(line.inside)
         self._leave()
@@ -134,7 +134,7 @@ class Sums:
         self._add(p.rank, p.rows(target, p.rank))
 
     def _leave(self, apart: int | None = None) -> None:
-        """Add what this node's members have for the other nodes, but one, and send the sums."""
+        """Sum this node's results for other nodes and send the sums, except for node `apart`."""
         p = self.p
         nodes = sorted(self._held.keys() - {apart})
         for owner, rows in [x for node in nodes for x in self._held.pop(node)]:
@@ -147,12 +147,12 @@ class Sums:
             p.give(self.line.name, owner, rows)
 
     def _add(self, owner: int, rows: Rows) -> None:
-        """Add the others' partial results to an owner's rows, where they have some."""
+        """Add other ranks' partial results for an owner to `rows`, if there are any."""
         p = self.p
-        for messages, array in self._parts.get(owner, ()):
+        for messages, array in self._received.get(owner, ()):
             p.wait(messages)
-            part = p.rows(array)
-            p.combine(part, p.matching(rows.array, part))
+            partial = p.rows(array)
+            p.combine(partial, p.matching(rows.array, partial))
 
 
 def forward(p: Program) -> None:
@@ -182,7 +182,7 @@ def backward(p: Program) -> None:
     for q_owner, queries, k_owner, keys in tile.calls():
         into, keys_into = dq(queries), dkv(keys)
         p.differentiate(queries, keys, into, keys_into)
-        # Finished: these queries have met all keys, or these keys all queries.
+        # A result is finished if its queries have met all keys, or its keys all queries.
         if k_owner is None and q_owner != p.rank:
             of_q.give(q_owner, into)
         elif q_owner is None and k_owner != p.rank:
@@ -194,7 +194,10 @@ def backward(p: Program) -> None:
 
 
 def _suits(layout: Layout) -> bool:
-    """Tell whether a row or column has nodes of several ranks, and all are cut by nodes alike."""
+    """Return True if nodes divide all rows, and all columns, into equal groups of several ranks.
+
+    Rows or columns, not both, may lie inside nodes or have one rank per node.
+    """
     try:
         nodes = layout.nodes_of_group()
     except UnlikeRanks:

@@ -1,4 +1,4 @@
-"""Problems: a config with a mask and the owner of each token, and workloads before that."""
+"""Problems (a config, a mask and the owner of each token), and workloads without owners."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from a2d_mpi.sharding.visibility import Visibility, visibility
 
 @dataclass(frozen=True)
 class Problem:
-    """A config with a mask and the tokens of every rank: all that traffic depends on.
+    """A config with a mask and the tokens of every rank; traffic depends on nothing else.
 
     Parameters
     ----------
     config : AttentionConfig
     shards : Distribution
-        Of the queries and, if `keys` is not given, of the keys, before any exchange of heads, by
-        grid rank.  The U ranks of a Ulysses group follow each other.
+        Shards of the queries by grid rank, before any exchange of heads.  The U ranks of a Ulysses
+        group are consecutive.
     mask : Mask
-        Aligned for both sequences (`a2d_mpi.masks.mask.Mask.aligned`).
+        A mask from `a2d_mpi.masks.mask.Mask.aligned`.
     keys : Distribution, optional
-        Shards of the keys, if they are of another sequence.
+        Shards of the keys, if they belong to another sequence.  Default: `shards`.
     """
 
     config: AttentionConfig
@@ -42,29 +42,29 @@ class Problem:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Tokens of every rank's shard of queries."""
+        """Number of tokens of every rank's shard of queries."""
         return self.shards.counts
 
     @cached_property
     def counts_kv(self) -> tuple[int, ...]:
-        """Tokens of every rank's shard of keys."""
+        """Number of tokens of every rank's shard of keys."""
         return self.counts if self.keys is None else self.keys.counts
 
     @cached_property
     def visibility(self) -> Visibility:
-        """The tokens of each shard that other shards require."""
+        """Tokens of each shard that other shards require."""
         return visibility(self.mask, self.shards, self.shards_kv)
 
     def tokens_of(self, of_keys: bool, owners: tuple[int, ...]) -> np.ndarray:
-        """Sorted tokens of several shards; kept, as many ranks ask for the same."""
+        """Return the sorted tokens of several shards; they are cached for all ranks."""
         return _tokens_of(self.shards_kv if of_keys else self.shards, owners)
 
     def runs_of(self, of_keys: bool, owners: tuple[int, ...]) -> list[range]:
-        """Tokens of several shards as progressions, shard by shard; kept, likewise."""
+        """Return the tokens of several shards as progressions, shard by shard; cached."""
         return _runs_of(self.shards_kv if of_keys else self.shards, owners)
 
     def cp_group(self, heads: int) -> Problem:
-        """The problem of one context-parallel group: all tokens, and 1/`heads` of the heads.
+        """Return the problem of a context-parallel group: all tokens, 1/`heads` of the heads.
 
         Raises
         ------
@@ -76,18 +76,18 @@ class Problem:
         return Problem(self.config.cp_group(heads), shards, self.mask, keys)
 
     def of(self, owners: range) -> Problem:
-        """The problem of some ranks: their tokens, numbered among themselves, without a mask."""
+        """Return the problem of the ranks `owners`: their tokens, numbered from 0, and no mask."""
         keys = None if self.keys is None else _among(self.keys, owners)
         return Problem(self.config, _among(self.shards, owners), keys=keys)
 
 
 def _among(shards: Distribution, owners: range) -> Distribution:
-    found = ranks_among([[r for r in shards.runs(p) if r] for p in owners])
-    tokens = sum(len(r) for piece in found for r in piece)
-    return Distribution("balanced", tokens, len(owners), listed=tuple(map(tuple, found)))
+    listed = ranks_among([[r for r in shards.runs(p) if r] for p in owners])
+    tokens = sum(len(r) for runs in listed for r in runs)
+    return Distribution("balanced", tokens, len(owners), listed=tuple(map(tuple, listed)))
 
 
-@lru_cache(maxsize=64)  # a distribution remembers the runs of its shards
+@lru_cache(maxsize=64)  # a distribution caches the runs of its shards
 def _of_positions(shards: Distribution, heads: int) -> Distribution:
     return shards.positions(heads)
 
@@ -106,8 +106,15 @@ def _tokens_of(shards: Distribution, owners: tuple[int, ...]) -> np.ndarray:
 class Workload(AttentionConfig):
     """A config with a mask and the phases to run: the subject of a plan or a prediction.
 
-    Parameters are those of `AttentionConfig`, and those of an `AttentionPlan`, by the same names.
-    `backward`: also the gradients.
+    Parameters
+    ----------
+    mask : Mask
+    backward : bool
+        Whether gradients are computed, too.
+    overlap : bool
+        Whether to compute while messages travel.
+    **others
+        As in `AttentionConfig`.
     """
 
     dtype: str = "bfloat16"
@@ -117,10 +124,10 @@ class Workload(AttentionConfig):
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """The phases that are run."""
+        """Names of the phases that are run."""
         return PHASES if self.backward else PHASES[:1]
 
     @property
     def config(self) -> AttentionConfig:
-        """The config alone."""
+        """Config without mask and phases."""
         return AttentionConfig(**self.arguments)

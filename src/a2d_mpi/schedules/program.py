@@ -1,4 +1,4 @@
-"""Programs: the steps of one rank in one phase, and the vocabulary in which methods write them."""
+"""Programs: the steps of one rank in one phase, and the functions that write them."""
 
 from __future__ import annotations
 
@@ -44,41 +44,41 @@ from a2d_mpi.sharding.pairs import causal_share
 PARTIALS = ("out", "dq", "dkv")  # kinds of rows that hold partial results
 
 
-class Enough(Exception):
-    """A program has as many steps as were asked for."""
+class StepLimit(Exception):
+    """The program has reached its largest number of steps."""
 
 
-class Steps(list):
-    """Steps, so many at most; None: any number."""
+class _StepList(list):
+    """Steps, at most `most`; None: any number."""
 
     def __init__(self, most: int | None) -> None:
         super().__init__()
         self.most = most
 
     def append(self, step: Step) -> None:
-        """Add a step; raises `Enough` when there are as many as were asked for."""
+        """Add a step; raise `StepLimit` if it is the last one that is allowed."""
         super().append(step)
         if self.most is not None and len(self) >= self.most:
-            raise Enough
+            raise StepLimit
 
 
 class Program:
-    """All that one rank does in one phase.
+    """Everything that one rank does in one phase.
 
     Parameters
     ----------
     rank : int
-        In the group.
+        Rank in the group.
     group : Group
     stride, offset : int
         The rank p of the group is the rank ``p stride + offset`` of the layout.
     most : int, optional
-        Steps that are asked for; default: all.
+        Most steps to write.  Default: all.
 
     Attributes
     ----------
     channels : dict of str to tuple of int
-        The ranks of each channel, by their rank in it.
+        The ranks of the group in each channel, in the order of their ranks in the channel.
     arrays : dict of str to Array
     steps : list of Step
     body : int
@@ -86,9 +86,9 @@ class Program:
     messages : int
         Number of messages, sent and received, and of barriers.
     results : dict of str to Rows
-        Rows that hold the results of this rank's shard in the end, by kind.
+        Rows that hold the results of this rank's shard at the end, by kind.
     mask : Mask
-        Of the pairs that this rank computes.
+        Mask of the pairs that this rank computes.
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class Program:
         self._stride, self._offset = stride, offset
         self.channels: dict[str, tuple[int, ...]] = {}
         self.arrays: dict[str, Array] = {}
-        self.steps = Steps(most)
+        self.steps = _StepList(most)
         self.results: dict[str, Rows] = {}
-        self._known_offsets: dict[str, list[int]] = {}
+        self._piece_offsets: dict[str, list[int]] = {}
         self._index: dict[str, dict[int, list[int]]] = {}
         self._twins: dict[str, str] = {}
         self.messages = self.body = 0
@@ -120,7 +120,7 @@ class Program:
         self._positions: dict[str, list[tuple[int, list[range]]]] = {}
 
     def grid_rank(self, rank: int) -> int:
-        """The rank of the layout that a rank of the group is."""
+        """Return the rank in the layout of a rank of the group."""
         return rank * self._stride + self._offset
 
     # Arrays and rows.
@@ -134,9 +134,9 @@ class Program:
         accumulated: tuple[str, ...] | None = None,
         **others: bool | str,
     ) -> str:
-        """Declare an array, see `a2d_mpi.schedules.steps.Array`; returns its name.
+        """Declare an array, see `a2d_mpi.schedules.steps.Array`; return its name.
 
-        All tensors of results are accumulated by default.
+        By default all tensors of results have the accumulation dtype.
         """
         if name not in self.arrays:
             if accumulated is None:
@@ -145,14 +145,14 @@ class Program:
         return name
 
     def _offsets(self, name: str) -> list[int]:
-        """Rows of an array before each of its pieces, and all of them."""
-        if name not in self._known_offsets:
+        """Return the offsets of the pieces of an array, in rows; the last one is its length."""
+        if name not in self._piece_offsets:
             sizes = (size(places) for _, places in self.arrays[name].pieces)
-            self._known_offsets[name] = list(accumulate(sizes, initial=0))
-        return self._known_offsets[name]
+            self._piece_offsets[name] = list(accumulate(sizes, initial=0))
+        return self._piece_offsets[name]
 
     def _of_owner(self, name: str, owner: int) -> Sequence[int]:
-        """Numbers of the pieces of an array that are an owner's."""
+        """Return the numbers of the pieces of an array that belong to an owner."""
         if name not in self._index:
             index = self._index[name] = {}
             for i, (owned_by, _) in enumerate(self.arrays[name].pieces):
@@ -160,14 +160,14 @@ class Program:
         return self._index[name].get(owner, ())
 
     def _held_at(self, name: str, owner: int) -> list[tuple[int, Runs]]:
-        """Offsets in an array of an owner's pieces, and their places in the owner's shard."""
+        """Return the offsets of an owner's pieces in an array, and their places in the shard."""
         offsets, pieces = self._offsets(name), self.arrays[name].pieces
         return [(offsets[i], pieces[i][1]) for i in self._of_owner(name, owner)]
 
     def own(self, name: str, kind: str, role: str = "buffer", **others: bool | str) -> Rows:
-        """Declare an array of this rank's shard; returns all its rows."""
-        whole = self.group.whole(kind in ("kv", "dkv"), self.rank)
-        return self.rows(self.array(name, kind, [(self.rank, whole)], role, **others))
+        """Declare an array of this rank's shard; return all its rows."""
+        places = self.group.all_places(kind in ("kv", "dkv"), self.rank)
+        return self.rows(self.array(name, kind, [(self.rank, places)], role, **others))
 
     def rows(
         self,
@@ -176,9 +176,19 @@ class Program:
         places: Runs | None = None,
         head: int | None = None,
     ) -> Rows:
-        """Rows of an array: all, or those of an owner's tokens, at some places of its shard.
+        """Return rows of an array.
 
-        Of an array by token the places are those of a piece.
+        Parameters
+        ----------
+        name : str
+            Name of the array.
+        owner : int, optional
+            Only rows of this owner's tokens.  Default: all rows.
+        places : Runs, optional
+            Only rows of the tokens at these places of the owner's shard.  For an array by token
+            they must be the places of one of its pieces.  Default: all places.
+        head : int, optional
+            As in `Rows`.
         """
         array = self.arrays[name]
         if owner is None:
@@ -186,38 +196,41 @@ class Program:
         if array.by_token:
             where = self._by_token(name)
             numbers = self._of_owner(name, owner)
-            these = (i for i in numbers if places in (None, array.pieces[i][1]))
-            runs = (r for i in these for r in where[i][1])
-            return Rows(name, tuple(runs), head)
-        found: list[range] = []
+            matching = (i for i in numbers if places in (None, array.pieces[i][1]))
+            by_token = (r for i in matching for r in where[i][1])
+            return Rows(name, tuple(by_token), head)
+        runs: list[range] = []
         for offset, held in self._held_at(name, owner):
-            _place(found, offset, held, places)
-        return Rows(name, tuple(found), head)
+            _place(runs, offset, held, places)
+        return Rows(name, tuple(runs), head)
 
     def rows_within(self, name: str, begin: int, end: int) -> Rows:
-        """Rows of the tokens in ``[begin, end)``, of all owners."""
+        """Return the rows of the tokens in ``[begin, end)``, of all owners."""
         array = self.arrays[name]
-        shards, found = self.group.shards(array.of_keys), []
+        shards, runs = self.group.shards(array.of_keys), []
         if not array.by_token:
             for offset, (owner, held) in zip(self._offsets(name), array.pieces):
-                _place(found, offset, held, shards.places(owner, ((begin, end),)))
-            return Rows(name, tuple(found))
+                _place(runs, offset, held, shards.places(owner, ((begin, end),)))
+            return Rows(name, tuple(runs))
         tokens = self.tokens(self.rows(name))
         first, last = np.searchsorted(tokens, (begin, end)).tolist()
         return Rows(name, (range(first, last),) if first < last else ())
 
     def matching(self, name: str, rows: Rows) -> Rows:
-        """Rows of another array for the same tokens."""
-        found: list[range] = []
+        """Return the rows of the array `name` for the tokens of `rows`."""
+        runs: list[range] = []
         for owner, wanted in self.pieces(rows):
             for offset, held in self._held_at(name, owner):
-                _place(found, offset, held, wanted)
-        return Rows(name, tuple(found))
+                _place(runs, offset, held, wanted)
+        return Rows(name, tuple(runs))
 
     def pieces(self, rows: Rows) -> list[tuple[int, Runs]]:
-        """Owners, and places in their shards, of rows of an array that is not by token."""
+        """Return the owners of rows and the places in their shards.
+
+        The array of the rows must not be by token.
+        """
         pieces, offsets = self.arrays[rows.array].pieces, self._offsets(rows.array)
-        found = []
+        own = []
         for run in rows.runs:
             i = bisect_right(offsets, run.start) - 1
             while i < len(pieces) and offsets[i] < run.stop:
@@ -226,34 +239,37 @@ class Program:
                 if first > 0 or last < offsets[i + 1] - offsets[i]:
                     places = cut(places, max(first, 0), last)
                 if places:
-                    found.append((owner, places))
+                    own.append((owner, places))
                 i += 1
-        return found
+        return own
 
     def token_runs(self, rows: Rows) -> list[range]:
-        """Tokens of rows as progressions; of all rows of an array by token, in any order."""
+        """Return the tokens of rows as progressions.
+
+        For all rows of an array by token, the progressions are not in the order of the rows.
+        """
         if rows not in self._token_runs:
             array = self.arrays[rows.array]
             if array.by_token and rows.count < array.length:
                 return progressions(self.tokens(rows))
             shards = self.group.shards(array.of_keys)
             pieces = array.pieces if rows.count == array.length else self.pieces(rows)
-            found = [r for owner, places in pieces for r in shards.at(owner, places)]
-            self._token_runs[rows] = found
+            runs = [r for owner, places in pieces for r in shards.at(owner, places)]
+            self._token_runs[rows] = runs
         return self._token_runs[rows]
 
     def tokens(self, rows: Rows) -> np.ndarray:
-        """Token of every row, (rows,) int64, in the order of the rows."""
+        """Return the token of every row, (rows,) int64, in the order of the rows."""
         array = self.arrays[rows.array]
         if array.by_token:
-            whole = self.token_runs(Rows(rows.array, (range(array.length),)))
-            return np.sort(concatenated(whole))[positions(rows)]
+            of_array = self.token_runs(Rows(rows.array, (range(array.length),)))
+            return np.sort(concatenated(of_array))[positions(rows)]
         return concatenated(self.token_runs(rows))
 
     def sorted_twin(self, name: str) -> str:
-        """Declare the array whose rows are those of another one, by token; returns its name.
+        """Declare an array with the same rows by token; return its name.
 
-        The array itself, if its rows are in that order.
+        If the rows of the array are in the order of tokens, return the array itself.
         """
         if name not in self._twins:
             array = self.arrays[name]
@@ -265,13 +281,13 @@ class Program:
         return self._twins[name]
 
     def in_order(self, of_keys: bool, pieces: Iterable[tuple[int, Runs]]) -> bool:
-        """Tell whether the tokens of pieces, one piece after the other, are in order."""
+        """Return True if the tokens of pieces, one piece after the other, are in order."""
         shards = self.group.shards(of_keys)
         runs = (r for owner, places in pieces for r in shards.at(owner, places))
         return all(a[-1] < b[0] for a, b in pairwise(runs))
 
     def sorted(self, name: str) -> str:
-        """Copy the rows of an array to its sorted twin, once; returns the twin."""
+        """Copy the rows of an array to its sorted twin, only once; return the twin."""
         twin = self.sorted_twin(name)
         if twin != name and name not in self._sorted:
             self._sorted.add(name)
@@ -279,7 +295,7 @@ class Program:
         return twin
 
     def piece_by_piece(self, name: str) -> Rows:
-        """All rows of an array, a run for each piece: the tokens of a run are in order."""
+        """Return all rows of an array, one run per piece; the tokens of a run are in order."""
         runs = (range(a, b) for a, b in pairwise(self._offsets(name)) if a < b)
         return Rows(name, tuple(runs))
 
@@ -294,13 +310,14 @@ class Program:
         like : str
             The array with the same tokens.
         by_token : bool
-            Some kernel calls add to all rows in the order of tokens, as `sorted` has them.  These
-            sums are added to the array before its rows are first sent or combined.
+            Whether kernel calls add to all rows in the order of tokens, as with `sorted`.  Their
+            sums have an array of their own, which is added to `name` before rows of `name` are
+            first sent or combined.
 
         Returns
         -------
         callable
-            Finds the sums for rows of the array `like` or of its sorted twin.
+            Takes rows of the array `like` or of its sorted twin.  Returns the rows of their sums.
         """
         self.array(name, kind, self.arrays[like].pieces)
         self.clear(self.rows(name))
@@ -312,11 +329,11 @@ class Program:
         return lambda rows: rows._replace(array=names[rows.array])
 
     def _piecewise(self, name: str) -> Rows:
-        """All rows of an array by token, in the order of its pieces."""
+        """Return all rows of an array by token, in the order of its pieces."""
         return Rows(name, tuple(r for _, runs in self._by_token(name) for r in runs))
 
     def _by_token(self, name: str) -> list[tuple[int, list[range]]]:
-        """Owners, and positions in an array by token, of every piece."""
+        """Return the owner, and the positions in an array by token, of every piece."""
         if name not in self._positions:
             array = self.arrays[name]
             shards = self.group.shards(array.of_keys)
@@ -326,28 +343,28 @@ class Program:
         return self._positions[name]
 
     def split_own(self, of_keys: bool, others: Sequence[int], ranks: int) -> list[Runs]:
-        """Cut this rank's shard in the part that it computes first and the part for the end.
+        """Cut this rank's shard into the tokens that it computes first and the tokens for the end.
 
         Parameters
         ----------
         of_keys : bool
-            Of keys or queries.
+            Whether to cut the shard of keys; otherwise the shard of queries.
         others : sequence of int
             Owners of the tokens on the other side of the tile.
         ranks : int
-            Of the row or column along which partial results travel.
+            Number of ranks of the row or column along which partial results travel.
         """
-        whole = self.group.whole(of_keys, self.rank)
-        if not splits_own_shard(size(whole), ranks):
-            return [whole]
-        n = size(whole)
+        own_places = self.group.all_places(of_keys, self.rank)
+        if not splits_own_shard(size(own_places), ranks):
+            return [own_places]
+        n = size(own_places)
         first = self._tokens_with(of_keys, tuple(others), n)
         return [((x.start, x.stop),) for x in split_own_shard(first, n, ranks)]
 
     def _tokens_with(self, of_keys: bool, others: tuple[int, ...], n: int) -> int:
-        """First tokens of this rank's shard that have `FIRST_SHARE` of its visible pairs."""
+        """Return how many first tokens of this rank have `FIRST_SHARE` of its visible pairs."""
         shards, problem = self.group.shards(of_keys), self.group.problem
-        if type(self.mask) is Full:  # in closed form, far faster; likewise causal
+        if type(self.mask) is Full:  # a closed form is far faster, also for causal masks
             theirs = sum(map(len, problem.runs_of(not of_keys, others)))
             return bisect_left(
                 range(n), FIRST_SHARE * (n * theirs), key=lambda i: (i + 1) * theirs
@@ -365,13 +382,13 @@ class Program:
     # Messages.
 
     def receive(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> Receive | None:
-        """Start receiving rows; None if there are none."""
+        """Start receiving rows; return the message, or None without rows."""
         if not rows.runs:
             return None
         message = Receive(channel, peer, rows, tag, *self._count(False, channel, peer, rows, tag))
         if (wire := self._wire(rows.array)) == rows.array:
             self.steps.append(message)
-        else:  # decoded after the wait for the message
+        else:  # `wait` decodes the rows
             arriving = rows._replace(array=wire)
             self._encoded[message.index] = arriving, rows
             self._hold(arriving)
@@ -379,9 +396,9 @@ class Program:
         return message
 
     def send(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> Send | None:
-        """Start sending rows, encoded for the wire and, scattered ones, in a packed copy.
+        """Start sending rows; return the message, or None without rows.
 
-        None if there are none.
+        The rows are encoded for the wire.  Scattered rows are packed into a copy.
         """
         if not rows.runs:
             return None
@@ -397,27 +414,30 @@ class Program:
 
     def wait(self, messages: Iterable[Message | Barrier | None]) -> None:
         """Block until messages or barriers of one channel are done."""
-        if found := [x for x in messages if x]:
-            self.steps.append(Wait(found[0].channel, tuple(x.index for x in found)))
-            for x in found:
+        if posted := [x for x in messages if x]:
+            self.steps.append(Wait(posted[0].channel, tuple(x.index for x in posted)))
+            for x in posted:
                 if x.index in self._encoded:
                     wire, rows = self._encoded.pop(x.index)
                     self.copy(wire, rows)
 
     def exchange(self, *messages: Message | None) -> list[Message]:
-        """Messages that were posted together; without overlap the rank waits for them at once."""
-        found = [x for x in messages if x]
+        """Return messages that travel at the same time.
+
+        Without overlap, wait for them at once and return an empty list.
+        """
+        posted = [x for x in messages if x]
         if not self.group.overlap:
-            self.wait(found)
+            self.wait(posted)
             return []
-        return found
+        return posted
 
     def gathered(self, *channels: str) -> None:
-        """Tell the ranks of some channels that this rank has all rows which it gathers from them.
+        """Enter a barrier of each channel, after this rank has gathered all rows from it.
 
         Call it after the waits for these rows, on every rank of the channels.  The rank sends its
-        first partial result when all ranks of the channels have told it the same: until then
-        partial results would share links with rows that other ranks wait for.
+        first partial result after all ranks of the channels have entered.  Earlier results would
+        share links with rows that other ranks wait for.
         """
         for channel in channels:
             if len(self.channels[channel]) > 1:
@@ -432,20 +452,20 @@ class Program:
         self._barriers = []
 
     def give(self, channel: str, owner: int, rows: Rows) -> None:
-        """Send a finished partial result to its owner; without overlap, when all are finished."""
+        """Send a finished partial result to its owner; without overlap, `release` sends it."""
         if self.group.overlap:
             self.send(channel, owner, rows)
         else:
             self._held.append((channel, owner, rows))
 
     def release(self, channel: str) -> None:
-        """Send all finished partial results that wait for a channel."""
+        """Send all partial results of a channel that `give` held back."""
         for x in [x for x in self._held if x[0] == channel]:
             self.send(*x)
         self._held = [x for x in self._held if x[0] != channel]
 
     def finish(self) -> None:
-        """Wait for all messages that nothing has waited for."""
+        """Wait for all messages for which there is no wait yet."""
         self.steps.most, self.body = None, len(self.steps)
         waited = {x for step in self.steps if isinstance(step, Wait) for x in step.messages}
         left = [
@@ -457,14 +477,14 @@ class Program:
             self.wait(x for x in left if x.channel == channel)
 
     def _count(self, sent: bool, channel: str, peer: int, rows: Rows, tag: int) -> tuple[int, int]:
-        """Turn and index of the next message."""
+        """Count a message; return its turn and index."""
         key = sent, channel, peer, self.arrays[rows.array].kind, tag
         turn = self._turns[key] = self._turns.get(key, -1) + 1
         self.messages += 1
         return turn, self.messages - 1
 
     def _wire(self, name: str) -> str:
-        """The array with the same rows as they travel; the array itself if they are the same."""
+        """Return the array of the same rows encoded for the wire; itself if not encoded."""
         if name not in self._wires:
             array, self._wires[name] = self.arrays[name], name
             if self.group.encodes(array):
@@ -476,10 +496,11 @@ class Program:
         return self._wires[name]
 
     def _for_wire(self, rows: Rows) -> Rows:
-        """Rows as they travel, encoded unless they were before: given rows at once, all of them.
+        """Return rows encoded for the wire.
 
-        Rows that arrived encoded go on as they came.  Sums and partial results change, so they are
-        encoded whenever they are sent.
+        Rows that are encoded already, for example because they arrived so, are not encoded again.
+        Sums and partial results change, so they are encoded whenever they are sent.  If one of the
+        given rows is sent, all rows of the array are encoded at once.
         """
         name, array = self._wire(rows.array), self.arrays[rows.array]
         if name == rows.array:
@@ -495,7 +516,7 @@ class Program:
         return rows._replace(array=name)
 
     def _hold(self, encoded: Rows) -> None:
-        """Note that an array of the wire holds rows; runs that follow each other become one."""
+        """Record that an array for the wire holds rows; adjacent runs are joined."""
         held = self._on_wire.setdefault(encoded.array, [])
         for run in encoded.runs:
             if held and held[-1].stop == run.start:
@@ -504,7 +525,7 @@ class Program:
                 held.append(run)
 
     def _side_by_side(self, rows: Rows) -> Rows:
-        """A packed copy of scattered rows, made when it is first needed."""
+        """Return a packed copy of scattered rows, which is made when it is first needed."""
         if rows not in self._packed:
             array = self.arrays[rows.array]
             name = self.array(
@@ -531,7 +552,7 @@ class Program:
             self.steps.append(Clear(rows))
 
     def attend(self, queries: Rows, keys: Rows, target: Rows) -> None:
-        """Compute a partial result: write it to rows that hold nothing yet, or merge it."""
+        """Compute a partial result; write it to rows without a result yet, or merge it."""
         if not queries.runs:
             return
         written = self._written.setdefault(target.array, [])
@@ -546,15 +567,15 @@ class Program:
     def differentiate(
         self, queries: Rows, keys: Rows, dq: Rows, dkv: Rows, fresh: bool = False
     ) -> None:
-        """Add gradients, in one kernel call for each run of keys; `fresh`: write them."""
+        """Add gradients, in one kernel call for each run of keys; write them if `fresh`."""
         if not fresh and not self.sees(queries, keys):
             return
         for k, dk in _common_runs(keys.runs, dkv.runs) or [((), ())]:
-            parts = keys._replace(runs=k), dq, dkv._replace(runs=dk)
-            self.steps.append(Differentiate(queries, *parts, fresh))
+            k_rows, dkv_rows = keys._replace(runs=k), dkv._replace(runs=dk)
+            self.steps.append(Differentiate(queries, k_rows, dq, dkv_rows, fresh))
 
     def combine(self, source: Rows, target: Rows) -> None:
-        """Merge a partial result, or add a sum, to rows of the same kind."""
+        """Merge a partial result into rows of the same kind, or add a sum to them."""
         if not source.runs:
             return
         self._add_sorted_sums(source.array)
@@ -569,7 +590,7 @@ class Program:
         self.steps.append(Merge(source, target, target._replace(array=name)))
 
     def sees(self, queries: Rows, keys: Rows) -> bool:
-        """Tell whether any of the queries sees any of the keys."""
+        """Return True if any of the queries sees any of the keys."""
         if not (queries.runs and keys.runs):
             return False
         if type(self.mask) is Full:
@@ -580,14 +601,14 @@ class Program:
         return any((end > begin).any() for begin, end in intervals)
 
     def extremes(self, rows: Rows) -> tuple[int, int]:
-        """First and last token of rows."""
+        """Return the first and the last token of rows."""
         if rows not in self._ends:
             runs = self.token_runs(rows)
             self._ends[rows] = min(r[0] for r in runs), max(r[-1] for r in runs)
         return self._ends[rows]
 
     def _partial_of(self, target: Rows) -> Rows:
-        """Rows for a partial result that is merged with others at once."""
+        """Declare rows for a partial result that is merged into `target` at once."""
         if target not in self._partial:
             self._partial[target] = self.rows(
                 self.array(
@@ -602,7 +623,7 @@ class Program:
         return self._partial[target]
 
     def _add_sorted_sums(self, name: str) -> None:
-        """Add the sums of an array's sorted twin to the array, before its rows are used."""
+        """Add the sums in an array's sorted twin to the array, before its rows are used."""
         if name in self._unsorted_sums:
             self._unsorted_sums.remove(name)
             twin = self.sorted_twin(name)
@@ -610,12 +631,12 @@ class Program:
 
 
 def positions(rows: Rows) -> np.ndarray:
-    """Positions of rows in the memory of their array, (rows,) int64."""
+    """Return the positions of rows in the memory of their array, (rows,) int64."""
     return concatenated(rows.runs)
 
 
 def common_rows(source: Rows, target: Rows) -> list[tuple[Rows, Rows]]:
-    """Cut rows of two arrays in parts that are one run in both."""
+    """Cut the rows of two arrays into pieces that are one run in both."""
     return [
         (source._replace(runs=a), target._replace(runs=b))
         for a, b in _common_runs(source.runs, target.runs)
@@ -625,26 +646,26 @@ def common_rows(source: Rows, target: Rows) -> list[tuple[Rows, Rows]]:
 def _common_runs(
     one: Sequence[range], other: Sequence[range]
 ) -> list[tuple[tuple[range], tuple[range]]]:
-    found, i, j, a, b = [], 0, 0, 0, 0  # a, b: how much of the runs i, j is done
+    pairs, i, j, a, b = [], 0, 0, 0, 0  # a, b: number of rows of the runs i, j that are done
     while i < len(one) and j < len(other):
         n = min(len(one[i]) - a, len(other[j]) - b)
-        found.append(((one[i][a : a + n],), (other[j][b : b + n],)))
+        pairs.append(((one[i][a : a + n],), (other[j][b : b + n],)))
         a, b = a + n, b + n
         if a == len(one[i]):
             i, a = i + 1, 0
         if b == len(other[j]):
             j, b = j + 1, 0
-    return found
+    return pairs
 
 
-def _place(found: list[range], offset: int, held: Runs, places: Runs | None) -> None:
-    """Append the positions of some places to runs of positions; the places are held at offset."""
+def _place(runs: list[range], offset: int, held: Runs, places: Runs | None) -> None:
+    """Append the positions of `places` to `runs`; the places `held` begin at `offset`."""
     for begin, end in held:
         wanted = ((begin, end),) if places is None else common(places, begin, end)
         for a, b in wanted:
             first, last = offset + a - begin, offset + b - begin
-            if found and found[-1].stop == first:
-                found[-1] = range(found[-1].start, last)
+            if runs and runs[-1].stop == first:
+                runs[-1] = range(runs[-1].start, last)
             else:
-                found.append(range(first, last))
+                runs.append(range(first, last))
         offset += end - begin

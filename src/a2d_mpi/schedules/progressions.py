@@ -10,21 +10,24 @@ import numpy as np
 
 
 def ranks_among(pieces: Sequence[Sequence[range]]) -> list[list[range]]:
-    """Positions of the integers of each piece in the sorted union of all pieces.
+    """Return the positions of the integers of each piece in the sorted union of all pieces.
 
-    `pieces`: ascending progressions; none is empty, and no integer occurs twice.
+    Parameters
+    ----------
+    pieces : sequence of sequence of range
+        Ascending progressions.  None is empty, and no integer occurs twice.
     """
-    found: list[list[range]] = [[] for _ in pieces]
+    places: list[list[range]] = [[] for _ in pieces]
     ordered = sorted(((r, i) for i, piece in enumerate(pieces) for r in piece), key=_start)
     if all(a[-1] < b[0] for (a, _), (b, _) in pairwise(ordered)):
         done = 0
         for r, i in ordered:
-            found[i] = _joined([*found[i], range(done, done + len(r))])
+            places[i] = _joined([*places[i], range(done, done + len(r))])
             done += len(r)
-        return found
+        return places
     first, last = ordered[0][0].start, max(r[-1] for r, _ in ordered)
     step = math.gcd(*(r.start - first for r, _ in ordered), *(r.step for r, _ in ordered))
-    if sum(len(r) for r, _ in ordered) == (last - first) // step + 1:  # together a progression
+    if sum(len(r) for r, _ in ordered) == (last - first) // step + 1:  # the union is a progression
         return [
             [range((r.start - first) // step, (r[-1] - first) // step + 1, r.step // step)
              for r in piece]
@@ -43,31 +46,32 @@ def _start(piece: tuple[range, int]) -> int:
 
 
 def _joined(runs: list[range]) -> list[range]:
-    found: list[range] = []
+    joined: list[range] = []
     for run in runs:
-        if found and found[-1].stop == run.start:
-            found[-1] = range(found[-1].start, run.stop)
+        if joined and joined[-1].stop == run.start:
+            joined[-1] = range(joined[-1].start, run.stop)
         else:
-            found.append(run)
-    return found
+            joined.append(run)
+    return joined
 
 
 def concatenated(runs: Iterable[range]) -> np.ndarray:
-    found = [np.arange(r.start, r.stop, r.step) for r in runs]
-    return np.concatenate(found) if found else np.zeros(0, np.int64)
+    """Return the integers of progressions one after the other, (n,) int64."""
+    arrays = [np.arange(r.start, r.stop, r.step) for r in runs]
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
 def progressions(x: np.ndarray) -> list[range]:
-    """Integers in ascending order as few arithmetic progressions."""
-    steps, found, first = np.diff(x), [], 0
+    """Divide integers in ascending order into few arithmetic progressions."""
+    steps, runs, first = np.diff(x), [], 0
     changes = np.flatnonzero(np.diff(steps)) + 1
     while first < len(x):
         if first == len(x) - 1:
-            found.append(range(int(x[first]), int(x[first]) + 1))
+            runs.append(range(int(x[first]), int(x[first]) + 1))
             break
         step = int(steps[first])
         later = changes[np.searchsorted(changes, first, side="right") :]
         last = int(later[0]) if len(later) else len(x) - 1
-        found.append(range(int(x[first]), int(x[last]) + 1, step))
+        runs.append(range(int(x[first]), int(x[last]) + 1, step))
         first = last + 1
-    return found
+    return runs

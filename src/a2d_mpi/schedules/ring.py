@@ -1,28 +1,28 @@
-"""Rings: every key and value passes every rank.
+"""Rings: every shard of keys and values passes every rank.
 
-Ring Attention (Liu, Zaharia and Abbeel, arXiv:2310.01889): each step computes on one block of K
-and V while the next one arrives and this one travels on.  With the striped distribution it is
-Striped Attention (arXiv:2311.09431).
+Ring Attention (Liu, Zaharia and Abbeel, arXiv:2310.01889): each step computes on one shard of K
+and V.  Meanwhile the rank receives the next shard and sends this one on.  With the striped
+distribution this is Striped Attention (arXiv:2311.09431).
 
-Double-Ring-Attention (Gu et al., "LoongTrain", arXiv:2406.18485, section 4.3): rings inside groups
-of ranks, and a ring of these groups.  Rank p is at place ``p % C`` of group ``p // C``.  K and V
-go round the group; meanwhile, for as long as that takes, the block that a rank began with travels
+Double-Ring-Attention (Gu et al., "LoongTrain", arXiv:2406.18485, section 4.3) has rings inside
+groups of ranks, and a ring of these groups.  Rank p is at place ``p % C`` of group ``p // C``.  In
+a round, K and V go around the group.  During the round, the shard with which a rank began travels
 to the same place in the next group, which begins its next round with it.  With a group on each
-node all ranks use the network all the time, instead of the last of each node only.
+node, all ranks use the network all the time.  In a single ring, only the last rank of each node
+does::
 
     R = 2, C = 3   place 0     place 1     place 2
-         group 0  [ rank 0 -->  rank 1 -->  rank 2 ]  blocks 0 1 2 in round 0, 3 4 5 in round 1
-         group 1  [ rank 3 -->  rank 4 -->  rank 5 ]  blocks 3 4 5 in round 0, 0 1 2 in round 1
+         group 0  [ rank 0 -->  rank 1 -->  rank 2 ]  shards 0 1 2 in round 0, 3 4 5 in round 1
+         group 1  [ rank 3 -->  rank 4 -->  rank 5 ]  shards 3 4 5 in round 0, 0 1 2 in round 1
                       inner hops: one each step; outer hops, downwards: one each round
 
-Where the mask hides pairs, a block is cut to the keys that the ranks still ahead require, and goes
-no further than the last of these ranks.
+If the mask hides pairs, a shard is cut to the keys that the ranks ahead still require, and goes no
+further than the last of these ranks.
 
-In the backward pass dK and dV follow their block, one step behind.  A rank adds to those of the
-ranks before it, and the last rank that adds anything sends the sum back to the rank where the
-block began its round: that is what the group adds to the gradients.  The sum over groups travels
-to the next one during that one's next round, and from the last one home.  A ring is the case of
-one group.
+In the backward pass dK and dV follow their shard, one step behind.  A rank adds its gradients to
+the gradients of the ranks before it.  The last rank that adds anything sends the sum of the group
+back to the rank where the shard began its round.  The sum over groups travels to the next group
+during the next round, and from the last group to the owner.  A simple ring has one group.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Message, Rows
 
-BACK = 1  # tag of gradients on their way back
+BACK = 1  # tag of gradients that return to the rank where their shard began its round
 
 
 class Ring:
-    """The rings around a rank: `groups` rings, of `places` ranks each."""
+    """The rings of a rank: `groups` rings of `places` ranks each."""
 
     def __init__(self, p: Program) -> None:
         self.p, self.inner = p, p.group.inner
         self.groups, self.places = p.group.rows, p.group.cols
         self.group, self.place = divmod(p.rank, self.places)
         self.own = p.own("own kv", "kv", "given")
-        # The rank before this one, and the one after it.
+        # The previous and the next rank of each channel.
         self.around = {self.inner: (self.at(0, -1), self.at(0, 1))}
         if self.groups > 1:
             self.around["outer"] = (self.at(-1, 0), self.at(1, 0))
@@ -54,19 +54,19 @@ class Ring:
             p.channels[channel] = tuple(range(self.groups * self.places))
 
     def at(self, groups: int, places: int) -> int:
-        """The rank that is this many groups and places after this one."""
+        """Return the rank that is `groups` groups and `places` places after this one."""
         group = (self.group + groups) % self.groups
         return group * self.places + (self.place + places) % self.places
 
     def line(self, first: int, number: int) -> Collection[int]:
-        """Ranks of this group, the first of them `first` places after this one."""
+        """Return `number` ranks of this group, from `first` places after this rank on."""
         return self.p.group.ring_of(self.at(0, first), number, self.places)
 
     def all_of(self, first: int, number: int) -> Collection[int]:
-        """All ranks of some groups, the first of them `first` groups after this one."""
+        """Return all ranks of `number` groups, from `first` groups after this one on."""
         begin = (self.group + first) % self.groups * self.places
-        whole = self.groups * self.places
-        return self.p.group.ring_of(begin, number * self.places, whole)
+        ranks = self.groups * self.places
+        return self.p.group.ring_of(begin, number * self.places, ranks)
 
     def required(
         self,
@@ -75,9 +75,10 @@ class Ring:
         provided: Collection[int] | None = None,
         unless: Collection[int] = (),
     ) -> Runs:
-        """Places of the owner's keys that other ranks require.
+        """Return the places of the owner's keys that the ranks `others` require.
 
-        None if `provided` require none of its keys, or if `unless` require any.
+        Return no places if `provided` is given and requires none of the owner's keys, or if
+        `unless` requires any of them.
         """
         if provided is not None and not self.p.group.required(True, owner, provided):
             return ()
@@ -86,51 +87,51 @@ class Ring:
         return self.p.group.required(True, owner, others)
 
     def slot(self, kind: str, use: str, turn: int, owner: int, places: Runs) -> Rows:
-        """Declare rows for some tokens of a block, in one of two buffers in turn."""
+        """Declare rows for tokens of a shard, in one of two buffers in turn."""
         room = f"{kind} {use} {turn % 2}"
         name = self.p.array(f"{kind} {use} {turn}", kind, [(owner, places)], room=room)
         return self.p.rows(name)
 
     def shift(self, channel: str, rows: Rows, following: Rows) -> list[Message]:
-        """Pass rows on to the next rank, and receive rows from the one before."""
+        """Send rows to the next rank, and receive rows from the previous rank."""
         before, after = self.around[channel]
         received = self.p.receive(channel, before, following)
         return self.p.exchange(received, self.p.send(channel, after, rows))
 
-    def blocks(self) -> Iterator[tuple[int, int, int, Rows]]:
-        """Yield round, step, owner and rows of every block, (n, Hkv, D) each; the own block first.
+    def shards(self) -> Iterator[tuple[int, int, int, Rows]]:
+        """Yield round, step, owner and rows of every shard, (n, Hkv, D); its own shard first.
 
         The rows are the keys that this rank or the ranks ahead require; there may be none.
         """
         p, first = self.p, self.own
         for r in range(self.groups):
-            block, leaving = first, []
+            shard, leaving = first, []
             if left := self.groups - 1 - r:
                 owner, following = self.at(-r, 0), self.at(-r - 1, 0)
                 here = self.required(following, self.all_of(0, left))
-                passed = p.rows(block.array, owner, self.required(owner, self.all_of(1, left)))
+                passed = p.rows(shard.array, owner, self.required(owner, self.all_of(1, left)))
                 first = self.slot("kv", "outer", r, following, here)
                 leaving = self.shift("outer", passed, first)
             for t in range(self.places):
-                after, travelling, owner = block, [], self.at(-r, -t)
+                after, travelling, owner = shard, [], self.at(-r, -t)
                 if left := self.places - 1 - t:
                     following = self.at(-r, -t - 1)
                     here = self.required(following, self.line(0, left))
-                    passed = p.rows(block.array, owner, self.required(owner, self.line(1, left)))
+                    passed = p.rows(shard.array, owner, self.required(owner, self.line(1, left)))
                     after = self.slot("kv", self.inner, r * self.places + t, following, here)
                     travelling = self.shift(self.inner, passed, after)
-                yield r, t, owner, block
+                yield r, t, owner, shard
                 p.wait(travelling)
-                block = after
+                shard = after
             p.wait(leaving)
 
 
 def forward(p: Program) -> None:
     """Write the forward pass of a rank."""
     q, out = p.own("own q", "q", "given"), p.own("out", "out", "result")
-    for r, t, owner, block in Ring(p).blocks():
+    for r, t, owner, shard in Ring(p).shards():
         if r == t == 0 or p.group.required(True, owner, (p.rank,)):
-            p.attend(q, block, out)
+            p.attend(q, shard, out)
     p.results = {"out": out}
 
 
@@ -140,39 +141,41 @@ def backward(p: Program) -> None:
     q, dq = p.own("own qd", "qd", "given"), p.own("dq", "dq")
     gradients = Gradients(ring)
     p.clear(dq)
-    for r, t, owner, block in ring.blocks():
+    for r, t, owner, shard in ring.shards():
         dkv = gradients.rows(r, t, owner)
         p.clear(dkv)
         if seen := p.group.required(True, owner, (p.rank,)):
-            keys = p.rows(block.array, owner, seen)
+            keys = p.rows(shard.array, owner, seen)
             p.differentiate(q, keys, dq, p.rows(dkv.array, owner, seen))
         gradients.pass_on(r, t, owner, dkv)
     p.results = {"dq": dq, "dkv": gradients.finish()}
 
 
 class Gradients:
-    """dK and dV of the blocks, on their way round and home."""
+    """dK and dV of the shards, which travel around the rings and back to their owners."""
 
     def __init__(self, ring: Ring) -> None:
         self.ring, self.p = ring, ring.p
         self._travelling: list[Message] = []  # on inner hops
-        self._returned: list[Message | None] = []  # to where their block began its round
+        # Receives of gradients of the shard that began its round here.
+        self._returned: list[Message | None] = []
+        # Sends of gradients of another shard to the rank where it began its round.
         self._returning: list[Message] = []
         self._leaving: list[Message] = []  # on outer hops
         self._arrived: Rows | None = None
-        self._begun: Rows | None = None  # of the block that began this round here
+        self._begun: Rows | None = None  # gradients of the shard that began this round here
         self._total: Rows | None = None
 
     def rows(self, r: int, t: int, owner: int) -> Rows:
-        """Rows for the gradients of a block, as far as the ranks so far have added to them."""
+        """Declare rows for the gradients of a shard to which ranks have added so far."""
         ring = self.ring
         if t == 0:
-            return ring.slot("dkv", "begun", r, owner, self.p.group.whole(True, owner))
+            return ring.slot("dkv", "begun", r, owner, self.p.group.all_places(True, owner))
         places, turn = ring.required(owner, ring.line(1 - t, t)), r * ring.places + t
         return ring.slot("dkv", ring.inner, turn, owner, places)
 
     def pass_on(self, r: int, t: int, owner: int, dkv: Rows) -> None:
-        """Add what the ranks before this one found, and pass the sum on or send it back."""
+        """Add the gradients of previous ranks; send the sum to the next rank, or back."""
         p, ring, last = self.p, self.ring, self.ring.places - 1
         p.wait(self._travelling)
         p.wait(self._returning)
@@ -190,7 +193,7 @@ class Gradients:
             passed = p.rows(dkv.array, owner, ring.required(owner, behind, ahead))
             back = ring.required(owner, behind, me, ahead)
         arriving = Rows("", ())
-        if 0 < t < last:  # the next to come are the gradients of the next block
+        if 0 < t < last:  # the gradients of the next shard arrive next
             following, turn = ring.at(-r, -t - 1), r * ring.places + t
             places = ring.required(following, ring.line(-t, t), ring.line(0, last - t))
             arriving = ring.slot("dkv", "arrived", turn, following, places)
@@ -202,7 +205,7 @@ class Gradients:
             self._returning = p.exchange(p.send(ring.inner, ring.at(0, -t), rows, BACK))
 
     def finish(self) -> Rows:
-        """Get the rest; returns this rank's own gradients."""
+        """Receive the remaining gradients; return the gradients of this rank's shard."""
         p, ring = self.p, self.ring
         p.wait(self._travelling)
         p.wait(self._returning)
@@ -214,10 +217,10 @@ class Gradients:
         return self._total
 
     def _expect(self, r: int, owner: int) -> None:
-        """Post the receive of what other ranks add to the block that begins a round here."""
+        """Post the receives of gradients of the shard that begins a round here."""
         p, ring, last = self.p, self.ring, self.ring.places - 1
         self._returned = []
-        for t in range(1, ring.places):  # whichever rank is the last to add anything
+        for t in range(1, ring.places):  # any of these ranks may be the last that adds anything
             behind, ahead = ring.line(1, t), ring.line(t + 1, last - t)
             places = ring.required(owner, behind, ring.line(t, 1), ahead)
             name, room = f"dkv back {r * ring.places + t}", "dkv back"
@@ -225,7 +228,7 @@ class Gradients:
             self._returned.append(p.receive(ring.inner, ring.at(0, t), p.rows(name), BACK))
 
     def _collect(self) -> None:
-        """Add what other ranks added to the block that began the round here."""
+        """Add the received gradients of the shard that began its round here."""
         p = self.p
         for message in self._returned:
             if message:
@@ -233,39 +236,42 @@ class Gradients:
                 p.combine(message.rows, p.matching(self._begun.array, message.rows))
 
     def _leave(self, r: int) -> None:
-        """Pass on the sum of the groups so far for the block that began a round."""
+        """Send the gradients of the shard that began a round here, summed over groups so far."""
         p, ring = self.p, self.ring
         self._collect()
         p.wait(self._leaving)
         owner, following = ring.at(-r, 0), ring.at(-r - 1, 0)
-        total = ring.slot("dkv", "outer", r, owner, p.group.whole(True, owner))
+        total = ring.slot("dkv", "outer", r, owner, p.group.all_places(True, owner))
         (p.copy if r == 0 else p.combine)(self._begun, total)
-        whole = p.group.whole(True, following)
-        self._total = ring.slot("dkv", "outer", r + 1, following, whole)
+        places = p.group.all_places(True, following)
+        self._total = ring.slot("dkv", "outer", r + 1, following, places)
         self._leaving = ring.shift("outer", total, self._total)
 
 
 def _tiles(layout: Layout) -> tuple[int, int]:
-    """Give every rank its queries and all keys."""
+    """Return the rows and columns of tiles: a rank computes its queries against all keys."""
     return layout.positions, 1
 
 
 def _double(layout: Layout) -> tuple[int, int, str]:
-    if layout.cols == 1:  # groups of one rank are themselves one ring, whose hops are outer ones
+    if layout.cols == 1:  # groups of one rank form a single ring of outer hops
         return 1, layout.positions, "outer"
     return layout.rows, layout.cols, "inner"
 
 
 def _double_roundings(layout: Layout, kind: str) -> int:
-    """Sums of gradients are encoded at every inner hop, and then once for each group."""
+    """Return roundings: sums of gradients are encoded at every inner hop, then once per group."""
     groups, places, _ = _double(layout)
     return (kind == "dkv") * (places - 1 + groups * (groups > 1))
 
 
 def _suits_double(layout: Layout) -> bool:
-    """Two rings of two ranks at least, and the inner ones never spread wider than the outer."""
-    wider = layout.order.index("c") < layout.order.index("r")
-    return min(layout.rows, layout.cols) > 1 and not wider
+    """Return True for two or more rings of two or more ranks, if world ranks follow inner rings.
+
+    Inner rings whose ranks are farther apart than the ranks of outer rings have no advantage.
+    """
+    farther = layout.order.index("c") < layout.order.index("r")
+    return min(layout.rows, layout.cols) > 1 and not farther
 
 
 RING = Method(

@@ -1,7 +1,7 @@
-"""Steps of a program: all that one rank does in one phase, in order.
+"""The steps of a program: everything that one rank does in one phase, in order.
 
 A step is a plain value.  It names arrays, and rows by their positions in the memory of an array.
-Whatever costs time, bytes or memory is a step or a declared array.
+Everything that costs time, bytes or memory is a step or a declared array.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from a2d_mpi.masks.intervals import Runs
 
-# The tensors of a kind of rows.
+# Kinds of rows, each with the tensors of a row.
 KINDS = {
     "q": ("q",),
     "qd": ("dout", "q", "lse", "delta"),
@@ -25,7 +25,7 @@ KINDS = {
     "gradients": ("dq", "dk", "dv"),
     "compensation": ("lse",),  # digits that merges round off
 }
-OF_KEYS = ("kv", "dkv")  # kinds whose rows are keys; the rows of the other kinds are queries
+OF_KEYS = ("kv", "dkv")  # kinds whose rows belong to keys; other kinds belong to queries
 # Tensors that travel in the accumulation dtype: sums and statistics.
 SUMS = ("lse", "delta", "dq", "dk", "dv")
 
@@ -36,10 +36,12 @@ class Rows(NamedTuple):
     Attributes
     ----------
     array : str
+        Name of the array.
     runs : tuple of range
         Positions in the memory of the array, in order.
     head : int or None
-        Of an array with all heads: only the heads of this rank of the Ulysses group.
+        Rank in the Ulysses group: only its heads of an array with all heads.  None: all heads of
+        the array.
     """
 
     array: str
@@ -54,31 +56,32 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Array:
-    """Tensors of the tokens of some owners.
+    """Tensors of tokens of one or several owners.
 
     Attributes
     ----------
     kind : str
         One of `KINDS`.
     pieces : tuple of (int, Runs)
-        Owners, and the places in the owner's shard of the tokens that the array holds, in the
-        order of memory.  An owner may have several pieces.
+        Owners, and the places of tokens in the owner's shard, in the order of memory.  An owner
+        may have several pieces.
     role : {"given", "result", "buffer"}
-        From the caller, for the caller, or a buffer of the plan.
+        Whether the array comes from the caller, goes to the caller, or is a buffer of the plan.
     accumulated : tuple of str
-        Tensors of the accumulation dtype; the others have the storage dtype.
+        Tensors that have the accumulation dtype; the others have the storage dtype.
     by_token : bool
-        Whether the rows are in the order of tokens, not piece after piece.
+        Whether the rows are in the order of tokens.  Otherwise piece follows piece.
     all_heads : bool
         Whether it has the heads of all context-parallel groups.
     packed : bool
-        Whether its tensors lie one after the other in memory, and travel in one message.
+        Whether its tensors follow each other in memory, and travel in one message.
     as_computed : bool
-        Whether the kernel chooses the dtype: it writes partial results there.
+        Whether the kernel chooses the dtype of the partial results that it writes to the array.
     wire : bool
-        Whether its tensors are as they travel, see `a2d_mpi.core.config.AttentionConfig.row`.
+        Whether its tensors are encoded, see `a2d_mpi.core.config.AttentionConfig.row`.
     room : str
-        Buffer that it shares with other arrays, at other times; default: its name.
+        Name of the buffer, which several arrays may use at different times.  Default: the name of
+        the array.
     """
 
     kind: str
@@ -94,12 +97,12 @@ class Array:
 
     @property
     def of_keys(self) -> bool:
-        """True if its rows are keys, False if they are queries."""
+        """True if its rows belong to keys, False if they belong to queries."""
         return self.kind in OF_KEYS
 
     @cached_property
     def length(self) -> int:
-        """Number of its rows."""
+        """Number of rows of the array."""
         return sum(end - begin for _, places in self.pieces for begin, end in places)
 
 
@@ -110,15 +113,16 @@ class Send(NamedTuple):
     ----------
     channel : str
     peer : int
+        Rank of the peer in the group.
     rows : Rows
         One run.
     tag : int
-        Tells messages apart that the two ranks may post in different orders.
+        Number that distinguishes messages which the two ranks may post in different orders.
     turn : int
-        Messages with the same channel, peer, kind of rows, direction and tag before this one: the
-        peer counts them in the same way.
+        Number of earlier messages with the same channel, peer, kind of rows, direction and tag.
+        The peer counts in the same way.
     index : int
-        Messages and barriers of the program before this one.
+        Number of earlier messages and barriers of the program.
     """
 
     channel: str
@@ -130,7 +134,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Start receiving rows from a peer of a channel; attributes as of `Send`."""
+    """Start receiving rows from a peer of a channel; the attributes are as in `Send`."""
 
     channel: str
     peer: int
@@ -147,7 +151,7 @@ class Barrier(NamedTuple):
     ----------
     channel : str
     index : int
-        Messages and barriers of the program before this one.
+        Number of earlier messages and barriers of the program.
     """
 
     channel: str
@@ -155,14 +159,21 @@ class Barrier(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Block until messages or barriers of one channel are done, which are given by their index."""
+    """Block until messages or barriers of one channel are done.
+
+    Attributes
+    ----------
+    channel : str
+    messages : tuple of int
+        The `index` of each message or barrier.
+    """
 
     channel: str
     messages: tuple[int, ...]
 
 
 class Copy(NamedTuple):
-    """Copy rows, also between orders, heads, dtypes and formats of the wire."""
+    """Copy rows.  Order, heads, dtype and format of the two arrays may differ."""
 
     source: Rows
     target: Rows
@@ -175,7 +186,7 @@ class Clear(NamedTuple):
 
 
 class Attend(NamedTuple):
-    """Forward: write the partial result of some queries over some keys, both one run.
+    """Forward: write the partial result of queries over keys; each of the two is one run.
 
     A query that sees none of the keys gets out 0 and lse -inf.
     """
@@ -186,13 +197,13 @@ class Attend(NamedTuple):
 
 
 class Differentiate(NamedTuple):
-    """Backward: add the gradients of some queries over some keys, each one run.
+    """Backward: add the gradients of queries over keys; each of the four rows is one run.
 
     Attributes
     ----------
     queries, keys, dq, dkv : Rows
     fresh : bool
-        Write the gradients; the targets hold nothing yet.
+        Whether to write the gradients instead: the targets hold nothing yet.
     """
 
     queries: Rows
@@ -205,7 +216,11 @@ class Differentiate(NamedTuple):
 class Merge(NamedTuple):
     """Merge a partial result into rows that hold another one; the source is scratch afterwards.
 
-    `compensation`: digits of the target's lse that merges rounded off.
+    Attributes
+    ----------
+    source, target : Rows
+    compensation : Rows
+        Rounding error of the target's lse in earlier merges.
     """
 
     source: Rows
@@ -214,10 +229,10 @@ class Merge(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add rows to others.
+    """Add rows to other rows.
 
-    Between arrays with different heads only tensors that are `Array.accumulated` are sums; the
-    others are copied.
+    If the two arrays have different heads, only tensors in `Array.accumulated` are added; the
+    other tensors are copied.
     """
 
     source: Rows

@@ -1,10 +1,10 @@
-"""Trees along which the slices of a triangle's segments travel, so that no rank sends the most.
+"""Trees along which slices of a triangle's segments travel, so that traffic is even.
 
-Every owner has rows for all members of a team that need them, and gets a partial result from each:
-a star.  Owners of early segments would send most, for their keys are seen most; owners of late
-ones would receive most.  So some members get rows from another member, not from the owner, and
-give their partial results to another one, who merges them with its own.  No row passes two
-members: the sum over ranks stays the same, and the largest rank comes down to about the mean.
+In a star, every owner sends its rows to all members of a team that need them, and receives a
+partial result from each.  Owners of early segments would send most, because most queries see their
+keys.  Owners of late segments would receive most.  In a tree, some members get rows from another
+member.  This member also merges their partial results with its own.  A row passes through at most
+one member.  The sum of the traffic stays the same, and the busiest rank has about the mean.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from heapq import heapify, heappop, heappush
 
 from a2d_mpi.sharding.triangle import column_members, row_members
 
-Parents = dict[int, int]  # of each member: its parent, the owner or another member
+Parents = dict[int, int]  # parent of each member: the owner or another member
 
 
 @lru_cache(maxsize=16)
 def trees(t: int, of_queries: int, of_keys: int) -> dict[tuple[int, bool, int], Parents]:
-    """The trees of all slices of a triangle.
+    """Return the trees of all slices of a triangle.
 
     Parameters
     ----------
     t : int
         T, the number of segments.
     of_queries, of_keys : int
-        Sizes of a slice of queries and of one of keys; 0: they do not travel.
+        Sizes of a slice of queries and of a slice of keys; 0 if they do not travel.
 
     Returns
     -------
@@ -36,12 +36,13 @@ def trees(t: int, of_queries: int, of_keys: int) -> dict[tuple[int, bool, int], 
 
     Notes
     -----
-    Greedy: the rank with the most to do hangs one of its children on another, with the least to
-    do, as long as that helps.  A row that is passed on comes later, by the time that one slice
-    takes: if less than that is saved, all trees are stars.  Six emulated nodes, where half a slice
-    of keys is saved: 764 ms with stars, 884 with trees (forward, gather only).
+    The search is greedy.  The busiest rank moves one of its children below another child, the one
+    with the least load, as long as that helps.  A row that is passed on arrives later by the time
+    of one slice.  If trees save less than that, all trees are stars.  Measured on six emulated
+    nodes, where trees save half a slice of keys: stars take 764 ms, trees 884 ms (forward, gather
+    only).
     """
-    found: dict[tuple[int, bool, int], Parents] = {}
+    all_parents: dict[tuple[int, bool, int], Parents] = {}
     load: dict[int, int] = {}
     owned: dict[int, list[tuple[int, Parents]]] = {}
     for segment in range(t):
@@ -49,31 +50,41 @@ def trees(t: int, of_queries: int, of_keys: int) -> dict[tuple[int, bool, int], 
         for side, members, size in ((False, rows, of_queries), (True, columns, of_keys)):
             for owner in rows + columns:
                 parents = {x: owner for x in members if x != owner}
-                found[segment, side, owner] = parents
+                all_parents[segment, side, owner] = parents
                 load[owner] = load.get(owner, 0) + size * len(parents)
                 owned.setdefault(owner, []).append((size, parents))
-    stars = {key: dict(parents) for key, parents in found.items()}
+    stars = {key: dict(parents) for key, parents in all_parents.items()}
     most = max(load.values())
-    queue = [(-much, rank) for rank, much in load.items()]
+    queue = [(-size, rank) for rank, size in load.items()]
     heapify(queue)
     while queue:
-        much, rank = heappop(queue)
-        if -much != load[rank] or not (move := _best(rank, owned[rank], load)):
+        negative, rank = heappop(queue)
+        if -negative != load[rank] or not (move := _best(rank, owned[rank], load)):
             continue
         size, parents, child, to = move
         parents[child] = to
         for x, change in ((rank, -size), (to, size)):
             load[x] += change
             heappush(queue, (-load[x], x))
-    return found if most - max(load.values()) >= max(of_queries, of_keys) else stars
+    saved = most - max(load.values())
+    return all_parents if saved >= max(of_queries, of_keys) else stars
 
 
 def _best(
     rank: int, owned: Sequence[tuple[int, Parents]], load: dict[int, int]
 ) -> tuple[int, Parents, int, int] | None:
-    """The size and the tree of which a rank may hang a child on another one; None: no move helps.
+    """Find the best move of a rank's child below another child; None if no move helps.
 
-    Children with children of their own stay: no row passes two members.
+    Children with children of their own do not move, so that no row passes two members.
+
+    Returns
+    -------
+    size : int
+        Size of the slice.
+    parents : Parents
+        The tree.
+    child, to : int
+        The member that moves, and its new parent.
     """
     moves = []
     for size, parents in owned:

@@ -1,8 +1,9 @@
-"""The triangle partition of the causal mask: every rank the same area, no half-empty tile.
+"""The triangle partition of the causal mask: equal areas, and no half-empty tile.
 
-The P = T (T-1) / 2 ranks are the pairs i > j of T segments.  Rank (i, j) computes the block of the
-queries of segment i and the keys of segment j, and its share of both diagonal blocks, for which
-all is at hand (`a2d_mpi.sharding.triangle`).  What it meets, its own slices included::
+Each of the P = T (T-1) / 2 ranks belongs to a pair i > j of T segments.  Rank (i, j) computes the
+tile of the queries of segment i and the keys of segment j.  It also computes its share of both
+diagonal tiles, for which it has all rows (`a2d_mpi.sharding.triangle`).  The visible pairs of a
+rank, with its own slices, are::
 
                       keys of j, A   keys of j, B   own keys of i
     own of j, B lower                  all visible
@@ -11,11 +12,11 @@ all is at hand (`a2d_mpi.sharding.triangle`).  What it meets, its own slices inc
     queries i, B lower   visible        visible       all visible
     queries i, B upper   visible        visible
 
-Queries are needed by the row members of a segment, keys by its column members.  Partial results of
-queries go back to their owners, merged; in the backward pass also those of keys.  All of them
-travel along trees that spread the sending and the receiving evenly (`a2d_mpi.schedules.trees`).
-Mean elements received forward, all heads KV heads: 4 (T-2) / (T (T-1)) of N H D, two thirds of
-those of the best grid for even T.
+The row members of a segment need its queries, and its column members need its keys.  Partial
+results go back to the owners: out and dq of queries, dk and dv of keys.  All rows travel along
+trees that spread traffic evenly (`a2d_mpi.schedules.trees`).  With as many KV heads as heads, a
+rank receives 4 (T-2) / (T (T-1)) N H D elements in a forward pass, on average.  For even T this is
+two thirds of the elements of the best grid.
 
 Symmetric matrix products are partitioned into pairs of segments in the same way (Al Daas, Ballard,
 Grigori, Kumar and Rouse, "Parallel Memory-Independent Communication Bounds for SYRK", SPAA 2023).
@@ -36,25 +37,26 @@ from a2d_mpi.sharding import triangle
 
 
 class Side:
-    """The queries, or the keys, of a segment, on their way to the members that need them.
+    """The queries, or the keys, of a segment, which travel to the members that need them.
 
     Parameters
     ----------
     p : Program
-    channel : str
-        "row" or "col": the team of the segment.
+    channel : {"row", "col"}
+        Channel of the team of the segment.
     of_keys : bool
+        Whether this is the side of keys; otherwise of queries.
     segment : int
     sizes : (int, int)
-        Of slices of queries and keys, when they are gathered.
+        Elements of a row of queries, and of a row of keys, when they are gathered.
     back : (int, int)
-        Of their results.
+        Elements of their results, which travel back.
 
     Attributes
     ----------
     bounds : Segment
     others : list of int
-        Owners of rows that this rank needs from others: those whose rows come first are first.
+        Other owners whose rows this rank needs, in the order of arrival.
     """
 
     def __init__(
@@ -81,35 +83,39 @@ class Side:
         place = team.index(p.rank)
         self._after = {x: (i - place) % len(team) for i, x in enumerate(team)}
         needed = [x for x in team if x != p.rank and p.rank in self.members]
-        # Straight from the owner; then through others.  Owners nearest before this rank first.
+        # Rows directly from their owner arrive first, then rows through another member.  In both
+        # groups, the nearest previous owners come first.
         self.others = sorted(needed, key=lambda x: (self._there[x][p.rank] != x, -self._after[x]))
 
     def slice(self, owner: int) -> Runs:
-        """Places of the owner's tokens in the segment."""
+        """Return the places of the owner's tokens in the segment."""
         shards = self.p.group.problem.shards
         return shards.places(owner, ((self.bounds.begin, self.bounds.end),))
 
     def children(self, owner: int) -> list[int]:
-        """To whom this rank sends an owner's rows: who passes them on first, nearest following."""
+        """Return the ranks to which this rank sends an owner's rows.
+
+        Ranks that pass the rows on come first.  Then the order is by distance from this rank.
+        """
         tree = self._there[owner]
         passing = set(tree.values())
-        found = [x for x, parent in tree.items() if parent == self.p.rank]
-        return sorted(found, key=lambda x: (x not in passing, self._after[x]))
+        children = [x for x, parent in tree.items() if parent == self.p.rank]
+        return sorted(children, key=lambda x: (x not in passing, self._after[x]))
 
     def helpers(self, owner: int) -> list[int]:
-        """From whom this rank gets partial results of an owner's rows, to merge them."""
-        found = [x for x, parent in self._back[owner].items() if parent == self.p.rank]
-        return sorted(found, key=lambda x: -self._after[x])
+        """Return the ranks whose partial results of an owner's rows this rank merges."""
+        helpers = [x for x, parent in self._back[owner].items() if parent == self.p.rank]
+        return sorted(helpers, key=lambda x: -self._after[x])
 
     def post(self, kind: str, pieces: list[tuple[int, Runs]]) -> str:
-        """Post the receives of all rows of a kind; returns the array that will have them."""
-        p, whole = self.p, f"{self.channel} {kind}"
-        p.array(whole, kind, pieces)
-        self._coming = {x: self._receive(self._there[x][p.rank], whole, x) for x in self.others}
-        return whole
+        """Post the receives of all rows of a kind; return the name of their array."""
+        p, array = self.p, f"{self.channel} {kind}"
+        p.array(array, kind, pieces)
+        self._coming = {x: self._receive(self._there[x][p.rank], array, x) for x in self.others}
+        return array
 
     def send(self, array: str, owner: int) -> None:
-        """Send an owner's rows to those who get them from this rank."""
+        """Send an owner's rows to the ranks that get them from this rank."""
         for peer in self.children(owner):
             self.p.send(self.channel, peer, *self._tagged(array, owner))
 
@@ -129,22 +135,22 @@ class Side:
                 self._partials.setdefault(owner, []).append(self._receive(peer, name, owner))
 
     def is_helped(self, owner: int) -> bool:
-        """Tell whether others give this rank their partial results for an owner's rows."""
+        """Return True if this rank receives partial results of other ranks for an owner's rows."""
         return owner in self._partials
 
     def merge(self, array: str, owner: int) -> None:
-        """Merge what came for an owner's rows in the segment."""
+        """Merge the received partial results for an owner's rows in the segment."""
         for message in self._partials.get(owner, []):
             if message:
                 self.p.wait([message])
                 self.p.combine(message.rows, self.p.rows(array, owner, self.slice(owner)))
 
     def give(self, array: str, owner: int) -> None:
-        """Merge what came for an owner's rows with this rank's own part, and send it on."""
+        """Merge received partial results with this rank's result for an owner; send the result."""
         p, partial = self.p, self.p.arrays[array]
         self.merge(array, owner)
         if p.group.mixed_precision and partial.accumulated != SUMS:
-            # Merged as it is computed, rounded once.
+            # Merges use the accumulation dtype; the result is rounded once.
             rounded = p.array(f"{array}, rounded", partial.kind, partial.pieces)
             rows = p.rows(array, owner, self.slice(owner))
             p.copy(rows, rows._replace(array=rounded))
@@ -156,16 +162,16 @@ class Side:
         return self.p.receive(self.channel, peer, *self._tagged(array, owner))
 
     def _tagged(self, array: str, owner: int) -> tuple[Rows, int]:
-        """Rows of an owner; its place in the team tells messages with other owners' rows apart."""
+        """Return the rows of an owner, and a tag for their messages: its place in the team."""
         return self.p.rows(array, owner, self.slice(owner)), self._team.index(owner)
 
 
-class Block:
-    """The sides that rank (i, j) meets, and the calls of its block and its diagonal shares.
+class TriangleTile:
+    """The sides of the tile of rank (i, j), and the kernel calls of its tile and diagonal shares.
 
-    By query, keys are met first, one owner after the other, by this rank's own queries; then the
-    others' queries meet all keys at once, and their results are finished.  By key: the same with
-    the roles exchanged.
+    By query, this rank's own queries first meet the keys of one owner after the other.  Then the
+    queries of each other owner meet all keys in one call, and their results are finished.  By key,
+    queries and keys exchange their roles.
     """
 
     def __init__(self, p: Program, kind: str, by_query: bool) -> None:
@@ -177,14 +183,14 @@ class Block:
             sizes, back = (of("q", "dout"), kv), (of("dq"), of("dk", "dv"))
         side = functools.partial(Side, p, sizes=sizes, back=back)
         self.q, self.k = side("row", False, i), side("col", True, j)
-        # Others need this rank's slices, too: its queries of j, and its keys of i.
+        # Other ranks need this rank's queries of segment j, and its keys of segment i.
         self.fed_q, self.fed_k = side("col", False, j), side("row", True, i)
         self.own_q, self.own_k = (
             p.own(f"own {kind}", kind, "given"),
             p.own("own kv", "kv", "given"),
         )
         self.early, self.late = (self.k, self.q) if by_query else (self.q, self.k)
-        # Early rows are kept, with this rank's own, as the late ones meet all of them at once.
+        # Early rows are kept, with this rank's own rows: late rows meet all of them in one call.
         own = [(p.rank, self.k.slice(p.rank)), (p.rank, self.q.slice(p.rank))]
         kept = [(x, self.early.slice(x)) for x in sorted([*self.early.others, p.rank])]
         pieces = {
@@ -197,14 +203,15 @@ class Block:
             feeding.send(self.own_k.array, p.rank)
         for feeding in (self.q, self.fed_q):
             feeding.send(self.own_q.array, p.rank)
-        given, whole = (self.own_k, self.all_k) if by_query else (self.own_q, self.all_q)
+        given, gathered = (self.own_k, self.all_k) if by_query else (self.own_q, self.all_q)
         for _, places in own:
-            p.copy(p.rows(given.array, p.rank, places), p.rows(whole, p.rank, places))
+            p.copy(p.rows(given.array, p.rank, places), p.rows(gathered, p.rank, places))
 
     def calls(self) -> Iterator[tuple[int, Rows, Rows, bool]]:
-        """Yield owner, queries and keys of each kernel call, and whether late rows have met all.
+        """Yield owner, queries and keys of each kernel call, and whether a result is finished.
 
-        The owner is the owner of what arrived last.
+        The owner is the owner of the rows that arrived last.  A result is finished if its late
+        rows have met all early rows.
         """
         p, me = self.p, self.p.rank
         arrived = self._arrivals()
@@ -215,7 +222,7 @@ class Block:
         for side, owner in arrived:
             late, fed = side is self.late, owner not in side.members
             if side is self.k:
-                # Keys of A: not for this rank's own queries of B's lower half.
+                # Keys of A are hidden from this rank's own queries of the lower half of B.
                 first = low.half if fed else 0
                 array = self.all_q if late else self.own_q.array
                 queries = p.rows_within(array, first, high.end)
@@ -225,14 +232,14 @@ class Block:
                 places = p.group.problem.shards.places
                 lower = p.rows(self.all_q, owner, places(owner, ((high.begin, high.half),)))
                 yield owner, lower, p.rows(keys), late and not fed
-                if fed:  # queries of B's upper half: not for this rank's own keys of i
+                if fed:  # queries of the upper half of B do not see this rank's own keys of i
                     upper = p.rows(self.all_q, owner, places(owner, ((high.half, high.end),)))
                     yield owner, upper, p.rows_within(keys, low.begin, low.end), late
 
     def _arrivals(self) -> Iterator[tuple[Side, int]]:
-        """Pass all rows on as they come; yield early ones at once, then the late ones.
+        """Wait for all rows and pass them on; yield early rows at once and late rows at the end.
 
-        Rows that others wait for are first, early and late ones in turn.
+        Rows that other ranks wait for come first, early and late rows in turn.
         """
         p, arrays, held = self.p, {self.q: self.all_q, self.k: self.all_k}, []
         order = [
@@ -254,50 +261,50 @@ class Block:
 
 def forward(p: Program) -> None:
     """Write the forward pass of a rank."""
-    block = Block(p, "q", by_query=True)
+    tile = TriangleTile(p, "q", by_query=True)
     out = p.own("out", "out", "result")
-    for side in (block.q, block.fed_q):
+    for side in (tile.q, tile.fed_q):
         side.post_partials("out")
     held = []
-    for owner, queries, keys, done in block.calls():
+    for owner, queries, keys, done in tile.calls():
         target = "out"
-        if queries.array != block.own_q.array:
-            accumulated = KINDS["out"] if block.q.is_helped(owner) else SUMS
-            pieces = [(owner, block.q.slice(owner))]
+        if queries.array != tile.own_q.array:
+            accumulated = KINDS["out"] if tile.q.is_helped(owner) else SUMS
+            pieces = [(owner, tile.q.slice(owner))]
             target = p.array(f"out to {owner}", "out", pieces, accumulated=accumulated)
         p.attend(queries, keys, p.matching(target, queries))
         if done:
-            held += _given(block.q, target, owner)
+            held += _given(tile.q, target, owner)
     _give(held)
-    for side in (block.q, block.fed_q):
+    for side in (tile.q, tile.fed_q):
         side.merge("out", p.rank)
     p.results = {"out": out}
 
 
 def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
-    # The larger of both reductions is finished one owner after the other.
+    # The larger of the two reductions is finished one owner after the other.
     by_query = p.group.elements("dq") >= p.group.elements("dk", "dv")
-    block = Block(p, "qd", by_query)
+    tile = TriangleTile(p, "qd", by_query)
     dq, dkv = p.own("dq", "dq", "result"), p.own("dkv", "dkv", "result")
     p.clear(dq)
     p.clear(dkv)
-    all_dq = p.sums("all dq", "dq", block.all_q)
-    all_dkv = p.sums("all dkv", "dkv", block.all_k, by_token=by_query)
-    home = ((block.q, "dq"), (block.fed_q, "dq"), (block.k, "dkv"), (block.fed_k, "dkv"))
+    all_dq = p.sums("all dq", "dq", tile.all_q)
+    all_dkv = p.sums("all dkv", "dkv", tile.all_k, by_token=by_query)
+    home = ((tile.q, "dq"), (tile.fed_q, "dq"), (tile.k, "dkv"), (tile.fed_k, "dkv"))
     for side, kind in home:
         side.post_partials(kind)
     late, early = ("all dq", "all dkv") if by_query else ("all dkv", "all dq")
     held = []
-    for owner, queries, keys, done in block.calls():
-        own_q, own_k = queries.array == block.own_q.array, keys.array == block.own_k.array
+    for owner, queries, keys, done in tile.calls():
+        own_q, own_k = queries.array == tile.own_q.array, keys.array == tile.own_k.array
         into = queries._replace(array="dq") if own_q else all_dq(queries)
         keys_into = keys._replace(array="dkv") if own_k else all_dkv(keys)
         p.differentiate(queries, keys, into, keys_into)
         if done:
-            held += _given(block.late, late, owner)
-    _give([*held, *((block.early, early, owner) for owner in block.early.others)])
-    for side in (block.k, block.q):
+            held += _given(tile.late, late, owner)
+    _give([*held, *((tile.early, early, owner) for owner in tile.early.others)])
+    for side in (tile.k, tile.q):
         places = side.slice(p.rank)
         own = "dkv" if by_query else "dq"
         p.combine(p.rows(early, p.rank, places), p.rows(own, p.rank, places))
@@ -310,7 +317,7 @@ Partials = list[tuple[Side, str, int]]  # array and owner of rows
 
 
 def _given(side: Side, array: str, owner: int) -> Partials:
-    """Send a finished partial result at once, or return it: others are to be merged with it."""
+    """Send a finished partial result at once; return it if other results must be merged first."""
     if side.p.group.overlap and not side.is_helped(owner):
         side.give(array, owner)
         return []
@@ -318,13 +325,13 @@ def _given(side: Side, array: str, owner: int) -> Partials:
 
 
 def _give(held: Partials) -> None:
-    """Send partial results; last the ones that wait for others."""
+    """Send partial results; results that wait for other ranks come last."""
     for side, array, owner in sorted(held, key=lambda x: x[0].is_helped(x[2])):
         side.give(array, owner)
 
 
 def _cuts(problem: Problem) -> list[int]:
-    """Where segments begin: a rank computes with slices of segments."""
+    """Return the first token of every segment: partial results belong to slices of segments."""
     t = triangle.segments(problem.shards.nshards)
     return [triangle.segment(problem.config.seqlen, t, s).begin for s in range(t)]
 
@@ -335,7 +342,7 @@ METHOD = Method(
     shape=lambda layout: (1, layout.positions, ""),
     distribution="triangle",
     suits=lambda layout: layout.cols == 1 and triangle.fits(layout.positions),
-    whole=triangle.largest,
+    most_positions=triangle.largest,
     causal=True,
     roundings=lambda layout, kind: 2,
     cuts=_cuts,

@@ -1,1 +1,1 @@
-"""Distributions of the tokens over the ranks, and the visible pairs between their shards."""
+"""Distributions of tokens over ranks, and the visible pairs between their shards."""

@@ -1,7 +1,7 @@
-"""Assignment of blocks of tokens to owners and of their pairs to ranks, with its traffic.
+"""Assignments of blocks of tokens to owners and of pairs of blocks to ranks, with their traffic.
 
-A rank that needs a query of another rank receives q and sends back its partial out; a key that it
-needs brings k and v.  Elements are counted in q's: one of ``nheads headdim`` elements a token.
+A rank that needs a query of another rank receives q and sends back its partial out.  A rank that
+needs a key receives k and v.  The unit of traffic is one token of q: ``nheads headdim`` elements.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from a2d_mpi.sharding.demand import Classes, Demand
 
 
 class Assignment:
-    """Owners and computing ranks, and the traffic and work of every rank, kept as they change.
+    """Owners and computing ranks, and the traffic and work of every rank, updated on changes.
 
     Attributes
     ----------
     demand : Demand
     ranks : int
+        Number of ranks.
     owner : (blocks,) int64
+        Rank that owns each block.
     rank : (pairs,) int64
+        Rank that computes each pair of blocks.
     needs : pair of (ranks, classes) int32
-        Pairs on each rank that need each class of queries, and each class of keys.
+        Number of pairs on each rank that need each class of queries, and each class of keys.
     received, sent : (ranks,) float64
-        Elements that a forward pass moves, in tokens of q.
+        Traffic of a forward pass, in tokens of q.
     work : (ranks,) float64
-        Visible pairs.
+        Visible pairs that each rank computes.
     """
 
     def __init__(self, demand: Demand, ranks: int, owner: np.ndarray, rank: np.ndarray) -> None:
@@ -38,17 +41,17 @@ class Assignment:
         self.count_traffic()
 
     def copy(self) -> Assignment:
-        """The same assignment, to be changed apart."""
+        """Return a copy that can be changed independently."""
         return Assignment(self.demand, self.ranks, self.owner, self.rank)
 
     @property
     def largest(self) -> float:
-        """Most elements that any rank sends or receives."""
+        """Traffic of the busiest rank: the most that any rank sends or receives."""
         return float(max(self.received.max(), self.sent.max()))
 
     @property
     def uneven(self) -> float:
-        """Largest over mean work."""
+        """Largest work of a rank over the mean work."""
         return float(self.work.max() / self.work.mean()) if self.work.any() else 1.0
 
     @property
@@ -57,29 +60,29 @@ class Assignment:
         return np.bincount(self.owner, self.demand.tokens, self.ranks)
 
     def runs(self) -> tuple[tuple[range, ...], ...]:
-        """The tokens of every rank in order, neighbouring blocks as one run."""
-        found: list[list[range]] = [[] for _ in range(self.ranks)]
+        """Return the runs of tokens of every rank, in order; neighbouring blocks are joined."""
+        blocks: list[list[range]] = [[] for _ in range(self.ranks)]
         for owner, block in zip(self.owner.tolist(), self.demand.blocks):
-            found[owner].append(block)
-        return tuple(tuple(merged(x)) for x in found)
+            blocks[owner].append(block)
+        return tuple(tuple(merged(x)) for x in blocks)
 
     def weights(self) -> tuple[np.ndarray, np.ndarray]:
-        """Elements that come with each class of queries (once each way) and of keys."""
-        x = self.demand
-        return x.queries.weight, 2 * x.kv_share * x.keys.weight
+        """Return the traffic of each class of queries (in one direction) and of keys."""
+        demand = self.demand
+        return demand.queries.weight, 2 * demand.kv_share * demand.keys.weight
 
     def block_needs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Elements of q and of k, v of every block that each rank needs: (ranks, blocks)."""
-        found = []
+        """Return the traffic of q, and of k and v, by rank and needed block: (ranks, blocks)."""
+        both = []
         classes = self.demand.queries, self.demand.keys
         for needs, weight, x in zip(self.needs, self.weights(), classes):
             total = np.zeros((len(self.owner), self.ranks))
             np.add.at(total, x.block, ((needs > 0) * weight).T)
-            found.append(total.T)
-        return found[0], found[1]
+            both.append(total.T)
+        return both[0], both[1]
 
     def count_traffic(self) -> None:
-        """Count `received` and `sent` for the owners and ranks as they are."""
+        """Set `received` and `sent` from the present owners and ranks."""
         block = np.arange(len(self.owner))
         queries, keys = self.block_needs()
         for x in (queries, keys):
@@ -91,7 +94,7 @@ class Assignment:
         self.sent += np.bincount(self.owner, to_all_k, self.ranks)
 
     def move(self, pairs: np.ndarray, source: int, target: int) -> None:
-        """Let `target` compute some pairs of `source`, and update traffic and work."""
+        """Move the given pairs from rank `source` to `target`; update traffic and work."""
         for queries, needs, weight, classes in zip(
             (True, False), self.needs, self.weights(), (self.demand.queries, self.demand.keys)
         ):

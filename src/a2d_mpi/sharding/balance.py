@@ -1,10 +1,11 @@
 """A distribution for any mask: runs of tokens dealt so that the tiles of a grid have even areas.
 
 The sequence is cut into equally long runs, the same number for every position of the grid.  The
-visible pairs between runs are counted once; the area of the tile (r, c) is the sum over the runs
-of row r and those of column c.  From a structured start (contiguous, zigzag, or dealt in turns)
-runs of the largest tile change places with others until no tile is too large.  Few exchanges and
-few long runs keep tiles in few plain shapes and the traffic small.
+visible pairs between runs are counted once.  The area of the tile (r, c) is the sum over the runs
+of queries in row r and the runs of keys in column c.  The search begins with a structured start
+(contiguous, zigzag, or dealt in turns).  Runs of the largest tile change places with other runs
+until no tile is too large.  Few swaps and few long runs keep the shapes of tiles simple and the
+traffic small.
 """
 
 from __future__ import annotations
@@ -18,27 +19,28 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.sharding.blocks import cuts, visible_pairs
 from a2d_mpi.sharding.distribution import shares
 
-# Runs are halved until the largest area is at most this times the mean one, ...
+# Runs are halved until the largest area is at most EVEN times the mean area.
 EVEN = 1.02
-# ... but not below the length of 8 a rank where it is at most this: that costs bytes and seconds.
+# With 8 or more runs per rank, _ENOUGH times the mean area is enough: shorter runs cost bytes and
+# seconds.
 _ENOUGH = 1.05
-# The matrix of pairs between runs has this many rows at most: 32 MiB of float64.
+# Most rows of the matrix of pairs between runs, which then takes 32 MiB of float64.
 MOST_RUNS = 2048
-# Runs change places until the largest area is this times the mean one: each exchange costs bytes.
+# Runs change places until the largest area is _ENDS times the mean area: each swap costs bytes.
 _ENDS = 1.018
-# So many exchanges a run at most; so many of the largest tiles, and of the runs that add most to
-# each, are looked at for one exchange.
+# Most swaps per run.  One swap looks at the _TILES largest tiles, and in each of them at the
+# _TRIED runs with the largest shares of its area.
 _MOST_SWAPS, _TILES, _TRIED = 4, 4, 32
-# Runs of a position, in the order in which they are tried.
+# Numbers of runs per position, in the order in which they are tried.
 _FINER = (1, 2, 4, 8, 16, 32, 64, 128)
-# Areas are scaled to integers of this sum: then squares of areas and their sums are exact in
-# float64, and every machine takes the same decisions whatever the order of its additions.
+# Areas are scaled to integers with this sum.  Then squares of areas and their sums are exact in
+# float64, and every machine takes the same decisions in any order of additions.
 _TOTAL = 1 << 24
 
-Runs = tuple[range, ...]
+Ranges = tuple[range, ...]
 
 
-def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> tuple[Runs, ...]:
+def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> tuple[Ranges, ...]:
     """Deal runs of tokens to the ranks of a grid so that all tiles have about the same area.
 
     Parameters
@@ -49,13 +51,13 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
     rows, cols : int
         R and C of the grid; ``P x 1`` is a ring.
     heads : int
-        U, the ranks of one grid position, which share the runs of the position.
+        U, the number of ranks of one grid position, which share the runs of the position.
 
     Returns
     -------
     tuple of tuple of range
         The runs of every rank ``(r C + c) U + u``, ascending and not empty; together they are
-        ``[0, seqlen)``.  A rank has at most one run's length more tokens than N / P.
+        ``[0, seqlen)``.  A rank has at most N / P tokens plus one run.
 
     Raises
     ------
@@ -69,23 +71,23 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
         )
     mask.check(seqlen)
     bounds, owner = deal(mask, seqlen, rows, cols)
-    found = []
+    of_ranks = []
     for position in range(rows * cols):
         runs = _joined(bounds, np.flatnonzero(owner == position))
-        found.extend(shares(runs, heads))
-    return tuple(found)
+        of_ranks.extend(shares(runs, heads))
+    return tuple(of_ranks)
 
 
-@lru_cache(maxsize=8)  # for grids of the same ranks and other shapes
+@lru_cache(maxsize=8)  # grids with the same number of ranks share the result
 def pairs_of_cuts(mask: Mask, seqlen: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds of equally long runs, and the visible pairs between any two of them."""
+    """Return the bounds of `number` equal runs, and the visible pairs between any two runs."""
     bounds = cuts(seqlen, number)
     return bounds, visible_pairs(mask, bounds, bounds)
 
 
 @lru_cache(maxsize=64)  # a search takes a second or two
 def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds of the runs and the position that has each."""
+    """Return the bounds of the runs, and the grid position that owns each run."""
     positions = rows * cols
     most = max(1, min(MOST_RUNS, seqlen) // positions)
     best = None
@@ -98,7 +100,7 @@ def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> tuple[np.ndarray, np.
         for start in starts(each, positions):
             owner = _exchange(scaled, start, rows, cols)
             largest = uneven(pairs, owner, rows, cols)
-            # Any even deal comes before all others; among even ones the bytes decide.
+            # Even deals come before all others; among even deals the bytes decide.
             key = (max(largest, EVEN), largest_traffic(seen, owner, rows, cols))
             if best is None or key < best[0]:
                 best = (key, bounds, owner)
@@ -106,16 +108,19 @@ def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> tuple[np.ndarray, np.
 
 
 def starts(each: int, positions: int) -> list[np.ndarray]:
-    """Owners of runs: zigzag, contiguous, and in turns there and back; each has equally many."""
+    """Return owners of runs: zigzag, contiguous, and dealt in turns forth and back.
+
+    Every position owns `each` runs.  Zigzag needs at least 2 runs per position, and turns need 3.
+    """
     run = np.arange(each * positions)
-    found = [run // each]
+    owners = [run // each]
     if each > 1:
         piece = run // (each // 2)
-        found.insert(0, np.minimum(piece, 2 * positions - 1 - piece))
+        owners.insert(0, np.minimum(piece, 2 * positions - 1 - piece))
     if each > 2:
         turn, place = np.divmod(run, positions)
-        found.append(np.where(turn % 2, positions - 1 - place, place))
-    return found
+        owners.append(np.where(turn % 2, positions - 1 - place, place))
+    return owners
 
 
 def _scaled(pairs: np.ndarray) -> np.ndarray:
@@ -124,22 +129,22 @@ def _scaled(pairs: np.ndarray) -> np.ndarray:
 
 
 def _members(group: np.ndarray, groups: int) -> np.ndarray:
-    """Indicator of the groups: (runs, groups) float64."""
+    """Return the indicator matrix of the groups of runs, (runs, groups) float64."""
     return (group[:, None] == np.arange(groups)).astype(np.float64)
 
 
 def uneven(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float:
-    """Largest over mean area of the tiles."""
+    """Return the largest area of a tile over the mean area."""
     row, col = (_members(x, n) for x, n in zip(np.divmod(owner, cols), (rows, cols)))
     areas = row.T @ (pairs @ col)
     return float(areas.max() / areas.mean()) if areas.any() else 1.0
 
 
 def _exchange(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.ndarray:
-    """Let pairs of runs change places until no tile is much larger than the mean.
+    """Swap the owners of two runs until no tile is much larger than the mean.
 
-    Of the runs that make the largest tile, and of all others, the two change places that lower
-    the sum of the squared areas most.  If there are none, the next largest tiles are tried.
+    One of the two runs belongs to the largest tile.  Each swap lowers the sum of the squared areas
+    as much as possible.  If no swap lowers it, the next largest tiles are tried.
 
     Notes
     -----
@@ -152,12 +157,12 @@ def _exchange(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.
     row, col = (x.copy() for x in np.divmod(owner, cols))
     every, transposed = np.arange(len(owner)), np.ascontiguousarray(pairs.T)
     both, diagonal = pairs + transposed, np.diag(pairs)
-    by_col = pairs @ _members(col, cols)  # (runs, C): of the queries of a run in each column
-    by_row = transposed @ _members(row, rows)  # (runs, R): of the keys of a run in each row
+    by_col = pairs @ _members(col, cols)  # (runs, C): pairs of a run's queries by column
+    by_row = transposed @ _members(row, rows)  # (runs, R): pairs of a run's keys by row
     areas = _members(row, rows).T @ by_col
     for _ in range(_MOST_SWAPS * len(owner)):
-        # What does not depend on the tile.  `linear` is (runs, rows) or (runs, columns): the
-        # product of the areas of a run with those of a row or column of tiles.
+        # These numbers do not depend on the tile.  `linear` is (runs, rows) or (runs, columns):
+        # the product of the areas of a run with the areas of a row or column of tiles.
         q, k = by_col[every, col], by_row[every, row]
         linear_q, linear_k = by_col @ areas.T, by_row @ areas
         alone = linear_q[every, row] + linear_k[every, col]
@@ -176,8 +181,8 @@ def _exchange(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.
             ra, ca = row[a], col[a]
             other_row, other_col = row != ra, col != ca
             s = (diagonal[a] + diagonal - both[a[:, 0]]) * other_col
-            p = by_col[a, col] - q - q[a] + by_col[:, ca[:, 0]].T  # y p of the notes, (a, runs)
-            t = by_row[a, row] - k - k[a] + by_row[:, ra[:, 0]].T  # x t
+            p = by_col[a, col] - q - q[a] + by_col[:, ca[:, 0]].T  # y p in the Notes, (a, runs)
+            t = by_row[a, row] - k - k[a] + by_row[:, ra[:, 0]].T  # x t in the Notes
             gain = linear_q[a, row] + linear_q[:, ra[:, 0]].T - alone
             gain += linear_k[a, col] + linear_k[:, ca[:, 0]].T - alone[a]
             gain += s * (areas[row, col] - areas[ra, col] - areas[row, ca] + areas[ra, ca])
@@ -206,7 +211,10 @@ def _exchange(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.
 
 
 def largest_traffic(seen: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float:
-    """Runs that the busiest rank sends or receives, counted whole, as many KV heads as heads."""
+    """Return the share of the runs that the busiest rank sends or receives.
+
+    A run counts as a whole if any of its tokens travels.  nheads_kv is taken to be nheads.
+    """
     row, col = np.divmod(owner, cols)
     in_row, in_col = _members(row, rows), _members(col, cols)
     queries = (seen @ in_col > 0).astype(np.float64)  # (runs, C): needed in the column
@@ -225,6 +233,6 @@ def largest_traffic(seen: np.ndarray, owner: np.ndarray, rows: int, cols: int) -
     return float(np.maximum(received, sent).max() / len(owner))
 
 
-def _joined(bounds: np.ndarray, runs: np.ndarray) -> Runs:
-    """Neighbouring runs as one, empty ones left out."""
+def _joined(bounds: np.ndarray, runs: np.ndarray) -> Ranges:
+    """Return the tokens of runs; neighbouring runs are joined, and empty runs are left out."""
     return tuple(merged(map(range, bounds[runs].tolist(), bounds[runs + 1].tolist())))

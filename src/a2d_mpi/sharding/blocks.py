@@ -1,4 +1,4 @@
-"""Visible pairs between contiguous blocks of queries and of keys, without listing the pairs."""
+"""Counts of visible pairs between contiguous blocks of queries and of keys."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import numpy as np
 from a2d_mpi.masks.intervals import queries_per_key
 from a2d_mpi.masks.mask import Mask
 
-_CHUNK = 1 << 16
+_AT_ONCE = 1 << 16  # queries that are processed together, to bound memory
 
 
-def cuts(seqlen: int, parts: int) -> np.ndarray:
-    """Bounds of `parts` nearly equal blocks of a sequence: (parts + 1,) int64."""
-    return np.arange(parts + 1, dtype=np.int64) * seqlen // parts
+def cuts(seqlen: int, nblocks: int) -> np.ndarray:
+    """Return the bounds of `nblocks` nearly equal blocks of a sequence, (nblocks + 1,) int64."""
+    return np.arange(nblocks + 1, dtype=np.int64) * seqlen // nblocks
 
 
 def chunks(mask: Mask, begin: int, end: int) -> Iterator[tuple[np.ndarray, tuple]]:
-    """Queries of [begin, end) with their visible intervals, a bounded number of them at a time."""
-    for start in range(begin, end, _CHUNK):
-        tokens = np.arange(start, min(start + _CHUNK, end))
+    """Yield the queries of [begin, end) with their visible intervals, at most 65536 at a time."""
+    for start in range(begin, end, _AT_ONCE):
+        tokens = np.arange(start, min(start + _AT_ONCE, end))
         yield tokens, mask.visible(tokens)
 
 
@@ -41,9 +41,9 @@ def visible_pairs(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarr
 
     Notes
     -----
-    A query with the interval [begin, end) sees ``(x - begin)+ - (x - end)+`` keys below x.  Summed
-    over the queries of a block this follows, for all bounds x at once, from a histogram of the
-    ends of the intervals over the blocks of keys: the work is ``N log nk + nq nk``.
+    A query with the interval [begin, end) sees ``(x - begin)+ - (x - end)+`` keys below x.  For a
+    block of queries, a histogram of the ends of their intervals over the blocks of keys gives the
+    sums for all bounds x at once.  The pairs are not listed: the work is ``N log nk + nq nk``.
     """
     nq, nk = len(queries) - 1, len(keys) - 1
     number = np.zeros((nq, nk + 2))
@@ -54,7 +54,7 @@ def visible_pairs(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarr
             begin = np.clip(begin, keys[0], keys[-1])
             end = np.maximum(begin, np.clip(end, keys[0], keys[-1]))
             for place, sign in ((begin, 1.0), (end, -1.0)):
-                # Bounds x >= place see the end: it counts from bound `first` on.
+                # An end of an interval counts for all bounds x >= place, from bound `first` on.
                 first = block * (nk + 2) + np.searchsorted(keys, place)
                 number += sign * np.bincount(first, minlength=number.size).reshape(number.shape)
                 weight = np.bincount(first, weights=place, minlength=number.size)
@@ -64,29 +64,29 @@ def visible_pairs(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarr
 
 
 def borders(mask: Mask, seqlen: int) -> np.ndarray:
-    """Find the places of the sequence that no visible pair crosses, such as ends of documents.
+    """Find the places in the sequence that no visible pair crosses, for example ends of documents.
 
     Returns
     -------
     (n,) int64
-        Ascending, 0 and `seqlen` among them.  No query before such a place sees a key behind it,
-        and no query behind it a key before.
+        The places in ascending order, with 0 and `seqlen`.  No query before a place sees a key
+        after it, and no query after it sees a key before it.
     """
     crossing = np.zeros(seqlen + 1, np.int64)
     for tokens, intervals in chunks(mask, 0, seqlen):
         for begin, end in intervals:
             begin, end = np.clip(begin, 0, seqlen), np.clip(end, 0, seqlen)
-            some = end > begin
-            first, last = np.minimum(begin, tokens)[some], np.maximum(end - 1, tokens)[some]
+            sees = end > begin
+            first, last = np.minimum(begin, tokens)[sees], np.maximum(end - 1, tokens)[sees]
             crossing += queries_per_key([(first + 1, last + 1)], seqlen + 1)
     return np.union1d(np.flatnonzero(crossing == 0), [0, seqlen]).astype(np.int64)
 
 
 def along_documents(mask: Mask, seqlen: int, nblocks: int) -> np.ndarray:
-    """Bounds of about `nblocks` blocks that follow the borders of the documents of a mask.
+    """Return the bounds of about `nblocks` blocks that follow the borders of a mask's documents.
 
-    A long document is cut into equal blocks; short ones share a block.  No block has more than
-    ``seqlen / nblocks`` tokens, rounded up; there are fewer than twice `nblocks`.
+    A long document is cut into equal blocks; short documents share a block.  No block has more
+    than ``seqlen / nblocks`` tokens, rounded up.  There are fewer than ``2 nblocks`` blocks.
     """
     most = max(1, -(-seqlen // nblocks))
     bounds, last = [0], 0

@@ -1,10 +1,10 @@
 """The default distribution of masks that no closed form balances: the least predicted time.
 
-Even work is not the only aim.  A balanced distribution of packed documents sends more than a
-contiguous one, which has the tokens of a document on few ranks but uneven tiles.  A rank computes
-and receives at once, so its time is about the longer of the two.  Which one is longer depends on
-the machine.  A plan knows no machine: it takes a typical one.  The planner knows the machine and
-simulates all three distributions.
+Even work is not the only aim.  For packed documents a balanced distribution sends more than a
+contiguous one.  The contiguous one keeps a document on few ranks, but its tiles are uneven.  A
+rank computes and receives at the same time, so the longer of the two decides.  The machine
+determines which one is longer.  A plan does not know the machine and assumes a typical one.  The
+planner knows the machine and simulates all three distributions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from a2d_mpi.sharding.balance import (
 # Distributions to choose from.
 CHOICES = ("contiguous", "zigzag", "balanced")
 # Floating-point operations that a rank does while it receives a byte, by the bytes of an element.
-# 16 bits: GPUs.  The profiles in data/machines have 1,900 to 2,600 within a node and 9,800 to
-# 39,000 between nodes; with 3000 the choice was the fastest of 1500 to 8000 (docs/masks.md).
-# Else CPUs: about 50 GFLOP/s a core, and 25 GB/s for 64 cores.
+# Tensors with 2 bytes are taken to be on GPUs.  The profiles in data/machines have 1,900 to 2,600
+# within a node and 9,800 to 39,000 between nodes.  Of the values from 1500 to 8000, 3000 chose the
+# fastest distributions (docs/masks.md).  Other tensors are taken to be on CPUs, with about
+# 50 GFLOP/s per core and 25 GB/s for 64 cores.
 _FLOPS_PER_BYTE = {2: 3000.0, 4: 100.0, 8: 50.0}
-# Share of the shorter one of computing and transfers that the longer one does not hide.
+# Computing hides transfers or the other way round; this share of the shorter one is not hidden.
 _EXPOSED = 0.25
-# Runs of a position, and of all positions at most: bytes are counted in whole runs.
+# Numbers of runs per position, and most runs of all positions: bytes are counted in whole runs.
 _RUNS, _FINE = (64, 32, 16, 8, 4, 2), 1024
 
 
@@ -53,8 +54,8 @@ def choose(
     itemsize : {2, 4, 8}
         Bytes of an element of the tensors.
     speed : float, optional
-        Floating-point operations that a rank does while it receives a byte.  Default: those of a
-        typical machine.
+        Floating-point operations that a rank does while it receives a byte.  Default: the value
+        of a typical machine.
 
     Returns
     -------
@@ -67,12 +68,13 @@ def choose(
         return "balanced", "one rank, or as few tokens as ranks, or a thousand ranks"
     each = next((x for x in _RUNS if x * positions <= min(_FINE, seqlen)), 2)
     _, pairs = pairs_of_cuts(mask, seqlen, each * positions)
-    # Four operations for each pair and element of a head.  Times: bytes that arrive meanwhile.
+    # Each visible pair and element of a head takes four operations.  The unit of times is the time
+    # in which a byte arrives.
     even = 4 * float(pairs.sum()) / positions / (speed or _FLOPS_PER_BYTE[itemsize])
     zigzag, contiguous = starts(each, positions)[:2]
     times, figures = {}, {}
 
-    def look(name: str, pairs: np.ndarray, owner: np.ndarray) -> float:
+    def estimate(name: str, pairs: np.ndarray, owner: np.ndarray) -> float:
         work = uneven(pairs, owner, rows, cols)
         moved = largest_traffic(pairs > 0, owner, rows, cols)
         shorter, longer = sorted((work * even, moved * seqlen * itemsize))
@@ -80,10 +82,10 @@ def choose(
         figures[name] = f"{name} {work:.2f}, {moved:.2f} N"
         return work
 
-    works = [look("contiguous", pairs, contiguous), look("zigzag", pairs, zigzag)]
-    if min(works) > EVEN:  # else one of them is as even as a balanced one, which is a search
+    works = [estimate("contiguous", pairs, contiguous), estimate("zigzag", pairs, zigzag)]
+    if min(works) > EVEN:  # otherwise a search for a balanced distribution cannot gain much
         bounds, owner = deal(mask, seqlen, rows, cols)
-        look("balanced", pairs_of_cuts(mask, seqlen, len(bounds) - 1)[1], owner)
+        estimate("balanced", pairs_of_cuts(mask, seqlen, len(bounds) - 1)[1], owner)
     name = min(times, key=times.get)
     why = "least predicted time (busiest rank: work over the mean, tokens that it moves)"
     return name, f"{why}: {'; '.join(figures.values())}"

@@ -1,4 +1,4 @@
-"""Visible pairs between runs of queries and runs of keys, in closed form where there is one."""
+"""Counts of visible pairs between runs of queries and runs of keys, in closed form if possible."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ Calls = Sequence[tuple[Sequence[range], Sequence[range]]]  # runs of queries and
 
 
 def pairs_of_runs(mask: Mask, calls: Calls) -> np.ndarray:
-    """Count visible pairs between runs of queries and runs of keys, and queries that need a mask.
+    """Count the visible pairs of kernel calls, and the queries that need a mask.
 
     Parameters
     ----------
     mask : Mask
     calls : sequence
-        Runs of tokens in order: of the queries and of the keys of each kernel call.
+        For each kernel call the runs of its queries and the runs of its keys, in order.
 
     Returns
     -------
     (2, calls) int64
-        Visible pairs; queries that see some of the keys, but not all: a kernel needs a mask there.
+        Visible pairs, and queries that see some keys but not all.  A kernel needs a mask for
+        these queries.
     """
-    found = np.zeros((2, len(calls)), np.int64)
+    counts = np.zeros((2, len(calls)), np.int64)
     stairs: list[int] = []  # calls whose pairs have a closed form
     for i, (queries, keys) in enumerate(calls):
         nq, nk = sum(map(len, queries)), sum(map(len, keys))
         if type(mask) is Full or not nq or not nk:
-            found[0, i] = nq * nk
+            counts[0, i] = nq * nk
         elif type(mask) is Causal and len({r.step for r in (*queries, *keys) if len(r) > 1}) < 2:
             stairs.append(i)
         else:
@@ -41,20 +42,20 @@ def pairs_of_runs(mask: Mask, calls: Calls) -> np.ndarray:
                 for x in (queries, keys)
             )
             seen = keys_per_query(mask.intervals(q, np.sort(k)))  # (queries,)
-            found[:, i] = np.sum(seen), np.sum((seen > 0) & (seen < nk))
+            counts[:, i] = np.sum(seen), np.sum((seen > 0) & (seen < nk))
     if stairs:
-        found[:, stairs] = _pairs_of_stairs([calls[i] for i in stairs])
-    return found
+        counts[:, stairs] = _pairs_of_stairs([calls[i] for i in stairs])
+    return counts
 
 
 def _pairs_of_stairs(calls: Calls) -> np.ndarray:
-    """The same for causal calls, whose runs all have the same step."""
+    """Compute `pairs_of_runs` for causal calls whose runs all have the same step."""
     nq, nk = (np.array([len(call[side]) for call in calls]) for side in (0, 1))
     columns = []
     for side in (0, 1):
         runs = [r for call in calls for r in call[side]]
         columns.append(np.array([(r.start, len(r), r.step) for r in runs]).T)
-    # Every run of queries of a call meets every run of keys of the call.
+    # Combine every run of queries of a call with every run of keys of the call.
     call = np.repeat(np.arange(len(calls)), nq * nk)
     ends = np.cumsum(nq * nk)
     place = np.arange(ends[-1]) - (ends - nq * nk)[call]
@@ -70,36 +71,39 @@ def _pairs_of_stairs(calls: Calls) -> np.ndarray:
 def causal_share(
     own: Sequence[range], others: Sequence[range], of_keys: bool, share: float
 ) -> int:
-    """The place of the token of a shard with which the first tokens have a share of its pairs.
+    """Return the place in a shard at which its first tokens reach a share of its visible pairs.
 
     Parameters
     ----------
     own, others : sequence of range
-        Tokens of the shard, and tokens on the other side, under a causal mask; all of one step.
+        Tokens of the shard, and tokens on the other side, under a causal mask.  All ranges have
+        the same step.
     of_keys : bool
-        Whether the shard has keys or queries.
+        Whether the tokens of the shard are keys; otherwise they are queries.
     share : float
+        The share, from 0 to 1.
     """
     starts, counts = np.array([(r.start, len(r)) for r in own]).T[..., None]  # (runs, 1)
     theirs = np.array([(r.start, len(r)) for r in others]).reshape(-1, 2).T  # (2, runs)
     before, n = np.cumsum(counts)[:, None] - counts, int(counts.sum())
 
     def pairs(tokens: np.ndarray) -> np.ndarray:
-        """Visible pairs of the first tokens, (numbers,)."""
+        """Return the visible pairs of the first `tokens` tokens, (numbers,)."""
         first = np.clip(tokens[:, None, None] - before, 0, counts)  # (numbers, runs, 1)
         both = (*theirs, starts, first) if of_keys else (starts, first, *theirs)
         return stairs(*both, own[0].step)[0].sum(axis=(1, 2))
 
     target = share * int(pairs(np.array([n]))[0])
-    step = math.isqrt(n)  # first about where, then where
-    coarse = step * int(np.searchsorted(pairs(np.arange(step, n, step)), target))
-    return coarse + int(np.searchsorted(pairs(np.arange(coarse + 1, coarse + step)), target))
+    stride = math.isqrt(n)  # a coarse search, then a fine search
+    coarse = stride * int(np.searchsorted(pairs(np.arange(stride, n, stride)), target))
+    return coarse + int(np.searchsorted(pairs(np.arange(coarse + 1, coarse + stride)), target))
 
 
 def stairs(q_start, m, k_start, n, step) -> tuple[np.ndarray, np.ndarray]:
-    """Visible pairs of causal runs of m queries and n keys, and queries that need a mask.
+    """Return the visible pairs of causal runs of m queries and n keys.
 
-    The arrays broadcast.
+    Also return the number of queries that need a mask: they see some keys but not all.  The arrays
+    broadcast.
     """
     # Query i of a run sees clip(i + first + 1, 0, n) keys of another run.
     first = (q_start - k_start) // step
@@ -108,6 +112,6 @@ def stairs(q_start, m, k_start, n, step) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _stairs(x: np.ndarray) -> np.ndarray:
-    """Sum of 1, 2, ..., x; 0 for x < 0."""
+    """Return the sum 1 + 2 + ... + x; 0 for x < 0."""
     x = np.maximum(x, 0)
     return x * (x + 1) // 2

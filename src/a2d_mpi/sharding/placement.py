@@ -1,10 +1,11 @@
 """Placement of blocks of tokens, and of the attention between them, for any mask and ranks.
 
-Tokens are cut into blocks, which follow the borders of documents.  Each block has an owner, which
-has its rows of q, k, v and out.  Each pair of a block of queries and a block of keys in which any
-query sees any key is computed by one rank: it receives the queries that see a key there and
-returns their partials, and it receives the keys and values that are seen.  The largest rank's
-traffic is made small while visible pairs and tokens stay within 5 % of even.
+The sequence is cut into blocks, which follow the borders of documents.  Each block has an owner,
+which has its rows of q, k, v and out.  Each pair of a block of queries and a block of keys with a
+visible pair is computed by one rank.  This rank receives the queries that see a key of the pair
+and returns their partial results.  It also receives the keys and values that these queries see.
+The optimiser lowers the traffic of the busiest rank.  Visible pairs and tokens of a rank stay
+within 5 % of the mean.
 """
 
 from __future__ import annotations
@@ -18,26 +19,27 @@ from a2d_mpi.sharding.blocks import along_documents
 from a2d_mpi.sharding.demand import Demand, demand
 from a2d_mpi.sharding.refinement import EVEN, STAGES, STRICT, kicked, merit, move_owners, refine
 
-# Blocks a rank, and in all: few long blocks make few kernel calls; with fewer blocks
-# one pair has several percent of a rank's work.
+# Blocks per rank, and their total.  Few long blocks make few kernel calls.  With fewer blocks, one
+# pair would hold several percent of a rank's work.
 _BLOCKS_EACH, _MOST_EACH = 4, 8
 _BLOCKS = 128
-# Elements looked at by all steps of refinement together, some 150 ns each: 1.5 s on one core.  A
-# step looks at as many as there are pairs, and takes as long as for so many more, and for so many
-# more a rank; a random change takes as long as _KICK steps.
+# Most elements that all moves of the refinement visit, at about 150 ns each: 1.5 s on one core.
 _BUDGET = 10_000_000
-# And so many a token, but no less than this: what a placement may save grows with the length.
+# The budget per token, and its least value: long sequences can save more.
 _BUDGET_TOKEN, _BUDGET_LEAST = 1000, 4_000_000
-_STEP, _STEP_RANK = 6000, 150
+# A move visits one element per pair of blocks.  The rest of a move takes as long as _MOVE elements
+# and _MOVE_RANK elements per rank.  A random change takes as long as _KICK moves.
+_MOVE, _MOVE_RANK = 6000, 150
 _KICK = 20
-# Starts that are kept in the first stages of refinement, where there is time for many and for few.
+# Starts that remain after each of the first stages of refinement, with more than _MANY moves and
+# with fewer.
 _KEPT = (8, 4, 2), (3, 2, 1)
 _MANY = 1700
-# Documents are short that have at most these shares of a rank's mean tokens and work.
+# A document is short if it has at most this share of a rank's mean tokens and work; all are tried.
 _SMALL = (0.25, 0.5, 1.0, 2.0)
-# Bisections try these shares of the ranks besides halves.
+# Bisections try these fractions 1 / x of the ranks besides halves.
 _UNEVEN = ((3, 4), (4,), (3, 5))
-# So many grids are tried, those with work that refinement can make even.
+# Number of grids that are tried, and the most uneven work of a grid (over the mean).
 _GRIDS, _GRID_UNEVEN = 2, 1.5
 
 
@@ -57,19 +59,20 @@ def place(mask: Mask, seqlen: int, ranks: int, kv_share: float = 1.0) -> Assignm
     Returns
     -------
     Assignment
-        The same for the same arguments on machines of one kind; where ranks differ in their
-        processors, let one rank place and share the result.
+        The result depends on the arguments alone if all machines have the same kind of processor.
+        If processors differ, let one rank compute the placement and send it to the others.
 
     Raises
     ------
     ValueError
-        For no ranks or tokens, `kv_share` outside of (0, 1], or a mask of another
+        If there are no ranks or tokens, `kv_share` is outside of (0, 1], or the mask has another
         length.
 
     Notes
     -----
-    There are four blocks a rank, eight up to 128 in all, and more where single pairs are too large
-    for even work; fewer than twice as many where documents end inside of them.
+    There are 128 blocks, but at least four and at most eight per rank.  If single pairs are too
+    large for even work, there are two or four times as many.  Borders of documents inside blocks
+    increase the number, but do not double it.
     """
     if min(ranks, seqlen) < 1:
         raise ValueError(f"need at least one token and one rank, got {seqlen} and {ranks}")
@@ -79,42 +82,42 @@ def place(mask: Mask, seqlen: int, ranks: int, kv_share: float = 1.0) -> Assignm
     usual = max(_BLOCKS_EACH * ranks, min(_BLOCKS, _MOST_EACH * ranks))
     for number in (usual, 2 * usual, 4 * usual):
         bounds = along_documents(mask, seqlen, min(number, seqlen))
-        found = _best(demand(mask, bounds, kv_share), ranks)
-        if found.uneven <= EVEN or 2 * number > seqlen:
+        assignment = _best(demand(mask, bounds, kv_share), ranks)
+        if assignment.uneven <= EVEN or 2 * number > seqlen:
             break
-    return found
+    return assignment
 
 
-def _best(x: Demand, ranks: int) -> Assignment:
-    """Refine several starts a little, fewer of them more, and the best one to the end."""
-    if not len(x.row) or ranks == 1:
-        owner = starts.contiguous(x, ranks)
-        return Assignment(x, ranks, owner, owner[x.col])
-    trials = _starts(x, ranks)
+def _best(needs: Demand, ranks: int) -> Assignment:
+    """Refine many starts with few moves, fewer starts with more moves, and the best to the end."""
+    if not len(needs.row) or ranks == 1:
+        owner = starts.contiguous(needs, ranks)
+        return Assignment(needs, ranks, owner, owner[needs.col])
+    trials = _starts(needs, ranks)
     for trial in trials:
         move_owners(trial, 16)
-    budget = min(_BUDGET, max(_BUDGET_LEAST, _BUDGET_TOKEN * int(x.tokens.sum())))
-    left = steps = budget // (len(x.row) + _STEP + _STEP_RANK * ranks)
-    for kept, stage in zip(_KEPT[0] if steps > _MANY else _KEPT[1], STAGES):
-        found = []
+    budget = min(_BUDGET, max(_BUDGET_LEAST, _BUDGET_TOKEN * int(needs.tokens.sum())))
+    left = moves = budget // (len(needs.row) + _MOVE + _MOVE_RANK * ranks)
+    for kept, stage in zip(_KEPT[0] if moves > _MANY else _KEPT[1], STAGES):
+        refined = []
         for trial in sorted(trials, key=_promise)[:kept]:
-            trial, used = refine(trial, steps // (3 * kept), (stage,))
-            found.append(trial)
+            trial, used = refine(trial, moves // (3 * kept), (stage,))
+            refined.append(trial)
             left -= used
-        trials = found
-    best, used = refine(min(trials, key=merit), steps // (3 * len(STAGES)))
+        trials = refined
+    best, used = refine(min(trials, key=merit), moves // (3 * len(STAGES)))
     left -= used
     rng = np.random.default_rng(0)
     for attempt in range(8):
         if best.uneven <= EVEN:
             break
         trial = kicked(best, rng) if attempt else best
-        trial, used = refine(trial, max(steps // 6, 8 * ranks), (STRICT,))
+        trial, used = refine(trial, max(moves // 6, 8 * ranks), (STRICT,))
         left -= used
         best = min(best, trial, key=merit)
-    if best.uneven > EVEN:  # with two ranks refinement may give all to one of them
-        best = min([best, *_starts(x, ranks)], key=merit)
-    # What is left is spent on random changes of the best assignment, each refined.
+    if best.uneven > EVEN:  # with two ranks, refinement may give all pairs to one rank
+        best = min([best, *_starts(needs, ranks)], key=merit)
+    # Spend the remaining moves on random changes of the best assignment, and refine each change.
     while left > 0 and best.largest > 0:
         trial, used = refine(kicked(best, rng), left, STAGES[1:])
         left -= used + _KICK
@@ -123,14 +126,14 @@ def _best(x: Demand, ranks: int) -> Assignment:
 
 
 def _promise(trial: Assignment) -> float:
-    """Traffic that refinement may come to: it levels ranks, and uneven work costs traffic."""
+    """Estimate the traffic after refinement, which evens out ranks; uneven work costs traffic."""
     return (trial.largest + trial.received.mean()) * (0.5 + 0.5 * max(trial.uneven, EVEN))
 
 
-def _starts(x: Demand, ranks: int) -> list[Assignment]:
-    """Starts that differ from each other."""
-    trials = [starts.packed(x, ranks, s) for s in _SMALL]
-    trials += [starts.packed(x, ranks, 0.5, u) for u in _UNEVEN]
-    trials += sorted(starts.grids(x, ranks, _GRID_UNEVEN), key=_promise)[:_GRIDS]
+def _starts(needs: Demand, ranks: int) -> list[Assignment]:
+    """Return starts that differ from each other."""
+    trials = [starts.packed(needs, ranks, s) for s in _SMALL]
+    trials += [starts.packed(needs, ranks, 0.5, u) for u in _UNEVEN]
+    trials += sorted(starts.grids(needs, ranks, _GRID_UNEVEN), key=_promise)[:_GRIDS]
     different = {t.rank.tobytes(): t for t in trials}
     return list(different.values())

@@ -1,7 +1,8 @@
 """Refinement of an assignment: pairs of blocks, and owners of blocks, change ranks.
 
-Both lower a sum over the ranks of high powers of the elements that they send and receive: a smooth
-stand-in for the largest rank.  A penalty for uneven work, or for too many tokens, is added.
+Each change lowers a penalty.  The penalty is the sum over the ranks of a high power of the traffic
+that they send and receive: a smooth substitute for the largest traffic.  Uneven work, or too many
+tokens, add to it.
 """
 
 from __future__ import annotations
@@ -11,28 +12,37 @@ import numpy as np
 from a2d_mpi.sharding.assignment import Assignment
 from a2d_mpi.sharding.demand import Classes
 
-# (power, weight of uneven work, work of a rank over the mean from which it counts).  Moves are
-# first free to make work uneven for a while; the last stages leave at most 1.05.
+# Each stage is (power of traffic, weight of uneven work, work over the mean above which work is
+# uneven).  The first stages let moves make work uneven for a while; the last ones leave at most
+# EVEN.
 STAGES = ((8, 10.0, 1.04), (8, 60.0, 1.04), (16, 400.0, 1.045), (16, 3000.0, 1.045))
 EVEN = 1.05
-# The last resort where work is still uneven.
+# The last resort if work is still uneven.
 STRICT = (8, 1e6, 1.04)
-# A rank owns at most this many times the mean number of tokens, where blocks allow it.
+# A rank owns at most this many times the mean number of tokens, if the blocks allow it.
 _TOKENS = 1.05
-_TRIES = 6
-_GAIN = 1e-7  # smaller gains would let rounding decide
+_TRIES = 6  # moves that are tried for one rank, those with the largest gains
+_GAIN = 1e-7  # with smaller gains, rounding would decide
 
 
 def refine(trial: Assignment, steps: int, stages: tuple = STAGES) -> tuple[Assignment, int]:
-    """Improve an assignment in stages of at most so many moves of pairs.
+    """Improve an assignment in stages of at most `steps` moves of pairs each.
+
+    Parameters
+    ----------
+    trial : Assignment
+        The start, which is changed.
+    steps : int
+    stages : tuple of (int, float, float)
+        As in `STAGES`.
 
     Returns
     -------
     Assignment
-        The best seen: that with the least traffic among those with work within `EVEN` of the mean,
-        or, if there is none, that with the most even work.
+        The assignment with the least traffic among the assignments whose work is within `EVEN` of
+        the mean.  If there is none, the assignment with the most even work.
     int
-        Number of moves that were looked for.
+        Number of moves that were tried.
     """
     documents = trial.demand.documents()[trial.demand.row]
     best, used = None, 0
@@ -46,18 +56,18 @@ def refine(trial: Assignment, steps: int, stages: tuple = STAGES) -> tuple[Assig
 
 
 def kicked(trial: Assignment, rng: np.random.Generator) -> Assignment:
-    """Copy an assignment and move some rows, columns and owners of a busy rank at random."""
+    """Return a copy in which random rows and columns of pairs, and a block, leave a busy rank."""
     trial = trial.copy()
     busiest = np.argsort(-np.maximum(trial.received, trial.sent), kind="stable")
     source = int(rng.choice(busiest[: max(2, trial.ranks // 4)]))
-    x = trial.demand
+    row, col = trial.demand.row, trial.demand.col
     for _ in range(int(rng.integers(2, 6))):
         pairs = np.flatnonzero(trial.rank == source)
         if not len(pairs):
             break
-        line = x.row if rng.integers(2) else x.col
+        line = row if rng.integers(2) else col
         strip = pairs[line[pairs] == line[rng.choice(pairs)]]
-        near = np.unique(trial.rank[(x.row == x.row[strip[0]]) | (x.col == x.col[strip[0]])])
+        near = np.unique(trial.rank[(row == row[strip[0]]) | (col == col[strip[0]])])
         near = near[near != source]
         if len(near):
             trial.move(strip, source, int(rng.choice(near)))
@@ -70,10 +80,10 @@ def kicked(trial: Assignment, rng: np.random.Generator) -> Assignment:
 
 
 def merit(trial: Assignment) -> tuple[float, float, float]:
-    """Order of assignments, the better one first: work that is not even enough, then traffic.
+    """Return a key by which better assignments come first: uneven work decides, then traffic.
 
-    Traffic counts more where a rank has too many tokens, which the sizes of blocks may force; far
-    too many are as bad as work that is not even.
+    Work within `EVEN` of the mean counts as even.  If a rank has too many tokens, traffic counts
+    more, because the sizes of blocks may force that.  Far too many tokens count as uneven work.
     """
     tokens = trial.tokens
     over = max(0.0, tokens.max() / max(tokens.mean(), 1e-300) - _TOKENS)
@@ -82,7 +92,7 @@ def merit(trial: Assignment) -> tuple[float, float, float]:
 
 
 class _Penalty:
-    """Powers of the traffic and squares of uneven work, each as a function of a rank's figure."""
+    """Powers of the traffic and squares of uneven work, as functions of a rank's numbers."""
 
     def __init__(self, trial: Assignment, power: int, weight: float, even: float) -> None:
         self.scale = 1 / max(trial.largest, 1.0)
@@ -110,7 +120,7 @@ class _Penalty:
 
 
 def _power(x: np.ndarray, power: int) -> np.ndarray:
-    """x ** 8 or x ** 16 by squaring: the same bits on every machine, and faster."""
+    """Return x ** 8 or x ** 16 by squaring, which gives the same bits on every machine."""
     for _ in range(power.bit_length() - 1):
         x = x * x
     return x
@@ -119,29 +129,30 @@ def _power(x: np.ndarray, power: int) -> np.ndarray:
 def move_pairs(
     trial: Assignment, documents: np.ndarray, steps: int, power: int, weight: float, even: float
 ) -> int:
-    """Move pairs from the rank with the largest figure to where the sum of penalties falls most.
+    """Move pairs from the most loaded rank to ranks where the sum of penalties falls most.
 
-    A move takes one pair, all pairs of a rank in one row of blocks, in one column, or in one
-    document.  Its gain is exact for the two ranks and linear in the traffic of the owners; the
-    best ones are made, and undone where the exact sum does not fall.  Return the number of steps.
+    A move takes one pair, or all pairs of a rank in one row of blocks, one column or one document.
+    The estimated gain of a move is exact for the two ranks, and linear in the traffic of the
+    owners.  The most promising moves are tried; a move is undone if the exact sum does not fall.
+    Return the number of steps.
     """
     penalty = _Penalty(trial, power, weight, even)
     current = penalty.total(trial)
     settled = np.zeros(trial.ranks, bool)
     for step in range(steps):
-        figure = np.maximum(trial.received, trial.sent) * penalty.scale
-        figure += 5 * penalty.over(trial.work)
-        figure[settled] = -1
-        source = int(np.argmax(figure))
-        if figure[source] < 0:
+        load = np.maximum(trial.received, trial.sent) * penalty.scale
+        load += 5 * penalty.over(trial.work)
+        load[settled] = -1
+        source = int(np.argmax(load))
+        if load[source] < 0:
             return step
         moved = False
         pairs = np.flatnonzero(trial.rank == source)
         if len(pairs):
             items = _items(trial, documents, pairs)
             gains = _gains(trial, penalty, pairs, items, source)
-            for which in _lowest(gains.ravel()):
-                item, target = divmod(int(which), trial.ranks)
+            for move in _lowest(gains.ravel()):
+                item, target = divmod(int(move), trial.ranks)
                 if gains[item, target] > -_GAIN:
                     break
                 chosen = pairs[_members(items, item, len(pairs))]
@@ -159,50 +170,50 @@ def move_pairs(
 
 
 def _items(trial: Assignment, documents: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Members of the rows, columns and documents among some pairs: (items, pairs) float32."""
+    """Return indicators of the pairs in each row, column and document: (items, pairs) float32."""
     place = np.arange(len(pairs))
-    found = []
+    items = []
     for key in (trial.demand.row, trial.demand.col, documents):
-        values, which = np.unique(key[pairs], return_inverse=True)
+        values, item = np.unique(key[pairs], return_inverse=True)
         member = np.zeros((len(values), len(pairs)), np.float32)
-        member[which.ravel(), place] = 1
-        found.append(member)
-    return np.concatenate(found)
+        member[item.ravel(), place] = 1
+        items.append(member)
+    return np.concatenate(items)
 
 
 def _members(items: np.ndarray, item: int, pairs: int) -> np.ndarray:
-    """Places of the pairs of an item; the first items are single pairs."""
+    """Return the places of the pairs of an item; the first items are single pairs."""
     return np.array([item]) if item < pairs else np.flatnonzero(items[item - pairs])
 
 
 def _lowest(values: np.ndarray) -> np.ndarray:
-    some = np.argpartition(values, min(_TRIES, len(values) - 1))[:_TRIES]
-    return some[np.lexsort((some, values[some]))]
+    places = np.argpartition(values, min(_TRIES, len(values) - 1))[:_TRIES]
+    return places[np.lexsort((places, values[places]))]
 
 
 def _gains(
     trial: Assignment, penalty: _Penalty, pairs: np.ndarray, items: np.ndarray, source: int
 ) -> np.ndarray:
-    """Change of the sum of penalties if a rank takes an item: (pairs + items, ranks)."""
-    x, ranks = trial.demand, np.arange(trial.ranks)
-    work = x.visible[pairs].astype(np.float64)
+    """Return the change of the penalties if a rank takes an item, (pairs + items, ranks)."""
+    demand, ranks = trial.demand, np.arange(trial.ranks)
+    work = demand.visible[pairs].astype(np.float64)
     work = np.concatenate([work, items @ work])
     both = penalty.slope(trial.received) + penalty.slope(trial.sent)
     slopes = both, penalty.slope(trial.sent)
     released, added = [], []
     change = np.zeros((len(work), trial.ranks))
     for classes, needs, weight, slope in zip(
-        (x.queries, x.keys), trial.needs, trial.weights(), slopes
+        (demand.queries, demand.keys), trial.needs, trial.weights(), slopes
     ):
         used, index, weight = _used(classes, pairs, weight)
         used = np.concatenate([used, items @ used])
         owner = trial.owner[classes.block[index]]
         freed = ((used > 0) & (used == needs[source, index])) * (weight * (owner != source))
         new = ((needs[:, index] == 0) & (owner != ranks[:, None])) * weight
-        some = (used > 0).astype(np.float64)
+        is_used = (used > 0).astype(np.float64)
         released.append(freed.sum(axis=1))
-        added.append(some @ new.T)
-        change += some @ (new * slope[owner]).T
+        added.append(is_used @ new.T)
+        change += is_used @ (new * slope[owner]).T
         change -= (freed @ slope[owner])[:, None]
     at_source = penalty.traffic(trial.received[source] - released[0] - released[1])
     at_source += penalty.traffic(trial.sent[source] - released[0])
@@ -220,7 +231,7 @@ def _gains(
 def _used(
     classes: Classes, pairs: np.ndarray, weight: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Classes that some pairs need: (pairs, n) 0 or 1, their indices (n,) and weights (n,)."""
+    """Return the n classes that pairs need: (pairs, n) 0 or 1, indices (n,) and weights (n,)."""
     place, index = classes.of(pairs)
     index, column = np.unique(index, return_inverse=True)
     used = np.zeros((len(pairs), len(index)), np.float32)
@@ -229,18 +240,19 @@ def _used(
 
 
 def move_owners(trial: Assignment, power: int) -> None:
-    """Let two blocks change owners while penalties fall; one may be nothing: a block moves."""
+    """Let two blocks change owners, or one block move, while penalties fall."""
     queries, keys = trial.block_needs()
     to_all_q, to_all_k = queries.sum(axis=0), keys.sum(axis=0)
-    # Change of a rank's figures if it owns a block instead of receiving from it: (ranks, blocks).
+    # Changes of a rank's numbers if it owns a block instead of receiving it: (ranks, blocks).
     tokens, ranks = trial.demand.tokens.astype(np.float64), np.arange(trial.ranks)
     gain_r = to_all_q - 2 * queries - keys
     gain_s = to_all_q - 2 * queries + to_all_k - keys
     gain_t = np.broadcast_to(tokens, gain_r.shape)
-    nothing = np.zeros((3, trial.ranks, trial.ranks))  # of every rank
+    # An empty block of every rank, so that a swap with it moves one block.
+    nothing = np.zeros((3, trial.ranks, trial.ranks))
     steps = np.concatenate([np.stack([gain_r, gain_s, gain_t]), nothing], axis=2)
     owner = np.concatenate([trial.owner, ranks])
-    figures = np.stack([trial.received, trial.sent, trial.tokens])
+    numbers = np.stack([trial.received, trial.sent, trial.tokens])
     scale = 1 / max(trial.largest, 1.0)
     most = max(_TOKENS * tokens.sum() / trial.ranks, 1.0)
 
@@ -249,26 +261,26 @@ def move_owners(trial: Assignment, power: int) -> None:
         return traffic + 100 * np.maximum(0, x[2] / most - 1)
 
     for _ in range(30 * len(tokens)):
-        before = penalty(figures)
-        figure = figures[:2].max(axis=0) * scale + 10 * np.maximum(0, figures[2] / most - 1)
-        for rank in np.argsort(-figure, kind="stable")[: max(4, trial.ranks // 4)]:
+        before = penalty(numbers)
+        load = numbers[:2].max(axis=0) * scale + 10 * np.maximum(0, numbers[2] / most - 1)
+        for rank in np.argsort(-load, kind="stable")[: max(4, trial.ranks // 4)]:
             own = np.flatnonzero(owner[: len(tokens)] == rank)
             if not len(own):
                 continue
-            # One of this rank's blocks, and each of all: (3, own, all).
+            # Swap each block of this rank with each block of all ranks: (3, own, all).
             here = steps[:, rank, None, :] - steps[:, rank, own, None]
             there = steps[:, owner[None, :], own[:, None]]
             there = there - steps[:, owner, np.arange(len(owner))][:, None, :]
-            change = penalty(figures[:, rank, None, None] + here) - before[rank]
-            change += penalty(figures[:, None, owner] + there) - before[owner]
+            change = penalty(numbers[:, rank, None, None] + here) - before[rank]
+            change += penalty(numbers[:, None, owner] + there) - before[owner]
             change[:, owner == rank] = 0
             i, b = np.unravel_index(np.argmin(change), change.shape)
             if change[i, b] > -1e-6:
                 continue
-            for which, to in ((own[i], owner[b]), (b, rank)):
-                figures[:, owner[which]] -= steps[:, owner[which], which]
-                figures[:, to] += steps[:, to, which]
-                owner[which] = to
+            for block, to in ((own[i], owner[b]), (b, rank)):
+                numbers[:, owner[block]] -= steps[:, owner[block], block]
+                numbers[:, to] += steps[:, to, block]
+                owner[block] = to
             owner[len(tokens) :] = ranks
             break
         else:

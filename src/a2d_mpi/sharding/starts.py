@@ -1,10 +1,10 @@
 """Structured starts of an assignment of blocks of tokens to ranks.
 
-Refinement finds what is near: the shape of the whole has to be there before.  *Bisection* cuts the
-pairs of blocks along rows or columns, again and again, into one compact region a rank; on a causal
-mask these are about the squares of the triangle partition, for any number of ranks.  *Packing*
-does so with the long documents only, and deals the short ones whole, so that every rank has an
-even share of tokens and of work.  *Grids* are those of Attention2D, rings among them.
+Refinement makes local changes, so the start has to have the right overall shape.  *Bisection* cuts
+the pairs of blocks along rows or columns, repeatedly, into one compact region per rank.  On a
+causal mask these regions resemble the squares of the triangle partition, for any number of ranks.
+*Packing* bisects the pairs of long documents only.  It gives each short document to one rank, and
+evens out tokens and work.  *Grids* are the grids of Attention2D and rings.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from a2d_mpi.sharding.demand import Demand
 
 
 def contiguous(demand: Demand, ranks: int) -> np.ndarray:
-    """Owners in the order of the sequence: (blocks,) int64."""
+    """Return owners in the order of the sequence, (blocks,) int64."""
     middle = demand.bounds[:-1] + demand.bounds[1:]
     return np.minimum(middle * ranks // (2 * max(int(demand.bounds[-1]), 1)), ranks - 1)
 
 
 def zigzag(demand: Demand, ranks: int) -> np.ndarray:
-    """Owners in the order of the sequence, there and back: (blocks,) int64."""
+    """Return owners in the order of the sequence, forth and back, (blocks,) int64."""
     piece = contiguous(demand, 2 * ranks)
     return np.minimum(piece, 2 * ranks - 1 - piece)
 
 
 def grids(demand: Demand, ranks: int, uneven: float) -> list[Assignment]:
-    """Contiguous and zigzag grids of all shapes whose work is no more uneven than `uneven`."""
-    found = []
+    """Return contiguous and zigzag grids of all shapes, up to `uneven` work over the mean."""
+    trials = []
     for owner in (contiguous(demand, ranks), zigzag(demand, ranks)):
         for rows in range(1, ranks + 1):
             cols = ranks // rows
@@ -38,21 +38,21 @@ def grids(demand: Demand, ranks: int, uneven: float) -> list[Assignment]:
             rank = owner[demand.row] // cols * cols + owner[demand.col] % cols
             work = np.bincount(rank, demand.visible, ranks)
             if work.max() <= uneven * work.mean():
-                found.append(Assignment(demand, ranks, owner, rank))
-    return found
+                trials.append(Assignment(demand, ranks, owner, rank))
+    return trials
 
 
 def packed(demand: Demand, ranks: int, small: float, uneven: tuple[int, ...] = ()) -> Assignment:
-    """Deal short documents whole, and bisect the pairs of the long ones.
+    """Give each short document to one rank, and bisect the pairs of the long documents.
 
     Parameters
     ----------
     demand : Demand
     ranks : int
     small : float
-        A document is short if it has at most this share of a rank's mean work, and of its tokens.
+        A document is short if it has at most this share of a rank's mean work and mean tokens.
     uneven : tuple of int
-        See `bisected`.
+        As in `bisected`.
     """
     document = demand.documents()
     number = int(document[-1]) + 1
@@ -83,7 +83,7 @@ def packed(demand: Demand, ranks: int, small: float, uneven: tuple[int, ...] = (
 def _owners_of_long(
     demand: Demand, rank: np.ndarray, pairs: np.ndarray, blocks: np.ndarray, ranks: int
 ) -> np.ndarray:
-    """Give blocks of long documents, evenly, to ranks that need their tokens."""
+    """Give the blocks of long documents to ranks that need their tokens, in even shares."""
     use = np.zeros((ranks, len(demand.tokens)))
     np.add.at(use, (rank[pairs], demand.row[pairs]), 1.0)
     np.add.at(use, (rank[pairs], demand.col[pairs]), 2 * demand.kv_share)
@@ -107,10 +107,10 @@ def bisected(
     ----------
     demand : Demand
     pairs : (n,) int64
-        The pairs to be dealt.
+        The pairs of blocks that are cut.
     ranks : int
     uneven : tuple of int
-        Besides halves of the ranks, try cuts that give ``1 / x`` of them to one side.
+        Besides halves of the ranks, try cuts that give ``1 / x`` of the ranks to one side.
 
     Returns
     -------
@@ -129,33 +129,36 @@ def bisected(
             rank[here] = first
             continue
         best = None
-        some = pairs[here]
-        row, col = demand.row[some], demand.col[some]
+        region = pairs[here]
+        row, col = demand.row[region], demand.col[region]
         for along, across in ((row, col), (row, -col), (col, row), (col, -row)):
             order = np.lexsort((across, along))
-            done = np.cumsum(work[some[order]])
-            for part in _parts(number, uneven):
-                at = 1 + int(np.argmin(np.abs(done - done[-1] * part / number)))
+            done = np.cumsum(work[region[order]])
+            for below in _sides(number, uneven):
+                at = 1 + int(np.argmin(np.abs(done - done[-1] * below / number)))
                 cost = 0.0
-                for side, n in ((order[:at], part), (order[at:], number - part)):
+                for side, n in ((order[:at], below), (order[at:], number - below)):
                     height = rows[np.unique(row[side])].sum()
                     width = cols[np.unique(col[side])].sum()
-                    cost += _estimate(height, width, work[some[side]].sum(), n)
+                    cost += _estimate(height, width, work[region[side]].sum(), n)
                 if best is None or cost < best[0]:
-                    best = cost, order[:at], order[at:], part
-        _, lower, upper, part = best
-        waiting += [(here[lower], first, part), (here[upper], first + part, number - part)]
+                    best = cost, order[:at], order[at:], below
+        _, lower, upper, below = best
+        waiting += [(here[lower], first, below), (here[upper], first + below, number - below)]
     return rank
 
 
-def _parts(number: int, uneven: tuple[int, ...]) -> list[int]:
-    """Numbers of ranks that one side of a cut may get."""
+def _sides(number: int, uneven: tuple[int, ...]) -> list[int]:
+    """Return the numbers of ranks that one side of a cut may get."""
     small = {max(1, number // x) for x in (2, *uneven)}
     return sorted(small | {number - x for x in small})
 
 
 def _estimate(height: float, width: float, work: float, ranks: int) -> float:
-    """Queries and keys that ranks need if they share a region as squares, or as it is for one."""
+    """Estimate the queries and keys that ranks need if they divide a region into squares.
+
+    One rank needs all queries and keys of the region.
+    """
     if ranks == 1 or not work:
         return height + width
     side = min(height, np.sqrt(work / ranks))

@@ -1,7 +1,7 @@
-"""Required rows: the tokens of a shard that some query or key of other shards sees.
+"""Required rows: the tokens of a shard that are in a visible pair with tokens of other shards.
 
-A rank needs of a shard only the keys that its queries see, and only the queries that see its
-keys.  So what travels follows the mask.
+A rank needs only the keys that its queries see, and only the queries that see its keys.  So
+traffic follows the mask.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from a2d_mpi.masks.intervals import Runs, union
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.sharding.distribution import Distribution
 
-_TOGETHER = 1 << 18  # pairs of stairs and runs of keys that are looked at together
+_TOGETHER = 1 << 18  # pairs of stairs and runs of keys that are processed together
 
 
 @lru_cache(maxsize=8)
 def visibility(mask: Mask, queries: Distribution, keys: Distribution) -> Visibility:
-    """The visibility between all shards; kept, as the schedules of all ranks ask for it."""
+    """Return the visibility between all shards; it is cached for the programs of all ranks."""
     return Visibility(mask, queries, keys)
 
 
@@ -32,7 +32,7 @@ class Visibility:
     ----------
     mask : Mask
     queries, keys : Distribution
-        Each with the same number of shards.
+        Distributions with the same number of shards.
     """
 
     def __init__(self, mask: Mask, queries: Distribution, keys: Distribution) -> None:
@@ -42,21 +42,21 @@ class Visibility:
         self._required: dict[tuple[bool, int, Collection[int]], Runs] = {}
 
     def required(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:
-        """Places in the owner's shard of its tokens that see, or are seen by, other shards.
+        """Return the places in the owner's shard of the tokens that other shards require.
 
         Parameters
         ----------
         of_keys : bool
-            True: keys of the owner that queries of the others see.  False: queries of the owner
-            that see keys of the others.
+            True: the keys of the owner that queries of the other shards see.  False: the queries
+            of the owner that see keys of the other shards.
         owner : int
         others : hashable collection of int
-            Each rank once; a range or a frozenset is looked up fastest.
+            The other shards, each once.  The hash of a range or a frozenset is fastest.
         """
         key = of_keys, owner, others
-        if (found := self._required.get(key)) is None:
-            found = self._required[key] = self._places(*key)
-        return found
+        if (places := self._required.get(key)) is None:
+            places = self._required[key] = self._places(*key)
+        return places
 
     def _places(self, of_keys: bool, owner: int, others: Collection[int]) -> Runs:
         shards = self._shards[of_keys]
@@ -68,14 +68,14 @@ class Visibility:
         key = of_keys, others
         if key not in self._of_shards:
             several = [x for p in others for x in self._tokens(of_keys, p)]
-            if type(self._mask) is Causal and several:  # all begin at 0, or all end at n
+            if type(self._mask) is Causal and several:  # all runs begin at 0, or all end at n
                 begins, ends = zip(*several)
                 several = [(min(begins), max(ends))]
             self._of_shards[key] = union([several])
         return shards.places(owner, self._of_shards[key])
 
     def _tokens(self, of_keys: bool, other: int) -> Runs:
-        """Keys that queries of a shard see, or queries that see keys of a shard."""
+        """Return the keys that queries of a shard see, or the queries that see its keys."""
         key = of_keys, other
         if key not in self._of_shard:
             self._of_shard[key] = self._keys_of(other) if of_keys else self._queries_of(other)
@@ -91,16 +91,16 @@ class Visibility:
 
 
 class Stairs(NamedTuple):
-    """Runs of queries whose intervals of keys grow by the same steps.
+    """Runs of queries whose intervals of keys move by equal steps from query to query.
 
     Attributes
     ----------
     first, last : (n,) int64
-        The queries of each are ``[first, last)``, in ascending order.
+        The queries of each run are ``[first, last)``, in ascending order.
     begin, end : (n,) int64
-        The keys that its first query sees; never none.
+        The interval of keys that the first query sees; it is not empty.
     step_begin, step_end : (n,) int64
-        0 or 1, by which these grow from one query to the next.
+        Growth of `begin` and `end` from one query to the next, 0 or 1.
     """
 
     first: np.ndarray
@@ -113,50 +113,52 @@ class Stairs(NamedTuple):
 
 @lru_cache(maxsize=2)
 def stairs_of(mask: Mask, seqlen: int, seqlen_kv: int) -> list[Stairs]:
-    """The visible pairs of a mask, for each of the intervals of a query."""
-    if type(mask) is Causal and seqlen == seqlen_kv:  # sequences may be long
+    """Return the visible pairs of a mask as stairs, for each of the intervals of a query."""
+    if type(mask) is Causal and seqlen == seqlen_kv:  # without arrays of all tokens
         return [Stairs(*np.array([[0], [seqlen], [0], [1], [0], [1]]))]
-    found = []
+    all_stairs = []
     for begin, end in mask.visible(np.arange(seqlen)):
         begin, end = np.clip(begin, 0, seqlen_kv), np.clip(end, 0, seqlen_kv)
         query = np.flatnonzero(end > begin)
         begin, end = begin[query], end[query]
         steps = np.stack([np.diff(x, append=-1) for x in (query, begin, end)])  # (3, queries)
-        # Stairs end where a step is none of theirs, or another one than before.
+        # A run ends where a step is not 0 or 1, or differs from the step before.
         new = np.ones(len(query), bool)
         new[1:] = (steps[0, :-1] != 1) | ((steps[1:, :-1] | 1) != 1).any(axis=0)
         new[2:] |= (steps[1:, 1:-1] != steps[1:, :-2]).any(axis=0)
         start = np.flatnonzero(new)
         size = np.diff(start, append=len(query))
         both = steps[1:, start] * (size > 1)
-        found.append(Stairs(query[start], query[start] + size, begin[start], end[start], *both))
-    return found
+        stairs = Stairs(query[start], query[start] + size, begin[start], end[start], *both)
+        all_stairs.append(stairs)
+    return all_stairs
 
 
 def keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> Runs:
-    """Keys that any of some queries sees; the queries are ascending runs, (n, 2) int64."""
+    """Return the keys that any of `queries` sees; these are ascending runs, (n, 2) int64."""
     seen, (first, last) = [], queries.T
     for x in stairs_of(mask, seqlen, seqlen_kv):
-        # The stairs that have any of the queries of each run.
+        # The stairs that contain a query of each run.
         least = np.searchsorted(x.last, first, side="right")
         number = np.maximum(np.searchsorted(x.first, last) - least, 0)
         run = np.repeat(np.arange(len(first)), number)
-        which = np.arange(len(run)) + np.repeat(least - np.cumsum(number) + number, number)
-        start, begin, end = x.first[which], x.begin[which], x.end[which]
-        begin = begin + x.step_begin[which] * np.maximum(first[run] - start, 0)
-        final = np.minimum(last[run], x.last[which]) - 1
-        seen.append((begin, end + x.step_end[which] * (final - start)))
+        stair = np.arange(len(run)) + np.repeat(least - np.cumsum(number) + number, number)
+        start, begin, end = x.first[stair], x.begin[stair], x.end[stair]
+        begin = begin + x.step_begin[stair] * np.maximum(first[run] - start, 0)
+        final = np.minimum(last[run], x.last[stair]) - 1
+        seen.append((begin, end + x.step_end[stair] * (final - start)))
     return _union(seen)
 
 
 def queries_seeing(mask: Mask, seqlen: int, seqlen_kv: int, keys: np.ndarray) -> Runs:
-    """Queries that see any of some keys; the keys are runs, (n, 2) int64."""
+    """Return the queries that see any of `keys`; these are runs, (n, 2) int64."""
     seeing = []
     for x in stairs_of(mask, seqlen, seqlen_kv):
         several = max(1, _TOGETHER // max(1, len(x.first)))
         for i in range(0, len(keys), several):
             begin, end = keys[i : i + several, :, None].transpose(1, 0, 2)  # (runs, 1)
-            # The first query that ends behind the first key, and the first beginning behind all.
+            # The first query whose interval ends after the first key, and the first query whose
+            # interval begins after all keys.
             late, early = begin - x.end + 1, end - x.begin
             late = np.where(x.step_end | (late <= 0), np.maximum(late, 0), seqlen)
             early = np.where(x.step_begin | (early <= 0), early, seqlen)
@@ -166,7 +168,7 @@ def queries_seeing(mask: Mask, seqlen: int, seqlen_kv: int, keys: np.ndarray) ->
 
 
 def _runs(shards: Distribution, shard: int) -> np.ndarray:
-    """The tokens of a shard as runs of consecutive ones, (n, 2) int64."""
+    """Return the tokens of a shard as runs of consecutive tokens, (n, 2) int64."""
     runs = [r for r in shards.runs(shard) if r]
     if any(r.step > 1 for r in runs):
         tokens = shards.tokens(shard)
@@ -175,7 +177,7 @@ def _runs(shards: Distribution, shard: int) -> np.ndarray:
 
 
 def _union(several: list[tuple[np.ndarray, np.ndarray]]) -> Runs:
-    """The union of runs [begin, end), which may be empty."""
+    """Return the union of runs [begin, end), which may be empty."""
     begin, end = (np.concatenate(x) for x in zip(*several or [((), ())]))
     order = np.flatnonzero(end > begin)
     if not len(order):

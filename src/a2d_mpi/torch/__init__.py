@@ -1,7 +1,6 @@
 """Plans in PyTorch: differentiable calls, models of Hugging Face transformers, sums of gradients.
 
-PyTorch holds tensors and their graph; MPI carries the messages.  Nothing else of the package
-imports PyTorch.
+PyTorch holds tensors and their graph; MPI sends the messages.  Only this folder imports PyTorch.
 """
 
 try:

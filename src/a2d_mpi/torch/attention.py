@@ -1,4 +1,4 @@
-"""A plan's attention as a differentiable function of tensors, and shards of tensors."""
+"""Attention by a plan as a differentiable function of tensors, and shards of tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.torch.tensors import array_of, current_stream, tensor_of
 
-IGNORED = -100  # a label that counts nothing, as in torch.nn.functional.cross_entropy
+IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
 
 
-@torch._disable_dynamo  # as torch.compiler.disable, which takes seconds to import the compiler
+@torch._disable_dynamo  # torch.compiler.disable does the same, but imports the compiler: seconds
 def attend(
     plan: AttentionPlan,
     q: torch.Tensor,
@@ -24,11 +24,11 @@ def attend(
     sink: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention by a plan; differentiable once in all tensors.
+    """Compute attention by a plan; the result can be differentiated once.
 
-    Collective over the ranks of the plan, and so is its backward pass: all ranks must make both.
-    The plan reads the memory of the tensors and writes that of the results.  Under autocast the
-    tensors are cast to the plan's dtype first.  `torch.compile` leaves the call out of its graphs.
+    The call and its backward pass are collective over the ranks of the plan.  The plan uses the
+    memory of the tensors without copies.  Under autocast the tensors are cast to the plan's dtype
+    first.  `torch.compile` leaves the call out of its graphs.
 
     Parameters
     ----------
@@ -38,10 +38,11 @@ def attend(
         on the current GPU, and have the plan's dtype.
     k : (m, nheads_kv, headdim) tensor
     v : (m, nheads_kv, headdim_v) tensor
-        Shards of this rank.
+        Shards of this rank: row i is the token ``plan.tokens_kv[i]``.
     sink : (nheads,) tensor, optional
-        A logit per head in the denominator, the same on all ranks, of the plan's `compute_dtype`.
-        Its gradient is the share of this rank, as for every weight: see `sum_gradients`.
+        One logit per head in the denominator, of the plan's `compute_dtype` and the same on all
+        ranks.  Its gradient is from this rank's tokens only, as for every weight: see
+        `sum_gradients`.
     return_lse : bool
         Also return lse.
 
@@ -49,12 +50,12 @@ def attend(
     -------
     out : (n, nheads, headdim_v) tensor
     lse : (n, nheads) tensor
-        Of `compute_dtype`; only with `return_lse`.
+        Only with `return_lse`; it has the plan's `compute_dtype`.
 
     Raises
     ------
     ValueError
-        On all ranks, if a tensor has the wrong shape, dtype or device on any of them.
+        On all ranks, if a tensor has the wrong shape, dtype or device on any rank.
     """
     if any(torch.is_autocast_enabled(x) for x in ("cpu", "cuda")):
         dtype = getattr(torch, plan.dtype.name)
@@ -64,11 +65,11 @@ def attend(
 
 
 class _Attention(torch.autograd.Function):
-    """The graph's node of one call."""
+    """The node of one call in PyTorch's graph."""
 
     @staticmethod
     def forward(ctx: Any, plan: AttentionPlan, return_lse: bool, *tensors: Any) -> tuple:
-        """Out and lse of q, k, v and the sink."""
+        """Compute out and lse of q, k, v and the sink."""
         with current_stream():
             q, k, v, sink = _arrays(plan, "forward", tensors)
             out, lse = map(tensor_of, plan.forward(q, k, v, sink))
@@ -82,15 +83,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple:
-        """Gradients of q, k, v and the sink."""
+        """Compute the gradients of q, k, v and the sink."""
         plan = ctx.plan
         try:
             *tensors, out, lse = ctx.saved_tensors
-        except RuntimeError as error:  # changed in place, perhaps on this rank alone
+        except RuntimeError as error:  # a tensor was changed in place, perhaps on this rank only
             plan.refuse(str(error), "backward")
         if dout is None:
             dout = torch.zeros_like(out)
-        if ctx.return_lse and dlse is None:  # another rank may have one
+        if ctx.return_lse and dlse is None:  # other ranks may have a gradient
             dlse = torch.zeros_like(lse)
         with current_stream():
             given = _arrays(plan, "backward", (dout, *tensors, out, lse, dlse))
@@ -101,10 +102,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _arrays(plan: AttentionPlan, phase: str, tensors: tuple) -> list[Array | None]:
-    """The arrays of tensors; if one has none, all ranks raise an error in place of the call."""
+    """Return the arrays of tensors; if a tensor has none, all ranks raise an error."""
     try:
         return [array_of(x) for x in tensors]
-    except Exception as error:  # of any kind: the other ranks must hear of it
+    except Exception as error:  # of any kind: all ranks must raise it
         return plan.refuse(f"q, k, v or sink: {error}", phase)
 
 
@@ -115,14 +116,19 @@ def shard(plan: AttentionPlan, x: torch.Tensor | None, root: int = 0) -> torch.T
     ----------
     plan : AttentionPlan
     x : (seqlen, ...) tensor
-        On rank `root` of ``plan.grid.comm``, of any dtype; no gradient passes through.  Other
+        On rank `root` of ``plan.grid.comm``, of any dtype; the call is not differentiable.  Other
         ranks pass None.
     root : int
 
     Returns
     -------
     (n, ...) tensor
-        Shard of this rank, on the CPU or the current GPU, as `x` is.
+        Shard of this rank, on the CPU or the current GPU, as `x`.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if `x` has the wrong number of rows, or `root` is not a rank.
     """
     with current_stream():
         return tensor_of(plan.scatter(_rows(x), root))
@@ -135,36 +141,41 @@ def unshard(plan: AttentionPlan, x: torch.Tensor, root: int = 0) -> torch.Tensor
     ----------
     plan : AttentionPlan
     x : (n, ...) tensor
-        Shard of this rank, of any dtype; no gradient passes through.
+        Shard of this rank, of any dtype; the call is not differentiable.
     root : int
 
     Returns
     -------
     (seqlen, ...) tensor or None
         In the order of the sequence on rank `root` of ``plan.grid.comm``; None on other ranks.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if `x` has the wrong number of rows on any rank, or `root` is not a rank.
     """
     with current_stream():
         return tensor_of(plan.gather(_rows(x), root))
 
 
 def _rows(x: Any) -> Any:
-    """The array of a tensor; anything else is left to the plan, which refuses it on all ranks."""
+    """Return the array of a tensor; the plan refuses anything else on all ranks."""
     try:
         return array_of(x)
-    except Exception:  # of any kind: the other ranks must hear of it
+    except Exception:  # of any kind: the plan raises an error on all ranks
         return x
 
 
 def shift_labels(plan: AttentionPlan, labels: torch.Tensor) -> torch.Tensor:
-    """Labels of next-token prediction: each token gets the label of the token that follows it.
+    """Shift labels for next-token prediction: each token gets the label of the next token.
 
-    That token may be on another rank.  The last token gets -100, and so does a token which the
-    token that follows does not see: the last one of a packed document.  Collective.
+    The next token may be on another rank.  The last token of the sequence gets -100.  So does the
+    last token of each packed document, because the next token does not see it.  Collective.
 
     Parameters
     ----------
     plan : AttentionPlan
-        Of one sequence.
+        A plan of self-attention.
     labels : (n,) int64 tensor
         Shard of this rank.
 
@@ -173,11 +184,11 @@ def shift_labels(plan: AttentionPlan, labels: torch.Tensor) -> torch.Tensor:
     (n,) int64 tensor
         Shard of this rank.
     """
-    whole = unshard(plan, labels)
-    if whole is not None:
-        whole = whole.roll(-1, 0)
-        whole[-1] = IGNORED
-    shifted = shard(plan, whole)
+    gathered = unshard(plan, labels)
+    if gathered is not None:
+        gathered = gathered.roll(-1, 0)
+        gathered[-1] = IGNORED
+    shifted = shard(plan, gathered)
     following = np.minimum(plan.tokens + 1, plan.seqlen - 1)
     seen = np.zeros(len(following), bool)
     for begin, end in plan.mask.visible(following):

@@ -1,4 +1,4 @@
-"""Gradients of a model's parameters, summed over ranks."""
+"""Sums of the gradients of a model's parameters over ranks."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ BUCKET = 25 << 20  # bytes that are sent together, as in PyTorch's DistributedDa
 
 
 class GradientHooks:
-    """Sums of gradients that travel while the backward pass goes on.
+    """Hooks that sum gradients over ranks during the backward pass.
 
     ::
 
         hooks = GradientHooks(model, comm)
         for ...:
             optimizer.zero_grad()
-            loss.backward()  # this rank's part of the loss
+            loss.backward()  # this rank's term of the loss
             hooks.finish()
             optimizer.step()
 
-    Gradients are summed in float32 (float64 if the model has float64), in the order of ranks: the
-    same bits on all ranks.  A gradient that a rank does not have counts as zero; one that no rank
-    has stays None, so that optimizers leave the parameter alone.
-    Between two `finish` there is one backward pass.
+    Gradients are summed in float32 (float64 if the model has float64), in the order of ranks, so
+    that all ranks have the same bits.  A gradient that only some ranks have counts as zero on the
+    others.  A gradient that no rank has stays None, and optimizers then skip the parameter.  There
+    must be exactly one backward pass between two calls of `finish`.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The same on all ranks, on one device.
+        The same model on all ranks, on one device.
     comm : Intracomm
-        Of the caller; a duplicate is used, until `free`.
+        The caller's communicator; a duplicate is used until `free`.
 
     Raises
     ------
     ValueError
-        On all ranks, if their models have other parameters, shapes or dtypes.
+        On all ranks, if models differ in parameters, shapes or dtypes, or have complex parameters
+        or none.
     """
 
     def __init__(self, model: torch.nn.Module, comm: MPI.Intracomm) -> None:
-        # The backward pass ends with the first layers.
+        # Reversed, because the backward pass finishes the last layers first.
         self._parameters = [x for x in reversed([*model.parameters()]) if x.requires_grad]
         sizes = [x.numel() for x in self._parameters]
         kinds = [(tuple(x.shape), x.dtype) for x in self._parameters]
@@ -75,10 +76,10 @@ class GradientHooks:
 
     def _begin(self) -> None:
         self._missing = set(self._parameters)
-        self._started, self._sent = 0, 0  # buckets, and their elements
+        self._started, self._sent = 0, 0  # number of buckets, and of their elements
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
-        """Send the next buckets whose gradients are all there."""
+        """Send the next buckets whose gradients are complete."""
         if parameter not in self._missing:
             raise ValueError("a second gradient of a parameter before finish(): its sum is sent")
         self._missing.remove(parameter)
@@ -88,7 +89,7 @@ class GradientHooks:
             self._start()
 
     def _start(self) -> None:
-        """Send the next bucket; all ranks send them in this order."""
+        """Send the next bucket; all ranks send buckets in the same order."""
         begin, bucket = self._sent, self._buckets[self._started]
         for x in bucket:
             part = self._parts[x]
@@ -100,7 +101,7 @@ class GradientHooks:
             self._sum.start(slice(begin, self._sent))
 
     def finish(self) -> None:
-        """Wait until every gradient is the sum over ranks.  Collective."""
+        """Wait until every gradient holds its sum over ranks.  Collective."""
         while self._started < len(self._buckets):
             self._start()
         with current_stream():
@@ -121,15 +122,20 @@ class GradientHooks:
 
 
 def sum_gradients(model: torch.nn.Module, comm: MPI.Intracomm) -> None:
-    """Sum the gradients of a model over ranks, in their order, in few messages.  Collective.
+    """Sum the gradients of a model over ranks after a backward pass.  Collective.
 
-    To be called after the backward pass; `GradientHooks` overlaps it.
+    `GradientHooks` does the same during the backward pass.
 
     Parameters
     ----------
     model : torch.nn.Module
-        The same on all ranks, on one device.
+        The same model on all ranks, on one device.
     comm : Intracomm
+
+    Raises
+    ------
+    ValueError
+        As `GradientHooks`.
     """
     hooks = GradientHooks(model, comm)
     hooks.finish()

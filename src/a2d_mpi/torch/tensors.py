@@ -1,4 +1,4 @@
-"""Tensors and arrays of the same memory: NumPy arrays on a CPU, CuPy arrays on a GPU."""
+"""Tensors and arrays that share memory: NumPy arrays on a CPU, CuPy arrays on a GPU."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ BFLOAT16 = DTYPES["bfloat16"]
 
 
 def array_of(x: torch.Tensor | None) -> Array | None:
-    """The array of a tensor's memory; None stays None.
+    """Return an array of a tensor's memory; None stays None.
 
     Raises
     ------
     Exception
-        If `x` is no tensor, or has no memory that NumPy or CuPy can use.
+        If `x` is not a tensor, or NumPy or CuPy cannot use its memory.
     """
     if x is None:
         return None
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"must be a tensor, got {type(x).__name__}")
-    if x.dtype == torch.bfloat16:  # which NumPy alone does not know
+    if x.dtype == torch.bfloat16:  # PyTorch does not export bfloat16 to NumPy
         return array_of(x.detach().view(torch.int16)).view(BFLOAT16)
     if x.is_cuda:
         import cupy
@@ -37,7 +37,7 @@ def array_of(x: torch.Tensor | None) -> Array | None:
 
 
 def tensor_of(x: Array | None) -> torch.Tensor | None:
-    """The tensor of an array's memory; None stays None."""
+    """Return a tensor of an array's memory; None stays None."""
     if x is None:
         return None
     if x.dtype == BFLOAT16:
@@ -47,7 +47,7 @@ def tensor_of(x: Array | None) -> torch.Tensor | None:
 
 @contextmanager
 def current_stream() -> Iterator[None]:
-    """Make PyTorch's current GPU and stream those of CuPy, if both are there."""
+    """Make PyTorch's current GPU and stream current in CuPy, too, if both are there."""
     if not torch.cuda.is_initialized() or find_spec("cupy") is None:
         yield
         return

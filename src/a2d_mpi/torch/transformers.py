@@ -13,7 +13,7 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.torch.attention import attend
 
 _numbers = count(1)
-# What some models pass beside q, k and v, and no plan takes.
+# Arguments that some models pass to their attention and no plan can use.
 OTHERS = (
     "sliding_window", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices",
     "cu_seq_lens_q", "cu_seq_lens_k",
@@ -22,7 +22,7 @@ PADDING = "padding masks are not supported: pack sequences as documents of the p
 
 
 def _counted(plan: AttentionPlan) -> torch.Tensor | None:
-    """The positions that a model counts by itself, where this rank's tokens have other ones."""
+    """Return the positions that a model would assume, if they are wrong for this rank's tokens."""
     first, n = plan.tokens[:1], len(plan.tokens)
     if n == 0:
         return None
@@ -33,12 +33,12 @@ def _counted(plan: AttentionPlan) -> torch.Tensor | None:
 
 
 def use_in_transformers(plan: AttentionPlan) -> str:
-    """Register a plan with transformers 4.48 or newer; local.
+    """Register a plan with Hugging Face transformers, 4.48 or newer.  Local.
 
-    ``model.set_attn_implementation(use_in_transformers(plan))`` makes all attention of a model the
-    plan's.  The model then gets one sequence without padding, of which each rank has the tokens
-    ``plan.tokens``; `position_ids` says where they stand.  The plan's mask decides what is seen,
-    also with packed documents.  The caller keeps the plan.
+    After ``model.set_attn_implementation(use_in_transformers(plan))`` the plan computes all
+    attention of a model.  The model then takes one sequence without padding.  Each rank passes its
+    tokens ``plan.tokens``, and their positions as `position_ids`.  Only the plan's mask counts,
+    also for packed documents.  The caller must keep the plan alive.
 
     Parameters
     ----------
@@ -47,37 +47,39 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     Returns
     -------
     str
-        Name of the implementation, a new one for each call.
+        Name of the implementation.  Each call returns a new name.
 
     Raises
     ------
     ValueError
-        If a rank has no tokens, which models of transformers cannot take.
+        If a rank has no tokens, because models of transformers cannot take that.
 
     Notes
     -----
-    A call of the model raises ValueError on all ranks, if on any of them there is dropout, a mask
-    of padding, or `output_attentions`, the batch is not one sequence, or the scale, the soft-cap,
-    a window, sinks or a bias of the model are not the plan's; and if `position_ids` were left out,
-    in models that hand them to their attention.
+    A call of the model raises ValueError on all ranks if any of them has
+
+    * dropout, a padding mask or `output_attentions`;
+    * a batch of more than one sequence;
+    * another scale or soft-cap than the plan, or a window, sinks or a bias;
+    * no `position_ids`, in models that pass these to their attention.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if 0 in plan.problem.counts:
         rank = plan.problem.counts.index(0)
         raise ValueError(f"rank {rank} has none of the {plan.seqlen} tokens: models need some")
-    try:  # without an entry here, masks of padding would be dropped in silence
+    try:  # without an entry here, transformers would silently drop padding masks
         from transformers.masking_utils import AttentionMaskInterface
-    except ImportError:  # before 4.53 all attention gets a mask; its last token sees all tokens
+    except ImportError:  # before 4.53 attention always gets a mask, whose last row shows padding
         AttentionMaskInterface = None
-    name, known = f"a2d_mpi_{next(_numbers)}", weakref.ref(plan)
+    name, reference = f"a2d_mpi_{next(_numbers)}", weakref.ref(plan)
     forgotten = _counted(plan)
 
     def plan_of_name() -> AttentionPlan:
-        found = known()
-        if found is None:
+        plan = reference()
+        if plan is None:
             raise ValueError(f"the plan of {name} is gone: keep it as long as the model uses it")
-        return found
+        return plan
 
     def attention(
         module: torch.nn.Module,
