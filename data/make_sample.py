@@ -32,10 +32,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from tqdm import tqdm
 
 from a2d_mpi.core.atomic import check_writable
-from a2d_mpi.experiments.options import Parser, run_serial
+from a2d_mpi.experiments.options import Parser, run_serial, tokens, whole
 from a2d_mpi.experiments.origin import sha256
 from a2d_mpi.experiments.pretrained import (
     PACKAGE,
@@ -46,6 +45,7 @@ from a2d_mpi.experiments.pretrained import (
     windows,
 )
 from a2d_mpi.experiments.results import new_file
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.gpt.encoder import Encoder
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def write_sample(
                 compression_opts=9,
                 shuffle=True,
             )
-        for i, ids in enumerate(tqdm(inputs, unit="window")):
+        for i, ids in enumerate(progress(inputs, unit="window")):
             x = encoder.embed(ids, np.arange(len(ids)))
             for before in range(layer):
                 x = encoder.layer(x, before, attend)
@@ -174,29 +174,24 @@ def build_parser() -> Parser:
     """Return the options of this script."""
     parser = Parser("make_sample.py", __doc__)
     parser.add_argument("output", type=Path, help="HDF5 file to write (replaced if it exists)")
-    parser.add_argument("--tokens", type=int, default=1536, help="sequence length (%(default)s)")
-    parser.add_argument("--layer", type=int, default=3, help="layer, from 0 (%(default)s)")
-    parser.add_argument(
-        "--dtype", choices=("float16", "float32"), default="float16", help="(%(default)s)"
-    )
-    parser.add_argument(
-        "--model", type=Path, metavar="DIR", help=f"BERT model folder (that of {PACKAGE})"
-    )
-    parser.add_argument(
-        "--text", type=Path, metavar="FILE", help="UTF-8 text (Python's documentation topics)"
-    )
+    add = parser.add_argument
+    add("--tokens", type=tokens(), metavar="TOKENS", default=1536, help="sequence length")
+    add("--layer", type=whole(0), metavar="N", default=3, help="layer, from 0")
+    add("--dtype", choices=("float16", "float32"), default="float16", help="storage dtype")
+    text = f"folder of a BERT model; default: the model of {PACKAGE}"
+    add("--model", type=Path, metavar="DIR", help=text)
+    text = "UTF-8 text; default: Python's documentation topics"
+    add("--text", type=Path, metavar="FILE", help=text)
     return parser
 
 
 def main(args: argparse.Namespace) -> int:
     """Make the sample that the command line asks for; returns the exit code."""
-    if args.tokens < 1:
-        raise ValueError(f"--tokens is {args.tokens}, must be at least 1")
     check_writable(args.output)
     folder = args.model or find_model()
     encoder, tokenizer = load_model(folder)
-    if not 0 <= args.layer < encoder.layers:
-        raise ValueError(f"--layer is {args.layer}, must be 0 to {encoder.layers - 1}")
+    if args.layer >= encoder.layers:
+        raise ValueError(f"--layer must be at most {encoder.layers - 1}, got {args.layer}")
     text = read_text(args.text)
     inputs = cut_windows(text, tokenizer, args.tokens)
 

@@ -31,7 +31,7 @@ html_title = f"a2d_mpi {release}"
 
 
 class DriverHelp(Directive):
-    """Docstring and options of a driver: ``.. driver-help:: plan``."""
+    """Help of a driver and of its subcommands: ``.. driver-help:: plan``."""
 
     required_arguments = 1
 
@@ -42,7 +42,8 @@ class DriverHelp(Directive):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        texts = (module.__doc__.strip(), module.build_parser().format_help().strip())
+        parser = module.build_parser()
+        texts = [x.format_help().strip() for x in (parser, *parser.commands.values())]
         return [nodes.literal_block(text, text, language="none") for text in texts]
 
 

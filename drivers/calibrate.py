@@ -1,17 +1,18 @@
-"""Measure the machine that this runs on and write its profile for drivers/plan.py.
+"""Measure the machine that this runs on, and write its profile for the planner.
 
     mpiexec -n 4 python drivers/calibrate.py --output results/here.toml
 
 Run it as the job will run: as many ranks, on as many nodes (told apart by hostname).  All ranks
-measure at once, so the figures are those of a busy machine: ranks that share cores (namespaces on
-one host are found, too) or NICs each get their part.  Kernels: several shapes, by the kernel that
-such a job takes; the profile says which one, with which BLAS.
-A link that these ranks do not have (one node, or one rank on each) is left out of the profile,
-which then does for ranks that do not need it.
+measure at once, as on a busy machine.  Ranks that share cores or NICs each get their part;
+namespaces on one host are found, too.  The kernel that the job will take is measured with several
+shapes.  The profile names this kernel and its BLAS.
+A link that these ranks do not have (one node, or one rank on each) is left out of the profile.
+The profile then serves ranks that do not need the link.
 
-The output and the profile say by how much the same kernel calls differed.  If by more than 20 %,
-they say that other work disturbed them: measure once more then.
-Exit code 2: bad input, or the output cannot be written.
+The output and the profile say by how much the same kernel calls differed.  If they differed by
+more than 20 %, other work disturbed them: measure once more then.
+
+Exit code 0: the profile is written.  2: bad input, or the output cannot be written.
 """
 
 from mpi4py import MPI
@@ -19,25 +20,26 @@ from mpi4py import MPI
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.calibrate import calibrate
 from a2d_mpi.experiments.cli import Parser, run
-from a2d_mpi.experiments.options import THREADS, path, real
+from a2d_mpi.experiments.options import add_options, listed, one_of, real
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("calibrate.py", __doc__, comm)
-    add = parser.add_argument
-    add("--output", type=path, required=True, help="TOML file to write")
-    add("--name", help="of the machine; default: its first host")
-    add(
-        "--seconds",
-        type=real(1e-3, 86400),
-        default=30.0,
-        help="of a measurement, about (default %(default)s)",
-    )
-    add("--dtype", choices=DTYPES, action="append", help="default: float32; may be repeated")
-    add("--kernel", choices=("auto", "numpy", "numba"), default="auto",
-        help="default: the fastest that is installed")  # fmt: skip
-    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
+    group = parser.add_argument_group("measurement")
+    add = group.add_argument
+    add("--seconds", type=real(1e-3, 86400), metavar="S", default=30.0,
+        help="about how long to measure")  # fmt: skip
+    text = f"storage dtypes of the kernels, of {', '.join(DTYPES)}"
+    add_options(group, "dtype", type=listed(one_of(DTYPES)), choices=None, metavar="DTYPE,...",
+                help=text)  # fmt: skip
+    text = "auto: the fastest that is installed"
+    add("--kernel", choices=("auto", "numpy", "numba"), default="auto", help=text)
+    add_options(group, "threads")
+    group = parser.add_argument_group("output")
+    add_options(group, "output", required=True, help="TOML file to write")
+    text = "name of the machine; default: its first host"
+    group.add_argument("--name", metavar="TEXT", help=text)
     return parser
 
 

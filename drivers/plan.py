@@ -1,17 +1,32 @@
-"""The methods and grids for a problem on a machine, fastest first.
+r"""The methods and grids for a problem on a machine, fastest first.
 
     python drivers/plan.py --profile data/machines/h100-64x1.toml --ranks 64 --seqlen 1M \
         --nheads 96 --headdim 128 --mask causal --backward
 
-Prints all plans that fit, fastest first: method, rows x cols x heads, the order of the axes from
-nodes to ranks ("ucr": neighbouring ranks differ in r), seconds in all and by part, what a rank
-receives and a node gets from other nodes, the bytes over all ranks as a multiple of the least
-that exact attention needs without a head axis, the memory of a rank, and what each loses against
-the first.  Nothing is run; no MPI is needed.  Exit code 2: bad input, or no plan fits.
+Nothing is run, and no MPI is needed.  The table has a line for each plan:
+
+  method, grid   rows x cols x ranks that share the heads
+  order          the axes from nodes to ranks; "ucr": neighbouring ranks differ in r
+  total, ...     seconds in all, and by part
+  received       bytes that a rank receives
+  by a node      bytes that a node gets from other nodes
+  x bound        bytes over all ranks, as a multiple of the least that exact attention needs
+                 without a head axis
+  memory         of a rank
+  the end        what the plan loses against the first plan
+
+Exit code 0: done.  2: bad input, or no plan fits.
 """
 
 from a2d_mpi.experiments.candidates import add_problem, plan
-from a2d_mpi.experiments.options import Parser, run_serial, whole
+from a2d_mpi.experiments.options import (
+    Parser,
+    add_options,
+    listed,
+    method_name,
+    run_serial,
+    whole,
+)
 from a2d_mpi.experiments.sweep import PLANNED
 from a2d_mpi.gpt.config import PRESETS
 from a2d_mpi.schedules import METHODS
@@ -20,19 +35,20 @@ from a2d_mpi.schedules import METHODS
 def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plan.py", __doc__)
-    add_problem(parser, PLANNED)
-    add = parser.add_argument
-    add("--method", choices=METHODS, action="append", help="only this one; may be repeated")
-    add("--memory", help="of a rank: 80GB, 80GiB; default: what the profile says")
-    add("--gpt", choices=PRESETS, help="also training steps of this model, whose heads these are")
-    add("--recompute", action="store_true", help="with --gpt: blocks keep less")
-    add(
-        "--simulate",
-        choices=("best", "all"),
-        default="best",
-        help="best: until the fastest plan is certain, all: every plan (default %(default)s)",
-    )
-    add("--top", type=whole(0), default=20, help="lines to print, 0: all (default %(default)s)")
+    add_problem(parser, PLANNED, needs_heads=False)
+    group = parser.add_argument_group("plans and table")
+    add = group.add_argument
+    text = f"only these methods, of {', '.join(METHODS)}; default: all"
+    add_options(group, "method", type=listed(method_name), metavar="METHOD,...", default=None,
+                help=text)  # fmt: skip
+    text = "memory of a rank: 80GB, 80GiB; default: what the profile says"
+    add("--memory", metavar="SIZE", help=text)
+    text = "also training steps of this model, which has the heads, too"
+    add("--gpt", choices=PRESETS, help=text)
+    add("--recompute", action="store_true", help="with --gpt: keep less of each block")
+    text = "best: until the fastest plan is certain; all: every plan"
+    add("--simulate", choices=("best", "all"), default="best", help=text)
+    add("--top", type=whole(0), metavar="N", default=20, help="lines to print; 0: all")
     return parser
 
 

@@ -1,50 +1,160 @@
-"""Draw what drivers/bench.py, bench_kernel.py, bench_train.py, train_gpt.py or simulate.py found.
+r"""Draw figures: results of other drivers, grids of ranks, masks and schedules.
 
-    python drivers/plot.py results/bench.h5 --output results/figures --what scaling,bytes
+    python drivers/plot.py results data/results/scaling.h5 --output results/figures
+    python drivers/plot.py grid results/grid.png --rows 2 --cols 3
+    python drivers/plot.py masks results/masks.png --masks causal,sliding_window
+    python drivers/plot.py schedule results/schedules.png --ranks 4 --seqlen 4K --nheads 8 \
+        --profile data/machines/a100-16x4.toml --plans attention2d:2x2,ring
 
-scaling   time by number of ranks, with per cent of ideal scaling of the fastest on the fewest
-phases    where the time of each plan goes: compute, merge, wait (communication that nothing hid)
-bytes     what a rank receives by number of ranks: counted, by the formula, and the lower bound
-model     predicted against measured time, of all runs in the file
-timeline  what every rank of one run did when
+It needs matplotlib: pip install -e '.[plot]'.  Nothing is run, and no MPI is needed.
 
-Alone, of files of other drivers:
-training     loss by tokens (drivers/train_gpt.py)
-kernels      speed of kernels and of PyTorch's (drivers/bench_kernel.py)
-steps        seconds of training steps by part, measured and predicted (drivers/bench_train.py)
-activations  memory by number of ranks (drivers/bench_train.py)
-strong       time by number of ranks, with per cent of ideal scaling (drivers/simulate.py)
-weak         likewise, with as many tokens a rank
-slopes       the same, with the power of the ranks that fits each method's times
-exposed      share of the time that ranks wait (drivers/simulate.py)
-winners      the fastest method by ranks and tokens (drivers/simulate.py)
-crossover    gain over the ring by computing over transfers (folder of jobs/study.sh crossover)
-trace        what every rank did when, and all messages (a file of any driver's --trace)
-
-Each is written as PNG and as SVG, 8 cm wide.  Of the plans of a method the fastest one at each
-number of ranks stands for it (in bytes, the one that receives least).  With one number of ranks
-scaling and bytes are bars.  A figure for which the file holds nothing is left out, with a line on
-stderr.  Exit code 2: bad input, or nothing could be drawn.
+Exit code 0: done.  2: bad input, or nothing could be drawn.
 """
 
-from a2d_mpi.experiments.options import Parser, path, run_serial, whole
+import argparse
+from collections.abc import Callable
+
+from a2d_mpi.experiments.candidates import add_problem
+from a2d_mpi.experiments.options import (
+    PLANS_HELP,
+    Parser,
+    add_options,
+    add_trace,
+    path,
+    run_serial,
+    tokens,
+    whole,
+)
+from a2d_mpi.figures import grid_plots, mask_plots, schedule_plots
 from a2d_mpi.figures.plots import FIGURES, OTHERS, PHASES, plot
+
+
+def results(parser: Parser) -> None:
+    """Figures of a results file, of bench.py or of another driver.
+
+        python drivers/plot.py results data/results/scaling.h5 --output results/figures
+        python drivers/plot.py results data/results/scaling.h5 --what scaling,bytes
+
+    scaling   time by number of ranks, with per cent of ideal scaling of the fastest on the fewest
+    phases    where the time of each plan goes: compute, merge, wait (communication that nothing
+              hid)
+    bytes     what a rank receives by number of ranks: counted, by the formula, and the lower bound
+    model     predicted against measured time, of all runs in the file
+    timeline  what every rank of one run did when
+
+    Each alone, of files of other drivers:
+
+    training     loss by tokens (train_gpt.py)
+    kernels      speed of kernels and of PyTorch's (bench_kernel.py)
+    steps        seconds of training steps by part, measured and predicted (bench_gpt.py train)
+    activations  memory by number of ranks (bench_gpt.py train)
+    strong       time by number of ranks, with per cent of ideal scaling (simulate.py)
+    weak         likewise, with as many tokens a rank
+    slopes       the same, with the power of the ranks that fits each method's times
+    exposed      share of the time that ranks wait (simulate.py)
+    winners      the fastest method by ranks and tokens (simulate.py)
+    crossover    gain over the ring by computing over transfers (folder of jobs/study.sh crossover)
+    trace        what every rank did when, and all messages (a file of any driver's --trace)
+
+    Each figure is written as PNG and as SVG, 8 cm wide.  The fastest plan of a method at each
+    number of ranks stands for the method (in bytes, the plan that receives least).  With one
+    number of ranks, scaling and bytes are bars.  A figure for which the file holds nothing is left
+    out, with a line on stderr.
+    """
+    text = "file of a driver, or of --trace, or a folder"
+    parser.add_argument("results", type=path, help=text)
+    add = parser.add_argument_group("figures").add_argument
+    add("--output", dest="folder", type=path, metavar="DIR", default="results/figures",
+        help="folder for the figures")  # fmt: skip
+    text = f"figures, listed; alone: {', '.join(OTHERS)}"
+    add("--what", metavar="FIGURE,...", default=",".join(FIGURES), help=text)
+    add("--format", metavar="FORMAT,...", default="png,svg", help="png, svg or both")
+    text = "name of a workload in the file; default: the one with the most rank counts and runs"
+    add("--workload", metavar="NAME", help=text)
+    text = "number of ranks of phases and timeline; default: the most"
+    add("--ranks", type=whole(1), metavar="N", help=text)
+    add("--phase", choices=PHASES, default="both", help="phase to plot")
+    text = "name of the run of the timeline; default: the fastest Attention2D"
+    add("--run", metavar="NAME", help=text)
+
+
+def grid(parser: Parser) -> None:
+    """Who computes what: the attention matrix coloured by rank, and the process grid.
+
+        python drivers/plot.py grid results/grid.png --rows 2 --cols 3 --mask causal
+
+    Left: the visible pairs, query by key, in the colour of the rank that computes them.  Right:
+    the ranks, their share of the work, and what they exchange.
+    """
+    group = _add_picture(parser, tokens(most=grid_plots.LONGEST), 72)
+    add_options(group, "mask")
+
+
+def masks(parser: Parser) -> None:
+    """Masks, and who computes what with each of them on a process grid.
+
+        python drivers/plot.py masks results/masks.png --rows 2 --cols 3
+
+    For each mask a pair of panels, query by key.  Left: the visible pairs.  Right: the same pairs
+    in the colour of the rank that computes them: the rank in the row of the query's owner and the
+    column of the key's owner.  Above: the distribution, and the largest area of a rank over the
+    mean.
+    """
+    group = _add_picture(parser, tokens(most=mask_plots.LONGEST), 96)
+    add_options(group, "masks", default="all")
+
+
+def _add_picture(
+    parser: Parser, kind: Callable[[str], int], seqlen: int
+) -> argparse._ArgumentGroup:
+    """Add what `grid` and `masks` share; returns the group."""
+    parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
+    group = parser.add_argument_group("what to draw")
+    ranks = whole(1, mask_plots.RANKS)
+    add_options(group, "rows", type=ranks, default=2, help="rows of the grid")
+    add_options(group, "cols", type=ranks, default=3, help="columns of the grid")
+    add_options(group, "distribution", help="of tokens; default: the mask's own")
+    add_options(group, "seqlen", type=kind, default=seqlen)
+    return group
+
+
+def schedule(parser: Parser) -> None:
+    r"""Schedules: who computes what, who talks to whom, and what every rank does when.
+
+        python drivers/plot.py schedule results/schedules.png --ranks 16 --seqlen 32K --nheads 32 \
+            --nheads-kv 8 --profile data/machines/a100-16x4.toml \
+            --plans "attention2d:4x4,ring,double ring:4x4"
+
+    A row for each plan.  Left: the (query, key) pairs of a short sequence, in the colour of the
+    rank that computes them.  Hidden pairs are grey.  Of ranks that share the heads each has
+    stripes.  Middle: bytes that a rank receives from each other rank, phase by phase.  Right: the
+    predicted time of every rank by part, phase by phase.  Ranks are counted as MPI counts them:
+    neighbours share nodes, whose ranks have shades of one colour.  --trace FILE writes the same
+    times for Perfetto, with all kernel calls and messages.
+    """
+    parser.epilog = PLANS_HELP
+    parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
+    add_problem(parser, schedule_plots.RANKS)
+    group = parser.add_argument_group("plans")
+    text = f"at most {schedule_plots.PLANS} plans, see the end of this help"
+    add_options(group, "plans", default="auto:each", help=text)
+    add_trace(group, "all plans with the predicted times, one after the other")
+
+
+JOBS = {
+    "results": plot,
+    "grid": grid_plots.plot_grid,
+    "masks": mask_plots.plot_masks,
+    "schedule": schedule_plots.plot_schedule,
+}
 
 
 def build_parser() -> Parser:
     """The options of this driver."""
     parser = Parser("plot.py", __doc__)
-    add = parser.add_argument
-    add("results", type=path, help="file of a driver, or of --trace, or a folder")
-    add("--output", type=path, default="results/figures", help="folder (default %(default)s)")
-    add("--what", default=",".join(FIGURES), help=f"default %(default)s; or {', '.join(OTHERS)}")
-    add("--workload", help="its name in the file; default: that of the most rank counts and runs")
-    add("--ranks", type=whole(1), help="of phases and timeline; default: the most")
-    add("--phase", choices=PHASES, default="both", help="to plot (default %(default)s)")
-    add("--run", help="of the timeline, its name; default: the fastest Attention2D")
-    add("--format", default="png,svg", help="default %(default)s")
+    parser.add_commands(results, grid, masks, schedule)
     return parser
 
 
 if __name__ == "__main__":
-    run_serial(build_parser, plot)
+    run_serial(build_parser, lambda args: JOBS[args.command](args))

@@ -7,7 +7,7 @@
 #
 #   bash jobs/gpu_all.sh [FOLDER]      default: results/gpu-<time>
 #
-# FOLDER then has gpu.txt, all that was printed, and gpu.h5, all figures, for drivers/plot.py
+# FOLDER then has gpu.txt, all that was printed, and gpu.h5, all figures, for drivers/plot.py results
 # (--what kernels, timeline or phases).  Each part has its time, all together have
 # A2D_MPI_GPU_SECONDS (520); one that fails is named at the end, the others run, and the exit code
 # is 1.  Nothing is installed with A2D_MPI_ENV=active but the wheels of A2D_MPI_WHEELS.

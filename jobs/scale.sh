@@ -7,7 +7,7 @@
 # Files: scale.h5 (all methods by ranks and tokens, and what the planner picks), all.h5 (every plan
 # for one workload), partitions.h5 (triangles and blocks), networks.h5 (those that are worse than one
 # switch), links.h5 (communication alone).  What is there already is not done again.  Then
-# python drivers/study.py --simulated prints tables, drivers/plot.py draws; SimGrid: see jobs/simulate.sh.
+# python drivers/report.py scale prints tables, drivers/plot.py results draws; SimGrid: see jobs/simulate.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output=${1:?usage: scale.sh FOLDER [64] [256] [1024] [4096] [gathers] [picks] [all] [partitions] [networks] [links]}
@@ -28,7 +28,7 @@ replay() {
 # methods RANKS TOKENS KV-HEADS PLANS...: on the three machines.
 methods() {
   local IFS=,
-  replay scale "$1" "$2" "${*:4}" --nheads-kv "$3" --profile "$a100" "$one_nic" "$h100" \
+  replay scale "$1" "$2" "${*:4}" --nheads-kv "$3" --profile "$a100,$one_nic,$h100" \
     --coarse "${coarse:-0}"
 }
 
@@ -58,7 +58,7 @@ for part in "$@"; do
     4096)
       # Of those with 32 ranks that share the heads the best by the model, or nearly.
       replay scale 4096 256K,1M,4M "ring:128x1x32,double ring:32x4x32@ruc,attention2d:8x16x32@cur" \
-        --profile "$a100" "$h100"
+        --profile "$a100,$h100"
       replay scale 4096 1M,4M "ring:128x1x32@cur,attention2d:8x16x32@cur" --profile "$one_nic"
       replay scale 4096 1M "double ring:64x2x32@urc,double ring:32x4x32@ruc" --profile "$one_nic"
       ;;
@@ -79,7 +79,7 @@ for part in "$@"; do
       replay all 256 64K all,auto --profile "$a100" --coarse 1e-4
       ;;
     partitions) # triangles are of 66 and 253 ranks
-      machines=(--profile "$a100" "$one_nic" "$h100")
+      machines=(--profile "$a100,$one_nic,$h100")
       replay partitions 66 64K,1M "triangle:66x1,attention2d:6x11" "${machines[@]}"
       replay partitions 253 64K,1M "triangle:253x1,attention2d:11x23" "${machines[@]}"
       replay partitions 64 64K,1M "blocks:64x1,attention2d:8x8" "${machines[@]}"
@@ -90,7 +90,7 @@ for part in "$@"; do
       for odd in "--networks switch,fat_tree,fat_tree:2,fat_tree:4,dragonfly" "--slow-rank 2" \
         "--slow-port 2" "--latency 10"; do
         # shellcheck disable=SC2086
-        replay networks 256 64K,1M "$plans" --profile "$a100" "$h100" $odd
+        replay networks 256 64K,1M "$plans" --profile "$a100,$h100" $odd
       done
       ;;
     links) # a ring of 4096 ranks: 50 million messages

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The study: every method on emulated clusters of this machine, side by side.
+# The study: grids and rings on emulated clusters of this machine, side by side.
 #
 #   bash jobs/study.sh results/study                      all of it, 85 minutes on two cores
 #   bash jobs/study.sh results/study 64x1 scaling         some of it
@@ -11,7 +11,7 @@
 #
 # Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
 # results and a profile for each.  What is there already is not run again.  Then
-# python drivers/study.py data/results/*.h5 says what came of it, drivers/plot.py draws it.
+# python drivers/report.py study data/results/*.h5 says what came of it, drivers/plot.py results draws it.
 #
 # Rates: such that two cores carry them, and the ring computes for 0.5 to 10 % of the time for which it
 # transfers, as it does with 4 K to 15 K tokens on the profiles of the paper's machines in
@@ -148,18 +148,18 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
       ;;
     train) # activations by ranks, here; then a layer on nodes, as long for its width as GPT-3's with 128K
       for ranks in 1 2 4 8; do
-        run_mpi "$ranks" 900 python drivers/bench_train.py --output "$output/memory.h5" --resume \
+        run_mpi "$ranks" 900 python drivers/bench_gpt.py train --output "$output/memory.h5" --resume \
           --preset tiny --seqlen 4K --recompute --trials 1 --plans attention2d
       done
       calibrated 16x1 10mbit
-      on 16x1 10mbit drivers/bench_train.py --output "$output/step.h5" --resume \
+      on 16x1 10mbit drivers/bench_gpt.py train --output "$output/step.h5" --resume \
         --profile "$output/16x1.toml" --preset gpt3-175b-layer --width 192 --nheads 12 \
         --positions rotary --seqlen 2K --plans auto:2,attention2d:4x4,ring --trials 7
       ;;
     overlap) # computing and communicating at once, and in turn, where both take as long
       on 16x1 100mbit drivers/bench.py --output "$output/overlap.h5" "${sizes[@]}" \
         --plans attention2d:4x4 --nheads 8 --headdim 64 --seqlens 16K --backward \
-        --overlap both
+        --overlap --no-overlap
       ;;
     *)
       echo "study.sh: no part $name: 16x1, 64x1, 16x4, ratio, large, crossover, scaling, overlap, triangle, nodes, masks, train" >&2

@@ -114,6 +114,19 @@ def parser_of(program: str) -> argparse.ArgumentParser:
     return module.build_parser()
 
 
+def parsers_of(program: str) -> list[argparse.ArgumentParser]:
+    """The parser of a program and those of its subcommands."""
+    parser = parser_of(program)
+    return [parser, *parser.commands.values()]
+
+
+def options_of(program: str) -> set[str]:
+    """The names of the options of a program and of its subcommands."""
+    actions = (action for parser in parsers_of(program) for action in parser._actions)
+    shown = (action for action in actions if action.help != argparse.SUPPRESS)  # no old names
+    return {name for action in shown for name in action.option_strings}
+
+
 def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:
     """Fail on all ranks of `comm` if `ok` is false on any, with the messages of those ranks.
 

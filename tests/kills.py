@@ -38,7 +38,7 @@ TRAINED = Path(tempfile.gettempdir(), f"a2d_mpi-kills-{os.getpid()}")
 KINDS = ("all", "rank", "term")
 ROOT = DRIVERS.parent
 MODEL = ("--layers", "1", "--width", "8", "--nheads", "2")
-TEXT = (ROOT / "README.md", "--separator", "", *MODEL, "--seqlen", "40", "--warmup", "5")
+TEXT = (ROOT / "README.md", "--separator", "", *MODEL, "--seqlen", "40", "--warmup-steps", "5")
 
 
 @dataclass
@@ -160,7 +160,7 @@ CASES = {
                    "--resume", "--kernel", "numpy"],
         benched, bench_bits,
     ),
-    "bench_train.py": Case(
+    "bench_gpt.py train": Case(
         12,
         lambda x: ["--output", x / "runs.h5", *MODEL, "--vocab", 16, "--seqlen", 64,
                    "--trials", 3, "--plans", "ring,attention2d:1x2,attention2d:2x1", "--resume"],
@@ -172,7 +172,7 @@ CASES = {
                    "--kernel", "numpy", "--output", x / "out.h5", "--save-outputs"],
         outputs, listed(outputs),
     ),
-    "bench_decode.py": Case(
+    "bench_gpt.py decode": Case(
         8,
         lambda x: ["--output", x / "decode.h5", "--width", 32, "--nheads", 4, "--contexts",
                    "64,128", "--trials", 3],

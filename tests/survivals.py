@@ -36,8 +36,9 @@ TRAINING = ("forward", "backward", "making", "checkpoint", "evaluation", "repair
 DECODING = ("forward", "making", "step", "repair")
 STEPS = 24
 MODEL = ("--layers", "1", "--width", "16", "--nheads", "4", "--seqlen", "64")
-OPTIONS = (str(README), *MODEL, "--separator", r"\n\n", "--validate", "0.03", "--warmup", "5",
-           "--steps", str(STEPS), "--every", "4", "--kernel", "numpy")  # fmt: skip
+OPTIONS = (str(README), *MODEL, "--separator", r"\n\n", "--validate", "0.03",
+           "--warmup-steps", "5", "--steps", str(STEPS), "--every", "4",
+           "--kernel", "numpy")  # fmt: skip
 PROMPTS = ("So ", "The ranks", "A", "On a machine")
 TOKENS = 30
 

@@ -237,7 +237,7 @@ def test_driver(tmp_path):
     done = drive("train_gpt.py", 2, text, "--folder", run, *sizes, "--separator", "")
     assert done.returncode == 0, done.stderr
     options = ["--prompt", "to be", "--prompt", "or", "--prompt", "not ", "--tokens", 20]
-    options += ["--arrive", "0,0,4", "--block", 4, "--temperature", 0.7, "--top-k", 9]
+    options += ["--arrive", "0,0,4", "--cache-block", 4, "--temperature", 0.7, "--top-k", 9]
     shown = []
     for ranks, more in (
         (1, ["--room", 15]),
@@ -254,10 +254,14 @@ def test_driver(tmp_path):
         ([*options, "--ffn-ranks", 2], [], "--attention-ranks and --ffn-ranks need each other"),
         ([*options, "--micro-batches", 2], [], "and --micro-batches both"),
         ([*options, *both, 2], [], "2 attention ranks and 2 FFN ranks are not the 3 ranks"),
-        ([*options, *both, 1, "--heads", 3], [], "3 ranks a Ulysses group do not divide 2 ranks"),
+        (
+            [*options, *both, 1, "--head-ranks", 3],
+            [],
+            "3 ranks a Ulysses group do not divide 2 ranks",
+        ),
         ([*options, *both, 1, "--rows", 2, "--cols", 2], [], "a 2 x 2 grid does not fit 2 ranks"),
         ([*options, *both, 1, "--room", "3"], [], "a number for each of the 2 positions"),
-        ([*options, *both, 1], ["--ffn-ranks", "2"], "ranks disagree on --ffn_ranks"),
+        ([*options, *both, 1], ["--ffn-ranks", "2"], "ranks disagree on --ffn-ranks"),
     ]
     assert_all_refused("generate.py", 3, cases)
 
@@ -268,7 +272,7 @@ def test_bench(tmp_path):
     sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--nheads-kv", 1, "--headdim", 10]
     sizes += ["--contexts", "40", "--trials", 2, "--ranks", 1, "--apart", "1+1,1+2"]
     output, trace = tmp_path / "decode.h5", tmp_path / "trace.json"
-    done = drive("bench_decode.py", 3, *sizes, "--output", output, "--trace", trace)
+    done = drive("bench_gpt.py", 3, "decode", *sizes, "--output", output, "--trace", trace)
     assert done.returncode == 0, done.stderr
     with h5py.File(output) as file:
         assert list(file["runs"]) == ["1", "1+1", "1+2"]
@@ -286,13 +290,13 @@ import a2d_mpi.gpt.apart as apart
 right = apart.step_traffic_apart
 apart.step_traffic_apart = lambda *of: (right(*of)[0] + 1, right(*of)[1])
 """
-    done = drive("bench_decode.py", 2, *sizes[:-1], "1+1", sabotage=wrong)
+    done = drive("bench_gpt.py", 2, "decode", *sizes[:-1], "1+1", sabotage=wrong)
     assert done.returncode == 1 and "FAILED 1+1 ranks, 40 tokens, traffic" in done.stdout
-    done = drive("bench_decode.py", 2, *sizes)
+    done = drive("bench_gpt.py", 2, "decode", *sizes)
     assert done.returncode == 2 and "at most 2 together" in done.stderr
-    sizes = ["--nheads", 4, "--heads", 3, "--ranks", 3, "--contexts", "40"]
-    done = drive("bench_decode.py", 4, *sizes)
-    assert done.returncode == 2 and "--heads 3: 3 does not divide 4 heads" in done.stderr
+    sizes = ["--nheads", 4, "--head-ranks", 3, "--ranks", 3, "--contexts", "40"]
+    done = drive("bench_gpt.py", 4, "decode", *sizes)
+    assert done.returncode == 2 and "--head-ranks 3: 3 does not divide 4 heads" in done.stderr
 
 
 def test_the_committed_runs():

@@ -26,14 +26,6 @@ def test_committed_points():
     assert len(results) == 20 and all(x.passed for x in results)
 
 
-def test_page_has_the_points():
-    text = (ROOT / "docs/study.md").read_text()
-    for p in measured(DATA):
-        grid, pick = p.gain("square grid 4 x 4"), p.gain("the planner's pick")
-        assert f"| {p.ratio:.2g} | {p.seconds['ring']:.2f} (" in text
-        assert f"| {grid:.2f} | {pick:.2f} |" in text
-
-
 def test_simulated_points(monkeypatch):
     """The ratio grows with the tokens, and the gain falls to one."""
     monkeypatch.setattr(crossover_plots, "TOKENS", [1 << 15, 1 << 22])
@@ -49,7 +41,7 @@ def test_picture(tmp_path, monkeypatch):
     point = Point(0.5, {x: 1.0 + i for i, x in enumerate(PLANS)})
     monkeypatch.setattr(crossover_plots, "simulated", lambda machine: [point])
     monkeypatch.setattr(crossover_plots, "TOKENS", [1 << 15])
-    parser = parser_of("drivers/plot.py")
+    parser = parser_of("drivers/plot.py").commands["results"]
     args = [str(DATA), "--what", "crossover", "--format", "png", "--output", str(tmp_path)]
     from a2d_mpi.figures.plots import plot
 

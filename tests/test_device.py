@@ -322,7 +322,7 @@ def test_timeline_of_four_ranks(monkeypatch, tmp_path):
     assert done.returncode == 0, done.stderr
     write_entries(file, SCHEMA, {"figures/kernel": Entry({"made": "up"}, {})})
     options = ["--what", "timeline", "--format", "svg", "--output", tmp_path]
-    done = helpers.drive("plot.py", 0, file, *options)
+    done = helpers.drive("plot.py", 0, "results", file, *options)
     assert done.returncode == 0, done.stderr
     drawn = (tmp_path / "timeline.svg").read_text()
     words = ("compute", "merge", "wait", "forward, ms", "backward, ms", "rank")
@@ -348,7 +348,7 @@ def test_picture_of_kernels(tmp_path):
     work = {"tflop/256x8x64/full/forward": 0.5, "tflop/16x16x16/full/forward": 0.25}
     write_entries(file, SCHEMA, {"figures/one core": Entry(work, tiles)})
     options = ["--what", "kernels", "--format", "svg", "--output", tmp_path]
-    done = helpers.drive("plot.py", 0, file, *options)
+    done = helpers.drive("plot.py", 0, "results", file, *options)
     assert done.returncode == 0, done.stderr
     drawn = (tmp_path / "kernels.svg").read_text()
     numbers, words = (505, 337, 252, 202, 808, 250, 125), ("a2d_mpi", "torch FLASH", "numba")
@@ -357,7 +357,7 @@ def test_picture_of_kernels(tmp_path):
     assert "<!-- one core -->" in drawn and "<!-- split -->" not in drawn
     other = tmp_path / "bench.h5"
     add_results(other, {}, {})
-    done = helpers.drive("plot.py", 0, other, *options)
+    done = helpers.drive("plot.py", 0, "results", other, *options)
     assert_refused(done, "it has no group figures")
 
 

@@ -31,7 +31,6 @@ from helpers import (
 from a2d_mpi import Causal, Distribution
 from a2d_mpi.core import reference
 from a2d_mpi.experiments.results import read_result
-from a2d_mpi.schedules import METHODS
 
 # The others, in which MPI has no part: what is wrong is found, and said, in Python.
 launches = pytest.mark.launches
@@ -187,7 +186,10 @@ OPTIONS = [
     (["--check", "rows:0"], "--check must be none, sample, full or rows:N, got 'rows:0'"),
     (["--rows", "3"], "3 rows do not divide 2 ranks"),
     (["--cols", "3"], "3 columns do not divide 2 ranks"),
-    (["--rows", "2", "--heads", "2"], "2 rows x 2 ranks a Ulysses group do not divide 2 ranks"),
+    (
+        ["--rows", "2", "--head-ranks", "2"],
+        "2 rows x 2 ranks a Ulysses group do not divide 2 ranks",
+    ),
     (["--rows", "2", "--cols", "2"], "2 x 2 grid does not fit 2 ranks"),
     (["--stream", "--method", "ring"], "--stream needs --method attention2d"),
     (["--inner", "2"], "--inner needs --method double_ring"),
@@ -196,7 +198,7 @@ OPTIONS = [
     (["--method", "striped ring", "--distribution", "zigzag"], "has no zigzag distribution"),
     (["--rows", "-1"], "--rows must be at least 1, got -1"),
     (["--cols", "0"], "--cols must be at least 1, got 0"),
-    (["--heads", "0"], "--heads must be at least 1, got 0"),
+    (["--head-ranks", "0"], "--head-ranks must be at least 1, got 0"),
     (["--seqlen", "1537"], "1536 tokens"),
     (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
     (["--trials", "0"], "--trials must be at least 1, got 0"),
@@ -322,25 +324,12 @@ def test_rank_that_dies_ends_the_job(how):
         assert "rank 1 failed" in done.stderr and "a defect" in done.stderr
 
 
-DRIVERS_OF_RANKS = ("attention", "bench", "calibrate")
-
-
 @launches
 def test_help_is_printed_once():
     """And ends a job well."""
     done = drive(2, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("usage:") == 1
-
-
-def test_help():
-    done, found = drive_each([(f"{x}.py", ["--help"], []) for x in DRIVERS_OF_RANKS], 2)
-    assert done.stderr == ""
-    for program, (code, stdout) in zip(DRIVERS_OF_RANKS, found):
-        assert (program, code, stdout.count("usage:")) == (program, 0, 1)
-        if program in DRIVERS_OF_RANKS[:2]:
-            text, names = " ".join(stdout.split()), ", ".join(METHODS)
-            assert names in text and "r (rows), c (columns) and u (ranks" in text, program
 
 
 def test_options_of_other_drivers():

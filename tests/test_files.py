@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import DRIVERS, assert_each_refused, parser_of
+from helpers import DRIVERS, assert_each_refused, parser_of, parsers_of
 
 from a2d_mpi.core.atomic import check_writable, held, replacing
 from a2d_mpi.experiments.files import READ, WRITTEN, check_files
@@ -25,13 +25,14 @@ TRAIN = ["--width", "8", "--nheads", "2", "--seqlen", "40", "--separator", ""]
 def test_all_options_that_name_files_are_known():
     named = set()
     for program in PROGRAMS:
-        for action in parser_of(f"drivers/{program}")._actions:
+        for action in (x for parser in parsers_of(f"drivers/{program}") for x in parser._actions):
             words = f"{action.help} {action.metavar}".lower().replace(",", " ").split()
             if action.nargs != 0 and (action.type is path or {"file", "files", "dir"} & {*words}):
                 named.add(action.dest)
     named -= {"name", "workload", "run", "seqlen", "seed", "distribution"}  # of what is in a file
     assert named <= {*READ, *WRITTEN, "folder"}, named
-    dests = {x.dest for y in PROGRAMS for x in parser_of(f"drivers/{y}")._actions}
+    everyone = (parser for x in PROGRAMS for parser in parsers_of(f"drivers/{x}"))
+    dests = {action.dest for parser in everyone for action in parser._actions}
     assert {*READ, *WRITTEN} <= dests
 
 
@@ -59,10 +60,10 @@ CASES = [
     "attention.py text --mask-file b.h5 --output ./b.h5",
     "attention.py b.h5 --import own.py --output own.py",
     "bench.py --profile p.toml --output link.toml --resume",
-    "bench_train.py --profile p.toml --output p.toml",
-    "simulate.py --profile text p.toml --output p.toml",
-    "plot_schedule.py p.toml --profile p.toml --ranks 4 --seqlen 4",
-    "mask_table.py --output new.csv --picture ../NAME/new.csv",
+    "bench_gpt.py train --profile p.toml --output p.toml",
+    "simulate.py --profile text,p.toml --output p.toml",
+    "plot.py schedule p.toml --profile p.toml --ranks 4 --seqlen 4 --nheads 2",
+    "report.py masks --output new.csv --picture ../NAME/new.csv",
 ]
 
 
@@ -90,7 +91,7 @@ def test_drivers_replace_nothing_else(tmp_path):
     cases = [
         (program, [*options, "--output", path], [], "is another kind of file, not replaced")
         for program, options in (
-            ("attention.py", [sample]), ("train_gpt.py", train), ("bench_decode.py", []),
+            ("attention.py", [sample]), ("train_gpt.py", train), ("bench_gpt.py", ["decode"]),
         )
         for path in (text, other)
     ]  # fmt: skip

@@ -110,8 +110,8 @@ def test_prediction_adds_up():
     assert steps["fast", 4].memory < steps["fast", 1].memory
 
 
-OPTIONS = ("--width", 32, "--nheads", 4, "--seqlen", 64, "--trials", 2,
-           "--plans", "attention2d,ring")  # fmt: skip
+OPTIONS = ("--preset", "gpt3-175b-layer", "--width", 32, "--nheads", 4, "--seqlen", 64,
+           "--trials", 2, "--plans", "attention2d,ring")  # fmt: skip
 
 
 def test_benchmark(tmp_path):
@@ -120,7 +120,7 @@ def test_benchmark(tmp_path):
     options = ["--output", output, *OPTIONS, "--profile", ROOT / "data/results/16x1.toml"]
     again = [*options, "--resume", "--recompute"]
     refused = [*options, "--preset", "tiny"]
-    cases = [("bench_train.py", x, []) for x in (options, again, refused)]
+    cases = [("bench_gpt.py", ["train", *x], []) for x in (options, again, refused)]
     done, found = drive_each(cases, 2)
     assert [code for code, _ in found] == [0, 0, 2], done.stderr
     assert "exists" in done.stderr
@@ -144,7 +144,7 @@ def wrong(*args):
 bench_train._Textbook.forward = wrong
 """
     output = tmp_path / "step.h5"
-    done = drive("bench_train.py", 1, "--output", output, *OPTIONS, sabotage=sabotage)
+    done = drive("bench_gpt.py", 1, "train", "--output", output, *OPTIONS, sabotage=sabotage)
     assert done.returncode == FAILED_CHECK and "FAILED" in done.stdout
 
 

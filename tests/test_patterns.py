@@ -22,7 +22,7 @@ from a2d_mpi import (
     make_mask,
 )
 from a2d_mpi.masks.longca import documents, long_documents
-from a2d_mpi.masks.patterns import PATTERNS, split_masks
+from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
 
 sizes = st.integers(0, 12)
 
@@ -360,6 +360,9 @@ def test_lists_of_texts():
     texts = ["full", "sliding_window:8,4", "causal_document:0,3,9", "prefix_lm_causal:seed=2"]
     assert split_masks(", ".join(texts)) == texts
     assert split_masks("all") == list(PATTERNS)
+    assert split_masks("sliding_window:1K,2K,full") == ["sliding_window:1K,2K", "full"]
+    short = parse_mask("prefix_lm_causal:1K"), parse_mask("causal_document:seed=1K")
+    assert short == (("prefix_lm_causal", [1024], {}), ("causal_document", [], {"seed": 1024}))
     assert split_masks("causal,none") == ["causal", "none"]  # to be refused by name
     assert split_masks(" , ") == []
 

@@ -290,10 +290,10 @@ def test_driver():
 
 
 BAD = [
-    (("--seqlen", "1MB"), "--seqlen must be 1048576, 1024K or 1M tokens, got '1MB'"),
+    (("--seqlen", "1MB"), "--seqlen must be a number of tokens, as 65536 or 64K, got '1MB'"),
     (("--seqlen", "99999999999G"), "seqlen must be at most 2147483648, got 1073741823989"),
-    (("--seqlen", "9" * 500), "seqlen must be at most 2147483648, got 999"),
-    (("--seqlen", "9" * 5000), "--seqlen must be 1048576, 1024K or 1M tokens"),
+    (("--seqlen", "9" * 18), "seqlen must be at most 2147483648, got 999"),
+    (("--seqlen", "9" * 5000), "--seqlen must be a number of tokens, as 65536 or 64K"),
     (("--memory", "80"), "no plan"),
     (("--memory", "0"), "no plan fits in 0 B a rank"),
     (("--memory", ""), "--memory: '' is no size"),
@@ -312,7 +312,7 @@ BAD = [
     (("--top", "-1"), "--top must be at least 0"),
     (("--ranks-per-node", "0"), "--ranks-per-node must be at least 1, got 0"),
     (("--ranks-per-node", "9" * 30), "--ranks-per-node must be at most 65536"),
-    (("--method", "bus"), "invalid choice"),
+    (("--method", "bus"), "no method 'bus': must be one of"),
     (("--ranks", "many"), "--ranks must be a whole number, got 'many'"),
 ]
 

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import drive, launch, parser_of
+from helpers import drive, launch, options_of, parser_of
 
 import a2d_mpi
 from a2d_mpi import Causal
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
-from a2d_mpi.experiments.gpt_files import read_losses
+from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.gpt.text import Text
 from a2d_mpi.masks.patterns import PATTERNS
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import problem_of
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,10 @@ PAGES = ["README.md", "data/README.md", *(f"docs/{x.name}" for x in sorted(DOCS.
 DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
 PROGRAMS = [*DRIVERS, "data/make_sample.py", "data/make_text.py"]
 # Where variables and options of jobs stand.
-SOURCES = "".join(x.read_text() for y in ("src", "jobs") for x in (ROOT / y).rglob("*.[ps][yh]"))
+JOBS, SOURCES = (
+    "".join(x.read_text() for x in (ROOT / folder).rglob(ending))
+    for folder, ending in (("jobs", "*.sh"), ("src", "*.py"))
+)
 PROGRAM = re.compile(r"(drivers|data|jobs|tests)/[\w/]+\.(py|sh)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
@@ -108,9 +112,11 @@ def test_names(page):
         if name.startswith("a2d_mpi.torch"):  # which test_llama.py can import
             continue
         pkgutil.resolve_name(name)  # an error if there is none
-    options = {x for program in PROGRAMS for x in parser_of(program)._option_string_actions}
-    used = set(re.findall(r"\b(?:A2D_MPI|EMULATE)_[A-Z_]+|(?<=`)--[a-z][\w-]*", text))
-    assert used <= options | set(re.findall(r"\b[A-Z]\w+|--[a-z][\w-]*", SOURCES))
+    options = set().union(*map(options_of, PROGRAMS))
+    options |= set(re.findall(r"--[a-z][\w-]*", JOBS))
+    assert set(re.findall(r"(?<=`)--[a-z][\w-]*", text)) <= options
+    used = set(re.findall(r"\b(?:A2D_MPI|EMULATE)_[A-Z_]+", text))
+    assert used <= set(re.findall(r"\b[A-Z]\w+", SOURCES + JOBS))
 
 
 def test_both_commands_are_there():
@@ -132,6 +138,25 @@ def test_reference_has_all_public_names_and_drivers():
     assert set(a2d_mpi.__all__) == {x for x in names if "." not in x}
     shown = re.findall(r"driver-help:: (\w+)$", read("docs/drivers.rst"), re.MULTILINE)
     assert {f"drivers/{x}.py" for x in shown} == set(DRIVERS)
+
+
+def test_glossary():
+    """Each term is there once, and the code or another page uses it."""
+    rows = re.findall(r"^\| ([^|]+) \|", read("docs/glossary.md"), re.MULTILINE)
+    terms = [x for row in rows for x in re.sub(r" \(.*?\)", "", row).split(", ")]
+    terms = [x for x in terms if x not in ("term", "tensor", "name")]
+    assert sorted(terms) == sorted(set(terms)) and len(terms) > 60
+    others = "".join(read(x) for x in PAGES if x != "docs/glossary.md")
+    used = " ".join((SOURCES + others).replace("_", " ").replace("#", " ").split()).lower()
+    assert [x for x in terms if x.replace("_", " ").lower() not in used] == []
+
+
+def test_results_page_has_all_names():
+    """Attributes of the root, parts and communicators of result files."""
+    traffic = read("tests/traffic.json")
+    names = set(re.findall(r'"(?:forward|backward)/([\w ]+)"', traffic)) | {*PARTS, "total"}
+    names |= provenance("none", ["host"]).keys()
+    assert [x for x in sorted(names) if f"`{x}`" not in read("docs/results.md")] == []
 
 
 @pytest.mark.launches
@@ -177,11 +202,6 @@ def test_numbers_that_are_shown():
     assert {name: [*map(int, x)] for name, *x in shown} == {
         name: [sent, sent, received, received] for name, (sent, received) in most.items()
     }
-    run = read_losses(ROOT / "data" / "results" / "gpt" / "tiny.h5")
-    row = "| documents, bytes | {documents}, {bytes} | ".format(**run.text)
-    assert row + "{documents}, {bytes} |".format(**run.held_out) in read("docs/gpt.md")
-    mean = f"{run.loss[-50:].mean():.3f} (mean of the last 50 steps)"
-    assert f"| loss | {mean} | {run.held_out['loss']:.3f} |" in read("docs/gpt.md")
     held = Text(ROOT / "data" / "new_testament.txt", share=0.05, held_out=True)
     begins = range(0, len(held.bytes) - 1023, 1024)
     seen = sum(int((held.at(begin, 1024).targets >= 0).sum()) for begin in begins)

@@ -1,4 +1,4 @@
-"""drivers/plot_schedule.py: what its panels show is what the schedules say."""
+"""`drivers/plot.py schedule`: what its panels show is what the schedules say."""
 
 import os
 from pathlib import Path
@@ -84,14 +84,14 @@ def test_panels(method, layout):
 
 def test_the_best_of_each_method_is_drawn(tmp_path):
     options = [tmp_path / "a.png", *PROBLEM, "--ranks", 4, "--plans", "auto:each"]
-    args = parser_of("drivers/plot_schedule.py").parse_args([str(x) for x in options])
+    args = parser_of("drivers/plot.py").commands["schedule"].parse_args([str(x) for x in options])
     assert schedule_plots.plot_schedule(args) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_schedules_are_drawn(tmp_path):
     done = drive(
-        "plot_schedule.py", 0, tmp_path / "a.svg", *PROBLEM, "--ranks", 8, "--backward",
+        "plot.py", 0, "schedule", tmp_path / "a.svg", *PROBLEM, "--ranks", 8, "--backward",
         "--plans", "attention2d:2x2x2,double ring",
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -102,13 +102,13 @@ def test_schedules_are_drawn(tmp_path):
 
 def test_bad_schedule_pictures(tmp_path):
     common = [tmp_path / "a.png", *PROBLEM]
-    assert_all_refused("plot_schedule.py", 0, [
-        (options, [], text)
+    assert_all_refused("plot.py", 0, [
+        (["schedule", *options], [], text)
         for options, text in (
             ([tmp_path / "a.gif", *PROBLEM, "--ranks", 4], "a.gif must end with .png, .svg, .pdf"),
             (["/nowhere/a.png", *PROBLEM, "--ranks", 4], "cannot write /nowhere/a.png"),
             ([*common, "--ranks", 65], "--ranks must be at most 64, got 65"),
-            ([*common, "--ranks", 4, "--plans", ","], "--plans must be 1 to 8 plans, got 0"),
+            ([*common, "--ranks", 4, "--plans", ","], "--plans must name a plan, got ','"),
             ([*common, "--ranks", 16, "--plans", "all"], "--plans must be 1 to 8 plans, got "),
             ([*common, "--ranks", 4, "--plans", "ring:2x2"], "'ring:2x2': a ring is 4x1x1"),
             ([*common, "--ranks", 4, "--plans", "spiral"], "no method 'spiral'"),

@@ -9,10 +9,10 @@ import pytest
 from helpers import launch
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
+from a2d_mpi.core.sizes import Layout, parse_count
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.planner import best_candidate
-from a2d_mpi.planning.profile import parse_count, read_machine
+from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Workload
 

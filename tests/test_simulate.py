@@ -13,7 +13,7 @@ from test_model import machine
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments import simulate as job
-from a2d_mpi.experiments.study import study
+from a2d_mpi.experiments.study import print_study
 from a2d_mpi.figures.plots import plot
 from a2d_mpi.figures.scale_plots import AT_SCALE, read_scale
 from a2d_mpi.masks.mask import Causal
@@ -223,13 +223,13 @@ def test_plots(fake, tmp_path):
     for more in (["--ranks", "4,6"], ["--ranks", "4", "--slow-rank", "2", "--resume"]):
         args = parser_of("drivers/simulate.py").parse_args([*options, *more])
         job.simulate_all(args)
-    args = parser_of("drivers/plot.py").parse_args([f"{output}"])
+    args = parser_of("drivers/plot.py").parse_args(["results", f"{output}"])
     scale = read_scale(output)
     assert len(scale.entries) == 8  # not that with a slow rank
     ((panel, best),) = scale.best().items()
     assert panel == "test, switch" and set(best) == {"ring", "attention2d"}
     assert set(best["ring"]) == {(4, 96), (4, 192), (6, 96), (6, 192)}
-    args.workload, args.output, args.format = "n96-", f"{tmp_path}", "svg"
+    args.workload, args.folder, args.format = "n96-", f"{tmp_path}", "svg"
     assert read_scale(output, "n96-").seqlen == 96
     for args.what in AT_SCALE:
         assert plot(args) == 0
@@ -252,8 +252,7 @@ def test_tables(fake, tmp_path, capsys):
     picked = [x for x in job.read_simulations(output).values() if x["picked"]]
     assert len(picked) == 6 < len(fake)  # of each workload one, were it there before or not
     capsys.readouterr()
-    args = parser_of("drivers/study.py").parse_args([f"{output}", "--simulated"])
-    assert study(args) == 0
+    assert print_study([output], job.read_summaries) == 0
     text = capsys.readouterr().out
     assert "model: off by 50.0 % (median), 50.0 % (worst of " in text
     assert "picks within 10 % of the fastest: 6 of 6" in text

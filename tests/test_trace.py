@@ -293,11 +293,11 @@ def test_committed(tmp_path):
     for rank in range(4):
         assert flow_bytes(events, rank) == cost.traffic("attention2d", layout, problem, rank)
     options = [path, "--what", "trace", "--output", tmp_path]
-    args = parser_of("drivers/plot.py").parse_args([str(x) for x in options])
+    args = parser_of("drivers/plot.py").commands["results"].parse_args([str(x) for x in options])
     assert plot(args) == 0
     assert {x.name for x in tmp_path.iterdir()} == {"trace.png", "trace.svg"}
     assert_all_refused("plot.py", 0, [
-        ([SAMPLE, "--what", "trace", "--output", tmp_path], [], "is no file of --trace"),
+        (["results", SAMPLE, *options[1:]], [], "is no file of --trace"),
     ])  # fmt: skip
 
 
@@ -306,7 +306,7 @@ def test_predicted_by_the_driver(tmp_path):
     options = [tmp_path / "a.png", "--trace", tmp_path / "a.json", "--profile", MACHINE,
                "--seqlen", 1000, "--nheads", 4, "--ranks", 4,
                "--plans", "attention2d:2x2,ring"]  # fmt: skip
-    args = parser_of("drivers/plot_schedule.py").parse_args([str(x) for x in options])
+    args = parser_of("drivers/plot.py").commands["schedule"].parse_args([str(x) for x in options])
     assert plot_schedule(args) == 0
     events = read_trace(tmp_path / "a.json")
     assert wrong(events, 4) == []

@@ -41,7 +41,7 @@ SMALL = [
     "40",
     "--separator",
     r"\n\n",
-    "--warmup",
+    "--warmup-steps",
     "2",
 ]
 PROFILE = """
@@ -186,8 +186,8 @@ def test_options_that_cannot_be(tmp_path):
     os.mkfifo(pipe := tmp_path / "pipe")
     new = tmp_path / "new"
     train = "train_gpt.py", [README, "--folder", new]
-    steps = "bench_train.py", ["--output", new, "--preset", "tiny"]
-    decode = "bench_decode.py", []
+    steps = "bench_gpt.py", ["train", "--output", new, "--preset", "tiny"]
+    decode = "bench_gpt.py", ["decode"]
     text = "generate.py", [new, "--prompt", "x"]
     assert_each_refused([
         (program, [*common, *options], [], message)
@@ -204,8 +204,8 @@ def test_options_that_cannot_be(tmp_path):
             (decode, ["--contexts", 1 << 31], "2147483648 tokens (--contexts) on one of 1 rank"),
             (decode, ["--requests", 1 << 31], "--requests must be at most 65536"),
             (decode, ["--requests", 1 << 16], "the cache of 65536 requests (--requests)"),
-            (decode, ["--block", 1 << 31], "--block must be at most 1048576"),
-            (decode, ["--block", 1 << 20, "--layers", 999], "GiB"),
+            (decode, ["--cache-block", 1 << 31], "--cache-block must be at most 1048576"),
+            (decode, ["--cache-block", 1 << 20, "--layers", 999], "GiB"),
             *((text, ["--temperature", x], "--temperature must be at least 0, got " + x)
               for x in ("nan", "-1.0")),
             (text, ["--temperature", "inf"], "--temperature must be at most 1000000.0, got inf"),
@@ -219,7 +219,7 @@ def test_options_that_cannot_be(tmp_path):
 
 def test_options_of_one_process(tmp_path):
     (binary := tmp_path / "binary").write_bytes(b"\xff\x00\n\x80")
-    table = "mask_table.py", ["--ranks", 2, "--seqlen", 64]
+    table = "report.py", ["masks", "--ranks", 2, "--seqlen", 64]
     assert_each_refused([
         (program, [*common, *options], [], message)
         for (program, common), options, message in (
@@ -228,7 +228,7 @@ def test_options_of_one_process(tmp_path):
             (table, ["--plans", "ring/even"], "--plans must be one of contiguous, "),
             (table, ["--output", binary], f"{binary} is no table of masks: 'utf-8' codec"),
             (("simulate.py", ["--output", "x"]), ["--timeout", "nan"], "--timeout must be at"),
-            (("plot_grid.py", ["x.png"]), ["--rows", "0"], "--rows must be at least 1, got 0"),
+            (("plot.py", ["grid", "x.png"]), ["--rows", "0"], "--rows must be at least 1, got 0"),
         )
     ], 0)  # fmt: skip
 
@@ -267,7 +267,9 @@ def test_checkpoints_as_documented(tmp_path, monkeypatch):
 
 def test_picture(tmp_path):
     def drawn(file, *options):
-        done = drive("plot.py", 0, file, "--output", tmp_path, "--format", "png,svg", *options)
+        done = drive(
+            "plot.py", 0, "results", file, "--output", tmp_path, "--format", "png,svg", *options
+        )
         return done.returncode, done.stderr
 
     assert drawn(COMMITTED, "--what", "training") == (0, "")
@@ -289,7 +291,9 @@ def test_pictures_of_names_and_legends(tmp_path):
     (odd := tmp_path / "odd.h5").write_bytes(COMMITTED.read_bytes())
     with h5py.File(odd, "r+") as file:
         file["text"].attrs["name"] = "$x^$" + 90 * "w"
-    done = drive("plot.py", 0, odd, "--output", tmp_path, "--format", "svg", "--what", "training")
+    done = drive(
+        "plot.py", 0, "results", odd, "--output", tmp_path, "--format", "svg", "--what", "training"
+    )
     assert done.returncode == 0, done.stderr
     assert "<!-- $x^$www" in (tmp_path / "training.svg").read_text()
     plt = pyplot(**SETTINGS)

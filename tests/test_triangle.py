@@ -107,8 +107,9 @@ def test_refusals(comm):
 @pytest.mark.parametrize("ranks, heads", [(10, 1), (12, 2)])
 def test_on_more_ranks(tmp_path, ranks, heads):
     done = drive(
-        "attention.py", ranks, SAMPLE, "--method", "triangle", "--heads", heads, "--seqlen", 301,
-        "--backward", "--check", "full", "--trials", 2, "--output", tmp_path / "out.h5",
+        "attention.py", ranks, SAMPLE, "--method", "triangle", "--head-ranks", heads,
+        "--seqlen", 301, "--backward", "--check", "full", "--trials", 2,
+        "--output", tmp_path / "out.h5",
     )  # fmt: skip
     assert done.returncode == 0 and "FAILED" not in done.stdout, done.stdout + done.stderr
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -189,3 +190,16 @@ def flops(
     values = headdim if headdim_v is None else headdim_v
     products = 3 * headdim + 2 * values if backward else headdim + values
     return 2 * area * nheads * products
+
+
+def parse_count(text: str) -> int:
+    """A whole number from "65536" or "64K"; K, M and G are powers of 1024.
+
+    Raises
+    ------
+    ValueError
+    """
+    found = re.fullmatch(r"\s*([+-]?[0-9]{1,18})([KMG]?)\s*", text)
+    if not found:
+        raise ValueError(f"{text[:40]!r} is no whole number")
+    return int(found[1]) << 10 * " KMG".index(found[2] or " ")

@@ -22,6 +22,7 @@ from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.measure import Measurement, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, checked_rows
 from a2d_mpi.experiments.results import Result, phases_of
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import summarise, table
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.experiments.timing import turns
@@ -29,7 +30,6 @@ from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.profile import read_machine, to_toml
 
-OVERLAPS = {"on": (True,), "off": (False,), "both": (True, False)}
 SPANS = ("all", "picked", "none")  # the planner's; they are most of a file
 
 
@@ -74,7 +74,7 @@ def _bench(
     passed = all(done[c.name] for c in skipped)
     with (
         threadpool_limits(args.threads),
-        tqdm(total=calls * sum(map(len, blocks)), disable=comm.rank != 0, unit="call") as bar,
+        progress(total=calls * sum(map(len, blocks)), rank=comm.rank, unit="call") as bar,
     ):
         if comm.rank == 0 and skipped:
             bar.write(f"{len(skipped)} configurations are in {args.output} already")
@@ -114,14 +114,11 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     machine = read_machine(args.profile) if args.profile else None
     masks = [f"{FILE}{args.mask_file}"] if args.mask_file else args.masks
     cases = cases_of(args, masks)
-    specs = [x.strip() for x in args.plans.split(",") if x.strip()]
-    if not (cases and specs):
-        raise ValueError("nothing to run: a list is empty")
     for c in cases:  # before anything walks over all tokens
         c.work()
         c.check_room(ranks)
-    overlaps = OVERLAPS[args.overlap]
-    sweep = [plans_for(x, specs, ranks, overlaps, machine) for x in cases]
+    overlaps = args.overlaps or [True]
+    sweep = [plans_for(x, args.plans, ranks, overlaps, machine) for x in cases]
     names = ("trials", "warmup", "seed", "device", "kernel", "transfers", "threads")
     settings = {name: getattr(args, name) for name in names}
     settings["machine"] = machine.name if machine else "none"

@@ -1,4 +1,4 @@
-"""The job of drivers/bench_decode.py: seconds, bytes and messages of a decoding step."""
+"""The job of `drivers/bench_gpt.py decode`: seconds, bytes and messages of a decoding step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from itertools import product
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
-from tqdm import tqdm
 
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core import reference
@@ -21,6 +20,7 @@ from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.experiments.trace import COMMUNICATION, COMPUTE, Slice, Trace, check_trace
 from a2d_mpi.gpt.apart import attention_grid, open_apart, step_traffic_apart, weights_of_rank
@@ -35,8 +35,8 @@ SCHEMA = ("a2d_mpi decoding", 1)
 # "merge" and "other".
 DECODE_PARTS = ("attention", "merge", "other", "cpu", "wait")
 BOUND = 1e-4  # largest error of attention, relative to its largest value
-SIZES = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "block", "heads")
-SIZES += ("micro_batches", "trials", "seed")
+SIZES = ("layers", "width", "nheads", "nheads_kv", "headdim", "requests", "micro_batches")
+SIZES += ("trials", "seed")
 Split = tuple[int, int]
 
 
@@ -47,16 +47,16 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         f"{config.parameters} parameters (--layers, --width) and the cache of {args.requests} "
         f"requests (--requests) of {max(args.contexts)} tokens (--contexts)"
     )
-    runs = [(x, None) for x in args.ranks] + [(x[0], x) for x in args.apart]
+    runs = [(x, None) for x in args.ranks] + [(x[0], x) for x in args.apart or ()]
     for ranks, _ in runs:  # that hold the cache
         check_room(comm, f"{what} on one of {ranks} ranks", _room(config, args, ranks), ranks)
     origin, entries = origin_of(comm), {}
     trace = Trace(comm, args.trace) if args.trace else None
-    for ranks, split in tqdm(runs, "ranks", disable=comm.rank != 0 or None, leave=False):
+    for ranks, split in progress(runs, comm.rank, desc="ranks"):
         used = sum(split) if split else ranks
         part = comm.Split(0 if comm.rank < used else MPI.UNDEFINED, comm.rank)
         if part != MPI.COMM_NULL:
-            shape = 1, ranks // args.heads, args.heads
+            shape = 1, ranks // args.head_ranks, args.head_ranks
             grid = attention_grid(part, split, shape) if split else ProcessGrid(part, *shape)
             with threadpool_limits(args.threads):
                 for context in args.contexts:
@@ -70,7 +70,9 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             section += [[]] * (comm.size - len(section))
         together(comm, trace.write, on=0)
     if args.output:
-        about = {"/": Entry(origin, {}), "config": Entry({x: getattr(args, x) for x in SIZES}, {})}
+        sizes = {x: getattr(args, x) for x in SIZES}
+        sizes |= {"block": args.cache_block, "heads": args.head_ranks}
+        about = {"/": Entry(origin, {}), "config": Entry(sizes, {})}
         together(
             comm, lambda: write_entries(args.output, SCHEMA, about | entries, extend=False), on=0
         )
@@ -88,7 +90,7 @@ def _measured(
 ) -> dict[str, Entry]:
     """Check and time steps after a context of random keys and values; return groups of a file."""
     names, ranks = list(range(args.requests)), split[0] if split else comm.size
-    label, positions = f"{split[0]}+{split[1]}" if split else comm.size, ranks // args.heads
+    label, positions = f"{split[0]}+{split[1]}" if split else comm.size, ranks // args.head_ranks
     decoder = _decoder(comm, grid, split, config, args)
     for name in names:
         decoder.table.admit(name, context + args.trials + 1)
@@ -117,10 +119,10 @@ def _measured(
         seconds.append([parts[x] for x in DECODE_PARTS])
         sent.add(tuple(b - a for a, b in zip(counted, decoder.sent)))
     if split:
-        at = comm.rank, (positions, args.heads), split[1]
+        at = comm.rank, (positions, args.head_ranks), split[1]
         predicted = step_traffic_apart(config, *at, args.requests, args.micro_batches, 4)
     else:
-        predicted = step_traffic(config, positions, args.heads, args.requests, 4)
+        predicted = step_traffic(config, positions, args.head_ranks, args.requests, 4)
     off = max(abs(a - b) for x in sent for a, b in zip(x, predicted))
     off = comm.allreduce(off, op=MPI.MAX)
     nbytes = comm.allreduce(decoder.cache.nbytes if grid else 0, op=MPI.MAX)
@@ -159,11 +161,11 @@ def _decoder(
     """Make a decoder with random weights and unlimited room."""
     weights = Parameters(config, initial(config, args.seed, "float32"))
     if not split:
-        return Decoder(grid, weights, [1 << 30] * grid.group_comm.size, args.block)
+        return Decoder(grid, weights, [1 << 30] * grid.group_comm.size, args.cache_block)
     weights = Parameters(config, *weights_of_rank(weights, comm.rank, split))
-    rooms = [1 << 30] * (split[0] // args.heads)
+    rooms = [1 << 30] * (split[0] // args.head_ranks)
     return open_apart(
-        comm, grid, split, weights, rooms, args.block, micro_batches=args.micro_batches
+        comm, grid, split, weights, rooms, args.cache_block, micro_batches=args.micro_batches
     )
 
 
@@ -228,19 +230,20 @@ def _report(args: argparse.Namespace, entries: Mapping[str, Entry]) -> int:
 
 def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
     """Refuse options that do not fit, and choose the default number of ranks and headdim."""
+    heads = args.head_ranks
     if args.ranks is None:
-        args.ranks = [args.heads << i for i in range(comm.size.bit_length())]
+        args.ranks = [heads << i for i in range(comm.size.bit_length())]
         args.ranks = [x for x in args.ranks if x <= comm.size]
-    if not args.ranks or max(args.ranks) > comm.size or any(x % args.heads for x in args.ranks):
+    if not args.ranks or max(args.ranks) > comm.size or any(x % heads for x in args.ranks):
         raise ValueError(
-            f"--ranks must be multiples of --heads {args.heads} and at most {comm.size}, "
+            f"--ranks must be multiples of --head-ranks {heads} and at most {comm.size}, "
             f"got {args.ranks}"
         )
-    for x in args.apart:
-        if min(x) < 1 or sum(x) > comm.size or x[0] % args.heads:
+    for x in args.apart or ():
+        if min(x) < 1 or sum(x) > comm.size or x[0] % heads:
             raise ValueError(
                 f"--apart must be at least 1+1 ranks and at most {comm.size} together, the first "
-                f"a multiple of --heads {args.heads}, got {x[0]}+{x[1]}"
+                f"a multiple of --head-ranks {heads}, got {x[0]}+{x[1]}"
             )
     if args.output and comm.rank == 0:
         check_output(args.output, SCHEMA)
@@ -248,18 +251,18 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
     most = max(args.contexts) + args.trials + 1
     sizes = args.layers, args.width, args.nheads, most, args.nheads_kv
     config = GPTConfig(256, *sizes, positions="rotary", headdim=args.headdim)
-    if why := misfit(config.nheads, config.nheads_kv, args.heads):
-        raise ValueError(f"--heads {args.heads}: {why}")
+    if why := misfit(config.nheads, config.nheads_kv, heads):
+        raise ValueError(f"--head-ranks {heads}: {why}")
     args.headdim = config.headdim
     return config
 
 
 def _room(config: GPTConfig, args: argparse.Namespace, ranks: int) -> int:
     """Bytes of one of so many ranks: weights, cache, and the check of one request."""
-    blocks = -(-config.seqlen // args.block) * args.requests
-    kept = args.block * -(-blocks // (ranks // args.heads))
+    blocks = -(-config.seqlen // args.cache_block) * args.requests
+    kept = args.cache_block * -(-blocks // (ranks // args.head_ranks))
     # Random keys in float32, their copy in float64, scores of a query, and the table of tokens.
     keys = config.nheads_kv * config.headdim
     token = 2 * 4 * keys + 2 * 8 * keys + 4 * 8 * config.nheads + 40
-    nbytes = cache_bytes(config, kept, 4) // args.heads
+    nbytes = cache_bytes(config, kept, 4) // args.head_ranks
     return nbytes + 4 * config.parameters + token * max(args.contexts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -16,13 +16,14 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.dtypes import as_dtype
-from a2d_mpi.core.sizes import flops
+from a2d_mpi.core.sizes import flops, parse_count
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import SCHEMA, Entry, kernel_speeds, write_entries
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.options import FAILED_CHECK, BadOption
 from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.tile import Tile
 from a2d_mpi.experiments.timing import in_turn
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
@@ -46,7 +47,7 @@ DEFAULTS = {
 def shape(text: str) -> tuple[int, int, int]:
     """Parse an option that is a shape: seqlen, heads and headdim, as 4096x4x128."""
     try:
-        seqlen, nheads, headdim = map(int, text.split("x"))
+        seqlen, nheads, headdim = map(parse_count, text.split("x"))
         AttentionConfig(seqlen, nheads, headdim).check_room(1)
     except ValueError as error:
         raise BadOption(f"must be like 4096x4x128, got {text[:40]!r}: {error}") from None
@@ -78,7 +79,7 @@ def bench_kernel(args: argparse.Namespace) -> int:
     times, right = Entry(about, {}), True
     print("{device}, {dtype}; {blas}, 1 thread; numpy {numpy_version}".format(**about))
     with threadpool_limits(1):
-        for config, text, mask in problems:
+        for config, text, mask in (bar := progress(problems, desc="workloads")):
             sizes = config.seqlen, config.seqlen, config.nheads, config.nheads_kv, config.headdim
             tile = Tile(*sizes, mask, args.dtype, device)
             calls, error = {}, 0.0
@@ -96,10 +97,10 @@ def bench_kernel(args: argparse.Namespace) -> int:
             for phase in PHASES:
                 work = flops(tile.area, config.nheads, config.headdim, phase == "backward")
                 about[f"tflop/{of}/{phase}"] = work / 1e12
-            _print_speeds(times, of)
+            bar.write("\n".join(_speeds(times, of)))
             if not error < BOUNDS[args.dtype]:
                 right = False
-                print(f"{of}: results are WRONG by {error:.1e}", flush=True)
+                bar.write(f"{of}: results are WRONG by {error:.1e}")
     if args.output:
         name = args.name or f"{about['device']}, {about['blas']}"
         about["right"] = right
@@ -191,8 +192,8 @@ def _torch_calls(torch: ModuleType, tile: Tile, causal: bool) -> dict[str, Calla
     return calls
 
 
-def _print_speeds(times: Entry, of: str) -> None:
-    """Print a line for each phase and implementation of a shape and mask ("shape/mask").
+def _speeds(times: Entry, of: str) -> Iterator[str]:
+    """Lines: one for each phase and implementation of a shape and mask ("shape/mask").
 
     The line has the median speed and two ratios: to the speed under the full mask, if it was timed
     before, and to the speed of torch's fastest backend.
@@ -208,4 +209,4 @@ def _print_speeds(times: Entry, of: str) -> None:
                 line += f"   of the full mask's {speed / full[name]:.2f}"
             if torch and not name.startswith("torch"):
                 line += f"   of torch's {speed / torch:.3f}"
-            print(line, flush=True)
+            yield line

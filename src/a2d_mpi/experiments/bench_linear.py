@@ -1,4 +1,4 @@
-"""The job of drivers/bench_linear.py: linear attention beside exact attention, checked and timed.
+"""The job of `drivers/bench_gpt.py linear`: linear and exact attention, checked and timed.
 
 ::
 
@@ -30,6 +30,7 @@ from a2d_mpi.experiments.inputs import random_inputs, random_rows
 from a2d_mpi.experiments.measure import origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK, SAMPLE
 from a2d_mpi.experiments.results import Check
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.linear.features import make_feature_map
 from a2d_mpi.linear.norms import make_norm
@@ -50,14 +51,15 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     most = -(-max(args.seqlens) // comm.size)
     check_room(comm, f"{max(args.seqlens)} tokens (--seqlens) on one rank", 30 * token * most)
     grid, origin, entries = ProcessGrid(comm, *squarest(comm.size)), origin_of(comm), {}
-    for seqlen in args.seqlens:
-        for name in args.plans:
-            entries[f"runs/{name}/{seqlen}"] = _measured(grid, args, name, seqlen)
-            if args.output:  # what there is, should the job be ended
-                options = {x: str(y) for x, y in vars(args).items() if x != "output"}
-                about = {"/": Entry(origin, {}), "config": Entry(options, {})}
-                both = about | entries
-                together(comm, lambda x=both: write_entries(args.output, SCHEMA, x, False), on=0)
+    runs = [(name, seqlen) for seqlen in args.seqlens for name in args.plans]
+    for name, seqlen in progress(runs, comm.rank, desc="plans x lengths"):
+        entries[f"runs/{name}/{seqlen}"] = _measured(grid, args, name, seqlen)
+        if args.output:  # what there is, should the job be ended
+            left_out = "output", "command"
+            options = {x: str(y) for x, y in vars(args).items() if x not in left_out}
+            about = {"/": Entry(origin, {}), "config": Entry(options, {})}
+            both = about | entries
+            together(comm, lambda x=both: write_entries(args.output, SCHEMA, x, False), on=0)
     grid.free()
     return comm.bcast(_report(entries) if comm.rank == 0 else None)
 

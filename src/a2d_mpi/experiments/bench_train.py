@@ -1,4 +1,4 @@
-"""The job of drivers/bench_train.py: checks training steps by several plans, and times them.
+"""The job of `drivers/bench_gpt.py train`: checks training steps by several plans, and times them.
 
 The file::
 
@@ -32,6 +32,7 @@ from a2d_mpi.experiments.inputs import random_inputs
 from a2d_mpi.experiments.measure import Measurement, origin_of
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.sweep import Case, Configuration, plans_for
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.experiments.timing import turns
@@ -77,7 +78,9 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             operator = Measurement(plan, random_inputs(plan, True), backward=True)
             runs[name] = _Run(c, again, trainings[again], batch, operator)
             runs[name].check(wanted, BOUNDS[args.dtype])
-        for run in turns(list(runs.values()), args.trials):
+        steps = turns(list(runs.values()), args.trials)
+        total = args.trials * len(runs)
+        for run in progress(steps, comm.rank, desc="steps", total=total):
             run.trial()
     origin = origin_of(comm)
     measured = {f"runs/{name}": run.result(machine, origin) for name, run in runs.items()}
@@ -97,10 +100,7 @@ def _prepare(args: argparse.Namespace, ranks: int) -> tuple:
     case = Case(
         seqlen=args.seqlen, **config.heads, dtype=args.dtype, mask=args.mask, backward=True
     )
-    specs = [x for x in args.plans.split(",") if x.strip()]
-    plans = plans_for(case, specs, ranks, machine=machine)
-    if not plans:
-        raise ValueError("nothing to run: --plans is empty")
+    plans = plans_for(case, args.plans, ranks, machine=machine)
     there = extends(args.output, args.resume, 1 << 16)
     return config, plans, machine, set(read_entries(args.output, SCHEMA)) if there else set()
 

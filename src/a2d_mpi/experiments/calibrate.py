@@ -28,6 +28,7 @@ from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.origin import blas_name
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.tile import Tile
 from a2d_mpi.experiments.timing import in_turn, seconds_of
 from a2d_mpi.kernels import check_kernel, make_kernel
@@ -84,14 +85,18 @@ def _measure(
     comm: MPI.Intracomm, args: argparse.Namespace, where: Place
 ) -> tuple[Machine, list[str]]:
     """The machine, and how far its figures can be trusted; the same on all ranks."""
-    dtypes = args.dtype or ["float32"]
-    kernels, links, notes = {}, {}, []
-    with threadpool_limits(args.threads):
+    dtypes, kernels, links, notes = args.dtype, {}, {}, []
+    with (
+        threadpool_limits(args.threads),
+        progress(total=len(dtypes) + len(where.partners) + 1, rank=comm.rank, desc="parts") as bar,
+    ):
         for dtype in dtypes:
             kernels[dtype], said = _kernels(comm, where, dtype, args, 0.5 / len(dtypes))
             notes += said
+            bar.update()
         for name in where.partners:
             links[name] = _link(comm, where, name, 0.15 * args.seconds)
+            bar.update()
         copy, merging = _memory_rates(comm, 0.05 * args.seconds)
         # A barrier right after a barrier: seconds until the last rank has started.
         start = float(np.median(in_turn({"": comm.Barrier}, 20, comm)[""]))
@@ -124,7 +129,7 @@ def _validated(args: argparse.Namespace, where: Place) -> Place:
     if args.name is None:
         args.name = where.hosts[0]
     Machine(args.name, None, None, {})  # or say what is wrong with it
-    for dtype in args.dtype or ():
+    for dtype in args.dtype:
         check_kernel(args.kernel, as_dtype(dtype))
     if not where.even:
         raise ValueError("the nodes have different numbers of ranks")

@@ -5,21 +5,10 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from tqdm import tqdm
-
-from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.mask_file import FILE
-from a2d_mpi.experiments.options import (
-    HEADDIM,
-    HEADDIM_V_HELP,
-    HEADS,
-    Parser,
-    add_mask,
-    path,
-    tokens,
-    whole,
-)
+from a2d_mpi.experiments.options import Parser, add_mask, add_options, whole
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.sweep import Case
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
@@ -35,26 +24,23 @@ from a2d_mpi.schedules.problem import Workload
 IDLE, IDLE_RANKS = 0.1, 256
 
 
-def add_problem(parser: Parser, ranks: int) -> None:
-    """Add the options of a problem on at most so many ranks of a machine; see `read_problem`."""
-    add = parser.add_argument
-    add(
-        "--profile",
-        type=path,
-        required=True,
-        help="TOML file; see data/machines and drivers/calibrate.py",
-    )
-    add("--ranks", type=whole(1, ranks), required=True, help=f"at most {ranks}")
-    add("--seqlen", type=tokens, required=True, help="tokens: 1048576, 1024K or 1M")
-    add("--nheads", type=HEADS, help="there must be one, unless a --gpt has it")
-    add("--nheads-kv", type=HEADS, help="default: as many as --nheads")
-    add("--headdim", type=HEADDIM, default=128, help="default %(default)s")
-    add("--headdim-v", type=HEADDIM, help=HEADDIM_V_HELP)
-    add("--dtype", choices=DTYPES, default="bfloat16")
-    add_mask(parser, default="full")
-    add("--backward", action="store_true", help="also the gradients")
-    add("--no-overlap", action="store_true", help="communicate and compute in turn")
-    add("--ranks-per-node", type=whole(1, 65536), help="default: what the profile says")
+def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
+    """Add the options of a problem on at most `ranks` ranks of a machine; see `read_problem`."""
+    group = parser.add_argument_group("machine")
+    add_options(group, "profile", required=True)
+    text = f"ranks, at most {ranks}"
+    group.add_argument("--ranks", type=whole(1, ranks), metavar="N", required=True, help=text)
+    text = "ranks on a node; default: what the profile says"
+    group.add_argument("--ranks-per-node", type=whole(1, 65536), metavar="N", help=text)
+    group = parser.add_argument_group("problem")
+    add_options(group, "seqlen", required=True)
+    add_options(group, "nheads", required=needs_heads)
+    add_options(group, "nheads-kv")
+    add_options(group, "headdim", default=128)
+    add_options(group, "headdim-v")
+    add_options(group, "dtype", default="bfloat16")
+    add_mask(group)
+    add_options(group, "backward", "overlap")
 
 
 def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
@@ -68,7 +54,7 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
         If the profile cannot be read.
     """
     if args.nheads is None:
-        raise ValueError("there must be --nheads")
+        raise ValueError("there must be --nheads, or --gpt, which has them")
     machine = read_machine(args.profile)
     if args.ranks_per_node is not None:
         machine = machine.with_ranks_per_node(args.ranks_per_node)
@@ -99,14 +85,13 @@ def plan(args: argparse.Namespace) -> int:
             raise ValueError("--gpt leaves no choice of --nheads, --nheads-kv and --headdim-v")
         vars(args).update(PRESETS[args.gpt].heads, backward=True)
     machine, case = read_problem(args)
-    work = case.work(not args.no_overlap)
+    work = case.work(args.overlap)
     memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
-    # On a terminal, and if it takes long.
-    progress = partial(tqdm, desc="plans", disable=None, delay=2, leave=False)
+    bar = partial(progress, desc="plans", delay=2)
     methods = tuple(args.method or METHODS)
     idle = IDLE if args.ranks <= IDLE_RANKS else 0.0
     number = None if args.simulate == "all" else 1
-    found = candidates(machine, args.ranks, work, memory, methods, progress, idle, number)
+    found = candidates(machine, args.ranks, work, memory, methods, bar, idle, number)
     if not found:
         raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
     _print(found, args, machine, work, memory)

@@ -23,7 +23,7 @@ from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import held
 from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.experiments.files import check_files, files_written
-from a2d_mpi.experiments.options import BAD_INPUT, THREADS, Parser
+from a2d_mpi.experiments.options import BAD_INPUT, Parser, add_options
 from a2d_mpi.experiments.streams import lost_output, open_streams, reason
 from a2d_mpi.kernels import KERNELS
 
@@ -104,11 +104,12 @@ def holding(comm: MPI.Intracomm, *paths: str | os.PathLike[str]) -> Iterator[Non
 
 def add_engine(parser: Parser) -> None:
     """Add the options that say what a plan runs on."""
-    add = parser.add_argument
+    group = parser.add_argument_group("device")
+    add = group.add_argument
     add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
-    add("--kernel", choices=KERNELS, default="auto", help="default: the fastest for the device")
-    add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays: see docs/gpus.md")
-    add("--threads", type=THREADS, default=1, help="BLAS threads per rank (default %(default)s)")
+    add("--kernel", choices=KERNELS, default="auto", help="auto: the fastest for the device")
+    add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays, see docs/gpus.md")
+    add_options(group, "threads")
 
 
 def arguments(
@@ -130,12 +131,16 @@ def arguments(
     def parse() -> argparse.Namespace:
         try:
             return parser.parse_args()
-        except SystemExit:  # --help is printed
+        except SystemExit:  # --help or --version is printed
             return argparse.Namespace(help=True)
 
     args = together(comm, parse)
     given = {"help": False, **vars(args)}
-    agree(comm, None, {f"--{name}": x for name, x in given.items() if name not in apart})
+    agree(
+        comm,
+        None,
+        {f"--{name.replace('_', '-')}": x for name, x in given.items() if name not in apart},
+    )
     if given["help"]:
         raise SystemExit(0)
     return args

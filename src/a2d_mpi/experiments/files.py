@@ -36,8 +36,6 @@ def files_read(args: argparse.Namespace) -> list[str]:
 
 def files_written(args: argparse.Namespace) -> list[str]:
     """All files that a driver writes, by its options, but those that it writes into a folder."""
-    if hasattr(args, "what") and hasattr(args, "format"):  # plot.py
-        return []
     return [os.fspath(x) for name in WRITTEN if (x := getattr(args, name, None))]
 
 

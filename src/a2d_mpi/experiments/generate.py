@@ -33,8 +33,8 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     prompts = together(comm, lambda: _prompts(args))
     split = together(comm, lambda: _split(args))
     ranks = split[0] if split else comm.size
-    rows, cols = together(comm, lambda: grid_shape(ranks, args.rows, args.cols, args.heads))
-    shape = rows, cols, args.heads
+    rows, cols = together(comm, lambda: grid_shape(ranks, args.rows, args.cols, args.head_ranks))
+    shape = rows, cols, args.head_ranks
     grid = attention_grid(comm, split, shape) if split else ProcessGrid(comm, *shape)
     weights = _weights(comm, args, split)
     arrive = args.arrive if args.arrive is not None else [0] * len(prompts)
@@ -44,7 +44,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     wrong = f"--room must be a number for each of the {rows * cols} positions, got {rooms}"
     agree(comm, wrong if len(rooms) != rows * cols else None)
     answers = _Answers(args, weights, prompts, dict(enumerate(arrive)))
-    options = args.block, args.method, args.transfers, args.kernel
+    options = args.cache_block, args.method, args.transfers, args.kernel
     with threadpool_limits(args.threads):
         if split:
             batches = args.micro_batches or MICRO_BATCHES
@@ -54,7 +54,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             if grid:
                 grid.free()
         else:
-            room_of = dict(zip(grid.failures.numbers, np.repeat(rooms, args.heads).tolist()))
+            room_of = dict(zip(grid.failures.numbers, np.repeat(rooms, args.head_ranks).tolist()))
 
             def work(grid: ProcessGrid, comm: MPI.Intracomm) -> int:
                 numbers = grid.failures.numbers
@@ -129,10 +129,11 @@ class _Answers:
         """Refuse a cache on `ranks` ranks that needs more memory than a node has.  Collective."""
         args, config = self._args, self._weights.config
         most = [min(len(x) + args.tokens, config.seqlen) for x in self._prompts.values()]
-        blocks = min(max(rooms), -(-sum(-(-x // args.block) for x in most) // len(rooms)))
-        nbytes = cache_bytes(config, blocks * args.block, self._weights.flat.dtype.itemsize)
-        tokens = f"{blocks * args.block} tokens of keys and values on one rank (--tokens, --block)"
-        check_room(comm, tokens, nbytes // args.heads, ranks)
+        blocks = min(max(rooms), -(-sum(-(-x // args.cache_block) for x in most) // len(rooms)))
+        tokens = blocks * args.cache_block
+        nbytes = cache_bytes(config, tokens, self._weights.flat.dtype.itemsize)
+        what = f"{tokens} tokens of keys and values on one rank (--tokens, --cache-block)"
+        check_room(comm, what, nbytes // args.head_ranks, ranks)
 
     def _choose(self, name: int, length: int, logits: np.ndarray) -> int:
         args = self._args

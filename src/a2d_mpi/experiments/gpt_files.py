@@ -1,4 +1,4 @@
-"""Result files of drivers/train_gpt.py and drivers/bench_train.py; no MPI import."""
+"""Result files of drivers/train_gpt.py and drivers/bench_gpt.py; no MPI import."""
 
 from __future__ import annotations
 

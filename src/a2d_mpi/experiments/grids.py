@@ -13,44 +13,41 @@ from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.cli import together
-from a2d_mpi.experiments.options import (
-    BLOCK_HELP,
-    METHOD_HELP,
-    ORDER_HELP,
-    Parser,
-    block,
-    method_name,
-    path,
-    whole,
-)
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.experiments.options import Parser, add_old_name, add_options, pair, whole
 from a2d_mpi.schedules.problem import Workload
 
 if TYPE_CHECKING:
     from a2d_mpi.experiments.sweep import Configuration
 
 
-def add_grid(parser: Parser) -> None:
-    """Add the options of a method and its grid; see `open_grid`."""
-    add = parser.add_argument
-    add("--rows", type=whole(1), help="R of the grid; default: as square as the ranks allow")
-    add("--cols", type=whole(1), help="C of the grid; default: ranks / rows / heads")
-    add("--heads", type=whole(1), default=1, help="U, ranks that share the heads; default: 1")
-    add("--order", default="rcu", help=f"{ORDER_HELP} (default %(default)s)")
-    add("--block", type=block, default=(1, 1), help=f"{BLOCK_HELP}; default: 1x1")
-    add("--grid", choices=("auto",), help="the fastest grid for the machine of --profile")
-    add("--profile", type=path, help="TOML file; see data/machines and drivers/calibrate.py")
-    add("--method", type=method_name, default=next(iter(METHODS)), help=METHOD_HELP)
+def add_grid(parser: Parser) -> argparse._ArgumentGroup:
+    """Add the options of a method and its grid; see `open_grid`.  Returns their group."""
+    group = parser.add_argument_group("method and grid of ranks")
+    add_options(group, "method", "rows", "cols", "head-ranks")
+    text = (
+        "the axes r (rows), c (columns) and u (ranks that share the heads) from the slowest to "
+        "the fastest: ranks along the last axis are neighbours, usually on a node"
+    )
+    group.add_argument("--order", metavar="AXES", default="rcu", help=text)
+    block = pair("x", "ROWSxCOLUMNS")
+    text = "rows and columns of a block of the grid whose ranks are neighbours"
+    group.add_argument("--rank-block", type=block, metavar="RxC", default="1x1", help=text)
+    add_old_name(group, "--heads", "--head-ranks", whole(1), "head_ranks")
+    add_old_name(group, "--block", "--rank-block", block, "rank_block")
+    text = "take the fastest grid for the machine of --profile"
+    group.add_argument("--grid", choices=("auto",), help=text)
+    add_options(group, "profile")
+    return group
 
 
 def _check_options(args: argparse.Namespace) -> None:
     """Refuse options of a grid that contradict each other."""
     if (args.grid == "auto") != (args.profile is not None):
         raise ValueError("--grid auto and --profile need each other")
-    shape = args.rows, args.cols, args.heads, args.order, args.block
+    shape = args.rows, args.cols, args.head_ranks, args.order, args.rank_block
     if args.grid and shape != (None, None, 1, "rcu", (1, 1)):
         raise ValueError(
-            "--grid auto leaves no choice of --rows, --cols, --heads, --order and --block"
+            "--grid auto leaves no choice of --rows, --cols, --head-ranks, --order, --rank-block"
         )
 
 
@@ -86,8 +83,9 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
 
         machine = together(comm, lambda: read_machine(args.profile))
         return ProcessGrid.auto(comm, machine, work, method=args.method)
-    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, args.heads))
-    return ProcessGrid(comm, rows, cols, args.heads, args.order, args.block)
+    heads = args.head_ranks
+    rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, heads))
+    return ProcessGrid(comm, rows, cols, heads, args.order, args.rank_block)
 
 
 def plan_of(

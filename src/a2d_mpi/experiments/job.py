@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
-from tqdm import tqdm
 
 from a2d_mpi.attention.methods import Attention2D, DoubleRingAttention, make_plan
 from a2d_mpi.attention.plan import AttentionPlan
@@ -33,6 +32,7 @@ from a2d_mpi.experiments.results import (
     read_shard,
     write_result,
 )
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules.problem import Workload
 
@@ -54,11 +54,11 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         together(comm, lambda: check_trace(args.trace), on=0)
         trace = Trace(comm, args.trace)
     device = open_device(comm, args.device)
-    phases = {"backward": args.backward, "overlap": not args.no_overlap}
+    phases = {"backward": args.backward, "overlap": args.overlap}
     grid = open_grid(comm, args, Workload(**config.arguments, mask=mask, **phases))
     names = ("kernel", "transfers", "threads", "inner", "stream", "distribution")
     options = {name: x for name in names if (x := getattr(args, name)) is not None}
-    options |= {**config.arguments, "overlap": not args.no_overlap}
+    options |= {**config.arguments, "overlap": args.overlap}
     plan = make_plan(args.method, grid, mask, **options)
     tensors = together(comm, lambda: _read(args, info, plan))
     digests = together(comm, lambda: _digests(args), on=0) if args.output else None
@@ -75,7 +75,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         if trace:
             measured.traced(trace, args.method)
             together(comm, trace.write, on=0)
-        for _ in tqdm(range(args.trials), "trials", disable=comm.rank != 0, leave=False):
+        for _ in progress(range(args.trials), comm.rank, desc="trials"):
             measured.trial()
         measured.finish()
     names = ("method", "mask", "trials", "warmup", "check", "seed", "threads", "kernel", "sink")
@@ -113,7 +113,8 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
         args.seqlen = tokens
     if args.seqlen > tokens:
         raise ValueError(f"{args.input} has {tokens} tokens, fewer than --seqlen {args.seqlen}")
-    options = {"dtype": args.dtype, "logit_softcap": args.softcap, "wire": args.wire}
+    wire = None if args.wire == "none" else args.wire
+    options = {"dtype": args.dtype, "logit_softcap": args.softcap, "wire": wire}
     config = replace(info.config, seqlen=args.seqlen, seqlen_kv=args.seqlen, **options)
     config.check_room(ranks)
     if args.mask_file:

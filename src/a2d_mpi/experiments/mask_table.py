@@ -14,6 +14,7 @@ from a2d_mpi.core.atomic import check_writable, read_regular, replacing
 from a2d_mpi.core.config import DISTRIBUTIONS, AttentionConfig
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.options import method_name, one_of
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.masks.patterns import make_mask, usage
 from a2d_mpi.planning import cost
 from a2d_mpi.schedules import METHODS, problem_of, write
@@ -89,7 +90,8 @@ def print_table(args: argparse.Namespace) -> Table:
     print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,")
     print("over those of q; in parentheses its visible pairs over the mean, and the grid")
     print(" | ".join(["mask", *args.plans]), flush=True)
-    for text in (x for mask in args.masks for x in _seeded(mask, args.seeds)):
+    bar = progress([x for mask in args.masks for x in _seeded(mask, args.seeds)], desc="masks")
+    for text in bar:
         cells = [text]
         for plan in args.plans:
             key = args.ranks, args.seqlen, text, plan
@@ -97,7 +99,7 @@ def print_table(args: argparse.Namespace) -> Table:
                 known[key] = best_of(plan, text, args.seqlen, args.ranks)
             found = known[key]
             cells.append(f"{found.moved:.4f} ({found.uneven:.3f}, {found.grid})")
-        print(" | ".join(cells), flush=True)
+        bar.write(" | ".join(cells))
         if args.output:
             _write_table(args.output, known)
     return known

@@ -4,23 +4,64 @@ from __future__ import annotations
 
 import argparse
 
-from a2d_mpi.experiments.options import HEADDIM, HEADS, Parser, whole
+from a2d_mpi.experiments.options import (
+    HEADDIM,
+    HEADS,
+    Parser,
+    add_options,
+    path,
+    real,
+    tokens,
+    whole,
+)
 from a2d_mpi.gpt.config import POSITIONS, PRESETS, GPTConfig
 
-LAYERS, WIDTH = whole(1, 4096), whole(1, 1 << 20)
-BLOCK = whole(1, 1 << 20)  # tokens of a block of the cache
+FLOATS = ("float32", "float64")  # storage dtypes of a model
+SIZES = {
+    "layers": (whole(1, 4096), "number of layers"),
+    "width": (whole(1, 1 << 20), "elements of a token between the layers"),
+    "mlp": (whole(1, 1 << 20), "elements of a token inside an MLP"),
+    "nheads": (HEADS, "query heads"),
+    "nheads_kv": (HEADS, "KV heads"),
+    "headdim": (HEADDIM, "elements of a head"),
+}
 
 
-def add_model(parser: Parser, default: str | None) -> None:
-    """Add the options of a GPT's sizes; see `model_of`."""
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default=default, help="default %(default)s")
-    sizes = {"layers": LAYERS, "width": WIDTH, "nheads": HEADS, "nheads-kv": HEADS}
-    sizes["headdim"] = HEADDIM
-    for name, kind in sizes.items():
-        add(f"--{name}", type=kind, help="default: the preset's")
+def add_sizes(parser: Parser, **defaults: object) -> argparse._ArgumentGroup:
+    """Add sizes of a model with their defaults; a text says which one.  Returns the group."""
+    group = parser.add_argument_group("model")
+    for name, default in defaults.items():
+        kind, text = SIZES[name]
+        if isinstance(default, str):
+            text, default = f"{text}; default: {default}", None
+        name = name.replace("_", "-")
+        group.add_argument(f"--{name}", type=kind, metavar="N", default=default, help=text)
+    return group
+
+
+def add_model(parser: Parser) -> argparse._ArgumentGroup:
+    """Add the options of a GPT's sizes, see `model_of`; returns their group."""
+    names = "layers", "width", "nheads", "nheads_kv", "headdim"
+    group = add_sizes(parser, **dict.fromkeys(names, "the preset's"))
+    add = group.add_argument
+    add("--preset", choices=PRESETS, default="tiny", help="sizes of a known model")
     add("--positions", choices=POSITIONS, help="default: the preset's")
     add("--recompute", action="store_true", help="keep less of each block, compute it again")
+    return group
+
+
+def add_training(parser: Parser) -> argparse._ArgumentGroup:
+    """Add a text and how to train on it; returns the group of the options."""
+    parser.add_argument("text", type=path, help="text file; its bytes are the tokens")
+    group = parser.add_argument_group("training")
+    add = group.add_argument
+    add_options(group, "seqlen", type=tokens(2), default="1K", help="tokens of a step: 1024, 64K")
+    add_options(group, "separator", default=r"\n\n\n")
+    add_options(group, "dtype", choices=FLOATS)
+    add("--steps", type=whole(1), metavar="N", default=200, help="steps of the whole run")
+    add("--rate", type=real(0, 1e6), metavar="X", default=1e-3, help="highest learning rate")
+    add_options(group, "seed")
+    return group
 
 
 def model_of(args: argparse.Namespace, **sizes: int) -> GPTConfig:

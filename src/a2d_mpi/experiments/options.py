@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
 import traceback
@@ -13,8 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from a2d_mpi import __version__
 from a2d_mpi.core.atomic import held, read_regular
-from a2d_mpi.core.config import LARGEST
+from a2d_mpi.core.config import DISTRIBUTIONS, LARGEST
+from a2d_mpi.core.dtypes import DTYPES
+from a2d_mpi.core.sizes import parse_count
+from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.experiments.files import check_files, files_written
 from a2d_mpi.experiments.streams import lost_output, open_streams, reason
 from a2d_mpi.masks.patterns import PATTERNS, parse_mask, split_masks
@@ -27,14 +32,6 @@ T = TypeVar("T")
 BAD_INPUT = 2  # exit code: nothing was computed, or nothing could be written
 SAMPLE = 16  # query rows and key rows that --check sample compares
 FAILED_CHECK = 1  # exit code: a result is wrong
-METHOD_HELP = f"one of: {', '.join(METHODS)}; or with underscores"
-ORDER_HELP = (
-    "r (rows), c (columns) and u (ranks that share the heads) from the slowest to the fastest: "
-    "along the last axis are neighbouring ranks, usually of one node"
-)
-MASK_HELP = f"NAME[:ARGUMENTS], see docs/masks.md; NAME is one of: {', '.join(PATTERNS)}"
-MASK_FILE_HELP = "HDF5 file with begin and end, or cu_seqlens and causal: see docs/masks.md"
-BLOCK_HELP = "rows and columns of a block of the grid whose ranks are neighbours: 2x2"
 
 
 class BadOption(ValueError, argparse.ArgumentTypeError):
@@ -65,20 +62,21 @@ def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable
     return number
 
 
-def tokens(text: str) -> int:
-    """A type of options: a number of tokens, "65536" or "64K"."""
-    from a2d_mpi.planning.profile import parse_count
-
-    try:
-        count = parse_count(text.strip())
-    except ValueError:
-        raise BadOption(f"must be 1048576, 1024K or 1M tokens, got {text[:40]!r}") from None
-    return SEQLEN(str(count))
+def tokens(least: int = 1, most: int = LARGEST["seqlen"]) -> Callable[[str], int]:
+    """A type of options: numbers of tokens, "65536" or "64K"."""
+    return _bounded(parse_count, "a number of tokens, as 65536 or 64K", least, most)
 
 
 def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
     """Make a type of options: a list of values of a type, with commas between them."""
     return lambda text: [kind(x.strip()) for x in text.split(",")]
+
+
+def plans(text: str) -> list[str]:
+    """A type of options: plans, see `PLANS_HELP`, with commas between them."""
+    if not (found := [x.strip() for x in text.split(",") if x.strip()]):
+        raise BadOption(f"must name a plan, got {text[:40]!r}")
+    return found
 
 
 def path(text: str) -> Path:
@@ -116,20 +114,6 @@ def escaped(text: str) -> bytes:
         raise BadOption(f"must be text with Python's escapes, got {text[:40]!r}") from None
 
 
-TRIALS, WARMUP = whole(1, 10**6), whole(0, 10**6)
-THREADS = whole(1, 1024)  # of one rank: no node has more cores
-SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
-WIRE_HELP = "format of tensors in messages: bfloat16, mxfp8 or mxfp4, see docs/wire.md"
-HEADDIM_V_HELP = "elements of a head of v and out; default: --headdim"
-SEQLEN, HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("seqlen", "nheads", "headdim"))
-
-
-CHECK_HELP = (
-    f"rows to compare with float64: sample ({SAMPLE} query rows and {SAMPLE} key rows, and both "
-    "ends; an error of a single other row is missed), rows:N (N of each), full (all)"
-)
-
-
 def check_text(text: str, none: bool = True) -> str:
     """Parse an option that is sample, full or rows:N, or with `none` also none."""
     words = ("none",) * none + ("sample", "full")
@@ -145,20 +129,16 @@ def checked_rows(text: str) -> int | None:
     return int(text.removeprefix("rows:"))
 
 
-def block(text: str) -> tuple[int, int]:
-    """Parse the rows and columns of a block: "2x3"."""
-    match = re.fullmatch(r"\s*(\d{1,9})x(\d{1,9})\s*", text)
-    if not match:
-        raise BadOption(f"must be ROWSxCOLUMNS, got {text[:40]!r}")
-    return int(match[1]), int(match[2])
+def pair(between: str, what: str) -> Callable[[str], tuple[int, int]]:
+    """Return a parser of two whole numbers with a sign between them, "2x3"."""
 
+    def numbers(text: str) -> tuple[int, int]:
+        match = re.fullmatch(rf"\s*(\d{{1,9}}){re.escape(between)}(\d{{1,9}})\s*", text)
+        if not match:
+            raise BadOption(f"must be {what}, got {text[:40]!r}")
+        return int(match[1]), int(match[2])
 
-def split(text: str) -> tuple[int, int]:
-    """Parse the numbers of attention ranks and FFN ranks: "3+1"."""
-    match = re.fullmatch(r"\s*(\d{1,9})\+(\d{1,9})\s*", text)
-    if not match:
-        raise BadOption(f"must be ATTENTION+FFN ranks, got {text[:40]!r}")
-    return int(match[1]), int(match[2])
+    return numbers
 
 
 def method_name(text: str) -> str:
@@ -228,6 +208,126 @@ def _run_file(name: str, source: bytes) -> None:
         raise BadOption(f"{name}, line {line}: {type(error).__name__}: {what}") from None
 
 
+SEED = whole(0, (1 << 63) - 1)  # as HDF5 keeps it
+HEADS, HEADDIM = (whole(1, LARGEST[x]) for x in ("nheads", "headdim"))
+BLOCK = tokens(most=1 << 20)  # of the cache
+
+MASK_HELP = f"NAME[:ARGUMENTS], see docs/masks.md; NAME is one of {', '.join(PATTERNS)}"
+CHECK_HELP = (
+    f"rows to compare with float64: sample ({SAMPLE} query rows and {SAMPLE} key rows, and both "
+    "ends; an error of a single other row is missed), rows:N (N of each), full (all)"
+)
+PLANS_HELP = f"""\
+A plan is METHOD[:RxC[xU]][@ORDER][/RxC]:
+
+  METHOD  one of {", ".join(METHODS)};
+          or with underscores
+  RxC     rows and columns of the grid; default: as square as the ranks allow
+  U       ranks that share the heads; default: 1
+  ORDER   the axes r (rows), c (columns) and u (ranks that share the heads) from the slowest to
+          the fastest; default: rcu.  Ranks along the last axis are neighbours, usually on a node
+  /RxC    rows and columns of a block of the grid whose ranks are neighbours; default: 1x1
+
+For example "ring", "attention2d:2x2", "ring:2x1x2" (2 ranks share the heads), "double ring:2x2" (2
+outer steps over inner rings of 2), "node aware:4x4/2x2".  "all" is every layout that the planner
+knows.  "auto" is the fastest plan by the planner, "auto:5" its five fastest plans, "auto:each" its
+fastest plan of each method; these need --profile.
+"""
+
+# fmt: off
+# The options that several drivers have: each has one meaning and one spelling.
+OPTIONS: dict[str, dict[str, object]] = {
+    "output": {"type": path, "metavar": "FILE", "help": "HDF5 file for the results"},
+    "resume": {"action": "store_true", "help": "run only what the file lacks"},
+    "profile": {"type": path, "metavar": "FILE",
+                "help": "TOML file of a machine: see data/machines and drivers/calibrate.py"},
+    # The problem.
+    "seqlen": {"type": tokens(), "metavar": "TOKENS", "help": "sequence length: 65536 or 64K"},
+    "seqlens": {"type": listed(tokens()), "metavar": "TOKENS,...",
+                "help": "sequence lengths: 4096,64K"},
+    "mask": {"type": mask_text, "metavar": "MASK", "default": "causal", "help": MASK_HELP},
+    "masks": {"type": masks, "metavar": "MASK,...", "default": "causal",
+              "help": f"all, or {MASK_HELP}"},
+    "mask-file": {"type": path, "metavar": "FILE", "help": "HDF5 file with begin and end, or "
+                  "cu_seqlens and causal: see docs/masks.md"},
+    "nheads": {"type": HEADS, "metavar": "N", "help": "query heads"},
+    "nheads-kv": {"type": HEADS, "metavar": "N", "help": "KV heads; default: as many as --nheads"},
+    "headdim": {"type": HEADDIM, "metavar": "N", "help": "elements of a head"},
+    "headdim-v": {"type": HEADDIM, "metavar": "N",
+                  "help": "elements of a head of v and out; default: --headdim"},
+    "dtype": {"choices": DTYPES, "default": "float32", "help": "storage dtype"},
+    "dtypes": {"type": listed(one_of(DTYPES)), "metavar": "DTYPE,...", "default": "float32",
+               "help": f"storage dtypes, of {', '.join(DTYPES)}"},
+    "wire": {"choices": ("none", *FORMATS), "default": "none",
+             "help": "format of tensors in messages, see docs/wire.md; none: as they are"},
+    "backward": {"action": "store_true", "help": "also compute the gradients"},
+    "separator": {"type": escaped, "metavar": "TEXT",
+                  "help": "what ends a document; empty: the text is one document"},
+    "survive": {"action": "store_true",
+                "help": "go on without ranks that die; needs mpiexec --with-ft ulfm"},
+    # Plans and grids.
+    "plans": {"type": plans, "metavar": "PLAN,...", "help": "see the end of this help"},
+    "method": {"type": method_name, "metavar": "METHOD", "default": next(iter(METHODS)),
+               "help": f"one of {', '.join(METHODS)}; or with underscores"},
+    "rows": {"type": whole(1), "metavar": "R",
+             "help": "rows of the grid; default: as square as the ranks allow"},
+    "cols": {"type": whole(1), "metavar": "C",
+             "help": "columns of the grid; default: ranks / rows / head ranks"},
+    "head-ranks": {"type": whole(1), "metavar": "U", "default": 1,
+                   "help": "ranks that share the heads"},
+    "distribution": {"choices": DISTRIBUTIONS,
+                     "help": "of tokens; default: the fastest by the planner's model"},
+    "overlap": {"action": argparse.BooleanOptionalAction, "default": True,
+                "help": "communicate while computing, or in turn"},
+    "cache-block": {"type": BLOCK, "metavar": "TOKENS", "default": 16,
+                    "help": "tokens of a block of the cache"},
+    # Measurement.
+    "trials": {"type": whole(1, 10**6), "metavar": "N", "default": 5, "help": "timed runs"},
+    "warmup": {"type": whole(0, 10**6), "metavar": "N", "default": 1,
+               "help": "runs before the timed runs"},
+    "check": {"type": check_text, "metavar": "ROWS", "default": "sample", "help": CHECK_HELP},
+    "seed": {"type": SEED, "metavar": "N", "default": 0, "help": "seed of all random numbers"},
+    "threads": {"type": whole(1, 1024), "metavar": "N", "default": 1,  # no node has more cores
+                "help": "BLAS threads of a rank"},
+}
+# fmt: on
+
+
+def add_options(to: argparse._ActionsContainer, *names: str, **changes: object) -> None:
+    """Add some of `OPTIONS` to a parser or a group, with changes of their arguments."""
+    for name in names:
+        to.add_argument(f"--{name}", **{**OPTIONS[name], **changes})
+
+
+class _Renamed(argparse.Action):
+    """The old name of an option: it still works, and a note on stderr says the new name."""
+
+    def __call__(self, parser, namespace, value, name=None) -> None:
+        parser._print_message(f"{parser.prog}: note: {name} is now {self.const}\n", sys.stderr)
+        setattr(namespace, self.dest, value)
+
+
+def add_old_name(
+    to: argparse._ActionsContainer, old: str, new: str, kind: Callable[[str], object], dest: str
+) -> None:
+    """Accept the old name of an option, which --help does not show."""
+    to.add_argument(
+        old, action=_Renamed, const=new, dest=dest, type=kind,
+        default=argparse.SUPPRESS, help=argparse.SUPPRESS,
+    )  # fmt: skip
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Docstrings as they are; after each option its default, or that it is required."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        if action.required:
+            return f"{action.help} (required)"
+        if action.default is None or action.default is False:  # the help says what happens then
+            return action.help
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that prints on rank 0 only, and raises instead of exiting.
 
@@ -238,22 +338,57 @@ class Parser(argparse.ArgumentParser):
     ----------
     prog : str
         Name of the program.
-    doc : str
-        Its docstring, of which --help shows the first paragraph.
+    description : str
+        Its docstring, which --help shows.
     comm : Intracomm, optional
         Without one (when only the options are asked for, or in programs of one process), every
         process speaks.
+    **others
+        Of `argparse.ArgumentParser`.
+
+    Attributes
+    ----------
+    commands : dict of str to Parser
+        The subcommands, by name.
     """
 
-    def __init__(self, prog: str, doc: str, comm: MPI.Intracomm | None = None) -> None:
+    def __init__(
+        self, prog: str, description: str, comm: MPI.Intracomm | None = None, **others: object
+    ) -> None:
         self._imports = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         self._imports.error = self.error
         text = "run this Python file first, which registers masks, methods or kernels of your own"
         self._imports.add_argument(
             "--import", type=import_file, action="append", metavar="FILE", help=text
         )
-        super().__init__(prog=prog, description=doc.split("\n\n")[0], parents=[self._imports])
-        self._silent = comm is not None and comm.rank != 0
+        super().__init__(
+            prog=prog,
+            description=description,
+            formatter_class=_Help,
+            parents=[self._imports],
+            **others,
+        )
+        version = f"%(prog)s of a2d_mpi {__version__}"
+        self.add_argument("--version", action="version", version=version)
+        self._comm = comm
+        self.commands: dict[str, Parser] = {}
+
+    def add_commands(self, *builders: Callable[[Parser], None]) -> None:
+        """Add a subcommand for each function, which adds the options of the subcommand.
+
+        The function's name is the subcommand, and its docstring is the help.  The subcommand that
+        the user chose is `command` of the parsed options.
+        """
+        commands = self.add_subparsers(
+            dest="command", metavar="COMMAND", required=True, title="commands",
+            help="one of the following; COMMAND --help lists its options",
+        )  # fmt: skip
+        for build in builders:
+            name, doc = build.__name__, inspect.getdoc(build)
+            first = doc.partition("\n")[0]
+            new = commands.add_parser(name, description=doc, help=first, comm=self._comm)
+            build(new)
+            self.commands[name] = new
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -263,7 +398,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_args(others, namespace)
 
     def _print_message(self, message: str, file=None) -> None:
-        if not self._silent:
+        if self._comm is None or self._comm.rank == 0:
             super()._print_message(message, file)
 
     def error(self, message: str) -> NoReturn:
@@ -272,18 +407,31 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message} (see --help)")
 
 
-def add_trace(parser: Parser, what: str) -> None:
+def add_trace(to: argparse._ActionsContainer, what: str) -> None:
     """Add --trace."""
     text = f"JSON file for a timeline of all ranks, for Perfetto: {what}"
-    parser.add_argument("--trace", type=path, metavar="FILE", help=text)
+    to.add_argument("--trace", type=path, metavar="FILE", help=text)
 
 
-def add_mask(parser: Parser, default: str) -> None:
-    """Add --mask and --mask-file, of which one may be given."""
-    either = parser.add_mutually_exclusive_group()
-    text = f"{MASK_HELP} (default {default})"
-    either.add_argument("--mask", type=mask_text, default=default, help=text)
-    either.add_argument("--mask-file", type=path, help=MASK_FILE_HELP)
+def add_mask(to: argparse._ActionsContainer, name: str = "mask") -> None:
+    """Add --mask (or --masks) and --mask-file, of which one may be given."""
+    add_options(to.add_mutually_exclusive_group(), name, "mask-file")
+
+
+def add_workloads(parser: Parser) -> argparse._ArgumentGroup:
+    """Add the options of a sweep, see `a2d_mpi.experiments.sweep.cases_of`, but the masks."""
+    group = parser.add_argument_group("workloads, of which every combination is run")
+    add_options(group, "seqlens", default="2048")
+    for name, kind, default in (
+        ("nheads", HEADS, "8"), ("nheads-kv", HEADS, None), ("headdim", HEADDIM, "64")
+    ):  # fmt: skip
+        add_options(group, name, type=listed(kind), metavar="N,...", default=default)
+    add_options(group, "headdim-v", "dtypes", "backward")
+    formats = OPTIONS["wire"]["choices"]
+    text = f"formats of tensors in messages, of {', '.join(formats)}: see docs/wire.md"
+    kind = listed(one_of(formats))
+    add_options(group, "wire", type=kind, choices=None, metavar="FORMAT,...", help=text)
+    return group
 
 
 def run_serial(

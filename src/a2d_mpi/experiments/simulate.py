@@ -23,10 +23,10 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-from tqdm import tqdm
 
 from a2d_mpi.experiments.benchmark import Entry, extends, read_entries, write_entries
 from a2d_mpi.experiments.origin import provenance
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.summary import Summary
 from a2d_mpi.experiments.sweep import Configuration, cases_of, plans_for
 from a2d_mpi.planning.machine import Machine
@@ -114,7 +114,7 @@ def simulate_all(args: argparse.Namespace) -> int:
     replayer()  # raises an error now if SimGrid is not installed
     done = read_simulations(args.output) if extends(args.output, args.resume) else {}
     origin, before = Entry(provenance("none", ["simulated"]), {}), 0
-    with tqdm(_tasks(args), disable=None, unit="plan") as bar:
+    with progress(_tasks(args), unit="plan") as bar:
         for task in bar:  # planned when it is needed
             found = done.get(task.name)
             # A simulation that was given up is repeated if it may take longer now.
@@ -181,9 +181,7 @@ def seconds(entry: Mapping[str, object], kind: str, part: str = "") -> float:
 
 
 def _tasks(args: argparse.Namespace) -> Iterator[Task]:
-    networks = [
-        replace(parse_network(x), slow_port=args.slow_port) for x in args.networks.split(",")
-    ]
+    networks = [replace(parse_network(x), slow_port=args.slow_port) for x in args.networks]
     cases = cases_of(args, args.masks)
     for path, ranks, case in product(args.profile, args.ranks, cases):
         machine = read_machine(path)
@@ -197,7 +195,7 @@ def _tasks(args: argparse.Namespace) -> Iterator[Task]:
             }
             name = f"{machine.name}, latency x {args.latency:g}"
             machine = replace(machine, name=name, **links)
-        for what in plans_for(case, args.plans.split(","), ranks, machine=machine):
+        for what in plans_for(case, args.plans, ranks, machine=machine):
             for network in networks:
                 yield Task(what, machine, network, args.slow_rank, args.coarse)
 

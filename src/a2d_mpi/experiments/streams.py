@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterable
+
+from tqdm import tqdm
 
 
 class _Unread(io.FileIO):
@@ -58,3 +61,8 @@ def reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
+
+
+def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:
+    """A progress bar on stderr: on the first rank, and only if stderr is a terminal."""
+    return tqdm(items, disable=rank != 0 or None, leave=False, **options)

@@ -1,10 +1,9 @@
-"""The tables of drivers/study.py; no MPI import."""
+"""The tables of `drivers/report.py study`; no MPI import."""
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,20 +11,22 @@ import numpy as np
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import phases_of
-from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.experiments.summary import Summary, summarise, table
 
 CLOSE = 1.1  # a pick is good if it takes at most this multiple of the fastest plan's time
 
 
-def study(args: argparse.Namespace) -> int:
-    """Print the tables; returns the exit code."""
+def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) -> int:
+    """Print the tables of files; returns the exit code.
+
+    `read`: gives the results in a file, of each plan its forward pass and all phases.
+    """
     passed, picks, good, off = True, 0, 0, []
-    for path in args.files:
-        found = _read(path, args.simulated)
+    for path in files:
+        found = read(path)
         ended = "passed" if all(x.passed for x in found) else "FAILED"
         passed &= ended == "passed"
-        print(f"\n{Path(path).name}: checks {ended}")
+        print(f"\n{path.name}: checks {ended}")
         for workload, ranks in dict.fromkeys((x.workload, x.ranks) for x in found):
             these = [x for x in found if (x.workload, x.ranks) == (workload, ranks)]
             print(table(these))
@@ -43,14 +44,11 @@ def study(args: argparse.Namespace) -> int:
     return 0 if passed else FAILED_CHECK
 
 
-def _read(path: str, simulated: bool) -> list[Summary]:
-    """Summaries of a file: of each plan its forward pass, and both phases if it has two."""
-    if simulated:
-        return read_summaries(path)
-    results = read_benchmark(path).values()
+def read_measured(path: Path) -> list[Summary]:
+    """Summaries of a benchmark: of each plan its forward pass, and both phases if it has two."""
     return [
         summarise(result, phases)
-        for result in results
+        for result in read_benchmark(path).values()
         for phases in dict.fromkeys([("forward",), phases_of(result)])
     ]
 

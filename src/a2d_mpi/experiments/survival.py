@@ -13,21 +13,11 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.failures import RanksLost, survives
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.watch import name_ranks
-from a2d_mpi.experiments.options import Parser
 
 _NO_ULFM = (
     "--survive: this MPI ends the job when a rank dies; it needs Open MPI with ULFM, started by "
     "mpiexec --with-ft ulfm"
 )
-
-
-def add_survive(parser: Parser) -> None:
-    """Add the option --survive."""
-    parser.add_argument(
-        "--survive",
-        action="store_true",
-        help="go on without ranks that die; needs mpiexec --with-ft ulfm",
-    )
 
 
 def check_survive(comm: MPI.Intracomm, survive: bool) -> None:

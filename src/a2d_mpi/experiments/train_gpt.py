@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
-from tqdm import tqdm
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
@@ -30,6 +29,7 @@ from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.origin import blas_name, cpu_name
 from a2d_mpi.experiments.results import new_file, set_attributes
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.survival import check_survive, surviving
 from a2d_mpi.experiments.trace import Trace, check_trace
 from a2d_mpi.gpt.adam import learning_rate
@@ -211,7 +211,7 @@ class Trainer:
 
         if self._lost and state.step:  # the rank that writes checkpoints may have died
             self._keep_if_due(stop)
-        with tqdm(range(state.step, stop), "steps", disable=comm.rank != 0, leave=False) as shown:
+        with progress(range(state.step, stop), comm.rank, desc="steps") as shown:
             for _ in shown:
                 last = trace if state.step + 1 == stop else None
                 shown.set_postfix(loss=f"{self.step(last):.3f}")

@@ -13,7 +13,6 @@ import torch
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 from torch.nn.functional import cross_entropy
-from tqdm import tqdm
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from a2d_mpi.attention.methods import make_plan
@@ -27,6 +26,7 @@ from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.measure import grid_config, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.results import Check, new_file, set_attributes
+from a2d_mpi.experiments.streams import progress
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
 from a2d_mpi.masks.documents import Documents
@@ -56,7 +56,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         model = _new_model(config, args).to(where)
         hooks = GradientHooks(model, comm)
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate)
-        shown = tqdm(range(args.steps), "steps", disable=comm.rank != 0, leave=False)
+        shown = progress(range(args.steps), comm.rank, desc="steps")
         for step in shown:
             batch, start = text.batch(args.seqlen, args.seed, step), time.perf_counter()
             mask = Documents(batch.cu_seqlens, causal=True) if args.separator else Causal()

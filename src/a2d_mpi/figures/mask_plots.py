@@ -1,4 +1,4 @@
-"""The pictures of drivers/plot_masks.py and drivers/mask_table.py; no MPI import."""
+"""The pictures of masks of drivers/plot.py and drivers/report.py; no MPI import."""
 
 from __future__ import annotations
 

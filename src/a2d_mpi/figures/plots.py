@@ -1,4 +1,4 @@
-"""The figures of drivers/plot.py; no MPI import."""
+"""The figures of `drivers/plot.py results`; no MPI import."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def plot(args: argparse.Namespace) -> int:
             raise ValueError(f"{option}: {unknown[0]!r} is none of {', '.join(known)}")
     chosen = read(args)
     plt = pyplot(**SETTINGS)
-    os.makedirs(args.output, exist_ok=True)
+    os.makedirs(args.folder, exist_ok=True)
     for name, kind in product(names, formats):
-        check_picture(Path(args.output, f"{name}.{kind}"))
+        check_picture(Path(args.folder, f"{name}.{kind}"))
     missing = []
     for name in names:
         try:
@@ -75,7 +75,7 @@ def plot(args: argparse.Namespace) -> int:
             missing.append(f"{name}: {error}")
             continue
         for kind in formats:
-            path = Path(args.output, f"{name}.{kind}")
+            path = Path(args.folder, f"{name}.{kind}")
             save(figure, path)
             print(path)
         plt.close(figure)

@@ -1,4 +1,4 @@
-"""The picture of drivers/plot_schedule.py; no MPI import."""
+"""The picture of `drivers/plot.py schedule`; no MPI import."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ def plot_schedule(args: argparse.Namespace) -> int:
     check_picture(args.output)
     check_trace(args.trace)
     machine, case = read_problem(args)
-    specs = [x for x in args.plans.split(",") if x.strip()]
-    found = plans_for(case, specs, args.ranks, (not args.no_overlap,), machine)
+    found = plans_for(case, args.plans, args.ranks, (args.overlap,), machine)
     if not 1 <= len(found) <= PLANS:
         raise ValueError(f"--plans must be 1 to {PLANS} plans, got {len(found)}")
     small = partial(mask_of, case.mask)

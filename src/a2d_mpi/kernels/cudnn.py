@@ -257,10 +257,10 @@ class CudnnKernel:
     def _launch(self, piece: Piece, pointers: Iterable[int]) -> None:
         size = max(piece.launch.workspace_size, 1)
         workspace = self._buffer("workspace", (size,), np.uint8).data.ptr
-        for given in (piece.ends, piece.sequences):
-            if given is not None:
-                step = given.nbytes // len(given)
-                pointers = *pointers, *(given.data.ptr + i * step for i in range(len(given)))
+        for array in (piece.ends, piece.sequences):
+            if array is not None:
+                step = array.nbytes // len(array)
+                pointers = *pointers, *(array.data.ptr + i * step for i in range(len(array)))
         piece.launch(pointers, workspace, cupy.cuda.get_current_stream().ptr)
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:

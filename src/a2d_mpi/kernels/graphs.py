@@ -219,8 +219,8 @@ class Graphs:
             begin, end = (
                 graph.tensor(**layout, data_type=types.INT32, uid=after + i) for i in range(2)
             )
-            one = {"dim": [1] * 4, "stride": [1] * 4, "is_pass_by_value": True}
-            hidden = graph.tensor(**one, data_type=types.FLOAT, uid=after + 2)
+            scalar = {"dim": [1] * 4, "stride": [1] * 4, "is_pass_by_value": True}
+            hidden = graph.tensor(**scalar, data_type=types.FLOAT, uid=after + 2)
             options["score_mod"] = self._interval_mask(begin, end, hidden)
         outputs = (graph.sdpa_backward if backward else graph.sdpa)(**inputs, **options)
         for tensor, ((layout, offset), dtype) in zip(outputs, results, strict=True):

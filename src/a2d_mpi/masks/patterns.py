@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from importlib import import_module
 
+from a2d_mpi.core.sizes import parse_count
 from a2d_mpi.masks.mask import Causal, Full, Mask
 
 _LONGCA = "a2d_mpi.masks.longca"
@@ -73,6 +74,7 @@ def parse_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
     ----------
     text : str
         ``NAME``, or ``NAME:ARGUMENTS`` with integers and ``name=integer``, separated by commas.
+        4K is 4096.
 
     Returns
     -------
@@ -92,14 +94,16 @@ def parse_mask(text: str) -> tuple[str, list[int], dict[str, int]]:
     arguments, named = [], {}
     for item in rest.split(",") if colon else ():
         key, number = re.fullmatch(r"(?:\s*(\w+)\s*=)?(.*)", item, re.DOTALL).groups()
-        if not re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", number):
-            raise ValueError(f"mask {name}: {item[:40]!r} is not a whole number")
+        try:
+            value = parse_count(number)
+        except ValueError:
+            raise ValueError(f"mask {name}: {item[:40]!r} is not a whole number") from None
         if key is None and not named:
-            arguments.append(int(number))
+            arguments.append(value)
         elif key is None or key in named:
             raise ValueError(f"mask {name}: {item[:40]!r} is one argument too many")
         else:
-            named[key] = int(number)
+            named[key] = value
     try:
         inspect.signature(_maker(name)).bind(None, *arguments, **named)
     except TypeError:
@@ -148,7 +152,7 @@ def split_masks(text: str) -> list[str]:
     """
     masks: list[str] = []
     for item in filter(None, (x.strip() for x in text.split(","))):
-        if masks and ":" in masks[-1] and re.fullmatch(r"[+-]?\d+|\w+\s*=.*", item):
+        if masks and ":" in masks[-1] and re.fullmatch(r"[+-]?\d+[KMG]?|\w+\s*=.*", item):
             masks[-1] += f",{item}"
         else:
             masks.extend(PATTERNS if item == "all" else [item])

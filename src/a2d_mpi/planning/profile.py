@@ -155,19 +155,6 @@ def parse_size(text: str | float, name: str = "") -> int:
         raise ValueError(f"{where}{shown(text)} is no size; write 80GB or 80GiB") from None
 
 
-def parse_count(text: str) -> int:
-    """Number of tokens from "1M" (1048576), "64K" (65536) or "1000": powers of 1024.
-
-    Raises
-    ------
-    ValueError
-    """
-    found = re.fullmatch(r"(\d{1,1000})([KMG]?)", str(text))
-    if not found:
-        raise ValueError(f"{shown(text)} is no number of tokens; write 1048576, 1024K or 1M")
-    return int(found[1]) * _SUFFIXES[found[2] + "i" * bool(found[2])]
-
-
 def _table(value: object, where: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a table, got {shown(value)}")

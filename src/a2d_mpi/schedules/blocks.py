@@ -61,17 +61,17 @@ class Needs:
 
     def digest(self) -> str:
         """Return a short hash of the placement."""
-        x, demand = self.placement, self.placement.demand
+        placement, demand = self.placement, self.placement.demand
         digest = hashlib.sha256()
-        for array in (demand.bounds, x.owner, demand.pairs, x.rank):
+        for array in (demand.bounds, placement.owner, demand.pairs, placement.rank):
             digest.update(np.ascontiguousarray(array, np.int64))
         return digest.hexdigest()[:12]
 
     def assigned(self, rank: int) -> Assigned:
         """Return the mask of the pairs that a rank computes."""
         if rank not in self._assigned:
-            x, demand = self.placement, self.placement.demand
-            pairs = demand.pairs[x.rank == rank]
+            demand = self.placement.demand
+            pairs = demand.pairs[self.placement.rank == rank]
             self._assigned[rank] = Assigned(self._mask, demand.bounds, pairs)
         return self._assigned[rank]
 
@@ -79,9 +79,9 @@ class Needs:
         """Return the places in the owner's shard of the tokens that a rank needs."""
         key = of_keys, owner, rank
         if key not in self._places:
-            x, mask, demand = self.placement, self.assigned(rank), self.placement.demand
-            pairs = demand.pairs[x.rank == rank]
-            own = x.owner[pairs[:, int(of_keys)]] == owner
+            placement, mask, demand = self.placement, self.assigned(rank), self.placement.demand
+            pairs = demand.pairs[placement.rank == rank]
+            own = placement.owner[pairs[:, int(of_keys)]] == owner
             tokens: list[tuple[int, int]] = []
             for block in np.unique(pairs[own, int(of_keys)]).tolist():
                 first, last = demand.bounds[block : block + 2].tolist()

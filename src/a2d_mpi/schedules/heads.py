@@ -37,9 +37,9 @@ class Ulysses:
         """Declare an array with all rows of an owner, for one message; return its rows."""
         if name not in self._parcels:
             places = self.p.group.all_places(self.kind in ("kv", "dkv"), owner)
-            others = {"accumulated": self.accumulated, "packed": True}
-            others["room"] = f"parcel {name} {self._number}"
-            array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **others)
+            options = {"accumulated": self.accumulated, "packed": True}
+            options["room"] = f"parcel {name} {self._number}"
+            array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **options)
             self._parcels[name] = self.p.rows(array)
         return self._parcels[name]
 
@@ -51,8 +51,8 @@ class Ulysses:
         of_keys = self.kind in ("kv", "dkv")
         pieces = [(x, p.group.all_places(of_keys, x)) for x in p.channels["head"]]
         accumulated = self.accumulated if accumulated is None else accumulated
-        others = {"by_token": True, "room": room}
-        return p.array(f"{name} {self.kind}", self.kind, pieces, role, accumulated, **others)
+        options = {"by_token": True, "room": room}
+        return p.array(f"{name} {self.kind}", self.kind, pieces, role, accumulated, **options)
 
 
 def _kinds(p: Program, together: str, *apart: str) -> tuple[str, ...]:
@@ -64,22 +64,23 @@ def share(p: Program, backward: bool) -> None:
     """Write the exchange before attention: a rank receives its heads of all tokens."""
     kinds = _kinds(p, *(("qkvd", "qd", "kv") if backward else ("qkv", "q", "kv")))
     for number, kind in enumerate(kinds):
-        x = Ulysses(p, kind, number)
-        own, group = p.own(f"own {kind}", kind, "given", all_heads=True), x.together("group")
+        ulysses = Ulysses(p, kind, number)
+        own, group = p.own(f"own {kind}", kind, "given", all_heads=True), ulysses.together("group")
         coming = [
-            p.receive("head", peer, x.parcel(f"in {i}", peer)) for i, peer in enumerate(x.peers, 1)
+            p.receive("head", peer, ulysses.parcel(f"in {i}", peer))
+            for i, peer in enumerate(ulysses.peers, 1)
         ]
-        for i, peer in enumerate(x.peers, 1):
-            leaving = x.parcel(f"out {i}", p.rank)
+        for i, peer in enumerate(ulysses.peers, 1):
+            leaving = ulysses.parcel(f"out {i}", p.rank)
             p.copy(own._replace(head=peer), leaving)
             p.send("head", peer, leaving)
         # This rank's own rows are copied in the same way, without a message.
-        arrived = x.parcel("in 0", p.rank)
+        arrived = ulysses.parcel("in 0", p.rank)
         p.copy(own._replace(head=p.rank), arrived)
         p.copy(arrived, p.rows(group, p.rank))
-        for i, peer in enumerate(x.peers, 1):
+        for i, peer in enumerate(ulysses.peers, 1):
             p.wait([coming[i - 1]])
-            p.copy(x.parcel(f"in {i}", peer), p.rows(group, peer))
+            p.copy(ulysses.parcel(f"in {i}", peer), p.rows(group, peer))
         p.results[kind] = p.rows(group)
 
 
@@ -88,31 +89,31 @@ def collect(p: Program, backward: bool) -> None:
     kinds = _kinds(p, *(("gradients", "dq", "dkv") if backward else ("out", "out")))
     for number, kind in enumerate(kinds):
         sums = ("dk", "dv") if kind in ("gradients", "dkv") and p.group.shares_kv else ()
-        x = Ulysses(p, kind, number, ("lse", *sums))
-        group = x.together("group", "given", SUMS)
+        ulysses = Ulysses(p, kind, number, ("lse", *sums))
+        group = ulysses.together("group", "given", SUMS)
         if p.group.mixed_precision:  # results travel in the storage dtype, except sums
-            rounded = x.together("rounded")
+            rounded = ulysses.together("rounded")
             p.copy(p.rows(group), p.rows(rounded))
             group = rounded
-        own = p.own(f"own {kind}", kind, "result", accumulated=x.accumulated, all_heads=True)
+        own = p.own(f"own {kind}", kind, "result", accumulated=ulysses.accumulated, all_heads=True)
         if sums:
             p.clear(own)
         coming = [
-            p.receive("head", peer, x.parcel(f"in {i}", p.rank))
-            for i, peer in enumerate(x.peers, 1)
+            p.receive("head", peer, ulysses.parcel(f"in {i}", p.rank))
+            for i, peer in enumerate(ulysses.peers, 1)
         ]
-        for i, peer in enumerate(x.peers, 1):
-            returned = x.parcel(f"out {i}", peer)
+        for i, peer in enumerate(ulysses.peers, 1):
+            returned = ulysses.parcel(f"out {i}", peer)
             p.copy(p.rows(group, peer), returned)
             p.send("head", peer, returned)
-        p.copy(p.rows(group, p.rank), x.parcel("in 0", p.rank))
+        p.copy(p.rows(group, p.rank), ulysses.parcel("in 0", p.rank))
         # In the order of ranks, so that sums repeat bit for bit.
-        for peer in sorted([p.rank, *x.peers]):
-            i = 0 if peer == p.rank else 1 + x.peers.index(peer)
+        for peer in sorted([p.rank, *ulysses.peers]):
+            i = 0 if peer == p.rank else 1 + ulysses.peers.index(peer)
             if i:
                 p.wait([coming[i - 1]])
             move = p.combine if sums else p.copy
-            move(x.parcel(f"in {i}", p.rank), own._replace(head=peer))
+            move(ulysses.parcel(f"in {i}", p.rank), own._replace(head=peer))
         p.results[kind] = own
 
 

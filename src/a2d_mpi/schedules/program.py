@@ -132,7 +132,7 @@ class Program:
         pieces: Iterable[tuple[int, Runs]],
         role: str = "buffer",
         accumulated: tuple[str, ...] | None = None,
-        **others: bool | str,
+        **options: bool | str,
     ) -> str:
         """Declare an array, see `a2d_mpi.schedules.steps.Array`; return its name.
 
@@ -141,7 +141,7 @@ class Program:
         if name not in self.arrays:
             if accumulated is None:
                 accumulated = KINDS[kind] if role == "result" else SUMS
-            self.arrays[name] = Array(kind, tuple(pieces), role, accumulated, **others)
+            self.arrays[name] = Array(kind, tuple(pieces), role, accumulated, **options)
         return name
 
     def _offsets(self, name: str) -> list[int]:
@@ -164,10 +164,10 @@ class Program:
         offsets, pieces = self._offsets(name), self.arrays[name].pieces
         return [(offsets[i], pieces[i][1]) for i in self._of_owner(name, owner)]
 
-    def own(self, name: str, kind: str, role: str = "buffer", **others: bool | str) -> Rows:
+    def own(self, name: str, kind: str, role: str = "buffer", **options: bool | str) -> Rows:
         """Declare an array of this rank's shard; return all its rows."""
         places = self.group.all_places(kind in ("kv", "dkv"), self.rank)
-        return self.rows(self.array(name, kind, [(self.rank, places)], role, **others))
+        return self.rows(self.array(name, kind, [(self.rank, places)], role, **options))
 
     def rows(
         self,
@@ -275,8 +275,8 @@ class Program:
             array = self.arrays[name]
             self._twins[name] = name
             if not (array.by_token or self.in_order(array.of_keys, array.pieces)):
-                others = {"accumulated": array.accumulated, "by_token": True}
-                twin = self.array(f"{name} by token", array.kind, array.pieces, **others)
+                options = {"accumulated": array.accumulated, "by_token": True}
+                twin = self.array(f"{name} by token", array.kind, array.pieces, **options)
                 self._twins[name] = twin
         return self._twins[name]
 

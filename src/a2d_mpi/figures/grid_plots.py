@@ -1,35 +1,18 @@
-"""Draw who computes what: the attention matrix coloured by rank, and the process grid.
+"""The picture of `drivers/plot.py grid`; no MPI import."""
 
-pip install -e '.[plot]'
-python drivers/plot_grid.py data/figures/grid.png --rows 2 --cols 3
-"""
+from __future__ import annotations
 
 import argparse
 
 import numpy as np
 
-from a2d_mpi.core.config import DISTRIBUTIONS
-from a2d_mpi.experiments.options import MASK_HELP, Parser, mask_text, path, run_serial, whole
 from a2d_mpi.figures.mask_plots import COLOURS, tiling
 from a2d_mpi.figures.pictures import check_picture, pyplot, save
 
 LONGEST = 4096  # tokens: every pair of them is a pixel
 
 
-def build_parser() -> Parser:
-    """The options of this driver."""
-    parser = Parser("plot_grid.py", __doc__)
-    add = parser.add_argument
-    add("output", type=path, help="PNG, SVG or PDF file")
-    add("--rows", type=whole(1, len(COLOURS)), default=2, help="default %(default)s")
-    add("--cols", type=whole(1, len(COLOURS)), default=3, help="default %(default)s")
-    add("--mask", type=mask_text, default="causal", help=f"{MASK_HELP} (default %(default)s)")
-    add("--distribution", choices=DISTRIBUTIONS, help="default: the mask's own")
-    add("--seqlen", type=whole(1, LONGEST), default=72, help="default %(default)s")
-    return parser
-
-
-def draw(args: argparse.Namespace) -> int:
+def plot_grid(args: argparse.Namespace) -> int:
     """Draw; returns the exit code."""
     rows, cols, n = args.rows, args.cols, args.seqlen
     if rows * cols > len(COLOURS):
@@ -70,7 +53,3 @@ def draw(args: argparse.Namespace) -> int:
     figure.tight_layout()
     save(figure, args.output, dpi=110)
     return 0
-
-
-if __name__ == "__main__":
-    run_serial(build_parser, draw)

@@ -1,0 +1,172 @@
+"""The command line of all drivers: help, examples, defaults, old names, progress bars."""
+
+import argparse
+import io
+import re
+import shlex
+import sys
+from collections import defaultdict
+
+import pytest
+from helpers import DRIVERS, assert_each_refused, drive_each, parser_of, parsers_of
+
+import a2d_mpi
+from a2d_mpi.experiments.streams import progress
+
+PROGRAMS = sorted(x.name for x in DRIVERS.glob("*.py"))
+# A command of a driver, which may go on in the next line.
+EXAMPLE = re.compile(r"^ {4}((?:mpiexec -n \d+ )?python drivers/(?:.*\\\n)*.*)$", re.MULTILINE)
+PARSERS = [(name, x) for name in PROGRAMS for x in parsers_of(f"drivers/{name}")]
+# Appended to the examples that run: what makes them short.
+MODEL = ["--layers", "1", "--width", "24", "--seqlen", "64"]
+SMALL = {
+    "attention.py": ["--seqlen", "70", "--trials", "1"],
+    "bench.py": [
+        "--seqlens",
+        "70",
+        "--nheads",
+        "4",
+        "--headdim",
+        "8",
+        "--trials",
+        "1",
+        "--plans",
+        "ring",
+    ],
+    "bench_gpt.py train": [*MODEL, "--trials", "1"],
+    "bench_gpt.py decode": ["--contexts", "40", "--width", "32", "--trials", "1", "--ranks", "4"],
+    "bench_gpt.py linear": ["--seqlens", "70", "--headdim", "8", "--trials", "1"],
+    "train_gpt.py": [*MODEL, "--steps", "2"],
+    "generate.py": ["--tokens", "3"],
+    "bench_kernel.py": ["--shapes", "70x2x8"],
+    "plan.py": ["--ranks", "4", "--seqlen", "2K"],
+    "plot.py results": ["--what", "scaling", "--format", "svg"],
+    "plot.py grid": [],
+    "plot.py masks": ["--masks", "causal"],
+    "plot.py schedule": ["--ranks", "4", "--seqlen", "2K", "--plans", "ring"],
+    "report.py study": [],
+    "report.py scale": [],
+    "report.py masks": ["--ranks", "2", "--seqlen", "64", "--masks", "causal"],
+}
+# These take long, or need SimGrid, a package of weights, or PyTorch.  Tests of their own run them.
+NOT_RUN = {"calibrate.py", "simulate.py", "encode.py", "train_llama.py"}
+# Options whose default depends on what a driver is about.  Runs take float32 and heads of 64,
+# predictions for GPUs bfloat16 and heads of 128; pictures have a small grid.
+OWN_DEFAULTS = {
+    "--check", "--cols", "--distribution", "--dtype", "--dtypes", "--headdim", "--layers",
+    "--masks", "--method", "--micro-batches", "--nheads", "--nheads-kv", "--output", "--overlap",
+    "--plans", "--ranks", "--rows", "--separator", "--seqlen", "--seqlens", "--width",
+}  # fmt: skip
+
+
+def examples(text):
+    """(ranks, program, options) of the commands in a help; ranks 0: without mpiexec."""
+    for found in EXAMPLE.findall(text):
+        words = shlex.split(found.replace("\\\n", " "), comments=True)
+        ranks = int(words[2]) if words[0] == "mpiexec" else 0
+        _, driver, *options = words[3 * (ranks > 0) :]
+        yield ranks, driver.removeprefix("drivers/"), options
+
+
+@pytest.mark.parametrize("program, parser", PARSERS, ids=[x.prog for _, x in PARSERS])
+def test_help(program, parser):
+    """It shows all of a docstring, examples that can be parsed, and what each option means."""
+    text = parser.format_help()
+    assert all(line in text for line in parser.description.splitlines())
+    found = list(examples(text))
+    assert found, f"no example of {parser.prog}"
+    for _, name, options in found:
+        assert name == program
+        parser_of(f"drivers/{name}").parse_args(options)  # ValueError: what is wrong with them
+    if parser.prog == program:
+        assert "Exit code 0" in text and "2: bad input" in " ".join(text.split())
+    shown = [x for x in parser._actions if x.help != argparse.SUPPRESS]
+    for x in shown:
+        assert x.help and (x.nargs == 0 or not x.option_strings or x.metavar or x.choices)
+    assert text.count("(required)") == sum(x.required for x in shown)
+    if "--plans" in parser._option_string_actions and "see the end" in text:
+        assert "METHOD[:RxC[xU]][@ORDER][/RxC]" in text
+
+
+def first_examples():
+    """By program and subcommand, its first example."""
+    found = {}
+    for name, parser in PARSERS:
+        if not parser.commands:
+            ranks, _, options = next(examples(parser.format_help()))
+            found[parser.prog] = ranks, name, options
+    return found
+
+
+def test_every_driver_has_a_short_example():
+    assert set(first_examples()) == set(SMALL) | NOT_RUN
+
+
+@pytest.mark.parametrize("ranks", [0, 4])
+def test_examples_run(tmp_path, ranks):
+    """As a reader runs them, in the repository's root; no progress bar is in a file."""
+    for name in ("data", "drivers"):
+        (tmp_path / name).symlink_to(DRIVERS.parent / name)
+    (tmp_path / "results").mkdir()
+    found = first_examples()
+    # In this order: generate.py takes what train_gpt.py leaves.
+    names = [x for x in SMALL if found[x][0] == ranks]
+    cases = [(found[x][1], [*found[x][2], *SMALL[x]], []) for x in names]
+    done, each = drive_each(cases, ranks, cwd=tmp_path)
+    codes = [code for code, _ in each]
+    assert codes == [0] * len(cases), f"{dict(zip(names, codes))} {done.stderr}"
+    assert "\r" not in done.stderr
+
+
+def test_defaults_are_the_same_everywhere():
+    found = defaultdict(set)
+    for _, parser in PARSERS:
+        for action in parser._actions:
+            if action.option_strings and action.default != argparse.SUPPRESS:
+                found[action.option_strings[0]].add(str(action.default))
+    assert {name for name, values in found.items() if len(values) > 1} == OWN_DEFAULTS
+
+
+def test_bad_options():
+    """Each driver says in one line what is wrong."""
+    commands = [(x.prog.split()[0], x.prog.split()[1:]) for _, x in PARSERS if not x.commands]
+    cases = [(name, [*words, "--no-such"], [], "(see --help)") for name, words in commands]
+    cases += [(x, ["nonsense"], [], "argument COMMAND: invalid choice: 'nonsense'")
+              for x in PROGRAMS if parser_of(f"drivers/{x}").commands]  # fmt: skip
+    assert_each_refused(cases, 0)
+
+
+def test_version():
+    cases = [(name, ["--version"], []) for name in PROGRAMS]
+    done, found = drive_each(cases, 0)
+    version = f"of a2d_mpi {a2d_mpi.__version__}\n"
+    assert found == [(0, f"{name} {version}") for name in PROGRAMS] and done.stderr == ""
+
+
+@pytest.mark.parametrize("program, old, new, value", [
+    ("attention.py", "--heads", "head_ranks", 2),
+    ("attention.py", "--block", "rank_block", (2, 2)),
+    ("generate.py", "--heads", "head_ranks", 2),
+    ("generate.py", "--block", "cache_block", 2),
+    ("train_gpt.py", "--warmup", "warmup", 2),
+])  # fmt: skip
+def test_old_names(program, old, new, value, capsys):
+    needed = {"attention.py": ["x"], "generate.py": ["x", "--prompt", "y"],
+              "train_gpt.py": ["x", "--folder", "y"]}[program]  # fmt: skip
+    text = "2x2" if value == (2, 2) else "2"
+    parser = parser_of(f"drivers/{program}")
+    assert getattr(parser.parse_args([*needed, old, text]), new) == value
+    said = capsys.readouterr().err
+    assert said.startswith(f"{program}: note: {old} is now --") and said.count("\n") == 1
+    assert old + " " not in parser.format_help()
+
+
+def test_bars_are_on_terminals_only(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for kind, rank, shown in ((Terminal, 0, True), (Terminal, 1, False), (io.StringIO, 0, False)):
+        monkeypatch.setattr(sys, "stderr", kind())
+        assert list(progress(range(3), rank)) == [0, 1, 2]
+        assert bool(sys.stderr.getvalue()) == shown
