@@ -51,7 +51,7 @@ def chapters() -> list[str]:
 
 
 def build_parser() -> Parser:
-    """The options of this program."""
+    """Build the parser of this program's options."""
     parser = Parser("make_text.py", __doc__)
     parser.add_argument("output", type=Path, help="text file to write (replaced if it exists)")
     return parser

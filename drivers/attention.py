@@ -23,7 +23,7 @@ from a2d_mpi.experiments.options import (
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("attention.py", __doc__, comm)
     text = "HDF5 file with q, k, v and perhaps dout, see data/README.md"
     parser.add_argument("input", type=path, help=text)

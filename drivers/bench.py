@@ -32,7 +32,7 @@ from a2d_mpi.experiments.options import (
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("bench.py", __doc__, comm, epilog=PLANS_HELP)
     add_mask(add_workloads(parser), "masks")
 

@@ -38,7 +38,7 @@ from a2d_mpi.schedules import METHODS
 
 
 def train(parser: Parser) -> None:
-    r"""Training steps by different plans, side by side: seconds by part, bytes, memory.
+    r"""Compare training steps by different plans: seconds by part, bytes, memory.
 
         mpiexec -n 4 python drivers/bench_gpt.py train --output results/step.h5 \
             --preset gpt3-175b-layer --width 192 --nheads 12 --positions rotary --seqlen 2K \
@@ -64,13 +64,13 @@ def train(parser: Parser) -> None:
 
 
 def decode(parser: Parser) -> None:
-    """Decoding steps by length of context and number of ranks: seconds, bytes, messages.
+    """Measure decoding steps by length of context and number of ranks.
 
         mpiexec -n 4 python drivers/bench_gpt.py decode --output results/decode.h5
 
-    The caches of all ranks are filled with random keys and values, so there is no prompt to
-    compute.  Attention of one request is compared with float64, and all bytes and messages with
-    the prediction.
+    The table has seconds, bytes and messages.  The caches of all ranks are filled with random keys
+    and values, so there is no prompt to compute.  Attention of one request is compared with
+    float64, and all bytes and messages with the prediction.
     """
     add_sizes(parser, layers=2, width=512, nheads=8, nheads_kv=2, headdim="width / nheads")
     group = parser.add_argument_group("requests and ranks")
@@ -93,7 +93,7 @@ def decode(parser: Parser) -> None:
 
 
 def linear(parser: Parser) -> None:
-    """Linear attention (LASP-2, LASP) beside exact attention, by length: seconds, bytes.
+    """Compare linear attention (LASP-2, LASP) with exact attention, by length.
 
         mpiexec -n 4 python drivers/bench_gpt.py linear --output results/linear.h5
 
@@ -135,7 +135,7 @@ JOBS = {"train": bench_train, "decode": bench_decode, "linear": bench_linear}
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("bench_gpt.py", __doc__, comm)
     parser.add_commands(train, decode, linear)
     return parser

@@ -28,7 +28,7 @@ from a2d_mpi.experiments.options import Parser, add_options, listed, run_serial,
 
 
 def build_parser() -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("bench_kernel.py", __doc__)
     group = parser.add_argument_group("workloads and kernels")
     add = group.add_argument

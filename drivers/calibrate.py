@@ -24,7 +24,7 @@ from a2d_mpi.experiments.options import add_options, listed, one_of, real
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("calibrate.py", __doc__, comm)
     group = parser.add_argument_group("measurement")
     add = group.add_argument

@@ -19,7 +19,7 @@ from a2d_mpi.experiments.options import add_options, path, utf8, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("encode.py", __doc__, comm)
     text = "UTF-8 text; default: Python's documentation topics"
     parser.add_argument("text", type=path, nargs="?", help=text)

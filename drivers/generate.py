@@ -28,7 +28,7 @@ from a2d_mpi.experiments.options import (
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("generate.py", __doc__, comm)
     text = "checkpoint, or folder (its latest checkpoint)"
     parser.add_argument("checkpoint", type=path, help=text)

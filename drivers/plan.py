@@ -33,7 +33,7 @@ from a2d_mpi.schedules import METHODS
 
 
 def build_parser() -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("plan.py", __doc__)
     add_problem(parser, PLANNED, needs_heads=False)
     group = parser.add_argument_group("plans and table")

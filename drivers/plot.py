@@ -30,7 +30,7 @@ from a2d_mpi.figures.plots import FIGURES, OTHERS, PHASES, plot
 
 
 def results(parser: Parser) -> None:
-    """Figures of a results file, of bench.py or of another driver.
+    """Draw figures of a results file, of bench.py or of another driver.
 
         python drivers/plot.py results data/results/scaling.h5 --output results/figures
         python drivers/plot.py results data/results/scaling.h5 --what scaling,bytes
@@ -79,7 +79,7 @@ def results(parser: Parser) -> None:
 
 
 def grid(parser: Parser) -> None:
-    """Who computes what: the attention matrix coloured by rank, and the process grid.
+    """Draw who computes what: the attention matrix coloured by rank, and the process grid.
 
         python drivers/plot.py grid results/grid.png --rows 2 --cols 3 --mask causal
 
@@ -91,7 +91,7 @@ def grid(parser: Parser) -> None:
 
 
 def masks(parser: Parser) -> None:
-    """Masks, and who computes what with each of them on a process grid.
+    """Draw masks, and who computes what with each of them on a process grid.
 
         python drivers/plot.py masks results/masks.png --rows 2 --cols 3
 
@@ -119,7 +119,7 @@ def _add_picture(
 
 
 def schedule(parser: Parser) -> None:
-    r"""Schedules: who computes what, who talks to whom, and what every rank does when.
+    r"""Draw schedules: who computes what, who talks to whom, and what every rank does when.
 
         python drivers/plot.py schedule results/schedules.png --ranks 16 --seqlen 32K --nheads 32 \
             --nheads-kv 8 --profile data/machines/a100-16x4.toml \
@@ -150,7 +150,7 @@ JOBS = {
 
 
 def build_parser() -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("plot.py", __doc__)
     parser.add_commands(results, grid, masks, schedule)
     return parser

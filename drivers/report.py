@@ -35,7 +35,7 @@ PLANS = [
 
 
 def study(parser: Parser) -> None:
-    """Results of bench.py, as jobs/study.sh makes them.
+    """Print results of bench.py, as jobs/study.sh makes them.
 
         python drivers/report.py study data/results/ratio.h5
         python drivers/report.py study data/results/*.h5
@@ -51,7 +51,7 @@ def study(parser: Parser) -> None:
 
 
 def scale(parser: Parser) -> None:
-    """Results of simulate.py, as jobs/scale.sh makes them.
+    """Print results of simulate.py, as jobs/scale.sh makes them.
 
         python drivers/report.py scale data/results/scale/links.h5
 
@@ -62,7 +62,7 @@ def scale(parser: Parser) -> None:
 
 
 def masks(parser: Parser) -> None:
-    """Grids, the ring and placed blocks under many masks: bytes and balance.
+    """Compare grids, the ring and placed blocks under many masks: bytes and balance.
 
         python drivers/report.py masks --ranks 16 --seqlen 128K --masks all
         python drivers/report.py masks --output table.csv --picture table.png
@@ -91,7 +91,7 @@ def table(args: argparse.Namespace) -> int:
         check_picture(args.picture)
     known = print_table(args)
     if args.picture:
-        save(draw_table(known), args.picture, dpi=120)
+        save(draw_table(known), args.picture)
     return 0
 
 
@@ -103,7 +103,7 @@ JOBS = {
 
 
 def build_parser() -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("report.py", __doc__)
     parser.add_commands(study, scale, masks)
     return parser

@@ -35,7 +35,7 @@ from a2d_mpi.experiments.simulate import RANKS, simulate_all
 
 
 def build_parser() -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("simulate.py", __doc__, epilog=PLANS_HELP)
     group = parser.add_argument_group("machines")
     add = group.add_argument

@@ -26,7 +26,7 @@ from a2d_mpi.experiments.train_gpt import train
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("train_gpt.py", __doc__, comm)
     text = "exact (N) and linear (L) attention, layer by layer, again and again; default: N"
     add_model(parser).add_argument("--layer-pattern", metavar="LLLN", help=text)

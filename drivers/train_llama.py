@@ -22,7 +22,7 @@ from a2d_mpi.experiments.options import add_options
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
-    """The options of this driver."""
+    """Build the parser of this driver's options."""
     parser = Parser("train_llama.py", __doc__, comm)
     add_sizes(parser, layers=2, width=128, mlp=344, nheads=8, nheads_kv=2)
     group = add_training(parser)

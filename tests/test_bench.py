@@ -220,7 +220,7 @@ def test_spans_of_some(tmp_path, which, kept):
     # One number of ranks: all is drawn but what is not there.
     done = plot(tmp_path / "bench.h5", "--output", tmp_path / "drawn", "--format", "svg")
     assert done.returncode == 0, done.stderr
-    assert "run on 2 ranks only" in (tmp_path / "drawn" / "scaling.svg").read_text()
+    assert "% of ideal" in (tmp_path / "drawn" / "scaling.svg").read_text()
     assert "formula" in (tmp_path / "drawn" / "bytes.svg").read_text()
     drawn = {f"{x}.svg" for x in FIGURES if kept or x != "timeline"}
     assert {x.name for x in (tmp_path / "drawn").iterdir()} == drawn

@@ -41,8 +41,8 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # number when you have removed some; a rise is a sentence to rewrite.
 MOST = {
     "pages": (0, 0, 0),
-    "src": (1, 0, 50),
-    "drivers": (0, 5, 23),
+    "src": (1, 0, 44),
+    "drivers": (0, 5, 0),
 }
 
 

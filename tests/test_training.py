@@ -19,8 +19,7 @@ from a2d_mpi import Documents, ProcessGrid
 from a2d_mpi.experiments.checkpoint import State, latest, save
 from a2d_mpi.experiments.gpt_files import read_losses, read_steps
 from a2d_mpi.experiments.train_gpt import Trainer
-from a2d_mpi.figures.pictures import pyplot
-from a2d_mpi.figures.plots import SETTINGS, WIDTH, _finish
+from a2d_mpi.figures.pictures import SETTINGS, pyplot
 from a2d_mpi.figures.step_plots import draw_activations
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.model import GPT
@@ -278,7 +277,7 @@ def test_picture(tmp_path):
     assert "new_testament.txt" in shown and "unigram entropy" in shown
     for case, told in (
         ((COMMITTED,), "has schema"),
-        ((COMMITTED, "--what", "training,bytes"), "'training' is none of"),
+        ((COMMITTED, "--what", "training,bytes"), "'bytes' is none of training"),
         ((ROOT / "data" / "results" / "ratio.h5", "--what", "training"), "has schema"),
         ((empty(tmp_path / "empty.h5"), "--what", "training"), "the run has no step"),
     ):
@@ -297,8 +296,7 @@ def test_pictures_of_names_and_legends(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "<!-- $x^$www" in (tmp_path / "training.svg").read_text()
     plt = pyplot(**SETTINGS)
-    drawn = draw_activations(plt, read_steps(COMMITTED.with_name("memory.h5")), WIDTH)
-    figure = _finish(*drawn, columns=4)
+    figure = draw_activations(plt, read_steps(COMMITTED.with_name("memory.h5")))
     figure.canvas.draw()
     shown = figure.legends[0].get_window_extent()
     assert 0 <= shown.x0 < shown.x1 <= figure.bbox.width and len(figure.legends) == 1

@@ -193,7 +193,7 @@ def flops(
 
 
 def parse_count(text: str) -> int:
-    """A whole number from "65536" or "64K"; K, M and G are powers of 1024.
+    """Read a whole number, "65536" or "64K"; K, M and G are powers of 1024.
 
     Raises
     ------

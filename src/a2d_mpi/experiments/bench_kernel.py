@@ -193,7 +193,7 @@ def _torch_calls(torch: ModuleType, tile: Tile, causal: bool) -> dict[str, Calla
 
 
 def _speeds(times: Entry, of: str) -> Iterator[str]:
-    """Lines: one for each phase and implementation of a shape and mask ("shape/mask").
+    """Yield a line for each phase and implementation of a shape and mask ("shape/mask").
 
     The line has the median speed and two ratios: to the speed under the full mask, if it was timed
     before, and to the speed of torch's fastest backend.

@@ -88,7 +88,7 @@ class Steps(Entry):
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[Steps]:
-    """Read a file of drivers/bench_train.py.
+    """Read a file of `drivers/bench_gpt.py train`.
 
     Raises
     ------

@@ -63,7 +63,7 @@ def _bounded(kind: Callable[[str], T], what: str, least: T, most: T) -> Callable
 
 
 def tokens(least: int = 1, most: int = LARGEST["seqlen"]) -> Callable[[str], int]:
-    """A type of options: numbers of tokens, "65536" or "64K"."""
+    """Make a type of options: numbers of tokens, "65536" or "64K"."""
     return _bounded(parse_count, "a number of tokens, as 65536 or 64K", least, most)
 
 
@@ -73,7 +73,7 @@ def listed(kind: Callable[[str], T]) -> Callable[[str], list[T]]:
 
 
 def plans(text: str) -> list[str]:
-    """A type of options: plans, see `PLANS_HELP`, with commas between them."""
+    """Parse a list of plans, see `PLANS_HELP`, with commas between them."""
     if not (found := [x.strip() for x in text.split(",") if x.strip()]):
         raise BadOption(f"must name a plan, got {text[:40]!r}")
     return found
@@ -130,7 +130,7 @@ def checked_rows(text: str) -> int | None:
 
 
 def pair(between: str, what: str) -> Callable[[str], tuple[int, int]]:
-    """Return a parser of two whole numbers with a sign between them, "2x3"."""
+    """Make a type of options: two whole numbers with a sign between them, "2x3"."""
 
     def numbers(text: str) -> tuple[int, int]:
         match = re.fullmatch(rf"\s*(\d{{1,9}}){re.escape(between)}(\d{{1,9}})\s*", text)
@@ -300,7 +300,7 @@ def add_options(to: argparse._ActionsContainer, *names: str, **changes: object) 
 
 
 class _Renamed(argparse.Action):
-    """The old name of an option: it still works, and a note on stderr says the new name."""
+    """Keep the old name of an option working, with a note on stderr that says the new name."""
 
     def __call__(self, parser, namespace, value, name=None) -> None:
         parser._print_message(f"{parser.prog}: note: {name} is now {self.const}\n", sys.stderr)
@@ -318,7 +318,7 @@ def add_old_name(
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Docstrings as they are; after each option its default, or that it is required."""
+    """Show docstrings as they are, and each option with its default or "(required)"."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.required:

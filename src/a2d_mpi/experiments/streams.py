@@ -64,5 +64,5 @@ def reason(error: Exception) -> str:
 
 
 def progress(items: Iterable | None = None, rank: int = 0, **options: object) -> tqdm:
-    """A progress bar on stderr: on the first rank, and only if stderr is a terminal."""
+    """Make a progress bar on stderr: on the first rank, and only if stderr is a terminal."""
     return tqdm(items, disable=rank != 0 or None, leave=False, **options)

@@ -45,7 +45,7 @@ def print_study(files: Sequence[Path], read: Callable[[Path], list[Summary]]) ->
 
 
 def read_measured(path: Path) -> list[Summary]:
-    """Summaries of a benchmark: of each plan its forward pass, and both phases if it has two."""
+    """Summarise a benchmark: of each plan its forward pass, and both phases if it has two."""
     return [
         summarise(result, phases)
         for result in read_benchmark(path).values()

@@ -6,36 +6,46 @@ from collections.abc import Mapping
 from itertools import cycle
 
 from a2d_mpi.experiments.benchmark import Entry, kernel_speeds
+from a2d_mpi.figures.pictures import COLOURS, WIDTH, finish
 
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#999999")
+# CPUs of which /proc/cpuinfo has only numbers.
+CPUS = {"EPYC (family 25, model 1)": "Zen 3", "EPYC (family 25, model 17)": "Zen 4"}
 
 
-def draw_kernels(plt, found: Mapping[str, Entry], width: float):
-    """Bars of the speed of each implementation, by mask and phase; a panel for each run."""
-    runs = {name: kernel_speeds(x) for name, x in found.items()}
+def draw_kernels(plt, entries: Mapping[str, Entry]):
+    """Draw the speed of each implementation, by mask and phase, with a panel for each run."""
+    from matplotlib.ticker import EngFormatter
+
+    unit = EngFormatter(places=1)
+    runs = {name: kernel_speeds(x) for name, x in entries.items()}
     runs = {name: x for name, x in runs.items() if x}
     if not runs:
         raise ValueError("the file has no speed of a kernel")
-    of_all = {name: None for speeds in runs.values() for x in speeds.values() for name in x}
-    colours = dict(zip(of_all, cycle(COLOURS)))
-    heights = [sum(map(len, speeds.values())) for speeds in runs.values()]
+    of_all = dict.fromkeys(y for calls in runs.values() for x in calls.values() for y in x)
+    styles = dict(zip(of_all, zip(cycle(COLOURS[::-1]), cycle("vos^Dp"))))
+    columns = min(2, len(runs))
+    most = max(map(len, runs.values()))
     figure, panels = plt.subplots(
-        len(runs),
-        1,
-        squeeze=False,
-        height_ratios=heights,
-        figsize=(width, 0.3 * width * len(runs) + 0.07 * sum(heights)),
-    )
-    for axes, (run, speeds) in zip(panels[:, 0], runs.items(), strict=True):
-        fast = max(max(x.values()) for x in speeds.values()) >= 1
-        for y, of_group in enumerate(speeds.values()):
-            each = 0.8 / len(of_group)
-            for i, (name, speed) in enumerate(of_group.items()):
-                at, length = y - 0.4 + (i + 0.5) * each, speed if fast else 1e3 * speed
-                axes.barh(at, length, each, color=colours[name], label=name if y == 0 else None)
-                axes.annotate(f" {length:.3g}", (length, at), va="center", fontsize=3.5)
-        axes.set_yticks(range(len(speeds)), [x.replace("/", " ") for x in speeds], fontsize=5)
+        -(-len(runs) // columns), columns, squeeze=False,
+        figsize=(WIDTH, 0.5 + -(-len(runs) // columns) * (0.6 + 0.14 * most)),
+    )  # fmt: skip
+    for axes, (run, calls) in zip(panels.flat, runs.items()):
+        for y, speeds in enumerate(calls.values()):
+            axes.axhline(y, color="#DDDDDD", linewidth=0.5, zorder=0)
+            for name, speed in speeds.items():
+                colour, marker = styles[name]
+                axes.plot(1e12 * speed, y, marker, color=colour, fillstyle="none", label=name)
+            best = 1e12 * max(speeds.values())
+            axes.annotate(f"   {unit(best)}", (best, y), va="center", fontsize=6)
+        axes.set_yticks(range(len(calls)), [x.replace("/", " ") for x in calls], fontsize=6)
         axes.invert_yaxis()
-        axes.set_xlabel("TFLOP/s" if fast else "GFLOP/s")
-        axes.set_title(run, fontsize=6)
-    return figure, "Speed of attention, visible pairs"
+        axes.margins(x=0.1)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("FLOP/s")
+        axes.xaxis.set_major_formatter(EngFormatter())
+        for numbers, name in CPUS.items():
+            run = run.replace(numbers, name)
+        axes.set_title(run)
+    for axes in panels.flat[len(runs) :]:
+        axes.remove()
+    return finish(figure, "Speed of attention, visible pairs; the fastest has its number")

@@ -7,21 +7,22 @@ import math
 import numpy as np
 
 from a2d_mpi.experiments.gpt_files import Losses
+from a2d_mpi.figures.pictures import WIDTH, finish
 
 NAME = 40  # characters of a file that are shown
 SMOOTH = 50  # steps whose mean is drawn
 
 
-def draw_losses(plt, run: Losses, width: float):
-    """Loss by tokens, beside the text's unigram entropy."""
+def draw_losses(plt, run: Losses):
+    """Draw the loss by tokens, beside the text's unigram entropy."""
     seqlen, steps = int(run.config["seqlen"]), len(run.loss)
     if not steps:
         raise ValueError("the run has no step")
     window = min(SMOOTH, steps)
     mean = np.convolve(run.loss, np.ones(window) / window, "valid")
-    figure, axes = plt.subplots(figsize=(width, 0.75 * width))
+    figure, axes = plt.subplots(figsize=(WIDTH, 0.45 * WIDTH))
     tokens = np.arange(1, steps + 1) * seqlen / 1e3
-    axes.plot(tokens, run.loss, color="#56B4E9", linewidth=0.3, alpha=0.6)
+    axes.plot(tokens, run.loss, color="#56B4E9", linewidth=0.3, alpha=0.6, label="each step")
     axes.plot(tokens[window - 1 :], mean, color="#0072B2", label=f"mean of {window} steps")
     entropy = run.text["unigram_entropy"]
     axes.axhline(entropy, color="black", linestyle="--", linewidth=0.8,
@@ -37,4 +38,4 @@ def draw_losses(plt, run: Losses, width: float):
     bits.set_ylabel("bits per byte")
     name = str(run.text["name"])
     name = name if len(name) <= NAME else name[: NAME - 3] + "..."
-    return figure, f"{name}, {steps} steps of {seqlen} tokens"
+    return finish(figure, f"{name}, {steps} steps of {seqlen} tokens")

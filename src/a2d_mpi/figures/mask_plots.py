@@ -9,19 +9,28 @@ import numpy as np
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.mask_table import Table
-from a2d_mpi.figures.pictures import check_picture, pyplot, save
+from a2d_mpi.figures.pictures import (
+    COLOURS,
+    SETTINGS,
+    WIDTH,
+    check_picture,
+    finish,
+    pyplot,
+    save,
+    style,
+)
 from a2d_mpi.figures.schedule_panels import who_computes
 from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.schedules import default_distribution
 from a2d_mpi.schedules.problem import Workload
 
-# Okabe and Ito: told apart by colour-blind readers too.
-COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#999999")
 RANKS = len(COLOURS)  # at most
 LONGEST = 1024  # tokens: every pair of them is a dot
 MASKS = 32  # of one picture
 _SEEN, _HIDDEN = "#444444", "#F4F4F4"
-_COLUMNS = 2  # masks beside each other
+_COLUMNS = 3  # masks beside each other
+# Markers of a method with different distributions: how they are filled.
+_FILLED = {"contiguous": "none", "zigzag": "left", "balanced": "full"}
 
 
 @dataclass(frozen=True)
@@ -31,10 +40,10 @@ class Tiling:
     Attributes
     ----------
     text : str
-        Of the mask.
+        The name and the arguments of the mask.
     distribution : str
     ranks : (seqlen, seqlen) int
-        By query and key; -1: the pair is hidden.
+        The rank that computes each pair of a query and a key; -1: the pair is hidden.
     areas : (ranks,) int
         Visible pairs of each rank.
     """
@@ -46,20 +55,20 @@ class Tiling:
 
     @property
     def imbalance(self) -> float:
-        """Largest area over the mean; 1 if nothing is visible."""
+        """Divide the largest area by the mean; 1 if nothing is visible."""
         return float(self.areas.max() / self.areas.mean()) if self.areas.any() else 1.0
 
 
 def tiling(text: str, seqlen: int, rows: int, cols: int, distribution: str | None) -> Tiling:
-    """The ranks of an R x C grid that compute the pairs of a mask.
+    """Find the ranks of an R x C grid that compute the pairs of a mask.
 
     Parameters
     ----------
     text : str
-        Of the mask.
+        The name and the arguments of the mask.
     seqlen, rows, cols : int
     distribution : str, optional
-        Default: as of a plan.
+        Default: the distribution that a plan takes.
 
     Raises
     ------
@@ -85,92 +94,73 @@ def plot_masks(args: argparse.Namespace) -> int:
         raise ValueError(f"--masks must be at most {MASKS} masks, got {len(args.masks)}")
     grid = args.rows, args.cols
     tilings = [tiling(text, args.seqlen, *grid, args.distribution) for text in args.masks]
-    save(draw(tilings, *grid), args.output, dpi=120)
+    save(draw(tilings, *grid), args.output)
     return 0
 
 
 def draw(tilings: list[Tiling], rows: int, cols: int):
     """Draw two panels for each mask; returns the figure."""
-    plt = pyplot(**{"font.size": 7, "axes.titlesize": 7, "axes.linewidth": 0.4})
-    from matplotlib.colors import ListedColormap
+    plt = pyplot(**SETTINGS | {"axes.spines.top": True, "axes.spines.right": True})
+    from matplotlib.colors import to_rgb
 
+    hidden, seen, *of_ranks = map(to_rgb, (_HIDDEN, _SEEN, *COLOURS))
     columns = min(_COLUMNS, len(tilings))
     lines = -(-len(tilings) // columns)
-    figure, axes = plt.subplots(
-        lines, 2 * columns, figsize=(3.4 * columns, 1.8 * lines + 0.4), squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    palettes = ListedColormap([_HIDDEN, _SEEN]), ListedColormap([_HIDDEN, *COLOURS[: rows * cols]])
-    for x in axes.flat:
-        x.axis("off")
-    for i, found in enumerate(tilings):
-        left, right = axes[i // columns, 2 * (i % columns) :][:2]
-        images = np.minimum(found.ranks, 0), found.ranks
-        titles = found.text, f"{found.distribution}, max/mean {found.imbalance:.2f}"
-        for panel, image, palette, title in zip((left, right), images, palettes, titles):
-            panel.axis("on")
-            panel.imshow(image + 1, cmap=palette, vmin=-0.5, vmax=palette.N - 0.5,
-                         interpolation="nearest")  # fmt: skip
-            panel.set(xticks=[], yticks=[])
-            panel.set_title(title, loc="left", fontweight="bold" if panel is left else "normal")
-        left.set_ylabel("query")
-        left.set_xlabel("key")
-    handles = [
-        plt.Rectangle((0, 0), 1, 1, facecolor=COLOURS[rank], label=f"rank {rank}")
-        for rank in range(rows * cols)
-    ]
-    figure.legend(handles=handles, loc="outside upper right", ncols=rows * cols, frameon=False)
-    return figure
+    figure, grid = plt.subplots(
+        lines, 2 * columns, figsize=(WIDTH / 3 * columns, 1.25 * lines + 0.3), squeeze=False
+    )
+    for axes in grid.flat:
+        axes.set(xticks=[], yticks=[])
+    for axes in grid.flat[2 * len(tilings) :]:
+        axes.axis("off")
+    for shown, left, right in zip(tilings, grid.flat[::2], grid.flat[1::2]):
+        visible = (shown.ranks >= 0)[..., None]
+        left.imshow(np.where(visible, seen, hidden), interpolation="nearest")
+        left.set(xlabel="key", ylabel="query")
+        left.set_title(shown.text, loc="left", fontsize=5.5)
+        # -1 is the last.
+        right.imshow(np.array([*of_ranks, hidden])[shown.ranks], interpolation="nearest")
+        text = f"{shown.distribution}, {shown.imbalance:.2f}"
+        right.set_title(text, loc="left", fontsize=5.5)
+    for rank in range(rows * cols):
+        grid[0, 0].fill([], [], color=COLOURS[rank], label=f"rank {rank}")
+    return finish(figure)
 
 
 def draw_table(table: Table):
-    """Draw bytes and balance of all plans by mask, medians and ranges of all seeds."""
-    plt = pyplot(**{"font.size": 7, "axes.titlesize": 8})
+    """Draw bytes and balance of all plans by mask: the medians and ranges of all seeds."""
+    plt = pyplot(**SETTINGS)
     ranks = sorted({key[0] for key in table})
-    masks = [x for x in PATTERNS if any(key[2].partition(":")[0] == x for key in table)]
+    masks = [x for x in PATTERNS if any(_pattern(key) == x for key in table)]
     plans = list(dict.fromkeys(key[3] for key in table))
-    figure, axes = plt.subplots(
-        len(ranks), 2, figsize=(7.2, 0.8 + 3.2 * len(ranks)), sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for line, number in zip(axes, ranks):
-        for panel, what, unit in (
-            (line[0], "moved", "bytes of the largest rank / bytes of q"),
-            (line[1], "uneven", "visible pairs of the largest rank / mean"),
-        ):
-            for i, plan in enumerate(plans):
-                _points(panel, table, (number, masks, plan, what), i, len(plans))
-            panel.set_xlabel(unit)
-            panel.set_title(f"{number} ranks", loc="left")
-            panel.grid(axis="x", linewidth=0.3)
-        line[0].set_xscale("symlog", linthresh=0.01)  # equal documents move nothing
-        line[0].set_yticks(range(len(masks)), masks)
-        line[0].set_ylim(len(masks) - 0.5, -0.5)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center",
-                  ncols=len(plans), frameon=False)  # fmt: skip
-    return figure
-
-
-def _points(panel, table: Table, chosen: tuple, i: int, plans: int) -> None:
-    """Draw one plan: the median of the seeds of each mask, and a line over all of them."""
-    number, masks, plan, what = chosen
-    found = [
-        [
-            getattr(x, what)
-            for (ranks, _, text, name), x in table.items()
-            if (ranks, name, text.partition(":")[0]) == (number, plan, mask)
-        ]
-        for mask in masks
-    ]
-    height = np.arange(len(masks)) + 0.7 * ((i + 0.5) / plans - 0.5)
-    colour = COLOURS[i % len(COLOURS)]
-    there = [j for j, x in enumerate(found) if x]
-    panel.hlines(
-        height[there],
-        [min(found[j]) for j in there],
-        [max(found[j]) for j in there],
-        color=colour,
-        linewidth=1,
+    units = {"moved": "bytes of the largest rank / bytes of q",
+             "uneven": "visible pairs of the largest rank / mean"}  # fmt: skip
+    figure, grid = plt.subplots(
+        len(ranks), 2, figsize=(WIDTH, 0.6 + 2.6 * len(ranks)), sharey=True, squeeze=False
     )
-    medians = [np.median(found[j]) for j in there]
-    panel.plot(medians, height[there], "o", color=colour, markersize=3, label=plan)
+    for row, number in zip(grid, ranks):
+        row[0].set_xscale("symlog", linthresh=0.01)  # equal documents move nothing
+        for axes, (what, unit) in zip(row, units.items()):
+            for i, plan in enumerate(plans):
+                values: dict[int, list[float]] = {}  # of all seeds, by mask
+                for key, x in table.items():
+                    if (key[0], key[3]) == (number, plan):
+                        values.setdefault(masks.index(_pattern(key)), []).append(getattr(x, what))
+                method, _, distribution = plan.partition("/")
+                look = style(method) | {"fillstyle": _FILLED.get(distribution, "full")}
+                heights = np.array([*values]) + 0.7 * ((i + 0.5) / len(plans) - 0.5)
+                least, most = zip(*((min(x), max(x)) for x in values.values()))
+                axes.hlines(heights, least, most, color=look["color"], linewidth=0.8)
+                axes.plot([np.median(x) for x in values.values()], heights, linestyle="none",
+                          markeredgewidth=0.6, label=plan, **look)  # fmt: skip
+            axes.set(title=f"{number} ranks", xlabel=unit, ylim=(len(masks) - 0.5, -0.5))
+            axes.grid(axis="x", linewidth=0.3)
+            for y in range(1, len(masks)):
+                axes.axhline(y - 0.5, color="#DDDDDD", linewidth=0.5)
+        row[0].set_yticks(range(len(masks)), masks)
+    return finish(figure)
+
+
+def _pattern(key: tuple[int, int, str, str]) -> str:
+    """Read the name of a mask, without its arguments, off a key of the table."""
+    return key[2].partition(":")[0]

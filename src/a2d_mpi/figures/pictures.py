@@ -1,38 +1,52 @@
-"""Pictures in files, by matplotlib."""
+"""What all figures share: files, colours, legends and axes."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
+from textwrap import fill
+
+import numpy as np
 
 from a2d_mpi.core.atomic import check_writable, replacing
-from a2d_mpi.experiments.summary import FAMILIES
 
-# Without dates and versions: the same picture is the same file.
-_NOTHING = {
+# Files have no dates and versions, so the same picture is the same file.
+_METADATA = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},
     "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
 _BEGINS = {"png": b"\x89PNG", "svg": (b"<?xml", b"<svg"), "pdf": b"%PDF"}
-# Of the parts of a phase: colour and hatch.
-FILLS = {"compute": ("#0072B2", ""), "merge": ("#009E73", "...."), "wait": ("#E69F00", "////"),
-         "other": ("#DDDDDD", "")}  # fmt: skip
+SETTINGS = {
+    "font.size": 7, "legend.fontsize": 7, "axes.titlesize": 7, "legend.title_fontsize": 7,
+    "savefig.dpi": 220, "lines.linewidth": 1, "lines.markersize": 4, "hatch.linewidth": 0.4,
+    "axes.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False,
+}  # fmt: skip
+WIDTH = 16 / 2.54  # inches, of a figure as wide as a page
 
-# Of each method, alone and with a head axis.  Okabe and Ito: told apart by colour-blind readers
-# too; the markers and hatches without colours.
-_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#CC79A7", "#F0E442", "#009E73", "#999999")
-_MARKERS = "oDsp^<v>*"
-_LINES = [line for line in ("-", "--", "-.", ":") for _ in range(2)]
-_CYCLE = zip(cycle(_COLOURS), cycle(_MARKERS), cycle(_LINES))
-# Methods of a user get the next styles when they are drawn.
-STYLES = defaultdict(lambda: next(_CYCLE), zip(FAMILIES, _CYCLE))
+# Eight colours that colour-blind readers tell apart (Okabe and Ito): ranks and kernels.
+COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#000000")
+# One colour and one marker for each method, in all figures.  Methods of a user are black.
+_MORE = cycle("*h<P8")
+METHOD_STYLES = defaultdict(lambda: ("#000000", next(_MORE)), {
+    "attention2d": ("#0072B2", "o"), "ring": ("#D55E00", "s"), "striped ring": ("#CC79A7", "^"),
+    "double ring": ("#E69F00", "D"), "triangle": ("#009E73", ">"), "node aware": ("#56B4E9", "p"),
+    "blocks": ("#661100", "X"), "all-gather": ("#444444", "v"),
+})  # fmt: skip
+# Colours and hatches of the parts of a phase, and of a training step.
+FILLS = {
+    "compute": ("#0072B2", ""), "attention": ("#0072B2", ""), "merge": ("#009E73", "...."),
+    "wait": ("#E69F00", "////"), "gradients": ("#CC79A7", "xx"), "adam": ("#009E73", "...."),
+    "other": ("#DDDDDD", ""),
+}  # fmt: skip
 
 
 def pyplot(**settings: object):
-    """matplotlib.pyplot for files, without the user's settings; ValueError if it is missing."""
+    """Import matplotlib.pyplot for files, without the user's settings; ValueError if missing."""
     try:
         import matplotlib
     except ImportError:
@@ -45,6 +59,13 @@ def pyplot(**settings: object):
     return plt
 
 
+def style(family: str) -> dict[str, str]:
+    """Return the keywords of `plot` for a method; its marker is full if ranks share the heads."""
+    method, _, heads = family.partition(" + ")
+    colour, marker = METHOD_STYLES[method]
+    return {"color": colour, "marker": marker, "fillstyle": "full" if heads else "none"}
+
+
 def check_picture(path: Path) -> None:
     """Check before the work that a picture can be written.
 
@@ -55,22 +76,121 @@ def check_picture(path: Path) -> None:
     OSError
         If the file cannot be written.
     """
-    if _format(path) not in _NOTHING:
-        raise ValueError(f"{path} must end with .{', .'.join(_NOTHING)}")
+    if _format(path) not in _METADATA:
+        raise ValueError(f"{path} must end with .{', .'.join(_METADATA)}")
     check_writable(path, 0, _check_begin)
 
 
 def save(figure, path: Path, **options: object) -> None:
-    """Write a figure in the format that its file is named after, whole or not at all."""
+    """Write a whole figure or nothing, in the format that the file is named after.
+
+    A PNG file holds the `digest` of its data in the text "Data".
+    """
     kind = _format(path)
-    no_formulas(figure)
+    _no_formulas(figure)
+    metadata = _METADATA[kind] | ({"Data": digest(figure)} if kind == "png" else {})
     with replacing(path) as (target, temporary):
-        figure.savefig(temporary, format=kind, metadata=_NOTHING[kind], **options)
+        figure.savefig(temporary, format=kind, metadata=metadata, **options)
         os.replace(temporary, target)
 
 
-def no_formulas(figure) -> None:
-    """Show names with $ as they are; matplotlib's own formulas are the numbers of a log axis."""
+def digest(figure) -> str:
+    """Hash what a figure shows: words, lines, bars, points and images, but no pixels.
+
+    Numbers count to four digits of the largest of their line, bar or image.
+    """
+    shown = hashlib.sha256()
+    for axes in figure.axes:
+        shown.update("\n".join(_words(axes)).encode())
+        for values in _values(axes):
+            values = np.ma.filled(np.ma.asarray(values, float), np.nan)
+            scale = np.nanmax(np.abs(values), initial=1e-300)
+            digits = np.rint(np.nan_to_num(1e4 * values / scale, nan=-1e6))
+            shown.update(digits.astype("<i4").tobytes())
+    return shown.hexdigest()[:16]
+
+
+def _words(axes) -> Iterator[str]:
+    """Yield the titles, labels, and names of ticks and of the legend of axes."""
+    yield from (axes.get_title("left"), axes.get_title(), axes.get_xlabel(), axes.get_ylabel())
+    yield from (x.get_text() for x in axes.texts)
+    for axis in (axes.xaxis, axes.yaxis):
+        yield from map(str, getattr(axis.get_major_formatter(), "seq", ()))  # if they are fixed
+    yield from axes.get_legend_handles_labels()[1]
+
+
+def _values(axes) -> Iterator[np.ndarray]:
+    """Yield the numbers that each artist of axes draws."""
+    for line in axes.lines:
+        yield line.get_xydata()
+    for patch in axes.patches:
+        yield patch.get_patch_transform().transform(patch.get_path().vertices)
+    for group in axes.collections:
+        yield group.get_offsets()
+        yield from (path.vertices for path in group.get_paths())
+    for image in axes.images:
+        yield image.get_array()
+
+
+def finish(figure, title: str = ""):
+    """Put title and legend above, in as many columns as there is room for; returns the figure."""
+    handles = {}  # by label: of all panels, each once
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels()):
+            handles.setdefault(label, handle)
+    figure.set_layout_engine("constrained")
+    for number in range(6, 0, -1):
+        legend = figure.legend(
+            handles.values(), handles, title=fill(title, 100), loc="outside upper center",
+            ncols=number, frameon=False, borderaxespad=0.1,
+        )  # fmt: skip
+        _no_formulas(figure)
+        if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return figure
+        legend.remove()
+
+
+def stacked(axes, heights: Sequence[float], bars: Sequence[Mapping[str, float]], **options):
+    """Draw horizontal bars of parts, one bar at each height."""
+    left = np.zeros(len(heights))
+    for part in bars[0]:
+        lengths = np.array([x[part] for x in bars])
+        colour, hatch = FILLS[part]
+        axes.barh(heights, lengths, left=left, color=colour, hatch=hatch, edgecolor="white",
+                  linewidth=0.3, **{"height": 0.72, "label": part, **options})  # fmt: skip
+        left += lengths
+
+
+def timeline(axes, y: float, spans: Sequence[tuple[str, float, float]], height: float) -> None:
+    """Draw spans of time, each with its part, begin and end, at one height."""
+    for part, (colour, hatch) in FILLS.items():
+        if bars := [(begin, end - begin) for x, begin, end in spans if x == part]:
+            axes.broken_barh(bars, (y - height / 2, height), facecolor=colour, hatch=hatch,
+                             edgecolor="white", linewidth=0, label=part,
+                             zorder=0.5 + (part != "other"))  # fmt: skip
+
+
+def log_ranks(axes, ranks: Iterable[int]) -> None:
+    """Make the x axis an axis of ranks, at powers of two."""
+    ranks = sorted(ranks)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ranks, [str(x) for x in ranks])
+    axes.minorticks_off()
+    axes.set_xlim(ranks[0] / 1.25, ranks[-1] * 1.25)
+    axes.set_xlabel("ranks")
+
+
+def plain_ticks(axis, subs: Sequence[int] = (1, 2, 5)) -> None:
+    """Write 1, 2, 5, 10, ... at an axis rather than powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _no_formulas(figure) -> None:
+    """Show names with $ as they are.  Matplotlib's formulas are the numbers of a log axis."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
@@ -78,26 +198,8 @@ def no_formulas(figure) -> None:
             text.set_parse_math(False)
 
 
-def log_ranks(axes, ranks: list[int]) -> None:
-    """An axis of ranks, at powers of two."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(x) for x in ranks])
-    axes.minorticks_off()
-    axes.set_xlim(ranks[0] / 1.15, ranks[-1] * 1.15)
-    axes.set_xlabel("ranks")
-
-
-def plain_ticks(axis) -> None:
-    """1, 2, 5, 10, ... rather than powers of ten."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
 def _check_begin(path: Path) -> None:
-    """ValueError unless a file begins as pictures do of the format that it is named after."""
+    """Raise ValueError unless a file begins like pictures of the format in its name."""
     with open(path, "rb") as file:
         begin = file.read(5)
     if not begin.startswith(_BEGINS[_format(path)]):

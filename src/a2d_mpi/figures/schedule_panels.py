@@ -1,6 +1,6 @@
 """Panels of a picture of schedules: computing, messages and times of every rank; no MPI import.
 
-Read off the schedules, like everything else: no method is named here.
+Everything is read off the schedules.  This module names no method.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ Spans = list[list[tuple[str, float, float]]]
 
 @dataclass(frozen=True)
 class Panels:
-    """One row of the picture; ranks are physical ones, neighbours share nodes.
+    """One row of the picture.  Ranks are world ranks: neighbours share nodes.
 
     Attributes
     ----------
     title : str
     computes : (U, n, n) int
-        By slice of the heads, query and key: the rank that computes the pair; -1: it is hidden.
+        The rank that computes each pair of a query and a key, for each slice of the heads; -1: the
+        pair is hidden.
     received : dict of str to (P, P) float64
-        By phase: bytes that a rank (row) receives from a rank (column).
+        Bytes that a rank (row) receives from a rank (column), by phase.
     spans : dict of str to list of list of (str, float, float)
-        By phase and rank: the part, begin and end in seconds of all that it does.
+        Part, begin and end in seconds of all that a rank does, by phase and rank.
     """
 
     title: str
@@ -53,37 +54,39 @@ def panels(
 ) -> Panels:
     """Read everything that is drawn of one plan off its schedules.
 
-    `mask_of`: makes the mask of the few tokens whose pairs are drawn; default: the workload's own.
+    `mask_of` makes the mask of the few tokens whose pairs are drawn.  Default: the workload's.
     """
-    physical = layout.world_ranks()
-    logical = np.argsort(physical)
+    world = layout.world_ranks()
+    of_world = np.argsort(world)  # the grid rank of each world rank
     problem = problem_of(method, layout, work, work.mask)
     received: dict[str, np.ndarray] = {}
     spans: dict[str, Spans] = {}
     predict(machine, method, layout, work, spans=spans)
     for phase in work.phases:
         matrix = bytes_received(method, phase, layout, problem)
-        received[phase] = matrix[np.ix_(logical, logical)]
-        spans[phase] = [[x[:3] for x in spans[phase][rank]] for rank in logical]
+        received[phase] = matrix[np.ix_(of_world, of_world)]
+        spans[phase] = [[x[:3] for x in spans[phase][rank]] for rank in of_world]
     shape = f"{layout.rows} x {layout.cols}" + f" x {layout.heads}" * (layout.heads > 1)
     order = f" @{layout.numbering}" * (layout.numbering != "rcu")
-    drawn = min(work.seqlen, 2 * layout.size * max(2, TOKENS // (2 * layout.size)))
+    # All shards get the same number of tokens, and few of them if many ranks share a pair.
+    pieces = 2 * layout.positions
+    drawn = min(work.seqlen, pieces * max(2, TOKENS // (pieces * layout.heads)))
     try:
         mask = mask_of(drawn) if mask_of else work.mask
         mask.check(drawn)
-    except ValueError:  # it has a fixed length: its first tokens are drawn
+    except ValueError:  # the mask has a fixed length, and its first tokens are drawn
         mask = IntervalMask(*work.mask.checked(np.arange(drawn), drawn))
     computes = who_computes(
         method, layout, replace(work, seqlen=drawn, seqlen_kv=drawn, mask=mask)
     )
-    computes = np.where(computes < 0, -1, physical[computes])
+    computes = np.where(computes < 0, -1, world[computes])
     return Panels(f"{method} {shape}{order}, {problem.shards.name}", computes, received, spans)
 
 
 def blocks(
     method: str, phase: str, layout: Layout, work: Workload, distribution: str | None = None
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray, Mask]]:
-    """Every kernel call of all ranks: the grid rank, tokens of queries and keys, the mask."""
+    """Yield the grid rank, tokens of queries and keys, and mask of every kernel call."""
     problem = problem_of(method, layout, work, work.mask, distribution)
     for rank in range(layout.size):
         for program in write(method, phase, layout, problem, rank, work.overlap):
@@ -96,23 +99,23 @@ def blocks(
 def who_computes(
     method: str, layout: Layout, work: Workload, distribution: str | None = None
 ) -> np.ndarray:
-    """The grid rank that computes each pair, (U, seqlen, seqlen); -1: it is hidden.
+    """Find the grid rank that computes each pair, (U, seqlen, seqlen); -1: the pair is hidden.
 
     The U ranks of a Ulysses group compute the same pairs, each for its slice of the heads.
     """
     n = work.seqlen
-    found = np.full((layout.heads, n, n), -1)
+    computes = np.full((layout.heads, n, n), -1)
     for rank, queries, keys, mask in blocks(method, work.phases[0], layout, work, distribution):
-        tile = found[rank % layout.heads][np.ix_(queries, keys)]
+        tile = computes[rank % layout.heads][np.ix_(queries, keys)]
         tile[mask.dense(queries, keys)] = rank
-        found[rank % layout.heads][np.ix_(queries, keys)] = tile
-    return found
+        computes[rank % layout.heads][np.ix_(queries, keys)] = tile
+    return computes
 
 
 def bytes_received(method: str, phase: str, layout: Layout, problem: Problem) -> np.ndarray:
-    """Bytes that each grid rank (row) receives from each (column), (P, P) float64."""
-    found = np.zeros((layout.size, layout.size))
+    """Count the bytes that each grid rank (row) receives from each (column), (P, P) float64."""
+    received = np.zeros((layout.size, layout.size))
     for move in cost.moves(method, layout, problem, None, (phase,)):
         if not move.sent:
-            found[move.rank, move.peer] += move.nbytes
-    return found
+            received[move.rank, move.peer] += move.nbytes
+    return received

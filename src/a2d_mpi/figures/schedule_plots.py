@@ -11,7 +11,7 @@ from a2d_mpi.experiments.candidates import read_problem
 from a2d_mpi.experiments.mask_file import mask_of
 from a2d_mpi.experiments.sweep import plans_for
 from a2d_mpi.experiments.trace import check_trace, predicted, write_trace
-from a2d_mpi.figures.pictures import FILLS, check_picture, pyplot, save
+from a2d_mpi.figures.pictures import SETTINGS, check_picture, finish, pyplot, save, timeline
 from a2d_mpi.figures.schedule_panels import Panels, Spans, panels
 
 RANKS = 64  # at most: more are not told apart
@@ -20,12 +20,6 @@ PLANS = 8  # rows of one picture
 _COLOURS = ("#88CCEE", "#CC6677", "#DDCC77", "#117733", "#332288", "#AA4499", "#44AA99", "#882255",
             "#999933")  # fmt: skip
 _HIDDEN = "#E8E8E8"
-_SETTINGS = {
-    "font.size": 7, "axes.titlesize": 7.5, "legend.fontsize": 7, "savefig.dpi": 130,
-    "axes.linewidth": 0.5, "xtick.major.width": 0.5, "ytick.major.width": 0.5,
-}  # fmt: skip
-BYTES = (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")
-SECONDS = (1, "s"), (1e-3, "ms"), (1e-6, "us")
 
 
 def plot_schedule(args: argparse.Namespace) -> int:
@@ -50,59 +44,57 @@ def plot_schedule(args: argparse.Namespace) -> int:
 
 def draw(rows: list[Panels], ranks_per_node: int):
     """Draw a row of panels for each plan; returns the figure."""
-    plt = pyplot(**_SETTINGS)
+    plt = pyplot(**SETTINGS | {"axes.spines.top": True, "axes.spines.right": True})
+    from matplotlib.ticker import EngFormatter
+
+    in_bytes, in_seconds = EngFormatter("B", 1), EngFormatter("s", 2)
     phases = tuple(rows[0].spans)
-    ranks = len(rows[0].spans[phases[0]])
-    colours = _colours(ranks, ranks_per_node)
+    colours = _colours(len(rows[0].spans[phases[0]]), ranks_per_node)
     widths = [1.0, *[1.2] * len(phases), *[2.0] * len(phases)]
     figure, all_axes = plt.subplots(
-        len(rows), len(widths), figsize=(1.9 * sum(widths), 2.15 * len(rows) + 0.3),
+        len(rows), len(widths), figsize=(1.5 * sum(widths), 1.75 * len(rows) + 0.3),
         width_ratios=widths, squeeze=False, layout="constrained",
     )  # fmt: skip
     for row, (first, *others) in zip(rows, all_axes):
         _computes(first, row.computes, colours)
-        # A long one would run into the next panel.
-        title = row.title.replace(", ", ",\n") if len(row.title) > 30 else row.title
+        # A long title would run into the next panel.
+        title = row.title.replace(", ", ",\n") if len(row.title) > 26 else row.title
         first.set_title(title, loc="left", fontweight="bold")
         for phase, matrix, time in zip(phases, others, others[len(phases) :]):
             most = max(x.received[phase].max() for x in rows)
             _received(figure, matrix, row.received[phase], most, colours, ranks_per_node)
             end = max(_end(x.spans[phase]) for x in rows)
             _timeline(time, row.spans[phase], end, colours)
-            received = _with_unit(row.received[phase].sum(axis=1).max(), BYTES)
+            received = in_bytes(row.received[phase].sum(axis=1).max())
             matrix.set_title(f"{phase}: {received} to a rank", loc="left")
-            seconds = _with_unit(_end(row.spans[phase]), SECONDS)
-            time.set_title(f"{phase}: {seconds}", loc="left")
-    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour, linewidth=0, label=part)
-               for part, (colour, _) in FILLS.items()]  # fmt: skip
-    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False)
-    return figure
+            time.set_title(f"{phase}: {in_seconds(_end(row.spans[phase]))}", loc="left")
+    return finish(figure)
 
 
 def _end(spans: Spans) -> float:
-    """Seconds of the slowest rank."""
+    """Find the end of the slowest rank, in seconds."""
     return max(of_rank[-1][2] for of_rank in spans)
 
 
 def _colours(ranks: int, ranks_per_node: int) -> list[tuple]:
-    """A hue for each node, lighter from rank to rank; for each rank, if that is all the same."""
+    """Choose a hue for each node, lighter from rank to rank, or for each rank without nodes."""
     from matplotlib import colormaps
     from matplotlib.colors import to_rgb
 
     a_node = ranks_per_node if 1 < ranks_per_node < ranks else 1
     nodes = -(-ranks // a_node)
     few = nodes <= len(_COLOURS)
-    found = []
+    colours = []
     for rank in range(ranks):
         node, place = divmod(rank, a_node)
-        hue = _COLOURS[node] if few else colormaps["turbo"]((node + 0.5) / nodes)
+        hue = _COLOURS[node] if few else colormaps["viridis"]((node + 0.5) / nodes)
         light = 0.65 * place / a_node
-        found.append(tuple(x + (1 - x) * light for x in to_rgb(hue)))
-    return found
+        colours.append(tuple(x + (1 - x) * light for x in to_rgb(hue)))
+    return colours
 
 
 def _computes(axes, computes: np.ndarray, colours: list[tuple]) -> None:
-    """Queries x keys; the ranks of a Ulysses group share a pair, as stripes."""
+    """Draw queries x keys; the ranks of a Ulysses group share a pair, as stripes."""
     from matplotlib.colors import to_rgb
 
     heads, n, _ = computes.shape
@@ -113,17 +105,19 @@ def _computes(axes, computes: np.ndarray, colours: list[tuple]) -> None:
 
 
 def _received(figure, axes, received, most, colours, ranks_per_node) -> None:
-    """Receiver x sender, with lines between nodes."""
+    """Draw receiver x sender, with lines between nodes."""
     from matplotlib import colormaps
     from matplotlib.colors import ListedColormap
+    from matplotlib.ticker import EngFormatter
 
-    ranks, (size, unit) = len(received), _unit(most, BYTES)
+    ranks = len(received)
     blues = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))  # the least is not white
-    shown = np.ma.masked_equal(received, 0) / size
-    image = axes.imshow(shown, cmap=blues, vmin=0, vmax=max(most, 1) / size)
-    bar = figure.colorbar(image, ax=axes, shrink=0.85, pad=0.03, aspect=15)
+    shown = np.ma.masked_equal(received, 0)
+    image = axes.imshow(shown, cmap=blues, vmin=0, vmax=max(most, 1))
+    bar = figure.colorbar(
+        image, ax=axes, shrink=0.85, pad=0.03, aspect=15, format=EngFormatter("B")
+    )
     bar.outline.set_linewidth(0)
-    bar.set_label(unit, labelpad=2)
     if ranks_per_node > 1:
         for edge in range(ranks_per_node, ranks, ranks_per_node):
             axes.axvline(edge - 0.5, color="#999999", linewidth=0.5)
@@ -133,16 +127,15 @@ def _received(figure, axes, received, most, colours, ranks_per_node) -> None:
 
 
 def _timeline(axes, spans: Spans, end: float, colours) -> None:
-    """Time x ranks."""
-    (size, unit), height = _unit(end, SECONDS), 0.84 if len(spans) <= 24 else 1.0
-    for part in ("other", "compute", "merge", "wait"):
-        for rank, of_rank in enumerate(spans):
-            bars = [(a / size, (b - a) / size) for x, a, b in of_rank if x == part]
-            if part == "other":  # under the others, so that no gaps show between them
-                bars = [(0, of_rank[-1][2] / size)]
-            style = {"facecolor": FILLS[part][0], "linewidth": 0, "antialiased": False}
-            axes.broken_barh(bars, (rank - height / 2, height), **style)
-    axes.set(xlabel=unit, ylabel="rank", xlim=(0, 1.02 * end / size))
+    """Draw time x ranks."""
+    from matplotlib.ticker import EngFormatter
+
+    for rank, of_rank in enumerate(spans):
+        # Other work is under the rest, so that no gaps show between the bars.
+        bars = [x for x in of_rank if x[0] != "other"]
+        timeline(axes, rank, [("other", 0, of_rank[-1][2]), *bars], 0.84)
+    axes.set(ylabel="rank", xlim=(0, 1.02 * end))
+    axes.xaxis.set_major_formatter(EngFormatter("s"))
     axes.set_ylim(len(spans) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)
     _mark(axes, colours)
@@ -164,13 +157,3 @@ def _mark(axes, colours: list[tuple], both: bool = False) -> None:
     for axis in (axes.yaxis, axes.xaxis)[: 1 + both]:
         axis.set_ticks(ranks[:: -(-len(ranks) // 8)])
         axis.set_tick_params(length=0, pad=7)
-
-
-def _unit(value: float, units: tuple) -> tuple[float, str]:
-    """The largest unit that is not more than the value."""
-    return next((x for x in units if value >= x[0]), units[-1])
-
-
-def _with_unit(value: float, units: tuple) -> str:
-    size, unit = _unit(value, units)
-    return f"{value / size:.3g} {unit}"

@@ -1,0 +1,139 @@
+"""Committed figures: their data are the code's, and colour-blind readers can read them."""
+
+import re
+import runpy
+import shlex
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import DEEPER, drive
+from matplotlib.figure import Figure
+from PIL import Image
+
+from a2d_mpi.figures.pictures import COLOURS, METHOD_STYLES, digest, pyplot
+from a2d_mpi.schedules import METHODS
+
+ROOT = Path(__file__).parents[1]
+FIGURES = ROOT / "data" / "figures"
+
+
+def commands():
+    """The commands of jobs/figures.sh: lists of words."""
+    text = (ROOT / "jobs" / "figures.sh").read_text().replace("\\\n", " ")
+    return [shlex.split(line) for line in re.findall("^python (.*)", text, re.MULTILINE)]
+
+
+def pictures(words):
+    """The files that a command draws, in the folder of figures."""
+    if "--what" in words:
+        folder, what = (words[words.index(x) + 1] for x in ("--output", "--what"))
+        words = [f"{folder}/{name}.png" for name in what.split(",")]
+    return [x.removeprefix("$output/") for x in words if x.endswith(".png")]
+
+
+def marked(words):
+    # It simulates for a minute.
+    marks = DEEPER if "crossover.png" in pictures(words) else ()
+    return pytest.param(words, id=pictures(words)[0], marks=marks)
+
+
+@pytest.mark.parametrize("words", [marked(x) for x in commands()])
+def test_committed_figures_are_of_this_code(words, tmp_path, monkeypatch):
+    """`bash jobs/figures.sh data/figures` draws them again, if a change was meant."""
+
+    def only_data(_, path, *, metadata, **__):
+        Path(path).write_text(metadata["Data"])
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(Figure, "savefig", only_data)
+    monkeypatch.setattr(sys, "argv", [x.replace("$output", f"{tmp_path}") for x in words])
+    for name in pictures(words):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+    with pytest.raises(SystemExit) as done:
+        runpy.run_path(words[0], run_name="__main__")
+    assert not done.value.code
+    for name in pictures(words):
+        with Image.open(FIGURES / name) as image:
+            assert (tmp_path / name).read_text() == image.text["Data"], name
+
+
+def test_every_figure_has_a_command_and_a_page():
+    drawn = [name for words in commands() for name in pictures(words)]
+    committed = [str(x.relative_to(FIGURES)) for x in FIGURES.rglob("*.*")]
+    assert sorted(drawn) == sorted(committed)
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "".join(x.read_text() for x in pages)
+    assert [x for x in committed if f"data/figures/{x})" not in text] == []
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("words", [x for x in commands() if "partitions/" in "".join(x)])
+def test_each_partition_wins_its_case(words):
+    """By the planner, the first plan of a drawing is the fastest of all, or as fast."""
+    at, end = words.index("--plans"), words.index("--profile")
+    method, _, shape = re.split("[,@]", words[at + 1])[0].partition(":")
+    done = drive("plan.py", 0, *words[end:], "--simulate", "all", "--top", "0")
+    rows = done.stdout.partition("\nmethod ")[2].splitlines()[1:]
+    ours = next(x for x in rows if re.match(f"{method} +{shape}", x))
+    assert ours == rows[0] or "as fast" in ours, done.stdout
+
+
+def test_a_method_has_one_colour_and_one_marker():
+    assert METHOD_STYLES.keys() >= METHODS.keys()
+    for i in (0, 1):
+        assert len({x[i] for x in METHOD_STYLES.values()}) == len(METHOD_STYLES)
+
+
+def lab(colour, blind):
+    """CIELAB of a colour as seen by a colour-blind reader."""
+    from matplotlib.colors import to_rgb
+
+    rgb = np.array(to_rgb(colour))
+    linear = np.where(rgb > 0.04045, ((rgb + 0.055) / 1.055) ** 2.4, rgb / 12.92)
+    seen = np.clip(blind @ linear, 0, 1)
+    xyz = SRGB @ seen / SRGB.sum(axis=1)
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+SRGB = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+# Machado, Oliveira and Fernandes 2009, doi:10.1109/TVCG.2009.113: nothing of a cone is left.
+BLIND = {
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+                   [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+                     [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+                   [0.004733, 0.691367, 0.303900]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("blind", BLIND.values(), ids=BLIND)
+def test_colours_differ_for_colour_blind_readers(blind):
+    """By 10 in CIELAB at least: ten times what is seen of two colours side by side."""
+    for colours in (COLOURS, [x for x, _ in METHOD_STYLES.values()]):
+        for a, b in combinations(colours, 2):
+            distance = np.linalg.norm(lab(a, np.array(blind)) - lab(b, np.array(blind)))
+            assert distance > 10, (a, b, distance)
+    red, green = (lab(x, np.array(BLIND["deuteranopia"])) for x in ("#C04000", "#608000"))
+    assert np.linalg.norm(red - green) < 10  # a pair that fails
+
+
+def test_digest():
+    """It tells other data and other words, and not another size or rounding."""
+    plt = pyplot()
+
+    def of(values, title="a", **options):
+        figure, axes = plt.subplots(**options)
+        axes.plot(values)
+        axes.imshow(np.ma.masked_less([values], 2))
+        axes.set_title(title)
+        plt.close(figure)
+        return digest(figure)
+
+    first = of([1.0, 2.0, 3.0])
+    assert first == of([1.0 + 1e-12, 2.0, 3.0], figsize=(3, 2))
+    assert len({first, of([1.0, 2.01, 3.0]), of([1.0, 2.0, 3.0], "b"), of([1.0, 2.5, 3.0])}) == 4
