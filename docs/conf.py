@@ -18,7 +18,7 @@ author = "the authors of a2d_mpi"
 project_copyright = author
 release = a2d_mpi.__version__
 
-extensions = ["sphinx.ext.autodoc", "numpydoc", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.viewcode", "numpydoc", "myst_parser"]
 exclude_patterns = ["README.md"]  # index.rst includes it
 default_role = "py:obj"
 myst_heading_anchors = 3
@@ -26,9 +26,8 @@ autodoc_typehints = "none"  # numpydoc's sections say more
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["torch", "transformers"]  # large, and not needed to read docstrings
 numpydoc_show_class_members = False  # autodoc shows them
-html_theme = "alabaster"
-html_theme_options = {"description": "Exact 2-D parallel attention over MPI", "page_width": "72em"}
-html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
+html_theme = "furo"
+html_title = f"a2d_mpi {release}"
 
 
 class DriverHelp(Directive):
@@ -48,12 +47,13 @@ class DriverHelp(Directive):
         return [nodes.literal_block(text, text, language="none") for text in texts]
 
 
-def without_repository(app, page: str, source: list[str]) -> None:
-    """Leave of links to files of the repository their text: the HTML has only these pages."""
-    source[0] = re.sub(r"(?<!!)\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", source[0])
+def without_folders(app, page: str, source: list[str]) -> None:
+    """Keep only the text of links to folders, and to pages that are not in this folder."""
+    link = r"(?<!!)\[([^\]]*)\]\(\.\./(?![^)#]*\.(?!md)\w+\))[^)]*\)"
+    source[0] = re.sub(link, r"\1", source[0])
 
 
 def setup(app) -> None:
     """Register the above."""
     app.add_directive("driver-help", DriverHelp)
-    app.connect("source-read", without_repository)
+    app.connect("source-read", without_folders)

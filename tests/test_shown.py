@@ -1,0 +1,127 @@
+"""What pages show is what runs print: the tutorial, plan.py's output, the choice of a method."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from helpers import launch
+
+from a2d_mpi.core.config import AttentionConfig
+from a2d_mpi.core.sizes import Layout, parse_count
+from a2d_mpi.masks.patterns import make_mask
+from a2d_mpi.planning.planner import best_candidate
+from a2d_mpi.planning.profile import read_machine
+from a2d_mpi.schedules import problem_of
+from a2d_mpi.schedules.problem import Workload
+
+ROOT = Path(__file__).parents[1]
+
+
+def read(page):
+    return (ROOT / "docs" / f"{page}.md").read_text()
+
+
+def blocks(page, language):
+    """The blocks of a language, and where they end in the page."""
+    pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [(x[1], x.end()) for x in pattern.finditer(read(page))]
+
+
+def table(page, first):
+    """The rows of the table whose first column has this heading, as lists of texts."""
+    rows = re.search(rf"^\| {first} \|.*\n\|[-|]+\n((?:\|.*\n)+)", read(page), re.MULTILINE)[1]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+
+
+def steady(text):
+    """Text without what differs from run to run: times, errors and the name of the CPU."""
+    text = re.sub(r" *(\d\.\d+e-\d+|\d+\.\d+)", " #", text)
+    return re.sub(r" +", " ", re.sub(r"(?<=, float32, ).*", "CPU", text))
+
+
+def within_bounds(text):
+    """Whether each error in the text is at most its bound, and there is one."""
+    pairs = re.findall(r"error (\S+), bound (\S+)$", text, re.MULTILINE)
+    return bool(pairs) and all(float(error) <= float(bound) for error, bound in pairs)
+
+
+def run(command, folder):
+    """What a command of a page prints."""
+    words = shlex.split(command.replace("$A2D", str(ROOT)).replace("\\\n", " "))
+    ranks, words = (int(words[2]), words[4:]) if words[0] == "mpiexec" else (0, words[1:])
+    done = launch(ranks, *words, timeout=100, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.launches
+def test_tutorial(tmp_path, monkeypatch):
+    *code, mask = [text for text, _ in blocks("tutorial", "python")]
+    (tmp_path / "tutorial.py").write_text("\n".join(code))
+    (tmp_path / "my_mask.py").write_text(mask)
+    (tmp_path / "numba.py").write_text("raise ImportError")  # which takes as long as all the rest
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as the first block does
+    # The first block makes the environment.
+    _, *commands = blocks("tutorial", "bash")
+    ends = [end for _, end in commands[1:]] + [len(read("tutorial"))]
+    for (command, begin), end in zip(commands, ends):
+        shown = "".join(text for text, at in blocks("tutorial", "text") if begin < at < end)
+        printed = run(command, tmp_path)
+        if "plot.py" not in command:
+            assert steady(printed) == steady(shown), command
+        if "tutorial.py" in command:
+            assert within_bounds(printed) and within_bounds(shown)
+    assert len(commands) == 5 and (tmp_path / "trace.png").exists()
+
+
+def test_steady_text_keeps_bytes():
+    assert steady("1.2e-07  3 pairs") == steady("9.85e-06 3 pairs") != steady("1.2e-07 4 pairs")
+    assert within_bounds("out: error 1.0e-07, bound 2.0e-07\n")
+    assert not within_bounds("out: error 3.0e-07, bound 2.0e-07\n")
+
+
+def test_balance_of_the_tutorials_mask():
+    code, names = blocks("tutorial", "python")[-1][0], {}
+    exec(code.partition("register_mask(")[0], names)
+    config = AttentionConfig(512, 12, 32)
+    shards = problem_of("attention2d", Layout(2, 2), config, names["LaterHalf"]()).shards
+    assert "contiguous 1.50, 1.00 N; zigzag 1.25, 1.00 N; balanced 1.00, 1.00 N" in shards.why
+    assert "1.25 with a zigzag distribution and 1.5 with a contiguous one" in read("tutorial")
+
+
+def test_output_of_plan():
+    """And each column is explained, in the order of the columns."""
+    (shown, at), *_ = blocks("planning", "text")
+    command = [text for text, end in blocks("planning", "bash") if end < at][-1]
+    assert run(command, ROOT) == shown
+    heading = next(x for x in shown.splitlines() if x.startswith("method"))
+    explained = [row[0].strip("`") for row in table("planning", "column")]
+    assert explained == re.split(r"  +", heading.strip())
+
+
+def predicted(profile, ranks, tokens, heads, heads_kv, mask):
+    """The last columns of an example: the plan, and the times of 2D and of rings over its time."""
+    machine = read_machine(ROOT / "data" / "machines" / f"{profile}.toml")
+    sizes = {"nheads": int(heads), "nheads_kv": int(heads_kv), "headdim": 128}
+    seqlen = parse_count(tokens)
+    work = Workload(seqlen, **sizes, mask=make_mask(mask.strip("`"), seqlen), backward=True)
+    best = best_candidate(machine, int(ranks), work)
+    families = ("attention2d",), ("ring", "striped ring", "double ring")
+    others = [best_candidate(machine, int(ranks), work, methods=x).seconds for x in families]
+    layout = best.layout
+    plan = f"{best.method} {layout.rows}x{layout.cols}x{layout.heads}"
+    return [plan, *(f"{x / best.seconds:.2f}" for x in others)]
+
+
+def test_which_method():
+    """The planner says what the examples say, and each row of the advice has an example."""
+    advice = {row[0]: row[5] for row in table("choosing", "row")}
+    examples = table("choosing", "example")
+    assert list(advice) == list(dict.fromkeys(row[0] for row in examples))
+    for name, *example in examples:
+        plan, *others = predicted(*example[:6])
+        assert [plan, *others] == example[6:], name
+        assert f"`{plan.rpartition(' ')[0]}`" in advice[name], name
