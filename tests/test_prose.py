@@ -41,7 +41,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # number when you have removed some; a rise is a sentence to rewrite.
 MOST = {
     "pages": (0, 0, 0),
-    "src": (1, 0, 4),
+    "src": (0, 0, 0),
     "drivers": (0, 5, 0),
 }
 
