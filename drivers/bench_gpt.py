@@ -86,9 +86,9 @@ def decode(parser: Parser) -> None:
     group.add_argument("--apart", type=kind, metavar="A+F,...", help=text)
     text = "parts of a step, with --apart"
     group.add_argument("--micro-batches", type=whole(1), metavar="N", default=3, help=text)
-    add_options(group, "head-ranks", "cache-block")
+    add_options(group, "head-ranks", "kv-block")
     add_old_name(group, "--heads", "--head-ranks", whole(1), "head_ranks")
-    add_old_name(group, "--block", "--cache-block", BLOCK, "cache_block")
+    add_old_name(group, "--block", "--kv-block", BLOCK, "kv_block")
     add_trace(_add_measurement(parser), "of the last step of each run")
 
 

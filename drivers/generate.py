@@ -48,8 +48,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add = group.add_argument
     text = "blocks on each rank: 10,10,4,10; default: no limit"
     add("--room", type=listed(whole(0)), metavar="N,...", help=text)
-    add_options(group, "cache-block", "method", "rows", "cols", "head-ranks")
-    add_old_name(group, "--block", "--cache-block", BLOCK, "cache_block")
+    add_options(group, "kv-block", "method", "rows", "cols", "head-ranks")
+    add_old_name(group, "--block", "--kv-block", BLOCK, "kv_block")
     add_old_name(group, "--heads", "--head-ranks", whole(1), "head_ranks")
     text = "A: ranks that hold the cache; the grid is of these ranks"
     add("--attention-ranks", type=whole(1), metavar="A", help=text)

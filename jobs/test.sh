@@ -3,7 +3,7 @@
 # ones, which two processes share out, then those on ranks.  docs/testing.md says what a tier is.
 # Fails if any test fails, hangs or is skipped.
 #
-#   bash jobs/test.sh                       every feature once: five minutes on two cores
+#   bash jobs/test.sh                       every feature once: about eight minutes on two cores
 #   bash jobs/test.sh all                   the whole suite: also the tests marked `thorough`
 #   bash jobs/test.sh openmpi -k causal     one MPI only; the rest goes to pytest.  Also after `all`
 #   bash jobs/test.sh gpu                   the tests for GPUs, on real ones; see jobs/test_gpu.sh

@@ -237,7 +237,7 @@ def test_driver(tmp_path):
     done = drive("train_gpt.py", 2, text, "--folder", run, *sizes, "--separator", "")
     assert done.returncode == 0, done.stderr
     options = ["--prompt", "to be", "--prompt", "or", "--prompt", "not ", "--tokens", 20]
-    options += ["--arrive", "0,0,4", "--cache-block", 4, "--temperature", 0.7, "--top-k", 9]
+    options += ["--arrive", "0,0,4", "--kv-block", 4, "--temperature", 0.7, "--top-k", 9]
     shown = []
     for ranks, more in (
         (1, ["--room", 15]),

@@ -147,7 +147,7 @@ def test_version():
     ("attention.py", "--heads", "head_ranks", 2),
     ("attention.py", "--block", "rank_block", (2, 2)),
     ("generate.py", "--heads", "head_ranks", 2),
-    ("generate.py", "--block", "cache_block", 2),
+    ("generate.py", "--block", "kv_block", 2),
     ("train_gpt.py", "--warmup", "warmup", 2),
 ])  # fmt: skip
 def test_old_names(program, old, new, value, capsys):

@@ -252,7 +252,7 @@ def test_driver(tmp_path):
     text.write_bytes(b"to be or not to be " * 20)
     done = drive("train_gpt.py", 2, text, "--folder", tmp_path / "run", *sizes, "--separator", "")
     assert done.returncode == 0, done.stderr
-    options = ["--prompt", "to be", "--prompt", "or", "--tokens", 20, "--cache-block", 4]
+    options = ["--prompt", "to be", "--prompt", "or", "--tokens", 20, "--kv-block", 4]
     shown = []
     for ranks in (1, 2):
         done = drive("generate.py", ranks, tmp_path / "run", *options)

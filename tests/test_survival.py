@@ -102,7 +102,7 @@ def model(tmp_path_factory):
 def test_answers_go_on(tmp_path, model):
     """The same tokens, with requests that wait for room, which is less after each loss."""
     prompts = [y for x in PROMPTS for y in ("--prompt", x)]
-    options = [model, *prompts, "--tokens", 20, "--arrive", "0,0,9,12", "--cache-block", 4]
+    options = [model, *prompts, "--tokens", 20, "--arrive", "0,0,9,12", "--kv-block", 4]
     answers = lines_of(launch(2, DRIVERS / "generate.py", *options, timeout=60))
     stages = [("step", 5, [0], 0.0), ("step", 4, [2, 3], 0.001), ("making", 1, [5], 0.0)]
     options += ["--room", "4,4,4,4,4,4"]

@@ -203,8 +203,8 @@ def test_options_that_cannot_be(tmp_path):
             (decode, ["--contexts", 1 << 31], "2147483648 tokens (--contexts) on one of 1 rank"),
             (decode, ["--requests", 1 << 31], "--requests must be at most 65536"),
             (decode, ["--requests", 1 << 16], "the cache of 65536 requests (--requests)"),
-            (decode, ["--cache-block", 1 << 31], "--cache-block must be at most 1048576"),
-            (decode, ["--cache-block", 1 << 20, "--layers", 999], "GiB"),
+            (decode, ["--kv-block", 1 << 31], "--kv-block must be at most 1048576"),
+            (decode, ["--kv-block", 1 << 20, "--layers", 999], "GiB"),
             *((text, ["--temperature", x], "--temperature must be at least 0, got " + x)
               for x in ("nan", "-1.0")),
             (text, ["--temperature", "inf"], "--temperature must be at most 1000000.0, got inf"),

@@ -199,7 +199,7 @@ def parse_count(text: str) -> int:
     ------
     ValueError
     """
-    found = re.fullmatch(r"\s*([+-]?[0-9]{1,18})([KMG]?)\s*", text)
-    if not found:
-        raise ValueError(f"{text[:40]!r} is no whole number")
-    return int(found[1]) << 10 * " KMG".index(found[2] or " ")
+    match = re.fullmatch(r"\s*([+-]?[0-9]{1,18})([KMG]?)\s*", text)
+    if not match:
+        raise ValueError(f"{text[:40]!r} is not a whole number")
+    return int(match[1]) << 10 * " KMG".index(match[2] or " ")

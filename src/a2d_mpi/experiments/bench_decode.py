@@ -71,7 +71,7 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         together(comm, trace.write, on=0)
     if args.output:
         sizes = {x: getattr(args, x) for x in SIZES}
-        sizes |= {"block": args.cache_block, "heads": args.head_ranks}
+        sizes |= {"block": args.kv_block, "heads": args.head_ranks}
         about = {"/": Entry(origin, {}), "config": Entry(sizes, {})}
         together(
             comm, lambda: write_entries(args.output, SCHEMA, about | entries, extend=False), on=0
@@ -161,11 +161,11 @@ def _decoder(
     """Make a decoder with random weights and unlimited room."""
     weights = Parameters(config, initial(config, args.seed, "float32"))
     if not split:
-        return Decoder(grid, weights, [1 << 30] * grid.group_comm.size, args.cache_block)
+        return Decoder(grid, weights, [1 << 30] * grid.group_comm.size, args.kv_block)
     weights = Parameters(config, *weights_of_rank(weights, comm.rank, split))
     rooms = [1 << 30] * (split[0] // args.head_ranks)
     return open_apart(
-        comm, grid, split, weights, rooms, args.cache_block, micro_batches=args.micro_batches
+        comm, grid, split, weights, rooms, args.kv_block, micro_batches=args.micro_batches
     )
 
 
@@ -259,8 +259,8 @@ def _validated(comm: MPI.Intracomm, args: argparse.Namespace) -> GPTConfig:
 
 def _room(config: GPTConfig, args: argparse.Namespace, ranks: int) -> int:
     """Return the bytes of one of `ranks` ranks: weights, cache, and the check of one request."""
-    blocks = -(-config.seqlen // args.cache_block) * args.requests
-    kept = args.cache_block * -(-blocks // (ranks // args.head_ranks))
+    blocks = -(-config.seqlen // args.kv_block) * args.requests
+    kept = args.kv_block * -(-blocks // (ranks // args.head_ranks))
     # Bytes per token: random keys in float32, a copy in float64, logits of a query, and owners.
     keys = config.nheads_kv * config.headdim
     token = 2 * 4 * keys + 2 * 8 * keys + 4 * 8 * config.nheads + 40

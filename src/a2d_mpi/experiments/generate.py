@@ -44,7 +44,7 @@ def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     wrong = f"--room must be a number for each of the {rows * cols} positions, got {rooms}"
     agree(comm, wrong if len(rooms) != rows * cols else None)
     answers = _Answers(args, weights, prompts, dict(enumerate(arrive)))
-    options = args.cache_block, args.method, args.transfers, args.kernel
+    options = args.kv_block, args.method, args.transfers, args.kernel
     with threadpool_limits(args.threads):
         if split:
             batches = args.micro_batches or MICRO_BATCHES
@@ -129,10 +129,10 @@ class _Answers:
         """Refuse a cache on `ranks` ranks that needs more memory than a node has.  Collective."""
         args, config = self._args, self._weights.config
         most = [min(len(x) + args.tokens, config.seqlen) for x in self._prompts.values()]
-        blocks = min(max(rooms), -(-sum(-(-x // args.cache_block) for x in most) // len(rooms)))
-        tokens = blocks * args.cache_block
+        blocks = min(max(rooms), -(-sum(-(-x // args.kv_block) for x in most) // len(rooms)))
+        tokens = blocks * args.kv_block
         nbytes = cache_bytes(config, tokens, self._weights.flat.dtype.itemsize)
-        what = f"{tokens} tokens of keys and values on one rank (--tokens, --cache-block)"
+        what = f"{tokens} tokens of keys and values on one rank (--tokens, --kv-block)"
         check_room(comm, what, nbytes // args.head_ranks, ranks)
 
     def _choose(self, name: int, length: int, logits: np.ndarray) -> int:

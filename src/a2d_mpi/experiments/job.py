@@ -154,7 +154,7 @@ def _report(result: Result, plan: AttentionPlan) -> None:
         f"{streamed}{c['distribution']} distribution, {c['dtype']}{wire}, "
         f"{result.provenance['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
-        f"headdim {c['headdim']}{values}; {c['trials']} trials; "
+        f"headdim {c['headdim']}{values}; {c['trials']} trial{'s' * (c['trials'] != 1)}; "
         f"tile area max/mean {result.area.max() / result.area.mean():.3f}\n"
     )
     print("milliseconds        min    median       max   over trials and ranks")

@@ -279,8 +279,8 @@ OPTIONS: dict[str, dict[str, object]] = {
                      "help": "of tokens; default: the fastest by the planner's model"},
     "overlap": {"action": argparse.BooleanOptionalAction, "default": True,
                 "help": "communicate while computing, or in turn"},
-    "cache-block": {"type": BLOCK, "metavar": "TOKENS", "default": 16,
-                    "help": "tokens of a block of the cache"},
+    "kv-block": {"type": BLOCK, "metavar": "TOKENS", "default": 16,
+                 "help": "tokens of a block of the KV cache"},
     # Measurement.
     "trials": {"type": whole(1, 10**6), "metavar": "N", "default": 5, "help": "timed runs"},
     "warmup": {"type": whole(0, 10**6), "metavar": "N", "default": 1,
