@@ -261,9 +261,9 @@ def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | No
     for step in program.steps:
         is_message = isinstance(step, Message)
         if is_message or isinstance(step, Barrier):
-            rows = [_message(program, step)] if is_message else _barrier(program, step)
-            numbers.append(range(len(messages), len(messages) + len(rows)))
-            messages += rows
+            new = [_message(program, step)] if is_message else _barrier(program, step)
+            numbers.append(range(len(messages), len(messages) + len(new)))
+            messages += new
             posted += numbers[-1]
             if step.index not in awaited:
                 continue
