@@ -151,7 +151,7 @@ bench_train._Textbook.forward = wrong
 def test_plan_of_steps():
     """The planner's table of steps; models leave no choice of heads."""
     common = ["--profile", ROOT / "data/machines/h100-64x1.toml", "--ranks", 4, "--seqlen", "8K"]
-    model = ["--gpt", "gpt3-125m"]
+    model = ["--gpt", "gpt3-125m", "--mask", "full"]  # under which two plans are simulated
     options = [*model, "--recompute", "--top", 2], [*model, "--nheads", 4], []
     cases = [("plan.py", [*common, *x], []) for x in options]
     done, found = drive_each(cases, 0)
