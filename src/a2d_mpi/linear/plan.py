@@ -21,7 +21,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.linear import chunks
 from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
 from a2d_mpi.linear.norms import NORMS, make_norm
-from a2d_mpi.linear.states import STATES, Piece, StateExchange, pieces_of, traffic
+from a2d_mpi.linear.states import STATES, Piece, StateExchange, count_pieces, pieces_of, traffic
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.schedules import distribute
 from a2d_mpi.sharding.distribution import Distribution
@@ -147,6 +147,7 @@ class LinearAttention:
                 self._threads = BlasThreads(threads, grid.cores)
                 self.distribution = _shards(distribution, config.seqlen, grid)
                 arguments = {
+                    "method": name,
                     **config.arguments,
                     "mask": type(mask).__name__,
                     "feature_map": feature_map,
@@ -159,28 +160,29 @@ class LinearAttention:
                     "its runs (checksum)": crc32(repr(self.distribution.listed).encode()),
                     "chunk": chunk,
                 }
-                self.tokens = self.distribution.tokens(rank)
-                sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
-                self._map = make_feature_map(feature_map, self.tokens, *sizes)
                 self._norm, self._causal = make_norm(norm), _is_causal(mask)
                 width = int(nfeatures) if feature_map == "random" else config.headdim
                 # A state is (H, F, W).
                 self._shape = config.nheads, width, config.headdim + self._norm.columns
                 self._nbytes = math.prod(self._shape) * config.compute_dtype.itemsize
-                self._pieces = pieces_of(self.distribution, self._causal)
-                count, kind = len(self._pieces), self.distribution.name
+                count = count_pieces(self.distribution, self._causal)
+                kind = self.distribution.name
                 what = f"{count} states, one for each run of tokens of the {kind} distribution,"
                 check_memory(what, count * self._nbytes)
                 table = 8 * config.nheads * min(chunk, config.seqlen) ** 2
                 # `chunks.Decay` has two tables: powers, and powers with zeros above the diagonal.
                 check_memory(f"factors of {config.nheads} heads (chunk {chunk})", 2 * table)
+                self._pieces = pieces_of(self.distribution, self._causal)
+                self.tokens = self.distribution.tokens(rank)
+                sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
+                self._map = make_feature_map(feature_map, self.tokens, *sizes)
             except Exception as error:  # of any kind: all ranks must raise it
                 problem = problem or str(error) or type(error).__name__
             rendezvous.meet(Call("making", self._number, 0, name))
             rendezvous.agree(problem, arguments)
             rendezvous.plans = self._number
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
-        self.config, self.dtype, self.compute_dtype = config, config.dtype_of("q"), sizes[-1]
+        self.config, self.dtype, self.compute_dtype = config, config.dtype_of("q"), config.compute_dtype
         self._way, self._own = states, _cut(self._pieces, rank, chunk)
         self._decay = chunks.Decay(decays, min(chunk, config.seqlen), self.compute_dtype)
         self._channel = Channel(comm, "all", self.traffic)
@@ -301,10 +303,11 @@ class LinearAttention:
         if phase == "forward":
             return
         states = sum(piece.owner == self.grid.comm.rank for piece in self._pieces), *self._shape
-        wanted = states, self._norm.scale_shape(n, self.config.nheads)
+        shapes = states, self._norm.scale_shape(n, self.config.nheads)
+        wanted = [shape and (shape, self.compute_dtype.name) for shape in shapes]
         got = type(kept).__name__
         if isinstance(kept, Kept):
-            got = kept.states.shape, None if kept.scale is None else kept.scale.shape
+            got = [x if x is None else (np.shape(x), np.asarray(x).dtype.name) for x in kept]
         if got != wanted:
             raise ValueError(
                 f"kept must be what forward returned, states and scale {wanted}, got {got}"
@@ -394,7 +397,10 @@ def _check(
 
 def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> np.ndarray:
     """Return the decay of each head, (nheads,) float64."""
-    decays = np.array(1.0 if decay is None else decay, np.float64)
+    try:
+        decays = np.array(1.0 if decay is None else decay, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"decay must be one number or {nheads}, got {decay!r}") from None
     if decays.shape not in ((), (nheads,)):
         raise ValueError(f"decay must be one number or {nheads}, got shape {decays.shape}")
     if not ((decays > 0) & (decays <= 1)).all():
@@ -408,6 +414,8 @@ def _shards(distribution: str | Distribution, seqlen: int, grid: ProcessGrid) ->
     """Return the distribution of a name on a grid, or a given distribution if it fits."""
     if isinstance(distribution, str):
         return distribute(distribution, Causal(), seqlen, grid.rows, grid.cols, grid.heads)
+    if not isinstance(distribution, Distribution):
+        raise ValueError(f"distribution must be a name or a Distribution, got {distribution!r}")
     tokens, ranks = distribution.seqlen, distribution.nshards
     if (tokens, ranks) != (seqlen, grid.comm.size):
         raise ValueError(
