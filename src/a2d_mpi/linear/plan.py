@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -97,8 +97,9 @@ class LinearAttention:
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator ("all").
     timings : dict of str to float
-        Seconds of the latest call on this rank: "forward/compute", "forward/wait",
-        "forward/total"; "backward/..." likewise.
+        Seconds of the latest call on this rank, from the agreement on the arguments to the end:
+        "forward/total", and its parts "forward/compute" and "forward/wait"; "backward/..."
+        likewise.
 
     Raises
     ------
@@ -142,23 +143,26 @@ class LinearAttention:
                 config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
                 config.check_room(grid.comm.size)
                 nfeatures = config.headdim if nfeatures is None else nfeatures
-                _check(mask, feature_map, norm, states, headdim, nfeatures, chunk, seed)
+                options = {
+                    "feature_map": feature_map,
+                    "norm": norm,
+                    "nfeatures": nfeatures,
+                    "seed": seed,
+                    "states": states,
+                    "chunk": chunk,
+                }
+                _check(mask, config.headdim, options)
                 decays = _decays(decay, config.nheads, mask)
                 self._threads = BlasThreads(threads, grid.cores)
                 self.distribution = _shards(distribution, config.seqlen, grid)
                 arguments = {
                     "method": name,
                     **config.arguments,
+                    **options,
                     "mask": type(mask).__name__,
-                    "feature_map": feature_map,
-                    "norm": norm,
                     "decay": decays.tolist(),
-                    "nfeatures": nfeatures,
-                    "seed": seed,
-                    "states": states,
                     "distribution": self.distribution,
                     "its runs (checksum)": crc32(repr(self.distribution.listed).encode()),
-                    "chunk": chunk,
                 }
                 self._norm, self._causal = make_norm(norm), _is_causal(mask)
                 width = int(nfeatures) if feature_map == "random" else config.headdim
@@ -182,8 +186,9 @@ class LinearAttention:
             rendezvous.agree(problem, arguments)
             rendezvous.plans = self._number
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
-        self.config, self.dtype, self.compute_dtype = config, config.dtype_of("q"), config.compute_dtype
-        self._way, self._own = states, _cut(self._pieces, rank, chunk)
+        self.config, self.dtype = config, config.dtype_of("q")
+        self.compute_dtype, self._way = config.compute_dtype, states
+        self._rows = _cut(self._pieces, rank, chunk)
         self._decay = chunks.Decay(decays, min(chunk, config.seqlen), self.compute_dtype)
         self._channel = Channel(comm, "all", self.traffic)
         self._exchange = StateExchange(
@@ -268,7 +273,6 @@ class LinearAttention:
         """Run one call; collective over the ranks of the grid."""
         rendezvous = self.grid.rendezvous
         with rendezvous.turn(self._exchange.transport.settle) as problem:
-            start = time.perf_counter()
             try:
                 if self._broken:
                     raise ValueError(
@@ -283,6 +287,7 @@ class LinearAttention:
             self._calls += 1
             self._channel.start(phase, self._exchange.transport, rendezvous.watch)
             self._broken = True  # an exception from here on leaves messages under way
+            start = time.perf_counter()
             # No warnings from every rank: overflows and NaN are seen in the results.
             with self._threads.limited(), np.errstate(over="ignore", invalid="ignore"):
                 if phase == "forward":
@@ -316,7 +321,7 @@ class LinearAttention:
     def _forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, Kept]:
         q, k, v = self._mapped(q, k, v)
         if self._causal:
-            sums, states = chunks.forward_causal(q, k, v, self._own, self._decay, self._exchange)
+            sums, states = chunks.forward_causal(q, k, v, self._rows, self._decay, self._exchange)
         else:
             sums, states = chunks.forward_full(q, k, v, self._exchange)
         out, scale = self._norm.forward(_turned(sums))
@@ -337,7 +342,7 @@ class LinearAttention:
         fq, fk, fv = self._mapped(q, k, v)
         given = do, fq, fk, fv, list(kept.states)
         if self._causal:
-            dfq, dfk, dfv = chunks.backward_causal(*given, self._own, self._decay, self._exchange)
+            dfq, dfk, dfv = chunks.backward_causal(*given, self._rows, self._decay, self._exchange)
         else:
             dfq, dfk, dfv = chunks.backward_full(*given, self._exchange)
         dq, dk = self._map.backward(dfq, fq), self._map.backward(dfk, fk)
@@ -360,37 +365,27 @@ def _is_causal(mask: Mask) -> bool:
     return isinstance(mask, Causal)
 
 
-def _check(
-    mask: Mask,
-    feature_map: str,
-    norm: str,
-    states: str,
-    headdim: int,
-    nfeatures: int,
-    chunk: int,
-    seed: int,
-) -> None:
-    """Check the arguments that are not sizes of the tensors."""
+def _check(mask: Mask, headdim: int, options: Mapping[str, Any]) -> None:
+    """Check the mask, and the arguments of a plan that are not sizes of its tensors."""
     if not isinstance(mask, (Full, Causal)):
         raise ValueError(
             f"linear attention needs a full or a causal mask, got {type(mask).__name__}"
         )
-    words = (("feature_map", feature_map, FEATURE_MAPS), ("norm", norm, NORMS))
-    for name, value, choices in (*words, ("states", states, STATES)):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-    if norm == "denominator" and feature_map == "none":
+    choices_of = {"feature_map": FEATURE_MAPS, "norm": NORMS, "states": STATES}
+    for name, choices in choices_of.items():
+        if options[name] not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {options[name]!r}")
+    feature_map = options["feature_map"]
+    if options["norm"] == "denominator" and feature_map == "none":
         raise ValueError(
             f"a denominator needs a feature map that is not negative, one of {FEATURE_MAPS[1:]}: "
             "without one, sums of weights may be 0"
         )
     if feature_map == "random" and headdim % 2:
         raise ValueError(f"random features with rotary need an even headdim, got {headdim}")
-    for name, value, least, most in (
-        ("nfeatures", nfeatures, 1, 1 << 16),
-        ("chunk", chunk, 1, LONGEST),
-        ("seed", seed, 0, (1 << 63) - 1),
-    ):
+    ranges = {"nfeatures": (1, 1 << 16), "chunk": (1, LONGEST), "seed": (0, (1 << 63) - 1)}
+    for name, (least, most) in ranges.items():
+        value = options[name]
         if not isinstance(value, (int, np.integer)) or not least <= value <= most:
             raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
 
