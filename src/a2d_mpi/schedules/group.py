@@ -7,9 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.masks.intervals import Runs, cut, size
+from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.masks.mask import Full
-from a2d_mpi.schedules.chunks import chunks
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import KINDS, Array
 from a2d_mpi.sharding.distribution import Distribution
@@ -126,9 +125,3 @@ class Group:
         See `a2d_mpi.sharding.visibility.Visibility.required`.
         """
         return self.problem.visibility.required(of_keys, owner, others)
-
-
-def chunked(places: Runs, ranks: int) -> list[Runs]:
-    """Cut places into the chunks that travel along a row or column of `ranks` ranks."""
-    n = size(places)
-    return [cut(places, x.start, x.stop) for x in chunks(n, ranks)] if n else []

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from a2d_mpi.masks.intervals import (
-    Runs,
-    common,
-    cut,
-    keys_per_query,
-    queries_per_key,
-    size,
-)
+from a2d_mpi.masks.intervals import Runs, common, cut, size
 from a2d_mpi.masks.mask import Causal, Full
-from a2d_mpi.schedules.chunks import FIRST_SHARE, split_own_shard, splits_own_shard
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.progressions import concatenated, progressions, ranks_among
 from a2d_mpi.schedules.steps import (
@@ -39,7 +31,6 @@ from a2d_mpi.schedules.steps import (
     Step,
     Wait,
 )
-from a2d_mpi.sharding.pairs import causal_share
 
 PARTIALS = ("out", "dq", "dkv")  # kinds of rows that hold partial results
 
@@ -341,43 +332,6 @@ class Program:
             owners = (owner for owner, _ in array.pieces)
             self._positions[name] = list(zip(owners, ranks_among(tokens)))
         return self._positions[name]
-
-    def split_own(self, of_keys: bool, others: Sequence[int], ranks: int) -> list[Runs]:
-        """Cut this rank's shard into the tokens that it computes first and the tokens for the end.
-
-        Parameters
-        ----------
-        of_keys : bool
-            Whether to cut the shard of keys; otherwise the shard of queries.
-        others : sequence of int
-            Owners of the tokens on the other side of the tile.
-        ranks : int
-            Number of ranks of the row or column along which partial results travel.
-        """
-        own_places = self.group.all_places(of_keys, self.rank)
-        if not splits_own_shard(size(own_places), ranks):
-            return [own_places]
-        n = size(own_places)
-        first = self._tokens_with(of_keys, tuple(others), n)
-        return [((x.start, x.stop),) for x in split_own_shard(first, n, ranks)]
-
-    def _tokens_with(self, of_keys: bool, others: tuple[int, ...], n: int) -> int:
-        """Return how many first tokens of this rank have `FIRST_SHARE` of its visible pairs."""
-        shards, problem = self.group.shards(of_keys), self.group.problem
-        if type(self.mask) is Full:  # a closed form is far faster, also for causal masks
-            theirs = sum(map(len, problem.runs_of(not of_keys, others)))
-            return bisect_left(
-                range(n), FIRST_SHARE * (n * theirs), key=lambda i: (i + 1) * theirs
-            )
-        if type(self.mask) is Causal:
-            own, theirs = shards.runs(self.rank), problem.runs_of(not of_keys, others)
-            return causal_share(own, theirs, of_keys, FIRST_SHARE)
-        shard, tokens = shards.tokens(self.rank), problem.tokens_of(not of_keys, others)
-        if of_keys:
-            areas = queries_per_key(self.mask.intervals(tokens, shard), len(shard))
-        else:
-            areas = keys_per_query(self.mask.intervals(shard, tokens))
-        return int(np.searchsorted(np.cumsum(areas), FIRST_SHARE * areas.sum()))
 
     # Messages.
 
