@@ -225,7 +225,7 @@ def test_ranks_that_share_a_program(method, layout, seqlen):
         whole = survey_of(H100, method, layout, job, problem, phase)
         for rank in range(layout.size):
             mine = cost.moves(method, layout, problem, rank, (phase,), sent=True)
-            sent = (whole.messages.source == rank) & (whole.pieces > 0)  # no barriers
+            sent = (whole.messages.source == rank) & (whole.messages.nbytes > 0)  # no barriers
             found = sorted(zip(whole.messages.to[sent], whole.messages.nbytes[sent]))
             assert found == sorted((x.peer, x.nbytes) for x in mine)
 

@@ -482,10 +482,9 @@ class Trial:
         self._seconds[phase] = float(self.phases[phase].total.max())
         messages, node = survey.messages, layout.world_ranks() // machine.ranks_per_node
         far = node[messages.source] != node[messages.to]
-        nbytes = messages.nbytes * (survey.pieces > 0)  # messages of barriers have no bytes
         self._sums += [
-            np.bincount(messages.to, nbytes, layout.size),
-            np.bincount(node[messages.to], nbytes * far, layout.size),
+            np.bincount(messages.to, messages.nbytes, layout.size),
+            np.bincount(node[messages.to], messages.nbytes * far, layout.size),
             np.bincount(messages.to, survey.pieces, layout.size),
         ]
         self._held[phase] = survey.held

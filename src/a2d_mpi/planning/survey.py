@@ -314,7 +314,7 @@ def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:
     others = [x for x in program.channels[step.channel] if x != program.rank]
     rounds = len(others).bit_length()
     return [
-        (x, x < program.rank, _BARRIER, 0, 0, 1, int(i < rounds), 0) for i, x in enumerate(others)
+        (x, x < program.rank, _BARRIER, 0, 0, 0, int(i < rounds), 0) for i, x in enumerate(others)
     ]
 
 
