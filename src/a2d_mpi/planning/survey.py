@@ -155,7 +155,7 @@ def _with_link_costs(machine: Machine, layout: Layout, survey: Survey) -> Survey
     for ``1 - hidden`` of the transfer.
     """
     messages, operations = survey.messages, survey.operations
-    node = layout.world_ranks() // machine.ranks_per_node
+    node = machine.node_of(layout)
     near = node[messages.source] == node[messages.to]
     inside, between = machine.links(layout.size)
 
