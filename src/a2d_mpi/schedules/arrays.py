@@ -12,7 +12,7 @@ from a2d_mpi.masks.intervals import Runs, common, cut, size
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.progressions import concatenated, progressions, ranks_among
-from a2d_mpi.schedules.steps import KINDS, OF_KEYS, SUMS, Array, Rows
+from a2d_mpi.schedules.steps import KINDS, KINDS_OF_KEYS, SUMS, Rows, TokenArray
 
 
 class ProgramArrays:
@@ -26,14 +26,14 @@ class ProgramArrays:
 
     Attributes
     ----------
-    arrays : dict of str to Array
+    arrays : dict of str to TokenArray
     mask : Mask
         Mask of the pairs that this rank computes.
     """
 
     def __init__(self, rank: int, group: Group) -> None:
         self.rank, self.group, self.mask = rank, group, group.problem.mask
-        self.arrays: dict[str, Array] = {}
+        self.arrays: dict[str, TokenArray] = {}
         # Results of the methods below, which programs ask for many times.
         self._piece_offsets: dict[str, list[int]] = {}
         self._pieces_of: dict[str, dict[int, list[int]]] = {}
@@ -51,19 +51,19 @@ class ProgramArrays:
         accumulated: tuple[str, ...] | None = None,
         **options: bool | str,
     ) -> str:
-        """Declare an array, see `a2d_mpi.schedules.steps.Array`; return its name.
+        """Declare an array, see `a2d_mpi.schedules.steps.TokenArray`; return its name.
 
         By default all tensors of results have the accumulation dtype.
         """
         if name not in self.arrays:
             if accumulated is None:
                 accumulated = KINDS[kind] if role == "result" else SUMS
-            self.arrays[name] = Array(kind, tuple(pieces), role, accumulated, **options)
+            self.arrays[name] = TokenArray(kind, tuple(pieces), role, accumulated, **options)
         return name
 
     def own(self, name: str, kind: str, role: str = "buffer", **options: bool | str) -> Rows:
         """Declare an array of this rank's shard; return all its rows."""
-        places = self.group.all_places(kind in OF_KEYS, self.rank)
+        places = self.group.all_places(kind in KINDS_OF_KEYS, self.rank)
         return self.rows(self.array(name, kind, [(self.rank, places)], role, **options))
 
     def rows(

@@ -28,7 +28,7 @@ from a2d_mpi.schedules.collectives import Incoming, Partials, Stream, all_gather
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import Array, Rows
+from a2d_mpi.schedules.steps import Rows, TokenArray
 
 
 class Tile:
@@ -247,7 +247,7 @@ def keys_are_smaller(group: Group) -> bool:
     """Return True if gathered keys and their gradients take less memory than queries."""
 
     def row_bytes(*kinds: str) -> int:
-        return sum(sum(group.row_bytes(Array(kind, ()))) for kind in kinds)
+        return sum(sum(group.row_bytes(TokenArray(kind, ()))) for kind in kinds)
 
     return (group.rows - 1) * row_bytes("kv", "dkv") < (group.cols - 1) * row_bytes("qd", "dq")
 

@@ -62,7 +62,7 @@ class Program(ProgramArrays):
     ----------
     channels : dict of str to tuple of int
         The ranks of the group in each channel, in the order of their ranks in the channel.
-    arrays : dict of str to Array
+    arrays : dict of str to TokenArray
     steps : list of Step
     body : int
         Number of steps before the waits that end the program.

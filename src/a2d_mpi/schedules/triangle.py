@@ -313,10 +313,10 @@ def backward(p: Program) -> None:
     p.results = {"dq": dq, "dkv": dkv}
 
 
-Partials = list[tuple[Side, str, int]]  # array and owner of rows
+Unsent = list[tuple[Side, str, int]]  # partial results: side, and array and owner of the rows
 
 
-def _given(side: Side, array: str, owner: int) -> Partials:
+def _given(side: Side, array: str, owner: int) -> Unsent:
     """Send a finished partial result at once; return it if other results must be merged first."""
     if side.p.group.overlap and not side.is_helped(owner):
         side.give(array, owner)
@@ -324,7 +324,7 @@ def _given(side: Side, array: str, owner: int) -> Partials:
     return [(side, array, owner)]
 
 
-def _give(held: Partials) -> None:
+def _give(held: Unsent) -> None:
     """Send partial results; results that wait for other ranks come last."""
     for side, array, owner in sorted(held, key=lambda x: x[0].is_helped(x[2])):
         side.give(array, owner)

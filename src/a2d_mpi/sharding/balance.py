@@ -119,7 +119,7 @@ def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> Deal:
         bounds, pairs = pairs_of_cuts(mask, seqlen, each * positions)
         scaled = _scaled(pairs)
         for start in starts(each, positions):
-            owner = _exchange(scaled, start, rows, cols)
+            owner = _swap_runs(scaled, start, rows, cols)
             trial = measured(bounds, pairs, owner, rows, cols)
             best = trial if best is None else min(best, trial, key=_even_first)
     return best
@@ -171,7 +171,7 @@ def _uneven(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float
     return float(areas.max() / areas.mean()) if areas.any() else 1.0
 
 
-def _exchange(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.ndarray:
+def _swap_runs(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.ndarray:
     """Swap the owners of two runs until no tile is much larger than the mean.
 
     One of the two runs belongs to the largest tile.  Each swap lowers the sum of the squared areas
