@@ -288,6 +288,10 @@ def test_driver():
     assert "no plan with 20 ranks that share the heads: 20 does not divide 96 heads" in lines
     only = run(*few, "--method", "ring", "--top", 0, "--ranks-per-node", 4)
     assert only.returncode == 0 and "attention2d" not in only.stdout
+    # k and v of 32K tokens, 128 elements each, of 2 bytes, or 33 bytes for 32.
+    for wire, received in (("none", "16.8 MB"), ("mxfp8", "8.65 MB")):
+        two = run(*OPTIONS, "--ranks", 2, "--nheads", 1, "--method", "ring", "--wire", wire)
+        assert received in two.stdout, two.stdout + two.stderr
 
 
 BAD = [

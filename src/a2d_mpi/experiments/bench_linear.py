@@ -134,7 +134,8 @@ def _check_linear(
     """Compare sampled rows with dense linear attention in float64.
 
     Every rank computes the contributions of its own tokens to the sampled rows.  The gradients of
-    k and v depend on out of all queries, which is taken from the run.
+    k and v depend on out of all queries, which is taken from the run.  Feature maps and
+    normalisations are the plan's, in float64; tests compare them with other code.
     """
     config, comm, own = plan.config, plan.grid.comm, plan.tokens
     chosen = np.random.default_rng(args.seed).integers(0, config.seqlen, SAMPLE)

@@ -40,6 +40,7 @@ def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
     add_options(group, "headdim", default=128)
     add_options(group, "headdim-v")
     add_options(group, "dtype", default="bfloat16")
+    add_options(group, "wire")
     add_mask(group)
     add_options(group, "backward", "overlap")
 
@@ -65,6 +66,7 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
         mask=f"{FILE}{args.mask_file}" if args.mask_file else args.mask,
         backward=args.backward,
         headdim_v=args.headdim_v,
+        wire=None if args.wire == "none" else args.wire,
     )
     width = max(case.headdim, case.headdim_v)
     if args.ranks * case.seqlen * case.nheads * width >= 1 << 57:
