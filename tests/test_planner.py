@@ -15,9 +15,10 @@ from helpers import DEEPER, DRIVERS, SECONDS, assert_all_refused
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import peak_memory
-from a2d_mpi.planning.planner import best_candidate, candidate, candidates, layouts, why_not
+from a2d_mpi.planning.planner import best_candidate, candidate, candidates, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.schedules import METHODS, essence, problem_of
@@ -225,7 +226,7 @@ def test_ranks_that_share_a_program(method, layout, seqlen):
         whole = survey_of(H100, method, layout, job, problem, phase)
         for rank in range(layout.size):
             mine = cost.moves(method, layout, problem, rank, (phase,), sent=True)
-            sent = (whole.messages.source == rank) & (whole.pieces > 0)  # no barriers
+            sent = (whole.messages.source == rank) & (whole.messages.nbytes > 0)  # no barriers
             found = sorted(zip(whole.messages.to[sent], whole.messages.nbytes[sent]))
             assert found == sorted((x.peer, x.nbytes) for x in mine)
 

@@ -14,9 +14,10 @@ from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
 from a2d_mpi.planning.machine import Machine, one_line
-from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
+from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import parse_size, read_machine
 from a2d_mpi.planning.simulator import PARTS
+from a2d_mpi.planning.trial import Candidate
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.schedules.problem import Workload
 

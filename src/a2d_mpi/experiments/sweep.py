@@ -15,10 +15,11 @@ from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.experiments.mask_file import FILE, mask_of
 from a2d_mpi.experiments.options import method_name
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.planner import best_candidates, layouts
+from a2d_mpi.planning.planner import best_candidates
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload

@@ -47,7 +47,7 @@ Figure = Callable[[Summary], float]  # one number of a result
 def plot(args: argparse.Namespace) -> int:
     """Draw the figures that are asked for; returns the exit code."""
     names, formats = ([x.strip() for x in text.split(",")] for text in (args.what, args.format))
-    read, figures = next((x for x in KINDS if names[0] in x[1]), KINDS[0])
+    read, figures = next((x for x in FILE_KINDS if names[0] in x[1]), FILE_KINDS[0])
     chosen = ("--what", names, figures), ("--format", formats, ("png", "svg"))
     for option, given, allowed in chosen:
         if unknown := [x for x in given if x not in allowed]:
@@ -247,7 +247,7 @@ def draw_timeline(plt, choice: Choice):
 _DRAWN = (draw_scaling, draw_phases, draw_bytes, draw_model, draw_timeline)
 FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 # A kind of file: how to read it, and how to draw each of its figures.
-KINDS: list[tuple[Callable, dict[str, Callable]]] = [
+FILE_KINDS: list[tuple[Callable, dict[str, Callable]]] = [
     (Choice, FIGURES),
     (lambda args: read_losses(args.results), {"training": draw_losses}),
     (lambda args: read_entries(args.results, SCHEMA, "figures"), {"kernels": draw_kernels}),
@@ -256,4 +256,4 @@ KINDS: list[tuple[Callable, dict[str, Callable]]] = [
     (read_crossover, {"crossover": draw_crossover}),
     (lambda args: read_trace(args.results), {"trace": draw_trace}),
 ]
-OTHERS = [name for _, figures in KINDS[1:] for name in figures]
+OTHERS = [name for _, figures in FILE_KINDS[1:] for name in figures]
