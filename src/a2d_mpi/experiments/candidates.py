@@ -90,12 +90,12 @@ def plan(args: argparse.Namespace) -> int:
     work = case.work(args.overlap)
     memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
     bar = partial(progress, desc="plans", delay=2)
-    methods = tuple(args.method or METHODS)
+    methods = tuple(args.methods or METHODS)
     idle = IDLE if args.ranks <= IDLE_RANKS else 0.0
     number = None if args.simulate == "all" else 1
     plans = candidates(machine, args.ranks, work, memory, methods, bar, idle, number)
     if not plans:
-        raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
+        raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.methods)}")
     _print(plans, args, machine, work, memory)
     if args.gpt:
         _print_steps(plans[: args.top or None], machine, PRESETS[args.gpt], args)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -317,8 +318,20 @@ def add_old_name(
     )  # fmt: skip
 
 
-class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Show docstrings as they are, and each option with its default or "(required)"."""
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Show docstrings, and each option with its default or "(required)".
+
+    Paragraphs are folded to the width of the terminal.  Paragraphs with indented lines, which are
+    examples and tables, stay as they are.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            x
+            if re.search("^ ", x, re.MULTILINE)
+            else fill(x, width, fix_sentence_endings=True, break_on_hyphens=False)
+            for x in inspect.cleandoc(text).split("\n\n")
+        )
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.required:
