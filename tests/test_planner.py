@@ -321,10 +321,13 @@ BAD = [
 ]
 
 
-def test_full_disk():
+@pytest.mark.parametrize(
+    "options", [(*OPTIONS, "--ranks", "2"), ("--help",)], ids=["plan", "help"]
+)
+def test_full_disk(options):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, DRIVERS / "plan.py", *map(str, OPTIONS), "--ranks", "2"],
+            [sys.executable, DRIVERS / "plan.py", *map(str, options)],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
         )  # fmt: skip
     told = "plan.py: error: cannot write to standard output: No space left on device\n"
