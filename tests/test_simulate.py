@@ -229,11 +229,12 @@ def test_plots(fake, tmp_path):
     ((panel, best),) = scale.best().items()
     assert panel == "test, switch" and set(best) == {"ring", "attention2d"}
     assert set(best["ring"]) == {(4, 96), (4, 192), (6, 96), (6, 192)}
-    args.workload, args.folder, args.format = "n96-", f"{tmp_path}", "svg"
+    args.workload, args.folder, args.format = "n96-", f"{tmp_path}", ["svg"]
     assert read_scale(output, "n96-").seqlen == 96
-    for args.what in AT_SCALE:
-        assert plot(args) == 0
-        text = (tmp_path / f"{args.what}.svg").read_text()
+    args.what = list(AT_SCALE)
+    assert plot(args) == 0
+    for name in AT_SCALE:
+        text = (tmp_path / f"{name}.svg").read_text()
         assert "</svg>" in text and "nan" not in text.lower()
     with pytest.raises(ValueError, match="no workload 'n97-'"):
         read_scale(output, "n97-")
