@@ -2,7 +2,7 @@
 # Random configurations against a dense float64 computation; exit code 1 if one is wrong.
 #
 #   bash jobs/fuzz.sh SECONDS [RANKS [FIRST]]   default: 4 ranks, any seed for the first one
-#   bash jobs/fuzz.sh --case SEED RANKS         one again, with the numbers
+#   bash jobs/fuzz.sh --case SEED RANKS [WIRE]  one again, with the numbers
 #   bash jobs/fuzz.sh openmpi ...               the same with Open MPI; default: MPICH
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -18,8 +18,8 @@ case ${1:-} in
   mpich | openmpi) mpi=$1 && shift ;;
 esac
 if [[ ${1:-} == --case ]]; then
-  (($# == 3)) || usage
-  ranks=$3 options=(--case "$2")
+  (($# == 3 || $# == 4)) || usage
+  ranks=$3 options=(--case "$2" ${4:+--wire "$4"})
 else
   (($# >= 1 && $# <= 3)) || usage
   seconds=$1 ranks=${2:-4} options=(--seconds "$1" ${3:+--first "$3"})

@@ -82,14 +82,14 @@ def run(seeds: Sequence[int], wire: str | None = None, verbose: bool = False) ->
     """Run a batch of at most as many cases as ranks; returns the number of those that failed."""
     mine, bad = None, []
     for judge, seed in enumerate(seeds):
-        with _watched(seed):
+        with _watched(seed, wire):
             case = draw(seed, COMM.size, wire)
             try:
                 record = _run(case)
             except CollectiveError as error:  # on all ranks, which are still in step
                 record = {"bad": [f"refused: {error}"]}
             except Exception as error:
-                _complain(seed, f"{type(error).__name__}: {error}")
+                _complain(seed, wire, f"{type(error).__name__}: {error}")
                 raise
             records = COMM.gather(record, root=judge)
         if COMM.rank == judge:
@@ -100,7 +100,7 @@ def run(seeds: Sequence[int], wire: str | None = None, verbose: bool = False) ->
         bad = bad or _judge(case, records, verbose)
     failed = COMM.gather((mine[0], bad) if bad else None) or []
     for case, why in filter(None, failed):
-        _complain(case.seed, f"{'; '.join(why)} in {case}")
+        _complain(case.seed, wire, f"{'; '.join(why)} in {case}")
     return COMM.bcast(sum(x is not None for x in failed))
 
 
@@ -273,11 +273,11 @@ def _compared(case: Case, data: int, records: list[dict], verbose: bool) -> list
 
 
 @contextmanager
-def _watched(seed: int):
+def _watched(seed: int, wire: str | None):
     """End the job with a word if that takes for ever."""
 
     def end() -> None:
-        _complain(seed, f"not done after {PATIENCE} s (rank {COMM.rank})")
+        _complain(seed, wire, f"not done after {PATIENCE} s (rank {COMM.rank})")
         os._exit(1)
 
     timer = threading.Timer(PATIENCE, end)
@@ -289,8 +289,9 @@ def _watched(seed: int):
         timer.cancel()
 
 
-def _complain(seed: int, why: str) -> None:
-    print(f"fuzz: FAILED: bash jobs/fuzz.sh --case {seed} {COMM.size}: {why}", flush=True)
+def _complain(seed: int, wire: str | None, why: str) -> None:
+    command = f"bash jobs/fuzz.sh --case {seed} {COMM.size}" + f" {wire}" * (wire is not None)
+    print(f"fuzz: FAILED: {command}: {why}", flush=True)
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ def ratio(x, y):
 # docs/study.md
 
 
-def crossover(folder):
-    """Seconds and deviation of the model by rate, and the gain over the ring."""
+def crossover_runs(folder):
+    """Rate, ratio of computing to transfers of the ring, and the four plans, by rate."""
     paths = {}
     for path in (ROOT / folder).glob("*/*.h5"):
         number, unit = re.fullmatch(r"(\d+)([mg])bit", path.parent.name).groups()
@@ -107,11 +107,25 @@ def crossover(folder):
         usp, pick = one(xs, "4x1x4", method="ring"), one(xs)
         bandwidth = read_machine(path.with_suffix(".toml")).links(16)[1].bandwidth
         balance = ring.parts["compute"] / (ring.received / bandwidth)
-        cells = [f"{x.seconds:.2f} ({100 * (x.predicted / x.seconds - 1):+.0f} %)"
-                 for x in (ring, grid, usp, pick)]  # fmt: skip
+        yield f"{rate}", f"{balance:.2g}", (ring, grid, usp, pick)
+
+
+def crossover(folder):
+    """Seconds and deviation of the model by rate, and the gain over the ring."""
+    for rate, balance, plans in crossover_runs(folder):
+        ring, grid, _, pick = plans
+        cells = [f"{x.seconds:.2f} ({100 * (x.predicted / x.seconds - 1):+.0f} %)" for x in plans]
         cells[-1] += f" {named(pick)}"
         gains = (ratio(ring.seconds, x.seconds) for x in (grid, pick))
-        yield [f"{rate}", f"{balance:.2g}", *cells, *gains]
+        yield [rate, balance, *cells, *gains]
+
+
+def crossover_gains(folder):
+    """Seconds by rate, and in brackets the gain over the ring."""
+    for rate, balance, (ring, *plans) in crossover_runs(folder):
+        cells = [f"{x.seconds:.1f} ({ratio(ring.seconds, x.seconds)})" for x in plans]
+        cells[-1] += f" {named(plans[-1])}"
+        yield [rate, balance, f"{ring.seconds:.1f}", *cells]
 
 
 def ring_against_grid(*paths):
@@ -617,10 +631,18 @@ def wire_seconds(path):
 
 def sentences():
     """Page, and words of it with numbers of its files."""
-    rows = [x for x in crossover("data/results/crossover") if float(x[1]) > 0.5]
-    grid, pick = (sorted(x[i] for x in rows) for i in (6, 7))
-    yield "README", f"From a ratio of {rows[0][1]} on, the square grid is {grid[0]} to {grid[-1]}"
-    yield "README", f"the planner's pick {pick[0]} to {pick[-1]} times"
+    *_, (_, balance, _) = crossover_runs("data/results/crossover")
+    yield "README", f"the ring computes up to {balance} times as long as it transfers"
+    gains = ring_against_grid("data/results/ratio.h5")
+    both = {nodes: x.split()[0] for nodes, _, _, mask, _, x in gains if mask == "causal"}
+    yield "README", f"the causal square grid is {both['64 x 1']} times as fast as the ring, and on"
+    yield "README", f"on 16 nodes {both['16 x 1']} times"
+    speeds = [x for row in kernel_ranges("data/results/tiles.h5") if row[1] == "`numba`"
+              for cell in row[2:4] for x in cell.split(" to ")]  # fmt: skip
+    yield "README", f"`numba` is {min(speeds)} to {max(speeds)} times as fast"
+    gains = [float(x.split()[0]) for row in triangles("data/results/partitions") for x in row[3:5]]
+    for page in ("README", "choosing"):
+        yield page, f"{min(gains):.1f} to {max(gains):.1f} times as fast as the best grid with"
     fits = [x[-1].strip("*") for x in slopes("data/results/scale/links.h5")]
     yield "README", f"falls as P^{fits[0]} for the square grid"
     most = {name: x for name, *_, x in at_scale("data/results/scale/scale.h5")}
@@ -637,10 +659,6 @@ def sentences():
     yield "gpt", f"take {min(sums):.2f} to {max(sums):.2f} s"
     short = sorted(100 * (1 - sum(x.predicted.values()) / x.seconds) for x in runs)
     yield "gpt", f"are {short[0]:.0f} to {short[-1]:.0f} % shorter than the measured steps"
-    run = read_losses(ROOT / "data/results/gpt/tiny.h5")
-    loss, held = run.loss[-50:].mean(), run.held_out["loss"]
-    yield "README", f"{loss:.2f} nats per byte at the end, and {held:.2f} on the documents"
-    yield "README", f"unigram entropy is {run.text['unigram_entropy']:.2f}"
     with h5py.File(ROOT / "data/results/gpt/tiny.h5") as file:
         yield "gpt", f"The run took {file['seconds/total'][()].sum():.0f} s on two cores"
     [(_, *times, _)] = linear("data/results/linear/16x1-1gbit.h5", (16384,))

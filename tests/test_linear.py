@@ -9,9 +9,9 @@ import pytest
 from helpers import assert_all, deeper, distance, drive, drive_each, launch
 from oracles import linear_attention
 
-from a2d_mpi import Causal, Full, LinearAttention, ProcessGrid, SlidingWindow
+from a2d_mpi import Attention2D, Causal, Full, LinearAttention, ProcessGrid, SlidingWindow
 from a2d_mpi.linear.features import FEATURE_MAPS, random_projections
-from a2d_mpi.linear.norms import NORMS
+from a2d_mpi.linear.norms import NORMS, make_norm
 from a2d_mpi.linear.states import pieces_of
 from a2d_mpi.schedules import distribute
 
@@ -126,10 +126,12 @@ def test_oracle_differentiates():
 def test_results_and_bytes(comm, grid, seqlen, states):
     """All feature maps, normalisations and decays; bytes are the formula's."""
     bad = []
-    for case in CASES:
+    for i, case in enumerate(CASES):
         causal, *others = case
+        chunk = (1, 8, 4096)[i % 3]
         for name in ("contiguous", "striped") if seqlen < 100 else ("zigzag",):
-            given = options(*others, states=states, distribution=name, dtype="float64")
+            given = {"states": states, "distribution": name, "dtype": "float64", "chunk": chunk}
+            given = options(*others, **given)
             plan = LinearAttention(grid, Causal() if causal else Full(), seqlen=seqlen, **given)
             wanted = exact(seqlen, *case)
             bounds = [1e-12 * max(1, distance(x, 0)) for x in wanted]
@@ -160,6 +162,16 @@ def test_narrow_dtypes(comm, grid, dtype):
         bad += [f"{case}: {x}" for x in off(plan, found, wanted, bounds)]
         bad += [f"{case}: {x.dtype}" for x in found if x.dtype != plan.dtype]
     assert_all(comm, not bad, "; ".join(bad))
+
+
+def test_normalised_outputs_of_large_sums():
+    """In float32 the squares of these sums overflow; out is near 1 all the same."""
+    sums = np.random.default_rng(0).standard_normal((5, NHEADS, HEADDIM))
+    root = np.sqrt((sums**2).mean(axis=(1, 2), keepdims=True))  # (5, 1, 1)
+    for dtype in ("float32", "float64"):
+        out, scale = make_norm("output").forward((sums * 1e30).astype(dtype))
+        assert out.dtype == scale.dtype == dtype
+        assert distance(out, sums / root) < 1e-6 and distance(scale * root * 1e30, 1) < 1e-6
 
 
 @pytest.mark.mpi
@@ -242,7 +254,9 @@ def test_refusals(comm, grid):
         (Causal(), {"feature_map": "random", "headdim": 7}, "need an even headdim, got 7"),
         (Causal(), {"chunk": 0}, "chunk must be an integer from 1 to 4096, got 0"),
         (Causal(), {"feature_map": "random", "seed": None}, "seed must be an integer from 0"),
+        (Causal(), {"decay": "x"}, "decay must be one number or 3, got 'x'"),
         (Causal(), {"distribution": "nosuch"}, "unknown distribution 'nosuch'"),
+        (Causal(), {"distribution": 3}, "distribution must be a name or a Distribution, got 3"),
     ):
         usual = {"seqlen": 9, **SIZES}
         wrong = mask, usual | change
@@ -254,10 +268,16 @@ def test_refusals(comm, grid):
             "ranks disagree on decay",
             lambda: LinearAttention(grid, Causal(), seqlen=9, decay=decay, **SIZES),
         )
-        large = {"nheads": 3, "headdim": 1 << 12, "distribution": "striped"}
         refused(
-            "16384 states, one for each run of tokens of the striped distribution, take 3072 GiB",
-            lambda: LinearAttention(grid, Causal(), seqlen=1 << 14, **large),
+            "ranks disagree on method: LinearAttention",
+            lambda: (Attention2D if last else LinearAttention)(grid, Causal(), seqlen=9, **SIZES),
+        )
+        # Counted without a loop over tokens, which would take minutes.
+        refused(
+            "67108864 states, one for each run of tokens of the striped distribution, take 48 GiB",
+            lambda: LinearAttention(
+                grid, Causal(), seqlen=1 << 26, distribution="striped", **SIZES
+            ),
         )
     long = {"seqlen": 1 << 14, "nheads": 1 << 14, "headdim": 1, "chunk": 4096}
     refused(
@@ -272,11 +292,13 @@ def test_refusals(comm, grid):
         "kept must be what forward returned",
         lambda: plan.backward(dout, q, k, v, out, None if last else kept),
     )
-    _, other = LinearAttention(grid, Causal(), seqlen=50, **SIZES, norm="none").forward(q, k, v)
-    refused(
-        r"states and scale .*, got \(.*None\)",
-        lambda: plan.backward(dout, q, k, v, out, other if last else kept),
-    )
+    for change, got in (({"norm": "none"}, "None"), ({"dtype": "float64"}, "float64")):
+        another = LinearAttention(grid, Causal(), seqlen=50, **SIZES, **change)
+        _, other = another.forward(*(x.astype(another.dtype) for x in (q, k, v)))
+        refused(
+            rf"states and scale .*, got .*{got}",
+            lambda x=other: plan.backward(dout, q, k, v, out, x if last else kept),
+        )
     again, _ = plan.forward(q, k, v)
     assert_all(comm, again.tobytes() == out.tobytes(), "another result after refusals")
 

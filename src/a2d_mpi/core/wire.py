@@ -85,7 +85,7 @@ _VALUES = {
     "mxfp8": _E4M3[:, None],
     "mxfp4": np.stack([np.tile(_E2M1, 16), np.repeat(_E2M1, 16)], axis=1),
 }
-_SCALES = np.append(_POWERS[:NAN], np.float32(np.nan))
+_SCALES = np.append(_POWERS, np.float32(np.nan))  # by the byte of a scale; 255 is NAN
 
 
 def encode(to: np.ndarray, x: np.ndarray, name: str) -> None:

@@ -571,13 +571,13 @@ extern "C" __global__ void encode(unsigned char *to, const Element *from, int by
                                   int lowest, int highest, double top, long long rows, int width) {
   FOR_EACH_ROW(row) {
     int lane = threadIdx.x % LANES, blocks = (width + LANES - 1) / LANES;
-    unsigned char *found = to + row * bytes;
+    unsigned char *encoded = to + row * bytes;
     for (int b = 0; b < blocks; ++b) {
       int d = b * LANES + lane;
       Bits x;
       x.value = d < width ? (float)load(from[row * width + d]) : 0.0f;
       if (mantissa == 7) {
-        if (d < width) ((unsigned short *)found)[d] = bfloat16_of(x.value);
+        if (d < width) ((unsigned short *)encoded)[d] = bfloat16_of(x.value);
         continue;
       }
       int sign = x.bits >> 31, largest;
@@ -598,9 +598,9 @@ extern "C" __global__ void encode(unsigned char *to, const Element *from, int by
       code += (place - lowest) << mantissa;
       code |= sign << (mantissa == 3 ? 7 : 3);
       int next = __shfl_xor_sync(EVERYONE, code, 1);
-      if (mantissa == 3 && d < width) found[d] = (unsigned char)code;
-      if (mantissa == 1 && d < width && d % 2 == 0) found[d / 2] = (unsigned char)(code | next << 4);
-      if (lane == 0) found[bytes - blocks + b] = (unsigned char)scale;
+      if (mantissa == 3 && d < width) encoded[d] = (unsigned char)code;
+      if (mantissa == 1 && d < width && d % 2 == 0) encoded[d / 2] = (unsigned char)(code | next << 4);
+      if (lane == 0) encoded[bytes - blocks + b] = (unsigned char)scale;
     }
   }
 }

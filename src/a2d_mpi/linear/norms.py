@@ -62,8 +62,9 @@ class OutputNorm(Norm):
         return tokens, 1, 1
 
     def forward(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        square = (sums * sums).mean(axis=(1, 2), keepdims=True)  # (n, 1, 1)
-        scale = 1 / np.sqrt(square + sums.dtype.type(EPSILON))
+        # In float32 the square of 2e19 overflows: the scale would be 0, and out wrong.
+        square = np.square(sums, dtype=np.float64).mean(axis=(1, 2), keepdims=True)  # (n, 1, 1)
+        scale = (1 / np.sqrt(square + EPSILON)).astype(sums.dtype)
         return sums * scale, scale
 
     def backward(self, dout: np.ndarray, out: np.ndarray, scale: np.ndarray) -> np.ndarray:

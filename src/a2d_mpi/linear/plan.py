@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -21,7 +21,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.linear import chunks
 from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
 from a2d_mpi.linear.norms import NORMS, make_norm
-from a2d_mpi.linear.states import STATES, Piece, StateExchange, pieces_of, traffic
+from a2d_mpi.linear.states import STATES, Piece, StateExchange, count_pieces, pieces_of, traffic
 from a2d_mpi.masks.mask import Causal, Full, Mask
 from a2d_mpi.schedules import distribute
 from a2d_mpi.sharding.distribution import Distribution
@@ -97,8 +97,9 @@ class LinearAttention:
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator ("all").
     timings : dict of str to float
-        Seconds of the latest call on this rank: "forward/compute", "forward/wait",
-        "forward/total"; "backward/..." likewise.
+        Seconds of the latest call on this rank, from the agreement on the arguments to the end:
+        "forward/total", and its parts "forward/compute" and "forward/wait"; "backward/..."
+        likewise.
 
     Raises
     ------
@@ -142,46 +143,52 @@ class LinearAttention:
                 config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
                 config.check_room(grid.comm.size)
                 nfeatures = config.headdim if nfeatures is None else nfeatures
-                _check(mask, feature_map, norm, states, headdim, nfeatures, chunk, seed)
+                options = {
+                    "feature_map": feature_map,
+                    "norm": norm,
+                    "nfeatures": nfeatures,
+                    "seed": seed,
+                    "states": states,
+                    "chunk": chunk,
+                }
+                _check(mask, config.headdim, options)
                 decays = _decays(decay, config.nheads, mask)
                 self._threads = BlasThreads(threads, grid.cores)
                 self.distribution = _shards(distribution, config.seqlen, grid)
                 arguments = {
+                    "method": name,
                     **config.arguments,
+                    **options,
                     "mask": type(mask).__name__,
-                    "feature_map": feature_map,
-                    "norm": norm,
                     "decay": decays.tolist(),
-                    "nfeatures": nfeatures,
-                    "seed": seed,
-                    "states": states,
                     "distribution": self.distribution,
                     "its runs (checksum)": crc32(repr(self.distribution.listed).encode()),
-                    "chunk": chunk,
                 }
-                self.tokens = self.distribution.tokens(rank)
-                sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
-                self._map = make_feature_map(feature_map, self.tokens, *sizes)
                 self._norm, self._causal = make_norm(norm), _is_causal(mask)
                 width = int(nfeatures) if feature_map == "random" else config.headdim
                 # A state is (H, F, W).
                 self._shape = config.nheads, width, config.headdim + self._norm.columns
                 self._nbytes = math.prod(self._shape) * config.compute_dtype.itemsize
-                self._pieces = pieces_of(self.distribution, self._causal)
-                count, kind = len(self._pieces), self.distribution.name
+                count = count_pieces(self.distribution, self._causal)
+                kind = self.distribution.name
                 what = f"{count} states, one for each run of tokens of the {kind} distribution,"
                 check_memory(what, count * self._nbytes)
                 table = 8 * config.nheads * min(chunk, config.seqlen) ** 2
                 # `chunks.Decay` has two tables: powers, and powers with zeros above the diagonal.
                 check_memory(f"factors of {config.nheads} heads (chunk {chunk})", 2 * table)
+                self._pieces = pieces_of(self.distribution, self._causal)
+                self.tokens = self.distribution.tokens(rank)
+                sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
+                self._map = make_feature_map(feature_map, self.tokens, *sizes)
             except Exception as error:  # of any kind: all ranks must raise it
                 problem = problem or str(error) or type(error).__name__
             rendezvous.meet(Call("making", self._number, 0, name))
             rendezvous.agree(problem, arguments)
             rendezvous.plans = self._number
             comm = grid.comm_of("all", tuple(range(grid.comm.size)))
-        self.config, self.dtype, self.compute_dtype = config, config.dtype_of("q"), sizes[-1]
-        self._way, self._own = states, _cut(self._pieces, rank, chunk)
+        self.config, self.dtype = config, config.dtype_of("q")
+        self.compute_dtype, self._way = config.compute_dtype, states
+        self._rows = _cut(self._pieces, rank, chunk)
         self._decay = chunks.Decay(decays, min(chunk, config.seqlen), self.compute_dtype)
         self._channel = Channel(comm, "all", self.traffic)
         self._exchange = StateExchange(
@@ -266,7 +273,6 @@ class LinearAttention:
         """Run one call; collective over the ranks of the grid."""
         rendezvous = self.grid.rendezvous
         with rendezvous.turn(self._exchange.transport.settle) as problem:
-            start = time.perf_counter()
             try:
                 if self._broken:
                     raise ValueError(
@@ -281,6 +287,7 @@ class LinearAttention:
             self._calls += 1
             self._channel.start(phase, self._exchange.transport, rendezvous.watch)
             self._broken = True  # an exception from here on leaves messages under way
+            start = time.perf_counter()
             # No warnings from every rank: overflows and NaN are seen in the results.
             with self._threads.limited(), np.errstate(over="ignore", invalid="ignore"):
                 if phase == "forward":
@@ -301,10 +308,11 @@ class LinearAttention:
         if phase == "forward":
             return
         states = sum(piece.owner == self.grid.comm.rank for piece in self._pieces), *self._shape
-        wanted = states, self._norm.scale_shape(n, self.config.nheads)
+        shapes = states, self._norm.scale_shape(n, self.config.nheads)
+        wanted = [shape and (shape, self.compute_dtype.name) for shape in shapes]
         got = type(kept).__name__
         if isinstance(kept, Kept):
-            got = kept.states.shape, None if kept.scale is None else kept.scale.shape
+            got = [x if x is None else (np.shape(x), np.asarray(x).dtype.name) for x in kept]
         if got != wanted:
             raise ValueError(
                 f"kept must be what forward returned, states and scale {wanted}, got {got}"
@@ -313,7 +321,7 @@ class LinearAttention:
     def _forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, Kept]:
         q, k, v = self._mapped(q, k, v)
         if self._causal:
-            sums, states = chunks.forward_causal(q, k, v, self._own, self._decay, self._exchange)
+            sums, states = chunks.forward_causal(q, k, v, self._rows, self._decay, self._exchange)
         else:
             sums, states = chunks.forward_full(q, k, v, self._exchange)
         out, scale = self._norm.forward(_turned(sums))
@@ -334,7 +342,7 @@ class LinearAttention:
         fq, fk, fv = self._mapped(q, k, v)
         given = do, fq, fk, fv, list(kept.states)
         if self._causal:
-            dfq, dfk, dfv = chunks.backward_causal(*given, self._own, self._decay, self._exchange)
+            dfq, dfk, dfv = chunks.backward_causal(*given, self._rows, self._decay, self._exchange)
         else:
             dfq, dfk, dfv = chunks.backward_full(*given, self._exchange)
         dq, dk = self._map.backward(dfq, fq), self._map.backward(dfk, fk)
@@ -357,44 +365,37 @@ def _is_causal(mask: Mask) -> bool:
     return isinstance(mask, Causal)
 
 
-def _check(
-    mask: Mask,
-    feature_map: str,
-    norm: str,
-    states: str,
-    headdim: int,
-    nfeatures: int,
-    chunk: int,
-    seed: int,
-) -> None:
-    """Check the arguments that are not sizes of the tensors."""
+def _check(mask: Mask, headdim: int, options: Mapping[str, Any]) -> None:
+    """Check the mask, and the arguments of a plan that are not sizes of its tensors."""
     if not isinstance(mask, (Full, Causal)):
         raise ValueError(
             f"linear attention needs a full or a causal mask, got {type(mask).__name__}"
         )
-    words = (("feature_map", feature_map, FEATURE_MAPS), ("norm", norm, NORMS))
-    for name, value, choices in (*words, ("states", states, STATES)):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-    if norm == "denominator" and feature_map == "none":
+    choices_of = {"feature_map": FEATURE_MAPS, "norm": NORMS, "states": STATES}
+    for name, choices in choices_of.items():
+        if options[name] not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {options[name]!r}")
+    feature_map = options["feature_map"]
+    if options["norm"] == "denominator" and feature_map == "none":
         raise ValueError(
             f"a denominator needs a feature map that is not negative, one of {FEATURE_MAPS[1:]}: "
             "without one, sums of weights may be 0"
         )
     if feature_map == "random" and headdim % 2:
         raise ValueError(f"random features with rotary need an even headdim, got {headdim}")
-    for name, value, least, most in (
-        ("nfeatures", nfeatures, 1, 1 << 16),
-        ("chunk", chunk, 1, LONGEST),
-        ("seed", seed, 0, (1 << 63) - 1),
-    ):
+    ranges = {"nfeatures": (1, 1 << 16), "chunk": (1, LONGEST), "seed": (0, (1 << 63) - 1)}
+    for name, (least, most) in ranges.items():
+        value = options[name]
         if not isinstance(value, (int, np.integer)) or not least <= value <= most:
             raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}")
 
 
 def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> np.ndarray:
     """Return the decay of each head, (nheads,) float64."""
-    decays = np.array(1.0 if decay is None else decay, np.float64)
+    try:
+        decays = np.array(1.0 if decay is None else decay, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"decay must be one number or {nheads}, got {decay!r}") from None
     if decays.shape not in ((), (nheads,)):
         raise ValueError(f"decay must be one number or {nheads}, got shape {decays.shape}")
     if not ((decays > 0) & (decays <= 1)).all():
@@ -408,6 +409,8 @@ def _shards(distribution: str | Distribution, seqlen: int, grid: ProcessGrid) ->
     """Return the distribution of a name on a grid, or a given distribution if it fits."""
     if isinstance(distribution, str):
         return distribute(distribution, Causal(), seqlen, grid.rows, grid.cols, grid.heads)
+    if not isinstance(distribution, Distribution):
+        raise ValueError(f"distribution must be a name or a Distribution, got {distribution!r}")
     tokens, ranks = distribution.seqlen, distribution.nshards
     if (tokens, ranks) != (seqlen, grid.comm.size):
         raise ValueError(
