@@ -17,10 +17,9 @@ Exit code 0: the profile is written.  2: bad input, or the output cannot be writ
 
 from mpi4py import MPI
 
-from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.calibrate import calibrate
 from a2d_mpi.experiments.cli import Parser, run
-from a2d_mpi.experiments.options import add_options, listed, one_of, real
+from a2d_mpi.experiments.options import add_options, real
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -30,9 +29,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add = group.add_argument
     add("--seconds", type=real(1e-3, 86400), metavar="S", default=30.0,
         help="about how long to measure")  # fmt: skip
-    text = f"storage dtypes of the kernels, of {', '.join(DTYPES)}"
-    add_options(group, "dtype", type=listed(one_of(DTYPES)), choices=None, metavar="DTYPE,...",
-                help=text)  # fmt: skip
+    add_options(group, "dtypes")
     text = "auto: the fastest that is installed"
     add("--kernel", choices=("auto", "numpy", "numba"), default="auto", help=text)
     add_options(group, "threads")

@@ -34,7 +34,8 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     parser.add_argument("checkpoint", type=path, help=text)
     group = parser.add_argument_group("requests")
     add = group.add_argument
-    add("--prompt", metavar="TEXT", action="append", required=True, help="may be repeated")
+    text = "text to go on from; may be repeated"
+    add("--prompt", metavar="TEXT", action="append", required=True, help=text)
     text = "new tokens for a prompt"
     add("--tokens", type=tokens(), metavar="TOKENS", default=100, help=text)
     text = "0: the likeliest token"

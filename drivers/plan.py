@@ -1,4 +1,4 @@
-r"""The methods and grids for a problem on a machine, fastest first.
+r"""List methods and grids for a problem on a machine, the fastest first.
 
     python drivers/plan.py --profile data/machines/h100-64x1.toml --ranks 64 --seqlen 1M \
         --nheads 96 --headdim 128 --mask causal --backward
@@ -21,7 +21,6 @@ Exit code 0: done.  2: bad input, or no plan fits.
 from a2d_mpi.experiments.candidates import add_problem, plan
 from a2d_mpi.experiments.options import (
     Parser,
-    add_options,
     listed,
     method_name,
     run_serial,
@@ -39,12 +38,11 @@ def build_parser() -> Parser:
     group = parser.add_argument_group("plans and table")
     add = group.add_argument
     text = f"only these methods, of {', '.join(METHODS)}; default: all"
-    add_options(group, "method", type=listed(method_name), metavar="METHOD,...", default=None,
-                help=text)  # fmt: skip
+    add("--methods", type=listed(method_name), metavar="METHOD,...", help=text)
     text = "memory of a rank: 80GB, 80GiB; default: what the profile says"
     add("--memory", metavar="SIZE", help=text)
-    text = "also training steps of this model, which has the heads, too"
-    add("--gpt", choices=PRESETS, help=text)
+    text = f"also training steps of this model, which has the heads, too: {', '.join(PRESETS)}"
+    add("--gpt", choices=PRESETS, metavar="MODEL", help=text)
     add("--recompute", action="store_true", help="with --gpt: keep less of each block")
     text = "best: until the fastest plan is certain; all: every plan"
     add("--simulate", choices=("best", "all"), default="best", help=text)

@@ -20,6 +20,8 @@ from a2d_mpi.experiments.options import (
     Parser,
     add_options,
     add_trace,
+    listed,
+    one_of,
     path,
     run_serial,
     tokens,
@@ -47,6 +49,7 @@ def results(parser: Parser) -> None:
     training     loss by tokens (train_gpt.py)
     kernels      speed of kernels and of PyTorch's (bench_kernel.py)
     steps        seconds of training steps by part, measured and predicted (bench_gpt.py train)
+    lengths      seconds of linear and exact attention by tokens (bench_gpt.py linear)
     activations  memory by number of ranks (bench_gpt.py train)
     strong       per cent of ideal scaling by number of ranks (simulate.py)
     weak         likewise, with as many tokens a rank
@@ -67,8 +70,15 @@ def results(parser: Parser) -> None:
     add("--output", dest="folder", type=path, metavar="DIR", default="results/figures",
         help="folder for the figures")  # fmt: skip
     text = f"figures, listed; of other files: {', '.join(OTHERS)}"
-    add("--what", metavar="FIGURE,...", default=",".join(FIGURES), help=text)
-    add("--format", metavar="FORMAT,...", default="png,svg", help="png, svg or both")
+    kind = listed(one_of([*FIGURES, *OTHERS]))
+    add("--what", type=kind, metavar="FIGURE,...", default=",".join(FIGURES), help=text)
+    add(
+        "--format",
+        type=listed(one_of(("png", "svg"))),
+        metavar="FORMAT,...",
+        default="png,svg",
+        help="png, svg or both",
+    )
     text = "name of a workload in the file; default: the one with the most rank counts and runs"
     add("--workload", metavar="NAME", help=text)
     text = "number of ranks of phases and timeline; default: the most"
@@ -97,8 +107,7 @@ def masks(parser: Parser) -> None:
 
     For each mask a pair of panels, query by key.  Left: the visible pairs.  Right: the same pairs
     in the colour of the rank that computes them: the rank in the row of the query's owner and the
-    column of the key's owner.  Above: the distribution, and the largest area of a rank over the
-    mean.
+    column of the key's owner.  Below: the distribution, and the largest area of a rank / mean.
     """
     group = _add_picture(parser, tokens(most=mask_plots.LONGEST), 96)
     add_options(group, "masks", default="all")

@@ -1,4 +1,4 @@
-r"""Plans x ranks x lengths x networks replayed by SimGrid, beside the model's prediction.
+r"""Replay plans x ranks x lengths x networks by SimGrid, beside the model's prediction.
 
     python drivers/simulate.py --output results/scale.h5 --profile data/machines/a100-16x4.toml \
         --networks switch --ranks 4 --seqlens 4K --plans ring,attention2d
@@ -41,8 +41,10 @@ def build_parser() -> Parser:
     add = group.add_argument
     text = "TOML files of machines, see data/machines"
     add_options(group, "profile", type=listed(path), metavar="FILE,...", required=True, help=text)
-    add("--ranks", type=listed(whole(1, RANKS)), metavar="N,...", default="64", help="64,256")
-    add("--networks", type=listed(str), metavar="NETWORK,...", default="switch", help="see above")
+    text = "numbers of ranks: 64,256"
+    add("--ranks", type=listed(whole(1, RANKS)), metavar="N,...", default="64", help=text)
+    text = "networks, see above: switch,fat tree:4"
+    add("--networks", type=listed(str), metavar="NETWORK,...", default="switch", help=text)
     for name, kind, text in (
         ("slow-rank", real(1, 1e6), "the first rank takes X times as long"),
         ("latency", real(0, 1e6), "latencies are X times as long"),

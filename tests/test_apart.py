@@ -13,7 +13,7 @@ from test_gpt_decode import likeliest
 
 from a2d_mpi import Causal
 from a2d_mpi.experiments.trace import read_trace
-from a2d_mpi.gpt import apart
+from a2d_mpi.gpt import pipe
 from a2d_mpi.gpt.apart import (
     attention_grid,
     open_apart,
@@ -122,7 +122,7 @@ def test_logits(comm):
 @pytest.mark.mpi(min_size=2)
 def test_a_missing_part_is_noticed(comm, monkeypatch):
     """A sum without the last FFN rank's part gives other tokens."""
-    take, right = apart.Line.take, []
+    take, right = pipe.Line.take, []
 
     def without_last(line):
         line.end()
@@ -131,7 +131,7 @@ def test_a_missing_part_is_noticed(comm, monkeypatch):
 
     for wrong in (False, True):
         if wrong:
-            monkeypatch.setattr(apart.Line, "take", without_last)
+            monkeypatch.setattr(pipe.Line, "take", without_last)
         decoder, grid = opened(comm, (1, comm.size - 1), CONFIGS["mfa"])
         found = dict(serve(decoder, prompts(), dict.fromkeys(prompts(), 6), likeliest))
         closed(decoder, grid)
@@ -216,8 +216,8 @@ def test_refusals(comm):
     """On all ranks, with the numbers."""
     n = comm.size
     for split, cols, told in (
-        ((n, 1), n, f"{n} attention ranks and 1 FFN ranks are not the {n} ranks"),
-        ((n, 0), n, f"{n} attention ranks and 0 FFN ranks"),
+        ((n, 1), n, f"{n} attention and 1 FFN ranks are not the {n} ranks of the job"),
+        ((n, 0), n, f"{n} attention and 0 FFN ranks"),
         ((n - 1, 1), n, f"a 1 x {n} grid does not fit {n - 1} ranks"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -248,12 +248,12 @@ def test_driver(tmp_path):
         assert done.returncode == 0, done.stderr
         shown.append(sorted(done.stdout.splitlines()[:3]))
     assert shown[0] == shown[1] == shown[2] and shown[0][2].startswith("2: 'not ")
-    options = [run, "--prompt", "x"]
+    options = [run, "--prompt", "x", "--tokens", 5]
     both = ["--attention-ranks", 2, "--ffn-ranks"]
     cases = [
         ([*options, "--ffn-ranks", 2], [], "--attention-ranks and --ffn-ranks need each other"),
         ([*options, "--micro-batches", 2], [], "and --micro-batches both"),
-        ([*options, *both, 2], [], "2 attention ranks and 2 FFN ranks are not the 3 ranks"),
+        ([*options, *both, 2], [], "2 attention and 2 FFN ranks are not the 3 ranks"),
         (
             [*options, *both, 1, "--head-ranks", 3],
             [],
@@ -261,6 +261,8 @@ def test_driver(tmp_path):
         ),
         ([*options, *both, 1, "--rows", 2, "--cols", 2], [], "a 2 x 2 grid does not fit 2 ranks"),
         ([*options, *both, 1, "--room", "3"], [], "a number for each of the 2 positions"),
+        ([*options, *both, 1, "--method", "triangle"], [], "a triangle needs a causal mask"),
+        ([*options, *both, 1, "--kernel", "cupy"], [], "does not take NumPy arrays"),
         ([*options, *both, 1], ["--ffn-ranks", "2"], "ranks disagree on --ffn-ranks"),
     ]
     assert_all_refused("generate.py", 3, cases)

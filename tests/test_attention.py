@@ -122,7 +122,7 @@ def test_chunks_in_units(comm, monkeypatch, shape):
     """Cut where they are long enough: right, counted, and the same bits without overlap."""
     monkeypatch.setattr(chunks, "GRAIN", 4)
     grid, bad = ProcessGrid(comm, *shape), []
-    cut = [max(len(chunks.chunks(101 // comm.size * grid.heads, x)) for x in shape[:2])]
+    cut = [max(len(chunks.chunked(((0, 101 // comm.size * grid.heads),), x)) for x in shape[:2])]
     window = IntervalMask(np.maximum(np.arange(101) - 30, 0), np.arange(101) + 1)
     for (mask, nheads_kv), distribution in product(
         ((Full(), NHEADS), (Causal(), 1), (window, NHEADS)), SHARED_OUT

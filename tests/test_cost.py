@@ -13,7 +13,8 @@ from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import MAX_MESSAGE, Layout, flops, misfit
 from a2d_mpi.masks.mask import Causal, Full, IntervalMask
 from a2d_mpi.planning import cost
-from a2d_mpi.schedules import METHODS, chunks, problem_of, write
+from a2d_mpi.schedules import METHODS, chunks, problem_of
+from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 from a2d_mpi.sharding.pairs import causal_share, pairs_of_runs
@@ -386,20 +387,18 @@ def test_flops():
     assert flops(10, H, D, True, 3) == 2 * 10 * H * (3 * D + 2 * 3)
 
 
-@given(st.integers(0, 3000), st.integers(1, 5))
-def test_units(tokens, ranks):
-    """All tokens once, in order; one cut at most, where both sides are worth it."""
-    for cuts in (
-        chunks.chunks(tokens, ranks),
-        chunks.split_own_shard(tokens * 3 // 4, tokens, ranks),
-        chunks.split_own_shard(0, tokens, ranks),
-    ):
-        assert np.array_equal(
-            np.concatenate([np.arange(tokens)[s] for s in cuts]), np.arange(tokens)
-        )
-        assert len(cuts) == 1 or (len(cuts) == 2 and cuts[0].stop % chunks.GRAIN == 0)
-        assert len(cuts) == 1 or min(s.stop - s.start for s in cuts) > 0
-    assert len(chunks.chunks(tokens, ranks)) == 1 + (ranks == 2 and tokens >= 2 * chunks.GRAIN)
+@given(st.lists(st.integers(1, 1500), max_size=3), st.integers(1, 5))
+def test_chunks(lengths, ranks):
+    """All places once, in order; one cut at most, only between two ranks, into large chunks."""
+    ends = np.cumsum(lengths, dtype=int) + 10 * np.arange(len(lengths))
+    runs = tuple((end - n, end) for n, end in zip(lengths, ends.tolist()))
+    parts = chunks.chunked(runs, ranks)
+    places = [x for part in parts for begin, end in part for x in range(begin, end)]
+    assert places == [x for begin, end in runs for x in range(begin, end)]
+    sizes = [sum(end - begin for begin, end in part) for part in parts]
+    n, cut = sum(sizes), ranks == 2 and sum(sizes) >= 2 * chunks.GRAIN
+    assert len(sizes) == (n > 0) + cut
+    assert not cut or (sizes[0] % chunks.GRAIN == 0 and 0 < sizes[0] < n)
 
 
 WINDOW = IntervalMask(np.arange(8192) - 2000, np.arange(8192) + 9)
@@ -411,16 +410,17 @@ def test_own_work_is_cut_by_area(mask, name):
     """About `FIRST_SHARE` of the visible pairs come first, of queries and of keys."""
     config = AttentionConfig(8192, 1, 1)
     sizes = problem_of("attention2d", Layout(2, 2), config, mask, name)
+    group = Group(2, 2, sizes, config)
     for rank in range(4):
-        (program,) = write("attention2d", "forward", Layout(2, 2), sizes, rank)
         own = sizes.shards.tokens(rank)
         for of_keys, others in ((False, (0, 1)), (True, (1, 2, 3))):
             tokens = np.sort(np.concatenate([sizes.shards.tokens(p) for p in others]))
             seen = mask.dense(tokens, own).T if of_keys else mask.dense(own, tokens)
             pairs = np.cumsum(seen.sum(axis=1))
-            cuts = program.split_own(of_keys, others, 2)
+            cuts = chunks.split_own(group, rank, of_keys, others, 2)
             first = int(np.searchsorted(pairs, chunks.FIRST_SHARE * pairs[-1]))
             middle = chunks.GRAIN * round(first / chunks.GRAIN)
             cut = 0 < middle < len(own)
             assert cuts == ([((0, middle),), ((middle, len(own)),)] if cut else [((0, len(own)),)])
-            assert program.split_own(of_keys, others, 1) == [((0, len(own)),)]
+            whole = chunks.split_own(group, rank, of_keys, others, 1)
+            assert whole == [((0, len(own)),)]

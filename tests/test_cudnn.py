@@ -69,19 +69,19 @@ def intervals_of(mask, nq, nk):
 @pytest.fixture
 def small(monkeypatch, cupy):
     """General runs are cut and cropped in small blocks, too."""
-    from a2d_mpi.kernels import cudnn_pieces
+    from a2d_mpi.kernels import cudnn_calls
 
-    monkeypatch.setattr(cudnn_pieces, "KEYS", 32)
+    monkeypatch.setattr(cudnn_calls, "KEYS", 32)
     monkeypatch.setattr(shapes, "LONGEST", 70)
 
 
 @pytest.fixture(params=["ragged", "dense"])
 def launches(request, monkeypatch, cupy):
     """Sizes that are no multiples of cuDNN's tiles are ragged launches, or dense ones, too."""
-    from a2d_mpi.kernels import cudnn_pieces
+    from a2d_mpi.kernels import cudnn_calls
 
     if request.param == "dense":
-        monkeypatch.setattr(cudnn_pieces, "is_ragged", lambda batch: False)
+        monkeypatch.setattr(cudnn_calls, "is_ragged", lambda batch: False)
     return request.param
 
 
@@ -99,7 +99,7 @@ def test_cudnn(cupy, dtype, heads, mask, launches):
         found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
         bad += failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
         if cupy.kind == "emulated":
-            launched = kernel._pieces.graphs.launched
+            launched = kernel._calls.graphs.launched
             assert {block.shape for block in launched} == MASKS[mask]
             single = len(intervals) == 1 and "general" not in MASKS[mask]
             assert {block.batch > 0 for block in launched} <= {launches == "ragged" and single}
@@ -111,9 +111,9 @@ def test_cudnn(cupy, dtype, heads, mask, launches):
 @pytest.mark.parametrize("text", PATTERNS)
 @pytest.mark.parametrize("step", deeper([1, 2], [2]))  # contiguous and striped shards
 def test_patterns(cupy, text, step, monkeypatch):
-    from a2d_mpi.kernels import cudnn_pieces
+    from a2d_mpi.kernels import cudnn_calls
 
-    monkeypatch.setattr(cudnn_pieces, "SHORTEST", 8)
+    monkeypatch.setattr(cudnn_calls, "SHORTEST", 8)
     tokens, keys = np.arange(30, 300)[::step], np.arange(0, 260)[::step]
     intervals = make_mask(text, 300).intervals(tokens, keys)
     q, k, v, dout = make((len(tokens), len(keys), 2, 1, 32), DTYPES["bfloat16"])
@@ -132,7 +132,7 @@ def test_general_runs_are_cut_and_cropped(cupy):
     exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
     kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
     run(cupy, kernel, q, k, v, dout, intervals, exact)
-    sizes = [(block.nq, block.nk) for block in kernel._pieces.graphs.launched]
+    sizes = [(block.nq, block.nk) for block in kernel._calls.graphs.launched]
     # Queries 0 to 66, 66 to 133, 133 to 200 see keys 0 to 90, 60 to 150, 120 to 210.
     assert sizes == [(66, 96), (67, 128), (67, 128)] * 2
 
@@ -148,7 +148,7 @@ def test_cudnn_without_a_kernel(cupy, refused, fresh):
     kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), refuse=(refused,))
     found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
-    assert not kernel._pieces.graphs.launched
+    assert not kernel._calls.graphs.launched
 
 
 def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):
@@ -185,12 +185,12 @@ def packed(rng, n, skip):
 @pytest.mark.parametrize("general", [False, True])
 def test_documents_are_batched(cupy, heads, wide, fresh, general, monkeypatch):
     """Some documents to a launch; gaps between keys, queries of nobody and NaN there."""
-    from a2d_mpi.kernels import cudnn_pieces
+    from a2d_mpi.kernels import cudnn_calls
 
-    monkeypatch.setattr(cudnn_pieces, "SHORTEST", 8 if general else 1)
+    monkeypatch.setattr(cudnn_calls, "SHORTEST", 8 if general else 1)
     begin, end, nk = packed(np.random.default_rng(1), 9, 10)
     if general:  # the last but one, between two batches; keys in the other order
-        monkeypatch.setattr(cudnn_pieces, "KEYS", 8)
+        monkeypatch.setattr(cudnn_calls, "KEYS", 8)
         rows = np.flatnonzero(begin == np.unique(begin)[-2])
         end[rows[1::2]] -= 1
         after = np.array([end[begin == x].max() for x in begin])
@@ -204,13 +204,13 @@ def test_documents_are_batched(cupy, heads, wide, fresh, general, monkeypatch):
     for x in (k, v):
         x[~visible.any(axis=0)] = np.nan
     kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
-    kernel._pieces.graphs.rows = len(q), len(k)
+    kernel._calls.graphs.rows = len(q), len(k)
     found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide, fresh)
     for x in (q, k, v, dout):
         x[np.isnan(x.astype(np.float32))] = 0
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
     # Three documents, a hidden one, five.
-    launched = [block.batch for block in kernel._pieces.graphs.launched]
+    launched = [block.batch for block in kernel._calls.graphs.launched]
     assert launched == ([1, 1, 1, 1, 1, 1, 0, 1] if general else [2, 1, 4, 1]) * 2
 
 
@@ -218,14 +218,14 @@ def test_documents_are_batched(cupy, heads, wide, fresh, general, monkeypatch):
 def test_new_documents_need_few_new_graphs(cupy):
     """Dense launches would need one for nearly each of them."""
     kernel = cudnn_kernel(cupy, plain_kernel(cupy, DTYPES["bfloat16"], 0.2))
-    pieces, q = kernel._pieces, np.empty((16384, 2, 16), np.float16)
+    maker, q = kernel._calls, np.empty((16384, 2, 16), np.float16)
     built, launches = [], 0
     for seed in range(4):
         mask, tokens = make_mask(f"causal_document:seed={seed}", 16384), np.arange(16384)
         for backward in (False, True):
-            made = pieces.get(mask.intervals(tokens, tokens), q, q, 2, backward)
-            launches += len(made.pieces)
-        built.append(len(pieces.graphs.built))
+            made = maker.get(mask.intervals(tokens, tokens), q, q, 2, backward)
+            launches += len(made.calls)
+        built.append(len(maker.graphs.built))
     assert launches < 60 and np.diff(built).max() <= 8 and built[-1] <= 30
 
 
@@ -280,7 +280,7 @@ def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, deterministic, major
     kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2), deterministic=deterministic)
     found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
-    backward = kernel._pieces.graphs.launched[-1]
+    backward = kernel._calls.graphs.launched[-1]
     hidden = ("general", 0) if deterministic else ("full", 1)
     assert (backward.shape, backward.batch) == (hidden if major == 9 else ("full", 0))
 
@@ -289,9 +289,9 @@ def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, deterministic, major
 @pytest.mark.parametrize("mask", deeper(["full", "causal", "window", "two"], ["window"]))
 def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
     """Their launches are cut, so that a long block needs no more memory than there is."""
-    from a2d_mpi.kernels import cudnn_pieces
+    from a2d_mpi.kernels import cudnn_calls
 
-    monkeypatch.setattr(cudnn_pieces, "SCORES", 2 * 256 * 600)
+    monkeypatch.setattr(cudnn_calls, "SCORES", 2 * 256 * 600)
     q, k, v, dout = make((700, 720, 2, 2, 32), DTYPES["bfloat16"])
     intervals = intervals_of(mask, 700, 720)
     exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
@@ -299,7 +299,7 @@ def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
     for fresh in (False, True):
         found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
         assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
-    blocks = [x.launch.block for x in kernel._pieces.get(intervals, q, k, 2, True).pieces]
+    blocks = [x.launch.block for x in kernel._calls.get(intervals, q, k, 2, True).calls]
     assert len(blocks) >= 3 and all(x.nq * x.nk <= 256 * 600 for x in blocks)
 
 
@@ -338,7 +338,7 @@ def test_forward_by_cudnn_backward_by_the_plain_kernel(cupy, monkeypatch):
             kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.2))
             found = run(cupy, kernel, q, k, v, dout, intervals, exact, not fresh, fresh)
             assert not failures(found, q, k, v, dout, intervals, 0.2, exact)
-            assert all(block.nheads_kv == 1 for block in kernel._pieces.graphs.launched)
+            assert all(block.nheads_kv == 1 for block in kernel._calls.graphs.launched)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -417,7 +417,7 @@ def test_plans(comm, cupy, method, distribution, monkeypatch):
     from graphs import HostGraphs
 
     from a2d_mpi.comm.gpus import bind_gpu
-    from a2d_mpi.kernels import cudnn_pieces
+    from a2d_mpi.kernels import cudnn_calls
 
     cudnn = import_module("a2d_mpi.kernels.cudnn")  # not one that was imported with another CuPy
     bind_gpu(comm)
@@ -425,7 +425,7 @@ def test_plans(comm, cupy, method, distribution, monkeypatch):
     cudnn = importlib.import_module("a2d_mpi.kernels.cudnn")
     graphs, grid = HostGraphs(), ProcessGrid(comm, *method[1])
     monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
-    monkeypatch.setattr(cudnn_pieces, "SHORTEST", 6)
+    monkeypatch.setattr(cudnn_calls, "SHORTEST", 6)
     sizes = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}
     dtype, tokens, scale = DTYPES["bfloat16"], np.arange(150), 8**-0.5
     host = [x.astype(dtype) for x in inputs(150, 2, 8, 1.0, "bfloat16", 4)]

@@ -307,10 +307,11 @@ def test_full_disk(tmp_path, found):
 @launches
 @pytest.mark.parametrize("how", [
     "raise RuntimeError('a defect')",
+    "os.kill(os.getpid(), 2)",
     pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_rank_that_dies_ends_the_job(how):
-    """A defect or a kill in the middle of a run: the job ends, soon and with an error."""
+    """A defect, Ctrl-C or a kill in the middle of a run: the job ends, soon and with an error."""
     done = drive(
         3, SAMPLE,
         sabotage="import os, a2d_mpi.kernels.numpy as t\n"
@@ -322,6 +323,8 @@ def test_rank_that_dies_ends_the_job(how):
     assert done.seconds < SECONDS
     if "raise" in how:
         assert "rank 1 failed" in done.stderr and "a defect" in done.stderr
+    if "2)" in how:
+        assert "rank 1 interrupted\n" in done.stderr and "Traceback" not in done.stderr
 
 
 @launches

@@ -13,7 +13,7 @@ from helpers import DEEPER, drive
 from matplotlib.figure import Figure
 from PIL import Image
 
-from a2d_mpi.figures.pictures import COLOURS, METHOD_STYLES, digest, pyplot
+from a2d_mpi.figures.pictures import COLOURS, METHOD_STYLES, deepest, digest, finish, pyplot
 from a2d_mpi.schedules import METHODS
 
 ROOT = Path(__file__).parents[1]
@@ -126,14 +126,24 @@ def test_digest():
     """It tells other data and other words, and not another size or rounding."""
     plt = pyplot()
 
-    def of(values, title="a", **options):
+    def of(values, title="a", above="", **options):
         figure, axes = plt.subplots(**options)
         axes.plot(values)
         axes.imshow(np.ma.masked_less([values], 2))
         axes.set_title(title)
+        finish(figure, above)
         plt.close(figure)
         return digest(figure)
 
     first = of([1.0, 2.0, 3.0])
     assert first == of([1.0 + 1e-12, 2.0, 3.0], figsize=(3, 2))
-    assert len({first, of([1.0, 2.01, 3.0]), of([1.0, 2.0, 3.0], "b"), of([1.0, 2.5, 3.0])}) == 4
+    others = of([1.0, 2.01, 3.0]), of([1.0, 2.0, 3.0], "b"), of([1.0, 2.5, 3.0])
+    assert len({first, *others, of([1.0, 2.0, 3.0], above="c")}) == 5
+
+
+def test_deepest():
+    """A number is written where its area has the most room."""
+    pairs = np.zeros((9, 12), bool)
+    pairs[:, 1:3] = pairs[4:9, 6:11] = True
+    assert deepest(pairs) == (6, 8, 3)
+    assert deepest(np.eye(3, dtype=bool)) == (1, 1, 1)

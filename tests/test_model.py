@@ -522,7 +522,7 @@ def test_calibrate(tmp_path):
     path = tmp_path / "here.toml"
     common = ["--output", path, "--seconds", "1"]
     name = 'a "\\ # \n\t\x1b[1m\x7f\u2028\N{GREEK SMALL LETTER PI}'
-    options = ["--dtype", "bfloat16", "--name", name, "--kernel", "numpy"]
+    options = ["--dtypes", "bfloat16", "--name", name, "--kernel", "numpy"]
     done = drive("calibrate.py", 2, *common, *options)
     assert done.returncode == 0, done.stderr
     found = read_machine(path)
@@ -535,11 +535,11 @@ def test_calibrate(tmp_path):
     assert_all_refused("calibrate.py", 2, [
         ([*common, "--seconds=0"], [], "--seconds must be at least 0.001, got 0.0"),
         ([*common, "--output=/nowhere/here.toml"], [], "cannot write"),
-        ([*common, "--dtype=int8"], [], "--dtype must be one of float16"),
+        ([*common, "--dtypes=int8"], [], "--dtypes must be one of float16"),
         ([*common, "--name=\udcff"], [], "UTF-8, at most 100 characters, got '\\udcff'"),
         ([*common, "--name=" + 101 * "x"], [], "at most 100 characters, got 'xxx"),
         ([*common, "--kernel=cupy"], [], "invalid choice"),
-        ([*common, "--kernel=numba", "--dtype=float64"], [], "float32, not float64"),
+        ([*common, "--kernel=numba", "--dtypes=float64"], [], "float32, not float64"),
         ([*common, "--threads=0"], [], "--threads must be at least 1"),
         ([*common, f"--threads={10**30}"], [], "--threads must be at most 1024"),
     ])  # fmt: skip

@@ -22,10 +22,11 @@ from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.experiments.summary import summarise
 from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import most_memory, peak_memory
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.planner import candidate, candidates, layouts
+from a2d_mpi.planning.planner import candidate, candidates
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import METHODS, chunks, problem_of, write
 from a2d_mpi.schedules.problem import Workload

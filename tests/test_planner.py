@@ -15,9 +15,10 @@ from helpers import DEEPER, DRIVERS, SECONDS, assert_all_refused
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Link
 from a2d_mpi.planning.memory import peak_memory
-from a2d_mpi.planning.planner import best_candidate, candidate, candidates, layouts, why_not
+from a2d_mpi.planning.planner import best_candidate, candidate, candidates, why_not
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.schedules import METHODS, essence, problem_of
@@ -225,7 +226,7 @@ def test_ranks_that_share_a_program(method, layout, seqlen):
         whole = survey_of(H100, method, layout, job, problem, phase)
         for rank in range(layout.size):
             mine = cost.moves(method, layout, problem, rank, (phase,), sent=True)
-            sent = (whole.messages.source == rank) & (whole.pieces > 0)  # no barriers
+            sent = (whole.messages.source == rank) & (whole.messages.nbytes > 0)  # no barriers
             found = sorted(zip(whole.messages.to[sent], whole.messages.nbytes[sent]))
             assert found == sorted((x.peer, x.nbytes) for x in mine)
 
@@ -285,7 +286,7 @@ def test_driver():
     table = lines[lines.index("") + 2 :]
     assert len([line for line in table if line.startswith(tuple(METHODS))]) == 5
     assert "no plan with 20 ranks that share the heads: 20 does not divide 96 heads" in lines
-    only = run(*few, "--method", "ring", "--top", 0, "--ranks-per-node", 4)
+    only = run(*few, "--methods", "ring", "--top", 0, "--ranks-per-node", 4)
     assert only.returncode == 0 and "attention2d" not in only.stdout
     # k and v of 32K tokens, 128 elements each, of 2 bytes, or 33 bytes for 32.
     for wire, received in (("none", "16.8 MB"), ("mxfp8", "8.65 MB")):
@@ -304,7 +305,7 @@ BAD = [
     (("--memory", "much"), "'much' is no size"),
     (("--ranks", "0"), "--ranks must be at least 1, got 0"),
     (("--ranks", "99999999"), "--ranks must be at most 4096, got 99999999"),
-    (("--ranks", "1", "--method", "ring"), "no plan for 1 ranks with ring"),
+    (("--ranks", "1", "--methods", "ring"), "no plan for 1 ranks with ring"),
     (("--nheads", "99999999999"), "nheads must be at most 65536"),
     (("--nheads-kv", "5"), "nheads_kv must divide nheads"),
     (("--nheads-kv", "0"), "--nheads-kv must be at least 1, got 0"),
@@ -316,15 +317,18 @@ BAD = [
     (("--top", "-1"), "--top must be at least 0"),
     (("--ranks-per-node", "0"), "--ranks-per-node must be at least 1, got 0"),
     (("--ranks-per-node", "9" * 30), "--ranks-per-node must be at most 65536"),
-    (("--method", "bus"), "no method 'bus': must be one of"),
+    (("--methods", "bus"), "no method 'bus': must be one of"),
     (("--ranks", "many"), "--ranks must be a whole number, got 'many'"),
 ]
 
 
-def test_full_disk():
+@pytest.mark.parametrize(
+    "options", [(*OPTIONS, "--ranks", "2"), ("--help",)], ids=["plan", "help"]
+)
+def test_full_disk(options):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, DRIVERS / "plan.py", *map(str, OPTIONS), "--ranks", "2"],
+            [sys.executable, DRIVERS / "plan.py", *map(str, options)],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
         )  # fmt: skip
     told = "plan.py: error: cannot write to standard output: No space left on device\n"

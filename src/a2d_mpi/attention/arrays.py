@@ -12,8 +12,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import KINDS, Rows
-from a2d_mpi.schedules.steps import Array as Declared
+from a2d_mpi.schedules.steps import KINDS, Rows, TokenArray
 
 
 class Arrays:
@@ -104,7 +103,7 @@ class Arrays:
         array = self._declared[rows.array]
         return [x in array.accumulated for x in KINDS[array.kind]]
 
-    def _tensors(self, array: Declared) -> list[tuple[tuple[int, ...], np.dtype]]:
+    def _tensors(self, array: TokenArray) -> list[tuple[tuple[int, ...], np.dtype]]:
         """Return the shape and dtype of each tensor of a buffer."""
         accumulated, config = array.accumulated, self._group
         if array.as_computed and getattr(self._engine.kernel, "rounds_partials", False):
@@ -123,7 +122,7 @@ class Arrays:
             self._parcels[name] = self._engine.work.parcel((array.room or name, 0), tensors)
         return self._parcels[name]
 
-    def _result(self, array: Declared, accumulated: bool) -> dict[str, Array]:
+    def _result(self, array: TokenArray, accumulated: bool) -> dict[str, Array]:
         """Make new arrays for results: (tokens, heads, headdim), of lse (tokens, heads)."""
         config, empty = self._config if array.all_heads else self._group, self._engine.device.empty
         return {

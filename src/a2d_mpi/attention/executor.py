@@ -15,8 +15,9 @@ from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Constant
 from a2d_mpi.masks.intervals import Intervals
 from a2d_mpi.schedules import write
+from a2d_mpi.schedules.arrays import common_rows, positions
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.program import Program, common_rows, positions
+from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     KINDS,
     Add,

@@ -95,10 +95,8 @@ def _measured(
     for name in names:
         decoder.table.admit(name, context + args.trials + 1)
         owners = np.array(decoder.table.append(name, context))
-        for layer in range(config.layers if grid else 0):
-            k, v = _keys(config, args.seed, context, name, layer)[:, owners == decoder.cache.rank]
-            kept = decoder.attention.heads_kv
-            decoder.cache.put(layer, name, k[:, kept], v[:, kept])
+        if grid:
+            _fill(decoder, config, args.seed, name, owners)
     shape = args.requests, config.nheads, config.headdim
     q = np.random.default_rng(args.seed).standard_normal(shape, np.float32)
     out = decoder.attention.attend(config.layers - 1, names, q) if grid else None
@@ -123,8 +121,8 @@ def _measured(
         predicted = step_traffic_apart(config, *at, args.requests, args.micro_batches, 4)
     else:
         predicted = step_traffic(config, positions, args.head_ranks, args.requests, 4)
-    off = max(abs(a - b) for x in sent for a, b in zip(x, predicted))
-    off = comm.allreduce(off, op=MPI.MAX)
+    error = max(abs(a - b) for x in sent for a, b in zip(x, predicted))
+    error = comm.allreduce(error, op=MPI.MAX)
     nbytes = comm.allreduce(decoder.cache.nbytes if grid else 0, op=MPI.MAX)
     counts = np.array([*max(sent), *predicted])
     comm.Allreduce(MPI.IN_PLACE, counts, MPI.MAX)  # counts of the rank that sends most
@@ -143,7 +141,7 @@ def _measured(
     attributes |= {"cache_bytes": nbytes, "parts": DECODE_PARTS, "attention_ranks": ranks}
     checks = {
         "out": _checked(config, args, context, q, out),
-        "traffic": Check(float(off), 0.0, comm.size),
+        "traffic": Check(float(error), 0.0, comm.size),
     }
     entries = {run: Entry(attributes, {"seconds": np.array(of_ranks).swapaxes(0, 1)})}
     for name, check in checks.items():
@@ -167,6 +165,14 @@ def _decoder(
     return open_apart(
         comm, grid, split, weights, rooms, args.kv_block, micro_batches=args.micro_batches
     )
+
+
+def _fill(decoder: Decoder, config: GPTConfig, seed: int, name: int, owners: np.ndarray) -> None:
+    """Put random keys and values of a request into the cache; `owners` has the rank of each token."""
+    own, heads = owners == decoder.cache.rank, decoder.attention.heads_kv
+    for layer in range(config.layers):
+        k, v = _keys(config, seed, len(owners), name, layer)[:, own, heads]
+        decoder.cache.put(layer, name, k, v)
 
 
 def _slices(

@@ -25,6 +25,7 @@ from a2d_mpi.core.sizes import squarest
 from a2d_mpi.experiments.benchmark import Entry, write_entries
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.cli import check_room, together
+from a2d_mpi.experiments.gpt_files import LINEAR_SCHEMA
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.inputs import random_inputs, random_rows
 from a2d_mpi.experiments.measure import origin_of
@@ -37,7 +38,6 @@ from a2d_mpi.linear.norms import make_norm
 from a2d_mpi.linear.plan import LinearAttention
 from a2d_mpi.masks.patterns import make_mask
 
-SCHEMA = ("a2d_mpi linear attention", 1)
 LINEAR = {"lasp2": "gather", "lasp": "ring"}  # plans of linear attention, and their `states`
 BOUNDS = {"float32": 1e-4, "float64": 1e-10}  # largest errors, relative to the largest value
 RESULTS = ("out", "lse", "dq", "dk", "dv")
@@ -45,7 +45,7 @@ RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure all plans at all lengths; returns the exit code."""
-    together(comm, lambda: args.output and check_output(args.output, SCHEMA), on=0)
+    together(comm, lambda: args.output and check_output(args.output, LINEAR_SCHEMA), on=0)
     token = 8 * args.nheads * args.headdim  # bytes of a token in float64
     # 30 arrays: copies, features, gradients.
     most = -(-max(args.seqlens) // comm.size)
@@ -59,7 +59,9 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
             options = {x: str(y) for x, y in vars(args).items() if x not in left_out}
             about = {"/": Entry(origin, {}), "config": Entry(options, {})}
             both = about | entries
-            together(comm, lambda x=both: write_entries(args.output, SCHEMA, x, False), on=0)
+            together(
+                comm, lambda x=both: write_entries(args.output, LINEAR_SCHEMA, x, False), on=0
+            )
     grid.free()
     return comm.bcast(_report(entries) if comm.rank == 0 else None)
 

@@ -85,7 +85,7 @@ def _measure(
     comm: MPI.Intracomm, args: argparse.Namespace, where: Place
 ) -> tuple[Machine, list[str]]:
     """Measure the machine; also return notes on the errors.  The same on all ranks."""
-    dtypes, kernels, links, notes = args.dtype, {}, {}, []
+    dtypes, kernels, links, notes = args.dtypes, {}, {}, []
     with (
         threadpool_limits(args.threads),
         progress(total=len(dtypes) + len(where.partners) + 1, rank=comm.rank, desc="parts") as bar,
@@ -129,7 +129,7 @@ def _validated(args: argparse.Namespace, where: Place) -> Place:
     if args.name is None:
         args.name = where.hosts[0]
     Machine(args.name, None, None, {})  # raises an error if the name is not valid
-    for dtype in args.dtype:
+    for dtype in args.dtypes:
         check_kernel(args.kernel, as_dtype(dtype))
     if not where.even:
         raise ValueError("the nodes have different numbers of ranks")

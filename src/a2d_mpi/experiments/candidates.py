@@ -9,14 +9,15 @@ from a2d_mpi.core.sizes import misfit
 from a2d_mpi.experiments.mask_file import FILE
 from a2d_mpi.experiments.options import Parser, add_mask, add_options, whole
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.sweep import Case
+from a2d_mpi.experiments.sweep import Case, grid_text
 from a2d_mpi.experiments.tables import aligned
 from a2d_mpi.gpt.config import PRESETS, GPTConfig
 from a2d_mpi.gpt.cost import STEP_PARTS, predict_step
 from a2d_mpi.planning.machine import Machine, one_line
-from a2d_mpi.planning.planner import Candidate, candidates, duration, why_not
+from a2d_mpi.planning.planner import candidates, duration, why_not
 from a2d_mpi.planning.profile import parse_size, read_machine
 from a2d_mpi.planning.simulator import PARTS
+from a2d_mpi.planning.trial import Candidate
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.schedules.problem import Workload
 
@@ -90,12 +91,12 @@ def plan(args: argparse.Namespace) -> int:
     work = case.work(args.overlap)
     memory = machine.memory if args.memory is None else parse_size(args.memory, "--memory")
     bar = partial(progress, desc="plans", delay=2)
-    methods = tuple(args.method or METHODS)
+    methods = tuple(args.methods or METHODS)
     idle = IDLE if args.ranks <= IDLE_RANKS else 0.0
     number = None if args.simulate == "all" else 1
     plans = candidates(machine, args.ranks, work, memory, methods, bar, idle, number)
     if not plans:
-        raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.method)}")
+        raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.methods)}")
     _print(plans, args, machine, work, memory)
     if args.gpt:
         _print_steps(plans[: args.top or None], machine, PRESETS[args.gpt], args)
@@ -127,17 +128,8 @@ def _print(
         + f", {len(plans) - len(fitting)} do not" * (len(plans) > len(fitting))
     )
     shown = plans[: args.top or None]
-    head = [
-        "method",
-        "grid",
-        "order",
-        "total",
-        *PARTS,
-        "received",
-        "by a node",
-        "x bound",
-        "memory",
-    ]
+    head = ["method", "grid", "order", "total", *PARTS]
+    head += ["received", "by a node", "x bound", "memory"]
     rows = [[*head, ""], *(_row(plan, ranks, plans[0]) for plan in shown)]
     print("\n" + aligned(rows, left=(0, 1, 2, len(head))))
     if len(shown) < len(plans):
@@ -161,13 +153,13 @@ def _print_steps(
         step = predict_step(machine, plan, config, args.seqlen, args.dtype, args.recompute)
         seconds = map(duration, (step.total, *step.seconds.values()))
         rate = f"{args.seqlen / step.total:.4g}"
-        rows.append([plan.method, _grid(plan), *seconds, rate, _bytes(step.memory)])
+        rows.append([plan.method, grid_text(plan.layout), *seconds, rate, _bytes(step.memory)])
     print(aligned(rows, left=(0, 1)))
 
 
 def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     """Return the cells of a plan: its numbers, or their bounds if it was not simulated."""
-    cells, used = [plan.method, _grid(plan), plan.layout.numbering], plan.layout.size
+    cells, used = [plan.method, grid_text(plan.layout), plan.layout.numbering], plan.layout.size
     if plan.phases:
         cells += map(duration, (plan.seconds, *plan.split.values()))
         cells += [_bytes(plan.received), _bytes(plan.crossing), f"{plan.over_bound:.2f}"]
@@ -178,11 +170,6 @@ def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     streamed = "streamed" * plan.layout.stream
     notes = plan.layout.distribution, streamed, plan.known_as, idle, why_not(plan, best)
     return [*cells, "; ".join(filter(None, notes))]
-
-
-def _grid(plan: Candidate) -> str:
-    layout = plan.layout
-    return f"{layout.rows}x{layout.cols}x{layout.heads}"
 
 
 def _bytes(n: int) -> str:

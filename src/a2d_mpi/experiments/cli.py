@@ -23,7 +23,7 @@ from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import held
 from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.experiments.files import check_files, files_written
-from a2d_mpi.experiments.options import BAD_INPUT, Parser, add_options
+from a2d_mpi.experiments.options import BAD_INPUT, INTERRUPTED, Parser, add_options
 from a2d_mpi.experiments.streams import lost_output, open_streams, reason
 from a2d_mpi.kernels import KERNELS
 
@@ -156,8 +156,8 @@ def run(
 
     Options in `apart` may differ between the ranks.  A CollectiveError is printed once, on rank 0,
     and the exit code is 2.  Any other exception, and Ctrl-C, may have happened on one rank only.
-    Its traceback is printed and the whole job is aborted, so that no rank waits for this one.  If
-    a rank is killed, a line names it.
+    Its traceback, or a line after Ctrl-C, is printed and the whole job is aborted, so that no rank
+    waits for this one.  If a rank is killed, a line names it.
     """
     open_streams()
     parser = build_parser(comm)
@@ -177,12 +177,15 @@ def run(
     except (Exception, KeyboardInterrupt) as error:
         if isinstance(error, MPI.Exception):
             time.sleep(1)  # if a transfer broke because a rank was killed, its line comes first
-        print(f"{prog}: rank {comm.rank} failed", file=sys.stderr)
-        traceback.print_exc()
+        interrupted = isinstance(error, KeyboardInterrupt)
+        ended, code = ("interrupted", INTERRUPTED) if interrupted else ("failed", 70)
+        print(f"{prog}: rank {comm.rank} {ended}", file=sys.stderr)
+        if not interrupted:
+            traceback.print_exc()
         sys.stderr.flush()
         alive()
-        comm.Abort(70)
-        os._exit(70)  # the call may return where another rank has aborted, too
+        comm.Abort(code)
+        os._exit(code)  # the call may return where another rank has aborted, too
     if lost_output(prog):
         code = BAD_INPUT
     # A launcher that sees an exit code ends the other ranks: first the message must be printed.

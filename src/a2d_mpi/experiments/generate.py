@@ -25,6 +25,7 @@ from a2d_mpi.gpt.cost import cache_bytes
 from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.parameters import Parameters
 from a2d_mpi.gpt.serve import Service, sample
+from a2d_mpi.gpt.text import VOCAB
 
 
 def generate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
@@ -191,6 +192,8 @@ def _weights(
     state = together(comm, lambda: _state(args.checkpoint), on=0)
     config = comm.bcast(state and state.config)
     agree(comm, None if config else f"{args.checkpoint} has no checkpoint that is whole")
+    wrong = f"tokens are bytes: the model must have a vocabulary of {VOCAB}, has {config.vocab}"
+    agree(comm, None if config.vocab == VOCAB else wrong)
     device = open_device(comm, args.device)
     if split is None:
         return Parameters(config, device.upload(comm.bcast(state and state.weights)))

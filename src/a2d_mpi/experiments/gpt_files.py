@@ -14,6 +14,7 @@ from a2d_mpi.gpt.cost import STEP_PARTS
 
 TRAINING_SCHEMA = ("a2d_mpi.training", 1)
 STEPS_SCHEMA = ("a2d_mpi training steps", 1)
+LINEAR_SCHEMA = ("a2d_mpi linear attention", 1)
 
 
 @dataclass

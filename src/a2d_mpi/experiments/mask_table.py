@@ -90,8 +90,8 @@ def print_table(args: argparse.Namespace) -> Table:
     costs = read_table(args.output) if args.output and args.output.exists() else {}
     if args.output:
         check_writable(args.output)
-    print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank,")
-    print("over those of q; in parentheses its visible pairs over the mean, and the grid")
+    print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank / bytes")
+    print("of q; in parentheses: visible pairs of the largest rank / mean, and the grid")
     print(" | ".join(["mask", *args.plans]), flush=True)
     bar = progress([x for mask in args.masks for x in _seeded(mask, args.seeds)], desc="masks")
     for text in bar:

@@ -44,8 +44,9 @@ def add_model(parser: Parser) -> argparse._ArgumentGroup:
     names = "layers", "width", "nheads", "nheads_kv", "headdim"
     group = add_sizes(parser, **dict.fromkeys(names, "the preset's"))
     add = group.add_argument
-    add("--preset", choices=PRESETS, default="tiny", help="sizes of a known model")
-    add("--positions", choices=POSITIONS, help="default: the preset's")
+    text = f"sizes of a known model: {', '.join(PRESETS)}"
+    add("--preset", choices=PRESETS, metavar="MODEL", default="tiny", help=text)
+    add("--positions", choices=POSITIONS, help="of tokens; default: the preset's")
     add("--recompute", action="store_true", help="keep less of each block, compute it again")
     return group
 

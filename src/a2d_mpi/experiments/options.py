@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -32,6 +33,7 @@ T = TypeVar("T")
 BAD_INPUT = 2  # exit code: nothing was computed, or nothing could be written
 SAMPLE = 16  # query rows and key rows that --check sample compares
 FAILED_CHECK = 1  # exit code: a result is wrong
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
 class BadOption(ValueError, argparse.ArgumentTypeError):
@@ -317,8 +319,20 @@ def add_old_name(
     )  # fmt: skip
 
 
-class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """Show docstrings as they are, and each option with its default or "(required)"."""
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Show docstrings, and each option with its default or "(required)".
+
+    Paragraphs are folded to the width of the terminal.  Paragraphs with indented lines, which are
+    examples and tables, stay as they are.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(
+            x
+            if re.search("^ ", x, re.MULTILINE)
+            else fill(x, width, fix_sentence_endings=True, break_on_hyphens=False)
+            for x in inspect.cleandoc(text).split("\n\n")
+        )
 
     def _get_help_string(self, action: argparse.Action) -> str:
         if action.required:
@@ -437,8 +451,10 @@ def add_workloads(parser: Parser) -> argparse._ArgumentGroup:
 def run_serial(
     build_parser: Callable[[], Parser], body: Callable[[argparse.Namespace], int]
 ) -> NoReturn:
-    """Run a program of one process on its options and exit with its code; 2, with one line, if it
-    raises ValueError, OSError or MemoryError.
+    """Run a program of one process on its options and exit with its code.
+
+    It is 2, with one line, if the program raises ValueError, OSError or MemoryError, or if output
+    is lost, and 130 after Ctrl-C.
     """
     open_streams()
     parser = build_parser()
@@ -452,4 +468,9 @@ def run_serial(
     except (ValueError, OSError, MemoryError) as error:
         print(f"{parser.prog}: error: {reason(error)}", file=sys.stderr)
         code = BAD_INPUT
+    except SystemExit as end:  # --help or --version is printed
+        code = end.code
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        code = INTERRUPTED
     sys.exit(BAD_INPUT if lost_output(parser.prog) else code)

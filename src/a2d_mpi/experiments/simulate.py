@@ -111,10 +111,11 @@ class Task:
 
 def simulate_all(args: argparse.Namespace) -> int:
     """Run the simulations that a file lacks, one after the other; return the exit code."""
+    networks = [replace(parse_network(x), slow_port=args.slow_port) for x in args.networks]
     replayer()  # raises an error now if SimGrid is not installed
     done = read_simulations(args.output) if extends(args.output, args.resume) else {}
     origin, before = Entry(provenance("none", ["simulated"]), {}), 0
-    with progress(_tasks(args), unit="plan") as bar:
+    with progress(_tasks(args, networks), unit="plan") as bar:
         for task in bar:  # the planner runs lazily, in this loop
             entry = done.get(task.name)
             # A simulation that was given up is repeated if it may take longer now.
@@ -180,8 +181,7 @@ def seconds(entry: Mapping[str, object], kind: str, part: str = "") -> float:
     return sum(float(entry.get(f"{phase}/{kind}{part}", np.nan)) for phase in phases)
 
 
-def _tasks(args: argparse.Namespace) -> Iterator[Task]:
-    networks = [replace(parse_network(x), slow_port=args.slow_port) for x in args.networks]
+def _tasks(args: argparse.Namespace, networks: list[Network]) -> Iterator[Task]:
     cases = cases_of(args, args.masks)
     for path, ranks, case in product(args.profile, args.ranks, cases):
         machine = read_machine(path)

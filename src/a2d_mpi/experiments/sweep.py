@@ -15,10 +15,11 @@ from a2d_mpi.core.sizes import Layout, misfit
 from a2d_mpi.experiments.mask_file import FILE, mask_of
 from a2d_mpi.experiments.options import method_name
 from a2d_mpi.planning import cost
+from a2d_mpi.planning.layouts import layouts
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import most_memory
 from a2d_mpi.planning.model import predict
-from a2d_mpi.planning.planner import best_candidates, layouts
+from a2d_mpi.planning.planner import best_candidates
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
@@ -108,7 +109,7 @@ class Configuration:
     @property
     def name(self) -> str:
         """Name of the entry; the shape in it says the number of ranks."""
-        method, shape = self.method.replace(" ", "_"), _shape(self.layout)
+        method, shape = self.method.replace(" ", "_"), grid_text(self.layout)
         overlap = "overlap" if self.overlap else "in_turn"
         order = self.layout.numbering.replace("/", "_")  # a slash would make a subgroup
         order += f"-{self.layout.distribution}" if self.layout.distribution else ""
@@ -209,7 +210,7 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     except ValueError as error:
         raise ValueError(f"--plans {spec!r}: {error}") from None
     if layout.size != ranks:
-        raise ValueError(f"--plans {spec!r}: {_shape(layout)} is not {ranks} ranks")
+        raise ValueError(f"--plans {spec!r}: {grid_text(layout)} is not {ranks} ranks")
     if (layout.rows, layout.cols) not in shapes:
         others = " or ".join(f"{r}x{c}x{heads}" for r, c in shapes)
         others = others or f"impossible on {ranks} ranks"
@@ -288,5 +289,6 @@ def _shapes(method: str, ranks: int) -> list[tuple[int, int]]:
     return [x for x in shapes if ranks == 1 or rules.knows_nodes or rules.suits(Layout(*x))]
 
 
-def _shape(layout: Layout) -> str:
+def grid_text(layout: Layout) -> str:
+    """Return the shape of a layout, ROWSxCOLSxHEADS."""
     return f"{layout.rows}x{layout.cols}x{layout.heads}"

@@ -14,6 +14,8 @@ from a2d_mpi.figures.pictures import (
     SETTINGS,
     WIDTH,
     check_picture,
+    contrast,
+    deepest,
     finish,
     pyplot,
     save,
@@ -28,6 +30,7 @@ RANKS = len(COLOURS)  # at most
 LONGEST = 1024  # tokens: every pair of them is a dot
 MASKS = 32  # of one picture
 _SEEN, _HIDDEN = "#444444", "#F4F4F4"
+ROOM = 20  # a rank's number is shown in areas that are wider than 2 / ROOM of the picture
 _COLUMNS = 3  # masks beside each other
 # Markers of a method with different distributions: how they are filled.
 _FILLED = {"contiguous": "none", "zigzag": "left", "balanced": "full"}
@@ -117,19 +120,27 @@ def draw(tilings: list[Tiling], rows: int, cols: int):
         visible = (shown.ranks >= 0)[..., None]
         left.imshow(np.where(visible, seen, hidden), interpolation="nearest")
         left.set(xlabel="key", ylabel="query")
-        left.set_title(shown.text, loc="left", fontsize=5.5)
+        left.set_title(shown.text, loc="left")
         # -1 is the last.
         right.imshow(np.array([*of_ranks, hidden])[shown.ranks], interpolation="nearest")
-        text = f"{shown.distribution}, {shown.imbalance:.2f}"
-        right.set_title(text, loc="left", fontsize=5.5)
+        right.set_xlabel(f"{shown.distribution}, {shown.imbalance:.2f}")
+        for rank in np.flatnonzero(shown.areas):
+            y, x, distance = deepest(shown.ranks == rank)
+            if distance * ROOM > len(visible):  # else the number would hide what is around it
+                right.text(x, y, rank, ha="center", va="center", color=contrast(COLOURS[rank]))
     for rank in range(rows * cols):
         grid[0, 0].fill([], [], color=COLOURS[rank], label=f"rank {rank}")
-    return finish(figure)
+    return finish(
+        figure, "left: visible pairs; right: the rank that computes each pair; "
+        "number: the largest rank's pairs / mean",
+    )  # fmt: skip
 
 
 def draw_table(table: Table):
     """Draw bytes and balance of all plans by mask: the medians and ranges of all seeds."""
     plt = pyplot(**SETTINGS)
+    from matplotlib.ticker import FuncFormatter
+
     ranks = sorted({key[0] for key in table})
     masks = [x for x in PATTERNS if any(_pattern(key) == x for key in table)]
     plans = list(dict.fromkeys(key[3] for key in table))
@@ -140,6 +151,7 @@ def draw_table(table: Table):
     )
     for row, number in zip(grid, ranks):
         row[0].set_xscale("symlog", linthresh=0.01)  # equal documents move nothing
+        row[0].xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         for axes, (what, unit) in zip(row, units.items()):
             for i, plan in enumerate(plans):
                 values: dict[int, list[float]] = {}  # of all seeds, by mask
@@ -158,7 +170,7 @@ def draw_table(table: Table):
             for y in range(1, len(masks)):
                 axes.axhline(y - 0.5, color="#DDDDDD", linewidth=0.5)
         row[0].set_yticks(range(len(masks)), masks)
-    return finish(figure)
+    return finish(figure, "point: median of the seeds; line: their range")
 
 
 def _pattern(key: tuple[int, int, str, str]) -> str:

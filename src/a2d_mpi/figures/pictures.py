@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
@@ -23,7 +24,7 @@ _METADATA = {
 _BEGINS = {"png": b"\x89PNG", "svg": (b"<?xml", b"<svg"), "pdf": b"%PDF"}
 SETTINGS = {
     "font.size": 7, "legend.fontsize": 7, "axes.titlesize": 7, "legend.title_fontsize": 7,
-    "savefig.dpi": 220, "lines.linewidth": 1, "lines.markersize": 4, "hatch.linewidth": 0.4,
+    "savefig.dpi": 180, "lines.linewidth": 1, "lines.markersize": 4, "hatch.linewidth": 0.4,
     "axes.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False,
 }  # fmt: skip
 WIDTH = 16 / 2.54  # inches, of a figure as wide as a page
@@ -31,11 +32,12 @@ WIDTH = 16 / 2.54  # inches, of a figure as wide as a page
 # Eight colours that colour-blind readers tell apart (Okabe and Ito): ranks and kernels.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#000000")
 # One colour and one marker for each method, in all figures.  Methods of a user are black.
-_MORE = cycle("*h<P8")
+_MORE = cycle("*h8d")
 METHOD_STYLES = defaultdict(lambda: ("#000000", next(_MORE)), {
     "attention2d": ("#0072B2", "o"), "ring": ("#D55E00", "s"), "striped ring": ("#CC79A7", "^"),
     "double ring": ("#E69F00", "D"), "triangle": ("#009E73", ">"), "node aware": ("#56B4E9", "p"),
     "blocks": ("#661100", "X"), "all-gather": ("#444444", "v"),
+    "lasp2": ("#332288", "<"), "lasp": ("#999933", "P"),
 })  # fmt: skip
 # Colours and hatches of the parts of a phase, and of a training step.
 FILLS = {
@@ -100,6 +102,8 @@ def digest(figure) -> str:
     Numbers count to four digits of the largest of their line, bar or image.
     """
     shown = hashlib.sha256()
+    for legend in figure.legends:
+        shown.update(legend.get_title().get_text().encode())
     for axes in figure.axes:
         shown.update("\n".join(_words(axes)).encode())
         for values in _values(axes):
@@ -132,6 +136,54 @@ def _values(axes) -> Iterator[np.ndarray]:
         yield image.get_array()
 
 
+def workload_title(config: Mapping[str, object], seqlen: object = "", phase: str = "both") -> str:
+    """Describe a workload: its mask, tokens (if given), heads, dtype and phases."""
+    c = config
+    heads = f"{c['nheads']} heads of {c['headdim']}"
+    if c["nheads_kv"] != c["nheads"]:
+        heads += f" ({c['nheads_kv']} KV heads)"
+    both = "forward and backward" if c["backward"] else "forward"
+    tokens = (f"{seqlen} tokens",) if seqlen else ()
+    phases = both if phase == "both" else phase
+    return ", ".join((str(c["mask"]), *tokens, heads, str(c["dtype"]), phases))
+
+
+def in_short(tokens: int) -> str:
+    """Write a number of tokens as 64K, 1M, ..."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if tokens % size == 0:
+            return f"{tokens // size}{unit}"
+    return f"{tokens}"
+
+
+def nodes_of(machine: str) -> str:
+    """Drop the number of nodes from a machine's name, where a figure has the number of ranks."""
+    return re.sub(r"^\d+ nodes", "nodes", machine)
+
+
+def deepest(pairs: np.ndarray) -> tuple[int, int, int]:
+    """Find a True of a matrix that is farthest from any False.
+
+    Returns
+    -------
+    row, column, distance : int
+    """
+    distance = 0
+    while pairs.any():
+        rows, columns = np.nonzero(pairs)
+        distance, middle = distance + 1, len(rows) // 2
+        wide = np.pad(pairs, 1)
+        pairs = pairs & wide[2:, 1:-1] & wide[:-2, 1:-1] & wide[1:-1, 2:] & wide[1:-1, :-2]
+    return int(rows[middle]), int(columns[middle]), distance
+
+
+def contrast(colour: str) -> str:
+    """Choose black or white for text on a colour."""
+    from matplotlib.colors import to_rgb
+
+    return "white" if sum(to_rgb(colour)) < 1.3 else "black"
+
+
 def finish(figure, title: str = ""):
     """Put title and legend above, in as many columns as there is room for; returns the figure."""
     handles = {}  # by label: of all panels, each once
@@ -139,11 +191,13 @@ def finish(figure, title: str = ""):
         for handle, label in zip(*axes.get_legend_handles_labels()):
             handles.setdefault(label, handle)
     figure.set_layout_engine("constrained")
+    width = round(120 * figure.get_figwidth() / WIDTH)  # letters
     for number in range(6, 0, -1):
         legend = figure.legend(
-            handles.values(), handles, title=fill(title, 100), loc="outside upper center",
+            handles.values(), handles, title=fill(title, width), loc="outside upper center",
             ncols=number, frameon=False, borderaxespad=0.1,
         )  # fmt: skip
+        legend.get_title().set_multialignment("center")
         _no_formulas(figure)
         if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return figure

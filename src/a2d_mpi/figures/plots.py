@@ -21,6 +21,7 @@ from a2d_mpi.experiments.summary import PARTS, Summary, best_of_families, in_ord
 from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.figures.crossover_plots import draw_crossover, read_crossover
 from a2d_mpi.figures.kernel_plots import draw_kernels
+from a2d_mpi.figures.linear_plots import draw_lengths, read_lengths
 from a2d_mpi.figures.loss_plots import draw_losses
 from a2d_mpi.figures.pictures import (
     SETTINGS,
@@ -33,6 +34,7 @@ from a2d_mpi.figures.pictures import (
     stacked,
     style,
     timeline,
+    workload_title,
 )
 from a2d_mpi.figures.scale_plots import AT_SCALE, draw_by_ranks, efficiency, read_scale
 from a2d_mpi.figures.step_plots import DRAWN
@@ -46,12 +48,12 @@ Figure = Callable[[Summary], float]  # one number of a result
 
 def plot(args: argparse.Namespace) -> int:
     """Draw the figures that are asked for; returns the exit code."""
-    names, formats = ([x.strip() for x in text.split(",")] for text in (args.what, args.format))
-    read, figures = next((x for x in KINDS if names[0] in x[1]), KINDS[0])
-    chosen = ("--what", names, figures), ("--format", formats, ("png", "svg"))
-    for option, given, allowed in chosen:
-        if unknown := [x for x in given if x not in allowed]:
-            raise ValueError(f"{option}: {unknown[0]!r} is none of {', '.join(allowed)}")
+    names, formats = args.what, args.format
+    read, figures = next(x for x in FILE_KINDS if names[0] in x[1])
+    if others := [x for x in names if x not in figures]:
+        raise ValueError(
+            f"--what: {others[0]!r} is none of {', '.join(figures)}, as {names[0]!r} is"
+        )
     chosen = read(args)
     plt = pyplot(**SETTINGS)
     os.makedirs(args.folder, exist_ok=True)
@@ -136,17 +138,13 @@ class Choice:
     @property
     def title(self) -> str:
         """Describe the workload."""
-        c = self.config
-        heads = f"{c['nheads']} heads" + f"/{c['nheads_kv']}" * (c["nheads"] != c["nheads_kv"])
-        phase = {"both": "fwd + bwd" if c["backward"] else "fwd"}.get(self.phase, self.phase)
-        shape = f"{c['seqlen']} tokens, {heads} x {c['headdim']}"
-        return f"{c['mask']}, {shape}, {c['dtype']}, {phase}"
+        return workload_title(self.config, self.config["seqlen"], self.phase)
 
 
 def draw_scaling(plt, choice: Choice):
     """Draw per cent of ideal scaling by number of ranks."""
     points = efficiency({"": choice.families(lambda x: x.seconds)})
-    return finish(draw_by_ranks(plt, points, "% of ideal"), choice.title)
+    return finish(draw_by_ranks(plt, points, "speed, % of ideal"), choice.title)
 
 
 def draw_phases(plt, choice: Choice):
@@ -163,15 +161,22 @@ def draw_phases(plt, choice: Choice):
         times.annotate(f"  {float(f'{ms:.3g}'):g} ({ms / best:.2f}x)", (ms, y), va="center")
     parts = [{part: 100 * x.parts[part] / x.seconds for part in PARTS} for x in shown]
     stacked(shares, np.arange(len(shown)), parts)
-    times.set_yticks(range(len(shown)), [x.plan.removesuffix("@rcu") for x in shown])
+    names = [x.plan.removesuffix("@rcu") + _alias(x) for x in shown]
+    times.set_yticks(range(len(shown)), names)
     times.invert_yaxis()
     times.set_xscale("log")
     times.set_xlim(best / 1.5, 6e3 * shown[-1].seconds)
     plain_ticks(times.xaxis, (1, 3))
-    times.set_xlabel(f"slowest of {choice.ranks} ranks, ms")
-    shares.set(xlim=(0, 100), xlabel="% of the time of this rank")
+    times.set_xlabel(f"slowest of {choice.ranks} ranks, ms (ratio to the fastest plan)")
+    shares.set(xlim=(0, 100), xlabel="% of the time of the slowest rank")
     left_out = f"; the fastest {len(shown)} of {len(plans)} plans" * (len(shown) < len(plans))
     return finish(figure, choice.title + left_out)
+
+
+def _alias(plan: Summary) -> str:
+    """Return the common name of a plan in brackets, if it is not the name of its method."""
+    name = plan.family.partition(" + ")[0]
+    return f" ({name})" * (name != plan.method)
 
 
 def draw_bytes(plt, choice: Choice):
@@ -216,7 +221,7 @@ def draw_model(plt, choice: Choice):
     off = np.array([abs(x.predicted / x.seconds - 1) for x in runs])
     within = ", ".join(f"{100 * np.mean(off <= x):.0f} % within {100 * x:.0f} %"
                        for x in (0.15, 0.3))  # fmt: skip
-    return finish(figure, f"{len(runs)} runs: {within}")
+    return finish(figure, f"{len(runs)} runs: {within} of the measured time (grey bands)")
 
 
 def draw_timeline(plt, choice: Choice):
@@ -247,13 +252,14 @@ def draw_timeline(plt, choice: Choice):
 _DRAWN = (draw_scaling, draw_phases, draw_bytes, draw_model, draw_timeline)
 FIGURES = {draw.__name__.removeprefix("draw_"): draw for draw in _DRAWN}
 # A kind of file: how to read it, and how to draw each of its figures.
-KINDS: list[tuple[Callable, dict[str, Callable]]] = [
+FILE_KINDS: list[tuple[Callable, dict[str, Callable]]] = [
     (Choice, FIGURES),
     (lambda args: read_losses(args.results), {"training": draw_losses}),
     (lambda args: read_entries(args.results, SCHEMA, "figures"), {"kernels": draw_kernels}),
     (lambda args: read_steps(args.results), DRAWN),
+    (lambda args: read_lengths(args.results), {"lengths": draw_lengths}),
     (lambda args: read_scale(args.results, args.workload), AT_SCALE),
     (read_crossover, {"crossover": draw_crossover}),
     (lambda args: read_trace(args.results), {"trace": draw_trace}),
 ]
-OTHERS = [name for _, figures in KINDS[1:] for name in figures]
+OTHERS = [name for _, figures in FILE_KINDS[1:] for name in figures]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,16 @@ import numpy as np
 
 from a2d_mpi.experiments.simulate import read_summaries
 from a2d_mpi.experiments.summary import Summary, in_order
-from a2d_mpi.figures.pictures import WIDTH, finish, log_ranks, plain_ticks, style
+from a2d_mpi.figures.pictures import (
+    WIDTH,
+    finish,
+    in_short,
+    log_ranks,
+    nodes_of,
+    plain_ticks,
+    style,
+    workload_title,
+)
 
 Best = dict[str, dict[tuple[int, int], Summary]]
 Lines = Mapping[str, list[Summary]]  # by family, in the order of the ranks
@@ -39,7 +47,7 @@ class Scale:
         panels: dict[str, Best] = {}
         for x in self.entries:
             # An axis has the number of ranks, so the name has no number of nodes.
-            machine = re.sub(r"^\d+ nodes", "nodes", str(x.config["machine"]))
+            machine = nodes_of(str(x.config["machine"]))
             panel = panels.setdefault(f"{machine}, {x.config['network']}", {})
             of_family, place = panel.setdefault(x.family, {}), (x.ranks, _seqlen(x))
             of_family[place] = min(of_family.get(place, x), x, key=lambda y: y.seconds)
@@ -61,10 +69,7 @@ class Scale:
     @property
     def title(self) -> str:
         """Describe the workload."""
-        c = self.entries[0].config
-        phases = "fwd + bwd" if c["backward"] else "fwd"
-        heads = f"{c['nheads']} heads/{c['nheads_kv']} x {c['headdim']}"
-        return f"simulated: {c['mask']}, {heads}, {c['dtype']}, {phases}"
+        return f"simulated: {workload_title(self.entries[0].config)}"
 
 
 def read_scale(path: str | Path, workload: str | None = None) -> Scale:
@@ -102,7 +107,7 @@ def _seqlen(x: Summary) -> int:
 
 def draw_strong(plt, scale: Scale):
     """Draw per cent of ideal scaling from the fastest plan on the fewest ranks."""
-    figure = draw_by_ranks(plt, efficiency(scale.lines()), "% of ideal")
+    figure = draw_by_ranks(plt, efficiency(scale.lines()), "speed, % of ideal")
     return finish(figure, _title(scale, scale.seqlen))
 
 
@@ -115,7 +120,7 @@ def draw_weak(plt, scale: Scale):
     each = Counter(n // ranks for ranks, n in places if n % ranks == 0)
     usual = max(each, key=lambda x: (each[x], -x))
     lines = scale.lines(lambda ranks, n: n == usual * ranks)
-    figure = draw_by_ranks(plt, efficiency(lines, 1), "% of ideal")
+    figure = draw_by_ranks(plt, efficiency(lines, 1), "speed, % of ideal")
     return finish(figure, _title(scale, usual) + " a rank")
 
 
@@ -135,7 +140,8 @@ def draw_slopes(plt, scale: Scale):
 def draw_exposed(plt, scale: Scale):
     """Draw the mean share of the time in which ranks wait for messages."""
     shares = _points(scale, lambda x: 100 * x.parts["wait"] / x.seconds)
-    return finish(draw_by_ranks(plt, shares, "exposed, %"), _title(scale, scale.seqlen))
+    figure = draw_by_ranks(plt, shares, "waiting, % of the time")
+    return finish(figure, _title(scale, scale.seqlen))
 
 
 def draw_winners(plt, scale: Scale):
@@ -158,12 +164,15 @@ def draw_winners(plt, scale: Scale):
             axes.barh(y, 0.96, 0.94, x - 0.48, color=style(first)["color"], alpha=0.3)
             axes.plot(x, y + 0.15, linestyle="none", label=first, **style(first))
             if others:
-                axes.annotate(f"{lead:.1f} %", (x, y - 0.25), ha="center", va="center", fontsize=6)
+                axes.annotate(
+                    f"{lead:.{int(lead < 10)}f} %", (x, y - 0.25), ha="center", va="center"
+                )
         axes.set_xticks(range(len(lengths)), [in_short(x) for x in lengths])
         axes.set_yticks(range(len(everyone)), [str(x) for x in everyone])
         axes.set(xlim=(-0.5, len(lengths) - 0.5), title=name, xlabel="tokens")
     row[0].set_ylabel("ranks")
-    return finish(figure, scale.title)
+    kinds = "number: how much longer the fastest plan of the other kind takes (grid or ring)"
+    return finish(figure, f"{scale.title}; {kinds}")
 
 
 _DRAWN = (draw_strong, draw_weak, draw_slopes, draw_exposed, draw_winners)
@@ -175,13 +184,12 @@ def efficiency(panels: Mapping[str, Lines], exponent: int = -1) -> Points:
 
     Ideal times are proportional to the number of ranks to the power of `exponent`.
     """
-    from matplotlib.ticker import EngFormatter
-
     points: dict[str, dict[str, dict[int, float]]] = {}
     for title, lines in panels.items():
         first = min((x for xs in lines.values() for x in xs), key=lambda x: (x.ranks, x.seconds))
-        seconds = EngFormatter("s", 2)(first.seconds)
-        name = f"{title}\n100 %: {seconds} on {first.ranks} ranks".strip()
+        slow = first.seconds >= 1
+        time = f"{first.seconds:.3g} s" if slow else f"{1e3 * first.seconds:.3g} ms"
+        name = f"{title}\n100 %: {time} on {first.ranks} ranks".strip()
         points[name] = {family: {} for family in lines}
         for family, xs in lines.items():
             for x in xs:
@@ -233,11 +241,3 @@ def _title(scale: Scale, tokens: int) -> str:
 def power(times: Mapping[int, float]) -> float:
     """Fit the exponent b of the power law ``a ranks**b`` to times, by least squares of logs."""
     return float(np.polyfit(np.log([*times]), np.log([*times.values()]), 1)[0])
-
-
-def in_short(tokens: int) -> str:
-    """Write a number of tokens as 64K, 1M, ..."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if tokens % size == 0:
-            return f"{tokens // size}{unit}"
-    return f"{tokens}"

@@ -11,7 +11,17 @@ from a2d_mpi.experiments.candidates import read_problem
 from a2d_mpi.experiments.mask_file import mask_of
 from a2d_mpi.experiments.sweep import plans_for
 from a2d_mpi.experiments.trace import check_trace, predicted, write_trace
-from a2d_mpi.figures.pictures import SETTINGS, check_picture, finish, pyplot, save, timeline
+from a2d_mpi.figures.pictures import (
+    SETTINGS,
+    check_picture,
+    finish,
+    in_short,
+    nodes_of,
+    pyplot,
+    save,
+    timeline,
+    workload_title,
+)
 from a2d_mpi.figures.schedule_panels import Panels, Spans, panels
 
 RANKS = 64  # at most: more are not told apart
@@ -32,7 +42,9 @@ def plot_schedule(args: argparse.Namespace) -> int:
         raise ValueError(f"--plans must be 1 to {PLANS} plans, got {len(found)}")
     small = partial(mask_of, case.mask)
     rows = [panels(machine, x.method, x.layout, case.work(x.overlap), small) for x in found]
-    save(draw(rows, machine.ranks_per_node), args.output)
+    workload = workload_title(vars(case), in_short(case.seqlen))
+    title = f"simulated: {workload}; {args.ranks} ranks, {nodes_of(machine.name)}"
+    save(draw(rows, machine.ranks_per_node, title), args.output)
     if args.trace:
         sections = []
         for x, row in zip(found, rows):
@@ -42,7 +54,7 @@ def plot_schedule(args: argparse.Namespace) -> int:
     return 0
 
 
-def draw(rows: list[Panels], ranks_per_node: int):
+def draw(rows: list[Panels], ranks_per_node: int, title: str = ""):
     """Draw a row of panels for each plan; returns the figure."""
     plt = pyplot(**SETTINGS | {"axes.spines.top": True, "axes.spines.right": True})
     from matplotlib.ticker import EngFormatter
@@ -58,8 +70,8 @@ def draw(rows: list[Panels], ranks_per_node: int):
     for row, (first, *others) in zip(rows, all_axes):
         _computes(first, row.computes, colours)
         # A long title would run into the next panel.
-        title = row.title.replace(", ", ",\n") if len(row.title) > 26 else row.title
-        first.set_title(title, loc="left", fontweight="bold")
+        name = row.title.replace(", ", ",\n") if len(row.title) > 26 else row.title
+        first.set_title(name, loc="left", fontweight="bold")
         for phase, matrix, time in zip(phases, others, others[len(phases) :]):
             most = max(x.received[phase].max() for x in rows)
             _received(figure, matrix, row.received[phase], most, colours, ranks_per_node)
@@ -68,7 +80,7 @@ def draw(rows: list[Panels], ranks_per_node: int):
             received = in_bytes(row.received[phase].sum(axis=1).max())
             matrix.set_title(f"{phase}: {received} to a rank", loc="left")
             time.set_title(f"{phase}: {in_seconds(_end(row.spans[phase]))}", loc="left")
-    return finish(figure)
+    return finish(figure, title)
 
 
 def _end(spans: Spans) -> float:

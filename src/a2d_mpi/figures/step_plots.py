@@ -23,7 +23,8 @@ def draw_steps(plt, runs: list[Steps]):
     axes.invert_yaxis()
     axes.set_xlabel(f"seconds of a step, slowest of {ranks} ranks (pale: predicted)")
     a = shown[0].attributes
-    title = f"{a['layers']} layer, width {a['width']}, {a['mask']}, {a['seqlen']} tokens"
+    layers = f"{a['layers']} layer" + "s" * (a["layers"] > 1)
+    title = f"{layers}, width {a['width']}, {a['mask']}, {a['seqlen']} tokens"
     return finish(figure, title)
 
 
@@ -42,7 +43,7 @@ def draw_activations(plt, runs: list[Steps]):
         if name == "activations":
             ideal = values[0] * ranks[0] / ranks
             axes.plot(ranks, ideal, "k:", linewidth=1.5, label="1 / P")
-    axes.set(yscale="log", ylabel="MB of a rank, at most")
+    axes.set(yscale="log", ylabel="MB of the largest rank")
     plain_ticks(axes.yaxis)
     log_ranks(axes, {x.attributes["ranks"] for x in runs})
     a = runs[0].attributes

@@ -27,7 +27,8 @@ def draw_trace(plt, events: list[dict]):
         axes.plot([x["ts"] / 1e3 for x in both], [rows[x["tid"]] - 0.2 for x in both],
                   marker=".", markevery=[1], markersize=3, color="black", linewidth=0.5,
                   alpha=0.6, label="message")  # fmt: skip
-    axes.set(xlabel="ms", ylabel="rank", ylim=(ranks - 0.4, -0.6))
+    axes.set(xlabel="time, ms", ylabel="rank", ylim=(ranks - 0.4, -0.6))
     axes.set_xlim(min(x["ts"] for x in calls) / 1e3, max(x["ts"] + x["dur"] for x in calls) / 1e3)
     axes.yaxis.set_major_locator(plt.MaxNLocator(8, integer=True))
-    return finish(figure, ", ".join(dict.fromkeys(x["name"] for x in calls)))
+    names = ", ".join(dict.fromkeys(x["name"] for x in calls))
+    return finish(figure, f"{names}, {ranks} ranks")

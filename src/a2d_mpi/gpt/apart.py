@@ -18,7 +18,6 @@ output of the final LayerNorm.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
@@ -26,11 +25,12 @@ from copy import copy
 import numpy as np
 from mpi4py import MPI
 
+from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices import device_of
-from a2d_mpi.devices.protocol import Array, Device
+from a2d_mpi.devices.protocol import Array
 from a2d_mpi.gpt import layers
 from a2d_mpi.gpt.cache import BlockTable
 from a2d_mpi.gpt.config import GPTConfig
@@ -39,17 +39,13 @@ from a2d_mpi.gpt.exchange import ArrayExchange
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
+from a2d_mpi.gpt.pipe import Line, Pipe, errors_of_attention, part_of
 from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.masks.documents import positions_in
 
 MICRO_BATCHES = 3  # one for each stage: attention, transfer, FFN
 # Weights of the FFN ranks, and the axis along which these ranks divide them.
 _SHARED = {"wte": 0, "wpe": 0, "fc.weight": 1, "fc.bias": 0, "out.weight": 0, "out.bias": 0}
-
-
-def _cut(n: int, i: int, parts: int) -> slice:
-    """Return part i of n things that are cut into equal parts, up to one thing."""
-    return slice(n * i // parts, n * (i + 1) // parts)
 
 
 def weights_of_rank(
@@ -80,7 +76,7 @@ def weights_of_rank(
         if axis is None and ffn < 0:
             own[name] = weight
         elif axis is not None and ffn >= 0:
-            part = _cut(weight.shape[axis], ffn, ffn_ranks)
+            part = part_of(weight.shape[axis], ffn, ffn_ranks)
             own[name] = weight[:, part] if axis else weight[part]
     flat = np.concatenate([weight.reshape(-1) for weight in own.values()])
     return flat, {name: weight.shape for name, weight in own.items()}
@@ -106,21 +102,15 @@ def attention_grid(
         On all ranks, if the two numbers do not add up to the ranks of `comm`, or the grid does not
         fit the attention ranks.
     """
-    problem, grid = None, None
-    if min(split) < 1 or sum(split) != comm.size:
-        problem = (
-            f"{split[0]} attention ranks and {split[1]} FFN ranks are not the {comm.size} ranks "
-            "that there are"
-        )
-    agree(comm, problem)
-    kind = comm.Split(int(comm.rank >= split[0]), comm.rank)
-    try:
+    fits = min(split) >= 1 and sum(split) == comm.size
+    kinds = f"{split[0]} attention and {split[1]} FFN ranks"
+    wrong = f"{kinds} are not the {comm.size} ranks of the job"
+    agree(comm, None if fits else wrong)
+    kind, grid = comm.Split(int(comm.rank >= split[0]), comm.rank), None
+    with errors_of_attention(comm):
         if comm.rank < split[0]:
             grid = ProcessGrid(kind, *shape)
-    except ValueError as error:
-        problem = str(error)
     kind.Free()
-    _agree_with_first(comm, problem)
     return grid
 
 
@@ -167,137 +157,6 @@ def open_apart(
     )
 
 
-def _agree_with_first(comm: MPI.Intracomm, problem: str | None) -> None:
-    """Raise a problem of the attention ranks on all ranks."""
-    agree(comm, comm.bcast(problem))
-
-
-class Line:
-    """The messages of a batch between attention ranks and FFN ranks, layer after layer.
-
-    A rank takes and gives rows in turn.  It posts the receives of the next rows before it gives.
-
-    Parameters
-    ----------
-    exchange : ArrayExchange
-    to, sources : sequence of int
-        Ranks to which this rank gives rows, and from which it takes rows.
-    shape : (int, int)
-        Shape of the rows, (n, E).
-    like : array
-        Array with the device and the dtype of the rows.
-    takes : int
-        Number of calls of `take`.
-    tag : int
-        MPI tag of the batch.
-    """
-
-    def __init__(
-        self,
-        exchange: ArrayExchange,
-        to: Sequence[int],
-        sources: Sequence[int],
-        shape: tuple[int, int],
-        like: Array,
-        takes: int,
-        tag: int,
-    ) -> None:
-        self._exchange, self._to, self._sources, self._tag = exchange, to, sources, tag
-        self._shape, self._like, self._takes, self._messages = shape, like, takes, []
-        self._begin = time.perf_counter()  # begin of this rank's computing for the batch
-        self._expect()
-
-    def take(self) -> Array:
-        """Block until the rows of all sources have arrived; return their sum, in rank order."""
-        self._exchange.wait(self._messages)
-        total, *others = self._rows
-        for x in others:
-            total += x
-        self._expect()
-        self._begin = time.perf_counter()
-        return total
-
-    def give(self, rows: Array) -> None:
-        """Start to send rows, which must not change afterwards."""
-        if self._exchange.log is not None:
-            self._exchange.log.append((f"batch {self._tag}", self._begin, time.perf_counter()))
-        for peer in self._to:
-            self._messages += self._exchange.send(rows, peer, self._tag)
-
-    def end(self) -> None:
-        """Block until all rows have been sent."""
-        self._exchange.wait(self._messages)
-
-    def _expect(self) -> None:
-        self._rows = []
-        if self._takes:
-            self._takes -= 1
-            empty = module_of(self._like).empty
-            self._rows = [empty(self._shape, self._like.dtype) for _ in self._sources]
-            for x, source in zip(self._rows, self._sources):
-                self._messages += self._exchange.receive(x, source, self._tag)
-
-
-class Pipe:
-    """All lines between attention ranks and FFN ranks.  Collective.
-
-    Parameters
-    ----------
-    comm : Intracomm
-        Attention ranks, then FFN ranks.
-    attention_ranks, micro_batches : int
-    weights : Parameters
-        Weights of this rank.
-    way : tuple of Traffic, Device, str
-        Arguments `traffic`, `device` and `transfers` of an `ArrayExchange`.  Messages have channel
-        "pipe", and phase "prefill" or "decode".
-    """
-
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        attention_ranks: int,
-        micro_batches: int,
-        weights: Parameters,
-        way: tuple[Traffic, Device, str],
-    ) -> None:
-        self.comm, self.attention_ranks, self._weights = comm, range(attention_ranks), weights
-        self.ffn_ranks, self._micro_batches = range(attention_ranks, comm.size), micro_batches
-        self.prefill = ArrayExchange(comm, "prefill", "pipe", *way)
-        self.decode = ArrayExchange(comm, "decode", "pipe", *way)
-
-    def line(
-        self, exchange: ArrayExchange, holders: Sequence[int], rows: int, takes: int, tag: int
-    ) -> Line:
-        """Make a line for rows of which each rank of `holders` has a copy.
-
-        Each FFN rank receives the rows from one holder; the holders share these messages out in
-        turn.  All holders receive the rows that come back.
-        """
-        givers = [holders[i % len(holders)] for i in range(len(self.ffn_ranks))]
-        if self.comm.rank in self.attention_ranks:
-            to = [x for x, giver in zip(self.ffn_ranks, givers) if giver == self.comm.rank]
-            sources = self.ffn_ranks
-        else:
-            to, sources = holders, [givers[self.ffn_ranks.index(self.comm.rank)]]
-        shape = rows, self._weights.config.width
-        return Line(exchange, to, sources, shape, self._weights.flat, takes, tag)
-
-    def step(self, requests: int) -> list[tuple[slice, Line]]:
-        """Cut the requests of a step into micro-batches; return each with its line."""
-        number, takes = min(requests, self._micro_batches), self._weights.config.layers + 1
-        batches = [_cut(requests, i, number) for i in range(number)]
-        return [
-            (x, self.line(self.decode, self.attention_ranks, x.stop - x.start, takes, tag))
-            for tag, x in enumerate(batches)
-        ]
-
-    def free(self) -> None:
-        """Free the communicators.  Collective."""
-        self.prefill.free()
-        self.decode.free()
-
-
 class Apart(Decoder):
     """A `Decoder` on attention ranks and FFN ranks; all calls are collective over both kinds.
 
@@ -313,12 +172,6 @@ class Apart(Decoder):
     def agreed(self, choices: dict[int, int]) -> dict[int, int]:
         """Return the choices of the first FFN rank, on all ranks."""
         return self._pipe.comm.bcast(choices, self._pipe.ffn_ranks[0])
-
-    def _append(self, tokens: Mapping[int, int]) -> tuple[list[int], np.ndarray, list[int]]:
-        """Add one token to each request of the table; return requests, positions and owners."""
-        names = list(tokens)
-        positions = np.array([self.table.requests[x].length for x in names])
-        return names, positions, [self.table.append(x, 1)[0] for x in names]
 
     def _no_logits(self) -> np.ndarray:
         return np.empty((0, self._weights.config.vocab))
@@ -339,12 +192,8 @@ class AttentionRank(Apart):
         kernel: str,
         micro_batches: int,
     ) -> None:
-        problem = None
-        try:
+        with errors_of_attention(comm):
             super().__init__(grid, weights, rooms, block, method, transfers, kernel)
-        except ValueError as error:  # on all attention ranks
-            problem = str(error)
-        _agree_with_first(comm, problem)
         self._pipe = Pipe(comm, grid.comm.size, micro_batches, weights, self._way)
 
     def step(self, tokens: Mapping[int, int]) -> np.ndarray:
@@ -382,12 +231,17 @@ class AttentionRank(Apart):
         for x, line in zip(rows, lines):
             yield layers.layer_norm(x + line.take(), self._weights.named, "ln_f")[0]
 
+    def _plan(self, cu_seqlens: np.ndarray) -> AttentionPlan:
+        """Make the plan of the prompts, and tell the FFN ranks which tokens this rank owns."""
+        with errors_of_attention(self._pipe.comm):
+            plan = super()._plan(cu_seqlens)
+        self._pipe.comm.allgather(plan.tokens)
+        return plan
+
     def _hidden(self, model: GPT, tokens: Array) -> Array:
         """Return the final LayerNorm of this rank's tokens of prompts, as a batch of its own."""
-        pipe, own = self._pipe, model.attention.tokens
-        pipe.comm.allgather(own)
-        takes, rank = self._weights.config.layers + 1, pipe.comm.rank
-        line = pipe.line(pipe.prefill, [rank], len(own), takes, rank)
+        pipe, takes = self._pipe, self._weights.config.layers + 1
+        line = pipe.line(pipe.prefill, [pipe.comm.rank], len(tokens), takes, pipe.comm.rank)
         (hidden,) = self._through([model], [line])
         line.end()
         return hidden
@@ -417,23 +271,26 @@ class FFNRank(Apart):
         transfers: str,
         micro_batches: int,
     ) -> None:
-        _agree_with_first(comm, None)
+        with errors_of_attention(comm):
+            pass
         self._weights, self.table, self.traffic = weights, BlockTable(rooms, block), Traffic()
         device, config = device_of(weights.flat), weights.config
         self._upload, self._download = device.upload, device.download
         way = self.traffic, device, transfers
         self._pipe = Pipe(comm, attention_ranks, micro_batches, weights, way)
         self._place = comm.rank - attention_ranks, comm.size - attention_ranks
-        self._columns = _cut(config.width, *self._place)  # this rank adds the last bias here
+        self._columns = part_of(config.width, *self._place)  # this rank adds the last bias here
 
     def prefill(self, prompts: Mapping[int, np.ndarray]) -> np.ndarray:
         """Compute prompts, with one batch for the tokens of each attention rank."""
-        pipe, cu_seqlens = self._pipe, np.cumsum([0, *map(len, prompts.values())])
-        for name, x in prompts.items():
-            self.table.append(name, len(x))
-        tokens, positions = np.concatenate(list(prompts.values())), positions_in(cu_seqlens)
+        pipe, takes = self._pipe, self._weights.config.layers
+        with errors_of_attention(pipe.comm):
+            pass
         owned = pipe.comm.allgather(None)[: len(pipe.attention_ranks)]
-        takes = self._weights.config.layers
+        for name, prompt in prompts.items():
+            self.table.append(name, len(prompt))
+        tokens = np.concatenate(list(prompts.values()))
+        positions = positions_in(np.cumsum([0, *map(len, prompts.values())]))
         lines = [pipe.line(pipe.prefill, [a], len(x), takes, a) for a, x in enumerate(owned)]
         self._through(lines, [(tokens[x], positions[x]) for x in owned])
         for line in lines:
@@ -481,7 +338,7 @@ class FFNRank(Apart):
         total = module_of(flat).zeros((len(tokens), config.width), flat.dtype)
         for name, rows in (("wte", tokens), ("wpe", positions)):
             if name in config.shapes:
-                own = _cut(config.shapes[name][0], *self._place)
+                own = part_of(config.shapes[name][0], *self._place)
                 held = np.flatnonzero((own.start <= rows) & (rows < own.stop))
                 which = self._upload(rows[held] - own.start)
                 total[self._upload(held)] += self._weights.named[name][which]
@@ -500,7 +357,7 @@ class FFNRank(Apart):
             return self._no_logits()
         messages = []
         for i, rank in enumerate(ranks[1:], 1):
-            columns = _cut(vocab, i, len(ranks))
+            columns = part_of(vocab, i, len(ranks))
             parts.append(xp.empty((len(parts[0]), columns.stop - columns.start), parts[0].dtype))
             messages += exchange.receive(parts[i], rank)
         exchange.wait(messages)
@@ -537,7 +394,7 @@ def step_traffic_apart(
         messages, elements = messages * batches, 0
         peers = len(range(rank, ffn_ranks, attention_ranks))  # FFN ranks that it gives rows
     else:
-        part = _cut(config.vocab, rank - attention_ranks, ffn_ranks)
+        part = part_of(config.vocab, rank - attention_ranks, ffn_ranks)
         elements = requests * (part.stop - part.start) * (rank > attention_ranks)  # logits
         nbytes, messages, peers = 0, int(elements > 0), attention_ranks
     rows = peers * (config.layers + 1)

@@ -89,7 +89,7 @@ class BlockTable:
         if needed > self.total:
             raise ValueError(
                 f"request {name} needs {needed} blocks of {self.block} tokens for its "
-                f"{max_tokens} tokens; all {ranks} ranks together have room for {self.total}"
+                f"{max_tokens} tokens; all ranks together have room for {self.total}"
             )
         if needed > sum(self.free):
             return False

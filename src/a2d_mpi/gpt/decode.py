@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
@@ -25,6 +26,7 @@ from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
 from a2d_mpi.gpt.steps import SpreadAttention, heads_kv_of
+from a2d_mpi.kernels import make_kernel
 from a2d_mpi.masks.documents import Documents, positions_in
 
 
@@ -60,8 +62,8 @@ class Decoder:
     Raises
     ------
     ValueError
-        On all ranks, if the rooms do not fit the grid, the grid does not fit the heads, or the
-        model has linear layers.
+        On all ranks, if the rooms do not fit the grid, the grid does not fit the heads, the model
+        has linear layers, or the kernel does not take its arrays.
     """
 
     def __init__(
@@ -83,11 +85,15 @@ class Decoder:
             problem = f"room must be a number for each of the {ranks} positions, got {list(rooms)}"
         if c.hybrid:
             problem = f"no decoding with linear layers: the model has layers {c.layer_pattern}"
+        device = device_of(weights.flat)
+        try:  # plans make their kernels late, in the middle of a prompt
+            make_kernel(kernel, device, weights.flat.dtype, c.headdim**-0.5)
+        except (ValueError, ImportError) as error:
+            problem = problem or str(error)
         agree(grid.comm, problem)
         self.table, self.traffic = BlockTable(rooms, block), Traffic()
         shape = c.layers, heads_kv_of(c, grid.heads, 0).stop, c.headdim
         self.cache = Cache(self.table, grid.group_comm.rank, shape, weights.flat)
-        device = device_of(weights.flat)
         self._upload, self._download = device.upload, device.download
         self._way = self.traffic, device, transfers
         self.attention = SpreadAttention(grid, c, self.cache, *self._way)
@@ -125,12 +131,8 @@ class Decoder:
         prompts : dict of int to (n,) int64
             Tokens of each admitted request.
         """
-        lengths = [len(x) for x in prompts.values()]
-        cu_seqlens = np.cumsum([0, *lengths])
-        packed = np.concatenate(list(prompts.values()))
-        mask, c = Documents(cu_seqlens, causal=True), self._weights.config
-        sizes = {"seqlen": len(packed), "dtype": self._weights.flat.dtype, **c.heads}
-        plan = make_plan(self._method, self._grid, mask, **sizes, **self._options)
+        cu_seqlens = np.cumsum([0, *map(len, prompts.values())])
+        packed, plan = np.concatenate(list(prompts.values())), self._plan(cu_seqlens)
         own, kept = plan.tokens, []  # `kept`: keys and values by layer
 
         def forward(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
@@ -150,9 +152,7 @@ class Decoder:
 
     def step(self, tokens: Mapping[int, int]) -> np.ndarray:
         """Append one token to each given request; return the logits after it, (requests, V)."""
-        names = list(tokens)
-        positions = np.array([self.table.requests[x].length for x in names])
-        owners = [self.table.append(x, 1)[0] for x in names]
+        names, positions, owners = self._append(tokens)
         self.attention.begin(names, positions, owners)
         model = GPT(self._weights, self.attention, positions)
         return self._logits(model, model.hidden(self._upload(np.array(list(tokens.values())))))
@@ -188,6 +188,18 @@ class Decoder:
         """Bytes and messages that this rank has sent in decoding steps; see `step_traffic`."""
         kinds = self.traffic.bytes, self.traffic.messages
         return tuple(sum(x[key][0] for key in x if key[0] == "decode") for x in kinds)
+
+    def _append(self, tokens: Mapping[int, int]) -> tuple[list[int], np.ndarray, list[int]]:
+        """Add one token to each request of the table; return requests, positions and owners."""
+        names = list(tokens)
+        positions = np.array([self.table.requests[x].length for x in names])
+        return names, positions, [self.table.append(x, 1)[0] for x in names]
+
+    def _plan(self, cu_seqlens: np.ndarray) -> AttentionPlan:
+        """Make a plan for prompts that are packed as documents."""
+        mask, c = Documents(cu_seqlens, causal=True), self._weights.config
+        sizes = {"seqlen": int(cu_seqlens[-1]), "dtype": self._weights.flat.dtype, **c.heads}
+        return make_plan(self._method, self._grid, mask, **sizes, **self._options)
 
     def _hidden(self, model: GPT, tokens: Array) -> Array:
         """Return the output of the last layer for this rank's tokens of prompts."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
-from a2d_mpi.kernels.cudnn_pieces import BlockRuns, Piece, Pieces
+from a2d_mpi.kernels.cudnn_calls import BlockRuns, CallMaker, RunCall
 from a2d_mpi.kernels.cupy import CupyKernel
 from a2d_mpi.kernels.graphs import graphs_of
 from a2d_mpi.kernels.masked import MaskedRows
@@ -70,7 +70,7 @@ class CudnnKernel:
         self.deterministic = deterministic
         self._work = work or Workspace(plain.device)
         graphs = graphs or graphs_of(plain.device.index, deterministic)
-        self._pieces = Pieces(plain, graphs, deterministic)
+        self._calls = CallMaker(plain, graphs, deterministic)
         self._masked = MaskedRows(plain.device, self._work)
 
     def forward(
@@ -83,28 +83,28 @@ class CudnnKernel:
         lse: Array,
     ) -> None:
         """Write the partial result to `lse` and `out`, which has the tensors' dtype or float32."""
-        runs = self._pieces.get(intervals, q, k, k.shape[1], False)
+        runs = self._calls.get(intervals, q, k, k.shape[1], False)
         if runs.single:
             keys_at = [self._input(runs, i, x, slice(0, len(x))) for i, x in ((1, k), (2, v))]
-            for piece in runs.pieces:
-                if piece.sequences is None:
-                    self._attend(piece, q, k, v, out[piece.rows], lse[piece.rows])
+            for call in runs.calls:
+                if call.sequences is None:
+                    self._attend(call, q, k, v, out[call.rows], lse[call.rows])
                     continue
                 native = out if out.dtype == self.dtype else self._buffer("batches", out.shape)
-                self._launch(piece, (q.data.ptr, *keys_at, native.data.ptr, lse.data.ptr))
+                self._launch(call, (q.data.ptr, *keys_at, native.data.ptr, lse.data.ptr))
                 if native is not out:
-                    self.device.put(out[piece.rows], native[piece.rows])
+                    self.device.put(out[call.rows], native[call.rows])
             return
         total = out if out.dtype == np.float32 else self._buffer("total", out.shape, np.float32)
         compensation = self._buffer("compensation", lse.shape, np.float32)
         self.device.zero(total)
         self.device.zero(compensation)
         self._masked.fill(lse)
-        for piece in runs.pieces:
-            to = [x[piece.rows] for x in (total, lse, compensation)]
+        for call in runs.calls:
+            to = [x[call.rows] for x in (total, lse, compensation)]
             partial_out = self._buffer("part", to[0].shape)
             partial_lse = self._buffer("lse", to[1].shape, np.float32)
-            self._attend(piece, q, k, v, partial_out, partial_lse)
+            self._attend(call, q, k, v, partial_out, partial_lse)
             self.device.merge(*to, partial_out, partial_lse)
         if total is not out:
             self.device.put(out, total)
@@ -128,12 +128,12 @@ class CudnnKernel:
             self.plain.backward(dout, q, k, v, lse, delta, intervals, dq, dk, dv, fresh)
             return
         nheads, gradients = q.shape[1], (dq, dk, dv)
-        runs = self._pieces.get(intervals, q, k, nheads, True)
-        one_piece = [(piece.rows, piece.keys, piece.gaps) for piece in runs.pieces] == [
+        runs = self._calls.get(intervals, q, k, nheads, True)
+        one_call = [(call.rows, call.keys, call.gaps) for call in runs.calls] == [
             (slice(0, len(q)), slice(0, len(k)), False)
         ]
         # Rows that only one run writes are overwritten; several runs are summed in float32.
-        new = [fresh and runs.single, fresh and one_piece, fresh and one_piece]
+        new = [fresh and runs.single, fresh and one_call, fresh and one_call]
         sums = [
             x if alone or not fresh or x.dtype == np.float32
             else self._buffer(("sum", i), x.shape, np.float32)
@@ -155,57 +155,57 @@ class CudnnKernel:
             inputs += [out, dout, stats]
         # cuDNN's tiles of a batch may read past the end of a sequence, so all rows must be clean.
         of_batches = [self._input(runs, i, x, slice(0, len(x))) for i, x in enumerate(inputs[:5])]
-        for piece in runs.pieces:
-            if piece.launch is not None:
-                self._add_gradients(piece, inputs, of_batches, sums, new)
+        for call in runs.calls:
+            if call.launch is not None:
+                self._add_gradients(call, inputs, of_batches, sums, new)
                 continue
-            rows, keys = piece.rows, piece.keys
-            if new[0] and not (one_piece and piece.intervals):
+            rows, keys = call.rows, call.keys
+            if new[0] and not (one_call and call.intervals):
                 self.device.zero(sums[0][rows])
-            if piece.intervals:
+            if call.intervals:
                 self.plain.backward(
                     dout[rows], q[rows], k[keys], v[keys], lse[rows], delta[rows],
-                    piece.intervals, sums[0][rows], sums[1][keys], sums[2][keys], new[1],
+                    call.intervals, sums[0][rows], sums[1][keys], sums[2][keys], new[1],
                 )  # fmt: skip
         for to, x in zip(gradients, sums):
             if x is not to:
                 self.device.put(to, x)
 
-    def _attend(self, piece: Piece, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
+    def _attend(self, call: RunCall, q: Array, k: Array, v: Array, out: Array, lse: Array) -> None:
         """Compute one run; `out` and `lse` are the rows of its queries."""
-        rows, keys = piece.rows, piece.keys
-        if not piece.intervals:
+        rows, keys = call.rows, call.keys
+        if not call.intervals:
             self.device.zero(out)
             self._masked.fill(lse)
             return
-        if piece.launch is None:
-            self.plain.forward(q[rows], k[keys], v[keys], piece.intervals, out, lse)
+        if call.launch is None:
+            self.plain.forward(q[rows], k[keys], v[keys], call.intervals, out, lse)
             return
         native = out if out.dtype == self.dtype else self._buffer("out", out.shape)
         stats = self._buffer("stats", lse.shape[::-1], np.float32)  # cuDNN wants heads first
-        keys_at = [self._input(piece, i, x, keys) for i, x in ((1, k), (2, v))]
+        keys_at = [self._input(call, i, x, keys) for i, x in ((1, k), (2, v))]
         pointers = _at(q, rows), *keys_at, native.data.ptr, stats.data.ptr
-        self._launch(piece, pointers)
+        self._launch(call, pointers)
         self.device.transpose(lse, stats)
         if native is not out:
             self.device.put(out, native)
-        if piece.masked_rows is not None:
-            self._masked.clear(out, piece.masked_rows)
-            self._masked.fill(lse, piece.masked_rows)
+        if call.masked_rows is not None:
+            self._masked.clear(out, call.masked_rows)
+            self._masked.fill(lse, call.masked_rows)
 
     def _add_gradients(
         self,
-        piece: Piece,
+        call: RunCall,
         inputs: list[Array],
         of_batches: list[int],
         sums: list[Array],
         new: list[bool],
     ) -> None:
-        """Compute the gradients of one piece by cuDNN.
+        """Compute the gradients of one call by cuDNN.
 
         Parameters
         ----------
-        piece : Piece
+        call : RunCall
         inputs : list of array
             q, k, v, out, dout and stats.
         of_batches : list of int
@@ -216,15 +216,15 @@ class CudnnKernel:
             Whether to overwrite each of `sums` instead.
         """
         nheads, headdim = sums[0].shape[1:]
-        rows, keys, ragged = piece.rows, piece.keys, piece.sequences is not None
+        rows, keys, ragged = call.rows, call.keys, call.sequences is not None
         if ragged:
             pointers = of_batches.copy()
         else:
             pointers = [
-                self._input(piece, i, x, keys if i in (1, 2) else rows)
+                self._input(call, i, x, keys if i in (1, 2) else rows)
                 for i, x in enumerate(inputs[:5])
             ]
-        pointers.append(inputs[5].data.ptr + piece.stats)
+        pointers.append(inputs[5].data.ptr + call.stats)
         puts = []  # gradients to copy or add to rows of the sums
         for i, where in enumerate((rows, keys, keys)):
             x = sums[i]
@@ -236,14 +236,14 @@ class CudnnKernel:
             pointers.append(y.data.ptr)
             if ragged:
                 y = y[where]
-                if piece.gaps and i:
+                if call.gaps and i:
                     self.device.zero(y)
             puts.append((x[where], y, not new[i]))
-        self._launch(piece, pointers)
+        self._launch(call, pointers)
         if puts:
             self.device.put_all(puts)
 
-    def _input(self, of: Piece | BlockRuns, i: int, x: Array, rows: slice) -> int:
+    def _input(self, of: RunCall | BlockRuns, i: int, x: Array, rows: slice) -> int:
         """Return a pointer to rows of an input of a run, or of all batches.
 
         Masked rows and keys may be NaN, and cuDNN multiplies them by 0.  They are cleared in a
@@ -254,14 +254,14 @@ class CudnnKernel:
             return _at(x, rows)
         return self._masked.copy((type(of), i), x, rows, places).data.ptr
 
-    def _launch(self, piece: Piece, pointers: Iterable[int]) -> None:
-        size = max(piece.launch.workspace_size, 1)
+    def _launch(self, call: RunCall, pointers: Iterable[int]) -> None:
+        size = max(call.launch.workspace_size, 1)
         workspace = self._buffer("workspace", (size,), np.uint8).data.ptr
-        for array in (piece.ends, piece.sequences):
+        for array in (call.ends, call.sequences):
             if array is not None:
                 step = array.nbytes // len(array)
                 pointers = *pointers, *(array.data.ptr + i * step for i in range(len(array)))
-        piece.launch(pointers, workspace, cupy.cuda.get_current_stream().ptr)
+        call.launch(pointers, workspace, cupy.cuda.get_current_stream().ptr)
 
     def _buffer(self, name: object, shape: tuple, dtype: Any = None) -> Array:
         return self._work.get(("kernel", name), shape, dtype or self.dtype)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from a2d_mpi.core.sizes import flops
+from a2d_mpi.core.sizes import Layout, flops
 
 LONGEST_NAME = 100
 # Smallest and largest valid value; outside a prediction might be 0 or not finite.  All other
@@ -192,6 +192,10 @@ class Machine:
         times = {x.name: x.default for x in fields(self) if isinstance(x.default, float)}
         name = f"{self.name}, links alone"
         return replace(self, **times, name=name, kernels=kernels, computed_by="")
+
+    def node_of(self, layout: Layout) -> np.ndarray:
+        """Return the node of every rank of a layout, (P,) int64."""
+        return layout.world_ranks() // self.ranks_per_node
 
     def links(self, ranks: int) -> tuple[Link, Link]:
         """Return the links inside nodes and between nodes for a number of ranks.

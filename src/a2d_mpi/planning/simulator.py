@@ -90,7 +90,7 @@ class Messages(NamedTuple):
     source, to : ndarray
         Rank that sends, and rank that receives.
     nbytes : ndarray
-        Bytes, at least 1.
+        Bytes; 0 in the messages of barriers.
     """
 
     source: np.ndarray

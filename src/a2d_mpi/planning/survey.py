@@ -155,7 +155,7 @@ def _with_link_costs(machine: Machine, layout: Layout, survey: Survey) -> Survey
     for ``1 - hidden`` of the transfer.
     """
     messages, operations = survey.messages, survey.operations
-    node = layout.world_ranks() // machine.ranks_per_node
+    node = machine.node_of(layout)
     near = node[messages.source] == node[messages.to]
     inside, between = machine.links(layout.size)
 
@@ -314,7 +314,7 @@ def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:
     others = [x for x in program.channels[step.channel] if x != program.rank]
     rounds = len(others).bit_length()
     return [
-        (x, x < program.rank, _BARRIER, 0, 0, 1, int(i < rounds), 0) for i, x in enumerate(others)
+        (x, x < program.rank, _BARRIER, 0, 0, 0, int(i < rounds), 0) for i, x in enumerate(others)
     ]
 
 

@@ -39,7 +39,7 @@ def buffers(program: Program) -> dict[tuple[str, int], int]:
     Returns
     -------
     dict of (str, int) to int
-        Bytes by the room of the buffer (`Array.room`) and the number of the tensor.
+        Bytes by the room of the buffer (`TokenArray.room`) and the number of the tensor.
     """
     sizes: dict[tuple[str, int], int] = {}
     for name, array in program.arrays.items():

@@ -23,11 +23,12 @@ from collections.abc import Iterator
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import Runs
+from a2d_mpi.schedules.chunks import chunked, split_own
 from a2d_mpi.schedules.collectives import Incoming, Partials, Stream, all_gather
-from a2d_mpi.schedules.group import Group, chunked
+from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import Array, Rows
+from a2d_mpi.schedules.steps import Rows, TokenArray
 
 
 class Tile:
@@ -115,7 +116,7 @@ class Tile:
             if not p.group.overlap and not isinstance(coming, Stream):
                 self.wait(coming)
         if self.by_query:
-            first, *rest = p.split_own(False, p.channels["col"], p.group.cols)
+            first, *rest = split_own(p.group, rank, False, p.channels["col"], p.group.cols)
             own = p.rows(self.q, rank, first)
             own_k = self.own_k if p.arrays[self.k].by_token else p.rows(self.k, rank)
             yield rank, own, rank, own_k
@@ -129,7 +130,7 @@ class Tile:
             if not p.group.stream:
                 yield from calls
         else:
-            first, *rest = p.split_own(True, p.channels["row"], p.group.rows)
+            first, *rest = split_own(p.group, rank, True, p.channels["row"], p.group.rows)
             own = p.rows(self.k, rank, first)
             yield rank, p.rows(self.q, rank), rank, own
             for owner, queries in self._arriving(self.q_coming):
@@ -246,7 +247,7 @@ def keys_are_smaller(group: Group) -> bool:
     """Return True if gathered keys and their gradients take less memory than queries."""
 
     def row_bytes(*kinds: str) -> int:
-        return sum(sum(group.row_bytes(Array(kind, ()))) for kind in kinds)
+        return sum(sum(group.row_bytes(TokenArray(kind, ()))) for kind in kinds)
 
     return (group.rows - 1) * row_bytes("kv", "dkv") < (group.cols - 1) * row_bytes("qd", "dq")
 

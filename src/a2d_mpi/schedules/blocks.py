@@ -99,8 +99,10 @@ def needs_of(problem: Problem) -> Needs:
 class RankBlocks:
     """The blocks that a rank computes with: rows that it receives and sends, and kernel calls."""
 
-    def __init__(self, p: Program, kind: str) -> None:
+    def __init__(self, p: Program, backward: bool) -> None:
         self.p, n = p, p.group.problem.shards.nshards
+        self.gathers_first = p.group.gathers_first(backward)
+        kind = "qd" if backward else "q"
         self.needs = needs_of(p.group.problem)
         p.mask = self.needs.assigned(p.rank)
         p.channels["all"] = tuple(range(n))
@@ -149,13 +151,12 @@ class RankBlocks:
             if p.group.overlap:
                 p.wait([message])
             yield p.rank, self.own_q, message.rows
-        gathers_first = p.group.gathers_first(p.arrays[self.own_q.array].kind == "qd")
-        if gathers_first:
+        if self.gathers_first:
             if p.group.overlap:
                 p.wait(self.q_coming.values())
             p.gathered("all")
         for owner, message in self.q_coming.items():
-            if p.group.overlap and not gathers_first:
+            if p.group.overlap and not self.gathers_first:
                 p.wait([message])
             yield owner, message.rows, p.rows(p.sorted(self.keys))
 
@@ -180,7 +181,7 @@ class RankBlocks:
 
 def forward(p: Program) -> None:
     """Write the forward pass of a rank."""
-    blocks = RankBlocks(p, "q")
+    blocks = RankBlocks(p, backward=False)
     out = p.own("out", "out", "result")
     coming = blocks.partials("out")
     for owner, queries, keys in blocks.calls():
@@ -197,7 +198,7 @@ def forward(p: Program) -> None:
 
 def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
-    blocks = RankBlocks(p, "qd")
+    blocks = RankBlocks(p, backward=True)
     dq = p.own("dq", "dq")
     p.clear(dq)
     dkv = p.sums("all dkv", "dkv", blocks.keys, by_token=bool(blocks.q_coming))

@@ -2,43 +2,76 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
+import numpy as np
+
+from a2d_mpi.masks.intervals import Runs, cut, keys_per_query, queries_per_key, size
+from a2d_mpi.masks.mask import Causal, Full
+from a2d_mpi.schedules.group import Group
+from a2d_mpi.sharding.pairs import causal_share
+
 GRAIN = 128  # tokens: a shard of at least 2 GRAIN tokens is cut at a multiple of GRAIN
 FIRST_SHARE = 0.6  # share of the work on a rank's own shard that comes before all other work
 
 
-def chunks(tokens: int, ranks: int) -> list[slice]:
-    """Return the chunks in which a shard travels along a row or column of `ranks` ranks.
+def chunked(places: Runs, ranks: int) -> list[Runs]:
+    """Cut places into the chunks that travel along a row or column of `ranks` ranks.
 
     Among more than two ranks a shard is a small share of the traffic, and travels as one chunk.
     Between two ranks it is all of the traffic, and travels as two chunks.  With one chunk the
     receiver could compute nothing before the whole message arrives.  The sender of a result could
     send nothing before the whole result is computed.
     """
-    middle = GRAIN * round(tokens / 2 / GRAIN)
-    if ranks == 2 and tokens >= 2 * GRAIN:
-        return [slice(0, middle), slice(middle, tokens)]
-    return [slice(0, tokens)]
+    n = size(places)
+    if ranks == 2 and n >= 2 * GRAIN:
+        middle = GRAIN * round(n / 2 / GRAIN)
+        return [cut(places, 0, middle), cut(places, middle, n)]
+    return [places] if n else []
 
 
-def splits_own_shard(tokens: int, ranks: int) -> bool:
-    """Return True if a rank keeps some work on its own shard for the end."""
-    return ranks > 1 and tokens >= 2 * GRAIN
-
-
-def split_own_shard(first: int, tokens: int, ranks: int) -> list[slice]:
-    """Cut a rank's own shard into the tokens before the other shards and the tokens after them.
+def split_own(
+    group: Group, rank: int, of_keys: bool, others: tuple[int, ...], ranks: int
+) -> list[Runs]:
+    """Cut a rank's shard into the tokens that it computes first and the tokens for the end.
 
     Parameters
     ----------
-    first : int
-        Number of first tokens that have about `FIRST_SHARE` of the visible pairs.
-    tokens : int
-        Number of tokens of the shard.
+    group : Group
+    rank : int
+        Rank in the group.
+    of_keys : bool
+        Whether to cut the shard of keys; otherwise the shard of queries.
+    others : tuple of int
+        Owners of the tokens on the other side of the tile.
     ranks : int
-        Number of ranks of the row or column.  With one rank no partial results travel at the end,
-        and the shard is not cut.
+        Number of ranks of the row or column along which partial results travel.  With one rank no
+        partial results travel at the end, and the shard is not cut.
     """
-    middle = GRAIN * round(first / GRAIN)
-    if splits_own_shard(tokens, ranks) and 0 < middle < tokens:
-        return [slice(0, middle), slice(middle, tokens)]
-    return [slice(0, tokens)]
+    places = group.all_places(of_keys, rank)
+    n = size(places)
+    if ranks > 1 and n >= 2 * GRAIN:
+        middle = GRAIN * round(_first_tokens(group, rank, of_keys, others, n) / GRAIN)
+        if 0 < middle < n:
+            return [((0, middle),), ((middle, n),)]
+    return [places]
+
+
+def _first_tokens(group: Group, rank: int, of_keys: bool, others: tuple[int, ...], n: int) -> int:
+    """Return how many first tokens of a rank have `FIRST_SHARE` of its visible pairs.
+
+    `n` is the number of tokens of the rank.  The other parameters are as in `split_own`.
+    """
+    shards, problem, mask = group.shards(of_keys), group.problem, group.problem.mask
+    if type(mask) is Full:  # a closed form is far faster, also for causal masks
+        across = sum(map(len, problem.runs_of(not of_keys, others)))
+        return bisect_left(range(n), FIRST_SHARE * (n * across), key=lambda i: (i + 1) * across)
+    if type(mask) is Causal:
+        runs = shards.runs(rank), problem.runs_of(not of_keys, others)
+        return causal_share(*runs, of_keys, FIRST_SHARE)
+    own, across = shards.tokens(rank), problem.tokens_of(not of_keys, others)
+    if of_keys:
+        pairs = queries_per_key(mask.intervals(across, own), n)  # (keys,)
+    else:
+        pairs = keys_per_query(mask.intervals(own, across))  # (queries,)
+    return int(np.searchsorted(np.cumsum(pairs), FIRST_SHARE * pairs.sum()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.schedules.group import chunked
+from a2d_mpi.schedules.chunks import chunked
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Receive, Rows
 

@@ -7,11 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.masks.intervals import Runs, cut, size
+from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.masks.mask import Full
-from a2d_mpi.schedules.chunks import chunks
 from a2d_mpi.schedules.problem import Problem
-from a2d_mpi.schedules.steps import KINDS, Array
+from a2d_mpi.schedules.steps import KINDS, TokenArray
 from a2d_mpi.sharding.distribution import Distribution
 
 
@@ -94,7 +93,7 @@ class Group:
             self._sets[key] = frozenset(members)
         return self._sets[key]
 
-    def row_bytes(self, array: Array) -> list[int]:
+    def row_bytes(self, array: TokenArray) -> list[int]:
         """Return the bytes of a row in each tensor of an array; one sum if it is packed."""
         key = array.kind, array.accumulated, array.all_heads, array.packed, array.wire
         if key not in self._bytes:
@@ -105,7 +104,7 @@ class Group:
             self._bytes[key] = [sum(sizes)] if array.packed else sizes
         return self._bytes[key]
 
-    def encodes(self, array: Array) -> bool:
+    def encodes(self, array: TokenArray) -> bool:
         """Return True if messages hold the tensors of an array in a narrow format."""
         if self.config.wire is None:
             return False
@@ -126,9 +125,3 @@ class Group:
         See `a2d_mpi.sharding.visibility.Visibility.required`.
         """
         return self.problem.visibility.required(of_keys, owner, others)
-
-
-def chunked(places: Runs, ranks: int) -> list[Runs]:
-    """Cut places into the chunks that travel along a row or column of `ranks` ranks."""
-    n = size(places)
-    return [cut(places, x.start, x.stop) for x in chunks(n, ranks)] if n else []

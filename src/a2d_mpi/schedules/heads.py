@@ -13,7 +13,7 @@ from functools import partial
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import SUMS, Rows
+from a2d_mpi.schedules.steps import KINDS_OF_KEYS, SUMS, Rows
 
 
 class Ulysses:
@@ -36,7 +36,7 @@ class Ulysses:
     def parcel(self, name: str, owner: int) -> Rows:
         """Declare an array with all rows of an owner, for one message; return its rows."""
         if name not in self._parcels:
-            places = self.p.group.all_places(self.kind in ("kv", "dkv"), owner)
+            places = self.p.group.all_places(self.kind in KINDS_OF_KEYS, owner)
             options = {"accumulated": self.accumulated, "packed": True}
             options["room"] = f"parcel {name} {self._number}"
             array = self.p.array(f"{name} {self.kind}", self.kind, [(owner, places)], **options)
@@ -48,7 +48,7 @@ class Ulysses:
     ) -> str:
         """Declare an array with all rows of the Ulysses group, by token; return its name."""
         p, room = self.p, f"{name} {self._number}"
-        of_keys = self.kind in ("kv", "dkv")
+        of_keys = self.kind in KINDS_OF_KEYS
         pieces = [(x, p.group.all_places(of_keys, x)) for x in p.channels["head"]]
         accumulated = self.accumulated if accumulated is None else accumulated
         options = {"by_token": True, "room": room}

@@ -13,7 +13,7 @@ from itertools import chain
 import numpy as np
 
 from a2d_mpi.masks.intervals import Runs
-from a2d_mpi.schedules.group import chunked
+from a2d_mpi.schedules.chunks import chunked
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Receive
 

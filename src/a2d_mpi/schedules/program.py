@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import accumulate, pairwise
 
-import numpy as np
-
-from a2d_mpi.masks.intervals import (
-    Runs,
-    common,
-    cut,
-    keys_per_query,
-    queries_per_key,
-    size,
-)
-from a2d_mpi.masks.mask import Causal, Full
-from a2d_mpi.schedules.chunks import FIRST_SHARE, split_own_shard, splits_own_shard
+from a2d_mpi.schedules.arrays import ProgramArrays, common_rows
 from a2d_mpi.schedules.group import Group
-from a2d_mpi.schedules.progressions import concatenated, progressions, ranks_among
 from a2d_mpi.schedules.steps import (
     KINDS,
-    SUMS,
     Add,
-    Array,
     Attend,
     Barrier,
     Clear,
@@ -39,7 +23,6 @@ from a2d_mpi.schedules.steps import (
     Step,
     Wait,
 )
-from a2d_mpi.sharding.pairs import causal_share
 
 PARTIALS = ("out", "dq", "dkv")  # kinds of rows that hold partial results
 
@@ -62,8 +45,8 @@ class _StepList(list):
             raise StepLimit
 
 
-class Program:
-    """Everything that one rank does in one phase.
+class Program(ProgramArrays):
+    """Everything that one rank does in one phase: its arrays, and the steps that use them.
 
     Parameters
     ----------
@@ -79,7 +62,7 @@ class Program:
     ----------
     channels : dict of str to tuple of int
         The ranks of the group in each channel, in the order of their ranks in the channel.
-    arrays : dict of str to Array
+    arrays : dict of str to TokenArray
     steps : list of Step
     body : int
         Number of steps before the waits that end the program.
@@ -87,204 +70,45 @@ class Program:
         Number of messages, sent and received, and of barriers.
     results : dict of str to Rows
         Rows that hold the results of this rank's shard at the end, by kind.
-    mask : Mask
-        Mask of the pairs that this rank computes.
+    arrays, mask
+        As in `ProgramArrays`.
     """
 
     def __init__(
         self, rank: int, group: Group, stride: int = 1, offset: int = 0, most: int | None = None
     ) -> None:
-        self.rank, self.group, self.mask = rank, group, group.problem.mask
+        super().__init__(rank, group)
         self._stride, self._offset = stride, offset
         self.channels: dict[str, tuple[int, ...]] = {}
-        self.arrays: dict[str, Array] = {}
         self.steps = _StepList(most)
         self.results: dict[str, Rows] = {}
-        self._piece_offsets: dict[str, list[int]] = {}
-        self._index: dict[str, dict[int, list[int]]] = {}
-        self._twins: dict[str, str] = {}
         self.messages = self.body = 0
+        # Number of messages so far, by what `Send.turn` counts, minus 1.
         self._turns: dict[tuple, int] = {}
-        self._token_runs: dict[Rows, list[range]] = {}
+        # Barriers that this rank has entered and not passed.
+        self._barriers: list[Barrier] = []
+        # Arguments of `send` that `give` holds back without overlap.
+        self._held: list[tuple[str, int, Rows]] = []
+        # Packed copies of scattered rows.
         self._packed: dict[Rows, Rows] = {}
+        # By array: the array of the same rows on the wire, and the rows that it holds so far.
         self._wires: dict[str, str] = {}
         self._on_wire: dict[str, list[range]] = {}
+        # By index of a message that has not been waited for: its rows on the wire, and decoded.
         self._encoded: dict[int, tuple[Rows, Rows]] = {}
-        self._ends: dict[Rows, tuple[int, int]] = {}
-        self._partial: dict[tuple, Rows] = {}
+        # Rows for partial results that are merged at once, by the rows that they are merged into.
+        self._partial: dict[Rows, Rows] = {}
+        # Rows of each array that hold a partial result already.
         self._written: dict[str, list[range]] = {}
-        self._unsorted_sums: set[str] = set()
+        # Arrays whose sorted twin has been filled; arrays whose sorted twin holds sums to add.
         self._sorted: set[str] = set()
-        self._held: list[tuple[str, int, Rows]] = []
-        self._barriers: list[Barrier] = []
-        self._positions: dict[str, list[tuple[int, list[range]]]] = {}
+        self._unsorted_sums: set[str] = set()
 
     def grid_rank(self, rank: int) -> int:
         """Return the rank in the layout of a rank of the group."""
         return rank * self._stride + self._offset
 
-    # Arrays and rows.
-
-    def array(
-        self,
-        name: str,
-        kind: str,
-        pieces: Iterable[tuple[int, Runs]],
-        role: str = "buffer",
-        accumulated: tuple[str, ...] | None = None,
-        **options: bool | str,
-    ) -> str:
-        """Declare an array, see `a2d_mpi.schedules.steps.Array`; return its name.
-
-        By default all tensors of results have the accumulation dtype.
-        """
-        if name not in self.arrays:
-            if accumulated is None:
-                accumulated = KINDS[kind] if role == "result" else SUMS
-            self.arrays[name] = Array(kind, tuple(pieces), role, accumulated, **options)
-        return name
-
-    def _offsets(self, name: str) -> list[int]:
-        """Return the offsets of the pieces of an array, in rows; the last one is its length."""
-        if name not in self._piece_offsets:
-            sizes = (size(places) for _, places in self.arrays[name].pieces)
-            self._piece_offsets[name] = list(accumulate(sizes, initial=0))
-        return self._piece_offsets[name]
-
-    def _of_owner(self, name: str, owner: int) -> Sequence[int]:
-        """Return the numbers of the pieces of an array that belong to an owner."""
-        if name not in self._index:
-            index = self._index[name] = {}
-            for i, (owned_by, _) in enumerate(self.arrays[name].pieces):
-                index.setdefault(owned_by, []).append(i)
-        return self._index[name].get(owner, ())
-
-    def _held_at(self, name: str, owner: int) -> list[tuple[int, Runs]]:
-        """Return the offsets of an owner's pieces in an array, and their places in the shard."""
-        offsets, pieces = self._offsets(name), self.arrays[name].pieces
-        return [(offsets[i], pieces[i][1]) for i in self._of_owner(name, owner)]
-
-    def own(self, name: str, kind: str, role: str = "buffer", **options: bool | str) -> Rows:
-        """Declare an array of this rank's shard; return all its rows."""
-        places = self.group.all_places(kind in ("kv", "dkv"), self.rank)
-        return self.rows(self.array(name, kind, [(self.rank, places)], role, **options))
-
-    def rows(
-        self,
-        name: str,
-        owner: int | None = None,
-        places: Runs | None = None,
-        head: int | None = None,
-    ) -> Rows:
-        """Return rows of an array.
-
-        Parameters
-        ----------
-        name : str
-            Name of the array.
-        owner : int, optional
-            Only rows of this owner's tokens.  Default: all rows.
-        places : Runs, optional
-            Only rows of the tokens at these places of the owner's shard.  For an array by token
-            they must be the places of one of its pieces.  Default: all places.
-        head : int, optional
-            As in `Rows`.
-        """
-        array = self.arrays[name]
-        if owner is None:
-            return Rows(name, (range(array.length),) if array.length else (), head)
-        if array.by_token:
-            where = self._by_token(name)
-            numbers = self._of_owner(name, owner)
-            matching = (i for i in numbers if places in (None, array.pieces[i][1]))
-            by_token = (r for i in matching for r in where[i][1])
-            return Rows(name, tuple(by_token), head)
-        runs: list[range] = []
-        for offset, held in self._held_at(name, owner):
-            _place(runs, offset, held, places)
-        return Rows(name, tuple(runs), head)
-
-    def rows_within(self, name: str, begin: int, end: int) -> Rows:
-        """Return the rows of the tokens in ``[begin, end)``, of all owners."""
-        array = self.arrays[name]
-        shards, runs = self.group.shards(array.of_keys), []
-        if not array.by_token:
-            for offset, (owner, held) in zip(self._offsets(name), array.pieces):
-                _place(runs, offset, held, shards.places(owner, ((begin, end),)))
-            return Rows(name, tuple(runs))
-        tokens = self.tokens(self.rows(name))
-        first, last = np.searchsorted(tokens, (begin, end)).tolist()
-        return Rows(name, (range(first, last),) if first < last else ())
-
-    def matching(self, name: str, rows: Rows) -> Rows:
-        """Return the rows of the array `name` for the tokens of `rows`."""
-        runs: list[range] = []
-        for owner, wanted in self.pieces(rows):
-            for offset, held in self._held_at(name, owner):
-                _place(runs, offset, held, wanted)
-        return Rows(name, tuple(runs))
-
-    def pieces(self, rows: Rows) -> list[tuple[int, Runs]]:
-        """Return the owners of rows and the places in their shards.
-
-        The array of the rows must not be by token.
-        """
-        pieces, offsets = self.arrays[rows.array].pieces, self._offsets(rows.array)
-        own = []
-        for run in rows.runs:
-            i = bisect_right(offsets, run.start) - 1
-            while i < len(pieces) and offsets[i] < run.stop:
-                first, last = run.start - offsets[i], run.stop - offsets[i]
-                owner, places = pieces[i]
-                if first > 0 or last < offsets[i + 1] - offsets[i]:
-                    places = cut(places, max(first, 0), last)
-                if places:
-                    own.append((owner, places))
-                i += 1
-        return own
-
-    def token_runs(self, rows: Rows) -> list[range]:
-        """Return the tokens of rows as progressions.
-
-        For all rows of an array by token, the progressions are not in the order of the rows.
-        """
-        if rows not in self._token_runs:
-            array = self.arrays[rows.array]
-            if array.by_token and rows.count < array.length:
-                return progressions(self.tokens(rows))
-            shards = self.group.shards(array.of_keys)
-            pieces = array.pieces if rows.count == array.length else self.pieces(rows)
-            runs = [r for owner, places in pieces for r in shards.at(owner, places)]
-            self._token_runs[rows] = runs
-        return self._token_runs[rows]
-
-    def tokens(self, rows: Rows) -> np.ndarray:
-        """Return the token of every row, (rows,) int64, in the order of the rows."""
-        array = self.arrays[rows.array]
-        if array.by_token:
-            of_array = self.token_runs(Rows(rows.array, (range(array.length),)))
-            return np.sort(concatenated(of_array))[positions(rows)]
-        return concatenated(self.token_runs(rows))
-
-    def sorted_twin(self, name: str) -> str:
-        """Declare an array with the same rows by token; return its name.
-
-        If the rows of the array are in the order of tokens, return the array itself.
-        """
-        if name not in self._twins:
-            array = self.arrays[name]
-            self._twins[name] = name
-            if not (array.by_token or self.in_order(array.of_keys, array.pieces)):
-                options = {"accumulated": array.accumulated, "by_token": True}
-                twin = self.array(f"{name} by token", array.kind, array.pieces, **options)
-                self._twins[name] = twin
-        return self._twins[name]
-
-    def in_order(self, of_keys: bool, pieces: Iterable[tuple[int, Runs]]) -> bool:
-        """Return True if the tokens of pieces, one piece after the other, are in order."""
-        shards = self.group.shards(of_keys)
-        runs = (r for owner, places in pieces for r in shards.at(owner, places))
-        return all(a[-1] < b[0] for a, b in pairwise(runs))
+    # Rows by token.
 
     def sorted(self, name: str) -> str:
         """Copy the rows of an array to its sorted twin, only once; return the twin."""
@@ -293,11 +117,6 @@ class Program:
             self._sorted.add(name)
             self.copy(self.rows(name), self._piecewise(twin))
         return twin
-
-    def piece_by_piece(self, name: str) -> Rows:
-        """Return all rows of an array, one run per piece; the tokens of a run are in order."""
-        runs = (range(a, b) for a, b in pairwise(self._offsets(name)) if a < b)
-        return Rows(name, tuple(runs))
 
     def sums(
         self, name: str, kind: str, like: str, by_token: bool = False
@@ -327,57 +146,6 @@ class Program:
             self.clear(self.rows(twin))
             self._unsorted_sums.add(name)
         return lambda rows: rows._replace(array=names[rows.array])
-
-    def _piecewise(self, name: str) -> Rows:
-        """Return all rows of an array by token, in the order of its pieces."""
-        return Rows(name, tuple(r for _, runs in self._by_token(name) for r in runs))
-
-    def _by_token(self, name: str) -> list[tuple[int, list[range]]]:
-        """Return the owner, and the positions in an array by token, of every piece."""
-        if name not in self._positions:
-            array = self.arrays[name]
-            shards = self.group.shards(array.of_keys)
-            tokens = [shards.at(owner, places) for owner, places in array.pieces]
-            owners = (owner for owner, _ in array.pieces)
-            self._positions[name] = list(zip(owners, ranks_among(tokens)))
-        return self._positions[name]
-
-    def split_own(self, of_keys: bool, others: Sequence[int], ranks: int) -> list[Runs]:
-        """Cut this rank's shard into the tokens that it computes first and the tokens for the end.
-
-        Parameters
-        ----------
-        of_keys : bool
-            Whether to cut the shard of keys; otherwise the shard of queries.
-        others : sequence of int
-            Owners of the tokens on the other side of the tile.
-        ranks : int
-            Number of ranks of the row or column along which partial results travel.
-        """
-        own_places = self.group.all_places(of_keys, self.rank)
-        if not splits_own_shard(size(own_places), ranks):
-            return [own_places]
-        n = size(own_places)
-        first = self._tokens_with(of_keys, tuple(others), n)
-        return [((x.start, x.stop),) for x in split_own_shard(first, n, ranks)]
-
-    def _tokens_with(self, of_keys: bool, others: tuple[int, ...], n: int) -> int:
-        """Return how many first tokens of this rank have `FIRST_SHARE` of its visible pairs."""
-        shards, problem = self.group.shards(of_keys), self.group.problem
-        if type(self.mask) is Full:  # a closed form is far faster, also for causal masks
-            theirs = sum(map(len, problem.runs_of(not of_keys, others)))
-            return bisect_left(
-                range(n), FIRST_SHARE * (n * theirs), key=lambda i: (i + 1) * theirs
-            )
-        if type(self.mask) is Causal:
-            own, theirs = shards.runs(self.rank), problem.runs_of(not of_keys, others)
-            return causal_share(own, theirs, of_keys, FIRST_SHARE)
-        shard, tokens = shards.tokens(self.rank), problem.tokens_of(not of_keys, others)
-        if of_keys:
-            areas = queries_per_key(self.mask.intervals(tokens, shard), len(shard))
-        else:
-            areas = keys_per_query(self.mask.intervals(shard, tokens))
-        return int(np.searchsorted(np.cumsum(areas), FIRST_SHARE * areas.sum()))
 
     # Messages.
 
@@ -570,9 +338,8 @@ class Program:
         """Add gradients, in one kernel call for each run of keys; write them if `fresh`."""
         if not fresh and not self.sees(queries, keys):
             return
-        for k, dk in _common_runs(keys.runs, dkv.runs) or [((), ())]:
-            k_rows, dkv_rows = keys._replace(runs=k), dkv._replace(runs=dk)
-            self.steps.append(Differentiate(queries, k_rows, dq, dkv_rows, fresh))
+        for k_run, dkv_run in common_rows(keys, dkv) or [(keys, dkv)]:
+            self.steps.append(Differentiate(queries, k_run, dq, dkv_run, fresh))
 
     def combine(self, source: Rows, target: Rows) -> None:
         """Merge a partial result into rows of the same kind, or add a sum to them."""
@@ -588,24 +355,6 @@ class Program:
             self.array(name, "compensation", array.pieces)
             self.clear(self.rows(name))
         self.steps.append(Merge(source, target, target._replace(array=name)))
-
-    def sees(self, queries: Rows, keys: Rows) -> bool:
-        """Return True if any of the queries sees any of the keys."""
-        if not (queries.runs and keys.runs):
-            return False
-        if type(self.mask) is Full:
-            return True
-        if type(self.mask) is Causal:
-            return self.extremes(queries)[1] >= self.extremes(keys)[0]
-        intervals = self.mask.intervals(self.tokens(queries), np.sort(self.tokens(keys)))
-        return any((end > begin).any() for begin, end in intervals)
-
-    def extremes(self, rows: Rows) -> tuple[int, int]:
-        """Return the first and the last token of rows."""
-        if rows not in self._ends:
-            runs = self.token_runs(rows)
-            self._ends[rows] = min(r[0] for r in runs), max(r[-1] for r in runs)
-        return self._ends[rows]
 
     def _partial_of(self, target: Rows) -> Rows:
         """Declare rows for a partial result that is merged into `target` at once."""
@@ -628,44 +377,3 @@ class Program:
             self._unsorted_sums.remove(name)
             twin = self.sorted_twin(name)
             self.steps.append(Add(self._piecewise(twin), self.rows(name)))
-
-
-def positions(rows: Rows) -> np.ndarray:
-    """Return the positions of rows in the memory of their array, (rows,) int64."""
-    return concatenated(rows.runs)
-
-
-def common_rows(source: Rows, target: Rows) -> list[tuple[Rows, Rows]]:
-    """Cut the rows of two arrays into pieces that are one run in both."""
-    return [
-        (source._replace(runs=a), target._replace(runs=b))
-        for a, b in _common_runs(source.runs, target.runs)
-    ]
-
-
-def _common_runs(
-    one: Sequence[range], other: Sequence[range]
-) -> list[tuple[tuple[range], tuple[range]]]:
-    pairs, i, j, a, b = [], 0, 0, 0, 0  # a, b: number of rows of the runs i, j that are done
-    while i < len(one) and j < len(other):
-        n = min(len(one[i]) - a, len(other[j]) - b)
-        pairs.append(((one[i][a : a + n],), (other[j][b : b + n],)))
-        a, b = a + n, b + n
-        if a == len(one[i]):
-            i, a = i + 1, 0
-        if b == len(other[j]):
-            j, b = j + 1, 0
-    return pairs
-
-
-def _place(runs: list[range], offset: int, held: Runs, places: Runs | None) -> None:
-    """Append the positions of `places` to `runs`; the places `held` begin at `offset`."""
-    for begin, end in held:
-        wanted = ((begin, end),) if places is None else common(places, begin, end)
-        for a, b in wanted:
-            first, last = offset + a - begin, offset + b - begin
-            if runs and runs[-1].stop == first:
-                runs[-1] = range(runs[-1].start, last)
-            else:
-                runs.append(range(first, last))
-        offset += end - begin

@@ -25,7 +25,7 @@ KINDS = {
     "gradients": ("dq", "dk", "dv"),
     "compensation": ("lse",),  # digits that merges round off
 }
-OF_KEYS = ("kv", "dkv")  # kinds whose rows belong to keys; other kinds belong to queries
+KINDS_OF_KEYS = ("kv", "dkv")  # kinds whose rows belong to keys; other kinds belong to queries
 # Tensors that travel in the accumulation dtype: sums and statistics.
 SUMS = ("lse", "delta", "dq", "dk", "dv")
 
@@ -55,7 +55,7 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Array:
+class TokenArray:
     """Tensors of tokens of one or several owners.
 
     Attributes
@@ -98,7 +98,7 @@ class Array:
     @property
     def of_keys(self) -> bool:
         """True if its rows belong to keys, False if they belong to queries."""
-        return self.kind in OF_KEYS
+        return self.kind in KINDS_OF_KEYS
 
     @cached_property
     def length(self) -> int:
@@ -231,7 +231,7 @@ class Merge(NamedTuple):
 class Add(NamedTuple):
     """Add rows to other rows.
 
-    If the two arrays have different heads, only tensors in `Array.accumulated` are added; the
+    If the two arrays have different heads, only tensors in `TokenArray.accumulated` are added; the
     other tensors are copied.
     """
 

@@ -174,13 +174,13 @@ class TriangleTile:
     queries and keys exchange their roles.
     """
 
-    def __init__(self, p: Program, kind: str, by_query: bool) -> None:
+    def __init__(self, p: Program, backward: bool, by_query: bool) -> None:
         self.p, (i, j) = p, triangle.pair(p.rank)
-        self.by_query = by_query
+        self.gathers_first = p.group.gathers_first(backward)
         of, kv = p.group.elements, p.group.elements("k", "v")
-        sizes, back = (of("q"), kv), (of("out"), 0)
-        if kind == "qd":
-            sizes, back = (of("q", "dout"), kv), (of("dq"), of("dk", "dv"))
+        kind, sizes, back = "q", (of("q"), kv), (of("out"), 0)
+        if backward:
+            kind, sizes, back = "qd", (of("q", "dout"), kv), (of("dq"), of("dk", "dv"))
         side = functools.partial(Side, p, sizes=sizes, back=back)
         self.q, self.k = side("row", False, i), side("col", True, j)
         # Other ranks need this rank's queries of segment j, and its keys of segment i.
@@ -254,14 +254,14 @@ class TriangleTile:
                 held.append((side, owner))
             else:
                 yield side, owner
-        if p.group.gathers_first(p.arrays[self.own_q.array].kind == "qd"):
+        if self.gathers_first:
             p.gathered("row", "col")
         yield from held
 
 
 def forward(p: Program) -> None:
     """Write the forward pass of a rank."""
-    tile = TriangleTile(p, "q", by_query=True)
+    tile = TriangleTile(p, backward=False, by_query=True)
     out = p.own("out", "out", "result")
     for side in (tile.q, tile.fed_q):
         side.post_partials("out")
@@ -285,7 +285,7 @@ def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
     # The larger of the two reductions is finished one owner after the other.
     by_query = p.group.elements("dq") >= p.group.elements("dk", "dv")
-    tile = TriangleTile(p, "qd", by_query)
+    tile = TriangleTile(p, backward=True, by_query=by_query)
     dq, dkv = p.own("dq", "dq", "result"), p.own("dkv", "dkv", "result")
     p.clear(dq)
     p.clear(dkv)
@@ -313,10 +313,10 @@ def backward(p: Program) -> None:
     p.results = {"dq": dq, "dkv": dkv}
 
 
-Partials = list[tuple[Side, str, int]]  # array and owner of rows
+Unsent = list[tuple[Side, str, int]]  # partial results: side, and array and owner of the rows
 
 
-def _given(side: Side, array: str, owner: int) -> Partials:
+def _given(side: Side, array: str, owner: int) -> Unsent:
     """Send a finished partial result at once; return it if other results must be merged first."""
     if side.p.group.overlap and not side.is_helped(owner):
         side.give(array, owner)
@@ -324,7 +324,7 @@ def _given(side: Side, array: str, owner: int) -> Partials:
     return [(side, array, owner)]
 
 
-def _give(held: Partials) -> None:
+def _give(held: Unsent) -> None:
     """Send partial results; results that wait for other ranks come last."""
     for side, array, owner in sorted(held, key=lambda x: x[0].is_helped(x[2])):
         side.give(array, owner)

@@ -11,6 +11,7 @@ traffic small.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,27 @@ _FINER = (1, 2, 4, 8, 16, 32, 64, 128)
 _TOTAL = 1 << 24
 
 Ranges = tuple[range, ...]
+
+
+class Deal(NamedTuple):
+    """Owners of runs of tokens, and how good they are.
+
+    Attributes
+    ----------
+    bounds : (runs + 1,) int64
+        Run i is the tokens ``[bounds[i], bounds[i + 1])``.
+    owner : (runs,) int64
+        Grid position that owns each run.
+    work : float
+        Largest area of a tile over the mean area.
+    traffic : float
+        Share of the runs that the busiest rank sends or receives, see `largest_traffic`.
+    """
+
+    bounds: np.ndarray
+    owner: np.ndarray
+    work: float
+    traffic: float
 
 
 def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> tuple[Ranges, ...]:
@@ -70,10 +92,9 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
             f"got {seqlen}, {rows} x {cols} and {heads}"
         )
     mask.check(seqlen)
-    bounds, owner = deal(mask, seqlen, rows, cols)
-    of_ranks = []
+    dealt, of_ranks = deal(mask, seqlen, rows, cols), []
     for position in range(rows * cols):
-        runs = _joined(bounds, np.flatnonzero(owner == position))
+        runs = _joined(dealt.bounds, np.flatnonzero(dealt.owner == position))
         of_ranks.extend(shares(runs, heads))
     return tuple(of_ranks)
 
@@ -86,25 +107,35 @@ def pairs_of_cuts(mask: Mask, seqlen: int, number: int) -> tuple[np.ndarray, np.
 
 
 @lru_cache(maxsize=64)  # a search takes a second or two
-def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bounds of the runs, and the grid position that owns each run."""
+def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> Deal:
+    """Deal equal runs to the positions of a grid so that tiles have about the same area."""
     positions = rows * cols
     most = max(1, min(MOST_RUNS, seqlen) // positions)
     best = None
     for each in _FINER:
         enough = EVEN if each <= 8 else _ENOUGH
-        if best is not None and (each > most or best[0][0] <= enough):
+        if best is not None and (each > most or best.work <= enough):
             break
         bounds, pairs = pairs_of_cuts(mask, seqlen, each * positions)
-        seen, scaled = pairs > 0, _scaled(pairs)
+        scaled = _scaled(pairs)
         for start in starts(each, positions):
-            owner = _exchange(scaled, start, rows, cols)
-            largest = uneven(pairs, owner, rows, cols)
-            # Even deals come before all others; among even deals the bytes decide.
-            key = (max(largest, EVEN), largest_traffic(seen, owner, rows, cols))
-            if best is None or key < best[0]:
-                best = (key, bounds, owner)
-    return best[1], best[2]
+            owner = _swap_runs(scaled, start, rows, cols)
+            trial = measured(bounds, pairs, owner, rows, cols)
+            best = trial if best is None else min(best, trial, key=_even_first)
+    return best
+
+
+def _even_first(dealt: Deal) -> tuple[float, float]:
+    """Return a key by which even deals come first; among even deals the bytes decide."""
+    return max(dealt.work, EVEN), dealt.traffic
+
+
+def measured(
+    bounds: np.ndarray, pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int
+) -> Deal:
+    """Return a deal of runs, whose visible pairs are `pairs`, (runs, runs), to these owners."""
+    work = _uneven(pairs, owner, rows, cols)
+    return Deal(bounds, owner, work, largest_traffic(pairs > 0, owner, rows, cols))
 
 
 def starts(each: int, positions: int) -> list[np.ndarray]:
@@ -133,14 +164,14 @@ def _members(group: np.ndarray, groups: int) -> np.ndarray:
     return (group[:, None] == np.arange(groups)).astype(np.float64)
 
 
-def uneven(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float:
+def _uneven(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> float:
     """Return the largest area of a tile over the mean area."""
     row, col = (_members(x, n) for x, n in zip(np.divmod(owner, cols), (rows, cols)))
     areas = row.T @ (pairs @ col)
     return float(areas.max() / areas.mean()) if areas.any() else 1.0
 
 
-def _exchange(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.ndarray:
+def _swap_runs(pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int) -> np.ndarray:
     """Swap the owners of two runs until no tile is much larger than the mean.
 
     One of the two runs belongs to the largest tile.  Each swap lowers the sum of the squared areas

@@ -11,18 +11,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
-
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.sharding.balance import (
-    EVEN,
-    MOST_RUNS,
-    deal,
-    largest_traffic,
-    pairs_of_cuts,
-    starts,
-    uneven,
-)
+from a2d_mpi.sharding.balance import EVEN, MOST_RUNS, deal, measured, pairs_of_cuts, starts
 
 # Distributions to choose from.
 CHOICES = ("contiguous", "zigzag", "balanced")
@@ -67,25 +57,20 @@ def choose(
     if positions == 1 or 2 * positions > min(MOST_RUNS, seqlen):
         return "balanced", "one rank, or as few tokens as ranks, or a thousand ranks"
     each = next((x for x in _RUNS if x * positions <= min(_FINE, seqlen)), 2)
-    _, pairs = pairs_of_cuts(mask, seqlen, each * positions)
+    bounds, pairs = pairs_of_cuts(mask, seqlen, each * positions)
+    zigzag, contiguous = (
+        measured(bounds, pairs, owner, rows, cols) for owner in starts(each, positions)[:2]
+    )
+    deals = {"contiguous": contiguous, "zigzag": zigzag}
+    if min(contiguous.work, zigzag.work) > EVEN:  # otherwise a search cannot gain much
+        deals["balanced"] = deal(mask, seqlen, rows, cols)
     # Each visible pair and element of a head takes four operations.  The unit of times is the time
     # in which a byte arrives.
     even = 4 * float(pairs.sum()) / positions / (speed or _FLOPS_PER_BYTE[itemsize])
-    zigzag, contiguous = starts(each, positions)[:2]
-    times, figures = {}, {}
-
-    def estimate(name: str, pairs: np.ndarray, owner: np.ndarray) -> float:
-        work = uneven(pairs, owner, rows, cols)
-        moved = largest_traffic(pairs > 0, owner, rows, cols)
-        shorter, longer = sorted((work * even, moved * seqlen * itemsize))
+    times = {}
+    for name, dealt in deals.items():
+        shorter, longer = sorted((dealt.work * even, dealt.traffic * seqlen * itemsize))
         times[name] = longer + _EXPOSED * shorter
-        figures[name] = f"{name} {work:.2f}, {moved:.2f} N"
-        return work
-
-    works = [estimate("contiguous", pairs, contiguous), estimate("zigzag", pairs, zigzag)]
-    if min(works) > EVEN:  # otherwise a search for a balanced distribution cannot gain much
-        bounds, owner = deal(mask, seqlen, rows, cols)
-        estimate("balanced", pairs_of_cuts(mask, seqlen, len(bounds) - 1)[1], owner)
-    name = min(times, key=times.get)
+    numbers = (f"{name} {x.work:.2f}, {x.traffic:.2f} N" for name, x in deals.items())
     why = "least predicted time (busiest rank: work over the mean, tokens that it moves)"
-    return name, f"{why}: {'; '.join(figures.values())}"
+    return min(times, key=times.get), f"{why}: {'; '.join(numbers)}"

@@ -1,4 +1,4 @@
-"""The runs of a block as launches of cuDNN or of the plain kernel, which are prepared once."""
+"""The calls of cuDNN or of the plain kernel that compute the runs of a block, prepared once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ KEYS = 512  # general runs get a multiple of KEYS keys, for fewer graphs; each t
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """A run, or a batch of runs, ready for launch.
+class RunCall:
+    """A call of cuDNN or of the plain kernel, which computes a run or a batch of runs.
 
     Attributes
     ----------
@@ -62,13 +62,13 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class BlockRuns:
-    """The runs of a block.
+    """The calls that compute the runs of a block.
 
     Attributes
     ----------
-    pieces : list of Piece
+    calls : list of RunCall
     single : bool
-        Whether each query is in only one piece.
+        Whether each query is in only one call.
     places : (3, n) int64 or None
         Argument of `Cuda.out_and_stats` for the backward pass: the n queries of all launches of
         cuDNN, one launch after the other.
@@ -79,7 +79,7 @@ class BlockRuns:
         block sees.  None: there are none.
     """
 
-    pieces: list[Piece]
+    calls: list[RunCall]
     single: bool
     places: Array | None = None
     stats: int = 0
@@ -87,8 +87,8 @@ class BlockRuns:
     masked_keys: Array | None = None
 
 
-class Pieces:
-    """A maker of the runs of blocks, which the intervals of a block keep.
+class CallMaker:
+    """A maker of the calls for blocks, which the intervals of a block keep.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class Pieces:
     def get(
         self, intervals: tuple[Interval, ...], q: Array, k: Array, nheads_kv: int, backward: bool
     ) -> BlockRuns:
-        """Return the runs of a block.
+        """Return the calls that compute the runs of a block.
 
         Parameters
         ----------
@@ -134,28 +134,28 @@ class Pieces:
         hidden, single = queries_per_key(seen, len(k)) == 0, len(seen) == 1
         given = q, hidden, nheads_kv, backward
         if single:
-            pieces = [x for batch in batches(all_runs) for x in self._batch(batch, *given)]
+            calls = [x for batch in batches(all_runs) for x in self._batch(batch, *given)]
         else:
-            pieces = [self._piece(run, *given) for run in all_runs]
-        if not any(piece.launch for piece in pieces):  # the plain kernel computes all in one call
+            calls = [self._call(run, *given) for run in all_runs]
+        if not any(call.launch for call in calls):  # the plain kernel computes all in one call
             rows, keys = slice(0, len(q)), slice(0, len(k))
             if all(run.shape == "empty" for run in all_runs):
-                return BlockRuns([Piece(rows, slice(0, 0), None, ())] * bool(all_runs), True)
-            return BlockRuns([Piece(rows, keys, None, Intervals(intervals))], True)
+                return BlockRuns([RunCall(rows, slice(0, 0), None, ())] * bool(all_runs), True)
+            return BlockRuns([RunCall(rows, keys, None, Intervals(intervals))], True)
         # Blocks with batches have one interval.
         masked_rows = np.flatnonzero(seen[0][1] <= seen[0][0])
-        made = BlockRuns(pieces, single)
+        block_runs = BlockRuns(calls, single)
         if backward:
-            made = self._with_stats(made, q, masked_rows)
-        if any(piece.sequences is not None for piece in pieces):
+            block_runs = self._with_stats(block_runs, q, masked_rows)
+        if any(call.sequences is not None for call in calls):
             places = [self._upload(x) for x in (masked_rows, np.flatnonzero(hidden))]
-            made = replace(made, masked_rows=places[0], masked_keys=places[1])
-        return made
+            return replace(block_runs, masked_rows=places[0], masked_keys=places[1])
+        return block_runs
 
     def _batch(
         self, batch: list[Run], q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
-    ) -> list[Piece]:
-        """Return one piece if cuDNN can compute the batch in one launch; else one for each run."""
+    ) -> list[RunCall]:
+        """Return one call if cuDNN can compute the batch in one launch; else one for each run."""
         if is_ragged(batch) or self._reads_past(batch[0], backward):
             first, last = batch[0], batch[-1]
             block = self._block(q, nheads_kv, first, *size_classes(batch))
@@ -166,8 +166,8 @@ class Pieces:
                 rows = slice(first.rows.start, last.rows.stop)
                 keys = slice(first.keys.start, last.keys.stop)
                 gaps = sum(run.size[1] for run in batch) < keys.stop - keys.start
-                return [Piece(rows, keys, launch, (), sequences=self._upload(given), gaps=gaps)]
-        return [self._piece(run, q, hidden, nheads_kv, backward) for run in batch]
+                return [RunCall(rows, keys, launch, (), sequences=self._upload(given), gaps=gaps)]
+        return [self._call(run, q, hidden, nheads_kv, backward) for run in batch]
 
     def _block(self, q: Array, nheads_kv: int, run: Run, nq: int, nk: int) -> Block:
         return Block(
@@ -182,12 +182,12 @@ class Pieces:
             scale=self._plain.softmax_scale,
         )
 
-    def _piece(
+    def _call(
         self, run: Run, q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
-    ) -> Piece:
+    ) -> RunCall:
         keys = run.keys
         if run.shape == "empty":
-            return Piece(run.rows, keys, None, ())
+            return RunCall(run.rows, keys, None, ())
         if self._reads_past(run, backward):
             run = replace(run, shape="general")  # a general mask hides keys beyond the last one
         if run.shape == "general":
@@ -200,7 +200,7 @@ class Pieces:
             aligned = np.zeros((2, -(-nq // ALIGN) * ALIGN), np.int32)
             aligned[:, :nq] = ends
             uploaded = [self._upload(x) for x in (aligned, *places)]
-        return Piece(run.rows, keys, launch, Intervals([(ends[0], ends[1])]), *uploaded)
+        return RunCall(run.rows, keys, launch, Intervals([(ends[0], ends[1])]), *uploaded)
 
     def _reads_past(self, run: Run, backward: bool) -> bool:
         return backward and reads_past(run.shape, run.size[1], self._plain.device.capability)
@@ -209,7 +209,7 @@ class Pieces:
         """Return the array on the device; None for an empty array."""
         return self._plain.device.upload(x) if x.size else None
 
-    def _with_stats(self, made: BlockRuns, q: Array, masked_rows: np.ndarray) -> BlockRuns:
+    def _with_stats(self, runs: BlockRuns, q: Array, masked_rows: np.ndarray) -> BlockRuns:
         """Set the place of every launch's lse: one launch after the other, heads first.
 
         If there are batches, the lse of all queries comes first, in token-major order: a batch may
@@ -217,24 +217,24 @@ class Pieces:
         """
         device, nheads = self._plain.device, q.shape[1]
         by_launch: list[list[np.ndarray]] = []
-        pieces, first = [], 0
-        if any(piece.sequences is not None for piece in made.pieces):
+        calls, first = [], 0
+        if any(call.sequences is not None for call in runs.calls):
             source, n = np.arange(len(q)), len(q)
             source[masked_rows] = -1
             by_launch.append([source, np.arange(n) * nheads, np.full(n, 1)])
             first = -(-n * nheads // ALIGN) * ALIGN
-        for piece in made.pieces:
-            if piece.launch is not None and piece.sequences is None:
-                source = np.arange(piece.rows.start, piece.rows.stop)
+        for call in runs.calls:
+            if call.launch is not None and call.sequences is None:
+                source = np.arange(call.rows.start, call.rows.stop)
                 n = len(source)
                 by_launch.append([source, first + np.arange(n), np.full(n, n)])
-                if piece.masked_rows is not None:
-                    source[device.download(piece.masked_rows)] = -1
-                piece = replace(piece, stats=4 * first)
+                if call.masked_rows is not None:
+                    source[device.download(call.masked_rows)] = -1
+                call = replace(call, stats=4 * first)
                 first += -(-n * nheads // ALIGN) * ALIGN
-            pieces.append(piece)
+            calls.append(call)
         places = device.upload(np.concatenate(by_launch, axis=1, dtype=np.int64))
-        return BlockRuns(pieces, made.single, places, first)
+        return BlockRuns(calls, runs.single, places, first)
 
     def _launch_of(self, block: Block, backward: bool) -> Launch | None:
         """Return the launch of cuDNN for a block; None if cuDNN does not compute it."""
