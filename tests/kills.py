@@ -38,7 +38,7 @@ TRAINED = Path(tempfile.gettempdir(), f"a2d_mpi-kills-{os.getpid()}")
 KINDS = ("all", "rank", "term")
 ROOT = DRIVERS.parent
 MODEL = ("--layers", "1", "--width", "8", "--nheads", "2")
-TEXT = (ROOT / "README.md", "--separator", "", *MODEL, "--seqlen", "40", "--warmup-steps", "5")
+TEXT = (ROOT / "LICENSE", "--separator", "", *MODEL, "--seqlen", "40", "--warmup-steps", "5")
 
 
 @dataclass

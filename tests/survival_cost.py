@@ -26,7 +26,7 @@ def step_seconds(ranks, steps, mpi, more):
     """Median seconds of a step, without the first ones."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "out.h5")
-        options = ["README.md", "--preset", "tiny", "--seqlen", 256, "--steps", steps]
+        options = ["LICENSE", "--preset", "tiny", "--seqlen", 256, "--steps", steps]
         options += ["--separator", r"\n\n", "--every", steps, "--folder", folder, "--output", path]
         command = DRIVERS / "train_gpt.py", *options, *more
         done = launch(ranks, *command, timeout=300, cwd=DRIVERS.parent, options=mpi)

@@ -31,12 +31,12 @@ from test_ulfm import ULFM, left_behind
 from a2d_mpi.experiments.checkpoint import latest
 
 DYING = Path(__file__).with_name("dying.py")
-README = DRIVERS.parent / "README.md"
+TEXT = DRIVERS.parent / "LICENSE"
 TRAINING = ("forward", "backward", "making", "checkpoint", "evaluation", "repair")
 DECODING = ("forward", "making", "step", "repair")
 STEPS = 24
 MODEL = ("--layers", "1", "--width", "16", "--nheads", "4", "--seqlen", "64")
-OPTIONS = (str(README), *MODEL, "--separator", r"\n\n", "--validate", "0.03",
+OPTIONS = (str(TEXT), *MODEL, "--separator", r"\n\n", "--validate", "0.2",
            "--warmup-steps", "5", "--steps", str(STEPS), "--every", "4",
            "--kernel", "numpy")  # fmt: skip
 PROMPTS = ("So ", "The ranks", "A", "On a machine")

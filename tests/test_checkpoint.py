@@ -13,9 +13,9 @@ from a2d_mpi.experiments.checkpoint import State, load, put_away, resumed, save
 from a2d_mpi.gpt.config import GPTConfig
 
 CONFIG, RUN = GPTConfig(4, 1, 2, 1, 4), {"seed": "0"}
-README = DRIVERS.parent / "README.md"
+TEXT = DRIVERS.parent / "LICENSE"
 TRAIN = [
-    README,
+    TEXT,
     "--layers",
     "1",
     "--width",

@@ -192,7 +192,7 @@ def losses(comm, grid, method, dtype, steps, separator):
                      recompute=method == "ring")  # fmt: skip
     weights, moments = initial(config, 0, dtype), np.zeros((2, config.parameters), dtype)
     state = State(config, {}, 0, weights, moments, np.zeros(0), np.zeros(0))
-    trainer = Trainer(comm, grid, args, Text(ROOT / "README.md", separator), state)
+    trainer = Trainer(comm, grid, args, Text(ROOT / "LICENSE", separator), state)
     found = [trainer.step() for _ in range(steps)]
     trainer.free()
     return np.array(found), weights
@@ -254,7 +254,7 @@ OPTIONS = [
 @pytest.mark.launches
 def test_goes_on(tmp_path):
     """To the same bits as a run that was not interrupted, also if the latest file is damaged."""
-    text, whole, parts = ROOT / "README.md", tmp_path / "whole", tmp_path / "parts"
+    text, whole, parts = ROOT / "LICENSE", tmp_path / "whole", tmp_path / "parts"
 
     def trained(folder, *more):
         done = drive("train_gpt.py", 2, text, "--folder", folder, *OPTIONS, *more)

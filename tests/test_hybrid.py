@@ -52,7 +52,7 @@ def test_gradients():
 @pytest.mark.one_mpi
 def test_same_losses(comm):
     """In float32 within 1e-5 of one rank's, after each step; another pattern is another model."""
-    config, text = GPTConfig(256, 4, **SIZES), Text(ROOT / "README.md", b"")
+    config, text = GPTConfig(256, 4, **SIZES), Text(ROOT / "LICENSE", b"")
     found = {}
     grid = ProcessGrid(comm, 1, comm.size)
     for name, ranks, where in (("one", MPI.COMM_SELF, lone()), ("all", comm, grid)):
@@ -97,7 +97,7 @@ def test_a_pattern_of_which_no_layer_is_linear():
 def test_driver(tmp_path):
     """Train on two ranks; what a hybrid model cannot do is refused in a line."""
     sizes = ["--layers", "4", "--width", "16", "--nheads", "2", "--seqlen", "40", "--steps", "3"]
-    train = [ROOT / "README.md", *sizes, "--layer-pattern"]
+    train = [ROOT / "LICENSE", *sizes, "--layer-pattern"]
     folder = ["--folder", tmp_path / "run"]
     cases = [
         ("train_gpt.py", [*train, "LLLN", *folder, "--separator", ""], []),

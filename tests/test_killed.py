@@ -165,7 +165,7 @@ def test_rank_that_is_killed_is_named(tmp_path, victim):
 
 
 TRAINING = [
-    *(DRIVERS.parent / "README.md", "--separator", "", "--layers", "1", "--width", "8"),
+    *(DRIVERS.parent / "LICENSE", "--separator", "", "--layers", "1", "--width", "8"),
     *("--nheads", "2", "--seqlen", "40", "--warmup-steps", "5", *NUMPY),
 ]
 

@@ -27,7 +27,7 @@ from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.steps import Attend, Differentiate
 
 ROOT = Path(__file__).parents[1]
-SAMPLE, TEXT = ROOT / "data" / "minilm_l3_1536.h5", ROOT / "README.md"
+SAMPLE, TEXT = ROOT / "data" / "minilm_l3_1536.h5", ROOT / "LICENSE"
 MACHINE = ROOT / "data" / "machines" / "a100-16x4.toml"
 SIZES = {"seqlen": 61, "nheads": 4, "nheads_kv": 2, "headdim": 8}
 # The kind of plan, its grid, and the ranks that run it.

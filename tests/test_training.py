@@ -28,7 +28,7 @@ from a2d_mpi.gpt.text import Text
 
 pytestmark = pytest.mark.grids
 
-README, BOOK = ROOT / "README.md", ROOT / "data" / "new_testament.txt"
+TEXT, BOOK = ROOT / "LICENSE", ROOT / "data" / "new_testament.txt"
 SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
 COMMITTED = ROOT / "data" / "results" / "gpt" / "tiny.h5"
 SMALL = [
@@ -104,7 +104,7 @@ def test_held_out_documents(tmp_path):
 def test_evaluation(comm):
     """The mean of -log p of all bytes, sequence after sequence, in float64 on one rank."""
     config = GPTConfig(256, 1, 12, 6, 61, nheads_kv=2)
-    weights, text = shaken(config), Text(README, b"\n\n")
+    weights, text = shaken(config), Text(TEXT, b"\n\n")
     text.bytes, text.begins = text.bytes[:200], np.append(text.begins[text.begins < 200], 200)
     trainer = trainer_of(
         comm, ProcessGrid(comm, 1, comm.size), config, text, weights.flat.copy(), separator=b"\n\n"
@@ -134,7 +134,7 @@ def profile(tmp_path):
 
 def test_grid_auto(tmp_path, profile):
     """With few KV heads, keys are gathered: another grid than the default, with its bits."""
-    options = [README, *SMALL, "--nheads", "4", "--nheads-kv", "1", "--steps", "4"]
+    options = [TEXT, *SMALL, "--nheads", "4", "--nheads-kv", "1", "--steps", "4"]
     chosen = {
         "auto": ["--grid", "auto", "--profile", profile],
         "same": ["--rows", "2", "--cols", "1"],
@@ -156,7 +156,7 @@ def test_grid_auto(tmp_path, profile):
 
 def test_refusals(tmp_path, profile):
     (bad := tmp_path / "bad.toml").write_text(PROFILE.replace("float32", "bfloat16"))
-    (text := tmp_path / "text").write_bytes(README.read_bytes())
+    (text := tmp_path / "text").write_bytes(TEXT.read_bytes())
     common = [text, "--folder", tmp_path / "run", *SMALL]
     auto = [*common, "--grid", "auto", "--profile"]
     assert_all_refused("train_gpt.py", 2, [
@@ -166,7 +166,7 @@ def test_refusals(tmp_path, profile):
             ([*common, "--profile", profile], "--grid auto and --profile need each other"),
             ([*auto, profile, "--rows", "2"], "--grid auto leaves no choice of --rows"),
             ([*auto, "/none.toml"], "/none.toml"),
-            ([*auto, README], "README.md"),
+            ([*auto, TEXT], "LICENSE"),
             ([*auto, bad], "float32"),
             ([*common, "--rows", "3"], "3"),
             ([*common, "--validate", "1"], "a share of 1.0 is none or all"),
@@ -177,14 +177,14 @@ def test_refusals(tmp_path, profile):
             ([*common, "--output", "/none/log.h5"], "cannot write /none/log.h5"),
         )
     ])  # fmt: skip
-    assert not latest(tmp_path / "run")[0] and text.read_bytes() == README.read_bytes()
+    assert not latest(tmp_path / "run")[0] and text.read_bytes() == TEXT.read_bytes()
 
 
 def test_options_that_cannot_be(tmp_path):
     """Sizes beyond all memory, numbers that are none, pipes: refused before anything is done."""
     os.mkfifo(pipe := tmp_path / "pipe")
     new = tmp_path / "new"
-    train = "train_gpt.py", [README, "--folder", new]
+    train = "train_gpt.py", [TEXT, "--folder", new]
     steps = "bench_gpt.py", ["train", "--output", new, "--preset", "tiny"]
     decode = "bench_gpt.py", ["decode"]
     text = "generate.py", [new, "--prompt", "x"]
