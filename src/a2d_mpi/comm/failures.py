@@ -171,9 +171,10 @@ class Failures:
 def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return a communicator of the ranks of `comm` that are alive; collective over them."""
     # In Open MPI 5.0.11, if the creation of a communicator fails because a rank died, later
-    # creations fail, too.  The creation of a communicator from one that is older than the failed
-    # one's parent ends this.  Only COMM_WORLD is older than COMM_SELF.
-    MPI.COMM_SELF.Dup().Free()
+    # creations hang.  A successful creation from a communicator that is at least as old as the
+    # failed one's parent ends this.  Only COMM_WORLD is older than COMM_SELF.
+    if comm != MPI.COMM_WORLD:
+        MPI.COMM_SELF.Dup().Free()
     return comm.Shrink()
 
 

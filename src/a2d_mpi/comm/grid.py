@@ -126,6 +126,8 @@ class ProcessGrid:
                 self._place(comm, nodes)
         except RanksLost:
             self.free()
+            if comm == MPI.COMM_WORLD:
+                shrunk(comm).Free()  # so that an older grid can shrink
             raise
         self.failures.comm = self.comm
         self.failures.numbers = self.layout.world_ranks()
