@@ -126,8 +126,7 @@ class ProcessGrid:
                 self._place(comm, nodes)
         except RanksLost:
             self.free()
-            if comm == MPI.COMM_WORLD:
-                shrunk(comm).Free()  # so that an older grid can shrink
+            comm.Shrink().Free()  # see `shrunk`: an older grid can shrink afterwards
             raise
         self.failures.comm = self.comm
         self.failures.numbers = self.layout.world_ranks()
