@@ -19,7 +19,7 @@ from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.watch import name_ranks
 
 _DELAY = 2.0  # seconds after a revocation in which a rank learns which ranks died
-_PAUSE = 0.1  # seconds without a report, after which a rank takes the list of dead ranks as complete
+_PAUSE = 0.1  # seconds without a report, after which the list of dead ranks is complete
 _LOSSES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
 
 
