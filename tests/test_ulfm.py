@@ -129,3 +129,31 @@ def test_who_waits_for_a_survivor_is_told():
     """Rank 0 waits on the caller's communicator for a rank that agrees already."""
     done = launch(3, "-c", AGREEING, timeout=20, options=ULFM)
     assert sorted(done.stdout.split("\n")[:2]) == ["rank 0 lost (2,)", "rank 1 lost (2,)"]
+
+
+SECOND_GRID = """
+import os, signal, time
+import numpy as np
+from mpi4py import MPI
+from a2d_mpi import ProcessGrid, RanksLost
+comm = MPI.COMM_WORLD
+first = ProcessGrid(comm, 1, 3)
+def die(*args):  # when the others choose a number for the communicator: MPI has gathered colors
+    comm.Allgather(np.zeros(2, "i"), np.zeros(6, "i"))
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+if comm.rank == 1:
+    ProcessGrid._split = die
+try:
+    ProcessGrid(comm, 3, 1)
+except RanksLost:
+    os.write(1, f"rank {comm.rank}: {first.shrink()}\\n".encode())
+os._exit(0)
+"""
+
+
+def test_an_older_grid_shrinks_after_a_new_one_failed():
+    """A creation from COMM_WORLD that fails must not block later creations."""
+    done = launch(3, "-c", SECOND_GRID, timeout=20, options=ULFM)
+    grid = "ProcessGrid(1 x 2)"
+    assert sorted(done.stdout.split("\n")[:2]) == [f"rank 0: {grid}", f"rank 2: {grid}"]

@@ -126,6 +126,7 @@ class ProcessGrid:
                 self._place(comm, nodes)
         except RanksLost:
             self.free()
+            comm.Shrink().Free()  # see `shrunk`: an older grid can shrink afterwards
             raise
         self.failures.comm = self.comm
         self.failures.numbers = self.layout.world_ranks()
