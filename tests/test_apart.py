@@ -315,5 +315,6 @@ def test_the_committed_runs():
                     waits[path.stem, ranks, int(context)] = np.median(shares, axis=0)
     assert {x for name, x, _ in waits if name == "4"} == {"4", "2+2", "3+1"}
     assert max(waits["2", "1+1", 1024]) < 0.5
+    assert max(waits["2-96", "1+1", 512]) < 0.2
     longest = waits["4", "2+2", 65536]  # attention has most of the work
     assert max(longest[:2]) < 0.5 < min(longest[2:])

@@ -31,13 +31,13 @@ def test_a_wrong_cell_is_found():
 
 
 def test_tables_of_numbers_name_their_source():
-    """A table with decimal fractions stands below a comment: its function, or its command."""
+    """A table of fractions or per cent stands below a comment: its function, or its command."""
     bare = []
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         parts = re.split(r"\n\s*\n *", text)
         for before, part in zip(parts, parts[1:]):
-            has_numbers = re.search(r"\| *\**\d+\.\d", part)
+            has_numbers = re.search(r"\| *\**-?\d+(\.\d| %)", part)
             if part.startswith("|") and has_numbers and not before.startswith("<!-- "):
                 bare.append(f"{page.name}: {part.splitlines()[0]}")
     told = "write <!-- no file: COMMAND --> above a table of numbers that no file holds"

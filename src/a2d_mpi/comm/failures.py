@@ -19,6 +19,7 @@ from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.watch import name_ranks
 
 _DELAY = 2.0  # seconds after a revocation in which a rank learns which ranks died
+_PAUSE = 0.1  # seconds without a report, after which the list of dead ranks is complete
 _LOSSES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
 
 
@@ -72,6 +73,7 @@ class Failures:
         self.comm, self.comms, self.numbers = comm, comms, range(comm.size)
         self.others: list[MPI.Intracomm] = []
         self._over = False  # all ranks have agreed that one died
+        self._reported: tuple[int, ...] = ()  # dead ranks of the latest error
 
     def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
         """Return a duplicate of a communicator; it is revoked together with the grid's.
@@ -160,11 +162,18 @@ class Failures:
         return [self.comm, *self.comms, *self.others]
 
     def _named(self) -> RanksLost:
-        """Make the error; wait a while for dead ranks, as a revocation may arrive before them."""
-        until = time.monotonic() + _DELAY
-        while not (ranks := self.lost()) and time.monotonic() < until:
+        """Make the error when no further death has been reported for a while.
+
+        A revocation may arrive before the report of a death, and the ranks of a node die together.
+        """
+        ranks = self._reported
+        until = time.monotonic() + (_DELAY if ranks == () else 0)
+        while (known := self.lost()) != ranks or time.monotonic() < until:
+            if known != ranks:
+                ranks, until = known, time.monotonic() + _PAUSE
             MPI.COMM_SELF.Iprobe()  # lets MPI work
             time.sleep(0.001)
+        self._reported = ranks
         return RanksLost(ranks)
 
 

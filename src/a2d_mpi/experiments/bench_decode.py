@@ -168,7 +168,7 @@ def _decoder(
 
 
 def _fill(decoder: Decoder, config: GPTConfig, seed: int, name: int, owners: np.ndarray) -> None:
-    """Put random keys and values of a request into the cache; `owners` has the rank of each token."""
+    """Put random keys and values of a request into the cache; token i lies on rank owners[i]."""
     own, heads = owners == decoder.cache.rank, decoder.attention.heads_kv
     for layer in range(config.layers):
         k, v = _keys(config, seed, len(owners), name, layer)[:, own, heads]

@@ -62,8 +62,8 @@ class Decoder:
     Raises
     ------
     ValueError
-        On all ranks, if the rooms do not fit the grid, the grid does not fit the heads, the model
-        has linear layers, or the kernel does not take its arrays.
+        On all ranks, if the rooms do not fit the grid, or the grid does not fit the heads.  Also
+        if the model has linear layers, or the kernel does not take its arrays.
     """
 
     def __init__(
