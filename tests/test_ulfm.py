@@ -132,18 +132,26 @@ def test_who_waits_for_a_survivor_is_told():
 
 
 SECOND_GRID = """
-import os, signal, time
+import os, signal, sys, time
 import numpy as np
 from mpi4py import MPI
 from a2d_mpi import ProcessGrid, RanksLost
-comm = MPI.COMM_WORLD
-first = ProcessGrid(comm, 1, 3)
-def die(*args):  # when the others choose a number for the communicator: MPI has gathered colors
-    comm.Allgather(np.zeros(2, "i"), np.zeros(6, "i"))
+comm, made = MPI.COMM_WORLD, int(sys.argv[1])
+if made:  # the context ids of the grids' communicators are lower than that of `comm`
+    old = [comm.Dup() for _ in range(16)]
+    comm = comm.Dup()
+    for other in old:
+        other.Free()
+first, keep = ProcessGrid(comm, 1, 3), ProcessGrid._keep
+def die(self, *args):  # when the others choose a context id: MPI has gathered colors
+    if len(self._comms) < made:
+        return keep(self, *args)
+    parent = self.comm if made else comm
+    parent.Allgather(np.zeros(2, "i"), np.zeros(6, "i"))
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
 if comm.rank == 1:
-    ProcessGrid._split = die
+    ProcessGrid._keep = die
 try:
     ProcessGrid(comm, 3, 1)
 except RanksLost:
@@ -152,8 +160,9 @@ os._exit(0)
 """
 
 
-def test_an_older_grid_shrinks_after_a_new_one_failed():
-    """A creation from COMM_WORLD that fails must not block later creations."""
-    done = launch(3, "-c", SECOND_GRID, timeout=20, options=ULFM)
+@pytest.mark.parametrize("made", [0, 1])
+def test_an_older_grid_shrinks_after_a_new_one_failed(made):
+    """Making its first or second communicator fails: this must not block later creations."""
+    done = launch(3, "-c", SECOND_GRID, made, timeout=20, options=ULFM)
     grid = "ProcessGrid(1 x 2)"
     assert sorted(done.stdout.split("\n")[:2]) == [f"rank 0: {grid}", f"rank 2: {grid}"]

@@ -180,8 +180,9 @@ class Failures:
 def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return a communicator of the ranks of `comm` that are alive; collective over them."""
     # In Open MPI 5.0.11, if the creation of a communicator fails because a rank died, later
-    # creations hang.  A successful creation from a communicator that is at least as old as the
-    # failed one's parent ends this.  COMM_SELF is older than all communicators of a grid.
+    # creations hang.  This ends when a creation succeeds from a communicator with the same or a
+    # lower context id than the failed one's parent.  COMM_SELF has the lowest id of all that can
+    # be parents here: `ProcessGrid` itself shrinks the caller's communicator.
     MPI.COMM_SELF.Dup().Free()
     return comm.Shrink()
 

@@ -121,24 +121,29 @@ class ProcessGrid:
                 with waiting:
                     arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
                     agree(comm, problem, {**arguments, "block": block, "nodes": nodes})
-                self._split(comm)
+                grid_rank = int(np.argsort(self.layout.world_ranks())[comm.rank])
+                self.comm = self._keep(comm.Split, 0, grid_rank)
+        except RanksLost:
+            self.free()
+            comm.Shrink().Free()  # see `shrunk`: COMM_SELF may be younger than `comm`
+            raise
+        try:
+            with self.failures.all_or_none():
+                self._split(grid_rank)
             with self.failures.all_or_none():  # after all ranks have made all communicators
                 self._place(comm, nodes)
         except RanksLost:
             self.free()
-            comm.Shrink().Free()  # see `shrunk`: an older grid can shrink afterwards
             raise
         self.failures.comm = self.comm
         self.failures.numbers = self.layout.world_ranks()
         self.rendezvous = Rendezvous(self.comm, self.failures)
 
-    def _split(self, comm: MPI.Intracomm) -> None:
-        """Make the communicators, and compute the coordinates of this rank."""
+    def _split(self, grid_rank: int) -> None:
+        """Make the other communicators, and compute the coordinates of this rank."""
         self.rows, self.cols, self.heads = self.layout.rows, self.layout.cols, self.layout.heads
-        grid_rank = int(np.argsort(self.layout.world_ranks())[comm.rank])
         position, self.head = divmod(grid_rank, self.heads)
         self.row, self.col = divmod(position, self.cols)
-        self.comm = self._keep(comm.Split, 0, grid_rank)
         self.group_comm = self._keep(self.comm.Split, self.head, position)
         # Split `comm`, not `group_comm`: if any rank dies, all ranks are in this call and notice.
         lines = self.head * self.rows + self.row, self.head * self.cols + self.col
