@@ -63,6 +63,12 @@ def docstrings(text):
         yield re.sub(r"^ *(>>>|\.\.\. |-{3,}|={3,}).*$", "", doc, flags=re.MULTILINE)
 
 
+def comments(text):
+    """The comments of a module that have lines of their own."""
+    for block in re.findall(r"^ *# .*(?:\n *# .*)*", text, re.MULTILINE):
+        yield re.sub(r"^ *# ", "", block, flags=re.MULTILINE)
+
+
 def documented(text):
     """Yield the module, its classes and its functions that have a docstring, and the docstring."""
     for node in ast.walk(ast.parse(text)):
@@ -117,7 +123,8 @@ def files():
     for group in ("src", "drivers"):
         for path in sorted((ROOT / group).rglob("*.py")):
             text = path.read_text()
-            yield path, group, (*marks("\n\n".join(docstrings(text))), verbless(text))
+            prose = "\n\n".join([*docstrings(text), *comments(text)])
+            yield path, group, (*marks(prose), verbless(text))
 
 
 def marks(text):
@@ -150,6 +157,8 @@ def test_hard_sentences_are_found():
     assert marks(page_text(page)) == ([], [])
     code = f'"""One.\n\nAs in::\n\n    {words} {words}\n\nTwo {words}.\n"""'
     assert len(marks(*docstrings(code))[1]) == 1
+    code = f"x = 1\n    # {words}\n    # those of {words}.\n    # Short.\n"
+    assert [len(x) for x in marks(*comments(code))] == [1, 1]
 
 
 def test_first_lines_without_a_verb_are_found():

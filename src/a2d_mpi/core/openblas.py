@@ -20,7 +20,7 @@ from itertools import takewhile
 # OpenBLAS compiles its SkylakeX kernels for these instructions.
 AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl", "avx2", "fma"}
 # The first NumPy in which the kernels for Haswell and Zen overrun the stack in float64 products
-# (OpenBLAS's issue 6026): 64 x 512 times 512 x 32 ends with a segmentation fault.
+# (OpenBLAS's issue 6026).  64 x 512 times 512 x 32 ends with a segmentation fault.
 FAULTY = [2, 5, 2]
 ZEN_5 = 26  # CPU family of Zen 5; Zen 4 shares family 25 with Zen 3, which has no AVX-512
 
