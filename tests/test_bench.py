@@ -293,8 +293,9 @@ def test_bad_plots(workload, tmp_path):
     assert_all_refused("plot.py", 0, [
         ([*common, *options], [], text)
         for options, text in (
-            (["--what", "pie"], "'pie' is none of scaling"),
-            (["--format", "gif"], "'gif' is none of png"),
+            (["--what", "pie"], "--what must be one of scaling, phases"),
+            (["--what", "scaling,kernels"], "--what: 'kernels' is none of scaling, phases"),
+            (["--format", "gif"], "--format must be one of png, svg; got 'gif'"),
             (["--workload", "mine"], "no workload 'mine': full-n61"),
             (["--ranks", "3"], "was not run on 3 ranks"),
             (["--ranks", "0"], "--ranks must be at least 1, got 0"),
