@@ -114,14 +114,17 @@ WRONG = [
     ({"threads": 0}, "threads must be a positive integer, got 0"),
     ({"softmax_scale": float("nan")}, "nan"),
     ({"mask": "causal"}, "mask must be a Mask"),
-    ({"mask": IntervalMask(np.arange(3), np.arange(3))}, "3 rows for a sequence of 40"),
+    (
+        {"mask": IntervalMask(np.arange(3), np.arange(3))},
+        "intervals of 3 queries, but the sequence has 40",
+    ),
     (
         {"mask": Overlapping()},
         "Overlapping.visible: intervals [0, 9] and [4, 9] of query 8 overlap",
     ),
     (
         {"mask": Generator()},
-        "Generator.visible: must return a tuple of pairs (begin, end), returns",
+        "Generator.visible: must return a tuple of pairs (begin, end), got",
     ),
 ]
 

@@ -102,5 +102,5 @@ def test_bad_sizes(sizes):
 
 
 def test_mask_of_another_length():
-    with pytest.raises(ValueError, match="4 rows for a sequence of 5"):
+    with pytest.raises(ValueError, match="intervals of 4 queries, but the sequence has 5"):
         balanced(IntervalMask(np.zeros(4, int), np.ones(4, int)), 5, 2, 2)

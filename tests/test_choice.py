@@ -57,7 +57,7 @@ def test_why():
     for mask, name, why in (
         (Causal(), "zigzag", "the default of Causal"),
         (SlidingWindow(8), "contiguous", "the default of SlidingWindow"),
-        (work.mask, "contiguous", "least predicted time (busiest rank: work over the mean"),
+        (work.mask, "contiguous", "least predicted time (of the busiest rank: work over the mean"),
     ):
         shards = problem_of("attention2d", Layout(2, 2), work, mask).shards
         assert shards.name == name and shards.why.startswith(why)

@@ -93,7 +93,7 @@ def test_refuses(args):
     "shards, group, near", [(4, 1, "3 or 6"), (8, 2, "3 or 6"), (2, 1, "1 or 3")]
 )
 def test_refuses_shards_that_are_no_triangle(shards, group, near):
-    with pytest.raises(ValueError, match=f"{near}, not {shards // group}"):
+    with pytest.raises(ValueError, match=f"{near}, got {shards // group}"):
         Distribution("triangle", 10, shards, group)
 
 

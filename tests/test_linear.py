@@ -245,16 +245,20 @@ def test_refusals(comm, grid):
     for mask, change, match in (
         (SlidingWindow(4), {}, "needs a full or a causal mask, got SlidingWindow"),
         (Full(), {"decay": 0.5}, "a decay needs a causal mask, got Full"),
-        (Causal(), {"decay": (0.5, 0.5)}, r"decay must be one number or 3, got shape \(2,\)"),
+        (
+            Causal(),
+            {"decay": (0.5, 0.5)},
+            r"decay must be one number or 3 numbers, got shape \(2,\)",
+        ),
         (Causal(), {"decay": 1.5}, "decay must be above 0 and at most 1, got 1.5"),
         (Causal(), {"decay": float("nan")}, "decay must be above 0 and at most 1, got nan"),
-        (Causal(), {"norm": "denominator"}, "a denominator needs a feature map"),
+        (Causal(), {"norm": "denominator"}, "norm 'denominator' needs a feature_map"),
         (Causal(), {"feature_map": "exp"}, "feature_map must be one of .*, got 'exp'"),
         (Causal(), {"states": "tree"}, "states must be one of .*, got 'tree'"),
-        (Causal(), {"feature_map": "random", "headdim": 7}, "need an even headdim, got 7"),
+        (Causal(), {"feature_map": "random", "headdim": 7}, "needs an even headdim, got 7"),
         (Causal(), {"chunk": 0}, "chunk must be an integer from 1 to 4096, got 0"),
         (Causal(), {"feature_map": "random", "seed": None}, "seed must be an integer from 0"),
-        (Causal(), {"decay": "x"}, "decay must be one number or 3, got 'x'"),
+        (Causal(), {"decay": "x"}, "decay must be one number or 3 numbers, got 'x'"),
         (Causal(), {"distribution": "nosuch"}, "unknown distribution 'nosuch'"),
         (Causal(), {"distribution": 3}, "distribution must be a name or a Distribution, got 3"),
     ):
@@ -289,7 +293,7 @@ def test_refusals(comm, grid):
     out, kept = plan.forward(q, k, v)
     refused("v has shape", lambda: plan.forward(q, k, v[:, :2] if last else v))
     refused(
-        "kept must be what forward returned",
+        "kept must be the second result of forward",
         lambda: plan.backward(dout, q, k, v, out, None if last else kept),
     )
     for change, got in (({"norm": "none"}, "None"), ({"dtype": "float64"}, "float64")):

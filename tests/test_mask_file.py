@@ -97,11 +97,11 @@ BAD = {
     "floats": ({}, {"begin": BEGIN, "end": END * 1.0}, "end must be a (seqlen,) or (m, "),
     "short": (
         {}, {"begin": BEGIN[:, 1:], "end": END[:, 1:]},
-        f"IntervalMask has {N - 1} rows for a sequence of {N} tokens",
+        f"IntervalMask has intervals of {N - 1} queries, but the sequence has {N}",
     ),
     "scalar": ({}, {"begin": 1, "end": 2}, "begin must be a (seqlen,) or "),
     "null": ({}, {"begin": h5py.Empty("i8"), "end": END}, "begin must be a (seqlen,) or "),
-    "other shapes": ({}, {"begin": BEGIN[0], "end": END}, f"begin has {N} rows, end has 2 x {N}"),
+    "other shapes": ({}, {"begin": BEGIN[0], "end": END}, f"got ({N},) and (2, {N})"),
     "negative": ({}, {"begin": grown(BEGIN, (0, 0), -1), "end": END},
                  f"begin[0, 0] must be 0 to {N}, got -1"),
     "beyond": ({}, {"begin": BEGIN[1], "end": grown(END[1], 9, N + 1)},
@@ -110,7 +110,7 @@ BAD = {
                 "intervals [0, 2] and [1, 4] of query 1 overlap"),
     "unsorted": ({"causal": True}, {"cu_seqlens": CU[::-1][:-1]}, "must begin with 0, got 30"),
     "backwards": ({"causal": True}, {"cu_seqlens": [0, 9, 8, 12]}, "begins at 9 and ends at 8"),
-    "too long": ({"causal": True}, {"cu_seqlens": [0, 9, 41]}, "ends at 41, the sequence has 40"),
+    "too long": ({"causal": True}, {"cu_seqlens": [0, 9, 41]}, "ends at 41, the sequence at 40"),
     "two rows": ({"causal": True}, {"cu_seqlens": [CU, CU]}, "must be a (documents + 1,) integer"),
     "no causal": ({}, {"cu_seqlens": CU}, "the attribute causal, true or false: it has none"),
     "causal?": ({"causal": "no"}, {"cu_seqlens": CU}, "true or false: got 'no'"),
@@ -181,9 +181,9 @@ def test_bad_masks_of_a_run(tmp_path):
             (["--mask", "sparse:1"], [], f"--mask {text}"),
             (["--mask", "causal:1"], [], "--mask must be causal, got 'causal:1'"),
             (["--mask", "full_document:x"], [], "--mask: full_document: 'x' is not a whole num"),
-            (["--mask", "full_document:0,50"], [], "ends at 50, the sequence has 40 tokens"),
+            (["--mask", "full_document:0,50"], [], "ends at 50, the sequence at 40"),
             (["--mask", "full", "--mask-file", good], [], "not allowed with argument --mask"),
-            (["--mask-file", good, "--seqlen", "39"], [], f"has {N} rows for a sequence of 39"),
+            (["--mask-file", good, "--seqlen", "39"], [], f"of {N} queries, but the"),
             (["--mask-file", tmp_path / "none"], [], "No such file"),
             (["--mask-file", good, "--output", good], [], f"{good}: it is the input"),
             (["--mask-file", good], ["--mask-file", str(other)],
@@ -235,7 +235,7 @@ def test_files_of_benchmarks_and_planner(tmp_path):
          ("plan.py", [*problem, "--seqlen", "50"], [])], 0
     )  # fmt: skip
     assert [code for code, _ in found] == [0, 0, 2] and picture.exists(), done.stderr
-    text = f"IntervalMask has {N} rows for a sequence of 50 tokens"
+    text = f"IntervalMask has intervals of {N} queries, but the sequence has 50"
     assert text in done.stderr
     bench = [*bench, "--mask-file", mask]
     assert_all_refused("bench.py", 2, [

@@ -100,9 +100,9 @@ def test_alignment_at_the_end(case, seqlen, seqlen_kv):
     assert moved.aligned(seqlen, seqlen) == mask
     assert Full().aligned(seqlen, seqlen_kv) == Full()
     if seqlen != seqlen_kv:
-        with pytest.raises(ValueError, match=f"got {seqlen} queries, {seqlen} keys"):
+        with pytest.raises(ValueError, match=f"got {seqlen} queries and {seqlen} keys"):
             moved.check(seqlen)
-        with pytest.raises(ValueError, match=f"align {seqlen} queries with {seqlen_kv} keys"):
+        with pytest.raises(ValueError, match="needs cu_seqlens_kv"):
             Documents([0]).aligned(seqlen, seqlen_kv)
 
 
@@ -302,23 +302,23 @@ def test_equal_masks_are_equal_keys():
         (lambda: Documents([]), "got shape (0,) of float64"),
         (lambda: Documents([[0, 5]]), "got shape (1, 2) of int64"),
         (lambda: Documents([0, 2.5]), "got shape (2,) of float64"),
-        (lambda: Documents([0, 5], cu_seqlens_kv=[0, 2, 5]), "has 2 numbers, cu_seqlens_kv has 3"),
+        (lambda: Documents([0, 5], cu_seqlens_kv=[0, 2, 5]), "same length, got 2 and 3"),
         (lambda: Documents([0, 5], cu_seqlens_kv=[0, 5, 4]), "cu_seqlens_kv must be sorted"),
         (
             lambda: Documents([0, 5], True, inside=Full()),
-            "inside must be a Mask and replaces causal, got Full()",
+            "inside must be a Mask, given instead of causal=True, got inside=Full()",
         ),
         (lambda: Documents([0, 5], inside="causal"), "must be a Mask"),
-        (lambda: Documents([0, 5]).check(4), "the last document ends at 5, the sequence has 4"),
+        (lambda: Documents([0, 5]).check(4), "the last document ends at 5, the sequence at 4"),
         (
             lambda: Documents(np.array([0, 1 << 63], np.uint64)).check(4),
             "ends at 9223372036854775807",
         ),
         (lambda: PrefixLMDocuments([0, 5], -1), "got shape () of int64, the least -1"),
-        (lambda: PrefixLMDocuments([0, 5], [1, 2]), "one or 1 whole numbers"),
+        (lambda: PrefixLMDocuments([0, 5], [1, 2]), "or 1 of them"),
         (lambda: PrefixLMDocuments([0, 5], 0.5), "of float64"),
         (lambda: BlockCausalDocuments([0, 5], 0), "block must be a whole number of at least 1"),
-        (lambda: SharedQuestion([0, 5], questions=(1,)), "questions must be among 1 documents"),
+        (lambda: SharedQuestion([0, 5], questions=(1,)), "questions must be indices below 1"),
         (lambda: SlidingWindow(-1), "left must be a whole number of at least 0, got -1"),
         (lambda: SlidingWindow(1, 0.5), "right must be a whole number of at least 0, got 0.5"),
         (lambda: PrefixLM(True), "prefix must be a whole number of at least 0, got True"),
@@ -343,10 +343,13 @@ def test_equal_masks_are_equal_keys():
         ),
         (
             lambda: make_mask("prefix_lm_causal:3,seed=1", 9),
-            "give a prefix or a seed, not both, got 3",
+            "give a prefix or a seed, not both, got prefix=3",
         ),
-        (lambda: make_mask("full_document", 9, 12), "to align 9 queries with 12 keys"),
-        (lambda: make_mask("full_document:0,4,12", 9), "ends at 12, the sequence has 9 tokens"),
+        (
+            lambda: make_mask("full_document", 9, 12),
+            "of 9 queries and 12 keys needs cu_seqlens_kv",
+        ),
+        (lambda: make_mask("full_document:0,4,12", 9), "ends at 12, the sequence at 9"),
         (lambda: make_mask("full_document:0,4,3", 9), "begins at 4 and ends at 3"),
     ],
 )

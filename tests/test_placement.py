@@ -152,7 +152,10 @@ def test_heavy_tailed_documents(seed):
         ({"seqlen": 0}, "at least one token"),
         ({"kv_share": 0}, "kv_share"),
         ({"kv_share": 1.5}, "kv_share"),
-        ({"mask": IntervalMask(np.zeros(4, int), np.ones(4, int))}, "4 rows for a sequence of 64"),
+        (
+            {"mask": IntervalMask(np.zeros(4, int), np.ones(4, int))},
+            "of 4 queries, but the sequence has 64",
+        ),
     ],
 )
 def test_bad_arguments(change, message):

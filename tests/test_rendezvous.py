@@ -165,7 +165,7 @@ def test_no_communicator_left(comm, monkeypatch):
             return Exhausted(self.comm.Split(*args))
 
     text = message_of(comm, lambda: ProcessGrid(Exhausted(comm), 1, comm.size))
-    assert text.startswith("MPI has no communicators left: each grid uses five, free() releases")
+    assert text.startswith("MPI has no communicators left: each grid uses five, so free() grids")
 
 
 STALL = """
@@ -222,9 +222,9 @@ def stalled():
     "where, text",
     [
         ("call", r"ranks 0 and 2 in forward of plan 1 \(Attention2D\), call 2, to begin; of 3 "
-                 r"ranks, rank 1 did not come"),
+                 r"ranks, rank 1 did not arrive"),
         ("kernel", r"rank.* in forward of plan 1 \(Attention2D\), call 2, for messages \(row\).*"
-                   r"; of 3 ranks, rank 1 did not come"),
+                   r"; of 3 ranks, rank 1 did not arrive"),
         ("grid", r"rank 0 in ProcessGrid\(1 x 3 x 1\), for all ranks to call it \(3 ranks\)"),
     ],
 )  # fmt: skip
@@ -240,7 +240,7 @@ def test_late_rank(stalled, where, text):
 def test_rank_that_never_comes(stalled):
     done = stalled["nobody"]
     assert done.returncode not in (0, 1, 2)
-    assert "rank 1 did not come; aborting the job" in done.stderr
+    assert "rank 1 did not arrive; aborting the job" in done.stderr
     assert done.seconds < 30
 
 
@@ -248,7 +248,7 @@ def test_rank_that_never_comes(stalled):
 def test_stall_settings(stalled):
     done = stalled["silent"]
     assert done.returncode == 0 and "waiting" not in done.stderr, done.stderr
-    text = "A2D_MPI_STALL_SECONDS must be seconds, 0 for never, got 'soon'"
+    text = "A2D_MPI_STALL_SECONDS must be a number of seconds (0: never report), got 'soon'"
     assert text in stalled["unread"].stderr
 
 

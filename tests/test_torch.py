@@ -378,7 +378,7 @@ def test_sums_that_are_refused(comm):
     hooks = GradientHooks(model, comm)
     x = torch.ones(4, 5)
     model(x, True).backward()
-    with pytest.raises(ValueError, match="second gradient of a parameter before finish"):
+    with pytest.raises(ValueError, match="a parameter got a second gradient before finish"):
         model(x, True).backward()
     hooks.finish()
     hooks.free()

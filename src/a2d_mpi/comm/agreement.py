@@ -28,7 +28,7 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
     ------
     CollectiveError
         If a rank has a problem, or values differ.  The message has the problem of the first rank
-        that has one, or the first value that differs, with the ranks.
+        with a problem, or the first value that differs, and names the ranks.
     """
     everyone = comm.allgather((problem, {key: _text(value) for key, value in config.items()}))
     problems = [(rank, p) for rank, (p, _) in enumerate(everyone) if p is not None]

@@ -1,7 +1,7 @@
 """Messages on one communicator: posted early, counted and timed.
 
-Tensors travel in point-to-point messages only.  Both sides of a message know its size from the
-distribution.  So ranks negotiate nothing, and an empty shard costs no message.
+Tensors travel in point-to-point messages only.  Sender and receiver know the size of a message
+from the distribution.  So ranks need not agree on sizes, and an empty shard costs no message.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Traffic:
         self.messages: dict[tuple[str, str], list[int]] = {}
 
     def count(self, phase: str, name: str, direction: int, nbytes: int, messages: int) -> None:
-        """Count one tensor; `direction` is 0 for sent and 1 for received."""
+        """Count the bytes and messages of a tensor; `direction` is 0 for sent, 1 for received."""
         self.bytes.setdefault((phase, name), [0, 0])[direction] += nbytes
         self.messages.setdefault((phase, name), [0, 0])[direction] += messages
 
@@ -68,7 +68,7 @@ class Channel:
 
     @property
     def peers(self) -> list[int]:
-        """The other ranks, from the next one on, so that no rank is the first target of all."""
+        """The other ranks, from the next rank on.  So ranks do not all send to rank 0 first."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     def isend(self, tensors: Sequence[Array], peer: int, tag: int) -> list[Any]:
@@ -91,7 +91,7 @@ class Channel:
         ]
 
     def barrier(self) -> list[Any]:
-        """Enter a barrier of all ranks; `wait` returns when all have entered."""
+        """Enter a barrier of all ranks; `wait` returns when all ranks have entered it."""
         return self._transport.barrier(self.comm)
 
     def wait(self, messages: list[Any]) -> None:

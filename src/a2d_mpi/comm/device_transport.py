@@ -4,7 +4,7 @@ Every MPI sends host memory, and a CUDA-aware MPI also sends device memory.  Wit
 tensor of the device goes through page-locked host memory in pieces: one piece is copied while
 other pieces are sent.
 
-Kernels that read and write device memory are only queued.  So a message of device memory has to
+Kernels are queued, and read and write device memory later.  So a message of device memory has to
 wait for earlier kernels, for copies, and for MPI.  Each message is a generator that yields while
 it waits.  All messages advance whenever this rank waits for any message.
 """
@@ -94,7 +94,8 @@ class DeviceTransport:
         while not request.Test():
             yield
 
-    # The event `ready` comes after the kernels that write x, or that read its old contents.
+    # The event `ready` comes after the kernels that write x (sends), or that read its old contents
+    # (receives).
 
     def _direct(self, post, x, peer, tag, ready) -> Iterator[None]:
         while not self.device.done(ready):
@@ -130,7 +131,7 @@ class DeviceTransport:
         for request, piece, to in waiting:
             while not request.Test():
                 yield
-            # If the stream waited for `ready`, copies of other messages would wait, too.
+            # Wait here.  If the stream waited for `ready`, copies of other messages would wait.
             while not self.device.done(ready):
                 yield
             done = self.device.copy(to, piece)

@@ -54,8 +54,8 @@ class Failures:
     Parameters
     ----------
     comm : Intracomm
-        Communicator of all ranks of the grid.  It is revoked, too: a rank may wait on it for a
-        rank that has left.
+        Communicator of all ranks of the grid.  It is revoked, too, because a rank may wait on it
+        for a rank that has raised the error already.
     comms : list of Intracomm
         The communicators of the grid; all are revoked if a rank dies.  The grid updates the list.
 
@@ -76,7 +76,7 @@ class Failures:
         self._reported: tuple[int, ...] = ()  # dead ranks of the latest error
 
     def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Return a duplicate of a communicator; it is revoked together with the grid's.
+        """Duplicate a communicator; the duplicate is revoked together with the grid.
 
         Collective over `comm`.  `forget` frees the duplicate.
         """
@@ -100,8 +100,8 @@ class Failures:
     def caused(self, error: Exception) -> bool:
         """Return True if an error comes from the death of a rank.
 
-        Every kind of error may.  If a rank dies in a collective call, the call may return garbage
-        on other ranks without an error.  The garbage may then cause any exception.
+        Any kind of error may come from a death.  If a rank dies in a collective call, the call may
+        return garbage on other ranks without an error, and the garbage may cause any exception.
         """
         if not survives():
             return False
@@ -164,7 +164,8 @@ class Failures:
     def _named(self) -> RanksLost:
         """Make the error when no further death has been reported for a while.
 
-        A revocation may arrive before the report of a death, and the ranks of a node die together.
+        A revocation may arrive before the report of a death.  The ranks of a node die together,
+        but their deaths may be reported one after the other.
         """
         ranks = self._reported
         until = time.monotonic() + (_DELAY if ranks == () else 0)
@@ -179,10 +180,10 @@ class Failures:
 
 def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return a communicator of the ranks of `comm` that are alive; collective over them."""
-    # In Open MPI 5.0.11, if the creation of a communicator fails because a rank died, later
-    # creations hang.  This ends when a creation succeeds from a communicator with the same or a
-    # lower context id than the failed one's parent.  COMM_SELF has the lowest id of all that can
-    # be parents here: `ProcessGrid` itself shrinks the caller's communicator.
+    # In Open MPI 5.0.11, if a communicator cannot be created because a rank died, later creations
+    # hang.  They hang until a creation succeeds whose parent has at most the context id of the
+    # failed one's parent.  COMM_SELF has the lowest id of the possible parents here, because
+    # `ProcessGrid` itself shrinks the caller's communicator.
     MPI.COMM_SELF.Dup().Free()
     return comm.Shrink()
 

@@ -18,7 +18,7 @@ TRANSFERS = ("auto", "device", "host")
 
 
 def bind_gpu(comm: MPI.Intracomm) -> tuple[Cuda, int]:
-    """Make one GPU current in this process: its number is the local rank modulo the GPUs.
+    """Make a GPU current in this process: its number is the rank on the node modulo the GPUs.
 
     Several ranks may share a GPU.  Collective over `comm`.
 
@@ -59,7 +59,8 @@ def gpu_aware(transfers: str = "auto") -> tuple[bool, str]:
     ----------
     transfers : {"auto", "device", "host"}
         The caller's choice.  "auto" takes the environment variable A2D_MPI_TRANSFERS if it is set,
-        and else MPI's own answer.  MPI may deny CUDA support that it gets from a plugin (UCX).
+        and otherwise MPI's own answer.  MPI may deny CUDA support that it has through a plugin
+        (UCX).
 
     Returns
     -------
@@ -70,13 +71,15 @@ def gpu_aware(transfers: str = "auto") -> tuple[bool, str]:
     Raises
     ------
     ValueError
-        If the argument or the variable has another value.
+        If the argument or the variable has a value that is not in `TRANSFERS`.
     """
     origin = "argument"
     if transfers == "auto":
         origin, transfers = "A2D_MPI_TRANSFERS", os.environ.get("A2D_MPI_TRANSFERS", "auto")
     if transfers not in TRANSFERS:
-        raise ValueError(f"transfers must be one of {TRANSFERS}, got {transfers!r} ({origin})")
+        raise ValueError(
+            f"transfers must be one of {TRANSFERS}, got {transfers!r} (from {origin})"
+        )
     if transfers != "auto":
         return transfers == "device", origin
     if os.environ.get("MPICH_GPU_SUPPORT_ENABLED") == "1":  # Cray MPICH

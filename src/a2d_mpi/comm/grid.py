@@ -53,8 +53,8 @@ class ProcessGrid:
         Consecutive ranks of `comm` are usually on one node.  With the default, "rcu", they form a
         Ulysses group.  The ranks of the grid itself are numbered as above for every order.
     block : (int, int)
-        Rows and columns of the blocks into which the grid is divided.  Consecutive ranks of `comm`
-        fill a block, row by row, and then the next block along the last axis of `order`.
+        Rows and columns of the node blocks into which the grid is divided.  Consecutive ranks of
+        `comm` fill a block, row by row, and then the next block along the last axis of `order`.
     nodes : sequence of int, optional
         Node of every rank of `comm`.  Default: ranks that share memory are on one node.
 
@@ -75,7 +75,7 @@ class ProcessGrid:
     cores : int
         Cores of the node per rank of the grid on this node, at least 1.
     rendezvous : Rendezvous
-        The meetings of the grid's ranks before each collective call.
+        The ranks of the grid meet in it before each collective call.
     failures : Failures
         Detection of ranks that died, if MPI goes on without them.
 
@@ -84,7 +84,8 @@ class ProcessGrid:
     ValueError
         On all ranks, if rows x cols x heads is not the size of `comm`, if `order` is not a
         permutation of "rcu", or if an argument differs between ranks.  Also if the blocks do not
-        divide the grid, or `nodes` has another length than `comm`.
+        divide the grid, `nodes` does not have an integer for each rank of `comm`, or MPI has no
+        communicators left.
     RanksLost
         On all surviving ranks, if a rank died and MPI goes on.  All calls of plans raise it, too.
         If the rank died while the grid was made, `comm` is revoked.
@@ -175,7 +176,7 @@ class ProcessGrid:
         memory: int | None = None,
         method: str = "attention2d",
     ) -> ProcessGrid:
-        """Make the grid that is fastest for a problem on a machine, as the planner predicts.
+        """Make the grid that the planner predicts to be the fastest for a problem on a machine.
 
         Collective over `comm`; rank 0 runs `a2d_mpi.planning.planner`.  By default, plans on this
         grid take the distribution of the fastest plan.  If only a streamed plan fits in memory,
@@ -203,7 +204,7 @@ class ProcessGrid:
         if comm.rank == 0:
             try:
                 layout = best_candidate(machine, comm.size, work, memory, (method,)).layout
-            except Exception as error:  # all ranks must raise an error of any kind
+            except Exception as error:  # of any kind: all ranks must raise it
                 problem = str(error) or type(error).__name__
         with Failures(comm, []).all_or_none():
             agree(comm, problem)
@@ -216,16 +217,16 @@ class ProcessGrid:
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
         """Return the communicator of a channel of this rank.
 
-        Rows, columns, the context-parallel group and the Ulysses group have communicators.  For
-        other ranks a communicator is made at the first call, which is collective over `ranks`.
+        Rows, columns, the context-parallel group and the Ulysses group have communicators.  Any
+        other channel gets a communicator at the first call, which is collective over `ranks`.
 
         Parameters
         ----------
         channel : str
             Name of the channel; "head" is the Ulysses group.
         ranks : tuple of int
-            Ranks of the channel, in its order; ignored for "head".  They are ranks in the
-            context-parallel group, or all ranks of the grid.
+            Ranks of the channel, in its order.  They are ranks in the context-parallel group, or
+            all ranks of the grid.  Ignored for "head".
         """
         if channel == "head":
             return self.head_comm
@@ -236,13 +237,12 @@ class ProcessGrid:
         return self._channel_comms[ranks]
 
     def shrink(self, method: str = "attention2d") -> ProcessGrid | None:
-        """Make a grid of the surviving ranks after `RanksLost`; then this grid can be freed.
+        """Make a grid of the surviving ranks after `RanksLost`; afterwards free this grid.
 
-        Collective over the surviving ranks, which keep their order.  The new number of ranks that
-        share the heads is the largest divisor of the old number that divides the number of ranks.
-        The grid has as many positions as the method can use, in the squarest shape.  Ranks that
-        `method` cannot use are idle ("triangle": of 5 ranks, 3 work and 2 are idle).  If more
-        ranks die during this call, the grid is made without them.
+        Collective over the surviving ranks, which keep their order.  The new U is the greatest
+        common divisor of the old U and the number of survivors.  The grid has as many positions as
+        `method` can use, in the squarest shape.  All other ranks are idle ("triangle": of 5 ranks,
+        3 work and 2 are idle).  If more ranks die during this call, the grid is made without them.
 
         Parameters
         ----------
@@ -252,8 +252,8 @@ class ProcessGrid:
         Returns
         -------
         ProcessGrid or None
-            None on an idle rank.  ``failures.numbers`` of the new grid has, for each rank of its
-            `comm`, the rank in the communicator of the first grid.
+            None on an idle rank.  ``failures.numbers[i]`` of the new grid is the rank that its
+            rank i had in the communicator of the first grid.
 
         Raises
         ------
@@ -261,7 +261,10 @@ class ProcessGrid:
             If MPI ends jobs when a rank dies.
         """
         if not survives():
-            raise RuntimeError("this MPI ends the job when a rank dies, so no grid can shrink")
+            raise RuntimeError(
+                "a grid can shrink only if MPI goes on when a rank dies: use Open MPI and start "
+                "the job by mpiexec --with-ft ulfm"
+            )
         most_positions = METHODS[method].most_positions
         while True:
             left = shrunk(self.comm)
@@ -321,8 +324,8 @@ class ProcessGrid:
                 raise
             self.free()
             raise CollectiveError(
-                "MPI has no communicators left: each grid uses five, free() releases them "
-                f"({error.Get_error_string().splitlines()[-1]})"
+                "MPI has no communicators left: each grid uses five, so free() grids that are no "
+                f"longer used ({error.Get_error_string().splitlines()[-1]})"
             ) from None
         return self._comms[-1]
 

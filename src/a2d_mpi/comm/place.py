@@ -20,8 +20,8 @@ class Place:
         Whether all nodes have equally many ranks.  If not, `partners` is empty.
     ranks_per_node : int
     cores_per_node : float
-        Cores that a node may use.  Namespaces of one host share its cores.  The environment
-        variable ``A2D_MPI_NODE_CORES`` lowers the number, for nodes with a limit of CPU time (of
+        Cores that a node may use.  Emulated nodes on one host share its cores.  The environment
+        variable ``A2D_MPI_NODE_CORES`` lowers the number, for nodes whose CPU time is limited (by
         a cgroup).
     share : float
         Cores per rank, at most 1.
@@ -29,8 +29,8 @@ class Place:
         Bytes of memory per rank, and the number of ranks that share the memory of this host.
     partners : dict of str to list of int
         Ranks with which this rank exchanges messages "inside" its node and "between" nodes (one
-        rank of each other node), if there are any.  They are in the order of a ring through this
-        rank, from the next rank on.
+        rank of each other node).  A key is missing if it has no ranks.  Ranks are in the order of
+        a ring, from the rank after this one on.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:

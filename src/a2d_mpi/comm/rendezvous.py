@@ -1,4 +1,4 @@
-"""Meetings of the ranks of a grid before each collective call."""
+"""Let the ranks of a grid meet before each collective call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TWO_THREADS = "two threads called plans of one grid at once: give each thread a 
 
 
 class Call(NamedTuple):
-    """A collective call: all ranks make it together, or none does.
+    """A collective call: all ranks make it together, or no rank makes it.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Rendezvous:
-    """Meetings of all ranks of a communicator, one before each call.
+    """The place where all ranks of a communicator meet before each collective call.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Rendezvous:
     def turn(self, settle: Callable[[], None] = lambda: None) -> Iterator[str | None]:
         """Reserve the grid for one call; yield an error message if another thread had reserved it.
 
-        Two threads may take turns in different orders on different ranks, so this is an error.  If
+        Two threads that take turns are an error, because their order may differ between ranks.  If
         a rank dies in the context, call `settle` and raise `RanksLost`
         (`a2d_mpi.comm.failures.Failures.noticed`).
         """
@@ -96,14 +96,14 @@ class Rendezvous:
         """
         self.watch.doing = call
         stamp = (ACTIONS.index(call.action), call.plan, call.number)
-        # Reduce a buffer.  An object would be pickled, reduced up a tree and sent down again, and
-        # the ranks would begin the call one after the other.
+        # Reduce a buffer, not an object.  mpi4py would reduce objects up a tree and send the
+        # result down again, and the ranks would begin the call one after the other.
         self._buffer[:] = (flags, *stamp, *(~x for x in stamp))
         with self.watch.waiting("to begin"):
             self.comm.Allreduce(MPI.IN_PLACE, self._buffer, MPI.BOR)
         self.watch.calls += 1
         flags, *stamps = self._buffer.tolist()
-        # A bit that is set on one rank and not on another is set in both halves.
+        # If ranks differ in a bit, the bit is set in a stamp and in its complement.
         if any(x & y for x, y in zip(stamps[:3], stamps[3:])):
             calls: dict[str, list[int]] = {}
             for rank, text in enumerate(self.comm.allgather(str(call))):

@@ -41,7 +41,7 @@ class BlasThreads:
     Parameters
     ----------
     threads : int or None
-        Number of threads.  None: the number in the user's environment, or `cores` without one.
+        Number of threads.  None: the number in the user's environment, or else `cores`.
     cores : int
         Cores of this rank.
 

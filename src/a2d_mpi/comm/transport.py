@@ -17,8 +17,9 @@ from a2d_mpi.devices.protocol import Array
 # between its cache blocks.  (A polling thread was slower.)
 PERIOD = 1e-3  # longest rest after a poll, in seconds
 # The rest after a poll is REST times as long as the poll.  With more ranks than cores, Open MPI
-# yields the core if a poll finds nothing, for milliseconds if other processes want it.  Rests save
-# a seventh of both phases (4 ranks on 2 busy cores, 12 heads of 32, 1536 causal tokens).
+# yields the core if a poll finds nothing.  If other processes want the core, this takes
+# milliseconds.  Rests save a seventh of both phases (4 ranks on 2 busy cores, 12 heads of 32, 1536
+# causal tokens).
 REST = 10
 
 
@@ -114,7 +115,7 @@ class HostTransport:
     def poll(self, comm: MPI.Intracomm) -> None:
         start = time.perf_counter()
         if start >= self._next_poll:
-            # Any MPI call advances messages; the cost of this one does not depend on their number.
+            # Any MPI call advances messages.  The cost of Iprobe does not depend on their number.
             comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
             end = time.perf_counter()
             self._next_poll = end + min(PERIOD, REST * (end - start))

@@ -1,10 +1,10 @@
-"""A report on stderr if ranks wait too long for each other, and optionally the end of the job.
+"""Report on stderr if ranks wait too long for each other, and optionally abort the job.
 
 Two environment variables, the same on all ranks, are read when a grid is made:
 
 A2D_MPI_STALL_SECONDS
     Seconds after which waiting ranks report the call and the missing ranks.  Default: 300.  With 0
-    they never report, for work in a debugger.
+    ranks never report, for example under a debugger.
 A2D_MPI_STALL_ABORT
     With 1 the job is aborted after the report, with exit code 75 if the launcher passes it on.
 """
@@ -26,13 +26,13 @@ from mpi4py import MPI
 
 SECONDS = 300.0
 NAP = 0.25  # seconds between two checks of all waits
-_PAUSE = 1.0  # seconds from noticing to reporting: by then all waiting ranks have checked, too
+_PAUSE = 1.0  # seconds until the report: by then all waiting ranks have checked, too
 _TAG = 20
 _ABORTED = 75  # exit code: "temporary failure" of sysexits.h
 
 
 class Watch:
-    """The present wait of this rank and its start, which a thread of the process checks.
+    """The present wait of this rank, whose length a thread of the process checks.
 
     Parameters
     ----------
@@ -41,9 +41,9 @@ class Watch:
     doing : object
         The present call, whose text is reported.  The caller updates it.
     talks : bool
-        Whether ranks send their reports to each other on `comm`, and one rank prints them.  No
-        one else may then send point-to-point messages on `comm`.  Otherwise each rank prints its
-        own report.
+        Whether ranks send their reports to each other on `comm`, and one rank prints them.  Then
+        nothing else may send point-to-point messages on `comm`.  Otherwise each rank prints a
+        report of its own.
 
     Raises
     ------
@@ -53,7 +53,7 @@ class Watch:
 
     def __init__(self, comm: MPI.Intracomm, doing: object = "", talks: bool = True) -> None:
         self.doing = doing
-        # Calls that all ranks have begun together: distinguishes reports of different calls.
+        # Number of calls that all ranks have begun together; it tells reports of calls apart.
         self.calls = 0
         self._comm = comm
         self._talks = talks and MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -70,7 +70,7 @@ class Watch:
 
     @contextmanager
     def waiting(self, place: str) -> Iterator[None]:
-        """Mark the context as a wait for other ranks, which may never end if one of them fails."""
+        """Mark the context as a wait for other ranks; it may never end if one of them fails."""
         self._waiting = time.monotonic(), place
         try:
             yield
@@ -79,7 +79,7 @@ class Watch:
                 self._waiting, self._reported = None, {}
 
     def look(self) -> None:
-        """Check for waits that are too long, of this rank and others; another thread calls it."""
+        """Check for waits of this rank and others that are too long; another thread calls this."""
         with self._lock:
             if self._waiting is None:
                 return
@@ -116,7 +116,7 @@ class Watch:
         if not self._talks:
             line += f" ({size} ranks)"
         elif absent:
-            line += f"; of {size} ranks, {name_ranks(absent)} did not come"
+            line += f"; of {size} ranks, {name_ranks(absent)} did not arrive"
         else:
             line += f"; of {size} ranks, all wait for each other"
         if self._aborts:
@@ -165,7 +165,9 @@ def _settings() -> tuple[float, bool]:
     seconds = os.environ.get("A2D_MPI_STALL_SECONDS") or str(SECONDS)
     aborts = os.environ.get("A2D_MPI_STALL_ABORT") or "0"
     if not re.fullmatch(r"\d+(\.\d*)?", seconds):
-        raise ValueError(f"A2D_MPI_STALL_SECONDS must be seconds, 0 for never, got {seconds!r}")
+        raise ValueError(
+            f"A2D_MPI_STALL_SECONDS must be a number of seconds (0: never report), got {seconds!r}"
+        )
     if aborts not in ("0", "1"):
         raise ValueError(f"A2D_MPI_STALL_ABORT must be 0 or 1, got {aborts!r}")
     return float(seconds), aborts == "1"

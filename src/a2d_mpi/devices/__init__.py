@@ -1,4 +1,4 @@
-"""Devices, which hold arrays: the memory of this process, or a GPU.
+"""Devices hold arrays: a device is the memory of this process, or a GPU.
 
 The caller's arrays decide on the device: NumPy in, NumPy out; CuPy in, CuPy out.
 """
@@ -12,7 +12,7 @@ from a2d_mpi.devices.protocol import Device
 
 
 def device_of(x: object) -> Device:
-    """Return the device of an array; raise TypeError if `x` is no NumPy or CuPy array."""
+    """Return the device of an array; raise TypeError if `x` is not a NumPy or CuPy array."""
     if type(x).__module__.split(".")[0] == "cupy":
         from a2d_mpi.devices.cuda import Cuda
 

@@ -17,7 +17,9 @@ import numpy as np
 try:
     import cupy
 except ImportError as error:
-    raise ImportError("CuPy is not installed: pip install a2d_mpi[cuda13] or [cuda12]") from error
+    raise ImportError(
+        "CuPy is not installed: pip install a2d_mpi[cuda13], or a2d_mpi[cuda12]"
+    ) from error
 
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.core.wire import FORMATS
@@ -53,7 +55,8 @@ class Cuda:
         self.capability = divmod(number, 10)
         properties = cupy.cuda.runtime.getDeviceProperties(index)
         self.description = properties["name"].decode()
-        # Copies run beside the kernels.  Each direction has a stream, so that neither waits.
+        # Copies run beside the kernels.  Each direction has a stream of its own, so that neither
+        # waits for the other.
         self._uploads, self._downloads = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
 
     @staticmethod
@@ -95,7 +98,7 @@ class Cuda:
         ----------
         puts : sequence of (to, x, add)
             Arrays (..., heads, headdim), as in `put`.  All x have one dtype.  If `to` has fewer
-            heads than x, it gets the sums of groups of heads, the inverse of `repeat_heads`.
+            heads than x, it gets the sums of groups of heads, the transpose of `repeat_heads`.
         """
         tensor = min((y.dtype for put in puts for y in put[:2]), key=lambda x: x.itemsize)
         arrays, groups, ends, rows = [], [], [], 0
@@ -171,8 +174,9 @@ class Cuda:
         stats : float array
             Receives lse with heads first, one query after the other.
         places : (3, queries) int64
-            For each query of `stats`: its row of lse (-1: +inf is written), the place of its first
-            head in `stats`, and the distance from one head to the next.
+            Three numbers for each query of `stats`.  The first is its row of lse; with -1, +inf is
+            written.  The second is the place of its first head in `stats`.  The third is the
+            distance from one head to the next.
         """
         n, nheads = places.shape[1], lse.shape[1]
         given = dout, delta, out, lse, stats, *places, n, nheads
@@ -207,7 +211,7 @@ class Cuda:
         Raises
         ------
         CUDARuntimeError
-            If a kernel or copy has failed, so that the device will never reach the event.
+            If a kernel or copy has failed.  The device would never reach the event.
         """
         status = cupy.cuda.runtime.eventQuery(event.ptr)  # `event.done` hides a failure
         if status not in (SUCCESS, NOT_READY):
@@ -221,8 +225,8 @@ class Cuda:
     def copy(self, to: Array, x: Array, after: Any = None) -> Any:
         """Start copying bytes between page-locked host memory and the device, beside kernels.
 
-        If the event `after` is given, this copy and all later copies in its direction wait for it.
-        Return the event of the copy's end.
+        If the event `after` is given, this copy and all later copies in the same direction wait
+        for that event.  Return the event at the end of this copy.
         """
         stream = self._uploads if isinstance(x, np.ndarray) else self._downloads
         if after is not None:

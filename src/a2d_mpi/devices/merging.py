@@ -1,4 +1,4 @@
-"""Merging of the results of several calls of plans, for users."""
+"""Merge the results of several calls of plans, for users."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     ----------
     parts : sequence of (out, lse)
         Results of `AttentionPlan.forward` on this rank for the same queries, NumPy or CuPy arrays:
-        out (n, nheads, headdim) and lse (n, nheads), in nats.  A sink may count in one part.
+        out (n, nheads, headdim) and lse (n, nheads), in nats.  At most one part may have a sink.
 
     Returns
     -------
@@ -28,21 +28,25 @@ def merge(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     Raises
     ------
     ValueError
-        If there is no part, or the shapes or dtypes of the parts differ.
+        If there is no part, the shapes or dtypes of the parts differ, or lse does not belong to
+        out.
+    TypeError
+        If an array is not a NumPy or CuPy array.
 
     Notes
     -----
-    Pass this out and lse to `AttentionPlan.backward` of each part, in place of the part's own.
-    It returns the gradients that the keys of the part contribute.  dq is the sum over the parts.
-    Parts are merged in their order, in the accumulation dtype (`a2d_mpi.core.merge.merge`).
+    For gradients, pass this out and lse to `AttentionPlan.backward` of each part, in place of the
+    part's own out and lse.  The dk and dv of a part are then complete, and dq is the sum over the
+    parts.  Parts are merged in their order, in the accumulation dtype
+    (`a2d_mpi.core.merge.merge`).
     """
     kinds = {(out.shape, out.dtype, lse.shape, lse.dtype) for out, lse in parts}
     if len(kinds) != 1:
-        raise ValueError(f"parts must have one shape and dtype, got {sorted(map(str, kinds))}")
+        raise ValueError(f"all parts must have one shape and dtype, got {sorted(map(str, kinds))}")
     ((shape, dtype, rows, wide),) = kinds
     if rows != shape[:2] or wide != compute_dtype(dtype):
         raise ValueError(
-            f"lse of an out of shape {shape} and dtype {dtype} must have shape {shape[:2]} and "
+            f"out has shape {shape} and dtype {dtype}, so lse must have shape {shape[:2]} and "
             f"dtype {compute_dtype(dtype)}, got {rows} and {wide}"
         )
     device = device_of(parts[0][0])

@@ -38,19 +38,19 @@ class Device(Protocol):
         """Copy an array of this device to a NumPy array."""
 
     def finite(self, x: Array, lowest: bool = False) -> bool:
-        """Return True if no element is NaN or infinite; with `lowest`, -inf is allowed."""
+        """Return True if no element is NaN or infinite.  With `lowest`, -inf is allowed."""
 
     def zero(self, x: Array) -> None:
-        """Fill with zeros."""
+        """Fill an array with zeros."""
 
     def put(self, to: Array, x: Array, add: bool = False) -> None:
-        """Copy (or add) `x` to `to`, which has the same shape and any dtype of tensors."""
+        """Copy (or add) `x` to `to`; both have one shape, and may have different dtypes."""
 
     def encode(self, to: Array, x: Array, wire: str) -> None:
-        """Encode (tokens, heads, elements) as bytes, see `a2d_mpi.core.wire.encode`."""
+        """Encode x (tokens, heads, elements) as bytes in `to`, see `a2d_mpi.core.wire.encode`."""
 
     def decode(self, to: Array, x: Array, wire: str) -> None:
-        """Decode bytes, the inverse of `encode`."""
+        """Decode the bytes x to the tensor `to`; the inverse of `encode`."""
 
     def take(self, to: Array, x: Array, order: Array) -> None:
         """Set ``to[i] = x[order[i]]``; `order` is int64 and on this device."""
@@ -83,10 +83,10 @@ class Device(Protocol):
         """Subtract dlse from delta where lse is not -inf; all (tokens, nheads)."""
 
     def mark(self) -> Any:
-        """Return a mark: the time at which all work queued so far on this device is done."""
+        """Return a mark, which stands for the end of all work queued so far on this device."""
 
     def after(self, mark: Any) -> None:
-        """Let work that is queued from now on begin after a mark, which may be of any stream."""
+        """Let work that is queued from now on begin after a mark of any stream."""
 
     def seconds(self, start: Any, end: Any) -> float:
         """Wait for the mark `end`; return the seconds from `start` to `end`."""

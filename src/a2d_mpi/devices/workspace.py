@@ -11,7 +11,7 @@ import numpy as np
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 
-KEPT = 1024  # most views of buffers that are kept
+KEPT = 1024  # most views of buffers that a workspace keeps
 
 
 class Constant:
@@ -54,7 +54,7 @@ class Workspace:
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < nbytes:
-            if buffer is not None:  # release its memory before more is allocated
+            if buffer is not None:  # release the old memory before new memory is allocated
                 buffer = self._buffers.pop(name)
                 self._forget()
                 del buffer

@@ -1,4 +1,4 @@
-"""The computing of one rank in linear attention, as products of matrices.
+"""Compute linear attention on one rank, as products of matrices.
 
 Causal linear attention with a decay of each head (RetNet, arXiv:2307.08621) is, for tokens i and
 j::
@@ -173,7 +173,7 @@ def backward_full(
     states: Sequence[np.ndarray],
     exchange: StateExchange,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Compute the gradients of q, k, v under a full mask; `states`: the state of all tokens."""
+    """Compute the gradients of q, k and v under a full mask; `states` are as in `forward_full`."""
     if not states:
         return q, k, v  # no tokens
     exchange.start([q.swapaxes(1, 2) @ do], reverse=True)

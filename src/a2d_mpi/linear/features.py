@@ -24,7 +24,7 @@ class FeatureMap:
 
 
 class EluPlusOne(FeatureMap):
-    """ELU + 1: exp(x) below 0, x + 1 above (Katharopoulos et al., arXiv:2006.16236)."""
+    """ELU + 1: exp(x) for x <= 0, x + 1 for x > 0 (Katharopoulos et al., arXiv:2006.16236)."""
 
     def forward(self, x: np.ndarray) -> np.ndarray:
         return np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))
@@ -80,8 +80,8 @@ class RandomRotary(FeatureMap):
 def random_projections(headdim: int, nfeatures: int, seed: int) -> np.ndarray:
     """Draw random directions that are orthogonal in groups of `headdim`.
 
-    Their lengths are distributed as the lengths of normal vectors.  Source: Choromanski et al.,
-    arXiv:2009.14794.
+    The lengths of the directions have the distribution of the lengths of normal vectors.  Source:
+    Choromanski et al., arXiv:2009.14794.
 
     Returns
     -------
@@ -98,7 +98,7 @@ def random_projections(headdim: int, nfeatures: int, seed: int) -> np.ndarray:
 def make_feature_map(
     name: str, tokens: np.ndarray, headdim: int, nfeatures: int, seed: int, dtype: np.dtype
 ) -> FeatureMap:
-    """Make the feature map of a name, one of `FEATURE_MAPS`, for the rows of these tokens."""
+    """Make a feature map by its name, one of `FEATURE_MAPS`, for rows of the given tokens."""
     if name == "random":
         return RandomRotary(tokens, random_projections(headdim, nfeatures, seed), dtype)
     return {"none": FeatureMap, "elu+1": EluPlusOne, "relu": Relu}[name]()

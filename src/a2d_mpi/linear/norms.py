@@ -73,5 +73,5 @@ class OutputNorm(Norm):
 
 
 def make_norm(name: str) -> Norm:
-    """Make the normalisation of a name, one of `NORMS`."""
+    """Make a normalisation by its name, one of `NORMS`."""
     return {"none": Norm, "denominator": Denominator, "output": OutputNorm}[name]()

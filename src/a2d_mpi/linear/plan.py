@@ -51,9 +51,10 @@ class LinearAttention:
     """Linear attention of one sequence that is spread over the ranks of a grid.
 
     ``out_i = norm(sum over visible j of decay^(i - j) (phi(q_i) . phi(k_j)) v_j)``, where phi is
-    the feature map.  A rank does not need the tokens of other ranks, but only their sum, the
-    state: one matrix for each head.  The ranks exchange states once in each pass, however long the
-    sequence is.  Making a plan, `forward` and `backward` are collective over ``grid.comm``.
+    the feature map.  A rank does not need the tokens of other ranks.  It needs only their state,
+    which is a sum over these tokens: one matrix for each head.  The ranks exchange states once in
+    each pass, however long the sequence is.  Making a plan, `forward` and `backward` are
+    collective over ``grid.comm``.
 
     Parameters
     ----------
@@ -66,11 +67,12 @@ class LinearAttention:
     nheads, headdim : int
         H heads of D elements, of q, k, v and out.
     feature_map : {"none", "elu+1", "relu", "random"}
-        phi.  "random": ReLU of random projections of rotated rows (MoLFormer).
+        The feature map phi.  "none" is the identity, "elu+1" and "relu" act on each element, and
+        "random" is the ReLU of random projections of rotated rows (MoLFormer).
     norm : {"output", "denominator", "none"}
         "output": divide by the root mean square of all heads of a token (TransNormer).
-        "denominator": divide by the sum of the weights ``decay^(i - j) (phi(q_i) . phi(k_j))``; it
-        needs a feature map.
+        "denominator": divide by the sum of the weights ``decay^(i - j) (phi(q_i) . phi(k_j))``.
+        It needs a feature map other than "none".
     decay : float or sequence of nheads floats, optional
         Decay of all heads or of each head, above 0 and at most 1, for causal masks only.  Default:
         nothing decays.
@@ -80,14 +82,14 @@ class LinearAttention:
         Exchange of states.  "gather": one all-gather (LASP-2).  "ring": from rank to rank (LASP).
         The results are the same, bit for bit.
     distribution : str or Distribution
-        Owner of each token.  Each run of consecutive tokens of a rank has a state: a contiguous
-        distribution has one on each rank, zigzag two, striped one for each token.
+        Owner of each token.  Under a causal mask, each run of consecutive tokens of a rank has a
+        state: one per rank if contiguous, two if zigzag, and one per token if striped.
     dtype : {"float32", "float64", "float16", "bfloat16"}
         Dtype of q, k, v, out and their gradients.  Computations and states have float32 or wider.
     chunk : int
-        Tokens that are computed at once.
+        Tokens that are computed at once, 1 to 4096.
     threads : int, optional
-        BLAS threads; default as of `AttentionPlan`.
+        BLAS threads.  The default is as in `AttentionPlan`.
 
     Attributes
     ----------
@@ -97,8 +99,8 @@ class LinearAttention:
     traffic : Traffic
         Bytes and messages since the plan was made, by phase and communicator ("all").
     timings : dict of str to float
-        Seconds of the latest call on this rank, from the agreement on the arguments to the end:
-        "forward/total", and its parts "forward/compute" and "forward/wait"; "backward/..."
+        Seconds of the latest call on this rank, after the ranks have agreed on the arguments.
+        "forward/total" is the sum of "forward/compute" and "forward/wait".  "backward/..." is
         likewise.
 
     Raises
@@ -267,7 +269,7 @@ class LinearAttention:
         return {key: both for key, both in counts.items() if any(both)}
 
     def free(self) -> None:
-        """Do nothing: this plan keeps no buffers between calls, but all plans have this method."""
+        """Do nothing: this plan keeps no buffers between calls.  All plans have this method."""
 
     def _call(self, phase: str, arrays: dict[str, np.ndarray], kept: Kept | None = None) -> tuple:
         """Run one call; collective over the ranks of the grid."""
@@ -288,7 +290,7 @@ class LinearAttention:
             self._channel.start(phase, self._exchange.transport, rendezvous.watch)
             self._broken = True  # an exception from here on leaves messages under way
             start = time.perf_counter()
-            # No warnings from every rank: overflows and NaN are seen in the results.
+            # Suppress warnings, which every rank would print: results show overflows and NaN.
             with self._threads.limited(), np.errstate(over="ignore", invalid="ignore"):
                 if phase == "forward":
                     results = self._forward(**arrays)
@@ -315,7 +317,8 @@ class LinearAttention:
             got = [x if x is None else (np.shape(x), np.asarray(x).dtype.name) for x in kept]
         if got != wanted:
             raise ValueError(
-                f"kept must be what forward returned, states and scale {wanted}, got {got}"
+                f"kept must be the second result of forward, with states and scale {wanted}, "
+                f"got {got}"
             )
 
     def _forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, Kept]:
@@ -378,11 +381,13 @@ def _check(mask: Mask, headdim: int, options: Mapping[str, Any]) -> None:
     feature_map = options["feature_map"]
     if options["norm"] == "denominator" and feature_map == "none":
         raise ValueError(
-            f"a denominator needs a feature map that is not negative, one of {FEATURE_MAPS[1:]}: "
-            "without one, sums of weights may be 0"
+            f"norm 'denominator' needs a feature_map that is not negative, one of "
+            f"{FEATURE_MAPS[1:]}: otherwise a sum of weights may be 0"
         )
     if feature_map == "random" and headdim % 2:
-        raise ValueError(f"random features with rotary need an even headdim, got {headdim}")
+        raise ValueError(
+            f"feature_map 'random' rotates q and k and needs an even headdim, got {headdim}"
+        )
     ranges = {"nfeatures": (1, 1 << 16), "chunk": (1, LONGEST), "seed": (0, (1 << 63) - 1)}
     for name, (least, most) in ranges.items():
         value = options[name]
@@ -395,9 +400,9 @@ def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> n
     try:
         decays = np.array(1.0 if decay is None else decay, np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"decay must be one number or {nheads}, got {decay!r}") from None
+        raise ValueError(f"decay must be one number or {nheads} numbers, got {decay!r}") from None
     if decays.shape not in ((), (nheads,)):
-        raise ValueError(f"decay must be one number or {nheads}, got shape {decays.shape}")
+        raise ValueError(f"decay must be one number or {nheads} numbers, got shape {decays.shape}")
     if not ((decays > 0) & (decays <= 1)).all():
         raise ValueError(f"decay must be above 0 and at most 1, got {decay!r}")
     if decay is not None and not _is_causal(mask):
@@ -406,7 +411,7 @@ def _decays(decay: float | Sequence[float] | None, nheads: int, mask: Mask) -> n
 
 
 def _shards(distribution: str | Distribution, seqlen: int, grid: ProcessGrid) -> Distribution:
-    """Return the distribution of a name on a grid, or a given distribution if it fits."""
+    """Return the distribution with a name on a grid, or a given distribution if it fits."""
     if isinstance(distribution, str):
         return distribute(distribution, Causal(), seqlen, grid.rows, grid.cols, grid.heads)
     if not isinstance(distribution, Distribution):
@@ -414,8 +419,8 @@ def _shards(distribution: str | Distribution, seqlen: int, grid: ProcessGrid) ->
     tokens, ranks = distribution.seqlen, distribution.nshards
     if (tokens, ranks) != (seqlen, grid.comm.size):
         raise ValueError(
-            f"the distribution has {tokens} tokens on {ranks} ranks, this plan has "
-            f"{seqlen} on {grid.comm.size}"
+            f"the distribution has {tokens} tokens on {ranks} ranks, but this plan has "
+            f"{seqlen} tokens on {grid.comm.size} ranks"
         )
     return distribution
 

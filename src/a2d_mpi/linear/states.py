@@ -40,7 +40,7 @@ class Piece(NamedTuple):
 
 
 def pieces_of(shards: Distribution, causal: bool) -> list[Piece]:
-    """Return the pieces of all ranks in the order of tokens; none is empty.
+    """Return the pieces of all ranks in the order of tokens, without empty pieces.
 
     Under a full mask the order of tokens does not matter, and a shard is one piece.
     """
@@ -67,7 +67,7 @@ def count_pieces(shards: Distribution, causal: bool) -> int:
 def traffic(pieces: Sequence[Piece], rank: int, way: str, causal: bool, nbytes: int) -> list[int]:
     """Return the bytes that a rank sends and receives in one pass, forward or backward.
 
-    They depend on the number of pieces, but not on the number of tokens.
+    The bytes depend on the number of pieces, but not on the number of tokens.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ class StateExchange:
         return before, state
 
     def _passed_on(self) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """Return the same as `_gathered`; under a causal mask the second state means nothing."""
+        """Return the same as `_gathered`; the second state is undefined under a causal mask."""
         rank, own = self._channel.rank, self._states[self._channel.rank]
         owners = [piece.owner for piece in self._order]
         before, state = {}, np.zeros(self._shape, self._dtype)

@@ -12,8 +12,8 @@ from a2d_mpi.masks.intervals import tidy
 from a2d_mpi.masks.mask import Aligned, IntervalMask, Mask
 
 _CHECKED = 1 << 16  # queries whose intervals are checked, which takes milliseconds
-_REPEATED = 64  # queries that are asked for again, in another order
-_MOST_TOKENS = 4096  # of `check_mask`, which then takes seconds
+_REPEATED = 64  # queries that are passed again, in another order
+_MOST_TOKENS = 4096  # most tokens for `check_mask`, which then takes seconds
 
 
 def check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
@@ -40,7 +40,7 @@ def check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
     except TypeError as error:  # from the hash: `Mask.checked` catches all others
         raise ValueError(
             f"{type(mask).__name__} cannot be hashed ({error}): make it a frozen dataclass of "
-            "numbers; one with arrays derives from a2d_mpi.masks.mask.ArrayMask"
+            "numbers, or derive it from a2d_mpi.masks.mask.ArrayMask if it holds arrays"
         ) from None
 
 
@@ -54,8 +54,8 @@ def _check_visible(mask: Mask, seqlen: int, seqlen_kv: int) -> None:
             if keys != expected[query]:
                 name = type(mask.mask if isinstance(mask, Aligned) else mask).__name__
                 raise ValueError(
-                    f"{name}.visible: query {query} sees the keys {expected[query]}, but {keys} "
-                    "if it is called with other queries or in another order"
+                    f"{name}.visible: query {query} sees the keys {expected[query]} in one call "
+                    f"and {keys} in a call with other queries or in another order"
                 )
 
 
@@ -108,7 +108,7 @@ def check_mask(mask: Mask, seqlen: int, seqlen_kv: int | None = None) -> None:
         )
     twin = copy.copy(mask)
     if twin == mask and (hash(twin), twin.digest(n, nk)) != (hash(mask), digest):
-        raise ValueError(f"{name}: an equal mask has another hash or digest")
+        raise ValueError(f"{name}: a copy is equal to the mask, but its hash or digest differs")
     q, k = np.arange(n), np.arange(nk)
     seen = IntervalMask(*mask.checked(q, nk)).dense(q, k)
     random = np.random.default_rng(0)
@@ -129,18 +129,21 @@ def _compare(
     shown, positions = np.zeros(seen.shape, int), np.arange(len(keys))
     for begin, end in mask.intervals(queries, keys):
         if not ((begin >= 0) & (begin <= end) & (end <= len(keys))).all():
-            raise ValueError(f"{name}.intervals {what} are no positions of keys")
+            raise ValueError(f"{name}.intervals {what} must be in [0, {len(keys)}], some are not")
         shown += (positions >= begin[:, None]) & (positions < end[:, None])
     dense = np.asarray(mask.dense(queries, keys))
     for method, counts in (("intervals", shown), ("dense", dense)):
         if counts.shape != seen.shape:
-            raise ValueError(f"{name}.{method} {what} has shape {counts.shape}, not {seen.shape}")
+            raise ValueError(
+                f"{name}.{method} {what} must have shape {seen.shape}, got {counts.shape}"
+            )
         wrong = np.argwhere(counts != seen)
         if len(wrong):
             row, column = wrong[0]
             raise ValueError(
                 f"{name}.{method} {what} shows key {keys[column]} to query {queries[row]} "
-                f"{int(counts[row, column])} times, visible {int(seen[row, column])} times"
+                f"{int(counts[row, column])} times, but visible shows it "
+                f"{int(seen[row, column])} times"
             )
     if (area := mask.area(queries, keys)) != seen.sum():
         raise ValueError(f"{name}.area {what} is {area}, but {seen.sum()} pairs are visible")

@@ -39,8 +39,8 @@ class _Packed(ArrayMask):
         self._set(**{name: _checked(name, x) for name, x in given.items() if x is not None})
         if self.cu_seqlens_kv is not None and len(self.cu_seqlens_kv) != len(self.cu_seqlens):
             raise ValueError(
-                f"cu_seqlens has {len(self.cu_seqlens)} numbers, "
-                f"cu_seqlens_kv has {len(self.cu_seqlens_kv)}"
+                f"cu_seqlens and cu_seqlens_kv must have the same length, got "
+                f"{len(self.cu_seqlens)} and {len(self.cu_seqlens_kv)} numbers"
             )
 
     def __repr__(self) -> str:
@@ -55,14 +55,14 @@ class _Packed(ArrayMask):
         nk = seqlen if seqlen_kv is None else seqlen_kv
         if self.cu_seqlens_kv is None and nk != seqlen:
             raise ValueError(
-                f"{type(self).__name__} needs cu_seqlens_kv to align {seqlen} queries with "
-                f"{nk} keys"
+                f"{type(self).__name__} of {seqlen} queries and {nk} keys needs cu_seqlens_kv, "
+                f"the documents of the keys"
             )
         for name, n in (("cu_seqlens", seqlen), ("cu_seqlens_kv", nk)):
             ends = getattr(self, name)
             if ends is not None and ends[-1] > n:
                 raise ValueError(
-                    f"{name}: the last document ends at {ends[-1]}, the sequence has {n} tokens"
+                    f"{name}: the last document ends at {ends[-1]}, the sequence at {n}"
                 )
 
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
@@ -94,7 +94,7 @@ class _Packed(ArrayMask):
 
     @cached_property
     def _bounds(self) -> np.ndarray:
-        """First key of each document; then the bounds of one more document without keys."""
+        """First key of each document, and the bounds of one more document, which has no keys."""
         bounds = self.cu_seqlens if self.cu_seqlens_kv is None else self.cu_seqlens_kv
         return np.append(bounds, bounds[-1])
 
@@ -108,7 +108,7 @@ class Documents(_Packed):
     cu_seqlens : (documents + 1,) integers
         First token of each document, and the end of the last document; ascending from 0.
     causal : bool
-        Whether a query sees only itself and the keys before it.
+        Whether a query sees only itself and the keys before it in its document.
     inside : Mask, optional
         Mask of every document, used instead of `causal`.  Its positions are counted from the
         document's first token.  It may be a window, a prefix, blocks, or any other mask.
@@ -133,7 +133,8 @@ class Documents(_Packed):
             inside = Causal() if self.causal else Full()
         if not isinstance(inside, Mask) or (self.causal and inside != Causal()):
             raise ValueError(
-                f"inside must be a Mask and replaces causal, got {inside!r}, causal={self.causal}"
+                f"inside must be a Mask, given instead of causal=True, got inside={inside!r} and "
+                f"causal={self.causal}"
             )
         object.__setattr__(self, "inside", inside)
         object.__setattr__(self, "causal", inside == Causal())
@@ -147,22 +148,23 @@ class Documents(_Packed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLMDocuments(_Packed):
-    """Every document has a prefix that all of its queries see; the rest of it is causal.
+    """Every document has a prefix that all of its queries see; the rest of the document is causal.
 
     Parameters
     ----------
     cu_seqlens : (documents + 1,) integers
         As in `Documents`.
     prefix : int or (documents,) integers
-        Number of prefix tokens, for all documents or for each one.  A document that is shorter
-        consists of its prefix.
+        Number of prefix tokens, for all documents or for each document.  If a document is shorter
+        than its prefix, all of its tokens see each other.
     cu_seqlens_kv : (documents + 1,) integers, optional
         As in `Documents`.
 
     Raises
     ------
     ValueError
-        If the prefix is no non-negative integer or array of them, or as in `Documents`.
+        If `prefix` is not a non-negative integer or an array of non-negative integers, one for
+        each document.  Also as in `Documents`.
     """
 
     prefix: int | np.ndarray
@@ -174,8 +176,8 @@ class PrefixLMDocuments(_Packed):
         if not valid or (prefix < 0).any():
             least = f", the least {prefix.min()}" * valid
             raise ValueError(
-                f"prefix must be one or {self.ndocuments} whole numbers of at least 0, got shape "
-                f"{prefix.shape} of {prefix.dtype}{least}"
+                f"prefix must be a whole number of at least 0, or {self.ndocuments} of them, got "
+                f"shape {prefix.shape} of {prefix.dtype}{least}"
             )
         prefix = prefix.clip(max=EVERYTHING).astype(np.int64)
         self._set(prefix=np.broadcast_to(prefix, self.ndocuments).copy())
@@ -197,6 +199,11 @@ class BlockCausalDocuments(_Packed):
         Number of tokens of a block.
     cu_seqlens_kv : (documents + 1,) integers, optional
         As in `Documents`.
+
+    Raises
+    ------
+    ValueError
+        If `block` is not a positive integer, or as in `Documents`.
     """
 
     block: int
@@ -218,14 +225,14 @@ class SharedQuestion(_Packed):
     cu_seqlens : (documents + 1,) integers
         As in `Documents`.  The answers to a question are the documents that follow it.
     questions : sequence of int
-        Numbers of the documents that are questions.  Default: the first document.
+        Indices of the documents that are questions.  Default: the first document.
     cu_seqlens_kv : (documents + 1,) integers, optional
         As in `Documents`.
 
     Raises
     ------
     ValueError
-        If there is no document of a given number, or as in `Documents`.
+        If an index is not below the number of documents, or as in `Documents`.
     """
 
     questions: tuple[int, ...] = (0,)
@@ -235,14 +242,15 @@ class SharedQuestion(_Packed):
         questions = tuple(int(x) for x in self.questions)
         if any(not 0 <= x <= max(0, self.ndocuments - 1) for x in questions):
             raise ValueError(
-                f"questions must be among {self.ndocuments} documents, got {questions}"
+                f"questions must be indices below {self.ndocuments}, the number of documents, "
+                f"got {questions}"
             )
         object.__setattr__(self, "questions", tuple(sorted(set(questions))))
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
         (own,) = super().visible(q_tokens)
         document = self._keys_of(np.asarray(q_tokens, np.int64))[0]
-        # The last question up to this document.  There is none before the first question.
+        # Find the last question up to this document; -1 stands for no question.
         questions = np.array((-1, *self.questions))
         question = questions[np.searchsorted(questions, document, side="right") - 1]
         none = (question < 0) | (question == document) | (document == self.ndocuments)
@@ -252,16 +260,21 @@ class SharedQuestion(_Packed):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CausalBlockwise(_Packed):
-    """Documents are causal, and the last one also sees all others.
+    """Documents are causal, and the last document also sees all others.
 
     In in-context learning the first documents are examples, which do not see each other.  The last
-    document is the text that uses them.
+    document is the text that uses the examples.
 
     Parameters
     ----------
     cu_seqlens : (documents + 1,) integers
         As in `Documents`.
     cu_seqlens_kv : (documents + 1,) integers, optional
+        As in `Documents`.
+
+    Raises
+    ------
+    ValueError
         As in `Documents`.
     """
 

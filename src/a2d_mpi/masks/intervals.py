@@ -24,9 +24,9 @@ class Intervals(tuple[Interval, ...]):
     Attributes
     ----------
     prepared : dict
-        Data that kernels derive from the intervals and use again.  The key holds the kernel and
-        everything else that the data depend on.  A plan passes the same object at every call, so
-        each kernel prepares a block once.
+        Data that kernels derive from the intervals and use again.  The key of an entry holds the
+        kernel and everything else that the entry depends on.  A plan passes the same object in
+        every call, so each kernel prepares a block once.
     """
 
     def __init__(self, intervals: Iterable[Interval] = ()) -> None:
@@ -34,7 +34,7 @@ class Intervals(tuple[Interval, ...]):
 
     @classmethod
     def of(cls, intervals: Iterable[Interval]) -> Intervals:
-        """Return intervals as an object of this class: the same object if it is one already."""
+        """Return intervals as an object of this class, without a copy if they are one already."""
         return intervals if isinstance(intervals, cls) else cls(intervals)
 
 
@@ -58,7 +58,7 @@ def tidy(intervals: Iterable[Interval]) -> tuple[Interval, ...]:
     begin, end = _sorted(begin, end)
     touching = (end[:-1] == begin[1:]) & (end[1:] > begin[1:]) & (end[:-1] > begin[:-1])
     if touching.any():
-        for i, here in enumerate(touching):  # the second interval takes both, the first is empty
+        for i, here in enumerate(touching):  # extend the second interval, and empty the first
             begin[i + 1, here] = begin[i, here]
             end[i, here] = begin[i, here]
         begin, end = _sorted(begin, end)
@@ -130,7 +130,7 @@ def runs_of(covered: np.ndarray) -> Runs:
 def members(ordered: range, runs: Runs) -> list[tuple[int, int]]:
     """Find the elements of an arithmetic progression that lie in runs.
 
-    Returns ``(first, last)`` for each run that holds elements: these are elements
+    Return ``(first, last)`` for each run that holds elements: it holds the elements
     ``[first, last)`` of `ordered`.
     """
     places = []

@@ -1,8 +1,8 @@
 """The patterns of LongCA-bench (arXiv:2510.17896) that have sizes.
 
 Random sizes of the benchmark (lengths of documents, prefixes) are drawn from ``seed``, 0 by
-default.  Windows and blocks have 1024 tokens in the benchmark, and here a 16th of the sequence if
-it has less than 16384 tokens.  Each function has the name of its pattern in
+default.  Windows and blocks have 1024 tokens, as in the benchmark.  In a sequence of less than
+16384 tokens they have a 16th of the sequence.  Each function has the name of its pattern in
 `a2d_mpi.masks.patterns.PATTERNS`.
 """
 
@@ -23,7 +23,7 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.masks.windows import GlobalSlidingWindow, PrefixLM, SlidingWindow
 
 WINDOW = 1024  # tokens of the benchmark's windows and blocks
-# Lengths of documents in tokens: the mean is 1577, and one in a hundred is above 16 800.
+# Lengths of documents in tokens: the mean is 1577, and one length in a hundred is above 16,800.
 MEDIAN, SIGMA = 512, 1.5
 LONG = (8192, 30720)  # shortest and longest of the benchmark's long documents, in tokens
 SHORT_SHARE = 0.4  # share of the tokens that are in short documents, in a mix with long ones
@@ -63,8 +63,7 @@ def long_documents(seqlen: int, seed: int = 0) -> np.ndarray:
 
     Short documents from `documents`, with a median of 512 tokens, hold 40 % of the tokens.  Long
     documents hold 60 %; their lengths are uniform from 8192 to 30720 tokens.  The last document of
-    each kind is cut.  If the sequence has less than 131072 tokens, all lengths shrink in
-    proportion.
+    each kind is cut.  In a sequence of less than 131072 tokens all lengths shrink in proportion.
 
     Parameters
     ----------
@@ -134,8 +133,8 @@ def causal_blockwise(seqlen: int, *cu_seqlens: int, seed: int | None = None) -> 
 
 def prefix_lm_causal(seqlen: int, prefix: int | None = None, *, seed: int | None = None) -> Mask:
     if prefix is not None and seed is not None:
-        raise ValueError(f"give a prefix or a seed, not both, got {prefix} and seed={seed}")
-    # Uniform, as the benchmark draws it.
+        raise ValueError(f"give a prefix or a seed, not both, got prefix={prefix} and seed={seed}")
+    # The prefix is uniform over the sequence, as in the benchmark.
     return PrefixLM(_drawn(1, seqlen, seed) if prefix is None else prefix)
 
 
@@ -143,7 +142,7 @@ def prefix_lm_document(
     seqlen: int, *cu_seqlens: int, prefix: int | None = None, seed: int | None = None
 ) -> Mask:
     packed = _given(seqlen, cu_seqlens, seed)
-    # One prefix for all documents, uniform over the first document, as the benchmark draws it.
+    # One prefix for all documents is uniform over the first document, as in the benchmark.
     prefix = _drawn(1, max(1, packed[1:2].sum()), seed) if prefix is None else prefix
     return PrefixLMDocuments(packed, prefix)
 

@@ -39,9 +39,9 @@ class Mask:
     Attributes
     ----------
     default_distribution : str
-        The distribution that balances this mask on every grid.  "balanced" says that no
-        distribution in closed form does; plans then choose one by predicted times
-        (`a2d_mpi.sharding.choice`).
+        The distribution that balances this mask on every grid.  "balanced" means that no
+        distribution in closed form balances the mask.  Plans then choose a distribution by its
+        predicted time (`a2d_mpi.sharding.choice`).
     positional : bool
         Whether the visible keys follow from the position of the query among the keys: query i
         stands at key i.  Only positional masks can be aligned with keys of another length.
@@ -53,8 +53,8 @@ class Mask:
     def __new__(cls, *args: object, **others: object) -> Mask:
         """Make a mask; compare masks of a user's class by identity if it defines no ``__eq__``.
 
-        A user's subclass may have attributes that its parent does not compare.  Caches would then
-        take two different masks for the same.
+        A user's subclass may have attributes that its parent does not compare.  Two different
+        masks would then be equal, and caches would confuse them.
         """
         if "__eq__" not in vars(cls) and not cls.__module__.startswith("a2d_mpi."):
             cls.__eq__, cls.__hash__ = object.__eq__, object.__hash__
@@ -79,7 +79,7 @@ class Mask:
     def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
         """Raise ValueError if the mask cannot be used on `seqlen` queries and `seqlen_kv` keys.
 
-        By default there are `seqlen` keys.
+        The default of `seqlen_kv` is `seqlen`.
         """
 
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
@@ -130,9 +130,9 @@ class Mask:
         Raises
         ------
         ValueError
-            If `visible` raises an exception, changes its argument, or returns anything but pairs
-            of integer arrays of disjoint intervals.  The message names the class of the mask and
-            the line.
+            If `visible` raises an exception, changes its argument, or does not return pairs of
+            integer arrays with disjoint intervals.  The message names the class of the mask, the
+            file and the line.
         """
         tokens, intervals = np.array(q_tokens, np.int64), None
         tokens.setflags(write=False)
@@ -185,8 +185,8 @@ class Mask:
         Returns
         -------
         Intervals of (begin, end), each (nq,) int64
-            ``0 <= begin <= end <= nk``.  There are as few as possible: intervals that touch in
-            `k_tokens` are joined, and empty intervals come last.
+            ``0 <= begin <= end <= nk``.  There are as few intervals as possible: intervals that
+            touch in `k_tokens` are joined.  Empty intervals come last.
         """
         positions = []
         for begin, end in self.visible(q_tokens):
@@ -195,7 +195,7 @@ class Mask:
         return Intervals(tidy(positions))
 
     def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
-        """Count the visible (query, key) pairs; balance and FLOP rates follow from this number.
+        """Count the visible (query, key) pairs.  Balance and FLOP rates follow from this number.
 
         The arguments are as in `intervals`.
         """
@@ -223,8 +223,8 @@ class Mask:
 class Full(Mask):
     """Every query sees every key."""
 
-    # All rows cost the same: any equal shards balance, and contiguous shards keep neighbours
-    # together.
+    # All queries cost the same, so any equal shards balance.  Contiguous shards keep neighbouring
+    # tokens together.
     default_distribution = "contiguous"
 
     def visible(self, q_tokens: np.ndarray) -> tuple[Interval, ...]:
@@ -272,7 +272,8 @@ class Aligned(Mask):
         nk = seqlen if seqlen_kv is None else seqlen_kv
         if nk - seqlen != self.offset:
             raise ValueError(
-                f"a mask for {self.offset} more keys than queries, got {seqlen} queries, {nk} keys"
+                f"this mask needs {self.offset} more keys than queries, got {seqlen} queries and "
+                f"{nk} keys"
             )
 
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
@@ -338,7 +339,7 @@ class IntervalMask(ArrayMask):
     ----------
     begin, end : (seqlen,) or (m, seqlen) integers
         Query ``i`` sees the keys ``begin[i] <= j < end[i]``, and none if ``end[i] <= begin[i]``.
-        With m rows, it sees the keys of all m intervals, which must not overlap.  Every rank
+        With m rows, query i sees the keys of m intervals, which must not overlap.  Every rank
         passes the arrays of all tokens (16 bytes per token and interval).
 
     Raises
@@ -365,8 +366,10 @@ class IntervalMask(ArrayMask):
             array = array.clip(max=EVERYTHING).astype(np.int64)  # uint64 holds larger numbers
             self._set(**{name: array})
         if self.begin.shape != self.end.shape:
-            rows = (f"{' x '.join(map(str, x.shape))} rows" for x in (self.begin, self.end))
-            raise ValueError("IntervalMask: begin has {}, end has {}".format(*rows))
+            shapes = self.begin.shape, self.end.shape
+            raise ValueError(
+                "IntervalMask: begin and end must have one shape, got {} and {}".format(*shapes)
+            )
         if self.begin.ndim == 2:
             self._refuse_overlaps()
 
@@ -378,12 +381,14 @@ class IntervalMask(ArrayMask):
                 raise ValueError(f"IntervalMask: {both} of query {start + i} overlap")
 
     def __repr__(self) -> str:
-        return f"IntervalMask({' x '.join(map(str, self.begin.shape))} rows)"
+        return f"IntervalMask({' x '.join(map(str, self.begin.shape))} intervals)"
 
     def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
         rows = self.begin.shape[-1]
         if rows != seqlen:
-            raise ValueError(f"IntervalMask has {rows} rows for a sequence of {seqlen} tokens")
+            raise ValueError(
+                f"IntervalMask has intervals of {rows} queries, but the sequence has {seqlen}"
+            )
 
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
         self.check(seqlen, seqlen_kv)
@@ -395,19 +400,19 @@ class IntervalMask(ArrayMask):
 
 
 def _problem(intervals: object, nq: int) -> str | None:
-    """Return the reason why `visible` may not return this for `nq` queries; None if it may."""
+    """Describe what is wrong with a result of `visible`; return None if it is valid."""
     if not isinstance(intervals, (tuple, list)) or not intervals:
         shown = "an empty " if isinstance(intervals, (tuple, list)) else "a "
         shown += type(intervals).__name__
-        return f"must return a tuple of pairs (begin, end), returns {shown}"
+        return f"must return a tuple of pairs (begin, end), got {shown}"
     for i, pair in enumerate(intervals):
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            return f"item {i} must be a pair (begin, end), is a {type(pair).__name__}"
+            return f"item {i} must be a pair (begin, end), got a {type(pair).__name__}"
         for name, x in zip(("begin", "end"), pair):
             shape, dtype = np.shape(x), getattr(x, "dtype", type(x).__name__)
             if shape != (nq,) or getattr(dtype, "kind", "") != "i":
                 return (
                     f"{name} of pair {i} must be ({nq},) signed integers, "
-                    f"is {dtype} of shape {shape}"
+                    f"got {dtype} of shape {shape}"
                 )
     return None

@@ -59,11 +59,13 @@ def register_mask(name: str, make: Callable[..., Mask]) -> None:
         If the name is taken or has other characters, or `make` cannot be called.
     """
     if name in (*PATTERNS, "all", "file"):
-        raise ValueError(f"there is a mask {name!r} already")
+        raise ValueError(f"the name {name!r} of a mask is taken: choose another name")
     if not re.fullmatch("[a-z][a-z0-9_]*", name):
-        raise ValueError(f"a mask's name must be of a-z, 0-9 and _, got {name!r}")
+        raise ValueError(
+            f"a mask's name must begin with a-z and consist of a-z, 0-9 and _, got {name!r}"
+        )
     if not callable(make):
-        raise ValueError(f"mask {name!r} must be made by a function, got {make!r}")
+        raise ValueError(f"mask {name!r}: make must be a function, got {make!r}")
     PATTERNS[name] = make
 
 
@@ -122,9 +124,9 @@ def make_mask(text: str, seqlen: int, seqlen_kv: int | None = None) -> Mask:
     text : str
         As in `parse_mask`: "causal", "sliding_window_causal:256", "causal_document:0,100,400".
     seqlen : int
-        Number of queries.  Sizes that the text does not give follow from it.
+        Number of queries.  Default sizes of a pattern follow from it.
     seqlen_kv : int, optional
-        Number of keys; the queries are aligned with their end.  Default: seqlen.
+        Number of keys.  The last query is aligned with the last key.  Default: `seqlen`.
 
     Returns
     -------

@@ -42,6 +42,11 @@ class SlidingWindow(_Positional):
     left, right : int
         Query i sees the keys ``i - left <= j <= i + right``, at most ``left + right + 1`` keys.
         The default of `right`, 0, makes the window causal.
+
+    Raises
+    ------
+    ValueError
+        If a number is not an integer or is negative.
     """
 
     left: int
@@ -64,6 +69,11 @@ class GlobalSlidingWindow(_Positional):
         Number of global tokens.
     left, right : int
         The window of the other tokens, as in `SlidingWindow`.
+
+    Raises
+    ------
+    ValueError
+        As in `SlidingWindow`.
     """
 
     tokens: int
@@ -86,6 +96,11 @@ class PrefixLM(_Positional):
     ----------
     prefix : int
         Number of prefix tokens, which all see each other.
+
+    Raises
+    ------
+    ValueError
+        As in `SlidingWindow`.
     """
 
     prefix: int
@@ -103,6 +118,11 @@ class BlockCausal(_Positional):
     ----------
     block : int
         Number of tokens of a block.
+
+    Raises
+    ------
+    ValueError
+        If `block` is not a positive integer.
     """
 
     block: int

@@ -85,7 +85,7 @@ class Needs:
             tokens: list[tuple[int, int]] = []
             for block in np.unique(pairs[own, int(of_keys)]).tolist():
                 first, last = demand.bounds[block : block + 2].tolist()
-                tokens += mask.met(of_keys, first, last, pairs)
+                tokens += mask.required(of_keys, first, last, pairs)
             self._places[key] = self._shards.places(owner, joined(tokens))
         return self._places[key]
 

@@ -48,10 +48,10 @@ class Assigned(Mask):
             if is_needed
         ) or ((np.zeros(len(q_tokens), np.int64),) * 2,)
 
-    def met(
+    def required(
         self, of_keys: bool, first: int, last: int, pairs: np.ndarray
     ) -> list[tuple[int, int]]:
-        """Return the runs of one block's tokens that are in a visible pair of the given blocks.
+        """Return the tokens of a block that are in a visible pair of the given pairs of blocks.
 
         Parameters
         ----------

@@ -3,7 +3,7 @@
 The sequence is cut into equally long runs, the same number for every position of the grid.  The
 visible pairs between runs are counted once.  The area of the tile (r, c) is the sum over the runs
 of queries in row r and the runs of keys in column c.  The search begins with a structured start
-(contiguous, zigzag, or dealt in turns).  Runs of the largest tile change places with other runs
+(contiguous, zigzag, or dealt back and forth).  Runs of the largest tile change places with others
 until no tile is too large.  Few swaps and few long runs keep the shapes of tiles simple and the
 traffic small.
 """
@@ -88,8 +88,8 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
     """
     if min(rows, cols, heads) < 1 or seqlen < 0:
         raise ValueError(
-            f"need seqlen >= 0 and at least one row, column and rank a position, "
-            f"got {seqlen}, {rows} x {cols} and {heads}"
+            f"need seqlen >= 0 and a grid of at least one rank, got seqlen {seqlen} and "
+            f"{rows} x {cols} x {heads} ranks"
         )
     mask.check(seqlen)
     dealt, of_ranks = deal(mask, seqlen, rows, cols), []
@@ -133,15 +133,16 @@ def _even_first(dealt: Deal) -> tuple[float, float]:
 def measured(
     bounds: np.ndarray, pairs: np.ndarray, owner: np.ndarray, rows: int, cols: int
 ) -> Deal:
-    """Return a deal of runs, whose visible pairs are `pairs`, (runs, runs), to these owners."""
+    """Return the deal with these owners; `pairs` are the visible pairs of runs, (runs, runs)."""
     work = _uneven(pairs, owner, rows, cols)
     return Deal(bounds, owner, work, largest_traffic(pairs > 0, owner, rows, cols))
 
 
 def starts(each: int, positions: int) -> list[np.ndarray]:
-    """Return owners of runs: zigzag, contiguous, and dealt in turns forth and back.
+    """Return owners of runs: zigzag, contiguous, and dealt back and forth over the positions.
 
-    Every position owns `each` runs.  Zigzag needs at least 2 runs per position, and turns need 3.
+    Every position owns `each` runs.  Zigzag needs at least 2 runs per position, and dealing back
+    and forth needs 3.
     """
     run = np.arange(each * positions)
     owners = [run // each]
@@ -265,5 +266,5 @@ def largest_traffic(seen: np.ndarray, owner: np.ndarray, rows: int, cols: int) -
 
 
 def _joined(bounds: np.ndarray, runs: np.ndarray) -> Ranges:
-    """Return the tokens of runs; neighbouring runs are joined, and empty runs are left out."""
+    """Return the tokens of runs; join neighbouring runs, and leave out empty runs."""
     return tuple(merged(map(range, bounds[runs].tolist(), bounds[runs + 1].tolist())))

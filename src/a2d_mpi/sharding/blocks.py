@@ -41,9 +41,9 @@ def visible_pairs(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarr
 
     Notes
     -----
-    A query with the interval [begin, end) sees ``(x - begin)+ - (x - end)+`` keys below x.  For a
-    block of queries, a histogram of the ends of their intervals over the blocks of keys gives the
-    sums for all bounds x at once.  The pairs are not listed: the work is ``N log nk + nq nk``.
+    A query with the interval [begin, end) sees ``(x - begin)+ - (x - end)+`` keys below x, where
+    ``(y)+ = max(y, 0)``.  A histogram of the ends of the intervals gives the sum over a block of
+    queries for all bounds x at once.  No pair is listed: the work is ``N log nk + nq nk``.
     """
     nq, nk = len(queries) - 1, len(keys) - 1
     number = np.zeros((nq, nk + 2))
@@ -54,7 +54,7 @@ def visible_pairs(mask: Mask, queries: np.ndarray, keys: np.ndarray) -> np.ndarr
             begin = np.clip(begin, keys[0], keys[-1])
             end = np.maximum(begin, np.clip(end, keys[0], keys[-1]))
             for place, sign in ((begin, 1.0), (end, -1.0)):
-                # An end of an interval counts for all bounds x >= place, from bound `first` on.
+                # This end of an interval counts for all bounds x >= place, from `first` on.
                 first = block * (nk + 2) + np.searchsorted(keys, place)
                 number += sign * np.bincount(first, minlength=number.size).reshape(number.shape)
                 weight = np.bincount(first, weights=place, minlength=number.size)

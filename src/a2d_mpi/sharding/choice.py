@@ -1,4 +1,4 @@
-"""The default distribution of masks that no closed form balances: the least predicted time.
+"""Choose the distribution with the least predicted time, for masks that no closed form balances.
 
 Even work is not the only aim.  For packed documents a balanced distribution sends more than a
 contiguous one.  The contiguous one keeps a document on few ranks, but its tiles are uneven.  A
@@ -22,9 +22,10 @@ CHOICES = ("contiguous", "zigzag", "balanced")
 # fastest distributions (docs/masks.md).  Other tensors are taken to be on CPUs, with about
 # 50 GFLOP/s per core and 25 GB/s for 64 cores.
 _FLOPS_PER_BYTE = {2: 3000.0, 4: 100.0, 8: 50.0}
-# Computing hides transfers or the other way round; this share of the shorter one is not hidden.
+# Computing and transfers overlap.  This share of the shorter one of them is not hidden.
 _EXPOSED = 0.25
-# Numbers of runs per position, and most runs of all positions: bytes are counted in whole runs.
+# Each position gets the first of these numbers of runs that makes at most _FINE runs in all.
+# Bytes are counted in whole runs.
 _RUNS, _FINE = (64, 32, 16, 8, 4, 2), 1024
 
 
@@ -55,7 +56,7 @@ def choose(
     """
     positions = rows * cols
     if positions == 1 or 2 * positions > min(MOST_RUNS, seqlen):
-        return "balanced", "one rank, or as few tokens as ranks, or a thousand ranks"
+        return "balanced", "nothing to compare: one rank, very few tokens or over a thousand ranks"
     each = next((x for x in _RUNS if x * positions <= min(_FINE, seqlen)), 2)
     bounds, pairs = pairs_of_cuts(mask, seqlen, each * positions)
     zigzag, contiguous = (
@@ -64,7 +65,7 @@ def choose(
     deals = {"contiguous": contiguous, "zigzag": zigzag}
     if min(contiguous.work, zigzag.work) > EVEN:  # otherwise a search cannot gain much
         deals["balanced"] = deal(mask, seqlen, rows, cols)
-    # Each visible pair and element of a head takes four operations.  The unit of times is the time
+    # Each visible pair takes four operations per element of a head.  The unit of time is the time
     # in which a byte arrives.
     even = 4 * float(pairs.sum()) / positions / (speed or _FLOPS_PER_BYTE[itemsize])
     times = {}
@@ -72,5 +73,5 @@ def choose(
         shorter, longer = sorted((dealt.work * even, dealt.traffic * seqlen * itemsize))
         times[name] = longer + _EXPOSED * shorter
     numbers = (f"{name} {x.work:.2f}, {x.traffic:.2f} N" for name, x in deals.items())
-    why = "least predicted time (busiest rank: work over the mean, tokens that it moves)"
+    why = "least predicted time (of the busiest rank: work over the mean, tokens sent or received)"
     return min(times, key=times.get), f"{why}: {'; '.join(numbers)}"

@@ -2,7 +2,7 @@
 
 The tokens of a block are divided into *classes*.  The queries of a class see keys in the same
 blocks.  The keys of a class are seen by queries in the same blocks.  A rank needs a class if any
-pair of blocks that it computes needs it.  So traffic is counted to the token.
+pair of blocks that it computes needs it.  So the counted traffic is exact.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _classes(
     """
     n, others = int(bounds[-1]), np.stack([bounds[:-1], bounds[1:]], axis=1)
     runs = [np.array(tokens_of(mask, n, n, x[None]), np.int64).reshape(-1, 2) for x in others]
-    # Between two of these bounds, the same blocks need all tokens.
+    # The same blocks need all tokens between two of these bounds.
     cut = np.unique(np.concatenate([bounds, *(x.ravel() for x in runs)]))
     needs = np.zeros((len(cut) - 1, len(runs)), bool)
     for other, x in enumerate(runs):

@@ -1,8 +1,8 @@
 """Distributions: the owner of each token.
 
 A distribution divides the sequence ``[0, seqlen)`` into one *shard* per rank.  A shard is a sorted
-array of global token indices.  Any seqlen works, also one below the number of ranks.  The sizes of
-shards differ by a few tokens, and shards may be empty.
+array of global token indices.  Any sequence length works, even one below the number of ranks.
+Shards may differ in size, and a shard may be empty.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Distribution:
     ----------
     name : {"contiguous", "zigzag", "striped", "triangle", "balanced", "blocks"}
         * contiguous: shard p is ``[N p / P, N (p+1) / P)``.
-        * zigzag: ``[0, N)`` is cut into 2P slices at ``N i / (2P)``; shard p is the slices p and
-          ``2P-1-p``.  With row-major ranks it balances the causal mask on *every* grid.  Counted
-          in pairs of slices, rank (r, c) of an R x C grid computes ``C r + C - c - 1/2`` for its
-          lower queries.  For its upper queries it computes ``C R + C (R-1-r) + c + 1/2``.  The sum
-          is ``2 C R``.
+        * zigzag: ``[0, N)`` is cut into 2P slices at ``N i / (2P)``.  Shard p has the slices p and
+          ``2P-1-p``.  With row-major ranks this balances the causal mask on *every* grid.  The
+          unit of work is a slice of queries times a slice of keys.  Rank (r, c) of an R x C grid
+          computes ``C r + C - c - 1/2`` units for the lower slices of its row.  For the upper
+          slices it computes ``C R + C (R-1-r) + c + 1/2`` units.  The sum is ``2 C R``.
         * striped: shard p is the tokens p, p+P, ... (Striped Attention, arXiv:2311.09431).
         * triangle: a shard has four pieces, see `a2d_mpi.sharding.triangle`.  P / U must be
           T (T-1) / 2.
@@ -49,14 +49,14 @@ class Distribution:
     listed : tuple of tuple of range, optional
         Runs of every shard, in order, with step 1.
     why : str
-        Reason for the choice of this distribution, for users.  It does not count in comparisons.
+        Reason for the choice of this distribution, in words for users.  Comparisons ignore it.
 
     Raises
     ------
     ValueError
-        If the name is unknown, the seqlen is negative, there are no shards, or `group` does not
-        divide them.  Also if the shards form no triangle, or if `listed` is missing or has another
-        size.
+        If the name is unknown, `seqlen` is negative, there are no shards, or `group` does not
+        divide `nshards`.  Also if the shards form no triangle, if `listed` is missing or given
+        with another distribution, or if it has another number of shards or tokens.
     """
 
     name: str
@@ -83,20 +83,23 @@ class Distribution:
 
             segments(self.nshards // self.group)
         if (self.name in LISTED) != (self.listed is not None):
-            raise ValueError(f"a {self.name} distribution cannot have listed={self.listed!r}")
+            needs = "needs" if self.name in LISTED else "takes no"
+            raise ValueError(
+                f"a {self.name} distribution {needs} listed runs, got {self.listed!r}"
+            )
         if self.listed is not None:
             shards, tokens = len(self.listed), sum(len(r) for runs in self.listed for r in runs)
             if (shards, tokens) != (self.nshards, self.seqlen):
                 raise ValueError(
-                    f"the runs of {shards} shards with {tokens} tokens are listed for "
-                    f"{self.nshards} shards and {self.seqlen} tokens"
+                    f"listed has {shards} shards with {tokens} tokens, must have {self.nshards} "
+                    f"shards with {self.seqlen} tokens"
                 )
 
     def __hash__(self) -> int:
         return hash((self.name, self.seqlen, self.nshards, self.group))  # lists may be long
 
     def positions(self, heads: int) -> Distribution:
-        """Return the distribution over grid positions: a shard joins the shards of `heads` ranks.
+        """Return the distribution over grid positions: each joins `heads` shards.
 
         The `heads` ranks of a position are consecutive: they form a Ulysses group.
         """
@@ -154,7 +157,7 @@ class Distribution:
         return sum(map(len, self.runs(shard)))
 
     def places(self, shard: int, tokens: Runs) -> Runs:
-        """Return the places in `shard` of its tokens that lie in `tokens`."""
+        """Return the places in the shard at which its tokens lie in `tokens`."""
         places, done = [], 0
         for r in self.runs(shard):
             places += [(done + a, done + b) for a, b in members(r, tokens)]
@@ -179,7 +182,7 @@ class Distribution:
         return tuple(self.count(p) for p in range(self.nshards))
 
     def slices(self, shard: int) -> Iterator[tuple[slice, slice]]:
-        """Yield few pairs (slice of the shard, slice of the sequence) that cover the shard."""
+        """Yield pairs (slice of the shard, slice of the sequence), one for each run of tokens."""
         done = 0
         for r in self.runs(shard):
             if len(r):
@@ -188,7 +191,7 @@ class Distribution:
 
 
 def share(pieces: tuple[range, ...], place: int, places: int) -> tuple[range, ...]:
-    """Return share `place` of `places` equal shares of tokens, which follow each other."""
+    """Cut tokens into `places` equal consecutive shares, and return the share `place`."""
     n, done, own = sum(map(len, pieces)), 0, []
     begin, end = n * place // places, n * (place + 1) // places
     for piece in pieces:
@@ -198,5 +201,5 @@ def share(pieces: tuple[range, ...], place: int, places: int) -> tuple[range, ..
 
 
 def shares(runs: tuple[range, ...], places: int) -> list[tuple[range, ...]]:
-    """Return all of `places` equal shares of tokens, without empty runs."""
+    """Cut tokens into `places` equal consecutive shares, without empty runs."""
     return [tuple(filter(None, share(runs, i, places))) for i in range(places)]

@@ -2,8 +2,9 @@
 
 The sequence is cut into blocks, which follow the borders of documents.  Each block has an owner,
 which has its rows of q, k, v and out.  Each pair of a block of queries and a block of keys with a
-visible pair is computed by one rank.  This rank receives the queries that see a key of the pair
-and returns their partial results.  It also receives the keys and values that these queries see.
+visible pair is computed by one rank.  This rank receives the queries of the pair that see one of
+its keys, and returns their partial results.  It also receives the keys that these queries see, and
+their values.
 The optimiser lowers the traffic of the busiest rank.  Visible pairs and tokens of a rank stay
 within 5 % of the mean.
 """
@@ -35,10 +36,11 @@ _KICK = 20
 # with fewer.
 _KEPT = (8, 4, 2), (3, 2, 1)
 _MANY = 1700
-# A document is short if it has at most this share of a rank's mean tokens and work; all are tried.
+# A document is short if it has at most this share of a rank's mean tokens and work.  All of these
+# shares are tried.
 _SMALL = (0.25, 0.5, 1.0, 2.0)
 # Bisections try these fractions 1 / x of the ranks besides halves.
-_UNEVEN = ((3, 4), (4,), (3, 5))
+_FRACTIONS = ((3, 4), (4,), (3, 5))
 # Number of grids that are tried, and the most uneven work of a grid (over the mean).
 _GRIDS, _GRID_UNEVEN = 2, 1.5
 
@@ -75,9 +77,13 @@ def place(mask: Mask, seqlen: int, ranks: int, kv_share: float = 1.0) -> Assignm
     increase the number, but do not double it.
     """
     if min(ranks, seqlen) < 1:
-        raise ValueError(f"need at least one token and one rank, got {seqlen} and {ranks}")
+        raise ValueError(
+            f"need at least one token and one rank, got {seqlen} tokens and {ranks} ranks"
+        )
     if not 0 < kv_share <= 1:
-        raise ValueError(f"kv_share is nheads_kv / nheads, in (0, 1]; got {kv_share}")
+        raise ValueError(
+            f"kv_share (nheads_kv / nheads) must be above 0 and at most 1, got {kv_share}"
+        )
     mask.check(seqlen)
     usual = max(_BLOCKS_EACH * ranks, min(_BLOCKS, _MOST_EACH * ranks))
     for number in (usual, 2 * usual, 4 * usual):
@@ -126,14 +132,14 @@ def _best(needs: Demand, ranks: int) -> Assignment:
 
 
 def _promise(trial: Assignment) -> float:
-    """Estimate the traffic after refinement, which evens out ranks; uneven work costs traffic."""
+    """Estimate the traffic after refinement.  It evens out the ranks, which costs traffic."""
     return (trial.largest + trial.received.mean()) * (0.5 + 0.5 * max(trial.uneven, EVEN))
 
 
 def _starts(needs: Demand, ranks: int) -> list[Assignment]:
     """Return starts that differ from each other."""
     trials = [starts.packed(needs, ranks, s) for s in _SMALL]
-    trials += [starts.packed(needs, ranks, 0.5, u) for u in _UNEVEN]
+    trials += [starts.packed(needs, ranks, 0.5, x) for x in _FRACTIONS]
     trials += sorted(starts.grids(needs, ranks, _GRID_UNEVEN), key=_promise)[:_GRIDS]
     different = {t.rank.tobytes(): t for t in trials}
     return list(different.values())

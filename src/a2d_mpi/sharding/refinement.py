@@ -1,8 +1,8 @@
 """Refinement of an assignment: pairs of blocks, and owners of blocks, change ranks.
 
 Each change lowers a penalty.  The penalty is the sum over the ranks of a high power of the traffic
-that they send and receive: a smooth substitute for the largest traffic.  Uneven work, or too many
-tokens, add to it.
+that they send and receive.  It is a smooth substitute for the largest traffic.  Uneven work and
+too many tokens raise the penalty.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from a2d_mpi.sharding.demand import Classes
 # EVEN.
 STAGES = ((8, 10.0, 1.04), (8, 60.0, 1.04), (16, 400.0, 1.045), (16, 3000.0, 1.045))
 EVEN = 1.05
-# The last resort if work is still uneven.
+# The stage that is added if work is still uneven.
 STRICT = (8, 1e6, 1.04)
 # A rank owns at most this many times the mean number of tokens, if the blocks allow it.
 _TOKENS = 1.05
-_TRIES = 6  # moves that are tried for one rank, those with the largest gains
+_TRIES = 6  # moves that are tried for one rank: the moves with the largest gains
 _GAIN = 1e-7  # with smaller gains, rounding would decide
 
 
@@ -40,7 +40,7 @@ def refine(trial: Assignment, steps: int, stages: tuple = STAGES) -> tuple[Assig
     -------
     Assignment
         The assignment with the least traffic among the assignments whose work is within `EVEN` of
-        the mean.  If there is none, the assignment with the most even work.
+        the mean.  If no work is this even, it is the assignment with the most even work.
     int
         Number of moves that were tried.
     """

@@ -22,13 +22,13 @@ def contiguous(demand: Demand, ranks: int) -> np.ndarray:
 
 
 def zigzag(demand: Demand, ranks: int) -> np.ndarray:
-    """Return owners in the order of the sequence, forth and back, (blocks,) int64."""
+    """Return owners in the order of the sequence, and back again, (blocks,) int64."""
     piece = contiguous(demand, 2 * ranks)
     return np.minimum(piece, 2 * ranks - 1 - piece)
 
 
 def grids(demand: Demand, ranks: int, uneven: float) -> list[Assignment]:
-    """Return contiguous and zigzag grids of all shapes, up to `uneven` work over the mean."""
+    """Return contiguous and zigzag grids of all shapes, up to `uneven` times the mean work."""
     trials = []
     for owner in (contiguous(demand, ranks), zigzag(demand, ranks)):
         for rows in range(1, ranks + 1):
@@ -42,7 +42,9 @@ def grids(demand: Demand, ranks: int, uneven: float) -> list[Assignment]:
     return trials
 
 
-def packed(demand: Demand, ranks: int, small: float, uneven: tuple[int, ...] = ()) -> Assignment:
+def packed(
+    demand: Demand, ranks: int, small: float, fractions: tuple[int, ...] = ()
+) -> Assignment:
     """Give each short document to one rank, and bisect the pairs of the long documents.
 
     Parameters
@@ -51,7 +53,7 @@ def packed(demand: Demand, ranks: int, small: float, uneven: tuple[int, ...] = (
     ranks : int
     small : float
         A document is short if it has at most this share of a rank's mean work and mean tokens.
-    uneven : tuple of int
+    fractions : tuple of int
         As in `bisected`.
     """
     document = demand.documents()
@@ -63,7 +65,7 @@ def packed(demand: Demand, ranks: int, small: float, uneven: tuple[int, ...] = (
     short = (work <= small * mean_work) & (tokens <= small * mean_tokens)
     rank = np.zeros(len(demand.row), np.int64)
     long = np.flatnonzero(~short[document[demand.row]])
-    rank[long] = bisected(demand, long, ranks, uneven)
+    rank[long] = bisected(demand, long, ranks, fractions)
     owner = _owners_of_long(demand, rank, long, np.flatnonzero(~short[document]), ranks)
     has_tokens = np.bincount(owner[~short[document]], demand.tokens[~short[document]], ranks)
     has_work = np.bincount(rank[long], demand.visible[long], ranks)
@@ -99,7 +101,7 @@ def _owners_of_long(
 
 
 def bisected(
-    demand: Demand, pairs: np.ndarray, ranks: int, uneven: tuple[int, ...] = ()
+    demand: Demand, pairs: np.ndarray, ranks: int, fractions: tuple[int, ...] = ()
 ) -> np.ndarray:
     """Cut pairs of blocks into one region of equal work for every rank.
 
@@ -109,7 +111,7 @@ def bisected(
     pairs : (n,) int64
         The pairs of blocks that are cut.
     ranks : int
-    uneven : tuple of int
+    fractions : tuple of int
         Besides halves of the ranks, try cuts that give ``1 / x`` of the ranks to one side.
 
     Returns
@@ -134,7 +136,7 @@ def bisected(
         for along, across in ((row, col), (row, -col), (col, row), (col, -row)):
             order = np.lexsort((across, along))
             done = np.cumsum(work[region[order]])
-            for below in _sides(number, uneven):
+            for below in _sides(number, fractions):
                 at = 1 + int(np.argmin(np.abs(done - done[-1] * below / number)))
                 cost = 0.0
                 for side, n in ((order[:at], below), (order[at:], number - below)):
@@ -148,9 +150,9 @@ def bisected(
     return rank
 
 
-def _sides(number: int, uneven: tuple[int, ...]) -> list[int]:
+def _sides(number: int, fractions: tuple[int, ...]) -> list[int]:
     """Return the numbers of ranks that one side of a cut may get."""
-    small = {max(1, number // x) for x in (2, *uneven)}
+    small = {max(1, number // x) for x in (2, *fractions)}
     return sorted(small | {number - x for x in small})
 
 

@@ -7,7 +7,7 @@ need all queries of the segment.  *Column members* (i, s) need all of its keys. 
 slice of both of its segments, and the slices of a segment are equal.
 
 The diagonal tile of a segment needs no message.  Row members own its first tokens A.  Column
-members own the other tokens B, which are cut into a lower and an upper half::
+members own the other tokens B.  B is cut into a lower and an upper half::
 
     queries   A         own keys of A: row members
               B lower   own keys of A: row members   own queries: column members
@@ -49,8 +49,8 @@ def segments(shards: int) -> int:
     if t * (t - 1) != 2 * shards:
         below, above = (x * (x - 1) // 2 for x in (t, t + 1))
         raise ValueError(
-            f"a triangle has T (T-1) / 2 ranks (times the ranks that share the heads): "
-            f"{below} or {above}, not {shards}"
+            f"a triangle needs T (T-1) / 2 ranks (times the ranks that share the heads), such as "
+            f"{below} or {above}, got {shards}"
         )
     return t
 

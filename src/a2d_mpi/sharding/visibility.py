@@ -21,7 +21,7 @@ _TOGETHER = 1 << 18  # pairs of stairs and runs of keys that are processed toget
 
 @lru_cache(maxsize=8)
 def visibility(mask: Mask, queries: Distribution, keys: Distribution) -> Visibility:
-    """Return the visibility between all shards; it is cached for the programs of all ranks."""
+    """Return the visibility between all shards.  The programs of all ranks share the result."""
     return Visibility(mask, queries, keys)
 
 
@@ -135,10 +135,10 @@ def stairs_of(mask: Mask, seqlen: int, seqlen_kv: int) -> list[Stairs]:
 
 
 def keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> Runs:
-    """Return the keys that any of `queries` sees; these are ascending runs, (n, 2) int64."""
+    """Return the keys that any query in the ascending runs `queries`, (n, 2) int64, sees."""
     seen, (first, last) = [], queries.T
     for x in stairs_of(mask, seqlen, seqlen_kv):
-        # The stairs that contain a query of each run.
+        # Find the stairs that contain a query of each run.
         least = np.searchsorted(x.last, first, side="right")
         number = np.maximum(np.searchsorted(x.first, last) - least, 0)
         run = np.repeat(np.arange(len(first)), number)
@@ -151,14 +151,14 @@ def keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> R
 
 
 def queries_seeing(mask: Mask, seqlen: int, seqlen_kv: int, keys: np.ndarray) -> Runs:
-    """Return the queries that see any of `keys`; these are runs, (n, 2) int64."""
+    """Return the queries that see any key in the runs `keys`, (n, 2) int64."""
     seeing = []
     for x in stairs_of(mask, seqlen, seqlen_kv):
         several = max(1, _TOGETHER // max(1, len(x.first)))
         for i in range(0, len(keys), several):
             begin, end = keys[i : i + several, :, None].transpose(1, 0, 2)  # (runs, 1)
-            # The first query whose interval ends after the first key, and the first query whose
-            # interval begins after all keys.
+            # Find the first query whose interval ends after the first key, and the first query
+            # whose interval begins after all keys.
             late, early = begin - x.end + 1, end - x.begin
             late = np.where(x.step_end | (late <= 0), np.maximum(late, 0), seqlen)
             early = np.where(x.step_begin | (early <= 0), early, seqlen)
@@ -177,7 +177,7 @@ def _runs(shards: Distribution, shard: int) -> np.ndarray:
 
 
 def _union(several: list[tuple[np.ndarray, np.ndarray]]) -> Runs:
-    """Return the union of runs [begin, end), which may be empty."""
+    """Return the union of runs [begin, end); some of these runs may be empty."""
     begin, end = (np.concatenate(x) for x in zip(*several or [((), ())]))
     order = np.flatnonzero(end > begin)
     if not len(order):

@@ -15,7 +15,7 @@ from a2d_mpi.torch.tensors import array_of, current_stream, tensor_of
 IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
 
 
-@torch._disable_dynamo  # torch.compiler.disable does the same, but imports the compiler: seconds
+@torch._disable_dynamo  # torch.compiler.disable also imports the compiler, which takes seconds
 def attend(
     plan: AttentionPlan,
     q: torch.Tensor,
@@ -27,22 +27,22 @@ def attend(
     """Compute attention by a plan; the result can be differentiated once.
 
     The call and its backward pass are collective over the ranks of the plan.  The plan uses the
-    memory of the tensors without copies.  Under autocast the tensors are cast to the plan's dtype
+    memory of the tensors without copies.  Under autocast, q, k and v are cast to the plan's dtype
     first.  `torch.compile` leaves the call out of its graphs.
 
     Parameters
     ----------
     plan : AttentionPlan
     q : (n, nheads, headdim) tensor
-        Shard of this rank: row i is the token ``plan.tokens[i]``.  All tensors are on the CPU, or
-        on the current GPU, and have the plan's dtype.
+        Shard of this rank: row i is the token ``plan.tokens[i]``.  q, k and v have the plan's
+        dtype.  All tensors are on the CPU, or all are on the current GPU.
     k : (m, nheads_kv, headdim) tensor
     v : (m, nheads_kv, headdim_v) tensor
         Shards of this rank: row i is the token ``plan.tokens_kv[i]``.
     sink : (nheads,) tensor, optional
-        One logit per head in the denominator, of the plan's `compute_dtype` and the same on all
-        ranks.  Its gradient is from this rank's tokens only, as for every weight: see
-        `sum_gradients`.
+        One logit per head in the denominator, in the plan's `compute_dtype` and the same on all
+        ranks.  Its gradient counts this rank's queries only, like the gradient of every parameter;
+        `sum_gradients` adds the ranks.
     return_lse : bool
         Also return lse.
 
@@ -56,6 +56,8 @@ def attend(
     ------
     ValueError
         On all ranks, if a tensor has the wrong shape, dtype or device on any rank.
+    RanksLost
+        On all surviving ranks, if a rank died and MPI goes on.
     """
     if any(torch.is_autocast_enabled(x) for x in ("cpu", "cuda")):
         dtype = getattr(torch, plan.dtype.name)
@@ -102,7 +104,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _arrays(plan: AttentionPlan, phase: str, tensors: tuple) -> list[Array | None]:
-    """Return the arrays of tensors; if a tensor has none, all ranks raise an error."""
+    """Return the arrays of tensors; if a tensor has no array, all ranks raise an error."""
     try:
         return [array_of(x) for x in tensors]
     except Exception as error:  # of any kind: all ranks must raise it
@@ -110,20 +112,23 @@ def _arrays(plan: AttentionPlan, phase: str, tensors: tuple) -> list[Array | Non
 
 
 def shard(plan: AttentionPlan, x: torch.Tensor | None, root: int = 0) -> torch.Tensor:
-    """Cut a tensor of the whole sequence on one rank into shards: `AttentionPlan.scatter`.
+    """Cut a tensor of the whole sequence on one rank into shards.  Collective.
+
+    `AttentionPlan.scatter` does the same with arrays.
 
     Parameters
     ----------
     plan : AttentionPlan
     x : (seqlen, ...) tensor
-        On rank `root` of ``plan.grid.comm``, of any dtype; the call is not differentiable.  Other
-        ranks pass None.
+        The whole sequence on rank `root` of ``plan.grid.comm``; other ranks pass None.  The dtype
+        may be any.  The call is not differentiable.
     root : int
+        Rank of ``plan.grid.comm`` that has `x`.
 
     Returns
     -------
     (n, ...) tensor
-        Shard of this rank, on the CPU or the current GPU, as `x`.
+        Shard of this rank, on the CPU or the current GPU like `x`.
 
     Raises
     ------
@@ -135,19 +140,22 @@ def shard(plan: AttentionPlan, x: torch.Tensor | None, root: int = 0) -> torch.T
 
 
 def unshard(plan: AttentionPlan, x: torch.Tensor, root: int = 0) -> torch.Tensor | None:
-    """Join the shards of all ranks on one rank: `AttentionPlan.gather`, the opposite of `shard`.
+    """Join the shards of all ranks on one rank, the opposite of `shard`.  Collective.
+
+    `AttentionPlan.gather` does the same with arrays.
 
     Parameters
     ----------
     plan : AttentionPlan
     x : (n, ...) tensor
-        Shard of this rank, of any dtype; the call is not differentiable.
+        Shard of this rank, of any dtype.  The call is not differentiable.
     root : int
+        Rank of ``plan.grid.comm`` that gets the result.
 
     Returns
     -------
     (seqlen, ...) tensor or None
-        In the order of the sequence on rank `root` of ``plan.grid.comm``; None on other ranks.
+        Rows in the order of the sequence on rank `root`; None on other ranks.
 
     Raises
     ------
@@ -169,8 +177,9 @@ def _rows(x: Any) -> Any:
 def shift_labels(plan: AttentionPlan, labels: torch.Tensor) -> torch.Tensor:
     """Shift labels for next-token prediction: each token gets the label of the next token.
 
-    The next token may be on another rank.  The last token of the sequence gets -100.  So does the
-    last token of each packed document, because the next token does not see it.  Collective.
+    The next token may be on another rank.  The last token of the sequence gets -100, which
+    cross_entropy ignores.  The last token of each packed document gets -100, too, because the next
+    token does not see it.  Collective.
 
     Parameters
     ----------
@@ -183,6 +192,11 @@ def shift_labels(plan: AttentionPlan, labels: torch.Tensor) -> torch.Tensor:
     -------
     (n,) int64 tensor
         Shard of this rank.
+
+    Raises
+    ------
+    ValueError
+        On all ranks, if `labels` has the wrong number of rows on any rank.
     """
     gathered = unshard(plan, labels)
     if gathered is not None:

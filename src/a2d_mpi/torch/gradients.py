@@ -27,9 +27,9 @@ class GradientHooks:
             optimizer.step()
 
     Gradients are summed in float32 (float64 if the model has float64), in the order of ranks, so
-    that all ranks have the same bits.  A gradient that only some ranks have counts as zero on the
-    others.  A gradient that no rank has stays None, and optimizers then skip the parameter.  There
-    must be exactly one backward pass between two calls of `finish`.
+    that all ranks get the same bits.  If only some ranks have a gradient, it counts as zero on the
+    other ranks.  If no rank has a gradient, it stays None, and optimizers skip the parameter.
+    There must be exactly one backward pass between two calls of `finish`.
 
     Parameters
     ----------
@@ -41,8 +41,9 @@ class GradientHooks:
     Raises
     ------
     ValueError
-        On all ranks, if models differ in parameters, shapes or dtypes, or have complex parameters
-        or none.
+        On all ranks, if models differ in parameters, shapes or dtypes, have complex parameters, or
+        have no parameters to train.  In a backward pass, if a parameter gets a second gradient
+        before `finish`.
     """
 
     def __init__(self, model: torch.nn.Module, comm: MPI.Intracomm) -> None:
@@ -81,7 +82,10 @@ class GradientHooks:
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
         """Send the next buckets whose gradients are complete."""
         if parameter not in self._missing:
-            raise ValueError("a second gradient of a parameter before finish(): its sum is sent")
+            raise ValueError(
+                "a parameter got a second gradient before finish(): call finish() after every "
+                "backward pass"
+            )
         self._missing.remove(parameter)
         while self._started < len(self._buckets):
             if not self._missing.isdisjoint(self._buckets[self._started]):
@@ -124,7 +128,7 @@ class GradientHooks:
 def sum_gradients(model: torch.nn.Module, comm: MPI.Intracomm) -> None:
     """Sum the gradients of a model over ranks after a backward pass.  Collective.
 
-    `GradientHooks` does the same during the backward pass.
+    `GradientHooks` does this during the backward pass, which hides the messages.
 
     Parameters
     ----------
@@ -135,7 +139,7 @@ def sum_gradients(model: torch.nn.Module, comm: MPI.Intracomm) -> None:
     Raises
     ------
     ValueError
-        As `GradientHooks`.
+        As in `GradientHooks`.
     """
     hooks = GradientHooks(model, comm)
     hooks.finish()

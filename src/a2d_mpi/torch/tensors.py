@@ -47,7 +47,7 @@ def tensor_of(x: Array | None) -> torch.Tensor | None:
 
 @contextmanager
 def current_stream() -> Iterator[None]:
-    """Make PyTorch's current GPU and stream current in CuPy, too, if both are there."""
+    """Make PyTorch's current GPU and stream current in CuPy, too, if CuPy and a GPU are in use."""
     if not torch.cuda.is_initialized() or find_spec("cupy") is None:
         yield
         return

@@ -18,7 +18,7 @@ OTHERS = (
     "sliding_window", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices",
     "cu_seq_lens_q", "cu_seq_lens_k",
 )  # fmt: skip
-PADDING = "padding masks are not supported: pack sequences as documents of the plan's mask"
+PADDING = "a plan takes no padding mask: pack sequences as documents of the plan's mask"
 
 
 def _counted(plan: AttentionPlan) -> torch.Tensor | None:
@@ -37,8 +37,8 @@ def use_in_transformers(plan: AttentionPlan) -> str:
 
     After ``model.set_attn_implementation(use_in_transformers(plan))`` the plan computes all
     attention of a model.  The model then takes one sequence without padding.  Each rank passes its
-    tokens ``plan.tokens``, and their positions as `position_ids`.  Only the plan's mask counts,
-    also for packed documents.  The caller must keep the plan alive.
+    tokens ``plan.tokens``, and their positions as `position_ids`.  The plan's mask replaces the
+    model's mask.  The caller must keep a reference to the plan.
 
     Parameters
     ----------
@@ -52,11 +52,11 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     Raises
     ------
     ValueError
-        If a rank has no tokens, because models of transformers cannot take that.
+        If a rank has no tokens, because models of transformers need at least one token.
 
     Notes
     -----
-    A call of the model raises ValueError on all ranks if any of them has
+    A call of the model raises ValueError on all ranks if any rank has
 
     * dropout, a padding mask or `output_attentions`;
     * a batch of more than one sequence;
@@ -67,7 +67,9 @@ def use_in_transformers(plan: AttentionPlan) -> str:
 
     if 0 in plan.problem.counts:
         rank = plan.problem.counts.index(0)
-        raise ValueError(f"rank {rank} has none of the {plan.seqlen} tokens: models need some")
+        raise ValueError(
+            f"rank {rank} has none of the {plan.seqlen} tokens, but models need at least one token"
+        )
     try:  # without an entry here, transformers would silently drop padding masks
         from transformers.masking_utils import AttentionMaskInterface
     except ImportError:  # before 4.53 attention always gets a mask, whose last row shows padding
@@ -78,7 +80,9 @@ def use_in_transformers(plan: AttentionPlan) -> str:
     def plan_of_name() -> AttentionPlan:
         plan = reference()
         if plan is None:
-            raise ValueError(f"the plan of {name} is gone: keep it as long as the model uses it")
+            raise ValueError(
+                f"the plan of {name} was deleted: keep a reference as long as the model uses it"
+            )
         return plan
 
     def attention(
@@ -95,12 +99,12 @@ def use_in_transformers(plan: AttentionPlan) -> str:
         hidden = attention_mask is not None and (
             AttentionMaskInterface or bool((attention_mask[..., -1, : key.shape[2]] != 0).any())
         )
-        positions = others.get("position_ids")
+        positions, softcap = others.get("position_ids"), others.get("softcap")
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         problems = {
             f"the batch must be one sequence, got {len(query)}": len(query) != 1,
             f"dropout must be 0 in attention, got {dropout}": dropout != 0,
-            "output_attentions: a plan does not keep the weights of attention": (
+            "output_attentions must be false: a plan does not keep the weights of attention": (
                 others.get("output_attentions")
                 or getattr(module.config, "output_attentions", False)
             ),
@@ -111,13 +115,16 @@ def use_in_transformers(plan: AttentionPlan) -> str:
                 and positions.shape[-1] == len(forgotten)
                 and bool((positions == forgotten.to(positions.device)).all())
             ),
-            f"the model scales logits by {scaling}, the plan by {plan.softmax_scale}": (
+            f"the model scales logits by {scaling}, but the plan by {plan.softmax_scale}": (
                 not math.isclose(scaling, plan.softmax_scale)
             ),
-            f"the model has the soft-cap {others.get('softcap')}, the plan {plan.logit_softcap}": (
-                others.get("softcap") != plan.logit_softcap
+            f"the model has the soft-cap {softcap}, but the plan has {plan.logit_softcap}": (
+                softcap != plan.logit_softcap
             ),
-        } | {f"{x}: a plan has none but its own": others.get(x) is not None for x in OTHERS}
+        } | {
+            f"the model passes {x}, which a plan cannot use": others.get(x) is not None
+            for x in OTHERS
+        }
         for problem, is_there in problems.items():
             if is_there:
                 plan.refuse(problem)
