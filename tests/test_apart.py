@@ -216,8 +216,8 @@ def test_refusals(comm):
     """On all ranks, with the numbers."""
     n = comm.size
     for split, cols, told in (
-        ((n, 1), n, f"{n} attention and 1 FFN ranks are not the {n} ranks of the job"),
-        ((n, 0), n, f"{n} attention and 0 FFN ranks"),
+        ((n, 1), n, f"{n} attention ranks and 1 FFN ranks must be the {n} ranks of the job"),
+        ((n, 0), n, f"{n} attention ranks and 0 FFN ranks"),
         ((n - 1, 1), n, f"a 1 x {n} grid does not fit {n - 1} ranks"),
     ):
         with pytest.raises(ValueError, match=told):
@@ -253,7 +253,7 @@ def test_driver(tmp_path):
     cases = [
         ([*options, "--ffn-ranks", 2], [], "--attention-ranks and --ffn-ranks need each other"),
         ([*options, "--micro-batches", 2], [], "and --micro-batches both"),
-        ([*options, *both, 2], [], "2 attention and 2 FFN ranks are not the 3 ranks"),
+        ([*options, *both, 2], [], "2 attention ranks and 2 FFN ranks must be the 3 ranks"),
         (
             [*options, *both, 1, "--head-ranks", 3],
             [],

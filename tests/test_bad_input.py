@@ -50,8 +50,8 @@ def test_grid_that_does_not_fit(comm, shape):
 
 
 @pytest.mark.parametrize("wrong, text", [
-    ({"block": (1, 7)}, "no 1x7 blocks make a grid of 1 x "),
-    ({"block": (0, 1)}, "no 0x1 blocks"),
+    ({"block": (1, 7)}, "1x7 blocks do not divide a grid of 1 x "),
+    ({"block": (0, 1)}, "0x1 blocks do not divide"),
     ({"block": "2x2"}, "block must be 2 whole numbers, got '2x2'"),
     ({"block": (1, 1.0)}, "block must be 2 whole numbers, got (1, 1.0)"),
     ({"nodes": [0] * 7}, " whole numbers, got [0, 0, 0, 0, 0, 0, 0]"),
@@ -98,7 +98,7 @@ WRONG = [
     ({"seqlen": 4.0}, "got 4.0"),
     ({"seqlen": 10**12}, "seqlen must be at most 2147483648, got 1000000000000"),
     ({"seqlen": 10**5000}, "got a number of 5000 digits"),
-    ({"seqlen": 2**31, "nheads": 4096, "headdim": 4096}, "GiB, its node has"),
+    ({"seqlen": 2**31, "nheads": 4096, "headdim": 4096}, "GiB, but its node has"),
     ({"nheads": -4}, "nheads must be a positive integer, got -4"),
     ({"headdim": 0}, "headdim"),
     ({"nheads_kv": 3}, "nheads_kv must divide nheads, got 3 and 4"),
@@ -170,7 +170,7 @@ def test_plan_that_differs_on_one_rank(comm, grid, name, value, other):
 def test_inner_ring_that_does_not_fit(comm, grid, inner, where):
     inner = inner if where == "all" or comm.rank == comm.size - 1 else comm.size
     text = message_of(comm, lambda: DoubleRingAttention(grid, Full(), inner=inner, **GOOD))
-    assert f"inner must be a divisor of the {comm.size} ranks, got " in text
+    assert f"inner must divide the {comm.size} ranks of the ring, got " in text
 
 
 @pytest.mark.multirank

@@ -116,7 +116,12 @@ def test_bad_input(comm):
     sizes = {"seqlen": 8, "nheads": 4, "headdim": 8}
     for method, mask, options, text in (
         ("attention2d", Full(), {"seqlen_kv": 0}, "seqlen_kv must be a positive integer"),
-        ("triangle", Causal(), {"seqlen_kv": 9}, "has one sequence, got 8 queries and 9 keys"),
+        (
+            "triangle",
+            Causal(),
+            {"seqlen_kv": 9},
+            "needs as many keys as queries, got 8 queries and 9 keys",
+        ),
         ("attention2d", IntervalMask(np.zeros(7, int), np.ones(7, int)), {}, "7 rows"),
     ):
         with pytest.raises(ValueError, match=text):

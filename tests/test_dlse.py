@@ -163,10 +163,10 @@ def test_bad_input(comm, where):
     dlse = np.zeros(x.shape[:2], np.float32)
     results = plan.forward(x, x, x)
     for wrong, text in (
-        (dlse[:, :3], ", 3) and dtype float32, this shard needs"),
-        (dlse.astype(float), "and dtype float64, this shard needs"),
+        (dlse[:, :3], ", 3) and dtype float32, but this shard needs"),
+        (dlse.astype(float), "and dtype float64, but this shard needs"),
         (dlse.tolist(), "dlse "),
-        *[(None, "ranks disagree on dlse: given on some, not on others")]
+        *[(None, "ranks disagree on dlse: some ranks pass it, others do not")]
         * (comm.size > 1 and where == "last"),
     ):
         given = wrong if here else dlse

@@ -156,7 +156,7 @@ def test_kernels_on_a_gpu_refuse(comm, cupy):
     bind_gpu(comm)
     grid = ProcessGrid(comm, 1, comm.size)
     sizes = {"seqlen": 40, "nheads": 4, "headdim": 24, "headdim_v": 16, "dtype": "bfloat16"}
-    told = "takes values as wide as the keys, got headdim 24 and headdim_v 16"
+    told = "needs headdim_v equal to headdim, got headdim 24 and headdim_v 16"
     for kernel in ("cupy", "cudnn"):
         found = message_of(
             comm, lambda kernel=kernel: Attention2D(grid, Full(), kernel=kernel, **sizes)

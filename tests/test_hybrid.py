@@ -44,7 +44,7 @@ def test_gradients():
         weights.flat[i] = value
         slope = (both[0] - both[1]) / 2e-6
         assert slope == pytest.approx(gradients.flat[i], abs=1e-8, rel=1e-6)
-    with pytest.raises(ValueError, match="layers LN need linear attention, too"):
+    with pytest.raises(ValueError, match="layer_pattern LN needs a plan of linear attention"):
         GPT(weights, alone(config, Causal(), 9))
 
 
@@ -109,7 +109,7 @@ def test_driver(tmp_path):
     assert [code for code, _ in found] == [0, 2, 2, 2], done.stderr
     assert latest(tmp_path / "run")[0].config.layer_pattern == "LLLN"
     for told in (
-        "no decoding with linear layers: the model has layers LLLN",
+        "cannot decode with linear layers, got layer_pattern LLLN",
         "see all earlier tokens, and run on the host: they need --separator ''",
         "layer_pattern must be of L and N, got 'LQ'",
     ):

@@ -163,19 +163,19 @@ class TestOfOnesOwn:
             make_mask("sinks:2", 9)
 
     @pytest.mark.parametrize("register, given, text", [
-        (register_method, ("ring", METHODS["ring"]), "there is a method 'ring' already"),
-        (register_method, (METHOD, METHODS["ring"]), "there is a method 'gather kv' already"),
-        (register_method, ("auto", METHODS["ring"]), "there is a method 'auto' already"),
-        (register_method, ("gather_kv", METHODS["ring"]), "must be words of a-z and 0-9"),
+        (register_method, ("ring", METHODS["ring"]), "the name 'ring' of a method is taken"),
+        (register_method, (METHOD, METHODS["ring"]), "the name 'gather kv' of a method is taken"),
+        (register_method, ("auto", METHODS["ring"]), "the name 'auto' of a method is taken"),
+        (register_method, ("gather_kv", METHODS["ring"]), "consist of words of a-z and 0-9"),
         (register_method, ("mine", print), "method 'mine' must be a Method, got <built-in"),
         (register_mask, ("causal", print), "the name 'causal' of a mask is taken"),
         (register_mask, ("file", print), "the name 'file' of a mask is taken"),
         (register_mask, ("a:b", print), "consist of a-z, 0-9 and _, got 'a:b'"),
         (register_mask, ("mine", Causal()), "make must be a function, got Causal()"),
-        (register_kernel, ("auto", print), "there is a kernel 'auto' already"),
-        (register_kernel, ("plain", print), "there is a kernel 'plain' already"),
-        (register_kernel, ("a b", print), "must be of a-z, 0-9 and -, got 'a b'"),
-        (register_kernel, ("mine", None), "must be made by a class or function, got None"),
+        (register_kernel, ("auto", print), "the name 'auto' of a kernel is taken"),
+        (register_kernel, ("plain", print), "the name 'plain' of a kernel is taken"),
+        (register_kernel, ("a b", print), "must consist of a-z, 0-9 and -, got 'a b'"),
+        (register_kernel, ("mine", None), "make must be a class or function, got None"),
         (register_kernel, ("mine", print, ["int8"]), "dtypes must be of float16, "),
     ])  # fmt: skip
     def test_refused_names(self, register, given, text):
@@ -188,7 +188,7 @@ class TestOfOnesOwn:
 
 BAD = {
     "name": ("from a2d_mpi import register_kernel\n\nregister_kernel('numpy', print)",
-             "line 3: ValueError: there is a kernel 'numpy' already"),
+             "line 3: ValueError: the name 'numpy' of a kernel is taken"),
     "syntax": ("def f(:", "line 1: SyntaxError: invalid syntax"),
     "error": ("def f():\n    raise KeyError('two\\nlines')\nf()", "line 2: KeyError: 'two"),
     "exit": ("import sys\nsys.exit(3)", "line 2: SystemExit: 3"),

@@ -95,7 +95,7 @@ def test_refusals(comm, cupy):
     if SIZE > 1:
         wanted = comm.rank == comm.size - 1
         found = message_of(comm, lambda: plan.forward(*given, max_logits=wanted))
-        told = "ranks disagree on max_logits: given on some, not on others"
+        told = "ranks disagree on max_logits: some ranks pass it, others do not"
         assert_all(comm, told in found, found)
     plan.forward(*given)  # the plan still works
     grid.free()

@@ -353,23 +353,23 @@ def test_profiles_of_the_package(path):
     ("ranks_per_node = 4", "ranks_per_node = true", "ranks_per_node must be a whole number"),
     ('name = "', "name = 3 # ", "name must be text"),
     ("[link.inside]", "[link.outside]", "unknown link.outside"),
-    ("bandwidth =", "# bandwidth =", "lacks link.inside.bandwidth"),
+    ("bandwidth =", "# bandwidth =", "link.inside.bandwidth is missing"),
     ("hidden = 1.0", "hidden = 2.0", "link.inside.hidden must be from 0 to 1, got 2.0"),
     ("hidden = 1.0", "hidden = nan", "hidden must be a number"),
     ("flops = 220e12", "flops = 0", "kernel.bfloat16.forward.flops must be from 1 "),
-    ("bfloat16.backward]", "bfloat16.backwards]", "must have forward and backward"),
-    ('memory = "40GB"', 'memory = "40 boxes"', "memory: '40 boxes' is no size"),
-    ("[link.inside]", "[link.inside", "no TOML"),
+    ("bfloat16.backward]", "bfloat16.backwards]", "must have the tables forward and backward"),
+    ('memory = "40GB"', 'memory = "40 boxes"', "memory: '40 boxes' is not a size"),
+    ("[link.inside]", "[link.inside", "TOML profile"),
     ("hidden = 1.0", "hidden = inf", "link.inside.hidden must be a number, got inf"),
     ("bandwidth = 85e9", "bandwidth = 1e-320", "link.inside.bandwidth must be from 1 to"),
     ("bandwidth = 85e9", "bandwidth = 1e400", "link.inside.bandwidth must be a number, got inf"),
     ("bandwidth = 85e9", "bandwidth = 1" + 400 * "0", "got a number of 40. digits"),
-    ("bandwidth = 85e9", "bandwidth = 1" + 5000 * "0", "no TOML profile: a line"),
+    ("bandwidth = 85e9", "bandwidth = 1" + 5000 * "0", "as a TOML profile: a line"),
     ("bandwidth = 85e9", "bandwidth = 0x1" + 900 * "0", "got a number of 1084 digits"),
     ("bandwidth = 85e9", "bandwidth = true", "link.inside.bandwidth must be a number, got True"),
     ("bandwidth = 85e9", 'bandwidth = "85e9"', "link.inside.bandwidth must be a number, got '85"),
     ("latency = 4e-6", "latency = 1979-05-27", "latency must be a number, got a date"),
-    ("latency = 4e-6", "latency = " + 900 * "[", "no TOML profile: "),
+    ("latency = 4e-6", "latency = " + 900 * "[", "as a TOML profile: "),
     ("flops = 220e12", "flops = 5e-324", "kernel.bfloat16.forward.flops must be from 1 "),
     ("copy = 0.6e12", "copy = inf", "copy must be a number, got inf"),
     ("copy = 0.6e12", "copy = 1e-9", "copy must be from 1 to 1e.18, got 1e-09"),
@@ -513,7 +513,7 @@ def test_sizes():
     assert parse_size("80GB") == 80 * 10**9 and parse_size("1GiB") == 1 << 30
     assert parse_size(5) == 5 and parse_size("4e9") == 4 * 10**9 and parse_size("1.5kB".upper())
     for bad in ("", "GB", "-1", "1PB", "1e999", "nan"):
-        with pytest.raises(ValueError, match="is no size"):
+        with pytest.raises(ValueError, match="is not a size"):
             parse_size(bad)
 
 
@@ -553,20 +553,20 @@ def test_one_rank_measures_no_link(tmp_path):
     assert found.inside is None and found.between is None
     job = Workload(64, 2, 16, dtype="float32")
     assert predict(found, "attention2d", Layout(1, 1), job)
-    with pytest.raises(ValueError, match=r"has no link.between, which 2 ranks need, 1 a node"):
+    with pytest.raises(ValueError, match=r"has no link.between, which 2 ranks need, 1 per node"):
         predict(found, "attention2d", Layout(2, 1), job)
 
 
 def test_steadiness():
     """The call in the middle of all counts, without the tenth of its rounds that is the worst."""
     calm = np.ones((20, 5))
-    assert steadiness(calm) == "the same kernel calls differ by 0 % (of 20 rounds)"
+    assert steadiness(calm) == "times of equal kernel calls differ by 0 % (20 rounds)"
     once, busy = calm.copy(), calm.copy()
     once[7] = 9.0
     once[:, 0] = np.arange(1, 21)
     assert steadiness(once) == steadiness(calm)
     busy[15:] = 1.5
-    told = "DISTURBED by other work: the same kernel calls differ by 50 % (of 20 rounds)"
+    told = "DISTURBED by other work: times of equal kernel calls differ by 50 % (20 rounds)"
     assert steadiness(busy) == told
     assert "DISTURBED" not in steadiness(calm[:1])
 

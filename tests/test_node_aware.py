@@ -317,7 +317,7 @@ def test_drivers(tmp_path):
         assert not inside or inside <= result.traffic.keys()
     assert_all_refused("attention.py", 4, [
         ([data, "--rank-block", "2"], [], "--rank-block must be ROWSxCOLUMNS, got '2'"),
-        ([data, "--rank-block", "3x1"], [], "no 3x1 blocks make a grid of 2 x 2"),
+        ([data, "--rank-block", "3x1"], [], "3x1 blocks do not divide a grid of 2 x 2"),
         ([data, "--rank-block", "2x2"], ["--rank-block", "1x1"], "ranks disagree on --rank-block"),
         ([data, "--grid", "auto", "--profile", profile, "--rank-block", "2x1"], [],
          "leaves no choice of --rows, --cols, --head-ranks, --order, --rank-block"),

@@ -155,7 +155,7 @@ def test_without_numba(why, monkeypatch):
         assert make_kernel("numba", HOST, np.dtype("f4"), 1.0).name == "numba"
         return
     assert make_kernel("auto", HOST, np.dtype("f4"), 1.0).name == "numpy"
-    with pytest.raises(ImportError, match="kernel 'numba' needs Numba \\(extra numba\\)"):
+    with pytest.raises(ImportError, match="kernel 'numba' needs pip install a2d_mpi\\[numba\\]"):
         make_kernel("numba", HOST, np.dtype("f4"), 1.0)
 
 

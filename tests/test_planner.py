@@ -244,7 +244,7 @@ def test_memory_limits():
     assert best_candidate(H100, 16, job, limit).layout == fitting[0].layout
     with pytest.raises(ValueError, match="the smallest needs"):
         best_candidate(H100, 16, job, 1000)
-    with pytest.raises(ValueError, match="no plan for 7 ranks with double ring"):
+    with pytest.raises(ValueError, match="no plan of double ring fits 7 ranks"):
         best_candidate(H100, 7, job, methods=("double ring",))
 
 
@@ -301,11 +301,11 @@ BAD = [
     (("--seqlen", "9" * 5000), "--seqlen must be a number of tokens, as 65536 or 64K"),
     (("--memory", "80"), "no plan"),
     (("--memory", "0"), "no plan fits in 0 B a rank"),
-    (("--memory", ""), "--memory: '' is no size"),
-    (("--memory", "much"), "'much' is no size"),
+    (("--memory", ""), "--memory: '' is not a size"),
+    (("--memory", "much"), "'much' is not a size"),
     (("--ranks", "0"), "--ranks must be at least 1, got 0"),
     (("--ranks", "99999999"), "--ranks must be at most 4096, got 99999999"),
-    (("--ranks", "1", "--methods", "ring"), "no plan for 1 ranks with ring"),
+    (("--ranks", "1", "--methods", "ring"), "no plan of ring fits 1 ranks"),
     (("--nheads", "99999999999"), "nheads must be at most 65536"),
     (("--nheads-kv", "5"), "nheads_kv must divide nheads"),
     (("--nheads-kv", "0"), "--nheads-kv must be at least 1, got 0"),
@@ -339,6 +339,6 @@ def test_bad_input(tmp_path):
     alone = tmp_path / "alone.toml"
     text = (MACHINES / "h100-64x1.toml").read_text()
     alone.write_text(re.sub(r"\[link[^[]*", "", text))
-    cases = [*BAD, (("--profile", alone), "has no link.between, which 64 ranks need, 1 a node")]
+    cases = [*BAD, (("--profile", alone), "has no link.between, which 64 ranks need, 1 per node")]
     assert_all_refused("plan.py", 0, [((*OPTIONS, *x), (), text) for x, text in cases])
     assert run(*OPTIONS, "--profile", alone, "--ranks", 1).returncode == 0

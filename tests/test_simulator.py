@@ -149,7 +149,7 @@ def test_earlier_waiting_is_worked_in():
 
 def test_ranks_that_wait_for_ever():
     messages = [(0, 1, MB)]
-    with pytest.raises(ValueError, match=r"1 of 2 ranks wait for ever, rank 1 .* 0 to 1"):
+    with pytest.raises(ValueError, match=r"1 of 2 ranks wait forever: rank 1 .* 0 to 1"):
         ended([[], [("post", [0]), ("wait", [0], 0.0)]], messages)
 
 

@@ -180,7 +180,7 @@ def test_bad_input(comm, where):
     plan = Attention2D(grid, Full(), **GOOD)
     x, sink = np.ones((len(plan.tokens), 4, 8), np.float32), np.zeros(4, np.float32)
     for wrong, text in (
-        (sink[:3], "sink has shape (3,) and dtype float32, this plan needs (4,) and float32"),
+        (sink[:3], "sink has shape (3,) and dtype float32, but this plan needs (4,) and float32"),
         (sink.astype(float), "sink has shape (4,) and dtype float64"),
         ([0.0] * 4, "sink "),
     ):

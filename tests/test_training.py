@@ -95,7 +95,7 @@ def test_held_out_documents(tmp_path):
         assert trained.sizes() == {"documents": 21 - len(expected), "bytes": len(rest),
                                    "unigram_entropy": pytest.approx(entropy(rest))}  # fmt: skip
         assert trained.sha256 == held.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    with pytest.raises(ValueError, match=r"has 21 documents: a share of 0\.01 is none or all"):
+    with pytest.raises(ValueError, match=r"has 21 documents, so a share of 0\.01 holds out none"):
         Text(path, b"--", 0.01, held_out=True)
 
 

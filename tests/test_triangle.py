@@ -88,8 +88,8 @@ def test_refusals(comm):
     sizes = {"seqlen": 61, "nheads": NHEADS, "headdim": 16}
     for ranks, mask, options, text in (
         (3, Full(), {}, "a triangle needs a causal mask, got Full"),
-        (4, Causal(), {}, "ranks (times the ranks that share the heads): 3 or 6, not 4"),
-        (3, Causal(), {"distribution": "zigzag"}, "a triangle has no zigzag distribution"),
+        (4, Causal(), {}, "ranks (times the ranks that share the heads): such as 3 or 6, got 4"),
+        (3, Causal(), {"distribution": "zigzag"}, "needs the triangle distribution, got zigzag"),
     ):
         part, said = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED), ""
         if part != MPI.COMM_NULL:

@@ -46,16 +46,17 @@ def check_problem(
     rules = METHODS[method]
     if not rules.takes(mask):
         raise ValueError(
-            f"a {method} needs a causal mask, got {type(mask).__name__}: it leaves out the pairs "
-            "of a query with a later key"
+            f"a {method} needs a causal mask, got {type(mask).__name__}: a {method} computes no "
+            "pair of a query and a later key"
         )
     if (rules.causal or rules.place) and config.seqlen_kv != config.seqlen:
         raise ValueError(
-            f"a {method} has one sequence, got {config.seqlen} queries and {config.seqlen_kv} keys"
+            f"a {method} needs as many keys as queries, got {config.seqlen} queries and "
+            f"{config.seqlen_kv} keys"
         )
     for name in named:
         if rules.distribution and name not in (None, rules.distribution):
-            raise ValueError(f"a {method} has no {name} distribution")
+            raise ValueError(f"a {method} needs the {rules.distribution} distribution, got {name}")
 
 
 def check_tensors(
@@ -84,10 +85,10 @@ def check_tensors(
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(
                 f"{name} has shape {tensor.shape} and dtype {tensor.dtype}, "
-                f"this shard needs {shape} and {dtype}"
+                f"but this shard needs {shape} and {dtype}"
             )
         if not devices[0].owns(tensor):
-            raise ValueError(f"{name} is not on the device that is current")
+            raise ValueError(f"{name} is not on the current device")
     return devices[0]
 
 
@@ -104,7 +105,7 @@ def check_sink(sink: Array, config: AttentionConfig, device: Device) -> None:
     if sink.shape != shape or sink.dtype != dtype:
         raise ValueError(
             f"sink has shape {sink.shape} and dtype {sink.dtype}, "
-            f"this plan needs {shape} and {dtype}"
+            f"but this plan needs {shape} and {dtype}"
         )
     if not device.owns(sink):
         raise ValueError("sink is not on the device of q, k and v")

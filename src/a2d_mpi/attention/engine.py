@@ -195,10 +195,14 @@ class Engine:
         if flags & 1:
             rendezvous.agree(problem)
         if flags & 2 and flags & 12:
-            raise CollectiveError("ranks disagree on the arrays: NumPy on some, CuPy on others")
+            raise CollectiveError(
+                "ranks disagree on the arrays: some ranks pass NumPy arrays, others CuPy arrays"
+            )
         for i, name in enumerate(options):
             if flags >> (5 + 2 * i) & 3 == 3:
-                raise CollectiveError(f"ranks disagree on {name}: given on some, not on others")
+                raise CollectiveError(
+                    f"ranks disagree on {name}: some ranks pass it, others do not"
+                )
         staged = bool(flags & 8)
         if self.device is HOST:
             self.transport = self.transport or HostTransport()

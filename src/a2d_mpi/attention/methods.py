@@ -109,7 +109,7 @@ class DoubleRingAttention(AttentionPlan):
     def layout(self) -> Layout:
         grid, size, inner = self.grid, self.grid.group_comm.size, self.inner
         if not isinstance(inner, (int, np.integer)) or inner < 1 or size % inner:
-            raise ValueError(f"inner must be a divisor of the {size} ranks, got {inner!r}")
+            raise ValueError(f"inner must divide the {size} ranks of the ring, got {inner!r}")
         if inner == grid.cols:
             return grid.layout
         return Layout(size // int(inner), int(inner), grid.heads, grid.layout.order)

@@ -21,7 +21,8 @@ def check_rows(x: Array, rows: int, what: str) -> None:
         raise ValueError(f"x {error}") from None
     if x.shape[:1] != (rows,) or x.dtype.hasobject:
         raise ValueError(
-            f"x has shape {x.shape} and dtype {x.dtype}, {what} has {rows} tokens, one per row"
+            f"x has shape {x.shape} and dtype {x.dtype}, but {what} has {rows} tokens and needs a "
+            "row for each"
         )
 
 

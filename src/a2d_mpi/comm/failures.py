@@ -76,7 +76,7 @@ class Failures:
         self._reported: tuple[int, ...] = ()  # dead ranks of the latest error
 
     def duplicate(self, comm: MPI.Intracomm) -> MPI.Intracomm:
-        """Duplicate a communicator; the duplicate is revoked together with the grid.
+        """Return a duplicate of a communicator; it is revoked together with the grid.
 
         Collective over `comm`.  `forget` frees the duplicate.
         """

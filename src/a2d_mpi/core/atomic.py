@@ -50,12 +50,12 @@ def check_writable(
             file.truncate(nbytes)
         free = shutil.disk_usage(os.path.dirname(target)).free
         if free < nbytes:
-            raise OSError(f"it needs {nbytes} bytes, {free} are free")
+            raise OSError(f"the file needs {nbytes} bytes, but {free} bytes are free")
     if read is not None and os.path.exists(path) and os.path.getsize(path):
         try:
             read(path)
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} is another kind of file, not replaced: {error}") from error
+            raise ValueError(f"will not replace {path}, another kind of file: {error}") from error
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:

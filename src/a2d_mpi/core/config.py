@@ -184,7 +184,7 @@ class AttentionConfig:
             the memory that the rank needs.
         """
         nbytes = -(-self.seqlen // ranks) * sum(map(self.nbytes, "qkv"))
-        check_memory(f"{self.seqlen} tokens on {ranks} ranks: q, k and v of one", nbytes)
+        check_memory(f"{self.seqlen} tokens on {ranks} ranks: q, k and v of one rank", nbytes)
 
 
 def _size(name: str, value: object, most: int) -> int:

@@ -60,14 +60,18 @@ class Layout:
 
     def __post_init__(self) -> None:
         if min(self.rows, self.cols, self.heads) < 1:
-            raise ValueError(f"no grid has {self.rows} x {self.cols} x {self.heads} ranks")
+            raise ValueError(
+                f"a grid needs at least one rank, got {self.rows} x {self.cols} x {self.heads}"
+            )
         if sorted(str(self.order)) != ["c", "r", "u"]:
             raise ValueError(f"order must be a permutation of 'rcu', got {self.order!r}")
         if min(self.block) < 1 or self.rows % self.block[0] or self.cols % self.block[1]:
             block = "x".join(map(str, self.block))
-            raise ValueError(f"no {block} blocks make a grid of {self.rows} x {self.cols}")
+            raise ValueError(f"{block} blocks do not divide a grid of {self.rows} x {self.cols}")
         if self.nodes is not None and len(self.nodes) != self.size:
-            raise ValueError(f"{len(self.nodes)} nodes are given for {self.size} ranks")
+            raise ValueError(
+                f"nodes must have a node for each of {self.size} ranks, got {len(self.nodes)}"
+            )
 
     @property
     def positions(self) -> int:
@@ -114,7 +118,9 @@ class Layout:
         names = [np.unique(x, return_index=True, return_inverse=True)[1:] for x in groups]
         divisions = {tuple(first[inverse].tolist()) for first, inverse in names}
         if len(divisions) > 1:
-            raise UnlikeRanks("the context-parallel groups are not divided among the nodes alike")
+            raise UnlikeRanks(
+                "context-parallel groups are spread over the nodes in different ways"
+            )
         return divisions.pop()
 
     def on_nodes(self, node: Sequence[int] | np.ndarray) -> Layout:
@@ -153,7 +159,8 @@ def check_memory(what: str, nbytes: int, sharing: int = 1) -> None:
     if nbytes * sharing > memory:
         shared = f" for {sharing} ranks" * (sharing > 1)
         raise ValueError(
-            f"{what} take {nbytes / 2**30:.4g} GiB, its node has {memory / 2**30:.4g} GiB{shared}"
+            f"{what} take {nbytes / 2**30:.4g} GiB, but its node has {memory / 2**30:.4g} GiB"
+            + shared
         )
 
 
@@ -164,7 +171,7 @@ def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:
         return f"{heads} does not divide {nheads} heads"
     own = nheads // heads
     if own % group and group % own:
-        return f"{own} of {nheads} heads cut across groups of {group} that share a KV head"
+        return f"{own} heads a rank would cut through groups of {group} heads that share a KV head"
     return None
 
 

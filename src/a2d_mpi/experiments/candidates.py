@@ -96,7 +96,7 @@ def plan(args: argparse.Namespace) -> int:
     number = None if args.simulate == "all" else 1
     plans = candidates(machine, args.ranks, work, memory, methods, bar, idle, number)
     if not plans:
-        raise ValueError(f"no plan for {args.ranks} ranks with {', '.join(args.methods)}")
+        raise ValueError(f"no plan of {', '.join(args.methods)} fits {args.ranks} ranks")
     _print(plans, args, machine, work, memory)
     if args.gpt:
         _print_steps(plans[: args.top or None], machine, PRESETS[args.gpt], args)

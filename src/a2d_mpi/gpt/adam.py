@@ -80,5 +80,5 @@ class Adam:
         unbiased = rate / (1 - b1**self.step)
         w -= unbiased * m / ((v / (1 - b2**self.step)) ** 0.5 + EPSILON)
         if not math.isfinite(w.sum(dtype="f8")):
-            raise FloatingPointError("there are weights that are not finite")
+            raise FloatingPointError("some weights are not finite")
         return norm

@@ -103,8 +103,8 @@ def attention_grid(
         fit the attention ranks.
     """
     fits = min(split) >= 1 and sum(split) == comm.size
-    kinds = f"{split[0]} attention and {split[1]} FFN ranks"
-    wrong = f"{kinds} are not the {comm.size} ranks of the job"
+    kinds = f"{split[0]} attention ranks and {split[1]} FFN ranks"
+    wrong = f"{kinds} must be the {comm.size} ranks of the job, at least one of each"
     agree(comm, None if fits else wrong)
     kind, grid = comm.Split(int(comm.rank >= split[0]), comm.rank), None
     with errors_of_attention(comm):

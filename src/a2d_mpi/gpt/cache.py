@@ -66,7 +66,10 @@ class BlockTable:
 
     def __init__(self, rooms: Sequence[int], block: int) -> None:
         if block < 1 or not rooms or min(rooms) < 0:
-            raise ValueError(f"blocks of {block} tokens, and room for {list(rooms)} of them")
+            raise ValueError(
+                f"block must be at least 1 and no room below 0, got block {block} and rooms "
+                f"{list(rooms)}"
+            )
         self.block, self.free, self.total = block, list(rooms), sum(rooms)
         self.requests: dict[int, Request] = {}
         self._first = 0  # rank of the next request's first block; it moves on with each request
@@ -85,11 +88,11 @@ class BlockTable:
         """
         needed, ranks = self.blocks(max_tokens), len(self.free)
         if name in self.requests:
-            raise ValueError(f"request {name} is there already")
+            raise ValueError(f"request {name} exists already")
         if needed > self.total:
             raise ValueError(
                 f"request {name} needs {needed} blocks of {self.block} tokens for its "
-                f"{max_tokens} tokens; all ranks together have room for {self.total}"
+                f"{max_tokens} tokens, but all ranks together have room for {self.total} blocks"
             )
         if needed > sum(self.free):
             return False
@@ -115,7 +118,7 @@ class BlockTable:
         request = self.requests[name]
         end = request.length + tokens
         if end > request.max_tokens:
-            raise ValueError(f"request {name} has room for {request.max_tokens} tokens only")
+            raise ValueError(f"request {name} was admitted for {request.max_tokens} tokens only")
         ranks = [request.owners[x // self.block] for x in range(request.length, end)]
         for rank in ranks:
             request.held[rank] += 1

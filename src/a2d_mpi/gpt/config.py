@@ -69,10 +69,10 @@ class GPTConfig:
         if self.positions == "rotary" and self.headdim % 2:
             raise ValueError(f"rotary positions need an even headdim, got {self.headdim}")
         if not self.layer_pattern or set(self.layer_pattern) - {"L", "N"}:
-            raise ValueError(f"layer_pattern must be of L and N, got {self.layer_pattern!r}")
+            raise ValueError(f"layer_pattern must consist of L and N, got {self.layer_pattern!r}")
         if self.hybrid and self.nheads_kv != self.nheads:
             raise ValueError(
-                f"linear layers (layer_pattern {self.layer_pattern}) have as many KV heads as "
+                f"linear layers (layer_pattern {self.layer_pattern}) need as many KV heads as "
                 f"heads, got nheads {self.nheads} and nheads_kv {self.nheads_kv}"
             )
 

@@ -136,7 +136,7 @@ def predict_step(
         If the plan has no backward phase, or the machine no kernel for the dtype.
     """
     if "backward" not in plan.phases:
-        raise ValueError("a training step needs a plan with a backward phase")
+        raise ValueError("a training step needs a plan with the backward phase")
     size, ranks = 2 if dtype.endswith("16") else np.dtype(dtype).itemsize, plan.layout.size
     tokens = -(-seqlen // ranks)
     rate = machine.kernel(dtype, "forward").flops * machine.share

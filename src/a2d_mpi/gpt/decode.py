@@ -84,7 +84,7 @@ class Decoder:
         if len(rooms) != ranks:
             problem = f"room must be a number for each of the {ranks} positions, got {list(rooms)}"
         if c.hybrid:
-            problem = f"no decoding with linear layers: the model has layers {c.layer_pattern}"
+            problem = f"cannot decode with linear layers, got layer_pattern {c.layer_pattern}"
         device = device_of(weights.flat)
         try:  # plans make their kernels late, in the middle of a prompt
             make_kernel(kernel, device, weights.flat.dtype, c.headdim**-0.5)
@@ -118,8 +118,8 @@ class Decoder:
         longest = self._weights.config.seqlen
         if not 0 < prompt <= max_tokens <= longest:
             raise ValueError(
-                f"request {name}: a prompt of {prompt} tokens, {max_tokens} in all; the model "
-                f"takes {longest}"
+                f"request {name} has a prompt of {prompt} tokens and {max_tokens} tokens in all; "
+                f"the model takes prompts of at least 1 and at most {longest} in all"
             )
         return self.table.admit(name, max_tokens)
 

@@ -94,7 +94,9 @@ class GPT:
         self.weights, self.attention, self.checkpoint = weights, attention, checkpoint
         self.config, self._linear = weights.config, linear
         if self.config.hybrid and linear is None:
-            raise ValueError(f"layers {self.config.layer_pattern} need linear attention, too")
+            raise ValueError(
+                f"layer_pattern {self.config.layer_pattern} needs a plan of linear attention, too"
+            )
         xp = module_of(weights.flat)
         positions = attention.tokens if positions is None else positions
         self._positions = xp.asarray(positions)

@@ -47,7 +47,7 @@ class Parameters:
     ) -> None:
         shapes = config.shapes if shapes is None else shapes
         if flat.shape != (total := sum(map(math.prod, shapes.values())),):
-            raise ValueError(f"{flat.shape} elements for {total} parameters")
+            raise ValueError(f"flat must have shape ({total},), got {flat.shape}")
         self.config, self.flat, self.named = config, flat, {}
         self.by_layer = [{} for _ in range(config.layers)]
         begin = 0

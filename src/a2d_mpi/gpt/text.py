@@ -79,7 +79,9 @@ class Text:
             x for i, x in enumerate(parts) if held_out == (int((i + 1) * share) > int(i * share))
         ]
         if not parts:
-            raise ValueError(f"{path} has {count} documents: a share of {share} is none or all")
+            raise ValueError(
+                f"{path} has {count} documents, so a share of {share} holds out none or all"
+            )
         self.sha256 = hashlib.sha256(content).hexdigest()
         self.bytes = np.frombuffer(b"".join(parts), np.uint8).astype(np.int64)
         self.begins = np.cumsum([0, *map(len, parts)])

@@ -1,7 +1,7 @@
 """Kernels: a kernel call computes one block, the attention of queries over keys, on one device.
 
-A kernel has two methods, `forward` and `backward`; `a2d_mpi.kernels.numpy.NumpyKernel` documents
-them.
+A kernel has two methods, `forward` and `backward`.  `a2d_mpi.kernels.numpy.NumpyKernel` documents
+both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _numba(dtype: np.dtype, softmax_scale: float, **options: Any) -> Kernel:
     try:
         from a2d_mpi.kernels.compiled import CompiledPasses
     except ImportError as error:
-        raise ImportError(f"kernel 'numba' needs Numba (extra numba): {error}") from error
+        raise ImportError(f"kernel 'numba' needs pip install a2d_mpi[numba]: {error}") from error
     return _numpy(dtype, softmax_scale, passes=CompiledPasses(compute_dtype(dtype)), **options)
 
 
@@ -93,10 +93,10 @@ class Kernel(Protocol):
         Whether the kernel computes a partial out in the tensors' dtype.  A wider buffer would then
         cost a copy and hold no more digits.
     any_delta : bool
-        Set on kernels of a GPU: whether delta is not ``rowsum(dout * out)``, because a gradient of
-        lse is subtracted from it.
+        The plan sets this on kernels of a GPU.  True: delta is not ``rowsum(dout * out)``, because
+        a gradient of lse is subtracted from it.
     largest : array or None
-        Only kernels that compute ``max_logits``, see `a2d_mpi.kernels.numpy.NumpyKernel`.
+        Only for kernels that compute ``max_logits``, see `a2d_mpi.kernels.numpy.NumpyKernel`.
     """
 
     name: str
@@ -151,9 +151,9 @@ def register_kernel(
     dtypes : sequence of str
         Dtypes of tensors that the kernel computes.
     gpu : bool
-        Whether its arrays are CuPy arrays.  Default: NumPy arrays.
+        Whether the kernel takes CuPy arrays.  Default: it takes NumPy arrays.
     softcap : bool
-        Whether it computes soft-caps.
+        Whether the kernel computes soft-caps.
     widths : bool
         Whether headdim_v may differ from headdim.
 
@@ -164,13 +164,13 @@ def register_kernel(
         called.
     """
     if name in KERNELS:
-        raise ValueError(f"there is a kernel {name!r} already")
+        raise ValueError(f"the name {name!r} of a kernel is taken: choose another name")
     if not re.fullmatch("[a-z0-9]+(-[a-z0-9]+)*", name):
-        raise ValueError(f"a kernel's name must be of a-z, 0-9 and -, got {name!r}")
+        raise ValueError(f"a kernel's name must consist of a-z, 0-9 and -, got {name!r}")
     if wrong := [x for x in dtypes if x not in DTYPES]:
         raise ValueError(f"kernel {name!r}: dtypes must be of {', '.join(DTYPES)}, got {wrong}")
     if not callable(make):
-        raise ValueError(f"kernel {name!r} must be made by a class or function, got {make!r}")
+        raise ValueError(f"kernel {name!r}: make must be a class or function, got {make!r}")
     KERNELS[name] = _Entry(make, tuple(dtypes), gpu, softcap, widths)
 
 
@@ -193,7 +193,7 @@ def check_kernel(
         headdim and headdim_v.
     """
     if kernel not in KERNELS:
-        raise ValueError(f"unknown kernel {kernel!r}; one of {', '.join(KERNELS)}")
+        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, got {kernel!r}")
     if kernel != "auto" and (refusal := _refusal(kernel, dtype, logit_softcap, widths)):
         raise ValueError(refusal)
 
@@ -201,15 +201,15 @@ def check_kernel(
 def _refusal(
     kernel: str, dtype: np.dtype, logit_softcap: float | None, widths: tuple[int, int]
 ) -> str | None:
-    """Return the reason why a kernel cannot compute a problem; None if it can."""
+    """Return the reason why a kernel cannot compute a problem; return None if it can."""
     entry = KERNELS[kernel]
     if dtype not in map(as_dtype, entry.dtypes):
-        return f"kernel {kernel!r} takes {', '.join(entry.dtypes)}, not {dtype}"
+        return f"kernel {kernel!r} computes {', '.join(entry.dtypes)}, got {dtype}"
     if logit_softcap is not None and not entry.softcap:
-        return f"kernel {kernel!r} has no soft-cap, got logit_softcap {logit_softcap}"
+        return f"kernel {kernel!r} computes no soft-cap, got logit_softcap {logit_softcap}"
     if widths[0] != widths[1] and not entry.widths:
         return (
-            f"kernel {kernel!r} takes values as wide as the keys, got headdim {widths[0]} and "
+            f"kernel {kernel!r} needs headdim_v equal to headdim, got headdim {widths[0]} and "
             f"headdim_v {widths[1]}"
         )
     return None

@@ -15,7 +15,7 @@ from a2d_mpi.masks.intervals import Interval, Intervals, queries_per_key
 
 ALIGN = 32  # cache blocks without mask begin and end at multiples of ALIGN keys, if possible
 
-SLICES = 8  # slices of the keys of a triangle (bench_kernel.py --masks: 4 are slower by 5 %)
+SLICES = 8  # slices of the keys below a diagonal (bench_kernel.py --masks: 4 are slower by 5 %)
 NARROWEST = 64  # fewest keys of a slice (32 are slower by 5 % for 256 queries, 128 by 8 %)
 SHARED = 16  # fewest rows with a common end of intervals for which a slice ends there
 ROOM = 1 << 24  # most bytes of hidden pairs that are kept
@@ -53,10 +53,11 @@ class Blocking(NamedTuple):
     rows : int
         Rows of the largest query block: query tokens x query heads per KV head.
     masked_rows : (nq,) bool or None
-        True for queries that see no key; None: there are none.  They may be padding, which may
-        hold NaN.  The kernel takes them as zeros, because 0 times NaN is NaN.
+        True for queries that see no key.  None: every query sees a key.  Masked rows may be
+        padding that holds NaN.  The kernel reads them as zeros, because 0 times NaN is NaN.
     masked_keys : (nk,) bool or None
-        True for keys that no query sees; None: there are none.  The kernel takes them as zeros.
+        True for keys that no query sees, which the kernel reads as zeros.  None: every key is
+        seen.
     """
 
     query_blocks: list[tuple[int, int, list[CacheBlock]]]
@@ -114,9 +115,9 @@ class Blocker:
         """Yield the cache blocks of a query block; `ends` are begins and ends of its intervals."""
         begins, stops = ends[0::2], ends[1::2]  # (intervals, tokens)
         tokens = ends.shape[1]
-        # Between two neighbouring edges, all rows see all keys, or no row sees a key, or rows
-        # differ.  If rows differ beside keys that all rows see, the edge between them moves to a
-        # multiple of ALIGN, for even products.
+        # Between two neighbouring edges, all rows see all keys, or no row sees a key, or rows see
+        # different keys.  An edge between the first and the last of these cases moves to a
+        # multiple of ALIGN, so that products have even sizes.
         outer = np.concatenate([begins.min(axis=1), stops.max(axis=1)])
         inner = np.concatenate([begins.max(axis=1), stops.min(axis=1)])
         up = np.repeat([ALIGN - 1, 0], len(begins))
@@ -138,7 +139,7 @@ class Blocker:
     def _differing(
         self, begins: np.ndarray, stops: np.ndarray, x: int, y: int, group: int
     ) -> Iterator[CacheBlock]:
-        """Yield cache blocks with the keys [x, y), of which rows see different keys.
+        """Yield cache blocks with the keys [x, y), where rows see different keys.
 
         A cache block has few keys, because few rows differ on few keys.  It has all rows that see
         any of these keys.  Products of many rows and few keys are as fast as large products.
@@ -167,7 +168,7 @@ class Blocker:
     def _hidden(self, ends: np.ndarray, nk: int, group: int) -> np.ndarray:
         """Return the hidden pairs, (tokens x group, nk) bool, of intervals.
 
-        Many cache blocks have the same hidden pairs, which are kept once.
+        Many cache blocks have the same hidden pairs, so one array serves all of them.
 
         Parameters
         ----------

@@ -44,7 +44,7 @@ def _compile(signature: str, **options: object) -> Callable:
 
 @njit(fastmath={"contract"})
 def _exp(x: np.float32) -> np.float32:
-    # These comparisons leave NaN as it is; min and max may not.
+    # These comparisons keep NaN; min and max may not.
     x = LOWEST if x < LOWEST else x
     x = HIGHEST if x > HIGHEST else x
     shifted = x * PER_LN2 + ROUND
@@ -61,7 +61,7 @@ def _exp(x: np.float32) -> np.float32:
 def _exponentials(s: np.ndarray, total: np.ndarray, first: int, hidden: np.ndarray) -> None:
     """Replace logits by exponentials; add their sums to `total` if it has rows.
 
-    `hidden` belongs to the rows from `first` on.
+    `hidden` has the pairs of the rows from `first` on.
     """
     heads, rows, keys = s.shape
     for head in range(heads):
@@ -110,7 +110,7 @@ def _largest_norms(
 def _finish(
     acc: np.ndarray, total: np.ndarray, shift: np.ndarray, out: np.ndarray, lse: np.ndarray
 ) -> None:
-    """Write out and lse; an empty `shift` is no shift."""
+    """Write out and lse; an empty `shift` means that nothing was subtracted."""
     tokens, nheads, d = out.shape
     group = nheads // len(acc)
     for token in range(tokens):

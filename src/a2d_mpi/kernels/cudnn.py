@@ -1,4 +1,4 @@
-"""The kernel of cuDNN for 16-bit tensors, which is the fastest one.
+"""The kernel of cuDNN, the fastest kernel for 16-bit tensors.
 
 Each interval of a mask is cut into runs of queries with one mask shape each
 (`a2d_mpi.kernels.shapes.runs`).  cuDNN is launched for each run, on the keys that the run sees, or
@@ -45,8 +45,8 @@ class CudnnKernel:
     product_dtype : dtype
         Dtype to which probabilities are rounded before they are multiplied: the tensors' dtype.
     rounds_partials, any_delta : bool
-        As in `a2d_mpi.kernels.Kernel`.  With `any_delta` there may be no out with this delta (if
-        dout is 0), so the plain kernel computes the backward pass.
+        As in `a2d_mpi.kernels.Kernel`.  With `any_delta`, no out may have this delta (if dout is
+        0).  So the plain kernel computes the backward pass.
 
     Raises
     ------
@@ -153,7 +153,7 @@ class CudnnKernel:
             stats = self._buffer("stats", (runs.stats,), np.float32)
             self.device.out_and_stats(dout, delta, out, lse, stats, places)
             inputs += [out, dout, stats]
-        # cuDNN's tiles of a batch may read past the end of a sequence, so all rows must be clean.
+        # cuDNN's tiles of a batch may read past the end of a sequence, so clear all masked rows.
         of_batches = [self._input(runs, i, x, slice(0, len(x))) for i, x in enumerate(inputs[:5])]
         for call in runs.calls:
             if call.launch is not None:

@@ -62,7 +62,7 @@ def supported(
     backward: bool = True,
     deterministic: bool = False,
 ) -> str | None:
-    """Return the reason why cuDNN does not compute `block`; None if it does.
+    """Return the reason why cuDNN does not compute `block`; return None if it does.
 
     Parameters
     ----------
@@ -84,7 +84,7 @@ def supported(
         return f"cuDNN attention is not known for compute capability {capability}"
     if d % 8:
         return f"cuDNN needs a headdim that is a multiple of 8, got {d}"
-    # On other GPUs the manual says 128 for gradients and for a single query.  But graphs for a
+    # The manual says 128 on other GPUs, for gradients and for a single query.  But graphs for a
     # single query can be built.
     most = 256 if major == 9 or not (backward or block.nq == 1) else 128
     if d > most:

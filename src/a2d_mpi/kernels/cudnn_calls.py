@@ -1,4 +1,4 @@
-"""The calls of cuDNN or of the plain kernel that compute the runs of a block, prepared once."""
+"""Prepare the calls of cuDNN or of the plain kernel that compute the runs of a block."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class RunCall:
         `intervals` on the device, for a general run of cuDNN.  n is the number of queries, rounded
         up for alignment.
     masked_rows, masked_keys : (n,) int64 or None
-        Places among the run's queries of queries that see no key, and places among its keys of
-        keys that no query of the block sees.  None: there are none.
+        Indices of the run's queries that see no key, and of the run's keys that no query of the
+        block sees.  None if there are no such queries or keys.
     stats : int
         Offset in bytes of the lse of the queries in the backward pass.  For a batch, the offset of
         the lse of all queries of the block.
@@ -88,7 +88,7 @@ class BlockRuns:
 
 
 class CallMaker:
-    """A maker of the calls for blocks, which the intervals of a block keep.
+    """Makes the calls for blocks; the intervals of a block keep its calls.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ class CallMaker:
     def _batch(
         self, batch: list[Run], q: Array, hidden: np.ndarray, nheads_kv: int, backward: bool
     ) -> list[RunCall]:
-        """Return one call if cuDNN can compute the batch in one launch; else one for each run."""
+        """Return one call if one launch of cuDNN can compute the batch, or a call for each run."""
         if is_ragged(batch) or self._reads_past(batch[0], backward):
             first, last = batch[0], batch[-1]
             block = self._block(q, nheads_kv, first, *size_classes(batch))

@@ -18,7 +18,7 @@ import numpy as np
 
 from a2d_mpi.kernels.cudnn_blocks import Block
 
-# cuDNN 9.19: the oldest version with which these graphs were built.  Ragged gradients of 9.7 may
+# cuDNN 9.19 is the oldest version with which these graphs were built.  Ragged gradients of 9.7 may
 # be NaN (Transformer Engine's issue 2186).
 BACKEND = 91900
 FRONTEND = (1, 19)  # the first version in which `sdpa_backward` takes a `score_mod`
@@ -107,7 +107,7 @@ class Graphs:
     * `out` is used only for ``rowsum(dout * out)``;
     * `stats` must not be -inf, because ``exp(s + inf)`` is inf.  With +inf a query contributes 0.
 
-    A query that sees no key of a general block gets a meaningless `out` and a statistic near
+    A query that sees no key of a general block gets an undefined `out` and a statistic near
     `HIDDEN`.  It contributes 0 to the gradients.
     """
 

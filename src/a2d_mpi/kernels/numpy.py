@@ -34,7 +34,7 @@ SLACK = 10.0  # nats by which a logit may exceed the running maximum of its row
 
 
 class NumpyKernel(Packing):
-    """The kernel of the host: attention of queries over keys, forward and backward.
+    """The kernel for NumPy arrays: attention of queries over keys, forward and backward.
 
     Parameters
     ----------
@@ -61,13 +61,13 @@ class NumpyKernel(Packing):
         hidden pairs, because 0 times NaN is NaN.  With True, results that do not depend on these
         elements stay correct.  Default: False.
     largest : (nheads,) accumulation dtype, or None
-        Largest visible logit of each head, scaled and not capped.  `forward` raises it to the
-        logits of the block, which takes one more pass.  Default: None, no such pass.
+        Largest visible logit of each head, scaled and not capped.  `forward` raises the numbers to
+        the logits of the block, which takes one more pass.  Default: None, which saves this pass.
 
     Notes
     -----
-    A kernel keeps its buffers between calls, and the intervals keep their blocking.  Threads must
-    not share a kernel.
+    A kernel keeps its buffers between calls, and `Intervals` objects keep their cache blocks.
+    Threads must not share a kernel.
     """
 
     name = "numpy"  # `make_kernel` says whether the passes are compiled

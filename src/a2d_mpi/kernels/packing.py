@@ -47,7 +47,7 @@ class Packing:
     def _shown(
         self, rows: int, keys: int, differ: slice | None, hidden: np.ndarray | None
     ) -> np.ndarray | None:
-        """Return 1 for visible and 0 for hidden pairs; None without hidden pairs or `careful`."""
+        """Return 1 for visible and 0 for hidden pairs; None if none is hidden or not `careful`."""
         if not self.careful or hidden is None:
             return None
         shown = np.ones((rows, keys), self.dtype)
@@ -59,7 +59,7 @@ class Packing:
     ) -> None:
         """Compute ``out = weights x``.
 
-        With `shown`, rows that see NaN or infinite elements of x become NaN; other rows do not.
+        With `shown`, only rows that see NaN or infinite elements of x become NaN.
         """
         bad = None if shown is None else ~np.isfinite(x)
         if bad is None or not bad.any():
@@ -180,7 +180,7 @@ class Packing:
     ) -> bool:
         """Return True if exp(logit) and its products with v surely stay in range without a shift.
 
-        Masked rows of q, and masked keys of k and v, do not count: they may hold anything.
+        Masked rows of q and masked keys of k and v may hold anything, and do not count.
         """
         if not all(
             len(x) if y is None else not y.all() for x, y in ((q, masked_rows), (k, masked_keys))

@@ -145,5 +145,5 @@ def steadiness(seconds: np.ndarray) -> str:
     """
     fast, slow = np.quantile(seconds, (0.1, 0.9), axis=0)
     off = float(np.median(slow / fast)) - 1
-    text = f"the same kernel calls differ by {100 * off:.0f} % (of {len(seconds)} rounds)"
+    text = f"times of equal kernel calls differ by {100 * off:.0f} % ({len(seconds)} rounds)"
     return f"DISTURBED by other work: {text}" if off > STEADY else text

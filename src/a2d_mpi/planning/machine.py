@@ -214,7 +214,7 @@ class Machine:
             if used and getattr(self, name) is None:
                 raise ValueError(
                     f"{one_line(self.name)} has no link.{name}, which {ranks} ranks need, "
-                    f"{self.ranks_per_node} a node: calibrate with as many ranks on as many nodes"
+                    f"{self.ranks_per_node} per node: calibrate on more ranks or more nodes"
                 )
         return self.inside or Link(1.0), self.between or Link(1.0)
 
@@ -227,7 +227,9 @@ class Machine:
         """Return the kernel of a dtype and phase; ValueError if the profile has none."""
         if dtype not in self.kernels:
             dtypes = sorted(map(one_line, self.kernels))
-            raise ValueError(f"{one_line(self.name)} has kernels for {dtypes}, not {dtype}")
+            raise ValueError(
+                f"{one_line(self.name)} has kernels for {dtypes}, but not for {dtype}"
+            )
         return self.kernels[dtype][phase]
 
 

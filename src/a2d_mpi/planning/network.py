@@ -45,12 +45,12 @@ class Network:
 
     def __post_init__(self) -> None:
         if self.kind not in NETWORKS:
-            raise ValueError(f"no network {self.kind!r}; one of: {', '.join(NETWORKS)}")
+            raise ValueError(f"kind must be one of {', '.join(NETWORKS)}, got {self.kind!r}")
         for name in ("oversubscription", "slow_port"):
             if not 1 <= getattr(self, name) <= PORTS:
                 raise ValueError(f"{name} must be from 1 to {PORTS}, got {getattr(self, name)}")
         if self.oversubscription > 1 and self.kind != "fat tree":
-            raise ValueError(f"a {self.kind} has no oversubscription")
+            raise ValueError(f"only a fat tree may be oversubscribed, got a {self.kind}")
 
     @property
     def name(self) -> str:

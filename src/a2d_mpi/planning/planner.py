@@ -159,10 +159,10 @@ def best_candidates(
         results += candidates(machine, ranks, work, memory, searched, number=number or 1)
     results.sort(key=lambda x: (not x.fits, x.seconds))
     if not results:
-        raise ValueError(f"no plan for {ranks} ranks with {', '.join(methods or METHODS)}")
+        raise ValueError(f"no plan of {', '.join(methods or METHODS)} fits {ranks} ranks")
     if not results[0].fits:
         least = min(candidate.memory for candidate in results) + machine.reserved
-        raise ValueError(f"no plan fits: the smallest needs at least {least} bytes a rank")
+        raise ValueError(f"no plan fits in memory: the smallest needs {least} bytes per rank")
     fit = [x for x in results if x.fits and x.phases]
     if number is not None:
         return fit[:number]

@@ -75,20 +75,22 @@ def read_machine(path: str | Path) -> Machine:
         with open(path, "rb") as file:
             text = file.read(LONGEST + 1)
         if len(text) > LONGEST:
-            raise ValueError(f"it has more than {LONGEST} bytes")
+            raise ValueError(f"the file has more than {LONGEST} bytes")
         if max(map(len, text.splitlines()), default=0) > LONGEST_LINE:
             raise ValueError(f"a line has more than {LONGEST_LINE} bytes")
         data = tomllib.loads(text.decode().replace("\r\n", "\n"))
     except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError too
-        raise ValueError(one_line(f"{path} is no TOML profile: {error}")) from error
+        raise ValueError(one_line(f"cannot read {path} as a TOML profile: {error}")) from error
     try:
         links = _table(data.pop("link", {}), "link")
         if unknown := links.keys() - {"inside", "between"}:
-            raise ValueError(f"unknown link.{min(unknown)}")
+            raise ValueError(
+                f"unknown link.{min(unknown)}; known are link.inside and link.between"
+            )
         kernels = {}
         for dtype, by_phase in _table(data.pop("kernel", {}), "kernel").items():
             if set(_table(by_phase, f"kernel.{dtype}")) != set(PHASES):
-                raise ValueError(f"kernel.{dtype} must have forward and backward")
+                raise ValueError(f"kernel.{dtype} must have the tables forward and backward only")
             kernels[dtype] = {
                 phase: _make(KernelModel, x, f"kernel.{dtype}.{phase}")
                 for phase, x in by_phase.items()
@@ -152,7 +154,7 @@ def parse_size(text: str | float, name: str = "") -> int:
         return round(float(match[1]) * _SUFFIXES[match[2]])
     except (TypeError, ValueError, KeyError, OverflowError):
         where = f"{name}: " if name else ""
-        raise ValueError(f"{where}{shown(text)} is no size; write 80GB or 80GiB") from None
+        raise ValueError(f"{where}{shown(text)} is not a size; write 80GB or 80GiB") from None
 
 
 def _table(value: object, where: str) -> dict[str, object]:
@@ -170,7 +172,7 @@ def _make(kind: type, values: object, where: str, given: Mapping[str, object] = 
     for name, field in by_name.items():
         if name not in values:
             if field.default is MISSING:
-                raise ValueError(f"it lacks {prefix}{name}")
+                raise ValueError(f"{prefix}{name} is missing")
             continue
         value, wanted, called = values[name], (int, float), "a number"
         if name in ("name", "computed_by"):

@@ -179,7 +179,7 @@ def replayer() -> Path:
     binary = Path(_folder().name) / "replay"
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raise ValueError(f"{NEEDS}; found no {compiler}")
+        raise ValueError(f"{NEEDS}; {compiler} was not found")
     source = Path(__file__).with_name("replay.cpp")
     command = [compiler, "-std=c++17", "-O2", "-o", binary, source, "-lsimgrid"]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -154,8 +154,8 @@ def simulate(
         numbers = actions.numbers[actions.begin[at] : actions.begin[at + 1]][:4]
         pairs = ", ".join(f"{x} to {y}" for x, y in ends[:, numbers].T.tolist())
         raise ValueError(
-            f"{len(stuck)} of {size} ranks wait for ever, rank {stuck[0]} for one of "
-            f"the messages {pairs}"
+            f"{len(stuck)} of {size} ranks wait forever: rank {stuck[0]} waits for one of the "
+            f"messages {pairs}"
         )
     for rank in range(len(spans or ())):
         ended = actions.end[actions.first[rank] : actions.first[rank + 1]].tolist()

@@ -68,9 +68,9 @@ def register_method(name: str, method: Method) -> None:
         If the name is taken or has other characters, or `method` is no `Method`.
     """
     if name in (*METHODS, "all", "auto"):
-        raise ValueError(f"there is a method {name!r} already")
+        raise ValueError(f"the name {name!r} of a method is taken: choose another name")
     if not re.fullmatch("[a-z0-9]+( [a-z0-9]+)*", name):
-        raise ValueError(f"a method's name must be words of a-z and 0-9, got {name!r}")
+        raise ValueError(f"a method's name must consist of words of a-z and 0-9, got {name!r}")
     if not isinstance(method, Method):
         raise ValueError(f"method {name!r} must be a Method, got {method!r}")
     METHODS[name] = method
@@ -220,7 +220,7 @@ _by_formula = lru_cache(maxsize=64)(Distribution)  # a distribution caches the r
 
 def _lookup(method: str) -> Method:
     if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; one of {tuple(METHODS)}")
+        raise ValueError(f"method must be one of {tuple(METHODS)}, got {method!r}")
     return METHODS[method]
 
 
@@ -326,7 +326,9 @@ class _Groups:
 
     def __init__(self, method: str, layout: Layout, problem: Problem, overlap: bool) -> None:
         if problem.shards.nshards != layout.size:
-            raise ValueError(f"{problem.shards.nshards} shards for {layout.size} ranks")
+            raise ValueError(
+                f"need a shard for each of {layout.size} ranks, got {problem.shards.nshards}"
+            )
         chosen, u, config = _lookup(method), layout.heads, problem.config
         rows, cols, inner = chosen.shape(layout)
         group = problem.cp_group(u)
