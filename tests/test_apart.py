@@ -251,8 +251,8 @@ def test_driver(tmp_path):
     options = [run, "--prompt", "x", "--tokens", 5]
     both = ["--attention-ranks", 2, "--ffn-ranks"]
     cases = [
-        ([*options, "--ffn-ranks", 2], [], "--attention-ranks and --ffn-ranks need each other"),
-        ([*options, "--micro-batches", 2], [], "and --micro-batches both"),
+        ([*options, "--ffn-ranks", 2], [], "give both of --attention-ranks and --ffn-ranks"),
+        ([*options, "--micro-batches", 2], [], "--micro-batches needs them"),
         ([*options, *both, 2], [], "2 attention ranks and 2 FFN ranks must be the 3 ranks"),
         (
             [*options, *both, 1, "--head-ranks", 3],

@@ -154,7 +154,7 @@ def test_refuses_to_mix(finished, tmp_path):
     assert_all_refused("bench.py", 2, [
         ([*common, *options], [], text)
         for options, text in (
-            (profile, "exists: --resume adds to it"),
+            (profile, "exists: give --resume to add to it"),
             ([*profile, "--resume", "--trials", "3"], "was made with trials 2, not 3"),
             ([*profile, "--resume", "--seed", "1"], "was made with seed 0, not 1"),
             (["--resume"], "was made with machine test, not none"),
@@ -169,9 +169,9 @@ BAD = [
         ["--plans", "ring:3"],
         "--plans must be METHOD[:RxC[xU]][@order][/RxC], all or auto, got 'ring:3'",
     ),
-    (["--plans", "ring:1x2"], "'ring:1x2': a ring is 2x1x1"),
+    (["--plans", "ring:1x2"], "'ring:1x2': a ring must be 2x1x1"),
     (["--plans", "star"], "no method 'star'"),
-    (["--plans", "attention2d:2x2"], "'attention2d:2x2': 2x2x1 is not 2 ranks"),
+    (["--plans", "attention2d:2x2"], "'attention2d:2x2': 2x2x1 does not have 2 ranks"),
     (["--plans", "attention2d:1x1x2", "--nheads", "3"], "2 does not divide 3 heads"),
     (["--plans", "attention2d@xyz"], "order must be a permutation"),
     (["--plans", "ring:2x1/2x2"], "'ring:2x1/2x2': 2x2 blocks do not divide a grid of 2 x 1"),
@@ -368,7 +368,7 @@ def test_parse_plan():
     assert parse_plan("node_aware:4x6@cru/2x3", 24) == ("node aware", blocks)
     assert parse_plan("node aware:4x6@cru/2x3", 24)[1].numbering == "cru/2x3"
     assert parse_plan("attention2d/1x1", 6) == ("attention2d", Layout(2, 3))
-    with pytest.raises(ValueError, match="a double ring is 2x3x1 or 3x2x1"):
+    with pytest.raises(ValueError, match="a double ring must be 2x3x1 or 3x2x1"):
         parse_plan("double ring:1x6", 6)
 
 

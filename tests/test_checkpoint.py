@@ -72,8 +72,12 @@ def test_goes_on_from_the_latest_that_is_whole(tmp_path, capsys):
     damage(path_of(tmp_path, 4))
     before = contents(tmp_path)
     for run, resume, told in (
-        (RUN, False, "has checkpoints; --resume goes on from the latest, --anew moves them away"),
-        ({"seed": "1"}, True, "is another: seed was 0, is 1"),
+        (
+            RUN,
+            False,
+            "has checkpoints; --resume continues from the latest, --anew moves them away",
+        ),
+        ({"seed": "1"}, True, "has other options: seed was 0, now 1"),
     ):
         with pytest.raises(ValueError, match=told):
             resumed(tmp_path, CONFIG, run, resume)
@@ -81,7 +85,7 @@ def test_goes_on_from_the_latest_that_is_whole(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     assert resumed(tmp_path, CONFIG, RUN, True).step == 2
     told = capsys.readouterr().err
-    assert told.startswith("refused, and renamed to step-000000004.h5.damaged: ")
+    assert told.startswith("renamed to step-000000004.h5.damaged, because ")
     assert str(path_of(tmp_path, 4)) in told and told.count("\n") == 1
     assert [*contents(tmp_path).values()] == [*before.values()]
     damage(save(tmp_path, state(4)))
@@ -96,7 +100,7 @@ def test_does_not_begin_again_unasked(tmp_path):
         damage(path_of(tmp_path, step))
     before = contents(tmp_path)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"no checkpoint that is whole: .*000009.*; --anew "):
+        with pytest.raises(ValueError, match=r"no complete checkpoint: .*000009.*; --anew "):
             resumed(tmp_path, CONFIG, RUN, True)
         assert contents(tmp_path) == before
     put_away(tmp_path)
@@ -107,7 +111,7 @@ def test_does_not_begin_again_unasked(tmp_path):
     assert (tmp_path / "before-2" / "step-000000001.h5").exists()
     # Renamed ones stand for a run, too.
     path_of(tmp_path, 3).with_suffix(".h5.damaged").touch()
-    with pytest.raises(ValueError, match="no checkpoint that is whole: damaged ones were renamed"):
+    with pytest.raises(ValueError, match="no complete checkpoint: damaged ones were renamed"):
         resumed(tmp_path, CONFIG, RUN, True)
 
 
@@ -159,9 +163,9 @@ def test_refusals(tmp_path):
     cases = [
         *(([*train, "--rate", x], "--rate must be at ")
           for x in ("nan", "inf", "1e300", "-1")),
-        ([*train, "--until", "10"], "--until 10 is beyond the last of --steps 9"),
-        (train, "has checkpoints; --resume goes on"),
-        ([*train, "--resume"], "has no checkpoint that is whole: "),
+        ([*train, "--until", "10"], "--until 10 must be at most --steps 9"),
+        (train, "has checkpoints; --resume continues"),
+        ([*train, "--resume"], "has no complete checkpoint: "),
         ([*train, "--resume", "--anew"], "not allowed with argument"),
     ]  # fmt: skip
     assert_each_refused([
@@ -184,7 +188,7 @@ def test_says_what_computed_which_steps(tmp_path):
     ], 2)  # fmt: skip
     assert [code for code, _ in found] == [0, 0, 0, 1], done.stderr
     assert done.stderr.count("rows was 1, is 2; cols was 2, is 1") == 1
-    assert done.stderr.count("bits differ from an uninterrupted run's") == 1
+    assert done.stderr.count("rounding differs from an uninterrupted run") == 1
     ranges = load(tmp_path / "run" / "before" / "step-000000009.h5").ranges
     assert [(x["begin"], x["end"], x["rows"]) for x in ranges] == [(0, 6, 1), (6, 9, 2)]
     assert all(x["kernel"] in ("numpy", "numba") and x["blas"] and x["cpu"] for x in ranges)

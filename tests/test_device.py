@@ -359,7 +359,7 @@ def test_picture_of_kernels(tmp_path):
     other = tmp_path / "bench.h5"
     add_results(other, {}, {})
     done = helpers.drive("plot.py", 0, "results", other, *options)
-    assert_refused(done, "it has no group figures")
+    assert_refused(done, "group figures is missing")
 
 
 def test_who_says_that_mpi_takes_device_memory(monkeypatch):

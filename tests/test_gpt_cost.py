@@ -166,7 +166,7 @@ def test_plan_of_steps():
         "tokens/s",
         "memory",
     ]
-    assert "--gpt leaves no choice" in done.stderr and "there must be --nheads" in done.stderr
+    assert "--gpt sets --nheads" in done.stderr and "give --nheads" in done.stderr
 
 
 def test_activations_fall_as_ranks_grow():

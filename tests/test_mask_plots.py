@@ -114,9 +114,9 @@ def test_table_is_completed(tmp_path):
         *(f"causal_document:seed={i}" for i in (1, 2)),
     }
     assert len(table) == 4 * 5 and picture.read_bytes().startswith(b"\x89PNG")
-    path.write_text("no table")
-    assert_all_refused("report.py", 0, [([*options, "full"], [], "is no table of masks")])
-    assert path.read_text() == "no table"
+    path.write_text("not a table")
+    assert_all_refused("report.py", 0, [([*options, "full"], [], "is not a table of masks")])
+    assert path.read_text() == "not a table"
 
 
 @pytest.mark.thorough

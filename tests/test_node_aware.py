@@ -320,5 +320,5 @@ def test_drivers(tmp_path):
         ([data, "--rank-block", "3x1"], [], "3x1 blocks do not divide a grid of 2 x 2"),
         ([data, "--rank-block", "2x2"], ["--rank-block", "1x1"], "ranks disagree on --rank-block"),
         ([data, "--grid", "auto", "--profile", profile, "--rank-block", "2x1"], [],
-         "leaves no choice of --rows, --cols, --head-ranks, --order, --rank-block"),
+         "chooses --rows, --cols, --head-ranks, --order and --rank-block"),
     ])  # fmt: skip

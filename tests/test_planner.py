@@ -282,7 +282,9 @@ def test_driver():
     done = run(*few, "--mask", "causal", "--backward", "--top", 5, "--memory", "80GiB")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "64 nodes of one H100: 20 ranks, 1 a node, 85.9 GB a rank (6 GB reserved)"
+    assert (
+        lines[0] == "64 nodes of one H100: 20 ranks, 1 per node, 85.9 GB per rank (6 GB reserved)"
+    )
     table = lines[lines.index("") + 2 :]
     assert len([line for line in table if line.startswith(tuple(METHODS))]) == 5
     assert "no plan with 20 ranks that share the heads: 20 does not divide 96 heads" in lines
@@ -300,7 +302,7 @@ BAD = [
     (("--seqlen", "9" * 18), "seqlen must be at most 2147483648, got 999"),
     (("--seqlen", "9" * 5000), "--seqlen must be a number of tokens, as 65536 or 64K"),
     (("--memory", "80"), "no plan"),
-    (("--memory", "0"), "no plan fits in 0 B a rank"),
+    (("--memory", "0"), "no plan fits in 0 B per rank"),
     (("--memory", ""), "--memory: '' is not a size"),
     (("--memory", "much"), "'much' is not a size"),
     (("--ranks", "0"), "--ranks must be at least 1, got 0"),
@@ -311,7 +313,10 @@ BAD = [
     (("--nheads-kv", "0"), "--nheads-kv must be at least 1, got 0"),
     (("--headdim", "0"), "--headdim must be at least 1, got 0"),
     (("--headdim", "9" * 30), "headdim must be at most 65536"),
-    (("--seqlen", "2000M", "--nheads", "65536", "--headdim", "65536"), "are no 64-bit integer"),
+    (
+        ("--seqlen", "2000M", "--nheads", "65536", "--headdim", "65536"),
+        "do not fit a 64-bit integer",
+    ),
     (("--dtype", "float64"), "no kernel for float64: give --dtype bfloat16 or --dtype float16"),
     (("--profile", "/nowhere.toml"), "/nowhere.toml"),
     (("--top", "-1"), "--top must be at least 0"),

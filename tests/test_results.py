@@ -206,7 +206,7 @@ def test_a_part_of_more_tokens_than_there_are(tmp_path):
     write_input(path)
     d = Distribution("zigzag", 30, 2)
     text = error_of(lambda: read_shard(inspect_input(path), "q", d, 0, "f4"), ValueError)
-    assert text == f"{path} has 29 tokens, not 30"
+    assert text == f"{path} has 29 tokens, must have 30"
 
 
 def test_a_part_of_a_file_that_is_gone(tmp_path):

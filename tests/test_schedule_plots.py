@@ -110,7 +110,7 @@ def test_bad_schedule_pictures(tmp_path):
             ([*common, "--ranks", 65], "--ranks must be at most 64, got 65"),
             ([*common, "--ranks", 4, "--plans", ","], "--plans must name a plan, got ','"),
             ([*common, "--ranks", 16, "--plans", "all"], "--plans must be 1 to 8 plans, got "),
-            ([*common, "--ranks", 4, "--plans", "ring:2x2"], "'ring:2x2': a ring is 4x1x1"),
+            ([*common, "--ranks", 4, "--plans", "ring:2x2"], "'ring:2x2': a ring must be 4x1x1"),
             ([*common, "--ranks", 4, "--plans", "spiral"], "no method 'spiral'"),
             ([*common, "--ranks", 8, "--plans", "ring:1x1x8"], "8 does not divide 4 heads"),
         )

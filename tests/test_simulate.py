@@ -202,7 +202,7 @@ def test_what_is_done_is_kept(fake, tmp_path):
     options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96", "--nheads",
                "4", "--headdim", "8", "--dtypes", "float32", "--plans", "ring:4x1", "--ranks",
                "4,6"]  # fmt: skip
-    with pytest.raises(ValueError, match="is not 6 ranks"):
+    with pytest.raises(ValueError, match="does not have 6 ranks"):
         job.simulate_all(parser_of("drivers/simulate.py").parse_args(options))
     assert [x["ranks"] for x in job.read_simulations(output).values()] == [4]
 

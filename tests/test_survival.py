@@ -52,8 +52,8 @@ def test_training_goes_on(tmp_path, stages, ranks):
     options = *OPTIONS, "--folder", folder / "checkpoints", "--output", folder / "out.h5"
     done = survive("train_gpt.py", folder, stages, *options)
     assert problem_of("train_gpt.py", folder, done, stages, {}) == "", done.stdout + done.stderr
-    left = re.findall(r"went on without .*: (\d+) ranks", done.stderr)
-    assert int(left[-1]) == ranks and "goes on after step" in done.stderr
+    left = re.findall(r"continues without .*: (\d+) ranks", done.stderr)
+    assert int(left[-1]) == ranks and "continues after step" in done.stderr
     with h5py.File(folder / "out.h5") as file:
         assert "loss" in file["held_out"].attrs
 
@@ -84,7 +84,7 @@ def test_some_go_on_at_first(tmp_path, owner, name, when):
     sabotage = UNEVEN.format(owner, when, name=name)
     done = drive("train_gpt.py", 4, *options, sabotage=sabotage, timeout=40, mpi=ULFM)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "went on without rank 3" in done.stderr
+    assert "continues without rank 3" in done.stderr
     assert trained_badly(tmp_path) == ""
     assert (tmp_path / "trace.json").exists() == (name != "measured")
 
@@ -109,7 +109,7 @@ def test_answers_go_on(tmp_path, model):
     done = survive("generate.py", tmp_path / "run", stages, *options)
     text = done.stdout + done.stderr
     assert problem_of("generate.py", tmp_path / "run", done, stages, answers) == "", text
-    assert len(answers) == len(PROMPTS) and "went on without" in done.stderr
+    assert len(answers) == len(PROMPTS) and "continues without" in done.stderr
 
 
 @pytest.mark.launches
@@ -172,5 +172,5 @@ def test_without_the_option_the_job_ends(tmp_path):
                f"def step(*args):\n    if rank == 1:\n        {KILLED}\n    return old(*args)\n" \
                "old, Trainer.step = Trainer.step, step"  # fmt: skip
     done = drive("train_gpt.py", 3, *options, sabotage=sabotage, mpi=ULFM)
-    assert done.returncode == 70 and "went on" not in done.stderr
+    assert done.returncode == 70 and "continues" not in done.stderr
     assert "rank 1 was killed" in done.stderr

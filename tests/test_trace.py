@@ -297,7 +297,7 @@ def test_committed(tmp_path):
     assert plot(args) == 0
     assert {x.name for x in tmp_path.iterdir()} == {"trace.png", "trace.svg"}
     assert_all_refused("plot.py", 0, [
-        (["results", SAMPLE, *options[1:]], [], "is no file of --trace"),
+        (["results", SAMPLE, *options[1:]], [], "is not a file of --trace"),
     ])  # fmt: skip
 
 

@@ -162,9 +162,9 @@ def test_refusals(tmp_path, profile):
     assert_all_refused("train_gpt.py", 2, [
         (options, [], message)
         for options, message in (
-            ([*common, "--grid", "auto"], "--grid auto and --profile need each other"),
-            ([*common, "--profile", profile], "--grid auto and --profile need each other"),
-            ([*auto, profile, "--rows", "2"], "--grid auto leaves no choice of --rows"),
+            ([*common, "--grid", "auto"], "--grid auto needs --profile, and"),
+            ([*common, "--profile", profile], "--grid auto needs --profile, and"),
+            ([*auto, profile, "--rows", "2"], "--grid auto chooses --rows"),
             ([*auto, "/none.toml"], "/none.toml"),
             ([*auto, TEXT], "LICENSE"),
             ([*auto, bad], "float32"),
@@ -172,7 +172,7 @@ def test_refusals(tmp_path, profile):
             ([*common, "--validate", "1"], "a share of 1.0 is none or all"),
             ([*common, "--validate", "nan"], "--validate must be at least 0, got nan"),
             ([*common, "--validate", "1e-6"], "a share of 1e-06 is none or all"),
-            ([*common, "--validate", "0.05", "--seqlen", "9999"], "fewer than --seqlen 9999"),
+            ([*common, "--validate", "0.05", "--seqlen", "9999"], "but --seqlen 9999 needs"),
             ([*common, "--output", text], "it is the input"),
             ([*common, "--output", "/none/log.h5"], "cannot write /none/log.h5"),
         )
@@ -225,7 +225,7 @@ def test_options_of_one_process(tmp_path):
             (table, ["--masks", "nosuch"], "--masks must be one of full, causal"),
             (table, ["--masks", ","], "--masks must name a mask, got ','"),
             (table, ["--plans", "ring/even"], "--plans must be one of contiguous, "),
-            (table, ["--output", binary], f"{binary} is no table of masks: 'utf-8' codec"),
+            (table, ["--output", binary], f"{binary} is not a table of masks: 'utf-8' codec"),
             (("simulate.py", ["--output", "x"]), ["--timeout", "nan"], "--timeout must be at"),
             (("plot.py", ["grid", "x.png"]), ["--rows", "0"], "--rows must be at least 1, got 0"),
         )
@@ -276,9 +276,9 @@ def test_picture(tmp_path):
     shown = (tmp_path / "training.svg").read_text()
     assert "new_testament.txt" in shown and "unigram entropy" in shown
     for case, told in (
-        ((COMMITTED,), "has schema"),
+        ((COMMITTED,), "must have schema"),
         ((COMMITTED, "--what", "training,bytes"), "'bytes' is none of training"),
-        ((ROOT / "data" / "results" / "ratio.h5", "--what", "training"), "has schema"),
+        ((ROOT / "data" / "results" / "ratio.h5", "--what", "training"), "must have schema"),
         ((empty(tmp_path / "empty.h5"), "--what", "training"), "the run has no step"),
     ):
         code, stderr = drawn(*case)

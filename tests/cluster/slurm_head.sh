@@ -97,12 +97,12 @@ else
   echo "a rank is killed at $(date --utc +%H:%M:%S.%3N)"
   kill -9 "$(pgrep -f "python drivers/train_gpt.py" | tail -n 1)"
   for _ in {1..30}; do
-    ! grep -aq "goes on after step" "$dir/$id.out" || break
+    ! grep -aq "continues after step" "$dir/$id.out" || break
     sleep 1
   done
-  grep -a "went on without rank [0-9]*: $(($2 - 1)) ranks" "$dir/$id.out" ||
+  grep -a "continues without rank [0-9]*: $(($2 - 1)) ranks" "$dir/$id.out" ||
     failed "jobs/slurm_train.sh"
-  grep -a "goes on after step" "$dir/$id.out"
+  grep -a "continues after step" "$dir/$id.out"
   scancel "$id"
   echo "ok: jobs/slurm_train.sh: a training went on without a rank"
 fi

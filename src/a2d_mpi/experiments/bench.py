@@ -53,7 +53,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         if shrunk(comm).rank == 0:
             for name in add_lost(args.output, prepared[1], running, error.ranks):
                 print(f"{name}: not measured: {error}")
-            print(f"written to {args.output}; the program ends: --resume goes on from there")
+            print(f"written to {args.output}; the program ends; --resume continues from there")
         return FAILED_CHECK
 
 

@@ -133,12 +133,12 @@ def _torch(device: Device) -> ModuleType | None:
     try:
         import torch
     except ImportError:
-        print("torch is not installed: nothing to compare with")
+        print("torch is not installed, so kernels are not compared with it")
         return None
     if device is HOST:
         torch.set_num_threads(1)
     elif not torch.cuda.is_available():  # torch may be built for CPUs only
-        print("torch has no GPU: nothing to compare with")
+        print("torch has no GPU, so kernels are not compared with it")
         return None
     return torch
 

@@ -60,7 +60,7 @@ def bench_train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     todo = {x: y for x, y in named.items() if x not in done}
     if not todo:
         if comm.rank == 0:
-            print(f"all of it is in {args.output} already")
+            print(f"all runs are in {args.output} already")
         return 0
     _check_room(comm, config, args, len(ways))
     weights = Parameters(config, initial(config, args.seed, args.dtype))

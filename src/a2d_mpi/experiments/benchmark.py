@@ -43,7 +43,7 @@ def extends(path: str | os.PathLike[str], resume: bool, nbytes: int = 0) -> bool
     check_writable(path, nbytes)
     there = os.path.exists(path)
     if there and not resume:
-        raise ValueError(f"{path} exists: --resume adds to it, or remove it")
+        raise ValueError(f"{path} exists: give --resume to add to it, or remove it")
     return there
 
 
@@ -77,7 +77,7 @@ def start_benchmark(
         for name in {**earlier, **settings}:
             here, there = settings.get(name), earlier.get(name)
             if here != there:
-                raise ValueError(f"{path} was made with {name} {there}, not {here}")
+                raise ValueError(f"{path} was made with {name} {there}, but now it is {here}")
         return {
             name: all(
                 needed(file, f"runs/{name}/checks/{x}").attrs["passed"]

@@ -72,7 +72,7 @@ def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         f"{comm.size} ranks on {len(where.hosts)} nodes: {', '.join(where.hosts[:8])}",
         f"{MPI.Get_library_version().splitlines()[0][:60]}; numpy {np.__version__}",
         *notes,
-        *(f"link.{x} was not measured: these ranks have none" for x in ("inside", "between")
+        *(f"link.{x} was not measured: no two ranks have it" for x in ("inside", "between")
           if x not in where.partners),
     ]  # fmt: skip
     together(comm, lambda: write_machine(args.output, machine, "\n".join(lines)), on=0)
@@ -132,7 +132,7 @@ def _validated(args: argparse.Namespace, where: Place) -> Place:
     for dtype in args.dtypes:
         check_kernel(args.kernel, as_dtype(dtype))
     if not where.even:
-        raise ValueError("the nodes have different numbers of ranks")
+        raise ValueError("calibrate needs the same number of ranks on every node")
     return where
 
 

@@ -31,7 +31,7 @@ def add_problem(parser: Parser, ranks: int, needs_heads: bool = True) -> None:
     add_options(group, "profile", required=True)
     text = f"ranks, at most {ranks}"
     group.add_argument("--ranks", type=whole(1, ranks), metavar="N", required=True, help=text)
-    text = "ranks on a node; default: what the profile says"
+    text = "ranks on a node; default: the number in the profile"
     group.add_argument("--ranks-per-node", type=whole(1, 65536), metavar="N", help=text)
     group = parser.add_argument_group("problem")
     add_options(group, "seqlen", required=True)
@@ -56,7 +56,7 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
         If the profile cannot be read.
     """
     if args.nheads is None:
-        raise ValueError("there must be --nheads, or --gpt, which has them")
+        raise ValueError("give --nheads, or --gpt with the heads of a model")
     machine = read_machine(args.profile)
     if args.ranks_per_node is not None:
         machine = machine.with_ranks_per_node(args.ranks_per_node)
@@ -72,7 +72,7 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
     if args.ranks * case.seqlen * case.nheads * width >= 1 << 57:
         raise ValueError(
             f"{args.ranks} ranks x {case.seqlen} tokens x {case.nheads} heads x {width}: "
-            "the bytes that all receive are no 64-bit integer"
+            "the bytes that all ranks receive do not fit a 64-bit integer; lower a number"
         )
     machine.links(args.ranks)  # raises an error if the profile lacks a link
     if args.dtype not in machine.kernels:
@@ -85,7 +85,7 @@ def plan(args: argparse.Namespace) -> int:
     """Print the table; return the exit code."""
     if args.gpt:
         if args.nheads or args.nheads_kv or args.headdim_v:
-            raise ValueError("--gpt leaves no choice of --nheads, --nheads-kv and --headdim-v")
+            raise ValueError("--gpt sets --nheads, --nheads-kv and --headdim-v: leave these out")
         vars(args).update(PRESETS[args.gpt].heads, backward=True)
     machine, case = read_problem(args)
     work = case.work(args.overlap)
@@ -101,7 +101,7 @@ def plan(args: argparse.Namespace) -> int:
     if args.gpt:
         _print_steps(plans[: args.top or None], machine, PRESETS[args.gpt], args)
     if not plans[0].fits:
-        raise ValueError(f"no plan fits in {_bytes(memory)} a rank")
+        raise ValueError(f"no plan fits in {_bytes(memory)} per rank")
     return 0
 
 
@@ -114,8 +114,8 @@ def _print(
 ) -> None:
     """Print the table, and say which plans are not in it."""
     ranks = args.ranks
-    room = "no limit of memory" if memory is None else f"{_bytes(memory)} a rank"
-    print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} a node, {room}"
+    room = "no limit of memory" if memory is None else f"{_bytes(memory)} per rank"
+    print(f"{one_line(machine.name)}: {ranks} ranks, {machine.ranks_per_node} per node, {room}"
           + f" ({_bytes(machine.reserved)} reserved)" * bool(machine.reserved))  # fmt: skip
     if machine.computed_by:
         print(f"kernels: {one_line(machine.computed_by)}")
@@ -123,9 +123,9 @@ def _print(
     bounds = sum(not plan.phases for plan in fitting)
     print(
         f"{len(fitting)} plans fit"
-        + f", {bounds} of which are not simulated: they take at least (>=) as long as the first"
+        + f"; {bounds} of them are not simulated: they take at least (>=) as long as the first"
         * (bounds > 0)
-        + f", {len(plans) - len(fitting)} do not" * (len(plans) > len(fitting))
+        + f"; {len(plans) - len(fitting)} plans do not fit" * (len(plans) > len(fitting))
     )
     shown = plans[: args.top or None]
     head = ["method", "grid", "order", "total", *PARTS]
@@ -133,7 +133,7 @@ def _print(
     rows = [[*head, ""], *(_row(plan, ranks, plans[0]) for plan in shown)]
     print("\n" + aligned(rows, left=(0, 1, 2, len(head))))
     if len(shown) < len(plans):
-        print(f"... {len(plans) - len(shown)} more: --top 0")
+        print(f"... {len(plans) - len(shown)} more plans: use --top 0")
     for heads in (x for x in range(2, ranks + 1) if ranks % x == 0):
         if why := misfit(work.nheads, work.nheads_kv, heads):
             print(f"no plan with {heads} ranks that share the heads: {why}")

@@ -126,7 +126,7 @@ def load(path: Path) -> State:
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise OSError(f"cannot read {path} as HDF5: it is damaged: {error}") from error
     if root.get("sha256") != state.digest():
-        raise OSError(f"cannot read {path} as HDF5: it is damaged: its checksum is another")
+        raise OSError(f"cannot read {path} as HDF5: it is damaged: its checksum does not match")
     return state
 
 
@@ -169,18 +169,18 @@ def resumed(
         return None
     anew = "--anew moves them away and begins at the first step"
     if not resume:
-        raise ValueError(f"{folder} has checkpoints; --resume goes on from the latest, {anew}")
+        raise ValueError(f"{folder} has checkpoints; --resume continues from the latest, {anew}")
     state, refused = latest(folder)
     if state is None:
         why = "; ".join(refused.values()) or "damaged ones were renamed"
-        raise ValueError(f"{folder} has no checkpoint that is whole: {why}; {anew}")
+        raise ValueError(f"{folder} has no complete checkpoint: {why}; {anew}")
     was, wanted = ({**asdict(c), **r} for c, r in ((state.config, state.run), (config, run)))
     if changes := differences(was, wanted):
-        raise ValueError(f"the run in {folder} is another: {changes}")
+        raise ValueError(f"the run in {folder} has other options: {changes}")
     for path, why in refused.items():
         aside = _unused(path.with_name(f"{path.name}.damaged"))
         path.rename(aside)
-        print(f"refused, and renamed to {aside.name}: {why}", file=sys.stderr, flush=True)
+        print(f"renamed to {aside.name}, because {why}", file=sys.stderr, flush=True)
     return state
 
 
@@ -204,7 +204,7 @@ def _unused(path: Path) -> Path:
 def differences(was: Mapping[str, object], now: Mapping[str, object]) -> str:
     """Return a text that says which values differ; it is empty if none differs."""
     return "; ".join(
-        f"{name} was {was.get(name)}, is {x}" for name, x in now.items() if was.get(name) != x
+        f"{name} was {was.get(name)}, now {x}" for name, x in now.items() if was.get(name) != x
     )
 
 

@@ -81,7 +81,7 @@ def encode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
                 text = " ".join(packed.texts[i].split())[:SHOWN]
                 print(f"  {cosine:.4f}  document {i}: {text}")
         if args.check:
-            print(f"largest difference to one document after the other in float64: {error:.1e} "
+            print(f"largest difference from each document alone in float64: {error:.1e} "
                   f"({'passed' if passed else 'FAILED'}, bound {BOUND:.0e})")  # fmt: skip
     attributes |= origin_of(comm)
 

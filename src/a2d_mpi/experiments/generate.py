@@ -175,12 +175,12 @@ def _split(args: argparse.Namespace) -> tuple[int, int] | None:
     """Return the numbers of attention ranks and FFN ranks; None if all ranks are alike."""
     split = args.attention_ranks, args.ffn_ranks
     if args.survive and split != (None, None):
-        raise ValueError("--survive needs ranks that are all alike, without --ffn-ranks")
+        raise ValueError("--survive and --ffn-ranks cannot be combined")
     if None not in split:
         return split
     if split != (None, None) or args.micro_batches:
         raise ValueError(
-            "--attention-ranks and --ffn-ranks need each other, and --micro-batches both"
+            "give both of --attention-ranks and --ffn-ranks, or none; --micro-batches needs them"
         )
     return None
 
@@ -191,8 +191,8 @@ def _weights(
     """Return the weights of this rank: all, or the weights of an attention or FFN rank."""
     state = together(comm, lambda: _state(args.checkpoint), on=0)
     config = comm.bcast(state and state.config)
-    agree(comm, None if config else f"{args.checkpoint} has no checkpoint that is whole")
-    wrong = f"tokens are bytes: the model must have a vocabulary of {VOCAB}, has {config.vocab}"
+    agree(comm, None if config else f"{args.checkpoint} has no complete checkpoint")
+    wrong = f"tokens are bytes: the model must have a vocabulary of {VOCAB}, got {config.vocab}"
     agree(comm, None if config.vocab == VOCAB else wrong)
     device = open_device(comm, args.device)
     if split is None:

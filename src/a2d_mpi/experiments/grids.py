@@ -43,11 +43,12 @@ def add_grid(parser: Parser) -> argparse._ArgumentGroup:
 def _check_options(args: argparse.Namespace) -> None:
     """Refuse options of a grid that contradict each other."""
     if (args.grid == "auto") != (args.profile is not None):
-        raise ValueError("--grid auto and --profile need each other")
+        raise ValueError("--grid auto needs --profile, and --profile needs --grid auto")
     shape = args.rows, args.cols, args.head_ranks, args.order, args.rank_block
     if args.grid and shape != (None, None, 1, "rcu", (1, 1)):
         raise ValueError(
-            "--grid auto leaves no choice of --rows, --cols, --head-ranks, --order, --rank-block"
+            "--grid auto chooses --rows, --cols, --head-ranks, --order and --rank-block: "
+            "leave these out"
         )
 
 

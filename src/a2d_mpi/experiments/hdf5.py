@@ -39,7 +39,7 @@ def reading(
             root = plain(file.attrs)
             actual = (root.get("schema"), root.get("schema_version"))
             if actual != schema and (needs_schema or actual != (None, None)):
-                raise ValueError(f"{path} has schema, version {actual}, must have {schema}")
+                raise ValueError(f"{path} must have schema and version {schema}, got {actual}")
             yield file
     except (OSError, KeyError, RuntimeError, TypeError) as error:
         number = getattr(error, "errno", None)
@@ -79,7 +79,7 @@ def member(group: h5py.Group, path: str) -> h5py.Group | h5py.Dataset | None:
         if not isinstance(item, h5py.Group) or not item.id.links.exists(name):
             return None
         if item.id.links.get_info(name).type != h5py.h5l.TYPE_HARD:
-            raise OSError(f"{path} is a link to another place, which is not followed")
+            raise OSError(f"{path} is a link to another place; links are not followed")
         item = item[name]
     if isinstance(item, h5py.Dataset):
         _check_complete(item, path)
@@ -90,7 +90,7 @@ def needed(group: h5py.Group, path: str, kind: type = h5py.Group) -> h5py.Group 
     """Return the `member` of a group; OSError if there is none, or it is of another kind."""
     item = member(group, path)
     if not isinstance(item, kind):
-        raise OSError(f"it has no {kind.__name__.lower()} {path}")
+        raise OSError(f"{kind.__name__.lower()} {path} is missing")
     return item
 
 
@@ -100,7 +100,7 @@ def arrays(group: h5py.Group | None) -> dict[str, np.ndarray]:
     if group is None:
         return datasets
     if not isinstance(group, h5py.Group):
-        raise OSError(f"{group.name} is no group")
+        raise OSError(f"{group.name} must be a group")
 
     def add(name: str, x: h5py.Group | h5py.Dataset) -> None:
         if isinstance(x, h5py.Dataset):

@@ -104,15 +104,15 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
         raise ValueError("--save-outputs needs --output")
     double = DoubleRingAttention.method
     if args.inner is not None and args.method != double:
-        raise ValueError(f"--inner needs --method {double.replace(' ', '_')}")
+        raise ValueError(f"--inner needs --method {double.replace(' ', '_')}, got {args.method}")
     if args.stream and args.method != Attention2D.method:
-        raise ValueError(f"--stream needs --method {Attention2D.method}")
+        raise ValueError(f"--stream needs --method {Attention2D.method}, got {args.method}")
     info = inspect_input(args.input)
     tokens = info.config.seqlen
     if args.seqlen is None:
         args.seqlen = tokens
     if args.seqlen > tokens:
-        raise ValueError(f"{args.input} has {tokens} tokens, fewer than --seqlen {args.seqlen}")
+        raise ValueError(f"{args.input} has {tokens} tokens, but --seqlen is {args.seqlen}")
     wire = None if args.wire == "none" else args.wire
     options = {"dtype": args.dtype, "logit_softcap": args.softcap, "wire": wire}
     config = replace(info.config, seqlen=args.seqlen, seqlen_kv=args.seqlen, **options)
@@ -166,7 +166,9 @@ def _report(result: Result, plan: AttentionPlan) -> None:
         area, backward = int(result.area.sum()), phase == "backward"
         work = flops(area, heads, plan.headdim, backward, plan.headdim_v)
         slowest = np.median(result.timings[f"{phase}/total"].max(axis=1))
-        print(f"{phase}: {work / slowest / 1e9:.1f} GFLOP/s by the slowest rank")
+        print(
+            f"{phase}: {work / slowest / 1e9:.1f} GFLOP/s of all ranks, in the time of the slowest"
+        )
     if result.traffic:
         print("\nbytes of one rank       sent  predicted  received  predicted   (largest)")
         for name, x in result.traffic.items():

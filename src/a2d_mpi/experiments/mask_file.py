@@ -71,7 +71,7 @@ def read_mask(path: str | os.PathLike[str], seqlen: int) -> IntervalMask | Docum
             _check_range(seqlen, **datasets)
         else:
             names = " and ".join(datasets) or "none of them"
-            raise ValueError(f"must have datasets begin and end, or cu_seqlens; it has {names}")
+            raise ValueError(f"must have datasets begin and end, or cu_seqlens, got {names}")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return mask
@@ -81,8 +81,8 @@ def _causal(attributes: dict[str, object]) -> bool:
     """Return the attribute "causal"; 0 and 1 count as truth values, too."""
     value = attributes.get("causal")
     if value not in (False, True):
-        shown = "it has none" if value is None else f"got {value!r}"
-        raise ValueError(f"cu_seqlens need the attribute causal, true or false: {shown}")
+        shown = "got none" if value is None else f"got {value!r}"
+        raise ValueError(f"cu_seqlens needs the attribute causal, true or false, {shown}")
     return bool(value)
 
 

@@ -90,8 +90,8 @@ def print_table(args: argparse.Namespace) -> Table:
     costs = read_table(args.output) if args.output and args.output.exists() else {}
     if args.output:
         check_writable(args.output)
-    print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the largest rank / bytes")
-    print("of q; in parentheses: visible pairs of the largest rank / mean, and the grid")
+    print(f"{args.ranks} ranks, {args.seqlen} tokens, forward: bytes of the busiest rank / bytes")
+    print("of q; in parentheses: visible pairs of the busiest rank / mean, and the grid")
     print(" | ".join(["mask", *args.plans]), flush=True)
     bar = progress([x for mask in args.masks for x in _seeded(mask, args.seeds)], desc="masks")
     for text in bar:
@@ -129,13 +129,13 @@ def read_table(path: Path) -> Table:
     try:
         rows = csv.reader(read_regular(path).decode().splitlines(), strict=True)
         if tuple(next(rows, ())) != _COLUMNS:
-            raise ValueError(f"its first line is not {','.join(_COLUMNS)}")
+            raise ValueError(f"its first line must be {','.join(_COLUMNS)}")
         return {
             (int(ranks), int(seqlen), mask, plan): PartitionCost(grid, float(uneven), float(moved))
             for ranks, seqlen, mask, plan, grid, uneven, moved in rows
         }
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"{path} is no table of masks: {error}") from error
+        raise ValueError(f"{path} is not a table of masks: {error}") from error
 
 
 def _write_table(path: Path, table: Table) -> None:

@@ -74,7 +74,7 @@ def load_model(folder: Path) -> tuple[Encoder, Tokenizer]:
     config.setdefault("position_embedding_type", "absolute")  # later versions omit the default
     for key, value in NEEDED.items():
         if config.get(key) != value:
-            raise ValueError(f"{folder}: {key} is {config.get(key)!r}, must be {value!r}")
+            raise ValueError(f"{folder}: {key} must be {value!r}, got {config.get(key)!r}")
     try:
         weights = load_file(folder / "model.safetensors")
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

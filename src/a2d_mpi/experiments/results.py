@@ -71,10 +71,10 @@ def inspect_input(path: str | os.PathLike[str]) -> InputInfo:
         dtypes = {name: x.dtype for name, x in datasets.items()}
     for name in names:
         if dtypes[name].kind != "f":
-            raise ValueError(f"{path}: {name} is {dtypes[name]}, must be floating-point numbers")
+            raise ValueError(f"{path}: {name} must be floating-point numbers, got {dtypes[name]}")
         if len(shapes[name]) != 3:
             raise ValueError(
-                f"{path}: {name} has shape {shapes[name]}, must be (seqlen, heads, headdim)"
+                f"{path}: {name} must have shape (seqlen, heads, headdim), got {shapes[name]}"
             )
     seqlen, nheads, headdim = shapes["q"]
     try:
@@ -119,7 +119,9 @@ def read_shard(
     with reading(info.path, INPUT_SCHEMA) as file:
         data = needed(file, name, h5py.Dataset)
         if len(data) < distribution.seqlen:
-            raise ValueError(f"{info.path} has {len(data)} tokens, not {distribution.seqlen}")
+            raise ValueError(
+                f"{info.path} has {len(data)} tokens, must have {distribution.seqlen}"
+            )
         for here, there in distribution.slices(rank):
             rows[here] = data[there]
     return rows

@@ -131,7 +131,7 @@ def simulate_all(args: argparse.Namespace) -> int:
             entries = {"/": origin, f"runs/{task.name}": Entry(entry, {})}
             write_entries(args.output, SCHEMA, entries)
     if before:
-        print(f"{before} were in {args.output} already")
+        print(f"{before} simulations were in {args.output} already")
     print(f"written to {args.output}")
     return 0
 

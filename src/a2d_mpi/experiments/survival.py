@@ -90,6 +90,6 @@ def surviving(
         grid = smaller
         if grid.comm.rank == 0:
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            print(f"{prog}: {now}: went on without {name_ranks(lost)}: {grid.comm.size} ranks, "
+            print(f"{prog}: {now}: continues without {name_ranks(lost)}: {grid.comm.size} ranks, "
                   f"{grid.rows}x{grid.cols}x{grid.heads}, after "
                   f"{time.perf_counter() - start:.3f} s", file=sys.stderr, flush=True)  # fmt: skip

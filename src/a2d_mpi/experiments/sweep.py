@@ -198,7 +198,7 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     try:
         method = method_name(name)
     except ValueError as error:
-        raise ValueError(f"--plans {spec!r}: {error}, all or auto") from None
+        raise ValueError(f"--plans {spec!r}: {error}; or give all or auto") from None
     heads = int(heads or 1)
     shapes = _shapes(method, ranks // max(1, heads))
     if rows is None:
@@ -210,11 +210,11 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     except ValueError as error:
         raise ValueError(f"--plans {spec!r}: {error}") from None
     if layout.size != ranks:
-        raise ValueError(f"--plans {spec!r}: {grid_text(layout)} is not {ranks} ranks")
+        raise ValueError(f"--plans {spec!r}: {grid_text(layout)} does not have {ranks} ranks")
     if (layout.rows, layout.cols) not in shapes:
         others = " or ".join(f"{r}x{c}x{heads}" for r, c in shapes)
-        others = others or f"impossible on {ranks} ranks"
-        raise ValueError(f"--plans {spec!r}: a {method} is {others}")
+        others = f"must be {others}" if others else f"is impossible on {ranks} ranks"
+        raise ValueError(f"--plans {spec!r}: a {method} {others}")
     return method, layout
 
 
@@ -257,8 +257,7 @@ def plans_for(
                     raise ValueError("auto needs --profile")
                 if ranks > PLANNED:
                     raise ValueError(
-                        f"--plans {spec}: at most {PLANNED} ranks are planned, got {ranks}: name "
-                        "the plans"
+                        f"--plans {spec}: auto plans at most {PLANNED} ranks, got {ranks}"
                     )
                 number = None if best[1] == "each" else int(best[1] or 1)
                 fit = best_candidates(machine, ranks, work, number, methods=tuple(METHODS))

@@ -375,7 +375,7 @@ def read_trace(path: Path) -> list[dict[str, object]]:
         _check_begin(path)
         return json.loads(path.read_text())["traceEvents"]
     except (ValueError, KeyError) as error:
-        raise ValueError(f"{path} is no file of --trace: {error}") from error
+        raise ValueError(f"{path} is not a file of --trace: {error}") from error
 
 
 def check_trace(path: Path | None) -> None:

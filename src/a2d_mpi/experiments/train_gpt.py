@@ -191,7 +191,7 @@ class Trainer:
         made = time.perf_counter()
         self._plan_for(self._batch())
         end = time.perf_counter()
-        _say(comm, f"goes on after step {self.state.step}; communicators took "
+        _say(comm, f"continues after step {self.state.step}; communicators took "
                    f"{made - start:.3f} s, a plan {end - made:.3f} s")  # fmt: skip
 
     def run(self, stop: int, trace: Trace | None = None) -> None:
@@ -207,7 +207,10 @@ class Trainer:
         comm, state = self._comm, self.state
         changes = differences(state.settings, self.settings) if state.step else ""
         if changes:
-            _say(comm, f"{changes}: from now on bits differ from an uninterrupted run's")
+            _say(
+                comm,
+                f"{changes}: from now on rounding differs from an uninterrupted run",
+            )
 
         if self._lost and state.step:  # the rank that writes checkpoints may have died
             self._keep_if_due(stop)
@@ -334,8 +337,8 @@ def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
         held = Text(args.text, args.separator, args.validate, held_out=True)
         if len(held.bytes) < args.seqlen:
             raise ValueError(
-                f"--validate {args.validate} holds out {len(held.bytes)} bytes, fewer than "
-                f"--seqlen {args.seqlen}"
+                f"--validate {args.validate} holds out {len(held.bytes)} bytes, but --seqlen "
+                f"{args.seqlen} needs more"
             )
     if config.hybrid and (args.separator or args.device != "cpu"):
         raise ValueError(
@@ -343,7 +346,7 @@ def _validated(args: argparse.Namespace) -> tuple[Text, Text | None, GPTConfig]:
             "run on the host: they need --separator '' and --device cpu"
         )
     if args.until and args.until > args.steps:
-        raise ValueError(f"--until {args.until} is beyond the last of --steps {args.steps}")
+        raise ValueError(f"--until {args.until} must be at most --steps {args.steps}")
     return text, held, config
 
 
@@ -400,7 +403,7 @@ def _report(trainer: Trainer, text: Text) -> None:
     for name in held_out and ("loss", "unigram_entropy"):
         print(f"held-out text: {name.replace('_', ' ')} {held_out[name]:.4f} nats")
     if not trainer.parts:
-        print(f"nothing to do: {state.step} steps were done before")
+        print(f"nothing to do: all {state.step} steps are done already")
         return
     last, seqlen = state.losses[-20:], state.config.seqlen
     seconds = np.median(state.seconds[-len(trainer.parts) :])

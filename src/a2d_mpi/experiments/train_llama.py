@@ -211,7 +211,7 @@ def _report(
 ) -> None:
     """Print the short table."""
     for name, x in checks.items():
-        print(f"first step, {name}: off by {x.error:.1e} of one process in float64 "
+        print(f"first step, {name}: error {x.error:.1e} against one process in float64 "
               f"({x.verdict}, bound {x.bound:.0e})")  # fmt: skip
     parameters = sum(x.numel() for x in model.parameters())
     last = losses[-20:]

@@ -203,7 +203,9 @@ def why_not(candidate: Candidate, best: Candidate) -> str:
             return text + (f", {one / other:.1f}x {name}" if other else f", bytes {name}")
     if part == "compute":
         tile = (
-            "other tiles" if candidate.layout.heads == best.layout.heads else "fewer heads a rank"
+            "other tiles"
+            if candidate.layout.heads == best.layout.heads
+            else "fewer heads per rank"
         )
         return f"{text}, {tile}"
     return text
