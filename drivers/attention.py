@@ -25,7 +25,7 @@ from a2d_mpi.experiments.options import (
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """Build the parser of this driver's options."""
     parser = Parser("attention.py", __doc__, comm)
-    text = "HDF5 file with q, k, v and perhaps dout, see data/README.md"
+    text = "HDF5 file with q, k, v and optionally dout, see data/README.md"
     parser.add_argument("input", type=path, help=text)
 
     group = parser.add_argument_group("problem")
@@ -33,16 +33,16 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     text = "use only the first tokens of the file: 65536 or 64K; default: all"
     add_options(group, "seqlen", help=text)
     add_options(group, "dtype", "backward")
-    text = "c: logits s become c tanh(s / c); default: no soft-cap"
+    text = "logits s become C tanh(s / C); default: no soft-cap"
     group.add_argument("--softcap", type=real(1e-30, 1e30), metavar="C", help=text)
     text = "add a logit per head, drawn with --seed, to the denominator"
     group.add_argument("--sink", action="store_true", help=text)
     add_options(group, "wire")
 
     group = add_grid(parser)
-    text = "ranks of an inner ring of a double ring; default: columns"
+    text = "ranks of each inner ring of a double ring; default: --cols"
     group.add_argument("--inner", type=whole(1), metavar="N", help=text)
-    text = "hold only one side of a tile, and let the other side pass"
+    text = "hold one side of a tile only, and stream the other side through two buffers"
     group.add_argument("--stream", action="store_true", default=None, help=text)
     add_options(group, "distribution", "overlap")
 
@@ -55,7 +55,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add_options(group, "output")
     text = "also write out, lse and the gradients"
     group.add_argument("--save-outputs", action="store_true", help=text)
-    add_trace(group, "of one more run, before the trials")
+    add_trace(group, "one more run, before the trials")
     add_engine(parser)
     return parser
 

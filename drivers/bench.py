@@ -47,16 +47,16 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
 
     group = parser.add_argument_group("measurement and checks")
     add_options(group, "trials")
-    add_options(group, "warmup", help="runs before the timed ones; at least one is made")
+    add_options(group, "warmup", help="runs before the timed runs; at least one is made")
     add_options(group, "check", type=partial(check_text, none=False))
     add_options(group, "seed")
 
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True)
     add_options(group, "resume")
-    text = "plans of which to keep what each rank did when; picked: the planner's"
+    text = "plans whose time lines are kept in the file; picked: the planner's pick"
     group.add_argument("--spans", choices=SPANS, default="all", help=text)
-    add_trace(group, "of one more run of each plan that is timed")
+    add_trace(group, "one more run of each plan")
     add_engine(parser)
     return parser
 

@@ -77,19 +77,19 @@ def decode(parser: Parser) -> None:
     text = "lengths of the context: 4096,64K"
     group.add_argument("--contexts", type=listed(tokens()), metavar="TOKENS,...",
                        default="1K,4K,16K,64K", help=text)  # fmt: skip
-    text = "requests of a step"
+    text = "requests per step"
     group.add_argument("--requests", type=whole(1, 1 << 16), metavar="N", default=4, help=text)
     text = "numbers of ranks; default: 1, 2, 4, ... times --head-ranks"
     group.add_argument("--ranks", type=listed(whole(1)), metavar="N,...", help=text)
-    text = "also runs with attention ranks and FFN ranks, see docs/afd.md: 2+2,3+1"
+    text = "also run with separate attention ranks and FFN ranks, see docs/afd.md: 2+2,3+1"
     kind = listed(pair("+", "ATTENTION+FFN ranks"))
     group.add_argument("--apart", type=kind, metavar="A+F,...", help=text)
-    text = "parts of a step, with --apart"
+    text = "micro-batches of a step, with --apart"
     group.add_argument("--micro-batches", type=whole(1), metavar="N", default=3, help=text)
     add_options(group, "head-ranks", "kv-block")
     add_old_name(group, "--heads", "--head-ranks", whole(1), "head_ranks")
     add_old_name(group, "--block", "--kv-block", BLOCK, "kv_block")
-    add_trace(_add_measurement(parser), "of the last step of each run")
+    add_trace(_add_measurement(parser), "the last step of each run")
 
 
 def linear(parser: Parser) -> None:
@@ -102,7 +102,7 @@ def linear(parser: Parser) -> None:
     """
     group = parser.add_argument_group("workloads and plans")
     plans = (*LINEAR, *METHODS)
-    text = f"of {', '.join(plans)}"
+    text = f"plans, from {', '.join(plans)}"
     group.add_argument("--plans", type=listed(one_of(plans)), metavar="PLAN,...",
                        default="lasp2,lasp,attention2d", help=text)  # fmt: skip
     add_options(group, "seqlens", default="1K,2K,4K")
@@ -111,17 +111,27 @@ def linear(parser: Parser) -> None:
     add_options(group, "headdim", default=64)
     add_options(group, "dtype", choices=FLOATS)
     add = parser.add_argument_group("linear attention").add_argument
-    add("--feature-map", choices=FEATURE_MAPS, default="elu+1", help="of queries and keys")
-    add("--norm", choices=NORMS, default="output", help="what a result is divided by")
-    add("--decay", type=real(0, 1), metavar="X", help="of all heads; default: none")
-    add("--distribution", metavar="NAME", default="contiguous", help="of tokens")
+    add(
+        "--feature-map",
+        choices=FEATURE_MAPS,
+        default="elu+1",
+        help="feature map of queries and keys",
+    )
+    add("--norm", choices=NORMS, default="output", help="normalisation of the results")
+    add("--decay", type=real(0, 1), metavar="X", help="decay of all heads; default: none")
+    add(
+        "--distribution",
+        metavar="NAME",
+        default="contiguous",
+        help="distribution of tokens over ranks",
+    )
     text = "tokens that are computed at once"
     add("--chunk", type=tokens(most=4096), metavar="TOKENS", default=CHUNK, help=text)
     _add_measurement(parser)
 
 
 def _add_measurement(parser: Parser, output_needed: bool = False) -> argparse._ArgumentGroup:
-    """Add what all subcommands have; returns the last group."""
+    """Add the options that all subcommands have; return the last group."""
     group = parser.add_argument_group("measurement")
     add_options(group, "trials", "seed", "threads")
     group = parser.add_argument_group("output")

@@ -35,15 +35,15 @@ def build_parser() -> Parser:
     add("--device", choices=("cpu", "gpu"), default="cpu", help="where the kernels run")
     text = "SEQLENxNHEADSxHEADDIM; default: 4096x4x128,8192x2x64 or, on a GPU, 16384x16x128"
     add("--shapes", type=listed(shape), metavar="SHAPE,...", help=text)
-    add_options(group, "nheads-kv", help="KV heads of all shapes; default: as many as heads")
+    add_options(group, "nheads-kv", help="KV heads of all shapes; default: as many as query heads")
     add_options(group, "masks", default=",".join(MASKS))
     text = "storage dtype; default: float32 or, on a GPU, bfloat16"
     add_options(group, "dtype", default=None, help=text)
-    text = "of a2d_mpi.kernels.KERNELS; default: numpy,auto or, on a GPU, auto"
+    text = "names in a2d_mpi.kernels.KERNELS; default: numpy,auto or, on a GPU, auto"
     add("--kernels", type=listed(utf8), metavar="KERNEL,...", help=text)
     group = parser.add_argument_group("measurement and output")
     add_options(group, "trials")
-    add_options(group, "output", help="HDF5 file that the seconds are added to")
+    add_options(group, "output", help="HDF5 file to which the seconds are added")
     text = "name of the results in the file; default: CPU or GPU, and BLAS"
     group.add_argument("--name", type=utf8, metavar="TEXT", help=text)
     return parser

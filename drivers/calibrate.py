@@ -28,14 +28,14 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     group = parser.add_argument_group("measurement")
     add = group.add_argument
     add("--seconds", type=real(1e-3, 86400), metavar="S", default=30.0,
-        help="about how long to measure")  # fmt: skip
+        help="approximate time to measure")  # fmt: skip
     add_options(group, "dtypes")
-    text = "auto: the fastest that is installed"
+    text = "kernel to time; auto: the fastest one that is installed"
     add("--kernel", choices=("auto", "numpy", "numba"), default="auto", help=text)
     add_options(group, "threads")
     group = parser.add_argument_group("output")
     add_options(group, "output", required=True, help="TOML file to write")
-    text = "name of the machine; default: its first host"
+    text = "name of the machine; default: the name of its first node"
     group.add_argument("--name", metavar="TEXT", help=text)
     return parser
 

@@ -28,7 +28,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add_options(group, "separator", default=r"\n\n")
     text = "number of documents to encode; default: all"
     add("--documents", type=whole(1), metavar="N", help=text)
-    text = "text to which the nearest documents are shown; may be repeated"
+    text = "text whose nearest documents are shown; may be repeated"
     add("--query", type=utf8, metavar="TEXT", action="append", help=text)
     add("--nearest", type=whole(1), metavar="N", default=3, help="documents shown for a query")
     text = "folder of a BERT model; default: the installed model"

@@ -1,4 +1,4 @@
-r"""Generate text from a checkpoint of train_gpt.py, the cache spread over the ranks.
+r"""Generate text from a checkpoint of train_gpt.py, with the KV cache spread over the ranks.
 
     mpiexec -n 4 python drivers/generate.py results/tiny --prompt "To be" --prompt "The " \
         --tokens 200 --temperature 0.8 --top-k 40
@@ -30,33 +30,33 @@ from a2d_mpi.experiments.options import (
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     """Build the parser of this driver's options."""
     parser = Parser("generate.py", __doc__, comm)
-    text = "checkpoint, or folder (its latest checkpoint)"
+    text = "checkpoint, or folder with checkpoints (the latest is used)"
     parser.add_argument("checkpoint", type=path, help=text)
     group = parser.add_argument_group("requests")
     add = group.add_argument
-    text = "text to go on from; may be repeated"
+    text = "beginning of a text; may be repeated"
     add("--prompt", metavar="TEXT", action="append", required=True, help=text)
-    text = "new tokens for a prompt"
+    text = "new tokens per prompt"
     add("--tokens", type=tokens(), metavar="TOKENS", default=100, help=text)
-    text = "0: the likeliest token"
+    text = "softmax temperature; 0: take the likeliest token"
     add("--temperature", type=real(0, 1e6), metavar="X", default=0.0, help=text)
     text = "draw from the K likeliest tokens; default: all"
     add("--top-k", type=whole(1), metavar="K", help=text)
     add_options(group, "seed")
-    text = "steps at which the prompts come: 0,0,7; default: 0"
+    text = "step at which each prompt arrives: 0,0,7; default: 0"
     add("--arrive", type=listed(whole(0)), metavar="N,...", help=text)
     group = parser.add_argument_group("cache and ranks")
     add = group.add_argument
-    text = "blocks on each rank: 10,10,4,10; default: no limit"
+    text = "KV cache blocks on each grid position: 10,10,4,10; default: no limit"
     add("--room", type=listed(whole(0)), metavar="N,...", help=text)
     add_options(group, "kv-block", "method", "rows", "cols", "head-ranks")
     add_old_name(group, "--block", "--kv-block", BLOCK, "kv_block")
     add_old_name(group, "--heads", "--head-ranks", whole(1), "head_ranks")
-    text = "A: ranks that hold the cache; the grid is of these ranks"
+    text = "number of ranks that hold the KV cache; they form the grid"
     add("--attention-ranks", type=whole(1), metavar="A", help=text)
-    text = "F: all other ranks, which hold MLPs and embeddings"
+    text = "number of all other ranks, which hold MLPs and embeddings"
     add("--ffn-ranks", type=whole(1), metavar="F", help=text)
-    text = "parts of a step, with --ffn-ranks; default: 3"
+    text = "micro-batches of a step, with --ffn-ranks; default: 3"
     add("--micro-batches", type=whole(1), metavar="N", help=text)
     add_options(group, "survive")
     add_engine(parser)

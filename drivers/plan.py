@@ -37,16 +37,20 @@ def build_parser() -> Parser:
     add_problem(parser, PLANNED, needs_heads=False)
     group = parser.add_argument_group("plans and table")
     add = group.add_argument
-    text = f"only these methods, of {', '.join(METHODS)}; default: all"
+    text = f"only these methods, from {', '.join(METHODS)}; default: all"
     add("--methods", type=listed(method_name), metavar="METHOD,...", help=text)
-    text = "memory of a rank: 80GB, 80GiB; default: what the profile says"
+    text = "memory of a rank: 80GB, 80GiB; default: the memory in the profile"
     add("--memory", metavar="SIZE", help=text)
-    text = f"also training steps of this model, which has the heads, too: {', '.join(PRESETS)}"
+    text = f"also predict training steps of a model, with its heads: {', '.join(PRESETS)}"
     add("--gpt", choices=PRESETS, metavar="MODEL", help=text)
-    add("--recompute", action="store_true", help="with --gpt: keep less of each block")
-    text = "best: until the fastest plan is certain; all: every plan"
+    add(
+        "--recompute",
+        action="store_true",
+        help="with --gpt: keep less of each layer, and compute it again",
+    )
+    text = "best: simulate plans until the fastest is certain; all: simulate every plan"
     add("--simulate", choices=("best", "all"), default="best", help=text)
-    add("--top", type=whole(0), metavar="N", default=20, help="lines to print; 0: all")
+    add("--top", type=whole(0), metavar="N", default=20, help="number of plans to print; 0: all")
     return parser
 
 

@@ -44,7 +44,7 @@ def results(parser: Parser) -> None:
     model     predicted against measured time, of all runs in the file
     timeline  what every rank of one run did when
 
-    Of files of other drivers:
+    Figures of the files of other drivers:
 
     training     loss by tokens (train_gpt.py)
     kernels      speed of kernels and of PyTorch's (bench_kernel.py)
@@ -52,7 +52,7 @@ def results(parser: Parser) -> None:
     lengths      seconds of linear and exact attention by tokens (bench_gpt.py linear)
     activations  memory by number of ranks (bench_gpt.py train)
     strong       per cent of ideal scaling by number of ranks (simulate.py)
-    weak         likewise, with as many tokens a rank
+    weak         likewise, with the same number of tokens per rank
     slopes       time by number of ranks, with the power of the ranks that fits each method's times
     exposed      share of the time that ranks wait (simulate.py)
     winners      the fastest method by ranks and tokens (simulate.py)
@@ -61,15 +61,15 @@ def results(parser: Parser) -> None:
 
     Each figure is written as PNG and as SVG, at most 16 cm wide.  The fastest plan of a method at
     each number of ranks stands for the method (in bytes, the plan that receives least).  A marker
-    is full if ranks share the heads.  A figure for which the file holds nothing is left out, with
-    a line on stderr.
+    is full if ranks share the heads.  If the file has no data for a figure, the figure is left out
+    and a line on stderr says so.
     """
     text = "file of a driver, or of --trace, or a folder"
     parser.add_argument("results", type=path, help=text)
     add = parser.add_argument_group("figures").add_argument
     add("--output", dest="folder", type=path, metavar="DIR", default="results/figures",
         help="folder for the figures")  # fmt: skip
-    text = f"figures, listed; of other files: {', '.join(OTHERS)}"
+    text = f"figures with commas between them; of other files: {', '.join(OTHERS)}"
     kind = listed(one_of([*FIGURES, *OTHERS]))
     add("--what", type=kind, metavar="FIGURE,...", default=",".join(FIGURES), help=text)
     add(
@@ -79,9 +79,9 @@ def results(parser: Parser) -> None:
         default="png,svg",
         help="png, svg or both",
     )
-    text = "name of a workload in the file; default: the one with the most rank counts and runs"
+    text = "name of a workload in the file; default: the one with the most numbers of ranks"
     add("--workload", metavar="NAME", help=text)
-    text = "number of ranks of phases and timeline; default: the most"
+    text = "number of ranks in phases and timeline; default: the largest number"
     add("--ranks", type=whole(1), metavar="N", help=text)
     add("--phase", choices=PHASES, default="both", help="phase to plot")
     text = "name of the run of the timeline; default: the fastest Attention2D"
@@ -116,13 +116,15 @@ def masks(parser: Parser) -> None:
 def _add_picture(
     parser: Parser, kind: Callable[[str], int], seqlen: int
 ) -> argparse._ArgumentGroup:
-    """Add what `grid` and `masks` share; returns the group."""
+    """Add the options of both `grid` and `masks`; return their group."""
     parser.add_argument("output", type=path, help="PNG, SVG or PDF file")
     group = parser.add_argument_group("what to draw")
     ranks = whole(1, mask_plots.RANKS)
     add_options(group, "rows", type=ranks, default=2, help="rows of the grid")
     add_options(group, "cols", type=ranks, default=3, help="columns of the grid")
-    add_options(group, "distribution", help="of tokens; default: the mask's own")
+    add_options(
+        group, "distribution", help="distribution of tokens over ranks; default: the mask's own"
+    )
     add_options(group, "seqlen", type=kind, default=seqlen)
     return group
 
@@ -135,8 +137,8 @@ def schedule(parser: Parser) -> None:
             --plans "attention2d:4x4,ring,double ring:4x4"
 
     A row for each plan.  Left: the (query, key) pairs of a short sequence, in the colour of the
-    rank that computes them.  Hidden pairs are grey.  Of ranks that share the heads each has
-    stripes.  Middle: bytes that a rank receives from each other rank, phase by phase.  Right: the
+    rank that computes them.  Hidden pairs are grey.  Ranks that share the heads have stripes.
+    Middle: bytes that a rank receives from each other rank, phase by phase.  Right: the
     predicted time of every rank by part, phase by phase.  Ranks are counted as MPI counts them:
     neighbours share nodes, whose ranks have shades of one colour.  --trace FILE writes the same
     times for Perfetto, with all kernel calls and messages.

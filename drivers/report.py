@@ -42,8 +42,8 @@ def study(parser: Parser) -> None:
 
     Every workload of a file has a line for each plan, forward and forward with backward.  The
     line has milliseconds of the slowest rank in the median trial, and their ratio to the planner's
-    pick or, if there is none, to the fastest plan.  Then come the wait, the time that the model
-    predicted, and the bytes that the busiest rank received.
+    pick.  Without a pick it is the ratio to the fastest plan.  Then come the wait, the time that
+    the model predicted, and the bytes that the busiest rank received.
     The last lines say how far the model was off, and how many picks take at most 1.1 times the
     fastest.
     """
@@ -55,8 +55,8 @@ def scale(parser: Parser) -> None:
 
         python drivers/report.py scale data/results/scale/links.h5
 
-    The same table as of "study", for simulated times.  The wait is the mean of all ranks.  Plans
-    that do not fit in the memory of the ranks are left out.
+    The table has the columns of "study", with simulated times.  The wait is the mean over all
+    ranks.  Plans that do not fit in the memory of the ranks are left out.
     """
     parser.add_argument("files", type=path, nargs="+", help="HDF5 files of simulate.py")
 
@@ -68,8 +68,8 @@ def masks(parser: Parser) -> None:
         python drivers/report.py masks --output table.csv --picture table.png
 
     For each mask and plan, METHOD or METHOD/DISTRIBUTION, the grid of any shape whose largest rank
-    moves the fewest bytes in a forward pass.  What the table in --output has already is not
-    computed again.  --picture draws all that is in the table.
+    moves the fewest bytes in a forward pass.  Entries of the table in --output are not computed
+    again.  --picture draws the whole table.
     """
     group = parser.add_argument_group("masks and plans")
     add = group.add_argument

@@ -50,7 +50,7 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     text = "begin, and move checkpoints to a folder in --folder"
     start.add_argument("--anew", action="store_true", help=text)
     add_options(group, "output", help="HDF5 file for losses, seconds and traffic")
-    add_trace(group, "of the last step")
+    add_trace(group, "the last step")
     add_options(add_grid(parser), "survive")
     add_engine(parser)
     return parser

@@ -155,9 +155,9 @@ def test_refuses_to_mix(finished, tmp_path):
         ([*common, *options], [], text)
         for options, text in (
             (profile, "exists: give --resume to add to it"),
-            ([*profile, "--resume", "--trials", "3"], "was made with trials 2, not 3"),
-            ([*profile, "--resume", "--seed", "1"], "was made with seed 0, not 1"),
-            (["--resume"], "was made with machine test, not none"),
+            ([*profile, "--resume", "--trials", "3"], "was made with trials 2, but now it is 3"),
+            ([*profile, "--resume", "--seed", "1"], "was made with seed 0, but now it is 1"),
+            (["--resume"], "was made with machine test, but now it is none"),
             (["--profile", other, "--resume"], "was made with profile "),
             (["--profile", other, "--output", other], f"cannot write {other}: it is the input"),
         )

@@ -187,7 +187,7 @@ def test_says_what_computed_which_steps(tmp_path):
         ("train_gpt.py", [*train, "--anew", "--rate", "1e6"], []),
     ], 2)  # fmt: skip
     assert [code for code, _ in found] == [0, 0, 0, 1], done.stderr
-    assert done.stderr.count("rows was 1, is 2; cols was 2, is 1") == 1
+    assert done.stderr.count("rows was 1, now 2; cols was 2, now 1") == 1
     assert done.stderr.count("rounding differs from an uninterrupted run") == 1
     ranges = load(tmp_path / "run" / "before" / "step-000000009.h5").ranges
     assert [(x["begin"], x["end"], x["rows"]) for x in ranges] == [(0, 6, 1), (6, 9, 2)]

@@ -91,9 +91,9 @@ def grown(array, place, value):
 BAD = {
     "nothing": ({}, {}, "must have datasets begin and end, or cu_seqlens, got none of them"),
     "half": ({}, {"begin": BEGIN}, "or cu_seqlens, got begin"),
-    "both": ({}, {"begin": BEGIN, "end": END, "cu_seqlens": CU}, "it has begin and end and cu_"),
-    "schema": ({"schema": "a2d_mpi input"}, {"begin": BEGIN, "end": END}, "must have ('a2d_mpi m"),
-    "group": ({}, {"begin": lambda f, x: f.create_group(x), "end": END}, "it has end"),
+    "both": ({}, {"begin": BEGIN, "end": END, "cu_seqlens": CU}, "got begin and end and cu_"),
+    "schema": ({"schema": "a2d_mpi input"}, {"begin": BEGIN, "end": END}, "schema and version"),
+    "group": ({}, {"begin": lambda f, x: f.create_group(x), "end": END}, "got end"),
     "floats": ({}, {"begin": BEGIN, "end": END * 1.0}, "end must be a (seqlen,) or (m, "),
     "short": (
         {}, {"begin": BEGIN[:, 1:], "end": END[:, 1:]},
@@ -113,7 +113,7 @@ BAD = {
     "too long": ({"causal": True}, {"cu_seqlens": [0, 9, 41]}, "ends at 41, the sequence at 40"),
     "two rows": ({"causal": True}, {"cu_seqlens": [CU, CU]}, "must be a (documents + 1,) integer"),
     "no causal": ({}, {"cu_seqlens": CU}, "the attribute causal, true or false, got none"),
-    "causal?": ({"causal": "no"}, {"cu_seqlens": CU}, "true or false: got 'no'"),
+    "causal?": ({"causal": "no"}, {"cu_seqlens": CU}, "true or false, got 'no'"),
     "external": ({}, {"begin": external, "end": END}, "begin are in other files (external"),
     "virtual": ({}, {"begin": virtual, "end": END}, "begin are in other files (a virtual"),
     "link": ({}, {"begin": linked, "end": END}, "begin is a link to another place"),

@@ -106,9 +106,19 @@ def add_engine(parser: Parser) -> None:
     """Add the options that say what a plan runs on."""
     group = parser.add_argument_group("device")
     add = group.add_argument
-    add("--device", choices=("cpu", "gpu"), default="cpu", help="ranks may share a GPU")
-    add("--kernel", choices=KERNELS, default="auto", help="auto: the fastest for the device")
-    add("--transfers", choices=TRANSFERS, default="auto", help="of GPU arrays, see docs/gpus.md")
+    add(
+        "--device",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="where to compute; ranks may share a GPU",
+    )
+    add("--kernel", choices=KERNELS, default="auto", help="auto: the fastest one for the device")
+    add(
+        "--transfers",
+        choices=TRANSFERS,
+        default="auto",
+        help="path of GPU arrays to MPI, see docs/gpus.md",
+    )
     add_options(group, "threads")
 
 

@@ -46,8 +46,8 @@ def add_model(parser: Parser) -> argparse._ArgumentGroup:
     add = group.add_argument
     text = f"sizes of a known model: {', '.join(PRESETS)}"
     add("--preset", choices=PRESETS, metavar="MODEL", default="tiny", help=text)
-    add("--positions", choices=POSITIONS, help="of tokens; default: the preset's")
-    add("--recompute", action="store_true", help="keep less of each block, compute it again")
+    add("--positions", choices=POSITIONS, help="encoding of positions; default: the preset's")
+    add("--recompute", action="store_true", help="keep less of each layer, and compute it again")
     return group
 
 
@@ -56,10 +56,12 @@ def add_training(parser: Parser) -> argparse._ArgumentGroup:
     parser.add_argument("text", type=path, help="text file; its bytes are the tokens")
     group = parser.add_argument_group("training")
     add = group.add_argument
-    add_options(group, "seqlen", type=tokens(2), default="1K", help="tokens of a step: 1024, 64K")
+    add_options(group, "seqlen", type=tokens(2), default="1K", help="tokens per step: 1024, 64K")
     add_options(group, "separator", default=r"\n\n\n")
     add_options(group, "dtype", choices=FLOATS)
-    add("--steps", type=whole(1), metavar="N", default=200, help="steps of the whole run")
+    add(
+        "--steps", type=whole(1), metavar="N", default=200, help="number of steps of the whole run"
+    )
     add("--rate", type=real(0, 1e6), metavar="X", default=1e-3, help="highest learning rate")
     add_options(group, "seed")
     return group

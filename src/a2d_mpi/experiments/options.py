@@ -82,7 +82,7 @@ def plans(text: str) -> list[str]:
 
 
 def path(text: str) -> Path:
-    """Parse an option that is a path; refuse an empty one, which is often an unset variable."""
+    """Parse an option that is a path; refuse an empty path, which is often an unset variable."""
     if not text:
         raise BadOption("must be a path, got ''")
     return Path(text)
@@ -153,7 +153,7 @@ def method_name(text: str) -> str:
     """
     name = text.replace("_", " ").strip()
     if name not in METHODS:
-        raise BadOption(f"no method {text[:40]!r}: must be one of {', '.join(METHODS)}")
+        raise BadOption(f"must be one of {', '.join(METHODS)}, got {text[:40]!r}")
     return name
 
 
@@ -240,9 +240,9 @@ fastest plan of each method; these need --profile.
 # The options that several drivers have: each has one meaning and one spelling.
 OPTIONS: dict[str, dict[str, object]] = {
     "output": {"type": path, "metavar": "FILE", "help": "HDF5 file for the results"},
-    "resume": {"action": "store_true", "help": "run only what the file lacks"},
+    "resume": {"action": "store_true", "help": "run only what is missing in the file"},
     "profile": {"type": path, "metavar": "FILE",
-                "help": "TOML file of a machine: see data/machines and drivers/calibrate.py"},
+                "help": "TOML profile of a machine: see data/machines and drivers/calibrate.py"},
     # The problem.
     "seqlen": {"type": tokens(), "metavar": "TOKENS", "help": "sequence length: 65536 or 64K"},
     "seqlens": {"type": listed(tokens()), "metavar": "TOKENS,...",
@@ -252,37 +252,38 @@ OPTIONS: dict[str, dict[str, object]] = {
               "help": f"all, or {MASK_HELP}"},
     "mask-file": {"type": path, "metavar": "FILE", "help": "HDF5 file with begin and end, or "
                   "cu_seqlens and causal: see docs/masks.md"},
-    "nheads": {"type": HEADS, "metavar": "N", "help": "query heads"},
-    "nheads-kv": {"type": HEADS, "metavar": "N", "help": "KV heads; default: as many as --nheads"},
-    "headdim": {"type": HEADDIM, "metavar": "N", "help": "elements of a head"},
+    "nheads": {"type": HEADS, "metavar": "N", "help": "number of query heads"},
+    "nheads-kv": {"type": HEADS, "metavar": "N", "help": "number of KV heads; default: --nheads"},
+    "headdim": {"type": HEADDIM, "metavar": "N", "help": "elements of a head of q and k"},
     "headdim-v": {"type": HEADDIM, "metavar": "N",
                   "help": "elements of a head of v and out; default: --headdim"},
     "dtype": {"choices": DTYPES, "default": "float32", "help": "storage dtype"},
     "dtypes": {"type": listed(one_of(DTYPES)), "metavar": "DTYPE,...", "default": "float32",
-               "help": f"storage dtypes, of {', '.join(DTYPES)}"},
+               "help": f"storage dtypes, from {', '.join(DTYPES)}"},
     "wire": {"choices": ("none", *FORMATS), "default": "none",
-             "help": "format of tensors in messages, see docs/wire.md; none: as they are"},
+             "help": "format of tensors in messages, see docs/wire.md; none: the storage dtype"},
     "backward": {"action": "store_true", "help": "also compute the gradients"},
     "separator": {"type": escaped, "metavar": "TEXT",
-                  "help": "what ends a document; empty: the text is one document"},
+                  "help": "text between two documents; empty: the file is one document"},
     "survive": {"action": "store_true",
-                "help": "go on without ranks that die; needs mpiexec --with-ft ulfm"},
+                "help": "continue without ranks that die; needs mpiexec --with-ft ulfm"},
     # Plans and grids.
     "plans": {"type": plans, "metavar": "PLAN,...", "help": "see the end of this help"},
     "method": {"type": method_name, "metavar": "METHOD", "default": next(iter(METHODS)),
-               "help": f"one of {', '.join(METHODS)}; or with underscores"},
+               "help": f"one of {', '.join(METHODS)}; underscores may replace blanks"},
     "rows": {"type": whole(1), "metavar": "R",
              "help": "rows of the grid; default: as square as the ranks allow"},
     "cols": {"type": whole(1), "metavar": "C",
-             "help": "columns of the grid; default: ranks / rows / head ranks"},
+             "help": "columns of the grid; default: ranks / (--rows x --head-ranks)"},
     "head-ranks": {"type": whole(1), "metavar": "U", "default": 1,
                    "help": "ranks that share the heads"},
     "distribution": {"choices": DISTRIBUTIONS,
-                     "help": "of tokens; default: the fastest by the planner's model"},
+                     "help": "distribution of tokens over ranks; default: the fastest one for "
+                             "the mask, as predicted"},
     "overlap": {"action": argparse.BooleanOptionalAction, "default": True,
-                "help": "communicate while computing, or in turn"},
+                "help": "communicate while computing; --no-overlap: in turn"},
     "kv-block": {"type": BLOCK, "metavar": "TOKENS", "default": 16,
-                 "help": "tokens of a block of the KV cache"},
+                 "help": "tokens per block of the KV cache"},
     # Measurement.
     "trials": {"type": whole(1, 10**6), "metavar": "N", "default": 5, "help": "timed runs"},
     "warmup": {"type": whole(0, 10**6), "metavar": "N", "default": 1,
@@ -290,7 +291,7 @@ OPTIONS: dict[str, dict[str, object]] = {
     "check": {"type": check_text, "metavar": "ROWS", "default": "sample", "help": CHECK_HELP},
     "seed": {"type": SEED, "metavar": "N", "default": 0, "help": "seed of all random numbers"},
     "threads": {"type": whole(1, 1024), "metavar": "N", "default": 1,  # no node has more cores
-                "help": "BLAS threads of a rank"},
+                "help": "BLAS threads per rank"},
 }
 # fmt: on
 
@@ -302,7 +303,7 @@ def add_options(to: argparse._ActionsContainer, *names: str, **changes: object) 
 
 
 class _Renamed(argparse.Action):
-    """Keep the old name of an option working, with a note on stderr that says the new name."""
+    """Accept the old name of an option, and name the new one in a note on stderr."""
 
     def __call__(self, parser, namespace, value, name=None) -> None:
         parser._print_message(f"{parser.prog}: note: {name} is now {self.const}\n", sys.stderr)
@@ -322,8 +323,8 @@ def add_old_name(
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Show docstrings, and each option with its default or "(required)".
 
-    Paragraphs are folded to the width of the terminal.  Paragraphs with indented lines, which are
-    examples and tables, stay as they are.
+    Paragraphs are wrapped at the width of the terminal.  Paragraphs with indented lines are
+    examples and tables, and are not wrapped.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -371,7 +372,7 @@ class Parser(argparse.ArgumentParser):
     ) -> None:
         self._imports = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         self._imports.error = self.error
-        text = "run this Python file first, which registers masks, methods or kernels of your own"
+        text = "Python file to run first, which registers masks, methods or kernels of your own"
         self._imports.add_argument(
             "--import", type=import_file, action="append", metavar="FILE", help=text
         )
@@ -428,13 +429,13 @@ def add_trace(to: argparse._ActionsContainer, what: str) -> None:
 
 
 def add_mask(to: argparse._ActionsContainer, name: str = "mask") -> None:
-    """Add --mask (or --masks) and --mask-file, of which one may be given."""
+    """Add --mask (or --masks) and --mask-file; one of the two may be given."""
     add_options(to.add_mutually_exclusive_group(), name, "mask-file")
 
 
 def add_workloads(parser: Parser) -> argparse._ArgumentGroup:
     """Add the options of a sweep, see `a2d_mpi.experiments.sweep.cases_of`, but the masks."""
-    group = parser.add_argument_group("workloads, of which every combination is run")
+    group = parser.add_argument_group("workloads (every combination is run)")
     add_options(group, "seqlens", default="2048")
     for name, kind, default in (
         ("nheads", HEADS, "8"), ("nheads-kv", HEADS, None), ("headdim", HEADDIM, "64")
@@ -442,7 +443,7 @@ def add_workloads(parser: Parser) -> argparse._ArgumentGroup:
         add_options(group, name, type=listed(kind), metavar="N,...", default=default)
     add_options(group, "headdim-v", "dtypes", "backward")
     formats = OPTIONS["wire"]["choices"]
-    text = f"formats of tensors in messages, of {', '.join(formats)}: see docs/wire.md"
+    text = f"formats of tensors in messages, from {', '.join(formats)}: see docs/wire.md"
     kind = listed(one_of(formats))
     add_options(group, "wire", type=kind, choices=None, metavar="FORMAT,...", help=text)
     return group
