@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Figures for GPUs, on this machine: kernels against PyTorch's (if it is installed
-# in .venv-gpu), 4 ranks against 1 on the same GPU, and the rate of MPI between device buffers.
+# Measure on the GPUs of this machine: kernels against PyTorch's (if it is installed in .venv-gpu), 4
+# ranks against 1 on the same GPU, and the rate of MPI between device buffers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The pages of docs/, and the public names, as HTML in build/docs; warnings are errors.
+# Build the pages of docs/ and of the public names as HTML in build/docs.  Warnings are errors.
 #
 #   bash jobs/docs.sh      then open build/docs/index.html
 set -euo pipefail

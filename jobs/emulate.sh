@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A cluster emulated on this machine: NODES nodes of RANKS_PER_NODE ranks, each node with a link of
-# RATE to a common switch, that much in either direction at once.
+# Emulate a cluster on this machine: NODES nodes of RANKS_PER_NODE ranks.  Each node has a link to a
+# common switch, which carries RATE in each direction at once.
 #
 #   bash jobs/emulate.sh NODES RANKS_PER_NODE RATE -- COMMAND...       COMMAND on all ranks
 #   bash jobs/emulate.sh NODES RANKS_PER_NODE RATE --head COMMAND...   COMMAND once, as on a login
@@ -8,18 +8,19 @@
 #
 #   bash jobs/emulate.sh 4 1 50mbit -- python drivers/attention.py data/minilm_l3_1536.h5 --trials 1
 #
-# RATE is tc's: 10mbit, 1gbit, ...; none for no limit.  Ranks fill node00, then node01, ...  They
-# share memory within a node; between nodes there is only TCP.  Files are shared by all, but
-# /dev/shm is each node's own.  The exit code is the command's, or 124 out of time, or 2 with one
-# line if something that you gave, or this machine, cannot be used.  By environment:
+# RATE is written as for tc: 10mbit, 1gbit, ...; none means no limit.  Ranks fill node00, then node01,
+# ...  They share memory within a node, and use TCP between nodes.  All nodes share the files, but each
+# node has its own /dev/shm.  The exit code is the code of the command.  It is 124 if the time is over,
+# and 2, with one line, if an argument or this machine cannot be used.  Environment variables:
 #
-#   EMULATE_TIMEOUT=600   seconds for COMMAND; 0 for no limit
-#   EMULATE_LINKS=FILE    write what crossed each node's link: node, bytes sent, bytes received
-#   EMULATE_CORES=0.1     of a core for each node, no more even if others are idle: ranks then compute
-#                         as if on machines of their own, and the one with the most work is the last
-#   EMULATE_BURST=8k, EMULATE_QUEUE=8m   bytes sent at once, and waiting at most, for each limit
+#   EMULATE_TIMEOUT=600   seconds for COMMAND; 0 means no limit
+#   EMULATE_LINKS=FILE    write the bytes on each node's link: node, bytes sent, bytes received
+#   EMULATE_CORES=0.1     cores that each node may use, even if others are idle.  Ranks then compute as
+#                         on separate machines, and the rank with the most work ends last
+#   EMULATE_BURST=8k      bytes that a link sends at once
+#   EMULATE_QUEUE=8m      bytes that wait at a link at most
 #
-# Needs Linux, root, iproute2 and util-linux; paths are relative to the repository's root.
+# Needs Linux, root, iproute2 and util-linux.  Paths are relative to the repository's root.
 set -euo pipefail
 
 refuse() {
@@ -55,9 +56,9 @@ done
 ((${#missing[@]} == 0)) ||
   refuse "not found: ${missing[*]} (Debian and Ubuntu: iproute2, util-linux)"
 
-# All of it lives in namespaces without names, which end with their first process, head.sh; that is
-# killed when unshare dies, and unshare when this shell does.  So nothing is left, whatever happens.
-# What a terminal sends comes to this shell only.
+# The emulation lives in namespaces without names, which end with their first process, head.sh.
+# head.sh is killed when unshare dies, and unshare is killed when this shell dies.  So nothing is
+# left, whatever happens.  Signals of a terminal reach this shell only.
 spaces=(setsid setpriv --pdeathsig KILL
   unshare --fork --kill-child --pid --mount-proc --net --uts --ipc)
 reason=$("${spaces[@]}" true 2>&1) || refuse "cannot make namespaces: ${reason##*$'\n'}"
@@ -70,11 +71,12 @@ fi
 source jobs/env.sh
 use_env mpich
 
-# end CODE: ends all processes of the emulation, and exits when they are gone.
+# end CODE: end all processes of the emulation, and exit when they are gone.
 end() {
   trap '' INT TERM HUP
   set +e
-  # Not unshare, which waits for its child, head.sh; that ends when all others are gone.
+  # Kill head.sh, the child of unshare: it ends when all other processes are gone, and unshare waits
+  # for it.
   local head
   head=$(grep -slx "PPid:[[:space:]]*$!" /proc/[0-9]*/status)
   head=${head//[!0-9]/}
@@ -82,10 +84,10 @@ end() {
   wait "$!"
   exit "$1"
 } 2>/dev/null
-# What mpiexec leaves in /tmp when it is killed, here or in an emulation before: the topology of a
-# node.  A rank that misses it, of another emulation, finds out by itself.
+# sweep: remove the files with the topology of a node, which a killed mpiexec leaves in /tmp.  They may
+# belong to another emulation.  Its ranks then detect the topology themselves.
 sweep() {
-  # Limits of cores, empty when their emulation has ended.
+  # Remove limits of cores.  Only those of emulations that have ended are empty and can be removed.
   find /sys/fs/cgroup /sys/fs/cgroup/cpu -maxdepth 2 -depth -path '*/a2d_emulated*' -type d \
     -exec rmdir {} + 2>/dev/null || true
   grep -sl 'name="HostName" value="node[0-9]*"' /tmp/hydra_hwloc_xmlfile_* | xargs -r rm -f || true

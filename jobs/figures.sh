@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# All figures of the documentation, drawn from committed results and by the planner's model.
+# Draw all figures of the documentation, from committed results and by the planner's model.
 #
 #   bash jobs/figures.sh data/figures
 #
 # The last command, crossover, simulates for a minute; all others take a minute together.
-# tests/test_figures.py draws them, too, and compares the data of each figure with the committed one.
+# tests/test_figures.py draws the figures, too, and compares their data with the committed figures.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output=${1:?usage: figures.sh FOLDER}
@@ -19,7 +19,7 @@ python drivers/report.py masks --ranks 16 --seeds 0,1,2,3,4,5,6,7,8,9 \
 python drivers/plot.py schedule "$output"/schedules.png --plans "attention2d:4x4,ring,double ring:4x4" \
   --profile data/machines/a100-16x4.toml --ranks 16 --seqlen 32K --nheads 32 --nheads-kv 8 --mask causal
 
-# The partitions: of each a problem for which the planner finds its first plan the fastest.
+# Draw each partition for a problem for which the planner predicts it to be the fastest.
 python drivers/plot.py schedule "$output"/partitions/grid.png --plans attention2d:3x4,ring \
   --profile data/machines/h100-64x1.toml --ranks 12 --seqlen 32K --nheads 5 --mask full
 python drivers/plot.py schedule "$output"/partitions/blocks.png --plans blocks:12x1,attention2d:3x4 \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Random configurations against a dense float64 computation; exit code 1 if one is wrong.
+# Compare random configurations with a dense float64 computation.  The exit code is 1 if one is wrong.
 #
-#   bash jobs/fuzz.sh SECONDS [RANKS [FIRST]]   default: 4 ranks, any seed for the first one
-#   bash jobs/fuzz.sh --case SEED RANKS [WIRE]  one again, with the numbers
+#   bash jobs/fuzz.sh SECONDS [RANKS [FIRST]]   default: 4 ranks, and a random first seed
+#   bash jobs/fuzz.sh --case SEED RANKS [WIRE]  run one configuration again, and print the errors
 #   bash jobs/fuzz.sh openmpi ...               the same with Open MPI; default: MPICH
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

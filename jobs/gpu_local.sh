@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The main job on the GPUs of this machine, which its 4 ranks share: causal attention and its
-# gradients on the committed sample, checked against float64.  Device memory goes to MPI as it is.
-# Further options go to the driver:
+# Run the main job on the GPUs of this machine, which its 4 ranks share: causal attention and its
+# gradients on the committed sample, checked against float64.  MPI gets device memory.  The driver
+# gets further options:
 #
 #   bash jobs/gpu_local.sh --dtype float32 --transfers host
 set -euo pipefail

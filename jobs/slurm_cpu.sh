@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Attention2D and its ring baseline on 64 ranks of one core each.
 #
-#   sbatch jobs/slurm_cpu.sh      from the repository's root, after editing what follows
+#   sbatch jobs/slurm_cpu.sh      from the repository's root, after editing the lines below
 #
 #SBATCH --job-name=a2d_mpi
 #SBATCH --account=CHANGE_ME

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains a GPT on all ranks of an allocation; with survive=1 it goes on when ranks or nodes die.
+# Train a GPT on all ranks of an allocation.  With survive=1 the job continues when ranks die.
 #
-#   sbatch jobs/slurm_train.sh               from the repository's root, after editing what follows
+#   sbatch jobs/slurm_train.sh               from the repository's root, after editing the lines below
 #   survive=1 sbatch jobs/slurm_train.sh     with an Open MPI that has ULFM
 #
 # --no-kill keeps the allocation when a node fails.  Without survive=1 srun ends the job when a rank
-# dies.  With it ranks may die, all ranks of a node, too; but Open MPI 5.0.11 ends the job if its
-# daemon on a node dies.  Submitted again, the job goes on from the latest checkpoint.
+# dies.  With survive=1 any ranks may die, even all ranks of a node.  But Open MPI 5.0.11 ends the job
+# if its daemon on a node dies.  If you submit the job again, it continues from the latest checkpoint.
 #
 #SBATCH --job-name=a2d_mpi-train
 #SBATCH --account=CHANGE_ME
@@ -24,7 +24,7 @@ mpi=${mpi:-pmix}  # a plugin that `srun --mpi=list` names; without survive=1
 survive=${survive:-0}
 venv=${venv:-.venv-site}  # see jobs/slurm.sh
 text=${text:-data/new_testament.txt}
-folder=${folder:-results/training}  # of checkpoints; all nodes see it
+folder=${folder:-results/training}  # folder of checkpoints, which all nodes see
 options=${options:---preset tiny --positions rotary --seqlen 1024 --steps 1000}
 
 ((${#modules[@]} == 0)) || module load "${modules[@]}" || exit
@@ -36,7 +36,8 @@ export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 read -ra more <<<"$options"
 command=(python drivers/train_gpt.py "$text" --folder "$folder" --resume "${more[@]}")
 if [[ $survive == 1 ]]; then
-  # srun tells no rank that another one died.  Open MPI's launcher does; srun starts its daemons.
+  # Ranks of srun do not learn that a rank died.  Open MPI's launcher tells them, so srun starts its
+  # daemons.
   export SLURM_KILL_BAD_EXIT=0
   mpiexec --with-ft ulfm -n "$SLURM_NTASKS" --map-by "ppr:$SLURM_NTASKS_PER_NODE:node" \
     "${command[@]}" --survive

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Did a change of the code make it slower?  Calls of some plans at another commit, in a worktree of
-# its own, and with the files here, in turn, on this machine or on an emulated cluster of it (see
-# jobs/emulate.sh): medians of the launches' medians, and their ratio.
+# Find out whether a change of the code made it slower.  Some plans run with another commit (in a
+# worktree of its own) and with the files here, in turn, on this machine or on an emulated cluster
+# (see jobs/emulate.sh).  The job prints medians of the launches' medians, and their ratio.
 #
-#   bash jobs/speed.sh COMMIT local   README's example on 4 ranks; and tiny calls on 2
+#   bash jobs/speed.sh COMMIT local   README's example on 4 ranks, and tiny calls on 2
 #   bash jobs/speed.sh COMMIT 16x1    768 tokens on 16 nodes, 10 Mbit/s
-#   bash jobs/speed.sh COMMIT 64x1    on 64 nodes, 2.5 Mbit/s
+#   bash jobs/speed.sh COMMIT 64x1    the same on 64 nodes, 2.5 Mbit/s
 #
-# By environment: LAUNCHES=7 of each.
+# Environment variable: LAUNCHES=7, the number of launches of each commit.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
@@ -34,7 +34,7 @@ for ((i = 0; i < ${LAUNCHES:-7}; i++)); do
         bash jobs/emulate.sh 64 1 2.5mbit -- python tests/speed.py "$folder/$tree.$i.json" \
           768,16,16 1 attention2d:2x2x16 attention2d:8x8x1 ring:64x1x1
         ;;
-    esac 2>"$folder/log" || { cat "$folder/log" >&2 && exit 1; } # what failed, and no more
+    esac 2>"$folder/log" || { cat "$folder/log" >&2 && exit 1; } # print the log of the failed launch, and stop
   done
 done
 python - "$folder" <<'EOF'

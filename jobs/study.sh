@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The study: grids and rings on emulated clusters of this machine, side by side.
+# Measure the study: grids and rings on emulated clusters of this machine, side by side.
 #
 #   bash jobs/study.sh results/study                      all of it, 85 minutes on two cores
 #   bash jobs/study.sh results/study 64x1 scaling         some of it
@@ -9,13 +9,14 @@
 #   bash jobs/study.sh results/study crossover            the ratio of computing to transfers, 40 minutes
 #   bash jobs/study.sh results/study train                training steps of docs/gpt.md
 #
-# Each cluster is calibrated first, then runs all methods and what the planner thinks best; a file of
-# results and a profile for each.  What is there already is not run again.  Then
-# python drivers/report.py study data/results/*.h5 says what came of it, drivers/plot.py results draws it.
+# Each cluster is calibrated first.  Then it runs all methods and the planner's picks.  Each cluster
+# has a profile and a file of results.  Runs that a file holds already are not run again.  Afterwards
+# python drivers/report.py study data/results/*.h5 prints the results, and drivers/plot.py results
+# draws them.
 #
-# Rates: such that two cores carry them, and the ring computes for 0.5 to 10 % of the time for which it
-# transfers, as it does with 4 K to 15 K tokens on the profiles of the paper's machines in
-# data/machines/ by the model.
+# The rates are so low that two cores can carry all messages, and the ring computes for 0.5 to 10 % of
+# the time for which it transfers.  By the model, this is the ratio for 4 K to 15 K tokens on the
+# profiles of the paper's machines in data/machines/.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [large] [crossover] [scaling] [overlap] [triangle] [nodes] [masks] [train]}
@@ -26,31 +27,32 @@ use_env mpich
 
 sizes=(--nheads 16 --headdim 16 --seqlens 768 --trials 3 --resume)
 
-# on CLUSTER RATE COMMAND...: on nodes x ranks of a node.
+# on CLUSTER RATE COMMAND...: run a command on an emulated cluster, NODESxRANKS_PER_NODE.
 on() {
   EMULATE_TIMEOUT=3000 bash jobs/emulate.sh "${1%x*}" "${1#*x}" "$2" -- python "${@:3}"
 }
 
-# stem CLUSTER: of the files of its results.
+# stem CLUSTER: print the common stem of the files of a cluster.
 stem() {
   echo "$output/$1${EMULATE_CORES:+-$EMULATE_CORES}"
 }
 
-# calibrated CLUSTER RATE: more ranks than cores disturb each other, here and when they compute.
+# calibrated CLUSTER RATE: measure the profile of a cluster.  More ranks than cores disturb each other
+# in this measurement as they do in the study.
 calibrated() {
   local name="$1 emulated, $2${EMULATE_CORES:+, $EMULATE_CORES cores a node}"
   [[ -e $(stem "$1").toml ]] ||
     on "$1" "$2" drivers/calibrate.py --output "$(stem "$1").toml" --name "$name"
 }
 
-# bench CLUSTER RATE OPTIONS...
+# bench CLUSTER RATE OPTIONS...: run bench.py on a cluster, with its profile.
 bench() {
   on "$1" "$2" drivers/bench.py --output "$(stem "$1").h5" --profile "$(stem "$1").toml" \
     "${sizes[@]}" --spans picked "${@:3}"
 }
 
-# cluster NAME RATE PLANS [MORE]: forward with gradients by all (MORE with full masks only), forward
-# alone by the planner's choice, also of each method.
+# cluster NAME RATE PLANS [MORE]: run all plans forward with gradients (MORE with full masks only),
+# and the planner's picks, overall and of each method, forward alone.
 cluster() {
   local mask plans
   calibrated "$1" "$2"
@@ -75,17 +77,17 @@ attention2d:2x2x4,ring:4x1x4,double ring:4x4,double ring:2x2x4"
 attention2d:2x2x16,ring:4x1x16,double ring:8x8,double ring:2x2x16"
       ;;
     16x4)
-      # Also with each axis inside a node.  To gather all keys, or all queries, takes very long.
+      # These plans also have each axis inside a node.  Gathering all keys or queries takes very long.
       cluster 16x4 5mbit "attention2d:8x8,attention2d:4x4x4,attention2d:2x2x16@urc,\
 ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,attention2d:1x64"
       ;;
-    ratio) # the square grid against the ring only, more often
+    ratio) # only the square grid and the ring, with more trials
       for cluster in "16x1 10mbit" "64x1 2.5mbit"; do
         on $cluster drivers/bench.py --output "$output/ratio.h5" "${sizes[@]}" --trials 7 \
           --plans attention2d,ring --masks full,causal --backward --spans none
       done
       ;;
-    large) # messages of 100 KB to 1 MB, as of long sequences; seven trials of few plans
+    large) # messages of 100 KB to 1 MB, as in long sequences; seven trials of few plans
       large=("${sizes[@]}" --trials 7 --backward --spans none --output "$output/large.h5")
       for mask in causal full; do
         on 16x1 10mbit drivers/bench.py "${large[@]}" --nheads 8 --headdim 64 --seqlens 2048 \
@@ -109,7 +111,7 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
       done <<<$'1gbit 0.05\n300mbit 0.05\n100mbit 0.05\n30mbit 0.05\n10mbit 0.1'
       unset EMULATE_CORES
       ;;
-    scaling) # so slow that computing does not count
+    scaling) # links so slow that computing does not count
       for nodes in 4 16 64; do
         on "${nodes}x1" 1mbit drivers/bench.py --output "$output/scaling.h5" "${sizes[@]}" \
           --seqlens 512 --plans attention2d,ring --masks full --backward
@@ -134,7 +136,7 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
           --plans "auto,attention2d:8x8,node_aware:8x8@rcu/2x2,node_aware:16x2x2@rcu/2x2,ring"
       done
       ;;
-    masks) # heads that others cannot share; where transfers decide, and where computing does
+    masks) # two heads only; first transfers decide, then computing decides
       for cluster in "16x1 10mbit 2K 4x4" "16x1 500mbit 8K 4x4 0.1" "64x1 2.5mbit 2K 8x8" \
         "64x1 200mbit 8K 8x8 0.03"; do
         read -r nodes rate seqlen grid cores <<<"$cluster"
@@ -146,7 +148,7 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
       done
       unset EMULATE_CORES
       ;;
-    train) # activations by ranks, here; then a layer on nodes, as long for its width as GPT-3's with 128K
+    train) # activations by ranks; then a layer on nodes, with GPT-3's ratio of length to width at 128K
       for ranks in 1 2 4 8; do
         run_mpi "$ranks" 900 python drivers/bench_gpt.py train --output "$output/memory.h5" --resume \
           --preset tiny --seqlen 4K --recompute --trials 1 --plans attention2d
@@ -156,7 +158,7 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
         --profile "$output/16x1.toml" --preset gpt3-175b-layer --width 192 --nheads 12 \
         --positions rotary --seqlen 2K --plans auto:2,attention2d:4x4,ring --trials 7
       ;;
-    overlap) # computing and communicating at once, and in turn, where both take as long
+    overlap) # computing and communicating at once and in turn, where both take equally long
       on 16x1 100mbit drivers/bench.py --output "$output/overlap.h5" "${sizes[@]}" \
         --plans attention2d:4x4 --nheads 8 --headdim 64 --seqlens 16K --backward \
         --overlap --no-overlap

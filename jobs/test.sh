@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# The tests with MPICH, and then those that another MPI may change with Open MPI: first the serial
-# ones, which two processes share out, then those on ranks.  docs/testing.md says what a tier is.
-# Fails if any test fails, hangs or is skipped.
+# Run the tests with MPICH, and then with Open MPI the tests whose result another MPI may change.
+# Two processes share the serial tests; then come the tests on ranks.  docs/testing.md explains the
+# tiers.  The job fails if any test fails, hangs or is skipped.
 #
 #   bash jobs/test.sh                       every feature once: about eight minutes on two cores
-#   bash jobs/test.sh all                   the whole suite: also the tests marked `thorough`
-#   bash jobs/test.sh openmpi -k causal     one MPI only; the rest goes to pytest.  Also after `all`
-#   bash jobs/test.sh gpu                   the tests for GPUs, on real ones; see jobs/test_gpu.sh
-#   bash jobs/test.sh torch                 the tests of a2d_mpi.torch, which are part of `all`, too
+#   bash jobs/test.sh all                   the whole suite, with the tests marked `thorough`
+#   bash jobs/test.sh openmpi -k causal     one MPI only; pytest gets the other options.  Also after `all`
+#   bash jobs/test.sh gpu                   the tests for GPUs, on real GPUs; see jobs/test_gpu.sh
+#   bash jobs/test.sh torch                 the tests of a2d_mpi.torch, which `all` runs, too
 #
-# With A2D_MPI_ENV=active: the MPI that is there only, and with `all` PyTorch if it is there.
+# With A2D_MPI_ENV=active the job uses the active MPI only.  `all` then uses PyTorch if it is installed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/env.sh
@@ -42,14 +42,14 @@ mkdir "$A2D_TEST_RESULTS"
 unset PYTHONDONTWRITEBYTECODE # every rank would compile every module anew
 lines=() passed=0 failed=0
 
-# count WORD LOG: the number before it in the last line of pytest's report, or 0.
+# count WORD LOG: print the number before WORD in the last line of pytest's report, or 0.
 count() {
-  # -a: Open MPI gives its ranks a terminal and passes on what comes with it.
+  # -a reads the log as text: Open MPI gives its ranks a terminal, and control characters remain.
   grep -aE '[0-9]+ [a-z]+.* in [0-9.]+s' "$2" | tail -n 1 |
     grep -aoE "[0-9]+ $1" | cut -d ' ' -f 1 || echo 0
 }
 
-# record NAME COMMAND...: runs pytest and adds up what it reports.
+# record NAME COMMAND...: run pytest and add its numbers to the totals.
 record() {
   local name=$1 start=$SECONDS status=0
   shift
@@ -58,7 +58,7 @@ record() {
   add "$name" "$start" "$status" "$folder/log"
 }
 
-# record_twice NAME COMMAND...: the same by two processes that share the files out, for most of the
+# record_twice NAME COMMAND...: do the same in two processes that share the test files, because most
 # serial tests leave a core idle.
 record_twice() {
   local name=$1 start=$SECONDS status=0
@@ -75,19 +75,19 @@ record_twice() {
   add "$name, meanwhile" "$start" "$status" "$folder/other"
 }
 
-# yielding COMMAND...: ranks that it starts leave the core to others when they wait.
+# yielding COMMAND...: run a command whose ranks leave the core to others when they wait.
 yielding() (
   share_cores 1000000
   export OMPI_MCA_mpi_yield_when_idle=1
   "$@"
 )
 
-# add NAME START STATUS LOG: of a run of pytest that began at START.
+# add NAME START STATUS LOG: add the numbers of a run of pytest that began at START.
 add() {
   local name=$1 start=$2 status=$3 p f s note=""
   p=$(count passed "$4") s=$(count skipped "$4")
   f=$(($(count failed "$4") + $(count error "$4")))
-  # 5: pytest found no test, which a narrowed suite may do.
+  # 5: pytest found no test, which may happen in a narrowed suite.
   if ((status == 5 && narrowed > 0)); then status=0; fi
   case $status in
     0) ;;
@@ -95,7 +95,7 @@ add() {
     *) note=", exit code $status" ;;
   esac
   if ((s > 0)); then note+=", $s skipped (no GPU)"; fi
-  # A run that broke off may report no failure; MPICH calls it 0 if a rank left with 0.
+  # A run that was cut off may report no failure.  MPICH returns 0 if a rank left with 0.
   if ((f == 0 && (status != 0 || p == 0 && narrowed == 0))); then f=1; fi
   lines+=("$name: $p passed, $f failed, $((SECONDS - start)) s$note")
   passed=$((passed + p)) failed=$((failed + f))
@@ -108,8 +108,8 @@ for mpi in "${mpis[@]}"; do
     lines+=("the active environment: $mpi only")
     echo "${lines[0]}"
   fi
-  # Serial is the runner only: the drivers that these tests start run on ranks of this MPI.  Those
-  # marked `launches` see differences between MPIs, the others need no second one.
+  # Only the runner is serial: these tests start drivers on ranks of this MPI.  MPIs differ only in
+  # the tests that are marked `launches`, so the second MPI runs no others.
   marks="not mpi$tier" counts=("${rank_counts[@]}")
   if [[ $mpi != "${mpis[0]}" ]]; then marks+=" and launches" counts=("${second_counts[@]}"); fi
   record=record_twice
@@ -121,7 +121,7 @@ for mpi in "${mpis[@]}"; do
   for ranks in "${counts[@]}"; do
     marks="mpi$tier" second="" short=""
     if [[ $mpi != "${mpis[0]}" ]]; then second=yes; fi
-    # The first tier has all of its tests on 1 and 4 ranks, once.
+    # The first tier runs all of its tests on 1 and 4 ranks, with one MPI.
     if [[ $tier && ($second || $ranks == 6) ]]; then short=yes; fi
     if [[ $second || $short ]]; then marks+=" and not one_mpi"; fi
     if [[ $ranks == 5 || $short || ($second && $ranks == 6) ]]; then marks+=" and not grids"; fi
@@ -131,9 +131,9 @@ for mpi in "${mpis[@]}"; do
   done
 done
 
-# With an MPI that ran the other tests, or with MPICH; in an environment of its own, as it is large.
+# PyTorch is large and has a separate environment.  Its MPI is one that ran the other tests, or MPICH.
 if [[ $torch == missing ]]; then
-  lines+=("torch: not in the active environment, its tests were not run")
+  lines+=("torch: not in the active environment, so its tests were not run")
 elif [[ $torch ]]; then
   use_env any test,torch .venv-torch torch
   record "torch, serial" limited "$most" python -m pytest tests/test_llama.py -q --color=no "$@"

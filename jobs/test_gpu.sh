@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
-# The tests on the GPUs of this machine: the kernels, then all methods on 1, 4 and 6 ranks that share
-# them.  Sized for ten minutes, which no GPU has confirmed yet.  What follows goes to pytest.
+# Run the tests on the GPUs of this machine: the kernels, then all methods on 1, 4 and 6 ranks that
+# share the GPUs.  They should take ten minutes, but have not run on a GPU yet.  Options go to pytest.
 exec bash "$(dirname "${BASH_SOURCE[0]}")/test.sh" gpu "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains the GPT `tiny` on 2 x 2 ranks on the King James Version's New Testament, generates some text
-# with it and draws the loss: a quarter of an hour on two busy cores.  A run that was stopped, at any
-# time, goes on.  Further options go to the training:
+# Train the GPT `tiny` on 2 x 2 ranks on the King James Version's New Testament, generate some text
+# with it and draw the loss.  This takes a quarter of an hour on two busy cores.  A run that was
+# stopped at any time continues.  The training gets further options:
 #
 #   bash jobs/train.sh results/training
 #   bash jobs/train.sh results/short --steps 100

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The measurements of docs/wire.md: errors of each format on 2 x 2 ranks, seconds on 16 emulated nodes.
+# Make the measurements of docs/wire.md: errors of each format on 2 x 2 ranks, and seconds on 16
+# emulated nodes.
 #
 #   bash jobs/wire.sh FOLDER errors     real activations, and the same with logits of 50; a minute
 #   bash jobs/wire.sh FOLDER seconds    needs root, see docs/emulated-cluster.md; five minutes
@@ -17,7 +18,7 @@ use_env any
 sample=data/minilm_l3_1536.h5
 if [[ $2 == errors ]]; then
   large=$folder/logits50.h5
-  # q times a number, so that the largest causal logit is 50.
+  # Multiply q by a number, so that the largest causal logit is 50.
   python - "$sample" "$large" << 'END'
 import sys
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The head of an emulated cluster: jobs/emulate.sh runs it, with its arguments, as the first process
-# in namespaces of its own.  It is also the switch: its eth0 is a bridge with a port for each node.
-# Its own link has no limit.
+# The head of an emulated cluster.  jobs/emulate.sh runs this script with the same arguments, as the
+# first process in new namespaces.  The head is also the switch: its eth0 is a bridge with a port for
+# each node.  The link of the head has no limit.
 set -euo pipefail
 source jobs/env.sh
 
@@ -15,7 +15,7 @@ nodes=$1 per_node=$2 rate=$3 mode=$4
 shift 4
 
 mount -t tmpfs tmpfs /dev/shm
-dir=/dev/shm/emulated # on.sh knows it too
+dir=/dev/shm/emulated # on.sh uses this folder, too
 mkdir "$dir"
 echo head >/proc/sys/kernel/hostname
 source jobs/emulated/network.sh
@@ -30,8 +30,8 @@ for ((i = 0; i < nodes; i++)); do names+=("$(printf 'node%02d' "$i")"); done
 mount --bind "$dir/hosts" /etc/hosts
 printf "%s:$per_node\n" "${names[@]}" >"$dir/mpi_hosts"
 
-# Permanent neighbours: the table of those that the kernel learns is shared by all namespaces, and
-# too small for 64 nodes.
+# Set all neighbours permanently.  All namespaces share the kernel's table of learnt neighbours, which
+# is too small for 64 nodes.
 for ((i = 0; i <= nodes; i++)); do
   echo "neigh replace $(address "$i") lladdr $(mac "$i") dev eth0 nud permanent"
 done >"$dir/neighbours"
@@ -67,12 +67,12 @@ for i in "${!names[@]}"; do
   limit "port$i" "$rate" # what the node receives; node.sh limits what it sends
 done | tc -batch - || fail "cannot limit the links"
 
-# limit_cores NODE: all that runs on it gets EMULATE_CORES of a core; see on.sh.
+# limit_cores NODE: limit all processes of a node to EMULATE_CORES cores together; see on.sh.
 limit_cores() {
   local groups=/sys/fs/cgroup folder quota=1000 period
   period=$(awk -v cores="$EMULATE_CORES" -v quota="$quota" 'BEGIN { print int(quota / cores) }')
   ((period <= 1000000)) || fail "EMULATE_CORES must be at least 0.001, got $EMULATE_CORES"
-  # Periods of a node with many cores must not be too short.
+  # The period of a node with many cores must not be too short.
   while ((period < 1000)); do quota=$((2 * quota)) period=$((2 * period)); done
   [[ -e $groups/cgroup.controllers ]] || groups+=/cpu
   folder=$groups/a2d_emulated.$cluster.$1
@@ -87,10 +87,10 @@ limit_cores() {
 if [[ -n $EMULATE_CORES ]]; then
   cluster=$RANDOM$RANDOM
   for name in "${names[@]}"; do limit_cores "$name"; done
-  export A2D_MPI_NODE_CORES=$EMULATE_CORES # no rank can see it: its /sys is of its own node
+  export A2D_MPI_NODE_CORES=$EMULATE_CORES # ranks cannot read it from /sys, which each node mounts anew
 fi
 
-# count: bytes sent and received so far, a line for each node.
+# count: print the bytes sent and received so far, a line for each node.
 count() {
   local pid
   for pid in "${pids[@]}"; do
@@ -98,12 +98,12 @@ count() {
   done
 }
 
-# MPICH's UCX over TCP: no rendezvous for large messages.  The receiver's "go on" would queue behind
-# what the receiver itself is sending: for the second in which a slow link empties its queues, and
-# two ranks that send to each other would take turns.
+# Let MPICH's UCX send large messages over TCP without a rendezvous.  The receiver's answer would queue
+# behind its own messages, for the second in which a slow link empties its queue.  Two ranks that send
+# to each other would then take turns.
 export UCX_RNDV_THRESH=${UCX_RNDV_THRESH:-inf}
 
-# With these, MPICH's mpiexec starts its ranks on the nodes.
+# With these variables MPICH's mpiexec starts its ranks on the nodes.
 export HYDRA_LAUNCHER=ssh HYDRA_LAUNCHER_EXEC=$PWD/jobs/emulated/on.sh
 export HYDRA_HOST_FILE=$dir/mpi_hosts
 

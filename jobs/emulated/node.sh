@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# node.sh NUMBER NAME RATE DIR: sets up one node of an emulated cluster, says on file descriptor 3
-# that it is ready, and keeps its namespaces.  head.sh starts it, in them.
+# node.sh NUMBER NAME RATE DIR: set up a node of an emulated cluster, write "ready" to file descriptor
+# 3, and keep the namespaces of the node.  head.sh starts this script in these namespaces.
 set -euo pipefail
 trap 'echo failed >&3' EXIT
 [[ -p $4/ready ]]
@@ -17,7 +17,7 @@ source jobs/emulated/network.sh
   cat "$4/neighbours"
 } | ip -batch -
 limit eth0 "$3" | tc -batch -
-# Its network devices are those of whoever mounts it.
+# Mount /sys again: it shows the network devices of the namespace in which it was mounted.
 mount -t sysfs sysfs /sys
 mount -t tmpfs tmpfs /dev/shm
 

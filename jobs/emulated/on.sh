@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# on.sh NODE COMMAND: a shell's command on a node of the emulated cluster, from its head.
-# mpiexec takes this for ssh, and gives it ssh's options too.
+# on.sh NODE COMMAND: run a shell command on a node of the emulated cluster, from the head.  mpiexec
+# uses this script as ssh, and also passes options of ssh.
 set -euo pipefail
 while [[ ${1:-} == -* ]]; do shift; done
 limit=/dev/shm/emulated/$1.cores

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# rank.sh COMMAND...: one rank's command; says which rank it was if a signal ended it, because
-# mpiexec names only the process.
+# rank.sh COMMAND...: run the command of a rank.  If a signal ends it, name the rank, because mpiexec
+# names only the process.
 exec 3>&2
 status=0
 { "$@" 2>&3 3>&-; } 2>/dev/null || status=$? # not what bash itself says of the signal
