@@ -67,7 +67,7 @@ def masks(parser: Parser) -> None:
         python drivers/report.py masks --ranks 16 --seqlen 128K --masks all
         python drivers/report.py masks --output table.csv --picture table.png
 
-    For each mask and plan, METHOD or METHOD/DISTRIBUTION, the grid of any shape whose largest rank
+    For each mask and plan, METHOD or METHOD/DISTRIBUTION, the grid of any shape whose busiest rank
     moves the fewest bytes in a forward pass.  Entries of the table in --output are not computed
     again.  --picture draws the whole table.
     """

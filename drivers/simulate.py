@@ -9,7 +9,7 @@ r"""Replay plans x ranks x lengths x networks by SimGrid, beside the model's pre
 Every rank does what the model has it do, for as long.  Only the network is another: SimGrid shares
 its links among all messages.  A network is "switch", "fat tree", "fat tree:4" (four times
 oversubscribed) or "dragonfly".
-Every simulation is added to the file when it is done.  --resume goes on where an earlier run
+Every simulation is added to the file when it is done.  --resume continues where an earlier run
 ended, and tries again what ran out of time, if there is more time now.
 All-gathers of many ranks take long: for each message that ends, SimGrid shares the links anew
 among all others.  With --coarse 1e-3, messages that end close after each other end together.

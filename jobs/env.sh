@@ -13,7 +13,7 @@
 #   A2D_MPI_WHEELS=FOLDER      with A2D_MPI_ENV: install all wheels of a folder in .venv-active, an
 #                              environment on top of the active one
 
-# Ctrl-C ends the whole job.  MPICH's mpiexec reports success after Ctrl-C, so the job would go on.
+# Ctrl-C ends the whole job.  MPICH's mpiexec reports success after Ctrl-C, so the job would continue.
 trap 'exit 130' INT
 
 # Ranks share the cores.  With more than one BLAS thread they slow each other down a hundredfold.

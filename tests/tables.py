@@ -346,7 +346,7 @@ def slopes(path):
             ranks = sorted(times)
             fit = np.polyfit(np.log(ranks), np.log([times[x] for x in ranks]), 1)[0]
             cells = (times.get(x) for x in (64, 256, 1024, 4096))
-            yield [f"{SHORT.get(method, method)}, {per_node} a node",
+            yield [f"{SHORT.get(method, method)}, {per_node} per node",
                    *("" if x is None else one_decimal(x, 1000) for x in cells),
                    f"**{fit:+.2f}**"]  # fmt: skip
 
@@ -707,7 +707,7 @@ def sentences_about_masks():
     most = np.ceil(1e3 * max(balanced.values())) / 1e3
     even = f"{sum(x <= 1.02 for x in balanced.values())} of {len(balanced)}"
     yield "masks", f"within {most:.3f} of the mean, and {even} masks within 1.02"
-    yield "partitions", f"The figures of that page reach {most:.3f}"
+    yield "partitions", f"The numbers of that page reach {most:.3f}"
     rings = [max(x for (plan, n, _), x in worst.items() if (plan, n) == ("ring/balanced", ranks))
              for ranks in ("16", "64")]  # fmt: skip
     yield "masks", f"shards reaches {rings[0]:.2f} on 16 ranks and {rings[1]:.2f} on 64"

@@ -99,7 +99,7 @@ def test_planned_grid(comm):
     attn = Attention2D(grid, mask, **problem)
     if planned:
         assert attn.distribution.name == planned
-        assert attn.distribution.why == "the planner's choice"
+        assert attn.distribution.why == "the planner's pick"
     grid.free()
     grid = ProcessGrid(comm, 1, comm.size)
     attn = Attention2D(grid, mask, **problem)

@@ -119,7 +119,7 @@ class AttentionPlan:
         On all ranks, with the numbers, if an argument is wrong on any rank or differs between
         ranks.
     RanksLost
-        On all surviving ranks, if a rank died and MPI goes on.  All calls raise it, too.  See
+        On all surviving ranks, if a rank died and MPI continues.  All calls raise it, too.  See
         `ProcessGrid.shrink`.
 
     Notes
@@ -330,6 +330,7 @@ class AttentionPlan:
         x : (seqlen, ...) array
             On rank `root` of ``grid.comm``, NumPy or CuPy, of any dtype.  Other ranks pass None.
         root : int
+            Rank that has `x`.
 
         Returns
         -------
@@ -345,7 +346,24 @@ class AttentionPlan:
         return self._moved("scatter", x, root, self.distribution)
 
     def scatter_kv(self, x: Array | None, root: int = 0) -> Array:
-        """Cut an array of all keys, (seqlen_kv, ...), as `scatter` does; rows are `tokens_kv`."""
+        """Cut an array with a row for each key on one rank into the shards of all ranks.
+
+        Parameters
+        ----------
+        x : (seqlen_kv, ...) array
+            As in `scatter`.
+        root : int
+
+        Returns
+        -------
+        (m, ...) array
+            Shard of this rank: row i is the token ``tokens_kv[i]``.
+
+        Raises
+        ------
+        ValueError
+            As in `scatter`.
+        """
         return self._moved("scatter", x, root, self.problem.shards_kv)
 
     def gather(self, x: Array, root: int = 0) -> Array | None:
@@ -356,6 +374,7 @@ class AttentionPlan:
         x : (n, ...) array
             Shard of this rank, NumPy or CuPy, of any dtype.
         root : int
+            Rank that gets the result.
 
         Returns
         -------
@@ -404,20 +423,37 @@ class AttentionPlan:
         return self._engine.staged_bytes
 
     def spans(self, phase: str) -> list[tuple[str, float, float]]:
-        """Return the spans of the latest call of a phase on this rank: see `Engine.spans`."""
+        """Return what this rank did when in its latest call of a phase.  Local.
+
+        Parameters
+        ----------
+        phase : {"forward", "backward"}
+
+        Returns
+        -------
+        list of (str, float, float)
+            Part ("compute", "merge" or "wait"), start and end in seconds since the phase began, in
+            the order of time.  The last entry is ("total", 0, end of the phase).  Empty if there
+            was no call.  On a GPU the waits are the gaps between the other parts.
+        """
         return self._engine.spans(phase)
 
     def recording(self) -> AbstractContextManager[list[Recorded]]:
-        """Record all calls of this rank inside a ``with`` statement; the list then holds them.
+        """Record all calls of this rank inside a ``with`` statement.  Local.
 
-        ``with plan.recording() as calls: plan.forward(q, k, v)``.  Local.
-        `a2d_mpi.experiments.trace` makes timelines of all ranks from such lists.
+        ``with plan.recording() as calls: plan.forward(q, k, v)``.
+        `a2d_mpi.experiments.trace` makes a timeline of all ranks from their lists.
+
+        Returns
+        -------
+        context manager of a list of Recorded
+            The list holds the calls after the ``with`` statement.
         """
         return self._engine.recording()
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of all buffers but the kernel's; `a2d_mpi.planning.memory.buffers` predicts it."""
+        """Bytes of all buffers without the kernel's, as `a2d_mpi.planning.memory` predicts."""
         return self._engine.work.nbytes(apart="kernel")
 
     @property
@@ -441,9 +477,18 @@ class AttentionPlan:
         return self.grid.layout
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
-        """Predict the bytes [sent, received] by one forward and one backward call of `rank`.
+        """Predict the bytes of one forward and one backward call.  Local.
 
-        The dict has the keys of ``traffic.bytes``.  Source: `a2d_mpi.planning.cost`.
+        Parameters
+        ----------
+        rank : int, optional
+            A rank of ``grid.comm``.  Default: this rank.
+
+        Returns
+        -------
+        dict of (str, str) to [int, int]
+            Bytes sent and received by phase and communicator, with the keys of ``traffic.bytes``.
+            Source: `a2d_mpi.planning.cost`.
         """
         from a2d_mpi.planning import cost
 
@@ -451,11 +496,22 @@ class AttentionPlan:
         return cost.traffic(self.method, self.layout, self.problem, rank)
 
     def predicted_memory(self, backward: bool = True, rank: int | None = None) -> int:
-        """Predict the bytes by which the process of `rank` (default: this one) grows.
+        """Predict the bytes by which the process of a rank grows.  Local.
 
-        The growth is counted from before the arrays and the plan are made to the end of a call of
-        each phase.  A kernel of the host counts after its first call.  Source:
-        `a2d_mpi.planning.memory`.
+        The growth is counted from before the arrays and the plan are made to the end of the calls.
+        A kernel on the host is known, and counts, after its first call.
+
+        Parameters
+        ----------
+        backward : bool
+            Whether there is a backward call after the forward call.
+        rank : int, optional
+            A rank of ``grid.comm``.  Default: this rank.
+
+        Returns
+        -------
+        int
+            Bytes.  Source: `a2d_mpi.planning.memory`.
         """
         from a2d_mpi.planning import memory
 
@@ -464,9 +520,17 @@ class AttentionPlan:
         return memory.peak_memory(self.method, self.layout, self.problem, rank, backward, kernel)
 
     def area(self, rank: int | None = None) -> int:
-        """Count the visible (query, key) pairs that `rank` (default: this one) computes.
+        """Count the visible (query, key) pairs that a rank computes.  Local.
 
-        The number is for one head.  A context-parallel group has ``nheads / grid.heads`` heads.
+        Parameters
+        ----------
+        rank : int, optional
+            A rank of ``grid.comm``.  Default: this rank.
+
+        Returns
+        -------
+        int
+            Pairs of one head.  A context-parallel group has ``nheads / grid.heads`` heads.
         """
         rank = self.grid.comm.rank if rank is None else rank
         programs = write(self.method, "forward", self.layout, self.problem, rank, self.overlap)

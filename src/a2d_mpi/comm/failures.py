@@ -1,4 +1,4 @@
-"""Ranks that die, on an MPI that goes on without them (ULFM, User-Level Failure Mitigation).
+"""Ranks that die, on an MPI that continues without them (ULFM, User-Level Failure Mitigation).
 
 MPI reports the death of a rank only to ranks that wait for it.  A rank that gets the report
 revokes all communicators of its grid.  This ends all waits on these communicators.  The ranks that
@@ -40,7 +40,7 @@ class RanksLost(RuntimeError):
 
 
 def survives() -> bool:
-    """Return True if this job goes on when ranks die: Open MPI under ``mpiexec --with-ft ulfm``.
+    """Return True if this job continues when ranks die: Open MPI under ``mpiexec --with-ft ulfm``.
 
     MPI has no function for this question.  Open MPI always has the functions of ULFM, but it ends
     the job unless this parameter is set.  MPICH does not have these functions.

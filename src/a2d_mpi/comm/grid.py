@@ -77,7 +77,7 @@ class ProcessGrid:
     rendezvous : Rendezvous
         The ranks of the grid meet in it before each collective call.
     failures : Failures
-        Detection of ranks that died, if MPI goes on without them.
+        Detection of ranks that died, if MPI continues without them.
 
     Raises
     ------
@@ -87,8 +87,8 @@ class ProcessGrid:
         divide the grid, `nodes` does not have an integer for each rank of `comm`, or MPI has no
         communicators left.
     RanksLost
-        On all surviving ranks, if a rank died and MPI goes on.  All calls of plans raise it, too.
-        If the rank died while the grid was made, `comm` is revoked.
+        On all surviving ranks, if a rank died and MPI continues.  All calls of plans raise this
+        error, too.  If the rank died while the grid was made, `comm` is revoked.
     """
 
     def __init__(
@@ -193,10 +193,16 @@ class ProcessGrid:
         method : str
             One of `a2d_mpi.schedules.METHODS`.
 
+        Returns
+        -------
+        ProcessGrid
+
         Raises
         ------
         ValueError
             On all ranks, if no plan fits in memory or the problem is invalid.
+        RanksLost
+            On all surviving ranks, if a rank died and MPI continues.
         """
         from a2d_mpi.planning.planner import best_candidate
 
@@ -227,6 +233,11 @@ class ProcessGrid:
         ranks : tuple of int
             Ranks of the channel, in its order.  They are ranks in the context-parallel group, or
             all ranks of the grid.  Ignored for "head".
+
+        Returns
+        -------
+        Intracomm
+            It belongs to the grid, which frees it.
         """
         if channel == "head":
             return self.head_comm
@@ -262,7 +273,7 @@ class ProcessGrid:
         """
         if not survives():
             raise RuntimeError(
-                "a grid can shrink only if MPI goes on when a rank dies: use Open MPI and start "
+                "a grid can shrink only if MPI continues when a rank dies: use Open MPI and start "
                 "the job by mpiexec --with-ft ulfm"
             )
         most_positions = METHODS[method].most_positions

@@ -36,8 +36,8 @@ SPANS = ("all", "picked", "none")  # plans whose spans are kept: spans are most 
 def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Run the configurations that a file lacks, workload by workload; return the exit code.
 
-    If a rank dies and MPI goes on, the other ranks note it in the file, and the program ends.
-    It does not go on, because plans on fewer ranks could not be compared with earlier results.
+    If a rank dies and MPI continues, the other ranks note it in the file, and the program ends.
+    It does not continue, because plans on fewer ranks could not be compared with earlier results.
     """
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
     failures, running, grids = Failures(comm, []), [], {}

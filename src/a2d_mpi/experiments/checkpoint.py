@@ -105,12 +105,20 @@ def save(folder: Path, state: State) -> Path:
 def load(path: Path) -> State:
     """Read a checkpoint.
 
+    Parameters
+    ----------
+    path : Path
+
+    Returns
+    -------
+    State
+
     Raises
     ------
     OSError
-        If it cannot be read, or is damaged.
+        If the file cannot be read, or is damaged.
     ValueError
-        If it is not a checkpoint.
+        If the file is not a checkpoint.
     """
     with reading(path, SCHEMA) as file:
         root, by_name = plain(file.attrs), arrays(file)
@@ -132,6 +140,17 @@ def load(path: Path) -> State:
 
 def latest(folder: Path) -> tuple[State | None, dict[Path, str]]:
     """Return the latest undamaged checkpoint of a folder, and why later ones were refused.
+
+    Parameters
+    ----------
+    folder : Path
+
+    Returns
+    -------
+    State or None
+        None if the folder has no undamaged checkpoint.
+    dict of Path to str
+        The reason for each later checkpoint that was refused.
 
     Raises
     ------

@@ -202,7 +202,7 @@ def run(
     if survives():
         try:
             comm.Agree(1)
-        except MPI.Exception:  # ranks died, and the others went on
+        except MPI.Exception:  # ranks died, and the others continued
             alive()
             sys.stderr.flush()
             os._exit(code)  # MPI_Finalize may wait for good (Open MPI 5.0.11)

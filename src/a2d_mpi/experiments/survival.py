@@ -1,4 +1,4 @@
-"""The option --survive of drivers: programs that go on when ranks die."""
+"""The option --survive of drivers: programs that continue when ranks die."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def surviving(
         ``work(grid, comm)`` returns an exit code; `comm` is a duplicate of ``grid.comm`` for the
         messages of `work`.
     survive : bool
-        Whether to go on after a loss.
+        Whether to continue after a loss.
     method : str
         Method for which the grid shrinks; see `ProcessGrid.shrink`.
 

@@ -232,7 +232,7 @@ def plans_for(
     case : Case
     specs : sequence of str
         Plans as `parse_plan` takes them, or "all": every layout that the planner tries; "auto":
-        the planner's choice; "auto:5": its five best; "auto:each": its choice of each method.
+        the planner's pick; "auto:5": its five best; "auto:each": its pick of each method.
     ranks : int
     overlaps : sequence of bool
         Values of `overlap`; each gives its own configurations.

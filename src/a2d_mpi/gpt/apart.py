@@ -99,8 +99,8 @@ def attention_grid(
     Raises
     ------
     ValueError
-        On all ranks, if the two numbers do not add up to the ranks of `comm`, or the grid does not
-        fit the attention ranks.
+        On all ranks, if the two numbers do not add up to the ranks of `comm`, one of them is 0, or
+        the grid does not fit the attention ranks.
     """
     fits = min(split) >= 1 and sum(split) == comm.size
     kinds = f"{split[0]} attention ranks and {split[1]} FFN ranks"

@@ -100,7 +100,7 @@ class Decoder:
         self._moving = ArrayExchange(grid.comm, "prefill", "all", *self._way, grid.failures)
 
     def admit(self, name: int, prompt: int, max_tokens: int) -> bool:
-        """Reserve room in the cache for a request; False if too little is free now.
+        """Reserve room in the cache for a request.
 
         Parameters
         ----------
@@ -109,6 +109,11 @@ class Decoder:
             Tokens of the prompt.
         max_tokens : int
             Tokens that the request may have in the end, including the prompt.
+
+        Returns
+        -------
+        bool
+            False if too little room is free now.
 
         Raises
         ------
@@ -124,12 +129,17 @@ class Decoder:
         return self.table.admit(name, max_tokens)
 
     def prefill(self, prompts: Mapping[int, np.ndarray]) -> np.ndarray:
-        """Compute prompts, packed as documents; return the logits after each, (requests, V).
+        """Compute prompts, which are packed as documents.  Collective.
 
         Parameters
         ----------
         prompts : dict of int to (n,) int64
             Tokens of each admitted request.
+
+        Returns
+        -------
+        (requests, V) array
+            Logits after the last token of each prompt, in the order of `prompts`.
         """
         cu_seqlens = np.cumsum([0, *map(len, prompts.values())])
         packed, plan = np.concatenate(list(prompts.values())), self._plan(cu_seqlens)
@@ -151,14 +161,25 @@ class Decoder:
         return self._logits(model, self._upload(np.stack([rows[x - 1] for x in cu_seqlens[1:]])))
 
     def step(self, tokens: Mapping[int, int]) -> np.ndarray:
-        """Append one token to each given request; return the logits after it, (requests, V)."""
+        """Append one token to each of some requests.  Collective.
+
+        Parameters
+        ----------
+        tokens : dict of int to int
+            The token of each request.
+
+        Returns
+        -------
+        (requests, V) array
+            Logits after the token of each request, in the order of `tokens`.
+        """
         names, positions, owners = self._append(tokens)
         self.attention.begin(names, positions, owners)
         model = GPT(self._weights, self.attention, positions)
         return self._logits(model, model.hidden(self._upload(np.array(list(tokens.values())))))
 
     def release(self, name: int) -> None:
-        """Forget a request, and free its memory."""
+        """Forget the request `name`, and free its memory."""
         self.table.release(name)
         self.cache.release(name)
 

@@ -35,7 +35,7 @@ class ArrayExchange:
     transfers : {"auto", "device", "host"}
         Path of a GPU's arrays to MPI, as of a plan.
     failures : Failures, optional
-        `ProcessGrid.failures` of these ranks, if MPI may go on when one of them dies.
+        `ProcessGrid.failures` of these ranks, if MPI may continue when one of them dies.
 
     Attributes
     ----------

@@ -26,6 +26,11 @@ def sample(
         Draw one of the `top_k` likeliest tokens.  Default: any token.
     seed : sequence of int
         Seed of the draw.
+
+    Returns
+    -------
+    int
+        The token.
     """
     if temperature == 0:
         return int(np.argmax(logits))

@@ -90,7 +90,7 @@ class Text:
     def batch(self, seqlen: int, seed: int, step: int) -> Batch:
         """Return the sequence of a step, `seqlen` bytes from a random place on.
 
-        At the end of the text the sequence goes on at its beginning.
+        At the end of the text the sequence continues at its beginning.
         """
         rng = np.random.default_rng([seed, step])
         return self.at(int(rng.integers(len(self.bytes))), seqlen)

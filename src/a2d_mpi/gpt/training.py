@@ -41,7 +41,7 @@ class Training:
     transfers : {"auto", "device", "host"}
         Path of CuPy arrays to MPI, as of a plan.
     failures : Failures, optional
-        `ProcessGrid.failures` of these ranks, if MPI may go on when one of them dies.
+        `ProcessGrid.failures` of these ranks, if MPI may continue when one of them dies.
 
     Attributes
     ----------

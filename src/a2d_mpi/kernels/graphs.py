@@ -145,7 +145,7 @@ class Graphs:
                     raise self._cudnn.cudnnGraphNotSupportedError("offsets may not be read")
                 built = Launch(self, block, *self._build(block, backward))
             except (self._cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-                # The message of a failed graph goes on with pages of description.
+                # The message of a failed graph continues with pages of description.
                 reason = str(error).strip().partition("\n")[0].rstrip("_ ")
                 pass_ = "gradients" if backward else "forward pass"
                 built = f"cuDNN has no kernel for the {pass_} of {block}: {reason}"

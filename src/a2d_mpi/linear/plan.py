@@ -109,7 +109,7 @@ class LinearAttention:
         On all ranks, with the numbers, if an argument is wrong on any rank or differs between
         ranks.
     RanksLost
-        On all surviving ranks, if a rank died and MPI goes on.  All calls raise it, too.
+        On all surviving ranks, if a rank died and MPI continues.  All calls raise it, too.
 
     Notes
     -----
@@ -256,9 +256,18 @@ class LinearAttention:
         return self._call("backward", {"dout": dout, "q": q, "k": k, "v": v, "out": out}, kept)
 
     def predicted_traffic(self, rank: int | None = None) -> dict[tuple[str, str], list[int]]:
-        """Predict the bytes [sent, received] by one forward and one backward call of `rank`.
+        """Predict the bytes of one forward and one backward call.  Local.
 
-        The dict has the keys of ``traffic.bytes``.  Source: `a2d_mpi.linear.states.traffic`.
+        Parameters
+        ----------
+        rank : int, optional
+            A rank of ``grid.comm``.  Default: this rank.
+
+        Returns
+        -------
+        dict of (str, str) to [int, int]
+            Bytes sent and received by phase and communicator, with the keys of ``traffic.bytes``.
+            Source: `a2d_mpi.linear.states.traffic`.
         """
         rank = self.grid.comm.rank if rank is None else rank
         orders = zip(PHASES, (self._pieces, self._pieces[::-1]))

@@ -77,9 +77,19 @@ class Mask:
         raise NotImplementedError
 
     def check(self, seqlen: int, seqlen_kv: int | None = None) -> None:
-        """Raise ValueError if the mask cannot be used on `seqlen` queries and `seqlen_kv` keys.
+        """Raise ValueError if the mask cannot be used on a sequence.
 
-        The default of `seqlen_kv` is `seqlen`.
+        Parameters
+        ----------
+        seqlen : int
+            Number of queries.
+        seqlen_kv : int, optional
+            Number of keys.  Default: `seqlen`.
+
+        Raises
+        ------
+        ValueError
+            If the mask is for other numbers of queries or keys.
         """
 
     def aligned(self, seqlen: int, seqlen_kv: int) -> Mask:
@@ -156,7 +166,17 @@ class Mask:
         raise ValueError(f"{type(self).__name__}.visible: {problem} ({file}, line {line})")
 
     def digest(self, seqlen: int, seqlen_kv: int | None = None) -> str:
-        """Return a short hash of the visible keys of `seqlen` queries, which ranks compare.
+        """Return a short hash of the visible keys, which ranks compare.
+
+        Parameters
+        ----------
+        seqlen, seqlen_kv : int
+            As in `check`.
+
+        Returns
+        -------
+        str
+            12 hexadecimal digits.  Masks with the same visible keys have the same digest.
 
         Raises
         ------
@@ -197,17 +217,29 @@ class Mask:
     def area(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> int:
         """Count the visible (query, key) pairs.  Balance and FLOP rates follow from this number.
 
-        The arguments are as in `intervals`.
+        Parameters
+        ----------
+        q_tokens, k_tokens : (nq,), (nk,) int64
+            As in `intervals`.
+
+        Returns
+        -------
+        int
         """
         return int(np.sum(keys_per_query(self.intervals(q_tokens, k_tokens))))
 
     def dense(self, q_tokens: np.ndarray, k_tokens: np.ndarray) -> np.ndarray:
-        """Return a (nq, nk) boolean matrix, True where a query sees a key, for references.
+        """Return the mask as a matrix, for references.
 
         Parameters
         ----------
         q_tokens, k_tokens : (nq,), (nk,) int64
             Global indices of queries and keys, in any order.
+
+        Returns
+        -------
+        (nq, nk) bool
+            True where a query sees a key.
         """
         k = np.asarray(k_tokens)[None, :]
         seen = np.zeros((len(q_tokens), len(k_tokens)), dtype=bool)

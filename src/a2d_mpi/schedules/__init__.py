@@ -135,7 +135,7 @@ def default_distribution(
     if chosen.distribution:
         return chosen.distribution, f"the distribution of {method}"
     if layout.distribution:
-        return layout.distribution, "the planner's choice"
+        return layout.distribution, "the planner's pick"
     return mask.default_distribution, f"the default of {type(mask).__name__}"
 
 

@@ -165,7 +165,7 @@ class Distribution:
         return joined(places)
 
     def at(self, shard: int, places: Runs) -> list[range]:
-        """Return the tokens at `places` in `shard`, in order, as non-empty progressions."""
+        """Return the tokens at `places` in a shard, in order, as non-empty progressions."""
         tokens, done = [], 0
         for r in self.runs(shard):
             last = done + len(r)

@@ -57,7 +57,7 @@ def attend(
     ValueError
         On all ranks, if a tensor has the wrong shape, dtype or device on any rank.
     RanksLost
-        On all surviving ranks, if a rank died and MPI goes on.
+        On all surviving ranks, if a rank died and MPI continues.
     """
     if any(torch.is_autocast_enabled(x) for x in ("cpu", "cuda")):
         dtype = getattr(torch, plan.dtype.name)
