@@ -1,7 +1,7 @@
 """Grids, inputs and float64 results for the tests of distributed attention.
 
-The float64 results are the same on any number of ranks: with ``A2D_TEST_RESULTS=FOLDER``, runs of
-one version of the tests keep them there for each other.
+The float64 results do not depend on the number of ranks.  With ``A2D_TEST_RESULTS=FOLDER`` runs of
+the same version of the tests share them in this folder.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ UNITS = {4: [(2, 2), (1, 4), (2, 1, 2)], 6: [(2, 3), (3, 2), (1, 2, 3)]}.get(SIZ
 
 
 def label(method):
-    """Of a method and grid, for the reader."""
+    """Return the label of a method and grid in the report of a test."""
     return f"{method[0].__name__}-{'x'.join(map(str, method[1]))}"
 
 
@@ -51,9 +51,9 @@ TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 @cache
 def inputs(seqlen, nheads_kv, headdim, size=1.0, dtype="float32", nheads=NHEADS):
-    """q, k, v, dout of the whole sequence, float32, but no finer than `dtype` can hold.
+    """Return q, k, v and dout of the whole sequence, float32 numbers that `dtype` can hold.
 
-    Read-only: all tests have the same.
+    The arrays are read-only, because all tests share them.
     """
     rng = np.random.default_rng([seqlen, nheads_kv, headdim])
     q, dout = (rng.standard_normal((seqlen, nheads, headdim), np.float32) for _ in range(2))
@@ -67,9 +67,9 @@ def inputs(seqlen, nheads_kv, headdim, size=1.0, dtype="float32", nheads=NHEADS)
 
 @cache
 def expected(mask, *sizes):
-    """Float64 results, and the largest errors of float32 ones kept in a dtype, by tensor.
+    """Return float64 results, and the largest errors of float32 kept in a dtype.
 
-    `sizes`: arguments of `inputs`, all of them.
+    `sizes` are all arguments of `inputs`.
     """
     world, tokens = MPI.COMM_WORLD, np.arange(sizes[0])
     visible = mask.dense(tokens, tokens)
@@ -87,7 +87,7 @@ def expected(mask, *sizes):
 
 
 def computed(visible, seqlen, nheads_kv, headdim, size, dtype, nheads):
-    """The same, by all ranks together."""
+    """Compute `expected` on all ranks together."""
     world, kept, group = MPI.COMM_WORLD, DTYPES[dtype], nheads // nheads_kv
     q, k, v, dout = inputs(seqlen, nheads_kv, headdim, size, dtype, nheads)
     results = []
@@ -125,7 +125,7 @@ def computed(visible, seqlen, nheads_kv, headdim, size, dtype, nheads):
 
 @cache
 def bounds(dtype, mask, *sizes):
-    """The largest error that each result of a plan in `dtype` may have; `sizes` as above."""
+    """Return the largest error that each result of a plan in `dtype` may have."""
     exact, same = expected(mask, *sizes)
     headdim, size = sizes[2:4]
     if size > 1:
@@ -136,7 +136,7 @@ def bounds(dtype, mask, *sizes):
 
 
 def run(plan, q, k, v, dout, upload=np.asarray, download=np.asarray):
-    """All results of this rank for whole inputs, by way of a device's arrays."""
+    """Return all results of this rank for whole inputs, by way of a device's arrays."""
     q, k, v, dout = (upload(x[plan.tokens].astype(plan.dtype)) for x in (q, k, v, dout))
     out, lse = plan.forward(q, k, v)
     results = (out, lse, *plan.backward(dout, q, k, v, out, lse))
@@ -144,7 +144,7 @@ def run(plan, q, k, v, dout, upload=np.asarray, download=np.asarray):
 
 
 def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
-    """What is out of bounds on this rank, in words."""
+    """Describe the results of this rank that are out of bounds."""
     # One reference serves float32 and float64: float32 inputs are exact in both.
     dtype = "float32" if plan.dtype.itemsize > 2 else plan.dtype.name
     sizes = seqlen, nheads_kv, headdim, size, dtype, plan.nheads
@@ -159,7 +159,7 @@ def failures(plan, found, mask, seqlen, nheads_kv, headdim, size=1.0):
 
 
 def accounts(plan, backward, calls=1):
-    """What is wrong with the traffic or the buffers of a plan, in words.
+    """Describe what is wrong with the traffic or the buffers of a plan.
 
     After so many forward and, if `backward`, backward calls.
     """
@@ -183,7 +183,7 @@ def accounts(plan, backward, calls=1):
 
 
 def checked(plan):
-    """Results of this rank, and what is wrong with them, the traffic or the buffers, in words.
+    """Return the results of this rank, and a description of errors in results, traffic or buffers.
 
     Of one forward and one backward call, on the usual inputs; the plan is freed.
     """
@@ -196,6 +196,6 @@ def checked(plan):
 
 
 def checked_both_ways(make):
-    """What is wrong with a plan, without overlap too, and where the two differ in any bit."""
+    """Describe errors of a plan with and without overlap, and where the two differ in any bit."""
     (one, bad), (other, more) = (checked(make(overlap=overlap)) for overlap in (True, False))
     return bad + more + [f"{x} differs" for x in TENSORS if one[x].tobytes() != other[x].tobytes()]

@@ -1,13 +1,16 @@
 """The rules of a test run.
 
-Marks: ``mpi`` or ``mpi(min_size=4)``, runs with ``--with-mpi`` only, on all ranks; ``multirank``,
-needs more than one of them; ``launches``: serial, but starts ranks in ways in which MPIs differ,
-and so runs with each of them; ``one_mpi``: on all ranks, but about numbers, which a second MPI
-cannot change: it has carried the bytes of other cases; ``ulfm``: needs an MPI that goes on when
-ranks die, and so runs with Open MPI only; ``thorough``: goes deeper into what another
-test covers, and so is not in the first tier (docs/testing.md).  Nothing is passed over in silence:
-too few ranks, a skip (unless its reason starts with "no GPU", and A2D_TEST_GPU is not set) and a
-misspelt mark are failures.
+Marks, see docs/testing.md:
+
+* ``mpi`` or ``mpi(min_size=4)``: runs on all ranks, with ``--with-mpi`` only;
+* ``multirank``: needs more than one rank;
+* ``launches``: serial, but starts ranks in a way in which MPIs differ, so it runs with each MPI;
+* ``one_mpi``: runs on all ranks, but a second MPI cannot change its result;
+* ``ulfm``: needs an MPI that continues when ranks die, so it runs with Open MPI only;
+* ``thorough``: tests in depth what another test covers, so it is not in the first tier.
+
+No test is left out silently.  Too few ranks, a misspelt mark and a skip are failures.  A skip is
+allowed if its reason starts with "no GPU" and A2D_TEST_GPU is not set.
 
 The files of `TORCH` need PyTorch and run only if they are named: ``bash jobs/test.sh torch``.
 
@@ -40,7 +43,7 @@ TORCH = ("test_llama.py", "test_torch.py", "test_transformers.py")
 
 @pytest.fixture(scope="session")
 def comm():
-    """All ranks of the run, in a communicator of the tests' own."""
+    """Return a communicator of all ranks of the run that only tests use."""
     comm = MPI.COMM_WORLD.Dup()
     yield comm
     comm.Free()
@@ -48,7 +51,7 @@ def comm():
 
 @pytest.fixture(scope="module", params=["emulated", "real"])
 def cupy(request):
-    """The module `cupy`: that of tests/emulated, and the real one where it finds a GPU.
+    """Return the module `cupy`: the real one on a machine with a GPU, otherwise tests/emulated.
 
     ``cupy.kind`` says which.
     """
@@ -119,12 +122,12 @@ def pytest_configure(config):
         if MPI.COMM_WORLD.rank != 0:
             config.pluginmanager.unregister(name="terminalreporter")
     else:
-        # As Ctrl-C does: what a test has started is ended too.
+        # SIGTERM acts as Ctrl-C: processes that a test has started end, too.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _same_examples():
-    """The same examples on every rank and in every run, however slow the machine."""
+    """Let Hypothesis draw the same examples on every rank and in every run, without deadlines."""
     from hypothesis import HealthCheck, settings
 
     settings.register_profile(
@@ -143,7 +146,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def _is_of_no_rank(path, config):
-    """Whether a file has no test that this run takes: imports cost every rank a second."""
+    """Return True if this run takes no test of a file, whose imports cost a second."""
     only_mpi = config.getoption("--with-mpi") and config.option.markexpr.startswith("mpi")
     return only_mpi and path.suffix == ".py" and not _names_the_mark(path)
 
@@ -153,11 +156,11 @@ def _names_the_mark(path):
     return "mark.mpi" in path.read_text()
 
 
-# First: pytest-mpi would skip what is to be deselected here, and skip for want of ranks.
+# Run first: pytest-mpi would skip tests that this hook deselects, and tests that need more ranks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     for item in items:
-        # pytest-mpi ignores what it does not know, such as the `minsize` of its own manual.
+        # pytest-mpi ignores unknown arguments of a mark, such as the `minsize` of its own manual.
         for mark in item.iter_markers("mpi"):
             if mark.args or not set(mark.kwargs) <= {"min_size"}:
                 raise pytest.UsageError(f"{item.nodeid}: mpi takes min_size=N only, got {mark}")
@@ -209,7 +212,7 @@ def _refuse_skip(report):
 
 
 class Lockstep:
-    """The same tests with the same outcome on all ranks of `comm`."""
+    """Runs the same tests on all ranks of `comm`, with the same outcome."""
 
     def __init__(self, comm):
         self.comm = comm
@@ -229,10 +232,11 @@ class Lockstep:
             raise pytest.UsageError("not all ranks collected the same tests")
 
     def agree(self, report):
-        """Make `report` a failure if the outcome is another, or a failure, on any rank."""
+        """Turn `report` into a failure if a rank has another outcome, or a failure."""
         arrived = self.comm.Ibarrier()
         if report.failed:
-            # The others may be inside the test, waiting for what this rank did not send.
+            # Other ranks may be inside the test and wait for a message that this rank did not
+            # send.
             deadline = time.monotonic() + PATIENCE
             while not arrived.Test():
                 if time.monotonic() > deadline:
@@ -256,7 +260,7 @@ class Lockstep:
 
     def pytest_sessionfinish(self, exitstatus):
         if exitstatus == pytest.ExitCode.INTERNAL_ERROR:
-            self.comm.Abort(exitstatus)  # the others go on and would wait for this rank
+            self.comm.Abort(exitstatus)  # other ranks would wait for this rank
 
     def _print(self, text):
         lines = "".join(f"[rank {self.comm.rank}] {line}\n" for line in text.splitlines())

@@ -1,4 +1,4 @@
-"""What the default distribution of each mask costs, beside a balanced one; nothing is run.
+"""Print the cost of each mask's default distribution beside a balanced one.
 
     python tests/default_distributions.py PROFILE TOKENS [RANKS_PER_NODE]
 

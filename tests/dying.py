@@ -1,9 +1,9 @@
-"""Ranks of a driver that kill themselves, and the same training without a loss.
+"""Let ranks of a driver kill themselves, and repeat the training without a loss.
 
 `arm` is called before a driver runs (tests/survivals.py).  A stage is [phase, call, victims,
-seconds]: in the call of that number of a phase, ranks of the job send themselves SIGKILL, so many
-seconds after it began.  Calls are counted from the end of the stage before.
-"repair" is the making of a smaller grid.
+seconds].  In this call of the phase the victims send themselves SIGKILL, `seconds` after the call
+began.  Calls are counted from the end of the previous stage.  In the phase "repair" a smaller grid
+is made.
 
     mpiexec -n 6 python tests/dying.py OPTIONS RANGES
 
@@ -49,7 +49,7 @@ def note(folder, event):
 
 
 def arm(folder, stages):
-    """Let ranks die as the stages say."""
+    """Let ranks die at the given stages."""
     faulthandler.dump_traceback_later(PATIENCE)
     folder, rank = Path(folder), MPI.COMM_WORLD.rank
     calls, earlier = dict.fromkeys(PHASES, 0), 0
@@ -104,7 +104,7 @@ def result_hash(losses, weights):
 
 
 def without_loss(options, ranges):
-    """The hash of a training on one grid after the other; collective, on the first rank."""
+    """Return the hash of a training on one grid after the other; collective."""
     args = parser_of("drivers/train_gpt.py").parse_args(options)
     world, state = MPI.COMM_WORLD, None
     text, _, config = job._validated(args)

@@ -1,4 +1,4 @@
-"""Transfers that computing does not hide, where it takes 1.5 times as long as they do.
+"""Measure transfers that computing does not hide although it takes 1.5 times as long.
 
     EMULATE_CORES=1 bash jobs/emulate.sh 2 1 200mbit -- python tests/exposed.py 200e6 [TRIALS]
 
@@ -18,7 +18,7 @@ RATIO, FIRST, HEADS, WIDTH = 1.5, 2048, 8, 64
 
 
 def call(plan, trials: int) -> dict[str, tuple[float, float, float]]:
-    """Seconds of computing, of the transfers' bytes times the rate, and of waits, by phase."""
+    """Return seconds of computing, of the bytes at the link's rate, and of waits."""
     comm, rng = plan.grid.comm, np.random.default_rng(0)
     n = len(plan.tokens)
     q, k, v, dout = (rng.standard_normal((n, HEADS, WIDTH), np.float32) for _ in range(4))

@@ -1,14 +1,14 @@
-"""Random configurations on all ranks, against a dense float64 computation; see jobs/fuzz.sh.
+"""Compare random configurations with a dense float64 computation; see jobs/fuzz.sh.
 
     mpiexec -n 4 python tests/fuzz.py --seconds 60
     mpiexec -n 4 python tests/fuzz.py --case 123456789
     mpiexec -n 4 python tests/fuzz.py --fault merge
     mpiexec -n 4 python tests/fuzz.py --wire any --cases 1000 --seconds 3600
 
-Results, bytes, messages, buffers and areas of each.  Every plan is called on two data sets, which
-no call may change; results of the first must outlive the calls on the second.  Some cases repeat
-both, on the same plan or on a fresh one: to the same bits.  As many cases as ranks make a
-batch: each rank judges one of them.
+The fuzzer checks results, bytes, messages, buffers and areas of each case.  Every plan is called
+on two data sets, which no call may change.  Results of the first data set must not change in calls
+on the second.  Some cases repeat both calls, on the same plan or on a new plan, and must give the
+same bits.  A batch has a case for each rank, and each rank judges one case.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _grids: dict[tuple, ProcessGrid] = {}
 
 
 def main() -> int:
-    """Run; returns the exit code: 1 if any case failed."""
+    """Run the fuzzer; return the exit code, 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--first", type=int, help="seed of the first case; default: any")
@@ -79,7 +79,7 @@ def main() -> int:
 
 
 def run(seeds: Sequence[int], wire: str | None = None, verbose: bool = False) -> int:
-    """Run a batch of at most as many cases as ranks; returns the number of those that failed."""
+    """Run a batch of at most one case per rank; return the number of failed cases."""
     mine, bad = None, []
     for judge, seed in enumerate(seeds):
         with _watched(seed, wire):
@@ -105,7 +105,7 @@ def run(seeds: Sequence[int], wire: str | None = None, verbose: bool = False) ->
 
 
 def _run(case: Case) -> dict[str, object]:
-    """Results of this rank for both data sets, its tokens and area, and what is wrong."""
+    """Return this rank's results for both data sets, its tokens and area, and errors."""
     rows, keys, align, grain = case.blocks
     nodes = case.nodes if case.method == "node aware" else None
     key = case.shape, case.order, nodes
@@ -160,7 +160,7 @@ def _run(case: Case) -> dict[str, object]:
 
 
 class _Calls:
-    """Calls of plans on a rank's shards of two data sets, and what is wrong with them.
+    """Calls plans on a rank's shards of two data sets, and collects errors.
 
     No call may change its arguments, nor the results of earlier calls; results of the same data
     must have the same bits.
@@ -185,7 +185,7 @@ class _Calls:
         self._add(-1, given, ("out", "lse"), plan.forward(q, k, v))
 
     def backward(self, plan: AttentionPlan, which: int) -> None:
-        """Of the latest forward call on that data set."""
+        """Call `backward` with the results of the latest forward call on the data set."""
         if not self._case.backward:
             return
         number = len(self._which) - 1 - self._which[::-1].index(which)
@@ -195,7 +195,7 @@ class _Calls:
         self._add(number, given, ("dq", "dk", "dv"), gradients)
 
     def widening(self, plan: AttentionPlan, which: int) -> dict[str, float]:
-        """What a format of the wire adds to the bounds of a data set; collective."""
+        """Return what a format of the wire adds to the bounds of a data set; collective."""
         if plan.config.wire is None:
             return {}
         owned = plan.tokens, plan.tokens, plan.tokens, plan.tokens
@@ -208,7 +208,7 @@ class _Calls:
         return wire_errors(plan.method, plan.layout, plan.config, terms)
 
     def wrong(self) -> list[str]:
-        """After all calls, in words."""
+        """Describe what is wrong after all calls."""
         for which, results, bits in zip(self._which, self.results, self._bits):
             for x, y in results.items():
                 if y.tobytes() != bits[x]:
@@ -236,7 +236,7 @@ class _Calls:
 
 
 def _judge(case: Case, records: list[dict], verbose: bool) -> list[str]:
-    """What is wrong with a case, in words."""
+    """Describe what is wrong with a case."""
     for length, owned in zip(case.seen.shape, zip(*(x["tokens"] for x in records))):
         if not np.array_equal(np.sort(np.concatenate(owned)), np.arange(length)):
             return [f"tokens {owned}"]
@@ -250,7 +250,7 @@ def _judge(case: Case, records: list[dict], verbose: bool) -> list[str]:
 
 
 def _compared(case: Case, data: int, records: list[dict], verbose: bool) -> list[str]:
-    """Results of a data set that are out of their bounds, in words."""
+    """Describe the results of a data set that are out of their bounds."""
     found, bad = {}, []
     for name, part in records[0]["results"][data].items():
         of_keys = name in OF_KEYS
@@ -274,7 +274,7 @@ def _compared(case: Case, data: int, records: list[dict], verbose: bool) -> list
 
 @contextmanager
 def _watched(seed: int, wire: str | None):
-    """End the job with a word if that takes for ever."""
+    """End the job with a message if a case takes too long."""
 
     def end() -> None:
         _complain(seed, wire, f"not done after {PATIENCE} s (rank {COMM.rank})")

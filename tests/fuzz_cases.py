@@ -44,7 +44,7 @@ SIZED = ("lse", "dq", "dk")  # results that may cancel to much less than their t
 
 
 class Several(Mask):
-    """Some intervals for every query."""
+    """A mask with several intervals for every query."""
 
     def __init__(self, *pairs: tuple[np.ndarray, np.ndarray]) -> None:
         self._pairs = pairs
@@ -58,7 +58,7 @@ class Several(Mask):
 
 @dataclass
 class Case:
-    """A problem, and how it is to be solved."""
+    """A problem, and the options with which it is solved."""
 
     seed: int
     method: str
@@ -79,7 +79,7 @@ class Case:
     again: str  # the plan that repeats the results: one of AGAIN
 
     def inputs(self, data: int = 0) -> list[np.ndarray]:
-        """q, k, v, dout of whole sequences, of one of two data sets.
+        """Return q, k, v and dout of whole sequences, of one of two data sets.
 
         Rows that nobody sees are NaN, or large.
         """
@@ -99,7 +99,7 @@ class Case:
         return [x.astype(self.dtype) for x in found]
 
     def rounded(self, whole: list[np.ndarray]) -> list[np.ndarray]:
-        """Inputs without padding and, with a format of the wire, rounded to it."""
+        """Return inputs without padding, rounded to the format of the wire if there is one."""
         masked, unseen = ~self.seen.any(axis=1), ~self.seen.any(axis=0)
         for x, hidden in zip(whole, (masked, unseen, unseen, masked)):
             x[hidden] = 0  # padding may hold anything
@@ -113,7 +113,7 @@ class Case:
 
 
 def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
-    """The case of a seed, the same wherever it is drawn.
+    """Draw the case of a seed; it is the same on every machine.
 
     `wire`: format of messages, of one sequence; "any": one of them.
     """
@@ -176,7 +176,7 @@ def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
 
 
 def _mask(name: str, n: int, m: int, rng: np.random.Generator) -> tuple[Mask, np.ndarray]:
-    """A mask, and whether query i of n sees key j of m; masks of classes are aligned bottom-right.
+    """Return a mask, and whether query i of n sees key j of m, as a matrix.
 
     The same kinds come as arrays, and for sequences of odd length as masks of their own classes.
     """
@@ -232,7 +232,7 @@ def _mask(name: str, n: int, m: int, rng: np.random.Generator) -> tuple[Mask, np
 def solve(
     case: Case, data: int, out: np.ndarray
 ) -> tuple[dict[str, np.ndarray], dict[str, float], list[np.ndarray]]:
-    """Exact results, the errors of plain ones in the case's precision, and the inputs, clean.
+    """Return exact results, the errors of plain ones in the precision, and clean inputs.
 
     `data`: which of the two data sets.  `out`: the one that was found.  Gradients of 16-bit
     tensors, or with a format of the wire, are those at this out, which is judged itself: of few
@@ -265,7 +265,7 @@ def _dense(
     rng: np.random.Generator | None = None,
     like_kernels: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Softmax attention and its gradients; exact, or with `rng` rounded, in any order.
+    """Compute softmax attention and its gradients, exactly or, with `rng`, with rounding.
 
     `like_kernels`: rounded where the kernels round.
     """

@@ -19,7 +19,7 @@ MEBI = 1 << 20
 
 
 def main(comm: MPI.Intracomm, way: str = "auto") -> int:
-    """Print a line for each size; returns the exit code."""
+    """Print a line for each size, and return the exit code."""
     device, sharing = bind_gpu(comm)
     aware, why = gpu_aware(way)
     if comm.rank == 0:

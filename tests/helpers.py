@@ -1,4 +1,4 @@
-"""What tests share."""
+"""Helpers that several test files use."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ if TYPE_CHECKING:  # the many runs of pytest in test_harness.py need none of the
 
 DRIVERS = Path(__file__).parents[1] / "drivers"
 SECONDS = 30  # a generous "within seconds", for busy machines
-# Without it, kernel "auto" is "numpy".  Importing it takes every rank more time than most jobs do.
+# Without Numba, kernel "auto" is "numpy".  Importing Numba takes longer than most jobs.
 NO_NUMBA = 'sys.modules["numba"] = None'
-# Runs a driver after a few lines of sabotage.  `rank` is this process's rank.  The package comes
-# first, as in the drivers: it may choose NumPy's matrix products, and so the last bits.
+# Run a driver after a few lines of sabotage.  `rank` is this process's rank.  Import the package
+# first, as the drivers do: it may choose NumPy's matrix products, which changes the last bits.
 SABOTAGE = """
 import os, runpy, sys
 {}
@@ -39,7 +39,7 @@ rank = MPI.COMM_WORLD.rank
 sys.argv = [{driver!r}, *sys.argv[1:]]
 runpy.run_path({driver!r}, run_name="__main__")
 """
-# Runs drivers one after the other, each with a list of options, and more of them on rank 1.
+# Run drivers one after the other, each with a list of options, and more options on rank 1.
 EACH = """
 import json, os, runpy, sys
 {}
@@ -58,7 +58,7 @@ for driver, options, more in json.loads(sys.argv[1]):
         print("exit code", code, flush=True)
 """
 MPIEXEC = os.environ.get("MPIEXEC") or Path(sys.executable).with_name("mpiexec")
-# What Open MPI wants as root, and on fewer cores than ranks; see jobs/env.sh.
+# Let Open MPI run as root and with more ranks than cores; see jobs/env.sh.
 ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -66,17 +66,17 @@ ENVIRONMENT = {
 }
 
 
-# Of parameters that only go deeper: for the second tier, and for one MPI.
+# Marks of parameters that test in depth: they run in the second tier, with one MPI.
 DEEPER = pytest.mark.thorough, pytest.mark.one_mpi
 
 
 def deeper(values: Iterable[object], first: Container[object]) -> list:
-    """Parameters of a test, of which those that are not in `first` only go deeper."""
+    """Return parameters of a test; mark the ones that are not in `first` as `thorough`."""
     return [pytest.param(x, marks=() if x in first else DEEPER) for x in values]
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Largest |a - b| in float64; equal infinities are at distance 0, NaN is infinitely far."""
+    """Return the largest |a - b|; equal infinities are 0 apart, NaN is infinitely far."""
     import numpy as np
 
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
@@ -91,7 +91,7 @@ def bounds_for(
     exact: Mapping[str, np.ndarray],
     same_precision: Mapping[str, float],
 ) -> dict[str, float]:
-    """`error_bounds` of results from the whole q, k, v, dout and the float64 reference."""
+    """Return `error_bounds` for the whole q, k, v, dout and the float64 reference."""
     import numpy as np
 
     from a2d_mpi.experiments.check import error_bounds
@@ -106,7 +106,7 @@ def bounds_for(
 
 @cache
 def parser_of(program: str) -> argparse.ArgumentParser:
-    """The options of a program of the repository: "drivers/plan.py", ..."""
+    """Build the parser of a program of the repository, for example "drivers/plan.py"."""
     path = DRIVERS.parent / program
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -115,20 +115,20 @@ def parser_of(program: str) -> argparse.ArgumentParser:
 
 
 def parsers_of(program: str) -> list[argparse.ArgumentParser]:
-    """The parser of a program and those of its subcommands."""
+    """Build the parsers of a program and of its subcommands."""
     parser = parser_of(program)
     return [parser, *parser.commands.values()]
 
 
 def options_of(program: str) -> set[str]:
-    """The names of the options of a program and of its subcommands."""
+    """Return the names of all options of a program and of its subcommands."""
     actions = (action for parser in parsers_of(program) for action in parser._actions)
     shown = (action for action in actions if action.help != argparse.SUPPRESS)  # no old names
     return {name for action in shown for name in action.option_strings}
 
 
 def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:
-    """Fail on all ranks of `comm` if `ok` is false on any, with the messages of those ranks.
+    """Fail on all ranks of `comm` if `ok` is false on any rank, with the messages of these ranks.
 
     Collective over `comm`, unlike a plain assert, which would leave the other ranks waiting.
     """
@@ -154,14 +154,14 @@ def launch(
     env: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess:
-    """Run a Python command on some ranks, with the MPI of this environment; 0: without mpiexec.
+    """Run a Python command on some ranks with the MPI of this environment; 0: without mpiexec.
 
-    `options`: of mpiexec.  The result has `seconds`, how long it took, too.
+    `options` are options of mpiexec.  The result has an attribute `seconds`, the duration.
 
     Raises
     ------
     subprocess.TimeoutExpired
-        After `timeout` seconds; all processes are gone then.
+        After `timeout` seconds, when all processes have ended.
     """
     started = time.monotonic()
     full = [MPIEXEC, *options, "-n", ranks] * (ranks > 0) + [sys.executable, *command]
@@ -177,7 +177,7 @@ def launch(
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except BaseException:
-            # Killed at once, Open MPI's mpiexec would leave ranks behind.
+            # Terminate first: if Open MPI's mpiexec is killed at once, its ranks stay.
             process.terminate()
             try:
                 with suppress(subprocess.TimeoutExpired):
@@ -192,7 +192,7 @@ def launch(
 
 @contextmanager
 def named(case: object) -> Iterator[None]:
-    """Say of which case an assertion is that fails."""
+    """Add the case to the message of a failed assertion."""
     try:
         yield
     except AssertionError as error:
@@ -208,9 +208,9 @@ def drive(
     numba: bool = False,
     mpi: Sequence[str] = (),
 ) -> subprocess.CompletedProcess:
-    """Run a driver, after some lines of Python if there are any; see `launch`.
+    """Run a driver, after the lines of Python in `sabotage`; see `launch`.
 
-    `mpi`: options of mpiexec.
+    `mpi` are options of mpiexec.
     """
     path = str(DRIVERS / program)
     code = SABOTAGE.format("" if numba else NO_NUMBA, sabotage, driver=path)
@@ -225,14 +225,14 @@ def drive_each(
     cwd: Path | None = None,
     numba: bool = False,
 ) -> tuple[subprocess.CompletedProcess, list[tuple[int, str]]]:
-    """Run drivers one after the other in the same processes, which is soon done.
+    """Run drivers one after the other in the same processes, which saves their starts.
 
     Parameters
     ----------
     cases : sequence of (str, sequence, sequence)
-        Drivers, their options, and more of them on rank 1.
+        Drivers, their options, and more options on rank 1.
     ranks, sabotage, timeout, cwd, numba
-        As for `drive` and `launch`.
+        As in `drive` and `launch`.
 
     Returns
     -------
@@ -251,7 +251,7 @@ def drive_each(
 
 
 def runs_on(method: str, layout: object, mask: object) -> bool:
-    """Whether a method can be run on a layout, with a mask."""
+    """Return True if a method can run on a layout with a mask."""
     from a2d_mpi.masks.mask import Causal
     from a2d_mpi.schedules import METHODS
     from a2d_mpi.sharding import triangle
@@ -263,7 +263,7 @@ def runs_on(method: str, layout: object, mask: object) -> bool:
 
 
 def assert_refused(done: subprocess.CompletedProcess, text: str) -> None:
-    """A driver ended soon, with exit code 2 and one line on stderr that says why."""
+    """Assert that a driver ended soon, with exit code 2 and one line on stderr with the text."""
     assert done.returncode == 2, done.stderr
     assert_one_line_each(done, [text])
 
@@ -271,14 +271,14 @@ def assert_refused(done: subprocess.CompletedProcess, text: str) -> None:
 def assert_all_refused(
     program: str, ranks: int, cases: Sequence[tuple[Sequence[object], Sequence[str], str]]
 ) -> None:
-    """A driver refuses, one after the other: options, more of them on rank 1, what it says."""
+    """Assert that a driver refuses each case: (options, more options on rank 1, message)."""
     assert_each_refused([(program, *case) for case in cases], ranks)
 
 
 def assert_each_refused(
     cases: Sequence[tuple[str, Sequence[object], Sequence[str], str]], ranks: int
 ) -> None:
-    """The same of several drivers: each case begins with one."""
+    """Assert that drivers refuse each case: (driver, options, more options on rank 1, message)."""
     done, found = drive_each([case[:3] for case in cases], ranks)
     assert_one_line_each(done, [text for *_, text in cases])
     wrong = [(case, code) for case, (code, _) in zip(cases, found) if code != 2]
@@ -286,7 +286,7 @@ def assert_each_refused(
 
 
 def assert_one_line_each(done: subprocess.CompletedProcess, texts: Sequence[str]) -> None:
-    """What a driver, called so many times, said on stderr before it ended, and soon."""
+    """Assert that drivers printed one line on stderr for each text, and ended soon."""
     messages = re.findall(r"^\w+\.py: error: .*$", done.stderr, re.MULTILINE)
     wrong = [(text, line) for text, line in zip_longest(texts, messages) if text not in str(line)]
     assert not wrong and len(messages) == len(texts), done.stderr

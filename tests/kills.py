@@ -1,13 +1,13 @@
-"""Kill drivers at random moments, go on, and compare with runs that were not interrupted.
+"""Kill drivers at random moments, resume, and compare with uninterrupted runs.
 
     nice python tests/kills.py --kills 300 --seed 0
 
-Every driver that writes files runs on two ranks with a tiny problem, is killed, and is started
-again with the same options until it has ended: by SIGKILL of the whole job ("all"), by SIGKILL of
-one rank ("rank"), by SIGTERM of the launcher ("term").  What was finished before a kill must be
-there after it, and what it comes to in the end must be what an uninterrupted run comes to, bit for
-bit.  A table by driver and kind of kill; exit code 1 if anything was lost or differs.
-tests/test_killed.py has a few kills of this sort; this takes about seven seconds for each.
+Every driver that writes files runs on two ranks with a tiny problem.  It is killed, and started
+again with the same options until it ends.  A kill is a SIGKILL of the whole job ("all"), a SIGKILL
+of one rank ("rank"), or a SIGTERM of the launcher ("term").  Work that was finished before a kill
+must exist after it, and the final results must equal an uninterrupted run bit for bit.  The script
+prints a table by driver and kind of kill.  The exit code is 1 if anything was lost or differs.
+tests/test_killed.py has a few kills of this kind.  A kill takes about seven seconds.
 """
 
 import argparse
@@ -135,7 +135,7 @@ def generated(_: Path) -> set:
 
 
 def checkpoints() -> Path:
-    """A trained model, for `generate.py`, made once."""
+    """Train a model for `generate.py`, once."""
     if not TRAINED.exists():
         job = start(2, *TEXT, "--steps", 4, "--folder", TRAINED, program="train_gpt.py")
         job.communicate(timeout=100)
@@ -187,7 +187,7 @@ CASES = {
 
 
 def run(program: str, folder: Path, moment: float | None, kind: str, draw: random.Random):
-    """Run a driver, killed after some seconds; whether it was killed, and its standard output."""
+    """Run a driver, killed after some seconds; return whether it was killed, and its stdout."""
     folder.mkdir(exist_ok=True)
     job = start(2, *CASES[program].options(folder), program=program)
     began = time.monotonic()
@@ -218,7 +218,7 @@ def run(program: str, folder: Path, moment: float | None, kind: str, draw: rando
 
 
 def main(argv=None) -> int:
-    """Kill, and print the table; returns the exit code."""
+    """Kill drivers and print the table; return the exit code."""
     parser = argparse.ArgumentParser("kills.py", description=__doc__.split("\n\n")[0])
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,15 +1,15 @@
-"""Kill ranks at random moments, and see that the others go on, with Open MPI's ULFM.
+"""Kill ranks at random moments, and check that the others continue, with ULFM.
 
     nice python tests/losses.py --jobs 100 --seed 0
 
-Each job has 6 ranks and up to three stages (tests/lost.py): in each, 1 to 3 ranks kill themselves
-in a random phase, and the survivors raise `RanksLost`, shrink their grid and compute results with
-a new plan.  A job counts if all survivors heard of each loss within 10 s and all results are those
-of grids that were made so from the start, bit for bit.  A table by phase; exit code 1 if any job
-failed.  A job takes about three seconds on two idle cores.
+Each job has 6 ranks and up to three stages (tests/lost.py).  In each stage 1 to 3 ranks kill
+themselves in a random phase.  The survivors raise `RanksLost`, shrink their grid and compute
+results with a new plan.  A job passes if all survivors hear of each loss within 10 s, and all
+results equal those of new grids of the same shape, bit for bit.  The script prints a table by
+phase.  The exit code is 1 if any job failed.  A job takes about three seconds on two idle cores.
 
-In phase "grid" ranks die while a grid is made.  Open MPI 5.0.11 itself crashes in some of these:
-a rank that hears of a death while it makes a communicator reads one that is not whole.
+In phase "grid" ranks die while a grid is made.  Open MPI 5.0.11 itself crashes in some of these
+jobs: a rank that hears of a death while it makes a communicator reads an incomplete one.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PROBLEMS = (
 
 
 def stages_of(choice: random.Random, method: str, phases: Sequence[str]) -> list:
-    """Stages for 6 ranks, of which at least one is left."""
+    """Return stages for 6 ranks, of which at least one survives."""
     ranks, stages = 6, []
     while ranks > 1 and len(stages) < 3:
         if method == "triangle" and ranks < 6:
@@ -49,7 +49,7 @@ def stages_of(choice: random.Random, method: str, phases: Sequence[str]) -> list
 
 
 def failure(done: subprocess.CompletedProcess, expected: dict, stages: list) -> str:
-    """What is wrong with a job, or nothing."""
+    """Describe what is wrong with a job; return "" if nothing is."""
     told = [float(x) for x in re.findall(r"^\w+ lost .* after (\S+)$", done.stdout, re.MULTILINE)]
     found = re.findall(r"^hash (\S+) (\w+)", done.stdout, re.MULTILINE)
     if done.returncode:

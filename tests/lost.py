@@ -1,4 +1,4 @@
-"""A job in which ranks die, one stage after the other: the survivors go on, on a smaller grid.
+"""Run a job in which ranks die, one stage after the other, and the survivors continue.
 
     mpiexec --with-ft ulfm -n 6 python tests/lost.py FOLDER STAGES
     mpiexec -n 5 python tests/lost.py FOLDER METHOD HEADS
@@ -38,7 +38,7 @@ PATIENCE = 20  # seconds: a rank that hears nothing leaves
 
 
 def say(*words):
-    """As one write: lines of ranks do not mix."""
+    """Print a line with one write, so that lines of ranks do not mix."""
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
@@ -48,7 +48,7 @@ def inputs(plan):
 
 
 def results(method, grid):
-    """The hash of all results of a new plan; collective, on all ranks."""
+    """Return the hash of all results of a new plan; collective."""
     plan = make_plan(method, grid, Causal(), **SIZES)
     q, k, v, dout = inputs(plan)
     out, lse = plan.forward(q, k, v)
@@ -61,7 +61,7 @@ def results(method, grid):
 
 
 def told(folder, phase, act):
-    """Do it until ranks are lost; who they were, and the seconds since the first was killed."""
+    """Repeat an action until ranks are lost; return the ranks and the seconds."""
     until = time.monotonic() + PATIENCE
     try:
         while time.monotonic() < until:
@@ -80,7 +80,7 @@ def die(folder):
 
 
 def acts(phase, method, grid):
-    """What is done again and again in a phase; collective."""
+    """Return the action that is repeated in a phase; collective."""
     if phase == "making":
         return lambda: make_plan(method, grid, Causal(), **SIZES).free()
     if phase == "grid":

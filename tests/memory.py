@@ -1,4 +1,4 @@
-"""Memory by which processes grow, beside what is predicted.
+"""Compare the memory by which processes grow with the prediction.
 
     python tests/memory.py          all cases; of each the rank whose prediction is worst
     python tests/memory.py 3 14     the fourth and the fifteenth
@@ -47,7 +47,7 @@ CASES = """
 
 
 def main(*numbers):
-    """Print a line for each case; returns the exit code."""
+    """Print a line for each case, and return the exit code."""
     from helpers import launch
 
     # Numba compiles at the first import ever, which takes more memory.
@@ -64,7 +64,7 @@ def main(*numbers):
 
 
 def one(launch, number):
-    """Bytes predicted and measured of the rank of a case whose prediction is the worst."""
+    """Return predicted and measured bytes of the rank with the worst prediction."""
     ranks = int(CASES[number].split()[0])
     done = launch(ranks, __file__, "--rank", number, timeout=300, env={"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
@@ -73,7 +73,7 @@ def one(launch, number):
 
 
 def rank(number):
-    """Measure one case, on the ranks that this is called on."""
+    """Measure one case on the ranks of this job."""
     import numpy as np
     from mpi4py import MPI
 
@@ -113,7 +113,7 @@ def rank(number):
 
 
 def status(name):
-    """A figure of this process, in bytes."""
+    """Return a number of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(x.split()[1]) for x in lines if x.startswith(f"{name}:"))
 

@@ -1,11 +1,11 @@
-"""What must stay as it is while the code is rebuilt: bits of results, bytes and messages.
+"""Digests of results, bytes and messages, which must not change while code is rebuilt.
 
     mpiexec -n 6 python tests/net.py OUTPUT.json
 
-runs some 220 small configurations, by the public interface only, and writes for each of them a
-digest of every result (bits differ between CPUs) and what every rank sent and received (the same
-everywhere; `tests/traffic.json` holds it, and `test_net.py` holds the predictions to it).
-`jobs/net.sh` compares two commits.
+runs about 220 small configurations by the public interface.  For each configuration it writes a
+digest of every result and the traffic of every rank.  Results differ between CPUs in their bits.
+Traffic is the same on all machines: `tests/traffic.json` holds it, and `test_net.py` compares it
+with the predictions.  `jobs/net.sh` compares two commits.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ MORE_VARIANTS = (
 
 
 def configurations() -> Iterator[tuple]:
-    """Name, method, shape and variant of each."""
+    """Return name, method, shape and variant of each configuration."""
     first = product(PLANS, VARIANTS)
     more = chain(product(MORE_PLANS, VARIANTS + MORE_VARIANTS), product(PLANS, MORE_VARIANTS))
     for (method, shape), variant in chain(first, more):
@@ -105,7 +105,7 @@ def configurations() -> Iterator[tuple]:
 
 
 def make_mask(name: str, seqlen: int) -> Mask:
-    """The mask of a variant."""
+    """Make the mask of a variant."""
     tokens = np.arange(seqlen)
     packed = Documents([0, *(int(x * seqlen) for x in CUTS), seqlen])
     window = SlidingWindow(seqlen // 7)
@@ -120,7 +120,7 @@ def make_mask(name: str, seqlen: int) -> Mask:
 
 
 def run(grid: ProcessGrid, method: str, variant: tuple) -> dict[str, object]:
-    """One configuration: digests on rank 0, traffic of every rank."""
+    """Run one configuration; return digests on rank 0 and the traffic of every rank."""
     mask, dtype, nheads_kv, seqlen, overlap = variant
     kind, options = METHODS[method]
     sizes = {"seqlen": seqlen, "nheads": NHEADS, "nheads_kv": nheads_kv, "headdim": HEADDIM}
@@ -150,7 +150,7 @@ def run(grid: ProcessGrid, method: str, variant: tuple) -> dict[str, object]:
 
 
 def run_all(comm: MPI.Intracomm) -> dict[str, dict]:
-    """All configurations, by name, on rank 0 of `comm`."""
+    """Run all configurations; return them by name on rank 0 of `comm`."""
     grids: dict[tuple, ProcessGrid] = {}
     found = {}
     for name, method, shape, variant in configurations():

@@ -6,7 +6,7 @@ from a2d_mpi.masks.mask import Causal, Full, IntervalMask, Mask
 
 
 class Intervals(Mask):
-    """A mask of several intervals a query, given as arrays."""
+    """A mask of several intervals per query, given as arrays."""
 
     def __init__(self, *intervals):
         self.arrays = [tuple(np.asarray(x, np.int64) for x in pair) for pair in intervals]
@@ -16,7 +16,7 @@ class Intervals(Mask):
 
 
 def heavy_tailed(seqlen, seed, shortest=128):
-    """Lengths of documents from a Pareto distribution of index 1, the last one cut at the end."""
+    """Draw lengths of documents from a Pareto distribution of index 1; the last one is cut."""
     rng = np.random.default_rng(seed)
     lengths = []
     while (left := seqlen - sum(lengths)) > 0:
@@ -25,14 +25,14 @@ def heavy_tailed(seqlen, seed, shortest=128):
 
 
 def documents(lengths, causal=True):
-    """Packed documents."""
+    """Return a mask of packed documents."""
     ends = np.cumsum(lengths)
     first, last = np.repeat(ends - lengths, lengths), np.repeat(ends, lengths)
     return IntervalMask(first, np.arange(ends[-1]) + 1 if causal else last)
 
 
 def many_masks(seqlen, seed, shortest=128):
-    """Masks like the patterns of LongCA (arXiv:2510.17896): name -> mask."""
+    """Return masks like the patterns of LongCA (arXiv:2510.17896), by name."""
     i = np.arange(seqlen)
     lengths = heavy_tailed(seqlen, seed, shortest)
     causal, full = documents(lengths), documents(lengths, causal=False)
@@ -72,7 +72,7 @@ def many_masks(seqlen, seed, shortest=128):
 
 
 def owners_of(shards, seqlen):
-    """Owner of every token, from the runs of every rank; each token must have one."""
+    """Return the owner of every token from the runs of every rank; each token must have one."""
     owner = np.full(seqlen, -1)
     for rank, runs in enumerate(shards):
         for run in runs:
@@ -94,7 +94,7 @@ def contiguous(seqlen, ranks):
 
 
 def grid_figures(mask, owner, rows, cols, kv_share=1.0):
-    """Visible pairs, and elements received and sent, of every rank of a grid.
+    """Count visible pairs, and elements received and sent, of every rank of a grid.
 
     The traffic follows the mask: a rank receives only queries that see a key of its column, whose
     partials it returns, and only keys that a query of its row sees.
@@ -130,14 +130,16 @@ def grid_figures(mask, owner, rows, cols, kv_share=1.0):
 
 
 def node_traffic(visible, owners, rows, cols, node):
-    """How often every rank of a grid receives the rows of each token, where nodes fetch them once.
+    """Count how often every rank of a node-aware grid receives the rows of each token.
 
-    A node gets of a shard what its members of the row or column need, all together: the k-th
-    member of a node is fetched by the k-th of another, counted around.  The fetcher gives each
-    other member what that one needs.  Partial results take the same way back.
+    A node gets the rows of a shard that its members in the row or column need together.  The k-th
+    member of a node fetches the shard of the k-th member of another node, counted around.  It then
+    gives each member of its node the rows that this member needs.  Partial results take the same
+    way back.
 
-    visible: (n, m) bool; owners: of queries (n,), and of keys (m,); node: (ranks,).
-    Returns (ranks, tokens) int64 by (of keys, on the way back, inside a node).
+    Parameters: `visible` is (n, m) bool, `owners` has the owners of queries, (n,), and of keys,
+    (m,), and `node` is (ranks,).  Return (ranks, tokens) int64 by (of keys, on the way back,
+    inside a node).
     """
     grid, both = np.arange(rows * cols).reshape(rows, cols), (False, True)
     found = {
@@ -169,7 +171,7 @@ def node_traffic(visible, owners, rows, cols, node):
 
 
 def best_grid(mask, seqlen, ranks, owner):
-    """Fewest elements that the largest rank of a grid of any shape moves."""
+    """Return the fewest elements that the busiest rank of a grid of any shape moves."""
     shapes = [(r, ranks // r) for r in range(1, ranks + 1) if ranks % r == 0]
     return min(max(x.max() for x in grid_figures(mask, owner, *s)[1:]) for s in shapes)
 
@@ -186,7 +188,7 @@ def linear_attention(
     projections=None,
     dtype=np.float64,
 ):
-    """Linear attention by its definition, with all N x N weights: out, dq, dk, dv."""
+    """Compute out, dq, dk and dv by the definition, with all N x N weights."""
     q, k, v, dout = (np.asarray(x, dtype).swapaxes(0, 1) for x in (q, k, v, dout))  # (H, N, D)
     (fq, back), (fk, _) = (_features(feature_map, x, projections) for x in (q, k))
     i = np.arange(q.shape[1])
@@ -213,7 +215,7 @@ def linear_attention(
 
 
 def _features(name, x, projections):
-    """Features of (H, N, D), and the function from their gradient and x to that of x."""
+    """Return features of (H, N, D), and the function that gives the gradient of x."""
     if name == "none":
         return x, lambda dy, x: dy
     if name == "elu+1":

@@ -1,4 +1,4 @@
-"""Sabotages of the package, and what catches each: the drivers' check, the tests, the fuzzer.
+"""Sabotages of the package, and the check, test or fuzzer that catches each.
 
     python tests/sabotage.py [--tests] [--fuzz SECONDS] [NAME ...]
 
@@ -46,7 +46,7 @@ TRAFFIC = "test_net.py"
 
 
 class Sabotage(NamedTuple):
-    """What is patched, by a function of this process's rank, and the tests that see it first."""
+    """A sabotage: its patches, as a function of the rank, and the tests that see it first."""
 
     patches: Callable[[int], list]
     tests: str
@@ -58,7 +58,7 @@ SABOTAGES: dict[str, Sabotage] = {}
 
 @contextmanager
 def sabotaged(name: str | None) -> Iterator[None]:
-    """The package, sabotaged; None: as it is."""
+    """Apply a sabotage to the package inside the context; None: no sabotage."""
     from mpi4py import MPI
 
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def sabotage(tests: str):
 
 
 def around(owner: type, name: str, wrong: Callable) -> object:
-    """Patch a method by `wrong`, which takes the right one first."""
+    """Return a patch of a method by `wrong`, whose first argument is the right method."""
     right = vars(owner)[name]
 
     def method(*args, **options):
@@ -89,7 +89,7 @@ def around(owner: type, name: str, wrong: Callable) -> object:
 
 
 def after(owner: type, name: str, change: Callable) -> object:
-    """Patch a method by itself and then `change`, which takes its arguments."""
+    """Return a patch of a method that calls it, and then `change` with its arguments."""
 
     def wrong(right, *args, **options):
         found = right(*args, **options)
@@ -100,7 +100,7 @@ def after(owner: type, name: str, change: Callable) -> object:
 
 
 def after_call(phase: str, change: Callable) -> object:
-    """Patch a phase of plans: `change` takes the plan, the call's number from 1, the results."""
+    """Return a patch of a phase of plans; `change` takes plan, call number and results."""
 
     def wrong(right, self, *args):
         found = right(self, *args)
@@ -113,7 +113,7 @@ def after_call(phase: str, change: Callable) -> object:
 
 
 def sent(change: Callable) -> object:
-    """Patch sends: `change` takes a copy of the bytes, and the peer."""
+    """Return a patch of sends; `change` takes a copy of the bytes, and the peer."""
     kept = []  # MPI may still read what it was given
 
     def wrong(right, self, comm, x, peer, tag):
@@ -500,14 +500,14 @@ def one_row_of_dk(rank):
 
 
 def run(name: str, program: str, *options: str) -> None:
-    """Run a program under a sabotage; "none": without."""
+    """Run a program under a sabotage; "none": without sabotage."""
     sys.argv = [program, *options]
     with sabotaged(None if name == "none" else name):
         runpy.run_path(program, run_name="__main__")
 
 
 def by_check(runs: Sequence[tuple[str, str]]) -> list[list[str]]:
-    """The checks of the driver that fail, by sabotage and --check; all in the same processes."""
+    """Return the checks of the driver that fail, by sabotage and --check."""
     from helpers import drive_each
 
     common = [DRIVER, SAMPLE, *OPTIONS, "--check"]
@@ -521,7 +521,7 @@ def by_check(runs: Sequence[tuple[str, str]]) -> list[list[str]]:
 
 
 def by_tests(name: str) -> str:
-    """The first test that fails in the file that is for a sabotage; "" if there is none."""
+    """Return the first test that fails in the test file of a sabotage, or ""."""
     from helpers import launch
 
     command = ["-m", "pytest", "-p", "sabotage", HERE / SABOTAGES[name].tests]
@@ -533,7 +533,7 @@ def by_tests(name: str) -> str:
 
 
 def by_fuzzer(name: str, seconds: float) -> str:
-    """The first configuration that shows a sabotage, and how; "" if none does."""
+    """Return the first configuration that shows a sabotage, and how, or ""."""
     from helpers import launch
 
     options = ["--fault", name, "--first", 0, "--seconds", seconds]
@@ -543,7 +543,7 @@ def by_fuzzer(name: str, seconds: float) -> str:
 
 
 def main() -> int:
-    """Print the table; returns the exit code."""
+    """Print the table, and return the exit code."""
     import argparse
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])

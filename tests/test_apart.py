@@ -1,4 +1,4 @@
-"""Attention and FFN on ranks of their own: the same tokens, weights apart, bytes as predicted."""
+"""Attention ranks and FFN ranks: the same tokens, separate weights, and predicted bytes."""
 
 from functools import cache
 from pathlib import Path
@@ -44,7 +44,7 @@ def prompts():
 
 
 def opened(comm, split, config, rooms=None, heads=1, **options):
-    """A decoder and its grid, which the FFN ranks do not have."""
+    """Return a decoder and its grid; FFN ranks have no grid."""
     grid = attention_grid(comm, split, (1, split[0] // heads, heads))
     weights = Parameters(config, *weights_of_rank(shaken(config), comm.rank, split))
     rooms = rooms or [1000] * (split[0] // heads)
@@ -59,7 +59,7 @@ def closed(decoder, grid):
 
 @cache
 def expected(name, request, new, choose=likeliest):
-    """Tokens after a prompt, the whole context computed again at each step, on one rank."""
+    """Return the tokens after a prompt; compute the whole context at each step."""
     config, tokens = CONFIGS[name], list(prompts()[request])
     for i in range(new):
         model = GPT(shaken(config), alone(config, Causal(), len(tokens)))
@@ -83,7 +83,7 @@ def wrong_tokens(found, name, new, choose=likeliest):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_same_tokens(comm, name, split):
-    """Drawn with the same seeds, ragged prompts; fewer requests than micro-batches at the end."""
+    """The same seeds give the same tokens, also with fewer requests than micro-batches."""
     decoder, grid = opened(comm, split, CONFIGS[name], block=4)
     new = {0: 12, 1: 3, 2: 7, 3: 1}
     found = dict(serve(decoder, prompts(), new, drawn))
@@ -96,7 +96,7 @@ def test_same_tokens(comm, name, split):
 
 @pytest.mark.mpi(min_size=2)
 def test_logits(comm):
-    """In float64, of every step, for 1 to 7 micro-batches."""
+    """Logits of every step equal float64 logits, for 1 to 7 micro-batches."""
     config, names = CONFIGS["grouped"], list(prompts())
     for micro_batches in (1, 2, 7):
         decoder, grid = opened(comm, SPLITS[0], config, micro_batches=micro_batches)
@@ -121,7 +121,7 @@ def test_logits(comm):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_missing_part_is_noticed(comm, monkeypatch):
-    """A sum without the last FFN rank's part gives other tokens."""
+    """A sum without the part of the last FFN rank gives other tokens."""
     take, right = pipe.Line.take, []
 
     def without_last(line):
@@ -142,7 +142,7 @@ def test_a_missing_part_is_noticed(comm, monkeypatch):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.one_mpi
 def test_requests_come_and_go(comm):
-    """Little room, a request that fits nowhere, and one that comes when all are done."""
+    """Requests wait for room, are refused if they never fit, and may arrive after all others."""
     split = SPLITS[-1]
     decoder, grid = opened(comm, split, CONFIGS["mfa"], [4] * split[0], block=4)
     new = {0: 3, 1: 2 + 16 * split[0], 2: 4, 3: 5}
@@ -163,7 +163,7 @@ def test_requests_come_and_go(comm):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("split", SPLITS)
 def test_traffic(comm, split):
-    """Counted and predicted, for more and fewer requests than micro-batches; batches in turn."""
+    """Counted traffic is the predicted traffic, for more and fewer requests than micro-batches."""
     config, bad = CONFIGS["grouped"], []
     heads = 2 if split[0] % 2 == 0 else 1
     decoder, grid = opened(comm, split, config, heads=heads)
@@ -188,7 +188,7 @@ def test_traffic(comm, split):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_apart(name):
-    """No weight is held by ranks of both kinds; the FFN ranks share theirs out, to the byte."""
+    """Ranks of different kinds share no weight, and FFN ranks divide theirs exactly."""
     whole = shaken(CONFIGS[name])
     for attention_ranks, ffn_ranks in ((1, 1), (2, 3), (3, 5)):
         split = attention_ranks, ffn_ranks
@@ -213,7 +213,7 @@ def test_weights_apart(name):
 
 @pytest.mark.mpi(min_size=2)
 def test_refusals(comm):
-    """On all ranks, with the numbers."""
+    """Bad arguments are one error on all ranks, with the numbers."""
     n = comm.size
     for split, cols, told in (
         ((n, 1), n, f"{n} attention ranks and 1 FFN ranks must be the {n} ranks of the job"),
@@ -230,7 +230,7 @@ def test_refusals(comm):
 
 @pytest.mark.launches
 def test_driver(tmp_path):
-    """The tokens of one rank, also for requests that come and go; bad options are refused."""
+    """The driver prints the tokens of one rank, and refuses bad options."""
     text, run = tmp_path / "text", tmp_path / "run"
     text.write_bytes(b"to be or not to be " * 20)
     sizes = ["--preset", "mfa-tiny", "--layers", 2, "--seqlen", 64, "--steps", 3]
@@ -270,7 +270,7 @@ def test_driver(tmp_path):
 
 @pytest.mark.launches
 def test_bench(tmp_path):
-    """Rows of ranks of two kinds, their waits, and a trace; a wrong prediction is told."""
+    """The table has ranks of two kinds and their waits, and reports a wrong prediction."""
     sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--nheads-kv", 1, "--headdim", 10]
     sizes += ["--contexts", "40", "--trials", 2, "--ranks", 1, "--apart", "1+1,1+2"]
     output, trace = tmp_path / "decode.h5", tmp_path / "trace.json"
@@ -302,7 +302,7 @@ apart.step_traffic_apart = lambda *of: (right(*of)[0] + 1, right(*of)[1])
 
 
 def test_the_committed_runs():
-    """That docs/afd.md shows: all checks passed; with equal work for both kinds, both are busy."""
+    """The runs of docs/afd.md passed all checks, and equal work keeps both kinds busy."""
     folder = Path(__file__).parents[1] / "data" / "results" / "afd"
     waits = {}
     for path in sorted(folder.glob("*.h5")):

@@ -79,7 +79,7 @@ def test_results_and_traffic(comm, method, mask, distribution, dtype, seqlen):
 @pytest.mark.parametrize("dtype", deeper(["float16", "bfloat16"], ["bfloat16"]))
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
 def test_low_precision(comm, method, mask, dtype, seqlen):
-    """16-bit tensors: at most twice the error of one float32 computation, rounded at the end."""
+    """The error of 16-bit tensors is at most twice that of float32 rounded at the end."""
     bad = []
     for nheads_kv in (1, NHEADS):
         plan = method(
@@ -93,7 +93,7 @@ def test_low_precision(comm, method, mask, dtype, seqlen):
 @pytest.mark.parametrize("seqlen", [3, 101])
 @pytest.mark.parametrize("distribution", deeper(SHARED_OUT, ["zigzag"]))
 def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
-    """Both masks, KV heads shared and not, 16 bits too; the same bits without overlap."""
+    """Every method is right with both masks, shared KV heads and 16 bits, and without overlap."""
     grid, bad = ProcessGrid(comm, *algorithm[1]), []
     for mask, nheads_kv, dtype in (
         (Full(), NHEADS, "float32"),
@@ -119,7 +119,7 @@ def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
 
 @pytest.mark.parametrize("shape", deeper(UNITS, UNITS[-1:]), ids=str)
 def test_chunks_in_units(comm, monkeypatch, shape):
-    """Cut where they are long enough: right, counted, and the same bits without overlap."""
+    """Long chunks are cut; results are right, counted, and the same without overlap."""
     monkeypatch.setattr(chunks, "GRAIN", 4)
     grid, bad = ProcessGrid(comm, *shape), []
     cut = [max(len(chunks.chunked(((0, 101 // comm.size * grid.heads),), x)) for x in shape[:2])]
@@ -148,7 +148,7 @@ def test_chunks_in_units(comm, monkeypatch, shape):
 @pytest.mark.parametrize("distribution", deeper(SHARED_OUT, ["zigzag"]))
 @pytest.mark.parametrize("mask", [Full(), Causal()], ids=["full", "causal"])
 def test_huge_logits(comm, method, mask, distribution):
-    """Logits of +-1e4 and more: finite, correct."""
+    """Logits of 1e4 and more give finite and correct results."""
     seqlen, headdim, size = 64, 32, 2500.0
     plan = method(mask, seqlen=seqlen, nheads=NHEADS, headdim=headdim, distribution=distribution)
     q, k, *_ = inputs(seqlen, NHEADS, headdim, size)
@@ -160,7 +160,7 @@ def test_huge_logits(comm, method, mask, distribution):
 
 
 def mask_with_masked_rows(seqlen):
-    """Every third query, and the whole last part, sees nothing; the others a window."""
+    """Return a mask in which every third query and the whole last part see no key."""
     tokens = np.arange(seqlen)
     begin = np.maximum(tokens - 40, 0)
     end = np.where((tokens % 3 == 0) | (tokens > seqlen - 20), begin, tokens + 1)
@@ -255,7 +255,7 @@ def test_timings_add_up(comm, method):
 @pytest.mark.multirank
 @pytest.mark.parametrize("order", deeper(map("".join, permutations("rcu")), ["ruc", "cur"]))
 def test_order_of_ranks(comm, order):
-    """Which ranks are neighbours changes nothing else."""
+    """The order of ranks does not change results, bytes or messages."""
     heads = 2 if comm.size % 2 == 0 else 1
     rows = 2 if comm.size // heads % 2 == 0 else 1
     sizes = {"r": rows, "c": comm.size // heads // rows, "u": heads}
@@ -315,7 +315,7 @@ def test_areas_add_up(comm, method):
 @one_mpi
 @pytest.mark.parametrize("rows", [None, 5])
 def test_check_agrees_with_the_reference(comm, method, rows):
-    """The distributed check passes right results and tells wrong ones, tensor by tensor."""
+    """The distributed check passes right results and finds wrong ones, tensor by tensor."""
     plan = method(Causal(), seqlen=130, nheads=NHEADS, nheads_kv=1, headdim=16)
     whole = inputs(130, 1, 16)
     local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
@@ -343,7 +343,7 @@ def test_check_agrees_with_the_reference(comm, method, rows):
 
 @one_mpi
 def test_the_tests_can_tell(comm, method, monkeypatch):
-    """Deliberately wrong variants must fail: a merge that averages, a mask that is off by one."""
+    """Wrong variants fail: a merge that averages, and a mask that is off by one."""
     plan = method(Causal(), seqlen=130, nheads=NHEADS, headdim=16)
     if plan.grid.group_comm.size > 1:
         monkeypatch.setattr("a2d_mpi.devices.host.merge", averaging_merge)

@@ -1,4 +1,4 @@
-"""A wrong argument on any one rank is one error on all ranks, at once; nothing hangs."""
+"""A wrong argument on any rank is the same error on all ranks at once; nothing hangs."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ GOOD = {"seqlen": 40, "nheads": 4, "headdim": 8}
 
 
 def message_of(comm, action):
-    """The text of the error that `action` raises, which must be the same on all ranks."""
+    """Return the text of the error that `action` raises; it must be the same on all ranks."""
     try:
         action()
         text = None
@@ -82,7 +82,7 @@ def test_grids_that_differ(comm):
 
 
 class Overlapping(Mask):
-    """One of a user, wrong in one place."""
+    """A user's mask whose intervals overlap for one query."""
 
     def visible(self, q_tokens):
         return (0 * q_tokens, q_tokens + 1), (q_tokens - 4, np.where(q_tokens == 8, 9, 0))
@@ -192,7 +192,7 @@ def test_masks_with_other_contents(comm, grid):
 
 
 class Unwilling(Full):
-    """A mask that raises, on the last rank only, when it is asked about its last queries."""
+    """A mask that raises on the last rank only, for its last queries."""
 
     def __init__(self, error, rank, size):
         self.error, self.last = error, rank == size - 1
@@ -211,7 +211,7 @@ def test_mask_that_raises_on_one_rank(comm, grid, error):
 
 
 class Window(Mask):
-    """A mask of a user's own: `visible` and nothing else."""
+    """A user's mask that defines `visible` only."""
 
     def visible(self, q_tokens):
         return ((np.maximum(q_tokens - 3, 0), q_tokens + 1),)

@@ -1,4 +1,4 @@
-"""The balanced distribution: every token once, even tiles, the same on every call."""
+"""The balanced distribution has every token once, even tiles, and the same runs in every call."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ NAMES = list(many_masks(64, 0, 8))
 
 
 def uneven(mask, shards, rows, cols, heads=1):
-    """Largest over mean area of the tiles."""
+    """Return the largest over the mean area of the tiles."""
     owner = owners_of(shards, sum(len(x) for runs in shards for x in runs)) // heads
     area = grid_figures(mask, owner, rows, cols)[0]
     return area.max() / area.mean()
@@ -78,7 +78,7 @@ def test_heads_share_the_runs_of_a_position(heads):
 @settings(deadline=None, max_examples=60)
 @given(st.data(), st.integers(1, 40))
 def test_visible_pairs_and_borders(data, seqlen):
-    """Intervals may be out of range, but those of one query do not overlap."""
+    """Intervals may be out of range, but the intervals of one query do not overlap."""
     array = st.lists(st.integers(-3, 45), min_size=seqlen, max_size=seqlen)
     a, b, c, d = (np.array(data.draw(array)) for _ in range(4))
     mask = Intervals((a, b), (np.maximum(c, np.maximum(a, b)), d))

@@ -1,4 +1,4 @@
-"""drivers/bench.py and drivers/plot.py: what is in the file, and what is refused."""
+"""drivers/bench.py and drivers/plot.py: the contents of files, figures, and refusals."""
 
 import os
 import re
@@ -48,7 +48,7 @@ plot = partial(helpers.drive, "plot.py", 0, "results")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A small benchmark on 2 and on 4 ranks: its file, and what the second job printed."""
+    """Run a small benchmark on 2 and 4 ranks; return its file and the second output."""
     folder = tmp_path_factory.mktemp("bench")
     profile, output = folder / "test.toml", folder / "bench.h5"
     profile.write_text(PROFILE)
@@ -65,13 +65,13 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(finished):
-    """What is in that file, which takes a second or two to read."""
+    """Read the file of `finished` once, because reading takes a second or two."""
     return read_benchmark(finished[0])
 
 
 @pytest.fixture(scope="module")
 def workload(finished, results):
-    """A file with the runs of one workload, for tests that read it often."""
+    """Return a file with the runs of one workload, for tests that read it often."""
     path = finished[0].with_name("workload.h5")
     with h5py.File(finished[0]) as old, h5py.File(path, "w") as new:
         new.attrs.update(old.attrs)
@@ -229,7 +229,7 @@ def test_spans_of_some(tmp_path, which, kept):
 
 @pytest.mark.thorough
 def test_plots_without_predictions(workload, tmp_path):
-    """What there is is drawn; what is not is named, and refused if nothing else was wanted."""
+    """Figures without data are left out and named; a request for only these is refused."""
     path = tmp_path / "bench.h5"
     shutil.copy(workload, path)
     with h5py.File(path, "a") as file:
@@ -245,7 +245,7 @@ def test_plots_without_predictions(workload, tmp_path):
 
 
 def test_wrong_result(tmp_path):
-    """Is kept, and the exit code is 1, also of the job that resumes."""
+    """A wrong result is kept, and the exit code is 1, also of the job that resumes."""
     output = tmp_path / "bench.h5"
     options = ["--output", output, *SMALL, "--seqlens", "64", "--plans", "attention2d:1x2,ring"]
     done = bench(
@@ -307,7 +307,7 @@ def test_bad_plots(workload, tmp_path):
 
 
 def test_kernels_on_one_core(tmp_path):
-    """Of every mask, phase and kernel the seconds of all trials."""
+    """The file has the seconds of all trials of every mask, phase and kernel."""
     path = tmp_path / "tiles.h5"
     options = ["--shapes", "40x2x8", "--trials", "2", "--output", path, "--name", "here"]
     done = helpers.drive(
@@ -323,7 +323,7 @@ def test_kernels_on_one_core(tmp_path):
 
 
 def test_wrong_results_are_seen():
-    """Of a tile of fewer queries than keys, and of fewer KV heads than heads."""
+    """Wrong results are found for fewer queries than keys and fewer KV heads than heads."""
     tile = Tile(9, 20, 4, 2, 8, Causal())
     for call in tile.calls(NumpyKernel(np.float32, tile.softmax_scale)).values():
         call()

@@ -1,4 +1,4 @@
-"""Blocks placed by an optimiser: results, bytes, buffers; balance and bytes against grids."""
+"""Placed blocks: results, bytes and buffers; balance and bytes against grids."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ DOCUMENTS = "causal_document:0,3,3,50,90,97"
     "mask, heads", [("causal", 1), (DOCUMENTS, 1), ("share_question:seed=1", 2), ("full", 2)]
 )
 def test_results(comm, mask, heads):
-    """Against float64, with and without overlap; bytes, messages and buffers as predicted."""
+    """Results equal float64 with and without overlap; bytes and buffers are as predicted."""
     heads = heads if comm.size % heads == 0 else 1
     grid, bad = ProcessGrid(comm, comm.size // heads, 1, heads), []
     for nheads_kv, dtype, overlap in ((6, "float32", True), (1, "float64", False)):

@@ -1,4 +1,4 @@
-"""Checks that cannot be switched off: what is not finite fails, and what rounding may drown."""
+"""Checks fail for results that are not finite and for bounds that prove nothing."""
 
 import re
 
@@ -25,7 +25,7 @@ TOLD = {"float64": 1e-6, "float32": 0.01, "float16": 0.05, "bfloat16": 0.05}
 @pytest.mark.parametrize("rows", [None, 16], ids=["full", "sample"])
 @pytest.mark.parametrize("dtype", deeper(DTYPES, ["float32"]))
 def test_logits_of_10000(comm, dtype, rows):
-    """Right results pass; a wrong element of lse or of a gradient does not."""
+    """Right results pass, and one wrong element of lse or of a gradient fails."""
     grid = ProcessGrid(comm, *GRIDS[-1])
     plan = Attention2D(grid, Full(), seqlen=130, nheads=NHEADS, headdim=32, dtype=dtype)
     whole = inputs(130, NHEADS, 32, 2500.0, dtype)
@@ -50,7 +50,7 @@ def test_logits_of_10000(comm, dtype, rows):
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 def test_padding_that_is_all_there_is(comm):
-    """Gradients that are 0, inputs that are 0: bounds of 0, and of the terms, prove enough."""
+    """If gradients or inputs are 0, bounds of 0 still prove something."""
     grid = ProcessGrid(comm, *GRIDS[-1])
     bad = []
     for seqlen, size in ((1, 1), (1, 0), (40, 0)):
@@ -65,7 +65,7 @@ def test_padding_that_is_all_there_is(comm):
 
 
 def test_overflow_and_logits_of_a_billion(tmp_path):
-    """Exit code 1, and why; of those that are right, too."""
+    """The exit code is 1 with the reason, even if the results are right."""
     runs = []
     for name, factors, options in (
         ("1e20", {"v": 1e20, "dout": 1e20}, ["--check", "sample"]),
@@ -108,7 +108,7 @@ def test_one_byte_too_many_in_one_of_five_trials():
 
 
 def test_float64_gradients_that_cancel():
-    """One key: dq and dk are 0, and what the rounding of 4000 queries leaves in dk adds up."""
+    """With one key, dq and dk are 0 up to the rounding of 4000 queries, and this passes."""
     rng = np.random.default_rng(0)
     q, k, v, dout = whole = [rng.standard_normal((n, 1, 64)) for n in (4000, 1, 1, 4000)]
     lse = np.einsum("qhd,khd->qh", q, k) / 8
@@ -126,7 +126,7 @@ def test_float64_gradients_that_cancel():
 
 
 def test_bounds_that_prove_nothing():
-    """They are NaN, which nothing passes."""
+    """Bounds that prove nothing are NaN, which no error passes."""
     rng = np.random.default_rng(0)
     whole = [rng.standard_normal((9, 1, 4)) for _ in range(4)]
     exact = dict(zip(TENSORS, (whole[0], whole[0][..., 0], *whole[1:])))

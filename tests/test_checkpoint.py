@@ -1,4 +1,4 @@
-"""Checkpoints: what a folder keeps, what a run goes on from, and what it says of its bits."""
+"""Checkpoints: the files in a folder, how a run resumes, and what it reports about rounding."""
 
 import json
 from dataclasses import replace
@@ -53,7 +53,7 @@ def path_of(folder, step):
 
 
 def test_keeps_all_but_its_own_earlier_ones(tmp_path):
-    """Files of other runs, damaged ones and later ones are not this run's to delete."""
+    """A run deletes only its own earlier checkpoints, never other, damaged or later ones."""
     for step in (2, 4):
         save(tmp_path, state(step))
     save(tmp_path, state(3, run={"seed": "1"}))
@@ -94,7 +94,7 @@ def test_goes_on_from_the_latest_that_is_whole(tmp_path, capsys):
 
 
 def test_does_not_begin_again_unasked(tmp_path):
-    """All are damaged: again and again it stops, until it is told to begin."""
+    """If all checkpoints are damaged, a run stops until --anew is given."""
     for step in (8, 9):
         save(tmp_path, state(step))
         damage(path_of(tmp_path, step))
@@ -116,7 +116,7 @@ def test_does_not_begin_again_unasked(tmp_path):
 
 
 def test_from_before_headdim():
-    """The text of a config, and so the checksum, is as it was before a headdim could be given."""
+    """A config without headdim has the same text and checksum as before headdim existed."""
     assert state(3).texts["config"] == json.dumps(
         {"vocab": 4, "layers": 1, "width": 2, "nheads": 1, "seqlen": 4, "nheads_kv": 1}
         | {"positions": "learned"}
@@ -125,7 +125,7 @@ def test_from_before_headdim():
 
 
 def test_sizes_must_fit(tmp_path):
-    """The checksum is right, the sizes are not: one line, which names the file."""
+    """A file with a right checksum and wrong sizes is refused in one line that names the file."""
     good = state(3)
     wrong = [
         {"weights": good.weights[:-1]}, {"weights": good.weights.astype(int)},
@@ -154,7 +154,7 @@ def test_sizes_must_fit(tmp_path):
 
 
 def test_refusals(tmp_path):
-    """Of the drivers: exit code 2, nothing is deleted."""
+    """Drivers end with exit code 2 and delete nothing."""
     path = save(tmp_path, state(3, losses=np.ones(2)))
     for step in (8, 9):
         damage(save(tmp_path, state(step)))
@@ -176,7 +176,7 @@ def test_refusals(tmp_path):
 
 
 def test_says_what_computed_which_steps(tmp_path):
-    """Ranges of steps by grid and kernel, and a line where the bits are another run's."""
+    """Files have ranges of steps by grid and kernel, and a line reports a change of rounding."""
     train = [*TRAIN, "--separator", "", "--every", "2", "--folder", tmp_path / "run"]
     log = tmp_path / "log.h5"
     other = ["--rows", "2", "--kernel", "numpy", "--output", log]
@@ -202,7 +202,7 @@ def test_says_what_computed_which_steps(tmp_path):
 
 
 def test_reader_beside_a_run_that_goes_on(tmp_path, monkeypatch):
-    """The run removes what a reader has listed: it looks again."""
+    """If the run removes a checkpoint that a reader has listed, the reader lists again."""
     from a2d_mpi.experiments import checkpoint
 
     save(tmp_path, state(2))

@@ -1,4 +1,4 @@
-"""The default distribution: the least predicted time, of three."""
+"""The default distribution is the one of three with the least predicted time."""
 
 import pytest
 
@@ -20,7 +20,7 @@ H100 = read_machine("data/machines/h100-64x1.toml")
 @pytest.mark.parametrize("text", MASKS)
 @pytest.mark.parametrize("side", [2, 4])
 def test_extremes(text, side):
-    """Where transfers decide the fewest bytes, where computing decides the most even work."""
+    """If transfers decide, the fewest bytes win; if computing decides, the most even work wins."""
     n, layout = 4096, Layout(side, side)
     mask = make_mask(text, n)
     work = Workload(n, 1, 1, mask=mask)
@@ -88,7 +88,7 @@ def test_planner_tries_all():
 @pytest.mark.multirank
 @pytest.mark.one_mpi
 def test_planned_grid(comm):
-    """A plan takes the distribution of the planner, and its own where none is planned."""
+    """A plan takes the distribution of the planner's grid, and its own on other grids."""
     mask = make_mask("causal_document", 4096)
     work = Workload(4096, 4, 64, mask=mask, backward=True)
     problem = {"seqlen": 4096, "nheads": 4, "headdim": 64, "dtype": "bfloat16"}

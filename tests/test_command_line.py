@@ -60,7 +60,7 @@ OWN_DEFAULTS = {
 
 
 def examples(text):
-    """(ranks, program, options) of the commands in a help; ranks 0: without mpiexec."""
+    """Return (ranks, program, options) of the commands in a help; 0 ranks: without mpiexec."""
     for found in EXAMPLE.findall(text):
         words = shlex.split(found.replace("\\\n", " "), comments=True)
         ranks = int(words[2]) if words[0] == "mpiexec" else 0
@@ -70,7 +70,7 @@ def examples(text):
 
 @pytest.mark.parametrize("program, parser", PARSERS, ids=[x.prog for _, x in PARSERS])
 def test_help(program, parser):
-    """It shows all of a docstring, examples that can be parsed, and what each option means."""
+    """The help shows the whole docstring, its examples parse, and every option has a help text."""
     text = parser.format_help()
     assert " ".join(parser.description.split()) in " ".join(text.split())
     found = list(examples(text))
@@ -89,7 +89,7 @@ def test_help(program, parser):
 
 
 def first_examples():
-    """By program and subcommand, its first example."""
+    """Return the first example of each program and subcommand."""
     found = {}
     for name, parser in PARSERS:
         if not parser.commands:
@@ -104,7 +104,7 @@ def test_every_driver_has_a_short_example():
 
 @pytest.mark.parametrize("ranks", [0, 4])
 def test_examples_run(tmp_path, ranks):
-    """As a reader runs them, in the repository's root; no progress bar is in a file."""
+    """Examples run in the repository's root, and write no progress bar to a file."""
     for name in ("data", "drivers"):
         (tmp_path / name).symlink_to(DRIVERS.parent / name)
     (tmp_path / "results").mkdir()
@@ -128,7 +128,7 @@ def test_defaults_are_the_same_everywhere():
 
 
 def test_bad_options():
-    """Each driver says in one line what is wrong."""
+    """Each driver reports a bad option in one line."""
     commands = [(x.prog.split()[0], x.prog.split()[1:]) for _, x in PARSERS if not x.commands]
     cases = [(name, [*words, "--no-such"], [], "(see --help)") for name, words in commands]
     cases += [(x, ["nonsense"], [], "argument COMMAND: invalid choice: 'nonsense'")

@@ -51,7 +51,7 @@ def with_counts(counts, nheads=H, nheads_kv=HKV, dtype="float32", headdim=D, mas
 
 
 def test_config():
-    """Shapes, dtypes and bytes of one token, as the caller has it and as it is computed."""
+    """Shapes, dtypes and bytes of a token are right in storage and in computation."""
     config = AttentionConfig(np.int64(7), 6, 16, 2, dtype=np.dtype("float16"))
     sizes = {"seqlen": 7, "nheads": 6, "headdim": 16, "nheads_kv": 2, "seqlen_kv": 7}
     sizes["headdim_v"] = 16
@@ -124,7 +124,7 @@ def test_ring_of_equal_parts(ranks):
 
 @pytest.mark.parametrize("outer, inner", [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2), (4, 4)])
 def test_double_ring_of_equal_parts(outer, inner):
-    """Forward as much as a ring; backward each round's dK and dV likewise, and then outwards."""
+    """The forward bytes are those of a ring; dK and dV travel with each round, then outwards."""
     ranks, block = outer * inner, 4 * 2 * N * HKV * D
     blocks = {
         ("forward", "inner"): outer * (inner - 1),
@@ -165,7 +165,7 @@ def test_every_byte_sent_is_received(shape, method, data):
 
 @pytest.mark.parametrize("outer, inner", [(1, 4), (4, 1), (2, 3), (3, 2)])
 def test_double_ring(outer, inner):
-    """As much as the ring forward; dK, dV from the second rank of a round on, and then home."""
+    """Forward bytes are those that a ring sends; dK and dV start at the second rank of a round."""
     counts = (3, 0, 5, 2, 9, 1)[: outer * inner]
     sizes = with_counts(counts, dtype="bfloat16")
     kv_bytes, dkv_bytes = (2 * sizes.config.nbytes("k", wide) for wide in (False, True))
@@ -188,7 +188,7 @@ def test_double_ring(outer, inner):
 
 
 def test_exchange_of_heads():
-    """With all kv heads shared out: what a rank owns leaves it but for its own share."""
+    """A rank sends everything that it owns except its own share of the heads."""
     sizes = with_counts((N,) * 4, 8, 4, "bfloat16")
     for rank in range(4):
         moved = traffic_heads(sizes, 4, rank)
@@ -239,7 +239,7 @@ def test_layout(name, order):
 
 @pytest.mark.parametrize("order", ["rcu", "cru", "urc"])
 def test_blocks(order):
-    """Neighbours are the ranks of a block, row by row, and then those along the last axis."""
+    """Consecutive ranks fill a block, row by row, and then the next block."""
     layout = Layout(4, 6, 2, order, (2, 3))
     ranks = np.argsort(layout.world_ranks()).reshape(-1, 2, 3)  # by block
     r, c, u = ranks // 12, ranks // 2 % 6, ranks % 2
@@ -277,7 +277,7 @@ def test_areas(name, seqlen, parts, kind):
 
 @given(st.sampled_from(("zigzag", "striped")), st.integers(8, 300), st.booleans())
 def test_the_share_of_a_shard(name, seqlen, of_keys):
-    """The token with which the first tokens of a shard have three fifths of its pairs."""
+    """The first tokens before this place have three fifths of the shard's pairs."""
     shards = Distribution(name, seqlen, 4)
     for rank, others in ((0, (1, 2)), (3, (0, 3)), (2, (2,))):
         own, theirs = shards.tokens(rank), np.concatenate([shards.tokens(p) for p in others])
@@ -329,7 +329,7 @@ def test_nothing_moves_less_than_it_must(mask, nheads_kv, backward):
 @pytest.mark.parametrize("nheads_kv", [1, 2, 6])
 @pytest.mark.parametrize("mask", [Full(), Causal()])
 def test_lower_bound_of_all_choices(mask, nheads_kv, backward):
-    """Every set of queries and of keys that a rank can compute with, in a sequence of six."""
+    """The bound holds for every choice of queries and keys of a rank, with six tokens."""
     sets = np.array(list(product([False, True], repeat=6)))
     queries, keys = np.arange(6)[:, None], np.arange(6)
     visible = keys <= queries if isinstance(mask, Causal) else np.ones((6, 6), bool)
@@ -389,7 +389,7 @@ def test_flops():
 
 @given(st.lists(st.integers(1, 1500), max_size=3), st.integers(1, 5))
 def test_chunks(lengths, ranks):
-    """All places once, in order; one cut at most, only between two ranks, into large chunks."""
+    """Chunks have all places once, in order; there is one cut at most, between two ranks."""
     ends = np.cumsum(lengths, dtype=int) + 10 * np.arange(len(lengths))
     runs = tuple((end - n, end) for n, end in zip(lengths, ends.tolist()))
     parts = chunks.chunked(runs, ranks)
@@ -407,7 +407,7 @@ WINDOW = IntervalMask(np.arange(8192) - 2000, np.arange(8192) + 9)
 @pytest.mark.parametrize("mask", [Full(), Causal(), WINDOW])
 @pytest.mark.parametrize("name", ["zigzag", "striped"])
 def test_own_work_is_cut_by_area(mask, name):
-    """About `FIRST_SHARE` of the visible pairs come first, of queries and of keys."""
+    """About `FIRST_SHARE` of the visible pairs come first, by queries and by keys."""
     config = AttentionConfig(8192, 1, 1)
     sizes = problem_of("attention2d", Layout(2, 2), config, mask, name)
     group = Group(2, 2, sizes, config)

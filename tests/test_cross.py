@@ -31,7 +31,7 @@ def inputs(n, m):
 
 
 def exact(mask, n, m):
-    """Float64 results, head by head; row i of a causal mask sees keys up to i + m - n."""
+    """Compute float64 results head by head; row i of a causal mask sees keys up to i + m - n."""
     q, k, v, dout = inputs(n, m)
     visible = mask.dense(np.arange(n), np.arange(m))
     found, scale = {x: [] for x in TENSORS}, HEADDIM**-0.5
@@ -59,7 +59,7 @@ def exact(mask, n, m):
     )),
 ])  # fmt: skip
 def test_results(comm, mask, lengths):
-    """Against float64, causal masks aligned bottom-right, by every method that takes them."""
+    """Every method equals float64, with causal masks aligned bottom-right."""
     n, m = lengths
     bottom_right = np.arange(n) + m - n
     given, plain = {
@@ -104,7 +104,7 @@ def test_results(comm, mask, lengths):
 
 
 def test_alignment_matters(comm):
-    """A causal mask that is not aligned gives something else."""
+    """A causal mask that is not aligned gives other results."""
     n, m = 23, 57
     wrong = IntervalMask(np.zeros(n, int), np.arange(n) + 1)
     right = IntervalMask(np.zeros(n, int), np.arange(n) + m - n + 1)

@@ -1,4 +1,4 @@
-"""The figure that says when 2-D attention matters, and the file that it is drawn from."""
+"""The figure that shows when 2-D attention pays off, and its data."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ DATA = ROOT / "data/results/crossover"
 
 
 def test_committed_points():
-    """Ratios from transfers that decide to computing; the pick is the fastest of four."""
+    """The ratios cover both regimes, and the pick is the fastest of four."""
     points = measured(DATA)
     ratios = [p.ratio for p in points]
     assert len(points) == 5 and ratios == sorted(ratios) and ratios[0] < 0.1 and ratios[-1] > 3

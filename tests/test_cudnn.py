@@ -1,4 +1,4 @@
-"""The kernel of cuDNN against float64: on the emulated GPU always, on a real one if any."""
+"""The kernel of cuDNN against float64, on the emulated GPU and on a real GPU if there is one."""
 
 import importlib
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from a2d_mpi.masks.patterns import PATTERNS, make_mask
 
 
 def cudnn_kernel(cupy, plain, **options):
-    """cuDNN, or what stands in for it."""
+    """Return cuDNN's kernel, or its stand-in on the emulated GPU."""
     from a2d_mpi.kernels.cudnn import CudnnKernel
 
     if cupy.kind == "emulated":
@@ -68,7 +68,7 @@ def intervals_of(mask, nq, nk):
 
 @pytest.fixture
 def small(monkeypatch, cupy):
-    """General runs are cut and cropped in small blocks, too."""
+    """Let small blocks have general runs that are cut and cropped."""
     from a2d_mpi.kernels import cudnn_calls
 
     monkeypatch.setattr(cudnn_calls, "KEYS", 32)
@@ -77,7 +77,7 @@ def small(monkeypatch, cupy):
 
 @pytest.fixture(params=["ragged", "dense"])
 def launches(request, monkeypatch, cupy):
-    """Sizes that are no multiples of cuDNN's tiles are ragged launches, or dense ones, too."""
+    """Let sizes that are not multiples of cuDNN's tiles have ragged or dense launches."""
     from a2d_mpi.kernels import cudnn_calls
 
     if request.param == "dense":
@@ -89,7 +89,7 @@ def launches(request, monkeypatch, cupy):
 @pytest.mark.parametrize("dtype, heads", [("float16", (1, 1)), ("bfloat16", (4, 2))])
 @pytest.mark.parametrize("mask", MASKS)
 def test_cudnn(cupy, dtype, heads, mask, launches):
-    """Every run of a block, out and gradients in both dtypes that a caller may have."""
+    """Out and gradients of every run of a block are right in both dtypes of the caller."""
     nq, nk = 200, 240
     q, k, v, dout = make((nq, nk, *heads, 32), DTYPES[dtype])
     intervals, bad = intervals_of(mask, nq, nk), []
@@ -126,7 +126,7 @@ def test_patterns(cupy, text, step, monkeypatch):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 def test_general_runs_are_cut_and_cropped(cupy):
-    """A launch sees a multiple of 32 keys, or all, and no more queries than one run may have."""
+    """A launch sees a multiple of 32 keys or all keys, and at most the queries of one run."""
     q, k, v, dout = make((200, 240, 1, 1, 32), DTYPES["bfloat16"])
     intervals = intervals_of("documents", 200, 240)
     exact = plain(q, k, v, dout, intervals, 0.2, np.float64)
@@ -152,7 +152,7 @@ def test_cudnn_without_a_kernel(cupy, refused, fresh):
 
 
 def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):
-    """With dout = 0 no out has the delta that a gradient of lse makes."""
+    """With dout = 0 no out has the delta of a gradient of lse, so the plain kernel computes."""
     q, k, v, dout = make((64, 64, 2, 2, 32), DTYPES["bfloat16"])
     dout[:] = 0
     dlse = np.random.default_rng(0).standard_normal((64, 2)).astype(np.float32)
@@ -169,7 +169,7 @@ def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):
 
 
 def packed(rng, n, skip):
-    """Documents of `skip` and more tokens; the queries of one see nothing."""
+    """Return documents of at least `skip` tokens; the queries of one document see no key."""
     lengths = rng.integers(skip, 4 * skip, n)
     ends = np.cumsum(lengths)
     first, i = np.repeat(ends - lengths, lengths), np.arange(ends[-1])
@@ -184,7 +184,7 @@ def packed(rng, n, skip):
 @pytest.mark.parametrize("wide, fresh", [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("general", [False, True])
 def test_documents_are_batched(cupy, heads, wide, fresh, general, monkeypatch):
-    """Some documents to a launch; gaps between keys, queries of nobody and NaN there."""
+    """A launch takes several documents, with gaps between keys, masked queries and NaN in them."""
     from a2d_mpi.kernels import cudnn_calls
 
     monkeypatch.setattr(cudnn_calls, "SHORTEST", 8 if general else 1)
@@ -216,7 +216,7 @@ def test_documents_are_batched(cupy, heads, wide, fresh, general, monkeypatch):
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 def test_new_documents_need_few_new_graphs(cupy):
-    """Dense launches would need one for nearly each of them."""
+    """New documents need few new graphs; dense launches would need one for nearly each."""
     kernel = cudnn_kernel(cupy, plain_kernel(cupy, DTYPES["bfloat16"], 0.2))
     maker, q = kernel._calls, np.empty((16384, 2, 16), np.float16)
     built, launches = [], 0
@@ -232,7 +232,7 @@ def test_new_documents_need_few_new_graphs(cupy):
 @pytest.mark.usefixtures("small", "launches")
 @pytest.mark.parametrize("fresh", [False, True])
 def test_padding_may_be_anything(cupy, fresh):
-    """Queries that see nothing, and keys that nobody sees, between the others."""
+    """Masked rows and masked keys between others may hold anything."""
     q, k, v, dout = make((90, 100, 4, 2, 32), DTYPES["bfloat16"])
     i = np.arange(90)
     sees = i % 7 != 3
@@ -255,7 +255,7 @@ def test_padding_may_be_anything(cupy, fresh):
 @pytest.mark.parametrize("nk", [192, 200])
 @pytest.mark.usefixtures("launches")
 def test_very_negative_logits(cupy, mask, nk):
-    """exp(-lse) is infinite in float32: what cuDNN adds beyond the last key must not count."""
+    """exp(-lse) overflows in float32; zeros beyond the last key must not count."""
     q, k, v, dout = make((128, nk, 2, 2, 32), DTYPES["bfloat16"])
     q[..., 0], k[..., 0] = 60, -60  # logits are about -700
     intervals = random_intervals(np.random.default_rng(1), 128, nk, mask)
@@ -270,7 +270,7 @@ def test_very_negative_logits(cupy, mask, nk):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("major", [8, 9])
 def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, deterministic, major):
-    """On Hopper such a launch is ragged, or general, which both hide what is there."""
+    """On Hopper the launch is ragged or general, and hides what lies beyond the last key."""
     from a2d_mpi.devices.cuda import Cuda
 
     monkeypatch.setattr(Cuda.current(), "capability", (major, 0))
@@ -288,7 +288,7 @@ def test_half_a_tile_beyond_the_last_key(cupy, monkeypatch, deterministic, major
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 @pytest.mark.parametrize("mask", deeper(["full", "causal", "window", "two"], ["window"]))
 def test_scores_that_deterministic_gradients_keep(cupy, monkeypatch, mask):
-    """Their launches are cut, so that a long block needs no more memory than there is."""
+    """Launches are cut so that the scores of a long block fit in memory."""
     from a2d_mpi.kernels import cudnn_calls
 
     monkeypatch.setattr(cudnn_calls, "SCORES", 2 * 256 * 600)
@@ -326,7 +326,7 @@ def test_bits_that_repeat(cupy):
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 def test_forward_by_cudnn_backward_by_the_plain_kernel(cupy, monkeypatch):
-    """Of general masks on an A100."""
+    """On an A100, general masks run forward by cuDNN and backward by the plain kernel."""
     from a2d_mpi.devices.cuda import Cuda
 
     monkeypatch.setattr(Cuda.current(), "capability", (8, 0))
@@ -344,7 +344,7 @@ def test_forward_by_cudnn_backward_by_the_plain_kernel(cupy, monkeypatch):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("parts", deeper(["few", "some", "many"], ["few"]))
 def test_partials_of_cudnn(cupy, dtype, parts):
-    """One problem in parts x parts blocks: partials rounded by cuDNN keep the bound of one."""
+    """Partial results of parts x parts blocks, rounded by cuDNN, keep the bound of one block."""
     from a2d_mpi.devices.cuda import Cuda
 
     n = {"emulated": 256, "real": 2048}[cupy.kind]
@@ -399,7 +399,7 @@ def test_partials_of_cudnn(cupy, dtype, parts):
 
 @dataclass(frozen=True)
 class Sinks(Causal):
-    """The first 20 tokens and the last 50."""
+    """A mask that shows the first 20 tokens and the last 50."""
 
     default_distribution = "zigzag"
 
@@ -413,7 +413,7 @@ class Sinks(Causal):
 @pytest.mark.parametrize("method", [METHODS[(len(METHODS) - 1) // 2], OTHERS[-1]], ids=label)
 @pytest.mark.parametrize("distribution", deeper([None, "striped"], ["striped"]))
 def test_plans(comm, cupy, method, distribution, monkeypatch):
-    """Partial results of many runs, merged within a rank and between ranks."""
+    """Partial results of many runs merge within a rank and between ranks."""
     from graphs import HostGraphs
 
     from a2d_mpi.comm.gpus import bind_gpu

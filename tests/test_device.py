@@ -1,4 +1,4 @@
-"""CuPy arrays: the same calls, the same bounds, by device and by host transfers.
+"""CuPy arrays: the same calls and bounds as on the host, by device and by host transfers.
 
 On the emulated GPU of tests/emulated always, on a real one where there is one.
 """
@@ -118,7 +118,7 @@ def test_same_bits_every_time_and_without_overlap(comm, cupy, on, method):
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 def test_calls_on_two_streams(comm, cupy, on, method):
-    """The second call uses the buffers of the first one, which may still be under way."""
+    """A call uses the buffers of an earlier call that may still be running."""
     plan = method(Causal(), seqlen=64, nheads=6, headdim=16)
     q, k, v = [inputs(64, 6, 16, 1.0, "float32", 6)[i][plan.tokens] for i in range(3)]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -177,7 +177,7 @@ def test_kernel_of_the_other_device(comm, cupy, on):
 @pytest.mark.one_mpi
 def test_masks_of_two_intervals(comm, cupy, on, method):
     class Sinks(Causal):
-        """The first 3 tokens, and the last 10."""
+        """A mask that shows the first 3 tokens and the last 10."""
 
         default_distribution = "striped"
 
@@ -191,7 +191,7 @@ def test_masks_of_two_intervals(comm, cupy, on, method):
 
 
 def drive(monkeypatch, program, ranks, *options, gpus=1, **more):
-    """A driver on the emulated GPU."""
+    """Run a driver on the emulated GPU."""
     if shutil.which("g++") is None:
         pytest.skip("no GPU emulation: g++ is not installed")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"), prepend=os.pathsep)
@@ -204,7 +204,7 @@ SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
 
 @pytest.mark.parametrize("transfers", deeper(["device", "host"], ["device"]))
 def test_main_job(monkeypatch, tmp_path, transfers):
-    """Two ranks, two GPUs: each takes its own."""
+    """Each of two ranks takes one of two GPUs."""
     output = tmp_path / "run.h5"
     options = ["--seqlen", 50, "--backward", "--check", "full", "--trials", 2, "--output", output]
     options += ["--device", "gpu", "--transfers", transfers]
@@ -219,7 +219,7 @@ def test_main_job(monkeypatch, tmp_path, transfers):
 
 @pytest.mark.parametrize("gpus", [0, None])
 def test_no_gpu(monkeypatch, gpus):
-    """One line that says what is missing."""
+    """One line says what is missing."""
     options = [SAMPLE, "--device", "gpu"]
     if gpus is None:  # not even CuPy; on a machine that has it, a GPU may be there
         done = helpers.drive("attention.py", 2, *options, sabotage="sys.modules['cupy'] = None")
@@ -230,7 +230,7 @@ def test_no_gpu(monkeypatch, gpus):
 
 @pytest.mark.parametrize("transfers", deeper(["device", "host"], ["device"]))
 def test_a_fault_of_one_gpu_ends_all_ranks(monkeypatch, transfers):
-    """CUDA's events after it are never done: to wait for them would take for ever."""
+    """After a fault CUDA's events are never done, so ranks must not wait for them forever."""
     sabotage = """
 import cupy
 from mpi4py import MPI
@@ -314,7 +314,7 @@ def test_rate_of_transfers(monkeypatch, way, staged):
 
 @pytest.mark.thorough
 def test_timeline_of_four_ranks(monkeypatch, tmp_path):
-    """As jobs/gpu_all.sh has it drawn, beside the figures of the benchmark."""
+    """The timeline of jobs/gpu_all.sh is drawn beside the other figures."""
     file = tmp_path / "gpu.h5"
     options = ["--plans", "attention2d:2x2", "--seqlens", "64", "--nheads", "2", "--headdim", "8"]
     options += ["--device", "gpu", "--transfers", "device", "--backward", "--output", file]

@@ -1,4 +1,4 @@
-"""A gradient of lse in the backward pass, against float64 and against differences."""
+"""A gradient of lse in the backward pass, against float64 and finite differences."""
 
 from functools import cache
 
@@ -34,7 +34,7 @@ CASES = (
 
 
 def test_reference_by_differences():
-    """Gradients of a loss in out and lse; the first query sees nothing, or the sink."""
+    """Gradients of a loss of out and lse are right, also if the first query sees no key."""
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((5, h, 3)) for h in (4, 2, 2, 4))
     dlse, sink = rng.standard_normal((5, 4)), rng.standard_normal(4)
@@ -61,7 +61,7 @@ def test_reference_by_differences():
 
 @cache
 def problem(mask, dtype, nheads_kv):
-    """Inputs, sink, dlse, exact results and their bounds."""
+    """Return inputs, sink, dlse, exact results and their bounds."""
     rng, kept = np.random.default_rng(3), DTYPES[dtype]
     heads, kind = (NHEADS, nheads_kv, nheads_kv, NHEADS), compute_dtype(kept)
     inputs = [rng.standard_normal((N, h, D)).astype(kept).astype(float) for h in heads]
@@ -75,7 +75,7 @@ def problem(mask, dtype, nheads_kv):
 
 
 def results(plan, inputs, sink, dlse, upload=np.asarray, download=np.asarray):
-    """All results of a plan; dsink is summed over the ranks."""
+    """Return all results of a plan; dsink is summed over the ranks."""
     q, k, v, dout = (upload(x[plan.tokens].astype(plan.dtype)) for x in inputs)
     s = None if sink is None else upload(sink)
     out, lse = plan.forward(q, k, v, s)
@@ -89,7 +89,7 @@ def results(plan, inputs, sink, dlse, upload=np.asarray, download=np.asarray):
 
 
 def wrong_with(plan, found, exact, largest):
-    """What is out of bounds on this rank, in words."""
+    """Describe the results of this rank that are out of bounds."""
     mine = {x: y if x == "dsink" else y[plan.tokens] for x, y in exact.items()}
     return [f"{plan.dtype} {x}" for x in out_of_bounds(found, mine, largest)]
 
@@ -155,7 +155,7 @@ def test_devices_ignore_masked_rows(cupy, dtype):
 @pytest.mark.mpi
 @pytest.mark.parametrize("where", ["all", "last"])
 def test_bad_input(comm, where):
-    """One error on all ranks."""
+    """A bad dlse is one error on all ranks."""
     grid = ProcessGrid(comm, 1, comm.size)
     here = where == "all" or comm.rank == comm.size - 1
     plan = Attention2D(grid, Full(), seqlen=40, nheads=4, headdim=8)

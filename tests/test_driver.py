@@ -1,4 +1,4 @@
-"""drivers/attention.py as its users run it, and everything that can be wrong with what they give.
+"""drivers/attention.py as users run it, and all kinds of bad input.
 
 Bad input: exit code 2, one message, from rank 0, within seconds; nothing hangs, nothing is left.
 """
@@ -54,7 +54,7 @@ MAIN = {
 
 @pytest.fixture(scope="module")
 def main_jobs(tmp_path_factory):
-    """Folder, exit codes and stdout of the runs of MAIN, one after the other on four ranks."""
+    """Run MAIN on four ranks; return the folder, the exit codes and stdout."""
     folder = tmp_path_factory.mktemp("main")
     common = [SAMPLE, "--seqlen", "301", "--trials", "3", "--output"]
     done, found = drive_each(
@@ -102,7 +102,7 @@ def test_main_job(main_jobs, name):
 
 @pytest.fixture(scope="module")
 def of_two_ranks(tmp_path_factory):
-    """Results of some runs, one after the other on two ranks."""
+    """Return the results of some runs on two ranks, one after the other."""
     folder = tmp_path_factory.mktemp("two")
     shutil.copy(SAMPLE, folder / "zero.h5")
     with h5py.File(folder / "zero.h5", "a") as file:
@@ -158,7 +158,7 @@ def test_gradients_do_not_depend_on_the_ranks(tmp_path):
 
 @pytest.mark.parametrize("check", [pytest.param("sample", marks=launches), *deeper(["full"], [])])
 def test_failed_check(tmp_path, check):
-    """A wrong result is reported, kept, and the exit code is 1."""
+    """A wrong result is reported and kept, and the exit code is 1."""
     output = tmp_path / "run.h5"
     done = drive(
         2, SAMPLE, "--seqlen", "64", "--cols", "2", "--check", check, "--output", output,
@@ -220,7 +220,7 @@ OPTIONS = [
 
 
 def test_bad_files(tmp_path):
-    """Bad inputs, outputs that cannot be written or are the input: all stays as it was."""
+    """Bad inputs and outputs are refused, and all files stay as they were."""
     good, token = tmp_path / "good.h5", Distribution("zigzag", 1536, 2).tokens(1)[5]
     for name in ("good", "schema", "nan"):
         shutil.copy(SAMPLE, tmp_path / f"{name}.h5")
@@ -279,7 +279,7 @@ DIFFERENT = [
 
 @launches
 def test_bad_options():
-    """On all ranks, or on one of them."""
+    """A bad option on all ranks, or on one rank, is refused."""
     assert_all_refused("attention.py", 2, [
         *(([SAMPLE, *options], [], text) for options, text in OPTIONS),
         *(([SAMPLE, "--rows", "2"], more, text) for more, text in DIFFERENT),
@@ -294,7 +294,7 @@ def test_input_that_is_missing_on_one_rank():
 
 @pytest.mark.parametrize("found", ["before the run", "while writing"])
 def test_full_disk(tmp_path, found):
-    """No file may grow beyond 100 kB; the result of an earlier run stays as it was."""
+    """If no file may grow beyond 100 kB, the result of an earlier run stays as it was."""
     output = tmp_path / "run.h5"
     output.write_text("precious")
     sabotage = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2)\n"
@@ -314,7 +314,7 @@ def test_full_disk(tmp_path, found):
     pytest.param("os.kill(os.getpid(), 9)", marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_rank_that_dies_ends_the_job(how):
-    """A defect, Ctrl-C or a kill in the middle of a run: the job ends, soon and with an error."""
+    """A defect, Ctrl-C or a kill during a run ends the job soon, with an error."""
     done = drive(
         3, SAMPLE,
         sabotage="import os, a2d_mpi.kernels.numpy as t\n"
@@ -332,7 +332,7 @@ def test_rank_that_dies_ends_the_job(how):
 
 @launches
 def test_help_is_printed_once():
-    """And ends a job well."""
+    """One rank prints the help, and the job succeeds."""
     done = drive(2, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("usage:") == 1
@@ -386,7 +386,7 @@ def test_result_is_kept_before_it_is_printed(tmp_path):
 
 @launches
 def test_head_is_no_error(tmp_path):
-    """As `| head -1`: of the launcher, what nobody reads is lost, and nothing else."""
+    """A reader that stops, such as `| head -1`, is no error."""
     output = tmp_path / "run.h5"
     command = (
         f"{shlex.join(map(str, [MPIEXEC, '-n', 2, sys.executable, DRIVERS / 'attention.py']))}"

@@ -28,7 +28,7 @@ CONFIG = {
 
 
 def random_weights():
-    """Of a BertModel of these sizes, float32; of no LayerNorm 1, no bias 0."""
+    """Return random float32 weights of a BertModel of these sizes."""
     rng, found = np.random.default_rng(7), {}
 
     def draw(name, *shape):
@@ -48,7 +48,7 @@ def random_weights():
 
 
 def expected(w, tokens):
-    """The embedding of one document, in float64, written once more."""
+    """Return the embedding of one document, by an independent computation in float64."""
     w = {x: y.astype("f8") for x, y in w.items()}
 
     def norm(x, name):
@@ -79,7 +79,7 @@ def expected(w, tokens):
 
 
 class Tokenizer:
-    """Words are tokens; in place of the package `tokenizers`."""
+    """Takes words as tokens, in place of the package `tokenizers`."""
 
     @classmethod
     def from_file(cls, path):
@@ -106,14 +106,14 @@ class Tokenizer:
 
 
 def ids_of(text):
-    """Tokens of a short text, without [CLS] and [SEP]."""
+    """Return the tokens of a short text, without [CLS] and [SEP]."""
     return Tokenizer().encode(text).ids[1:-1]
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 def test_same_embeddings(comm):
-    """On any plan those of one document after the other; the same bits on all ranks."""
+    """Embeddings on any plan equal those computed one document at a time."""
     weights, rng = random_weights(), np.random.default_rng(1)
     cu_seqlens = np.cumsum([0, 2, 1, 40, 3, 17, 38])
     packed = Packed(["x"] * 6, rng.integers(0, VOCAB, cu_seqlens[-1]), cu_seqlens)

@@ -1,4 +1,4 @@
-"""Committed figures: their data are the code's, and colour-blind readers can read them."""
+"""Committed figures have the data of this code, and their colours are readable."""
 
 import re
 import runpy
@@ -21,13 +21,13 @@ FIGURES = ROOT / "data" / "figures"
 
 
 def commands():
-    """The commands of jobs/figures.sh: lists of words."""
+    """Return the commands of jobs/figures.sh as lists of words."""
     text = (ROOT / "jobs" / "figures.sh").read_text().replace("\\\n", " ")
     return [shlex.split(line) for line in re.findall("^python (.*)", text, re.MULTILINE)]
 
 
 def pictures(words):
-    """The files that a command draws, in the folder of figures."""
+    """Return the files that a command draws in the folder of figures."""
     if "--what" in words:
         folder, what = (words[words.index(x) + 1] for x in ("--output", "--what"))
         words = [f"{folder}/{name}.png" for name in what.split(",")]
@@ -42,7 +42,7 @@ def marked(words):
 
 @pytest.mark.parametrize("words", [marked(x) for x in commands()])
 def test_committed_figures_are_of_this_code(words, tmp_path, monkeypatch):
-    """`bash jobs/figures.sh data/figures` draws them again, if a change was meant."""
+    """Committed figures equal new ones; `bash jobs/figures.sh data/figures` updates them."""
 
     def only_data(_, path, *, metadata, **__):
         Path(path).write_text(metadata["Data"])
@@ -72,7 +72,7 @@ def test_every_figure_has_a_command_and_a_page():
 @pytest.mark.thorough
 @pytest.mark.parametrize("words", [x for x in commands() if "partitions/" in "".join(x)])
 def test_each_partition_wins_its_case(words):
-    """By the planner, the first plan of a drawing is the fastest of all, or as fast."""
+    """The planner predicts the first plan of each drawing to be the fastest, or nearly."""
     at, end = words.index("--plans"), words.index("--profile")
     method, _, shape = re.split("[,@]", words[at + 1])[0].partition(":")
     done = drive("plan.py", 0, *words[end:], "--simulate", "all", "--top", "0")
@@ -88,7 +88,7 @@ def test_a_method_has_one_colour_and_one_marker():
 
 
 def lab(colour, blind):
-    """CIELAB of a colour as seen by a colour-blind reader."""
+    """Return the CIELAB values of a colour as a colour-blind reader sees it."""
     from matplotlib.colors import to_rgb
 
     rgb = np.array(to_rgb(colour))
@@ -113,7 +113,7 @@ BLIND = {
 
 @pytest.mark.parametrize("blind", BLIND.values(), ids=BLIND)
 def test_colours_differ_for_colour_blind_readers(blind):
-    """By 10 in CIELAB at least: ten times what is seen of two colours side by side."""
+    """Colours differ by 10 in CIELAB at least, ten times the visible difference."""
     for colours in (COLOURS, [x for x, _ in METHOD_STYLES.values()]):
         for a, b in combinations(colours, 2):
             distance = np.linalg.norm(lab(a, np.array(blind)) - lab(b, np.array(blind)))
@@ -123,7 +123,7 @@ def test_colours_differ_for_colour_blind_readers(blind):
 
 
 def test_digest():
-    """It tells other data and other words, and not another size or rounding."""
+    """The digest depends on data and words, but not on size or rounding."""
     plt = pyplot()
 
     def of(values, title="a", above="", **options):

@@ -1,4 +1,4 @@
-"""Files that drivers read and write: nothing takes the place of anything else, jobs keep apart."""
+"""Files of drivers: no file replaces another kind of file, and jobs keep apart."""
 
 import os
 import signal
@@ -38,7 +38,7 @@ def test_all_options_that_name_files_are_known():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Inputs of all sorts."""
+    """Make a folder with inputs of all kinds."""
     monkeypatch.chdir(tmp_path)
     for name in ("text", "p.toml", "b.toml", "model/vocab.txt", "c/step-000000004.h5"):
         Path(name).parent.mkdir(exist_ok=True)
@@ -80,7 +80,7 @@ def test_no_output_is_an_input(folder, case):
 
 
 def test_drivers_replace_nothing_else(tmp_path):
-    """A text, or another kind of HDF5 file, is refused before any work; also by its folder."""
+    """A text or another kind of HDF5 file is refused before any work."""
     sample = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
     (text := tmp_path / "notes.h5").write_text("kept")
     with new_file(other := tmp_path / "other.h5") as file:
@@ -131,7 +131,7 @@ with held(sys.argv[1]), replacing(sys.argv[2]) as (_, temporary):
 
 @pytest.mark.parametrize("what", ["file", "folder"])
 def test_jobs_keep_apart(tmp_path, what):
-    """The second is told who has it; a killed job leaves nothing that blocks, or stays."""
+    """A second job names the first; a killed job leaves nothing that blocks others."""
     path = tmp_path / "run.h5" if what == "file" else tmp_path
     inside = tmp_path / "run.h5"
     command = [sys.executable, "-c", HOLD, path, inside]
@@ -158,7 +158,7 @@ def test_jobs_keep_apart(tmp_path, what):
 
 
 def test_without_locks(tmp_path, monkeypatch):
-    """A file system that has none: jobs go on, and leave what may be another one's."""
+    """On a file system without locks jobs continue, and keep files of other jobs."""
     import errno
 
     def flock(*_):

@@ -26,7 +26,7 @@ def grid(comm):
 
 
 def reached(name, visible):
-    """Which (query, head) and (key, head) may not be finite: it is in their computation."""
+    """Return which (query, head) and (key, head) depend on an element that is not finite."""
     heads = [HEAD] if name in ("q", "dout") else range(HEAD * GROUP, (HEAD + 1) * GROUP)
     queries = np.zeros((N, H), bool)
     seeing = np.arange(N) == TOKEN if name in ("q", "dout") else visible[:, TOKEN]

@@ -1,4 +1,4 @@
-"""The fuzzer finds deliberate faults soon, and says how to see each again."""
+"""The fuzzer finds deliberate faults soon, and says how to repeat each case."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ FAULTS = {  # and what is wrong then
 
 
 def fuzz(cases):
-    """Exit code and stdout of each list of options, in the same processes; stderr of them all."""
+    """Run lists of options in one process; return exit codes and stdout, and stderr of all."""
     here = f"sys.path.insert(0, {str(FUZZ.parent)!r})"
     done, found = drive_each([(FUZZ, x, []) for x in cases], 4, here, timeout=200, numba=True)
     return found, done.stderr
@@ -26,14 +26,14 @@ def fuzz(cases):
 
 @pytest.fixture(scope="module")
 def searched():
-    """By fault, what a search finds; stderr."""
+    """Return what a search finds by fault, and stderr."""
     found, stderr = fuzz([["--fault", x, "--first", 0, "--seconds", 30] for x in FAULTS])
     return dict(zip(FAULTS, found)), stderr
 
 
 @pytest.fixture(scope="module")
 def again(searched):
-    """By fault, what the first case of those found does with it and without it; stderr."""
+    """Repeat the first found case with and without its fault; return outputs and stderr."""
     seeds = [
         min((int(x) for x, _ in FAILED.findall(y)), default=0) for _, y in searched[0].values()
     ]
@@ -50,7 +50,7 @@ def again(searched):
 @pytest.mark.thorough
 @pytest.mark.parametrize(("fault", "what"), FAULTS.items())
 def test_faults_are_found(searched, again, fault, what):
-    """A mask off by one, a merge off by 3e-6, a dropped partial, a stale q: within 100."""
+    """100 cases find a wrong mask, merges off by 3e-6, a dropped partial and a stale q."""
     (code, stdout), stderr = searched[0][fault], searched[1]
     found = [(int(seed), why) for seed, why in FAILED.findall(stdout)]
     assert code == 1 and found, stdout + stderr
@@ -63,7 +63,7 @@ def test_faults_are_found(searched, again, fault, what):
 
 
 def test_cases_are_what_they_say():
-    """All kinds of everything occur, and the same seed draws the same."""
+    """All kinds of cases occur, and the same seed draws the same case."""
     cases = [draw(seed, 6) for seed in range(400)]
     assert {x.mask_name for x in cases} == set(MASKS)
     assert {x.method for x in cases} == set(METHODS)

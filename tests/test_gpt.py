@@ -1,4 +1,4 @@
-"""The GPT: gradients, the same losses whatever the ranks, and runs that go on."""
+"""The GPT: gradients, the same losses on all grids, and runs that continue."""
 
 from argparse import Namespace
 from functools import cache
@@ -31,7 +31,7 @@ def small(positions="learned", nheads_kv=1, headdim=None):
 
 
 def shaken(config, seed=0):
-    """Weights that are nothing special: no zeros, no ones."""
+    """Return weights without special values such as 0 and 1."""
     flat = initial(config, seed, "float64")
     return Parameters(config, flat + 0.3 * np.random.default_rng(seed).standard_normal(len(flat)))
 
@@ -42,14 +42,14 @@ def lone():
 
 
 def alone(config, mask, seqlen, dtype="float64"):
-    """A plan of one rank."""
+    """Make a plan of one rank."""
     sizes = {"nheads": config.nheads, "nheads_kv": config.nheads_kv, "headdim": config.headdim}
     return make_plan("attention2d", lone(), mask, seqlen=seqlen, dtype=dtype, **sizes)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_state_dict(positions):
-    """All parameters once, as PyTorch's layers name and multiply them: y = x W^T + b."""
+    """The dict has all parameters once, with the names and shapes of PyTorch's layers."""
     config = small(positions)
     weights = shaken(config)
     found, x = weights.state_dict(), np.random.default_rng(0).standard_normal(12)
@@ -68,7 +68,7 @@ SHAPES = [("learned", None), ("rotary", None), ("rotary", 10)]
 
 @pytest.mark.parametrize("positions, headdim", SHAPES)
 def test_gradients(positions, headdim):
-    """Against differences, of every kind of parameter; the same bits with checkpointing."""
+    """Gradients of every kind of parameter equal differences; checkpointing keeps the bits."""
     config, rng = small(positions, headdim=headdim), np.random.default_rng(1)
     weights, mask = shaken(config), Documents([0, 4, 9], causal=True)
     tokens, targets = rng.integers(0, 17, (2, 9))
@@ -120,7 +120,7 @@ def test_config():
 
 
 def test_initial_loss():
-    """About the logarithm of the vocabulary, as any text has it for a model that knows nothing."""
+    """The first loss is about the logarithm of the vocabulary."""
     config = GPTConfig(256, 2, 32, 2, 64)
     weights = Parameters(config, initial(config, 0, "float32"))
     tokens, targets = np.random.default_rng(0).integers(0, 256, (2, 64))
@@ -129,7 +129,7 @@ def test_initial_loss():
 
 
 def test_adam():
-    """Against the formulas, written out for one number."""
+    """An update equals the formulas, written out for one number."""
     config = GPTConfig(1, 1, 1, 1, 1)
     weights = Parameters(config, np.full(config.parameters, 0.5))
     gradients = Parameters(config, np.zeros(config.parameters))
@@ -153,7 +153,7 @@ def test_adam():
 
 
 def test_text(tmp_path):
-    """Documents, targets and positions of a batch, also where the text begins anew."""
+    """Batches have the right documents, targets and positions, also at the end of the text."""
     (path := tmp_path / "text").write_bytes(b"ab--cdefg--h")
     text, seen = Text(path, b"--"), set()
     assert bytes(text.bytes.astype(np.uint8)) == b"abcdefgh" and text.begins.tolist() == [
@@ -185,7 +185,7 @@ def test_text(tmp_path):
 
 
 def losses(comm, grid, method, dtype, steps, separator):
-    """Losses of a training run of a small model."""
+    """Return the losses of a training run of a small model."""
     config = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2)
     args = Namespace(rate=3e-3, warmup=5, steps=steps, seqlen=61, seed=1, separator=separator,
                      method=method, dtype=dtype, threads=1, kernel="auto", transfers="auto",
@@ -205,7 +205,7 @@ def losses(comm, grid, method, dtype, steps, separator):
     pytest.param("float64", 1e-10, 50, b"", marks=DEEPER),
 ])  # fmt: skip
 def test_same_losses(comm, dtype, bound, steps, separator):
-    """After each step, on any grid and ring as on one rank; the same weights on all."""
+    """Losses on any grid and ring are those of one rank, and all ranks have equal weights."""
     run = dtype, steps if comm.size in (4, 6) else 4, separator
     expected, _ = losses(MPI.COMM_SELF, lone(), "attention2d", *run)
     shapes = [(r, comm.size // r) for r in range(1, comm.size + 1) if comm.size % r == 0]
@@ -226,7 +226,7 @@ def test_same_losses(comm, dtype, bound, steps, separator):
 @pytest.mark.mpi
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_sums(comm, dtype):
-    """In the order of ranks, to the bit, of parts that no number of ranks divides."""
+    """Gradients are summed in the order of ranks, bit for bit, in uneven parts."""
     of_ranks = [
         np.random.default_rng(p).standard_normal(103).astype(dtype) for p in range(comm.size)
     ]
@@ -253,7 +253,7 @@ OPTIONS = [
 
 @pytest.mark.launches
 def test_goes_on(tmp_path):
-    """To the same bits as a run that was not interrupted, also if the latest file is damaged."""
+    """A resumed run has the bits of an uninterrupted one, even if the latest file is damaged."""
     text, whole, parts = ROOT / "LICENSE", tmp_path / "whole", tmp_path / "parts"
 
     def trained(folder, *more):

@@ -31,7 +31,7 @@ MODEL = GPTConfig(64, 5, 96, 4, 384, nheads_kv=2)
 
 @pytest.mark.parametrize("name", ["gpt3-125m", "gpt3-6.7b", "gpt3-175b", "mfa-tiny"])
 def test_products_are_six_operations_a_weight(name):
-    """Two forward and four backward (Kaplan et al., arXiv:2001.08361), with those of logits."""
+    """A weight takes two operations forward and four backward (arXiv:2001.08361)."""
     config = PRESETS[name]
     matrices = {x: y for x, y in config.shapes.items() if len(y) == 2 and x != "wpe"}
     weights = sum(int(np.prod(x)) for x in matrices.values())
@@ -41,7 +41,7 @@ def test_products_are_six_operations_a_weight(name):
 
 
 def peak(config, recompute):
-    """Bytes that loss and gradients allocate on one rank."""
+    """Return the bytes that loss and gradients allocate on one rank."""
     grid = ProcessGrid(MPI.COMM_SELF, 1, 1)
     plan = make_plan("attention2d", grid, Causal(), seqlen=config.seqlen, **config.heads)
     weights = Parameters(config, initial(config, 0, "f4"))
@@ -75,7 +75,7 @@ def machine(**links):
 
 @pytest.mark.mpi
 def test_sums_move_what_is_predicted(comm):
-    """With a link of a byte a second, seconds are bytes."""
+    """With a link of one byte per second, seconds are bytes."""
     link = Link(1.0)
     flat = np.ones(40 * comm.size, np.float32)
     gradients = GradientSum(comm, flat)
@@ -88,7 +88,7 @@ def test_sums_move_what_is_predicted(comm):
 
 
 def test_prediction_adds_up():
-    """More ranks share the rest; sums of gradients hide behind layers, but for the last."""
+    """More ranks share the work; sums of gradients hide behind all layers but the last."""
     fast, slow = (machine(between=Link(x)) for x in (1e12, 1e7))
     config = replace(PRESETS["gpt3-125m"], seqlen=4096)
     case = Case(seqlen=4096, **config.heads, mask="causal", backward=True)
@@ -115,7 +115,7 @@ OPTIONS = ("--preset", "gpt3-175b-layer", "--width", 32, "--nheads", 4, "--seqle
 
 
 def test_benchmark(tmp_path):
-    """Checked, repeated, added to."""
+    """Runs are checked and repeated, and added to a file."""
     output = tmp_path / "step.h5"
     options = ["--output", output, *OPTIONS, "--profile", ROOT / "data/results/16x1.toml"]
     again = [*options, "--resume", "--recompute"]
@@ -134,7 +134,7 @@ def test_benchmark(tmp_path):
 
 
 def test_benchmark_fails(tmp_path):
-    """If the model computes what the textbook does not."""
+    """The benchmark fails if the model and the textbook differ."""
     sabotage = """
 from a2d_mpi.experiments import bench_train
 right = bench_train._Textbook.forward
@@ -149,7 +149,7 @@ bench_train._Textbook.forward = wrong
 
 
 def test_plan_of_steps():
-    """The planner's table of steps; models leave no choice of heads."""
+    """The planner prints a table of steps, and --gpt sets the heads."""
     common = ["--profile", ROOT / "data/machines/h100-64x1.toml", "--ranks", 4, "--seqlen", "8K"]
     model = ["--gpt", "gpt3-125m", "--mask", "full"]  # under which two plans are simulated
     options = [*model, "--recompute", "--top", 2], [*model, "--nheads", 4], []
@@ -170,7 +170,7 @@ def test_plan_of_steps():
 
 
 def test_activations_fall_as_ranks_grow():
-    """Of the runs that docs/gpt.md shows: as 1 / P, and as predicted."""
+    """In the runs of docs/gpt.md activations fall as 1 / P, as predicted."""
     runs = read_steps(ROOT / "data/results/gpt/memory.h5")
     assert len(runs) == 8 and all(run.attributes["passed"] for run in runs)
     first = {run.attributes["recompute"]: run for run in runs if run.attributes["ranks"] == 1}
@@ -186,7 +186,7 @@ def test_activations_fall_as_ranks_grow():
 
 
 def test_steps_of_emulated_nodes():
-    """Of the runs that docs/gpt.md shows: the pick is the fastest, and as fast as predicted."""
+    """In the runs of docs/gpt.md the pick is the fastest, and as fast as predicted."""
     runs = read_steps(ROOT / "data/results/gpt/step.h5")
     assert all(run.attributes["passed"] and run.attributes["ranks"] == 16 for run in runs)
     fastest = min(runs, key=lambda run: run.seconds)

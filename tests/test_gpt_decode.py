@@ -1,4 +1,4 @@
-"""Inference with a GPT: the cache, borrowed room, the same tokens as from the whole context."""
+"""Decoding with a GPT: the cache, its blocks, and the tokens of the whole context."""
 
 from functools import cache
 
@@ -32,7 +32,7 @@ def prompts():
 
 @cache
 def greedy(name, new):
-    """Tokens after a prompt, the whole context computed again at each step, on one rank."""
+    """Return the tokens after a prompt; compute the whole context at each step."""
     weights, tokens = shaken(CONFIG), list(prompts()[name])
     for _ in range(new):
         model = GPT(weights, alone(CONFIG, Causal(), len(tokens)))
@@ -53,7 +53,7 @@ def likeliest(name, length, logits):
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("method", ["attention2d", "ring"])
 def test_same_tokens(comm, method):
-    """Greedy, ragged, more than one rank has room for: as from the whole context each time."""
+    """Greedy tokens of ragged prompts are those of the whole context."""
     count = NEW if method == "attention2d" and comm.size == 4 else 20
     needed = sum(-(-(n + count - 1) // 8) for n in LENGTHS)
     rooms = [needed // comm.size // 3, *[needed] * (comm.size - 1)] if comm.size > 1 else [needed]
@@ -73,7 +73,7 @@ def test_same_tokens(comm, method):
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 def test_requests_come_and_go(comm):
-    """Those without room wait, those that fit nowhere are refused, the others go on."""
+    """Requests wait for room, are refused if they never fit, and do not stop others."""
     whole, grid = decoder(comm, [4] * comm.size, block=4)
     new = {0: 3, 1: 16 * comm.size, 2: 5}  # request 1 has 5 tokens, and no place anywhere
     order = list(serve(whole, prompts(), new, likeliest))
@@ -97,7 +97,7 @@ def test_requests_come_and_go(comm):
 
 @pytest.mark.mpi
 def test_bytes(comm):
-    """Of a step, counted and predicted: the same for short and long contexts."""
+    """Counted bytes of a step are the predicted ones, for short and long contexts."""
     whole, grid = decoder(comm, block=8)
     assert all(whole.admit(x, LENGTHS[x], 250) for x in (0, 2))
     whole.prefill({0: prompts()[0], 2: prompts()[2]})
@@ -121,7 +121,7 @@ def test_bytes(comm):
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 def test_head_axis(comm):
-    """The same tokens; each rank keeps its share of the heads, and sends what was predicted."""
+    """A head axis gives the same tokens; each rank keeps and sends its share of the heads."""
     bad, traffic, group = [], {}, CONFIG.nheads // CONFIG.nheads_kv
     for heads in (x for x in range(1, comm.size + 1) if comm.size % x == 0):
         positions = comm.size // heads
@@ -156,7 +156,7 @@ def test_head_axis(comm):
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 def test_later_requests(comm):
-    """One that comes while others decode, and one when all are done: as if alone."""
+    """Requests that arrive later get the tokens that they get alone."""
     whole, grid = decoder(comm, block=4)
     new, taken, steps = {0: 9, 1: 4, 2: 3}, [], []
     prefill, step = whole.prefill, whole.step
@@ -174,7 +174,7 @@ def test_later_requests(comm):
 
 @given(st.data())
 def test_table(data):
-    """Blocks are dealt evenly while there is room, room is never exceeded nor lost."""
+    """Blocks are dealt evenly while there is room, and no block is lost."""
     rooms = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
     block = data.draw(st.integers(1, 4))
     table, kept = BlockTable(rooms, block), {}
@@ -218,7 +218,7 @@ def test_blocks_are_dealt_in_turn():
 
 
 def test_cache():
-    """What was put in comes out, and memory is that of the blocks."""
+    """The cache returns what was put in, and its memory is that of its blocks."""
     table = BlockTable([10], 4)
     table.admit(7, 11)
     held, rng = Cache(table, 0, (2, 3, 5), np.zeros(0, "float32")), np.random.default_rng(0)
@@ -267,7 +267,7 @@ def test_driver(tmp_path):
 
 @pytest.mark.launches
 def test_bench(tmp_path):
-    """A wrong result is told."""
+    """The benchmark reports a wrong result."""
     sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--contexts", "40,90", "--trials", 2]
     output = tmp_path / "decode.h5"
     done = drive("bench_gpt.py", 2, "decode", *sizes, "--output", output)

@@ -29,7 +29,7 @@ SHORT = ROOT / "src/a2d_mpi/experiments/__init__.py"
 
 
 def losses(comm, grid, dtype, transfers, positions, device=None):
-    """Losses of the first steps of a small model and of the text, and the weights after them."""
+    """Return the first losses of a small model, and the weights after them."""
     config = GPTConfig(256, 2, 12, 6, 21, nheads_kv=2, positions=positions)
     args = Namespace(rate=3e-3, warmup=5, steps=50, seqlen=21, seed=1, separator=b" ",
                      method="attention2d", dtype=dtype, threads=1, kernel="auto",
@@ -86,7 +86,7 @@ def test_same_tokens(comm, cupy, transfers):
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("transfers", ["device", "host"])
 def test_apart(comm, cupy, transfers):
-    """The same tokens with MLPs on ranks of their own."""
+    """Tokens are the same with MLPs on ranks of their own."""
     device, _ = bind_gpu(comm)
     split, count = (comm.size - comm.size // 2, comm.size // 2), 4
     flat, shapes = weights_of_rank(shaken(CONFIG), comm.rank, split)
@@ -104,7 +104,7 @@ def test_apart(comm, cupy, transfers):
 
 @pytest.mark.launches
 def test_drivers(monkeypatch, tmp_path):
-    """Trained on the GPU, gone on with and generated from on the host."""
+    """A training on the GPU continues on the host, which also generates from it."""
     text, folder = tmp_path / "text", tmp_path / "run"
     text.write_bytes(b"to be or not to be " * 20)
     options = [text, "--folder", folder, "--layers", 1, "--width", 8, "--nheads", 2]

@@ -70,7 +70,7 @@ def wheel(folder, name, files):
 
 @pytest.mark.thorough
 def test_jobs_take_a_folder_of_wheels(machine):
-    """The active Python and MPI, and a CuPy that only the folder has: that of the emulated GPU."""
+    """Jobs use the active Python and MPI, and CuPy from the folder."""
     wheels = machine.folder / "wheels"
     wheels.mkdir()
     files = {str(x.relative_to(EMULATED)): x.read_bytes() for x in EMULATED.rglob("cupy/*.py")}
@@ -129,7 +129,7 @@ def test_ucx_of_a_wheel_takes_the_place_of_open_mpis(machine):
 
 
 def test_everything_in_one_job(machine):
-    """Every part has its time, and runs whatever becomes of the others."""
+    """Every part has its seconds, and runs even if other parts fail."""
     asked, made = machine.folder / "asked", machine.folder / "made.py"
     made.write_text("import h5py, sys\nh5py.File(sys.argv[1], 'a').attrs['x'] = 1\n")
     made = f"python {made}"
@@ -181,7 +181,7 @@ exit 0""")  # fmt: skip
 
 @pytest.mark.parametrize("starts", [True, False])
 def test_mps(machine, starts):
-    """NVIDIA's daemon runs for the one command and is ended, or is not started at all."""
+    """NVIDIA's daemon runs for one command and ends, or is not started."""
     log = machine.folder / "log"
     machine.command("nvidia-cuda-mps-control", f"""
 [[ $1 == -d ]] || exec cat >>{log}

@@ -1,4 +1,4 @@
-"""The kernels for GPUs against float64: on the emulated GPU always, on a real one if any."""
+"""The kernels for GPUs against float64, on the emulated GPU and on a real one."""
 
 import ctypes
 import hashlib
@@ -35,7 +35,7 @@ def plain_kernel(cupy, dtype, scale):
 
 
 def run(cupy, kernel, q, k, v, dout, intervals, exact, wide=True, fresh=False):
-    """All results, with the statistics of `exact` (float64) for the backward pass."""
+    """Return all results; the backward pass gets the statistics of `exact`, in float64."""
     intervals = Intervals.of(intervals)  # they keep what queued launches read, as those of plans
     compute = compute_dtype(q.dtype)
     dtype = compute if wide else q.dtype
@@ -54,7 +54,7 @@ def run(cupy, kernel, q, k, v, dout, intervals, exact, wide=True, fresh=False):
 
 
 def failures(found, q, k, v, dout, intervals, scale, exact, products=None, slack=None):
-    """What is out of the bounds for `q.dtype`, results being kept in it or wider.
+    """Describe results that are out of the bounds for `q.dtype`.
 
     `exact` are the plain ones in float64.
     """
@@ -70,7 +70,7 @@ def failures(found, q, k, v, dout, intervals, scale, exact, products=None, slack
 
 
 def rounded(q, k, v, dout, intervals, scale, products):
-    """The plain computation in the compute dtype, its factors rounded to `products`."""
+    """Compute in the compute dtype, with factors rounded to `products`."""
     visible, compute = dense(intervals, len(k)), compute_dtype(q.dtype)
     inputs = [x.astype(compute) for x in (q, k, v)]
     out, lse = reference.attention(*inputs, visible, scale, compute, products)
@@ -140,7 +140,7 @@ def compiler_log(*options):
     (1, 128), *(pytest.param(*x, marks=DEEPER) for x in ((0, 256), (2, 256), (3, 64))),
 ])  # fmt: skip
 def test_kernels_compile(element, headdim):
-    """For A100 and H100, within what a block may have: all in registers, also at headdim 256."""
+    """Kernels compile for A100 and H100, and spill no registers except in float64."""
     if shutil.which("nvcc") is None:
         pytest.skip("no GPU compiler: nvcc is not installed")
     log = compiler_log(f"-DELEMENT={element}", f"-DHEADDIM={headdim}")
@@ -152,7 +152,7 @@ def test_kernels_compile(element, headdim):
 
 @pytest.mark.parametrize("element", range(4))
 def test_kernels_compile_as_cupy_does_it(element):
-    """By NVRTC, which knows less than nvcc, with the options that CuPy 14 adds."""
+    """NVRTC compiles the kernels with the options of CuPy 14."""
     places = [Path(x) / "nvidia" for x in sys.path] + _toolkits()
     found = [x for place in places for x in place.glob("*/**/libnvrtc.so*")]
     if not found:
@@ -209,7 +209,7 @@ print(b"".join(x.tobytes() for x in found.values()).hex())
 
 @pytest.mark.parametrize("wide", [False, True], ids=["native", "float32"])
 def test_sums_of_three_at_once(cupy, wide):
-    """Put or added, whatever the dtypes and heads of each."""
+    """Up to three arrays are copied or added, whatever their dtypes and heads."""
     from a2d_mpi.devices.cuda import Cuda
 
     device, rng = Cuda.current(), np.random.default_rng(0)

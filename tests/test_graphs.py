@@ -87,7 +87,7 @@ PASSES = {"forward": False, "backward": True, "deterministic": True}  # whether 
 
 
 def cases(name):
-    """(block, backward) of all graphs of a pass."""
+    """Return (block, backward) of all graphs of a pass."""
     shapes = [("full", 1003, 517, 0), ("band", 517, 1003, 100), ("general", 1003, 517, 0)]
     shapes += [(shape, 517, 1003, 0) for shape in ("causal", "anti-causal")]
     kinds = [("bfloat16", 2, 64), ("float16", 16, 64), ("bfloat16", 16, 128), ("float16", 2, 128)]
@@ -152,7 +152,7 @@ def test_all_that_is_called_supported_is_built(name, of_pass, tmp_path):
 
 
 def build(driver, name, of_pass):
-    """Print the workspace's size of each case, or why there is no graph."""
+    """Print the workspace of each case, or the reason why there is no graph."""
     ctypes.CDLL(driver, ctypes.RTLD_GLOBAL)
     import cudnn
 
@@ -215,7 +215,7 @@ def test_missing_and_old_packages(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Graphs on a stand-in for cuDNN, and the list of what was built, launched and set."""
+    """Return graphs on a stand-in for cuDNN, and the list of its calls."""
     log = []
 
     class Refusal(Exception):

@@ -25,7 +25,7 @@ for name, *options in json.loads(sys.argv[1]):
 
 
 def write(folder, name, text):
-    """A test file with this text, and what it needs."""
+    """Write a test file with this text and its imports."""
     for needed in ("conftest.py", "helpers.py"):
         shutil.copy(HERE / needed, folder)
     shutil.copy(HERE.parent / "setup.cfg", folder)
@@ -33,7 +33,7 @@ def write(folder, name, text):
 
 
 def run_each(folder, texts, ranks):
-    """Run pytest on these test files: by name, all exit codes, stdout, and stderr of them all."""
+    """Run pytest on test files; return exit codes and stdout by name, and all stderr."""
     options = ["--color=no", *["--with-mpi"] * (ranks > 0)]
     for name, text in texts.items():
         write(folder, name, text)

@@ -1,4 +1,4 @@
-"""Input and result files from strangers: refused in one line, or all numbers are their own."""
+"""HDF5 files from strangers are refused in one line, or their numbers are their own."""
 
 import os
 import socket
@@ -25,12 +25,12 @@ HUGE = (10**12, 2, 4)
 
 
 def external(file, name="k"):
-    """Numbers that are the bytes of any file of this machine."""
+    """Make a dataset whose numbers are the bytes of another file."""
     file.create_dataset(name, SHAPE, "f4", external=[("/etc/passwd", 0, h5py.h5f.UNLIMITED)])
 
 
 def virtual(file, name="k"):
-    """Numbers of another file, as if they were here."""
+    """Make a virtual dataset of the numbers of another file."""
     layout = h5py.VirtualLayout(SHAPE, "f4")
     layout[:] = h5py.VirtualSource("source.h5", "k", SHAPE)
     file.create_virtual_dataset(name, layout)
@@ -66,7 +66,7 @@ BAD = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """With a good input file and a pipe."""
+    """Make a folder with a good input file and a pipe."""
     os.mkfifo(tmp_path / "pipe")
     write_input(tmp_path / "source.h5")
     return tmp_path

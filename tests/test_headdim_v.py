@@ -59,7 +59,7 @@ CASES = (
 
 @cache
 def problem(mask, dtype, nheads_kv, d, e):
-    """Inputs, exact results and their bounds."""
+    """Return inputs, exact results and their bounds."""
     config = AttentionConfig(N, NHEADS, d, nheads_kv, headdim_v=e)
     rng, kept = np.random.default_rng(d), DTYPES[dtype]
     names = "q", "k", "v", "dout"
@@ -100,7 +100,7 @@ def test_plans(comm, name):
 ])  # fmt: skip
 @pytest.mark.parametrize("widths", deeper([(192, 128), (576, 512), (16, 40)], [(192, 128)]))
 def test_kernels(dtype, name, widths):
-    """Masked rows and unseen keys that hold NaN, too; and a wrong variant: swapped halves of v."""
+    """Kernels ignore NaN in masked rows and keys; swapped halves of v fail."""
     (d, e), scale = widths, widths[0] ** -0.5
     nheads_kv = 1 if d == 576 else 3
     inputs, exact, largest = problem(HALF, dtype, nheads_kv, d, e)
@@ -126,7 +126,7 @@ def test_kernels(dtype, name, widths):
 
 
 def test_bytes_by_formula():
-    """An even grid under a full mask, and what nobody can do without."""
+    """Bytes of an even grid equal the formula, and so does the lower bound."""
     rows, cols, n, h, hkv, d, e = 2, 3, 10, 6, 2, 24, 16
     layout = Layout(rows, cols)
     config = AttentionConfig(n * rows * cols, h, d, hkv, dtype="bfloat16", headdim_v=e)
@@ -175,7 +175,7 @@ def test_kernels_on_a_gpu_refuse(comm, cupy):
 
 @pytest.mark.launches
 def test_drivers(tmp_path):
-    """An input whose v has a width of its own; the planner, a benchmark and its file."""
+    """Drivers take an input whose v has another width."""
     rng = np.random.default_rng(0)
     with h5py.File(tmp_path / "mla.h5", "w") as file:
         file.attrs.update({"schema": "a2d_mpi input", "schema_version": 1})
@@ -207,7 +207,7 @@ def test_drivers(tmp_path):
 
 
 def test_planner():
-    """Time falls with the width, and the options of a problem carry it."""
+    """Predicted time falls with the width of the values."""
     parser, seconds = parser_of("drivers/plan.py"), []
     problem = "--profile data/machines/h100-8.toml --ranks 4 --seqlen 64K --nheads 8 --backward"
     for width in ("", "--headdim-v 192", "--headdim-v 128"):

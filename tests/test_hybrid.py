@@ -22,7 +22,7 @@ SIZES = {"width": 16, "nheads": 2, "seqlen": 61, "layer_pattern": "LLLN"}
 
 
 def test_gradients():
-    """Against differences, of some parameters of each layer; the same bits with checkpointing."""
+    """Gradients of some parameters of each layer equal differences."""
     config = GPTConfig(17, 3, 12, 2, 40, positions="rotary", layer_pattern="LN")
     rng, weights = np.random.default_rng(1), shaken(config)
     sizes = {"seqlen": 9, "nheads": 2, "headdim": 6, "dtype": "float64"}
@@ -51,7 +51,7 @@ def test_gradients():
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 def test_same_losses(comm):
-    """In float32 within 1e-5 of one rank's, after each step; another pattern is another model."""
+    """Losses are within 1e-5 of one rank's; another pattern gives other losses."""
     config, text = GPTConfig(256, 4, **SIZES), Text(ROOT / "LICENSE", b"")
     found = {}
     grid = ProcessGrid(comm, 1, comm.size)
@@ -74,7 +74,7 @@ def test_same_losses(comm):
 
 
 def test_checkpoints_of_earlier_versions(tmp_path):
-    """A file whose config has no pattern is whole; a pattern is kept and read."""
+    """A file without a pattern is valid, and a pattern is kept and read."""
     none = np.zeros(3)
     for name, pattern in (("old", "N"), ("new", "LN")):
         config = GPTConfig(7, 2, 8, 2, 5, layer_pattern=pattern)
@@ -89,13 +89,13 @@ def test_checkpoints_of_earlier_versions(tmp_path):
 
 
 def test_a_pattern_of_which_no_layer_is_linear():
-    """Its first layers are all exact: the model needs no plan of linear attention."""
+    """A model whose layers are all exact needs no plan of linear attention."""
     assert not GPTConfig(7, 2, 8, 2, 5, layer_pattern="NNNL").hybrid
     assert GPTConfig(7, 4, 8, 2, 5, layer_pattern="NNNL").hybrid
 
 
 def test_driver(tmp_path):
-    """Train on two ranks; what a hybrid model cannot do is refused in a line."""
+    """The driver trains on two ranks, and refuses in a line what a hybrid model cannot do."""
     sizes = ["--layers", "4", "--width", "16", "--nheads", "2", "--seqlen", "40", "--steps", "3"]
     train = [ROOT / "LICENSE", *sizes, "--layer-pattern"]
     folder = ["--folder", tmp_path / "run"]

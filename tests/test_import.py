@@ -35,13 +35,13 @@ METHOD = "gather kv"
 
 
 def example(page):
-    """The file that a guide has its reader save."""
+    """Return the file that a guide tells its reader to save."""
     code = readme.blocks(f"docs/adding-a-{page}.md", "python")
     return "\n".join(code[:2] if page == "method" else code)
 
 
 def commands(page):
-    """(ranks, driver, options) of the commands of a guide that say where the repository is."""
+    """Return (ranks, driver, options) of a guide's commands."""
     text = "".join(x for x in readme.blocks(f"docs/adding-a-{page}.md", "bash") if "A2D=" in x)
     variables = {}
     for line in text.replace("\\\n", " ").splitlines():
@@ -63,7 +63,7 @@ def commands(page):
 
 
 def test_guides(tmp_path):
-    """As a new user does it: files in a fresh folder, and all commands of the guides there."""
+    """All commands of the guides run in a fresh folder."""
     for page, name in FILES.items():
         (tmp_path / name).write_text(example(page))
     found = [x for page in FILES for x in commands(page)]
@@ -85,7 +85,7 @@ def test_guides(tmp_path):
 
 @pytest.fixture
 def registered():
-    """What the guides' files register; afterwards it is gone."""
+    """Register the examples of the guides, and remove them afterwards."""
     there = [(x, set(x)) for x in (METHODS, KERNELS, PATTERNS)]
     for page in FILES:
         exec(example(page), {"__name__": "example"})
@@ -97,7 +97,7 @@ def registered():
 
 @pytest.mark.usefixtures("registered")
 class TestOfOnesOwn:
-    """The planner, its model, the simulator and pictures take the method of the guide."""
+    """The planner, its model, the simulator and figures take the method of the guide."""
 
     @pytest.mark.parametrize("mask", [Causal(), Full(), "sinks:2,40"])
     def test_planner(self, mask):
@@ -135,7 +135,7 @@ class TestOfOnesOwn:
         assert len(lines) <= 35
 
     def test_bytes(self):
-        """Forward, the keys and values of all others."""
+        """In the forward phase a rank receives all keys and values of the others."""
         job = work(4096, 8, mask=Full(), backward=False)
         problem = problem_of(METHOD, Layout(8, 1), job, job.mask)
         _, received = cost.traffic(METHOD, Layout(8, 1), problem, 3)["forward", "all"]
@@ -199,7 +199,7 @@ BAD = {
 
 
 def test_bad_files(tmp_path):
-    """One line, exit code 2 on all ranks."""
+    """A bad file is one line and exit code 2 on all ranks."""
     for name, (code, _) in BAD.items():
         (tmp_path / f"{name}.py").write_text(code)
     here = {x: str(tmp_path / f"{x}.py") for x in BAD}

@@ -1,4 +1,4 @@
-"""Scripts parse, name only what exists, and clean up; GPU jobs say what they run on."""
+"""Scripts parse, name only existing things, and clean up."""
 
 import mmap
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def below(folder):
-    """The shell scripts there, by their paths in the repository."""
+    """Return the shell scripts in a folder, by their paths in the repository."""
     return sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.sh"))
 
 
@@ -34,7 +34,7 @@ OPTION = re.compile(r"(?<!\S)--[a-z][\w-]*")
 
 
 def commands(text):
-    """(program, its options) of every command in `text`, comments too."""
+    """Return (program, options) of every command in `text`, also in comments."""
     # What jobs/emulate.sh runs is a command of its own.
     text = re.sub(r" --(head)? ", "\n", text.replace("\\\n", " "))
     return [(program, OPTION.findall(rest)) for program, rest in PROGRAM.findall(text)]
@@ -42,7 +42,7 @@ def commands(text):
 
 @cache
 def options(program):
-    """The options that a program knows."""
+    """Return the options that a program has."""
     program = PASS_ON.get(program, program)
     if program.endswith(".sh"):  # compare them in a test
         return set(re.findall(r"== (--[a-z-]+)", (ROOT / program).read_text()))
@@ -74,7 +74,7 @@ def test_what_the_main_job_runs_is_found():
     "script, device", [("cpu", "cpu"), ("a100_16x4", "gpu"), ("h100_64x1", "gpu")]
 )
 def test_batch_jobs_say_on_what_they_compute(tmp_path, script, device):
-    """And do so.  `srun` is one that prints its command."""
+    """Jobs print the device that they use; `srun` only prints its command here."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "activate").touch()
     (tmp_path / "bin" / "srun").write_text("#!/bin/sh\necho srun $*\n")
@@ -108,7 +108,7 @@ def test_batch_jobs_say_on_what_they_compute(tmp_path, script, device):
 
 @pytest.mark.launches
 def test_jobs_take_the_active_environment(tmp_path):
-    """The Python and MPI of this run, in a copy of the repository: nothing is installed."""
+    """Jobs use the Python and MPI of this run, and install nothing."""
     copy, broken = tmp_path / "copy", tmp_path / "broken"
     for folder in (copy, broken):
         folder.mkdir()
@@ -150,7 +150,7 @@ SWEEP = "set -euo pipefail; source jobs/env.sh; {}; echo done"
 
 
 def test_what_killed_jobs_left_is_swept():
-    """By the next job of the same user, and nothing that is in use, new, or others'."""
+    """The next job of a user removes files of killed jobs, but none in use or of others."""
     if not Path("/proc/self/maps").exists():
         return  # nobody can tell what is in use
     old, kept = [

@@ -29,7 +29,7 @@ def dense(intervals, nk):
 
 
 def run(kernel, q, k, v, dout, intervals, exact):
-    """All results of one block, with the statistics of `exact` (float64) for the backward pass."""
+    """Return all results of a block; the backward pass gets the statistics of `exact`."""
     out, lse = np.empty_like(q), np.empty(q.shape[:2], q.dtype)
     kernel.forward(q, k, v, intervals, out, lse)
     delta = (dout * exact["out"]).sum(-1).astype(q.dtype)
@@ -48,7 +48,7 @@ def plain(q, k, v, dout, intervals, scale, dtype):
 
 
 def failures(found, q, k, v, dout, intervals, scale, exact):
-    """Names of the results that are out of bounds; `exact` are the plain ones in float64."""
+    """Return the names of results that are out of bounds."""
     same = exact
     if q.dtype != np.float64:
         same = plain(q, k, v, dout, intervals, scale, q.dtype)
@@ -133,7 +133,7 @@ def test_both_ways_of_taking_the_exponential_agree(name):
 
 @pytest.mark.parametrize("offset", [-9e3, 9e3])
 def test_rows_far_from_zero(offset):
-    """All logits of a row far below (or above) zero: a shift of 0 would lose (or burst) them."""
+    """Logits of a row may be far from zero; a shift of 0 would lose or overflow them."""
     q, k, v, dout = tensors(50, 80, 1, 1, 4, np.float64)
     q[..., 0], k[..., 0] = 100, offset / 100
     intervals = random_intervals(np.random.default_rng(0), 50, 80, "causal")
@@ -144,7 +144,7 @@ def test_rows_far_from_zero(offset):
 
 
 def test_rising_maximum():
-    """Each key block has larger logits than all before: the shift must rise, block by block."""
+    """Each block of keys has larger logits than before, so the shift must rise."""
     q, k, v, dout = tensors(20, 200, 1, 1, 4, np.float64, 0.1)
     q[..., 0], k[..., 0] = 1, np.linspace(-400, 400, 200)[:, None]
     intervals = random_intervals(np.random.default_rng(0), 20, 200, "full")
@@ -242,7 +242,7 @@ def test_blocks_are_cut_once():
 
 @given(st.lists(st.integers(0, 6), min_size=8, max_size=8))
 def test_equal_numbers_of_different_intervals(ends):
-    """One interval of each of four queries, and two of each of two: they hide different pairs."""
+    """Blocks with equal bounds but different intervals hide different pairs."""
     blocker = Blocker(16, 16)
     for number in (1, 2):
         intervals = np.reshape(ends, (2, number, -1)).swapaxes(0, 1)
@@ -266,7 +266,7 @@ def test_little_hidden_work_is_done(mask):
 
 @cache
 def in_blocks(dtype, parts):
-    """One causal problem in 16 bits, cut into parts x parts blocks.
+    """Compute one causal problem in 16 bits, cut into parts x parts blocks.
 
     Results with gradients summed in float32 and in `dtype`, the exact ones, and those of one
     float32 computation.
@@ -313,7 +313,7 @@ def in_blocks(dtype, parts):
 @pytest.mark.parametrize("parts", [4, 16, 64])
 @pytest.mark.parametrize("sums", ["float32", "native"])
 def test_partials_of_low_precision(dtype, parts, sums):
-    """One problem cut into parts x parts blocks, as on a grid of that many rows and columns.
+    """A problem cut into parts x parts blocks keeps the error bounds.
 
     Partial outs may be rounded to 16 bits: a merge is a convex combination.  Gradients are sums:
     in float32 they keep the bound at any number of parts, in the dtype of the tensors they do
@@ -333,7 +333,7 @@ def test_partials_of_low_precision(dtype, parts, sums):
 
 @pytest.mark.parametrize("wrong", ["one key too many", "one key too few", "scale", "float16 out"])
 def test_the_bounds_can_tell(wrong):
-    """Deliberately wrong results are out of bounds."""
+    """Wrong results are out of bounds."""
     q, k, v, dout = tensors(300, 300, 2, 2, 32, np.float32)
     right = Causal().intervals(np.arange(300), np.arange(300))
     (begin, end), scale = right[0], 32**-0.5
@@ -360,7 +360,7 @@ def test_unknown_kernel():
 
 @pytest.mark.parametrize("name, dtype", KINDS)
 def test_padding_may_hold_anything(name, dtype):
-    """Queries that see nothing and keys that nobody sees: their NaN does not spread."""
+    """NaN in masked rows and masked keys does not spread."""
     q, k, v, dout = tensors(70, 90, 2, 1, 8, dtype)
     begin, end = np.full(70, 10), 10 + np.arange(70)  # the first sees nothing
     begin[[5, 64]] = end[[5, 64]]
@@ -383,7 +383,7 @@ def test_padding_may_hold_anything(name, dtype):
 @pytest.mark.parametrize("name", ["numpy", "numba"])
 @pytest.mark.parametrize(("logit", "size"), [(-41, 1e-25), (41, -1e20)])
 def test_values_of_one_head_at_the_end_of_the_range(name, logit, size):
-    """Exponentials far from 1, and one head's values tiny or huge: products stay in range."""
+    """Tiny or huge values of one head stay in range."""
     q, k, v, dout = tensors(20, 30, 2, 2, 4, np.float32, 0.01)
     k *= np.float32(0.01)  # or norms would be too large for the shortcut
     q[..., 0], k[..., 0] = 6.4, logit / 6.4

@@ -40,7 +40,7 @@ def start(ranks, *options, program="bench.py"):
 
 
 def ranks_below(pid):
-    """PIDs of all processes that came from `pid`, and what it knows of their ranks."""
+    """Return the PIDs of all processes that came from `pid`, with their ranks."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -73,7 +73,7 @@ def kill(pids):
 
 @pytest.mark.thorough
 def test_killed_at_any_moment(tmp_path):
-    """The launcher and all ranks, again and again: what was printed is there, and goes on."""
+    """After kills of the launcher and of ranks, printed results exist and runs continue."""
     output = tmp_path / "bench.h5"
     options = ["--output", output, *SMALL, *SWEEP, *NUMPY, "--resume"]
     moments = random.Random(0)
@@ -171,7 +171,7 @@ TRAINING = [
 
 
 def ended(folder):
-    """What a training run has come to, its losses on file too; nothing else may be left."""
+    """Return the state of a finished training; assert that nothing else is left."""
     assert sorted(os.listdir(folder)) == ["checkpoints", "log.h5"]
     state, refused = latest(folder / "checkpoints")
     assert not refused and len(os.listdir(folder / "checkpoints")) == 2
@@ -213,7 +213,7 @@ def test_training_killed_at_any_moment(tmp_path):
 
 
 def step_of(folder):
-    """The step of the latest checkpoint."""
+    """Return the step of the latest checkpoint."""
     return max((int(x.stem[5:]) for x in folder.glob("checkpoints/step-*.h5")), default=0)
 
 

@@ -49,7 +49,7 @@ SIZES = {"nheads": NHEADS, "headdim": HEADDIM}
 
 
 def tensors(seqlen, dtype="float64"):
-    """q, k, v, dout of the whole sequence."""
+    """Return q, k, v and dout of the whole sequence."""
     rng = np.random.default_rng(seqlen)
     shape = seqlen, NHEADS, HEADDIM
     return [(rng.standard_normal(shape) + 0.5).astype(dtype) for _ in range(4)]
@@ -62,7 +62,7 @@ def exact(seqlen, causal, feature_map, norm, decay, dtype=np.float64, kept="floa
 
 
 def computed(plan, dtype="float64"):
-    """This rank's out and gradients, of the whole inputs."""
+    """Return out and gradients of this rank for whole inputs."""
     q, k, v, dout = (x[plan.tokens] for x in tensors(plan.config.seqlen, dtype))
     out, kept = plan.forward(q, k, v)
     return [out, *plan.backward(dout, q, k, v, out, kept)]
@@ -90,7 +90,7 @@ def grid(comm):
 
 
 def off(plan, found, wanted, bounds):
-    """What is out of bounds on this rank, in words."""
+    """Describe the results of this rank that are out of bounds."""
     errors = [distance(x, y[plan.tokens]) for x, y in zip(found, wanted)]
     return [
         f"{name}: {error:.2e} > {bound:.2e}"
@@ -100,7 +100,7 @@ def off(plan, found, wanted, bounds):
 
 
 def test_oracle_differentiates():
-    """The oracle's gradients are those of its out: central differences along random directions."""
+    """The oracle's gradients equal central differences along random directions."""
     rng, n, step = np.random.default_rng(0), 12, 1e-6
     for case in CASES:
         q, k, v, dout = tensors(n)
@@ -124,7 +124,7 @@ def test_oracle_differentiates():
 @pytest.mark.parametrize("states", ["gather", "ring"])
 @pytest.mark.parametrize("seqlen", deeper([1, 3, 101], (3, 101)))
 def test_results_and_bytes(comm, grid, seqlen, states):
-    """All feature maps, normalisations and decays; bytes are the formula's."""
+    """Results are right for all options, and bytes equal the formula."""
     bad = []
     for i, case in enumerate(CASES):
         causal, *others = case
@@ -146,7 +146,7 @@ def test_results_and_bytes(comm, grid, seqlen, states):
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_narrow_dtypes(comm, grid, dtype):
-    """Twice the error of a dense computation in float32, and a rounding; far-off decays too."""
+    """The error is at most twice that of dense float32 plus a rounding."""
     bad = []
     for case in (
         (True, "elu+1", "denominator", None),
@@ -165,7 +165,7 @@ def test_narrow_dtypes(comm, grid, dtype):
 
 
 def test_normalised_outputs_of_large_sums():
-    """In float32 the squares of these sums overflow; out is near 1 all the same."""
+    """Squares of the sums overflow in float32, but out is near 1."""
     sums = np.random.default_rng(0).standard_normal((5, NHEADS, HEADDIM))
     root = np.sqrt((sums**2).mean(axis=(1, 2), keepdims=True))  # (5, 1, 1)
     for dtype in ("float32", "float64"):
@@ -198,7 +198,7 @@ def test_gather_and_ring_agree_in_bytes_of_any_length(comm, grid):
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.one_mpi
 def test_wrong_orders_fail(comm, grid, monkeypatch):
-    """States added in the order of ranks, and a decay that counts no tokens, are noticed."""
+    """States in the order of ranks, and a decay that ignores tokens, give wrong results."""
     case = True, "elu+1", "output", DECAY
 
     def errors():
@@ -220,7 +220,7 @@ def test_wrong_orders_fail(comm, grid, monkeypatch):
 @pytest.mark.multirank
 @pytest.mark.mpi(min_size=4)
 def test_head_axis_and_listed_runs(comm):
-    """The shape of the grid does not matter; a distribution may be an object."""
+    """The shape of the grid does not matter, and a distribution may be an object."""
     grid = ProcessGrid(comm, 1, comm.size // 2, 2) if comm.size % 2 == 0 else None
     grid = grid or ProcessGrid(comm, comm.size, 1)
     case = True, "random", "denominator", DECAY
@@ -235,7 +235,7 @@ def test_head_axis_and_listed_runs(comm):
 
 @pytest.mark.mpi
 def test_refusals(comm, grid):
-    """One ValueError on all ranks, with the numbers; then the grid still works."""
+    """A bad argument is one ValueError on all ranks, and the grid still works."""
     last = comm.rank == comm.size - 1
 
     def refused(match, call):
@@ -316,7 +316,7 @@ def test_lost_ranks(states):
 
 
 def test_committed_run():
-    """What docs/linear.md shows: checked, bytes of one size for all lengths, and flat times."""
+    """The run of docs/linear.md is checked, with equal bytes and times for all lengths."""
     path = Path(__file__).parents[1] / "data" / "results" / "linear" / "16x1.h5"
     lengths = 2048, 4096, 8192, 16384
     plans, seconds, sent = ("lasp2", "lasp", "attention2d"), {}, {}
@@ -333,7 +333,7 @@ def test_committed_run():
 
 
 def test_driver(tmp_path):
-    """Both kinds of plans are checked, timed and counted; a wrong result is told."""
+    """Both kinds of plans are checked, timed and counted; a wrong result is reported."""
     sizes = ["linear", "--nheads", 2, "--headdim", 8, "--seqlens", "40,90", "--trials", 2]
     path, program = tmp_path / "linear.h5", "bench_gpt.py"
     others = ["--feature-map", "random", "--norm", "denominator", "--decay", 0.9]

@@ -18,7 +18,7 @@ TEXT = ROOT / "data" / "new_testament.txt"
 
 
 def test_driver(tmp_path):
-    """The first step is that of one process, the others are the same on a grid and on a ring."""
+    """The first step equals one process, and grid and ring agree in the others."""
     files = [tmp_path / "grid.h5", tmp_path / "ring.h5"]
     ways = ["--rows", "2"], ["--method", "ring", "--unchecked"]
     options = [TEXT, *SMALL, "--separator", r"\n", "--dtype", "float64"]
@@ -38,7 +38,7 @@ def test_driver(tmp_path):
 
 
 def test_driver_notices_a_wrong_gradient():
-    """Of one rank, which forgets its tokens."""
+    """The driver finds that one rank drops its tokens."""
     sabotage = """
 from a2d_mpi.torch import gradients
 real = gradients.GradientHooks._start

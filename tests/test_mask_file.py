@@ -142,7 +142,7 @@ SMALL = [SAMPLE, "--seqlen", N, "--trials", "1", "--check", "full"]
 
 @pytest.mark.launches
 def test_masks_of_a_run(tmp_path):
-    """By name with arguments, and from files: checked, and recorded in the result."""
+    """Masks by name and from files are checked and recorded in the result."""
     for name in ("several", "causal"):
         write(tmp_path / f"{name}.h5", GOOD[name][0], **GOOD[name][1])
     runs = {
@@ -215,7 +215,7 @@ def test_all_masks_of_a_benchmark(tmp_path):
 
 @pytest.mark.launches
 def test_files_of_benchmarks_and_planner(tmp_path):
-    """A benchmark knows a mask by what its file holds; plan.py and pictures take it, too."""
+    """A benchmark names a mask by its contents; plan.py and plot.py take it, too."""
     mask, again = (write(tmp_path / f"{x}.h5", begin=BEGIN, end=END) for x in ("mask", "again"))
     other = write(tmp_path / "other.h5", begin=BEGIN, end=grown(END, (1, 39), 39))
     output, picture = tmp_path / "bench.h5", tmp_path / "a.png"

@@ -22,7 +22,7 @@ PROBLEM = [
 
 @pytest.mark.parametrize("text", PATTERNS)
 def test_tiles_are_those_of_owners(text):
-    """The row of the query's owner, the column of the key's."""
+    """The rank of a pair is in the row of the query's owner and the key's column."""
     mask, tokens, owner = make_mask(text, 60), np.arange(60), np.empty(60, int)
     for name in (None, "striped"):
         found = tiling(text, 60, 2, 3, name)
@@ -71,7 +71,7 @@ def test_planner_and_pictures_of_schedules(tmp_path):
 
 
 def test_table(tmp_path):
-    """The bytes of each partition, at the same balance as its distribution says."""
+    """The table has the bytes of each partition, and the balance of its distribution."""
     sizes = ["--ranks", "4", "--seqlen", "512"]
     done = drive("report.py", 0, "masks", *sizes, "--masks", "full,causal")
     assert done.returncode == 0, done.stderr
@@ -87,7 +87,7 @@ def test_table(tmp_path):
     ("share_question:seed=2", "ring/balanced"), ("sliding_window", "attention2d/contiguous"),
 ])  # fmt: skip
 def test_committed_table(text, plan):
-    """The table behind the picture of docs/masks.md is of this code."""
+    """The committed table of docs/masks.md equals the table of this code."""
     known = read_table(ROOT / "data" / "results" / "masks.csv")
     found = best_of(plan, text, 131072, 16)
     rounded = PartitionCost(found.grid, round(found.uneven, 4), round(found.moved, 5))
@@ -95,7 +95,7 @@ def test_committed_table(text, plan):
 
 
 def test_table_is_completed(tmp_path):
-    """What is there is kept, what is not is added; a file that is no table is refused."""
+    """Missing entries are added to a table; other files are refused."""
     path, picture = tmp_path / "table.csv", tmp_path / "table.png"
     options = ["masks", "--ranks", "2", "--seqlen", "64", "--output", path, "--masks"]
     done = drive("report.py", 0, *options, "full,causal_document", "--seeds", "1,2")
@@ -121,7 +121,7 @@ def test_table_is_completed(tmp_path):
 
 @pytest.mark.thorough
 def test_study_of_masks():
-    """The figures of docs/masks.md, from the committed results."""
+    """The numbers of docs/masks.md are from the committed results."""
     done = drive("report.py", 0, "study", ROOT / "data" / "results" / "masks" / "16x1.h5")
     assert done.returncode == 0, done.stderr
     assert "picks within 10 % of the fastest: 4 of 4" in done.stdout

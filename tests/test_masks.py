@@ -16,7 +16,7 @@ from a2d_mpi.schedules import problem_of
 
 
 class TwoIntervals(Mask):
-    """The first keys, and a window: what attention sinks with a sliding window see."""
+    """Shows the first keys and a window, as attention sinks do."""
 
     def visible(self, q_tokens):
         q = np.asarray(q_tokens)
@@ -91,7 +91,7 @@ def test_interval_mask_takes_large_unsigned_numbers():
 
 @st.composite
 def several(draw):
-    """Disjoint intervals of a few queries in any order, some empty, and the visible pairs."""
+    """Draw disjoint intervals of a few queries in any order, and the visible pairs."""
     nq, m, nk = draw(st.integers(0, 5)), draw(st.integers(1, 4)), 12
     seen, rows = np.zeros((nq, nk), bool), []
     for i in range(nq):
@@ -143,7 +143,7 @@ def test_overlapping_intervals_are_refused():
 
 
 def test_masks_of_a_users_own_are_not_mixed_up():
-    """Caches know equal masks; a subclass may have a state that Causal does not compare."""
+    """Caches do not confuse masks of a subclass that has more state than its parent."""
 
     class Late(Causal):
         def __init__(self, by):
@@ -158,7 +158,7 @@ def test_masks_of_a_users_own_are_not_mixed_up():
 
 
 def own(visible, **others):
-    """A user's mask with that method `visible`, and other attributes."""
+    """Make a user's mask with this method `visible` and other attributes."""
     return type("Own", (Mask,), {"visible": visible, **others})()
 
 
@@ -195,7 +195,7 @@ WRONG = [
 
 @pytest.mark.parametrize("visible, text, line", WRONG)
 def test_wrong_answers_of_a_users_mask(visible, text, line):
-    """Refused for plans and predictions, also under other masks, with the line of the user."""
+    """Plans and predictions refuse a wrong `visible`, with the user's line."""
     mask, config = own(visible, positional=True), AttentionConfig(80, 2, 8)
     place = f"({__file__}, line {inspect.getsourcelines(visible)[1] + (line or 0)})"
     for action in (

@@ -23,7 +23,7 @@ CASES = (
 
 
 def inputs(nheads_kv, dtype, size):
-    """q, k, v; the largest products are those of late keys, which a causal mask hides."""
+    """Return q, k, v whose largest products are with late keys, which a causal mask hides."""
     rng = np.random.default_rng(nheads_kv)
     q, k, v = (rng.standard_normal((N, h, D)) for h in (NHEADS, nheads_kv, nheads_kv))
     k *= 1 + np.arange(N)[:, None, None] / 10
@@ -31,7 +31,7 @@ def inputs(nheads_kv, dtype, size):
 
 
 def exact(q, k, visible):
-    """In float64: (nheads,)."""
+    """Compute the largest logits in float64, (nheads,)."""
     q, k = q.astype(float), np.repeat(k.astype(float), NHEADS // k.shape[1], axis=1)
     logits = np.einsum("qhd,khd->hqk", q, k) * D**-0.5
     return np.where(visible, logits, -np.inf).max(axis=(1, 2))
@@ -70,7 +70,7 @@ def test_plans(comm, name):
 
 
 def test_nan(comm):
-    """All ranks get inf for a head with NaN, and numbers for the others."""
+    """All ranks get inf for a head with NaN, and numbers for other heads."""
     grid = ProcessGrid(comm, 1, comm.size)
     plan = Attention2D(grid, Full(), seqlen=N, nheads=NHEADS, headdim=D)
     q, k, v = inputs(NHEADS, "float32", 1.0)

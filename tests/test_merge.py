@@ -29,7 +29,7 @@ def partial(out, lse):
 
 
 def exact(*partials):
-    """The definition, in float64, without a shift per pair."""
+    """Merge by the definition in float64, without a shift per pair."""
     lse = np.stack([s for _, s in partials]).astype(float)
     shift = lse.max(axis=0)
     shift[np.isneginf(shift)] = 0

@@ -1,4 +1,4 @@
-"""Merging of several calls by the user, values and gradients, against float64."""
+"""Merging of several calls by the user: values and gradients against float64."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ GRID = {1: (1, 1), 4: (2, 2), 6: (2, 3)}.get(SIZE, (1, SIZE))
 @pytest.mark.parametrize("dtype, bound", [("float64", 1e-13), ("float32", 1e-6)])
 @pytest.mark.parametrize("kind", [Attention2D, RingAttention])
 def test_a_prefix_and_two_continuations(comm, dtype, bound, kind):
-    """With the merged out and lse in each backward pass, and with dlse; a sink in one part."""
+    """Backward calls with the merged out and lse give the gradients of one sequence."""
     grid, rng = ProcessGrid(comm, *GRID), np.random.default_rng(0)
     seqlen = PREFIX + 2 * OWN
     shapes = (seqlen, HEADS), (seqlen, KV), (seqlen, KV), (seqlen, HEADS)
@@ -99,7 +99,7 @@ def test_a_prefix_and_two_continuations(comm, dtype, bound, kind):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_on_a_gpu(cupy, dtype):
-    """Three parts, one of them masked; as on the host, and rounded once."""
+    """Three parts, one of them masked, merge as on the host and are rounded once."""
     rng, bad = np.random.default_rng(0), []
     outs = [rng.standard_normal((9, 4, 8)).astype(DTYPES[dtype]) for _ in range(3)]
     lses = [3 * rng.standard_normal((9, 4)).astype(np.float32) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""The model in seconds: what it must obey whatever the machine; nothing here is timed."""
+"""Properties that the model in seconds has on every machine; nothing is timed here."""
 
 import os
 import re
@@ -86,7 +86,7 @@ methods = st.sampled_from(list(METHODS))
 @given(layouts, methods, st.sampled_from([Full(), Causal()]), st.integers(1, 500), st.booleans())
 @settings(max_examples=15)
 def test_no_shorter_than_its_parts(layout, method, mask, seqlen, overlap):
-    """Neither than the computing alone, nor than the bytes through my link."""
+    """A phase takes at least its computing and the bytes through each link."""
     assume(runs_on(method, layout, mask))
     here = machine(Link(1e6), Link(1e6))
     job = work(seqlen, mask=mask, overlap=overlap)
@@ -133,7 +133,7 @@ def test_overlap_saves_time(method):
 
 @pytest.mark.parametrize("layout", [Layout(1, 2), Layout(2, 1)], ids=["1x2", "2x1"])
 def test_two_ranks_hide_all_but_the_ends(layout):
-    """Chunks that travel in halves: computing 1.5 times as long as transfers hides these."""
+    """Computing that takes 1.5 times as long as transfers hides them."""
     job = Workload(8192, 8, 64, mask=CAUSAL, dtype="float32", backward=True)
     for phase in job.phases:
         compute = flops(8192 * 8193 // 4, 8, 64, phase == "backward") / KERNEL.flops
@@ -146,7 +146,7 @@ def test_two_ranks_hide_all_but_the_ends(layout):
 
 
 def test_limits():
-    """Where the answer is known."""
+    """Predictions are exact in cases with a known answer."""
     job = Workload(640, 4, 16, mask=Full(), dtype="float32")
     size = 160 * 4 * 16 * 4  # bytes of q of a rank
     # No link to speak of: the ring is P - 1 times k and v, the grid what cost.py says.
@@ -279,7 +279,7 @@ def test_fit_of_a_link():
     ("attention2d", Layout(3, 2), 6), ("attention2d", Layout(3, 2, 2), 4),
 ])  # fmt: skip
 def test_steps_are_counted_by_kernel_calls(method, layout, calls):
-    """Each takes so much more of a core, of which the four ranks of a node have a half each."""
+    """Each kernel call adds its step; four ranks share two cores of a node."""
     seqlen = 3 * 2 * (256 if calls == 6 else 10)
     here = machine(Link(1e15), Link(1e15), ranks_per_node=4, cores_per_node=2)
     job = work(seqlen)
@@ -294,7 +294,7 @@ def test_steps_are_counted_by_kernel_calls(method, layout, calls):
     ("attention2d", Layout(3, 2), (0, 0)),
 ])  # fmt: skip
 def test_hop_overheads_are_counted(method, layout, hops):
-    """Each takes so much more of a core, of which the four ranks of a node have a half each."""
+    """Each hop adds its overhead; four ranks share two cores of a node."""
     here = machine(Link(1e15), Link(1e15), ranks_per_node=4, cores_per_node=2)
     for backward, number in ((False, hops[0]), (True, sum(hops))):
         job = replace(work(60), backward=backward)
@@ -307,7 +307,7 @@ def test_hop_overheads_are_counted(method, layout, hops):
     ("step", "hop_overhead"), [(0.0, 0.0), (3e-4, 0.0), (0.0, 0.02), (0.02, 0.03)]
 )
 def test_fit_finds_what_steps_and_hops_take(step, hop_overhead):
-    """Also what latencies hide in part, and of ranks that share cores."""
+    """The fit also finds partly hidden latencies, and ranks that share cores."""
     here = machine(Link(1e6, latency=4e-4), ranks_per_node=2, cores_per_node=1)
     tiny, layout = Workload(16, 2, 16, dtype="float32"), Layout(8, 1)
     there = replace(here, step=step, hop_overhead=hop_overhead)
@@ -406,7 +406,7 @@ def test_bad_tables(tmp_path, text, message):
 
 
 def test_only_files_are_read(tmp_path):
-    """Of a pipe into which nobody writes, nothing would ever come."""
+    """A pipe is refused, because reading it would block."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(OSError, match="is not a regular file"):
@@ -421,7 +421,7 @@ WILD = ("0", "-1", "1", "0.5", "1e-320", "5e-324", "-0.0", "1e308", "1e400", "in
 
 @pytest.mark.filterwarnings("error")
 def test_any_profile_is_refused_or_predicts(tmp_path):
-    """Profiles with some values, lines or tables changed at random."""
+    """Profiles with random changes are refused or give finite predictions."""
     random, lines = Random(0), [path.read_text().splitlines() for path in PROFILES]
     refused = {True: 0, False: 0}
     for _ in range(150):
@@ -457,7 +457,7 @@ def test_any_name_is_read_as_written(name, comment):
 
 
 def test_links_that_are_needed(tmp_path):
-    """A profile lacks what was not measured; it is enough for ranks that do not need it."""
+    """A profile needs only the links that its ranks use."""
     job, path = work(), tmp_path / "here.toml"
     enough = {(None, None): 1, (FAST, None): 4, (None, SLOW): 0}
     for (inside, between), most in enough.items():
@@ -483,7 +483,7 @@ def test_links_that_are_needed(tmp_path):
     )),
 ])  # fmt: skip
 def test_the_study_is_predicted(cluster, step, median, worst):
-    """Measured seconds of every so many of the committed results, by their calibrated profile."""
+    """The calibrated profiles predict a sample of the committed seconds."""
     here, off = read_machine(RESULTS / f"{cluster}.toml"), []
     for result in list(read_benchmark(RESULTS / f"{cluster}.h5").values())[::step]:
         c = result.config
@@ -518,7 +518,7 @@ def test_sizes():
 
 
 def test_calibrate(tmp_path):
-    """It writes a profile that can be read: whether it is right, no test can say."""
+    """calibrate.py writes a profile that can be read."""
     path = tmp_path / "here.toml"
     common = ["--output", path, "--seconds", "1"]
     name = 'a "\\ # \n\t\x1b[1m\x7f\u2028\N{GREEK SMALL LETTER PI}'
@@ -558,7 +558,7 @@ def test_one_rank_measures_no_link(tmp_path):
 
 
 def test_steadiness():
-    """The call in the middle of all counts, without the tenth of its rounds that is the worst."""
+    """The median call counts, without the worst tenth of its rounds."""
     calm = np.ones((20, 5))
     assert steadiness(calm) == "times of equal kernel calls differ by 0 % (20 rounds)"
     once, busy = calm.copy(), calm.copy()
@@ -572,7 +572,7 @@ def test_steadiness():
 
 
 def test_a_disturbed_machine(tmp_path, monkeypatch, capsys):
-    """The profile and the output say so."""
+    """The profile and the output report a disturbed machine."""
     told = "DISTURBED by other work: of this"
     monkeypatch.setattr(calibrate, "steadiness", lambda _: told)
     path = tmp_path / "here.toml"

@@ -17,7 +17,7 @@ from a2d_mpi.schedules import problem_of
 
 @pytest.mark.thorough
 def test_traffic():
-    """Committed, so that no change of a formula and of the code together goes unseen."""
+    """The committed traffic catches a change of formula and code together."""
     known = json.loads(Path(__file__).with_name("traffic.json").read_text())
     names = set()
     for name, method, shape, (mask, dtype, nheads_kv, seqlen, _) in net.configurations():

@@ -1,4 +1,4 @@
-"""One plan, called again: other data, the same arrays with other data, and data of before."""
+"""One plan called again: new data, changed arrays, and earlier data."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 def data(seed):
-    """q, k, v, dout of the whole sequence, and its results: float64."""
+    """Return q, k, v and dout of the whole sequence, and float64 results."""
     rng = np.random.default_rng(seed)
     q, k, v, dout = whole = [rng.standard_normal((SEQLEN, NHEADS, HEADDIM)) for _ in range(4)]
     visible = np.tril(np.ones((SEQLEN, SEQLEN), bool))
@@ -30,7 +30,7 @@ def data(seed):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_same_plan_new_data(comm, method):
-    """Results of five calls are of their data, stay when others follow, and leave the inputs."""
+    """Each of five calls returns results of its data, which later calls keep."""
     known = METHODS[method]
     heads = SIZE if known.causal and not triangle.fits(SIZE) else 1
     rows = 1 if heads > 1 or SIZE % 2 else 2

@@ -50,7 +50,7 @@ def test_numpy_that_dies_on_haswell(vendor, family, flags, named):
 
 
 def test_products_do_not_die():
-    """Of the sizes that did, with what this NumPy and this CPU are told."""
+    """Products of the sizes that crashed work with the named CPU type."""
     code = "import a2d_mpi, numpy as np; print((np.ones((64, 512)) @ np.ones((512, 32))).sum())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == str(64.0 * 512 * 32), done.stderr
@@ -70,7 +70,7 @@ def test_other_systems(text):
     ],
 )
 def test_it_is_named_in_time(before, user, named):
-    """With the /proc/cpuinfo of a Zen 5."""
+    """The type is set early enough, with the /proc/cpuinfo of a Zen 5."""
     code = f"""
 import builtins, io, os
 {before}

@@ -27,7 +27,7 @@ SHAPES = [
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """Replace a function of the schedules; programs that were read before are forgotten."""
+    """Replace a function of the schedules, and clear cached programs."""
 
     def forget():
         survey._survey.cache_clear()
@@ -75,7 +75,7 @@ def test_no_partial_result_leaves_before_the_gathers_are_done(method, layout, ma
 
 
 def test_nobody_waits_without_need():
-    """Under a full mask, between two ranks, and where the last rows to arrive are the largest."""
+    """No rank waits under a full mask, or between two ranks."""
     for mask, layout, nheads_kv in (
         (Full(), Layout(4, 4), 8),
         (Causal(), Layout(1, 2), 8),

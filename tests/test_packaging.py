@@ -20,7 +20,7 @@ VERSION, EXTRAS = CONFIG["metadata"]["version"], CONFIG["options.extras_require"
 
 
 def needed(text):
-    """Least versions of requirements, by name."""
+    """Return the least versions of requirements, by name."""
     return dict(re.findall(r"^([\w-]+)>=([\d.]+)", text, re.MULTILINE))
 
 
@@ -30,7 +30,7 @@ BUILD = needed(re.search(r'requires = \["(.*)"\]', (ROOT / "pyproject.toml").rea
 
 
 def spack(text, monkeypatch):
-    """Name, versions and dependencies (name, versions, when) of the class in a recipe of Spack."""
+    """Return name, versions and dependencies of the class in a recipe of Spack."""
     found = {"version": [], "depends_on": [], "variant": [], "license": []}
 
     def directive(name):
@@ -90,7 +90,7 @@ def test_another_recipe_is_seen(monkeypatch, old, new):
 
 
 def conda(text):
-    """Version, licence, and requirements of the host and the run, of a recipe of conda."""
+    """Return version, licence and requirements of a recipe of conda."""
     lists = {}
     for name in ("host", "run"):
         block = re.search(rf"^  {name}:\n((?:    .*\n)+)", text, re.MULTILINE)[1]
@@ -114,7 +114,7 @@ def test_conda():
 
 
 def sections(text):
-    """Sections of an Apptainer definition file, and "": the header."""
+    """Return the sections of an Apptainer definition file; "" is the header."""
     parts = re.split(r"^%(\w+)\n", text, flags=re.MULTILINE)
     return dict(zip(["", *parts[1::2]], parts[::2]))
 

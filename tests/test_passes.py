@@ -38,7 +38,7 @@ def test_exponentials(name, low, high, bound):
 
 @every
 def test_exponentials_of_anything(name):
-    """Infinite, huge, tiny and undefined logits, in all places of a vector."""
+    """Infinite, huge, tiny and NaN logits are right at all places of a vector."""
     given = [-np.inf, -1e30, -104, -50, -0.0, 0, 1e-30, 50, np.nan, np.nan, -np.inf]
     large = [np.inf, 1e30, 89] if name != "float64" else [np.inf, 1e30, 710]
     x = np.array([given + large, large + given, given[::-1] + large], dtype_of(name))[None]
@@ -51,7 +51,7 @@ def test_exponentials_of_anything(name):
 
 @every
 def test_hidden_pairs(name):
-    """Only the rows of `differ`, whatever their logits are; all heads alike."""
+    """Only rows of `differ` hide pairs, in all heads alike."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 9, 37)).astype(dtype_of(name))
     hidden = rng.random((4, 37)) < 0.5
@@ -67,7 +67,7 @@ def test_hidden_pairs(name):
 
 @every
 def test_bits_do_not_depend_on_where_arrays_lie(name):
-    """Compiled loops may check whether two arrays overlap, and take another order of sums then."""
+    """Results do not depend on the addresses of arrays."""
     rng, kind, found = np.random.default_rng(0), dtype_of(name), set()
     scores, hide = rng.standard_normal((1, 40, 33)).astype(kind), rng.random((30, 33)) < 0.5
     memory = np.zeros(1 << 16, np.uint8)
@@ -101,7 +101,7 @@ def test_largest_norms(name):
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("heads, group", [(1, 1), (3, 1), (2, 3)])
 def test_finish(name, shifted, heads, group):
-    """Out and lse from their sums, into a slice of larger arrays; rows that saw nothing."""
+    """Out and lse follow from sums, also in a slice of larger arrays and in masked rows."""
     rng, kind = np.random.default_rng(0), dtype_of(name)
     acc = rng.standard_normal((heads, 5 * group, 6)).astype(kind)
     total = rng.random((heads, 5 * group)).astype(kind) + kind(0.1)
@@ -124,7 +124,7 @@ def test_finish(name, shifted, heads, group):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_tensors_of_16_bits(dtype):
-    """They are computed in float32, and written as they are."""
+    """16-bit tensors are computed in float32 and written in their dtype."""
     kind, rng = DTYPES[dtype], np.random.default_rng(0)
     q, k, v = rng.standard_normal((3, 40, 2, 8)).astype(kind)
     tokens, found = np.arange(40), {}
@@ -139,7 +139,7 @@ def test_tensors_of_16_bits(dtype):
 
 @pytest.mark.parametrize("why", ["missing", "switched off", "nowhere to keep"])
 def test_without_numba(why, monkeypatch):
-    """ "auto" does without; the name says what is missing.  A folder to write to is not needed."""
+    """ "auto" works without Numba, and "numba" says what is missing."""
     monkeypatch.delitem(sys.modules, "a2d_mpi.kernels.compiled")
     if why == "missing":
         monkeypatch.setitem(sys.modules, "numba", None)

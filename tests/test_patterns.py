@@ -1,4 +1,4 @@
-"""Every mask against its definition, written once more here in conditions on i and j."""
+"""Every mask against its definition, written again as conditions on i and j."""
 
 import time
 
@@ -35,7 +35,7 @@ def matrix(seqlen, condition, seqlen_kv=None):
 
 
 def document_of(cu_seqlens, i):
-    """The document of a token, None after the last."""
+    """Return the document of a token; None after the last document."""
     for d, (a, b) in enumerate(zip(cu_seqlens, cu_seqlens[1:])):
         if a <= i < b:
             return d
@@ -43,7 +43,7 @@ def document_of(cu_seqlens, i):
 
 
 def assert_shows(mask, seqlen, condition, seqlen_kv=None):
-    """A mask shows these pairs, to references and, on a subset of the keys, to kernels."""
+    """Assert that a mask shows these pairs, densely and on a subset of the keys."""
     nk = seqlen if seqlen_kv is None else seqlen_kv
     mask.check(seqlen, seqlen_kv)
     assert mask.aligned(seqlen, nk) == mask or seqlen != nk
@@ -60,7 +60,7 @@ def assert_shows(mask, seqlen, condition, seqlen_kv=None):
 
 @st.composite
 def packed(draw, most=6, longest=8):
-    """cu_seqlens with empty documents and documents of one token, and a length of sequence."""
+    """Draw cu_seqlens with empty and short documents, and a sequence length."""
     lengths = draw(st.lists(st.integers(0, longest), max_size=most))
     cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(int)
     return cu_seqlens, int(cu_seqlens[-1]) + draw(st.integers(0, 3))
@@ -79,7 +79,7 @@ POSITIONAL = {
 
 @st.composite
 def positional(draw):
-    """A mask by position, and its condition."""
+    """Draw a mask by position, and its condition."""
     kind = draw(st.sampled_from(list(POSITIONAL)))
     n = {Causal: 0, SlidingWindow: 2, GlobalSlidingWindow: 3}.get(kind, 1)
     numbers = [draw(sizes) + (kind is BlockCausal) for _ in range(n)]

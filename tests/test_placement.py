@@ -1,4 +1,4 @@
-"""Placement of blocks: every pair once, traffic to the token, even work, few bytes."""
+"""Placement of blocks: every pair once, exact traffic, even work, few bytes."""
 
 from unittest.mock import patch
 
@@ -27,13 +27,13 @@ N = 16384
 
 @pytest.fixture(autouse=True)
 def little_search():
-    """A tenth of the search that `place` makes: the bars of these tests are wider, too."""
+    """Search a tenth as long as `place` does; the limits of these tests are wider, too."""
     with patch.object(placement, "_BUDGET", 3_000_000):
         yield
 
 
 def figures(mask, seqlen, found, kv_share):
-    """Visible pairs, elements received and sent of every rank, from the dense mask."""
+    """Count visible pairs and traffic of every rank from the dense mask."""
     seen = mask.dense(np.arange(seqlen), np.arange(seqlen))
     computed = np.zeros_like(seen, dtype=int)
     work, received, sent = np.zeros((3, found.ranks))

@@ -61,7 +61,7 @@ def test_orders_differ_in_who_shares_a_node():
 
 @pytest.mark.thorough
 def test_the_paper_s_machine():
-    """64 nodes of one H100, GPT-3's heads: the ring loses to grids and to head axes."""
+    """On 64 nodes of one H100 the ring loses to grids and head axes."""
     best = best_candidate(H100, 64, work())
     assert best.layout.heads > 1 or best.method == "attention2d"
     grid, ring = (
@@ -78,7 +78,7 @@ def test_the_paper_s_machine():
 
 
 def test_one_axis_inside_the_nodes():
-    """The A100 nodes: orders differ, and what crosses the nodes is what the layout says."""
+    """Orders differ on A100 nodes, and bytes between nodes follow the layout."""
     job = work(backward=False, mask=Full())
     n, p = 1024, 96 * 128 * 2
     across = candidate(A100, "attention2d", Layout(8, 8), job)  # rows of eight ranks: two nodes
@@ -160,7 +160,7 @@ def test_where_other_partitions_do_not_help(machine, ranks, seqlen, heads, why):
 
 
 def test_where_the_triangle_helps():
-    """And ranks may be idle for it."""
+    """The planner picks the triangle, even with idle ranks."""
     machine = read_machine(ROOT / "data" / "results" / "64x1.toml")
     job = Workload(768, 10, 16, mask=Causal(), dtype="float32", backward=True)
     assert best_candidate(machine, 6, replace(job, nheads=1, nheads_kv=1)).method == "triangle"
@@ -186,7 +186,7 @@ def test_many_ranks_take_seconds():
     pytest.param(A100, 16, 32, 8, Full(), marks=pytest.mark.thorough),
 ])  # fmt: skip
 def test_the_pick_is_the_fastest_of_all(machine, ranks, nheads, nheads_kv, mask):
-    """Of all plans, simulated to the end."""
+    """The pick is the fastest of all plans if all are simulated."""
     job = work(1 << 16, nheads, nheads_kv, mask=mask)
     everything = candidates(machine, ranks, job, number=None)
     best, *others = candidates(machine, ranks, job)

@@ -37,7 +37,7 @@ def test_documents_are_batched_by_powers_of_two():
 
 
 def test_what_is_never_together():
-    """Other shapes and windows, keys that overlap, and runs of any other shape."""
+    """Runs of other shapes or windows, or with common keys, are not in one batch."""
     i = np.arange(40)
     full = np.where(i < 20, 0, 10), np.where(i < 20, 20, 30)
     assert shapes(full) == [["full"], ["full"]]  # both see keys 10 to 20
@@ -71,7 +71,7 @@ def test_batches_hold_all_runs_and_no_key_twice(seed):
 
 
 def test_which_launches_are_ragged():
-    """Alone: those whose size is no multiple of a tile, unless they are long."""
+    """A single run is ragged if its size is no multiple of a tile, unless it is long."""
 
     def ragged(interval):
         return [is_ragged(batch) for batch in batches(runs(interval, TILE))]

@@ -48,12 +48,12 @@ def blocks(name, language):
 
 
 def prose(name):
-    """All of a page but its blocks of code."""
+    """Return a page without its blocks of code."""
     return re.sub(r"^```.*?^```$", "", read(name), flags=re.MULTILINE | re.DOTALL)
 
 
 def commands(name):
-    """(program of the repository, its arguments) of every command in the blocks of a page."""
+    """Return (program, arguments) of every command in the blocks of a page."""
     for line in "".join(blocks(name, "bash")).replace("\\\n", " ").splitlines():
         # What jobs/emulate.sh runs is a command of its own.
         for text in re.split(r" --(?:head)? ", line):
@@ -65,7 +65,7 @@ def commands(name):
 
 
 def run(code, cwd=ROOT):
-    """What a page's Python prints, in a process of its own."""
+    """Run the Python of a page in a process of its own; return its output."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60
     )
@@ -181,7 +181,7 @@ def test_getting_started(tmp_path):
 
 @pytest.mark.launches
 def test_merging(tmp_path):
-    """Two continuations of one prefix: as one sequence in which both see the prefix."""
+    """Two continuations of a prefix equal one sequence in which both see the prefix."""
     (tmp_path / "example.py").write_text("\n".join(blocks("docs/merging.md", "python")))
     done = launch(4, tmp_path / "example.py", timeout=60)
     assert done.returncode == 0, done.stderr
@@ -193,7 +193,7 @@ def test_planning():
 
 
 def test_numbers_that_are_shown():
-    """Bytes of the first run and its figures of the text, as the code and the files have them."""
+    """Shown bytes and text statistics equal the code and the files."""
     given = "attention2d", Layout(2, 2)
     problem = problem_of(*given, AttentionConfig(1536, 12, 32), Causal())
     ranks = [cost.traffic(*given, problem, rank) for rank in range(4)]

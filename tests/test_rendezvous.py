@@ -1,4 +1,4 @@
-"""Ranks that do different things are told so, all of them; ranks that wait say for whom."""
+"""Ranks that make different calls are told; ranks that wait report for whom."""
 
 import gc
 import os
@@ -39,7 +39,7 @@ class TestOtherCalls:
 
     @pytest.mark.parametrize("kind", [Attention2D, RingAttention])
     def test_other_plans(self, comm, grid, kind):
-        """Same shapes, another mask or method: the numbers would be wrong."""
+        """A plan with another mask or method is refused, although the shapes agree."""
         plans = [
             Attention2D(grid, Full(), distribution="zigzag", **GOOD),
             kind(grid, Causal(), **GOOD),
@@ -91,7 +91,7 @@ class TestOtherCalls:
 
 @mpi
 def test_two_threads(comm):
-    """Of plans of one grid: what is returned is right, and one of them at least is refused."""
+    """Two threads on one grid get right results, and at least one is refused."""
     own = ProcessGrid(comm, comm.size, 1)
     plans = [kind(own, Causal(), **GOOD) for kind in (Attention2D, RingAttention)]
     x = inputs(plans[0])
@@ -206,7 +206,7 @@ STALLS = {
 
 @pytest.fixture(scope="module")
 def stalled():
-    """The jobs of STALLS, all at the same time: they mostly sleep."""
+    """Run the jobs of STALLS at the same time; they mostly sleep."""
 
     def run(where):
         ranks, seconds, abort = STALLS[where]
@@ -303,6 +303,6 @@ def test_blas_threads(monkeypatch, ranks, argument, environment, inside):
 
 @mpi
 def test_no_grid_shrinks_in_a_job_that_ends(grid):
-    """Where a dead rank ends the job, as in these runs."""
+    """A grid does not shrink if MPI ends the job when a rank dies."""
     with pytest.raises(RuntimeError, match="this MPI ends the job when a rank dies"):
         grid.shrink()

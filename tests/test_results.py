@@ -1,4 +1,4 @@
-"""Input and result files: every defect is one line, and no file is left half-written."""
+"""Input and result files: every defect is one line, and no file is half-written."""
 
 import fcntl
 import os
@@ -34,7 +34,7 @@ SHAPES = {"q": (29, 6, 4), "k": (29, 2, 4), "v": (29, 2, 4), "dout": (29, 6, 4)}
 
 
 def write_input(path, attributes=None, **changes):
-    """A small valid input, with other arrays (None: without it) or root attributes."""
+    """Write a small valid input with changed arrays (None: without it) or attributes."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal(shape, "f4") for name, shape in SHAPES.items()}
     with h5py.File(path, "w") as file:
@@ -65,7 +65,7 @@ def make_result(nranks=3, **changes):
 
 
 def error_of(action, kind):
-    """The one line that `action` fails with."""
+    """Return the one line with which `action` fails."""
     with pytest.raises(kind) as caught:
         action()
     text = str(caught.value)
@@ -391,7 +391,7 @@ def test_refuses_a_path_that_cannot_be_written(tmp_path, action):
 
 @pytest.fixture
 def not_root():
-    """Root may write everywhere; be nobody for a while."""
+    """Become the user nobody for a while, because root may write everywhere."""
     uid = os.geteuid()
     if uid == 0:
         os.seteuid(65534)
@@ -490,7 +490,7 @@ def test_full_disk(tmp_path):
 
 
 def test_text_with_a_nul(tmp_path):
-    """Open MPI ends its version with one; HDF5 cannot hold it."""
+    """HDF5 cannot hold the NUL at the end of Open MPI's version, so it is removed."""
     result = make_result()
     result.provenance["mpi_library"] = "Open MPI v5\0"
     write_result(tmp_path / "result.h5", result)

@@ -1,4 +1,4 @@
-"""Rings and double rings: which are the same, and what is on its way at the same time."""
+"""Rings and double rings: equal cases, and messages in flight."""
 
 import pytest
 from cases import NHEADS, TENSORS, failures, inputs, run
@@ -21,7 +21,7 @@ def grid(comm):
 
 @pytest.fixture
 def flights(monkeypatch):
-    """The (direction, peer, tag) of which two messages were on their way at the same time."""
+    """Return the (direction, peer, tag) of two messages in flight at the same time."""
     flying, twice = {}, []
 
     def start(method, direction):
@@ -51,7 +51,7 @@ def flights(monkeypatch):
 
 @pytest.mark.parametrize("seqlen", [3, 130])
 def test_every_divisor(comm, grid, flights, seqlen):
-    """Right results; one message at a time from a rank to another with a tag."""
+    """Results are right, and at most one message of a tag is in flight between ranks."""
     bad = []
     for inner in (n for n in range(1, comm.size + 1) if comm.size % n == 0):
         plan = DoubleRingAttention(grid, Causal(), inner=inner, **{**SIZES, "seqlen": seqlen})
@@ -83,7 +83,7 @@ def test_single_rings(comm, grid):
 
 
 def test_default(comm):
-    """The rows of the grid are the inner rings, also of every layer."""
+    """By default the rows of the grid are the inner rings."""
     heads = 2 if comm.size % 2 == 0 else 1
     grid = ProcessGrid(comm, 1, comm.size // heads, heads)
     plan = DoubleRingAttention(grid, Causal(), **SIZES)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def lint(root):
-    """What `lint-imports` says of a source tree with a pyproject.toml."""
+    """Return what `lint-imports` says of a source tree with a pyproject.toml."""
     return subprocess.run(
         [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
         cwd=root, env=os.environ | {"PYTHONPATH": str(root / "src")},
@@ -108,7 +108,7 @@ print(loaded())
 
 
 def misses(kind, protocol):
-    """The methods of a protocol that `kind` lacks, or that take other arguments there."""
+    """Return the methods of a protocol that `kind` lacks or defines differently."""
 
     def takes(cls, name):
         return inspect.signature(getattr(cls, name)).parameters

@@ -1,4 +1,4 @@
-"""Some sabotages, which the drivers' check must catch; `tests/sabotage.py` tries all."""
+"""The drivers' check catches some faults; `tests/sabotage.py` tries all."""
 
 import pytest
 from sabotage import SABOTAGES, by_check

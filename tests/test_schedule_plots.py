@@ -26,7 +26,7 @@ def work(seqlen=61, mask=None, **others):
 
 
 def packed(seqlen):
-    """Documents of 20 tokens; the first 3 tokens see nothing."""
+    """Return documents of 20 tokens whose first 3 tokens see no key."""
     begin = np.arange(seqlen) // 20 * 20
     return IntervalMask(begin, np.where(np.arange(seqlen) < 3, 0, np.minimum(begin + 20, seqlen)))
 
@@ -34,7 +34,7 @@ def packed(seqlen):
 @pytest.mark.parametrize("heads", deeper([1, 2], [1]))
 @pytest.mark.parametrize("method", METHODS)
 def test_every_visible_pair_is_computed_once(method, heads):
-    """By one of the ranks that have a slice of the heads; in both phases."""
+    """One rank of each head slice computes a pair, in both phases."""
     # 515 tokens travel in several chunks between two ranks; 3 tokens leave empty shards.
     cases = [(2, 3, 61), (3, 2, 61), (2, 2, 515), (1, 2, 515), (4, 1, 61), (2, 2, 3), (1, 1, 9)]
     for (rows, cols, n), overlap in zip(cases, [True, False] * len(cases)):
@@ -61,7 +61,7 @@ def test_every_visible_pair_is_computed_once(method, heads):
     ],
 )
 def test_panels(method, layout):
-    """Bytes are those of the cost model, times those of the model in seconds, ranks physical."""
+    """Bytes equal the cost model, and times the simulator, with world ranks."""
     machine, problem = read_machine(MACHINE), work(700)
     shown = schedule_panels.panels(machine, method, layout, problem)
     sizes = problem_of(method, layout, problem, problem.mask)

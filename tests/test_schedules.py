@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.multirank]
 
 @pytest.fixture
 def plan_of():
-    """The class of the guide's plans; its method is registered meanwhile."""
+    """Register the guide's method, and return the class of its plans."""
     names, guide = set(METHODS), {"__name__": "guide"}
     exec("\n".join(blocks("docs/adding-a-method.md", "python")), guide)
     yield guide["GatherAttention"]

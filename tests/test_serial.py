@@ -42,7 +42,7 @@ def test_pictures(tmp_path):
 
 
 def test_bad_samples(tmp_path):
-    """Refused before any package that may be missing is asked for, or with its name."""
+    """Bad samples are refused before optional packages are imported."""
     output, text = tmp_path / "sample.h5", tmp_path / "text"
     text.write_text("kept")
     for name in ("config.json", "model.safetensors", "tokenizer.json"):

@@ -21,7 +21,7 @@ SHORTEST = 64  # as a2d_mpi.kernels.cudnn, which needs a GPU
 
 
 def calls(text, seqlen, rows, cols, distribution=None, phase="forward"):
-    """Visible keys of the queries of each kernel call, of all ranks."""
+    """Return the visible keys of the queries of each kernel call of all ranks."""
     layout, mask = Layout(rows, cols), make_mask(text, seqlen)
     config = AttentionConfig(seqlen, 1, 128, dtype="bfloat16")
     problem = problem_of("attention2d", layout, config, mask, distribution)
@@ -34,7 +34,7 @@ def calls(text, seqlen, rows, cols, distribution=None, phase="forward"):
 
 
 def shares(text, seqlen, rows, cols, distribution=None):
-    """Of visible pairs and of launches: what is in general runs; and the pairs these touch."""
+    """Return the share of visible pairs and of launches that general runs have."""
     pairs, launches, touched = np.zeros(2, np.int64), np.zeros(2, np.int64), 0
     for intervals in calls(text, seqlen, rows, cols, distribution):
         for interval in intervals:

@@ -38,7 +38,7 @@ def plan_of(grid, case):
 
 
 def whole_array(n, dtype, row):
-    """Every element is another number, as far as the dtype has so many."""
+    """Return an array of distinct elements, as far as the dtype allows."""
     count = n * int(np.prod(row))
     return np.arange(count).reshape(n, *row).astype(dtype)
 

@@ -27,31 +27,31 @@ def read(page):
 
 
 def blocks(page, language):
-    """The blocks of a language, and where they end in the page."""
+    """Return the blocks of a language in a page, and where they end."""
     pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
     return [(x[1], x.end()) for x in pattern.finditer(read(page))]
 
 
 def table(page, first):
-    """The rows of the table whose first column has this heading, as lists of texts."""
+    """Return the rows of the table whose first column has this heading."""
     rows = re.search(rf"^\| {first} \|.*\n\|[-|]+\n((?:\|.*\n)+)", read(page), re.MULTILINE)[1]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
 
 
 def steady(text):
-    """Text without what differs from run to run: times, errors and the name of the CPU."""
+    """Remove from a text what differs between runs: times, errors, the CPU."""
     text = re.sub(r" *(\d\.\d+e-\d+|\d+\.\d+)", " #", text)
     return re.sub(r" +", " ", re.sub(r"(?<=, float32, ).*", "CPU", text))
 
 
 def within_bounds(text):
-    """Whether each error in the text is at most its bound, and there is one."""
+    """Return True if each error in the text is within its bound."""
     pairs = re.findall(r"error (\S+), bound (\S+)$", text, re.MULTILINE)
     return bool(pairs) and all(float(error) <= float(bound) for error, bound in pairs)
 
 
 def run(command, folder):
-    """What a command of a page prints."""
+    """Return what a command of a page prints."""
     words = shlex.split(command.replace("$A2D", str(ROOT)).replace("\\\n", " "))
     ranks, words = (int(words[2]), words[4:]) if words[0] == "mpiexec" else (0, words[1:])
     done = launch(ranks, *words, timeout=100, cwd=folder)
@@ -98,7 +98,7 @@ def test_balance_of_the_tutorials_mask():
 
 
 def test_output_of_plan():
-    """And each column is explained, in the order of the columns."""
+    """The output of plan.py is shown, and each column is explained in order."""
     (shown, at), *_ = blocks("planning", "text")
     command = [text for text, end in blocks("planning", "bash") if end < at][-1]
     assert run(command, ROOT) == shown
@@ -108,7 +108,7 @@ def test_output_of_plan():
 
 
 def predicted(profile, ranks, tokens, heads, heads_kv, mask, families):
-    """The planner's choice, and the times of the best plans of these methods over its time."""
+    """Return the planner's pick, and the times of these methods over its time."""
     machine = read_machine(ROOT / "data" / "machines" / f"{profile}.toml")
     sizes = {"nheads": int(heads), "nheads_kv": int(heads_kv), "headdim": 128}
     seqlen = parse_count(tokens)

@@ -74,7 +74,7 @@ def cables(kind, ranks, per_node=1, nics=1, oversubscription=1.0, slow_port=1.0)
 
 
 def loads(found, source, to):
-    """Messages on every link, as a multiple of what it carries in the time of one on a port."""
+    """Return the load of every link, relative to one port."""
     routes = found.routes(source, to)
     used = np.bincount(routes[routes >= 0], minlength=len(found.bandwidth))
     return used / found.bandwidth * 1e6
@@ -142,7 +142,7 @@ def test_without_simgrid(monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """A simulator that doubles what the model predicts, and how often it ran."""
+    """Replace the simulator by one that doubles predictions and counts its runs."""
     ran = []
 
     def run(machine, method, layout, work, network, slow, timeout, coarse):
@@ -196,7 +196,7 @@ def test_driver(fake, tmp_path, capsys):
 
 
 def test_what_is_done_is_kept(fake, tmp_path):
-    """Plans are made as they are needed: if a later one fails, the file has the earlier."""
+    """If a later plan fails, the file has the earlier simulations."""
     profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
     write_machine(profile, machine())
     options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96", "--nheads",
@@ -241,7 +241,7 @@ def test_plots(fake, tmp_path):
 
 
 def test_tables(fake, tmp_path, capsys):
-    """The simulator doubles predictions here: the model is off by half, all picks are right."""
+    """With doubled predictions the model is off by half, and all picks are right."""
     profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
     write_machine(profile, machine(ranks_per_node=2))
     options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96,192",

@@ -33,7 +33,7 @@ def _both(request, monkeypatch):
 
 
 def columns_of(programs):
-    """Operations of all ranks: ("spend", part, s), ("post", messages), ("wait", messages, s)."""
+    """Return operations of all ranks as columns."""
     flat = [x for program in programs for x in program]
     kinds = {"post": POST, "wait": WAIT}
     numbers = [x[1] if x[0] in kinds else [] for x in flat]
@@ -47,7 +47,7 @@ def columns_of(programs):
 
 
 def ended(programs, messages, per_node=1, in_order=True, **link):
-    """When each rank is done, at 1 MB/s between nodes and 1000 inside; and the spans of all."""
+    """Return the end of each rank, at 1 MB/s between nodes and 1000 inside, and all spans."""
     there = machine(Link(MB, **link), Link(1000 * MB), ranks_per_node=per_node)
     size, spans = len(programs), [[] for _ in programs]
     columns = Messages(*np.array(messages, np.int64).T)
@@ -64,7 +64,7 @@ def ended(programs, messages, per_node=1, in_order=True, **link):
 
 
 def exchange(size, messages, late=None):
-    """Programs that post all messages at once, some of them later, and wait for each in turn."""
+    """Return programs that post all messages, some of them later, and wait in turn."""
     programs = []
     for rank in range(size):
         mine = [m for m, x in enumerate(messages) if rank in x[:2]]
@@ -91,7 +91,7 @@ def test_messages_share_links(messages, seconds):
 
 @pytest.mark.parametrize("nics, seconds", [(1, 2), (2, 1), (4, 0.5)])
 def test_ranks_share_the_nics_of_their_node(nics, seconds):
-    """What stays inside the node is not in the way."""
+    """Messages inside a node do not use its NICs."""
     messages = [(0, 2, MB), (1, 3, MB), (0, 1, MB)]
     found, _ = ended(exchange(4, messages), messages, per_node=2, nics=nics)
     assert found == pytest.approx([seconds] * 4, rel=2e-3)
@@ -100,7 +100,7 @@ def test_ranks_share_the_nics_of_their_node(nics, seconds):
 
 
 def test_a_third_joins_late():
-    """At 1 s the first has 2 MB left; both are at half speed until 3 s."""
+    """At 1 s the first message has 2 MB left; both run at half speed until 3 s."""
     messages = [(0, 1, 3 * MB), (0, 2, MB)]
     programs = exchange(3, messages, late={1: 1.0})
     assert ended(programs, messages)[0] == pytest.approx([4, 4, 3], rel=2e-3)
@@ -117,7 +117,7 @@ def test_messages_of_two_ranks_are_in_order():
 
 
 def test_latency():
-    """At the end of each message, for both of its sides, and once both have posted it."""
+    """Latency is added at the end of each message, after both sides have posted it."""
     messages = [(0, 1, MB), (1, 0, MB)]
     programs = [
         [("spend", "other", 0.5), ("post", [0]), ("wait", [0], 0.0), ("post", [1]),
@@ -129,7 +129,7 @@ def test_latency():
 
 @pytest.mark.parametrize("busy, seconds", [(0.0, 1.0), (0.8, 1.2), (2.0, 2.4)])
 def test_the_core_works_for_what_arrives(busy, seconds):
-    """0.4 s for a message that takes 1 s: in the time that the rank waits, if it does."""
+    """A message of 1 s takes 0.4 s of the core, hidden in the rank's wait."""
     messages = [(0, 1, MB)]
     receiver = [("post", [0]), ("spend", "compute", busy), ("wait", [0], 0.4)]
     programs = [[("post", [0]), ("wait", [0], 0.0)], receiver]

@@ -19,7 +19,7 @@ TENSORS = ("out", "lse", "dq", "dk", "dv", "dsink")
 def plain(
     inputs, visible, scale, cap, sink, dtype=np.float64, kept=None, products=None, dlse=None
 ):
-    """All results of the dense computation in `dtype`; out is kept in `kept`."""
+    """Return all results of the dense computation in `dtype`, with out kept in `kept`."""
     q, k, v, dout = (x.astype(dtype) for x in inputs)
     logits = {"products": products, "logit_softcap": cap}
     out, lse = reference.attention(q, k, v, visible, scale, dtype, sink=sink, **logits)
@@ -38,7 +38,7 @@ def plain(
 
 
 def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None):
-    """Largest errors that results of a run in `dtype` may have."""
+    """Return the largest errors that results in `dtype` may have."""
     same = plain(inputs, visible, scale, cap, sink, compute_dtype(dtype), dtype, dlse=dlse)
     narrow = {x: y if x in ("lse", "dsink") else y.astype(dtype) for x, y in same.items()}
     errors = {x: distance(y, exact[x]) for x, y in narrow.items()}
@@ -100,7 +100,7 @@ def test_sink_is_a_key_without_a_value():
 
 
 def kernel_results(kernel, inputs, intervals, exact, dtype):
-    """Results of a kernel, with the statistics of `exact`; see test_kernels.run."""
+    """Return the results of a kernel with the statistics of `exact`."""
     q, k, v, dout = (x.astype(dtype) for x in inputs)
     out, lse = np.empty_like(q), np.empty(q.shape[:2], dtype)
     kernel.forward(q, k, v, intervals, out, lse)
@@ -181,7 +181,7 @@ SINKS = [-np.inf, -50.0, 0.3, 4000.0]
 
 
 def statistics(dtype):
-    """Out, lse and delta for every sink: ordinary, huge and masked rows."""
+    """Return out, lse and delta for ordinary, huge and masked rows with a sink."""
     rng = np.random.default_rng(0)
     lse = np.repeat(np.array([-np.inf, -3e3, 0.1, 4001.5, 9e4])[:, None], 4, 1)
     out = rng.standard_normal((5, 4, 6)) * (lse > -np.inf)[..., None]
@@ -190,7 +190,7 @@ def statistics(dtype):
 
 
 def assert_sinks(out, lse, gradient, delta, given):
-    """The device's results against their formulas."""
+    """Assert that the device's results for sinks equal their formulas."""
     old_out, old_lse, sink = (x.astype(float) for x in given)
     exact = np.logaddexp(old_lse, sink)
     with np.errstate(over="ignore", invalid="ignore"):

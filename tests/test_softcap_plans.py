@@ -32,7 +32,7 @@ PLANS += [(NodeAwareAttention, (1, SIZE))] * (SIZE == 4)
 
 @cache
 def problem(mask, dtype, cap, sinks, nheads_kv):
-    """Inputs, sink, exact results and their bounds."""
+    """Return inputs, sink, exact results and their bounds."""
     rng, kept = np.random.default_rng(3), DTYPES[dtype]
     heads = (NHEADS, nheads_kv, nheads_kv, NHEADS)
     inputs = [rng.standard_normal((N, h, D)).astype(kept).astype(float) for h in heads]
@@ -43,7 +43,7 @@ def problem(mask, dtype, cap, sinks, nheads_kv):
 
 
 def results(plan, inputs, sink, upload=np.asarray, download=np.asarray):
-    """All results of a plan; dsink is summed over the ranks."""
+    """Return all results of a plan; dsink is summed over the ranks."""
     q, k, v, dout = (upload(x[plan.tokens].astype(plan.dtype)) for x in inputs)
     s = None if sink is None else upload(sink)
     out, lse = plan.forward(q, k, v, s)
@@ -56,7 +56,7 @@ def results(plan, inputs, sink, upload=np.asarray, download=np.asarray):
 
 
 def wrong_with(plan, found, exact, largest):
-    """What is out of bounds on this rank, or of another dtype, in words."""
+    """Describe the results of this rank that are out of bounds or of another dtype."""
     mine = {x: y if x == "dsink" else y[plan.tokens] for x, y in exact.items()}
     narrow = {x for x, y in found.items() if y.dtype != plan.dtype} - {"lse", "dsink"}
     return out_of_bounds(found, mine, largest) + [f"{x} is wide" for x in narrow]
@@ -113,7 +113,7 @@ def test_out_in_16_bits_is_rounded_once(comm):
 
 @pytest.mark.parametrize("change", ["nothing", "sink", "cap", "dsink of one rank"])
 def test_check_of_a_run(comm, change):
-    """`check_attention` passes what is right, and nothing else, in a sample too."""
+    """`check_attention` passes right results and nothing else."""
     grid, cap = ProcessGrid(comm, *ONE), 3.0
     plan = Attention2D(grid, Causal(), seqlen=N, nheads=NHEADS, headdim=D, logit_softcap=cap)
     inputs, sink, *_ = problem(Causal(), "float32", 3.0, True, NHEADS)
@@ -163,7 +163,7 @@ GOOD = {"seqlen": 40, "nheads": 4, "headdim": 8}
 
 @pytest.mark.parametrize("where", ["all", "last"])
 def test_bad_input(comm, where):
-    """One error on all ranks."""
+    """A bad sink is one error on all ranks."""
     grid = ProcessGrid(comm, 1, comm.size)
     here = where == "all" or comm.rank == comm.size - 1
     for wrong, text in (

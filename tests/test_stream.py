@@ -39,7 +39,7 @@ def names(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda x: f"{type(x[0]).__name__}-{x[1]}")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_results_traffic_and_memory(comm, shape, case):
-    """As the gathered form: the same bytes and messages, the same out and lse, less memory."""
+    """Streaming keeps bytes, messages, out and lse, with less memory."""
     grid, (mask, sizes), bad = ProcessGrid(comm, *shape), names(case), []
     plans = [
         Attention2D(grid, mask, stream=stream, overlap=overlap, **sizes)
@@ -70,7 +70,7 @@ def differ(one, other, name):
 @pytest.mark.multirank
 @several
 def test_two_plans_at_once(comm):
-    """Calls of a streamed and a gathered plan on one grid, in turn."""
+    """A streamed and a gathered plan on one grid are called in turn."""
     grid, bad = ProcessGrid(comm, *GRIDS[-1]), []
     sizes = {"seqlen": 101, "nheads": NHEADS, "headdim": 16}
     plans = [Attention2D(grid, Causal(), stream=x, **sizes) for x in (True, False)]
@@ -105,7 +105,7 @@ def programs(rows, cols, mask, phase, overlap, nheads_kv=4):
 
 
 def shared_too_early(program):
-    """Arrays that share a buffer while both are in use: from the first step to the last wait."""
+    """Return arrays that share a buffer while both are in use."""
     used, messages = {}, {}
     for at, step in enumerate(program.steps):
         rows = [x for x in step if isinstance(x, Rows)]
@@ -122,7 +122,7 @@ def shared_too_early(program):
 
 
 def stuck(written):
-    """Ranks that never come to their end, if every send waits for its receive."""
+    """Return the ranks that never end if every send waits for its receive."""
     at, posted = [0] * len(written), set()
 
     def key(rank, program, x):
@@ -166,7 +166,7 @@ def test_buffers_are_free_and_no_rank_is_stuck(shape, mask, overlap):
 
 
 def test_one_buffer_is_too_few(monkeypatch):
-    """Wrong variants: two shards in one buffer; partial results in an order that locks."""
+    """Wrong variants fail: one buffer for two shards, and an order that locks."""
     array = collectives.Program.array
 
     def one_buffer(self, *given, room="", **others):
@@ -186,7 +186,7 @@ def test_one_buffer_is_too_few(monkeypatch):
 
 
 def test_planner_streams_when_memory_is_short():
-    """What does not fit is tried streamed; what fits is taken as it is."""
+    """The planner streams only plans that do not fit otherwise."""
     machine, methods = read_machine("data/machines/a100-16x4.toml"), ("attention2d",)
     work = Workload(1 << 16, 1, 64, mask=Causal(), backward=True)
     free = best_candidate(machine, 16, work, methods=methods)

@@ -1,4 +1,4 @@
-"""Drivers go on when ranks die: training, answers, benchmarks; with Open MPI's ULFM."""
+"""Drivers continue when ranks die: training, answers and benchmarks, with ULFM."""
 
 import re
 
@@ -47,7 +47,7 @@ owner.{name} = new
     ],
 )
 def test_training_goes_on(tmp_path, stages, ranks):
-    """To the bits of a training on the same grids in the same steps."""
+    """A training has the bits of one on the same grids in the same steps."""
     folder = tmp_path / "run"
     options = *OPTIONS, "--folder", folder / "checkpoints", "--output", folder / "out.h5"
     done = survive("train_gpt.py", folder, stages, *options)
@@ -78,7 +78,7 @@ def test_training_goes_on(tmp_path, stages, ranks):
     ],
 )
 def test_some_go_on_at_first(tmp_path, owner, name, when):
-    """A collective call may end well on some ranks: all have to begin again at the same step."""
+    """If a call ends well on some ranks only, all repeat the same step."""
     options = *OPTIONS, "--folder", tmp_path / "checkpoints", "--output", tmp_path / "out.h5"
     options += "--trace", tmp_path / "trace.json", "--survive"
     sabotage = UNEVEN.format(owner, when, name=name)
@@ -100,7 +100,7 @@ def model(tmp_path_factory):
 @pytest.mark.launches
 @pytest.mark.ulfm
 def test_answers_go_on(tmp_path, model):
-    """The same tokens, with requests that wait for room, which is less after each loss."""
+    """Tokens are the same, with less room for waiting requests after each loss."""
     prompts = [y for x in PROMPTS for y in ("--prompt", x)]
     options = [model, *prompts, "--tokens", 20, "--arrive", "0,0,9,12", "--kv-block", 4]
     answers = lines_of(launch(2, DRIVERS / "generate.py", *options, timeout=60))
@@ -115,7 +115,7 @@ def test_answers_go_on(tmp_path, model):
 @pytest.mark.launches
 @pytest.mark.ulfm
 def test_benchmark_notes_the_loss(tmp_path):
-    """What was measured stays; what was not is named, and measured by --resume."""
+    """Measured plans stay; others are named, and --resume measures them."""
     path, options = tmp_path / "bench.h5", ["--nheads", 2, "--headdim", 8, "--trials", 2]
     options += ["--kernel", "numpy", "--plans", "attention2d:2x2,ring", "--output", path]
     sabotage = "import a2d_mpi.experiments.bench as job\nplan_of = job.plan_of\n" \
@@ -139,7 +139,7 @@ def test_benchmark_notes_the_loss(tmp_path):
 @pytest.mark.launches
 @pytest.mark.ulfm
 def test_benchmark_that_was_written_is_not_lost(tmp_path):
-    """The first rank dies after it has written all."""
+    """The file is complete if rank 0 dies after writing it."""
     path, options = tmp_path / "bench.h5", ["--nheads", 2, "--headdim", 8, "--trials", 2]
     options += ["--kernel", "numpy", "--plans", "ring", "--output", path, "--seqlens", 64]
     sabotage = "import a2d_mpi.experiments.bench as job\nadd_results = job.add_results\n" \
@@ -154,7 +154,7 @@ def test_benchmark_that_was_written_is_not_lost(tmp_path):
 
 @pytest.mark.launches
 def test_refused_where_jobs_end(tmp_path, model):
-    """On all MPIs that were not told to go on, before anything is written."""
+    """--survive is refused before any output if MPI ends jobs."""
     for program, first in (("train_gpt.py", DRIVERS / "train_gpt.py"), ("generate.py", model)):
         more = ["--folder", tmp_path / "new"] if program == "train_gpt.py" else ["--prompt", "a"]
         done = drive(program, 2, first, *more, "--survive")
@@ -166,7 +166,7 @@ def test_refused_where_jobs_end(tmp_path, model):
 @pytest.mark.launches
 @pytest.mark.ulfm
 def test_without_the_option_the_job_ends(tmp_path):
-    """Also where MPI would go on."""
+    """Without --survive the job ends, even if MPI continues."""
     options = *OPTIONS, "--folder", tmp_path / "checkpoints"
     sabotage = "from a2d_mpi.experiments.train_gpt import Trainer\n" \
                f"def step(*args):\n    if rank == 1:\n        {KILLED}\n    return old(*args)\n" \

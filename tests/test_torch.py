@@ -36,7 +36,7 @@ def grid(comm):
 
 @pytest.fixture
 def make(grid):
-    """Make a plan; it is freed at the end."""
+    """Make a plan, and free it at the end."""
     made = []
 
     def plan(kind=Attention2D, mask=None, **options):
@@ -61,13 +61,13 @@ def tensors(plan, dtype=None):
 
 
 def same(found, expected):
-    """The same bits; NaN is no such thing here."""
+    """Return True if tensors have the same bits."""
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_is_the_plans_call(make, comm, dtype):
-    """Bit for bit, forward and backward, and both in the memory of the other."""
+    """Results equal the plan's calls bit for bit, forward and backward."""
     plan = make(dtype=dtype)
     q, k, v, sink = tensors(plan)
     out, lse = attend(plan, q, k, v, sink, return_lse=True)
@@ -83,7 +83,7 @@ def test_is_the_plans_call(make, comm, dtype):
 
 
 def test_takes_the_tensors_memory(make, comm, monkeypatch):
-    """No copy of a contiguous tensor, nor of a result, nor of what the graph keeps."""
+    """Contiguous tensors, results and saved tensors are not copied."""
     plan, seen = make(dtype="bfloat16"), []
     q, k, v, _ = tensors(plan)
 
@@ -108,7 +108,7 @@ def test_takes_the_tensors_memory(make, comm, monkeypatch):
 
 
 class OfAllRanks(torch.autograd.Function):
-    """A tensor that all ranks have; its gradient is the sum of theirs."""
+    """A tensor that all ranks have; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx, comm, x):
@@ -121,7 +121,7 @@ class OfAllRanks(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks, which all of them have."""
+    """Sums a tensor over the ranks; all ranks have the sum."""
 
     @staticmethod
     def forward(ctx, comm, x):
@@ -133,7 +133,7 @@ class Sum(torch.autograd.Function):
 
 
 def gradients_check(plan, comm, **options):
-    """torch's own comparison of gradients with differences of values; of whole tensors."""
+    """Compare gradients of whole tensors with differences, by torch's own function."""
     made = torch.Generator().manual_seed(2)
     n, shape = plan.seqlen, (plan.nheads, plan.headdim)
     sizes = (n, *shape), (n, 1, shape[1]), (n, 1, shape[1]), shape[:1]
@@ -155,7 +155,7 @@ SMALL = {"seqlen": 5, "nheads": 2, "nheads_kv": 1, "headdim": 2, "dtype": "float
 
 
 def test_gradients(make, comm):
-    """Of every element of q, k, v and the sink, through out and through lse."""
+    """Gradients of q, k, v and the sink are right, through out and through lse."""
     assert_all(comm, gradients_check(make(**SMALL), comm), "wrong gradients")
     ring = make(RingAttention, **SMALL | {"seqlen": 11})
     torch.manual_seed(0)  # of the directions that the fast mode looks in
@@ -172,7 +172,7 @@ def test_gradients_without_dlse_are_wrong(make, comm, monkeypatch):
 
 
 def test_lse_or_out_alone(make, comm):
-    """A loss of lse alone, or on one rank of nothing but out, is no other call."""
+    """A loss of lse alone, or of out on one rank only, works."""
     plan = make(dtype="float64")
     q, k, v, _ = tensors(plan)
     out, lse = attend(plan, q, k, v, return_lse=True)
@@ -210,7 +210,7 @@ def test_no_grad_and_double_backward(make, comm):
 
 
 def test_changed_in_place(make, comm):
-    """On one rank alone: an error of all ranks, and they are still in step."""
+    """A tensor that one rank changed is an error on all ranks, which stay in step."""
     plan = make()
     q, k, v, _ = tensors(plan)
     out = attend(plan, q, k, v * 1)
@@ -223,7 +223,7 @@ def test_changed_in_place(make, comm):
 
 
 def test_compiled(make, comm):
-    """torch.compile leaves the call as it is: it must not trace messages and locks."""
+    """torch.compile does not trace the call."""
     plan, traced = make(), []
 
     def backend(graph, inputs):
@@ -237,7 +237,7 @@ def test_compiled(make, comm):
 
 
 def test_autocast(make, comm):
-    """As torch's own attention, it takes what autocast leaves in float32."""
+    """Autocast casts q, k and v, as for torch's own attention."""
     plan = make(dtype="bfloat16")
     q, k, v, _ = tensors(plan, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -251,7 +251,7 @@ def test_autocast(make, comm):
 
 
 def test_refused(make, comm):
-    """What is wrong on rank 0 alone is an error of the plan, on all ranks."""
+    """A wrong argument on rank 0 is an error of the plan on all ranks."""
     plan = make()
     q, k, v, sink = (x.detach() for x in tensors(plan))
     cases = [
@@ -284,7 +284,7 @@ def test_shards(make, comm):
 
 
 def test_shards_that_are_refused(make, comm):
-    """What is no dense tensor on one rank alone is an error of all ranks."""
+    """A tensor that is not dense on one rank is an error on all ranks."""
     plan = make()
     whole = torch.ones(SEQLEN)
     own = shard(plan, whole if plan.grid.comm.rank == 0 else None)
@@ -309,7 +309,7 @@ def test_shift_labels(make, comm, ends):
 
 
 class Model(torch.nn.Module):
-    """Weights of two dtypes, one tied and one that rank 0 does not use."""
+    """A model with weights of two dtypes, a tied one, and one that rank 0 does not use."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -329,7 +329,7 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize("bucket", [1, 60, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_sums_of_gradients(comm, monkeypatch, dtype, bucket):
-    """Of two passes, in the order of ranks: bit for bit; a frozen weight gets none."""
+    """Two passes are summed in the order of ranks, bit for bit, without frozen weights."""
     monkeypatch.setattr(gradients, "BUCKET", bucket)
     model, wide = Model(dtype), torch.promote_types(dtype, torch.float32)
     inputs = [torch.full((4, 5), 0.3 + rank).to(dtype) for rank in range(comm.size)]
@@ -362,7 +362,7 @@ def test_sums_of_gradients(comm, monkeypatch, dtype, bucket):
 
 
 def test_gradients_that_no_rank_has(comm):
-    """They stay None, so that AdamW does not shrink the weight; one rank's go to all."""
+    """A gradient that no rank has stays None."""
     model = torch.nn.ModuleList(torch.nn.Linear(3, 2) for _ in range(2))
     model[0].weight.sum().backward()
     if comm.rank == 1:

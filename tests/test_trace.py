@@ -41,12 +41,12 @@ PLANS = [
 
 
 def slices(events, category=None):
-    """Complete events, of one category or of all."""
+    """Return complete events of one category, or of all."""
     return [x for x in events if x["ph"] == "X" and category in (None, x["cat"])]
 
 
 def wrong(events, ranks):
-    """What is wrong with the events of a trace, in words."""
+    """Describe what is wrong with the events of a trace."""
     bad = []
     for x in events:
         ints = [x.get(name) for name in ("pid", "tid")]
@@ -79,7 +79,7 @@ def wrong(events, ranks):
 
 
 def wrong_flows(events):
-    """What is wrong with the arrows: each has one begin and one end, inside a slice."""
+    """Describe arrows without one begin and one end inside a slice."""
     begins, ends = ([x for x in events if x["ph"] == ph] for ph in "sf")
     bad = []
     for what, these in (("begins", begins), ("ends", ends)):
@@ -105,7 +105,7 @@ def wrong_flows(events):
 
 
 def flow_bytes(events, rank):
-    """Bytes [sent, received] of the arrows of a rank, by phase and channel."""
+    """Return bytes [sent, received] of a rank's arrows, by phase and channel."""
     found = {}
     for x in events:
         if x["ph"] in "sf" and x["pid"] == rank:
@@ -116,7 +116,7 @@ def flow_bytes(events, rank):
 
 @contextmanager
 def grid_of(comm, shape, **options):
-    """A grid of the first ranks; None on the others."""
+    """Return a grid of the first ranks; None on other ranks."""
     size = int(np.prod(shape))
     some = comm.Split(0 if comm.rank < size else MPI.UNDEFINED)
     grid = ProcessGrid(some, *shape, **options) if some != MPI.COMM_NULL else None
@@ -129,7 +129,7 @@ def grid_of(comm, shape, **options):
 
 
 def traced(comm, plan, path, device=(np.asarray, np.asarray)):
-    """Results of a forward and backward call, with and without a trace; its events, on rank 0."""
+    """Return results with and without a trace, and its events on rank 0."""
     x = inputs(*(SIZES[y] for y in ("seqlen", "nheads_kv", "headdim")), nheads=SIZES["nheads"])
     before = run(plan, *x, *device)
     plan.traffic.clear()
@@ -147,7 +147,7 @@ def traced(comm, plan, path, device=(np.asarray, np.asarray)):
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("method, shape, options", PLANS)
 def test_measured(comm, tmp_path, method, shape, options):
-    """Every message of every rank, with its bytes; every kernel call with its pairs."""
+    """The trace has every message with its bytes and every kernel call with its pairs."""
     problem = ""
     with grid_of(comm, shape, **options) as (some, grid):
         if grid:
@@ -180,7 +180,7 @@ def test_measured(comm, tmp_path, method, shape, options):
 @pytest.mark.one_mpi
 @pytest.mark.mpi(min_size=4)
 def test_wrong_traces(comm, tmp_path):
-    """The checks of this file see what is wrong with a trace."""
+    """The checks of this file find wrong traces."""
     problems = {}
     with grid_of(comm, (2, 2)) as (some, grid):
         if grid:
@@ -214,7 +214,7 @@ def test_wrong_traces(comm, tmp_path):
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 def test_on_a_gpu(comm, cupy, tmp_path, monkeypatch):
-    """The same on a device, with ranges for NVIDIA's profilers where nvtx is installed."""
+    """A GPU gives the same trace, with NVTX ranges if nvtx is installed."""
     from a2d_mpi.comm.gpus import bind_gpu
 
     ranges = []
@@ -256,7 +256,7 @@ def test_on_a_gpu(comm, cupy, tmp_path, monkeypatch):
     ],
 )
 def test_predicted(method, layout):
-    """The end is the simulator's, the arrows are all messages with their bytes."""
+    """The end is the simulator's, and the arrows have all messages with their bytes."""
     machine = read_machine(MACHINE)
     work = Workload(700, 4, 8, 2, mask=Causal(), backward=True)
     events = events_of(predicted(machine, method, layout, work, "plan"))
@@ -283,7 +283,7 @@ def test_predicted(method, layout):
 
 
 def test_committed(tmp_path):
-    """The trace of docs/traces.md: its messages are those of the plan, and it is drawn."""
+    """The trace of docs/traces.md has the messages of its plan."""
     path = ROOT / "data" / "results" / "trace.json"
     events, layout = read_trace(path), Layout(2, 2)
     assert wrong(events, 4) == []
@@ -302,7 +302,7 @@ def test_committed(tmp_path):
 
 
 def test_predicted_by_the_driver(tmp_path):
-    """Plans follow each other; only their sum is the end."""
+    """Plans follow each other, and their sum is the end."""
     options = [tmp_path / "a.png", "--trace", tmp_path / "a.json", "--profile", MACHINE,
                "--seqlen", 1000, "--nheads", 4, "--ranks", 4,
                "--plans", "attention2d:2x2,ring"]  # fmt: skip
@@ -316,7 +316,7 @@ def test_predicted_by_the_driver(tmp_path):
 
 
 def test_drivers(tmp_path):
-    """Traces of all three; a step of training has the calls of all layers."""
+    """All three drivers write traces; a training step has the calls of all layers."""
     small = ["--seqlen", "61", "--trials", "1", "--rows", "2", "--cols", "2"]
     train = ["--layers", "2", "--width", "8", "--nheads", "2", "--seqlen", "40", "--steps", "2"]
     files = {x: ["--trace", tmp_path / f"{x}.json"] for x in ("attention", "bench", "train")}
@@ -337,7 +337,7 @@ def test_drivers(tmp_path):
 
 
 def test_bad_paths(tmp_path):
-    """One line on all ranks, before anything is computed."""
+    """A bad path is one line on all ranks, before any computing."""
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"kept": True}))
     paths = [

@@ -67,12 +67,12 @@ def trainer_of(comm, grid, config, text, weights, **options):
 
 
 def entropy(data):
-    """Nats a byte of the frequencies of bytes."""
+    """Return the unigram entropy of bytes in nats."""
     return -sum(n / len(data) * log(n / len(data)) for n in Counter(data).values())
 
 
 def test_learns(tmp_path):
-    """Far below the unigram entropy, where the next byte follows from the one before."""
+    """The loss falls far below the unigram entropy of a predictable text."""
     (path := tmp_path / "text").write_bytes(b"\n".join([b"abcdefgh" * 12] * 20))
     text, config = Text(path, b"\n"), GPTConfig(256, 1, 16, 2, 48)
     trainer = trainer_of(MPI.COMM_SELF, lone(), config, text, initial(config, 0, "float64"))
@@ -84,7 +84,7 @@ def test_learns(tmp_path):
 
 
 def test_held_out_documents(tmp_path):
-    """Evenly spaced, and no others; of all documents each is in one of both parts."""
+    """Held-out documents are evenly spaced; each document is in one part."""
     documents = [bytes([65 + i]) * (i + 1) for i in range(21)]
     (path := tmp_path / "text").write_bytes(b"--".join(documents))
     for share, expected in ((0.1, [9, 19]), (0.25, [3, 7, 11, 15, 19])):
@@ -102,7 +102,7 @@ def test_held_out_documents(tmp_path):
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 def test_evaluation(comm):
-    """The mean of -log p of all bytes, sequence after sequence, in float64 on one rank."""
+    """The loss is the mean of -log p of all bytes, as in float64 on one rank."""
     config = GPTConfig(256, 1, 12, 6, 61, nheads_kv=2)
     weights, text = shaken(config), Text(TEXT, b"\n\n")
     text.bytes, text.begins = text.bytes[:200], np.append(text.begins[text.begins < 200], 200)
@@ -133,7 +133,7 @@ def profile(tmp_path):
 
 
 def test_grid_auto(tmp_path, profile):
-    """With few KV heads, keys are gathered: another grid than the default, with its bits."""
+    """With few KV heads the planner chooses another grid, with the bits of that grid."""
     options = [TEXT, *SMALL, "--nheads", "4", "--nheads-kv", "1", "--steps", "4"]
     chosen = {
         "auto": ["--grid", "auto", "--profile", profile],
@@ -181,7 +181,7 @@ def test_refusals(tmp_path, profile):
 
 
 def test_options_that_cannot_be(tmp_path):
-    """Sizes beyond all memory, numbers that are none, pipes: refused before anything is done."""
+    """Impossible sizes, NaN and pipes are refused before any work."""
     os.mkfifo(pipe := tmp_path / "pipe")
     new = tmp_path / "new"
     train = "train_gpt.py", [TEXT, "--folder", new]
@@ -233,7 +233,7 @@ def test_options_of_one_process(tmp_path):
 
 
 def test_the_committed_run():
-    """`tiny` on the book, on 2 x 2 ranks: far below the text's unigram entropy."""
+    """The committed run of `tiny` is far below the unigram entropy."""
     run = read_losses(COMMITTED)
     sizes = {"layers": 4, "width": 128, "nheads": 4, "seqlen": 1024, "rows": 2, "cols": 2}
     assert sizes.items() <= run.config.items()
@@ -251,7 +251,7 @@ def test_the_committed_run():
 
 
 def test_checkpoints_as_documented(tmp_path, monkeypatch):
-    """The page's code exports one, and its table has all that is in the file."""
+    """The code of the page runs, and its table has all names in the file."""
     config, page = GPTConfig(7, 1, 8, 2, 5), (ROOT / "docs" / "gpt.md").read_text()
     flat, none = initial(config, 0, "float32"), np.zeros(3)
     (folder := tmp_path / "results" / "tiny").mkdir(parents=True)
@@ -286,7 +286,7 @@ def test_picture(tmp_path):
 
 
 def test_pictures_of_names_and_legends(tmp_path):
-    """A name is no formula, and a legend has the columns for which there is room."""
+    """Names are not read as formulas, and legends fit the picture."""
     (odd := tmp_path / "odd.h5").write_bytes(COMMITTED.read_bytes())
     with h5py.File(odd, "r+") as file:
         file["text"].attrs["name"] = "$x^$" + 90 * "w"
@@ -304,7 +304,7 @@ def test_pictures_of_names_and_legends(tmp_path):
 
 
 def empty(path: Path) -> Path:
-    """The committed run without its steps."""
+    """Return the committed run without its steps."""
     path.write_bytes(COMMITTED.read_bytes())
     with h5py.File(path, "r+") as file:
         del file["loss"]

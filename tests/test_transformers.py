@@ -36,7 +36,7 @@ def new_model(dtype, **options):
 
 
 def sequence(ends):
-    """Tokens, positions in their documents, labels of the next tokens."""
+    """Return tokens, positions in documents, and labels of the next tokens."""
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 61, SEQLEN))
     labels = tokens.roll(-1)
     labels[ends[1:] - 1] = -100
@@ -44,7 +44,7 @@ def sequence(ends):
 
 
 def train(model, tokens, positions, labels, count, summed=lambda: None):
-    """Losses of some steps of AdamW, this rank's part of each."""
+    """Return this rank's part of the losses of some steps of AdamW."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -58,14 +58,14 @@ def train(model, tokens, positions, labels, count, summed=lambda: None):
 
 
 def alone(dtype, ends):
-    """Losses and weights of one process, with the attention that transformers takes by itself."""
+    """Return losses and weights of one process with the attention of transformers."""
     model, whole = new_model(dtype), sequence(ends)
     losses = train(model, *whole, int((whole[2] >= 0).sum()))
     return losses, [x.detach().double() for x in model.parameters()]
 
 
 def spread(comm, plan, dtype, ends, sums=True):
-    """The same by a plan."""
+    """Return losses and weights of a training by a plan."""
     model, (tokens, positions, labels) = new_model(dtype), sequence(ends)
     model.set_attn_implementation(use_in_transformers(plan))
     own = shard(plan, tokens if plan.grid.comm.rank == 0 else None)
@@ -81,7 +81,7 @@ def spread(comm, plan, dtype, ends, sums=True):
 
 
 def distances(found, exact):
-    """Largest relative distance of a loss, and of a parameter."""
+    """Return the largest relative distances of a loss and of a parameter."""
     losses = max(abs(x - y) / abs(y) for x, y in zip(found[0], exact[0]))
     weights = max(float((x - y).norm() / y.norm()) for x, y in zip(found[1], exact[1]))
     return losses, weights
@@ -89,7 +89,7 @@ def distances(found, exact):
 
 @pytest.fixture(scope="module")
 def triangle_comm(comm):
-    """Three ranks, beside them the fourth one alone; or all six."""
+    """Return a communicator of three ranks, or of all six."""
     part = comm.Split(comm.rank >= 3 and comm.size != 6, comm.rank)
     yield part
     part.Free()
@@ -106,7 +106,7 @@ CASES = [(Attention2D, WHOLE), (Attention2D, ENDS), (TriangleAttention, WHOLE)]
 
 @pytest.mark.parametrize("kind, ends", CASES, ids=["grid", "documents", "triangle"])
 def test_training(comm, triangle_comm, kind, ends):
-    """Three steps of AdamW: losses and parameters are those of one process."""
+    """Three steps of AdamW have the losses and parameters of one process."""
     if kind is TriangleAttention:
         comm = triangle_comm
     rows = 2 if comm.size % 2 == 0 else 1
@@ -131,7 +131,7 @@ def test_training_without_sums_is_wrong(comm):
 
 
 def test_bfloat16(comm):
-    """As near to float64 as one process in bfloat16, up to a factor of two."""
+    """Errors against float64 are at most twice those of one process in bfloat16."""
     grid = ProcessGrid(comm, 2, comm.size // 2)
     plan = plan_of(grid, Attention2D, ENDS, "bfloat16")
     exact = alone(torch.float64, ENDS)
@@ -162,7 +162,7 @@ def test_positions_that_documents_count(comm):
 
 
 def test_refused(comm):
-    """On rank 0 alone, as an error of all ranks."""
+    """A wrong argument on rank 0 is an error on all ranks."""
     grid = ProcessGrid(comm, 2, comm.size // 2)
     plan = plan_of(grid, Attention2D, WHOLE, "float32")
     name = use_in_transformers(plan)

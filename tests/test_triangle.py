@@ -25,7 +25,7 @@ SHAPES = {1: [(1, 1)], 4: [(3, 1)], 5: [(3, 1)], 6: [(6, 1), (6, 2), (6, 6)]}.ge
 
 @pytest.fixture(scope="module", params=SHAPES, ids=lambda x: f"{x[0]} ranks, {x[1]} share heads")
 def grid(comm, request):
-    """A grid of some of the ranks; None on the others."""
+    """Return a grid of some of the ranks; None on other ranks."""
     ranks, heads = request.param
     part = comm.Split(0 if comm.rank < ranks else MPI.UNDEFINED)
     grid = ProcessGrid(part, ranks // heads, 1, heads) if part != MPI.COMM_NULL else None
@@ -36,7 +36,7 @@ def grid(comm, request):
 
 
 def reference(seqlen, nheads_kv, dtype="float32"):
-    """All ranks compute the float64 results, also those that do not take part."""
+    """Compute float64 results on all ranks, also on idle ones."""
     expected(Causal(), seqlen, nheads_kv, 16, 1.0, dtype, NHEADS)
 
 
@@ -69,7 +69,7 @@ def test_dtypes(comm, grid, dtype):
 @pytest.mark.multirank
 @pytest.mark.one_mpi
 def test_a_wrong_variant_fails(comm, grid, monkeypatch):
-    """Partial results that came on the way are not added."""
+    """The test fails if partial results of other ranks are not added."""
     reference(61, NHEADS)
     found = []
     if grid is not None and grid.group_comm.size > 1:
@@ -115,7 +115,7 @@ def test_on_more_ranks(tmp_path, ranks, heads):
 
 
 def busiest(method, layout, work, distribution):
-    """Bytes of the mean and the largest rank, sent or received, in the first phase of a workload.
+    """Return bytes of the mean and the busiest rank in the first phase of a workload.
 
     In units of a token's q.
     """
@@ -131,7 +131,7 @@ def busiest(method, layout, work, distribution):
 @pytest.mark.parametrize("t", [3, 4, 5, 6, 8, 12])
 @pytest.mark.parametrize("h, hkv", [(4, 4), (4, 1)])
 def test_mean_bytes(t, h, hkv):
-    """4 (T-2) / (T (T-1)) of N H D if all heads are KV heads, and as much lse as out."""
+    """The mean is 4 (T-2) / (T (T-1)) of N H D without shared KV heads."""
     ranks, d = t * (t - 1) // 2, 8
     seqlen = 2 * t * (t - 1) * 4  # all slices are equal
     work = Workload(seqlen, h, d, hkv, mask=Causal(), dtype="float32", backward=True)
@@ -182,7 +182,7 @@ def test_balance(t, seqlen):
 @pytest.mark.multirank
 @pytest.mark.one_mpi
 def test_same_as_the_grid(comm):
-    """And less is received."""
+    """Results equal the grid's, and ranks receive less."""
     if comm.size != 6:
         return
     x, sizes = inputs(601, NHEADS, 16), {"seqlen": 601, "nheads": NHEADS, "headdim": 16}

@@ -16,7 +16,7 @@ ULFM = ("--with-ft", "ulfm")
 
 
 def left_behind(folder):
-    """PIDs of processes that have the folder among their arguments."""
+    """Return PIDs of processes that have the folder among their arguments."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -44,7 +44,7 @@ def hashes(text):
 
 @pytest.fixture(scope="module")
 def from_the_start(tmp_path_factory):
-    """Hashes of results on grids that were made so, by method and size of Ulysses groups."""
+    """Return hashes of results on new grids, by method and Ulysses group size."""
     known = {}
 
     def find(method, heads=1):
@@ -82,7 +82,7 @@ def from_the_start(tmp_path_factory):
     ],
 )
 def test_survivors_go_on(tmp_path, from_the_start, method, heads, stages, shapes):
-    """All of them hear of it soon, and compute what a grid of that shape computes."""
+    """All survivors hear of a loss soon, and compute what their new grid computes."""
     done = lose(tmp_path, stages, method, heads)
     assert done.returncode == 0, done.stdout + done.stderr
     told = re.findall(r"^(\w+) lost .+ after (\S+)$", done.stdout, re.MULTILINE)

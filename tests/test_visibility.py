@@ -1,4 +1,4 @@
-"""Traffic follows the mask: what travels is what some query on the other side sees, no more."""
+"""Traffic follows the mask: only required rows travel."""
 
 from collections import Counter
 
@@ -36,7 +36,7 @@ def problem(method, layout, mask, name):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", deeper(NAMES, ["zigzag"]))
 def test_bytes_of_grids(mask, name):
-    """Of every rank, as an oracle counts them token by token; lse counted apart."""
+    """The bytes of every rank equal an oracle's count, token by token."""
     for rows, cols in ((1, 6), (2, 3), (6, 1)):
         layout = Layout(rows, cols)
         sizes = problem("attention2d", layout, MASKS[mask], name)
@@ -112,7 +112,7 @@ def test_merges_meet_what_was_computed(nodes):
     ((4, 3), (0, 0, 1, 0, 2, 2, 1, 1, 1, 0, 0, 2)),
 ])  # fmt: skip
 def test_tokens_on_nodes(shape, node, seqlen_kv, distribution):
-    """Each is received as often as an oracle says."""
+    """Each token is received as often as an oracle says."""
     n, layout, method = 240, Layout(*shape, nodes=node), "node aware"
     i, ends = np.arange(n), np.random.default_rng(1).integers(-40, seqlen_kv + 40, (2, n))
     config = AttentionConfig(n, 4, 8, 2, seqlen_kv=seqlen_kv)
@@ -147,7 +147,7 @@ def test_tokens_on_nodes(shape, node, seqlen_kv, distribution):
 
 
 def travelling(program):
-    """Messages, with the keys of `node_traffic`."""
+    """Return messages with the keys of `node_traffic`."""
     for x in program.steps:
         if isinstance(x, Send | Receive):
             array = program.arrays[x.rows.array]
@@ -157,7 +157,7 @@ def travelling(program):
 
 @given(st.data())
 def test_required_rows_are_the_definition(data):
-    """Of any mask, shards and other shards."""
+    """Required rows equal their definition for any mask and shards."""
     n, ranks = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 5))
     ends = st.lists(st.integers(-2, n + 2), min_size=n, max_size=n)
     drawn = IntervalMask(np.array(data.draw(ends)), np.array(data.draw(ends)))

@@ -38,7 +38,7 @@ MX = {"mxfp8": (4, 3, 7), "mxfp4": (2, 1, 1)}  # bits of exponent and mantissa, 
 
 @cache
 def element(code, name):
-    """Value of an element's code, by the tables of the specification (section 5.3)."""
+    """Return the value of an element's code by the specification (section 5.3)."""
     ebits, mbits, bias = MX[name]
     sign, exponent = -1 if code >> (ebits + mbits) else 1, code >> mbits & (1 << ebits) - 1
     mantissa = Fraction(code & (1 << mbits) - 1, 1 << mbits)
@@ -51,13 +51,13 @@ def element(code, name):
 
 @cache
 def positive(name):
-    """Codes of positive numbers."""
+    """Return the codes of positive numbers."""
     codes = range(1 << (FORMATS[name].bits - 1))
     return [x for x in codes if not math.isnan(element(x, name))]
 
 
 def scalar_block(block, name):
-    """Scale and codes of a block, one element at a time."""
+    """Return scale and codes of a block, one element at a time."""
     if not all(map(math.isfinite, block)):
         return 255, [0] * len(block)
     bits = MX[name][0] + MX[name][1] + 1
@@ -80,7 +80,7 @@ def scalar_block(block, name):
 
 
 def numbers(rng, tokens, heads, headdim, dtype="float32"):
-    """Of all sizes; with ties, zeros of both signs and elements that saturate."""
+    """Return numbers of all sizes, with ties, zeros of both signs and saturation."""
     x = rng.standard_normal((tokens, heads, headdim)) * 2.0 ** rng.integers(
         -12, 12, (tokens, 1, 1)
     )
@@ -90,7 +90,7 @@ def numbers(rng, tokens, heads, headdim, dtype="float32"):
 
 
 def codes_of(bytes_, headdim, name):
-    """Codes and scales in the bytes of one head."""
+    """Return codes and scales in the bytes of one head."""
     blocks = -(-headdim // 32)
     codes = bytes_[:-blocks]
     if name == "mxfp4":
@@ -147,7 +147,7 @@ def test_against_one_element_at_a_time(name, headdim, dtype):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_ways_and_back(name):
-    """What was decoded has the same bytes again, head by head too, and is `reference.rounded`."""
+    """Decoded numbers encode to the same bytes, head by head, too."""
     rng = np.random.default_rng(0)
     for dtype, headdim in (("float32", 64), ("float32", 7), ("float64", 33), ("float16", 48)):
         x = numbers(rng, 300, 3, headdim, dtype)
@@ -212,7 +212,7 @@ def test_what_is_passed_on_is_encoded_once(name, encodings):
 
 
 def plans(comm):
-    """Class, grid and options of every method on these ranks."""
+    """Return class, grid and options of every method on these ranks."""
     pairs = {5: (1, 5), 6: (2, 3)}.get(SIZE, (2, SIZE // 2) if SIZE % 2 == 0 else (1, SIZE))
     nodes = np.arange(SIZE) // 2
     found = [
@@ -231,7 +231,7 @@ def plans(comm):
 
 
 def bad_checks(plan, checks, name):
-    """Verdicts that are wrong: a bound of more than one rounding may prove nothing."""
+    """Return verdicts that are wrong."""
     bad = []
     for x, check in checks.items():
         said = check.verdict.startswith("FAILED: not checked") and name != "bfloat16"
@@ -244,7 +244,7 @@ def bad_checks(plan, checks, name):
 @pytest.mark.grids
 @pytest.mark.parametrize(("seqlen", "formats"), [(2, ["mxfp4"]), (61, FORMATS)])
 def test_all_methods(comm, seqlen, formats):
-    """Errors, bytes and buffers; the same bits again; lse is that of the rounded tensors."""
+    """Errors, bytes and buffers are right, results repeat, and lse is of rounded tensors."""
     bad = []
     for cls, shape, options, nodes in plans(comm):
         grid = ProcessGrid(comm, *shape, nodes=nodes)
@@ -278,7 +278,7 @@ def test_all_methods(comm, seqlen, formats):
 @pytest.mark.grids
 @pytest.mark.parametrize("transfers", ["device", "host"])
 def test_on_gpus(cupy, comm, transfers):
-    """CuPy arrays get the same check, the same bytes, and lse to the last digits."""
+    """CuPy arrays get the same check and bytes, and lse to the last digits."""
     grid, bad = ProcessGrid(comm, 1, SIZE), []
     whole = inputs(23, 1, 9, 1.0, "float32", 2)
     for name in FORMATS:
@@ -296,7 +296,7 @@ def test_on_gpus(cupy, comm, transfers):
 @pytest.mark.mpi
 @pytest.mark.grids
 def test_what_travels(comm):
-    """Bytes are those of the format; 16-bit tensors stay as they are, but for their gradients."""
+    """Bytes are of the format; 16-bit tensors travel unchanged, except gradients."""
     grid, bad = ProcessGrid(comm, SIZE, 1), []
     sizes = {"seqlen": 16 * SIZE, "nheads": 2, "headdim": 64}
     received = 16 * (SIZE - 1) * 2  # rows of heads of k, and as many of v
@@ -325,7 +325,7 @@ def test_what_travels(comm):
 @pytest.mark.grids
 @pytest.mark.parametrize("what", ["all", "partials"])
 def test_a_wrong_scale(comm, monkeypatch, what):
-    """The check sees a scale that is twice too large: of all, or of partial results only."""
+    """The check finds a scale that is twice too large."""
     if SIZE == 1:
         return  # nothing is sent
     right, grid, bad = wire.encode, ProcessGrid(comm, 1, SIZE), []
@@ -360,7 +360,7 @@ def test_a_wrong_scale(comm, monkeypatch, what):
 @pytest.mark.mpi
 @pytest.mark.grids
 def test_padding(comm):
-    """Masked rows and keys may hold NaN, and results of the others are what they are without."""
+    """Masked rows and keys may hold NaN, and other results do not change."""
     begin, end = np.zeros(33, int), np.minimum(np.arange(33) + 1, 20)
     begin[20:], end[20:] = 0, 0  # the last queries see nothing, and their keys are seen by nobody
     mask, grid, found = IntervalMask(begin, end), ProcessGrid(comm, 1, SIZE), []
@@ -403,7 +403,7 @@ def test_small_elements_beside_large_ones(comm):
 
 @pytest.mark.mpi
 def test_refused(comm):
-    """One ValueError on all ranks: an unknown format, and formats that differ."""
+    """Unknown and different formats are one ValueError on all ranks."""
     grid, found = ProcessGrid(comm, 1, SIZE), []
     for name in ("fp8", ["mxfp8"], "mxfp4" if comm.rank else "mxfp8"):
         try:
@@ -418,7 +418,7 @@ def test_refused(comm):
 
 
 def test_result_files(tmp_path):
-    """They say what was sent in which format, and how far results are off without rounding."""
+    """Result files have formats, and errors against tensors before rounding."""
     options = ["--seqlen", "48", "--backward", "--trials", "1", "--check", "full"]
     done = drive(
         "attention.py", 2, SAMPLE, *options, "--wire", "mxfp8", "--output", tmp_path / "run.h5"
@@ -434,7 +434,7 @@ def test_result_files(tmp_path):
 
 
 def test_bounds_of_the_format():
-    """With a narrow format a bound below the largest value counts, one above it does not."""
+    """A bound counts only if it is below the largest value."""
     from a2d_mpi.experiments.check import error_bounds
 
     norms, largest = {"q": 1.0, "k": 1.0, "v": 1.0}, {"out": 2.0, "lse": 1.0}

@@ -26,7 +26,7 @@ HEADS, HEADS_KV, HEADDIM = 8, 2, 64
 
 
 def ways_of(plan):
-    """A forward and a backward pass by the plan's own calls, and through torch."""
+    """Return a forward and a backward pass by the plan's calls, and through torch."""
     rng, n = np.random.default_rng(0), len(plan.tokens)
     heads = (HEADS, HEADS_KV, HEADS_KV, HEADS)
     q, k, v, dout = (rng.standard_normal((n, h, HEADDIM), np.float32) for h in heads)

@@ -1,4 +1,4 @@
-"""The GPT against one written with PyTorch: loss and gradients of the same weights.
+"""Compare the GPT with one written in PyTorch: loss and gradients of equal weights.
 
 Apart from the default tests, as it needs torch (the extra `bench`):
 
@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 def torch_loss(config, model, tokens, targets, positions, seen):
-    """The mean loss; `seen`: (n, n) bool."""
+    """Return the mean loss; `seen` is (n, n) bool."""
     n, d = len(tokens), config.headdim
 
     def rotated(x):
@@ -87,14 +87,14 @@ def torch_loss(config, model, tokens, targets, positions, seen):
 
 
 def sequence(config):
-    """Tokens, targets and positions of packed documents."""
+    """Return tokens, targets and positions of packed documents."""
     tokens, targets = np.random.default_rng(5).integers(0, config.vocab, (2, CU_SEQLENS[-1]))
     targets[CU_SEQLENS[1:] - 1] = -1
     return tokens, targets, np.concatenate([np.arange(n) for n in LENGTHS])
 
 
 def errors(dtype, positions, nheads_kv, checkpoint, comm=MPI.COMM_SELF, plan=None):
-    """Relative errors of loss and gradients, by name, of this rank's tokens of `plan`."""
+    """Return the relative errors of loss and gradients, for this rank's tokens."""
     headdim = 20 if nheads_kv == 1 else None  # MFA's shapes
     config = GPTConfig(61, 3, 48, 6, 64, nheads_kv, positions, headdim)
     noise = 0.1 * np.random.default_rng(2).standard_normal(config.parameters)
@@ -128,7 +128,7 @@ def errors(dtype, positions, nheads_kv, checkpoint, comm=MPI.COMM_SELF, plan=Non
 
 
 def worst(found):
-    """The largest error, with its name."""
+    """Return the largest error, with its name."""
     return max(found.items(), key=lambda x: np.nan_to_num(x[1], nan=np.inf))
 
 
@@ -160,6 +160,6 @@ def test_ranks(comm, dtype, positions, nheads_kv, checkpoint):
 
 
 def test_four_ranks():
-    """`test_ranks`, so that one command runs all."""
+    """The tests on ranks pass on four ranks, started by one command."""
     done = launch(4, "-m", "pytest", __file__, "-q", "--with-mpi", "-m", "mpi", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
