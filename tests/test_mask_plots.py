@@ -52,7 +52,7 @@ def test_bad_pictures(tmp_path):
         for options, text in (
             (["--masks", "sparse"], "--masks must be one of full, causal"),
             (["--masks", ","], "--masks must name a mask, got ','"),
-            (["--masks", "causal_document:0,99"], "ends at 99, the sequence has 96 tokens"),
+            (["--masks", "causal_document:0,99"], "ends at 99, the sequence at 96"),
             (["--rows", "3", "--cols", "3"], "must be 1 to 8 ranks, got 3 x 3"),
             (["--seqlen", "0"], "--seqlen must be at least 1, got 0"),
         )

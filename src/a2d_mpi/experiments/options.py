@@ -153,7 +153,7 @@ def method_name(text: str) -> str:
     """
     name = text.replace("_", " ").strip()
     if name not in METHODS:
-        raise BadOption(f"must be one of {', '.join(METHODS)}, got {text[:40]!r}")
+        raise BadOption(f"no method {text[:40]!r}: must be one of {', '.join(METHODS)}")
     return name
 
 
@@ -264,7 +264,7 @@ OPTIONS: dict[str, dict[str, object]] = {
              "help": "format of tensors in messages, see docs/wire.md; none: the storage dtype"},
     "backward": {"action": "store_true", "help": "also compute the gradients"},
     "separator": {"type": escaped, "metavar": "TEXT",
-                  "help": "text between two documents; empty: the file is one document"},
+                  "help": "text between two documents; empty: the whole text is one document"},
     "survive": {"action": "store_true",
                 "help": "continue without ranks that die; needs mpiexec --with-ft ulfm"},
     # Plans and grids.

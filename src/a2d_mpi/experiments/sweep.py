@@ -198,7 +198,7 @@ def parse_plan(spec: str, ranks: int) -> tuple[str, Layout]:
     try:
         method = method_name(name)
     except ValueError as error:
-        raise ValueError(f"--plans {spec!r}: {error}; or give all or auto") from None
+        raise ValueError(f"--plans {spec!r}: {error}, all or auto") from None
     heads = int(heads or 1)
     shapes = _shapes(method, ranks // max(1, heads))
     if rows is None:
