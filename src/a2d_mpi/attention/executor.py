@@ -48,7 +48,7 @@ def executors(
     The parameters are the parameters of `a2d_mpi.schedules.write`.
     """
     programs = write(method, phase, layout, problem, rank, overlap)
-    return [Executor(x, Arrays(x, layout, problem.config)) for x in programs]
+    return [Executor(x) for x in programs]
 
 
 class Executor:
@@ -57,11 +57,10 @@ class Executor:
     Parameters
     ----------
     program : Program
-    arrays : Arrays
     """
 
-    def __init__(self, program: Program, arrays: Arrays) -> None:
-        self.channels, self._arrays = program.channels, arrays
+    def __init__(self, program: Program) -> None:
+        self.channels, self._arrays = program.channels, Arrays(program)
         self._wire = program.group.config.wire
         roles = (program.arrays[rows.array].role for rows in program.results.values())
         self.in_buffers = "buffer" in roles  # the caller needs copies of such results

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
-from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
 from a2d_mpi.schedules import Draft, drafts_of, essence
-from a2d_mpi.schedules.accounts import nbytes, pairs_of
+from a2d_mpi.schedules.accounts import mpi_messages, nbytes, pairs_of
 from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
@@ -293,15 +293,15 @@ def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | No
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:
     """Return the row of `Tape.messages` of a message."""
-    array, count = program.arrays[step.rows.array], step.rows.count
-    sizes = program.group.row_bytes(array)
-    same = (
-        _KINDS[array.kind],
-        step.tag,
-        step.turn,
-    )  # equal on both sides; two ranks share one channel
-    pieces = sum(-(-count * x // MAX_MESSAGE) for x in sizes)
-    return step.peer, isinstance(step, Receive), *same, count * sum(sizes), len(sizes), pieces
+    array = program.arrays[step.rows.array]
+    # Equal on both sides; two ranks share one channel.
+    same = _KINDS[array.kind], step.tag, step.turn
+    sizes = (
+        nbytes(program, step.rows),
+        len(program.group.row_bytes(array)),
+        mpi_messages(program, step.rows),
+    )
+    return step.peer, isinstance(step, Receive), *same, *sizes
 
 
 def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:

@@ -139,11 +139,6 @@ class Sums:
         nodes = sorted(self._held.keys() - {apart})
         for owner, rows in [x for node in nodes for x in self._held.pop(node)]:
             self._add(owner, rows)
-            array = p.arrays[rows.array]
-            if array.accumulated != SUMS and p.group.mixed_precision:
-                name = p.array(f"rounded {rows.array}", self.kind, array.pieces)
-                p.copy(rows, rows._replace(array=name))
-                rows = rows._replace(array=name)
             p.give(self.line.name, owner, rows)
 
     def _add(self, owner: int, rows: Rows) -> None:
