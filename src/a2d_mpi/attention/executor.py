@@ -113,11 +113,8 @@ class Executor:
             case Clear():
                 return [(Executor._clear, step.rows)]
             case Attend() | Differentiate():
-                queries, keys = program.tokens(step.queries), program.tokens(step.keys)
-                intervals = Intervals.of(program.mask.intervals(queries, keys))
-                if isinstance(step, Differentiate):
-                    return [(Executor._differentiate, step, intervals)]
-                return [(Executor._attend, step, intervals)]
+                run = Executor._attend if isinstance(step, Attend) else Executor._differentiate
+                return [(run, step, _intervals(step, program))]
             case Merge():
                 compensation = (a for _, a in common_rows(step.source, step.compensation))
                 parts = zip(common_rows(step.source, step.target), compensation)
@@ -231,6 +228,22 @@ class Executor:
                 *tensors, arrays.first_heads(target), arrays.sums(target)
             ):
                 self._engine.device.put_heads(_three(y), _three(x), first, add and is_sum)
+
+
+def _intervals(step: Attend | Differentiate, program: Program) -> Intervals:
+    """Return the visible keys of a kernel call; refuse rows that a kernel cannot take."""
+    for rows in (x for x in step if isinstance(x, Rows)):
+        if len(rows.runs) > 1:
+            raise ValueError(
+                f"a kernel call takes one run of rows, got {len(rows.runs)} runs of {rows.array!r}"
+            )
+    queries, keys = program.tokens(step.queries), program.tokens(step.keys)
+    if (keys[1:] < keys[:-1]).any():
+        raise ValueError(
+            f"a kernel call takes keys in the order of tokens, got rows of {step.keys.array!r} "
+            "in another order (Program.sorted)"
+        )
+    return Intervals.of(program.mask.intervals(queries, keys))
 
 
 def _three(x: Array) -> Array:
