@@ -26,6 +26,7 @@ from a2d_mpi.schedules.steps import (
     Clear,
     Copy,
     Differentiate,
+    KernelCall,
     Merge,
     Message,
     Receive,
@@ -62,8 +63,7 @@ class Executor:
     def __init__(self, program: Program) -> None:
         self.channels, self._arrays = program.channels, Arrays(program)
         self._wire = program.group.config.wire
-        roles = (program.arrays[rows.array].role for rows in program.results.values())
-        self.in_buffers = "buffer" in roles  # the caller needs copies of such results
+        self.copied = bool(program.copied)
         self._messages = program.messages
         self._pending: list[list[Any]] = []  # requests of each message
         self._steps = [x for step in program.steps for x in self._compiled(step, program)]
@@ -230,7 +230,7 @@ class Executor:
                 self._engine.device.put_heads(_three(y), _three(x), first, add and is_sum)
 
 
-def _intervals(step: Attend | Differentiate, program: Program) -> Intervals:
+def _intervals(step: KernelCall, program: Program) -> Intervals:
     """Return the visible keys of a kernel call; refuse rows that a kernel cannot take."""
     for rows in (x for x in step if isinstance(x, Rows)):
         if len(rows.runs) > 1:

@@ -17,7 +17,7 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import predict
 from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.problem import Problem, Workload
-from a2d_mpi.schedules.steps import Attend, Differentiate
+from a2d_mpi.schedules.steps import KernelCall
 
 TOKENS = 72  # drawn, about: with more of them the slices of a rank are not seen
 Timelines = list[list[tuple[str, float, float]]]
@@ -91,7 +91,7 @@ def blocks(
     for rank in range(layout.size):
         for program in write(method, phase, layout, problem, rank, work.overlap):
             for step in program.steps:
-                if isinstance(step, Attend | Differentiate):
+                if isinstance(step, KernelCall):
                     tokens = (program.tokens(x) for x in (step.queries, step.keys))
                     yield rank, *tokens, program.mask
 

@@ -22,10 +22,9 @@ from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     KINDS,
-    Attend,
     Barrier,
     Clear,
-    Differentiate,
+    KernelCall,
     Merge,
     Message,
     Receive,
@@ -33,7 +32,6 @@ from a2d_mpi.schedules.steps import (
     Wait,
 )
 
-_CALLS = (Attend, Differentiate)
 _KINDS = {kind: i for i, kind in enumerate(KINDS)}
 _BARRIER = len(KINDS)  # kind of the empty messages of a barrier
 
@@ -274,7 +272,7 @@ def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | No
             operations.append((OTHER, machine.hop_overhead / machine.share, ()))
         elif isinstance(step, Wait):
             operations.append((WAIT, 0.0, [m for index in step.messages for m in numbers[index]]))
-        elif isinstance(step, _CALLS):
+        elif isinstance(step, KernelCall):
             operations.append((COMPUTE, next(calls), ()))
             operations.append((OTHER, machine.step / machine.share, ()))
         elif isinstance(step, Merge):
@@ -284,9 +282,8 @@ def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | No
             operations.append((OTHER, machine.copying(nbytes(program, step.rows)), ()))
         else:  # Copy or Add
             operations.append((MERGE, machine.copying(nbytes(program, step.source)), ()))
-    for rows in program.results.values() if last else ():
-        if program.arrays[rows.array].role == "buffer":  # the caller gets copies
-            operations.append((OTHER, machine.copying(nbytes(program, rows)), ()))
+    for rows in program.copied if last else ():
+        operations.append((OTHER, machine.copying(nbytes(program, rows)), ()))
     timed = [x for x in operations if x[0] in (POST, WAIT) or x[1]]
     return _tape_of(timed, messages, held_by(program, backward, machine.host_kernel(config.dtype)))
 
@@ -320,7 +317,7 @@ def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:
 
 def _kernel_seconds(program: Program, machine: Machine, phase: str) -> list[float]:
     """Return the seconds of every kernel call of a program."""
-    calls = [x for x in program.steps if isinstance(x, _CALLS)]
+    calls = [x for x in program.steps if isinstance(x, KernelCall)]
     if not calls:
         return []
     area, cut = pairs_of(program, calls)
@@ -340,7 +337,7 @@ def _awaited_sends(program: Program) -> set[int]:
     """
     awaited, calls, posted = set(), 0, {}
     for step in program.steps[: program.body]:
-        if isinstance(step, _CALLS):
+        if isinstance(step, KernelCall):
             calls += 1
         elif isinstance(step, Send):
             posted[step.index] = calls

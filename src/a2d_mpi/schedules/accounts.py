@@ -8,7 +8,7 @@ import numpy as np
 
 from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import Attend, Differentiate, Rows
+from a2d_mpi.schedules.steps import Attend, KernelCall, Rows
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
 
@@ -29,7 +29,7 @@ def area(program: Program) -> int:
     return int(pairs_of(program, calls)[0].sum())
 
 
-def pairs_of(program: Program, calls: Sequence[Attend | Differentiate]) -> np.ndarray:
+def pairs_of(program: Program, calls: Sequence[KernelCall]) -> np.ndarray:
     """Return the visible pairs of kernel calls, and queries that need a mask, (2, calls) int64.
 
     See `a2d_mpi.sharding.pairs.pairs_of_runs`.

@@ -234,6 +234,11 @@ class Program(ProgramArrays):
             self.send(*x)
         self._held = [x for x in self._held if x[0] != channel]
 
+    @property
+    def copied(self) -> list[Rows]:
+        """Results that lie in buffers, of which the caller gets copies."""
+        return [x for x in self.results.values() if self.arrays[x.array].role == "buffer"]
+
     def finish(self) -> None:
         """Wait for all messages for which there is no wait yet."""
         self.steps.most, self.body = None, len(self.steps)

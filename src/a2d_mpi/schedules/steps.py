@@ -240,4 +240,5 @@ class Add(NamedTuple):
 
 
 Message = Send | Receive
+KernelCall = Attend | Differentiate
 Step = Send | Receive | Barrier | Wait | Copy | Clear | Attend | Differentiate | Merge | Add
