@@ -293,12 +293,9 @@ def _message(program: Program, step: Message) -> tuple[int, ...]:
     array = program.arrays[step.rows.array]
     # Equal on both sides; two ranks share one channel.
     same = _KINDS[array.kind], step.tag, step.turn
-    sizes = (
-        nbytes(program, step.rows),
-        len(program.group.row_bytes(array)),
-        mpi_messages(program, step.rows),
-    )
-    return step.peer, isinstance(step, Receive), *same, *sizes
+    sizes = nbytes(program, step.rows), len(program.group.row_bytes(array))
+    pieces = mpi_messages(program, step.rows)
+    return step.peer, isinstance(step, Receive), *same, *sizes, pieces
 
 
 def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:
