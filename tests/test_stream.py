@@ -117,7 +117,7 @@ def shared_too_early(program):
             used.setdefault(name, [at, at])[1] = at
     rooms = {}
     for name, span in sorted(used.items(), key=lambda x: x[1]):
-        rooms.setdefault(program.arrays[name].room or name, []).append((*span, name))
+        rooms.setdefault(program.arrays[name].room, []).append((*span, name))
     return [(a, b) for x in rooms.values() for a, b in zip(x, x[1:]) if a[1] >= b[0]]
 
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from a2d_mpi.attention.engine import Engine
-from a2d_mpi.core.config import AttentionConfig
-from a2d_mpi.core.sizes import Layout
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.schedules.program import Program
@@ -21,15 +19,12 @@ class Arrays:
     Parameters
     ----------
     program : Program
-    layout : Layout
-    config : AttentionConfig
-        Sizes of the problem, with all heads.
     """
 
-    def __init__(self, program: Program, layout: Layout, config: AttentionConfig) -> None:
+    def __init__(self, program: Program) -> None:
         self._declared, self._results = program.arrays, program.results
-        self._config, self._group = config, config.cp_group(layout.heads)
-        self._heads = layout.heads
+        # Sizes with all heads of the problem, and with the heads that this rank computes.
+        self._config, self._group = program.group.problem.config, program.group.config
         self._work: Workspace | None = None
 
     def begin(self, engine: Engine, given: Mapping[str, Array], accumulated: bool) -> None:
@@ -83,8 +78,8 @@ class Arrays:
             return [by_name[x] for x in names]
         if array.packed:
             return self._parcel(name)[1]
-        room, tensors = array.room or name, self._tensors(array)
-        return [self._engine.work.get((room, i), *x) for i, x in enumerate(tensors)]
+        tensors = self._tensors(array)
+        return [self._engine.work.get((array.room, i), *x) for i, x in enumerate(tensors)]
 
     def travelling(self, rows: Rows) -> list[Array]:
         """Return the arrays that MPI sends for rows: one for all tensors of a packed array."""
@@ -94,7 +89,7 @@ class Arrays:
 
     def first_heads(self, rows: Rows) -> list[int]:
         """Return, for each tensor, the first head that a rank of the Ulysses group computes."""
-        first = rows.head % self._heads * self._group.nheads
+        first = rows.head * self._group.nheads
         names = KINDS[self.kind(rows)]
         return [first * self._config.shape(x)[0] // self._config.nheads for x in names]
 
@@ -119,7 +114,7 @@ class Arrays:
         if name not in self._parcels:
             array = self._declared[name]
             tensors = self._tensors(array)
-            self._parcels[name] = self._engine.work.parcel((array.room or name, 0), tensors)
+            self._parcels[name] = self._engine.work.parcel((array.room, 0), tensors)
         return self._parcels[name]
 
     def _result(self, array: TokenArray, accumulated: bool) -> dict[str, Array]:

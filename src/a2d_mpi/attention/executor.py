@@ -26,6 +26,7 @@ from a2d_mpi.schedules.steps import (
     Clear,
     Copy,
     Differentiate,
+    KernelCall,
     Merge,
     Message,
     Receive,
@@ -48,7 +49,7 @@ def executors(
     The parameters are the parameters of `a2d_mpi.schedules.write`.
     """
     programs = write(method, phase, layout, problem, rank, overlap)
-    return [Executor(x, Arrays(x, layout, problem.config)) for x in programs]
+    return [Executor(x) for x in programs]
 
 
 class Executor:
@@ -57,14 +58,12 @@ class Executor:
     Parameters
     ----------
     program : Program
-    arrays : Arrays
     """
 
-    def __init__(self, program: Program, arrays: Arrays) -> None:
-        self.channels, self._arrays = program.channels, arrays
+    def __init__(self, program: Program) -> None:
+        self.channels, self._arrays = program.channels, Arrays(program)
         self._wire = program.group.config.wire
-        roles = (program.arrays[rows.array].role for rows in program.results.values())
-        self.in_buffers = "buffer" in roles  # the caller needs copies of such results
+        self.copied = bool(program.copied)
         self._messages = program.messages
         self._pending: list[list[Any]] = []  # requests of each message
         self._steps = [x for step in program.steps for x in self._compiled(step, program)]
@@ -114,11 +113,8 @@ class Executor:
             case Clear():
                 return [(Executor._clear, step.rows)]
             case Attend() | Differentiate():
-                queries, keys = program.tokens(step.queries), program.tokens(step.keys)
-                intervals = Intervals.of(program.mask.intervals(queries, keys))
-                if isinstance(step, Differentiate):
-                    return [(Executor._differentiate, step, intervals)]
-                return [(Executor._attend, step, intervals)]
+                run = Executor._attend if isinstance(step, Attend) else Executor._differentiate
+                return [(run, step, _intervals(step, program))]
             case Merge():
                 compensation = (a for _, a in common_rows(step.source, step.compensation))
                 parts = zip(common_rows(step.source, step.target), compensation)
@@ -232,6 +228,22 @@ class Executor:
                 *tensors, arrays.first_heads(target), arrays.sums(target)
             ):
                 self._engine.device.put_heads(_three(y), _three(x), first, add and is_sum)
+
+
+def _intervals(step: KernelCall, program: Program) -> Intervals:
+    """Return the visible keys of a kernel call; refuse rows that a kernel cannot take."""
+    for rows in (x for x in step if isinstance(x, Rows)):
+        if len(rows.runs) > 1:
+            raise ValueError(
+                f"a kernel call takes one run of rows, got {len(rows.runs)} runs of {rows.array!r}"
+            )
+    queries, keys = program.tokens(step.queries), program.tokens(step.keys)
+    if (keys[1:] < keys[:-1]).any():
+        raise ValueError(
+            f"a kernel call takes keys in the order of tokens, got rows of {step.keys.array!r} "
+            "in another order (Program.sorted)"
+        )
+    return Intervals.of(program.mask.intervals(queries, keys))
 
 
 def _three(x: Array) -> Array:

@@ -685,7 +685,7 @@ class AttentionPlan:
                     engine.device.add_sink(*tensors.values(), own)
         for name, x in tensors.items():
             dtype = self.config.dtype_of(name)
-            if x.dtype != dtype or programs[-1].in_buffers:
+            if x.dtype != dtype or programs[-1].copied:
                 tensors[name] = engine.device.empty(x.shape, dtype)  # (n, heads, headdim)
                 with engine.clock("merge"):
                     engine.device.put(tensors[name], x)

@@ -24,7 +24,7 @@ from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.options import FAILED_CHECK, BadOption
 from a2d_mpi.experiments.origin import provenance
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.tile import Tile
+from a2d_mpi.experiments.tile import RandomTile
 from a2d_mpi.experiments.timing import in_turn
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
 from a2d_mpi.masks.patterns import make_mask
@@ -81,7 +81,7 @@ def bench_kernel(args: argparse.Namespace) -> int:
     with threadpool_limits(1):
         for config, text, mask in (bar := progress(problems, desc="workloads")):
             sizes = config.seqlen, config.seqlen, config.nheads, config.nheads_kv, config.headdim
-            tile = Tile(*sizes, mask, args.dtype, device)
+            tile = RandomTile(*sizes, mask, args.dtype, device)
             calls, error = {}, 0.0
             for kernel in (_kernel(name, tile) for name in args.kernels):
                 by_phase = tile.calls(kernel)
@@ -121,7 +121,7 @@ def _device(name: str) -> Device:
     return HOST
 
 
-def _kernel(name: str, tile: Tile) -> Kernel:
+def _kernel(name: str, tile: RandomTile) -> Kernel:
     try:
         return make_kernel(name, tile.device, tile.q.dtype, tile.softmax_scale)
     except ImportError as error:
@@ -143,7 +143,9 @@ def _torch(device: Device) -> ModuleType | None:
     return torch
 
 
-def _torch_calls(torch: ModuleType, tile: Tile, causal: bool) -> dict[str, Callable[[], None]]:
+def _torch_calls(
+    torch: ModuleType, tile: RandomTile, causal: bool
+) -> dict[str, Callable[[], None]]:
     """Return calls of torch on the same numbers, by phase, for each backend that takes them."""
     ways = {"torch": nullcontext}
     if tile.device is not HOST:

@@ -29,7 +29,7 @@ from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.origin import blas_name
 from a2d_mpi.experiments.streams import progress
-from a2d_mpi.experiments.tile import Tile
+from a2d_mpi.experiments.tile import RandomTile
 from a2d_mpi.experiments.timing import in_turn, seconds_of
 from a2d_mpi.kernels import check_kernel, make_kernel
 from a2d_mpi.masks.mask import Causal, Full
@@ -163,7 +163,7 @@ def _kernel_calls(
 ) -> tuple[dict[str, Callable], Sample]:
     """Return the calls of a kernel by phase, and their `Sample` without seconds."""
     nq, nk, *heads, mask = shape
-    tile = Tile(*shape, dtype)
+    tile = RandomTile(*shape, dtype)
     kernel = make_kernel(name, HOST, tile.q.dtype, tile.softmax_scale, poll)
     tile.forward(kernel)
     cut = 0 if isinstance(mask, Full) else nq - 1

@@ -18,7 +18,7 @@ from a2d_mpi.masks.mask import Mask
 SAMPLE = 8  # number of queries, and of keys, whose results are checked
 
 
-class Tile:
+class RandomTile:
     """Random tensors of a tile, and arrays for a kernel's results.
 
     Parameters

@@ -17,10 +17,10 @@ from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.model import predict
 from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.problem import Problem, Workload
-from a2d_mpi.schedules.steps import Attend, Differentiate
+from a2d_mpi.schedules.steps import KernelCall
 
 TOKENS = 72  # drawn, about: with more of them the slices of a rank are not seen
-Spans = list[list[tuple[str, float, float]]]
+Timelines = list[list[tuple[str, float, float]]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Panels:
     title: str
     computes: np.ndarray
     received: dict[str, np.ndarray]
-    spans: dict[str, Spans]
+    spans: dict[str, Timelines]
 
 
 def panels(
@@ -60,7 +60,7 @@ def panels(
     of_world = np.argsort(world)  # the grid rank of each world rank
     problem = problem_of(method, layout, work, work.mask)
     received: dict[str, np.ndarray] = {}
-    spans: dict[str, Spans] = {}
+    spans: dict[str, Timelines] = {}
     predict(machine, method, layout, work, spans=spans)
     for phase in work.phases:
         matrix = bytes_received(method, phase, layout, problem)
@@ -91,7 +91,7 @@ def blocks(
     for rank in range(layout.size):
         for program in write(method, phase, layout, problem, rank, work.overlap):
             for step in program.steps:
-                if isinstance(step, Attend | Differentiate):
+                if isinstance(step, KernelCall):
                     tokens = (program.tokens(x) for x in (step.queries, step.keys))
                     yield rank, *tokens, program.mask
 

@@ -22,7 +22,7 @@ from a2d_mpi.figures.pictures import (
     timeline,
     workload_title,
 )
-from a2d_mpi.figures.schedule_panels import Panels, Spans, panels
+from a2d_mpi.figures.schedule_panels import Panels, Timelines, panels
 
 RANKS = 64  # at most: more are not told apart
 PLANS = 8  # rows of one picture
@@ -83,7 +83,7 @@ def draw(rows: list[Panels], ranks_per_node: int, title: str = ""):
     return finish(figure, title)
 
 
-def _end(spans: Spans) -> float:
+def _end(spans: Timelines) -> float:
     """Find the end of the slowest rank, in seconds."""
     return max(of_rank[-1][2] for of_rank in spans)
 
@@ -138,7 +138,7 @@ def _received(figure, axes, received, most, colours, ranks_per_node) -> None:
     _mark(axes, colours, both=True)
 
 
-def _timeline(axes, spans: Spans, end: float, colours) -> None:
+def _timeline(axes, spans: Timelines, end: float, colours) -> None:
     """Draw time x ranks."""
     from matplotlib.ticker import EngFormatter
 

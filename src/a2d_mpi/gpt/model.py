@@ -41,7 +41,7 @@ class Attention(Protocol):
         """Compute the gradients of this rank's q, k and v."""
 
 
-class Kept(NamedTuple):
+class Activations(NamedTuple):
     """Arrays that a layer keeps for its backward pass.
 
     Attributes
@@ -188,16 +188,18 @@ class GPT:
         x = w["wte"][tokens]  # (n, E)
         return x + w["wpe"][self._positions] if "wpe" in w else x
 
-    def _layer(self, i: int, x: Array) -> tuple[Array, Kept]:
+    def _layer(self, i: int, x: Array) -> tuple[Array, Activations]:
         """Compute a layer; return its output and the arrays that its backward pass needs."""
         w = self.weights.by_layer[i]
         qkv, of_norm = self._before(w, x)
         out, lse = self._attention_of(i).forward(*qkv)  # (n, H, D), (n, H)
         y, of_mlp = self._after(w, x, out)
         inside = None if self.checkpoint else (qkv, of_norm, of_mlp)
-        return y, Kept(x, out, lse, inside)
+        return y, Activations(x, out, lse, inside)
 
-    def _layer_backward(self, i: int, dy: Array, kept: Kept, gradients: Parameters) -> Array:
+    def _layer_backward(
+        self, i: int, dy: Array, kept: Activations, gradients: Parameters
+    ) -> Array:
         """Compute the gradient of a layer's input, and add the gradients of its weights."""
         w, d = self.weights.by_layer[i], gradients.by_layer[i]
         x, out, lse, inside = kept

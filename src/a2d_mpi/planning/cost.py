@@ -11,9 +11,10 @@ from itertools import product
 from typing import NamedTuple
 
 from a2d_mpi.core.config import PHASES
-from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import Causal
 from a2d_mpi.schedules import write
+from a2d_mpi.schedules.accounts import mpi_messages, nbytes
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.steps import Receive, Send
 
@@ -29,9 +30,9 @@ class Move(NamedTuple):
     phase, channel, kind : str
     sent : bool
         True: sent; False: received.
-    tokens : int
-    tensors : list of int
-        Bytes of a token in each tensor.
+    tokens, nbytes : int
+    messages : int
+        Number of MPI messages in which the rows travel.
     rank, peer : int
         Ranks of the layout.
     """
@@ -41,19 +42,10 @@ class Move(NamedTuple):
     kind: str
     sent: bool
     tokens: int
-    tensors: list[int]
+    nbytes: int
+    messages: int
     rank: int
     peer: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.tokens * sum(self.tensors)
-
-    @property
-    def messages(self) -> int:
-        """Number of MPI messages in which the rows travel."""
-        return sum(-(-self.tokens * x // MAX_MESSAGE) for x in self.tensors)
 
 
 def moves(
@@ -84,10 +76,17 @@ def moves(
         for program in write(method, phase, layout, problem, own):
             for step in program.steps:
                 if isinstance(step, _MESSAGES[sent]):
-                    array, peer = program.arrays[step.rows.array], program.grid_rank(step.peer)
-                    rows = step.rows.count, program.group.row_bytes(array)
-                    ends = isinstance(step, Send), *rows, own, peer
-                    yield Move(phase, step.channel, array.kind, *ends)
+                    yield Move(
+                        phase,
+                        step.channel,
+                        program.arrays[step.rows.array].kind,
+                        isinstance(step, Send),
+                        step.rows.count,
+                        nbytes(program, step.rows),
+                        mpi_messages(program, step.rows),
+                        own,
+                        program.grid_rank(step.peer),
+                    )
 
 
 def traffic(method: str, layout: Layout, problem: Problem, rank: int) -> Bytes:

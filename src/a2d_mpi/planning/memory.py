@@ -18,7 +18,7 @@ from a2d_mpi.schedules.accounts import buffers as buffers_of
 from a2d_mpi.schedules.accounts import nbytes
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import KINDS, Attend, Differentiate, Merge
+from a2d_mpi.schedules.steps import KINDS, KernelCall, Merge
 
 # Bytes that libraries (NumPy, OpenBLAS, MPI, Numba, this package) allocate in the first calls of a
 # kernel of the host.  Measured with plans of 64 tokens on 1, 2 and 4 ranks, with MPICH and Open
@@ -113,7 +113,7 @@ def held_by(program: Program, backward: bool, kernel: str | None = None) -> Held
         array = program.arrays[rows.array]
         for name in KINDS[array.kind]:
             rounded = name in array.accumulated and config.mixed_precision
-            if name != "lse" and (array.role == "buffer" or rounded):
+            if name != "lse" and (rows in program.copied or rounded):
                 copies += rows.count * config.nbytes(name)
     held = sum(nbytes(program, program.rows(name)) for name in results)
     of_kernel = (0, {}, 0) if kernel is None else _of_kernel(program, backward)
@@ -168,7 +168,7 @@ def _of_kernel(program: Program, backward: bool) -> tuple[int, dict[str, int], i
     config = program.group.config
     for step in program.steps:
         passing = 0  # temporary arrays of this step
-        if isinstance(step, Attend | Differentiate):
+        if isinstance(step, KernelCall):
             nq, nk = step.queries.count, step.keys.count
             pieces, hides = _visible(program, step)
             intervals += INTERVAL * pieces * nq
@@ -190,7 +190,7 @@ def _merge(config: AttentionConfig, rows: int) -> int:
     )
 
 
-def _visible(program: Program, step: Attend | Differentiate) -> tuple[int, bool]:
+def _visible(program: Program, step: KernelCall) -> tuple[int, bool]:
     """Return the intervals per query, 0 if no pair is visible, and whether a key is masked."""
     if not program.sees(step.queries, step.keys):
         return 0, False

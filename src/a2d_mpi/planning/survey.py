@@ -12,20 +12,19 @@ from typing import NamedTuple
 import numpy as np
 
 from a2d_mpi.core.config import OF_KEYS, PHASES
-from a2d_mpi.core.sizes import MAX_MESSAGE, Layout
+from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.machine import Machine
 from a2d_mpi.planning.memory import NOTHING, Held, held_by
 from a2d_mpi.planning.simulator import COMPUTE, MERGE, OTHER, POST, WAIT, Messages, Operations
 from a2d_mpi.schedules import Draft, drafts_of, essence
-from a2d_mpi.schedules.accounts import nbytes, pairs_of
+from a2d_mpi.schedules.accounts import mpi_messages, nbytes, pairs_of
 from a2d_mpi.schedules.problem import Problem, Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import (
     KINDS,
-    Attend,
     Barrier,
     Clear,
-    Differentiate,
+    KernelCall,
     Merge,
     Message,
     Receive,
@@ -33,7 +32,6 @@ from a2d_mpi.schedules.steps import (
     Wait,
 )
 
-_CALLS = (Attend, Differentiate)
 _KINDS = {kind: i for i, kind in enumerate(KINDS)}
 _BARRIER = len(KINDS)  # kind of the empty messages of a barrier
 
@@ -274,7 +272,7 @@ def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | No
             operations.append((OTHER, machine.hop_overhead / machine.share, ()))
         elif isinstance(step, Wait):
             operations.append((WAIT, 0.0, [m for index in step.messages for m in numbers[index]]))
-        elif isinstance(step, _CALLS):
+        elif isinstance(step, KernelCall):
             operations.append((COMPUTE, next(calls), ()))
             operations.append((OTHER, machine.step / machine.share, ()))
         elif isinstance(step, Merge):
@@ -284,24 +282,20 @@ def _tape(part: Draft, phase: str, machine: Machine, last: bool, steps: int | No
             operations.append((OTHER, machine.copying(nbytes(program, step.rows)), ()))
         else:  # Copy or Add
             operations.append((MERGE, machine.copying(nbytes(program, step.source)), ()))
-    for rows in program.results.values() if last else ():
-        if program.arrays[rows.array].role == "buffer":  # the caller gets copies
-            operations.append((OTHER, machine.copying(nbytes(program, rows)), ()))
+    for rows in program.copied if last else ():
+        operations.append((OTHER, machine.copying(nbytes(program, rows)), ()))
     timed = [x for x in operations if x[0] in (POST, WAIT) or x[1]]
     return _tape_of(timed, messages, held_by(program, backward, machine.host_kernel(config.dtype)))
 
 
 def _message(program: Program, step: Message) -> tuple[int, ...]:
     """Return the row of `Tape.messages` of a message."""
-    array, count = program.arrays[step.rows.array], step.rows.count
-    sizes = program.group.row_bytes(array)
-    same = (
-        _KINDS[array.kind],
-        step.tag,
-        step.turn,
-    )  # equal on both sides; two ranks share one channel
-    pieces = sum(-(-count * x // MAX_MESSAGE) for x in sizes)
-    return step.peer, isinstance(step, Receive), *same, count * sum(sizes), len(sizes), pieces
+    array = program.arrays[step.rows.array]
+    # Equal on both sides; two ranks share one channel.
+    same = _KINDS[array.kind], step.tag, step.turn
+    sizes = nbytes(program, step.rows), len(program.group.row_bytes(array))
+    pieces = mpi_messages(program, step.rows)
+    return step.peer, isinstance(step, Receive), *same, *sizes, pieces
 
 
 def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:
@@ -320,7 +314,7 @@ def _barrier(program: Program, step: Barrier) -> list[tuple[int, ...]]:
 
 def _kernel_seconds(program: Program, machine: Machine, phase: str) -> list[float]:
     """Return the seconds of every kernel call of a program."""
-    calls = [x for x in program.steps if isinstance(x, _CALLS)]
+    calls = [x for x in program.steps if isinstance(x, KernelCall)]
     if not calls:
         return []
     area, cut = pairs_of(program, calls)
@@ -340,7 +334,7 @@ def _awaited_sends(program: Program) -> set[int]:
     """
     awaited, calls, posted = set(), 0, {}
     for step in program.steps[: program.body]:
-        if isinstance(step, _CALLS):
+        if isinstance(step, KernelCall):
             calls += 1
         elif isinstance(step, Send):
             posted[step.index] = calls

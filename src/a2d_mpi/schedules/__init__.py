@@ -332,9 +332,11 @@ class _Groups:
         chosen, u, config = _lookup(method), layout.heads, problem.config
         rows, cols, inner = chosen.shape(layout)
         group = problem.cp_group(u)
-        self._options = {"overlap": overlap, "mixed_precision": config.mixed_precision}
-        self._options["stream"] = chosen.streams and layout.stream
-        self._options["shares_kv"] = config.nheads_kv < u
+        self._options = {
+            "overlap": overlap,
+            "stream": chosen.streams and layout.stream,
+            "shares_kv": config.nheads_kv < u,
+        }
         nodes = [layout.nodes_of_group(x) if chosen.knows_nodes else None for x in range(u)]
         self.inside = [
             Group(rows, cols, group, group.config, inner=inner, nodes=_renamed(x), **self._options)

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from a2d_mpi.core.sizes import MAX_MESSAGE
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import Attend, Differentiate, Rows
+from a2d_mpi.schedules.steps import Attend, KernelCall, Rows
 from a2d_mpi.sharding.pairs import pairs_of_runs
 
 
@@ -16,13 +17,19 @@ def nbytes(program: Program, rows: Rows) -> int:
     return rows.count * sum(program.group.row_bytes(program.arrays[rows.array]))
 
 
+def mpi_messages(program: Program, rows: Rows) -> int:
+    """Return the number of MPI messages in which rows travel; large tensors travel in pieces."""
+    sizes = program.group.row_bytes(program.arrays[rows.array])
+    return sum(-(-rows.count * x // MAX_MESSAGE) for x in sizes)
+
+
 def area(program: Program) -> int:
     """Return the visible pairs that the rank computes for each head of its CP group."""
     calls = [x for x in program.steps if isinstance(x, Attend)]
     return int(pairs_of(program, calls)[0].sum())
 
 
-def pairs_of(program: Program, calls: Sequence[Attend | Differentiate]) -> np.ndarray:
+def pairs_of(program: Program, calls: Sequence[KernelCall]) -> np.ndarray:
     """Return the visible pairs of kernel calls, and queries that need a mask, (2, calls) int64.
 
     See `a2d_mpi.sharding.pairs.pairs_of_runs`.
@@ -42,9 +49,9 @@ def buffers(program: Program) -> dict[tuple[str, int], int]:
         Bytes by the room of the buffer (`TokenArray.room`) and the number of the tensor.
     """
     sizes: dict[tuple[str, int], int] = {}
-    for name, array in program.arrays.items():
+    for array in program.arrays.values():
         if array.role == "buffer":
             for i, size in enumerate(program.group.row_bytes(array)):
-                key = array.room or name, i
+                key = array.room, i
                 sizes[key] = max(sizes.get(key, 0), array.length * size)
     return sizes

@@ -58,6 +58,7 @@ class ProgramArrays:
         if name not in self.arrays:
             if accumulated is None:
                 accumulated = KINDS[kind] if role == "result" else SUMS
+            options = {"room": name, **options}
             self.arrays[name] = TokenArray(kind, tuple(pieces), role, accumulated, **options)
         return name
 

@@ -165,8 +165,8 @@ class Partials:
         p, ranks = self._p, len(self._peers) + 1
         for i in range(len(self._coming), min(number, len(self._peers))):
             places = self._required(p.rank, self._peers[i])
-            room = f"from {self._channel} {i % SLOTS}" if p.group.stream else ""
             name = f"{self._kind} from {self._channel} {i + 1}"
+            room = f"from {self._channel} {i % SLOTS}" if p.group.stream else name
             array = p.array(name, self._kind, [(p.rank, places)], room=room)
             messages = [
                 p.receive(self._channel, self._peers[i], p.rows(array, p.rank, chunk))

@@ -32,8 +32,6 @@ class Group:
         Whether shards and partial results of one side of a tile pass through two buffers.
     inner : str
         Name of the channel of inner hops, for rings.
-    mixed_precision : bool
-        Whether the storage dtype is narrower than the accumulation dtype.
     shares_kv : bool
         Whether several groups share a KV head.
     nodes : tuple of int, optional
@@ -47,7 +45,6 @@ class Group:
     overlap: bool = True
     stream: bool = False
     inner: str = ""
-    mixed_precision: bool = False
     shares_kv: bool = False
     nodes: tuple[int, ...] | None = None
     _sets: dict[tuple, frozenset[int]] = field(default_factory=dict, repr=False, compare=False)

@@ -91,7 +91,7 @@ def collect(p: Program, backward: bool) -> None:
         sums = ("dk", "dv") if kind in ("gradients", "dkv") and p.group.shares_kv else ()
         ulysses = Ulysses(p, kind, number, ("lse", *sums))
         group = ulysses.together("group", "given", SUMS)
-        if p.group.mixed_precision:  # results travel in the storage dtype, except sums
+        if p.group.config.mixed_precision:  # results travel in the storage dtype, except sums
             rounded = ulysses.together("rounded")
             p.copy(p.rows(group), p.rows(rounded))
             group = rounded

@@ -18,7 +18,7 @@ from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Receive
 
 
-class Line:
+class NodeLine:
     """The row or column of a rank, divided into nodes, and its all-gather.
 
     Parameters

@@ -18,7 +18,7 @@ from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.attention2d import Tile, gradients_by_query
 from a2d_mpi.schedules.collectives import Incoming
-from a2d_mpi.schedules.lines import Line, equal_share
+from a2d_mpi.schedules.lines import NodeLine, equal_share
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import KINDS, SUMS, Receive, Rows
@@ -29,8 +29,8 @@ class NodeTile(Tile):
 
     def gather(self) -> None:
         """Gather the rows of queries along the row, and the rows of keys along the column."""
-        self.row = Line(self.p, "row", self.own_q.array)
-        self.col = Line(self.p, "col", self.own_k.array)
+        self.row = NodeLine(self.p, "row", self.own_q.array)
+        self.col = NodeLine(self.p, "col", self.own_k.array)
         lines = self.row, self.col
         for line in lines:
             line.post()
@@ -62,13 +62,13 @@ class Sums:
 
     Parameters
     ----------
-    line : Line
+    line : NodeLine
     kind : {"out", "dq", "dkv"}
     array : str, optional
         Array that holds the partial results for all owners.  Default: an array for each owner.
     """
 
-    def __init__(self, line: Line, kind: str, array: str | None = None) -> None:
+    def __init__(self, line: NodeLine, kind: str, array: str | None = None) -> None:
         self.line, self.kind, self._array, self.p = line, kind, array, line.p
         # Contributions that this rank receives, by the owner of the rows.  For owners on other
         # nodes they come from ranks of this node.  For this rank's rows they come from all ranks.
@@ -139,11 +139,6 @@ class Sums:
         nodes = sorted(self._held.keys() - {apart})
         for owner, rows in [x for node in nodes for x in self._held.pop(node)]:
             self._add(owner, rows)
-            array = p.arrays[rows.array]
-            if array.accumulated != SUMS and p.group.mixed_precision:
-                name = p.array(f"rounded {rows.array}", self.kind, array.pieces)
-                p.copy(rows, rows._replace(array=name))
-                rows = rows._replace(array=name)
             p.give(self.line.name, owner, rows)
 
     def _add(self, owner: int, rows: Rows) -> None:

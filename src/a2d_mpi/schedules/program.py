@@ -62,7 +62,6 @@ class Program(ProgramArrays):
     ----------
     channels : dict of str to tuple of int
         The ranks of the group in each channel, in the order of their ranks in the channel.
-    arrays : dict of str to TokenArray
     steps : list of Step
     body : int
         Number of steps before the waits that end the program.
@@ -166,14 +165,17 @@ class Program(ProgramArrays):
     def send(self, channel: str, peer: int, rows: Rows, tag: int = 0) -> Send | None:
         """Start sending rows; return the message, or None without rows.
 
-        The rows are encoded for the wire.  Scattered rows are packed into a copy.
+        Steps that the message needs come first.  A partial result waits for the barriers of
+        `gathered`.  Sums of a sorted twin are added.  A partial out in the accumulation dtype is
+        rounded to the storage dtype.  The rows are encoded for the wire.  Scattered rows are
+        packed into a copy.
         """
         if not rows.runs:
             return None
         if self.arrays[rows.array].kind in PARTIALS:
             self._pass_barriers()
         self._add_sorted_sums(rows.array)
-        rows = self._for_wire(rows)
+        rows = self._for_wire(self._rounded(rows))
         if len(rows.runs) > 1:
             rows = self._side_by_side(rows)
         message = Send(channel, peer, rows, tag, *self._count(True, channel, peer, rows, tag))
@@ -232,6 +234,11 @@ class Program(ProgramArrays):
             self.send(*x)
         self._held = [x for x in self._held if x[0] != channel]
 
+    @property
+    def copied(self) -> list[Rows]:
+        """Results that lie in buffers, of which the caller gets copies."""
+        return [x for x in self.results.values() if self.arrays[x.array].role == "buffer"]
+
     def finish(self) -> None:
         """Wait for all messages for which there is no wait yet."""
         self.steps.most, self.body = None, len(self.steps)
@@ -256,12 +263,22 @@ class Program(ProgramArrays):
         if name not in self._wires:
             array, self._wires[name] = self.arrays[name], name
             if self.group.encodes(array):
-                room = f"{array.room or name} on the wire"
                 self._wires[name] = f"{name} on the wire"
-                self.arrays[f"{name} on the wire"] = replace(
-                    array, role="buffer", wire=True, room=room
+                self.arrays[self._wires[name]] = replace(
+                    array, role="buffer", wire=True, room=f"{array.room} on the wire"
                 )
         return self._wires[name]
+
+    def _rounded(self, rows: Rows) -> Rows:
+        """Return a copy of rows whose partial out has the storage dtype, in which it travels."""
+        array = self.arrays[rows.array]
+        if not (self.group.config.mixed_precision and "out" in array.accumulated):
+            return rows
+        rounded = rows._replace(
+            array=self.array(f"rounded {rows.array}", array.kind, array.pieces)
+        )
+        self.copy(rows, rounded)
+        return rounded
 
     def _for_wire(self, rows: Rows) -> Rows:
         """Return rows encoded for the wire.

@@ -80,8 +80,8 @@ class TokenArray:
     wire : bool
         Whether its tensors are encoded, see `a2d_mpi.core.config.AttentionConfig.row`.
     room : str
-        Name of the buffer, which several arrays may use at different times.  Default: the name of
-        the array.
+        Name of the buffer, which several arrays may use at different times.  Default of
+        `a2d_mpi.schedules.arrays.ProgramArrays.array`: the name of the array.
     """
 
     kind: str
@@ -240,4 +240,5 @@ class Add(NamedTuple):
 
 
 Message = Send | Receive
+KernelCall = Attend | Differentiate
 Step = Send | Receive | Barrier | Wait | Copy | Clear | Attend | Differentiate | Merge | Add

@@ -147,16 +147,9 @@ class Side:
 
     def give(self, array: str, owner: int) -> None:
         """Merge received partial results with this rank's result for an owner; send the result."""
-        p, partial = self.p, self.p.arrays[array]
         self.merge(array, owner)
-        if p.group.mixed_precision and partial.accumulated != SUMS:
-            # Merges use the accumulation dtype; the result is rounded once.
-            rounded = p.array(f"{array}, rounded", partial.kind, partial.pieces)
-            rows = p.rows(array, owner, self.slice(owner))
-            p.copy(rows, rows._replace(array=rounded))
-            array = rounded
-        peer = self._back[owner][p.rank]
-        p.send(self.channel, peer, *self._tagged(array, owner))
+        peer = self._back[owner][self.p.rank]
+        self.p.send(self.channel, peer, *self._tagged(array, owner))
 
     def _receive(self, peer: int, array: str, owner: int) -> Receive | None:
         return self.p.receive(self.channel, peer, *self._tagged(array, owner))

@@ -20,8 +20,8 @@ from a2d_mpi.masks.mask import Mask
 from a2d_mpi.sharding.blocks import cuts, visible_pairs
 from a2d_mpi.sharding.distribution import shares
 
-# Runs are halved until the largest area is at most EVEN times the mean area.
-EVEN = 1.02
+# Runs are halved until the largest area is at most EVEN_AREA times the mean area.
+EVEN_AREA = 1.02
 # With 8 or more runs per rank, _ENOUGH times the mean area is enough: shorter runs cost bytes and
 # seconds.
 _ENOUGH = 1.05
@@ -113,7 +113,7 @@ def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> Deal:
     most = max(1, min(MOST_RUNS, seqlen) // positions)
     best = None
     for each in _FINER:
-        enough = EVEN if each <= 8 else _ENOUGH
+        enough = EVEN_AREA if each <= 8 else _ENOUGH
         if best is not None and (each > most or best.work <= enough):
             break
         bounds, pairs = pairs_of_cuts(mask, seqlen, each * positions)
@@ -127,7 +127,7 @@ def deal(mask: Mask, seqlen: int, rows: int, cols: int) -> Deal:
 
 def _even_first(dealt: Deal) -> tuple[float, float]:
     """Return a key by which even deals come first; among even deals the bytes decide."""
-    return max(dealt.work, EVEN), dealt.traffic
+    return max(dealt.work, EVEN_AREA), dealt.traffic
 
 
 def measured(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.sharding.balance import EVEN, MOST_RUNS, deal, measured, pairs_of_cuts, starts
+from a2d_mpi.sharding.balance import EVEN_AREA, MOST_RUNS, deal, measured, pairs_of_cuts, starts
 
 # Distributions to choose from.
 CHOICES = ("contiguous", "zigzag", "balanced")
@@ -63,7 +63,7 @@ def choose(
         measured(bounds, pairs, owner, rows, cols) for owner in starts(each, positions)[:2]
     )
     deals = {"contiguous": contiguous, "zigzag": zigzag}
-    if min(contiguous.work, zigzag.work) > EVEN:  # otherwise a search cannot gain much
+    if min(contiguous.work, zigzag.work) > EVEN_AREA:  # otherwise a search cannot gain much
         deals["balanced"] = deal(mask, seqlen, rows, cols)
     # Each visible pair takes four operations per element of a head.  The unit of time is the time
     # in which a byte arrives.
