@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Everything on the GPU of this machine, in less than nine minutes once the environment is there:
 # whether cuDNN is found, and whether MPI takes device memory (else it gets that of the host), the
-# main job on 1 and 4 ranks, a plan of 4 ranks against 1 and what the ranks do when, kernels against
-# PyTorch's (if torch is installed), with few KV heads, a window and packed documents, the rate of MPI
-# between device buffers and through the host, tests.
+# main job on 1 and 4 ranks, a plan of 4 ranks against 1 and what the ranks do when, how much of the
+# transfers is hidden, kernels against PyTorch's (if torch is installed), with few KV heads, in small
+# blocks, with a window and packed documents, the rate of MPI between device buffers and through the
+# host, tests.
 #
-#   bash jobs/gpu_all.sh [FOLDER]      default: results/gpu-<time>
+#   bash jobs/gpu_all.sh [FOLDER [PARTS]]     default: results/gpu-<time>, all parts
 #
+# PARTS is a pattern of bash for the names of parts: 'tests*' for the tests, '!(tests*)' for the others.
 # FOLDER then has gpu.txt, all that was printed, and gpu.h5, all figures, for drivers/plot.py results
 # (--what kernels, timeline or phases).  Each part has its time, all together have
 # A2D_MPI_GPU_SECONDS (520); one that fails is named at the end, the others run, and the exit code
@@ -26,13 +28,15 @@ ip link set lo up 2>/dev/null || true # a bare virtual machine's may be down, an
 export A2D_MPI_STALL_SECONDS=${A2D_MPI_STALL_SECONDS:-15}
 export A2D_TEST_RESULTS=$folder/.tests
 mkdir -p "$A2D_TEST_RESULTS" || exit
-output=(--output "$folder/gpu.h5") lines=() failed=0
+output=(--output "$folder/gpu.h5") lines=() failed=0 wanted=${2:-*}
 SECONDS=0 most=${A2D_MPI_GPU_SECONDS:-520}
 
 # part NAME SECONDS RANKS COMMAND...: as run_mpi; RANKS 0 without mpiexec.
 part() {
   local name=$1 seconds=$2 ranks=$3 start=$SECONDS status=0
   shift 3
+  # shellcheck disable=SC2053
+  [[ $name == $wanted ]] || return 0
   if ((seconds > most - SECONDS)); then seconds=$((most - SECONDS)); fi
   printf '\n=== %s: %s\n' "$name" "$*"
   if ((seconds <= 0)); then
@@ -75,6 +79,12 @@ for n in 1 << 8, 1 << 22:
     assert bool((received == other).all()), "MPI delivered something else"
 '
 
+# Both plans of four ranks, while MPS runs.
+overlap() {
+  part "4 ranks, with MPS where it can be started" 60 4 "$@"
+  part "overlap on 4 ranks" 60 4 python tests/gpu_overlap.py
+}
+
 # One file of all.
 collect='
 import sys
@@ -96,6 +106,7 @@ documents+=,65536
 
 everything() {
   date -u
+  python --version
   nvidia-smi
   python -m pip list 2>/dev/null | grep -iE 'a2d|cupy|nvidia|cudnn|torch|mpi|ucx|numpy'
   part cuDNN 30 0 python -c "$cudnn"
@@ -109,13 +120,16 @@ everything() {
   # The first to make gpu.h5.
   local plan=(python drivers/bench.py "${output[@]}" --resume --device gpu --seqlens 16K)
   plan+=(--nheads 16 --headdim 128 --dtypes bfloat16 --backward --plans attention2d)
-  with_mps part "4 ranks, with MPS where it can be started" 50 4 "${plan[@]}"
+  with_mps overlap "${plan[@]}"
   part "1 rank" 50 1 "${plan[@]}"
   main 1 1
   main 4 2
   local kernel=(python drivers/bench_kernel.py --device gpu "${output[@]}" --name)
   part kernels 70 0 "${kernel[@]}" kernels
   part "2 KV heads" 40 0 "${kernel[@]}" "2 KV heads" --nheads-kv 2
+  part "8 KV heads" 80 0 "${kernel[@]}" "8 KV heads" --nheads-kv 8 --shapes 8192x64x128,16384x16x64
+  part "small blocks" 70 0 "${kernel[@]}" "small blocks" \
+    --shapes 1024x16x128,2048x16x128,4096x16x128,8192x16x128
   part "window and documents" 70 0 "${kernel[@]}" "window and documents" --shapes 65536x4x128 \
     --trials 5 --masks "full,sliding_window_causal:4096,causal_document:$documents"
   part transfers 30 4 python tests/gpu_transfers.py
@@ -124,6 +138,12 @@ everything() {
   part "tests on 4 ranks" 120 4 \
     python -m pytest tests/test_device.py -q --color=no -k real --with-mpi -m mpi
   local tests=(python -m pytest -q --color=no -m "not mpi")
+  if limited 60 python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
+    part "tests of PyTorch" 60 4 \
+      python -m pytest tests/test_torch.py -q --color=no -k real --with-mpi -m mpi
+  else
+    lines+=("tests of PyTorch: it is not installed, or has no GPU")
+  fi
   part "tests of the plain kernel" 120 0 "${tests[@]}" tests/test_gpu_kernels.py -k real
   part "tests of cuDNN" 250 0 "${tests[@]}" tests/test_cudnn.py -k "real and not partials"
   part "tests of partial gradients" 60 0 "${tests[@]}" -rA tests/test_cudnn.py -k "real and partials"
