@@ -76,7 +76,7 @@ def line(mask: str, phase: str, found: dict) -> str:
     texts = [f"{x['total']:.2f}, wait {x['wait']:.2f}, host {x['host']:.2f}" for x in both]
     hidden = 1 - both[0]["wait"] / max(both[1]["wait"], 1e-9)
     launches, messages = found[phase, True, "counts"]
-    kinds = ", ".join(f"{number} {kind}" for kind, number in launches.items())
+    kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(launches.items()))
     return (
         f"{mask:<7}{phase:<9} {texts[0]}; in turn {texts[1]}; hidden {hidden:.2f}; "
         f"launches: {kinds}; messages: {messages}"
