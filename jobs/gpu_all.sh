@@ -135,11 +135,11 @@ everything() {
   part transfers 30 4 python tests/gpu_transfers.py
   part "transfers through the host" 30 4 python tests/gpu_transfers.py host
   part "plain kernel" 40 0 "${kernel[@]}" "plain kernel" --kernels cupy --shapes 4096x16x128
-  part "tests on 4 ranks" 120 4 \
+  part "tests on 4 ranks" 150 4 \
     python -m pytest tests/test_device.py -q --color=no -k real --with-mpi -m mpi
   local tests=(python -m pytest -q --color=no -m "not mpi")
   if limited 10 python -c 'import sys, importlib.util as x; sys.exit(not x.find_spec("torch"))'; then
-    part "tests of PyTorch" 60 4 \
+    part "tests of PyTorch" 90 4 \
       python -m pytest tests/test_torch.py -q --color=no -k real --with-mpi -m mpi
   else
     lines+=("tests of PyTorch: it is not installed")
