@@ -28,16 +28,20 @@ ip link set lo up 2>/dev/null || true # a bare virtual machine's may be down, an
 export A2D_MPI_STALL_SECONDS=${A2D_MPI_STALL_SECONDS:-15}
 export A2D_TEST_RESULTS=$folder/.tests
 mkdir -p "$A2D_TEST_RESULTS" || exit
-output=(--output "$folder/gpu.h5") lines=() failed=0 wanted=${2:-*}
+output=(--output "$folder/gpu.h5") lines=() failed=0 parts=${2:-*}
 SECONDS=0 most=${A2D_MPI_GPU_SECONDS:-520}
+
+# wanted NAME: whether to run this part.  The others depend on what "device buffers" finds.
+wanted() {
+  # shellcheck disable=SC2053
+  [[ $1 == $parts || $1 == "device buffers" ]]
+}
 
 # part NAME SECONDS RANKS COMMAND...: as run_mpi; RANKS 0 without mpiexec.
 part() {
   local name=$1 seconds=$2 ranks=$3 start=$SECONDS status=0
   shift 3
-  # The others depend on what the part "device buffers" finds.
-  # shellcheck disable=SC2053
-  [[ $name == $wanted || $name == "device buffers" ]] || return 0
+  wanted "$name" || return 0
   if ((seconds > most - SECONDS)); then seconds=$((most - SECONDS)); fi
   printf '\n=== %s: %s\n' "$name" "$*"
   if ((seconds <= 0)); then
@@ -80,9 +84,9 @@ for n in 1 << 8, 1 << 22:
     assert bool((received == other).all()), "MPI delivered something else"
 '
 
-# Both plans of four ranks, while MPS runs.
-overlap() {
-  part "4 ranks, with MPS where it can be started" 60 4 "$@"
+# What runs while MPS does.
+shared() {
+  part "4 ranks" 60 4 "$@"
   part "overlap on 4 ranks" 60 4 python tests/gpu_overlap.py
 }
 
@@ -120,7 +124,7 @@ everything() {
   # The first to make gpu.h5.
   local plan=(python drivers/bench.py "${output[@]}" --resume --device gpu --seqlens 16K)
   plan+=(--nheads 16 --headdim 128 --dtypes bfloat16 --backward --plans attention2d)
-  with_mps overlap "${plan[@]}"
+  if wanted "4 ranks" || wanted "overlap on 4 ranks"; then with_mps shared "${plan[@]}"; fi
   part "1 rank" 50 1 "${plan[@]}"
   main 1 1
   main 4 2
@@ -138,6 +142,7 @@ everything() {
   part "tests on 4 ranks" 150 4 \
     python -m pytest tests/test_device.py -q --color=no -k real --with-mpi -m mpi
   local tests=(python -m pytest -q --color=no -m "not mpi")
+  part "tests of cuDNN" 250 0 "${tests[@]}" tests/test_cudnn.py -k "real and not partials"
   if limited 10 python -c 'import sys, importlib.util as x; sys.exit(not x.find_spec("torch"))'; then
     part "tests of PyTorch" 90 4 \
       python -m pytest tests/test_torch.py -q --color=no -k real --with-mpi -m mpi
@@ -145,7 +150,6 @@ everything() {
     lines+=("tests of PyTorch: it is not installed")
   fi
   part "tests of the plain kernel" 120 0 "${tests[@]}" tests/test_gpu_kernels.py -k real
-  part "tests of cuDNN" 250 0 "${tests[@]}" tests/test_cudnn.py -k "real and not partials"
   part "tests of partial gradients" 60 0 "${tests[@]}" -rA tests/test_cudnn.py -k "real and partials"
   limited 10 python -c "$collect" "$folder" || { lines+=("collecting: FAILED") && failed=1; }
   printf '\n'

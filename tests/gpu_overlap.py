@@ -4,9 +4,10 @@
     mpiexec -n 4 python tests/gpu_overlap.py 16384 16 128
 
 Two plans on one square grid make the same calls, one with overlap and one in turn.  Hidden is the
-share of the wait in turn that is no wait with overlap.  A wait is the time in which the GPU neither
-computes nor merges for the slowest rank.  Host is the time until a call returns, without its waits
-for messages: the GPU may still compute then.  Medians of ten trials; launches are of rank 0.
+share of the wait in turn that the overlap saves.  A wait is the time in which the GPU neither
+computes nor merges for a rank.  Host is the time until a call returns, without its waits for
+messages: the GPU may still compute then.  Times are of the slowest rank, medians of ten trials.
+Launches and messages are of rank 0.
 """
 
 import sys

@@ -169,7 +169,7 @@ def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):
 
 
 def packed(rng, n, skip, single):
-    """Documents of `skip` and more tokens, or every other one of one; the queries of one see nothing."""
+    """Documents of `skip` and more tokens, or every other of one; queries of one see nothing."""
     lengths = rng.integers(skip, 4 * skip, n)
     if single:
         lengths[1::2] = 1

@@ -83,7 +83,7 @@ def test_is_the_plans_call(make, comm, dtype):
 
 
 def addresses(plan, monkeypatch):
-    """A list that gets the phase and the addresses of arrays and results of each call of a plan."""
+    """A list that gets phase and addresses, of arrays and of results, of each call of a plan."""
     calls = []
 
     def call(phase):
