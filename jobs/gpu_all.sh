@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
-# Run everything on the GPU of this machine, in less than nine minutes once the environment exists:
+# Run everything on the GPU of this machine, in about nine minutes once the environment exists:
 #
 # * whether cuDNN is found, and whether MPI takes device memory (otherwise it gets host memory);
 # * the main job on 1 and 4 ranks, and a plan on 4 ranks against 1 rank, with timelines;
-# * kernels against PyTorch's, if torch is installed: few KV heads, a window, packed documents;
+# * how much of the transfers 4 ranks hide behind their computing;
+# * kernels against PyTorch's, if torch is installed: few KV heads, small blocks, a window, packed
+#   documents;
 # * the rate of MPI between device buffers and through the host;
 # * the tests for GPUs.
 #
-#   bash jobs/gpu_all.sh [FOLDER]      default: results/gpu-<time>
+#   bash jobs/gpu_all.sh [FOLDER [PARTS]]     default: results/gpu-<time>, all parts
 #
+# PARTS is a bash pattern of names of parts: 'tests*' runs the tests, '!(tests*)' all other parts.
 # FOLDER then has gpu.txt with all output and gpu.h5 with all measurements.  drivers/plot.py results
 # draws gpu.h5 (--what kernels, timeline or phases).  Each part has a limit of seconds, and all parts
 # together have A2D_MPI_GPU_SECONDS (520).  If a part fails, the other parts run, the last lines name
@@ -29,13 +32,21 @@ ip link set lo up 2>/dev/null || true # it may be down in a virtual machine, and
 export A2D_MPI_STALL_SECONDS=${A2D_MPI_STALL_SECONDS:-15}
 export A2D_TEST_RESULTS=$folder/.tests
 mkdir -p "$A2D_TEST_RESULTS" || exit
-output=(--output "$folder/gpu.h5") lines=() failed=0
+output=(--output "$folder/gpu.h5") lines=() failed=0 parts=${2:-*}
 SECONDS=0 most=${A2D_MPI_GPU_SECONDS:-520}
+
+# wanted NAME: tell whether to run a part.  "device buffers" always runs, because other parts depend
+# on what it finds.
+wanted() {
+  # shellcheck disable=SC2053
+  [[ $1 == $parts || $1 == "device buffers" ]]
+}
 
 # part NAME SECONDS RANKS COMMAND...: run a part as run_mpi does; with 0 ranks, without mpiexec.
 part() {
   local name=$1 seconds=$2 ranks=$3 start=$SECONDS status=0
   shift 3
+  wanted "$name" || return 0
   if ((seconds > most - SECONDS)); then seconds=$((most - SECONDS)); fi
   printf '\n=== %s: %s\n' "$name" "$*"
   if ((seconds <= 0)); then
@@ -78,6 +89,12 @@ for n in 1 << 8, 1 << 22:
     assert bool((received == other).all()), "MPI delivered something else"
 '
 
+# shared COMMAND...: the parts that run while the MPS daemon runs.
+shared() {
+  part "4 ranks" 60 4 "$@"
+  part "overlap on 4 ranks" 60 4 python tests/gpu_overlap.py
+}
+
 # Collect all results in one file.
 collect='
 import sys
@@ -86,11 +103,10 @@ from pathlib import Path
 import h5py
 
 folder = Path(sys.argv[1])
-with h5py.File(folder / "gpu.h5", "a") as whole:
-    for path in sorted(folder.glob("main_*.h5")):
-        with h5py.File(path) as file:
-            whole.copy(file["/"], f"main/{path.stem}")
-        path.unlink()
+for path in sorted(folder.glob("main_*.h5")):
+    with h5py.File(folder / "gpu.h5", "a") as whole, h5py.File(path) as file:
+        whole.copy(file["/"], f"main/{path.stem}")
+    path.unlink()
 '
 
 # Bounds of 16 packed documents with 64K tokens.
@@ -99,6 +115,7 @@ documents+=,65536
 
 everything() {
   date -u
+  python --version
   nvidia-smi
   python -m pip list 2>/dev/null | grep -iE 'a2d|cupy|nvidia|cudnn|torch|mpi|ucx|numpy'
   part cuDNN 30 0 python -c "$cudnn"
@@ -112,23 +129,32 @@ everything() {
   # This part makes gpu.h5.
   local plan=(python drivers/bench.py "${output[@]}" --resume --device gpu --seqlens 16K)
   plan+=(--nheads 16 --headdim 128 --dtypes bfloat16 --backward --plans attention2d)
-  with_mps part "4 ranks, with MPS where it can be started" 50 4 "${plan[@]}"
+  if wanted "4 ranks" || wanted "overlap on 4 ranks"; then with_mps shared "${plan[@]}"; fi
   part "1 rank" 50 1 "${plan[@]}"
   main 1 1
   main 4 2
   local kernel=(python drivers/bench_kernel.py --device gpu "${output[@]}" --name)
   part kernels 70 0 "${kernel[@]}" kernels
   part "2 KV heads" 40 0 "${kernel[@]}" "2 KV heads" --nheads-kv 2
+  part "8 KV heads" 80 0 "${kernel[@]}" "8 KV heads" --nheads-kv 8 --shapes 8192x64x128,16384x16x64
+  part "small blocks" 70 0 "${kernel[@]}" "small blocks" \
+    --shapes 1024x16x128,2048x16x128,4096x16x128,8192x16x128
   part "window and documents" 70 0 "${kernel[@]}" "window and documents" --shapes 65536x4x128 \
     --trials 5 --masks "full,sliding_window_causal:4096,causal_document:$documents"
   part transfers 30 4 python tests/gpu_transfers.py
   part "transfers through the host" 30 4 python tests/gpu_transfers.py host
   part "plain kernel" 40 0 "${kernel[@]}" "plain kernel" --kernels cupy --shapes 4096x16x128
-  part "tests on 4 ranks" 120 4 \
+  part "tests on 4 ranks" 150 4 \
     python -m pytest tests/test_device.py -q --color=no -k real --with-mpi -m mpi
   local tests=(python -m pytest -q --color=no -m "not mpi")
-  part "tests of the plain kernel" 120 0 "${tests[@]}" tests/test_gpu_kernels.py -k real
   part "tests of cuDNN" 250 0 "${tests[@]}" tests/test_cudnn.py -k "real and not partials"
+  if limited 10 python -c 'import sys, importlib.util as x; sys.exit(not x.find_spec("torch"))'; then
+    part "tests of PyTorch" 90 4 \
+      python -m pytest tests/test_torch.py -q --color=no -k real --with-mpi -m mpi
+  else
+    lines+=("tests of PyTorch: it is not installed")
+  fi
+  part "tests of the plain kernel" 120 0 "${tests[@]}" tests/test_gpu_kernels.py -k real
   part "tests of partial gradients" 60 0 "${tests[@]}" -rA tests/test_cudnn.py -k "real and partials"
   limited 10 python -c "$collect" "$folder" || { lines+=("collecting: FAILED") && failed=1; }
   printf '\n'

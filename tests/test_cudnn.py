@@ -168,9 +168,14 @@ def test_a_gradient_of_lse_is_left_to_the_plain_kernel(cupy):
     assert errors[1] < 1e-5 and errors[0] > 0.1, errors
 
 
-def packed(rng, n, skip):
-    """Return documents of at least `skip` tokens; the queries of one document see no key."""
+def packed(rng, n, skip, single):
+    """Return documents of at least `skip` tokens; the queries of one document see no key.
+
+    If `single`, every other document has one token.
+    """
     lengths = rng.integers(skip, 4 * skip, n)
+    if single:
+        lengths[1::2] = 1
     ends = np.cumsum(lengths)
     first, i = np.repeat(ends - lengths, lengths), np.arange(ends[-1])
     hidden = np.repeat(np.arange(n) == n // 3, lengths)
@@ -179,16 +184,16 @@ def packed(rng, n, skip):
     return begin, end, int(keys[-1]) + 10
 
 
-@pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 @pytest.mark.parametrize("heads", deeper([(2, 2), (4, 2)], [(4, 2)]))
 @pytest.mark.parametrize("wide, fresh", [(True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("general", [False, True])
-def test_documents_are_batched(cupy, heads, wide, fresh, general, monkeypatch):
+@pytest.mark.parametrize("kind", ["documents", "single", "general"])
+def test_documents_are_batched(cupy, heads, wide, fresh, kind, monkeypatch):
     """A launch takes several documents, with gaps between keys, masked queries and NaN in them."""
     from a2d_mpi.kernels import cudnn_calls
 
+    general, skip = kind == "general", {"emulated": 10, "real": 70}[cupy.kind]
     monkeypatch.setattr(cudnn_calls, "SHORTEST", 8 if general else 1)
-    begin, end, nk = packed(np.random.default_rng(1), 9, 10)
+    begin, end, nk = packed(np.random.default_rng(1), 9, skip, kind == "single")
     if general:  # the last but one, between two batches; keys in the other order
         monkeypatch.setattr(cudnn_calls, "KEYS", 8)
         rows = np.flatnonzero(begin == np.unique(begin)[-2])
@@ -209,9 +214,38 @@ def test_documents_are_batched(cupy, heads, wide, fresh, general, monkeypatch):
     for x in (q, k, v, dout):
         x[np.isnan(x.astype(np.float32))] = 0
     assert not failures(found, q, k, v, dout, intervals, 0.2, exact, q.dtype)
-    # Three documents, a hidden one, five.
-    launched = [block.batch for block in kernel._calls.graphs.launched]
-    assert launched == ([1, 1, 1, 1, 1, 1, 0, 1] if general else [2, 1, 4, 1]) * 2
+    if cupy.kind == "emulated":
+        launched = [block.batch for block in kernel._calls.graphs.launched]
+        # Three documents, a hidden one, five; those of one token have another shape.
+        batches = {"documents": [2, 1, 4, 1], "general": [1, 1, 1, 1, 1, 1, 0, 1]}
+        assert launched == batches.get(kind, [1] * 8) * 2
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "one", "half a tile"])
+def test_deterministic_gradients(cupy, mask):
+    """The same bits twice, and the right ones."""
+    nk = 192 if mask == "half a tile" else 240
+    q, k, v, dout = make((180, nk, 4, 2, 64), DTYPES["bfloat16"])
+    intervals = intervals_of("full" if mask == "half a tile" else mask, 180, nk)
+    exact = plain(q, k, v, dout, intervals, 0.125, np.float64)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, 0.125), deterministic=True)
+    first, again = (
+        run(cupy, kernel, q, k, v, dout, intervals, exact, False, True) for _ in range(2)
+    )
+    assert all(first[x].tobytes() == again[x].tobytes() for x in TENSORS)
+    assert not failures(first, q, k, v, dout, intervals, 0.125, exact, q.dtype)
+
+
+@pytest.mark.parametrize("headdim", deeper([8, 64, 128, 192, 256], [64, 256]))
+@pytest.mark.parametrize("mask", ["causal", "window", "one"])
+def test_headdims(cupy, headdim, mask):
+    """Of general masks, too; one KV head for three heads."""
+    q, k, v, dout = make((150, 170, 3, 1, headdim), DTYPES["float16"])
+    intervals, scale = intervals_of(mask, 150, 170), headdim**-0.5
+    exact = plain(q, k, v, dout, intervals, scale, np.float64)
+    kernel = cudnn_kernel(cupy, plain_kernel(cupy, q.dtype, scale))
+    found = run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
+    assert not failures(found, q, k, v, dout, intervals, scale, exact, q.dtype)
 
 
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)

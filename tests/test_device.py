@@ -312,6 +312,19 @@ def test_rate_of_transfers(monkeypatch, way, staged):
     assert re.search(f"through the host: {staged} bytes", done.stdout)
 
 
+def test_overlap_of_ranks_that_share_a_gpu(monkeypatch):
+    done = drive(monkeypatch, "../tests/gpu_overlap.py", 2, 64, 2, 8)
+    assert done.returncode == 0, done.stderr
+    number = r"-?\d+\.\d\d"
+    times = f"{number}, wait {number}, host {number}"
+    lines = re.findall(
+        rf"(?m)^(full|causal) +(\w+) +{times}; in turn {times}; hidden {number}; "
+        r"launches: (\d+) plain, (\d+) rows; messages: (\d+)$", done.stdout
+    )  # fmt: skip
+    kinds = [(mask, phase) for mask in ("full", "causal") for phase in ("forward", "backward")]
+    assert [x[:2] for x in lines] == kinds and all(int(n) > 0 for x in lines for n in x[2:])
+
+
 @pytest.mark.thorough
 def test_timeline_of_four_ranks(monkeypatch, tmp_path):
     """The timeline of jobs/gpu_all.sh is drawn beside the other figures."""

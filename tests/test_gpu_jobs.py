@@ -156,7 +156,7 @@ exit 0""")  # fmt: skip
     assert done.stdout == text
     assert "main job on 4: FAILED, exit code 1," in text and "a wrong result" in text
     assert "transfers: FAILED, out of time (30 s)" in text
-    assert len(re.findall(r"(?m)^[\w ,]+: passed, \d+ s$", text)) == 14
+    assert len(re.findall(r"(?m)^[\w ,]+: passed, \d+ s$", text)) == 18
     assert "no MPS here" in text and "by device" in text
     with h5py.File(machine.copy / "out/gpu.h5") as file:
         assert file.attrs["x"] == file["main/main_1"].attrs["x"] == 1
@@ -166,6 +166,12 @@ exit 0""")  # fmt: skip
     more = {"PYTHONPATH": found, "A2D_MPI_TRANSFERS": "device", "NO_BUFFERS": "1"}
     text = machine("jobs/gpu_all.sh", "out1", **more).stdout
     assert "device buffers: FAILED, exit code 1," in text and "by host" in text
+    # Some parts only, and what they depend on.
+    more = {"PYTHONPATH": found, "A2D_MPI_TRANSFERS": "device"}
+    for parts, number in (("tests*", 6), ("!(tests*)", 15)):
+        text = machine("jobs/gpu_all.sh", f"out{number}", parts, **more).stdout
+        assert len(re.findall(r"(?m)^(?=tests)[\w ]+: passed", text)) == 5 * (number == 6)
+        assert len(re.findall(r"(?m)^=== ", text)) == number
     # Never over the figures of another time.
     done = machine("jobs/gpu_all.sh", "out", PYTHONPATH=found)
     assert done.returncode == 2 and "gpu.h5 exists" in done.stderr
@@ -175,7 +181,7 @@ exit 0""")  # fmt: skip
         more = {"PYTHONPATH": found, "A2D_MPI_GPU_SECONDS": str(seconds)}
         done = machine("jobs/gpu_all.sh", f"out{seconds}", **more)
         assert done.returncode == 1
-        assert done.stdout.count("FAILED, out of time") == (1 if seconds else 15)
+        assert done.stdout.count("FAILED, out of time") == (1 if seconds else 19)
         assert max(map(int, asked.read_text().split())) <= max(seconds, 10)
 
 

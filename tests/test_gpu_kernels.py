@@ -226,3 +226,15 @@ def test_sums_of_three_at_once(cupy, wide):
         device.put_all(copies)
         for (found, _, _), right in zip(copies, expected):
             np.testing.assert_allclose(device.download(found), right, 2e-3, 2e-3)
+
+
+def test_views_at_odd_addresses_are_copied(cupy):
+    """Also of contiguous arrays: cuDNN reads 16 bytes at once."""
+    from a2d_mpi.devices.cuda import Cuda
+
+    whole = cupy.asarray(np.arange(64 * 3, dtype=np.float16).reshape(3, 64))
+    flat = whole.reshape(-1)
+    for x, copied in ((whole, False), (flat[8:], False), (flat[1:], True), (whole[:, 8:40], True)):
+        taken = Cuda.current().contiguous(x)
+        assert (taken is not x) == copied and taken.data.ptr % 16 == 0
+        assert (cupy.asnumpy(taken) == cupy.asnumpy(x)).all()

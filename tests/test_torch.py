@@ -82,29 +82,120 @@ def test_is_the_plans_call(make, comm, dtype):
     assert_all(comm, all(good + shared), f"{good} {shared}")
 
 
-def test_takes_the_tensors_memory(make, comm, monkeypatch):
-    """Contiguous tensors, results and saved tensors are not copied."""
-    plan, seen = make(dtype="bfloat16"), []
-    q, k, v, _ = tensors(plan)
+def addresses(plan, monkeypatch):
+    """Return a list that gets (phase, addresses of arrays, addresses of results) of each call."""
+    calls = []
 
     def call(phase):
         real = getattr(plan, phase)
 
         def called(*arrays):
             results = real(*arrays)
-            seen.append((phase, arrays, results))
+            calls.append((phase, [*map(address, arrays)], [*map(address, results)]))
             return results
 
         monkeypatch.setattr(plan, phase, called)
 
     call("forward"), call("backward")
+    return calls
+
+
+def address(x):
+    return x if x is None else x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+
+
+def pointers(*tensors):
+    return [x.data_ptr() for x in tensors]
+
+
+def no_copies(calls, q, k, v, out):
+    """Of a contiguous tensor, of a result, or of what the graph keeps."""
+    (_, given, results), (_, again, gradients) = calls
+    good = given == [*pointers(q, k, v), None] and results[0] == out.data_ptr()
+    good &= again[1:6] == [*pointers(q, k, v, out), results[1]] and again[6:] == [None, None]
+    return good and gradients == pointers(q.grad, k.grad, v.grad)
+
+
+def test_takes_the_tensors_memory(make, comm, monkeypatch):
+    plan = make(dtype="bfloat16")
+    q, k, v, _ = tensors(plan)
+    calls = addresses(plan, monkeypatch)
     out = attend(plan, q, k, v)
     out.backward(torch.ones_like(out))
-    (_, given, (own, lse)), (_, again, _) = seen
-    pairs = [*zip(given, (q, k, v)), (own, out), *zip(again[1:5], (q, k, v, out))]
-    good = all(x.ctypes.data == y.data_ptr() for x, y in pairs) and again[5] is not None
-    good &= again[5].ctypes.data == lse.ctypes.data and again[7] is None
-    assert_all(comm, good, "a copy")
+    assert_all(comm, no_copies(calls, q, k, v, out), f"a copy: {calls}")
+
+
+@pytest.mark.parametrize("cupy", ["real"], indirect=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("own", [False, True], ids=["default stream", "own stream"])
+def test_tensors_of_a_gpu(make, comm, cupy, dtype, own, monkeypatch):
+    """No copies, all on PyTorch's stream: it is busy until the tensors hold numbers."""
+    from a2d_mpi.comm.gpus import bind_gpu
+
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: torch is built for CPUs")
+    torch.cuda.set_device(bind_gpu(comm)[0].index)
+    options = {"seqlen": 300, "headdim": 32, "dtype": dtype}
+    host = tensors(make(**options))[:3]
+    expected = attend(make(**options), *host)
+    expected.backward(torch.ones_like(expected))
+
+    plan, streams = make(**options), []
+    calls, meeting = addresses(plan, monkeypatch), plan.grid.rendezvous
+    monkeypatch.setattr(meeting, "meet", noting(meeting.meet, cupy, streams))
+    given = [x.detach().cuda() for x in host]
+    stream = torch.cuda.Stream() if own else torch.cuda.default_stream()
+    for _ in range(2):  # the first time kernels are compiled, for longer than the stream is busy
+        calls.clear(), streams.clear()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            q, k, v = shards = [torch.full_like(x, float("nan")) for x in given]
+            torch.cuda._sleep(1 << 29)  # some tenths of a second
+            for x, y in zip(shards, given):
+                x.copy_(y).requires_grad_()
+            busy = not stream.query()
+            out = attend(plan, q, k, v)
+            out.backward(torch.ones_like(out))
+            found = [x.cpu() for x in (out.detach(), q.grad, k.grad, v.grad)]
+    bound = {"float32": 3e-5, "bfloat16": 2e-2}[dtype]
+    pairs = zip(found, (expected, *(x.grad for x in host)))
+    far = [float((x.double() - y.double()).abs().max()) for x, y in pairs]
+    good = [x <= bound * max(1, float(y.double().abs().max())) for x, y in zip(far, found)]
+    good += [busy, streams == [stream.cuda_stream] * 2, no_copies(calls, q, k, v, out)]
+    whole = unshard(plan, out.detach())
+    if whole is not None:
+        good.append(whole.is_cuda and same(whole[plan.tokens], out.detach()))
+    assert_all(comm, all(good), f"{good} {far} {streams} {stream.cuda_stream} {calls}")
+
+
+def noting(call, cupy, streams):
+    """A function that also notes CuPy's current stream."""
+
+    def noted(*arguments):
+        streams.append(cupy.cuda.get_current_stream().ptr)
+        return call(*arguments)
+
+    return noted
+
+
+@pytest.mark.parametrize("cupy", ["real"], indirect=True)
+def test_sums_of_gradients_on_a_gpu(comm, cupy):
+    from a2d_mpi.comm.gpus import bind_gpu
+
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU: torch is built for CPUs")
+    torch.cuda.set_device(bind_gpu(comm)[0].index)
+    model = torch.nn.Linear(300, 7, device="cuda", dtype=torch.bfloat16)
+    hooks = GradientHooks(model, comm)
+    for _ in range(2):
+        model.zero_grad()
+        x = torch.full((3, 300), 1.0 + comm.rank, device="cuda", dtype=torch.bfloat16)
+        model(x).sum().backward()
+        hooks.finish()
+    total = 3 * sum(1 + rank for rank in range(comm.size))
+    good = bool((model.weight.grad == total).all() and (model.bias.grad == 3 * comm.size).all())
+    hooks.free()
+    assert_all(comm, good, f"{model.weight.grad} {model.bias.grad}")
 
 
 class OfAllRanks(torch.autograd.Function):

@@ -48,6 +48,8 @@ class HostLaunch:
         names = names.split() + ["begin", "end"] * (self.block.shape == "general")
         names += ["nq", "nk", "of_q", "of_k", "of_stats"] * (self.block.batch > 0)
         to = SimpleNamespace(**dict(zip(names, pointers, strict=True)))
+        # The frontend takes any other type for a tensor.
+        assert all(type(x) is int for x in (*vars(to).values(), workspace, stream))
         # Tensors are declared with cuDNN's default alignment.
         odd = {x: y % 16 for x, y in vars(to).items() if y % 16}
         assert not odd, f"cuDNN wants addresses of whole 16 bytes: {odd}"

@@ -28,6 +28,7 @@ from a2d_mpi.devices.protocol import Array
 
 LANES, WARPS, BLOCK_ROWS = 32, 4, 16  # as in kernels.cu
 HEADDIM_MAX = 256
+ALIGNMENT = 16  # bytes
 SUCCESS, NOT_READY = 0, 600  # cudaError_t
 
 
@@ -71,7 +72,9 @@ class Cuda:
         return cupy.empty(shape, dtype)
 
     def contiguous(self, x: Array) -> Array:
-        return cupy.ascontiguousarray(x)
+        x = cupy.ascontiguousarray(x)
+        # cuDNN reads 16 bytes at once, and a view may begin anywhere.
+        return x.copy() if x.data.ptr % ALIGNMENT else x
 
     def upload(self, x: np.ndarray) -> Array:
         return cupy.asarray(x)

@@ -185,8 +185,9 @@ def _torch_calls(
 
     calls = {}
     for name, way in ways.items():
-        try:
+        try:  # a backend may have a forward pass only
             out = attend(way)
+            backward(out)
         except RuntimeError:
             continue
         calls[f"forward/{name}"] = partial(forward, way)
