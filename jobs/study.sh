@@ -13,9 +13,7 @@
 # results and a profile for each.  What is there already is not run again.  Then
 # python drivers/report.py study data/results/*.h5 says what came of it, drivers/plot.py results draws it.
 #
-# Rates: such that two cores carry them, and the ring computes for 0.5 to 10 % of the time for which it
-# transfers, as it does with 4 K to 15 K tokens on the profiles of the paper's machines in
-# data/machines/ by the model.
+# Rates: such that two cores carry them, and transfers decide.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [large] [crossover] [scaling] [overlap] [triangle] [nodes] [masks] [train]}
