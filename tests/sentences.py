@@ -149,6 +149,11 @@ def getting_started():
 
 def choosing():
     yield f"{span(triangle_gains(), 1)} times as fast as the best grid with"
+    # Of the table of common sizes, which the planner makes.
+    page = (ROOT / "docs/choosing.md").read_text()
+    few = re.findall(r"^\| \d+ \w100 \| \d+ \| 8 \|.*$", page, re.MULTILINE)
+    longer = over(max(float(x) for row in few for x in re.findall(r": (\d\.\d\d) \|", row)))
+    yield f"With 8 KV heads the best ring takes at most {longer:.0f} % longer than the fastest"
     rings = {(x[0], x[1], x[2]): float(x[4]) for x in picks(*PICKS)}
     yield f"the planner's picks are {min(rings.values()):.1f} to {max(rings.values()):.0f} times"
     under = {x[1].strip("`"): x for x in list(masks(*mask_files()))[:4]}  # where transfers decide
