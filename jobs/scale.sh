@@ -63,7 +63,7 @@ for part in "$@"; do
       replay scale 4096 1M,4M "ring:128x1x32@cur,attention2d:8x16x32@cur" --profile "$one_nic"
       replay scale 4096 1M "double ring:64x2x32@urc,double ring:32x4x32@ruc" --profile "$one_nic"
       ;;
-    gathers) # exact to one in a thousand, because they take long
+    gathers) # exact to six in a thousand, because they take long
       coarse=1e-3
       gathers=("attention2d:64x1" "attention2d:1x64" "attention2d:8x1x8")
       methods 64 64K,256K,1M,4M 32 "${gathers[@]}"

@@ -14,9 +14,7 @@
 # python drivers/report.py study data/results/*.h5 prints the results, and drivers/plot.py results
 # draws them.
 #
-# The rates are so low that two cores can carry all messages, and the ring computes for 0.5 to 10 % of
-# the time for which it transfers.  By the model, this is the ratio for 4 K to 15 K tokens on the
-# profiles of the paper's machines in data/machines/.
+# The rates are so low that two cores can carry all messages, and that transfers decide.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 output=${1:?usage: study.sh FOLDER [16x1] [64x1] [16x4] [ratio] [large] [crossover] [scaling] [overlap] [triangle] [nodes] [masks] [train]}

@@ -8,7 +8,6 @@ A comment above a table names a function of this file and the results that the t
 A comment ``<!-- no file: COMMAND -->`` stands above a table of numbers that no file holds.
 """
 
-import csv
 import re
 import sys
 from functools import cache
@@ -624,108 +623,6 @@ def wire_seconds(path):
             gains = (f"{x:.2f} ({first / x:.2f})" for x in others)
             yield [label, phase, f"{first:.2f}", *gains]
             label = ""
-
-
-# Sentences
-
-
-def sentences():
-    """Page, and words of it with numbers of its files."""
-    *_, (_, balance, _) = crossover_runs("data/results/crossover")
-    yield "README", f"the ring computes up to {balance} times as long as it transfers"
-    gains = ring_against_grid("data/results/ratio.h5")
-    both = {nodes: x.split()[0] for nodes, _, _, mask, _, x in gains if mask == "causal"}
-    yield "README", f"the causal square grid is {both['64 x 1']} times as fast as the ring, and on"
-    yield "README", f"on 16 nodes {both['16 x 1']} times"
-    speeds = [x for row in kernel_ranges("data/results/tiles.h5") if row[1] == "`numba`"
-              for cell in row[2:4] for x in cell.split(" to ")]  # fmt: skip
-    yield "README", f"`numba` is {min(speeds)} to {max(speeds)} times as fast"
-    gains = [float(x.split()[0]) for row in triangles("data/results/partitions") for x in row[3:5]]
-    for page in ("README", "choosing"):
-        yield page, f"{min(gains):.1f} to {max(gains):.1f} times as fast as the best grid with"
-    fits = [x[-1].strip("*") for x in slopes("data/results/scale/links.h5")]
-    yield "README", f"falls as P^{fits[0]} for the square grid"
-    most = {name: x for name, *_, x in at_scale("data/results/scale/scale.h5")}
-    machines = (map(float, most[f"1M tokens, {x}"].split(", ")) for x in ("A100", "H100"))
-    (a, a_usp, a_ring), (h, h_usp, h_ring) = machines
-    yield "README", f"takes {a / a_ring:.2f} (A100) and {h / h_ring:.2f} (H100) of the time"
-    yield "README", f"It takes {a / a_usp:.2f} and {h / h_usp:.2f} of the time of USP"
-    runs = sorted(read_steps(ROOT / "data/results/gpt/step.h5"), key=lambda x: x.seconds)
-    (first, last), sums = (runs[0], runs[-1]), [x.parts["gradients"] for x in runs]
-    yield "README", f"takes {first.seconds:.1f} s with the planner's pick and {last.seconds:.1f} s"
-    yield "README", f"attention alone takes {first.operator:.1f} s and {last.operator:.1f} s"
-    yield "gpt", f"takes {ratio(last.seconds, first.seconds)} times as long as the fastest plan"
-    yield "gpt", f"and {ratio(last.operator, first.operator)} times for attention"
-    yield "gpt", f"take {min(sums):.2f} to {max(sums):.2f} s"
-    short = sorted(100 * (1 - sum(x.predicted.values()) / x.seconds) for x in runs)
-    yield "gpt", f"are {short[0]:.0f} to {short[-1]:.0f} % shorter than the measured steps"
-    with h5py.File(ROOT / "data/results/gpt/tiny.h5") as file:
-        yield "gpt", f"The run took {file['seconds/total'][()].sum():.0f} s on two cores"
-    [(_, *times, _)] = linear("data/results/linear/16x1-1gbit.h5", (16384,))
-    yield "linear", f"{times[0]} s forward and {times[1]} s backward for 16384 tokens"
-    yield "linear", f"The ring takes {times[2]} s and {times[3]} s"
-    xs = read("data/results/wire/16x1.h5", method="attention2d")
-    moved = {x.config.get("wire", "none"): x.received / 1e6 for x in xs}
-    sizes = ", ".join(f"{moved[x]:.2f}" for x in FORMATS[:-1])
-    yield "wire", f"receives {sizes} and {moved['mxfp4']:.2f} MB, forward and backward"
-    overlap = read("data/results/overlap.h5")
-    times = {x.overlap: x.seconds for x in overlap}
-    yield "study", f"took {times[True]:.1f} s overlapped and {times[False]:.1f} s in turn"
-    here = [x[-1] for x in shared_link("data/results/partitions/16x4.h5") if "+" in x[1]]
-    there = [x[4] for x in picks("data/results/16x4.h5") if x[1] == "causal"]
-    yield "partitions", f"which is {here[0]} times as fast as the ring"
-    yield "partitions", f"which is {here[1]} times as fast"
-    yield "partitions", f"were {there[0]} and {there[1]} times as fast as the ring"
-    yield "study", f"gave {here[0]} and {here[1]} for ring / pick"
-    yield "study", f"this run gave {there[0]} and {there[1]}"
-    yield from sentences_about_masks()
-    off = model_errors("16x1", "16x4", "64x1")
-    yield "study", f"off by {np.median(off):.1f} % in the median of {len(off)} runs"
-    yield "scale", f"{len(off)} measured runs it was off by {np.median(off):.1f} % in the median"
-    off = model_errors(*(f"partitions/{x}x1" for x in (6, 10, 12, 15, 24, 28)))
-    yield "partitions", f"times to {np.median(off):.1f} % (median), {max(off):.1f} % at worst"
-    off = model_errors("masks/16x1", "masks/16x1-0.1")
-    yield "masks", f"{np.median(off):.0f} % in the median. At worst it is off by {max(off):.0f} %"
-    off = model_errors("masks/64x1")
-    yield "masks", f"off by {np.median(off):.0f} % in the median and {max(off):.0f} % at worst"
-
-
-def sentences_about_masks():
-    """Words of docs/masks.md: balance and bytes of distributions, and a run on 64 nodes."""
-    with open(ROOT / "data/results/masks.csv") as file:
-        rows = [x | {"uneven": float(x["uneven"])} for x in csv.DictReader(file)]
-    worst, moved = {}, {}
-    for x in rows:
-        key = x["plan"], x["ranks"], x["mask"].split(":")[0]
-        worst[key] = max(worst.get(key, 0), x["uneven"])
-        if x["mask"] == "causal":
-            moved.setdefault((x["ranks"], x["plan"] == "blocks"), []).append(float(x["moved"]))
-    balanced = {}
-    for (plan, _, mask), uneven in worst.items():
-        if plan == "attention2d/balanced":
-            balanced[mask] = max(balanced.get(mask, 0), uneven)
-    most = np.ceil(1e3 * max(balanced.values())) / 1e3
-    even = f"{sum(x <= 1.02 for x in balanced.values())} of {len(balanced)}"
-    yield "masks", f"within {most:.3f} of the mean, and {even} masks within 1.02"
-    yield "partitions", f"The numbers of that page reach {most:.3f}"
-    rings = [max(x for (plan, n, _), x in worst.items() if (plan, n) == ("ring/balanced", ranks))
-             for ranks in ("16", "64")]  # fmt: skip
-    yield "masks", f"shards reaches {rings[0]:.2f} on 16 ranks and {rings[1]:.2f} on 64"
-    # The ring moves more than the grids.
-    fewer = (ratio(min(moved[x, True]), min(moved[x, False])) for x in ("16", "64"))
-    yield "masks", "they move {} (16 ranks) and {} (64 ranks) of the best grid's".format(*fewer)
-    xs = read("data/results/masks/64x1.h5")
-    grid, blocks, ring = (one(xs, f"{shape}x1", method=method).seconds for shape, method in (
-        ("8x8", "attention2d"), ("64x1", "blocks"), ("64x1", "ring"),
-    ))  # fmt: skip
-    yield "masks", f"takes {one(xs).seconds:.2f} s with the pick"
-    yield "masks", f"takes {grid:.2f} s, placed blocks {blocks:.2f} s and the ring {ring:.1f} s"
-
-
-def model_errors(*stems):
-    """Per cent by which the predictions in some files are off."""
-    runs = (summarise(x) for y in stems for x in benchmark(f"data/results/{y}.h5").values())
-    return [100 * abs(x.predicted / x.seconds - 1) for x in runs if x.predicted > 0]
 
 
 # Tables in pages

@@ -287,9 +287,11 @@ def test_planned_grid(comm):
         ProcessGrid.auto(comm, machine, work, memory=1000)
 
 
-@pytest.mark.parametrize("grid", [(1, 1, 0), (1, 1, 2.0), (1, "u", 1)])
-def test_heads_that_are_no_number(comm, grid):
-    with pytest.raises(ValueError, match="grid does not fit"):
+@pytest.mark.parametrize("grid, told", [
+    ((1, 1, 0), "grid does not fit"), ((1, 1, 2.0), "integers"), ((1, "u", 1), "integers"),
+])  # fmt: skip
+def test_heads_that_are_no_number(comm, grid, told):
+    with pytest.raises(ValueError, match=told):
         ProcessGrid(comm, *grid)
 
 

@@ -43,7 +43,13 @@ def grid(comm):
     grid.free()
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (0, 1), (-1, -1), (2, 7), (1, 3), ("2", 2), (None, 1)])
+@pytest.mark.parametrize("shape", [("2", 2), (None, 1), (1, 2.0)])
+def test_grid_of_no_integers(comm, shape):
+    text = message_of(comm, lambda: ProcessGrid(comm, *shape))
+    assert text == f"rows, cols and heads must be integers, got {(*shape, 1)}"
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 1), (-1, -1), (2, 7), (1, 3)])
 def test_grid_that_does_not_fit(comm, shape):
     text = message_of(comm, lambda: ProcessGrid(comm, *shape))
     assert f"{shape[0]} x {shape[1]} grid does not fit {comm.size} ranks" in text

@@ -81,6 +81,7 @@ def test_config():
     ({"nheads_kv": 4}, "nheads_kv must divide nheads, got 4 and 6"),
     ({"dtype": "int8"}, "dtype must be one of"),
     ({"softmax_scale": np.inf}, "softmax_scale must be finite, got inf"),
+    ({"softmax_scale": "a"}, "softmax_scale must be a number, got 'a'"),
     ({"logit_softcap": 0}, "logit_softcap must be between 1e-30 and 1e30, got 0"),
     ({"logit_softcap": -30.0}, "logit_softcap must be between 1e-30 and 1e30, got -30.0"),
     ({"logit_softcap": np.inf}, "got inf"),

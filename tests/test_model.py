@@ -480,7 +480,7 @@ def test_links_that_are_needed(tmp_path):
 
 @pytest.mark.parametrize("cluster, step, median, worst", [
     ("16x1", 1, 0.05, 0.22), *(pytest.param(*x, marks=DEEPER) for x in (
-        ("16x4", 4, 0.05, 0.22), ("64x1", 1, 0.05, 0.22), ("masks/16x1", 1, 0.15, 0.45),
+        ("16x4", 1, 0.05, 0.22), ("64x1", 1, 0.05, 0.22), ("masks/16x1", 1, 0.15, 0.45),
     )),
 ])  # fmt: skip
 def test_the_study_is_predicted(cluster, step, median, worst):
@@ -507,7 +507,11 @@ def test_the_study_is_predicted(cluster, step, median, worst):
         phases = predict(here, c["method"], layout, job, c["distribution"]).values()
         off.append(sum(x.total.max() for x in phases) / summarise(result).seconds - 1)
     assert len(off) >= 15 // step
-    assert np.median(np.abs(off)) < median and np.max(np.abs(off)) < worst
+    typical, most = np.median(np.abs(off)), np.max(np.abs(off))
+    assert typical < median and most < worst
+    if cluster in ("16x1", "16x4"):
+        page = " ".join((RESULTS.parents[1] / "docs/planning.md").read_text().split())
+        assert f"{100 * typical:.1f} % ({cluster.replace('x', ' x ')})" in page and most < 0.205
 
 
 def test_sizes():

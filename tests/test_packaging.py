@@ -71,6 +71,12 @@ def expected_of_spack():
     return "PyA2dMpi", [VERSION], asked, ["numba", "plot"], [CONFIG["metadata"]["license"]]
 
 
+def test_citation():
+    text, log = ((ROOT / x).read_text() for x in ("CITATION.cff", "CHANGELOG.md"))
+    assert f"\nversion: {VERSION}\n" in text and f"version {VERSION} " in log
+    assert f"\nlicense: {CONFIG['metadata']['license']}\n" in text
+
+
 def test_spack(monkeypatch):
     assert spack(SPACK, monkeypatch) == expected_of_spack()
 

@@ -19,7 +19,9 @@ def check_rows(x: Array, rows: int, what: str) -> None:
         device_of(x)
     except TypeError as error:
         raise ValueError(f"x {error}") from None
-    if x.shape[:1] != (rows,) or x.dtype.hasobject:
+    if x.dtype.hasobject:
+        raise ValueError(f"x has dtype {x.dtype}: objects cannot be sent")
+    if x.shape[:1] != (rows,):
         raise ValueError(
             f"x has shape {x.shape} and dtype {x.dtype}, but {what} has {rows} tokens and needs a "
             "row for each"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
+from numbers import Real
 
 import numpy as np
 
@@ -89,11 +90,13 @@ class AttentionConfig:
                 f"nheads_kv must divide nheads, got {self.nheads_kv} and {self.nheads}"
             )
         checked["dtype"] = as_dtype(self.dtype).name
-        scale = self.softmax_scale
+        scale, cap = self.softmax_scale, self.logit_softcap
+        for name, value in (("softmax_scale", scale), ("logit_softcap", cap)):
+            if value is not None and not isinstance(value, Real):
+                raise ValueError(f"{name} must be a number, got {value!r}")
         checked["softmax_scale"] = 1 / math.sqrt(self.headdim) if scale is None else float(scale)
         if not math.isfinite(checked["softmax_scale"]):
             raise ValueError(f"softmax_scale must be finite, got {scale!r}")
-        cap = self.logit_softcap
         if self.wire not in (None, *FORMATS):
             raise ValueError(f"wire must be None or one of {tuple(FORMATS)}, got {self.wire!r}")
         checked["logit_softcap"] = None if cap is None else float(cap)
