@@ -103,7 +103,10 @@ class ProcessGrid:
         problem, sizes, waiting = None, (rows, cols, heads), nullcontext()
         try:
             are_integers = all(isinstance(x, (int, np.integer)) for x in sizes)
-            if not are_integers or min(sizes) < 1 or math.prod(map(int, sizes)) != comm.size:
+            if not are_integers:
+                got = "{!r}, {!r} and {!r}".format(*sizes)
+                raise ValueError(f"rows, cols and heads must be whole numbers, got {got}")
+            if min(sizes) < 1 or math.prod(map(int, sizes)) != comm.size:
                 shape = f"{rows} x {cols}" + f" x {heads}" * (heads != 1)
                 raise ValueError(f"a {shape} grid does not fit {comm.size} ranks")
             block = _integers("block", block, 2)

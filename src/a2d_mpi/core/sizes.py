@@ -164,7 +164,7 @@ def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:
         return f"{heads} does not divide {nheads} heads"
     own = nheads // heads
     if own % group and group % own:
-        return f"{own} of {nheads} heads cut across groups of {group} that share a KV head"
+        return f"a rank has {own} heads, and {group} share a KV head: neither divides the other"
     return None
 
 
