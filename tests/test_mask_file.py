@@ -92,7 +92,7 @@ BAD = {
     "nothing": ({}, {}, "must have datasets begin and end, or cu_seqlens; it has none of them"),
     "half": ({}, {"begin": BEGIN}, "or cu_seqlens; it has begin"),
     "both": ({}, {"begin": BEGIN, "end": END, "cu_seqlens": CU}, "it has begin and end and cu_"),
-    "schema": ({"schema": "a2d_mpi input"}, {"begin": BEGIN, "end": END}, "must have ('a2d_mpi m"),
+    "schema": ({"schema": "a2d_mpi input"}, {"begin": BEGIN, "end": END}, "must be 'a2d_mpi m"),
     "group": ({}, {"begin": lambda f, x: f.create_group(x), "end": END}, "it has end"),
     "floats": ({}, {"begin": BEGIN, "end": END * 1.0}, "end must be a (seqlen,) or (m, "),
     "short": (
