@@ -32,7 +32,7 @@ from a2d_mpi.figures.plots import FIGURES, OTHERS, PHASES, plot
 
 
 def results(parser: Parser) -> None:
-    """Draw figures of a results file, of bench.py or of another driver.
+    """Draw figures of a file of bench.py, or of the other drivers below.
 
         python drivers/plot.py results data/results/scaling.h5 --output results/figures
         python drivers/plot.py results data/results/scaling.h5 --what scaling,bytes

@@ -58,7 +58,7 @@ find_python() {
 # holds one MPI only, because both wheels own bin/mpiexec.  An active environment must also have
 # the extras NEEDS of setup.cfg; see active.py.
 use_env() {
-  local mpi=$1 extras venv stamp python
+  local mpi=$1 extras venv stamp
   if [[ ${A2D_MPI_ENV:-} == active ]]; then
     _use_active "$mpi" "${2:-}"
     return
@@ -71,17 +71,30 @@ use_env() {
   esac
   extras="$mpi,test,lint${4:+,$4}"
   stamp="$venv $extras $(cat setup.cfg pyproject.toml | cksum)"
-  if ! _runs_here "$venv" || [[ $(cat "$venv/stamp" 2>/dev/null) != "$stamp" ]]; then
-    echo "making ${venv##*/} with a2d_mpi[$extras]" >&2
-    # An environment that runs but has no stamp was made by hand: keep its packages.
-    if ! _runs_here "$venv" || [[ -e $venv/stamp ]]; then
-      python=$(find_python) && "$python" -m venv --clear "$venv" || return
-    fi
-    echo unfinished >"$venv/stamp"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$extras]" || return
-    echo "$stamp" >"$venv/stamp"
+  if ! _is_made "$venv" "$stamp"; then
+    # If several jobs need the environment at once, one job makes it, and the others wait.
+    (flock 9 2>/dev/null || true && _make_env "$venv" "$stamp" "$extras") 9<. || return
   fi
   export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH" MPIEXEC=$venv/bin/mpiexec
+}
+
+# _is_made VENV STAMP: true if the environment is complete and made from the present setup.cfg.
+_is_made() {
+  _runs_here "$1" && [[ $(cat "$1/stamp" 2>/dev/null) == "$2" ]]
+}
+
+# _make_env VENV STAMP EXTRAS: make an environment, unless another job has just made it.
+_make_env() {
+  local venv=$1 stamp=$2 extras=$3 python
+  if _is_made "$venv" "$stamp"; then return; fi
+  echo "making ${venv##*/} with a2d_mpi[$extras]" >&2
+  # An environment that runs but has no stamp was made by hand: keep its packages.
+  if ! _runs_here "$venv" || [[ -e $venv/stamp ]]; then
+    python=$(find_python) && "$python" -m venv --clear "$venv" || return
+  fi
+  echo unfinished >"$venv/stamp"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$extras]" || return
+  echo "$stamp" >"$venv/stamp"
 }
 
 # _use_active MPI NEEDS: use the active environment; set active_mpi to the name of its MPI.

@@ -10,6 +10,7 @@ from a2d_mpi import (
     DoubleRingAttention,
     Full,
     IntervalMask,
+    LinearAttention,
     Mask,
     ProcessGrid,
     RingAttention,
@@ -43,16 +44,43 @@ def grid(comm):
     grid.free()
 
 
-@pytest.mark.parametrize("shape", [("2", 2), (None, 1), (1, 2.0)])
-def test_grid_of_no_integers(comm, shape):
-    text = message_of(comm, lambda: ProcessGrid(comm, *shape))
-    assert text == f"rows, cols and heads must be integers, got {(*shape, 1)}"
-
-
 @pytest.mark.parametrize("shape", [(1, 0), (0, 1), (-1, -1), (2, 7), (1, 3)])
 def test_grid_that_does_not_fit(comm, shape):
     text = message_of(comm, lambda: ProcessGrid(comm, *shape))
     assert f"{shape[0]} x {shape[1]} grid does not fit {comm.size} ranks" in text
+
+
+@pytest.mark.parametrize("shape", [("1", 1), (None, 1), (1, 1.0)])
+def test_grid_of_no_integers(comm, shape):
+    text = message_of(comm, lambda: ProcessGrid(comm, *shape))
+    assert text == "rows, cols and heads must be integers, got {!r}, {!r} and 1".format(
+        *shape
+    )
+
+
+@pytest.mark.parametrize(
+    "make", [Attention2D, DoubleRingAttention, RingAttention, LinearAttention]
+)
+@pytest.mark.parametrize("grid", [None, Causal(), "comm"])
+def test_what_is_no_grid(comm, make, grid):
+    grid = comm if grid == "comm" else grid
+    with pytest.raises(
+        ValueError, match=f"^grid must be a ProcessGrid, got {type(grid).__name__}$"
+    ):
+        make(grid, Causal(), seqlen=40, nheads=4, headdim=8)
+
+
+@pytest.mark.parametrize("make", [Attention2D, LinearAttention])
+def test_freed_grid(comm, make):
+    grid = ProcessGrid(comm, 1, comm.size)
+    plan = make(grid, Causal(), seqlen=40, nheads=4, headdim=8)
+    shard = np.zeros((len(plan.tokens), 4, 8), np.float32)
+    grid.free()
+    for action in (
+        lambda: make(grid, Causal(), seqlen=40, nheads=4, headdim=8),
+        lambda: plan.forward(shard, shard, shard),
+    ):
+        assert message_of(comm, action) == "the grid was freed"
 
 
 @pytest.mark.parametrize("wrong, text", [
@@ -119,7 +147,8 @@ WRONG = [
     ({"overlap": "thread"}, "overlap must be true or false, got 'thread'"),
     ({"threads": 0}, "threads must be a positive integer, got 0"),
     ({"softmax_scale": float("nan")}, "nan"),
-    ({"mask": "causal"}, "mask must be a Mask"),
+    ({"mask": "causal"}, "mask must be a Mask such as Causal(), got 'causal'"),
+    ({"mask": np.ones((40, 40), bool)}, "got array([[ True...hape=(40, 40))"),
     (
         {"mask": IntervalMask(np.arange(3), np.arange(3))},
         "intervals of 3 queries, but the sequence has 40",

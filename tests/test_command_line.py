@@ -136,6 +136,11 @@ def test_bad_options():
     assert_each_refused(cases, 0)
 
 
+def test_tables_of_a_help_keep_their_lines():
+    lines = parser_of("drivers/plot.py").commands["results"].format_help().splitlines()
+    assert "training     loss by tokens (train_gpt.py)" in lines
+
+
 def test_version():
     cases = [(name, ["--version"], []) for name in PROGRAMS]
     done, found = drive_each(cases, 0)

@@ -146,6 +146,31 @@ def test_jobs_take_the_active_environment(tmp_path):
 
 
 SHM, TOPOLOGY = "/dev/shm/mpich_shm", "/tmp/hydra_hwloc_xmlfile"
+# Makes an environment whose python and pip are itself; says when pip begins and ends.
+SLOW_PYTHON = """#!/bin/bash
+case "$*" in
+  *"-m venv"*) rm -rf "${@: -1}"; mkdir -p "${@: -1}/bin"; cp "$0" "${@: -1}/bin/python"
+    echo "#!${@: -1}/bin/python" >"${@: -1}/bin/pip" ;;
+  *"-m pip"*) echo begin >>pip.log; sleep 0.5; echo end >>pip.log ;;
+esac
+"""
+
+
+def test_two_jobs_make_one_environment(tmp_path):
+    """Jobs that start at once do not install into the same folder at once."""
+    (tmp_path / "setup.cfg").touch()
+    (tmp_path / "pyproject.toml").touch()
+    python = tmp_path / "slow_python"
+    python.write_text(SLOW_PYTHON)
+    python.chmod(0o755)
+    script = f"source {ROOT}/jobs/env.sh; use_env mpich && echo $VIRTUAL_ENV"
+    env = {x: y for x, y in os.environ.items() if x != "A2D_MPI_ENV"} | {"PYTHON": str(python)}
+    options = {"cwd": tmp_path, "env": env, "stdout": subprocess.PIPE, "text": True}
+    jobs = [subprocess.Popen(["bash", "-c", script], **options) for _ in range(3)]
+    assert [x.communicate(timeout=SECONDS)[0] for x in jobs] == [f"{tmp_path}/.venv\n"] * 3
+    assert (tmp_path / "pip.log").read_text() == "begin\nend\n"
+
+
 SWEEP = "set -euo pipefail; source jobs/env.sh; {}; echo done"
 
 

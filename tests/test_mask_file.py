@@ -92,7 +92,7 @@ BAD = {
     "nothing": ({}, {}, "must have datasets begin and end, or cu_seqlens, got none of them"),
     "half": ({}, {"begin": BEGIN}, "or cu_seqlens, got begin"),
     "both": ({}, {"begin": BEGIN, "end": END, "cu_seqlens": CU}, "got begin and end and cu_"),
-    "schema": ({"schema": "a2d_mpi input"}, {"begin": BEGIN, "end": END}, "schema and version"),
+    "schema": ({"schema": "a2d_mpi input"}, {"begin": BEGIN, "end": END}, "must be 'a2d_mpi m"),
     "group": ({}, {"begin": lambda f, x: f.create_group(x), "end": END}, "got end"),
     "floats": ({}, {"begin": BEGIN, "end": END * 1.0}, "end must be a (seqlen,) or (m, "),
     "short": (

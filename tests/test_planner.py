@@ -13,6 +13,7 @@ import pytest
 from helpers import DEEPER, DRIVERS, SECONDS, assert_all_refused
 
 from a2d_mpi.core.sizes import Layout
+from a2d_mpi.experiments.candidates import _row
 from a2d_mpi.masks.mask import Causal, Full
 from a2d_mpi.planning import cost
 from a2d_mpi.planning.layouts import layouts
@@ -229,6 +230,13 @@ def test_ranks_that_share_a_program(method, layout, seqlen):
             sent = (whole.messages.source == rank) & (whole.messages.nbytes > 0)  # no barriers
             found = sorted(zip(whole.messages.to[sent], whole.messages.nbytes[sent]))
             assert found == sorted((x.peer, x.nbytes) for x in mine)
+
+
+def test_table_of_a_mask_whose_least_is_zero():
+    """With many short documents no byte has to travel; the table has no number then."""
+    plan = best_candidate(H100, 4, work())
+    rows = [_row(replace(plan, over_bound=x), 4, plan) for x in (1.5, float("inf"))]
+    assert [row[10] for row in rows] == ["1.50", "-"]
 
 
 def test_memory_limits():

@@ -276,9 +276,9 @@ def test_picture(tmp_path):
     shown = (tmp_path / "training.svg").read_text()
     assert "new_testament.txt" in shown and "unigram entropy" in shown
     for case, told in (
-        ((COMMITTED,), "must have schema"),
+        ((COMMITTED,), "schema_version must be"),
         ((COMMITTED, "--what", "training,bytes"), "'bytes' is none of training"),
-        ((ROOT / "data" / "results" / "ratio.h5", "--what", "training"), "must have schema"),
+        ((ROOT / "data" / "results" / "ratio.h5", "--what", "training"), "schema_version must be"),
         ((empty(tmp_path / "empty.h5"), "--what", "training"), "the run has no step"),
     ):
         code, stderr = drawn(*case)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 
 from a2d_mpi.comm.grid import ProcessGrid
@@ -11,6 +12,12 @@ from a2d_mpi.devices import device_of
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.masks.mask import Mask
 from a2d_mpi.schedules import METHODS
+
+
+def check_grid(grid: ProcessGrid) -> None:
+    """Raise ValueError on this rank if `grid` is no `ProcessGrid`."""
+    if not isinstance(grid, ProcessGrid):
+        raise ValueError(f"grid must be a ProcessGrid, got {type(grid).__name__}")
 
 
 def check_problem(
@@ -38,7 +45,7 @@ def check_problem(
         If they do not fit.
     """
     if not isinstance(mask, Mask):
-        raise ValueError(f"mask must be a Mask, got {mask!r}")
+        raise ValueError(f"mask must be a Mask such as Causal(), got {reprlib.repr(mask)}")
     config.check_room(grid.comm.size)
     mask.aligned(config.seqlen, config.seqlen_kv)
     if why := misfit(config.nheads, config.nheads_kv, grid.heads):

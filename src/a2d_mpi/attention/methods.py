@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from a2d_mpi.attention.checks import check_grid
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import Layout
@@ -40,6 +41,7 @@ class Attention2D(AttentionPlan):
     def __init__(
         self, grid: ProcessGrid, mask: Mask, *, stream: bool | None = None, **others: Any
     ) -> None:
+        check_grid(grid)
         self.stream = grid.layout.stream if stream is None else stream
         super().__init__(grid, mask, **others)
 
@@ -98,6 +100,7 @@ class DoubleRingAttention(AttentionPlan):
     def __init__(
         self, grid: ProcessGrid, mask: Mask, *, inner: int | None = None, **others: Any
     ) -> None:
+        check_grid(grid)
         self.inner = grid.cols if inner is None else inner
         super().__init__(grid, mask, **others)
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.attention.checks import check_problem, check_sink, check_tensors
+from a2d_mpi.attention.checks import check_grid, check_problem, check_sink, check_tensors
 from a2d_mpi.attention.engine import Engine, Recorded
 from a2d_mpi.attention.executor import executors
 from a2d_mpi.attention.shards import check_rows, gather, scatter
@@ -154,6 +154,7 @@ class AttentionPlan:
         threads: int | None = None,
         check_finite: bool = False,
     ) -> None:
+        check_grid(grid)
         self.grid, self.mask, self.overlap, self.traffic = grid, mask, bool(overlap), Traffic()
         self._check_finite, self._broken, self._calls = check_finite, False, 0
         rendezvous, name, arguments = grid.rendezvous, type(self).__name__, {}
@@ -409,7 +410,7 @@ class AttentionPlan:
         self._call(phase, {}, None, refusal=problem)
 
     def free(self) -> None:
-        """Release the buffers of the plan.  The grid stays usable.  Local."""
+        """Release the buffers of the plan; a later call makes them again.  Local."""
         self._engine.work.clear()
 
     @property

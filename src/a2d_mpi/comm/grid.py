@@ -104,7 +104,8 @@ class ProcessGrid:
         problem, sizes, waiting = None, (rows, cols, heads), nullcontext()
         try:
             if not all(isinstance(x, (int, np.integer)) for x in sizes):
-                raise ValueError(f"rows, cols and heads must be integers, got {sizes}")
+                got = "{!r}, {!r} and {!r}".format(*sizes)
+                raise ValueError(f"rows, cols and heads must be integers, got {got}")
             if min(sizes) < 1 or math.prod(map(int, sizes)) != comm.size:
                 shape = f"{rows} x {cols}" + f" x {heads}" * (heads != 1)
                 raise ValueError(f"a {shape} grid does not fit {comm.size} ranks")

@@ -74,7 +74,14 @@ class Rendezvous:
         Two threads that take turns are an error, because their order may differ between ranks.  If
         a rank dies in the context, call `settle` and raise `RanksLost`
         (`a2d_mpi.comm.failures.Failures.noticed`).
+
+        Raises
+        ------
+        CollectiveError
+            If the grid was freed.  All ranks free a grid together, so all ranks raise this.
         """
+        if self.comm == MPI.COMM_NULL:
+            raise CollectiveError("the grid was freed")
         free = self._lock.acquire(blocking=False)
         if not free:
             self._lock.acquire()

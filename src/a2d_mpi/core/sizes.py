@@ -171,7 +171,7 @@ def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:
         return f"{heads} does not divide {nheads} heads"
     own = nheads // heads
     if own % group and group % own:
-        return f"{own} heads per rank would split groups of {group} heads that share a KV head"
+        return f"a rank has {own} heads, and {group} share a KV head: neither divides the other"
     return None
 
 

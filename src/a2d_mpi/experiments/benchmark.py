@@ -43,7 +43,7 @@ def extends(path: str | os.PathLike[str], resume: bool, nbytes: int = 0) -> bool
     check_writable(path, nbytes)
     there = os.path.exists(path)
     if there and not resume:
-        raise ValueError(f"{path} exists: give --resume to add to it, or remove it")
+        raise ValueError(f"{path} exists: give --resume to add to it, or another --output")
     return there
 
 

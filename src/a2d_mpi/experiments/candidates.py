@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from functools import partial
 
 from a2d_mpi.core.sizes import misfit
@@ -162,7 +163,8 @@ def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     cells, used = [plan.method, grid_text(plan.layout), plan.layout.numbering], plan.layout.size
     if plan.phases:
         cells += map(duration, (plan.seconds, *plan.split.values()))
-        cells += [_bytes(plan.received), _bytes(plan.crossing), f"{plan.over_bound:.2f}"]
+        over_bound = f"{plan.over_bound:.2f}" if math.isfinite(plan.over_bound) else "-"
+        cells += [_bytes(plan.received), _bytes(plan.crossing), over_bound]
         cells.append(_bytes(plan.memory))
     else:
         cells += [f">= {duration(plan.bound)}", *["-"] * 7, f">= {_bytes(plan.memory)}"]

@@ -39,7 +39,11 @@ def reading(
             root = plain(file.attrs)
             actual = (root.get("schema"), root.get("schema_version"))
             if actual != schema and (needs_schema or actual != (None, None)):
-                raise ValueError(f"{path} must have schema and version {schema}, got {actual}")
+                has = "neither" if actual == (None, None) else "{!r} and {!r}".format(*actual)
+                raise ValueError(
+                    f"{path}: the attributes schema and schema_version must be "
+                    f"{schema[0]!r} and {schema[1]}, got {has}"
+                )
             yield file
     except (OSError, KeyError, RuntimeError, TypeError) as error:
         number = getattr(error, "errno", None)

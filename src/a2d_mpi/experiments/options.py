@@ -323,14 +323,14 @@ def add_old_name(
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
     """Show docstrings, and each option with its default or "(required)".
 
-    Paragraphs are wrapped at the width of the terminal.  Paragraphs with indented lines are
-    examples and tables, and are not wrapped.
+    Paragraphs are wrapped at the width of the terminal.  Examples, which have indented lines, and
+    tables, which have two spaces between their columns, are not wrapped.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(
             x
-            if re.search("^ ", x, re.MULTILINE)
+            if re.search(r"^ |\w {2,}\S", x, re.MULTILINE)
             else fill(x, width, fix_sentence_endings=True, break_on_hyphens=False)
             for x in inspect.cleandoc(text).split("\n\n")
         )

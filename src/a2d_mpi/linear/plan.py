@@ -10,7 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from a2d_mpi.attention.checks import check_tensors
+from a2d_mpi.attention.checks import check_grid, check_tensors
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
@@ -135,11 +135,13 @@ class LinearAttention:
         chunk: int = CHUNK,
         threads: int | None = None,
     ) -> None:
+        check_grid(grid)
         self.grid, self.mask, self.traffic = grid, mask, Traffic()
         self.timings: dict[str, float] = {}
         self._calls, self._broken, arguments = 0, False, {}
-        rendezvous, name, rank = grid.rendezvous, type(self).__name__, grid.comm.rank
+        rendezvous, name = grid.rendezvous, type(self).__name__
         with rendezvous.turn() as problem:
+            rank = grid.comm.rank
             self._number = rendezvous.plans + 1
             try:
                 config = AttentionConfig(seqlen, nheads, headdim, dtype=dtype)
