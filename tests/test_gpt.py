@@ -109,7 +109,7 @@ def test_config():
         ({"nheads_kv": 2}, "nheads_kv 2"),
         ({"positions": "rotary", "nheads": 4}, "even headdim, got 3"),
         ({"positions": "none"}, "got 'none'"),
-        ({"layer_pattern": "LX"}, "layer_pattern must be of L and N, got 'LX'"),
+        ({"layer_pattern": "LX"}, "layer_pattern must consist of L and N, got 'LX'"),
         ({"layer_pattern": "LN", "nheads_kv": 1}, "got nheads 3 and nheads_kv 1"),
         ({"headdim": 0}, "headdim must be a positive integer, got 0"),
         ({"headdim": 5, "positions": "rotary"}, "even headdim, got 5"),

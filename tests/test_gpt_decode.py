@@ -86,7 +86,7 @@ def test_requests_come_and_go(comm):
             bad.append(f"request {name}: {found[name]}, not {greedy(name, new[name])}")
     if f"have room for {4 * comm.size}" not in str(found[1]):
         bad.append(f"request 1: {found[1]}")
-    with pytest.raises(ValueError, match="request 9: a prompt of 0 tokens"):
+    with pytest.raises(ValueError, match="request 9 has a prompt of 0 tokens"):
         whole.admit(9, 0, 2)
     if whole.table.requests or whole.cache.nbytes:
         bad.append("something is left")

@@ -111,6 +111,6 @@ def test_driver(tmp_path):
     for told in (
         "cannot decode with linear layers, got layer_pattern LLLN",
         "see all earlier tokens, and run on the host: they need --separator ''",
-        "layer_pattern must be of L and N, got 'LQ'",
+        "layer_pattern must consist of L and N, got 'LQ'",
     ):
         assert done.stderr.count(told) == 1, done.stderr

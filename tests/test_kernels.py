@@ -352,9 +352,9 @@ def test_unknown_kernel():
         make_kernel("fast", HOST, np.dtype("float32"), 1.0)
     with pytest.raises(ValueError, match="'cupy' does not take NumPy arrays"):
         make_kernel("cupy", HOST, np.dtype("float32"), 1.0)
-    with pytest.raises(ValueError, match="'cudnn' takes float16, bfloat16, not float32"):
+    with pytest.raises(ValueError, match="'cudnn' computes float16, bfloat16, got float32"):
         make_kernel("cudnn", HOST, np.dtype("float32"), 1.0)
-    with pytest.raises(ValueError, match="'numba' takes float16, bfloat16, float32, not float64"):
+    with pytest.raises(ValueError, match="computes float16, bfloat16, float32, got float64"):
         make_kernel("numba", HOST, np.dtype("float64"), 1.0)
 
 

@@ -51,7 +51,7 @@ gradients.GradientHooks._start = start
 """
     done = drive("train_llama.py", 2, TEXT, *SMALL, "--separator", "", sabotage=sabotage)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "loss: off by" in done.stdout and "(FAILED, bound 1e-05)" in done.stdout
+    assert "loss: error" in done.stdout and "(FAILED, bound 1e-05)" in done.stdout
 
 
 def test_driver_refuses():

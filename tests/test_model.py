@@ -544,7 +544,7 @@ def test_calibrate(tmp_path):
         ([*common, "--name=\udcff"], [], "UTF-8, at most 100 characters, got '\\udcff'"),
         ([*common, "--name=" + 101 * "x"], [], "at most 100 characters, got 'xxx"),
         ([*common, "--kernel=cupy"], [], "invalid choice"),
-        ([*common, "--kernel=numba", "--dtypes=float64"], [], "float32, not float64"),
+        ([*common, "--kernel=numba", "--dtypes=float64"], [], "float32, got float64"),
         ([*common, "--threads=0"], [], "--threads must be at least 1"),
         ([*common, f"--threads={10**30}"], [], "--threads must be at most 1024"),
     ])  # fmt: skip

@@ -77,7 +77,7 @@ def test_refused(grid):
     refusal, both = "no good", "the call: scatter of plan"
     cases = [
         (lambda: plan.scatter(good[1:] if first else None),
-         "x has shape (28, 2) and dtype float64, the sequence has 29 tokens"),
+         "x has shape (28, 2) and dtype float64, but the sequence has 29 tokens"),
         (lambda: plan.scatter(None), "x must be a NumPy or CuPy array, got NoneType (on rank 0)"),
         (lambda: plan.scatter(np.array(3.0)), "x has shape () and dtype float64"),
         (lambda: plan.scatter(np.full(29, Fraction(1))), "dtype object"),

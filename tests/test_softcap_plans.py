@@ -168,7 +168,7 @@ def test_bad_input(comm, where):
     here = where == "all" or comm.rank == comm.size - 1
     for wrong, text in (
         ({"logit_softcap": 0.0}, "logit_softcap must be between 1e-30 and 1e30, got 0.0"),
-        ({"logit_softcap": 1.0, "kernel": "cudnn", "dtype": "bfloat16"}, "has no soft-cap"),
+        ({"logit_softcap": 1.0, "kernel": "cudnn", "dtype": "bfloat16"}, "computes no soft-cap"),
     ):
         more = wrong if here else {x: y for x, y in wrong.items() if x in ("dtype",)}
         found = message_of(comm, lambda more=more: Attention2D(grid, Full(), **GOOD, **more))

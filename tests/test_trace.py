@@ -343,7 +343,7 @@ def test_bad_paths(tmp_path):
     paths = [
         (tmp_path / "a.txt", "a.txt must end with .json"),
         ("/nowhere/a.json", "cannot write /nowhere/a.json"),
-        (other, "other.json another kind of file"),
+        (other, "other.json, another kind of file"),
         (tmp_path / "out.h5", "out.h5: it is the output"),
     ]
     output = ["--output", tmp_path / "out.h5"]
