@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the batch scripts jobs/slurm_*.sh for real: SLURM on an emulated cluster of four nodes.
-# Needs root, SLURM and munge (Debian and Ubuntu: slurm-wlm, munge); takes a minute.  Ends at
+# Needs root, SLURM and munge (Debian and Ubuntu: slurm-wlm, munge); takes minutes.  Ends at
 # the first job that fails.  Not part of jobs/test.sh.
 #
 #   bash tests/cluster/slurm.sh
@@ -18,7 +18,7 @@ if ((${#missing[@]} > 0)); then
 fi
 
 tmp=$(mktemp -d) # all nodes see it
-EMULATE_TIMEOUT=400 bash jobs/emulate.sh "${1:-4}" 2 "${2:-200mbit}" \
+EMULATE_TIMEOUT=900 bash jobs/emulate.sh "${1:-4}" 2 "${2:-200mbit}" \
   --head bash tests/cluster/slurm_head.sh "$tmp" "${1:-4}" &
 trap 'kill "$!" 2>/dev/null && wait "$!"; rm -rf "$tmp"' EXIT
 trap 'exit 130' INT # for the other, started with &, there is no Ctrl-C
