@@ -289,7 +289,7 @@ def test_planned_grid(comm):
 
 @pytest.mark.parametrize("grid", [(1, 1, 0), (1, 1, 2.0), (1, "u", 1)])
 def test_heads_that_are_no_number(comm, grid):
-    with pytest.raises(ValueError, match="grid does not fit|must be whole numbers"):
+    with pytest.raises(ValueError, match=r"grid does not fit|must be whole numbers"):
         ProcessGrid(comm, *grid)
 
 
