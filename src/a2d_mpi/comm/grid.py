@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import CollectiveError, agree
+from a2d_mpi.comm.agreement import CollectiveError, agree, decide
 from a2d_mpi.comm.failures import Failures, RanksLost, shrunk, survives
 from a2d_mpi.comm.rendezvous import Rendezvous
 from a2d_mpi.comm.threads import cores_of_rank
@@ -199,15 +199,9 @@ class ProcessGrid:
         """
         from a2d_mpi.planning.planner import best_candidate
 
-        layout, problem = None, None
-        if comm.rank == 0:
-            try:
-                layout = best_candidate(machine, comm.size, work, memory, (method,)).layout
-            except Exception as error:  # all ranks must raise an error of any kind
-                problem = str(error) or type(error).__name__
         with Failures(comm, []).all_or_none():
-            agree(comm, problem)
-            layout = comm.bcast(layout)
+            options = machine, comm.size, work, memory, (method,)
+            layout = decide(comm, 0, lambda: best_candidate(*options).layout)
         grid = cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
         chosen = {"stream": layout.stream, "distribution": layout.distribution}
         grid.layout = replace(grid.layout, **chosen)

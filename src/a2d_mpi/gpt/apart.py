@@ -18,7 +18,7 @@ output of the final LayerNorm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 
@@ -26,7 +26,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.agreement import agree, decide
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices import device_of
@@ -169,9 +169,9 @@ class Apart(Decoder):
         """Return a context manager without effect: here the death of a rank ends the job."""
         return nullcontext()
 
-    def agreed(self, choices: dict[int, int]) -> dict[int, int]:
-        """Return the choices of the first FFN rank, on all ranks."""
-        return self._pipe.comm.bcast(choices, self._pipe.ffn_ranks[0])
+    def decide(self, choose: Callable[[], dict[int, int]]) -> dict[int, int]:
+        """Return on all ranks what `choose` returns on the first FFN rank."""
+        return decide(self._pipe.comm, self._pipe.ffn_ranks[0], choose)
 
     def _no_logits(self) -> np.ndarray:
         return np.empty((0, self._weights.config.vocab))
@@ -283,6 +283,7 @@ class FFNRank(Apart):
 
     def prefill(self, prompts: Mapping[int, np.ndarray]) -> np.ndarray:
         """Compute prompts, with one batch for the tokens of each attention rank."""
+        self._check(prompts)
         pipe, takes = self._pipe, self._weights.config.layers
         with errors_of_attention(pipe.comm):
             pass
