@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import NoReturn
@@ -154,12 +155,13 @@ class AttentionPlan:
         threads: int | None = None,
         check_finite: bool = False,
     ) -> None:
-        self.grid, self.mask, self.overlap, self.traffic = grid, mask, bool(overlap), Traffic()
+        self.grid, self.mask, self.traffic = grid, mask, Traffic()
         self._check_finite, self._broken, self._calls = check_finite, False, 0
         rendezvous, name, arguments = grid.rendezvous, type(self).__name__, {}
         with rendezvous.turn() as problem:
             self._number = rendezvous.plans + 1
             try:
+                self.overlap = bool(overlap)
                 config = AttentionConfig(
                     seqlen,
                     nheads,
@@ -507,6 +509,7 @@ class AttentionPlan:
         sink: Array | None,
         max_logits: bool = False,
         refusal: str | None = None,
+        alike: Mapping[str, bool] = {},
     ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
 
@@ -519,6 +522,8 @@ class AttentionPlan:
         max_logits : bool
         refusal : str, optional
             Why this rank has no arrays.
+        alike : mapping of str to bool
+            More options that must be the same on all ranks.
 
         Returns
         -------
@@ -541,6 +546,7 @@ class AttentionPlan:
                     raise ValueError(
                         "an earlier call was interrupted: make a new grid and a new plan"
                     )
+                max_logits = bool(max_logits)
                 lengths = len(self.tokens), len(self.tokens_kv)
                 engine.move_to(check_tensors(arrays, lengths, self.config))
                 tensors, finite = engine.taken(arrays, self._check_finite)
@@ -555,7 +561,7 @@ class AttentionPlan:
                 problem = problem or str(error) or type(error).__name__
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
             options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
-            options["max_logits"] = bool(max_logits)
+            options |= {"max_logits": max_logits is True, **alike}
             engine.connect(rendezvous, call, problem, finite, options)
             self._calls += 1
             for channel in self._channels.values():

@@ -112,8 +112,8 @@ class ProcessGrid:
             # The watch must not talk: only the caller sends messages on `comm`.
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
-        except ValueError as error:
-            problem = str(error)
+        except Exception as error:  # of any kind: all ranks must raise it
+            problem = str(error) or type(error).__name__
         self._comms: list[MPI.Intracomm] = []
         self.failures = Failures(comm, self._comms)
         try:

@@ -93,8 +93,8 @@ class Service:
         Raises
         ------
         ValueError
-            On all ranks, if `choose` raises an error.  No request has changed, but the decoder has,
-            so the service needs another one (`use`).
+            On all ranks, if `choose` raises an error.  No request has changed.  To go on, `use`
+            another decoder.
         RanksLost
             On all surviving ranks, if a rank died.  No request has changed.
         """
