@@ -100,6 +100,10 @@ def test_arguments_of_any_type(comm, grid):
     q, k, v = (np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3))
     text = message_of(comm, lambda: plan.forward(q, k, v, max_logits=both))
     assert "truth value of an array" in text
+    alike = {"the weather": not last}
+    text = message_of(comm, lambda: plan.forward(q, k, v, alike=alike if comm.size > 1 else 5))
+    told = "ranks disagree on the weather: given on some" if comm.size > 1 else "not a mapping"
+    assert told in text
     plan.forward(q, k, v)
 
 

@@ -236,6 +236,7 @@ class AttentionPlan:
         sink: Array | None = None,
         *,
         max_logits: bool = False,
+        alike: Mapping[str, bool] = {},
     ) -> tuple[Array, ...]:
         """Compute ``out = softmax(softmax_scale q k^T) v`` over the visible keys.
 
@@ -256,6 +257,9 @@ class AttentionPlan:
             on all ranks, and only kernels on the host can do it.  The kernel makes one more pass
             over the logits and takes 1.1 to 1.3 times as long (2048 tokens, heads of 64 and 128).
             At the end the ranks reduce nheads numbers, which `traffic` does not count.
+        alike : mapping of str to bool
+            Anything else that must be the same on all ranks, by name: `a2d_mpi.torch` passes
+            whether a backward pass can follow.
 
         Returns
         -------
@@ -272,10 +276,11 @@ class AttentionPlan:
         Raises
         ------
         ValueError
-            On all ranks, if an array has the wrong shape or dtype on any rank, or the kernel
-            cannot return the largest logits.
+            On all ranks, if an array has the wrong shape or dtype on any rank, or ranks disagree
+            on an option, or the kernel cannot return the largest logits.
         """
-        return self._call("forward", {"q": q, "k": k, "v": v}, sink, max_logits)
+        arrays = {"q": q, "k": k, "v": v}
+        return self._call("forward", arrays, sink, max_logits, alike=alike)
 
     def backward(
         self,
@@ -538,7 +543,7 @@ class AttentionPlan:
         """
         engine, rendezvous = self._engine, self.grid.rendezvous
         with rendezvous.turn(engine.settle) as problem:
-            tensors, finite = {}, True
+            tensors, finite, options = {}, True, {}
             try:
                 if refusal:
                     raise ValueError(refusal)
@@ -547,6 +552,8 @@ class AttentionPlan:
                         "an earlier call was interrupted: make a new grid and a new plan"
                     )
                 max_logits = bool(max_logits)
+                options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
+                options |= {"max_logits": max_logits, **alike}
                 lengths = len(self.tokens), len(self.tokens_kv)
                 engine.move_to(check_tensors(arrays, lengths, self.config))
                 tensors, finite = engine.taken(arrays, self._check_finite)
@@ -560,8 +567,6 @@ class AttentionPlan:
             except Exception as error:  # of any kind: all ranks must raise it
                 problem = problem or str(error) or type(error).__name__
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
-            options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
-            options |= {"max_logits": max_logits is True, **alike}
             engine.connect(rendezvous, call, problem, finite, options)
             self._calls += 1
             for channel in self._channels.values():

@@ -78,11 +78,9 @@ class _Attention(torch.autograd.Function):
     ) -> tuple:
         """Compute out and lse of q, k, v and the sink; `recorded`: for a backward pass."""
         with current_stream():
-            *qkv, sink = _arrays(plan, "forward", tensors)
-            arrays = dict(zip(("q", "k", "v"), qkv))
+            q, k, v, sink = _arrays(plan, "forward", tensors)
             # A rank that records no gradients would not take part in the backward pass.
-            results = plan._call("forward", arrays, sink, alike={RECORDED: recorded})
-            out, lse = map(tensor_of, results)
+            out, lse = map(tensor_of, plan.forward(q, k, v, sink, alike={RECORDED: recorded}))
         ctx.plan, ctx.return_lse = plan, return_lse
         ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)
