@@ -31,7 +31,7 @@ from a2d_mpi.kernels import KERNELS
 
 T = TypeVar("T")
 IDLE = 0.002  # s of sleep between the polls of a rank that waits for another rank's long step
-PATIENCE = 5.0  # s after a CollectiveError in which all other ranks must come to their end
+PATIENCE = 10.0  # s after a CollectiveError in which all other ranks must come to their end
 
 
 def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) -> T | None:
