@@ -12,6 +12,7 @@ from test_gpt import alone, shaken
 from test_gpt_decode import likeliest
 
 from a2d_mpi import Causal, ProcessGrid
+from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.gpt import pipe
 from a2d_mpi.gpt.apart import (
@@ -227,6 +228,35 @@ def test_refusals(comm):
         opened(comm, (1, n - 1), CONFIGS["mfa"], [3, 4])
     with pytest.raises(ValueError, match="micro_batches must be at least 1, got 0"):
         opened(comm, (1, n - 1), CONFIGS["mfa"], [3], micro_batches=0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_arguments_that_differ(comm):
+    """On the last rank only, which is an FFN rank of the first decoder."""
+    last, config = comm.rank == comm.size - 1, CONFIGS["mfa"]
+    split = (comm.size - 1, 1)
+    grid = attention_grid(comm, split, (1, split[0], 1))
+    weights = Parameters(config, *weights_of_rank(shaken(config), comm.rank, split))
+    alike = ProcessGrid(comm, 1, comm.size)
+    for name, right, wrong in (
+        ("block", 16, 8),
+        ("rooms", [9] * split[0], [9] * split[0] + [1]),
+        ("micro_batches", 3, 4),
+    ):
+        options = {"rooms": [9] * split[0], "block": 16, name: wrong if last else right}
+        with pytest.raises(CollectiveError, match=f"ranks disagree on {name.removesuffix('s')}"):
+            open_apart(comm, grid, split, weights, **options)
+    for rooms, block, told in (
+        ([9] * comm.size, 8, "ranks disagree on block"),
+        (5, 16, "has no len"),
+        ([9] * comm.size, "x", "not supported between"),
+    ):
+        options = (rooms, block) if last else ([9] * comm.size, 16)
+        with pytest.raises(CollectiveError, match=told):
+            Decoder(alike, shaken(config), *options)
+    for x in (grid, alike):
+        if x:
+            x.free()
 
 
 def unlike(found, *texts):

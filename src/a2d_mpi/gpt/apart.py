@@ -148,8 +148,10 @@ def open_apart(
     ValueError
         On all ranks, in the same cases as a `Decoder`, or if there is no micro-batch.
     """
-    wrong = f"micro_batches must be at least 1, got {micro_batches}"
-    agree(comm, None if micro_batches >= 1 else wrong)
+    good = isinstance(micro_batches, (int, np.integer)) and micro_batches >= 1
+    wrong = None if good else f"micro_batches must be at least 1, got {micro_batches!r}"
+    arguments = {"split": split, "room": rooms, "block": block, "micro_batches": micro_batches}
+    agree(comm, wrong, arguments)
     if grid is None:
         return FFNRank(comm, split[0], weights, rooms, block, transfers, micro_batches)
     return AttentionRank(

@@ -62,9 +62,10 @@ class Decoder:
     Raises
     ------
     ValueError
-        On all ranks, if the rooms do not fit the grid, or the grid does not fit the heads.  Also
-        if the model has linear layers, or the kernel does not take its arrays.  `prefill` and
-        `step` raise it, too, before anything changes, if a request or a token is wrong.
+        On all ranks, if the rooms do not fit the grid, the grid does not fit the heads, or an
+        argument differs between ranks.  Also if the model has linear layers, or the kernel does
+        not take its arrays.  `prefill` and `step` raise it, too, before anything changes, if a
+        request or a token is wrong.
     """
 
     def __init__(
@@ -79,20 +80,25 @@ class Decoder:
     ) -> None:
         self._grid, self._weights, self._method = grid, weights, method
         self._options, c = {"transfers": transfers, "kernel": kernel}, weights.config
-        ranks = grid.group_comm.size
-        why = misfit(c.nheads, c.nheads_kv, grid.heads)
-        problem = f"a head axis of {grid.heads} ranks: {why}" if why else None
-        if len(rooms) != ranks:
-            problem = f"room must be a number for each of the {ranks} positions, got {list(rooms)}"
-        if c.hybrid:
-            problem = f"no decoding with linear layers: the model has layers {c.layer_pattern}"
-        device = device_of(weights.flat)
-        try:  # plans make their kernels late, in the middle of a prompt
-            self.table = BlockTable(rooms, block)
+        ranks, problem = grid.group_comm.size, None
+        try:
+            if c.hybrid:
+                raise ValueError(
+                    f"no decoding with linear layers: the model has layers {c.layer_pattern}"
+                )
+            if len(rooms) != ranks:
+                raise ValueError(
+                    f"room must be a number for each of the {ranks} positions, got {list(rooms)}"
+                )
+            if why := misfit(c.nheads, c.nheads_kv, grid.heads):
+                raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
+            self.table, device = BlockTable(rooms, block), device_of(weights.flat)
+            # Plans make their kernels late, in the middle of a prompt.
             make_kernel(kernel, device, weights.flat.dtype, c.headdim**-0.5)
-        except (ValueError, ImportError) as error:
-            problem = problem or str(error)
-        agree(grid.comm, problem)
+        except Exception as error:  # of any kind: all ranks must raise it
+            problem = str(error) or type(error).__name__
+        arguments = {"room": rooms, "block": block, "method": method, **self._options}
+        agree(grid.comm, problem, arguments)
         self.traffic = Traffic()
         shape = c.layers, heads_kv_of(c, grid.heads, 0).stop, c.headdim
         self.cache = Cache(self.table, grid.group_comm.rank, shape, weights.flat)
