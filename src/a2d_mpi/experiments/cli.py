@@ -172,8 +172,8 @@ def run(
     open_streams()
     parser = build_parser(comm)
     prog = parser.prog
-    alive = _name_if_killed(f"{prog}: rank {comm.rank}")
     ends, problem = comm.Dup(), None  # other ranks may still use `comm` when this rank ends
+    alive = _name_if_killed(f"{prog}: rank {comm.rank}")
 
     def abort(code: int) -> NoReturn:
         sys.stderr.flush()
