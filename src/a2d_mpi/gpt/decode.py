@@ -200,12 +200,12 @@ class Decoder:
 
     def _append(self, tokens: Mapping[int, int]) -> tuple[list[int], np.ndarray, list[int]]:
         """Add one token to each request of the table; return requests, positions and owners."""
-        self._check({name: np.array([token]) for name, token in tokens.items()})
+        self._check({name: [token] for name, token in tokens.items()})
         names = list(tokens)
         positions = np.array([self.table.requests[x].length for x in names])
         return names, positions, [self.table.append(x, 1)[0] for x in names]
 
-    def _check(self, new: Mapping[int, np.ndarray]) -> None:
+    def _check(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> None:
         """Refuse tokens of requests, before anything changes.
 
         All ranks have the same arguments and the same table, so all ranks raise the same error.
@@ -222,11 +222,14 @@ class Decoder:
                 raise CollectiveError(
                     f"request {name} has room for {room} more tokens, got {len(tokens)}"
                 )
-            wrong = tokens[(tokens < 0) | (tokens >= vocab)]
-            if len(wrong):
-                raise CollectiveError(
-                    f"request {name}: tokens must be from 0 to {vocab - 1}, got {wrong[0]}"
-                )
+        everything = np.concatenate(list(new.values()))
+        wrong = np.flatnonzero((everything < 0) | (everything >= vocab))
+        if len(wrong):
+            names = np.repeat(list(new), [len(x) for x in new.values()])
+            raise CollectiveError(
+                f"request {names[wrong[0]]}: tokens must be from 0 to {vocab - 1}, got "
+                f"{everything[wrong[0]]}"
+            )
 
     def _plan(self, cu_seqlens: np.ndarray) -> AttentionPlan:
         """Make a plan for prompts that are packed as documents."""
