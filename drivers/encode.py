@@ -1,6 +1,6 @@
 r"""Embeddings of texts by a pretrained encoder, all packed into one sequence over the ranks.
 
-    mpiexec -n 4 python drivers/encode.py --documents 100 --check \
+    mpiexec -n 4 python drivers/encode.py --documents 100 --check full \
         --query "How do I catch an exception?" --output results/embeddings.h5
 
 The model is all-MiniLM-L6-v2: python -m pip install -e '.[data]', then
@@ -15,7 +15,7 @@ from mpi4py import MPI
 from a2d_mpi.experiments.cli import Parser, run
 from a2d_mpi.experiments.encode import encode
 from a2d_mpi.experiments.grids import add_grid
-from a2d_mpi.experiments.options import add_options, path, utf8, whole
+from a2d_mpi.experiments.options import SAMPLE, add_options, path, utf8, whole
 
 
 def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
@@ -35,8 +35,9 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     add("--model", type=path, metavar="DIR", help=text)
     group = parser.add_argument_group("output and checks")
     add_options(group, "output", help="HDF5 file for the embeddings")
-    text = "rank 0 also encodes each document alone in float64"
-    group.add_argument("--check", action="store_true", help=text)
+    text = "texts that rank 0 also encodes alone in float64: "
+    text += f"sample ({SAMPLE}, and both ends), rows:N (N, and both ends), full (all), none"
+    add_options(group, "check", default="none", help=text)
     add_options(add_grid(parser), "threads")
     return parser
 

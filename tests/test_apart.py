@@ -6,12 +6,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, assert_all_refused, distance, drive
+from helpers import SECONDS, assert_all, assert_all_refused, deeper, distance, drive
 from mpi4py import MPI
 from test_gpt import alone, shaken
 from test_gpt_decode import likeliest
 
-from a2d_mpi import Causal
+from a2d_mpi import Causal, ProcessGrid
+from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.experiments.trace import read_trace
 from a2d_mpi.gpt import pipe
 from a2d_mpi.gpt.apart import (
@@ -21,9 +22,10 @@ from a2d_mpi.gpt.apart import (
     weights_of_rank,
 )
 from a2d_mpi.gpt.config import GPTConfig
+from a2d_mpi.gpt.decode import Decoder
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
-from a2d_mpi.gpt.serve import sample, serve
+from a2d_mpi.gpt.serve import Service, sample, serve
 
 pytestmark = pytest.mark.multirank
 
@@ -228,14 +230,181 @@ def test_refusals(comm):
         opened(comm, (1, n - 1), CONFIGS["mfa"], [3], micro_batches=0)
 
 
+@pytest.mark.mpi(min_size=2)
+def test_arguments_that_differ(comm):
+    """On the last rank only, which is an FFN rank of the first decoder."""
+    last, config = comm.rank == comm.size - 1, CONFIGS["mfa"]
+    split = (comm.size - 1, 1)
+    grid = attention_grid(comm, split, (1, split[0], 1))
+    weights = Parameters(config, *weights_of_rank(shaken(config), comm.rank, split))
+    alike = ProcessGrid(comm, 1, comm.size)
+    for name, right, wrong in (
+        ("block", 16, 8),
+        ("rooms", [9] * split[0], [9] * split[0] + [1]),
+        ("micro_batches", 3, 4),
+    ):
+        options = {"rooms": [9] * split[0], "block": 16, name: wrong if last else right}
+        with pytest.raises(CollectiveError, match=f"ranks disagree on {name.removesuffix('s')}"):
+            open_apart(comm, grid, split, weights, **options)
+    for rooms, block, told in (
+        ([9] * comm.size, 8, "ranks disagree on block"),
+        (5, 16, "has no len"),
+        ([9] * comm.size, "x", "not supported between"),
+    ):
+        options = (rooms, block) if last else ([9] * comm.size, 16)
+        with pytest.raises(CollectiveError, match=told):
+            Decoder(alike, shaken(config), *options)
+    for x in (grid, alike):
+        if x:
+            x.free()
+
+
+def unlike(found, *texts):
+    """What is not one error, the same on all ranks, that has all texts."""
+    bad = [] if len(set(found)) == 1 else [f"other errors: {found}"]
+    return bad + [f"no {x!r} in {found[0]!r}" for x in texts if x not in str(found[0])]
+
+
+def error_of(comm, call):
+    """The errors of all ranks, as text; the ranks are in step afterwards."""
+    try:
+        call()
+    except ValueError as error:
+        return comm.allgather(str(error))
+    return comm.allgather(None)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("apart", [True, False])
+def test_wrong_requests(comm, apart):
+    """One error on all ranks, before anything changes: the decoder goes on to the right tokens."""
+    config = CONFIGS["grouped"]
+    if apart:
+        decoder, grid = opened(comm, SPLITS[-1], config)
+    else:
+        grid = ProcessGrid(comm, 1, comm.size)
+        decoder = Decoder(grid, shaken(config), [1000] * comm.size)
+    assert decoder.admit(0, 1, 3) and decoder.admit(1, 5, 6)
+    bad = []
+    for given, told in (
+        ({}, "no requests"),
+        ({0: prompts()[0], 7: prompts()[1]}, "request 7 was not admitted"),
+        ({0: prompts()[0], 1: prompts()[2]}, "request 1 has room for 6 more tokens, got 30"),
+        ({0: prompts()[0][:0]}, "request 0 has room for 3 more tokens, got 0"),
+        ({0: prompts()[0], 1: prompts()[1] + 23}, "request 1: tokens must be from 0 to 22, got "),
+        ({0: prompts()[0] - 23}, "request 0: tokens must be from 0 to 22, got -"),
+    ):
+        bad += unlike(error_of(comm, lambda given=given: decoder.prefill(given)), told)
+    decoder.prefill({x: prompts()[x] for x in (0, 1)})
+    first = {x: expected("grouped", x, 1)[0] for x in (0, 1)}
+    decoder.step(first)
+    for given, told in (
+        ({}, "no requests"),
+        ({0: 1, 1: 1}, "request 1 has room for 0 more tokens, got 1"),
+        ({0: 23}, "request 0: tokens must be from 0 to 22, got 23"),
+    ):
+        bad += unlike(error_of(comm, lambda given=given: decoder.step(given)), told)
+    logits = decoder.step({0: expected("grouped", 0, 2)[1]})
+    found = comm.allgather([int(x.argmax()) for x in logits])
+    bad += [f"{x}, not {expected('grouped', 0, 3)}" for x in found
+            if x not in ([], [expected("grouped", 0, 3)[2]])]  # fmt: skip
+    closed(decoder, grid)
+    assert_all(comm, any(found) and not bad, "; ".join(bad))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("error", [ValueError("no such token"), ZeroDivisionError()])
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_choice_that_fails(comm, apart, error):
+    """All ranks raise the error of one rank; another decoder goes on from the tokens so far."""
+    config, called = CONFIGS["grouped"], []
+
+    def choose(request, length, logits):
+        called.append(length)
+        if length == 2 and called.count(2) == 1:
+            raise error
+        return likeliest(request, length, logits)
+
+    def decoder():
+        if apart:
+            return opened(comm, SPLITS[-1], config)
+        grid = ProcessGrid(comm, 1, comm.size)
+        return Decoder(grid, shaken(config), [1000] * comm.size), grid
+
+    service = Service({1: prompts()[1]}, {1: 4}, choose)
+    first, grid = decoder()
+    service.use(first)
+    service.step()
+    service.step()
+    bad = unlike(error_of(comm, service.step), str(error) or "ZeroDivisionError")
+    closed(first, grid)
+    second, grid = decoder()
+    service.use(second)
+    found = []
+    while service.unanswered:
+        found += service.step()
+    bad += wrong_tokens(dict(found), "grouped", {1: 4})
+    closed(second, grid)
+    ranks = sum(comm.allgather(bool(called)))
+    assert_all(comm, ranks == 1 and not bad, f"{ranks} ranks chose; {'; '.join(bad)}")
+
+
+# One rank of three raises an error: rank 2 is the FFN rank.  With the line on stderr.
+FAILING = {
+    # All attention ranks, but no FFN rank, raise this one.
+    "attention": ("a2d_mpi.devices.host", "Host.contiguous", 1, 5, MemoryError,
+                  ["error: no memory (on rank 1)"], 2),
+    "ffn": ("a2d_mpi.gpt.apart", "FFNRank._embedded", 2, 3, MemoryError, ["rank 2 failed"], 70),
+    "cache": ("a2d_mpi.gpt.cache", "Cache._array", 1, 1, MemoryError, ["rank 1 failed"], 70),
+    "Ctrl-C": ("a2d_mpi.gpt.steps", "SpreadAttention.attend", 0, 2, KeyboardInterrupt,
+               ["rank 0 interrupted"], 130),
+    "choice": ("a2d_mpi.experiments.generate", "_Answers._choose", 2, 2, ValueError,
+               ["error: no memory"], 2),
+}  # fmt: skip
+FAIL = """
+import {0} as module
+old, calls = module.{1}, []
+def fail(*args, **options):
+    calls.append(1)
+    if len(calls) == {3}:
+        raise {4.__name__}("no memory")
+    return old(*args, **options)
+if rank == {2}:
+    module.{1} = fail
+"""
+
+
 @pytest.mark.launches
-def test_driver(tmp_path):
-    """The driver prints the tokens of one rank, and refuses bad options."""
-    text, run = tmp_path / "text", tmp_path / "run"
-    text.write_bytes(b"to be or not to be " * 20)
+@pytest.mark.parametrize("name", deeper(FAILING, ["attention", "choice"]))
+def test_an_error_on_some_ranks(checkpoints, name):
+    """An error on any rank ends the job, and no rank waits for good."""
+    *place, lines, code = FAILING[name]
+    options = ["--prompt", "to be", "--prompt", "or", "--tokens", 9]
+    options += ["--attention-ranks", 2, "--ffn-ranks", 1]
+    done = drive("generate.py", 3, checkpoints, *options, sabotage=FAIL.format(*place))
+    assert done.seconds < SECONDS, done.stderr
+    for line in lines:
+        assert f"generate.py: {line}" in done.stderr, done.stderr
+    # Open MPI's launcher passes on the code of another rank, which it has ended.
+    assert done.returncode == code or (done.returncode and "Open MPI" in MPI.get_vendor())
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A folder with a small trained model."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "text").write_bytes(b"to be or not to be " * 20)
     sizes = ["--preset", "mfa-tiny", "--layers", 2, "--seqlen", 64, "--steps", 3]
-    done = drive("train_gpt.py", 2, text, "--folder", run, *sizes, "--separator", "")
+    options = [folder / "text", "--folder", folder, *sizes, "--separator", ""]
+    done = drive("train_gpt.py", 2, *options)
     assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.launches
+def test_driver(checkpoints):
+    """The tokens of one rank, also for requests that come and go; bad options are refused."""
+    run = checkpoints
     options = ["--prompt", "to be", "--prompt", "or", "--prompt", "not ", "--tokens", 20]
     options += ["--arrive", "0,0,4", "--kv-block", 4, "--temperature", 0.7, "--top-k", 9]
     shown = []

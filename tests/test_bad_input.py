@@ -23,12 +23,12 @@ pytestmark = pytest.mark.mpi
 GOOD = {"seqlen": 40, "nheads": 4, "headdim": 8}
 
 
-def message_of(comm, action):
+def message_of(comm, action, kind=CollectiveError):
     """Return the text of the error that `action` raises; it must be the same on all ranks."""
     try:
         action()
         text = None
-    except CollectiveError as error:
+    except kind as error:
         text = str(error)
     texts = comm.allgather(text)
     assert_all(comm, None not in texts and len(set(texts)) == 1, f"{texts}")
@@ -113,6 +113,32 @@ def test_grids_that_differ(comm):
     rows = 1 if comm.rank == 1 else comm.size
     text = message_of(comm, lambda: ProcessGrid(comm, rows, comm.size // rows))
     assert text == f"ranks disagree on rows: {comm.size} on rank 0, 1 on rank 1"
+
+
+class Unprintable:
+    """An argument that raises an error whatever is done with it."""
+
+    def __repr__(self):
+        raise RuntimeError("cannot be printed")
+
+
+def test_arguments_of_any_type(comm, grid):
+    """What is no number on one rank, and not even text: one error on all ranks."""
+    last = comm.rank == comm.size - 1
+    rows = Unprintable() if last else 1
+    assert "cannot be printed" in message_of(comm, lambda: ProcessGrid(comm, rows, comm.size))
+    both = np.ones(2) if last else True
+    text = message_of(comm, lambda: Attention2D(grid, Full(), overlap=both, **GOOD))
+    assert "truth value of an array" in text
+    plan = Attention2D(grid, Full(), **GOOD)
+    q, k, v = (np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3))
+    text = message_of(comm, lambda: plan.forward(q, k, v, max_logits=both))
+    assert "truth value of an array" in text
+    alike = {"the weather": not last}
+    text = message_of(comm, lambda: plan.forward(q, k, v, alike=alike if comm.size > 1 else 5))
+    told = "ranks disagree on the weather: some ranks pass it" if comm.size > 1 else "not a mapping"
+    assert told in text
+    plan.forward(q, k, v)
 
 
 class Overlapping(Mask):

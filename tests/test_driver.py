@@ -308,6 +308,34 @@ def test_full_disk(tmp_path, found):
 
 
 @launches
+def test_a_module_that_is_missing_on_one_rank():
+    """An error before the program begins ends the job, too."""
+    done = drive(2, SAMPLE, sabotage="if rank: sys.modules['a2d_mpi.experiments.job'] = None")
+    assert done.returncode and done.seconds < SECONDS, done.stderr
+    assert "import of a2d_mpi.experiments.job halted" in done.stderr
+
+
+PART = """
+import a2d_mpi.experiments.job as job
+from a2d_mpi.comm.agreement import CollectiveError
+def open_grid(comm, *_):
+    if rank == 1:
+        raise CollectiveError("of a part of the ranks")
+    comm.Barrier()
+job.open_grid = open_grid
+"""
+
+
+@launches
+def test_a_collective_error_of_some_ranks():
+    """The other ranks wait for these ranks, and these ranks do not wait for the others."""
+    done = drive(2, SAMPLE, sabotage=PART)
+    assert done.returncode and done.seconds < SECONDS, done.stderr
+    said = "attention.py: rank 1 failed, others did not: of a part of the ranks"
+    assert said in done.stderr, done.stderr
+
+
+@launches
 @pytest.mark.parametrize("how", [
     "raise RuntimeError('a defect')",
     "os.kill(os.getpid(), 2)",

@@ -89,8 +89,8 @@ def addresses(plan, monkeypatch):
     def call(phase):
         real = getattr(plan, phase)
 
-        def called(*arrays):
-            results = real(*arrays)
+        def called(*arrays, **options):
+            results = real(*arrays, **options)
             calls.append((phase, [*map(address, arrays)], [*map(address, results)]))
             return results
 
@@ -300,6 +300,23 @@ def test_no_grad_and_double_backward(make, comm):
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("how", ["no_grad", "requires_grad"])
+def test_gradients_on_some_ranks(make, comm, how):
+    """The others would wait for the backward pass of this rank: an error of all ranks."""
+    plan = make()
+    q, k, v, sink = tensors(plan)
+    given, recorded = (q, k, v, sink), True
+    if comm.rank == 1 and how == "requires_grad":
+        given = [x.detach() for x in given]
+    if comm.rank == 1 and how == "no_grad":
+        recorded = False
+    with torch.set_grad_enabled(recorded):
+        said = message_of(comm, lambda: attend(plan, *given))
+    assert_all(comm, "ranks disagree on gradients" in said, said)
+    mixed = [x.detach() if i == comm.rank else x for i, x in enumerate((q, k, v, sink))]
+    attend(plan, *mixed).sum().backward()  # one tensor is enough
+
+
 def test_changed_in_place(make, comm):
     """A tensor that one rank changed is an error on all ranks, which stay in step."""
     plan = make()
@@ -385,6 +402,8 @@ def test_shards_that_are_refused(make, comm):
             given = bad if plan.grid.comm.rank == rank else good
             said = message_of(comm, partial(call, plan, given))
             assert_all(comm, "x must be a NumPy or CuPy array, got" in said, said)
+    said = message_of(comm, lambda: shift_labels(plan, own.to(torch.uint8)), ValueError)
+    assert_all(comm, "labels must be able to hold -100, got torch.uint8" in said, said)
 
 
 @pytest.mark.parametrize("ends", [[SEQLEN], [4, 5, 5, 23], [1, SEQLEN]])
@@ -469,8 +488,11 @@ def test_sums_that_are_refused(comm):
     hooks = GradientHooks(model, comm)
     x = torch.ones(4, 5)
     model(x, True).backward()
-    with pytest.raises(ValueError, match="a parameter got a second gradient before finish"):
+    if comm.rank == 1:  # one rank alone
         model(x, True).backward()
+    assert "a parameter got a second gradient before finish" in message_of(comm, hooks.finish)
+    model.zero_grad()
+    model(x, True).backward()
     hooks.finish()
     hooks.free()
     model(x, True).backward()  # without hooks

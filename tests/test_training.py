@@ -11,7 +11,14 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, assert_all_refused, assert_each_refused, drive, drive_each
+from helpers import (
+    assert_all,
+    assert_all_refused,
+    assert_each_refused,
+    assert_refused,
+    drive,
+    drive_each,
+)
 from mpi4py import MPI
 from test_gpt import ROOT, alone, lone, shaken
 
@@ -178,6 +185,13 @@ def test_refusals(tmp_path, profile):
         )
     ])  # fmt: skip
     assert not latest(tmp_path / "run")[0] and text.read_bytes() == TEXT.read_bytes()
+    # Nodes may have different files under the same path.
+    name = f"{tmp_path}/' + 'other' * rank + 'text"
+    (tmp_path / "othertext").write_bytes(text.read_bytes() + b"more")
+    sabotage = "import pathlib, a2d_mpi.gpt.text as t; read = t.read_regular\n"
+    sabotage += f"t.read_regular = lambda _: read('{name}')"
+    done = drive("train_gpt.py", 2, *common, sabotage=sabotage)
+    assert_refused(done, "ranks disagree on the text: a file with SHA-256 ")
 
 
 def test_options_that_cannot_be(tmp_path):

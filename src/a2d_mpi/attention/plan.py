@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import NoReturn
@@ -155,12 +156,13 @@ class AttentionPlan:
         check_finite: bool = False,
     ) -> None:
         check_grid(grid)
-        self.grid, self.mask, self.overlap, self.traffic = grid, mask, bool(overlap), Traffic()
+        self.grid, self.mask, self.traffic = grid, mask, Traffic()
         self._check_finite, self._broken, self._calls = check_finite, False, 0
         rendezvous, name, arguments = grid.rendezvous, type(self).__name__, {}
         with rendezvous.turn() as problem:
             self._number = rendezvous.plans + 1
             try:
+                self.overlap = bool(overlap)
                 config = AttentionConfig(
                     seqlen,
                     nheads,
@@ -235,6 +237,7 @@ class AttentionPlan:
         sink: Array | None = None,
         *,
         max_logits: bool = False,
+        alike: Mapping[str, bool] = {},
     ) -> tuple[Array, ...]:
         """Compute ``out = softmax(softmax_scale q k^T) v`` over the visible keys.
 
@@ -255,6 +258,9 @@ class AttentionPlan:
             on all ranks, and only kernels on the host can do it.  The kernel makes one more pass
             over the logits and takes 1.1 to 1.3 times as long (2048 tokens, heads of 64 and 128).
             At the end the ranks reduce nheads numbers, which `traffic` does not count.
+        alike : mapping of str to bool
+            Anything else that must be the same on all ranks, by name: `a2d_mpi.torch` passes
+            whether a backward pass can follow.
 
         Returns
         -------
@@ -271,10 +277,11 @@ class AttentionPlan:
         Raises
         ------
         ValueError
-            On all ranks, if an array has the wrong shape or dtype on any rank, or the kernel
-            cannot return the largest logits.
+            On all ranks, if an array has the wrong shape or dtype on any rank, or ranks disagree
+            on an option, or the kernel cannot return the largest logits.
         """
-        return self._call("forward", {"q": q, "k": k, "v": v}, sink, max_logits)
+        arrays = {"q": q, "k": k, "v": v}
+        return self._call("forward", arrays, sink, max_logits, alike=alike)
 
     def backward(
         self,
@@ -572,6 +579,7 @@ class AttentionPlan:
         sink: Array | None,
         max_logits: bool = False,
         refusal: str | None = None,
+        alike: Mapping[str, bool] = {},
     ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
 
@@ -584,6 +592,8 @@ class AttentionPlan:
         max_logits : bool
         refusal : str, optional
             Why this rank has no arrays.
+        alike : mapping of str to bool
+            More options that must be the same on all ranks.
 
         Returns
         -------
@@ -598,7 +608,7 @@ class AttentionPlan:
         """
         engine, rendezvous = self._engine, self.grid.rendezvous
         with rendezvous.turn(engine.settle) as problem:
-            tensors, finite = {}, True
+            tensors, finite, options = {}, True, {}
             try:
                 if refusal:
                     raise ValueError(refusal)
@@ -606,6 +616,9 @@ class AttentionPlan:
                     raise ValueError(
                         "an earlier call was interrupted: make a new grid and a new plan"
                     )
+                max_logits = bool(max_logits)
+                options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
+                options |= {"max_logits": max_logits, **alike}
                 lengths = len(self.tokens), len(self.tokens_kv)
                 engine.move_to(check_tensors(arrays, lengths, self.config))
                 tensors, finite = engine.taken(arrays, self._check_finite)
@@ -619,8 +632,6 @@ class AttentionPlan:
             except Exception as error:  # of any kind: all ranks must raise it
                 problem = problem or str(error) or type(error).__name__
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
-            options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
-            options["max_logits"] = bool(max_logits)
             engine.connect(rendezvous, call, problem, finite, options)
             self._calls += 1
             for channel in self._channels.values():

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from mpi4py import MPI
+
+T = TypeVar("T")
 
 
 class CollectiveError(ValueError):
@@ -43,6 +46,28 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
                 raise CollectiveError(
                     f"ranks disagree on {key}: {value} on rank 0, {other.get(key)} on rank {rank}"
                 )
+
+
+def decide(comm: MPI.Intracomm, root: int, choose: Callable[[], T]) -> T:
+    """Return on all ranks what `choose` returns on rank `root`.
+
+    Collective over `comm`; `choose` itself must not communicate.
+
+    Raises
+    ------
+    CollectiveError
+        On all ranks, if `choose` raises an exception of any kind on rank `root`.
+    """
+    value, problem, cause = None, None, None
+    if comm.rank == root:
+        try:
+            value = choose()
+        except Exception as error:
+            problem, cause = str(error) or type(error).__name__, error
+    value, problem = comm.bcast((value, problem), root)
+    if problem is not None:
+        raise CollectiveError(problem) from cause
+    return value
 
 
 def _text(value: object) -> str:

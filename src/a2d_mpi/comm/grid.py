@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import CollectiveError, agree
+from a2d_mpi.comm.agreement import CollectiveError, agree, decide
 from a2d_mpi.comm.failures import Failures, RanksLost, shrunk, survives
 from a2d_mpi.comm.rendezvous import Rendezvous
 from a2d_mpi.comm.threads import cores_of_rank
@@ -115,8 +115,8 @@ class ProcessGrid:
             # The watch must not talk: only the caller sends messages on `comm`.
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
-        except ValueError as error:
-            problem = str(error)
+        except Exception as error:  # of any kind: all ranks must raise it
+            problem = str(error) or type(error).__name__
         self._comms: list[MPI.Intracomm] = []
         self.failures = Failures(comm, self._comms)
         try:
@@ -208,15 +208,9 @@ class ProcessGrid:
         """
         from a2d_mpi.planning.planner import best_candidate
 
-        layout, problem = None, None
-        if comm.rank == 0:
-            try:
-                layout = best_candidate(machine, comm.size, work, memory, (method,)).layout
-            except Exception as error:  # of any kind: all ranks must raise it
-                problem = str(error) or type(error).__name__
         with Failures(comm, []).all_or_none():
-            agree(comm, problem)
-            layout = comm.bcast(layout)
+            options = machine, comm.size, work, memory, (method,)
+            layout = decide(comm, 0, lambda: best_candidate(*options).layout)
         grid = cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
         chosen = {"stream": layout.stream, "distribution": layout.distribution}
         grid.layout = replace(grid.layout, **chosen)

@@ -64,7 +64,8 @@ HOPS = 8  # number of large messages one after the other
 
 def calibrate(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Measure and write the profile; return the exit code."""
-    where = together(comm, lambda: _validated(args, Place(comm)))
+    place = Place(comm)
+    where = together(comm, lambda: _validated(args, place))
     together(comm, lambda: check_writable(args.output, 1 << 16, read_machine), on=0)
     machine, notes = _measure(comm, args, where)
     lines = [

@@ -213,7 +213,7 @@ def _reference(
     if backward:  # values of the run; if all rows are checked, exact values replace them
         own_lse = local["lse"].astype(np.float64)
         own_delta = (dout.astype(np.float64) * local["out"]).sum(axis=-1)
-    for tokens in _samples(plan.seqlen, rows, seed):
+    for tokens in samples(plan.seqlen, rows, seed):
         names = ("q", "dout", "out") if own_out else ("q", "dout")
         own, order, q_rows, *others = _share(plan, tokens, local, *names)
         visible = plan.mask.dense(tokens[order], plan.tokens)
@@ -245,7 +245,7 @@ def _reference(
                 own_lse[where], own_delta[where] = lse[own], delta[own]
     if not backward:
         return
-    for tokens in _samples(plan.seqlen, rows, seed + 1):
+    for tokens in samples(plan.seqlen, rows, seed + 1):
         own, order, k_rows, v_rows = _share(plan, tokens, local, "k", "v")
         visible = plan.mask.dense(plan.tokens, tokens[order])
         where = np.searchsorted(plan.tokens, tokens[order][own])
@@ -382,7 +382,7 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.nan_to_num(distance, nan=math.inf, posinf=math.inf).max(initial=0))
 
 
-def _samples(seqlen: int, rows: int | None, seed: int) -> list[np.ndarray]:
+def samples(seqlen: int, rows: int | None, seed: int) -> list[np.ndarray]:
     """Return the tokens to check, sorted and cut into arrays: all, or a sample with both ends."""
     tokens = np.arange(seqlen)
     if rows is not None and rows < seqlen:

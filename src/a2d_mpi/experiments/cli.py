@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import socket
@@ -14,6 +15,7 @@ from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn, TypeVar
 
+import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError, agree
@@ -29,6 +31,7 @@ from a2d_mpi.kernels import KERNELS
 
 T = TypeVar("T")
 IDLE = 0.002  # s of sleep between the polls of a rank that waits for another rank's long step
+PATIENCE = 10.0  # s after a CollectiveError in which all other ranks must come to their end
 
 
 def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) -> T | None:
@@ -49,7 +52,7 @@ def together(comm: MPI.Intracomm, step: Callable[[], T], on: int | None = None) 
         except (ValueError, OSError, MemoryError) as error:
             problem = reason(error)
     if on is not None:
-        _wait_idly(comm)
+        _wait_idly(comm.Ibarrier())
     agree(comm, problem)
     return value
 
@@ -78,11 +81,17 @@ def check_room(comm: MPI.Intracomm, what: str, nbytes: int, ranks: int | None = 
     together(comm, lambda: check_memory(what, nbytes, sharing))
 
 
-def _wait_idly(comm: MPI.Intracomm) -> None:
-    """Wait in a barrier, asleep: a rank that works for minutes may share the core."""
-    arrived = comm.Ibarrier()
+def _wait_idly(arrived: MPI.Request, seconds: float = math.inf) -> bool:
+    """Wait for a message, asleep: a rank that works for minutes may share the core.
+
+    Return False if the message has not arrived after `seconds`.
+    """
+    end = time.monotonic() + seconds
     while not arrived.Test():
+        if time.monotonic() > end:
+            return False
         time.sleep(IDLE)
+    return True
 
 
 @contextmanager
@@ -167,12 +176,21 @@ def run(
     Options in `apart` may differ between the ranks.  A CollectiveError is printed once, on rank 0,
     and the exit code is 2.  Any other exception, and Ctrl-C, may have happened on one rank only.
     Its traceback, or a line after Ctrl-C, is printed and the whole job is aborted, so that no rank
-    waits for this one.  If a rank is killed, a line names it.
+    waits for this one.  The job is also aborted if only a part of the ranks raise a
+    CollectiveError, for example the ranks of a smaller grid.  If a rank is killed, a line says so.
     """
     open_streams()
     parser = build_parser(comm)
     prog = parser.prog
+    ends, problem = comm.Dup(), None  # other ranks may still use `comm` when this rank ends
     alive = _name_if_killed(f"{prog}: rank {comm.rank}")
+
+    def abort(code: int) -> NoReturn:
+        sys.stderr.flush()
+        alive()
+        comm.Abort(code)
+        os._exit(code)  # the call may return where another rank has aborted, too
+
     try:
         args = arguments(comm, parser, apart)
         together(comm, lambda: check_files(args))
@@ -181,7 +199,7 @@ def run(
     except SystemExit as end:  # --help, on all ranks
         code = end.code
     except CollectiveError as error:
-        code = BAD_INPUT
+        code, problem = BAD_INPUT, error
         if comm.rank == 0:
             print(f"{prog}: error: {error}", file=sys.stderr, flush=True)
     except (Exception, KeyboardInterrupt) as error:
@@ -192,21 +210,22 @@ def run(
         print(f"{prog}: rank {comm.rank} {ended}", file=sys.stderr)
         if not interrupted:
             traceback.print_exc()
-        sys.stderr.flush()
-        alive()
-        comm.Abort(code)
-        os._exit(code)  # the call may return where another rank has aborted, too
+        abort(code)
     if lost_output(prog):
         code = BAD_INPUT
     # A launcher that sees an exit code ends the other ranks: first the message must be printed.
-    if survives():
-        try:
-            comm.Agree(1)
-        except MPI.Exception:  # ranks died, and the others continued
-            alive()
-            sys.stderr.flush()
-            os._exit(code)  # MPI_Finalize may wait for good (Open MPI 5.0.11)
-    code = comm.allreduce(code, MPI.MAX)
+    try:
+        arrived = ends.Iagree(np.ones(1, np.intc)) if survives() else ends.Ibarrier()
+        if not _wait_idly(arrived, PATIENCE if problem else math.inf):
+            print(f"{prog}: rank {comm.rank} failed, others did not: {problem}", file=sys.stderr)
+            abort(code)
+    except MPI.Exception:
+        if not survives():
+            raise
+        alive()  # ranks died, and the others continued
+        sys.stderr.flush()
+        os._exit(code)  # MPI_Finalize may wait for good (Open MPI 5.0.11)
+    code = ends.allreduce(code, MPI.MAX)
     alive()
     sys.exit(code)
 

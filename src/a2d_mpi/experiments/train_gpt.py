@@ -15,6 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
@@ -54,6 +55,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train, or resume; return the exit code: 1 if the loss is no longer finite."""
     check_survive(comm, args.survive)
     text, held, config = together(comm, lambda: _validated(args))
+    agree(comm, None, {"the text": f"a file with SHA-256 {text.sha256}"})  # nodes may differ
     size = np.dtype(args.dtype).itemsize
     nbytes = training_bytes(config, -(-args.seqlen // comm.size), size, args.recompute)
     nbytes += 40 * args.seqlen  # a batch: tokens, targets and positions, on every rank

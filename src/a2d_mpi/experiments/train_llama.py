@@ -17,6 +17,7 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
+from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.bench_train import BOUNDS
@@ -38,6 +39,7 @@ from a2d_mpi.torch import GradientHooks, use_in_transformers
 def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     """Train; return the exit code: 1 if the check failed or the loss is no longer finite."""
     text, config = together(comm, lambda: _validated(args))
+    agree(comm, None, {"the text": f"a file with SHA-256 {text.sha256}"})  # nodes may differ
     if not args.unchecked:
         nbytes = 8 * 4 * args.nheads * args.seqlen**2
         what = f"{args.seqlen} tokens (--seqlen): matrices of the check in float64 (--unchecked)"

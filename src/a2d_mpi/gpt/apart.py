@@ -18,7 +18,7 @@ output of the final LayerNorm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 
@@ -26,7 +26,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.agreement import agree, decide
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices import device_of
@@ -148,8 +148,10 @@ def open_apart(
     ValueError
         On all ranks, in the same cases as a `Decoder`, or if there is no micro-batch.
     """
-    wrong = f"micro_batches must be at least 1, got {micro_batches}"
-    agree(comm, None if micro_batches >= 1 else wrong)
+    good = isinstance(micro_batches, (int, np.integer)) and micro_batches >= 1
+    wrong = None if good else f"micro_batches must be at least 1, got {micro_batches!r}"
+    arguments = {"split": split, "room": rooms, "block": block, "micro_batches": micro_batches}
+    agree(comm, wrong, arguments)
     if grid is None:
         return FFNRank(comm, split[0], weights, rooms, block, transfers, micro_batches)
     return AttentionRank(
@@ -169,9 +171,9 @@ class Apart(Decoder):
         """Return a context manager without effect: here the death of a rank ends the job."""
         return nullcontext()
 
-    def agreed(self, choices: dict[int, int]) -> dict[int, int]:
-        """Return the choices of the first FFN rank, on all ranks."""
-        return self._pipe.comm.bcast(choices, self._pipe.ffn_ranks[0])
+    def decide(self, choose: Callable[[], dict[int, int]]) -> dict[int, int]:
+        """Return on all ranks what `choose` returns on the first FFN rank."""
+        return decide(self._pipe.comm, self._pipe.ffn_ranks[0], choose)
 
     def _no_logits(self) -> np.ndarray:
         return np.empty((0, self._weights.config.vocab))
@@ -283,6 +285,7 @@ class FFNRank(Apart):
 
     def prefill(self, prompts: Mapping[int, np.ndarray]) -> np.ndarray:
         """Compute prompts, with one batch for the tokens of each attention rank."""
+        self._check(prompts)
         pipe, takes = self._pipe, self._weights.config.layers
         with errors_of_attention(pipe.comm):
             pass

@@ -6,7 +6,7 @@ A decoding step has one row for each request.  Attention of the rows is divided 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.agreement import CollectiveError, agree, decide
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import misfit
@@ -62,8 +62,10 @@ class Decoder:
     Raises
     ------
     ValueError
-        On all ranks, if the rooms do not fit the grid, or the grid does not fit the heads.  Also
-        if the model has linear layers, or the kernel does not take its arrays.
+        On all ranks, if the rooms do not fit the grid, the grid does not fit the heads, or an
+        argument differs between ranks.  Also if the model has linear layers, or the kernel does
+        not take its arrays.  `prefill` and `step` raise it, too, before anything changes, if a
+        request or a token is wrong.
     """
 
     def __init__(
@@ -78,20 +80,26 @@ class Decoder:
     ) -> None:
         self._grid, self._weights, self._method = grid, weights, method
         self._options, c = {"transfers": transfers, "kernel": kernel}, weights.config
-        ranks = grid.group_comm.size
-        why = misfit(c.nheads, c.nheads_kv, grid.heads)
-        problem = f"a head axis of {grid.heads} ranks: {why}" if why else None
-        if len(rooms) != ranks:
-            problem = f"room must be a number for each of the {ranks} positions, got {list(rooms)}"
-        if c.hybrid:
-            problem = f"cannot decode with linear layers, got layer_pattern {c.layer_pattern}"
-        device = device_of(weights.flat)
-        try:  # plans make their kernels late, in the middle of a prompt
+        ranks, problem = grid.group_comm.size, None
+        try:
+            if c.hybrid:
+                raise ValueError(
+                    f"cannot decode with linear layers, got layer_pattern {c.layer_pattern}"
+                )
+            if len(rooms) != ranks:
+                raise ValueError(
+                    f"room must be a number for each of the {ranks} positions, got {list(rooms)}"
+                )
+            if why := misfit(c.nheads, c.nheads_kv, grid.heads):
+                raise ValueError(f"a head axis of {grid.heads} ranks: {why}")
+            self.table, device = BlockTable(rooms, block), device_of(weights.flat)
+            # Plans make their kernels late, in the middle of a prompt.
             make_kernel(kernel, device, weights.flat.dtype, c.headdim**-0.5)
-        except (ValueError, ImportError) as error:
-            problem = problem or str(error)
-        agree(grid.comm, problem)
-        self.table, self.traffic = BlockTable(rooms, block), Traffic()
+        except Exception as error:  # of any kind: all ranks must raise it
+            problem = str(error) or type(error).__name__
+        arguments = {"room": rooms, "block": block, "method": method, **self._options}
+        agree(grid.comm, problem, arguments)
+        self.traffic = Traffic()
         shape = c.layers, heads_kv_of(c, grid.heads, 0).stop, c.headdim
         self.cache = Cache(self.table, grid.group_comm.rank, shape, weights.flat)
         self._upload, self._download = device.upload, device.download
@@ -141,6 +149,7 @@ class Decoder:
         (requests, V) array
             Logits after the last token of each prompt, in the order of `prompts`.
         """
+        self._check(prompts)
         cu_seqlens = np.cumsum([0, *map(len, prompts.values())])
         packed, plan = np.concatenate(list(prompts.values())), self._plan(cu_seqlens)
         own, kept = plan.tokens, []  # `kept`: keys and values by layer
@@ -195,9 +204,9 @@ class Decoder:
         """
         return self._grid.failures.all_or_none()
 
-    def agreed(self, choices: dict[int, int]) -> dict[int, int]:
-        """Return the choices of the first rank, on all ranks."""
-        return self._grid.comm.bcast(choices)
+    def decide(self, choose: Callable[[], dict[int, int]]) -> dict[int, int]:
+        """Return on all ranks what `choose` returns on the first rank that has the logits."""
+        return decide(self._grid.comm, 0, choose)
 
     @property
     def exchanges(self) -> list[ArrayExchange]:
@@ -212,9 +221,36 @@ class Decoder:
 
     def _append(self, tokens: Mapping[int, int]) -> tuple[list[int], np.ndarray, list[int]]:
         """Add one token to each request of the table; return requests, positions and owners."""
+        self._check({name: [token] for name, token in tokens.items()})
         names = list(tokens)
         positions = np.array([self.table.requests[x].length for x in names])
         return names, positions, [self.table.append(x, 1)[0] for x in names]
+
+    def _check(self, new: Mapping[int, Sequence[int] | np.ndarray]) -> None:
+        """Refuse tokens of requests, before anything changes.
+
+        All ranks have the same arguments and the same table, so all ranks raise the same error.
+        """
+        vocab = self._weights.config.vocab
+        if not new:
+            raise CollectiveError("there are no requests")
+        for name, tokens in new.items():
+            request = self.table.requests.get(name)
+            if request is None:
+                raise CollectiveError(f"request {name} was not admitted")
+            room = request.max_tokens - request.length
+            if not 0 < len(tokens) <= room:
+                raise CollectiveError(
+                    f"request {name} has room for {room} more tokens, got {len(tokens)}"
+                )
+        everything = np.concatenate(list(new.values()))
+        wrong = np.flatnonzero((everything < 0) | (everything >= vocab))
+        if len(wrong):
+            names = np.repeat(list(new), [len(x) for x in new.values()])
+            raise CollectiveError(
+                f"request {names[wrong[0]]}: tokens must be from 0 to {vocab - 1}, got "
+                f"{everything[wrong[0]]}"
+            )
 
     def _plan(self, cu_seqlens: np.ndarray) -> AttentionPlan:
         """Make a plan for prompts that are packed as documents."""

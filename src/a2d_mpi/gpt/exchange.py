@@ -7,6 +7,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.device_transport import DeviceTransport
 from a2d_mpi.comm.failures import Failures
@@ -55,9 +56,15 @@ class ArrayExchange:
     ) -> None:
         self._failures = failures or Failures(comm, [])
         self.comm, self._device, self.log = self._failures.duplicate(comm), device, None
-        self._channel = Channel(self.comm, name, traffic)
-        self._staged = device is not HOST and not all(comm.allgather(gpu_aware(transfers)[0]))
-        self._phase, self._watch = phase, Watch(self.comm, f"{phase} of a GPT", talks=False)
+        self._channel, self._phase = Channel(self.comm, name, traffic), phase
+        aware, problem = True, None
+        try:  # both read environment variables, which may differ between nodes
+            self._watch = Watch(self.comm, f"{phase} of a GPT", talks=False)
+            aware = device is HOST or gpu_aware(transfers)[0]
+        except ValueError as error:
+            problem = str(error)
+        agree(comm, problem)
+        self._staged = not all(comm.allgather(aware))
         self.forget_buffers()
 
     def all_to_all(self, sent: Sequence[Array], received: Sequence[Array], tag: int = 0) -> list:

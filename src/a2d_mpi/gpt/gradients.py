@@ -36,6 +36,11 @@ class GradientSum:
         Path of CuPy arrays to MPI, as of a plan.
     failures : Failures, optional
         `ProcessGrid.failures` of these ranks, if MPI may continue when one of them dies.
+
+    Attributes
+    ----------
+    comm : Intracomm
+        The duplicate.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class GradientSum:
         self._flat, self._traffic = flat, Traffic()
         way = self._traffic, device_of(flat), transfers, failures
         self._exchange = ArrayExchange(comm, "gradients", "all", *way)
+        self.comm = self._exchange.comm
         self._started: list[tuple[slice, Array, Array, list]] = []
 
     @property
@@ -57,7 +63,7 @@ class GradientSum:
 
     def start(self, bucket: slice) -> None:
         """Start to sum a slice of the array, which must not change until `finish`."""
-        ranks = self._exchange.comm.size
+        ranks = self.comm.size
         if ranks == 1:
             return
         values = self._flat[bucket]

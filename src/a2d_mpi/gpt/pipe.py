@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import agree
+from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.gpt.exchange import ArrayExchange
@@ -23,14 +23,15 @@ def part_of(n: int, i: int, parts: int) -> slice:
 
 @contextmanager
 def errors_of_attention(comm: MPI.Intracomm) -> Iterator[None]:
-    """Raise a ValueError that all attention ranks raise in the context on all ranks.
+    """Raise a CollectiveError that all attention ranks raise in the context on all ranks.
 
-    Collective over both kinds.  FFN ranks have nothing in the context.
+    Collective over both kinds.  FFN ranks have nothing in the context.  Other errors of one rank
+    are not shared, because other attention ranks may wait for this rank.
     """
     problem = None
     try:
         yield
-    except ValueError as error:
+    except CollectiveError as error:
         problem = str(error)
     agree(comm, comm.bcast(problem))  # the first rank is an attention rank
 

@@ -53,8 +53,8 @@ class Service:
     new : dict of int to int
         Tokens to generate for each request, at least one.
     choose : callable
-        ``choose(request, length, logits)`` returns the next token.  The first rank's choice
-        counts.
+        ``choose(request, length, logits)`` returns the next token.  It is called on one rank, the
+        first that has the logits, and must not communicate.
     arrive : dict of int to int, optional
         Step, from 0, at which each request arrives.  Default: all requests arrive at the start.
 
@@ -97,6 +97,9 @@ class Service:
 
         Raises
         ------
+        ValueError
+            On all ranks, if `choose` raises an error.  No request has changed.  To go on, `use`
+            another decoder.
         RanksLost
             On all surviving ranks, if a rank died.  No request has changed.
         """
@@ -122,8 +125,7 @@ class Service:
                 logits = dict(zip(self._running, decoder.step(self._running)))
             if taken:
                 logits |= dict(zip(taken, decoder.prefill(taken)))
-            chosen = {x: self._choose(x, len(self._tokens[x]), y) for x, y in logits.items()}
-            self._running = decoder.agreed(chosen)
+            self._running = decoder.decide(lambda: self._chosen(logits))
         self._step += 1
         for name, token in list(self._running.items()):
             self._tokens[name].append(token)
@@ -134,6 +136,10 @@ class Service:
         for name, _ in done:
             self.unanswered.remove(name)
         return done
+
+    def _chosen(self, logits: Mapping[int, np.ndarray]) -> dict[int, int]:
+        """Return the next token of each request."""
+        return {x: self._choose(x, len(self._tokens[x]), y) for x, y in logits.items()}
 
 
 def serve(

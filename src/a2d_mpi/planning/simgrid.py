@@ -99,7 +99,9 @@ def simulate(
         Most seconds for the simulation of a phase.
     coarse : float
         Seconds.  Messages whose ends are this close count as one event, and links are shared anew
-        once for it.  0: SimGrid's nanosecond.
+        once for it.  So a message may end this much too early or too late.  The errors add up
+        along a chain of messages that wait for each other, such as the hops of a ring.  0:
+        SimGrid's nanosecond.
 
     Raises
     ------

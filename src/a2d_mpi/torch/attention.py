@@ -13,6 +13,7 @@ from a2d_mpi.devices.protocol import Array
 from a2d_mpi.torch.tensors import array_of, current_stream, tensor_of
 
 IGNORED = -100  # a label that does not count, as in torch.nn.functional.cross_entropy
+RECORDED = "gradients (torch.no_grad, requires_grad)"
 
 
 @torch._disable_dynamo  # torch.compiler.disable also imports the compiler, which takes seconds
@@ -55,14 +56,18 @@ def attend(
     Raises
     ------
     ValueError
-        On all ranks, if a tensor has the wrong shape, dtype or device on any rank.
+        On all ranks, if a tensor has the wrong shape, dtype or device on any rank, or only some
+        ranks record gradients.
     RanksLost
         On all surviving ranks, if a rank died and MPI continues.
     """
     if any(torch.is_autocast_enabled(x) for x in ("cpu", "cuda")):
         dtype = getattr(torch, plan.dtype.name)
         q, k, v = (x.to(dtype) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
-    out, lse = _Attention.apply(plan, return_lse, q, k, v, sink)
+    recorded = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (q, k, v, sink) if isinstance(x, torch.Tensor)
+    )
+    out, lse = _Attention.apply(plan, return_lse, recorded, q, k, v, sink)
     return (out, lse) if return_lse else out
 
 
@@ -70,11 +75,14 @@ class _Attention(torch.autograd.Function):
     """The node of one call in PyTorch's graph."""
 
     @staticmethod
-    def forward(ctx: Any, plan: AttentionPlan, return_lse: bool, *tensors: Any) -> tuple:
-        """Compute out and lse of q, k, v and the sink."""
+    def forward(
+        ctx: Any, plan: AttentionPlan, return_lse: bool, recorded: bool, *tensors: Any
+    ) -> tuple:
+        """Compute out and lse of q, k, v and the sink; `recorded`: for a backward pass."""
         with current_stream():
             q, k, v, sink = _arrays(plan, "forward", tensors)
-            out, lse = map(tensor_of, plan.forward(q, k, v, sink))
+            # A rank that records no gradients would not take part in the backward pass.
+            out, lse = map(tensor_of, plan.forward(q, k, v, sink, alike={RECORDED: recorded}))
         ctx.plan, ctx.return_lse = plan, return_lse
         ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)
@@ -100,7 +108,7 @@ class _Attention(torch.autograd.Function):
             dout, q, k, v, sink, out, lse, dlse = given
             gradients = plan.backward(dout, q, k, v, out, lse, sink, dlse)
             dq, dk, dv, dsink = map(tensor_of, (*gradients, None)[:4])
-        return None, None, dq, dk, dv, dsink
+        return None, None, None, dq, dk, dv, dsink
 
 
 def _arrays(plan: AttentionPlan, phase: str, tensors: tuple) -> list[Array | None]:
@@ -196,9 +204,12 @@ def shift_labels(plan: AttentionPlan, labels: torch.Tensor) -> torch.Tensor:
     Raises
     ------
     ValueError
-        On all ranks, if `labels` has the wrong number of rows on any rank.
+        On all ranks, if `labels` has the wrong number of rows on any rank, or its dtype cannot hold
+        -100.
     """
     gathered = unshard(plan, labels)
+    if not labels.dtype.is_signed:  # on all ranks, or they would have disagreed
+        raise ValueError(f"labels must be able to hold {IGNORED}, got {labels.dtype}")
     if gathered is not None:
         gathered = gathered.roll(-1, 0)
         gathered[-1] = IGNORED

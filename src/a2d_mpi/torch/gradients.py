@@ -42,8 +42,8 @@ class GradientHooks:
     ------
     ValueError
         On all ranks, if models differ in parameters, shapes or dtypes, have complex parameters, or
-        have no parameters to train.  In a backward pass, if a parameter gets a second gradient
-        before `finish`.
+        have no parameters to train.  `finish` raises it on all ranks, if a parameter got a second
+        gradient before `finish` on any rank.
     """
 
     def __init__(self, model: torch.nn.Module, comm: MPI.Intracomm) -> None:
@@ -76,16 +76,17 @@ class GradientHooks:
         ]
 
     def _begin(self) -> None:
-        self._missing = set(self._parameters)
+        self._missing, self._problem = set(self._parameters), None
         self._started, self._sent = 0, 0  # number of buckets, and of their elements
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
         """Send the next buckets whose gradients are complete."""
         if parameter not in self._missing:
-            raise ValueError(
+            self._problem = (
                 "a parameter got a second gradient before finish(): call finish() after every "
                 "backward pass"
             )
+            return  # `finish` raises the error, on all ranks
         self._missing.remove(parameter)
         while self._started < len(self._buckets):
             if not self._missing.isdisjoint(self._buckets[self._started]):
@@ -110,13 +111,15 @@ class GradientHooks:
             self._start()
         with current_stream():
             self._sum.finish()
+        problem = self._problem
+        self._begin()
+        agree(self._sum.comm, problem)
         for x, part in self._parts.items():
             if x.grad is None:
                 if part[-1] == 0:
                     continue
                 x.grad = torch.empty_like(x)
             x.grad.copy_(part[:-1].view(x.shape))
-        self._begin()
 
     def free(self) -> None:
         """Remove the hooks and free the communicator.  Collective."""
