@@ -102,8 +102,7 @@ def test_one_byte_too_many_in_one_of_five_trials():
         "T.count = count"
     )
     options = ["--seqlen", "64", "--check", "none", "--trials", "5"]
-    done = drive("attention.py", 2, SAMPLE, *options, sabotage=once)
-    assert done.returncode == 1, done.stderr
+    done = drive("attention.py", 2, SAMPLE, *options, sabotage=once, code=1)
     assert re.search(r"traffic +1.00e\+00 .*FAILED$", done.stdout, re.MULTILINE), done.stdout
 
 

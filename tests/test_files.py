@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import DRIVERS, assert_each_refused, parser_of, parsers_of
+from helpers import DRIVERS, assert_each_refused, launch, parser_of, parsers_of
 
 from a2d_mpi.core.atomic import check_writable, held, replacing
 from a2d_mpi.experiments.files import READ, WRITTEN, check_files
@@ -189,6 +189,6 @@ run(Comm(MPI.COMM_WORLD), lambda comm: Parser("x.py", "X.", comm), body)
 
 
 def test_abort_that_returns():
-    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (70, "abort 70\n")
+    done = launch(0, "-c", RUN, timeout=60, code=70)
+    assert done.stdout == "abort 70\n"
     assert done.stderr.count("Traceback") == 1 and "a defect" in done.stderr

@@ -250,19 +250,17 @@ def test_driver(tmp_path):
     sizes = ["--layers", 1, "--width", 8, "--nheads", 2, "--seqlen", 64, "--steps", 3]
     text = tmp_path / "text"
     text.write_bytes(b"to be or not to be " * 20)
-    done = drive("train_gpt.py", 2, text, "--folder", tmp_path / "run", *sizes, "--separator", "")
-    assert done.returncode == 0, done.stderr
+    drive("train_gpt.py", 2, text, "--folder", tmp_path / "run", *sizes, "--separator", "")
     options = ["--prompt", "to be", "--prompt", "or", "--tokens", 20, "--kv-block", 4]
     shown = []
     for ranks in (1, 2):
         done = drive("generate.py", ranks, tmp_path / "run", *options)
-        assert done.returncode == 0, done.stderr
         shown.append(sorted(done.stdout.splitlines()[:2]))
     assert shown[0] == shown[1] and shown[0][0].startswith("0: 'to be")
-    done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3,2")
-    assert done.returncode == 1 and "have room for 5" in done.stdout, done.stderr
-    done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3")
-    assert done.returncode == 2 and "a number for each of the 2 positions" in done.stderr
+    done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3,2", code=1)
+    assert "have room for 5" in done.stdout, done.stderr
+    done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3", code=2)
+    assert "a number for each of the 2 positions" in done.stderr
 
 
 @pytest.mark.launches
@@ -270,8 +268,7 @@ def test_bench(tmp_path):
     """A wrong result is told."""
     sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--contexts", "40,90", "--trials", 2]
     output = tmp_path / "decode.h5"
-    done = drive("bench_gpt.py", 2, "decode", *sizes, "--output", output)
-    assert done.returncode == 0, done.stderr
+    drive("bench_gpt.py", 2, "decode", *sizes, "--output", output)
     with h5py.File(output) as file:
         runs = {x: [dict(y.attrs) for y in of.values()] for x, of in file["runs"].items()}
         assert file["runs/2/90/seconds"].shape == (2, 2, 5)
@@ -283,7 +280,7 @@ import a2d_mpi.gpt.steps as steps
 right = steps.attention
 steps.attention = lambda q, k, v: tuple(1.001 * x for x in right(q, k, v))
 """
-    done = drive("bench_gpt.py", 2, "decode", *sizes, sabotage=wrong)
-    assert done.returncode == 1 and "FAILED 2 ranks, 90 tokens, out" in done.stdout, done.stderr
-    done = drive("bench_gpt.py", 2, "decode", *sizes, "--ranks", 3)
-    assert done.returncode == 2 and "at most 2, got [3]" in done.stderr
+    done = drive("bench_gpt.py", 2, "decode", *sizes, sabotage=wrong, code=1)
+    assert "FAILED 2 ranks, 90 tokens, out" in done.stdout, done.stderr
+    done = drive("bench_gpt.py", 2, "decode", *sizes, "--ranks", 3, code=2)
+    assert "at most 2, got [3]" in done.stderr

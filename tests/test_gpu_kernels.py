@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import DEEPER, bounds_for, distance
+from helpers import DEEPER, bounds_for, distance, launch
 from test_kernels import TENSORS, dense, plain, random_intervals, tensors
 
 from a2d_mpi.core import reference
@@ -200,10 +200,7 @@ print(b"".join(x.tobytes() for x in found.values()).hex())
 """
     for order in ("forwards", "backwards"):
         monkeypatch.setenv("EMULATED_GPU_ORDER", order)
-        done = subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100
-        )
-        results.append(done.stdout)
+        results.append(launch(0, "-c", code, timeout=100).stdout)
     assert results[0] == results[1] and len(results[0]) > 1000
 
 

@@ -39,7 +39,6 @@ def run_each(folder, texts, ranks):
         write(folder, name, text)
     files = [(name, *options) for name in texts]
     done = launch(ranks, "-c", EACH, json.dumps(files), timeout=120, cwd=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
     found = re.split(r"^exit codes ([\d ]+)\n", done.stdout, flags=re.MULTILINE)
     assert len(found) == 2 * len(texts) + 1, done.stdout + done.stderr
     codes = [set(map(int, x.split())) for x in found[1::2]]
@@ -53,7 +52,7 @@ def run(tmp_path):
     def run(text, ranks):
         write(tmp_path, "it", text)
         options = ["test_it.py", "--color=no", "--with-mpi"]
-        done = launch(ranks, "-m", "pytest", *options, timeout=120, cwd=tmp_path)
+        done = launch(ranks, "-m", "pytest", *options, timeout=120, cwd=tmp_path, code=None)
         return done.returncode, done.stdout, done.stderr
 
     return run

@@ -307,7 +307,7 @@ def test_refusals(comm, grid):
 @pytest.mark.ulfm
 @pytest.mark.parametrize("states", ["gather", "ring"])
 def test_lost_ranks(states):
-    done = launch(4, "-c", LOST, states, timeout=60, options=("--with-ft", "ulfm"))
+    done = launch(4, "-c", LOST, states, timeout=60, options=("--with-ft", "ulfm"), code=None)
     assert done.stdout.count("again on 3") == 3, done.stdout + done.stderr
 
 
@@ -353,8 +353,8 @@ import a2d_mpi.linear.states as states
 right = states.StateExchange.finish
 states.StateExchange.finish = lambda self: [1.001 * x for x in right(self)]
 """
-    done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong)
-    assert done.returncode == 1 and done.stdout.count("FAILED") == 2, done.stderr
+    done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong, code=1)
+    assert done.stdout.count("FAILED") == 2, done.stderr
     wrong = """
 from a2d_mpi import LinearAttention
 right = LinearAttention.backward
@@ -363,5 +363,5 @@ def backward(self, *given):
     return dq * (float("nan") if self.grid.comm.rank else 1), dk, dv
 LinearAttention.backward = backward
 """
-    done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong)
-    assert done.returncode == 1 and done.stdout.count("FAILED") == 2, done.stdout
+    done = drive(program, 2, *sizes, "--plans", "lasp2", sabotage=wrong, code=1)
+    assert done.stdout.count("FAILED") == 2, done.stdout

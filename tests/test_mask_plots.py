@@ -62,19 +62,16 @@ def test_bad_pictures(tmp_path):
 
 def test_planner_and_pictures_of_schedules(tmp_path):
     done = drive("plan.py", 0, *PROBLEM, "causal_document:seed=2")
-    assert done.returncode == 0 and "attention2d" in done.stdout, done.stderr
+    assert "attention2d" in done.stdout, done.stderr
     plans = ["--plans", "attention2d:2x3"]
-    done = drive("plot.py", 0, "schedule", tmp_path / "a.png", *PROBLEM, "share_question", *plans)
-    assert done.returncode == 0, done.stderr
-    done = drive("plot.py", 0, "grid", tmp_path / "b.png", "--mask", "global_sliding_window")
-    assert done.returncode == 0, done.stderr
+    drive("plot.py", 0, "schedule", tmp_path / "a.png", *PROBLEM, "share_question", *plans)
+    drive("plot.py", 0, "grid", tmp_path / "b.png", "--mask", "global_sliding_window")
 
 
 def test_table(tmp_path):
     """The bytes of each partition, at the same balance as its distribution says."""
     sizes = ["--ranks", "4", "--seqlen", "512"]
     done = drive("report.py", 0, "masks", *sizes, "--masks", "full,causal")
-    assert done.returncode == 0, done.stderr
     head, full, causal = (x.split(" | ") for x in done.stdout.splitlines()[2:])
     assert len(head) == len(full) == len(causal) == 6
     # 2 x 2: a quarter of q and of out from another rank, and of k and v; lse is 2 / 128 of out.
@@ -98,15 +95,14 @@ def test_table_is_completed(tmp_path):
     """What is there is kept, what is not is added; a file that is no table is refused."""
     path, picture = tmp_path / "table.csv", tmp_path / "table.png"
     options = ["masks", "--ranks", "2", "--seqlen", "64", "--output", path, "--masks"]
-    done = drive("report.py", 0, *options, "full,causal_document", "--seeds", "1,2")
-    assert done.returncode == 0, done.stderr
+    drive("report.py", 0, *options, "full,causal_document", "--seeds", "1,2")
     text = path.read_text().replace(
         "full,ring/balanced,2x1,1.0000,1", "full,ring/balanced,2x1,1.0000,9"
     )
     assert "9.00000" in text
     path.write_text(text)
     done = drive("report.py", 0, *options, "full,causal", "--picture", picture)
-    assert done.returncode == 0 and "9.0000 (1.000, 2x1)" in done.stdout, done.stderr
+    assert "9.0000 (1.000, 2x1)" in done.stdout, done.stderr
     table = read_table(path)
     assert {x[2] for x in table} == {
         "full",
@@ -123,7 +119,6 @@ def test_table_is_completed(tmp_path):
 def test_study_of_masks():
     """The figures of docs/masks.md, from the committed results."""
     done = drive("report.py", 0, "study", ROOT / "data" / "results" / "masks" / "16x1.h5")
-    assert done.returncode == 0, done.stderr
     assert "picks within 10 % of the fastest: 4 of 4" in done.stdout
     picks = re.findall(r"  (\S.*) both +([\d.]+) .*picked", done.stdout)
     assert sorted((x.strip(), round(float(ms) / 1e3, 2)) for x, ms in picks) == [

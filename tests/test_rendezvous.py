@@ -211,7 +211,7 @@ def stalled():
     def run(where):
         ranks, seconds, abort = STALLS[where]
         env = {"A2D_MPI_STALL_SECONDS": seconds, "A2D_MPI_STALL_ABORT": abort}
-        return launch(ranks, "-c", STALL, where, timeout=60, env=env)
+        return launch(ranks, "-c", STALL, where, timeout=60, env=env, code=None)
 
     with ThreadPoolExecutor() as pool:
         return dict(zip(STALLS, pool.map(run, STALLS)))
@@ -292,7 +292,6 @@ def test_blas_threads(monkeypatch, ranks, argument, environment, inside):
     if environment:
         monkeypatch.setenv("OPENBLAS_NUM_THREADS", str(environment))
     done = launch(ranks, "-c", THREADS, "none" if argument is None else argument, timeout=60)
-    assert done.returncode == 0, done.stderr
     share, before, found, after = map(
         int, re.search(r"(\d+) before (\d+) inside (\d+) after (\d+)\n", done.stdout).groups()
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from helpers import launch
 
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
@@ -477,14 +478,9 @@ def test_full_disk(tmp_path):
     path = tmp_path / "result.h5"
     write_result(path, make_result())
     before = path.read_bytes()
-    run = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, path, str(len(before))],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (run.returncode, run.stdout, run.stderr) == (0, "no crash\n", "")
+    command = "-c", FULL_DISK, path, len(before)
+    run = launch(0, *command, timeout=120, cwd=Path(__file__).parent)
+    assert (run.stdout, run.stderr) == ("no crash\n", "")
     assert os.listdir(tmp_path) == ["result.h5"]
     assert path.read_bytes() == before
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import launch
 
 from a2d_mpi.attention.methods import plan_class
 from a2d_mpi.comm.device_transport import DeviceTransport
@@ -69,21 +70,18 @@ try:
 except ImportError:
     print("as it must")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "as it must\n", done.stderr
+    assert launch(0, "-c", code, timeout=60).stdout == "as it must\n"
 
 
 def test_main_job_loads_what_it_uses():
     """The driver's imports bring in neither the planner nor models, figures or optimisers."""
     code = "import runpy, sys; runpy.run_path('drivers/attention.py'); print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    loaded = {x for x in done.stdout.split() if x.startswith("a2d_mpi.")}
-    assert "a2d_mpi.experiments.job" in loaded, done.stderr
+    modules = {*launch(0, "-c", code, timeout=60, cwd=ROOT).stdout.split()}
+    loaded = {x for x in modules if x.startswith("a2d_mpi.")}
+    assert "a2d_mpi.experiments.job" in loaded
     rooms = {x.split(".")[1] for x in loaded}
     assert not rooms & {"gpt", "figures", "torch"}
-    assert not {"torch", "transformers"} & {*done.stdout.split()}
+    assert not {"torch", "transformers"} & modules
     unused = {
         *(f"a2d_mpi.planning.{x}" for x in ("planner", "simulator", "profile", "survey")),
         *(f"a2d_mpi.sharding.{x}" for x in ("placement", "refinement")),
@@ -103,8 +101,7 @@ print(len(METHODS), "ring" in METHODS, loaded())
 METHODS["double ring"]
 print(loaded())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "7 True []\n['ring']\n", done.stderr
+    assert launch(0, "-c", code, timeout=60).stdout == "7 True []\n['ring']\n"
 
 
 def misses(kind, protocol):

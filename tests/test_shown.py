@@ -55,7 +55,6 @@ def run(command, folder):
     words = shlex.split(command.replace("$A2D", str(ROOT)).replace("\\\n", " "))
     ranks, words = (int(words[2]), words[4:]) if words[0] == "mpiexec" else (0, words[1:])
     done = launch(ranks, *words, timeout=100, cwd=folder)
-    assert done.returncode == 0, done.stderr
     return done.stdout
 
 

@@ -254,8 +254,7 @@ SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
 def test_driver(tmp_path, options):
     output = tmp_path / "run.h5"
     common = ["--seqlen", 60, "--backward", "--check", "full", "--trials", 1, "--output", output]
-    done = drive("attention.py", 2, SAMPLE, *common, *options)
-    assert done.returncode == 0, done.stderr
+    drive("attention.py", 2, SAMPLE, *common, *options)
     result = read_result(output)
     assert result.passed and {"dsink", "repeat"} <= {*result.checks}
     assert result.config["sink"] and result.config["logit_softcap"] == 5 * ("--softcap" in options)
