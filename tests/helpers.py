@@ -23,7 +23,9 @@ if TYPE_CHECKING:  # the many runs of pytest in test_harness.py need none of the
     import numpy as np
     from mpi4py import MPI
 
-DRIVERS = Path(__file__).parents[1] / "drivers"
+ROOT = Path(__file__).parents[1]
+DRIVERS = ROOT / "drivers"
+SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
 SECONDS = 30  # a generous "within seconds", for busy machines
 # Without it, kernel "auto" is "numpy".  Importing it takes every rank more time than most jobs do.
 NO_NUMBA = 'sys.modules["numba"] = None'
@@ -107,7 +109,7 @@ def bounds_for(
 @cache
 def parser_of(program: str) -> argparse.ArgumentParser:
     """The options of a program of the repository: "drivers/plan.py", ..."""
-    path = DRIVERS.parent / program
+    path = ROOT / program
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -25,13 +25,13 @@ from pathlib import Path
 
 import h5py
 from dying import result_hash
-from helpers import DRIVERS, NO_NUMBA, SABOTAGE, launch
+from helpers import DRIVERS, NO_NUMBA, ROOT, SABOTAGE, launch
 from test_ulfm import ULFM, left_behind
 
 from a2d_mpi.experiments.checkpoint import latest
 
 DYING = Path(__file__).with_name("dying.py")
-TEXT = DRIVERS.parent / "LICENSE"
+TEXT = ROOT / "LICENSE"
 TRAINING = ("forward", "backward", "making", "checkpoint", "evaluation", "repair")
 DECODING = ("forward", "making", "step", "repair")
 STEPS = 24

@@ -1,12 +1,11 @@
 """Attention and FFN on ranks of their own: the same tokens, weights apart, bytes as predicted."""
 
 from functools import cache
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, assert_all_refused, distance, drive
+from helpers import ROOT, assert_all, assert_all_refused, distance, drive
 from mpi4py import MPI
 from test_gpt import alone, shaken
 from test_gpt_decode import likeliest
@@ -300,7 +299,7 @@ apart.step_traffic_apart = lambda *of: (right(*of)[0] + 1, right(*of)[1])
 
 def test_the_committed_runs():
     """That docs/afd.md shows: all checks passed; with equal work for both kinds, both are busy."""
-    folder = Path(__file__).parents[1] / "data" / "results" / "afd"
+    folder = ROOT / "data" / "results" / "afd"
     waits = {}
     for path in sorted(folder.glob("*.h5")):
         with h5py.File(path) as file:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,7 @@ from cases import (
     label,
     run,
 )
-from helpers import assert_all, deeper
+from helpers import ROOT, assert_all, deeper
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi.experiments.check import check_attention
@@ -32,7 +31,7 @@ from a2d_mpi.schedules import chunks
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.sharding import distribution as distributions
 
-PROFILES = Path(__file__).parents[1] / "data" / "machines"
+PROFILES = ROOT / "data" / "machines"
 
 pytestmark = pytest.mark.mpi
 one_mpi = pytest.mark.one_mpi

@@ -5,13 +5,12 @@ import re
 import shutil
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import h5py
 import helpers
 import numpy as np
 import pytest
-from helpers import DEEPER, assert_all_refused, assert_refused
+from helpers import DEEPER, SAMPLE, assert_all_refused, assert_refused
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
@@ -25,7 +24,6 @@ from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning import planner
 from a2d_mpi.planning.profile import read_machine
 
-ROOT = Path(__file__).parents[1]
 SMALL = ["--nheads", "4", "--headdim", "8", "--trials", "2"]
 WORKLOAD = "full-n61-h4-kv2-d8-float32-backward"
 PROFILE = """
@@ -340,7 +338,7 @@ def test_study(finished, results, tmp_path):
 
 
 def test_plots_of_other_files(tmp_path):
-    for path in (ROOT / "data/minilm_l3_1536.h5", tmp_path / "none.h5"):
+    for path in (SAMPLE, tmp_path / "none.h5"):
         assert_refused(plot(path, "--output", tmp_path, code=2), path.name)
 
 

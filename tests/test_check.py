@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 from cases import GRIDS, NHEADS, TENSORS, inputs, run
-from helpers import DRIVERS, assert_all, bounds_for, deeper, drive, drive_each
+from helpers import SAMPLE, assert_all, bounds_for, deeper, drive, drive_each
 
 from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
 from a2d_mpi.core import reference
@@ -14,7 +14,6 @@ from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.check import check_attention
 from a2d_mpi.experiments.results import Check
 
-SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
 # What a right run gets wrong of logits of 1e4, and so what no check can tell: the float32 logits
 # are off by 1e-3, 16-bit results by 4e-3 of themselves.
 TOLD = {"float64": 1e-6, "float32": 0.01, "float16": 0.05, "bfloat16": 0.05}

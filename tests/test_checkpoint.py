@@ -7,13 +7,13 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers import DRIVERS, assert_each_refused, drive_each
+from helpers import ROOT, assert_each_refused, drive_each
 
 from a2d_mpi.experiments.checkpoint import State, load, put_away, resumed, save
 from a2d_mpi.gpt.config import GPTConfig
 
 CONFIG, RUN = GPTConfig(4, 1, 2, 1, 4), {"seed": "0"}
-TEXT = DRIVERS.parent / "LICENSE"
+TEXT = ROOT / "LICENSE"
 TRAIN = [
     TEXT,
     "--layers",

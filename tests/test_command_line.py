@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 
 import pytest
-from helpers import DRIVERS, assert_each_refused, drive, drive_each, parser_of, parsers_of
+from helpers import DRIVERS, ROOT, assert_each_refused, drive, drive_each, parser_of, parsers_of
 
 import a2d_mpi
 from a2d_mpi.experiments.streams import progress
@@ -106,7 +106,7 @@ def test_every_driver_has_a_short_example():
 def test_examples_run(tmp_path, ranks):
     """As a reader runs them, in the repository's root; no progress bar is in a file."""
     for name in ("data", "drivers"):
-        (tmp_path / name).symlink_to(DRIVERS.parent / name)
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "results").mkdir()
     found = first_examples()
     # In this order: generate.py takes what train_gpt.py leaves.

@@ -13,7 +13,7 @@ import helpers
 import numpy as np
 import pytest
 from cases import METHODS, OTHERS, SIZE, TENSORS, failures, inputs, label, run
-from helpers import DEEPER, assert_all, assert_refused, deeper
+from helpers import DEEPER, SAMPLE, assert_all, assert_refused, deeper
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
@@ -30,7 +30,6 @@ from a2d_mpi.experiments.results import read_result
 
 pytestmark = pytest.mark.grids
 
-ROOT = Path(__file__).parents[1]
 
 # seqlen, nheads_kv (of 6), headdim: the emulated one is slow.
 SIZES = {
@@ -197,9 +196,6 @@ def drive(monkeypatch, program, ranks, *options, gpus=1, **more):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "emulated"), prepend=os.pathsep)
     monkeypatch.setenv("EMULATED_GPUS", str(gpus))
     return helpers.drive(program, ranks, *options, timeout=120, **more)
-
-
-SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
 
 
 @pytest.mark.parametrize("transfers", deeper(["device", "host"], ["device"]))

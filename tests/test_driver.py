@@ -11,7 +11,6 @@ import subprocess
 import sys
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
 
 import h5py
 import helpers
@@ -21,6 +20,7 @@ from helpers import (
     DRIVERS,
     ENVIRONMENT,
     MPIEXEC,
+    SAMPLE,
     SECONDS,
     assert_all_refused,
     assert_refused,
@@ -35,8 +35,6 @@ from a2d_mpi.experiments.results import read_result
 # The others, in which MPI has no part: what is wrong is found, and said, in Python.
 launches = pytest.mark.launches
 
-ROOT = Path(__file__).parents[1]
-SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
 
 drive = partial(helpers.drive, "attention.py")
 

@@ -3,11 +3,10 @@
 from argparse import Namespace
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import DEEPER, assert_all, assert_all_refused, drive
+from helpers import DEEPER, ROOT, assert_all, assert_all_refused, drive
 from mpi4py import MPI
 
 from a2d_mpi import Causal, Documents, ProcessGrid
@@ -22,8 +21,6 @@ from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Text
 
 pytestmark = pytest.mark.grids
-
-ROOT = Path(__file__).parents[1]
 
 
 def small(positions="learned", nheads_kv=1, headdim=None):

@@ -4,10 +4,10 @@ from argparse import Namespace
 
 import numpy as np
 import pytest
-from helpers import assert_all
+from helpers import ROOT, assert_all
 from mpi4py import MPI
 from test_device import drive
-from test_gpt import ROOT, lone, shaken
+from test_gpt import lone, shaken
 from test_gpt_decode import CONFIG, LENGTHS, greedy, likeliest, prompts
 
 from a2d_mpi import ProcessGrid

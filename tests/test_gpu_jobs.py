@@ -10,8 +10,8 @@ from pathlib import Path
 
 import h5py
 import pytest
+from helpers import ROOT
 
-ROOT = Path(__file__).parent.parent
 EMULATED = ROOT / "tests/emulated"
 NEEDED = ("data", "drivers", "jobs", "pyproject.toml", "setup.cfg", "src", "tests")
 

@@ -6,9 +6,9 @@ from dataclasses import asdict
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, drive_each
+from helpers import ROOT, assert_all, drive_each
 from mpi4py import MPI
-from test_gpt import ROOT, alone, lone, shaken
+from test_gpt import alone, lone, shaken
 from test_training import trainer_of
 
 from a2d_mpi import Causal, LinearAttention, ProcessGrid

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import h5py
 import pytest
-from helpers import SECONDS, options_of
+from helpers import ROOT, SECONDS, options_of
 from mpi4py import MPI
-
-ROOT = Path(__file__).parent.parent
 
 
 def below(folder):

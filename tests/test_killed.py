@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, drive, named
+from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, ROOT, drive, named
 from test_bench import SMALL, bench
 
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -163,7 +163,7 @@ def test_rank_that_is_killed_is_named(tmp_path, victim):
 
 
 TRAINING = [
-    *(DRIVERS.parent / "LICENSE", "--separator", "", "--layers", "1", "--width", "8"),
+    *(ROOT / "LICENSE", "--separator", "", "--layers", "1", "--width", "8"),
     *("--nheads", "2", "--seqlen", "40", "--warmup-steps", "5", *NUMPY),
 ]
 

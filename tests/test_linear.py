@@ -1,12 +1,11 @@
 """Linear attention against its definition in float64, its bytes, and its refusals."""
 
 from itertools import product
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, deeper, distance, drive, drive_each, launch
+from helpers import ROOT, assert_all, deeper, distance, drive, drive_each, launch
 from oracles import linear_attention
 
 from a2d_mpi import Attention2D, Causal, Full, LinearAttention, ProcessGrid, SlidingWindow
@@ -313,7 +312,7 @@ def test_lost_ranks(states):
 
 def test_committed_run():
     """What docs/linear.md shows: checked, bytes of one size for all lengths, and flat times."""
-    path = Path(__file__).parents[1] / "data" / "results" / "linear" / "16x1.h5"
+    path = ROOT / "data" / "results" / "linear" / "16x1.h5"
     lengths = 2048, 4096, 8192, 16384
     plans, seconds, sent = ("lasp2", "lasp", "attention2d"), {}, {}
     with h5py.File(path) as file:

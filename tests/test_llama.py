@@ -8,8 +8,8 @@ import re
 
 import h5py
 import numpy as np
-from helpers import assert_one_line_each, drive, drive_each, launch
-from test_readme import ROOT, blocks, read
+from helpers import ROOT, assert_one_line_each, drive, drive_each, launch
+from test_readme import blocks, read
 
 from a2d_mpi.experiments.gpt_files import read_losses
 

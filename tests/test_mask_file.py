@@ -5,8 +5,7 @@ from hashlib import sha256
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all_refused, drive, drive_each
-from test_driver import SAMPLE
+from helpers import SAMPLE, assert_all_refused, drive, drive_each
 from test_schedule_plots import MACHINE
 
 from a2d_mpi import Documents, IntervalMask

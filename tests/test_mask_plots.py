@@ -1,11 +1,10 @@
 """`drivers/plot.py masks`, and masks in the other programs that need no MPI."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import assert_all_refused, drive, parser_of
+from helpers import ROOT, assert_all_refused, drive, parser_of
 
 from a2d_mpi.experiments.mask_table import PartitionCost, best_of, read_table
 from a2d_mpi.figures.mask_plots import plot_masks, tiling
@@ -13,7 +12,6 @@ from a2d_mpi.masks.patterns import PATTERNS, make_mask
 from a2d_mpi.schedules import distribute
 from a2d_mpi.sharding.choice import CHOICES
 
-ROOT = Path(__file__).parents[1]
 PROBLEM = [
     "--profile", "data/machines/h100-64x1.toml", "--ranks", "6", "--seqlen", "8K",
     "--nheads", "8", "--headdim", "64", "--mask",

@@ -3,7 +3,6 @@
 import os
 import re
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from tempfile import NamedTemporaryFile
 
@@ -11,7 +10,7 @@ import helpers
 import memory
 import numpy as np
 import pytest
-from helpers import DEEPER, assert_all_refused, deeper, drive, launch, parser_of, runs_on
+from helpers import DEEPER, ROOT, assert_all_refused, deeper, drive, launch, parser_of, runs_on
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
@@ -48,7 +47,6 @@ from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
 
-ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "data" / "results"
 PROFILES = sorted((ROOT / "data" / "machines").glob("*.toml"))
 KERNEL = KernelModel(1e11, call=1e-5)

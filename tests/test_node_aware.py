@@ -3,12 +3,11 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 from cases import NHEADS, SIZE, TENSORS, checked_both_ways, failures, inputs, run
-from helpers import DEEPER, assert_all, assert_all_refused, distance, drive_each
+from helpers import DEEPER, ROOT, SAMPLE, assert_all, assert_all_refused, distance, drive_each
 from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
@@ -33,7 +32,6 @@ from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Receive, Send
 
-ROOT = Path(__file__).parents[1]
 A100 = read_machine(ROOT / "data" / "machines" / "a100-16x4.toml")
 mpi = pytest.mark.mpi(min_size=4)
 # Grids, with heads, and the node of every rank: 1, 2 and 4 ranks a node, and uneven ones.
@@ -299,11 +297,10 @@ def test_drivers(tmp_path):
     profile.write_text(PROFILE.replace('"test"', '"test"\nranks_per_node = 2'))
     sizes = ["--seqlens", 61, "--nheads", 4, "--headdim", 8, "--backward", "--trials", 2]
     plans = ["--plans", "node_aware:2x2/2x1,attention2d:2x2/2x1", "--profile", profile]
-    data = ROOT / "data" / "minilm_l3_1536.h5"
     done, found = drive_each([
         ("bench.py", ["--output", output, *sizes, *plans], []),
         ("attention.py",
-         [data, "--method", "node_aware", "--rank-block", "1x2", "--seqlen", 99], []),
+         [SAMPLE, "--method", "node_aware", "--rank-block", "1x2", "--seqlen", 99], []),
     ], 4)  # fmt: skip
     assert [code for code, _ in found] == [0, 0], done.stderr
     case = "causal-n61-h4-kv4-d8-float32-backward-overlap"
@@ -316,9 +313,9 @@ def test_drivers(tmp_path):
         inside = name.startswith("node") and {"forward/row node", "forward/col node"}
         assert not inside or inside <= result.traffic.keys()
     assert_all_refused("attention.py", 4, [
-        ([data, "--rank-block", "2"], [], "--rank-block must be ROWSxCOLUMNS, got '2'"),
-        ([data, "--rank-block", "3x1"], [], "no 3x1 blocks make a grid of 2 x 2"),
-        ([data, "--rank-block", "2x2"], ["--rank-block", "1x1"], "ranks disagree on --rank-block"),
-        ([data, "--grid", "auto", "--profile", profile, "--rank-block", "2x1"], [],
+        ([SAMPLE, "--rank-block", "2"], [], "--rank-block must be ROWSxCOLUMNS, got '2'"),
+        ([SAMPLE, "--rank-block", "3x1"], [], "no 3x1 blocks make a grid of 2 x 2"),
+        ([SAMPLE, "--rank-block", "2x2"], ["--rank-block", "1x1"], "disagree on --rank-block"),
+        ([SAMPLE, "--grid", "auto", "--profile", profile, "--rank-block", "2x1"], [],
          "leaves no choice of --rows, --cols, --head-ranks, --order, --rank-block"),
     ])  # fmt: skip

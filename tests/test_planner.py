@@ -7,10 +7,9 @@ import time
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from helpers import DEEPER, DRIVERS, SECONDS, assert_all_refused, drive
+from helpers import DEEPER, DRIVERS, ROOT, SECONDS, assert_all_refused, drive
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import Causal, Full
@@ -24,7 +23,6 @@ from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.schedules import METHODS, essence, problem_of
 from a2d_mpi.schedules.problem import Workload
 
-ROOT = Path(__file__).parents[1]
 MACHINES = ROOT / "data" / "machines"
 H100, A100 = (read_machine(MACHINES / f"{x}.toml") for x in ("h100-64x1", "a100-16x4"))
 

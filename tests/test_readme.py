@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import drive, launch, options_of, parser_of
+from helpers import ROOT, SAMPLE, drive, launch, options_of, parser_of
 
 import a2d_mpi
 from a2d_mpi import Causal
@@ -22,7 +22,6 @@ from a2d_mpi.planning import cost
 from a2d_mpi.planning.simulator import PARTS
 from a2d_mpi.schedules import problem_of
 
-ROOT = Path(__file__).parents[1]
 DOCS, START = ROOT / "docs", "docs/getting-started.md"
 PAGES = ["README.md", "data/README.md", *(f"docs/{x.name}" for x in sorted(DOCS.glob("*.md")))]
 DRIVERS = [f"drivers/{x.name}" for x in sorted((ROOT / "drivers").glob("*.py"))]
@@ -221,7 +220,7 @@ def test_adding_a_mask():
 def test_reading_a_result(tmp_path):
     (tmp_path / "results").mkdir()
     drive(
-        "attention.py", 4, ROOT / "data" / "minilm_l3_1536.h5", "--backward", "--seqlen", "64",
+        "attention.py", 4, SAMPLE, "--backward", "--seqlen", "64",
         "--output", tmp_path / "results" / "local.h5",
     )  # fmt: skip
     printed = run("\n".join(blocks("docs/results.md", "python")), tmp_path)

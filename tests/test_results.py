@@ -14,7 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers import launch
+from helpers import ROOT, SAMPLE, launch
 
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
@@ -30,7 +30,6 @@ from a2d_mpi.experiments.results import (
 )
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 
-SAMPLE = Path(__file__).parents[1] / "data" / "minilm_l3_1536.h5"
 SHAPES = {"q": (29, 6, 4), "k": (29, 2, 4), "v": (29, 2, 4), "dout": (29, 6, 4)}
 
 
@@ -80,7 +79,7 @@ def error_of(action, kind):
 
 def test_committed_results_name_no_folder_of_a_machine():
     """Command lines in files of data/ have relative paths."""
-    files = [*(Path(__file__).parents[1] / "data").rglob("*.h5")]
+    files = [*(ROOT / "data").rglob("*.h5")]
     assert len(files) > 20
     folders = re.compile(rb"/(?:home|root|tmp|work|Users)/")
     assert [x.name for x in files if folders.search(x.read_bytes())] == []

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import launch
+from helpers import ROOT, launch
 
 from a2d_mpi.attention.methods import plan_class
 from a2d_mpi.comm.device_transport import DeviceTransport
@@ -19,8 +19,6 @@ from a2d_mpi.devices.protocol import Device
 from a2d_mpi.kernels import Kernel
 from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.schedules import METHODS
-
-ROOT = Path(__file__).parent.parent
 
 
 def lint(root):

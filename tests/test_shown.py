@@ -3,10 +3,9 @@
 import os
 import re
 import shlex
-from pathlib import Path
 
 import pytest
-from helpers import deeper, launch
+from helpers import ROOT, deeper, launch
 
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout, parse_count
@@ -16,7 +15,6 @@ from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Workload
 
-ROOT = Path(__file__).parents[1]
 RINGS = ("ring", "striped ring", "double ring")
 TOKENS = ("64K", "256K", "1M")  # columns of the table of common sizes
 PROFILES = {"H100": "h100-8", "A100": "a100-16x4"}

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import DRIVERS, assert_all_refused, bounds_for, distance, drive
+from helpers import SAMPLE, assert_all_refused, bounds_for, distance, drive
 from test_kernels import dense, random_intervals, tensors
 
 from a2d_mpi import IntervalMask
@@ -243,9 +243,6 @@ def test_plain_gpu_kernel(cupy, dtype, kind):
         kernel.logit_softcap = cap if right else None
         found = gpu.run(cupy, kernel, q, k, v, dout, intervals, exact, wide=False, fresh=True)
         assert bool(out_of_bounds(found, exact, largest)) != right
-
-
-SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
 
 
 @pytest.mark.parametrize(

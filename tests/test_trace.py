@@ -4,13 +4,20 @@ import json
 import sys
 from contextlib import contextmanager
 from copy import deepcopy
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cases import inputs, run
-from helpers import assert_all, assert_all_refused, assert_each_refused, drive_each, parser_of
+from helpers import (
+    ROOT,
+    SAMPLE,
+    assert_all,
+    assert_all_refused,
+    assert_each_refused,
+    drive_each,
+    parser_of,
+)
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, ProcessGrid, RingAttention, TriangleAttention
@@ -26,8 +33,7 @@ from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.steps import Attend, Differentiate
 
-ROOT = Path(__file__).parents[1]
-SAMPLE, TEXT = ROOT / "data" / "minilm_l3_1536.h5", ROOT / "LICENSE"
+TEXT = ROOT / "LICENSE"
 MACHINE = ROOT / "data" / "machines" / "a100-16x4.toml"
 SIZES = {"seqlen": 61, "nheads": 4, "nheads_kv": 2, "headdim": 8}
 # The kind of plan, its grid, and the ranks that run it.

@@ -11,9 +11,17 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, assert_all_refused, assert_each_refused, drive, drive_each
+from helpers import (
+    ROOT,
+    SAMPLE,
+    assert_all,
+    assert_all_refused,
+    assert_each_refused,
+    drive,
+    drive_each,
+)
 from mpi4py import MPI
-from test_gpt import ROOT, alone, lone, shaken
+from test_gpt import alone, lone, shaken
 
 from a2d_mpi import Documents, ProcessGrid
 from a2d_mpi.experiments.checkpoint import State, latest, save
@@ -29,7 +37,6 @@ from a2d_mpi.gpt.text import Text
 pytestmark = pytest.mark.grids
 
 TEXT, BOOK = ROOT / "LICENSE", ROOT / "data" / "new_testament.txt"
-SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
 COMMITTED = ROOT / "data" / "results" / "gpt" / "tiny.h5"
 SMALL = [
     "--layers",

@@ -1,11 +1,9 @@
 """The triangle partition: results, bytes, balance and refusals."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from cases import NHEADS, SIZE, checked, checked_both_ways, expected, failures, inputs, run
-from helpers import DEEPER, assert_all, deeper, drive
+from helpers import DEEPER, SAMPLE, assert_all, deeper, drive
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
@@ -18,7 +16,6 @@ from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.program import Program
 
-SAMPLE = Path(__file__).parents[1] / "data" / "minilm_l3_1536.h5"
 # Ranks that take part, and those among them that share the heads.
 SHAPES = {1: [(1, 1)], 4: [(3, 1)], 5: [(3, 1)], 6: [(6, 1), (6, 2), (6, 6)]}.get(SIZE, [])
 

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cases import SIZE, TENSORS, accounts, inputs, run
-from helpers import DRIVERS, assert_all, drive
+from helpers import SAMPLE, assert_all, drive
 
 from a2d_mpi import (
     Attention2D,
@@ -32,7 +32,6 @@ from a2d_mpi.experiments.results import Check, read_result
 from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Copy
 
-SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
 MX = {"mxfp8": (4, 3, 7), "mxfp4": (2, 1, 1)}  # bits of exponent and mantissa, bias
 
 
