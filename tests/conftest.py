@@ -46,6 +46,22 @@ def comm():
     comm.Free()
 
 
+@pytest.fixture
+def grid_of(comm):
+    """Make a grid of all ranks, as `ProcessGrid` does; it is freed after the test."""
+    from a2d_mpi import ProcessGrid
+
+    grids = []
+
+    def make(*shape, **options):
+        grids.append(ProcessGrid(comm, *shape, **options))
+        return grids[-1]
+
+    yield make
+    for grid in grids:
+        grid.free()
+
+
 @pytest.fixture(scope="module", params=["emulated", "real"])
 def cupy(request):
     """The module `cupy`: that of tests/emulated, and the real one where it finds a GPU.

@@ -91,9 +91,9 @@ def test_low_precision(comm, method, mask, dtype, seqlen):
 @pytest.mark.parametrize("algorithm", OTHERS, ids=label)
 @pytest.mark.parametrize("seqlen", [3, 101])
 @pytest.mark.parametrize("distribution", deeper(SHARED_OUT, ["zigzag"]))
-def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
+def test_other_methods_and_head_axes(comm, grid_of, algorithm, distribution, seqlen):
     """Both masks, KV heads shared and not, 16 bits too; the same bits without overlap."""
-    grid, bad = ProcessGrid(comm, *algorithm[1]), []
+    grid, bad = grid_of(*algorithm[1]), []
     for mask, nheads_kv, dtype in (
         (Full(), NHEADS, "float32"),
         (Causal(), 1, "float64"),
@@ -112,15 +112,14 @@ def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
             distribution=distribution,
         )
         bad += checked_both_ways(plan)
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.parametrize("shape", deeper(UNITS, UNITS[-1:]), ids=str)
-def test_chunks_in_units(comm, monkeypatch, shape):
+def test_chunks_in_units(comm, grid_of, monkeypatch, shape):
     """Cut where they are long enough: right, counted, and the same bits without overlap."""
     monkeypatch.setattr(chunks, "GRAIN", 4)
-    grid, bad = ProcessGrid(comm, *shape), []
+    grid, bad = grid_of(*shape), []
     cut = [max(len(chunks.chunked(((0, 101 // comm.size * grid.heads),), x)) for x in shape[:2])]
     window = IntervalMask(np.maximum(np.arange(101) - 30, 0), np.arange(101) + 1)
     for (mask, nheads_kv), distribution in product(
@@ -139,7 +138,6 @@ def test_chunks_in_units(comm, monkeypatch, shape):
         bad += checked_both_ways(plan)
     if 2 in shape[:2] and cut != [2]:
         bad.append("nothing was cut")
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -253,12 +251,12 @@ def test_timings_add_up(comm, method):
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("order", deeper(map("".join, permutations("rcu")), ["ruc", "cur"]))
-def test_order_of_ranks(comm, order):
+def test_order_of_ranks(comm, grid_of, order):
     """Which ranks are neighbours changes nothing else."""
     heads = 2 if comm.size % 2 == 0 else 1
     rows = 2 if comm.size // heads % 2 == 0 else 1
     sizes = {"r": rows, "c": comm.size // heads // rows, "u": heads}
-    grid = ProcessGrid(comm, *sizes.values(), order)
+    grid = grid_of(*sizes.values(), order)
     mine = {"r": grid.row, "c": grid.col, "u": grid.head}
     bad = []
     # The last axis of the order varies fastest among the caller's ranks.
@@ -271,7 +269,6 @@ def test_order_of_ranks(comm, order):
     bad += failures(plan, run(plan, *inputs(90, NHEADS, 8)), Causal(), 90, NHEADS, 8)
     assert_all(comm, not bad, "; ".join(bad))
     plan.free()
-    grid.free()
 
 
 def test_planned_grid(comm):
@@ -293,13 +290,12 @@ def test_heads_that_are_no_number(comm, grid):
 
 
 @pytest.mark.multirank
-def test_heads_that_cannot_be_shared_out(comm):
-    grid = ProcessGrid(comm, 1, 1, comm.size)
+def test_heads_that_cannot_be_shared_out(comm, grid_of):
+    grid = grid_of(1, 1, comm.size)
     with pytest.raises(ValueError, match=f"{comm.size} does not divide 7 heads"):
         Attention2D(grid, Full(), seqlen=50, nheads=7, headdim=8)
     with pytest.raises(ValueError, match="order"):
-        ProcessGrid(comm, 1, 1, comm.size, "rcx")
-    grid.free()
+        grid_of(1, 1, comm.size, "rcx")
 
 
 @one_mpi

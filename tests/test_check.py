@@ -8,7 +8,7 @@ import pytest
 from cases import GRIDS, NHEADS, TENSORS, inputs, run
 from helpers import SAMPLE, assert_all, bounds_for, deeper, drive, drive_each
 
-from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.experiments.check import check_attention
@@ -23,9 +23,9 @@ TOLD = {"float64": 1e-6, "float32": 0.01, "float16": 0.05, "bfloat16": 0.05}
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("rows", [None, 16], ids=["full", "sample"])
 @pytest.mark.parametrize("dtype", deeper(DTYPES, ["float32"]))
-def test_logits_of_10000(comm, dtype, rows):
+def test_logits_of_10000(comm, grid_of, dtype, rows):
     """Right results pass; a wrong element of lse or of a gradient does not."""
-    grid = ProcessGrid(comm, *GRIDS[-1])
+    grid = grid_of(*GRIDS[-1])
     plan = Attention2D(grid, Full(), seqlen=130, nheads=NHEADS, headdim=32, dtype=dtype)
     whole = inputs(130, NHEADS, 32, 2500.0, dtype)
     local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens].astype(plan.dtype) for x in whole)))
@@ -41,16 +41,14 @@ def test_logits_of_10000(comm, dtype, rows):
             wrong[name][-1, 0] += largest * TOLD[dtype]
         told = check_attention(plan, wrong, rows)[name]
         bad += [f"a wrong {name} passed: {told}"] if told.passed else []
-    plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_padding_that_is_all_there_is(comm):
+def test_padding_that_is_all_there_is(comm, grid_of):
     """Gradients that are 0, inputs that are 0: bounds of 0, and of the terms, prove enough."""
-    grid = ProcessGrid(comm, *GRIDS[-1])
+    grid = grid_of(*GRIDS[-1])
     bad = []
     for seqlen, size in ((1, 1), (1, 0), (40, 0)):
         plan = Attention2D(grid, Causal(), seqlen=seqlen, nheads=NHEADS, headdim=8)
@@ -58,8 +56,6 @@ def test_padding_that_is_all_there_is(comm):
         local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
         local.update(run(plan, *whole))
         bad += [str(x) for x in check_attention(plan, local).values() if not x.passed]
-        plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 

@@ -7,7 +7,7 @@ import pytest
 from cases import accounts
 from helpers import DEEPER, assert_all, distance
 
-from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.core import reference
 from a2d_mpi.masks.mask import IntervalMask
@@ -58,7 +58,7 @@ def exact(mask, n, m):
         ("full", (3, 40)), ("causal", (40, 2)), ("window", (61, 18)), ("intervals", (23, 57)),
     )),
 ])  # fmt: skip
-def test_results(comm, mask, lengths):
+def test_results(comm, grid_of, mask, lengths):
     """Against float64, causal masks aligned bottom-right, by every method that takes them."""
     n, m = lengths
     bottom_right = np.arange(n) + m - n
@@ -76,7 +76,7 @@ def test_results(comm, mask, lengths):
     if comm.size % 2 == 0:
         shapes += [(2, comm.size // 2), (1, comm.size // 2, 2)]
     for shape in shapes:
-        grid = ProcessGrid(comm, *shape, nodes=[p // 2 for p in range(comm.size)])
+        grid = grid_of(*shape, nodes=[p // 2 for p in range(comm.size)])
         for method, names in (
             ("attention2d", (None, None)),
             ("ring", ("contiguous", "zigzag")),
@@ -99,7 +99,6 @@ def test_results(comm, mask, lengths):
                 if not error <= 1e-12:
                     bad.append(f"{name} of {method} on {shape}: {error:.1e}")
             bad += accounts(plan, True)
-        grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -111,8 +110,8 @@ def test_alignment_matters(comm):
     assert distance(exact(wrong, n, m)["out"], exact(right, n, m)["out"]) > 1e-3
 
 
-def test_bad_input(comm):
-    grid = ProcessGrid(comm, 1, comm.size)
+def test_bad_input(comm, grid_of):
+    grid = grid_of(1, comm.size)
     sizes = {"seqlen": 8, "nheads": 4, "headdim": 8}
     for method, mask, options, text in (
         ("attention2d", Full(), {"seqlen_kv": 0}, "seqlen_kv must be a positive integer"),
@@ -125,4 +124,3 @@ def test_bad_input(comm):
     q, k = (np.zeros((n, 4, 8), "f4") for n in (len(plan.tokens), len(plan.tokens_kv) + 1))
     with pytest.raises(ValueError, match="k has shape"):
         plan.forward(q, k, k)
-    grid.free()

@@ -99,7 +99,6 @@ def test_results_and_traffic(comm, cupy, on, method, mask, dtype, transfers, mon
         moved = sum(sum(both) for both in plan.traffic.bytes.values())
         if plan.staged_bytes != (moved if transfers == "host" else 0):
             bad.append(f"{plan.staged_bytes} bytes went through the host, {moved} moved")
-        plan.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -147,8 +146,8 @@ def test_timings_by_events(comm, cupy, on, method):
 
 @pytest.mark.mpi
 @pytest.mark.multirank
-def test_numpy_on_some_ranks(comm, cupy, on):
-    grid = ProcessGrid(comm, 1, comm.size)
+def test_numpy_on_some_ranks(comm, grid_of, cupy, on):
+    grid = grid_of(1, comm.size)
     plan = Attention2D(grid, Full(), seqlen=20, nheads=4, headdim=8)
     x = [np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3)]
     mixed = x if comm.rank == 0 else [cupy.asarray(y) for y in x]
@@ -158,18 +157,16 @@ def test_numpy_on_some_ranks(comm, cupy, on):
     out, _ = plan.forward(*x)
     out_device, _ = plan.forward(*(cupy.asarray(y) for y in x))
     assert_all(comm, np.allclose(out, cupy.asnumpy(out_device), atol=1e-6), "results differ")
-    grid.free()
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_kernel_of_the_other_device(comm, cupy, on):
-    grid = ProcessGrid(comm, comm.size, 1)
+def test_kernel_of_the_other_device(comm, grid_of, cupy, on):
+    grid = grid_of(comm.size, 1)
     plan = Attention2D(grid, Full(), seqlen=20, nheads=4, headdim=8, kernel="numpy")
     x = [cupy.asarray(np.ones((len(plan.tokens), 4, 8), np.float32)) for _ in range(3)]
     with pytest.raises(ValueError, match="'numpy' does not take CuPy arrays"):
         plan.forward(*x)
-    grid.free()
 
 
 @pytest.mark.mpi

@@ -16,7 +16,6 @@ from a2d_mpi import (
     Full,
     IntervalMask,
     NodeAwareAttention,
-    ProcessGrid,
     TriangleAttention,
 )
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
@@ -97,8 +96,8 @@ def wrong_with(plan, found, exact, largest):
 @pytest.mark.mpi
 @pytest.mark.grids
 @pytest.mark.parametrize("method", PLANS, ids=label)
-def test_plans(comm, method):
-    grid, bad = ProcessGrid(comm, *method[1]), []
+def test_plans(comm, grid_of, method):
+    grid, bad = grid_of(*method[1]), []
     # A placement of blocks takes seconds to search.
     for mask, dtype, nheads_kv in CASES[3 if method[0] is BlocksAttention else 0 :]:
         if method[0] is TriangleAttention and not isinstance(mask, Causal):
@@ -113,18 +112,16 @@ def test_plans(comm, method):
         wrong = wrong_with(plan, results(plan, inputs, sink, -dlse), exact, largest)
         if not comm.allreduce(len(wrong)):
             bad.append("dlse of the other sign passed")
-        plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_plan_on_a_gpu(comm, cupy):
+def test_plan_on_a_gpu(comm, grid_of, cupy):
     from a2d_mpi.comm.gpus import bind_gpu
 
     bind_gpu(comm)
-    grid, bad = ProcessGrid(comm, *OTHERS[-1][1]), []
+    grid, bad = grid_of(*OTHERS[-1][1]), []
     for mask, dtype, nheads_kv in (CASES[2], CASES[4]):
         inputs, sink, dlse, exact, largest = problem(mask, dtype, nheads_kv)
         plan = OTHERS[-1][0](
@@ -133,7 +130,6 @@ def test_plan_on_a_gpu(comm, cupy):
         found = results(plan, inputs, sink, dlse, cupy.asarray, cupy.asnumpy)
         bad += wrong_with(plan, found, exact, largest)
         bad += ["cuDNN would compute"] * (not plan._engine.kernel.any_delta)
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -154,9 +150,9 @@ def test_devices_ignore_masked_rows(cupy, dtype):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("where", ["all", "last"])
-def test_bad_input(comm, where):
+def test_bad_input(comm, grid_of, where):
     """One error on all ranks."""
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     here = where == "all" or comm.rank == comm.size - 1
     plan = Attention2D(grid, Full(), seqlen=40, nheads=4, headdim=8)
     x = np.ones((len(plan.tokens), 4, 8), np.float32)
@@ -187,4 +183,3 @@ def test_bad_input(comm, where):
     results, dlse = plan.forward(x, x, x), np.zeros(x.shape[:2], np.float32)
     dq, *_ = plan.backward(x, x, x, x, *results, dlse=dlse)  # the plan still works
     assert_all(comm, np.isfinite(dq).all(), "wrong")
-    grid.free()

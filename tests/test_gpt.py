@@ -201,21 +201,20 @@ def losses(comm, grid, method, dtype, steps, separator):
     pytest.param("float32", 1e-5, 50, b"", marks=DEEPER), ("float64", 1e-10, 8, b" "),
     pytest.param("float64", 1e-10, 50, b"", marks=DEEPER),
 ])  # fmt: skip
-def test_same_losses(comm, dtype, bound, steps, separator):
+def test_same_losses(comm, grid_of, dtype, bound, steps, separator):
     """After each step, on any grid and ring as on one rank; the same weights on all."""
     run = dtype, steps if comm.size in (4, 6) else 4, separator
     expected, _ = losses(MPI.COMM_SELF, lone(), "attention2d", *run)
     shapes = [(r, comm.size // r) for r in range(1, comm.size + 1) if comm.size % r == 0]
     plans, bad = [*product(["attention2d"], shapes), ("ring", (comm.size, 1))], []
     for method, shape in [("attention2d", (2, 3))] if comm.size == 6 else plans:
-        grid = ProcessGrid(comm, *shape)
+        grid = grid_of(*shape)
         found, weights = losses(comm, grid, method, *run)
         error = np.abs(found / expected - 1).max()
         if not error <= bound:
             bad.append(f"{method} on {shape}: {error:.1e}")
         if len(set(comm.allgather(weights.tobytes()))) > 1:
             bad.append(f"{method} on {shape}: weights differ")
-        grid.free()
     assert expected[-1] < expected[0]
     assert_all(comm, not bad, "; ".join(bad))
 

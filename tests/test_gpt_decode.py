@@ -120,16 +120,15 @@ def test_bytes(comm):
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_head_axis(comm):
+def test_head_axis(comm, grid_of):
     """The same tokens; each rank keeps its share of the heads, and sends what was predicted."""
     bad, traffic, group = [], {}, CONFIG.nheads // CONFIG.nheads_kv
     for heads in (x for x in range(1, comm.size + 1) if comm.size % x == 0):
         positions = comm.size // heads
-        grid = ProcessGrid(comm, 1, positions, heads)
+        grid = grid_of(1, positions, heads)
         if CONFIG.nheads % heads or ((own := CONFIG.nheads // heads) % group and group % own):
             with pytest.raises(ValueError, match=f"a head axis of {heads} ranks"):
                 Decoder(grid, shaken(CONFIG), [1000] * positions)
-            grid.free()
             continue
         whole = Decoder(grid, shaken(CONFIG), [1000] * positions, block=4)
         assert all(whole.admit(x, LENGTHS[x], 60) for x in prompts())
@@ -147,7 +146,6 @@ def test_head_axis(comm):
         if (layers, heads_kv) != (CONFIG.layers, max(1, CONFIG.nheads_kv // heads)):
             bad.append(f"{grid}: {heads_kv} heads are kept")
         whole.free()
-        grid.free()
     if comm.size in (4, 6) and not traffic[2] < traffic[1]:
         bad.append(f"more with a head axis: {traffic}")
     assert_all(comm, not bad, "; ".join(bad))

@@ -10,7 +10,6 @@ from test_device import drive
 from test_gpt import lone, shaken
 from test_gpt_decode import CONFIG, LENGTHS, greedy, likeliest, prompts
 
-from a2d_mpi import ProcessGrid
 from a2d_mpi.comm.gpus import bind_gpu
 from a2d_mpi.experiments.checkpoint import State
 from a2d_mpi.experiments.train_gpt import Trainer
@@ -50,12 +49,11 @@ def losses(comm, grid, dtype, transfers, positions, device=None):
 @pytest.mark.parametrize("dtype, bound, transfers, positions", [
     ("float32", 1e-5, "device", "learned"), ("float64", 1e-10, "host", "rotary"),
 ])  # fmt: skip
-def test_same_losses(comm, cupy, dtype, bound, transfers, positions):
+def test_same_losses(comm, grid_of, cupy, dtype, bound, transfers, positions):
     device, _ = bind_gpu(comm)
     expected, _ = losses(MPI.COMM_SELF, lone(), dtype, transfers, positions)
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     found, weights = losses(comm, grid, dtype, transfers, positions, device)
-    grid.free()
     error = np.abs(found / expected - 1).max()
     assert_all(comm, error <= bound, f"{found}, not {expected}")
     assert_all(comm, len(set(comm.allgather(weights.tobytes()))) == 1, "weights differ")
@@ -64,11 +62,11 @@ def test_same_losses(comm, cupy, dtype, bound, transfers, positions):
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("transfers", ["device", "host"])
-def test_same_tokens(comm, cupy, transfers):
+def test_same_tokens(comm, grid_of, cupy, transfers):
     device, _ = bind_gpu(comm)
     weights = Parameters(CONFIG, device.upload(shaken(CONFIG).flat))
     heads = 2 if comm.size % 2 == 0 else 1
-    grid, count = ProcessGrid(comm, 1, comm.size // heads, heads), 5
+    grid, count = grid_of(1, comm.size // heads, heads), 5
     whole = Decoder(grid, weights, [9] * (comm.size // heads), block=8, transfers=transfers)
     short = {x: y for x, y in prompts().items() if LENGTHS[x] < 10}
     found = dict(serve(whole, short, dict.fromkeys(short, count), likeliest))
@@ -77,7 +75,6 @@ def test_same_tokens(comm, cupy, transfers):
     if whole.sent != tuple((count - 1) * x for x in expected):
         bad.append(f"{whole.sent} is not {count - 1} times {expected}")
     whole.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 

@@ -19,7 +19,6 @@ from a2d_mpi import (
     Full,
     IntervalMask,
     NodeAwareAttention,
-    ProcessGrid,
     TriangleAttention,
 )
 from a2d_mpi.core.config import AttentionConfig
@@ -72,9 +71,9 @@ def problem(mask, dtype, nheads_kv, d, e):
 @pytest.mark.mpi
 @pytest.mark.grids
 @pytest.mark.parametrize("name", PLANS)
-def test_plans(comm, name):
+def test_plans(comm, grid_of, name):
     kind, shape, of_grid, options = PLANS[name]
-    grid, bad = ProcessGrid(comm, *shape, **of_grid), []
+    grid, bad = grid_of(*shape, **of_grid), []
     # A placement of blocks takes seconds to search.
     for mask, dtype, nheads_kv, d, e in CASES[: 2 if kind is BlocksAttention else None]:
         if kind is TriangleAttention and not isinstance(mask, Causal):
@@ -90,8 +89,6 @@ def test_plans(comm, name):
         mine = {x: y[plan.tokens] for x, y in exact.items()}
         bad += [f"{dtype} {d} {e}: {x}" for x in out_of_bounds(found, mine, largest)]
         bad += [f"{dtype} {d} {e}: {x}" for x in accounts(plan, True)]
-        plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -150,11 +147,11 @@ def test_bytes_by_formula():
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_kernels_on_a_gpu_refuse(comm, cupy):
+def test_kernels_on_a_gpu_refuse(comm, grid_of, cupy):
     from a2d_mpi.comm.gpus import bind_gpu
 
     bind_gpu(comm)
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     sizes = {"seqlen": 40, "nheads": 4, "headdim": 24, "headdim_v": 16, "dtype": "bfloat16"}
     told = "takes values as wide as the keys, got headdim 24 and headdim_v 16"
     for kernel in ("cupy", "cudnn"):
@@ -170,7 +167,6 @@ def test_kernels_on_a_gpu_refuse(comm, cupy):
     assert_all(comm, "v has shape" in found, found)
     out, _ = plan.forward(q, k, v)  # the plan still works, on the host
     assert_all(comm, out.shape == (len(q), 4, 16), out.shape)
-    grid.free()
 
 
 @pytest.mark.launches

@@ -218,10 +218,9 @@ def test_wrong_orders_fail(comm, grid, monkeypatch):
 
 @pytest.mark.multirank
 @pytest.mark.mpi(min_size=4)
-def test_head_axis_and_listed_runs(comm):
+def test_head_axis_and_listed_runs(comm, grid_of):
     """The shape of the grid does not matter; a distribution may be an object."""
-    grid = ProcessGrid(comm, 1, comm.size // 2, 2) if comm.size % 2 == 0 else None
-    grid = grid or ProcessGrid(comm, comm.size, 1)
+    grid = grid_of(1, comm.size // 2, 2) if comm.size % 2 == 0 else grid_of(comm.size, 1)
     case = True, "random", "denominator", DECAY
     shards = distribute("balanced", Causal(), 101, grid.rows, grid.cols, grid.heads)
     given = options(*case[1:], distribution=shards, dtype="float64")
@@ -229,7 +228,6 @@ def test_head_axis_and_listed_runs(comm):
     wanted = exact(101, *case)
     bad = off(plan, computed(plan), wanted, [1e-12 * max(1, distance(x, 0)) for x in wanted])
     assert_all(comm, not bad, "; ".join(bad))
-    grid.free()
 
 
 @pytest.mark.mpi

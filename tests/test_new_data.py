@@ -5,7 +5,7 @@ import pytest
 from cases import SIZE
 from helpers import assert_all, distance
 
-from a2d_mpi import Causal, ProcessGrid
+from a2d_mpi import Causal
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.core import reference
 from a2d_mpi.schedules import METHODS
@@ -29,12 +29,12 @@ def data(seed):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_same_plan_new_data(comm, method):
+def test_same_plan_new_data(comm, grid_of, method):
     """Results of five calls are of their data, stay when others follow, and leave the inputs."""
     known = METHODS[method]
     heads = SIZE if known.causal and not triangle.fits(SIZE) else 1
     rows = 1 if heads > 1 or SIZE % 2 else 2
-    grid = ProcessGrid(comm, rows, SIZE // rows // heads, heads)
+    grid = grid_of(rows, SIZE // rows // heads, heads)
     sizes = {"seqlen": SEQLEN, "nheads": NHEADS, "headdim": HEADDIM, "dtype": "float64"}
     plan = make_plan(method, grid, Causal(), **sizes)
     sets = [data(0), data(1)]
@@ -65,6 +65,4 @@ def test_same_plan_new_data(comm, method):
             bad += [f"{name} of call {number} was changed later"] * (x.tobytes() != before)
         first = next(y for w, _, y in calls if w == which)
         bad += [f"call {number} does not repeat"] * (kept != first)
-    plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))

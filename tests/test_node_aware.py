@@ -14,7 +14,7 @@ from mpi4py import MPI
 from oracles import documents, heavy_tailed
 from test_bench import PROFILE
 
-from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -58,9 +58,9 @@ NODES = {
 @pytest.mark.parametrize("shape, nodes", [
     pytest.param(*x, marks=() if x in NODES[2:4] else DEEPER) for x in NODES
 ], ids=str)  # fmt: skip
-def test_results(comm, monkeypatch, shape, nodes):
+def test_results(comm, grid_of, monkeypatch, shape, nodes):
     """Against float64, with and without overlap; counted, repeated, and cut in two chunks."""
-    grid, bad = ProcessGrid(comm, *shape, nodes=nodes), []
+    grid, bad = grid_of(*shape, nodes=nodes), []
     make = partial(NodeAwareAttention, grid, nheads=NHEADS, headdim=16)
     i = np.arange(97)
     window, packed = IntervalMask(i - 9, i + 1), documents(heavy_tailed(97, 1, 9))
@@ -88,32 +88,28 @@ def test_results(comm, monkeypatch, shape, nodes):
     totals = [sum(x[1] for x in p.traffic.bytes.values()) for p in (plan, plan, plain)]
     if len(set(nodes)) in (1, comm.size) and totals[0] != 2 * totals[2]:
         bad.append(f"{totals} bytes")
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @mpi
 @pytest.mark.multirank
 @pytest.mark.one_mpi
-def test_the_tests_can_tell(comm, monkeypatch):
+def test_the_tests_can_tell(comm, grid_of, monkeypatch):
     """A member's partial results that do not get into its node's sum are missed."""
     monkeypatch.setattr(Program, "combine", lambda program, source, target: None)
-    grid = ProcessGrid(comm, 1, comm.size, nodes=[0] * 2 + [1] * (comm.size - 2))
+    grid = grid_of(1, comm.size, nodes=[0] * 2 + [1] * (comm.size - 2))
     plan = NodeAwareAttention(grid, Causal(), seqlen=97, nheads=NHEADS, headdim=16)
     bad = failures(plan, run(plan, *inputs(97, NHEADS, 16)), Causal(), 97, NHEADS, 16)
-    grid.free()
     assert_all(comm, comm.allreduce(len(bad)) > 0, "sums without their parts passed")
 
 
 @mpi
 @pytest.mark.multirank
-def test_nodes_of_the_machine(comm):
+def test_nodes_of_the_machine(comm, grid_of):
     """Ranks that share memory are on a node; what is said by the caller goes first."""
-    grids = [ProcessGrid(comm, 1, comm.size), ProcessGrid(comm, comm.size, 1, nodes=[5, 5, 3, 3] +
-             [8] * (comm.size - 4))]  # fmt: skip
+    given = [5, 5, 3, 3] + [8] * (comm.size - 4)
+    grids = grid_of(1, comm.size), grid_of(comm.size, 1, nodes=given)
     found = [grid.layout.nodes for grid in grids]
-    for grid in grids:
-        grid.free()
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     alone = shared.size == comm.size
     shared.Free()

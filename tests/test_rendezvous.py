@@ -90,9 +90,9 @@ class TestOtherCalls:
 
 
 @mpi
-def test_two_threads(comm):
+def test_two_threads(comm, grid_of):
     """Of plans of one grid: what is returned is right, and one of them at least is refused."""
-    own = ProcessGrid(comm, comm.size, 1)
+    own = grid_of(comm.size, 1)
     plans = [kind(own, Causal(), **GOOD) for kind in (Attention2D, RingAttention)]
     x = inputs(plans[0])
     expected = [plan.forward(*x)[0] for plan in plans]
@@ -120,7 +120,6 @@ def test_two_threads(comm):
     comm.Barrier()
     for plan, out in zip(plans, expected):
         assert_all(comm, np.array_equal(plan.forward(*x)[0], out), "the plan is spoilt")
-    own.free()
 
 
 def _slow(forward):

@@ -66,7 +66,6 @@ def test_there_and_back(grid, case):
     if not np.array_equal(own, keys[::-1][plan.tokens_kv]):
         wrong.append("keys")
     assert_all(comm, not wrong, f"{wrong}")
-    plan.free()
 
 
 @pytest.mark.multirank
@@ -94,7 +93,6 @@ def test_refused(grid):
         said = message_of(comm, action)
         assert_all(comm, text in said, f"{text!r} is not in {said!r}")
     plan.forward(*qkv(plan))  # the plan is as good as before
-    plan.free()
 
 
 def qkv(plan):
@@ -112,4 +110,3 @@ def test_cupy(grid, cupy):
     if comm.rank == 0:
         good &= isinstance(back, cupy.ndarray) and np.array_equal(cupy.asnumpy(back), whole)
     assert_all(comm, good, "another array")
-    plan.free()

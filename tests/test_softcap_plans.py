@@ -15,7 +15,6 @@ from a2d_mpi import (
     Full,
     IntervalMask,
     NodeAwareAttention,
-    ProcessGrid,
     RingAttention,
 )
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
@@ -66,8 +65,8 @@ def wrong_with(plan, found, exact, largest):
 @pytest.mark.parametrize("cap, sinks", [
     (2.0, True), *(pytest.param(*x, marks=DEEPER) for x in ((2.0, False), (None, True))),
 ])  # fmt: skip
-def test_plans(comm, method, cap, sinks):
-    grid, bad = ProcessGrid(comm, *method[1]), []
+def test_plans(comm, grid_of, method, cap, sinks):
+    grid, bad = grid_of(*method[1]), []
     for mask, dtype, nheads_kv in (
         (Full(), "float32", NHEADS), (Causal(), "float64", 1), (HIDDEN, "float32", 2),
         (Causal(), "bfloat16", NHEADS), (HIDDEN, "float16", 1),
@@ -81,12 +80,10 @@ def test_plans(comm, method, cap, sinks):
         bad += [f"{dtype} {x}" for x in wrong_with(plan, found, exact, largest)]
         if plan.traffic.bytes != plan.predicted_traffic():
             bad.append(f"{dict(plan.traffic.bytes)} but predicted {plan.predicted_traffic()}")
-        plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
-def test_out_in_16_bits_is_rounded_once(comm):
+def test_out_in_16_bits_is_rounded_once(comm, grid_of):
     """Equal keys: out is their value times a number that float32 knows to the last digit."""
     grids = [ONE] + [(1, 1, SIZE)] * (NHEADS % SIZE == 0) + [(2, 1, 2)] * (SIZE == 4)
     v = np.linspace(1, 2, N * NHEADS * D).reshape(N, NHEADS, D).astype(DTYPES["bfloat16"])
@@ -96,7 +93,7 @@ def test_out_in_16_bits_is_rounded_once(comm):
     exact = (v[0].astype(float) * share).astype(np.float32).astype(DTYPES["bfloat16"])
     bad = []
     for shape in grids:
-        grid = ProcessGrid(comm, *shape)
+        grid = grid_of(*shape)
         plan = Attention2D(
             grid, Full(), seqlen=N, nheads=NHEADS, headdim=D, dtype="bfloat16",
         )  # fmt: skip
@@ -107,14 +104,13 @@ def test_out_in_16_bits_is_rounded_once(comm):
         # float32 products and sums may move a value across the middle of two neighbours.
         if off > 0.02:
             bad.append(f"{shape}: {100 * off:.1f} % are not rounded as the exact ones")
-        grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.parametrize("change", ["nothing", "sink", "cap", "dsink of one rank"])
-def test_check_of_a_run(comm, change):
+def test_check_of_a_run(comm, grid_of, change):
     """`check_attention` passes what is right, and nothing else, in a sample too."""
-    grid, cap = ProcessGrid(comm, *ONE), 3.0
+    grid, cap = grid_of(*ONE), 3.0
     plan = Attention2D(grid, Causal(), seqlen=N, nheads=NHEADS, headdim=D, logit_softcap=cap)
     inputs, sink, *_ = problem(Causal(), "float32", 3.0, True, NHEADS)
     q, k, v, dout = (x[plan.tokens].astype(np.float32) for x in inputs)
@@ -137,15 +133,14 @@ def test_check_of_a_run(comm, change):
         }[change]  # fmt: skip
         ok = failed >= expected and (failed == expected or change in ("sink", "cap"))
         assert_all(comm, ok, f"{rows} rows: {failed} failed")
-    grid.free()
 
 
 @pytest.mark.one_mpi
-def test_plan_on_a_gpu(comm, cupy):
+def test_plan_on_a_gpu(comm, grid_of, cupy):
     from a2d_mpi.comm.gpus import bind_gpu
 
     bind_gpu(comm)
-    grid, bad = ProcessGrid(comm, *OTHERS[-1][1]), []
+    grid, bad = grid_of(*OTHERS[-1][1]), []
     for dtype in ("float32", "bfloat16"):
         inputs, sink, exact, largest = problem(HIDDEN, dtype, 2.0, True, 2)
         plan = OTHERS[-1][0](
@@ -154,7 +149,6 @@ def test_plan_on_a_gpu(comm, cupy):
         )  # fmt: skip
         found = results(plan, inputs, sink, cupy.asarray, cupy.asnumpy)
         bad += wrong_with(plan, found, exact, largest)
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -162,9 +156,9 @@ GOOD = {"seqlen": 40, "nheads": 4, "headdim": 8}
 
 
 @pytest.mark.parametrize("where", ["all", "last"])
-def test_bad_input(comm, where):
+def test_bad_input(comm, grid_of, where):
     """One error on all ranks."""
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     here = where == "all" or comm.rank == comm.size - 1
     for wrong, text in (
         ({"logit_softcap": 0.0}, "logit_softcap must be between 1e-30 and 1e30, got 0.0"),
@@ -193,4 +187,3 @@ def test_bad_input(comm, where):
         assert_all(comm, "ranks disagree on the sink" in found, found)
     out, _ = plan.forward(x, x, x, sink)  # the plan still works
     assert_all(comm, np.allclose(out, 40 * np.exp(8**0.5) / (40 * np.exp(8**0.5) + 1)), "wrong")
-    grid.free()

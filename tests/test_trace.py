@@ -121,7 +121,7 @@ def flow_bytes(events, rank):
 
 
 @contextmanager
-def grid_of(comm, shape, **options):
+def grid_of_first(comm, shape, **options):
     """A grid of the first ranks; None on the others."""
     size = int(np.prod(shape))
     some = comm.Split(0 if comm.rank < size else MPI.UNDEFINED)
@@ -155,7 +155,7 @@ def traced(comm, plan, path, device=(np.asarray, np.asarray)):
 def test_measured(comm, tmp_path, method, shape, options):
     """Every message of every rank, with its bytes; every kernel call with its pairs."""
     problem = ""
-    with grid_of(comm, shape, **options) as (some, grid):
+    with grid_of_first(comm, shape, **options) as (some, grid):
         if grid:
             plan = method(grid, Causal(), **SIZES)
             same, events = traced(some, plan, tmp_path / "a.json")
@@ -188,7 +188,7 @@ def test_measured(comm, tmp_path, method, shape, options):
 def test_wrong_traces(comm, tmp_path):
     """The checks of this file see what is wrong with a trace."""
     problems = {}
-    with grid_of(comm, (2, 2)) as (some, grid):
+    with grid_of_first(comm, (2, 2)) as (some, grid):
         if grid:
             plan = Attention2D(grid, Causal(), **SIZES)
             events = traced(some, plan, tmp_path / "a.json")[1]
@@ -219,7 +219,7 @@ def test_wrong_traces(comm, tmp_path):
 @pytest.mark.grids
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-def test_on_a_gpu(comm, cupy, tmp_path, monkeypatch):
+def test_on_a_gpu(comm, grid_of, cupy, tmp_path, monkeypatch):
     """The same on a device, with ranges for NVIDIA's profilers where nvtx is installed."""
     from a2d_mpi.comm.gpus import bind_gpu
 
@@ -232,7 +232,7 @@ def test_on_a_gpu(comm, cupy, tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     bind_gpu(comm)
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     plan = Attention2D(grid, Causal(), **SIZES)
     same, events = traced(comm, plan, tmp_path / "a.json", (cupy.asarray, cupy.asnumpy))
     counted = comm.gather(dict(plan.traffic.bytes))
@@ -240,15 +240,13 @@ def test_on_a_gpu(comm, cupy, tmp_path, monkeypatch):
     if events:
         found = [flow_bytes(events, rank) for rank in range(comm.size)]
         bad += [] if found == counted else [f"{found}, {counted}"]
-    grid.free()
     named = {"forward compute", "backward compute"} <= set(ranges)
     assert_all(comm, same and not bad and named, f"{same}, {bad}, {set(ranges)}")
     without = len(ranges)
     monkeypatch.setitem(sys.modules, "nvtx", None)  # as if it was not installed
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     traced(comm, Attention2D(grid, Causal(), **SIZES), tmp_path / "a.json",
            (cupy.asarray, cupy.asnumpy))  # fmt: skip
-    grid.free()
     assert_all(comm, len(ranges) == without, "ranges without nvtx")
 
 
