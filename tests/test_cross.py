@@ -5,17 +5,16 @@ from functools import cache
 import numpy as np
 import pytest
 from cases import accounts
+from dense import TENSORS, plain
 from helpers import DEEPER, assert_all, distance
 
 from a2d_mpi import Attention2D, Causal, Full
 from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.core import reference
 from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.masks.windows import SlidingWindow
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
 NHEADS, NHEADS_KV, HEADDIM = 4, 2, 8
-TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
 def random_mask(n, m):
@@ -31,25 +30,8 @@ def inputs(n, m):
 
 
 def exact(mask, n, m):
-    """Float64 results, head by head; row i of a causal mask sees keys up to i + m - n."""
-    q, k, v, dout = inputs(n, m)
-    visible = mask.dense(np.arange(n), np.arange(m))
-    found, scale = {x: [] for x in TENSORS}, HEADDIM**-0.5
-    dkv = np.zeros((2, m, NHEADS_KV, HEADDIM))
-    for h in range(NHEADS):
-        g = h // (NHEADS // NHEADS_KV)
-        one = q[:, [h]], k[:, [g]], v[:, [g]]
-        out, lse = reference.attention(*one, visible, scale)
-        delta = (dout[:, [h]] * out).sum(-1)
-        dq, dk, dv = reference.attention_backward(dout[:, [h]], *one, lse, delta, visible, scale)
-        for name, x in zip(TENSORS, (out, lse, dq)):
-            found[name].append(x)
-        dkv[:, :, [g]] += dk, dv
-    return {
-        **{x: np.concatenate(y, axis=1) for x, y in found.items() if y},
-        "dk": dkv[0],
-        "dv": dkv[1],
-    }
+    """Float64 results; row i of a causal mask sees keys up to i + m - n."""
+    return plain(inputs(n, m), mask.dense(np.arange(n), np.arange(m)), HEADDIM**-0.5)
 
 
 @pytest.mark.parametrize("mask, lengths", [
@@ -62,7 +44,7 @@ def test_results(comm, grid_of, mask, lengths):
     """Against float64, causal masks aligned bottom-right, by every method that takes them."""
     n, m = lengths
     bottom_right = np.arange(n) + m - n
-    given, plain = {
+    given, aligned = {
         "full": (Full(), Full()),
         "causal": (Causal(), IntervalMask(np.zeros(n, int), (bottom_right + 1).clip(0))),
         "window": (
@@ -71,7 +53,7 @@ def test_results(comm, grid_of, mask, lengths):
         ),
         "intervals": (random_mask(n, m), random_mask(n, m)),
     }[mask]
-    expected, bad = exact(plain, n, m), []
+    expected, bad = exact(aligned, n, m), []
     shapes = [(1, comm.size), (comm.size, 1)]
     if comm.size % 2 == 0:
         shapes += [(2, comm.size // 2), (1, comm.size // 2, 2)]

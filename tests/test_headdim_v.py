@@ -1,15 +1,13 @@
 """Values of another width than the keys (MLA), against float64; bytes and memory."""
 
-from functools import cache
-
 import h5py
 import numpy as np
 import pytest
 from cases import METHODS, NHEADS, OTHERS, SIZE, accounts
+from dense import TENSORS, out_of_bounds, problem, wrong_with
 from helpers import assert_all, deeper, drive_each, parser_of
 from test_bad_input import message_of
 from test_dlse import HIDDEN, N
-from test_softcap import TENSORS, bounds, out_of_bounds, plain
 
 from a2d_mpi import (
     Attention2D,
@@ -56,18 +54,6 @@ CASES = (
 )  # fmt: skip
 
 
-@cache
-def problem(mask, dtype, nheads_kv, d, e):
-    """Inputs, exact results and their bounds."""
-    config = AttentionConfig(N, NHEADS, d, nheads_kv, headdim_v=e)
-    rng, kept = np.random.default_rng(d), DTYPES[dtype]
-    names = "q", "k", "v", "dout"
-    inputs = [rng.standard_normal((N, *config.shape(x))).astype(kept).astype(float) for x in names]
-    visible = mask.dense(TOKENS, TOKENS)
-    exact = plain(inputs, visible, d**-0.5, None, None)
-    return inputs, exact, bounds(inputs, visible, d**-0.5, None, None, exact, kept)
-
-
 @pytest.mark.mpi
 @pytest.mark.grids
 @pytest.mark.parametrize("name", PLANS)
@@ -78,17 +64,12 @@ def test_plans(comm, grid_of, name):
     for mask, dtype, nheads_kv, d, e in CASES[: 2 if kind is BlocksAttention else None]:
         if kind is TriangleAttention and not isinstance(mask, Causal):
             continue
-        inputs, exact, largest = problem(mask, dtype, nheads_kv, d, e)
         plan = kind(
             grid, mask, seqlen=N, nheads=NHEADS, nheads_kv=nheads_kv, headdim=d, headdim_v=e,
             dtype=dtype, **options,
         )  # fmt: skip
-        q, k, v, dout = (x[plan.tokens].astype(plan.dtype) for x in inputs)
-        out, lse = plan.forward(q, k, v)
-        found = dict(zip(TENSORS, (out, lse, *plan.backward(dout, q, k, v, out, lse))))
-        mine = {x: y[plan.tokens] for x, y in exact.items()}
-        bad += [f"{dtype} {d} {e}: {x}" for x in out_of_bounds(found, mine, largest)]
-        bad += [f"{dtype} {d} {e}: {x}" for x in accounts(plan, True)]
+        wrong = wrong_with(plan, problem(mask, plan.config)) + accounts(plan, True)
+        bad += [f"{dtype} {d} {e}: {x}" for x in wrong]
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -100,7 +81,8 @@ def test_kernels(dtype, name, widths):
     """Masked rows and unseen keys that hold NaN, too; and a wrong variant: swapped halves of v."""
     (d, e), scale = widths, widths[0] ** -0.5
     nheads_kv = 1 if d == 576 else 3
-    inputs, exact, largest = problem(HALF, dtype, nheads_kv, d, e)
+    config = AttentionConfig(N, NHEADS, d, nheads_kv, headdim_v=e, dtype=dtype)
+    inputs, _, _, exact, largest = problem(HALF, config)
     q, k, v, dout = (x.astype(DTYPES[dtype]) for x in inputs)
     intervals = HALF.intervals(TOKENS, TOKENS)
     masked = ~HALF.dense(TOKENS, TOKENS).any(axis=1)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 from cases import SIZE
+from dense import plain
 from helpers import assert_all, distance
-from test_softcap import plain
 
 from a2d_mpi import (
     Attention2D,
@@ -32,7 +32,7 @@ def test_a_prefix_and_two_continuations(comm, grid_of, dtype, bound, kind):
     sink = rng.standard_normal(HEADS).astype(dtype)
     visible = SharedQuestion([0, PREFIX, PREFIX + OWN, seqlen]).dense(*[np.arange(seqlen)] * 2)
     visible[::7] = False  # masked rows, of which lse is the sink
-    exact = plain(whole, visible, D**-0.5, None, sink)
+    exact = plain(whole, visible, D**-0.5, sink=sink)
     options = {
         "nheads": HEADS, "nheads_kv": KV, "headdim": D, "dtype": dtype, "distribution": "zigzag",
     }  # fmt: skip

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from cases import SIZE
+from dense import plain
 from helpers import assert_all, distance
 
 from a2d_mpi import Causal
 from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.core import reference
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.sharding import triangle
 
@@ -19,13 +19,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 def data(seed):
     """q, k, v, dout of the whole sequence, and its results: float64."""
     rng = np.random.default_rng(seed)
-    q, k, v, dout = whole = [rng.standard_normal((SEQLEN, NHEADS, HEADDIM)) for _ in range(4)]
-    visible = np.tril(np.ones((SEQLEN, SEQLEN), bool))
-    scale, kind = HEADDIM**-0.5, np.dtype(np.float64)
-    out, lse = reference.attention(q, k, v, visible, scale, kind)
-    delta = (dout * out).sum(-1)
-    gradients = reference.attention_backward(dout, q, k, v, lse, delta, visible, scale, kind)
-    return whole, dict(zip(NAMES, (out, lse, *gradients)))
+    whole = [rng.standard_normal((SEQLEN, NHEADS, HEADDIM)) for _ in range(4)]
+    return whole, plain(whole, np.tri(SEQLEN, dtype=bool), HEADDIM**-0.5)
 
 
 @pytest.mark.parametrize("method", METHODS)
