@@ -273,9 +273,8 @@ def test_checkpoints_as_documented(tmp_path, monkeypatch):
 
 def test_picture(tmp_path):
     def drawn(file, *options):
-        done = drive(
-            "plot.py", 0, "results", file, "--output", tmp_path, "--format", "png,svg", *options
-        )
+        common = "--output", tmp_path, "--format", "png,svg"
+        done = drive("plot.py", 0, "results", file, *common, *options, code=None)
         return done.returncode, done.stderr
 
     assert drawn(COMMITTED, "--what", "training") == (0, "")
