@@ -41,9 +41,10 @@ def plain(
     }  # fmt: skip
 
 
-def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None):
+def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None, products=None):
     """Largest errors that results of a run in `dtype` may have."""
-    same = plain(inputs, visible, scale, cap, sink, compute_dtype(dtype), dtype, dlse=dlse)
+    compute = compute_dtype(dtype)
+    same = plain(inputs, visible, scale, cap, sink, compute, dtype, products, dlse)
     narrow = {x: y if x in ("lse", "dsink") else y.astype(dtype) for x, y in same.items()}
     errors = {x: distance(y, exact[x]) for x, y in narrow.items()}
     found = bounds_for(dtype, scale, inputs, exact, errors)
@@ -52,7 +53,7 @@ def bounds(inputs, visible, scale, cap, sink, exact, dtype, dlse=None):
         sizes = [np.linalg.norm(x.astype(float), axis=-1) for x in (inputs[3], exact["out"])]
         terms = sizes[0] * sizes[1] + (0 if dlse is None else np.abs(dlse))
         term = float((p * terms).sum(0).max())
-        found["dsink"] = 2 * errors["dsink"] + np.finfo(compute_dtype(dtype)).eps * (
+        found["dsink"] = 2 * errors["dsink"] + np.finfo(compute).eps * (
             (2 + distance(np.nan_to_num(exact["lse"], neginf=0), 0)) * term
         )
         if dtype == np.float64:
