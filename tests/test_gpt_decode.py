@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_gpt import alone, shaken
 
-from a2d_mpi import Causal, ProcessGrid
+from a2d_mpi import Causal
 from a2d_mpi.gpt.cache import BlockTable, Cache
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
@@ -40,9 +40,19 @@ def greedy(name, new):
     return tokens[LENGTHS[name] :]
 
 
-def decoder(comm, rooms=None, **options):
-    grid = ProcessGrid(comm, 1, comm.size)
-    return Decoder(grid, shaken(CONFIG), rooms or [1000] * comm.size, **options), grid
+@pytest.fixture
+def decoder(comm, grid_of):
+    """Make a decoder on all ranks; it is freed after the test."""
+    made = []
+
+    def make(rooms=None, **options):
+        grid = grid_of(1, comm.size)
+        made.append(Decoder(grid, shaken(CONFIG), rooms or [1000] * comm.size, **options))
+        return made[-1]
+
+    yield make
+    for x in made:
+        x.free()
 
 
 def likeliest(name, length, logits):
@@ -52,12 +62,12 @@ def likeliest(name, length, logits):
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("method", ["attention2d", "ring"])
-def test_same_tokens(comm, method):
+def test_same_tokens(comm, decoder, method):
     """Greedy, ragged, more than one rank has room for: as from the whole context each time."""
     count = NEW if method == "attention2d" and comm.size == 4 else 20
     needed = sum(-(-(n + count - 1) // 8) for n in LENGTHS)
     rooms = [needed // comm.size // 3, *[needed] * (comm.size - 1)] if comm.size > 1 else [needed]
-    whole, grid = decoder(comm, rooms, block=8, method=method)
+    whole = decoder(rooms, block=8, method=method)
     found = dict(serve(whole, prompts(), dict.fromkeys(prompts(), count), likeliest))
     bad = []
     for name in prompts():
@@ -65,16 +75,14 @@ def test_same_tokens(comm, method):
             bad.append(f"request {name}: {found[name]}, not {greedy(name, count)}")
     if whole.cache.nbytes or whole.table.free != rooms:
         bad.append(f"{whole.cache.nbytes} bytes are left, room {whole.table.free}")
-    whole.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_requests_come_and_go(comm):
+def test_requests_come_and_go(comm, decoder):
     """Those without room wait, those that fit nowhere are refused, the others go on."""
-    whole, grid = decoder(comm, [4] * comm.size, block=4)
+    whole = decoder([4] * comm.size, block=4)
     new = {0: 3, 1: 16 * comm.size, 2: 5}  # request 1 has 5 tokens, and no place anywhere
     order = list(serve(whole, prompts(), new, likeliest))
     found, bad = dict(order), []
@@ -90,15 +98,13 @@ def test_requests_come_and_go(comm):
         whole.admit(9, 0, 2)
     if whole.table.requests or whole.cache.nbytes:
         bad.append("something is left")
-    whole.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
-def test_bytes(comm):
+def test_bytes(comm, decoder):
     """Of a step, counted and predicted: the same for short and long contexts."""
-    whole, grid = decoder(comm, block=8)
+    whole = decoder(block=8)
     assert all(whole.admit(x, LENGTHS[x], 250) for x in (0, 2))
     whole.prefill({0: prompts()[0], 2: prompts()[2]})
     sent, expected = set(), step_traffic(CONFIG, comm.size, 1, 2, 8)
@@ -114,8 +120,6 @@ def test_bytes(comm):
     assert_all(comm, whole.cache.nbytes <= most * token, f"{whole.cache.nbytes}, not {most}")
     whole.release(0)
     whole.release(2)
-    whole.free()
-    grid.free()
 
 
 @pytest.mark.mpi
@@ -153,9 +157,9 @@ def test_head_axis(comm, grid_of):
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_later_requests(comm):
+def test_later_requests(comm, decoder):
     """One that comes while others decode, and one when all are done: as if alone."""
-    whole, grid = decoder(comm, block=4)
+    whole = decoder(block=4)
     new, taken, steps = {0: 9, 1: 4, 2: 3}, [], []
     prefill, step = whole.prefill, whole.step
     whole.prefill = lambda new: taken.append((len(steps), [*new])) or prefill(new)
@@ -165,8 +169,6 @@ def test_later_requests(comm):
     # Request 0 takes eight steps after its prompt.
     if taken != [(0, [0]), (4, [2]), (8, [1])]:
         bad.append(f"taken in after so many steps: {taken}")
-    whole.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 

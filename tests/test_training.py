@@ -21,6 +21,7 @@ from helpers import (
     drive_each,
 )
 from mpi4py import MPI
+from test_bench import PROFILE
 from test_gpt import alone, lone, shaken
 
 from a2d_mpi import Documents, ProcessGrid
@@ -39,28 +40,11 @@ pytestmark = pytest.mark.grids
 TEXT, BOOK = ROOT / "LICENSE", ROOT / "data" / "new_testament.txt"
 COMMITTED = ROOT / "data" / "results" / "gpt" / "tiny.h5"
 SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "16",
-    "--seqlen",
-    "40",
+    *["--layers", "1", "--width", "16", "--seqlen", "40", "--warmup-steps", "2"],
     "--separator",
     r"\n\n",
-    "--warmup-steps",
-    "2",
 ]
-PROFILE = """
-name = "slow links"
-ranks_per_node = 1
-[link.between]
-bandwidth = 1e6
-latency = 1e-6
-[kernel.float32.forward]
-flops = 1e12
-[kernel.float32.backward]
-flops = 1e12
-"""
+SLOW_LINKS = PROFILE.replace("= 1e9", "= 1e6").replace("= 1e10", "= 1e12")
 
 
 def trainer_of(comm, grid, config, text, weights, **options):
@@ -135,7 +119,7 @@ def test_evaluation(comm):
 
 @pytest.fixture
 def profile(tmp_path):
-    (path := tmp_path / "machine.toml").write_text(PROFILE)
+    (path := tmp_path / "machine.toml").write_text(SLOW_LINKS)
     return path
 
 
@@ -162,7 +146,7 @@ def test_grid_auto(tmp_path, profile):
 
 
 def test_refusals(tmp_path, profile):
-    (bad := tmp_path / "bad.toml").write_text(PROFILE.replace("float32", "bfloat16"))
+    (bad := tmp_path / "bad.toml").write_text(SLOW_LINKS.replace("float32", "bfloat16"))
     (text := tmp_path / "text").write_bytes(TEXT.read_bytes())
     common = [text, "--folder", tmp_path / "run", *SMALL]
     auto = [*common, "--grid", "auto", "--profile"]
