@@ -14,10 +14,7 @@ from a2d_mpi.gpt.config import GPTConfig
 
 CONFIG, RUN = GPTConfig(4, 1, 2, 1, 4), {"seed": "0"}
 TEXT = ROOT / "LICENSE"
-TRAIN = [
-    TEXT,
-    *["--layers", "1", "--width", "8", "--nheads", "2", "--seqlen", "40", "--steps", "9"],
-]
+TRAIN = [TEXT, "--layers", "1", "--width", "8", "--nheads", "2", "--seqlen", "40", "--steps", "9"]
 
 
 def state(step, **changes):

@@ -39,11 +39,8 @@ pytestmark = pytest.mark.grids
 
 TEXT, BOOK = ROOT / "LICENSE", ROOT / "data" / "new_testament.txt"
 COMMITTED = ROOT / "data" / "results" / "gpt" / "tiny.h5"
-SMALL = [
-    *["--layers", "1", "--width", "16", "--seqlen", "40", "--warmup-steps", "2"],
-    "--separator",
-    r"\n\n",
-]
+SMALL = ["--layers", "1", "--width", "16", "--seqlen", "40", "--warmup-steps", "2"]
+SMALL += ["--separator", r"\n\n"]
 SLOW_LINKS = PROFILE.replace("= 1e9", "= 1e6").replace("= 1e10", "= 1e12")
 
 
