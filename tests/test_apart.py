@@ -1,6 +1,6 @@
 """Attention and FFN on ranks of their own: the same tokens, weights apart, bytes as predicted."""
 
-from functools import cache
+from functools import cache, partial
 
 import h5py
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT, assert_all, assert_all_refused, distance, drive
 from mpi4py import MPI
 from test_gpt import alone, shaken
-from test_gpt_decode import likeliest
+from test_gpt_decode import continued, likeliest, other_tokens
 
 from a2d_mpi import Causal
 from a2d_mpi.experiments.trace import read_trace
@@ -58,12 +58,7 @@ def closed(decoder, grid):
 
 @cache
 def expected(name, request, new, choose=likeliest):
-    """Tokens after a prompt, the whole context computed again at each step, on one rank."""
-    config, tokens = CONFIGS[name], list(prompts()[request])
-    for i in range(new):
-        model = GPT(shaken(config), alone(config, Causal(), len(tokens)))
-        tokens.append(choose(request, i, model.logits(model.hidden(np.array(tokens))[-1:])[0]))
-    return tokens[LENGTHS[request] :]
+    return continued(CONFIGS[name], prompts()[request], new, partial(choose, request))
 
 
 def drawn(request, length, logits):
@@ -71,11 +66,7 @@ def drawn(request, length, logits):
 
 
 def wrong_tokens(found, name, new, choose=likeliest):
-    return [
-        f"request {x}: {y}, not {expected(name, x, new[x], choose)}"
-        for x, y in found.items()
-        if isinstance(y, ValueError) or y.tolist() != expected(name, x, new[x], choose)
-    ]
+    return other_tokens(found, {x: expected(name, x, new[x], choose) for x in found})
 
 
 @pytest.mark.mpi(min_size=2)

@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from a2d_mpi import Causal, Documents, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.checkpoint import State, latest, load
 from a2d_mpi.experiments.train_gpt import Trainer
 from a2d_mpi.gpt.adam import Adam, learning_rate
@@ -181,15 +182,24 @@ def test_text(tmp_path):
         Text(tmp_path / "empty", b"--")
 
 
+def trainer_of(comm, grid, config, text, weights, device=HOST, **options):
+    """A trainer at its first step; `options`: of drivers/train_gpt.py."""
+    args = Namespace(**{"rate": 1e-2, "warmup": 5, "steps": 60, "seqlen": config.seqlen, "seed": 0,
+                        "separator": b"\n", "method": "attention2d", "dtype": "float64",
+                        "threads": 1, "kernel": "auto", "transfers": "auto",
+                        "recompute": False, **options})  # fmt: skip
+    none, moments = np.zeros(0), np.zeros((2, config.parameters), weights.dtype)
+    state = State(config, {}, 0, weights, moments, none, none)
+    return Trainer(comm, grid, args, text, state, device)
+
+
 def losses(comm, grid, method, dtype, steps, separator):
     """Losses of a training run of a small model."""
-    config = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2)
-    args = Namespace(rate=3e-3, warmup=5, steps=steps, seqlen=61, seed=1, separator=separator,
-                     method=method, dtype=dtype, threads=1, kernel="auto", transfers="auto",
-                     recompute=method == "ring")  # fmt: skip
-    weights, moments = initial(config, 0, dtype), np.zeros((2, config.parameters), dtype)
-    state = State(config, {}, 0, weights, moments, np.zeros(0), np.zeros(0))
-    trainer = Trainer(comm, grid, args, Text(ROOT / "LICENSE", separator), state)
+    config, text = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2), Text(ROOT / "LICENSE", separator)
+    options = {"method": method, "dtype": dtype, "separator": separator, "steps": steps}
+    options |= {"rate": 3e-3, "seed": 1, "recompute": method == "ring"}
+    weights = initial(config, 0, dtype)
+    trainer = trainer_of(comm, grid, config, text, weights, **options)
     found = [trainer.step() for _ in range(steps)]
     trainer.free()
     return np.array(found), weights

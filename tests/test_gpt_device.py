@@ -1,18 +1,15 @@
 """The GPT on CuPy arrays: the same losses and tokens as on NumPy arrays, by either transfers."""
 
-from argparse import Namespace
-
 import numpy as np
 import pytest
 from helpers import ROOT, assert_all
 from mpi4py import MPI
 from test_device import drive
-from test_gpt import lone, shaken
-from test_gpt_decode import CONFIG, LENGTHS, greedy, likeliest, prompts
+from test_gpt import lone, shaken, trainer_of
+from test_gpt_decode import CONFIG, LENGTHS, greedy, likeliest, other_tokens, prompts
 
 from a2d_mpi.comm.gpus import bind_gpu
-from a2d_mpi.experiments.checkpoint import State
-from a2d_mpi.experiments.train_gpt import Trainer
+from a2d_mpi.devices.host import HOST
 from a2d_mpi.gpt.apart import attention_grid, open_apart, weights_of_rank
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
@@ -27,17 +24,13 @@ STEPS = 3
 SHORT = ROOT / "src/a2d_mpi/experiments/__init__.py"
 
 
-def losses(comm, grid, dtype, transfers, positions, device=None):
+def losses(comm, grid, dtype, transfers, positions, device=HOST):
     """Losses of the first steps of a small model and of the text, and the weights after them."""
     config = GPTConfig(256, 2, 12, 6, 21, nheads_kv=2, positions=positions)
-    args = Namespace(rate=3e-3, warmup=5, steps=50, seqlen=21, seed=1, separator=b" ",
-                     method="attention2d", dtype=dtype, threads=1, kernel="auto",
-                     transfers=transfers, recompute=positions == "rotary")  # fmt: skip
-    weights, moments = initial(config, 0, dtype), np.zeros((2, config.parameters), dtype)
-    state = State(config, {}, 0, weights, moments, np.zeros(0), np.zeros(0))
-    text = Text(SHORT, b" ")
-    options = {} if device is None else {"device": device}
-    trainer = Trainer(comm, grid, args, text, state, **options)
+    options = {"rate": 3e-3, "steps": 50, "seed": 1, "separator": b" ", "dtype": dtype}
+    options |= {"transfers": transfers, "recompute": positions == "rotary"}
+    text, weights = Text(SHORT, b" "), initial(config, 0, dtype)
+    trainer = trainer_of(comm, grid, config, text, weights, device, **options)
     found = [*(trainer.step() for _ in range(STEPS)), trainer.evaluate(text)]
     weights = trainer.weights()
     trainer.free()
@@ -70,7 +63,7 @@ def test_same_tokens(comm, grid_of, cupy, transfers):
     whole = Decoder(grid, weights, [9] * (comm.size // heads), block=8, transfers=transfers)
     short = {x: y for x, y in prompts().items() if LENGTHS[x] < 10}
     found = dict(serve(whole, short, dict.fromkeys(short, count), likeliest))
-    bad = [f"request {x}: {y}" for x, y in found.items() if y.tolist() != greedy(x, count)]
+    bad = other_tokens(found, {x: greedy(x, count) for x in short})
     expected = step_traffic(CONFIG, comm.size // heads, heads, len(short), 8)
     if whole.sent != tuple((count - 1) * x for x in expected):
         bad.append(f"{whole.sent} is not {count - 1} times {expected}")
@@ -92,7 +85,7 @@ def test_apart(comm, cupy, transfers):
     whole = open_apart(comm, grid, split, weights, [9] * split[0], 8, transfers=transfers)
     short = {x: y for x, y in prompts().items() if LENGTHS[x] < 10}
     found = dict(serve(whole, short, dict.fromkeys(short, count), likeliest))
-    bad = [f"request {x}: {y}" for x, y in found.items() if y.tolist() != greedy(x, count)]
+    bad = other_tokens(found, {x: greedy(x, count) for x in short})
     whole.free()
     if grid:
         grid.free()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from helpers import ROOT, assert_all, drive_each
 from mpi4py import MPI
-from test_gpt import alone, lone, shaken
-from test_training import trainer_of
+from test_gpt import alone, lone, shaken, trainer_of
 
 from a2d_mpi import Causal, LinearAttention
 from a2d_mpi.experiments.checkpoint import State, latest, load, save

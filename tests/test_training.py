@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-from argparse import Namespace
 from collections import Counter
 from math import log
 from pathlib import Path
@@ -22,12 +21,11 @@ from helpers import (
 )
 from mpi4py import MPI
 from test_bench import PROFILE
-from test_gpt import alone, lone, shaken
+from test_gpt import alone, lone, shaken, trainer_of
 
 from a2d_mpi import Documents, ProcessGrid
 from a2d_mpi.experiments.checkpoint import State, latest, save
 from a2d_mpi.experiments.gpt_files import read_losses, read_steps
-from a2d_mpi.experiments.train_gpt import Trainer
 from a2d_mpi.figures.pictures import SETTINGS, pyplot
 from a2d_mpi.figures.step_plots import draw_activations
 from a2d_mpi.gpt.config import GPTConfig
@@ -42,16 +40,6 @@ COMMITTED = ROOT / "data" / "results" / "gpt" / "tiny.h5"
 SMALL = ["--layers", "1", "--width", "16", "--seqlen", "40", "--warmup-steps", "2"]
 SMALL += ["--separator", r"\n\n"]
 SLOW_LINKS = PROFILE.replace("= 1e9", "= 1e6").replace("= 1e10", "= 1e12")
-
-
-def trainer_of(comm, grid, config, text, weights, **options):
-    args = Namespace(**{"rate": 1e-2, "warmup": 5, "steps": 60, "seqlen": config.seqlen, "seed": 0,
-                        "separator": b"\n", "method": "attention2d", "dtype": "float64",
-                        "threads": 1, "kernel": "auto", "transfers": "auto",
-                        "recompute": False, **options})  # fmt: skip
-    moments = np.zeros((2, config.parameters))
-    return Trainer(comm, grid, args, text, State(config, {}, 0, weights, moments,
-                                                         np.zeros(0), np.zeros(0)))  # fmt: skip
 
 
 def entropy(data):
