@@ -148,19 +148,17 @@ def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:
         )
 
 
-def launch(
-    ranks: int,
-    *command: object,
+def execute(
+    *words: object,
     timeout: float,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    options: Sequence[str] = (),
     code: int | None = 0,
 ) -> subprocess.CompletedProcess:
-    """Run a Python command on some ranks, with the MPI of this environment; 0: without mpiexec.
+    """Run a command.
 
-    `options`: of mpiexec.  `code`: the exit code that it must have; None: any.  The result has
-    `seconds`, how long it took, too.
+    `env`: more variables of the environment.  `code`: the exit code that it must have; None: any.
+    The result has `seconds`, how long it took, too.
 
     Raises
     ------
@@ -168,11 +166,10 @@ def launch(
         After `timeout` seconds; all processes are gone then.
     """
     started = time.monotonic()
-    full = [MPIEXEC, *options, "-n", ranks] * (ranks > 0) + [sys.executable, *command]
     with subprocess.Popen(
-        [str(x) for x in full],
+        [str(x) for x in words],
         cwd=cwd,
-        env=os.environ | ENVIRONMENT | (env or {}),
+        env=os.environ | (env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -189,10 +186,25 @@ def launch(
             finally:
                 process.kill()
             raise
-    done = subprocess.CompletedProcess(full, process.returncode, stdout, stderr)
+    done = subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
     done.seconds = time.monotonic() - started
     assert code in (None, done.returncode), f"exit code {done.returncode}\n{stdout}{stderr}"
     return done
+
+
+def launch(
+    ranks: int,
+    *command: object,
+    env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+    **others: object,
+) -> subprocess.CompletedProcess:
+    """Run a Python command on some ranks, with the MPI of this environment; 0: without mpiexec.
+
+    `options`: of mpiexec.  `others`: of `execute`.
+    """
+    start = [MPIEXEC, *options, "-n", ranks] if ranks else []
+    return execute(*start, sys.executable, *command, env=ENVIRONMENT | (env or {}), **others)
 
 
 @contextmanager

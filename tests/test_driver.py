@@ -3,11 +3,9 @@
 Bad input: exit code 2, one message, from rank 0, within seconds; nothing hangs, nothing is left.
 """
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from functools import partial
 from hashlib import sha256
@@ -26,6 +24,7 @@ from helpers import (
     assert_refused,
     deeper,
     drive_each,
+    execute,
 )
 
 from a2d_mpi import Causal, Distribution
@@ -385,8 +384,7 @@ def test_head_is_no_error(tmp_path):
         f"{shlex.join(map(str, [MPIEXEC, '-n', 2, sys.executable, DRIVERS / 'attention.py']))}"
     )
     command += f" {SAMPLE} --seqlen 64 --trials 2 --output {output} | head -1"
-    done = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, timeout=60,
-                          env=os.environ | ENVIRONMENT)  # fmt: skip
+    done = execute("/bin/sh", "-c", command, timeout=60, env=ENVIRONMENT)
     assert done.stdout.startswith("attention2d on") and done.stdout.count("\n") == 1
     assert read_result(output).passed
     assert "Error" not in done.stderr and "killed" not in done.stderr, done.stderr

@@ -1,14 +1,12 @@
 """Imports between rooms, names of methods, parts that work without MPI, protocols of rooms."""
 
 import inspect
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, launch
+from helpers import ROOT, execute, launch
 
 from a2d_mpi.attention.methods import plan_class
 from a2d_mpi.comm.device_transport import DeviceTransport
@@ -23,11 +21,9 @@ from a2d_mpi.schedules import METHODS
 
 def lint(root):
     """What `lint-imports` says of a source tree with a pyproject.toml."""
-    return subprocess.run(
-        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
-        cwd=root, env=os.environ | {"PYTHONPATH": str(root / "src")},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    command = Path(sys.executable).with_name("lint-imports"), "--no-cache"
+    env = {"PYTHONPATH": str(root / "src")}
+    return execute(*command, cwd=root, env=env, timeout=60, code=None)
 
 
 def test_imports_run_one_way(tmp_path):
