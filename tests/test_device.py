@@ -310,7 +310,7 @@ def test_timeline_of_four_ranks(monkeypatch, tmp_path):
     options = ["--plans", "attention2d:2x2", "--seqlens", "64", "--nheads", "2", "--headdim", "8"]
     options += ["--device", "gpu", "--transfers", "device", "--backward", "--output", file]
     drive(monkeypatch, "bench.py", 4, *options)
-    write_entries(file, SCHEMA, {"figures/kernel": Entry({"made": "up"}, {})})
+    write_entries(file, SCHEMA, {"figures/kernel": Entry({"made": "up"})})
     options = ["--what", "timeline", "--format", "svg", "--output", tmp_path]
     helpers.drive("plot.py", 0, "results", file, *options)
     drawn = (tmp_path / "timeline.svg").read_text()

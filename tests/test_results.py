@@ -4,7 +4,6 @@ import fcntl
 import os
 import platform
 import re
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -14,7 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers import ROOT, SAMPLE, launch
+from helpers import ROOT, SAMPLE, execute, launch
 
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
@@ -331,8 +330,7 @@ def test_sha256(tmp_path):
 
 def run_git(folder, *args):
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    git = subprocess.run(["git", "-C", folder, *identity, *args], capture_output=True, check=True)
-    return git.stdout.decode().strip()
+    return execute("git", "-C", folder, *identity, *args, timeout=60).stdout.strip()
 
 
 def test_git_commit(tmp_path, monkeypatch):

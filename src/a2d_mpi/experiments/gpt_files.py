@@ -60,7 +60,7 @@ def write_losses(
         If the file cannot be written.
     """
     entries = {"/": Entry(root.attributes, {"loss": run.loss, **root.arrays})}
-    entries |= {x: Entry(getattr(run, x), {}) for x in ("config", "text", "held_out")}
+    entries |= {x: Entry(getattr(run, x)) for x in ("config", "text", "held_out")}
     write_entries(path, TRAINING_SCHEMA, {**entries, **others}, extend=False)
 
 

@@ -388,7 +388,7 @@ def write(
     for name in set().union(*traffic):  # after a loss not all ranks have all channels
         counts = np.array([x.get(name, (0, 0)) for x in traffic])  # (ranks, 2)
         arrays |= {f"traffic/{name}/{x}": y for x, y in zip(("sent", "received"), counts.T)}
-    ranges = {f"ranges/{i}": Entry(x, {}) for i, x in enumerate(state.ranges)}
+    ranges = {f"ranges/{i}": Entry(x) for i, x in enumerate(state.ranges)}
     write_losses(path, run, Entry(origin, arrays), ranges)
 
 

@@ -83,7 +83,7 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         run = Losses(np.array(losses), settings, texts, held_out={})
         root = Entry(origin, {"seconds/total": np.array(seconds)})
         groups = {
-            f"checks/{name}": Entry({"error": x.error, "bound": x.bound}, {})
+            f"checks/{name}": Entry({"error": x.error, "bound": x.bound})
             for name, x in checks.items()
         }
         together(comm, lambda: write_losses(args.output, run, root, groups), on=0)
