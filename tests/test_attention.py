@@ -20,6 +20,7 @@ from cases import (
     inputs,
     label,
     run,
+    shards,
 )
 from helpers import ROOT, assert_all, deeper
 
@@ -313,8 +314,7 @@ def test_check_agrees_with_the_reference(comm, method, rows):
     """The distributed check passes right results and tells wrong ones, tensor by tensor."""
     plan = method(Causal(), seqlen=130, nheads=NHEADS, nheads_kv=1, headdim=16)
     whole = inputs(130, 1, 16)
-    local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
-    local.update(run(plan, *whole))
+    local = shards(plan, whole) | run(plan, *whole)
     checks = check_attention(plan, local, rows)
     bad = [f"{name}: {c}" for name, c in checks.items() if not c.passed]
     bad += [] if set(checks) == set(TENSORS) else [str(set(checks))]

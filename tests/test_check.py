@@ -5,7 +5,7 @@ import re
 import h5py
 import numpy as np
 import pytest
-from cases import GRIDS, NHEADS, TENSORS, inputs, run
+from cases import GRIDS, NHEADS, TENSORS, inputs, run, shards
 from helpers import SAMPLE, assert_all, bounds_for, deeper, drive, drive_each
 
 from a2d_mpi import Attention2D, Causal, Full
@@ -28,8 +28,7 @@ def test_logits_of_10000(comm, grid_of, dtype, rows):
     grid = grid_of(*GRIDS[-1])
     plan = Attention2D(grid, Full(), seqlen=130, nheads=NHEADS, headdim=32, dtype=dtype)
     whole = inputs(130, NHEADS, 32, 2500.0, dtype)
-    local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens].astype(plan.dtype) for x in whole)))
-    local.update(run(plan, *whole))
+    local = shards(plan, whole) | run(plan, *whole)
     checks = check_attention(plan, local, rows)
     bad = [f"{name}: {x}" for name, x in checks.items() if not x.passed]
     lse = comm.allreduce(float(np.abs(local["lse"]).max(initial=0)), op=max)
@@ -53,8 +52,7 @@ def test_padding_that_is_all_there_is(comm, grid_of):
     for seqlen, size in ((1, 1), (1, 0), (40, 0)):
         plan = Attention2D(grid, Causal(), seqlen=seqlen, nheads=NHEADS, headdim=8)
         whole = [x * np.float32(size) for x in inputs(seqlen, NHEADS, 8)]
-        local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
-        local.update(run(plan, *whole))
+        local = shards(plan, whole) | run(plan, *whole)
         bad += [str(x) for x in check_attention(plan, local).values() if not x.passed]
     assert_all(comm, not bad, "; ".join(bad))
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from cases import SIZE, TENSORS, accounts, inputs, run
+from cases import SIZE, TENSORS, accounts, inputs, run, shards
 from helpers import SAMPLE, assert_all, drive
 
 from a2d_mpi import (
@@ -252,8 +252,7 @@ def test_all_methods(comm, grid_of, seqlen, formats):
             plan = cls(grid, mask, **heads, wire=name, **options)
             found = run(plan, *whole)
             bad += accounts(plan, True)
-            local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
-            bad += bad_checks(plan, check_attention(plan, local | found), name)
+            bad += bad_checks(plan, check_attention(plan, shards(plan, whole) | found), name)
             again = cls(grid, mask, **heads, wire=name, overlap=False, **options)
             other = run(again, *whole)
             bad += [f"{x} differs" for x in TENSORS if other[x].tobytes() != found[x].tobytes()]
@@ -280,8 +279,7 @@ def test_on_gpus(cupy, comm, grid_of, transfers):
         sizes = {"seqlen": 23, "nheads": 2, "nheads_kv": 1, "headdim": 9, "wire": name}
         plan = Attention2D(grid, Causal(), **sizes, transfers=transfers)
         found = run(plan, *whole, upload=cupy.asarray, download=cupy.asnumpy)
-        local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
-        bad += bad_checks(plan, check_attention(plan, local | found), name)
+        bad += bad_checks(plan, check_attention(plan, shards(plan, whole) | found), name)
         bad += accounts(plan, True)
     assert_all(comm, not bad, "; ".join(bad))
 
@@ -336,8 +334,7 @@ def test_a_wrong_scale(comm, grid_of, monkeypatch, what):
     for name in MX:
         plan = Attention2D(grid, Full(), seqlen=61, nheads=2, headdim=64, wire=name)
         whole = inputs(61, 2, 64, 1.0, "float32", 2)
-        local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
-        checks = check_attention(plan, local | run(plan, *whole))
+        checks = check_attention(plan, shards(plan, whole) | run(plan, *whole))
         failed = {x for x, check in checks.items() if check.verdict == "FAILED"}
         if what == "partials" and {"out", "dq"} != failed:
             bad.append(f"{name}: {failed} {checks}")
