@@ -135,6 +135,12 @@ def bounds(dtype, mask, *sizes):
     return bounds_for(dtype, headdim**-0.5, inputs(*sizes), exact, same)
 
 
+def shards(plan, whole):
+    """This rank's shards of whole q, k, v and dout, by name."""
+    names = ("q", "k", "v", "dout")
+    return {x: y[plan.tokens].astype(plan.dtype) for x, y in zip(names, whole)}
+
+
 def run(plan, q, k, v, dout, upload=np.asarray, download=np.asarray):
     """Return all results of this rank for whole inputs, by way of a device's arrays."""
     q, k, v, dout = (upload(x[plan.tokens].astype(plan.dtype)) for x in (q, k, v, dout))

@@ -49,6 +49,22 @@ def comm():
     comm.Free()
 
 
+@pytest.fixture
+def grid_of(comm):
+    """Make a grid of all ranks, as `ProcessGrid` does; it is freed after the test."""
+    from a2d_mpi import ProcessGrid
+
+    grids = []
+
+    def make(*shape, **options):
+        grids.append(ProcessGrid(comm, *shape, **options))
+        return grids[-1]
+
+    yield make
+    for grid in grids:
+        grid.free()
+
+
 @pytest.fixture(scope="module", params=["emulated", "real"])
 def cupy(request):
     """Return the module `cupy`: the real one on a machine with a GPU, otherwise tests/emulated.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from helpers import distance
+from oracles import Intervals
 
 from a2d_mpi import Causal, Documents, Full, IntervalMask, Mask, PrefixLM, SlidingWindow
 from a2d_mpi.core import reference
@@ -43,14 +44,8 @@ ORDERS, ORDERS_CAPPED = 4, 16
 SIZED = ("lse", "dq", "dk")  # results that may cancel to much less than their terms
 
 
-class Several(Mask):
+class Several(Intervals):
     """A mask with several intervals for every query."""
-
-    def __init__(self, *pairs: tuple[np.ndarray, np.ndarray]) -> None:
-        self._pairs = pairs
-
-    def visible(self, q_tokens):
-        return tuple((begin[q_tokens], end[q_tokens]) for begin, end in self._pairs)
 
     def aligned(self, seqlen, seqlen_kv):
         return self

@@ -23,7 +23,9 @@ if TYPE_CHECKING:  # the many runs of pytest in test_harness.py need none of the
     import numpy as np
     from mpi4py import MPI
 
-DRIVERS = Path(__file__).parents[1] / "drivers"
+ROOT = Path(__file__).parents[1]
+DRIVERS = ROOT / "drivers"
+SAMPLE = ROOT / "data" / "minilm_l3_1536.h5"
 SECONDS = 30  # a generous "within seconds", for busy machines
 # Without Numba, kernel "auto" is "numpy".  Importing Numba takes longer than most jobs.
 NO_NUMBA = 'sys.modules["numba"] = None'
@@ -107,7 +109,7 @@ def bounds_for(
 @cache
 def parser_of(program: str) -> argparse.ArgumentParser:
     """Build the parser of a program of the repository, for example "drivers/plan.py"."""
-    path = DRIVERS.parent / program
+    path = ROOT / program
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -146,13 +148,12 @@ def assert_all(comm: MPI.Intracomm, ok: bool, message: str) -> None:
         )
 
 
-def launch(
-    ranks: int,
-    *command: object,
+def execute(
+    *words: object,
     timeout: float,
     cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
-    options: Sequence[str] = (),
+    code: int | None = 0,
 ) -> subprocess.CompletedProcess:
     """Run a Python command on some ranks with the MPI of this environment; 0: without mpiexec.
 
@@ -164,11 +165,10 @@ def launch(
         After `timeout` seconds, when all processes have ended.
     """
     started = time.monotonic()
-    full = [MPIEXEC, *options, "-n", ranks] * (ranks > 0) + [sys.executable, *command]
     with subprocess.Popen(
-        [str(x) for x in full],
+        [str(x) for x in words],
         cwd=cwd,
-        env=os.environ | ENVIRONMENT | (env or {}),
+        env=os.environ | (env or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -185,9 +185,25 @@ def launch(
             finally:
                 process.kill()
             raise
-    done = subprocess.CompletedProcess(full, process.returncode, stdout, stderr)
+    done = subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
     done.seconds = time.monotonic() - started
+    assert code in (None, done.returncode), f"exit code {done.returncode}\n{stdout}{stderr}"
     return done
+
+
+def launch(
+    ranks: int,
+    *command: object,
+    env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+    **others: object,
+) -> subprocess.CompletedProcess:
+    """Run a Python command on some ranks, with the MPI of this environment; 0: without mpiexec.
+
+    `options`: of mpiexec.  `others`: of `execute`.
+    """
+    start = [MPIEXEC, *options, "-n", ranks] if ranks else []
+    return execute(*start, sys.executable, *command, env=ENVIRONMENT | (env or {}), **others)
 
 
 @contextmanager
@@ -207,14 +223,15 @@ def drive(
     timeout: float = 100,
     numba: bool = False,
     mpi: Sequence[str] = (),
+    code: int | None = 0,
 ) -> subprocess.CompletedProcess:
     """Run a driver, after the lines of Python in `sabotage`; see `launch`.
 
     `mpi` are options of mpiexec.
     """
     path = str(DRIVERS / program)
-    code = SABOTAGE.format("" if numba else NO_NUMBA, sabotage, driver=path)
-    return launch(ranks, "-c", code, *options, timeout=timeout, options=mpi)
+    source = SABOTAGE.format("" if numba else NO_NUMBA, sabotage, driver=path)
+    return launch(ranks, "-c", source, *options, timeout=timeout, options=mpi, code=code)
 
 
 def drive_each(
@@ -244,7 +261,6 @@ def drive_each(
     each = [(str(DRIVERS / x), [*map(str, common)], [*more]) for x, common, more in cases]
     code = EACH.format("" if numba else NO_NUMBA, sabotage)
     done = launch(ranks, "-c", code, json.dumps(each), timeout=timeout, cwd=cwd)
-    assert done.returncode == 0, done.stdout + done.stderr
     parts = re.split(r"^exit code (\d+)\n", done.stdout, flags=re.MULTILINE)
     found = [(int(code), text) for text, code in zip(parts[::2], parts[1::2])]
     return done, found + [(-1, "")] * (len(cases) - len(found))

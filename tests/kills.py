@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import h5py
-from helpers import DRIVERS
+from helpers import ROOT, SAMPLE
 from test_killed import kill, ranks_below, start
 
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -36,7 +36,6 @@ from a2d_mpi.experiments.results import read_result
 
 TRAINED = Path(tempfile.gettempdir(), f"a2d_mpi-kills-{os.getpid()}")
 KINDS = ("all", "rank", "term")
-ROOT = DRIVERS.parent
 MODEL = ("--layers", "1", "--width", "8", "--nheads", "2")
 TEXT = (ROOT / "LICENSE", "--separator", "", *MODEL, "--seqlen", "40", "--warmup-steps", "5")
 
@@ -168,7 +167,7 @@ CASES = {
     ),
     "attention.py": Case(
         10,
-        lambda x: [ROOT / "data/minilm_l3_1536.h5", "--seqlen", 256, "--trials", 3, "--backward",
+        lambda x: [SAMPLE, "--seqlen", 256, "--trials", 3, "--backward",
                    "--kernel", "numpy", "--output", x / "out.h5", "--save-outputs"],
         outputs, listed(outputs),
     ),

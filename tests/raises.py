@@ -80,7 +80,7 @@ def run(case: str, model: Path, timeout: float, *armed: object):
         sabotage = SABOTAGE.format(str(Path(__file__).parent), (*armed, notes))
         done = None
         with suppress(subprocess.TimeoutExpired):
-            done = drive(program, ranks, *options, sabotage=sabotage, timeout=timeout)
+            done = drive(program, ranks, *options, sabotage=sabotage, timeout=timeout, code=None)
         return done, {x.name: x.read_text() for x in Path(notes).iterdir()}
 
 

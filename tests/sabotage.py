@@ -527,7 +527,7 @@ def by_tests(name: str) -> str:
     command = ["-m", "pytest", "-p", "sabotage", HERE / SABOTAGES[name].tests]
     env = {"A2D_TEST_SABOTAGE": name, "PYTHONPATH": str(HERE)}
     command += ["--with-mpi", "-m", "mpi", "-x", "-q", "--color=no", "--no-header"]
-    done = launch(RANKS, *command, timeout=400, env=env)
+    done = launch(RANKS, *command, timeout=400, env=env, code=None)
     found = re.search(r"^FAILED \S+?(test_\w+\.py::\S+)", done.stdout, re.MULTILINE)
     return found[1] if found else ""
 
@@ -537,7 +537,7 @@ def by_fuzzer(name: str, seconds: float) -> str:
     from helpers import launch
 
     options = ["--fault", name, "--first", 0, "--seconds", seconds]
-    done = launch(RANKS, HERE / "fuzz.py", *options, timeout=seconds + 200)
+    done = launch(RANKS, HERE / "fuzz.py", *options, timeout=seconds + 200, code=None)
     found = re.findall(r"--case (\d+) \d+: (.*?) in Case", done.stdout)
     return "{}: {}".format(*min(found, key=lambda x: int(x[0]))) if found else ""
 

@@ -25,13 +25,13 @@ from pathlib import Path
 
 import h5py
 from dying import result_hash
-from helpers import DRIVERS, NO_NUMBA, SABOTAGE, launch
+from helpers import DRIVERS, NO_NUMBA, ROOT, SABOTAGE, launch
 from test_ulfm import ULFM, left_behind
 
 from a2d_mpi.experiments.checkpoint import latest
 
 DYING = Path(__file__).with_name("dying.py")
-TEXT = DRIVERS.parent / "LICENSE"
+TEXT = ROOT / "LICENSE"
 TRAINING = ("forward", "backward", "making", "checkpoint", "evaluation", "repair")
 DECODING = ("forward", "making", "step", "repair")
 STEPS = 24
@@ -65,7 +65,8 @@ def survive(program, folder, stages, *options, timeout=90):
     code = f"sys.path.insert(0, {str(DYING.parent)!r}); import dying; " \
            f"dying.arm({str(notes)!r}, {stages!r})"  # fmt: skip
     code = SABOTAGE.format(NO_NUMBA, code, driver=str(DRIVERS / program))
-    return launch(6, "-c", code, *options, "--survive", timeout=timeout, options=ULFM)
+    words = "-c", code, *options, "--survive"
+    return launch(6, *words, timeout=timeout, options=ULFM, code=None)
 
 
 @cache
@@ -140,7 +141,7 @@ def main():
         if args.program == "generate.py":
             folder = top / "model"
             command = DRIVERS / "train_gpt.py", *OPTIONS, "--folder", folder
-            launch(2, *command, timeout=100).check_returncode()
+            launch(2, *command, timeout=100)
             options = (folder, "--tokens", TOKENS, "--temperature", 0.8, "--arrive", "0,0,9,15",
                        *(y for x in PROMPTS for y in ("--prompt", x)))  # fmt: skip
             answers = lines_of(launch(2, DRIVERS / "generate.py", *options, timeout=100))

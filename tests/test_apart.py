@@ -1,15 +1,14 @@
 """Attention ranks and FFN ranks: the same tokens, separate weights, and predicted bytes."""
 
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 
 import h5py
 import numpy as np
 import pytest
-from helpers import SECONDS, assert_all, assert_all_refused, deeper, distance, drive
+from helpers import ROOT, SECONDS, assert_all, assert_all_refused, deeper, distance, drive
 from mpi4py import MPI
 from test_gpt import alone, shaken
-from test_gpt_decode import likeliest
+from test_gpt_decode import continued, likeliest, other_tokens
 
 from a2d_mpi import Causal, ProcessGrid
 from a2d_mpi.comm.agreement import CollectiveError
@@ -61,12 +60,7 @@ def closed(decoder, grid):
 
 @cache
 def expected(name, request, new, choose=likeliest):
-    """Return the tokens after a prompt; compute the whole context at each step."""
-    config, tokens = CONFIGS[name], list(prompts()[request])
-    for i in range(new):
-        model = GPT(shaken(config), alone(config, Causal(), len(tokens)))
-        tokens.append(choose(request, i, model.logits(model.hidden(np.array(tokens))[-1:])[0]))
-    return tokens[LENGTHS[request] :]
+    return continued(CONFIGS[name], prompts()[request], new, partial(choose, request))
 
 
 def drawn(request, length, logits):
@@ -74,11 +68,7 @@ def drawn(request, length, logits):
 
 
 def wrong_tokens(found, name, new, choose=likeliest):
-    return [
-        f"request {x}: {y}, not {expected(name, x, new[x], choose)}"
-        for x, y in found.items()
-        if isinstance(y, ValueError) or y.tolist() != expected(name, x, new[x], choose)
-    ]
+    return other_tokens(found, {x: expected(name, x, new[x], choose) for x in found})
 
 
 @pytest.mark.mpi(min_size=2)
@@ -381,7 +371,7 @@ def test_an_error_on_some_ranks(checkpoints, name):
     *place, lines, code = FAILING[name]
     options = ["--prompt", "to be", "--prompt", "or", "--tokens", 9]
     options += ["--attention-ranks", 2, "--ffn-ranks", 1]
-    done = drive("generate.py", 3, checkpoints, *options, sabotage=FAIL.format(*place))
+    done = drive("generate.py", 3, checkpoints, *options, sabotage=FAIL.format(*place), code=None)
     assert done.seconds < SECONDS, done.stderr
     for line in lines:
         assert f"generate.py: {line}" in done.stderr, done.stderr
@@ -395,15 +385,13 @@ def checkpoints(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     (folder / "text").write_bytes(b"to be or not to be " * 20)
     sizes = ["--preset", "mfa-tiny", "--layers", 2, "--seqlen", 64, "--steps", 3]
-    options = [folder / "text", "--folder", folder, *sizes, "--separator", ""]
-    done = drive("train_gpt.py", 2, *options)
-    assert done.returncode == 0, done.stderr
+    drive("train_gpt.py", 2, folder / "text", "--folder", folder, *sizes, "--separator", "")
     return folder
 
 
 @pytest.mark.launches
 def test_driver(checkpoints):
-    """The tokens of one rank, also for requests that come and go; bad options are refused."""
+    """The driver prints the tokens of one rank, also for late requests; it refuses bad options."""
     run = checkpoints
     options = ["--prompt", "to be", "--prompt", "or", "--prompt", "not ", "--tokens", 20]
     options += ["--arrive", "0,0,4", "--kv-block", 4, "--temperature", 0.7, "--top-k", 9]
@@ -414,7 +402,6 @@ def test_driver(checkpoints):
         (3, ["--room", "9,6", "--attention-ranks", 2, "--ffn-ranks", 1, "--micro-batches", 2]),
     ):
         done = drive("generate.py", ranks, run, *options, *more)
-        assert done.returncode == 0, done.stderr
         shown.append(sorted(done.stdout.splitlines()[:3]))
     assert shown[0] == shown[1] == shown[2] and shown[0][2].startswith("2: 'not ")
     options = [run, "--prompt", "x", "--tokens", 5]
@@ -443,8 +430,7 @@ def test_bench(tmp_path):
     sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--nheads-kv", 1, "--headdim", 10]
     sizes += ["--contexts", "40", "--trials", 2, "--ranks", 1, "--apart", "1+1,1+2"]
     output, trace = tmp_path / "decode.h5", tmp_path / "trace.json"
-    done = drive("bench_gpt.py", 3, "decode", *sizes, "--output", output, "--trace", trace)
-    assert done.returncode == 0, done.stderr
+    drive("bench_gpt.py", 3, "decode", *sizes, "--output", output, "--trace", trace)
     with h5py.File(output) as file:
         assert list(file["runs"]) == ["1", "1+1", "1+2"]
         seconds, sent = file["runs/1+2/40/seconds"][:], file["runs/1+2/40"].attrs["sent_bytes"]
@@ -461,18 +447,18 @@ import a2d_mpi.gpt.apart as apart
 right = apart.step_traffic_apart
 apart.step_traffic_apart = lambda *of: (right(*of)[0] + 1, right(*of)[1])
 """
-    done = drive("bench_gpt.py", 2, "decode", *sizes[:-1], "1+1", sabotage=wrong)
-    assert done.returncode == 1 and "FAILED 1+1 ranks, 40 tokens, traffic" in done.stdout
-    done = drive("bench_gpt.py", 2, "decode", *sizes)
-    assert done.returncode == 2 and "at most 2 together" in done.stderr
+    done = drive("bench_gpt.py", 2, "decode", *sizes[:-1], "1+1", sabotage=wrong, code=1)
+    assert "FAILED 1+1 ranks, 40 tokens, traffic" in done.stdout
+    done = drive("bench_gpt.py", 2, "decode", *sizes, code=2)
+    assert "at most 2 together" in done.stderr
     sizes = ["--nheads", 4, "--head-ranks", 3, "--ranks", 3, "--contexts", "40"]
-    done = drive("bench_gpt.py", 4, "decode", *sizes)
-    assert done.returncode == 2 and "--head-ranks 3: 3 does not divide 4 heads" in done.stderr
+    done = drive("bench_gpt.py", 4, "decode", *sizes, code=2)
+    assert "--head-ranks 3: 3 does not divide 4 heads" in done.stderr
 
 
 def test_the_committed_runs():
     """The runs of docs/afd.md passed all checks, and equal work keeps both kinds busy."""
-    folder = Path(__file__).parents[1] / "data" / "results" / "afd"
+    folder = ROOT / "data" / "results" / "afd"
     waits = {}
     for path in sorted(folder.glob("*.h5")):
         with h5py.File(path) as file:

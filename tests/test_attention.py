@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import partial
 from itertools import permutations, product
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,8 +20,9 @@ from cases import (
     inputs,
     label,
     run,
+    shards,
 )
-from helpers import assert_all, deeper
+from helpers import ROOT, assert_all, deeper
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi.experiments.check import check_attention
@@ -32,7 +32,7 @@ from a2d_mpi.schedules import chunks
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.sharding import distribution as distributions
 
-PROFILES = Path(__file__).parents[1] / "data" / "machines"
+PROFILES = ROOT / "data" / "machines"
 
 pytestmark = pytest.mark.mpi
 one_mpi = pytest.mark.one_mpi
@@ -92,9 +92,9 @@ def test_low_precision(comm, method, mask, dtype, seqlen):
 @pytest.mark.parametrize("algorithm", OTHERS, ids=label)
 @pytest.mark.parametrize("seqlen", [3, 101])
 @pytest.mark.parametrize("distribution", deeper(SHARED_OUT, ["zigzag"]))
-def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
+def test_other_methods_and_head_axes(comm, grid_of, algorithm, distribution, seqlen):
     """Every method is right with both masks, shared KV heads and 16 bits, and without overlap."""
-    grid, bad = ProcessGrid(comm, *algorithm[1]), []
+    grid, bad = grid_of(*algorithm[1]), []
     for mask, nheads_kv, dtype in (
         (Full(), NHEADS, "float32"),
         (Causal(), 1, "float64"),
@@ -113,15 +113,14 @@ def test_other_methods_and_head_axes(comm, algorithm, distribution, seqlen):
             distribution=distribution,
         )
         bad += checked_both_ways(plan)
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.parametrize("shape", deeper(UNITS, UNITS[-1:]), ids=str)
-def test_chunks_in_units(comm, monkeypatch, shape):
+def test_chunks_in_units(comm, grid_of, monkeypatch, shape):
     """Long chunks are cut; results are right, counted, and the same without overlap."""
     monkeypatch.setattr(chunks, "GRAIN", 4)
-    grid, bad = ProcessGrid(comm, *shape), []
+    grid, bad = grid_of(*shape), []
     cut = [max(len(chunks.chunked(((0, 101 // comm.size * grid.heads),), x)) for x in shape[:2])]
     window = IntervalMask(np.maximum(np.arange(101) - 30, 0), np.arange(101) + 1)
     for (mask, nheads_kv), distribution in product(
@@ -140,7 +139,6 @@ def test_chunks_in_units(comm, monkeypatch, shape):
         bad += checked_both_ways(plan)
     if 2 in shape[:2] and cut != [2]:
         bad.append("nothing was cut")
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -254,12 +252,12 @@ def test_timings_add_up(comm, method):
 
 @pytest.mark.multirank
 @pytest.mark.parametrize("order", deeper(map("".join, permutations("rcu")), ["ruc", "cur"]))
-def test_order_of_ranks(comm, order):
+def test_order_of_ranks(comm, grid_of, order):
     """The order of ranks does not change results, bytes or messages."""
     heads = 2 if comm.size % 2 == 0 else 1
     rows = 2 if comm.size // heads % 2 == 0 else 1
     sizes = {"r": rows, "c": comm.size // heads // rows, "u": heads}
-    grid = ProcessGrid(comm, *sizes.values(), order)
+    grid = grid_of(*sizes.values(), order)
     mine = {"r": grid.row, "c": grid.col, "u": grid.head}
     bad = []
     # The last axis of the order varies fastest among the caller's ranks.
@@ -272,7 +270,6 @@ def test_order_of_ranks(comm, order):
     bad += failures(plan, run(plan, *inputs(90, NHEADS, 8)), Causal(), 90, NHEADS, 8)
     assert_all(comm, not bad, "; ".join(bad))
     plan.free()
-    grid.free()
 
 
 def test_planned_grid(comm):
@@ -296,13 +293,12 @@ def test_heads_that_are_no_number(comm, grid, told):
 
 
 @pytest.mark.multirank
-def test_heads_that_cannot_be_shared_out(comm):
-    grid = ProcessGrid(comm, 1, 1, comm.size)
+def test_heads_that_cannot_be_shared_out(comm, grid_of):
+    grid = grid_of(1, 1, comm.size)
     with pytest.raises(ValueError, match=f"{comm.size} does not divide 7 heads"):
         Attention2D(grid, Full(), seqlen=50, nheads=7, headdim=8)
     with pytest.raises(ValueError, match="order"):
-        ProcessGrid(comm, 1, 1, comm.size, "rcx")
-    grid.free()
+        grid_of(1, 1, comm.size, "rcx")
 
 
 @one_mpi
@@ -320,8 +316,7 @@ def test_check_agrees_with_the_reference(comm, method, rows):
     """The distributed check passes right results and finds wrong ones, tensor by tensor."""
     plan = method(Causal(), seqlen=130, nheads=NHEADS, nheads_kv=1, headdim=16)
     whole = inputs(130, 1, 16)
-    local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
-    local.update(run(plan, *whole))
+    local = shards(plan, whole) | run(plan, *whole)
     checks = check_attention(plan, local, rows)
     bad = [f"{name}: {c}" for name, c in checks.items() if not c.passed]
     bad += [] if set(checks) == set(TENSORS) else [str(set(checks))]

@@ -37,6 +37,12 @@ def message_of(comm, action, kind=CollectiveError):
     return text
 
 
+def assert_raises(comm, text, call, *args, **options):
+    """A call raises one error on all ranks, which says `text`."""
+    said = message_of(comm, lambda: call(*args, **options))
+    assert_all(comm, text in said, f"{text!r} is not in {said!r}")
+
+
 @pytest.fixture(scope="module")
 def grid(comm):
     grid = ProcessGrid(comm, 1, comm.size)
@@ -46,16 +52,14 @@ def grid(comm):
 
 @pytest.mark.parametrize("shape", [(1, 0), (0, 1), (-1, -1), (2, 7), (1, 3)])
 def test_grid_that_does_not_fit(comm, shape):
-    text = message_of(comm, lambda: ProcessGrid(comm, *shape))
-    assert f"{shape[0]} x {shape[1]} grid does not fit {comm.size} ranks" in text
+    text = f"{shape[0]} x {shape[1]} grid does not fit {comm.size} ranks"
+    assert_raises(comm, text, ProcessGrid, comm, *shape)
 
 
 @pytest.mark.parametrize("shape", [("1", 1), (None, 1), (1, 1.0)])
 def test_grid_of_no_integers(comm, shape):
     text = message_of(comm, lambda: ProcessGrid(comm, *shape))
-    assert text == "rows, cols and heads must be integers, got {!r}, {!r} and 1".format(
-        *shape
-    )
+    assert text == "rows, cols and heads must be integers, got {!r}, {!r} and 1".format(*shape)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_freed_grid(comm, make):
 @pytest.mark.parametrize("where", ["all", "last"])
 def test_blocks_and_nodes(comm, wrong, text, where):
     wrong = wrong if where == "all" or comm.rank == comm.size - 1 else {}
-    assert text in message_of(comm, lambda: ProcessGrid(comm, 1, comm.size, **wrong))
+    assert_raises(comm, text, ProcessGrid, comm, 1, comm.size, **wrong)
 
 
 @pytest.mark.multirank
@@ -134,9 +138,10 @@ def test_arguments_of_any_type(comm, grid):
     q, k, v = (np.ones((len(plan.tokens), 4, 8), np.float32) for _ in range(3))
     text = message_of(comm, lambda: plan.forward(q, k, v, max_logits=both))
     assert "truth value of an array" in text
-    alike = {"the weather": not last}
-    text = message_of(comm, lambda: plan.forward(q, k, v, alike=alike if comm.size > 1 else 5))
-    told = "ranks disagree on the weather: some ranks pass it" if comm.size > 1 else "not a mapping"
+    fact, told = {"the weather": not last}, "ranks disagree on the weather: some ranks pass it"
+    if comm.size == 1:
+        fact, told = 5, "not a mapping"
+    text = message_of(comm, lambda: plan.forward(q, k, v, must_agree=fact))
     assert told in text
     plan.forward(q, k, v)
 
@@ -230,8 +235,8 @@ def test_plan_that_differs_on_one_rank(comm, grid, name, value, other):
 @pytest.mark.parametrize("where", ["all", "last"])
 def test_inner_ring_that_does_not_fit(comm, grid, inner, where):
     inner = inner if where == "all" or comm.rank == comm.size - 1 else comm.size
-    text = message_of(comm, lambda: DoubleRingAttention(grid, Full(), inner=inner, **GOOD))
-    assert f"inner must divide the {comm.size} ranks of the ring, got " in text
+    text = f"inner must divide the {comm.size} ranks of the ring, got "
+    assert_raises(comm, text, DoubleRingAttention, grid, Full(), inner=inner, **GOOD)
 
 
 @pytest.mark.multirank
@@ -267,8 +272,7 @@ class Unwilling(Full):
 @pytest.mark.parametrize("error", [IndexError("beyond"), MemoryError(), ZeroDivisionError("no")])
 def test_mask_that_raises_on_one_rank(comm, grid, error):
     mask = Unwilling(error, comm.rank, comm.size)
-    text = message_of(comm, lambda: Attention2D(grid, mask, **GOOD))
-    assert (str(error) or "MemoryError") in text
+    assert_raises(comm, str(error) or "MemoryError", Attention2D, grid, mask, **GOOD)
 
 
 class Window(Mask):
@@ -296,7 +300,7 @@ def test_interrupted_plan_refuses_to_go_on(comm):
     with pytest.raises(RuntimeError, match="in the kernel"):
         plan.forward(*x)
     plan._engine.kernel.forward = forward
-    assert "make a new grid and a new plan" in message_of(comm, lambda: plan.forward(*x))
+    assert_raises(comm, "make a new grid and a new plan", plan.forward, *x)
 
 
 @pytest.mark.parametrize("bad", ["shape", "dtype", "type", "mask"])
@@ -326,6 +330,5 @@ def test_together(comm, error):
             raise error
         return 1
 
-    text = message_of(comm, lambda: together(comm, step))
-    assert (str(error) or "MemoryError") in text
+    assert_raises(comm, str(error) or "MemoryError", together, comm, step)
     assert together(comm, lambda: 7, on=0) == (7 if comm.rank == 0 else None)

@@ -6,7 +6,7 @@ from cases import checked
 from helpers import assert_all
 from oracles import documents, heavy_tailed
 
-from a2d_mpi import Causal, ProcessGrid
+from a2d_mpi import Causal
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.core.sizes import Layout
@@ -22,17 +22,16 @@ DOCUMENTS = "causal_document:0,3,3,50,90,97"
 @pytest.mark.parametrize(
     "mask, heads", [("causal", 1), (DOCUMENTS, 1), ("share_question:seed=1", 2), ("full", 2)]
 )
-def test_results(comm, mask, heads):
+def test_results(comm, grid_of, mask, heads):
     """Results equal float64 with and without overlap; bytes and buffers are as predicted."""
     heads = heads if comm.size % heads == 0 else 1
-    grid, bad = ProcessGrid(comm, comm.size // heads, 1, heads), []
+    grid, bad = grid_of(comm.size // heads, 1, heads), []
     for nheads_kv, dtype, overlap in ((6, "float32", True), (1, "float64", False)):
         sizes = {"seqlen": 97, "nheads": 6, "nheads_kv": nheads_kv, "headdim": 16}
         plan = make_plan(
             "blocks", grid, make_mask(mask, 97), dtype=dtype, overlap=overlap, **sizes
         )
         bad += checked(plan)[1]
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 

@@ -7,26 +7,14 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from helpers import DRIVERS, assert_each_refused, drive_each
+from helpers import ROOT, assert_each_refused, drive_each
 
 from a2d_mpi.experiments.checkpoint import State, load, put_away, resumed, save
 from a2d_mpi.gpt.config import GPTConfig
 
 CONFIG, RUN = GPTConfig(4, 1, 2, 1, 4), {"seed": "0"}
-TEXT = DRIVERS.parent / "LICENSE"
-TRAIN = [
-    TEXT,
-    "--layers",
-    "1",
-    "--width",
-    "8",
-    "--nheads",
-    "2",
-    "--seqlen",
-    "40",
-    "--steps",
-    "9",
-]
+TEXT = ROOT / "LICENSE"
+TRAIN = [TEXT, "--layers", "1", "--width", "8", "--nheads", "2", "--seqlen", "40", "--steps", "9"]
 
 
 def state(step, **changes):

@@ -87,7 +87,7 @@ def test_planner_tries_all():
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.multirank
 @pytest.mark.one_mpi
-def test_planned_grid(comm):
+def test_planned_grid(comm, grid_of):
     """A plan takes the distribution of the planner's grid, and its own on other grids."""
     mask = make_mask("causal_document", 4096)
     work = Workload(4096, 4, 64, mask=mask, backward=True)
@@ -100,9 +100,7 @@ def test_planned_grid(comm):
     if planned:
         assert attn.distribution.name == planned
         assert attn.distribution.why == "the planner's pick"
-    grid.free()
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     attn = Attention2D(grid, mask, **problem)
     assert attn.distribution.why.startswith("least predicted time")
     assert len(set(comm.allgather(attn.distribution.why))) == 1
-    grid.free()

@@ -5,17 +5,16 @@ from functools import cache
 import numpy as np
 import pytest
 from cases import accounts
+from dense import TENSORS, plain
 from helpers import DEEPER, assert_all, distance
 
-from a2d_mpi import Attention2D, Causal, Full, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full
 from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.core import reference
 from a2d_mpi.masks.mask import IntervalMask
 from a2d_mpi.masks.windows import SlidingWindow
 
 pytestmark = [pytest.mark.mpi, pytest.mark.one_mpi]
 NHEADS, NHEADS_KV, HEADDIM = 4, 2, 8
-TENSORS = ("out", "lse", "dq", "dk", "dv")
 
 
 def random_mask(n, m):
@@ -32,24 +31,7 @@ def inputs(n, m):
 
 def exact(mask, n, m):
     """Compute float64 results head by head; row i of a causal mask sees keys up to i + m - n."""
-    q, k, v, dout = inputs(n, m)
-    visible = mask.dense(np.arange(n), np.arange(m))
-    found, scale = {x: [] for x in TENSORS}, HEADDIM**-0.5
-    dkv = np.zeros((2, m, NHEADS_KV, HEADDIM))
-    for h in range(NHEADS):
-        g = h // (NHEADS // NHEADS_KV)
-        one = q[:, [h]], k[:, [g]], v[:, [g]]
-        out, lse = reference.attention(*one, visible, scale)
-        delta = (dout[:, [h]] * out).sum(-1)
-        dq, dk, dv = reference.attention_backward(dout[:, [h]], *one, lse, delta, visible, scale)
-        for name, x in zip(TENSORS, (out, lse, dq)):
-            found[name].append(x)
-        dkv[:, :, [g]] += dk, dv
-    return {
-        **{x: np.concatenate(y, axis=1) for x, y in found.items() if y},
-        "dk": dkv[0],
-        "dv": dkv[1],
-    }
+    return plain(inputs(n, m), mask.dense(np.arange(n), np.arange(m)), HEADDIM**-0.5)
 
 
 @pytest.mark.parametrize("mask, lengths", [
@@ -58,11 +40,11 @@ def exact(mask, n, m):
         ("full", (3, 40)), ("causal", (40, 2)), ("window", (61, 18)), ("intervals", (23, 57)),
     )),
 ])  # fmt: skip
-def test_results(comm, mask, lengths):
+def test_results(comm, grid_of, mask, lengths):
     """Every method equals float64, with causal masks aligned bottom-right."""
     n, m = lengths
     bottom_right = np.arange(n) + m - n
-    given, plain = {
+    given, aligned = {
         "full": (Full(), Full()),
         "causal": (Causal(), IntervalMask(np.zeros(n, int), (bottom_right + 1).clip(0))),
         "window": (
@@ -71,12 +53,12 @@ def test_results(comm, mask, lengths):
         ),
         "intervals": (random_mask(n, m), random_mask(n, m)),
     }[mask]
-    expected, bad = exact(plain, n, m), []
+    expected, bad = exact(aligned, n, m), []
     shapes = [(1, comm.size), (comm.size, 1)]
     if comm.size % 2 == 0:
         shapes += [(2, comm.size // 2), (1, comm.size // 2, 2)]
     for shape in shapes:
-        grid = ProcessGrid(comm, *shape, nodes=[p // 2 for p in range(comm.size)])
+        grid = grid_of(*shape, nodes=[p // 2 for p in range(comm.size)])
         for method, names in (
             ("attention2d", (None, None)),
             ("ring", ("contiguous", "zigzag")),
@@ -99,7 +81,6 @@ def test_results(comm, mask, lengths):
                 if not error <= 1e-12:
                     bad.append(f"{name} of {method} on {shape}: {error:.1e}")
             bad += accounts(plan, True)
-        grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -111,8 +92,8 @@ def test_alignment_matters(comm):
     assert distance(exact(wrong, n, m)["out"], exact(right, n, m)["out"]) > 1e-3
 
 
-def test_bad_input(comm):
-    grid = ProcessGrid(comm, 1, comm.size)
+def test_bad_input(comm, grid_of):
+    grid = grid_of(1, comm.size)
     sizes = {"seqlen": 8, "nheads": 4, "headdim": 8}
     for method, mask, options, text in (
         ("attention2d", Full(), {"seqlen_kv": 0}, "seqlen_kv must be a positive integer"),
@@ -130,4 +111,3 @@ def test_bad_input(comm):
     q, k = (np.zeros((n, 4, 8), "f4") for n in (len(plan.tokens), len(plan.tokens_kv) + 1))
     with pytest.raises(ValueError, match="k has shape"):
         plan.forward(q, k, k)
-    grid.free()

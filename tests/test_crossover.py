@@ -1,16 +1,13 @@
 """The figure that shows when 2-D attention pays off, and its data."""
 
-from pathlib import Path
-
 import pytest
-from helpers import parser_of
+from helpers import ROOT, parser_of
 
 from a2d_mpi.experiments.benchmark import read_benchmark
 from a2d_mpi.figures import crossover_plots
 from a2d_mpi.figures.crossover_plots import MACHINES, PLANS, Point, measured, simulated
 from a2d_mpi.planning.profile import read_machine
 
-ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data/results/crossover"
 
 

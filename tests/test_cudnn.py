@@ -12,7 +12,7 @@ from helpers import assert_all, deeper, distance
 from test_gpu_kernels import TENSORS, failures, make, plain_kernel, run
 from test_kernels import dense, plain, random_intervals
 
-from a2d_mpi import Documents, ProcessGrid, SlidingWindow
+from a2d_mpi import Documents, SlidingWindow
 from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES
 from a2d_mpi.kernels import shapes
@@ -446,7 +446,7 @@ class Sinks(Causal):
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
 @pytest.mark.parametrize("method", [METHODS[(len(METHODS) - 1) // 2], OTHERS[-1]], ids=label)
 @pytest.mark.parametrize("distribution", deeper([None, "striped"], ["striped"]))
-def test_plans(comm, cupy, method, distribution, monkeypatch):
+def test_plans(comm, grid_of, cupy, method, distribution, monkeypatch):
     """Partial results of many runs merge within a rank and between ranks."""
     from graphs import HostGraphs
 
@@ -457,7 +457,7 @@ def test_plans(comm, cupy, method, distribution, monkeypatch):
     bind_gpu(comm)
     # The package may still know the module of another test file.
     cudnn = importlib.import_module("a2d_mpi.kernels.cudnn")
-    graphs, grid = HostGraphs(), ProcessGrid(comm, *method[1])
+    graphs, grid = HostGraphs(), grid_of(*method[1])
     monkeypatch.setattr(cudnn, "graphs_of", lambda index, deterministic: graphs)
     monkeypatch.setattr(cudnn_calls, "SHORTEST", 6)
     sizes = {"seqlen": 150, "nheads": 4, "nheads_kv": 2, "headdim": 8}
@@ -479,7 +479,6 @@ def test_plans(comm, cupy, method, distribution, monkeypatch):
         # cuDNN rounds the gradients of each run, which are about 1.
         wrong = failures(whole, *host, intervals, scale, exact, dtype, slack=2**-8)
         bad += [f"{mask}: {x}" for x in wrong]
-    grid.free()
     if not graphs.launched:
         bad.append("nothing was launched")
     assert_all(comm, not bad, "; ".join(bad))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import assert_all, assert_one_line_each, drive, drive_each
 
-from a2d_mpi import Documents, ProcessGrid
+from a2d_mpi import Documents
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.experiments.encode import Packed, embeddings, nearest, pack, reference
 from a2d_mpi.gpt.encoder import Encoder
@@ -112,7 +112,7 @@ def ids_of(text):
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_same_embeddings(comm):
+def test_same_embeddings(comm, grid_of):
     """Embeddings on any plan equal those computed one document at a time."""
     weights, rng = random_weights(), np.random.default_rng(1)
     cu_seqlens = np.cumsum([0, 2, 1, 40, 3, 17, 38])
@@ -128,7 +128,7 @@ def test_same_embeddings(comm):
     plans = [*product(["attention2d"], shapes), ("ring", (1, comm.size, 1)),
              ("blocks", (1, comm.size, 1))]  # fmt: skip
     for method, shape in plans:
-        grid = ProcessGrid(comm, *shape)
+        grid = grid_of(*shape)
         sizes = {"seqlen": len(packed.tokens), "dtype": "float32", **encoder.heads}
         plan = make_plan(method, grid, Documents(cu_seqlens), **sizes)
         found = embeddings(plan, encoder, packed)
@@ -137,8 +137,6 @@ def test_same_embeddings(comm):
             bad.append(f"{method} on {shape}: {error:.1e}")
         if len(set(comm.allgather(found.tobytes()))) > 1:
             bad.append(f"{method} on {shape}: ranks have other bits")
-        plan.free()
-        grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -233,5 +231,5 @@ def test_driver(tmp_path):
             assert file["lengths"][()].tolist() == [5, 6, 3, 6]
             assert file.attrs["text"] == "text" and file.attrs["schema"] == "a2d_mpi.embeddings"
             assert np.abs(file["embeddings"][()] - exact).max() < 1e-5
-    wrong = drive("encode.py", 4, *good, "--check", "sample", sabotage=STUBS + WRONG)
-    assert wrong.returncode == 1 and "(FAILED" in wrong.stdout, wrong.stderr
+    wrong = drive("encode.py", 4, *good, "--check", "sample", sabotage=STUBS + WRONG, code=1)
+    assert "(FAILED" in wrong.stdout, wrong.stderr

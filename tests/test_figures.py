@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import DEEPER, drive
+from helpers import DEEPER, ROOT, drive
 from matplotlib.figure import Figure
 from PIL import Image
 
 from a2d_mpi.figures.pictures import COLOURS, METHOD_STYLES, deepest, digest, finish, pyplot
 from a2d_mpi.schedules import METHODS
 
-ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / "data" / "figures"
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import DRIVERS, assert_each_refused, parser_of, parsers_of
+from helpers import DRIVERS, ROOT, SAMPLE, assert_each_refused, launch, parser_of, parsers_of
 
 from a2d_mpi.core.atomic import check_writable, held, replacing
 from a2d_mpi.experiments.files import READ, WRITTEN, check_files
@@ -81,12 +81,12 @@ def test_no_output_is_an_input(folder, case):
 
 def test_drivers_replace_nothing_else(tmp_path):
     """A text or another kind of HDF5 file is refused before any work."""
-    sample = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
+    sample = SAMPLE
     (text := tmp_path / "notes.h5").write_text("kept")
     with new_file(other := tmp_path / "other.h5") as file:
         set_attributes(file, {"schema": "somebody's", "schema_version": 1})
     (profile := tmp_path / "p.toml").write_text('name = "m"\nranks_per_node = 1\n')
-    readme, before = DRIVERS.parent / "README.md", other.read_bytes()
+    readme, before = ROOT / "README.md", other.read_bytes()
     train = [readme, "--folder", tmp_path / "run", *TRAIN]
     cases = [
         (program, [*options, "--output", path], [], "another kind of file")
@@ -189,6 +189,6 @@ run(Comm(MPI.COMM_WORLD), lambda comm: Parser("x.py", "X.", comm), body)
 
 
 def test_abort_that_returns():
-    done = subprocess.run([sys.executable, "-c", RUN], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (70, "abort 70\n")
+    done = launch(0, "-c", RUN, timeout=60, code=70)
+    assert done.stdout == "abort 70\n"
     assert done.stderr.count("Traceback") == 1 and "a defect" in done.stderr

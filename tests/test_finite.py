@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from cases import GRIDS
+from cases import GRIDS, run
 from helpers import assert_all, deeper
-from test_bad_input import message_of
+from test_bad_input import assert_raises
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi import RingAttention as Ring
@@ -44,13 +44,13 @@ def test_stays_where_it_is_seen(comm, grid, method, mask, distribution):
     plan = method(grid, mask, distribution=distribution, **sizes)
     visible = mask.dense(np.arange(N), np.arange(N))
     rng = np.random.default_rng(0)
-    heads = {"dout": H, "q": H, "k": HKV, "v": HKV}
+    heads = {"q": H, "k": HKV, "v": HKV, "dout": H}
     clean = {x: rng.standard_normal((N, h, D), np.float32) for x, h in heads.items()}
-    expected = results(plan, clean)
+    expected = run(plan, *clean.values())
     for name, value in (("q", np.nan), ("k", np.nan), ("v", np.inf), ("dout", np.nan)):
         given = {x: y.copy() for x, y in clean.items()}
         given[name][TOKEN, HEAD, 3] = value
-        found = results(plan, given)
+        found = run(plan, *given.values())
         queries, keys = (x[plan.tokens] for x in reached(name, visible))
         for result, x in found.items():
             may = keys if result in ("dk", "dv") else queries
@@ -63,13 +63,6 @@ def test_stays_where_it_is_seen(comm, grid, method, mask, distribution):
         assert_all(comm, ok, f"{value} in {name} does not reach all that depend on it")
 
 
-def results(plan, tensors):
-    dout, q, k, v = (tensors[x][plan.tokens] for x in ("dout", "q", "k", "v"))
-    out, lse = plan.forward(q, k, v)
-    names = ("out", "lse", "dq", "dk", "dv")
-    return dict(zip(names, (out, lse, *plan.backward(dout, q, k, v, out, lse))))
-
-
 def test_check_finite(comm, grid):
     sizes = {"seqlen": N, "nheads": H, "headdim": D}
     plan = Attention2D(grid, Causal(), check_finite=True, **sizes)
@@ -79,8 +72,8 @@ def test_check_finite(comm, grid):
     bad = v.copy()
     if comm.rank == comm.size - 1:
         bad[0, 0, 0] = -np.inf
-    text = message_of(comm, lambda: plan.forward(q, k, bad))
-    assert text.startswith("v: NaN or infinite elements (check_finite)")
+    text = "v: NaN or infinite elements (check_finite)"
+    assert_raises(comm, text, plan.forward, q, k, bad)
     masked = lse.copy()
     masked[:1] = -np.inf  # a query that sees no key
     plan.backward(out, q, k, v, out, masked)

@@ -3,15 +3,15 @@
 from argparse import Namespace
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import DEEPER, assert_all, assert_all_refused, drive
+from helpers import DEEPER, ROOT, assert_all, assert_all_refused, drive
 from mpi4py import MPI
 
 from a2d_mpi import Causal, Documents, ProcessGrid
 from a2d_mpi.attention.methods import make_plan
+from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.checkpoint import State, latest, load
 from a2d_mpi.experiments.train_gpt import Trainer
 from a2d_mpi.gpt.adam import Adam, learning_rate
@@ -22,8 +22,6 @@ from a2d_mpi.gpt.parameters import Parameters, initial
 from a2d_mpi.gpt.text import Text
 
 pytestmark = pytest.mark.grids
-
-ROOT = Path(__file__).parents[1]
 
 
 def small(positions="learned", nheads_kv=1, headdim=None):
@@ -184,15 +182,24 @@ def test_text(tmp_path):
         Text(tmp_path / "empty", b"--")
 
 
+def trainer_of(comm, grid, config, text, weights, device=HOST, **options):
+    """A trainer at its first step; `options`: of drivers/train_gpt.py."""
+    args = Namespace(**{"rate": 1e-2, "warmup": 5, "steps": 60, "seqlen": config.seqlen, "seed": 0,
+                        "separator": b"\n", "method": "attention2d", "dtype": "float64",
+                        "threads": 1, "kernel": "auto", "transfers": "auto",
+                        "recompute": False, **options})  # fmt: skip
+    none, moments = np.zeros(0), np.zeros((2, config.parameters), weights.dtype)
+    state = State(config, {}, 0, weights, moments, none, none)
+    return Trainer(comm, grid, args, text, state, device)
+
+
 def losses(comm, grid, method, dtype, steps, separator):
     """Return the losses of a training run of a small model."""
-    config = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2)
-    args = Namespace(rate=3e-3, warmup=5, steps=steps, seqlen=61, seed=1, separator=separator,
-                     method=method, dtype=dtype, threads=1, kernel="auto", transfers="auto",
-                     recompute=method == "ring")  # fmt: skip
-    weights, moments = initial(config, 0, dtype), np.zeros((2, config.parameters), dtype)
-    state = State(config, {}, 0, weights, moments, np.zeros(0), np.zeros(0))
-    trainer = Trainer(comm, grid, args, Text(ROOT / "LICENSE", separator), state)
+    config, text = GPTConfig(256, 2, 12, 6, 61, nheads_kv=2), Text(ROOT / "LICENSE", separator)
+    options = {"method": method, "dtype": dtype, "separator": separator, "steps": steps}
+    options |= {"rate": 3e-3, "seed": 1, "recompute": method == "ring"}
+    weights = initial(config, 0, dtype)
+    trainer = trainer_of(comm, grid, config, text, weights, **options)
     found = [trainer.step() for _ in range(steps)]
     trainer.free()
     return np.array(found), weights
@@ -204,21 +211,20 @@ def losses(comm, grid, method, dtype, steps, separator):
     pytest.param("float32", 1e-5, 50, b"", marks=DEEPER), ("float64", 1e-10, 8, b" "),
     pytest.param("float64", 1e-10, 50, b"", marks=DEEPER),
 ])  # fmt: skip
-def test_same_losses(comm, dtype, bound, steps, separator):
+def test_same_losses(comm, grid_of, dtype, bound, steps, separator):
     """Losses on any grid and ring are those of one rank, and all ranks have equal weights."""
     run = dtype, steps if comm.size in (4, 6) else 4, separator
     expected, _ = losses(MPI.COMM_SELF, lone(), "attention2d", *run)
     shapes = [(r, comm.size // r) for r in range(1, comm.size + 1) if comm.size % r == 0]
     plans, bad = [*product(["attention2d"], shapes), ("ring", (comm.size, 1))], []
     for method, shape in [("attention2d", (2, 3))] if comm.size == 6 else plans:
-        grid = ProcessGrid(comm, *shape)
+        grid = grid_of(*shape)
         found, weights = losses(comm, grid, method, *run)
         error = np.abs(found / expected - 1).max()
         if not error <= bound:
             bad.append(f"{method} on {shape}: {error:.1e}")
         if len(set(comm.allgather(weights.tobytes()))) > 1:
             bad.append(f"{method} on {shape}: weights differ")
-        grid.free()
     assert expected[-1] < expected[0]
     assert_all(comm, not bad, "; ".join(bad))
 
@@ -258,7 +264,6 @@ def test_goes_on(tmp_path):
 
     def trained(folder, *more):
         done = drive("train_gpt.py", 2, text, "--folder", folder, *OPTIONS, *more)
-        assert done.returncode == 0, done.stderr
         return done.stderr
 
     trained(whole, "--output", tmp_path / "log.h5")

@@ -2,12 +2,11 @@
 
 import tracemalloc
 from dataclasses import fields, replace
-from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, drive, drive_each
+from helpers import ROOT, assert_all, drive, drive_each
 from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
@@ -25,7 +24,6 @@ from a2d_mpi.masks.mask import Causal
 from a2d_mpi.planning.machine import KernelModel, Link, Machine
 from a2d_mpi.planning.planner import candidate
 
-ROOT = Path(__file__).parents[1]
 MODEL = GPTConfig(64, 5, 96, 4, 384, nheads_kv=2)
 
 
@@ -144,8 +142,9 @@ def wrong(*args):
 bench_train._Textbook.forward = wrong
 """
     output = tmp_path / "step.h5"
-    done = drive("bench_gpt.py", 1, "train", "--output", output, *OPTIONS, sabotage=sabotage)
-    assert done.returncode == FAILED_CHECK and "FAILED" in done.stdout
+    options = ["train", "--output", output, *OPTIONS]
+    done = drive("bench_gpt.py", 1, *options, sabotage=sabotage, code=FAILED_CHECK)
+    assert "FAILED" in done.stdout
 
 
 def test_plan_of_steps():

@@ -1,6 +1,6 @@
 """Decoding with a GPT: the cache, its blocks, and the tokens of the whole context."""
 
-from functools import cache
+from functools import cache, partial
 
 import h5py
 import numpy as np
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_gpt import alone, shaken
 
-from a2d_mpi import Causal, ProcessGrid
+from a2d_mpi import Causal
 from a2d_mpi.gpt.cache import BlockTable, Cache
 from a2d_mpi.gpt.config import GPTConfig
 from a2d_mpi.gpt.decode import Decoder
@@ -30,19 +30,42 @@ def prompts():
     return {i: rng.integers(0, CONFIG.vocab, n) for i, n in enumerate(LENGTHS)}
 
 
+def continued(config, prompt, new, choose):
+    """Tokens after a prompt, the whole context computed again at each step, on one rank."""
+    weights, tokens = shaken(config), list(prompt)
+    for i in range(new):
+        model = GPT(weights, alone(config, Causal(), len(tokens)))
+        tokens.append(choose(i, model.logits(model.hidden(np.array(tokens))[-1:])[0]))
+    return tokens[len(prompt) :]
+
+
 @cache
 def greedy(name, new):
-    """Return the tokens after a prompt; compute the whole context at each step."""
-    weights, tokens = shaken(CONFIG), list(prompts()[name])
-    for _ in range(new):
-        model = GPT(weights, alone(CONFIG, Causal(), len(tokens)))
-        tokens.append(int(model.logits(model.hidden(np.array(tokens))[-1:])[0].argmax()))
-    return tokens[LENGTHS[name] :]
+    return continued(CONFIG, prompts()[name], new, partial(likeliest, name))
 
 
-def decoder(comm, rooms=None, **options):
-    grid = ProcessGrid(comm, 1, comm.size)
-    return Decoder(grid, shaken(CONFIG), rooms or [1000] * comm.size, **options), grid
+def other_tokens(found, wanted):
+    """Requests that were refused, or whose tokens are others, in words."""
+    return [
+        f"request {name}: {x}, not {wanted[name]}"
+        for name, x in found.items()
+        if isinstance(x, ValueError) or x.tolist() != wanted[name]
+    ]
+
+
+@pytest.fixture
+def decoder(comm, grid_of):
+    """Make a decoder on all ranks; it is freed after the test."""
+    made = []
+
+    def make(rooms=None, **options):
+        grid = grid_of(1, comm.size)
+        made.append(Decoder(grid, shaken(CONFIG), rooms or [1000] * comm.size, **options))
+        return made[-1]
+
+    yield make
+    for x in made:
+        x.free()
 
 
 def likeliest(name, length, logits):
@@ -52,29 +75,24 @@ def likeliest(name, length, logits):
 @pytest.mark.mpi
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("method", ["attention2d", "ring"])
-def test_same_tokens(comm, method):
+def test_same_tokens(comm, decoder, method):
     """Greedy tokens of ragged prompts are those of the whole context."""
     count = NEW if method == "attention2d" and comm.size == 4 else 20
     needed = sum(-(-(n + count - 1) // 8) for n in LENGTHS)
     rooms = [needed // comm.size // 3, *[needed] * (comm.size - 1)] if comm.size > 1 else [needed]
-    whole, grid = decoder(comm, rooms, block=8, method=method)
+    whole = decoder(rooms, block=8, method=method)
     found = dict(serve(whole, prompts(), dict.fromkeys(prompts(), count), likeliest))
-    bad = []
-    for name in prompts():
-        if found[name].tolist() != greedy(name, count):
-            bad.append(f"request {name}: {found[name]}, not {greedy(name, count)}")
+    bad = other_tokens(found, {x: greedy(x, count) for x in prompts()})
     if whole.cache.nbytes or whole.table.free != rooms:
         bad.append(f"{whole.cache.nbytes} bytes are left, room {whole.table.free}")
-    whole.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_requests_come_and_go(comm):
+def test_requests_come_and_go(comm, decoder):
     """Requests wait for room, are refused if they never fit, and do not stop others."""
-    whole, grid = decoder(comm, [4] * comm.size, block=4)
+    whole = decoder([4] * comm.size, block=4)
     new = {0: 3, 1: 16 * comm.size, 2: 5}  # request 1 has 5 tokens, and no place anywhere
     order = list(serve(whole, prompts(), new, likeliest))
     found, bad = dict(order), []
@@ -90,15 +108,13 @@ def test_requests_come_and_go(comm):
         whole.admit(9, 0, 2)
     if whole.table.requests or whole.cache.nbytes:
         bad.append("something is left")
-    whole.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
-def test_bytes(comm):
+def test_bytes(comm, decoder):
     """Counted bytes of a step are the predicted ones, for short and long contexts."""
-    whole, grid = decoder(comm, block=8)
+    whole = decoder(block=8)
     assert all(whole.admit(x, LENGTHS[x], 250) for x in (0, 2))
     whole.prefill({0: prompts()[0], 2: prompts()[2]})
     sent, expected = set(), step_traffic(CONFIG, comm.size, 1, 2, 8)
@@ -114,22 +130,19 @@ def test_bytes(comm):
     assert_all(comm, whole.cache.nbytes <= most * token, f"{whole.cache.nbytes}, not {most}")
     whole.release(0)
     whole.release(2)
-    whole.free()
-    grid.free()
 
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_head_axis(comm):
+def test_head_axis(comm, grid_of):
     """A head axis gives the same tokens; each rank keeps and sends its share of the heads."""
     bad, traffic, group = [], {}, CONFIG.nheads // CONFIG.nheads_kv
     for heads in (x for x in range(1, comm.size + 1) if comm.size % x == 0):
         positions = comm.size // heads
-        grid = ProcessGrid(comm, 1, positions, heads)
+        grid = grid_of(1, positions, heads)
         if CONFIG.nheads % heads or ((own := CONFIG.nheads // heads) % group and group % own):
             with pytest.raises(ValueError, match=f"a head axis of {heads} ranks"):
                 Decoder(grid, shaken(CONFIG), [1000] * positions)
-            grid.free()
             continue
         whole = Decoder(grid, shaken(CONFIG), [1000] * positions, block=4)
         assert all(whole.admit(x, LENGTHS[x], 60) for x in prompts())
@@ -147,7 +160,6 @@ def test_head_axis(comm):
         if (layers, heads_kv) != (CONFIG.layers, max(1, CONFIG.nheads_kv // heads)):
             bad.append(f"{grid}: {heads_kv} heads are kept")
         whole.free()
-        grid.free()
     if comm.size in (4, 6) and not traffic[2] < traffic[1]:
         bad.append(f"more with a head axis: {traffic}")
     assert_all(comm, not bad, "; ".join(bad))
@@ -155,20 +167,18 @@ def test_head_axis(comm):
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_later_requests(comm):
+def test_later_requests(comm, decoder):
     """Requests that arrive later get the tokens that they get alone."""
-    whole, grid = decoder(comm, block=4)
+    whole = decoder(block=4)
     new, taken, steps = {0: 9, 1: 4, 2: 3}, [], []
     prefill, step = whole.prefill, whole.step
     whole.prefill = lambda new: taken.append((len(steps), [*new])) or prefill(new)
     whole.step = lambda tokens: steps.append(tokens) or step(tokens)
     found = dict(serve(whole, prompts(), new, likeliest, {0: 0, 1: 30, 2: 4}))
-    bad = [f"{x}: {y}" for x, y in found.items() if y.tolist() != greedy(x, new[x])]
+    bad = other_tokens(found, {x: greedy(x, new[x]) for x in prompts()})
     # Request 0 takes eight steps after its prompt.
     if taken != [(0, [0]), (4, [2]), (8, [1])]:
         bad.append(f"taken in after so many steps: {taken}")
-    whole.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -250,19 +260,17 @@ def test_driver(tmp_path):
     sizes = ["--layers", 1, "--width", 8, "--nheads", 2, "--seqlen", 64, "--steps", 3]
     text = tmp_path / "text"
     text.write_bytes(b"to be or not to be " * 20)
-    done = drive("train_gpt.py", 2, text, "--folder", tmp_path / "run", *sizes, "--separator", "")
-    assert done.returncode == 0, done.stderr
+    drive("train_gpt.py", 2, text, "--folder", tmp_path / "run", *sizes, "--separator", "")
     options = ["--prompt", "to be", "--prompt", "or", "--tokens", 20, "--kv-block", 4]
     shown = []
     for ranks in (1, 2):
         done = drive("generate.py", ranks, tmp_path / "run", *options)
-        assert done.returncode == 0, done.stderr
         shown.append(sorted(done.stdout.splitlines()[:2]))
     assert shown[0] == shown[1] and shown[0][0].startswith("0: 'to be")
-    done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3,2")
-    assert done.returncode == 1 and "have room for 5" in done.stdout, done.stderr
-    done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3")
-    assert done.returncode == 2 and "a number for each of the 2 positions" in done.stderr
+    done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3,2", code=1)
+    assert "have room for 5" in done.stdout, done.stderr
+    done = drive("generate.py", 2, tmp_path / "run", *options, "--room", "3", code=2)
+    assert "a number for each of the 2 positions" in done.stderr
 
 
 @pytest.mark.launches
@@ -270,8 +278,7 @@ def test_bench(tmp_path):
     """The benchmark reports a wrong result."""
     sizes = ["--layers", 1, "--width", 16, "--nheads", 4, "--contexts", "40,90", "--trials", 2]
     output = tmp_path / "decode.h5"
-    done = drive("bench_gpt.py", 2, "decode", *sizes, "--output", output)
-    assert done.returncode == 0, done.stderr
+    drive("bench_gpt.py", 2, "decode", *sizes, "--output", output)
     with h5py.File(output) as file:
         runs = {x: [dict(y.attrs) for y in of.values()] for x, of in file["runs"].items()}
         assert file["runs/2/90/seconds"].shape == (2, 2, 5)
@@ -283,7 +290,7 @@ import a2d_mpi.gpt.steps as steps
 right = steps.attention
 steps.attention = lambda q, k, v: tuple(1.001 * x for x in right(q, k, v))
 """
-    done = drive("bench_gpt.py", 2, "decode", *sizes, sabotage=wrong)
-    assert done.returncode == 1 and "FAILED 2 ranks, 90 tokens, out" in done.stdout, done.stderr
-    done = drive("bench_gpt.py", 2, "decode", *sizes, "--ranks", 3)
-    assert done.returncode == 2 and "at most 2, got [3]" in done.stderr
+    done = drive("bench_gpt.py", 2, "decode", *sizes, sabotage=wrong, code=1)
+    assert "FAILED 2 ranks, 90 tokens, out" in done.stdout, done.stderr
+    done = drive("bench_gpt.py", 2, "decode", *sizes, "--ranks", 3, code=2)
+    assert "at most 2, got [3]" in done.stderr

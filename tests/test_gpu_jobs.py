@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import zipfile
 from configparser import ConfigParser
@@ -10,8 +9,8 @@ from pathlib import Path
 
 import h5py
 import pytest
+from helpers import ROOT, execute
 
-ROOT = Path(__file__).parent.parent
 EMULATED = ROOT / "tests/emulated"
 NEEDED = ("data", "drivers", "jobs", "pyproject.toml", "setup.cfg", "src", "tests")
 
@@ -43,13 +42,10 @@ def machine(tmp_path):
         (commands / name).write_text(f"#!/bin/bash\n{text}\n")
         (commands / name).chmod(0o755)
 
-    def run(*job, timeout=100, **more):
+    def run(*job, code=0, **more):
         path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = {"A2D_MPI_ENV": "active", "PATH": path, "PIP_INDEX_URL": "http://127.0.0.1:9"}
-        return subprocess.run(
-            ["bash", *job], cwd=copy, env=os.environ | env | more, capture_output=True,
-            text=True, timeout=timeout, check=False,
-        )  # fmt: skip
+        return execute("bash", *job, cwd=copy, env=env | more, timeout=100, code=code)
 
     command("nvidia-smi", "echo 'CUDA Version: 13.0'")
     run.command, run.copy, run.folder = command, copy, tmp_path
@@ -76,10 +72,8 @@ def test_jobs_take_a_folder_of_wheels(machine):
     files = {str(x.relative_to(EMULATED)): x.read_bytes() for x in EMULATED.rglob("cupy/*.py")}
     wheel(wheels, "cupy", files | {"cuda.h": (EMULATED / "cuda.h").read_bytes()})
     options = ["--seqlen", "50", "--trials", "1", "--dtype", "float32", "--transfers", "host"]
-    done = machine("jobs/gpu_local.sh", *options)
-    assert done.returncode == 2 and "lacks cupy" in done.stderr
-    done = machine("jobs/gpu_local.sh", *options, A2D_MPI_WHEELS=str(wheels))
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lacks cupy" in machine("jobs/gpu_local.sh", *options, code=2).stderr
+    machine("jobs/gpu_local.sh", *options, A2D_MPI_WHEELS=str(wheels))
     with h5py.File(machine.copy / "results/gpu_local.h5") as file:
         assert file.attrs["device"] == "emulated GPU"
     assert (machine.copy / ".venv-active").is_dir()
@@ -91,8 +85,7 @@ def test_jobs_take_a_folder_of_wheels(machine):
     (site / "active.pth").write_text(f"{outer}\n{(site / 'active.pth').read_text()}")
     (site / "nvidia").unlink(missing_ok=True)
     for _ in range(2):
-        done = machine("-c", "source jobs/env.sh; _link_libraries .venv-active")
-        assert done.returncode == 0, done.stderr
+        machine("-c", "source jobs/env.sh; _link_libraries .venv-active")
     assert (site / "nvidia").resolve() == outer / "nvidia"
     # The others take the same way.
     machine.command("mpiexec", 'echo mpiexec "$@"')
@@ -100,8 +93,8 @@ def test_jobs_take_a_folder_of_wheels(machine):
     done = machine("jobs/bench_gpu.sh", "--trials", "3", **more)
     found = re.findall(r"(?m)^mpiexec -n (\d) python \w+/(\w+)", done.stdout)
     kinds = [("1", "bench_kernel"), ("4", "bench"), ("1", "bench"), ("4", "gpu_transfers")]
-    assert done.returncode == 0 and found == kinds, done.stderr
-    done = machine("jobs/test_gpu.sh", "-k", "no_such_test", **more)
+    assert found == kinds, done.stderr
+    done = machine("jobs/test_gpu.sh", "-k", "no_such_test", **more, code=None)
     assert re.search(r"(?m)^mpiexec -n 6 python -m pytest .* -k no_such_test$", done.stdout)
 
 
@@ -121,8 +114,7 @@ def test_ucx_of_a_wheel_takes_the_place_of_open_mpis(machine):
         (site / "libucx/lib" / name).write_text("new")
     text = 'source jobs/env.sh; source jobs/gpu.sh; give_ucx "$0" "$1"; echo $OMPI_MCA_pml'
     for _ in range(2):
-        done = machine("-c", text, str(openmpi), str(site / "libucx"))
-        assert (done.returncode, done.stdout) == (0, "ucx\n"), done.stderr
+        assert machine("-c", text, openmpi, site / "libucx").stdout == "ucx\n"
     found = {str(x.relative_to(openmpi)): x.read_text() for x in openmpi.rglob("*") if x.is_file()}
     new = dict.fromkeys((*libraries, *(f"ucx/{x}" for x in modules)), "new")
     assert found == new | {"libx": "old", "ucx/libx": "old"}
@@ -150,8 +142,8 @@ case "$*" in
 esac
 exit 0""")  # fmt: skip
     found = f"{EMULATED}:{os.environ.get('PYTHONPATH', '')}"
-    done = machine("jobs/gpu_all.sh", "out", PYTHONPATH=found, A2D_MPI_TRANSFERS="device")
-    assert done.returncode == 1, done.stdout + done.stderr
+    more = {"PYTHONPATH": found, "A2D_MPI_TRANSFERS": "device"}
+    done = machine("jobs/gpu_all.sh", "out", **more, code=1)
     text = (machine.copy / "out/gpu.txt").read_text()
     assert done.stdout == text
     assert "main job on 4: FAILED, exit code 1," in text and "a wrong result" in text
@@ -163,24 +155,22 @@ exit 0""")  # fmt: skip
     assert sorted(os.listdir(machine.copy / "out")) == ["gpu.h5", "gpu.txt"]
     assert max(map(int, asked.read_text().split())) <= 250
     # Where MPI does not take device memory after all, it gets that of the host.
-    more = {"PYTHONPATH": found, "A2D_MPI_TRANSFERS": "device", "NO_BUFFERS": "1"}
-    text = machine("jobs/gpu_all.sh", "out1", **more).stdout
+    text = machine("jobs/gpu_all.sh", "out1", **more, NO_BUFFERS="1", code=1).stdout
     assert "device buffers: FAILED, exit code 1," in text and "by host" in text
     # Some parts only, and what they depend on.
     more = {"PYTHONPATH": found, "A2D_MPI_TRANSFERS": "device"}
     for parts, number in (("tests*", 6), ("!(tests*)", 15)):
-        text = machine("jobs/gpu_all.sh", f"out{number}", parts, **more).stdout
+        text = machine("jobs/gpu_all.sh", f"out{number}", parts, **more, code=None).stdout
         assert len(re.findall(r"(?m)^(?=tests)[\w ]+: passed", text)) == 5 * (number == 6)
         assert len(re.findall(r"(?m)^=== ", text)) == number
     # Never over the figures of another time.
-    done = machine("jobs/gpu_all.sh", "out", PYTHONPATH=found)
-    assert done.returncode == 2 and "gpu.h5 exists" in done.stderr
+    done = machine("jobs/gpu_all.sh", "out", PYTHONPATH=found, code=2)
+    assert "gpu.h5 exists" in done.stderr
     # Nor ever longer than all parts together have.
     for seconds in (20, 0):
         asked.unlink()
         more = {"PYTHONPATH": found, "A2D_MPI_GPU_SECONDS": str(seconds)}
-        done = machine("jobs/gpu_all.sh", f"out{seconds}", **more)
-        assert done.returncode == 1
+        done = machine("jobs/gpu_all.sh", f"out{seconds}", **more, code=1)
         assert done.stdout.count("FAILED, out of time") == (1 if seconds else 19)
         assert max(map(int, asked.read_text().split())) <= max(seconds, 10)
 

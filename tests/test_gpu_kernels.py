@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import DEEPER, bounds_for, distance
+from dense import bounds
+from helpers import DEEPER, distance, launch
 from test_kernels import TENSORS, dense, plain, random_intervals, tensors
 
-from a2d_mpi.core import reference
 from a2d_mpi.core.dtypes import DTYPES, compute_dtype
 from a2d_mpi.masks.intervals import Intervals
 
@@ -58,28 +58,12 @@ def failures(found, q, k, v, dout, intervals, scale, exact, products=None, slack
 
     `exact` are the plain ones in float64.
     """
-    compute = compute_dtype(q.dtype)
-    same = rounded(q, k, v, dout, intervals, scale, products)
-    kept = {x: y if x == "lse" else y.astype(q.dtype) for x, y in same.items()}
-    errors = {x: distance(kept[x], exact[x]) for x in kept}
-    bounds = bounds_for(q.dtype, scale, (q, k, v, dout), exact, errors)
+    given = (q, k, v, dout), dense(intervals, len(k)), scale, None, None, exact, q.dtype
+    largest = bounds(*given, products=products)
     # Results were added to 7.
-    slack = 7 * float(np.finfo(compute).eps) if slack is None else slack
-    found = {x: distance(y.astype(np.float64), exact[x]) for x, y in found.items()}
-    return [(x, found[x], bounds[x]) for x in found if not found[x] <= bounds[x] + slack]
-
-
-def rounded(q, k, v, dout, intervals, scale, products):
-    """Compute in the compute dtype, with factors rounded to `products`."""
-    visible, compute = dense(intervals, len(k)), compute_dtype(q.dtype)
-    inputs = [x.astype(compute) for x in (q, k, v)]
-    out, lse = reference.attention(*inputs, visible, scale, compute, products)
-    out = out.astype(q.dtype).astype(compute)
-    delta = (dout.astype(compute) * out).sum(-1)
-    gradients = reference.attention_backward(
-        dout.astype(compute), *inputs, lse, delta, visible, scale, compute, products
-    )
-    return dict(zip(TENSORS, (out, lse, *gradients)))
+    slack = 7 * float(np.finfo(compute_dtype(q.dtype)).eps) if slack is None else slack
+    found = {x: distance(y, exact[x]) for x, y in found.items()}
+    return [(x, found[x], largest[x]) for x in found if not found[x] <= largest[x] + slack]
 
 
 def make(shape, dtype, size=1.0, seed=0):
@@ -200,10 +184,7 @@ print(b"".join(x.tobytes() for x in found.values()).hex())
 """
     for order in ("forwards", "backwards"):
         monkeypatch.setenv("EMULATED_GPU_ORDER", order)
-        done = subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=100
-        )
-        results.append(done.stdout)
+        results.append(launch(0, "-c", code, timeout=100).stdout)
     assert results[0] == results[1] and len(results[0]) > 1000
 
 

@@ -1,15 +1,13 @@
 """Values of another width than the keys (MLA), against float64; bytes and memory."""
 
-from functools import cache
-
 import h5py
 import numpy as np
 import pytest
 from cases import METHODS, NHEADS, OTHERS, SIZE, accounts
+from dense import TENSORS, out_of_bounds, problem, wrong_with
 from helpers import assert_all, deeper, drive_each, parser_of
-from test_bad_input import message_of
+from test_bad_input import assert_raises
 from test_dlse import HIDDEN, N
-from test_softcap import TENSORS, bounds, out_of_bounds, plain
 
 from a2d_mpi import (
     Attention2D,
@@ -19,7 +17,6 @@ from a2d_mpi import (
     Full,
     IntervalMask,
     NodeAwareAttention,
-    ProcessGrid,
     TriangleAttention,
 )
 from a2d_mpi.core.config import AttentionConfig
@@ -57,41 +54,22 @@ CASES = (
 )  # fmt: skip
 
 
-@cache
-def problem(mask, dtype, nheads_kv, d, e):
-    """Return inputs, exact results and their bounds."""
-    config = AttentionConfig(N, NHEADS, d, nheads_kv, headdim_v=e)
-    rng, kept = np.random.default_rng(d), DTYPES[dtype]
-    names = "q", "k", "v", "dout"
-    inputs = [rng.standard_normal((N, *config.shape(x))).astype(kept).astype(float) for x in names]
-    visible = mask.dense(TOKENS, TOKENS)
-    exact = plain(inputs, visible, d**-0.5, None, None)
-    return inputs, exact, bounds(inputs, visible, d**-0.5, None, None, exact, kept)
-
-
 @pytest.mark.mpi
 @pytest.mark.grids
 @pytest.mark.parametrize("name", PLANS)
-def test_plans(comm, name):
+def test_plans(comm, grid_of, name):
     kind, shape, of_grid, options = PLANS[name]
-    grid, bad = ProcessGrid(comm, *shape, **of_grid), []
+    grid, bad = grid_of(*shape, **of_grid), []
     # A placement of blocks takes seconds to search.
     for mask, dtype, nheads_kv, d, e in CASES[: 2 if kind is BlocksAttention else None]:
         if kind is TriangleAttention and not isinstance(mask, Causal):
             continue
-        inputs, exact, largest = problem(mask, dtype, nheads_kv, d, e)
         plan = kind(
             grid, mask, seqlen=N, nheads=NHEADS, nheads_kv=nheads_kv, headdim=d, headdim_v=e,
             dtype=dtype, **options,
         )  # fmt: skip
-        q, k, v, dout = (x[plan.tokens].astype(plan.dtype) for x in inputs)
-        out, lse = plan.forward(q, k, v)
-        found = dict(zip(TENSORS, (out, lse, *plan.backward(dout, q, k, v, out, lse))))
-        mine = {x: y[plan.tokens] for x, y in exact.items()}
-        bad += [f"{dtype} {d} {e}: {x}" for x in out_of_bounds(found, mine, largest)]
-        bad += [f"{dtype} {d} {e}: {x}" for x in accounts(plan, True)]
-        plan.free()
-    grid.free()
+        wrong = wrong_with(plan, problem(mask, plan.config)) + accounts(plan, True)
+        bad += [f"{dtype} {d} {e}: {x}" for x in wrong]
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -103,7 +81,8 @@ def test_kernels(dtype, name, widths):
     """Kernels ignore NaN in masked rows and keys; swapped halves of v fail."""
     (d, e), scale = widths, widths[0] ** -0.5
     nheads_kv = 1 if d == 576 else 3
-    inputs, exact, largest = problem(HALF, dtype, nheads_kv, d, e)
+    config = AttentionConfig(N, NHEADS, d, nheads_kv, headdim_v=e, dtype=dtype)
+    inputs, _, _, exact, largest = problem(HALF, config)
     q, k, v, dout = (x.astype(DTYPES[dtype]) for x in inputs)
     intervals = HALF.intervals(TOKENS, TOKENS)
     masked = ~HALF.dense(TOKENS, TOKENS).any(axis=1)
@@ -150,27 +129,23 @@ def test_bytes_by_formula():
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_kernels_on_a_gpu_refuse(comm, cupy):
+def test_kernels_on_a_gpu_refuse(comm, grid_of, cupy):
     from a2d_mpi.comm.gpus import bind_gpu
 
     bind_gpu(comm)
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     sizes = {"seqlen": 40, "nheads": 4, "headdim": 24, "headdim_v": 16, "dtype": "bfloat16"}
     told = "needs headdim_v equal to headdim, got headdim 24 and headdim_v 16"
     for kernel in ("cupy", "cudnn"):
-        found = message_of(
-            comm, lambda kernel=kernel: Attention2D(grid, Full(), kernel=kernel, **sizes)
-        )
-        assert_all(comm, f"kernel '{kernel}' {told}" in found, found)
+        text = f"kernel '{kernel}' {told}"
+        assert_raises(comm, text, Attention2D, grid, Full(), kernel=kernel, **sizes)
     plan = Attention2D(grid, Full(), **sizes)
     q, k, v = (np.zeros((len(plan.tokens), 4, d), DTYPES["bfloat16"]) for d in (24, 24, 16))
-    found = message_of(comm, lambda: plan.forward(*map(cupy.asarray, (q, k, v))))
-    assert_all(comm, f"kernel 'cupy' {told}" in found, found)
-    found = message_of(comm, lambda: plan.forward(q, k, k))
-    assert_all(comm, "v has shape" in found, found)
+    on_gpu = map(cupy.asarray, (q, k, v))
+    assert_raises(comm, f"kernel 'cupy' {told}", plan.forward, *on_gpu)
+    assert_raises(comm, "v has shape", plan.forward, q, k, k)
     out, _ = plan.forward(q, k, v)  # the plan still works, on the host
     assert_all(comm, out.shape == (len(q), 4, 16), out.shape)
-    grid.free()
 
 
 @pytest.mark.launches

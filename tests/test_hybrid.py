@@ -6,12 +6,11 @@ from dataclasses import asdict
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all, drive_each
+from helpers import ROOT, assert_all, drive_each
 from mpi4py import MPI
-from test_gpt import ROOT, alone, lone, shaken
-from test_training import trainer_of
+from test_gpt import alone, lone, shaken, trainer_of
 
-from a2d_mpi import Causal, LinearAttention, ProcessGrid
+from a2d_mpi import Causal, LinearAttention
 from a2d_mpi.experiments.checkpoint import State, latest, load, save
 from a2d_mpi.gpt.config import LINEAR, GPTConfig
 from a2d_mpi.gpt.model import GPT
@@ -50,11 +49,11 @@ def test_gradients():
 
 @pytest.mark.mpi
 @pytest.mark.one_mpi
-def test_same_losses(comm):
+def test_same_losses(comm, grid_of):
     """Losses are within 1e-5 of one rank's; another pattern gives other losses."""
     config, text = GPTConfig(256, 4, **SIZES), Text(ROOT / "LICENSE", b"")
     found = {}
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     for name, ranks, where in (("one", MPI.COMM_SELF, lone()), ("all", comm, grid)):
         weights = initial(config, 0, "float32")
         options = {"separator": b"", "dtype": "float32", "rate": 3e-3}
@@ -62,7 +61,6 @@ def test_same_losses(comm):
         found[name] = np.array([trainer.step() for _ in range(8)])
         traffic = trainer.traffic()
         trainer.free()
-    grid.free()
     error = np.abs(found["all"] / found["one"] - 1).max()
     bad = [f"losses differ by {error:.1e}"] * (not error <= 1e-5)
     # Zigzag: two states of 2 heads of 8 x 8 float32 numbers, in 3 layers and 8 steps.

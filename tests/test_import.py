@@ -10,7 +10,7 @@ import test_kernels as kernels
 import test_readme as readme
 import test_schedule_plots as plots
 import test_simulate as simulate
-from helpers import assert_each_refused, drive_each
+from helpers import SAMPLE, assert_each_refused, drive_each
 from test_planner import A100, work
 
 from a2d_mpi import Mask, make_mask, register_kernel, register_mask, register_method
@@ -203,7 +203,7 @@ def test_bad_files(tmp_path):
     for name, (code, _) in BAD.items():
         (tmp_path / f"{name}.py").write_text(code)
     here = {x: str(tmp_path / f"{x}.py") for x in BAD}
-    sample = readme.ROOT / "data" / "minilm_l3_1536.h5"
+    sample = SAMPLE
     common, missing = [sample, "--seqlen", "9"], str(tmp_path / "none.py")
     run = [*common, "--import", here["kernel"], "--kernel", "mine"]
     assert_each_refused(

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import h5py
 import pytest
-from helpers import SECONDS, options_of
+from helpers import ROOT, SECONDS, execute, options_of
 from mpi4py import MPI
-
-ROOT = Path(__file__).parent.parent
 
 
 def below(folder):
@@ -83,15 +81,12 @@ def test_batch_jobs_say_on_what_they_compute(tmp_path, script, device):
            "PATH": f"{tmp_path / 'bin'}:{PATH}", "output": str(tmp_path),
            "input": "data/minilm_l3_1536.h5"}  # fmt: skip
 
-    def run(**more):
-        return subprocess.run(
-            ["bash", f"jobs/slurm_{script}.sh"], cwd=ROOT, env=os.environ | job | more,
-            capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+    def run(code=0, **more):
+        command = "bash", f"jobs/slurm_{script}.sh"
+        return execute(*command, cwd=ROOT, env=job | more, timeout=60, code=code)
 
     for chosen in (device, "cpu"):
         done = run() if chosen == device else run(device=chosen)
-        assert done.returncode == 0, done.stderr
         said, *commands = done.stdout.splitlines()
         assert said.startswith({"gpu": "each rank computes on a GPU",
                                 "cpu": "each rank computes on 3 CPU cores"}[chosen])  # fmt: skip
@@ -99,11 +94,8 @@ def test_batch_jobs_say_on_what_they_compute(tmp_path, script, device):
     found = f"{ROOT / 'tests/emulated'}:{os.environ.get('PYTHONPATH', '')}"  # CuPy
     active = run(A2D_MPI_ENV="active", venv="/none", PYTHONPATH=found)
     assert active.stdout == run(A2D_MPI_ENV="").stdout
-    done = run(device="tpu")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "slurm.sh: device must be gpu or cpu, got tpu\n",
-    )
+    done = run(device="tpu", code=2)
+    assert done.stderr == "slurm.sh: device must be gpu or cpu, got tpu\n"
 
 
 @pytest.mark.launches
@@ -120,28 +112,25 @@ def test_jobs_take_the_active_environment(tmp_path):
     setup = (ROOT / "setup.cfg").read_text().replace("h5py>=3.10", "no-such-package\n    h5py>=99")
     (broken / "setup.cfg").write_text(setup)
 
-    def run(folder, *command, **more):
+    def run(folder, *command, code=0, **more):
         active = {"A2D_MPI_ENV": "active", "PATH": PATH,
                   "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}  # fmt: skip
-        return subprocess.run(
-            ["bash", *command], cwd=folder, env=os.environ | active | more, check=False,
-            capture_output=True, text=True, timeout=2 * SECONDS,
-        )  # fmt: skip
+        options = {"cwd": folder, "env": active | more, "timeout": 2 * SECONDS}
+        return execute("bash", *command, **options, code=code)
 
-    def refused(done, text):
-        assert done.returncode == 2, done.stdout + done.stderr
+    def refused(text, folder, *command, **more):
+        done = run(folder, *command, code=2, **more)
         assert text in done.stderr and done.stderr.count("\n") == 1
 
-    done = run(copy, "jobs/local.sh", "--seqlen", "64", "--trials", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(copy, "jobs/local.sh", "--seqlen", "64", "--trials", "1")
     with h5py.File(copy / "results/local.h5") as result:
         assert result.attrs["mpi_library"].startswith(MPI.Get_library_version().strip("\0")[:20])
     other = "mpich" if MPI.get_vendor()[0] == "Open MPI" else "openmpi"
-    refused(run(copy, "jobs/test.sh", other), f"this job needs {other}, but mpi4py has")
+    refused(f"this job needs {other}, but mpi4py has", copy, "jobs/test.sh", other)
     lacks = f"lacks no-such-package, h5py>=99 (has {h5py.__version__})"
-    refused(run(broken, "jobs/local.sh"), lacks)
-    refused(run(copy, "jobs/local.sh", MPIEXEC="srun -n"), "found no srun -n; MPIEXEC must be")
-    refused(run(copy, "jobs/local.sh", A2D_MPI_ENV="on"), "must be active or unset, got on")
+    refused(lacks, broken, "jobs/local.sh")
+    refused("found no srun -n; MPIEXEC must be", copy, "jobs/local.sh", MPIEXEC="srun -n")
+    refused("must be active or unset, got on", copy, "jobs/local.sh", A2D_MPI_ENV="on")
     assert not [*copy.glob(".venv*"), *broken.glob(".venv*")]
 
 
@@ -198,10 +187,7 @@ def test_what_killed_jobs_left_is_swept():
                 for path in (*old, *(x for x in kept if "new" not in x.name)):
                     path.write_bytes(bytes(mmap.PAGESIZE))
                     os.utime(path, (time.time() - 90, time.time() - 90))
-                done = subprocess.run(
-                    ["bash", "-c", SWEEP.format(command)], cwd=ROOT, timeout=60,
-                    capture_output=True, text=True, check=False,
-                )  # fmt: skip
+                done = execute("bash", "-c", SWEEP.format(command), cwd=ROOT, timeout=60)
                 assert done.stdout == "done\n", done.stderr
                 assert command != "sweep_mpi" or done.stderr == ""
                 assert [x for x in (*old, *kept) if x.exists()] == kept

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, drive, named
+from helpers import DRIVERS, ENVIRONMENT, MPIEXEC, ROOT, drive, named
 from test_bench import SMALL, bench
 
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -95,8 +95,7 @@ def test_killed_at_any_moment(tmp_path):
             printed = re.findall(r"^(\S+), 2 ranks$", stdout, re.MULTILINE)
             assert set(printed) <= {result.config["workload"] for result in found.values()}
             known = {name: result.provenance["utc_time"] for name, result in found.items()}
-    done = bench(2, *options)
-    assert done.returncode == 0, done.stderr
+    bench(2, *options)
     found = read_benchmark(output)
     names = {
         c.name
@@ -133,11 +132,10 @@ def test_killed_while_writing(tmp_path, moment):
         "def replace(*x):\n    old(*x)\n    calls.append(0)\n"
         "    if len(calls) == 3: os.kill(os.getpid(), 9)\nos.replace = replace",
     }[moment]
-    done = bench(2, *options, sabotage=sabotage)
+    done = bench(2, *options, sabotage=sabotage, code=None)
     assert done.returncode not in (0, 1, 2)
     assert len(read_benchmark(output)) == (4 if moment == "after it" else 2)
-    done = bench(2, *options, "--resume")
-    assert done.returncode == 0, done.stderr
+    bench(2, *options, "--resume")
     assert len(read_benchmark(output)) == 4
     assert os.listdir(tmp_path) == ["bench.h5"]
 
@@ -165,7 +163,7 @@ def test_rank_that_is_killed_is_named(tmp_path, victim):
 
 
 TRAINING = [
-    *(DRIVERS.parent / "LICENSE", "--separator", "", "--layers", "1", "--width", "8"),
+    *(ROOT / "LICENSE", "--separator", "", "--layers", "1", "--width", "8"),
     *("--nheads", "2", "--seqlen", "40", "--warmup-steps", "5", *NUMPY),
 ]
 
@@ -189,8 +187,7 @@ def files(folder):
 def test_training_killed_at_any_moment(tmp_path):
     """The launcher and all ranks, again and again, before and after any step."""
     options = [*TRAINING, "--steps", "150", "--every", "3"]
-    expected = drive("train_gpt.py", 2, *options, *files(tmp_path / "whole"))
-    assert expected.returncode == 0, expected.stderr
+    drive("train_gpt.py", 2, *options, *files(tmp_path / "whole"))
     folder, moments, seen = tmp_path / "killed", random.Random(0), []
     for _ in range(2):
         job = start(2, *options, *files(folder), "--resume", program="train_gpt.py")
@@ -207,8 +204,7 @@ def test_training_killed_at_any_moment(tmp_path):
         seen.append(step_of(folder))
         assert not (folder / "log.h5").exists()
     assert seen == sorted(set(seen)) and seen[-1] < 150
-    done = drive("train_gpt.py", 2, *options, *files(folder), "--resume")
-    assert done.returncode == 0, done.stderr
+    drive("train_gpt.py", 2, *options, *files(folder), "--resume")
     assert ended(folder) == ended(tmp_path / "whole")
 
 
@@ -237,7 +233,8 @@ def test_training_killed_while_writing(tmp_path):
         ("losses", KILL.format("os.replace", 6), 9),
     ):
         case = *options, *files(tmp_path / name)
-        done = drive("train_gpt.py", 1, *case, "--every", "2", sabotage=sabotage)
+        code = None if sabotage else 0
+        done = drive("train_gpt.py", 1, *case, "--every", "2", sabotage=sabotage, code=code)
         with named(name):
             assert step_of(tmp_path / name) == step
             if sabotage:

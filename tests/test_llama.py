@@ -8,8 +8,8 @@ import re
 
 import h5py
 import numpy as np
-from helpers import assert_one_line_each, drive, drive_each, launch
-from test_readme import ROOT, blocks, read
+from helpers import ROOT, assert_one_line_each, drive, drive_each, launch
+from test_readme import blocks, read
 
 from a2d_mpi.experiments.gpt_files import read_losses
 
@@ -49,8 +49,7 @@ def start(self):
     real(self)
 gradients.GradientHooks._start = start
 """
-    done = drive("train_llama.py", 2, TEXT, *SMALL, "--separator", "", sabotage=sabotage)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = drive("train_llama.py", 2, TEXT, *SMALL, "--separator", "", sabotage=sabotage, code=1)
     assert "loss: error" in done.stdout and "(FAILED, bound 1e-05)" in done.stdout
 
 
@@ -69,8 +68,7 @@ def test_driver_refuses():
     assert [code for code, _ in found] == [2] * len(cases), done.stdout + done.stderr
     assert_one_line_each(done, [case[2] for case in cases])
     without = "sys.modules['torch'] = None"
-    done = drive("train_llama.py", 2, TEXT, sabotage=without)
-    assert done.returncode == 2
+    done = drive("train_llama.py", 2, TEXT, sabotage=without, code=2)
     assert_one_line_each(done, ["pip install a2d_mpi[torch]"])
 
 
@@ -80,7 +78,6 @@ def test_page(tmp_path):
     same = "assert len(set(comm.allgather(total))) == 1"  # on all ranks
     example.write_text("\n".join([*blocks("docs/pytorch.md", "python"), same]))
     done = launch(4, example, timeout=100)
-    assert done.returncode == 0, done.stderr
     steps = re.findall(r"^(\d) ([\d.]+)$", done.stdout, re.MULTILINE)
     assert [step for step, _ in steps] == ["0", "1", "2"], done.stdout
     first, _, last = (float(loss) for _, loss in steps)

@@ -5,8 +5,7 @@ from hashlib import sha256
 import h5py
 import numpy as np
 import pytest
-from helpers import assert_all_refused, drive, drive_each
-from test_driver import SAMPLE
+from helpers import SAMPLE, assert_all_refused, drive, drive_each
 from test_schedule_plots import MACHINE
 
 from a2d_mpi import Documents, IntervalMask
@@ -199,16 +198,13 @@ def test_bad_masks_of_a_run(tmp_path):
 def test_all_masks_of_a_benchmark(tmp_path):
     output = tmp_path / "bench.h5"
     options = ["--nheads", "2", "--headdim", "4", "--trials", "1", "--seqlens", "33", "--plans"]
-    done = drive("bench.py", 2, *options, "attention2d", "--masks", "all", "--output", output)
-    assert done.returncode == 0, done.stdout + done.stderr
+    drive("bench.py", 2, *options, "attention2d", "--masks", "all", "--output", output)
     found = read_benchmark(output).values()
     assert {x.config["mask"] for x in found} == set(PATTERNS) and len(found) == 14
     plot = ["--output", tmp_path / "figures", "--what", "phases", "--format", "svg"]
-    done = drive("plot.py", 0, "results", output, *plot)
-    assert done.returncode == 0, done.stderr
+    drive("plot.py", 0, "results", output, *plot)
     more = ["ring", "--masks", "sliding_window:3,1,causal_document:seed=4", "--resume"]
-    done = drive("bench.py", 2, *options, *more, "--output", output)
-    assert done.returncode == 0, done.stdout + done.stderr
+    drive("bench.py", 2, *options, *more, "--output", output)
     masks = [x.config["mask"] for x in read_benchmark(output).values()]
     assert {"sliding_window:3,1", "causal_document:seed=4"} < set(masks)
 

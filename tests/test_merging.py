@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 from cases import SIZE
+from dense import plain
 from helpers import assert_all, distance
-from test_softcap import plain
 
 from a2d_mpi import (
     Attention2D,
     IntervalMask,
-    ProcessGrid,
     RingAttention,
     SharedQuestion,
     merge,
@@ -24,16 +23,16 @@ GRID = {1: (1, 1), 4: (2, 2), 6: (2, 3)}.get(SIZE, (1, SIZE))
 @pytest.mark.grids
 @pytest.mark.parametrize("dtype, bound", [("float64", 1e-13), ("float32", 1e-6)])
 @pytest.mark.parametrize("kind", [Attention2D, RingAttention])
-def test_a_prefix_and_two_continuations(comm, dtype, bound, kind):
+def test_a_prefix_and_two_continuations(comm, grid_of, dtype, bound, kind):
     """Backward calls with the merged out and lse give the gradients of one sequence."""
-    grid, rng = ProcessGrid(comm, *GRID), np.random.default_rng(0)
+    grid, rng = grid_of(*GRID), np.random.default_rng(0)
     seqlen = PREFIX + 2 * OWN
     shapes = (seqlen, HEADS), (seqlen, KV), (seqlen, KV), (seqlen, HEADS)
     whole = [rng.standard_normal((*x, D)).astype(dtype) for x in shapes]
     sink = rng.standard_normal(HEADS).astype(dtype)
     visible = SharedQuestion([0, PREFIX, PREFIX + OWN, seqlen]).dense(*[np.arange(seqlen)] * 2)
     visible[::7] = False  # masked rows, of which lse is the sink
-    exact = plain(whole, visible, D**-0.5, None, sink)
+    exact = plain(whole, visible, D**-0.5, sink=sink)
     options = {
         "nheads": HEADS, "nheads_kv": KV, "headdim": D, "dtype": dtype, "distribution": "zigzag",
     }  # fmt: skip
@@ -94,7 +93,6 @@ def test_a_prefix_and_two_continuations(comm, dtype, bound, kind):
     largest = {way: max(comm.allgather(max(x))) for way, x in errors.items()}
     ok = largest["merged"] <= bound and largest["dlse"] <= bound and largest["wrong"] > 1e-3
     assert_all(comm, ok, f"{largest}")
-    grid.free()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

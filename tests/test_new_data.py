@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from cases import SIZE
+from dense import plain
 from helpers import assert_all, distance
 
-from a2d_mpi import Causal, ProcessGrid
+from a2d_mpi import Causal
 from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.core import reference
 from a2d_mpi.schedules import METHODS
 from a2d_mpi.sharding import triangle
 
@@ -19,22 +19,17 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 def data(seed):
     """Return q, k, v and dout of the whole sequence, and float64 results."""
     rng = np.random.default_rng(seed)
-    q, k, v, dout = whole = [rng.standard_normal((SEQLEN, NHEADS, HEADDIM)) for _ in range(4)]
-    visible = np.tril(np.ones((SEQLEN, SEQLEN), bool))
-    scale, kind = HEADDIM**-0.5, np.dtype(np.float64)
-    out, lse = reference.attention(q, k, v, visible, scale, kind)
-    delta = (dout * out).sum(-1)
-    gradients = reference.attention_backward(dout, q, k, v, lse, delta, visible, scale, kind)
-    return whole, dict(zip(NAMES, (out, lse, *gradients)))
+    whole = [rng.standard_normal((SEQLEN, NHEADS, HEADDIM)) for _ in range(4)]
+    return whole, plain(whole, np.tri(SEQLEN, dtype=bool), HEADDIM**-0.5)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_same_plan_new_data(comm, method):
+def test_same_plan_new_data(comm, grid_of, method):
     """Each of five calls returns results of its data, which later calls keep."""
     known = METHODS[method]
     heads = SIZE if known.causal and not triangle.fits(SIZE) else 1
     rows = 1 if heads > 1 or SIZE % 2 else 2
-    grid = ProcessGrid(comm, rows, SIZE // rows // heads, heads)
+    grid = grid_of(rows, SIZE // rows // heads, heads)
     sizes = {"seqlen": SEQLEN, "nheads": NHEADS, "headdim": HEADDIM, "dtype": "float64"}
     plan = make_plan(method, grid, Causal(), **sizes)
     sets = [data(0), data(1)]
@@ -65,6 +60,4 @@ def test_same_plan_new_data(comm, method):
             bad += [f"{name} of call {number} was changed later"] * (x.tobytes() != before)
         first = next(y for w, _, y in calls if w == which)
         bad += [f"call {number} does not repeat"] * (kept != first)
-    plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))

@@ -3,19 +3,18 @@
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 from cases import NHEADS, SIZE, TENSORS, checked_both_ways, failures, inputs, run
-from helpers import DEEPER, assert_all, assert_all_refused, distance, drive_each
+from helpers import DEEPER, ROOT, SAMPLE, assert_all, assert_all_refused, distance, drive_each
 from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
 from oracles import documents, heavy_tailed
 from test_bench import PROFILE
 
-from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention, ProcessGrid
+from a2d_mpi import Attention2D, Causal, Full, NodeAwareAttention
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout, UnlikeRanks
 from a2d_mpi.experiments.benchmark import read_benchmark
@@ -33,7 +32,6 @@ from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.program import Program
 from a2d_mpi.schedules.steps import Receive, Send
 
-ROOT = Path(__file__).parents[1]
 A100 = read_machine(ROOT / "data" / "machines" / "a100-16x4.toml")
 mpi = pytest.mark.mpi(min_size=4)
 # Grids, with heads, and the node of every rank: 1, 2 and 4 ranks a node, and uneven ones.
@@ -60,9 +58,9 @@ NODES = {
 @pytest.mark.parametrize("shape, nodes", [
     pytest.param(*x, marks=() if x in NODES[2:4] else DEEPER) for x in NODES
 ], ids=str)  # fmt: skip
-def test_results(comm, monkeypatch, shape, nodes):
+def test_results(comm, grid_of, monkeypatch, shape, nodes):
     """Results equal float64, with and without overlap, and in two chunks."""
-    grid, bad = ProcessGrid(comm, *shape, nodes=nodes), []
+    grid, bad = grid_of(*shape, nodes=nodes), []
     make = partial(NodeAwareAttention, grid, nheads=NHEADS, headdim=16)
     i = np.arange(97)
     window, packed = IntervalMask(i - 9, i + 1), documents(heavy_tailed(97, 1, 9))
@@ -90,32 +88,28 @@ def test_results(comm, monkeypatch, shape, nodes):
     totals = [sum(x[1] for x in p.traffic.bytes.values()) for p in (plan, plan, plain)]
     if len(set(nodes)) in (1, comm.size) and totals[0] != 2 * totals[2]:
         bad.append(f"{totals} bytes")
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @mpi
 @pytest.mark.multirank
 @pytest.mark.one_mpi
-def test_the_tests_can_tell(comm, monkeypatch):
+def test_the_tests_can_tell(comm, grid_of, monkeypatch):
     """A partial result that misses its node's sum makes the test fail."""
     monkeypatch.setattr(Program, "combine", lambda program, source, target: None)
-    grid = ProcessGrid(comm, 1, comm.size, nodes=[0] * 2 + [1] * (comm.size - 2))
+    grid = grid_of(1, comm.size, nodes=[0] * 2 + [1] * (comm.size - 2))
     plan = NodeAwareAttention(grid, Causal(), seqlen=97, nheads=NHEADS, headdim=16)
     bad = failures(plan, run(plan, *inputs(97, NHEADS, 16)), Causal(), 97, NHEADS, 16)
-    grid.free()
     assert_all(comm, comm.allreduce(len(bad)) > 0, "sums without their parts passed")
 
 
 @mpi
 @pytest.mark.multirank
-def test_nodes_of_the_machine(comm):
+def test_nodes_of_the_machine(comm, grid_of):
     """Ranks that share memory are on a node; the caller's nodes come first."""
-    grids = [ProcessGrid(comm, 1, comm.size), ProcessGrid(comm, comm.size, 1, nodes=[5, 5, 3, 3] +
-             [8] * (comm.size - 4))]  # fmt: skip
+    given = [5, 5, 3, 3] + [8] * (comm.size - 4)
+    grids = grid_of(1, comm.size), grid_of(comm.size, 1, nodes=given)
     found = [grid.layout.nodes for grid in grids]
-    for grid in grids:
-        grid.free()
     shared = comm.Split_type(MPI.COMM_TYPE_SHARED)
     alone = shared.size == comm.size
     shared.Free()
@@ -299,11 +293,10 @@ def test_drivers(tmp_path):
     profile.write_text(PROFILE.replace('"test"', '"test"\nranks_per_node = 2'))
     sizes = ["--seqlens", 61, "--nheads", 4, "--headdim", 8, "--backward", "--trials", 2]
     plans = ["--plans", "node_aware:2x2/2x1,attention2d:2x2/2x1", "--profile", profile]
-    data = ROOT / "data" / "minilm_l3_1536.h5"
     done, found = drive_each([
         ("bench.py", ["--output", output, *sizes, *plans], []),
         ("attention.py",
-         [data, "--method", "node_aware", "--rank-block", "1x2", "--seqlen", 99], []),
+         [SAMPLE, "--method", "node_aware", "--rank-block", "1x2", "--seqlen", 99], []),
     ], 4)  # fmt: skip
     assert [code for code, _ in found] == [0, 0], done.stderr
     case = "causal-n61-h4-kv4-d8-float32-backward-overlap"
@@ -316,9 +309,9 @@ def test_drivers(tmp_path):
         inside = name.startswith("node") and {"forward/row node", "forward/col node"}
         assert not inside or inside <= result.traffic.keys()
     assert_all_refused("attention.py", 4, [
-        ([data, "--rank-block", "2"], [], "--rank-block must be ROWSxCOLUMNS, got '2'"),
-        ([data, "--rank-block", "3x1"], [], "3x1 blocks do not divide a grid of 2 x 2"),
-        ([data, "--rank-block", "2x2"], ["--rank-block", "1x1"], "ranks disagree on --rank-block"),
-        ([data, "--grid", "auto", "--profile", profile, "--rank-block", "2x1"], [],
+        ([SAMPLE, "--rank-block", "2"], [], "--rank-block must be ROWSxCOLUMNS, got '2'"),
+        ([SAMPLE, "--rank-block", "3x1"], [], "3x1 blocks do not divide a grid of 2 x 2"),
+        ([SAMPLE, "--rank-block", "2x2"], ["--rank-block", "1x1"], "disagree on --rank-block"),
+        ([SAMPLE, "--grid", "auto", "--profile", profile, "--rank-block", "2x1"], [],
          "chooses --rows, --cols, --head-ranks, --order and --rank-block"),
     ])  # fmt: skip

@@ -1,10 +1,7 @@
 """The CPU that OpenBLAS is told: only where it guesses wrong, and never against the user."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from helpers import launch
 
 from a2d_mpi.core.openblas import AVX512, core_type
 
@@ -52,8 +49,7 @@ def test_numpy_that_dies_on_haswell(vendor, family, flags, named):
 def test_products_do_not_die():
     """Products of the sizes that crashed work with the named CPU type."""
     code = "import a2d_mpi, numpy as np; print((np.ones((64, 512)) @ np.ones((512, 32))).sum())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == str(64.0 * 512 * 32), done.stderr
+    assert launch(0, "-c", code, timeout=60).stdout == f"{64.0 * 512 * 32}\n"
 
 
 @pytest.mark.parametrize("text", ["", "flags", "vendor_id : \nflags :", "\udcff\n"])
@@ -69,7 +65,7 @@ def test_other_systems(text):
         ("import numpy", None, "none"),  # too late
     ],
 )
-def test_it_is_named_in_time(before, user, named):
+def test_it_is_named_in_time(monkeypatch, before, user, named):
     """The type is set early enough, with the /proc/cpuinfo of a Zen 5."""
     code = f"""
 import builtins, io, os
@@ -79,12 +75,9 @@ builtins.open = lambda x, *y, **z: io.StringIO(text) if x == "/proc/cpuinfo" els
 import a2d_mpi
 print(os.environ.get("OPENBLAS_CORETYPE", "none"))
 """
-    environment = {x: y for x, y in os.environ.items() if x != "OPENBLAS_CORETYPE"}
-    environment |= {"OPENBLAS_CORETYPE": user} if user else {}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == named, done.stderr
+    monkeypatch.delenv("OPENBLAS_CORETYPE", raising=False)
+    env = {"OPENBLAS_CORETYPE": user} if user else {}
+    assert launch(0, "-c", code, timeout=60, env=env).stdout == f"{named}\n"
 
 
 def test_openblas_reads_what_python_sets():
@@ -95,5 +88,4 @@ os.environ["OPENBLAS_CORETYPE"] = "Sandybridge"
 import numpy, threadpoolctl
 print({x.get("architecture") for x in threadpoolctl.threadpool_info() if x["user_api"] == "blas"})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "Sandybridge" in done.stdout, done.stderr
+    assert "Sandybridge" in launch(0, "-c", code, timeout=60).stdout

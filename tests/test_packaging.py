@@ -4,12 +4,11 @@ import re
 import subprocess
 import sys
 from configparser import ConfigParser
-from pathlib import Path
 from types import ModuleType
 
 import pytest
+from helpers import ROOT
 
-ROOT = Path(__file__).parents[1]
 SPACK, CONDA, APPTAINER = (
     (ROOT / "jobs" / x).read_text()
     for x in ("spack/package.py", "conda/meta.yaml", "apptainer.def")

@@ -5,12 +5,11 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from helpers import DEEPER, DRIVERS, SECONDS, assert_all_refused
+from helpers import DEEPER, DRIVERS, ROOT, SECONDS, assert_all_refused, drive
 
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.candidates import _row
@@ -25,7 +24,6 @@ from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.schedules import METHODS, essence, problem_of
 from a2d_mpi.schedules.problem import Workload
 
-ROOT = Path(__file__).parents[1]
 MACHINES = ROOT / "data" / "machines"
 H100, A100 = (read_machine(MACHINES / f"{x}.toml") for x in ("h100-64x1", "a100-16x4"))
 
@@ -274,11 +272,7 @@ def test_no_ranks():
     assert candidates(H100, 1, work())[0].received == 0
 
 
-def run(*options):
-    command = [sys.executable, ROOT / "drivers" / "plan.py", *options]
-    return subprocess.run(
-        [str(x) for x in command], capture_output=True, text=True, timeout=60, check=False
-    )
+run = partial(drive, "plan.py", 0)
 
 
 OPTIONS = ("--profile", MACHINES / "h100-64x1.toml", "--ranks", 64, "--seqlen", "64K",
@@ -288,7 +282,6 @@ OPTIONS = ("--profile", MACHINES / "h100-64x1.toml", "--ranks", 64, "--seqlen", 
 def test_driver():
     few = (*OPTIONS, "--ranks", 20)
     done = run(*few, "--mask", "causal", "--backward", "--top", 5, "--memory", "80GiB")
-    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert (
         lines[0] == "64 nodes of one H100: 20 ranks, 1 per node, 85.9 GB per rank (6 GB reserved)"
@@ -297,7 +290,7 @@ def test_driver():
     assert len([line for line in table if line.startswith(tuple(METHODS))]) == 5
     assert "no plan with 20 ranks that share the heads: 20 does not divide 96 heads" in lines
     only = run(*few, "--methods", "ring", "--top", 0, "--ranks-per-node", 4)
-    assert only.returncode == 0 and "attention2d" not in only.stdout
+    assert "attention2d" not in only.stdout
     # k and v of 32K tokens, 128 elements each, of 2 bytes, or 33 bytes for 32.
     for wire, received in (("none", "16.8 MB"), ("mxfp8", "8.65 MB")):
         two = run(*OPTIONS, "--ranks", 2, "--nheads", 1, "--method", "ring", "--wire", wire)
@@ -354,4 +347,4 @@ def test_bad_input(tmp_path):
     alone.write_text(re.sub(r"\[link[^[]*", "", text))
     cases = [*BAD, (("--profile", alone), "has no link.between, which 64 ranks need, 1 per node")]
     assert_all_refused("plan.py", 0, [((*OPTIONS, *x), (), text) for x, text in cases])
-    assert run(*OPTIONS, "--profile", alone, "--ranks", 1).returncode == 0
+    run(*OPTIONS, "--profile", alone, "--ranks", 1)

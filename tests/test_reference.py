@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from dense import plain, slopes
+from helpers import distance
 
 from a2d_mpi.core import reference
 from a2d_mpi.masks.mask import Causal, Full, IntervalMask
@@ -16,11 +18,12 @@ def problem(nq=5, nk=6, nheads=4, nheads_kv=2, d=3):
     return q, k, v, dout
 
 
-@pytest.mark.parametrize(
-    "mask", [Full(), Causal(), IntervalMask(np.array([0, 2, 4, 1, 3]), np.array([2, 6, 4, 3, 9]))]
-)
+INTERVALS = IntervalMask(np.array([0, 2, 4, 1, 3]), np.array([0, 6, 4, 3, 9]))
+
+
+@pytest.mark.parametrize("mask", [Full(), Causal(), INTERVALS])
 def test_reference(mask):
-    q, k, v, dout = problem()
+    q, k, v, _ = problem()
     visible = mask.dense(np.arange(5), np.arange(6))
     out, lse = reference.attention(q, k, v, visible, SCALE)
     for h in range(4):
@@ -30,18 +33,33 @@ def test_reference(mask):
             assert out[i, h] == pytest.approx(expected, abs=1e-14)
             assert lse[i, h] == (pytest.approx(np.log(s.sum())) if len(s) else -np.inf)
 
-    delta = (dout * out).sum(-1)
-    gradients = reference.attention_backward(dout, q, k, v, lse, delta, visible, SCALE)
-    for x, gradient in zip((q, k, v), gradients):
-        numeric, step = np.zeros_like(x), 1e-6
-        for index in np.ndindex(x.shape):
-            value, both = x[index], []
-            for sign in (1, -1):
-                x[index] = value + sign * step
-                both.append((reference.attention(q, k, v, visible, SCALE)[0] * dout).sum())
-            x[index] = value
-            numeric[index] = (both[0] - both[1]) / (2 * step)
-        assert gradient == pytest.approx(numeric, abs=1e-8)
+
+@pytest.mark.parametrize("mask, cap, sinks, with_dlse", [
+    (Full(), None, False, False), (Causal(), None, False, False), (INTERVALS, None, False, False),
+    (INTERVALS, 0.8, False, False), (INTERVALS, None, True, False), (INTERVALS, 1.5, True, False),
+    (INTERVALS, 1.5, False, True), (INTERVALS, 1.5, True, True),
+])  # fmt: skip
+def test_gradients(mask, cap, sinks, with_dlse):
+    """Of a loss in out, and perhaps in lse, with a soft-cap and a sink."""
+    q, k, v, dout = inputs = problem()
+    rng, visible = np.random.default_rng(1), mask.dense(np.arange(5), np.arange(6))
+    sink = rng.standard_normal(4) if sinks else None
+    dlse = rng.standard_normal((5, 4)) if with_dlse else None
+
+    def loss():
+        found = plain(inputs, visible, SCALE, cap, sink)
+        lse = np.where(np.isneginf(found["lse"]), 0, found["lse"])
+        return (found["out"] * dout).sum() + (0 if dlse is None else (lse * dlse).sum())
+
+    exact = plain(inputs, visible, SCALE, cap, sink, dlse=dlse)
+    without = plain(inputs, visible, SCALE, cap, sink)
+    for name, x in zip(("dq", "dk", "dv", "dsink"), (q, k, v, sink)):
+        if x is not None:
+            numeric = slopes(loss, x)
+            assert exact[name] == pytest.approx(numeric, abs=1e-8), name
+            assert not with_dlse or name == "dv" or distance(numeric, without[name]) > 1e-3
+    if sinks:  # the first query sees nothing else
+        assert (exact["out"][0] == 0).all() and (exact["lse"][0] == sink).all()
 
 
 def test_parts_add_up():

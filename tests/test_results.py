@@ -4,7 +4,6 @@ import fcntl
 import os
 import platform
 import re
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from helpers import ROOT, SAMPLE, execute, launch
 
 import a2d_mpi
 from a2d_mpi.core.atomic import check_writable
@@ -29,7 +29,6 @@ from a2d_mpi.experiments.results import (
 )
 from a2d_mpi.sharding.distribution import FORMULAS, Distribution
 
-SAMPLE = Path(__file__).parents[1] / "data" / "minilm_l3_1536.h5"
 SHAPES = {"q": (29, 6, 4), "k": (29, 2, 4), "v": (29, 2, 4), "dout": (29, 6, 4)}
 
 
@@ -80,7 +79,7 @@ def error_of(action, kind):
 
 def test_committed_results_name_no_folder_of_a_machine():
     """Command lines in files of data/ have relative paths."""
-    files = [*(Path(__file__).parents[1] / "data").rglob("*.h5")]
+    files = [*(ROOT / "data").rglob("*.h5")]
     assert len(files) > 20
     folders = re.compile(rb"/(?:home|root|tmp|work|Users)/")
     assert [x.name for x in files if folders.search(x.read_bytes())] == []
@@ -336,8 +335,7 @@ def test_sha256(tmp_path):
 
 def run_git(folder, *args):
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
-    git = subprocess.run(["git", "-C", folder, *identity, *args], capture_output=True, check=True)
-    return git.stdout.decode().strip()
+    return execute("git", "-C", folder, *identity, *args, timeout=60).stdout.strip()
 
 
 def test_git_commit(tmp_path, monkeypatch):
@@ -482,14 +480,9 @@ def test_full_disk(tmp_path):
     path = tmp_path / "result.h5"
     write_result(path, make_result())
     before = path.read_bytes()
-    run = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, path, str(len(before))],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (run.returncode, run.stdout, run.stderr) == (0, "no crash\n", "")
+    command = "-c", FULL_DISK, path, len(before)
+    run = launch(0, *command, timeout=120, cwd=Path(__file__).parent)
+    assert (run.stdout, run.stderr) == ("no crash\n", "")
     assert os.listdir(tmp_path) == ["result.h5"]
     assert path.read_bytes() == before
 

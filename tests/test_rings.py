@@ -82,11 +82,9 @@ def test_single_rings(comm, grid):
     assert_all(comm, not bad, "; ".join(bad))
 
 
-def test_default(comm):
+def test_default(comm, grid_of):
     """By default the rows of the grid are the inner rings."""
     heads = 2 if comm.size % 2 == 0 else 1
-    grid = ProcessGrid(comm, 1, comm.size // heads, heads)
+    grid = grid_of(1, comm.size // heads, heads)
     plan = DoubleRingAttention(grid, Causal(), **SIZES)
     assert_all(comm, plan.inner == comm.size // heads, f"inner {plan.inner}")
-    plan.free()
-    grid.free()

@@ -1,13 +1,12 @@
 """Imports between rooms, names of methods, parts that work without MPI, protocols of rooms."""
 
 import inspect
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import ROOT, execute, launch
 
 from a2d_mpi.attention.methods import plan_class
 from a2d_mpi.comm.device_transport import DeviceTransport
@@ -19,16 +18,12 @@ from a2d_mpi.kernels import Kernel
 from a2d_mpi.kernels.numpy import NumpyKernel
 from a2d_mpi.schedules import METHODS
 
-ROOT = Path(__file__).parent.parent
-
 
 def lint(root):
     """Return what `lint-imports` says of a source tree with a pyproject.toml."""
-    return subprocess.run(
-        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
-        cwd=root, env=os.environ | {"PYTHONPATH": str(root / "src")},
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    command = Path(sys.executable).with_name("lint-imports"), "--no-cache"
+    env = {"PYTHONPATH": str(root / "src")}
+    return execute(*command, cwd=root, env=env, timeout=60, code=None)
 
 
 def test_imports_run_one_way(tmp_path):
@@ -69,21 +64,18 @@ try:
 except ImportError:
     print("as it must")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "as it must\n", done.stderr
+    assert launch(0, "-c", code, timeout=60).stdout == "as it must\n"
 
 
 def test_main_job_loads_what_it_uses():
     """The driver's imports bring in neither the planner nor models, figures or optimisers."""
     code = "import runpy, sys; runpy.run_path('drivers/attention.py'); print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    loaded = {x for x in done.stdout.split() if x.startswith("a2d_mpi.")}
-    assert "a2d_mpi.experiments.job" in loaded, done.stderr
+    modules = {*launch(0, "-c", code, timeout=60, cwd=ROOT).stdout.split()}
+    loaded = {x for x in modules if x.startswith("a2d_mpi.")}
+    assert "a2d_mpi.experiments.job" in loaded
     rooms = {x.split(".")[1] for x in loaded}
     assert not rooms & {"gpt", "figures", "torch"}
-    assert not {"torch", "transformers"} & {*done.stdout.split()}
+    assert not {"torch", "transformers"} & modules
     unused = {
         *(f"a2d_mpi.planning.{x}" for x in ("planner", "simulator", "profile", "survey")),
         *(f"a2d_mpi.sharding.{x}" for x in ("placement", "refinement")),
@@ -103,8 +95,7 @@ print("ring" in METHODS, loaded())
 METHODS["double ring"]
 print(loaded())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "True []\n['ring']\n", done.stderr
+    assert launch(0, "-c", code, timeout=60).stdout == "True []\n['ring']\n"
 
 
 def misses(kind, protocol):

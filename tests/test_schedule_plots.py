@@ -1,11 +1,10 @@
 """`drivers/plot.py schedule`: what its panels show is what the schedules say."""
 
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import assert_all_refused, deeper, drive, parser_of, runs_on
+from helpers import ROOT, assert_all_refused, deeper, drive, parser_of, runs_on
 
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.sizes import Layout
@@ -17,7 +16,7 @@ from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import METHODS, problem_of
 from a2d_mpi.schedules.problem import Workload
 
-MACHINE = Path(__file__).parents[1] / "data" / "machines" / "a100-16x4.toml"
+MACHINE = ROOT / "data" / "machines" / "a100-16x4.toml"
 PROBLEM = ["--profile", MACHINE, "--seqlen", "1000", "--nheads", "4", "--mask", "causal"]
 
 
@@ -94,7 +93,7 @@ def test_schedules_are_drawn(tmp_path):
         "plot.py", 0, "schedule", tmp_path / "a.svg", *PROBLEM, "--ranks", 8, "--backward",
         "--plans", "attention2d:2x2x2,double ring",
     )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (done.stdout, done.stderr) == ("", "")
     text = (tmp_path / "a.svg").read_text()
     for title in ("attention2d 2 x 2 x 2,", "double ring 2 x 4, zigzag", "backward: "):
         assert f"<!-- {title}" in text

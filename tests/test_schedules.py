@@ -5,7 +5,7 @@ from cases import checked
 from helpers import assert_all
 from test_readme import blocks
 
-from a2d_mpi import Causal, Full, ProcessGrid
+from a2d_mpi import Causal, Full
 from a2d_mpi.attention.methods import plan_class
 from a2d_mpi.schedules import METHODS, Method
 
@@ -24,9 +24,9 @@ def plan_of():
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("nheads_kv, seqlen", [(6, 61), (1, 3)])
-def test_method_of_the_guide(comm, plan_of, overlap, nheads_kv, seqlen):
+def test_method_of_the_guide(comm, grid_of, plan_of, overlap, nheads_kv, seqlen):
     """Results against float64; bytes, messages and buffers against what its schedule says."""
-    grid = ProcessGrid(comm, 2 - comm.size % 2, comm.size // (2 - comm.size % 2))
+    grid = grid_of(2 - comm.size % 2, comm.size // (2 - comm.size % 2))
     sizes = {"seqlen": seqlen, "nheads": 6, "nheads_kv": nheads_kv, "headdim": 7}
     for mask in (Causal(), Full()):
         plan = plan_of(grid, mask, overlap=overlap, **sizes)
@@ -35,7 +35,6 @@ def test_method_of_the_guide(comm, plan_of, overlap, nheads_kv, seqlen):
     received = sum(x[1] for key, x in plan.traffic.bytes.items() if key[0] == "forward")
     others = seqlen - len(plan.tokens)
     assert_all(comm, received == others * 2 * nheads_kv * 7 * 4, f"{received} bytes")
-    grid.free()
 
 
 @pytest.mark.parametrize(
@@ -45,8 +44,8 @@ def test_method_of_the_guide(comm, plan_of, overlap, nheads_kv, seqlen):
         ("got rows of 'all kv' in another order", lambda p, kv: p.rows(kv)),
     ],
 )
-def test_calls_that_no_kernel_can_take(comm, monkeypatch, told, keys_of):
-    """Keys of two owners, the later tokens first: the plan says so, and no rank hangs."""
+def test_calls_that_no_kernel_can_take(comm, grid_of, monkeypatch, told, keys_of):
+    """A plan refuses keys of two owners that are not sorted by token, and no rank hangs."""
 
     def write(p):
         q, out = p.own("own q", "q", "given"), p.own("out", "out", "result")
@@ -55,7 +54,5 @@ def test_calls_that_no_kernel_can_take(comm, monkeypatch, told, keys_of):
 
     bad = Method(write, write, lambda layout: (1, layout.positions, ""))
     monkeypatch.setitem(METHODS, "bad", bad)
-    grid = ProcessGrid(comm, 1, comm.size)
     with pytest.raises(ValueError, match=told):
-        plan_class("bad")(grid, Full(), seqlen=61, nheads=2, headdim=4)
-    grid.free()
+        plan_class("bad")(grid_of(1, comm.size), Full(), seqlen=61, nheads=2, headdim=4)

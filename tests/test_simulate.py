@@ -161,27 +161,35 @@ def fake(monkeypatch):
     return ran
 
 
-def test_driver(fake, tmp_path, capsys):
+@pytest.fixture
+def simulated(fake, tmp_path):
+    """Run the driver on a small workload, and return its file."""
     profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
-    write_machine(profile, replace(machine(ranks_per_node=2), name="a/b"))
-    main = {x: f"{v}" for x, v in (("output", output), ("profile", profile))}
-    options = ["--ranks", "4,6", "--seqlens", "96", "--nheads", "4", "--headdim", "8", "--dtypes",
-               "float32", "--plans", "ring", "--networks", "switch,fat tree:2"]  # fmt: skip
-    options += [x for name, value in main.items() for x in (f"--{name}", value)]
+    write_machine(profile, machine(ranks_per_node=2))
+    common = ["--output", output, "--profile", profile, "--nheads", 4, "--headdim", 8,
+              "--dtypes", "float32"]  # fmt: skip
 
-    def once(*more):
-        args = parser_of("drivers/simulate.py").parse_args([*options, *more])
-        return job.simulate_all(args)
+    def run(*options):
+        args = [str(x) for x in (*common, *options)]
+        assert job.simulate_all(parser_of("drivers/simulate.py").parse_args(args)) == 0
+        return output
 
-    assert once("--timeout", "5") == 0 and len(fake) == 4
+    return run
+
+
+def test_driver(fake, simulated, capsys):
+    options = ["--ranks", "4,6", "--seqlens", 96, "--plans", "ring", "--networks",
+               "switch,fat tree:2"]  # fmt: skip
+    output = simulated(*options, "--timeout", 5)
+    assert len(fake) == 4
     found = job.read_simulations(output)
     assert all(np.isnan(job.seconds(x, "simulated")) for x in found.values())
     with pytest.raises(ValueError, match="--resume"):
-        once()
-    once("--resume", "--timeout", "5")
+        simulated(*options)
+    simulated(*options, "--resume", "--timeout", 5)
     assert len(fake) == 4  # no more time than before
-    once("--resume", "--timeout", "20")
-    once("--resume", "--timeout", "30")
+    simulated(*options, "--resume", "--timeout", 20)
+    simulated(*options, "--resume", "--timeout", 30)
     assert len(fake) == 8
     found = job.read_simulations(output)
     assert {(x["ranks"], x["network"]) for x in found.values()} == {
@@ -190,39 +198,35 @@ def test_driver(fake, tmp_path, capsys):
     for x in found.values():
         np.testing.assert_allclose(job.seconds(x, "simulated"), 2 * job.seconds(x, "predicted"))
         assert x["cost messages"] == 20 and "timeout" not in x
-    once("--resume", "--slow-rank", "2", "--timeout", "20")
+    simulated(*options, "--resume", "--slow-rank", 2, "--timeout", 20)
     assert len(job.read_simulations(output)) == 8 and fake[-1][3] == 2
     assert "simulated" in capsys.readouterr().out
 
 
-def test_what_is_done_is_kept(fake, tmp_path):
+def test_a_slash_in_the_name_of_a_machine(simulated, tmp_path):
+    write_machine(tmp_path / "here.toml", replace(machine(), name="a/b"))
+    output = simulated("--ranks", 4, "--seqlens", 96, "--plans", "ring")
+    assert [x["machine"] for x in job.read_simulations(output).values()] == ["a/b"]
+
+
+def test_what_is_done_is_kept(simulated, tmp_path):
     """If a later plan fails, the file has the earlier simulations."""
-    profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
-    write_machine(profile, machine())
-    options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96", "--nheads",
-               "4", "--headdim", "8", "--dtypes", "float32", "--plans", "ring:4x1", "--ranks",
-               "4,6"]  # fmt: skip
-    with pytest.raises(ValueError, match="does not have 6 ranks"):
-        job.simulate_all(parser_of("drivers/simulate.py").parse_args(options))
-    assert [x["ranks"] for x in job.read_simulations(output).values()] == [4]
+    with pytest.raises(ValueError, match="is not 6 ranks"):
+        simulated("--seqlens", 96, "--plans", "ring:4x1", "--ranks", "4,6")
+    found = job.read_simulations(tmp_path / "out.h5")
+    assert [x["ranks"] for x in found.values()] == [4]
 
 
 @pytest.mark.parametrize("option", ["--slow-rank=0.5", "--latency=-1", "--coarse=nan"])
-def test_refused(tmp_path, option):
-    args = ["--output", f"{tmp_path / 'out.h5'}", option]
+def test_refused(simulated, option):
     with pytest.raises(ValueError, match=option.split("=")[0]):
-        job.simulate_all(parser_of("drivers/simulate.py").parse_args(args))
+        simulated(option)
 
 
-def test_plots(fake, tmp_path):
-    profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
-    write_machine(profile, machine(ranks_per_node=2))
-    options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96,192",
-               "--nheads", "4", "--headdim", "8", "--dtypes", "float32", "--timeout", "20",
-               "--plans", "ring,attention2d"]  # fmt: skip
-    for more in (["--ranks", "4,6"], ["--ranks", "4", "--slow-rank", "2", "--resume"]):
-        args = parser_of("drivers/simulate.py").parse_args([*options, *more])
-        job.simulate_all(args)
+def test_plots(simulated, tmp_path):
+    options = ["--seqlens", "96,192", "--timeout", 20, "--plans", "ring,attention2d"]
+    simulated(*options, "--ranks", "4,6")
+    output = simulated(*options, "--ranks", 4, "--slow-rank", 2, "--resume")
     args = parser_of("drivers/plot.py").parse_args(["results", f"{output}"])
     scale = read_scale(output)
     assert len(scale.entries) == 8  # not that with a slow rank
@@ -240,16 +244,11 @@ def test_plots(fake, tmp_path):
         read_scale(output, "n97-")
 
 
-def test_tables(fake, tmp_path, capsys):
+def test_tables(fake, simulated, capsys):
     """With doubled predictions the model is off by half, and all picks are right."""
-    profile, output = tmp_path / "here.toml", tmp_path / "out.h5"
-    write_machine(profile, machine(ranks_per_node=2))
-    options = ["--output", f"{output}", "--profile", f"{profile}", "--seqlens", "96,192",
-               "--nheads", "4", "--headdim", "8", "--dtypes", "float32",
-               "--timeout", "20"]  # fmt: skip
-    options += ["--ranks", "4,6,8", "--resume", "--plans"]
+    options = ["--seqlens", "96,192", "--timeout", 20, "--ranks", "4,6,8", "--resume", "--plans"]
     for more in (["ring,attention2d"], ["ring", "--networks", "fat tree:2"], ["auto:each"]):
-        job.simulate_all(parser_of("drivers/simulate.py").parse_args([*options, *more]))
+        output = simulated(*options, *more)
     picked = [x for x in job.read_simulations(output).values() if x["picked"]]
     assert len(picked) == 6 < len(fake)  # of each workload one, were it there before or not
     capsys.readouterr()

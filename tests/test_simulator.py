@@ -1,10 +1,10 @@
 """The simulator against times by hand, against SimGrid's, and with its loops compiled."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import ROOT
 from test_model import machine
 
 from a2d_mpi.core.sizes import Layout
@@ -18,7 +18,6 @@ from a2d_mpi.planning.survey import survey_of
 from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Workload
 
-ROOT = Path(__file__).parents[1]
 MB = 10**6
 # Plans on 16 ranks of four A100 a node, seconds of each phase by SimGrid 3.32:
 # python tests/simgrid_replay.py writes them.

@@ -6,7 +6,7 @@ import pytest
 from cases import GRIDS, NHEADS, SIZE, TENSORS, accounts, checked, failures, inputs, run
 from helpers import assert_all
 
-from a2d_mpi import Attention2D, Causal, Documents, Full, ProcessGrid, SlidingWindow
+from a2d_mpi import Attention2D, Causal, Documents, Full, SlidingWindow
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.planning.memory import buffers, most_memory
 from a2d_mpi.planning.planner import best_candidate, candidates
@@ -38,9 +38,9 @@ def names(case):
 @several
 @pytest.mark.parametrize("case", CASES, ids=lambda x: f"{type(x[0]).__name__}-{x[1]}")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_results_traffic_and_memory(comm, shape, case):
+def test_results_traffic_and_memory(comm, grid_of, shape, case):
     """Streaming keeps bytes, messages, out and lse, with less memory."""
-    grid, (mask, sizes), bad = ProcessGrid(comm, *shape), names(case), []
+    grid, (mask, sizes), bad = grid_of(*shape), names(case), []
     plans = [
         Attention2D(grid, mask, stream=stream, overlap=overlap, **sizes)
         for stream, overlap in ((False, True), (True, True), (True, False))
@@ -59,7 +59,6 @@ def test_results_traffic_and_memory(comm, shape, case):
     ]
     if sizes["seqlen"] > 64 and not all(x > y for x, y in zip(held[0], held[1])):
         bad.append(f"{held[1]} bytes of buffers, gathered {held[0]}")
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
@@ -69,9 +68,9 @@ def differ(one, other, name):
 
 @pytest.mark.multirank
 @several
-def test_two_plans_at_once(comm):
+def test_two_plans_at_once(comm, grid_of):
     """A streamed and a gathered plan on one grid are called in turn."""
-    grid, bad = ProcessGrid(comm, *GRIDS[-1]), []
+    grid, bad = grid_of(*GRIDS[-1]), []
     sizes = {"seqlen": 101, "nheads": NHEADS, "headdim": 16}
     plans = [Attention2D(grid, Causal(), stream=x, **sizes) for x in (True, False)]
     for _ in range(2):
@@ -80,20 +79,18 @@ def test_two_plans_at_once(comm):
             bad += failures(plan, found, plan.mask, 101, NHEADS, 16)
     for plan in plans:
         bad += accounts(plan, True, calls=2)
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.multirank
 @several
-def test_arguments(comm):
-    grid = ProcessGrid(comm, *GRIDS[0])
+def test_arguments(comm, grid_of):
+    grid = grid_of(*GRIDS[0])
     sizes = {"seqlen": 9, "nheads": 1, "headdim": 8}
     with pytest.raises(ValueError, match="stream must be true or false, got 'yes'"):
         Attention2D(grid, Causal(), stream="yes", **sizes)
     with pytest.raises(ValueError, match="stream"):
         Attention2D(grid, Causal(), stream=comm.rank > 0, **sizes)
-    grid.free()
 
 
 def programs(rows, cols, mask, phase, overlap, nheads_kv=4):

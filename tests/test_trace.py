@@ -4,13 +4,20 @@ import json
 import sys
 from contextlib import contextmanager
 from copy import deepcopy
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cases import inputs, run
-from helpers import assert_all, assert_all_refused, assert_each_refused, drive_each, parser_of
+from helpers import (
+    ROOT,
+    SAMPLE,
+    assert_all,
+    assert_all_refused,
+    assert_each_refused,
+    drive_each,
+    parser_of,
+)
 from mpi4py import MPI
 
 from a2d_mpi import Attention2D, Causal, ProcessGrid, RingAttention, TriangleAttention
@@ -26,8 +33,7 @@ from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.problem import Workload
 from a2d_mpi.schedules.steps import Attend, Differentiate
 
-ROOT = Path(__file__).parents[1]
-SAMPLE, TEXT = ROOT / "data" / "minilm_l3_1536.h5", ROOT / "LICENSE"
+TEXT = ROOT / "LICENSE"
 MACHINE = ROOT / "data" / "machines" / "a100-16x4.toml"
 SIZES = {"seqlen": 61, "nheads": 4, "nheads_kv": 2, "headdim": 8}
 # The kind of plan, its grid, and the ranks that run it.
@@ -115,7 +121,7 @@ def flow_bytes(events, rank):
 
 
 @contextmanager
-def grid_of(comm, shape, **options):
+def grid_of_first(comm, shape, **options):
     """Return a grid of the first ranks; None on other ranks."""
     size = int(np.prod(shape))
     some = comm.Split(0 if comm.rank < size else MPI.UNDEFINED)
@@ -149,7 +155,7 @@ def traced(comm, plan, path, device=(np.asarray, np.asarray)):
 def test_measured(comm, tmp_path, method, shape, options):
     """The trace has every message with its bytes and every kernel call with its pairs."""
     problem = ""
-    with grid_of(comm, shape, **options) as (some, grid):
+    with grid_of_first(comm, shape, **options) as (some, grid):
         if grid:
             plan = method(grid, Causal(), **SIZES)
             same, events = traced(some, plan, tmp_path / "a.json")
@@ -182,7 +188,7 @@ def test_measured(comm, tmp_path, method, shape, options):
 def test_wrong_traces(comm, tmp_path):
     """The checks of this file find wrong traces."""
     problems = {}
-    with grid_of(comm, (2, 2)) as (some, grid):
+    with grid_of_first(comm, (2, 2)) as (some, grid):
         if grid:
             plan = Attention2D(grid, Causal(), **SIZES)
             events = traced(some, plan, tmp_path / "a.json")[1]
@@ -213,7 +219,7 @@ def test_wrong_traces(comm, tmp_path):
 @pytest.mark.grids
 @pytest.mark.one_mpi
 @pytest.mark.parametrize("cupy", ["emulated"], indirect=True)
-def test_on_a_gpu(comm, cupy, tmp_path, monkeypatch):
+def test_on_a_gpu(comm, grid_of, cupy, tmp_path, monkeypatch):
     """A GPU gives the same trace, with NVTX ranges if nvtx is installed."""
     from a2d_mpi.comm.gpus import bind_gpu
 
@@ -226,7 +232,7 @@ def test_on_a_gpu(comm, cupy, tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(annotate=annotate))
     bind_gpu(comm)
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     plan = Attention2D(grid, Causal(), **SIZES)
     same, events = traced(comm, plan, tmp_path / "a.json", (cupy.asarray, cupy.asnumpy))
     counted = comm.gather(dict(plan.traffic.bytes))
@@ -234,15 +240,13 @@ def test_on_a_gpu(comm, cupy, tmp_path, monkeypatch):
     if events:
         found = [flow_bytes(events, rank) for rank in range(comm.size)]
         bad += [] if found == counted else [f"{found}, {counted}"]
-    grid.free()
     named = {"forward compute", "backward compute"} <= set(ranges)
     assert_all(comm, same and not bad and named, f"{same}, {bad}, {set(ranges)}")
     without = len(ranges)
     monkeypatch.setitem(sys.modules, "nvtx", None)  # as if it was not installed
-    grid = ProcessGrid(comm, 1, comm.size)
+    grid = grid_of(1, comm.size)
     traced(comm, Attention2D(grid, Causal(), **SIZES), tmp_path / "a.json",
            (cupy.asarray, cupy.asnumpy))  # fmt: skip
-    grid.free()
     assert_all(comm, len(ranges) == without, "ranges without nvtx")
 
 

@@ -30,7 +30,7 @@ def left_behind(folder):
 
 def lose(folder, stages, *more, timeout=60, env=None):
     command = LOST, folder, json.dumps(stages), *more
-    done = launch(6, *command, timeout=timeout, options=ULFM, env=env)
+    done = launch(6, *command, timeout=timeout, options=ULFM, env=env, code=None)
     until = time.monotonic() + 5  # what mpiexec has killed may take a moment
     while left_behind(folder):
         assert time.monotonic() < until
@@ -127,7 +127,7 @@ os._exit(0)
 
 def test_who_waits_for_a_survivor_is_told():
     """Rank 0 waits on the caller's communicator for a rank that agrees already."""
-    done = launch(3, "-c", AGREEING, timeout=20, options=ULFM)
+    done = launch(3, "-c", AGREEING, timeout=20, options=ULFM, code=None)
     assert sorted(done.stdout.split("\n")[:2]) == ["rank 0 lost (2,)", "rank 1 lost (2,)"]
 
 
@@ -163,6 +163,6 @@ os._exit(0)
 @pytest.mark.parametrize("made", [0, 1])
 def test_an_older_grid_shrinks_after_a_new_one_failed(made):
     """Making its first or second communicator fails: this must not block later creations."""
-    done = launch(3, "-c", SECOND_GRID, made, timeout=20, options=ULFM)
+    done = launch(3, "-c", SECOND_GRID, made, timeout=20, options=ULFM, code=None)
     grid = "ProcessGrid(1 x 2)"
     assert sorted(done.stdout.split("\n")[:2]) == [f"rank 0: {grid}", f"rank 2: {grid}"]

@@ -7,8 +7,8 @@ from functools import cache
 
 import numpy as np
 import pytest
-from cases import SIZE, TENSORS, accounts, inputs, run
-from helpers import DRIVERS, assert_all, drive
+from cases import SIZE, TENSORS, accounts, inputs, run, shards
+from helpers import SAMPLE, assert_all, drive
 
 from a2d_mpi import (
     Attention2D,
@@ -17,7 +17,6 @@ from a2d_mpi import (
     Full,
     IntervalMask,
     NodeAwareAttention,
-    ProcessGrid,
     RingAttention,
 )
 from a2d_mpi.attention.methods import BlocksAttention, TriangleAttention
@@ -32,7 +31,6 @@ from a2d_mpi.experiments.results import Check, read_result
 from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.steps import Copy
 
-SAMPLE = DRIVERS.parent / "data" / "minilm_l3_1536.h5"
 MX = {"mxfp8": (4, 3, 7), "mxfp4": (2, 1, 1)}  # bits of exponent and mantissa, bias
 
 
@@ -243,19 +241,18 @@ def bad_checks(plan, checks, name):
 @pytest.mark.mpi
 @pytest.mark.grids
 @pytest.mark.parametrize(("seqlen", "formats"), [(2, ["mxfp4"]), (61, FORMATS)])
-def test_all_methods(comm, seqlen, formats):
+def test_all_methods(comm, grid_of, seqlen, formats):
     """Errors, bytes and buffers are right, results repeat, and lse is of rounded tensors."""
     bad = []
     for cls, shape, options, nodes in plans(comm):
-        grid = ProcessGrid(comm, *shape, nodes=nodes)
+        grid = grid_of(*shape, nodes=nodes)
         mask, heads = Causal(), {"seqlen": seqlen, "nheads": 4, "nheads_kv": 2, "headdim": 40}
         whole = inputs(seqlen, 2, 40, 1.0, "float32", 4)
         for name in formats:
             plan = cls(grid, mask, **heads, wire=name, **options)
             found = run(plan, *whole)
             bad += accounts(plan, True)
-            local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
-            bad += bad_checks(plan, check_attention(plan, local | found), name)
+            bad += bad_checks(plan, check_attention(plan, shards(plan, whole) | found), name)
             again = cls(grid, mask, **heads, wire=name, overlap=False, **options)
             other = run(again, *whole)
             bad += [f"{x} differs" for x in TENSORS if other[x].tobytes() != found[x].tobytes()]
@@ -268,36 +265,30 @@ def test_all_methods(comm, seqlen, formats):
                     for x in same
                     if of_rounded[x].tobytes() != found[x].tobytes()
                 ]
-            for x in (plan, again, exact):
-                x.free()
-        grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
 @pytest.mark.grids
 @pytest.mark.parametrize("transfers", ["device", "host"])
-def test_on_gpus(cupy, comm, transfers):
+def test_on_gpus(cupy, comm, grid_of, transfers):
     """CuPy arrays get the same check and bytes, and lse to the last digits."""
-    grid, bad = ProcessGrid(comm, 1, SIZE), []
+    grid, bad = grid_of(1, SIZE), []
     whole = inputs(23, 1, 9, 1.0, "float32", 2)
     for name in FORMATS:
         sizes = {"seqlen": 23, "nheads": 2, "nheads_kv": 1, "headdim": 9, "wire": name}
         plan = Attention2D(grid, Causal(), **sizes, transfers=transfers)
         found = run(plan, *whole, upload=cupy.asarray, download=cupy.asnumpy)
-        local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
-        bad += bad_checks(plan, check_attention(plan, local | found), name)
+        bad += bad_checks(plan, check_attention(plan, shards(plan, whole) | found), name)
         bad += accounts(plan, True)
-        plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
 @pytest.mark.grids
-def test_what_travels(comm):
+def test_what_travels(comm, grid_of):
     """Bytes are of the format; 16-bit tensors travel unchanged, except gradients."""
-    grid, bad = ProcessGrid(comm, SIZE, 1), []
+    grid, bad = grid_of(SIZE, 1), []
     sizes = {"seqlen": 16 * SIZE, "nheads": 2, "headdim": 64}
     received = 16 * (SIZE - 1) * 2  # rows of heads of k, and as many of v
     for dtype, name, forward, backward in (
@@ -316,19 +307,17 @@ def test_what_travels(comm):
             right = 2 * received * each
             if bytes_.get((phase, "col"), [0, 0]) != [right, right] and SIZE > 1:
                 bad.append(f"{dtype} {name} {phase}: {bytes_}, not {right}")
-        plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
 @pytest.mark.grids
 @pytest.mark.parametrize("what", ["all", "partials"])
-def test_a_wrong_scale(comm, monkeypatch, what):
+def test_a_wrong_scale(comm, grid_of, monkeypatch, what):
     """The check finds a scale that is twice too large."""
     if SIZE == 1:
         return  # nothing is sent
-    right, grid, bad = wire.encode, ProcessGrid(comm, 1, SIZE), []
+    right, grid, bad = wire.encode, grid_of(1, SIZE), []
 
     def wrong(to, x, name):
         right(to, x, name)
@@ -345,25 +334,22 @@ def test_a_wrong_scale(comm, monkeypatch, what):
     for name in MX:
         plan = Attention2D(grid, Full(), seqlen=61, nheads=2, headdim=64, wire=name)
         whole = inputs(61, 2, 64, 1.0, "float32", 2)
-        local = dict(zip(("q", "k", "v", "dout"), (x[plan.tokens] for x in whole)))
-        checks = check_attention(plan, local | run(plan, *whole))
+        checks = check_attention(plan, shards(plan, whole) | run(plan, *whole))
         failed = {x for x, check in checks.items() if check.verdict == "FAILED"}
         if what == "partials" and {"out", "dq"} != failed:
             bad.append(f"{name}: {failed} {checks}")
         if what == "all" and not {"out", "lse", "dq"} <= failed:
             bad.append(f"{name}: {failed} {checks}")
-        plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
 @pytest.mark.grids
-def test_padding(comm):
+def test_padding(comm, grid_of):
     """Masked rows and keys may hold NaN, and other results do not change."""
     begin, end = np.zeros(33, int), np.minimum(np.arange(33) + 1, 20)
     begin[20:], end[20:] = 0, 0  # the last queries see nothing, and their keys are seen by nobody
-    mask, grid, found = IntervalMask(begin, end), ProcessGrid(comm, 1, SIZE), []
+    mask, grid, found = IntervalMask(begin, end), grid_of(1, SIZE), []
     bad = []
     for padding in (0.0, np.nan, np.inf):
         plan = Attention2D(grid, mask, seqlen=33, nheads=2, headdim=33, wire="mxfp8")
@@ -375,17 +361,15 @@ def test_padding(comm):
         found.append({x: y[seen].tobytes() for x, y in results.items()})
         masked = [x for x in ("out", "dq", "dk", "dv") if results[x][~seen].any()]
         bad += [f"{x} of masked rows under {padding}" for x in masked]
-        plan.free()
     bad += ["results depend on padding"] * (found[0] != found[1] or found[0] != found[2])
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
 @pytest.mark.grids
-def test_small_elements_beside_large_ones(comm):
+def test_small_elements_beside_large_ones(comm, grid_of):
     """Partial results of all ranks are off in one element; large ones each have in another."""
-    grid, bad = ProcessGrid(comm, 1, SIZE), []
+    grid, bad = grid_of(1, SIZE), []
     for name in FORMATS:
         plan = Attention2D(grid, Full(), seqlen=25 * SIZE, nheads=1, headdim=32, wire=name)
         local = {x: np.zeros((25, 1, 32), np.float32) for x in "qkv"}
@@ -396,22 +380,19 @@ def test_small_elements_beside_large_ones(comm):
         bad += [f"{name} {x}: {check}" for x, check in checks.items() if not check.passed]
         if name == "mxfp4" and abs(checks["out"].error - 0.24 * (SIZE - 1) / SIZE) > 1e-6:
             bad.append(f"no error of {name}: {checks['out']}")
-        plan.free()
-    grid.free()
     assert_all(comm, not bad, "; ".join(bad))
 
 
 @pytest.mark.mpi
-def test_refused(comm):
+def test_refused(comm, grid_of):
     """Unknown and different formats are one ValueError on all ranks."""
-    grid, found = ProcessGrid(comm, 1, SIZE), []
+    grid, found = grid_of(1, SIZE), []
     for name in ("fp8", ["mxfp8"], "mxfp4" if comm.rank else "mxfp8"):
         try:
             Attention2D(grid, Full(), seqlen=8, nheads=1, headdim=8, wire=name).free()
             found.append("")
         except ValueError as error:
             found.append(str(error))
-    grid.free()
     ok = all("wire must be None or one of" in x for x in found[:2])
     ok = ok and ("wire" in found[2]) == (SIZE > 1)
     assert_all(comm, ok, str(found))
@@ -423,7 +404,6 @@ def test_result_files(tmp_path):
     done = drive(
         "attention.py", 2, SAMPLE, *options, "--wire", "mxfp8", "--output", tmp_path / "run.h5"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     result = read_result(tmp_path / "run.h5")
     assert result.config["wire"] == "mxfp8"
     assert "q mxfp8, k mxfp8, v mxfp8, out mxfp8, lse float32" in result.config["sent"]

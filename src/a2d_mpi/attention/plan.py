@@ -237,7 +237,7 @@ class AttentionPlan:
         sink: Array | None = None,
         *,
         max_logits: bool = False,
-        alike: Mapping[str, bool] = {},
+        must_agree: Mapping[str, bool] = {},
     ) -> tuple[Array, ...]:
         """Compute ``out = softmax(softmax_scale q k^T) v`` over the visible keys.
 
@@ -258,7 +258,7 @@ class AttentionPlan:
             on all ranks, and only kernels on the host can do it.  The kernel makes one more pass
             over the logits and takes 1.1 to 1.3 times as long (2048 tokens, heads of 64 and 128).
             At the end the ranks reduce nheads numbers, which `traffic` does not count.
-        alike : mapping of str to bool
+        must_agree : mapping of str to bool
             Anything else that must be the same on all ranks, by name: `a2d_mpi.torch` passes
             whether a backward pass can follow.
 
@@ -281,7 +281,7 @@ class AttentionPlan:
             on an option, or the kernel cannot return the largest logits.
         """
         arrays = {"q": q, "k": k, "v": v}
-        return self._call("forward", arrays, sink, max_logits, alike=alike)
+        return self._call("forward", arrays, sink, max_logits, must_agree=must_agree)
 
     def backward(
         self,
@@ -579,7 +579,7 @@ class AttentionPlan:
         sink: Array | None,
         max_logits: bool = False,
         refusal: str | None = None,
-        alike: Mapping[str, bool] = {},
+        must_agree: Mapping[str, bool] = {},
     ) -> tuple[Array, ...]:
         """Run one call; collective over the ranks of the grid.
 
@@ -592,7 +592,7 @@ class AttentionPlan:
         max_logits : bool
         refusal : str, optional
             Why this rank has no arrays.
-        alike : mapping of str to bool
+        must_agree : mapping of str to bool
             More options that must be the same on all ranks.
 
         Returns
@@ -618,7 +618,7 @@ class AttentionPlan:
                     )
                 max_logits = bool(max_logits)
                 options = {"the sink": sink is not None, "dlse": "dlse" in arrays}
-                options |= {"max_logits": max_logits, **alike}
+                options |= {"max_logits": max_logits, **must_agree}
                 lengths = len(self.tokens), len(self.tokens_kv)
                 engine.move_to(check_tensors(arrays, lengths, self.config))
                 tensors, finite = engine.taken(arrays, self._check_finite)

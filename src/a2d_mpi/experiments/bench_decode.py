@@ -72,7 +72,7 @@ def bench_decode(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     if args.output:
         sizes = {x: getattr(args, x) for x in SIZES}
         sizes |= {"block": args.kv_block, "heads": args.head_ranks}
-        about = {"/": Entry(origin, {}), "config": Entry(sizes, {})}
+        about = {"/": Entry(origin), "config": Entry(sizes)}
         together(
             comm, lambda: write_entries(args.output, SCHEMA, about | entries, extend=False), on=0
         )
@@ -145,7 +145,7 @@ def _measured(
     }
     entries = {run: Entry(attributes, {"seconds": np.array(of_ranks).swapaxes(0, 1)})}
     for name, check in checks.items():
-        entries[f"{run}/checks/{name}"] = Entry(check.attributes, {})
+        entries[f"{run}/checks/{name}"] = Entry(check.attributes)
     return entries
 
 

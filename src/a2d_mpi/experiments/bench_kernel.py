@@ -76,7 +76,7 @@ def bench_kernel(args: argparse.Namespace) -> int:
         "dtype": args.dtype,
         "torch": str(torch.__version__) if torch else "none",
     }
-    times, right = Entry(about, {}), True
+    times, right = Entry(about), True
     print("{device}, {dtype}; {blas}, 1 thread; numpy {numpy_version}".format(**about))
     with threadpool_limits(1):
         for config, text, mask in (bar := progress(problems, desc="workloads")):

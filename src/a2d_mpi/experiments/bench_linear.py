@@ -57,7 +57,7 @@ def bench_linear(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         if args.output:  # what there is, should the job be ended
             left_out = "output", "command"
             options = {x: str(y) for x, y in vars(args).items() if x not in left_out}
-            about = {"/": Entry(origin, {}), "config": Entry(options, {})}
+            about = {"/": Entry(origin), "config": Entry(options)}
             both = about | entries
             together(
                 comm, lambda x=both: write_entries(args.output, LINEAR_SCHEMA, x, False), on=0

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
 import numpy as np
@@ -140,11 +140,11 @@ class Entry:
     attributes : dict
         Attributes of the group.
     arrays : dict of str to array
-        Datasets of the group.
+        Datasets of the group.  Default: none.
     """
 
     attributes: dict[str, object]
-    arrays: dict[str, np.ndarray]
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 def write_entries(

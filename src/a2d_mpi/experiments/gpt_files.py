@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import h5py
 import numpy as np
 
-from a2d_mpi.experiments.benchmark import Entry, read_entries
+from a2d_mpi.experiments.benchmark import Entry, read_entries, write_entries
 from a2d_mpi.experiments.hdf5 import needed, plain, reading
 from a2d_mpi.gpt.cost import STEP_PARTS
 
@@ -39,8 +40,32 @@ class Losses:
     held_out: dict[str, object]
 
 
+def write_losses(
+    path: str | os.PathLike[str], run: Losses, root: Entry, others: Mapping[str, Entry]
+) -> None:
+    """Write a file of drivers/train_gpt.py or drivers/train_llama.py.
+
+    Parameters
+    ----------
+    path : path
+    run : Losses
+    root : Entry
+        Origin, and arrays besides the losses.
+    others : mapping of str to Entry
+        More groups by name.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written.
+    """
+    entries = {"/": Entry(root.attributes, {"loss": run.loss, **root.arrays})}
+    entries |= {x: Entry(getattr(run, x)) for x in ("config", "text", "held_out")}
+    write_entries(path, TRAINING_SCHEMA, {**entries, **others}, extend=False)
+
+
 def read_losses(path: str | os.PathLike[str]) -> Losses:
-    """Read a file of drivers/train_gpt.py.
+    """Read a file of `write_losses`.
 
     Raises
     ------

@@ -114,7 +114,7 @@ def simulate_all(args: argparse.Namespace) -> int:
     networks = [replace(parse_network(x), slow_port=args.slow_port) for x in args.networks]
     replayer()  # raises an error now if SimGrid is not installed
     done = read_simulations(args.output) if extends(args.output, args.resume) else {}
-    origin, before = Entry(provenance("none", ["simulated"]), {}), 0
+    origin, before = Entry(provenance("none", ["simulated"])), 0
     with progress(_tasks(args, networks), unit="plan") as bar:
         for task in bar:  # the planner runs lazily, in this loop
             entry = done.get(task.name)
@@ -128,7 +128,7 @@ def simulate_all(args: argparse.Namespace) -> int:
                     continue
                 entry["picked"] = True  # an earlier run named this plan, now the planner picks it
             done[task.name] = entry
-            entries = {"/": origin, f"runs/{task.name}": Entry(entry, {})}
+            entries = {"/": origin, f"runs/{task.name}": Entry(entry)}
             write_entries(args.output, SCHEMA, entries)
     if before:
         print(f"{before} simulations were in {args.output} already")

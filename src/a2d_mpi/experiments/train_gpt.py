@@ -19,17 +19,18 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Device
+from a2d_mpi.experiments.benchmark import Entry
 from a2d_mpi.experiments.checkpoint import State, differences, put_away, resumed, save
 from a2d_mpi.experiments.cli import check_room, holding, together
 from a2d_mpi.experiments.files import files_written
 from a2d_mpi.experiments.gpt_files import TRAINING_SCHEMA as SCHEMA
+from a2d_mpi.experiments.gpt_files import Losses, write_losses
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.hdf5 import check_output
 from a2d_mpi.experiments.measure import grid_config, open_device, origin_of
 from a2d_mpi.experiments.model_options import model_of
 from a2d_mpi.experiments.options import FAILED_CHECK
 from a2d_mpi.experiments.origin import blas_name, cpu_name
-from a2d_mpi.experiments.results import new_file, set_attributes
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.survival import check_survive, surviving
 from a2d_mpi.experiments.trace import Trace, check_trace
@@ -382,21 +383,18 @@ def write(
     traffic: list[dict],
 ) -> None:
     """Write losses, seconds and traffic of a run, and the numbers of the text."""
-    with new_file(path, SCHEMA) as file:
-        set_attributes(file, origin)
-        state = trainer.state
-        config = state.run | asdict(state.config) | trainer.settings
-        set_attributes(file.create_group("config"), config)
-        set_attributes(file.create_group("text"), trained_on)
-        set_attributes(file.create_group("held_out"), trainer.held_out)
-        for i, x in enumerate(state.ranges):
-            set_attributes(file.create_group(f"ranges/{i}"), x)
-        file["loss"], file["seconds/total"] = state.losses, state.seconds
-        for name, x in zip(LOGGED_PARTS, np.array(trainer.parts).reshape(-1, len(LOGGED_PARTS)).T):
-            file[f"seconds/{name}"] = x  # seconds of rank 0 in the steps since this start
-        for name in sorted(set().union(*traffic)):  # after a loss not all ranks have all channels
-            counts = np.array([x.get(name, (0, 0)) for x in traffic])  # (ranks, 2)
-            file[f"traffic/{name}/sent"], file[f"traffic/{name}/received"] = counts.T
+    state = trainer.state
+    config = state.run | asdict(state.config) | trainer.settings
+    run = Losses(state.losses, config, trained_on, trainer.held_out)
+    # The parts are seconds of rank 0 in the steps since this start.
+    parts = np.array(trainer.parts).reshape(-1, len(LOGGED_PARTS)).T
+    arrays = {f"seconds/{name}": x for name, x in zip(LOGGED_PARTS, parts)}
+    arrays["seconds/total"] = state.seconds
+    for name in set().union(*traffic):  # after a loss not all ranks have all channels
+        counts = np.array([x.get(name, (0, 0)) for x in traffic])  # (ranks, 2)
+        arrays |= {f"traffic/{name}/{x}": y for x, y in zip(("sent", "received"), counts.T)}
+    ranges = {f"ranges/{i}": Entry(x) for i, x in enumerate(state.ranges)}
+    write_losses(path, run, Entry(origin, arrays), ranges)
 
 
 def _report(trainer: Trainer, text: Text) -> None:

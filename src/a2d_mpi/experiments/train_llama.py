@@ -6,7 +6,6 @@ import argparse
 import math
 import time
 from copy import deepcopy
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,12 +20,13 @@ from a2d_mpi.comm.agreement import agree
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.bench_train import BOUNDS
+from a2d_mpi.experiments.benchmark import Entry
 from a2d_mpi.experiments.cli import check_room, together
-from a2d_mpi.experiments.gpt_files import TRAINING_SCHEMA as SCHEMA
+from a2d_mpi.experiments.gpt_files import Losses, write_losses
 from a2d_mpi.experiments.grids import open_grid
 from a2d_mpi.experiments.measure import grid_config, open_device, origin_of
 from a2d_mpi.experiments.options import FAILED_CHECK
-from a2d_mpi.experiments.results import Check, new_file, set_attributes
+from a2d_mpi.experiments.results import Check
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.gpt.gradients import total
 from a2d_mpi.gpt.text import VOCAB, Batch, Text
@@ -82,8 +82,13 @@ def train(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
         settings = {**grid_config(grid), "method": args.method, "kernel": plan.kernel,
                     "torch": torch.__version__, **_options(args)}  # fmt: skip
         texts = {"name": args.text.name, "sha256": text.sha256, **text.sizes()}
-        log = losses, seconds, checks
-        together(comm, lambda: write(args.output, origin, settings, texts, log), on=0)
+        run = Losses(np.array(losses), settings, texts, held_out={})
+        root = Entry(origin, {"seconds/total": np.array(seconds)})
+        groups = {
+            f"checks/{name}": Entry({"error": x.error, "bound": x.bound})
+            for name, x in checks.items()
+        }
+        together(comm, lambda: write_losses(args.output, run, root, groups), on=0)
     hooks.free()
     plan.free()
     grid.free()
@@ -181,26 +186,6 @@ def _options(args: argparse.Namespace) -> dict[str, object]:
     names = ("seqlen", "layers", "width", "mlp", "nheads", "nheads_kv", "dtype", "rate", "seed",
              "threads", "device")  # fmt: skip
     return {x: getattr(args, x) for x in names} | {"separator": str(args.separator)}
-
-
-def write(
-    path: Path,
-    origin: dict[str, object],
-    settings: dict[str, object],
-    text: dict[str, object],
-    log: tuple[list[float], list[float], dict[str, Check]],
-) -> None:
-    """Write losses, seconds and checks of a run, in the format of drivers/train_gpt.py."""
-    losses, seconds, checks = log
-    with new_file(path, SCHEMA) as file:
-        set_attributes(file, origin)
-        set_attributes(file.create_group("config"), settings)
-        set_attributes(file.create_group("text"), text)
-        file.create_group("held_out")
-        file["loss"], file["seconds/total"] = losses, seconds
-        for name, x in checks.items():
-            check = file.create_group(f"checks/{name}")
-            set_attributes(check, {"error": x.error, "bound": x.bound})
 
 
 def _report(

@@ -55,7 +55,9 @@ def pyplot(**settings: object):
         raise ValueError("needs matplotlib: pip install -e '.[plot]'") from None
     matplotlib.use("agg")
     matplotlib.rcdefaults()
-    matplotlib.rcParams.update({"svg.hashsalt": "a2d_mpi", **settings})
+    # Names with $ are shown as they are: no text is a formula.
+    common = {"svg.hashsalt": "a2d_mpi", "text.parse_math": False}
+    matplotlib.rcParams.update(common | settings)
     import matplotlib.pyplot as plt
 
     return plt
@@ -89,7 +91,6 @@ def save(figure, path: Path, **options: object) -> None:
     A PNG file holds the `digest` of its data in the text "Data".
     """
     kind = _format(path)
-    _no_formulas(figure)
     metadata = _METADATA[kind] | ({"Data": digest(figure)} if kind == "png" else {})
     with replacing(path) as (target, temporary):
         figure.savefig(temporary, format=kind, metadata=metadata, **options)
@@ -198,7 +199,6 @@ def finish(figure, title: str = ""):
             ncols=number, frameon=False, borderaxespad=0.1,
         )  # fmt: skip
         legend.get_title().set_multialignment("center")
-        _no_formulas(figure)
         if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
             return figure
         legend.remove()
@@ -241,15 +241,6 @@ def plain_ticks(axis, subs: Sequence[int] = (1, 2, 5)) -> None:
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _no_formulas(figure) -> None:
-    """Show names with $ as they are.  Matplotlib's formulas are the numbers of a log axis."""
-    from matplotlib.text import Text
-
-    for text in figure.findobj(Text):
-        if "$" in text.get_text() and "mathdefault" not in text.get_text():
-            text.set_parse_math(False)
 
 
 def _check_begin(path: Path) -> None:

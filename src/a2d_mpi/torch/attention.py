@@ -82,7 +82,7 @@ class _Attention(torch.autograd.Function):
         with current_stream():
             q, k, v, sink = _arrays(plan, "forward", tensors)
             # A rank that records no gradients would not take part in the backward pass.
-            out, lse = map(tensor_of, plan.forward(q, k, v, sink, alike={RECORDED: recorded}))
+            out, lse = map(tensor_of, plan.forward(q, k, v, sink, must_agree={RECORDED: recorded}))
         ctx.plan, ctx.return_lse = plan, return_lse
         ctx.save_for_backward(*tensors, out, lse)
         ctx.set_materialize_grads(False)
@@ -204,8 +204,8 @@ def shift_labels(plan: AttentionPlan, labels: torch.Tensor) -> torch.Tensor:
     Raises
     ------
     ValueError
-        On all ranks, if `labels` has the wrong number of rows on any rank, or its dtype cannot hold
-        -100.
+        On all ranks, if `labels` has the wrong number of rows on any rank, or a dtype that cannot
+        hold -100.
     """
     gathered = unshard(plan, labels)
     if not labels.dtype.is_signed:  # on all ranks, or they would have disagreed
