@@ -413,7 +413,7 @@ def test_driver(checkpoints):
         (
             [*options, *both, 1, "--head-ranks", 3],
             [],
-            "3 ranks a Ulysses group do not divide 2 ranks",
+            "3 ranks per Ulysses group do not divide 2 ranks",
         ),
         ([*options, *both, 1, "--rows", 2, "--cols", 2], [], "a 2 x 2 grid does not fit 2 ranks"),
         ([*options, *both, 1, "--room", "3"], [], "a number for each of the 2 positions"),

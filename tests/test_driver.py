@@ -184,7 +184,7 @@ OPTIONS = [
     (["--cols", "3"], "3 columns do not divide 2 ranks"),
     (
         ["--rows", "2", "--head-ranks", "2"],
-        "2 rows x 2 ranks a Ulysses group do not divide 2 ranks",
+        "2 rows x 2 ranks per Ulysses group do not divide 2 ranks",
     ),
     (["--rows", "2", "--cols", "2"], "2 x 2 grid does not fit 2 ranks"),
     (["--stream", "--method", "ring"], "--stream needs --method attention2d"),
@@ -194,7 +194,10 @@ OPTIONS = [
         "inner must divide the 2 ranks of the ring, got 3",
     ),
     (["--method", "triple_ring"], "must be one of attention2d, ring, striped ring, double ring"),
-    (["--method", "striped ring", "--distribution", "zigzag"], "has no zigzag distribution"),
+    (
+        ["--method", "striped ring", "--distribution", "zigzag"],
+        "needs the striped distribution, got zigzag",
+    ),
     (["--rows", "-1"], "--rows must be at least 1, got -1"),
     (["--cols", "0"], "--cols must be at least 1, got 0"),
     (["--head-ranks", "0"], "--head-ranks must be at least 1, got 0"),

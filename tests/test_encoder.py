@@ -223,7 +223,7 @@ def test_driver(tmp_path):
             ("1.0000", "3", TEXTS[3]), ("1.0000", "2", "and"),
         ]  # fmt: skip
         assert "4 documents, 2 queries, 29 tokens" in printed
-        line = re.search(r"difference of (.*) texts to .* \((\w+),", printed)
+        line = re.search(r"difference of (.*) texts from .* \((\w+),", printed)
         assert bool(line) == bool(number)
         assert not number or (re.fullmatch(number, line[1]) and line[2] == "passed")
         with h5py.File(output) as file:

@@ -290,9 +290,9 @@ def test_goes_on(tmp_path):
     assert_all_refused("train_gpt.py", 2, [
         ([text, "--folder", parts, *OPTIONS], [], "has checkpoints; --resume continues"),
         ([text, "--folder", parts, *OPTIONS, "--resume", "--rate", "1"], [],
-         "rate was 0.001, is 1.0"),
+         "rate was 0.001, now 1.0"),
         ([text, "--folder", parts, *OPTIONS, "--resume", "--width", "16"], [],
-         "width was 8, is 16"),
+         "width was 8, now 16"),
         ([tmp_path / "none", "--folder", parts, *OPTIONS], [], "No such file"),
         ([text, "--folder", parts, *OPTIONS], ["--seed", "3"], "ranks disagree on --seed"),
     ])  # fmt: skip

@@ -223,7 +223,7 @@ def test_blocks_are_dealt_in_turn():
     assert table.requests[1].owners == [1, 2, 3, 0, 1, 2, 3, 0, 1, 2]
     with pytest.raises(ValueError, match="exists already"):
         table.admit(0, 1)
-    with pytest.raises(ValueError, match="blocks of 0 tokens"):
+    with pytest.raises(ValueError, match="block must be at least 1"):
         BlockTable([1], 0)
 
 

@@ -302,5 +302,5 @@ def test_blas_threads(monkeypatch, ranks, argument, environment, inside):
 @mpi
 def test_no_grid_shrinks_in_a_job_that_ends(grid):
     """A grid does not shrink if MPI ends the job when a rank dies."""
-    with pytest.raises(RuntimeError, match="this MPI ends the job when a rank dies"):
+    with pytest.raises(RuntimeError, match="only if MPI continues when a rank dies"):
         grid.shrink()

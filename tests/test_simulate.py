@@ -211,7 +211,7 @@ def test_a_slash_in_the_name_of_a_machine(simulated, tmp_path):
 
 def test_what_is_done_is_kept(simulated, tmp_path):
     """If a later plan fails, the file has the earlier simulations."""
-    with pytest.raises(ValueError, match="is not 6 ranks"):
+    with pytest.raises(ValueError, match="does not have 6 ranks"):
         simulated("--seqlens", 96, "--plans", "ring:4x1", "--ranks", "4,6")
     found = job.read_simulations(tmp_path / "out.h5")
     assert [x["ranks"] for x in found.values()] == [4]

@@ -171,7 +171,10 @@ def misfit(nheads: int, nheads_kv: int, heads: int) -> str | None:
         return f"{heads} does not divide {nheads} heads"
     own = nheads // heads
     if own % group and group % own:
-        return f"a rank has {own} heads, and {group} share a KV head: neither divides the other"
+        return (
+            f"a rank has {own} of {nheads} heads, and {group} heads share a KV head: neither of "
+            f"{own} and {group} divides the other"
+        )
     return None
 
 

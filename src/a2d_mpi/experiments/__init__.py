@@ -9,10 +9,12 @@ errors.
 import sys
 from types import TracebackType
 
+_print_error = sys.excepthook
+
 
 def _end_job(kind: type, error: BaseException, trace: TracebackType | None) -> None:
     """Print an uncaught error, and abort the job when Python ends."""
-    sys.__excepthook__(kind, error, trace)
+    _print_error(kind, error, trace)
     if "mpi4py.MPI" in sys.modules:  # some programs need no MPI
         from mpi4py.run import set_abort_status
 

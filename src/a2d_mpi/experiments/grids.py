@@ -65,7 +65,11 @@ def grid_shape(
     """
     if rows is not None and cols is not None:
         return rows, cols
-    sizes = {"rows": rows, "columns": cols, "ranks a Ulysses group": heads if heads > 1 else None}
+    sizes = {
+        "rows": rows,
+        "columns": cols,
+        "ranks per Ulysses group": heads if heads > 1 else None,
+    }
     given = {name: n for name, n in sizes.items() if n is not None}
     group, rest = divmod(ranks, math.prod(given.values()))
     if rest:
