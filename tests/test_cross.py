@@ -103,7 +103,12 @@ def test_bad_input(comm, grid_of):
             {"seqlen_kv": 9},
             "needs as many keys as queries, got 8 queries and 9 keys",
         ),
-        ("attention2d", IntervalMask(np.zeros(7, int), np.ones(7, int)), {}, "intervals of 7 queries"),
+        (
+            "attention2d",
+            IntervalMask(np.zeros(7, int), np.ones(7, int)),
+            {},
+            "intervals of 7 queries",
+        ),
     ):
         with pytest.raises(ValueError, match=text):
             make_plan(method, grid, mask, **sizes, **options)
