@@ -31,9 +31,9 @@ from a2d_mpi.kernels import KERNELS
 
 T = TypeVar("T")
 IDLE = 0.002  # s of sleep between the polls of a rank that waits for another rank's long step
-# Seconds between the aborts of two ranks.  If two ranks abort at once after a death, the launcher of
-# Open MPI 5.0.11 with ULFM may hang, or end with exit code 0.  This happened in 10 of 36 jobs of
-# three ranks, and in none of 42 jobs with this pause.
+# Seconds between the aborts of two ranks.  If two ranks abort at once after a death, the launcher
+# of Open MPI 5.0.11 with ULFM may hang, or end with exit code 0.  This happened in 10 of 36 jobs
+# of three ranks, and in none of 42 jobs with this pause.
 STAGGER = 0.1
 PATIENCE = 10.0  # s after a CollectiveError in which all other ranks must come to their end
 
