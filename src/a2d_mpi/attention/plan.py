@@ -14,6 +14,7 @@ from a2d_mpi.attention.checks import check_grid, check_problem, check_sink, chec
 from a2d_mpi.attention.engine import Engine, Recorded
 from a2d_mpi.attention.executor import executors
 from a2d_mpi.attention.shards import check_rows, gather, scatter
+from a2d_mpi.comm.agreement import message_of
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
@@ -202,7 +203,7 @@ class AttentionPlan:
                     group = self.problem.cp_group(grid.heads)
                     arguments["placement"] = f"a placement with digest {digest(group)}"
             except Exception as error:  # of any kind: all ranks must raise it
-                problem = problem or str(error) or type(error).__name__
+                problem = problem or message_of(error)
             rendezvous.meet(Call("making", self._number, 0, name))
             rendezvous.agree(problem, arguments)
             rendezvous.plans = self._number
@@ -565,7 +566,7 @@ class AttentionPlan:
                 elif comm.rank == root:
                     check_rows(x, shards.seqlen, "the sequence")
             except Exception as error:  # of any kind: all ranks must raise it
-                problem = problem or str(error) or type(error).__name__
+                problem = problem or message_of(error)
             rendezvous.meet(Call(action, self._number, self._calls + 1, type(self).__name__))
             rendezvous.agree(problem, agreed)
             self._calls += 1
@@ -630,7 +631,7 @@ class AttentionPlan:
                     name = engine.kernel.name
                     raise ValueError(f"kernel {name!r} gives no max_logits, 'numpy' does")
             except Exception as error:  # of any kind: all ranks must raise it
-                problem = problem or str(error) or type(error).__name__
+                problem = problem or message_of(error)
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
             engine.connect(rendezvous, call, problem, finite, options)
             self._calls += 1

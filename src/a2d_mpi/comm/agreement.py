@@ -48,6 +48,11 @@ def agree(comm: MPI.Intracomm, problem: str | None, config: Mapping[str, object]
                 )
 
 
+def message_of(error: BaseException) -> str:
+    """Return the message of an error, or its type if the message is empty."""
+    return str(error) or type(error).__name__
+
+
 def decide(comm: MPI.Intracomm, root: int, choose: Callable[[], T]) -> T:
     """Return on all ranks what `choose` returns on rank `root`.
 
@@ -63,7 +68,7 @@ def decide(comm: MPI.Intracomm, root: int, choose: Callable[[], T]) -> T:
         try:
             value = choose()
         except Exception as error:
-            problem, cause = str(error) or type(error).__name__, error
+            problem, cause = message_of(error), error
     value, problem = comm.bcast((value, problem), root)
     if problem is not None:
         raise CollectiveError(problem) from cause

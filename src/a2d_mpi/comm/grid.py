@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import CollectiveError, agree, decide
+from a2d_mpi.comm.agreement import CollectiveError, agree, decide, message_of
 from a2d_mpi.comm.failures import Failures, RanksLost, shrunk, survives
 from a2d_mpi.comm.rendezvous import Rendezvous
 from a2d_mpi.comm.threads import cores_of_rank
@@ -116,7 +116,7 @@ class ProcessGrid:
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
         except Exception as error:  # of any kind: all ranks must raise it
-            problem = str(error) or type(error).__name__
+            problem = message_of(error)
         self._comms: list[MPI.Intracomm] = []
         self.failures = Failures(comm, self._comms)
         try:

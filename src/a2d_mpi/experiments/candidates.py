@@ -62,7 +62,10 @@ def read_problem(args: argparse.Namespace) -> tuple[Machine, Case]:
     if args.ranks_per_node is not None:
         machine = machine.with_ranks_per_node(args.ranks_per_node)
     case = Case(
-        *(args.seqlen, args.nheads, args.headdim, args.nheads_kv),
+        args.seqlen,
+        args.nheads,
+        args.headdim,
+        args.nheads_kv,
         dtype=args.dtype,
         mask=f"{FILE}{args.mask_file}" if args.mask_file else args.mask,
         backward=args.backward,

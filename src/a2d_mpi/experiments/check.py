@@ -253,7 +253,7 @@ def _reference(
         k_rows, v_rows = (np.repeat(x, group, axis=1) for x in (k_rows, v_rows))
         parts = [
             reference.attention_backward(
-                *(dout[x], q[x], k_rows, v_rows, own_lse[x], own_delta[x], visible[x]), **options
+                dout[x], q[x], k_rows, v_rows, own_lse[x], own_delta[x], visible[x], **options
             )
             for x in pieces
         ]

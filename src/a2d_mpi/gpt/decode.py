@@ -14,7 +14,7 @@ import numpy as np
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import CollectiveError, agree, decide
+from a2d_mpi.comm.agreement import CollectiveError, agree, decide, message_of
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import misfit
@@ -96,7 +96,7 @@ class Decoder:
             # Plans make their kernels late, in the middle of a prompt.
             make_kernel(kernel, device, weights.flat.dtype, c.headdim**-0.5)
         except Exception as error:  # of any kind: all ranks must raise it
-            problem = str(error) or type(error).__name__
+            problem = message_of(error)
         arguments = {"room": rooms, "block": block, "method": method, **self._options}
         agree(grid.comm, problem, arguments)
         self.traffic = Traffic()

@@ -11,6 +11,7 @@ from zlib import crc32
 import numpy as np
 
 from a2d_mpi.attention.checks import check_grid, check_tensors
+from a2d_mpi.comm.agreement import message_of
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
@@ -185,7 +186,7 @@ class LinearAttention:
                 sizes = config.headdim, int(nfeatures), seed, config.compute_dtype
                 self._map = make_feature_map(feature_map, self.tokens, *sizes)
             except Exception as error:  # of any kind: all ranks must raise it
-                problem = problem or str(error) or type(error).__name__
+                problem = problem or message_of(error)
             rendezvous.meet(Call("making", self._number, 0, name))
             rendezvous.agree(problem, arguments)
             rendezvous.plans = self._number
@@ -293,7 +294,7 @@ class LinearAttention:
                     )
                 self._check_arrays(arrays, phase, kept)
             except Exception as error:  # of any kind: all ranks must raise it
-                problem = problem or str(error) or type(error).__name__
+                problem = problem or message_of(error)
             call = Call(phase, self._number, self._calls + 1, type(self).__name__)
             if rendezvous.meet(call, problem is not None):
                 rendezvous.agree(problem)
