@@ -30,7 +30,6 @@ from a2d_mpi.figures.pictures import check_picture, save
 PLANS = [
     *(f"attention2d/{name}" for name in ("contiguous", "zigzag", "balanced")),
     "ring/balanced",
-    "blocks",
 ]
 
 
@@ -62,7 +61,7 @@ def scale(parser: Parser) -> None:
 
 
 def masks(parser: Parser) -> None:
-    """Compare grids, the ring and placed blocks under many masks: bytes and balance.
+    """Compare grids and the ring under many masks: bytes and balance.
 
         python drivers/report.py masks --ranks 16 --seqlen 128K --masks all
         python drivers/report.py masks --output table.csv --picture table.png

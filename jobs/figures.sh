@@ -22,8 +22,6 @@ python drivers/plot.py schedule "$output"/schedules.png --plans "attention2d:4x4
 # Draw each partition for a problem for which the planner predicts it to be the fastest.
 python drivers/plot.py schedule "$output"/partitions/grid.png --plans attention2d:3x4,ring \
   --profile data/machines/h100-64x1.toml --ranks 12 --seqlen 32K --nheads 5 --mask full
-python drivers/plot.py schedule "$output"/partitions/blocks.png --plans blocks:12x1,attention2d:3x4 \
-  --profile data/machines/h100-64x1.toml --ranks 12 --seqlen 32K --nheads 5 --mask global_sliding_window
 python drivers/plot.py schedule "$output"/partitions/triangle.png --plans triangle:10x1,attention2d:2x5 \
   --profile data/machines/h100-64x1.toml --ranks 10 --seqlen 48K --nheads 7 --mask causal
 python drivers/plot.py schedule "$output"/partitions/node_aware.png \

@@ -5,7 +5,7 @@
 #   bash jobs/scale.sh results/scale 64 picks         some of it
 #
 # Files: scale.h5 (all methods by ranks and tokens, and the planner's picks), all.h5 (every plan for
-# one workload), partitions.h5 (triangles and blocks), networks.h5 (networks that are worse than one
+# one workload), partitions.h5 (triangles), networks.h5 (networks that are worse than one
 # switch), links.h5 (communication alone).  Simulations that a file holds already are not repeated.
 # Afterwards python drivers/report.py scale prints tables, and drivers/plot.py results draws figures.
 # jobs/simulate.sh says how to install SimGrid.
@@ -83,7 +83,6 @@ for part in "$@"; do
       machines=(--profile "$a100,$one_nic,$h100")
       replay partitions 66 64K,1M "triangle:66x1,attention2d:6x11" "${machines[@]}"
       replay partitions 253 64K,1M "triangle:253x1,attention2d:11x23" "${machines[@]}"
-      replay partitions 64 64K,1M "blocks:64x1,attention2d:8x8" "${machines[@]}"
       replay partitions 256 64K,1M "attention2d:16x16" "${machines[@]}"
       ;;
     networks)

@@ -142,7 +142,7 @@ ring:4x1x16@urc,double ring:16x4,double ring:2x2x16@urc" "attention2d:64x1,atten
         calibrated "$nodes" "$rate"
         bench "$nodes" "$rate" --nheads 2 --headdim 64 --seqlens "$seqlen" --spans none --backward \
           --masks causal,causal_document,share_question,sliding_window_causal \
-          --plans "auto:2,auto:each,attention2d:$grid,ring,blocks"
+          --plans "auto:2,auto:each,attention2d:$grid,ring"
       done
       unset EMULATE_CORES
       ;;

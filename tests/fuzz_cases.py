@@ -22,7 +22,7 @@ from a2d_mpi.sharding import triangle
 
 METHODS = (
     *("attention2d", "attention2d", "node aware", "triangle"),
-    *("ring", "striped ring", "double ring", "blocks"),
+    *("ring", "striped ring", "double ring"),
 )
 CROSS = (
     "attention2d",
@@ -148,7 +148,7 @@ def draw(seed: int, ranks: int, wire: str | None = None) -> Case:
         options["softmax_scale"] = pick(1, -1) * 3e3 / headdim**0.5
     elif rng.random() < 0.02:
         options["softmax_scale"] = 0.0
-    if method in ("striped ring", "triangle", "blocks"):
+    if method in ("striped ring", "triangle"):
         del options["distribution"]
     if method == "double ring":
         options["inner"] = pick(None, *(x for x in range(1, cells + 1) if cells % x == 0))

@@ -22,7 +22,6 @@ from mpi4py import MPI
 
 from a2d_mpi import (
     Attention2D,
-    BlocksAttention,
     Causal,
     Documents,
     DoubleRingAttention,
@@ -57,7 +56,6 @@ METHODS = {
     "double ring": (DoubleRingAttention, {}),
     "triangle": (TriangleAttention, {}),
     "node aware": (NodeAwareAttention, {}),
-    "blocks": (BlocksAttention, {}),
 }
 # With the grid: rows, columns, heads.
 PLANS = (
@@ -70,7 +68,6 @@ PLANS = (
 MORE_PLANS = (
     *(("triangle", x) for x in ((3, 1, 1), (6, 1, 1), (3, 1, 2))),
     *(("node aware", x) for x in NODES),
-    *(("blocks", x) for x in ((4, 1, 1), (6, 1, 1), (3, 1, 2))),
 )
 # Mask, dtype, nheads_kv, seqlen, overlap.
 VARIANTS = (

@@ -167,8 +167,6 @@ def plans(ranks: int, per_node: int) -> Iterator[tuple[str, Layout]]:
     block = {1: (1, 1), 4: (2, 2), 8: (2, 4)}[per_node]
     nodes = np.arange(ranks) // per_node
     yield "node aware", Layout(n, n, block=block).on_nodes(nodes)
-    if ranks <= 16:  # placing them takes long
-        yield "blocks", Layout(ranks, 1)
 
 
 def main() -> None:

@@ -269,16 +269,17 @@ def masks(*paths):
         for mask in ("causal", "causal_document", "share_question", "sliding_window_causal"):
             here = read(path, mask=mask)
             grid = one(here, "4x4x1", method="attention2d")
-            ring, blocks = (one(here, "16x1x1", method=y) for y in ("ring", "blocks"))
-            pick, gain = one(here), ""
+            ring = one(here, "16x1x1", method="ring")
+            picked = gain = ""
             if mask == "causal":
                 causal = grid.seconds
-            else:
-                gain = f"{causal / pick.seconds:.1f}"
-            how = f", {pick.config['distribution']}" * (pick.method != "blocks")
-            picked = f"{pick.seconds:.2f} (`{SHORT.get(pick.method, pick.method)} "
-            yield [label, f"`{mask}`", *(f"{x.seconds:.2f}" for x in (grid, ring, blocks)),
-                   f"{picked}{shape_of(pick)}`{how})", gain]  # fmt: skip
+            if any(x.picked for x in here):
+                pick = one(here)
+                plan = f"{SHORT.get(pick.method, pick.method)} {shape_of(pick)}"
+                picked = f"{pick.seconds:.2f} (`{plan}`, {pick.config['distribution']})"
+                gain = f"{causal / pick.seconds:.1f}" * (mask != "causal")
+            times = (f"{x.seconds:.2f}" for x in (grid, ring))
+            yield [label, f"`{mask}`", *times, picked, gain]
             label = ""
 
 
@@ -351,14 +352,14 @@ def slopes(path):
 
 
 def triangles_at_scale(path):
-    """Milliseconds of triangles, blocks and grids by machine and tokens; bold: the fastest."""
+    """Milliseconds of triangles and grids by machine and tokens; bold: the fastest."""
     found = simulated(path)
     for (name, machine), (length, tokens) in product(MACHINES.items(), TOKENS.items()):
         xs = [x for x in found if x.config["machine"] == machine]
         xs, cells = [x for x in xs if x.config["seqlen"] == tokens], []
         for plans in (
             (("triangle", 66), ("attention2d", 66)), (("triangle", 253), ("attention2d", 253)),
-            (("attention2d", 256),), (("blocks", 64), ("attention2d", 64)),
+            (("attention2d", 256),),
         ):  # fmt: skip
             times = [x.seconds for y in plans for x in xs if (x.method, x.ranks) == y]
             texts = [one_decimal(1e3 * x) for x in times]

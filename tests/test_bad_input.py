@@ -173,7 +173,7 @@ WRONG = [
     ({"dtype": None}, "None"),
     ({"dtype": "f4,("}, "f4"),
     ({"softmax_scale": 10**400}, "int too large"),
-    ({"distribution": "blocks"}, "blocks"),
+    ({"distribution": "no such"}, "no such"),
     ({"kernel": "fast"}, "fast"),
     ({"overlap": "thread"}, "overlap must be true or false, got 'thread'"),
     ({"threads": 0}, "threads must be a positive integer, got 0"),

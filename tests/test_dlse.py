@@ -9,7 +9,6 @@ from test_bad_input import assert_raises
 
 from a2d_mpi import (
     Attention2D,
-    BlocksAttention,
     Causal,
     Full,
     IntervalMask,
@@ -21,7 +20,7 @@ from a2d_mpi.devices.host import HOST
 N, D = 61, 16
 HIDDEN = IntervalMask(np.arange(N) // 20 * 20, np.where(np.arange(N) % 7, np.arange(N) + 1, 0))
 NOBODY = IntervalMask(np.zeros(40, int), np.arange(40) // 3)  # the first queries see nothing
-PLANS = METHODS + OTHERS + [(BlocksAttention, (1, SIZE)), (NodeAwareAttention, (1, SIZE))]
+PLANS = METHODS + OTHERS + [(NodeAwareAttention, (1, SIZE))]
 PLANS += [(TriangleAttention, (1, SIZE))] * (SIZE in (1, 6))
 CASES = (
     (Full(), "float32", NHEADS), (Causal(), "float64", 1), (HIDDEN, "float32", 2),
@@ -41,8 +40,7 @@ def case_of(method, grid, mask, dtype, nheads_kv):
 @pytest.mark.parametrize("method", PLANS, ids=label)
 def test_plans(comm, grid_of, method):
     grid, bad = grid_of(*method[1]), []
-    # A placement of blocks takes seconds to search.
-    for mask, dtype, nheads_kv in CASES[3 if method[0] is BlocksAttention else 0 :]:
+    for mask, dtype, nheads_kv in CASES:
         if method[0] is TriangleAttention and not isinstance(mask, Causal):
             continue
         plan, given = case_of(method[0], grid, mask, dtype, nheads_kv)

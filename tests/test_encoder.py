@@ -125,8 +125,7 @@ def test_same_embeddings(comm, grid_of):
         bad.append("the reference of --check is wrong")
     shapes = [(r, comm.size // r, 1) for r in range(1, comm.size + 1) if comm.size % r == 0]
     shapes += [(1, comm.size // 2, 2)] * (comm.size % 2 == 0)
-    plans = [*product(["attention2d"], shapes), ("ring", (1, comm.size, 1)),
-             ("blocks", (1, comm.size, 1))]  # fmt: skip
+    plans = [*product(["attention2d"], shapes), ("ring", (1, comm.size, 1))]
     for method, shape in plans:
         grid = grid_of(*shape)
         sizes = {"seqlen": len(packed.tokens), "dtype": "float32", **encoder.heads}

@@ -11,7 +11,6 @@ from test_dlse import HIDDEN, N
 
 from a2d_mpi import (
     Attention2D,
-    BlocksAttention,
     Causal,
     Documents,
     Full,
@@ -39,7 +38,6 @@ PLANS = {
 PLANS["streamed"] = Attention2D, METHODS[-2][1], {}, {"stream": True}
 PLANS["in turn"] = Attention2D, METHODS[0][1], {}, {"overlap": False}
 PLANS["node aware"] = NodeAwareAttention, METHODS[-2][1], NODES, {}
-PLANS["blocks"] = BlocksAttention, (1, SIZE), {}, {}
 if SIZE in (1, 6):
     PLANS["triangle"] = TriangleAttention, (1, SIZE), {}, {}
 TOKENS = np.arange(N)
@@ -60,8 +58,7 @@ CASES = (
 def test_plans(comm, grid_of, name):
     kind, shape, of_grid, options = PLANS[name]
     grid, bad = grid_of(*shape, **of_grid), []
-    # A placement of blocks takes seconds to search.
-    for mask, dtype, nheads_kv, d, e in CASES[: 2 if kind is BlocksAttention else None]:
+    for mask, dtype, nheads_kv, d, e in CASES:
         if kind is TriangleAttention and not isinstance(mask, Causal):
             continue
         plan = kind(

@@ -71,7 +71,7 @@ def test_table(tmp_path):
     sizes = ["--ranks", "4", "--seqlen", "512"]
     done = drive("report.py", 0, "masks", *sizes, "--masks", "full,causal")
     head, full, causal = (x.split(" | ") for x in done.stdout.splitlines()[2:])
-    assert len(head) == len(full) == len(causal) == 6
+    assert len(head) == len(full) == len(causal) == 5
     # 2 x 2: a quarter of q and of out from another rank, and of k and v; lse is 2 / 128 of out.
     assert full[1].startswith("1.0039 (1.000, 2x2)")
     assert causal[2].startswith("1.0039 (1.000, 2x2)")
@@ -107,7 +107,7 @@ def test_table_is_completed(tmp_path):
         "causal",
         *(f"causal_document:seed={i}" for i in (1, 2)),
     }
-    assert len(table) == 4 * 5 and picture.read_bytes().startswith(b"\x89PNG")
+    assert len(table) == 4 * 4 and picture.read_bytes().startswith(b"\x89PNG")
     path.write_text("not a table")
     assert_all_refused("report.py", 0, [([*options, "full"], [], "is not a table of masks")])
     assert path.read_text() == "not a table"

@@ -200,7 +200,6 @@ def test_wrong_answers_of_a_users_mask(visible, text, line):
     place = f"({__file__}, line {inspect.getsourcelines(visible)[1] + (line or 0)})"
     for action in (
         lambda: problem_of("attention2d", Layout(2, 2), config, mask),
-        lambda: problem_of("blocks", Layout(2, 1), config, mask),
         lambda: check_mask(mask, 80),
         lambda: check_mask(mask, 80, 90),
     ):

@@ -37,7 +37,7 @@ def exact(q, k, visible):
     return np.where(visible, logits, -np.inf).max(axis=(1, 2))
 
 
-@pytest.mark.parametrize("name", [x for x in PLANS if x != "blocks"])
+@pytest.mark.parametrize("name", PLANS)
 def test_plans(comm, grid_of, name):
     kind, shape, of_grid, options = PLANS[name]
     grid, bad = grid_of(*shape, **of_grid), []

@@ -1,6 +1,5 @@
 """The order of transfers: gathers before returns where the mask lets ranks gather unevenly."""
 
-import numpy as np
 import pytest
 
 from a2d_mpi import Causal, Full, SlidingWindow
@@ -21,7 +20,6 @@ SHAPES = [
     ("attention2d", Layout(8, 2)),
     ("node aware", Layout(2, 4, nodes=(0, 0, 0, 0, 1, 1, 1, 1))),
     ("triangle", Layout(10, 1)),
-    ("blocks", Layout(6, 1)),
 ]
 
 
@@ -99,11 +97,11 @@ def test_a_causal_grid_is_no_slower_than_a_full_one(rows, cols, replaced):
     assert seconds(Causal()) > 1.015 * causal
 
 
-def test_simulated_gains_of_the_others(replaced):
-    def seconds(method, layout):
-        return slowest_seconds(predict(EMULATED, method, layout, work_of(layout, Causal())))
+def test_simulated_gain_of_the_triangle(replaced):
+    def seconds():
+        layout = Layout(15, 1)
+        return slowest_seconds(predict(EMULATED, "triangle", layout, work_of(layout, Causal())))
 
-    others = [("triangle", Layout(15, 1)), ("blocks", Layout(16, 1))]
-    ordered = [seconds(*x) for x in others]
+    ordered = seconds()
     replaced(Group, "gathers_first", lambda group, backward: False)
-    assert np.all(np.array([seconds(*x) for x in others]) > 1.03 * np.array(ordered))
+    assert seconds() > 1.03 * ordered

@@ -78,7 +78,6 @@ def test_main_job_loads_what_it_uses():
     assert not {"torch", "transformers"} & modules
     unused = {
         *(f"a2d_mpi.planning.{x}" for x in ("planner", "simulator", "profile", "survey")),
-        *(f"a2d_mpi.sharding.{x}" for x in ("placement", "refinement")),
         *(f"a2d_mpi.experiments.{x}" for x in ("model_options", "sweep", "summary")),
     }
     assert not loaded & unused
@@ -89,7 +88,7 @@ def test_a_method_is_imported_when_it_is_used():
     code = """
 import sys
 from a2d_mpi.schedules import METHODS
-loaded = lambda: [x for x in ("attention2d", "ring", "triangle", "blocks")
+loaded = lambda: [x for x in ("attention2d", "ring", "triangle", "node_aware")
                   if f"a2d_mpi.schedules.{x}" in sys.modules]
 print("ring" in METHODS, loaded())
 METHODS["double ring"]

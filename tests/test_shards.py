@@ -17,7 +17,7 @@ SIZES = {"nheads": 2, "headdim": 4}
 CASES = [
     ("attention2d", None, Causal(), 29, None),
     ("ring", "striped", Full(), 3, None),
-    ("blocks", None, Documents(np.array([0, 5, 31]), causal=True), 31, None),
+    ("ring", "balanced", Documents(np.array([0, 5, 31]), causal=True), 31, None),
     ("attention2d", "contiguous", Full(), 7, 18),
 ]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -36,7 +36,6 @@ PLANS = [
     ("double ring", Layout(2, 2, 2)),
     ("triangle", Layout(6, 1)),
     ("node aware", Layout(2, 3, nodes=(0, 0, 0, 0, 1, 1))),
-    ("blocks", Layout(4, 1)),
 ]
 
 

@@ -19,7 +19,7 @@ from a2d_mpi import (
     NodeAwareAttention,
     RingAttention,
 )
-from a2d_mpi.attention.methods import BlocksAttention, TriangleAttention
+from a2d_mpi.attention.methods import TriangleAttention
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.core import reference, wire
 from a2d_mpi.core.config import AttentionConfig
@@ -219,7 +219,6 @@ def plans(comm):
         (RingAttention, (SIZE, 1), {}, None),
         (DoubleRingAttention, pairs, {}, None),
         (NodeAwareAttention, (1, SIZE), {}, nodes),
-        (BlocksAttention, (SIZE, 1), {}, None),
     ]
     if SIZE % 2 == 0:
         found.append((Attention2D, (SIZE // 2, 1, 2), {}, None))

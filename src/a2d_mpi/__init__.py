@@ -16,7 +16,6 @@ _HOMES = {
     "Attention2D": "a2d_mpi.attention.methods",
     "BlockCausal": "a2d_mpi.masks.windows",
     "BlockCausalDocuments": "a2d_mpi.masks.documents",
-    "BlocksAttention": "a2d_mpi.attention.methods",
     "Causal": "a2d_mpi.masks.mask",
     "CausalBlockwise": "a2d_mpi.masks.documents",
     "check_mask": "a2d_mpi.masks.check",

@@ -56,7 +56,7 @@ def check_problem(
             f"a {method} needs a causal mask, got {type(mask).__name__}: a {method} computes no "
             "pair of a query and a later key"
         )
-    if (rules.causal or rules.place) and config.seqlen_kv != config.seqlen:
+    if rules.causal and config.seqlen_kv != config.seqlen:
         raise ValueError(
             f"a {method} needs as many keys as queries, got {config.seqlen} queries and "
             f"{config.seqlen_kv} keys"

@@ -128,17 +128,6 @@ class TriangleAttention(AttentionPlan):
     method = "triangle"
 
 
-class BlocksAttention(AttentionPlan):
-    """Attention by blocks of tokens that an optimiser placed, for any mask and number of ranks.
-
-    It has the interface of `AttentionPlan`.  The placement decides the `distribution`.  The rows
-    and columns of the grid do not matter, its head axis does.  Every rank runs the optimiser
-    itself, for up to some seconds.  See `a2d_mpi.schedules.blocks`.
-    """
-
-    method = "blocks"
-
-
 def plan_class(method: str) -> type[AttentionPlan]:
     """Return the class of the plans of a method of `a2d_mpi.schedules.METHODS`.
 

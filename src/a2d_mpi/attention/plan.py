@@ -23,7 +23,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.core.wire import FORMATS
 from a2d_mpi.devices.protocol import Array
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.schedules import METHODS, problem_of, write
+from a2d_mpi.schedules import problem_of, write
 from a2d_mpi.schedules.accounts import area
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.sharding.distribution import Distribution
@@ -199,9 +199,6 @@ class AttentionPlan:
                     "transfers": transfers,
                     **self._options,
                 }
-                if digest := METHODS[self.method].digest:
-                    group = self.problem.cp_group(grid.heads)
-                    arguments["placement"] = f"a placement with digest {digest(group)}"
             except Exception as error:  # of any kind: all ranks must raise it
                 problem = problem or message_of(error)
             rendezvous.meet(Call("making", self._number, 0, name))

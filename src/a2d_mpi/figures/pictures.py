@@ -36,7 +36,7 @@ _MORE = cycle("*h8d")
 METHOD_STYLES = defaultdict(lambda: ("#000000", next(_MORE)), {
     "attention2d": ("#0072B2", "o"), "ring": ("#D55E00", "s"), "striped ring": ("#CC79A7", "^"),
     "double ring": ("#E69F00", "D"), "triangle": ("#009E73", ">"), "node aware": ("#56B4E9", "p"),
-    "blocks": ("#661100", "X"), "all-gather": ("#444444", "v"),
+    "all-gather": ("#444444", "v"),
     "lasp2": ("#332288", "<"), "lasp": ("#999933", "P"),
 })  # fmt: skip
 # Colours and hatches of the parts of a phase, and of a training step.

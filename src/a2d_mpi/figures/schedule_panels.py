@@ -85,15 +85,15 @@ def panels(
 
 def blocks(
     method: str, phase: str, layout: Layout, work: Workload, distribution: str | None = None
-) -> Iterator[tuple[int, np.ndarray, np.ndarray, Mask]]:
-    """Yield the grid rank, tokens of queries and keys, and mask of every kernel call."""
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Yield the grid rank and the tokens of queries and keys of every kernel call."""
     problem = problem_of(method, layout, work, work.mask, distribution)
     for rank in range(layout.size):
         for program in write(method, phase, layout, problem, rank, work.overlap):
             for step in program.steps:
                 if isinstance(step, KernelCall):
                     tokens = (program.tokens(x) for x in (step.queries, step.keys))
-                    yield rank, *tokens, program.mask
+                    yield rank, *tokens
 
 
 def who_computes(
@@ -105,9 +105,9 @@ def who_computes(
     """
     n = work.seqlen
     computes = np.full((layout.heads, n, n), -1)
-    for rank, queries, keys, mask in blocks(method, work.phases[0], layout, work, distribution):
+    for rank, queries, keys in blocks(method, work.phases[0], layout, work, distribution):
         tile = computes[rank % layout.heads][np.ix_(queries, keys)]
-        tile[mask.dense(queries, keys)] = rank
+        tile[work.mask.dense(queries, keys)] = rank
         computes[rank % layout.heads][np.ix_(queries, keys)] = tile
     return computes
 

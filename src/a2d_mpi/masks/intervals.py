@@ -121,12 +121,6 @@ def joined(ordered: Iterable[tuple[int, int]]) -> Runs:
     return tuple(runs)
 
 
-def runs_of(covered: np.ndarray) -> Runs:
-    """Find the runs of true elements of a boolean array."""
-    edges = np.flatnonzero(np.diff(covered, prepend=False, append=False)).tolist()
-    return tuple(zip(edges[::2], edges[1::2]))
-
-
 def members(ordered: range, runs: Runs) -> list[tuple[int, int]]:
     """Find the elements of an arithmetic progression that lie in runs.
 
@@ -165,19 +159,19 @@ def keys_per_query(intervals: tuple[Interval, ...]) -> np.ndarray:
     return sum(end - begin for begin, end in intervals)
 
 
-def queries_per_key(intervals: Iterable[Interval], nk: int, first: int = 0) -> np.ndarray:
+def queries_per_key(intervals: Iterable[Interval], nk: int) -> np.ndarray:
     """Return the number of queries that see each key, (nk,) int64.
 
     Parameters
     ----------
     intervals : iterable of (begin, end), each (nq,) int64
         Visible keys of every query; an interval with ``end <= begin`` is empty.
-    nk, first : int
-        The counted keys are ``[first, first + nk)``.
+    nk : int
+        The counted keys are ``[0, nk)``.
     """
     changes = np.zeros(nk + 1, np.int64)
     for begin, end in intervals:
-        begin, end = (np.clip(x, first, first + nk) - first for x in (begin, end))
+        begin, end = (np.clip(x, 0, nk) for x in (begin, end))
         changes += np.bincount(begin, minlength=nk + 1)
         changes -= np.bincount(np.maximum(begin, end), minlength=nk + 1)
     return np.cumsum(changes)[:nk]

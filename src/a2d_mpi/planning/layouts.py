@@ -27,10 +27,7 @@ def layouts(method: str, ranks: int, work: Workload, ranks_per_node: int) -> Ite
         Consecutive world ranks on each node.
     """
     rules = METHODS[method]
-    if rules.place:
-        if work.mask.default_distribution != "balanced" or work.seqlen_kv != work.seqlen:
-            return  # other methods are as good, and a placement takes seconds
-    elif rules.distribution and work.mask.default_distribution == "contiguous":
+    if rules.distribution and work.mask.default_distribution == "contiguous":
         return  # for these masks it is the same as the method without its own distribution
     if not rules.takes(work.mask):
         return

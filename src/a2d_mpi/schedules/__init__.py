@@ -21,7 +21,7 @@ from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program, StepLimit
-from a2d_mpi.sharding.distribution import Distribution, shares
+from a2d_mpi.sharding.distribution import Distribution
 
 
 class Methods(UserDict):
@@ -48,7 +48,6 @@ METHODS: Methods = Methods(
         "double ring": "ring:DOUBLE_RING",
         "triangle": "triangle:METHOD",
         "node aware": "node_aware:METHOD",
-        "blocks": "blocks:METHOD",
     }
 )
 
@@ -174,12 +173,6 @@ def problem_of(
     name, why = distribution, "asked for"
     if name is None:
         name, why = default_distribution(method, layout, config, mask)
-    if chosen.place:
-        own = config.cp_group(layout.heads)
-        runs = chosen.place(mask, n, layout.positions, own.nheads_kv / own.nheads)
-        listed = tuple(x for of_position in runs for x in shares(of_position, layout.heads))
-        shards = Distribution(name, n, layout.size, layout.heads, listed, why)
-        return Problem(AttentionConfig(**config.arguments), shards, mask)
     sizes = *chosen.tiles(layout), layout.heads
     shards = distribute(name, mask if n == m else Full(), n, *sizes, why)
     if n != m or distribution_kv not in (None, name):

@@ -28,7 +28,7 @@ class ProgramArrays:
     ----------
     arrays : dict of str to TokenArray
     mask : Mask
-        Mask of the pairs that this rank computes.
+        Mask of the group's problem.
     """
 
     def __init__(self, rank: int, group: Group) -> None:

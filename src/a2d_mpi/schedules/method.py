@@ -9,7 +9,6 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.mask import Causal, Mask
 from a2d_mpi.schedules.problem import Problem
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.sharding.distribution import Shards
 
 
 class Method(NamedTuple):
@@ -29,13 +28,6 @@ class Method(NamedTuple):
     tiles : callable
         Takes a layout.  Returns the rows and columns of tiles that its ranks compute.  The
         balanced distribution evens out these tiles.
-    place : callable or None
-        Takes a mask, the number of tokens, the number of ranks, and nheads_kv / nheads.  Returns
-        the runs of tokens of every rank of a context-parallel group.  None: the distribution is a
-        formula, or depends on the mask alone.
-    digest : callable or None
-        Takes the problem of a context-parallel group.  Returns a hash of its placement, which
-        ranks compare.
     most_positions : callable
         Takes a number of ranks.  Returns the largest number of positions, up to this one, that a
         context-parallel group can have.
@@ -61,8 +53,6 @@ class Method(NamedTuple):
     distribution: str | None = None
     suits: Callable[[Layout], bool] = lambda layout: True
     tiles: Callable[[Layout], tuple[int, int]] = lambda layout: (layout.rows, layout.cols)
-    place: Callable[[Mask, int, int, float], Shards] | None = None
-    digest: Callable[[Problem], str] | None = None
     most_positions: Callable[[int], int] = lambda positions: positions
     causal: bool = False
     known_as: Callable[[Layout], str] = lambda layout: ""

@@ -17,7 +17,6 @@ import numpy as np
 
 from a2d_mpi.masks.intervals import merged
 from a2d_mpi.masks.mask import Mask
-from a2d_mpi.sharding.blocks import cuts, visible_pairs
 from a2d_mpi.sharding.distribution import shares
 
 # Runs are halved until the largest area is at most EVEN_AREA times the mean area.
@@ -37,6 +36,7 @@ _FINER = (1, 2, 4, 8, 16, 32, 64, 128)
 # Areas are scaled to integers with this sum.  Then squares of areas and their sums are exact in
 # float64, and every machine takes the same decisions in any order of additions.
 _TOTAL = 1 << 24
+_AT_ONCE = 1 << 16  # queries that are processed together, to bound memory
 
 Ranges = tuple[range, ...]
 
@@ -102,8 +102,42 @@ def balanced(mask: Mask, seqlen: int, rows: int, cols: int, heads: int = 1) -> t
 @lru_cache(maxsize=8)  # grids with the same number of ranks share the result
 def pairs_of_cuts(mask: Mask, seqlen: int, number: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the bounds of `number` equal runs, and the visible pairs between any two runs."""
-    bounds = cuts(seqlen, number)
-    return bounds, visible_pairs(mask, bounds, bounds)
+    bounds = np.arange(number + 1, dtype=np.int64) * seqlen // number
+    return bounds, visible_pairs(mask, bounds)
+
+
+def visible_pairs(mask: Mask, bounds: np.ndarray) -> np.ndarray:
+    """Count the visible pairs of every run of queries with every run of keys, (runs, runs) int64.
+
+    Parameters
+    ----------
+    mask : Mask
+    bounds : (runs + 1,) int64
+        Run i is the tokens ``[bounds[i], bounds[i + 1])``; the first bound is 0.
+
+    Notes
+    -----
+    A query with the interval [begin, end) sees ``(x - begin)+ - (x - end)+`` keys below x, where
+    ``(y)+ = max(y, 0)``.  A histogram of the ends of the intervals gives the sum over a run of
+    queries for all bounds x at once.  No pair is listed: the work is ``N log(runs) + runs^2``.
+    """
+    runs, seqlen = len(bounds) - 1, int(bounds[-1])
+    number = np.zeros((runs, runs + 2))
+    total = np.zeros((runs, runs + 2))
+    for start in range(0, seqlen, _AT_ONCE):
+        tokens = np.arange(start, min(start + _AT_ONCE, seqlen))
+        run = np.searchsorted(bounds, tokens, side="right") - 1
+        for begin, end in mask.visible(tokens):
+            begin = np.clip(begin, 0, seqlen)
+            end = np.maximum(begin, np.clip(end, 0, seqlen))
+            for token, sign in ((begin, 1.0), (end, -1.0)):
+                # This end of an interval counts for all bounds x >= token, from `first` on.
+                first = run * (runs + 2) + np.searchsorted(bounds, token)
+                number += sign * np.bincount(first, minlength=number.size).reshape(number.shape)
+                weight = np.bincount(first, weights=token, minlength=number.size)
+                total += sign * weight.reshape(number.shape)
+    number, total = (np.cumsum(x, axis=1)[:, : runs + 1] for x in (number, total))
+    return np.rint(np.diff(number * bounds - total, axis=1)).astype(np.int64)
 
 
 @lru_cache(maxsize=64)  # a search takes a second or two

@@ -17,7 +17,6 @@ from a2d_mpi.core.config import DISTRIBUTIONS
 from a2d_mpi.masks.intervals import Runs, joined, members
 
 FORMULAS = DISTRIBUTIONS[:-1]  # distributions that follow from the sizes alone
-LISTED = ("balanced", "blocks")  # distributions that depend on a mask: their runs are listed
 Shards = tuple[tuple[range, ...], ...]  # the runs of tokens of every shard, in order
 
 
@@ -27,7 +26,7 @@ class Distribution:
 
     Parameters
     ----------
-    name : {"contiguous", "zigzag", "striped", "triangle", "balanced", "blocks"}
+    name : {"contiguous", "zigzag", "striped", "triangle", "balanced"}
         * contiguous: shard p is ``[N p / P, N (p+1) / P)``.
         * zigzag: ``[0, N)`` is cut into 2P slices at ``N i / (2P)``.  Shard p has the slices p and
           ``2P-1-p``.  With row-major ranks this balances the causal mask on *every* grid.  The
@@ -37,7 +36,7 @@ class Distribution:
         * striped: shard p is the tokens p, p+P, ... (Striped Attention, arXiv:2311.09431).
         * triangle: a shard has four pieces, see `a2d_mpi.sharding.triangle`.  P / U must be
           T (T-1) / 2.
-        * balanced, blocks: the shards are given by `listed`.
+        * balanced: the shards are given by `listed`.
     seqlen : int
         N, the number of tokens.
     nshards : int
@@ -70,7 +69,7 @@ class Distribution:
         # NumPy's integers would overflow in the products below.
         object.__setattr__(self, "seqlen", int(self.seqlen))
         object.__setattr__(self, "nshards", int(self.nshards))
-        if self.name not in (*DISTRIBUTIONS, *LISTED):
+        if self.name not in DISTRIBUTIONS:
             raise ValueError(f"unknown distribution {self.name!r}; one of {DISTRIBUTIONS}")
         if self.seqlen < 0 or self.nshards < 1:
             raise ValueError(
@@ -82,8 +81,8 @@ class Distribution:
             from a2d_mpi.sharding.triangle import segments
 
             segments(self.nshards // self.group)
-        if (self.name in LISTED) != (self.listed is not None):
-            needs = "needs" if self.name in LISTED else "takes no"
+        if (self.name == "balanced") != (self.listed is not None):
+            needs = "needs" if self.name == "balanced" else "takes no"
             raise ValueError(
                 f"a {self.name} distribution {needs} listed runs, got {self.listed!r}"
             )

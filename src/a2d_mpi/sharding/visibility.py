@@ -78,16 +78,13 @@ class Visibility:
         """Return the keys that queries of a shard see, or the queries that see its keys."""
         key = of_keys, other
         if key not in self._of_shard:
-            self._of_shard[key] = self._keys_of(other) if of_keys else self._queries_of(other)
+            lengths, runs = (
+                (x.seqlen for x in self._shards),
+                _runs(self._shards[not of_keys], other),
+            )
+            find = _keys_seen if of_keys else _queries_seeing
+            self._of_shard[key] = find(self._mask, *lengths, runs)
         return self._of_shard[key]
-
-    def _keys_of(self, shard: int) -> Runs:
-        queries, keys = self._shards
-        return keys_seen(self._mask, queries.seqlen, keys.seqlen, _runs(queries, shard))
-
-    def _queries_of(self, shard: int) -> Runs:
-        queries, keys = self._shards
-        return queries_seeing(self._mask, queries.seqlen, keys.seqlen, _runs(keys, shard))
 
 
 class Stairs(NamedTuple):
@@ -134,7 +131,7 @@ def stairs_of(mask: Mask, seqlen: int, seqlen_kv: int) -> list[Stairs]:
     return all_stairs
 
 
-def keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> Runs:
+def _keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> Runs:
     """Return the keys that any query in the ascending runs `queries`, (n, 2) int64, sees."""
     seen, (first, last) = [], queries.T
     for x in stairs_of(mask, seqlen, seqlen_kv):
@@ -150,7 +147,7 @@ def keys_seen(mask: Mask, seqlen: int, seqlen_kv: int, queries: np.ndarray) -> R
     return _union(seen)
 
 
-def queries_seeing(mask: Mask, seqlen: int, seqlen_kv: int, keys: np.ndarray) -> Runs:
+def _queries_seeing(mask: Mask, seqlen: int, seqlen_kv: int, keys: np.ndarray) -> Runs:
     """Return the queries that see any key in the runs `keys`, (n, 2) int64."""
     seeing = []
     for x in stairs_of(mask, seqlen, seqlen_kv):
