@@ -82,17 +82,6 @@ def owners_of(shards, seqlen):
     return owner
 
 
-def zigzag(seqlen, ranks):
-    piece = np.searchsorted(
-        np.arange(1, 2 * ranks) * seqlen // (2 * ranks), np.arange(seqlen), "right"
-    )
-    return np.minimum(piece, 2 * ranks - 1 - piece)
-
-
-def contiguous(seqlen, ranks):
-    return np.searchsorted(np.arange(1, ranks) * seqlen // ranks, np.arange(seqlen), "right")
-
-
 def grid_figures(mask, owner, rows, cols, kv_share=1.0):
     """Count visible pairs, and elements received and sent, of every rank of a grid.
 
@@ -168,12 +157,6 @@ def node_traffic(visible, owners, rows, cols, node):
                             found[of_keys, False, True][m] += own & needs[m]
                             found[of_keys, True, True][source] += own & needs[m]
     return found
-
-
-def best_grid(mask, seqlen, ranks, owner):
-    """Return the fewest elements that the busiest rank of a grid of any shape moves."""
-    shapes = [(r, ranks // r) for r in range(1, ranks + 1) if ranks % r == 0]
-    return min(max(x.max() for x in grid_figures(mask, owner, *s)[1:]) for s in shapes)
 
 
 def linear_attention(

@@ -17,7 +17,6 @@ from a2d_mpi.core.config import DISTRIBUTIONS
 from a2d_mpi.masks.intervals import Runs, joined, members
 
 FORMULAS = DISTRIBUTIONS[:-1]  # distributions that follow from the sizes alone
-Shards = tuple[tuple[range, ...], ...]  # the runs of tokens of every shard, in order
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class Distribution:
     seqlen: int
     nshards: int
     group: int = 1
-    listed: Shards | None = field(default=None, repr=False)
+    listed: tuple[tuple[range, ...], ...] | None = field(default=None, repr=False)
     why: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
