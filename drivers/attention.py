@@ -42,8 +42,6 @@ def build_parser(comm: MPI.Intracomm | None = None) -> Parser:
     group = add_grid(parser)
     text = "ranks of each inner ring of a double ring; default: --cols"
     group.add_argument("--inner", type=whole(1), metavar="N", help=text)
-    text = "hold one side of a tile only, and stream the other side through two buffers"
-    group.add_argument("--stream", action="store_true", default=None, help=text)
     add_options(group, "distribution", "overlap")
 
     group = parser.add_argument_group("measurement and checks")

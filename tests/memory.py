@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 TOLERANCE = 0.1
-# Ranks, method (+ argument), grid (rows x cols x heads), mask, tokens, query heads, KV heads,
+# Ranks, method, grid (rows x cols x heads), mask, tokens, query heads, KV heads,
 # headdim, dtype, kernel, phases.
 CASES = """
 1 Attention2D 1x1x1 full 8192 1 1 64 float32 numpy 2
@@ -41,8 +41,6 @@ CASES = """
 4 Attention2D 2x1x2 causal_document:0,3000,8192 8192 16 4 64 float32 numpy 2
 4 NodeAwareAttention 2x2x1 causal 8192 8 8 64 float32 numpy 2
 4 RingAttention 4x1x1 causal 16384 1 1 64 float32 numpy 2
-4 Attention2D+stream 2x2x1 causal 8192 8 8 64 float32 numpy 2
-4 Attention2D+stream 1x2x2 causal 8192 16 4 64 float32 numpy 2
 """.strip().splitlines()
 
 
@@ -90,10 +88,9 @@ def rank(number):
     comm.Barrier()
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    method, *options = method.split("+")
     plan = getattr(methods, method)(
         grid, mask, seqlen=seqlen, nheads=nheads, nheads_kv=nheads_kv, headdim=headdim,
-        dtype=dtype, kernel=kernel, threads=1, **dict.fromkeys(options, True),
+        dtype=dtype, kernel=kernel, threads=1,
     )  # fmt: skip
     q, k, v, *dout = (
         rng.standard_normal((len(plan.tokens), h, headdim), np.float32).astype(

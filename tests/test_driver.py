@@ -44,7 +44,6 @@ MAIN = {
              "float64"],
     "double ring": ["--method", "double_ring", "--inner", "2", "--backward", "--check", "full"],
     "4x1": ["--cols", "1", "--distribution", "striped", "--no-overlap", "--check", "none"],
-    "streamed": ["--stream", "--backward", "--check", "full"],
     "bfloat16": ["--dtype", "bfloat16", "--backward", "--check", "full", "--save-outputs"],
 }  # fmt: skip
 
@@ -71,7 +70,6 @@ def test_main_job(main_jobs, name):
     assert "written to" in stdout and "FAILED" not in stdout
     result = read_result(folder / f"{name}.h5")
     assert result.config["seqlen"] == 301 and result.config["ranks"] == 4
-    assert bool(result.config["stream"]) == ("--stream" in options)
     assert result.provenance["input_sha256"] == sha256(SAMPLE.read_bytes()).hexdigest()
     phases = ["forward", "backward"] if "--backward" in options else ["forward"]
     assert set(result.timings) == {
@@ -187,7 +185,6 @@ OPTIONS = [
         "2 rows x 2 ranks per Ulysses group do not divide 2 ranks",
     ),
     (["--rows", "2", "--cols", "2"], "2 x 2 grid does not fit 2 ranks"),
-    (["--stream", "--method", "ring"], "--stream needs --method attention2d"),
     (["--inner", "2"], "--inner needs --method double_ring"),
     (
         ["--method", "double_ring", "--inner", "3"],

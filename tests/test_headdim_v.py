@@ -35,7 +35,6 @@ PLANS = {
     f"{kind.__name__} {'x'.join(map(str, shape))}": (kind, shape, {}, {})
     for kind, shape in METHODS + OTHERS
 }
-PLANS["streamed"] = Attention2D, METHODS[-2][1], {}, {"stream": True}
 PLANS["in turn"] = Attention2D, METHODS[0][1], {}, {"overlap": False}
 PLANS["node aware"] = NodeAwareAttention, METHODS[-2][1], NODES, {}
 if SIZE in (1, 6):

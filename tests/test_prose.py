@@ -31,7 +31,7 @@ VERBS = """
     register release remove repeat replace report request rescale reserve resize restore
     restrict resume return reverse revoke rotate round run sample save say scale scatter search
     select send serve set settle share shift show shrink simulate skip solve sort split start
-    stop store stream strip subtract sum summarise swap switch take tell test time tokenise
+    stop store strip subtract sum summarise swap switch take tell test time tokenise
     train transpose try turn update use wait walk warn write yield
 """
 QUESTIONS = "how what when where whether which who whose why"

@@ -210,20 +210,20 @@ def test_what_is_passed_on_is_encoded_once(name, encodings):
 
 
 def plans(comm):
-    """Return class, grid and options of every method on these ranks."""
+    """Return class, shape and nodes of every method on these ranks."""
     pairs = {5: (1, 5), 6: (2, 3)}.get(SIZE, (2, SIZE // 2) if SIZE % 2 == 0 else (1, SIZE))
     nodes = np.arange(SIZE) // 2
     found = [
-        (Attention2D, pairs, {}, None),
-        (Attention2D, pairs[::-1], {"stream": True}, None),
-        (RingAttention, (SIZE, 1), {}, None),
-        (DoubleRingAttention, pairs, {}, None),
-        (NodeAwareAttention, (1, SIZE), {}, nodes),
+        (Attention2D, pairs, None),
+        (Attention2D, pairs[::-1], None),
+        (RingAttention, (SIZE, 1), None),
+        (DoubleRingAttention, pairs, None),
+        (NodeAwareAttention, (1, SIZE), nodes),
     ]
     if SIZE % 2 == 0:
-        found.append((Attention2D, (SIZE // 2, 1, 2), {}, None))
+        found.append((Attention2D, (SIZE // 2, 1, 2), None))
     if SIZE in (3, 6):
-        found.append((TriangleAttention, (SIZE, 1), {}, None))
+        found.append((TriangleAttention, (SIZE, 1), None))
     return found
 
 
@@ -243,19 +243,19 @@ def bad_checks(plan, checks, name):
 def test_all_methods(comm, grid_of, seqlen, formats):
     """Errors, bytes and buffers are right, results repeat, and lse is of rounded tensors."""
     bad = []
-    for cls, shape, options, nodes in plans(comm):
+    for cls, shape, nodes in plans(comm):
         grid = grid_of(*shape, nodes=nodes)
         mask, heads = Causal(), {"seqlen": seqlen, "nheads": 4, "nheads_kv": 2, "headdim": 40}
         whole = inputs(seqlen, 2, 40, 1.0, "float32", 4)
         for name in formats:
-            plan = cls(grid, mask, **heads, wire=name, **options)
+            plan = cls(grid, mask, **heads, wire=name)
             found = run(plan, *whole)
             bad += accounts(plan, True)
             bad += bad_checks(plan, check_attention(plan, shards(plan, whole) | found), name)
-            again = cls(grid, mask, **heads, wire=name, overlap=False, **options)
+            again = cls(grid, mask, **heads, wire=name, overlap=False)
             other = run(again, *whole)
             bad += [f"{x} differs" for x in TENSORS if other[x].tobytes() != found[x].tobytes()]
-            exact = cls(grid, mask, **heads, **options)
+            exact = cls(grid, mask, **heads)
             of_rounded = run(exact, *(reference.rounded(x, name) for x in whole))
             same = ["lse", *["out"] * (cls in (RingAttention, DoubleRingAttention))]
             if seqlen > 2 and len(shape) == 2:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,7 @@ from a2d_mpi.masks.mask import Mask
 class Attention2D(AttentionPlan):
     """Attention2D on a process grid, one tile for each rank; see `a2d_mpi.schedules.attention2d`.
 
-    It adds one parameter to `AttentionPlan`.
-
-    Parameters
-    ----------
-    stream : bool, optional
-        Hold one side of the tile only: the keys in the forward pass, the smaller side in the
-        backward pass.  The shards of the other side, and its partial results, pass through two
-        buffers.  Bytes, messages, out and lse do not change, bit for bit.  Gradients are added in
-        another order.  Default: true if `ProcessGrid.auto` made the grid and only a streamed plan
-        fits in memory.
+    It has the interface of `AttentionPlan`.
 
     Notes
     -----
@@ -37,23 +27,6 @@ class Attention2D(AttentionPlan):
     """
 
     method = "attention2d"
-
-    def __init__(
-        self, grid: ProcessGrid, mask: Mask, *, stream: bool | None = None, **others: Any
-    ) -> None:
-        check_grid(grid)
-        self.stream = grid.layout.stream if stream is None else stream
-        super().__init__(grid, mask, **others)
-
-    @property
-    def _options(self) -> dict[str, object]:
-        return {"stream": self.stream}
-
-    @property
-    def layout(self) -> Layout:
-        if self.stream not in (True, False):
-            raise ValueError(f"stream must be true or false, got {self.stream!r}")
-        return replace(self.grid.layout, stream=bool(self.stream))
 
 
 class NodeAwareAttention(AttentionPlan):

@@ -181,8 +181,7 @@ class ProcessGrid:
         """Make the grid that the planner predicts to be the fastest for a problem on a machine.
 
         Collective over `comm`; rank 0 runs `a2d_mpi.planning.planner`.  By default, plans on this
-        grid take the distribution of the fastest plan.  If only a streamed plan fits in memory,
-        plans on this grid stream by default.
+        grid take the distribution of the fastest plan.
 
         Parameters
         ----------
@@ -212,8 +211,7 @@ class ProcessGrid:
             options = machine, comm.size, work, memory, (method,)
             layout = decide(comm, 0, lambda: best_candidate(*options).layout)
         grid = cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
-        chosen = {"stream": layout.stream, "distribution": layout.distribution}
-        grid.layout = replace(grid.layout, **chosen)
+        grid.layout = replace(grid.layout, distribution=layout.distribution)
         return grid
 
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
@@ -306,8 +304,8 @@ class ProcessGrid:
                 if made:
                     shape = squarest(len(used) // heads)
                     grid = ProcessGrid(active, *shape, heads, self.layout.order, nodes=nodes)
-                    kept = {"stream": self.layout.stream, "distribution": self.layout.distribution}
-                    grid.layout = replace(grid.layout, **kept)
+                    distribution = self.layout.distribution
+                    grid.layout = replace(grid.layout, distribution=distribution)
                     grid.failures.numbers = numbers[used][grid.layout.world_ranks()]
         except RanksLost:
             if grid:

@@ -37,8 +37,6 @@ class Layout:
     nodes : tuple of int, optional
         Node of every grid rank, for methods whose schedules depend on it; see `on_nodes`.
         None: every rank is alone on its node.
-    stream : bool
-        Whether one side of a tile is streamed through two buffers, if the method can do that.
     distribution : str, optional
         Distribution of the tokens, if the planner has chosen one.
 
@@ -55,7 +53,6 @@ class Layout:
     order: str = "rcu"
     block: tuple[int, int] = (1, 1)
     nodes: tuple[int, ...] | None = None
-    stream: bool = False
     distribution: str | None = None
 
     def __post_init__(self) -> None:

@@ -172,8 +172,7 @@ def _row(plan: Candidate, ranks: int, best: Candidate) -> list[str]:
     else:
         cells += [f">= {duration(plan.bound)}", *["-"] * 7, f">= {_bytes(plan.memory)}"]
     idle = f"{used} of {ranks} ranks, {1 - used / ranks:.0%} idle" if used < ranks else ""
-    streamed = "streamed" * plan.layout.stream
-    notes = plan.layout.distribution, streamed, plan.known_as, idle, why_not(plan, best)
+    notes = plan.layout.distribution, plan.known_as, idle, why_not(plan, best)
     return [*cells, "; ".join(filter(None, notes))]
 
 

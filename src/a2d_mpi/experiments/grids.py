@@ -108,8 +108,6 @@ def plan_of(
     if shape not in grids:
         grids[shape] = ProcessGrid(comm, *shape)
     arguments = {**case.arguments, "overlap": configuration.overlap, **options}
-    if layout.stream:
-        arguments["stream"] = True
     if layout.distribution:
         arguments["distribution"] = layout.distribution
     return make_plan(configuration.method, grids[shape], case.work().mask, **arguments)

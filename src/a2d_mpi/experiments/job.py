@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
-from a2d_mpi.attention.methods import Attention2D, DoubleRingAttention, make_plan
+from a2d_mpi.attention.methods import DoubleRingAttention, make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.agreement import agree
 from a2d_mpi.core.config import AttentionConfig
@@ -56,7 +56,7 @@ def attention(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     device = open_device(comm, args.device)
     phases = {"backward": args.backward, "overlap": args.overlap}
     grid = open_grid(comm, args, Workload(**config.arguments, mask=mask, **phases))
-    names = ("kernel", "transfers", "threads", "inner", "stream", "distribution")
+    names = ("kernel", "transfers", "threads", "inner", "distribution")
     options = {name: x for name in names if (x := getattr(args, name)) is not None}
     options |= {**config.arguments, "overlap": args.overlap}
     plan = make_plan(args.method, grid, mask, **options)
@@ -105,8 +105,6 @@ def _validated(args: argparse.Namespace, ranks: int) -> tuple[InputInfo, Attenti
     double = DoubleRingAttention.method
     if args.inner is not None and args.method != double:
         raise ValueError(f"--inner needs --method {double.replace(' ', '_')}, got {args.method}")
-    if args.stream and args.method != Attention2D.method:
-        raise ValueError(f"--stream needs --method {Attention2D.method}, got {args.method}")
     info = inspect_input(args.input)
     tokens = info.config.seqlen
     if args.seqlen is None:
@@ -145,13 +143,12 @@ def _read(args: argparse.Namespace, info: InputInfo, plan: AttentionPlan) -> dic
 def _report(result: Result, plan: AttentionPlan) -> None:
     """Print the short table."""
     c = result.config
-    streamed = "streamed, " * c["stream"]
     wire = f" ({c['wire']} on the wire)" * (c["wire"] != "none")
     values = f", headdim_v {c['headdim_v']}" * (c["headdim_v"] != c["headdim"])
     print(
         f"{c['method']} on {c['rows']} x {c['cols']}"
         f"{' x ' + str(c['heads']) if c['heads'] > 1 else ''} ranks, {c['mask']} mask, "
-        f"{streamed}{c['distribution']} distribution, {c['dtype']}{wire}, "
+        f"{c['distribution']} distribution, {c['dtype']}{wire}, "
         f"{result.provenance['device']}\n"
         f"seqlen {c['seqlen']}, nheads {c['nheads']}, nheads_kv {c['nheads_kv']}, "
         f"headdim {c['headdim']}{values}; {c['trials']} trial{'s' * (c['trials'] != 1)}; "

@@ -286,7 +286,6 @@ def _config(plan: AttentionPlan) -> dict[str, object]:
         # Node of every grid rank; empty if each rank is alone on its node.
         "nodes": " ".join(map(str, plan.grid.layout.nodes or ())),
         "distribution": plan.distribution.name,
-        "stream": plan.layout.stream,
         # Path of tensors to MPI: directly, or copied to the host.
         "transfers": "host" if plan.staged_bytes else "direct",
     }

@@ -113,7 +113,6 @@ class Configuration:
         overlap = "overlap" if self.overlap else "in_turn"
         order = self.layout.numbering.replace("/", "_")  # a slash would make a subgroup
         order += f"-{self.layout.distribution}" if self.layout.distribution else ""
-        order += "-streamed" * self.layout.stream
         return f"{method}-{shape}-{order}-{self.case.name}-{overlap}"
 
     @property
@@ -130,7 +129,6 @@ class Configuration:
             "backward": case.backward,
             "overlap": self.overlap,
             "wire": case.wire or "none",
-            "stream": layout.stream,
             "picked": self.picked,
         }
 

@@ -11,10 +11,9 @@ Every candidate has a lower bound of its time.  The bound grows in four stages:
 The search always refines the candidate with the smallest bound.  It ends when a candidate that is
 fully simulated has the smallest one.
 
-A candidate can lead to others.  If a grid does not fit in memory, its streamed plan is tried.  If
-the mask leaves the distribution open, a candidate first has the distribution that
-`a2d_mpi.sharding.choice` takes for the machine.  If this candidate turns out to be the fastest, it
-is tried with the other distributions, too.
+A candidate can lead to others.  If the mask leaves the distribution open, a candidate first has
+the distribution that `a2d_mpi.sharding.choice` takes for the machine.  If this candidate turns out
+to be the fastest, it is tried with the other distributions, too.
 
 Example::
 
@@ -106,16 +105,15 @@ def _search(
     for method, layout in shapes:
         trials.append(Trial(machine, method, layout, work, room))
         yield
-    queue = [(x.seconds, i) for i, x in enumerate(trials) if x.fits]
+    queue = [(x.seconds, i) for i, x in enumerate(trials)]
     heapify(queue)
     while queue and number != 0:
         i = heappop(queue)[1]
-        new = [i]
         if trials[i].refine():
-            if not trials[i].fits:
-                new = _appended(trials, trials[i].streamed())
+            new = [i] * trials[i].fits
         elif others := trials[i].redistributed():  # it is the fastest so far
-            new += _appended(trials, others)
+            new = [i, *range(len(trials), len(trials) + len(others))]
+            trials += others
         elif number is not None:  # no bound of the others is below its time
             number -= 1
             continue
@@ -124,12 +122,6 @@ def _search(
         for j in new:
             heappush(queue, (trials[j].seconds, j))
         yield
-
-
-def _appended(trials: list[Trial], new: list[Trial]) -> list[int]:
-    """Append new trials and return their indices."""
-    trials += new
-    return list(range(len(trials) - len(new), len(trials)))
 
 
 def best_candidates(

@@ -36,7 +36,6 @@ class Candidate:
     method : str
         One of `a2d_mpi.schedules.METHODS`.
     layout : Layout
-        With `stream` if a plan without streaming does not fit in memory.
     distribution : str
     bound : float
         Lower bound of the seconds.
@@ -144,22 +143,14 @@ class Trial:
     def _problem(self) -> Problem:
         return problem_of(self._method, self._layout, self._work, self._work.mask)
 
-    def streamed(self) -> list[Trial]:
-        """Return the same plan with streamed tiles, or nothing if there is no such other plan."""
-        if self._layout.stream or self._layout.positions == 1 or not METHODS[self._method].streams:
-            return []
-        return [self._other(stream=True)]
-
     def redistributed(self) -> list[Trial]:
         """Return the same plan with all other distributions, if none was asked for; only once."""
         if not self._chooses:
             return []
         self._chooses = False
-        return [self._other(distribution=x) for x in CHOICES if x != self._layout.distribution]
-
-    def _other(self, **change: object) -> Trial:
-        layout = replace(self._layout, **change)
-        return Trial(self._machine, self._method, layout, self._work, self._room)
+        machine, method, layout, work = self._plan
+        others = (replace(layout, distribution=x) for x in CHOICES if x != layout.distribution)
+        return [Trial(machine, method, x, work, self._room) for x in others]
 
     def refine(self) -> bool:
         """Raise the bound or simulate a phase; return False if nothing is left to do."""

@@ -327,7 +327,6 @@ class _Groups:
         group = problem.cp_group(u)
         self._options = {
             "overlap": overlap,
-            "stream": chosen.streams and layout.stream,
             "shares_kv": config.nheads_kv < u,
         }
         nodes = [layout.nodes_of_group(x) if chosen.knows_nodes else None for x in range(u)]
@@ -362,6 +361,5 @@ def _renamed(nodes: tuple[int, ...] | None) -> tuple[int, ...] | None:
 
 def essence(method: str, layout: Layout) -> Layout:
     """Return the layout with only the fields on which the method's programs depend."""
-    chosen = _lookup(method)
-    nodes, stream = layout.nodes if chosen.knows_nodes else None, chosen.streams and layout.stream
-    return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes, stream=stream)
+    nodes = layout.nodes if _lookup(method).knows_nodes else None
+    return Layout(layout.rows, layout.cols, layout.heads, nodes=nodes)

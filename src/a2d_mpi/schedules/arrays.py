@@ -201,11 +201,6 @@ class ProgramArrays:
         runs = (r for owner, places in pieces for r in shards.at(owner, places))
         return all(a[-1] < b[0] for a, b in pairwise(runs))
 
-    def piece_by_piece(self, name: str) -> Rows:
-        """Return all rows of an array, one run per piece; the tokens of a run are in order."""
-        runs = (range(a, b) for a, b in pairwise(self._offsets(name)) if a < b)
-        return Rows(name, tuple(runs))
-
     def _piecewise(self, name: str) -> Rows:
         """Return all rows of an array by token, in the order of its pieces."""
         return Rows(name, tuple(run for runs in self._by_token(name) for run in runs))

@@ -10,11 +10,6 @@ arXiv:2503.15758.  The order of the work is ours.  A rank posts all receives fir
 rows that have arrived, sends finished results at once, and waits only for the rows of the next
 call.  If the mask lets some ranks gather less than others, gathers come before returns.  Links are
 shared fairly, so an early partial result would delay keys that another rank still waits for.
-
-A tile can be streamed (`Group.stream`) if memory is short.  A rank then holds only one side of its
-tile.  The shards of the other side, and the partial results for that side, pass through two
-buffers.  In the forward pass the rank holds keys.  In the backward pass it holds the side that
-takes less memory.
 """
 
 from __future__ import annotations
@@ -24,11 +19,11 @@ from collections.abc import Iterator
 from a2d_mpi.core.sizes import Layout
 from a2d_mpi.masks.intervals import Runs
 from a2d_mpi.schedules.chunks import chunked, split_own
-from a2d_mpi.schedules.collectives import Incoming, Partials, Stream, all_gather
+from a2d_mpi.schedules.collectives import Incoming, Partials, all_gather
 from a2d_mpi.schedules.group import Group
 from a2d_mpi.schedules.method import Method
 from a2d_mpi.schedules.program import Program
-from a2d_mpi.schedules.steps import Rows, TokenArray
+from a2d_mpi.schedules.steps import Rows
 
 
 class Tile:
@@ -45,8 +40,6 @@ class Tile:
 
     def __init__(self, p: Program, kind: str, by_query: bool) -> None:
         self.p, self.by_query, (rows, cols) = p, by_query, (p.group.rows, p.group.cols)
-        # A streamed backward pass calls the kernel owner by owner, so it needs no sorted keys.
-        self.sorts = not p.group.stream or kind == "q"
         r, c = divmod(p.rank, cols)
         # Every rank begins with the next rank, so that no rank is the first target of all.
         self.row_peers = [r * cols + (c + i) % cols for i in range(1, cols)]
@@ -68,39 +61,24 @@ class Tile:
         return self.p.group.required(True, owner, self.p.group.row_of(member))
 
     def gather(self) -> None:
-        """Gather the rows of queries along the row, and the rows of keys along the column.
-
-        In a streamed tile, the side that comes last in `calls` is streamed.
-        """
-        p, own_q, own_k = self.p, self.own_q.array, self.own_k.array
+        """Gather the rows of queries along the row, and the rows of keys along the column."""
+        own_q, own_k = self.own_q.array, self.own_k.array
         row = "row", own_q, self.row_peers, self.required_queries
         col = "col", own_k, self.col_peers, self.required_keys
-        if not p.group.stream:
-            self.q, self.q_coming = all_gather(p, *row)
-            self.k, self.k_coming = all_gather(p, *col)
-        elif not self.by_query:
-            self.q, self.q_coming = all_gather(p, *row)
-            self.k, self.k_coming = own_k, Stream(p, *col, backwards=True)
-        else:
-            self.q, self.q_coming = own_q, Stream(p, *row, backwards=True)
-            if self.row_peers:
-                self.k, self.k_coming = all_gather(p, *col, by_token=self.sorts)
-            else:  # only this rank's own queries use the keys, so the keys are streamed too
-                self.k, self.k_coming = own_k, Stream(p, *col)
+        self.q, self.q_coming = all_gather(self.p, *row)
+        self.k, self.k_coming = all_gather(self.p, *col)
 
     def all_keys(self) -> Rows:
-        """Return all rows of keys, by token or, if calls are made owner by owner, by owner."""
-        p = self.p
-        return p.rows(p.sorted(self.k)) if self.sorts else p.piece_by_piece(self.k)
+        """Return all rows of keys, by token."""
+        return self.p.rows(self.p.sorted(self.k))
 
     def calls(self) -> Iterator[tuple[int | None, Rows, int | None, Rows]]:
         """Yield the operands of each kernel call as soon as they have arrived.
 
         By query, the first of this rank's own queries meet the keys of each owner as these arrive.
         Then the queries of each other owner, as they arrive, meet all keys in one call.  The rest
-        of this rank's own queries comes last, while partial results travel.  In a streamed tile
-        this rest comes before the other owners' queries, so that arriving partial results can be
-        added to it.  By key, queries and keys exchange their roles.
+        of this rank's own queries comes last, while partial results travel.  By key, queries and
+        keys exchange their roles.
 
         Yields
         ------
@@ -112,36 +90,29 @@ class Tile:
         keys : Rows
         """
         p, rank = self.p, self.p.rank
-        for coming in (self.q_coming, self.k_coming):
-            if not p.group.overlap and not isinstance(coming, Stream):
+        if not p.group.overlap:
+            for coming in (self.q_coming, self.k_coming):
                 self.wait(coming)
         if self.by_query:
             first, *rest = split_own(p.group, rank, False, p.channels["col"], p.group.cols)
             own = p.rows(self.q, rank, first)
-            own_k = self.own_k if p.arrays[self.k].by_token else p.rows(self.k, rank)
-            yield rank, own, rank, own_k
+            yield rank, own, rank, p.rows(self.k, rank)
             for owner, keys in self._arriving(self.k_coming):
                 yield rank, own, owner, keys
-            calls = ((rank, p.rows(self.q, rank, part), None, self.all_keys()) for part in rest)
-            if p.group.stream:
-                yield from calls
             for owner, queries in self._last(self.q_coming, self.own_k, self.own_q):
                 yield owner, queries, None, self.all_keys()
-            if not p.group.stream:
-                yield from calls
+            for part in rest:
+                yield rank, p.rows(self.q, rank, part), None, self.all_keys()
         else:
             first, *rest = split_own(p.group, rank, True, p.channels["row"], p.group.rows)
             own = p.rows(self.k, rank, first)
             yield rank, p.rows(self.q, rank), rank, own
             for owner, queries in self._arriving(self.q_coming):
                 yield owner, queries, rank, own
-            calls = ((None, p.rows(self.q), rank, p.rows(self.k, rank, part)) for part in rest)
-            if p.group.stream:
-                yield from calls
             for owner, keys in self._last(self.k_coming, self.own_q, self.own_k):
                 yield None, p.rows(self.q), owner, keys
-            if not p.group.stream:
-                yield from calls
+            for part in rest:
+                yield None, p.rows(self.q), rank, p.rows(self.k, rank, part)
 
     def _arriving(self, coming: Incoming) -> Iterator[tuple[int, Rows]]:
         """Wait for each message in turn; yield its owner and rows."""
@@ -161,7 +132,7 @@ class Tile:
         """
         p = self.p
         larger, smaller = (sum(p.group.row_bytes(p.arrays[x.array])) for x in (first, last))
-        if p.group.stream or not p.group.uneven or larger < 1.1 * smaller:
+        if not p.group.uneven or larger < 1.1 * smaller:
             yield from self._arriving(coming)
             return
         if p.group.overlap:
@@ -183,7 +154,7 @@ def forward(p: Program) -> None:
         if owner == p.rank:
             p.attend(queries, keys, p.matching(out.array, queries))
         else:
-            partial = partials.of(owner, queries, out.array)
+            partial = partials.of(owner, queries)
             p.attend(queries, keys, partial)
             partials.give(owner, partial)
     partials.combine(out.array)
@@ -194,24 +165,14 @@ def backward(p: Program) -> None:
     """Write the backward pass of a rank."""
     group = p.group
     by_query = gradients_by_query(group)
-    if group.stream:
-        by_query = keys_are_smaller(group)
     # dout, q: (C n, H, D); lse, delta: (C n, H); k, v: (R n, Hkv, D)
     tile = Tile(p, "qd", by_query)
     dq = p.sums("dq", "dq", tile.q)  # (C n, H, D)
-    by_token = by_query and not group.stream
-    dkv = p.sums("dkv", "dkv", tile.k, by_token=by_token)  # dk, dv: (R n, Hkv, D)
+    dkv = p.sums("dkv", "dkv", tile.k, by_token=by_query)  # dk, dv: (R n, Hkv, D)
     dq_partials = Partials(p, "row", "dq", tile.row_peers, tile.required_queries)
     dkv_partials = Partials(p, "col", "dkv", tile.col_peers, tile.required_keys)
     for q_owner, queries, k_owner, keys in tile.calls():
-        if group.stream and by_query and q_owner != p.rank:
-            into, keys_into = dq_partials.of(q_owner, queries, "dq"), dkv(keys)
-            p.clear(into)
-        elif group.stream and not by_query and k_owner != p.rank:
-            into, keys_into = dq(queries), dkv_partials.of(k_owner, keys, "dkv")
-            p.clear(keys_into)
-        else:
-            into, keys_into = dq(queries), dkv(keys)
+        into, keys_into = dq(queries), dkv(keys)
         p.differentiate(queries, keys, into, keys_into)
         # A result is finished if its queries have met all keys, or its keys all queries.
         if k_owner is None and q_owner != p.rank:
@@ -226,8 +187,6 @@ def backward(p: Program) -> None:
         for peer in tile.row_peers:
             for chunk in chunked(tile.required_queries(peer, p.rank), group.cols):
                 p.give("row", peer, p.rows("dq", peer, chunk))
-    if group.stream and not by_query:  # peers need these results before they can finish
-        dkv_partials.combine("dkv")
     dq_partials.combine("dq")
     dkv_partials.combine("dkv")
     p.results = {"dq": p.rows("dq", p.rank), "dkv": p.rows("dkv", p.rank)}
@@ -243,15 +202,6 @@ def gradients_by_query(group: Group) -> bool:
     return (group.cols - 1) * group.elements("dq") >= of_keys
 
 
-def keys_are_smaller(group: Group) -> bool:
-    """Return True if gathered keys and their gradients take less memory than queries."""
-
-    def row_bytes(*kinds: str) -> int:
-        return sum(sum(group.row_bytes(TokenArray(kind, ()))) for kind in kinds)
-
-    return (group.rows - 1) * row_bytes("kv", "dkv") < (group.cols - 1) * row_bytes("qd", "dq")
-
-
 def _known_as(layout: Layout) -> str:
     if layout.size == 1:
         return ""
@@ -265,6 +215,5 @@ METHOD = Method(
     backward,
     lambda layout: (layout.rows, layout.cols, ""),
     known_as=_known_as,
-    streams=True,
     roundings=lambda layout, kind: int((layout.rows if kind == "dkv" else layout.cols) > 1),
 )

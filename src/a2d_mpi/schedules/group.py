@@ -28,8 +28,6 @@ class Group:
         The config with the heads that one rank computes.
     overlap : bool
         Whether to compute while messages travel.
-    stream : bool
-        Whether shards and partial results of one side of a tile pass through two buffers.
     inner : str
         Name of the channel of inner hops, for rings.
     shares_kv : bool
@@ -43,7 +41,6 @@ class Group:
     problem: Problem
     config: AttentionConfig
     overlap: bool = True
-    stream: bool = False
     inner: str = ""
     shares_kv: bool = False
     nodes: tuple[int, ...] | None = None

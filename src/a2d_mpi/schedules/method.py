@@ -37,8 +37,6 @@ class Method(NamedTuple):
         Takes a layout.  Returns the name of the method on this layout in the literature, or "".
     knows_nodes : bool
         Whether programs depend on `Layout.nodes`.
-    streams : bool
-        Whether programs depend on `Layout.stream`.
     roundings : callable
         Takes a layout and a kind of rows ("out", "dq" or "dkv").  Returns how often a partial
         result is encoded for the wire on its way, at most.
@@ -57,7 +55,6 @@ class Method(NamedTuple):
     causal: bool = False
     known_as: Callable[[Layout], str] = lambda layout: ""
     knows_nodes: bool = False
-    streams: bool = False
     roundings: Callable[[Layout, str], int] = lambda layout, kind: 1
     cuts: Callable[[Problem], Sequence[int]] = lambda problem: ()
 
