@@ -28,12 +28,13 @@ from mpi4py import MPI
 
 from a2d_mpi.attention.executor import Executor
 from a2d_mpi.attention.methods import make_plan
-from a2d_mpi.comm.failures import Failures
-from a2d_mpi.core.sizes import squarest
+from a2d_mpi.comm import failures
+from a2d_mpi.core.sizes import Layout, squarest
 from a2d_mpi.schedules import METHODS
 
 SIZES = {"seqlen": 768, "nheads": 6, "headdim": 16, "kernel": "numpy"}
-POINTS = "_shrunk", "_split", "_place"  # methods of a grid in which it dies while it shrinks
+# Functions in which a rank dies while the grid shrinks.
+POINTS = (failures, "_grid_on"), (ProcessGrid, "_split"), (Layout, "on_nodes")
 PATIENCE = 20  # seconds: a rank that hears nothing leaves
 
 
@@ -116,7 +117,7 @@ def lose(folder, stages, method="attention2d", heads=1):
         told(here, phase, act)
         if phase == "shrink" and rank in victims[1:]:
             point = POINTS[victims.index(rank) % len(POINTS)]
-            setattr(ProcessGrid, point, lambda *x, here=here: die(here))
+            setattr(*point, lambda *x, here=here: die(here))
         begin = time.monotonic()
         lost, grid = grid, grid.shrink(method)
         took = time.monotonic() - begin
@@ -149,7 +150,7 @@ def whole_from_the_start(method, heads):
 if __name__ == "__main__":
     seconds = os.environ.get("A2D_TEST_UNTOLD")
     if seconds:  # ranks that are not told wait for good
-        Failures.revoke = lambda self: None
+        failures.Failures.revoke = lambda self: None
     faulthandler.dump_traceback_later(float(seconds or PATIENCE + 10), exit=True)
     if sys.argv[2].startswith("["):
         lose(Path(sys.argv[1]), json.loads(sys.argv[2]), *sys.argv[3:4], *map(int, sys.argv[4:]))

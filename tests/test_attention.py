@@ -26,7 +26,7 @@ from helpers import ROOT, assert_all, deeper
 
 from a2d_mpi import Attention2D, Causal, Full, IntervalMask, ProcessGrid
 from a2d_mpi.experiments.check import check_attention
-from a2d_mpi.planning.planner import best_candidate
+from a2d_mpi.planning.planner import best_candidate, best_layout
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import chunks
 from a2d_mpi.schedules.problem import Workload
@@ -275,13 +275,13 @@ def test_order_of_ranks(comm, grid_of, order):
 def test_planned_grid(comm):
     machine = read_machine(PROFILES / "h100-64x1.toml")
     work = Workload(1 << 16, NHEADS, 64, mask=Causal())
-    grid = ProcessGrid.auto(comm, machine, work)
+    grid = ProcessGrid.from_layout(comm, best_layout(machine, comm.size, work))
     best = best_candidate(machine, comm.size, work, methods=("attention2d",))
     found = replace(grid.layout, nodes=None)  # which the method does not know
     assert_all(comm, found == best.layout, f"{found}, planned {best.layout}")
     grid.free()
     with pytest.raises(ValueError, match="no plan fits"):
-        ProcessGrid.auto(comm, machine, work, memory=1000)
+        best_layout(machine, comm.size, work, memory=1000)
 
 
 @pytest.mark.parametrize("grid, told", [

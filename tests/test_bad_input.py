@@ -59,7 +59,7 @@ def test_grid_that_does_not_fit(comm, shape):
 @pytest.mark.parametrize("shape", [("1", 1), (None, 1), (1, 1.0)])
 def test_grid_of_no_integers(comm, shape):
     text = message_of(comm, lambda: ProcessGrid(comm, *shape))
-    assert text == "rows, cols and heads must be integers, got {!r}, {!r} and 1".format(*shape)
+    assert text == f"rows, cols and heads must be 3 integers, got {(*shape, 1)!r}"
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_freed_grid(comm, make):
 @pytest.mark.parametrize("wrong, text", [
     ({"block": (1, 7)}, "1x7 blocks do not divide a grid of 1 x "),
     ({"block": (0, 1)}, "0x1 blocks do not divide"),
-    ({"block": "2x2"}, "block must be 2 whole numbers, got '2x2'"),
-    ({"block": (1, 1.0)}, "block must be 2 whole numbers, got (1, 1.0)"),
-    ({"nodes": [0] * 7}, " whole numbers, got [0, 0, 0, 0, 0, 0, 0]"),
-    ({"nodes": 1}, " whole numbers, got 1"),
+    ({"block": "2x2"}, "block must be 2 integers, got '2x2'"),
+    ({"block": (1, 1.0)}, "block must be 2 integers, got (1, 1.0)"),
+    ({"nodes": [0] * 7}, " integers, got [0, 0, 0, 0, 0, 0, 0]"),
+    ({"nodes": 1}, " integers, got 1"),
     ({"nodes": [[1], [2, 3]]}, "nodes must be "),
     ({"nodes": [None] * 64}, "nodes must be "),
 ])  # fmt: skip

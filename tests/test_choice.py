@@ -7,7 +7,7 @@ from a2d_mpi.core.sizes import Layout
 from a2d_mpi.experiments.mask_table import partition_cost
 from a2d_mpi.masks.patterns import make_mask
 from a2d_mpi.planning.model import predict, slowest_seconds
-from a2d_mpi.planning.planner import best_candidate, candidates
+from a2d_mpi.planning.planner import best_candidate, best_layout, candidates
 from a2d_mpi.planning.profile import read_machine
 from a2d_mpi.schedules import problem_of
 from a2d_mpi.schedules.problem import Workload
@@ -93,7 +93,7 @@ def test_planned_grid(comm, grid_of):
     work = Workload(4096, 4, 64, mask=mask, backward=True)
     problem = {"seqlen": 4096, "nheads": 4, "headdim": 64, "dtype": "bfloat16"}
     # A ring of four positions: the planner has a choice.
-    grid = ProcessGrid.auto(comm, H100, work, method="ring")
+    grid = ProcessGrid.from_layout(comm, best_layout(H100, comm.size, work, method="ring"))
     planned = best_candidate(H100, comm.size, work, methods=("ring",)).layout.distribution
     assert grid.layout.distribution == planned
     attn = Attention2D(grid, mask, **problem)

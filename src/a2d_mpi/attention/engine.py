@@ -15,13 +15,13 @@ from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.gpus import gpu_aware
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call, Rendezvous
-from a2d_mpi.comm.threads import BlasThreads
 from a2d_mpi.comm.transport import HostTransport, Transport
 from a2d_mpi.core.config import AttentionConfig
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.devices.workspace import Workspace
 from a2d_mpi.kernels import Kernel, check_kernel, make_kernel
+from a2d_mpi.kernels.threads import BlasThreads
 
 
 class Recorded(NamedTuple):

@@ -62,8 +62,8 @@ class AttentionPlan:
     distribution : {"contiguous", "zigzag", "striped", "triangle", "balanced"}, optional
         Owner of each token.  Default: zigzag for `Causal`, contiguous for `Full` and windows.
         For other masks, the default is the contiguous, zigzag or balanced distribution with the
-        least predicted time.  The prediction is for the grid's machine if `ProcessGrid.auto` made
-        the grid, and for a typical machine otherwise.
+        least predicted time on a typical machine.  A grid of `ProcessGrid.from_layout` may have
+        another default, the distribution of the layout.
     distribution_kv : str, optional
         Owner of each token of k and v in cross-attention.  Default: `distribution`.
     wire : {"bfloat16", "mxfp8", "mxfp4"}, optional
@@ -86,7 +86,7 @@ class AttentionPlan:
         `a2d_mpi.comm.gpus.gpu_aware`.
     threads : int, optional
         BLAS threads of a rank's kernels on the host.  Default: the value of the first environment
-        variable of `a2d_mpi.comm.threads.VARIABLES` that is set; without one, ``grid.cores``.
+        variable of `a2d_mpi.kernels.threads.VARIABLES` that is set; without one, ``grid.cores``.
     check_finite : bool
         Refuse NaN and infinite elements (on a GPU, by a copy to the host).  False: a NaN or an
         infinite element spoils the results of the queries and keys that see it.  On a GPU it may

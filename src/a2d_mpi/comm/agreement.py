@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from mpi4py import MPI
-
-T = TypeVar("T")
 
 
 class CollectiveError(ValueError):
@@ -53,26 +51,28 @@ def message_of(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def decide(comm: MPI.Intracomm, root: int, choose: Callable[[], T]) -> T:
-    """Return on all ranks what `choose` returns on rank `root`.
+@contextmanager
+def errors_of(
+    comm: MPI.Intracomm, root: int, kinds: type[Exception] = Exception
+) -> Iterator[None]:
+    """Raise on all ranks the error of these kinds that rank `root` raises in the context.
 
-    Collective over `comm`; `choose` itself must not communicate.
+    Collective over `comm`.  If the context communicates, `kinds` must be errors that all of its
+    ranks raise together.
 
     Raises
     ------
     CollectiveError
-        On all ranks, if `choose` raises an exception of any kind on rank `root`.
+        On all ranks, with the message of the error.
     """
-    value, problem, cause = None, None, None
-    if comm.rank == root:
-        try:
-            value = choose()
-        except Exception as error:
-            problem, cause = message_of(error), error
-    value, problem = comm.bcast((value, problem), root)
+    problem, cause = None, None
+    try:
+        yield
+    except kinds as error:
+        problem, cause = message_of(error), error
+    problem = comm.bcast(problem, root)
     if problem is not None:
         raise CollectiveError(problem) from cause
-    return value
 
 
 def _text(value: object) -> str:

@@ -4,19 +4,31 @@ MPI reports the death of a rank only to ranks that wait for it.  A rank that get
 revokes all communicators of its grid.  This ends all waits on these communicators.  The ranks that
 waited revoke their communicators in turn.  So all survivors raise `RanksLost`, no matter which
 rank each of them waits for.
+
+The rest of the package calls two hooks: `Failures.translated` makes errors of MPI `RanksLost`, and
+`Failures.revoke` ends all waits.  `Failures.all_or_none` is made of both and of an agreement.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.comm.agreement import CollectiveError
 from a2d_mpi.comm.watch import name_ranks
+from a2d_mpi.core.sizes import squarest
+from a2d_mpi.schedules import METHODS
+
+if TYPE_CHECKING:
+    from a2d_mpi.comm.grid import ProcessGrid
 
 _DELAY = 2.0  # seconds after a revocation in which a rank learns which ranks died
 _PAUSE = 0.1  # seconds without a report, after which the list of dead ranks is complete
@@ -91,10 +103,7 @@ class Failures:
 
     def lost(self) -> tuple[int, ...]:
         """Return the numbers of the ranks that this rank knows to be dead."""
-        failed, everyone = self.comm.Get_failed(), self.comm.Get_group()
-        ranks = MPI.Group.Translate_ranks(failed, None, everyone)
-        failed.Free()
-        everyone.Free()
+        ranks = ranks_in(self.comm, self.comm.Get_failed())
         return tuple(sorted(int(self.numbers[rank]) for rank in ranks))
 
     def caused(self, error: Exception) -> bool:
@@ -103,16 +112,13 @@ class Failures:
         Any kind of error may come from a death.  If a rank dies in a collective call, the call may
         return garbage on other ranks without an error, and the garbage may cause any exception.
         """
-        if not survives():
-            return False
-        if isinstance(error, RanksLost):
-            return True
-        if isinstance(error, MPI.Exception) and error.Get_error_class() in _LOSSES:
-            return True
+        told = isinstance(error, MPI.Exception) and error.Get_error_class() in _LOSSES
+        if not survives() or told or isinstance(error, RanksLost):
+            return survives()
         return any(comm.Is_revoked() for comm in self._all()) or self.lost() != ()
 
     @contextmanager
-    def noticed(self, settle: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def translated(self, settle: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Raise `RanksLost` in place of errors in the context that come from the death of a rank.
 
         Before that, revoke the communicators and call `settle`, which completes the messages that
@@ -137,7 +143,7 @@ class Failures:
         """
         problem = None
         try:
-            with self.noticed():
+            with self.translated():
                 yield
         except (RanksLost, CollectiveError) as error:
             problem = error  # other errors end the job, so no rank waits for this one
@@ -146,12 +152,31 @@ class Failures:
         # take part in the same agreement.  It is the last one, so that no rank waits for a second
         # agreement in the outer context.
         if survives() and not self._over:
-            self._over = not _agreed(self.comm, not lost)
+            try:
+                self._over = not self.comm.Agree(int(not lost))
+            except MPI.Exception:  # on all ranks
+                self._over = True
         if self._over:
             self.revoke()
             raise problem if lost else self._named()
         if problem:
             raise problem
+
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Make the communicators `comms` in the context; if a rank dies, free them on all ranks.
+
+        `comm` must be the parent of all of them.  Otherwise as `all_or_none`.
+        """
+        try:
+            with self.all_or_none():
+                yield
+        except RanksLost:
+            while self.comms:
+                self.comms.pop().Free()
+            # See `survivors`.  COMM_SELF may be younger than `comm`.
+            self.comm.Shrink().Free()
+            raise
 
     def revoke(self) -> None:
         """Revoke the communicators, which ends all waits on them on all ranks."""
@@ -178,19 +203,61 @@ class Failures:
         return RanksLost(ranks)
 
 
-def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
+def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return a communicator of the ranks of `comm` that are alive; collective over them."""
     # In Open MPI 5.0.11, if a communicator cannot be created because a rank died, later creations
     # hang.  They hang until a creation succeeds whose parent has at most the context id of the
     # failed one's parent.  COMM_SELF has the lowest id of the possible parents here, because
-    # `ProcessGrid` itself shrinks the caller's communicator.
+    # `Failures.making` shrinks the parent of a new grid.
     MPI.COMM_SELF.Dup().Free()
     return comm.Shrink()
 
 
-def _agreed(comm: MPI.Intracomm, done: bool) -> bool:
-    """Return True if all ranks are done and alive; all ranks get the same answer."""
+def shrunk(grid: ProcessGrid, method: str) -> ProcessGrid | None:
+    """Do the work of `ProcessGrid.shrink`."""
+    while True:
+        left = survivors(grid.comm)
+        try:
+            return _grid_on(left, grid, method)
+        except RanksLost:  # another rank died: all survivors try again
+            continue
+        finally:
+            left.Free()
+
+
+def _grid_on(left: MPI.Intracomm, old: ProcessGrid, method: str) -> ProcessGrid | None:
+    """Make a smaller grid on the ranks `left` of an old one; return None on idle ranks."""
+    ranks = np.array(ranks_in(old.comm, left.Get_group()))
+    numbers = np.array(old.failures.numbers)[ranks]
+    heads = math.gcd(old.heads, left.size)
+    used = np.argsort(numbers)[: METHODS[method].most_positions(left.size // heads) * heads]
+    rows, cols = squarest(len(used) // heads)
+    nodes = np.array(old.layout.nodes or range(old.comm.size))[ranks[used]]
+    layout = replace(old.layout, rows=rows, cols=cols, heads=heads, block=(1, 1), nodes=None)
+    grid, failures = None, Failures(left, [])
     try:
-        return bool(comm.Agree(int(done)))
-    except MPI.Exception:
-        return False
+        with failures.all_or_none():
+            color = 0 if left.rank in used else MPI.UNDEFINED
+            active = left.Split(color, int(numbers[left.rank]))
+            failures.comms += [active] * (active != MPI.COMM_NULL)
+        with failures.all_or_none():  # now all ranks can revoke the communicator
+            if failures.comms:
+                grid = type(old).from_layout(active, layout, nodes)
+                grid.failures.numbers = numbers[used][layout.world_ranks()]
+    except RanksLost:
+        if grid:
+            grid.free()
+        raise
+    finally:
+        for comm in failures.comms:
+            comm.Free()
+    return grid
+
+
+def ranks_in(comm: MPI.Intracomm, group: MPI.Group) -> list[int]:
+    """Return the ranks in a communicator of the members of a group; free the group."""
+    everyone = comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(group, None, everyone)
+    group.Free()
+    everyone.Free()
+    return ranks

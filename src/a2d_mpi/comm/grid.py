@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import CollectiveError, agree, decide, message_of
-from a2d_mpi.comm.failures import Failures, RanksLost, shrunk, survives
+from a2d_mpi.comm.agreement import CollectiveError, agree, message_of
+from a2d_mpi.comm.failures import Failures, ranks_in, shrunk, survives
 from a2d_mpi.comm.rendezvous import Rendezvous
-from a2d_mpi.comm.threads import cores_of_rank
 from a2d_mpi.comm.watch import Watch
-from a2d_mpi.core.sizes import Layout, squarest
-from a2d_mpi.schedules import METHODS
-
-if TYPE_CHECKING:
-    from a2d_mpi.planning.machine import Machine
-    from a2d_mpi.schedules.problem import Workload
+from a2d_mpi.core.sizes import Layout
 
 
 class ProcessGrid:
@@ -103,15 +97,13 @@ class ProcessGrid:
     ) -> None:
         problem, sizes, waiting = None, (rows, cols, heads), nullcontext()
         try:
-            if not all(isinstance(x, (int, np.integer)) for x in sizes):
-                got = "{!r}, {!r} and {!r}".format(*sizes)
-                raise ValueError(f"rows, cols and heads must be integers, got {got}")
-            if min(sizes) < 1 or math.prod(map(int, sizes)) != comm.size:
+            sizes = _integers("rows, cols and heads", sizes, 3)
+            if min(sizes) < 1 or math.prod(sizes) != comm.size:
                 shape = f"{rows} x {cols}" + f" x {heads}" * (heads != 1)
                 raise ValueError(f"a {shape} grid does not fit {comm.size} ranks")
             block = _integers("block", block, 2)
             nodes = None if nodes is None else _integers("nodes", nodes, comm.size)
-            self.layout = Layout(int(rows), int(cols), int(heads), order, block)
+            self.layout = Layout(*sizes, order, block)
             # The watch must not talk: only the caller sends messages on `comm`.
             watch = Watch(comm, f"ProcessGrid({rows} x {cols} x {heads})", talks=False)
             waiting = watch.waiting("for all ranks to call it")
@@ -119,100 +111,73 @@ class ProcessGrid:
             problem = message_of(error)
         self._comms: list[MPI.Intracomm] = []
         self.failures = Failures(comm, self._comms)
-        try:
-            with self.failures.all_or_none():
-                with waiting:
-                    arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
-                    agree(comm, problem, {**arguments, "block": block, "nodes": nodes})
-                grid_rank = int(np.argsort(self.layout.world_ranks())[comm.rank])
-                self.comm = self._keep(comm.Split, 0, grid_rank)
-        except RanksLost:
-            self.free()
-            comm.Shrink().Free()  # see `shrunk`: COMM_SELF may be younger than `comm`
-            raise
-        try:
-            with self.failures.all_or_none():
-                self._split(grid_rank)
-            with self.failures.all_or_none():  # after all ranks have made all communicators
-                self._place(comm, nodes)
-        except RanksLost:
-            self.free()
-            raise
-        self.failures.comm = self.comm
-        self.failures.numbers = self.layout.world_ranks()
+        with self.failures.making():
+            with waiting:
+                arguments = {"rows": rows, "cols": cols, "heads": heads, "order": order}
+                agree(comm, problem, {**arguments, "block": block, "nodes": nodes})
+            self._split(comm, nodes)
+        self.failures.comm, self.failures.numbers = self.comm, self.layout.world_ranks()
         self.rendezvous = Rendezvous(self.comm, self.failures)
 
-    def _split(self, grid_rank: int) -> None:
-        """Make the other communicators, and compute the coordinates of this rank."""
+    @classmethod
+    def from_layout(
+        cls, comm: MPI.Intracomm, layout: Layout, nodes: Sequence[int] | None = None
+    ) -> ProcessGrid:
+        """Make the grid of a layout, for example of `a2d_mpi.planning.planner.best_layout`.
+
+        By default, plans on this grid take the distribution of the layout, if it has one.
+        Collective over `comm`.
+
+        Parameters
+        ----------
+        comm : Intracomm
+            Communicator whose ranks fill the nodes one after the other.
+        layout : a2d_mpi.core.sizes.Layout
+            The same on all ranks.  Its `nodes` are ignored.
+        nodes : sequence of int, optional
+            Node of every rank of `comm`, as of a `ProcessGrid`.
+
+        Raises
+        ------
+        ValueError, RanksLost
+            On all ranks, as a `ProcessGrid` raises them.
+        """
+        sizes = layout.rows, layout.cols, layout.heads
+        grid = cls(comm, *sizes, layout.order, layout.block, nodes)
+        grid.layout = replace(layout, nodes=grid.layout.nodes)
+        return grid
+
+    def _split(self, comm: MPI.Intracomm, nodes: Sequence[int] | None) -> None:
+        """Make the communicators, and compute the coordinates and the node of this rank.
+
+        All communicators are split from `comm`.  So if any rank dies, all ranks are in a call on
+        `comm`, which ends when a rank revokes it.
+        """
         self.rows, self.cols, self.heads = self.layout.rows, self.layout.cols, self.layout.heads
+        grid_rank = int(np.argsort(self.layout.world_ranks())[comm.rank])
         position, self.head = divmod(grid_rank, self.heads)
         self.row, self.col = divmod(position, self.cols)
-        self.group_comm = self._keep(self.comm.Split, self.head, position)
-        # Split `comm`, not `group_comm`: if any rank dies, all ranks are in this call and notice.
         lines = self.head * self.rows + self.row, self.head * self.cols + self.col
-        self.row_comm = self._keep(self.comm.Split, lines[0], self.col)
-        self.col_comm = self._keep(self.comm.Split, lines[1], self.row)
-        self.head_comm = self._keep(self.comm.Split, position, self.head)
+        self.comm = self._keep(comm.Split, 0, grid_rank)
+        self.group_comm = self._keep(comm.Split, self.head, position)
+        self.row_comm = self._keep(comm.Split, lines[0], self.col)
+        self.col_comm = self._keep(comm.Split, lines[1], self.row)
+        self.head_comm = self._keep(comm.Split, position, self.head)
         self._channel_comms = {
             tuple(range(self.group_comm.size)): self.group_comm,
             tuple(self.row * self.cols + c for c in range(self.cols)): self.row_comm,
             tuple(r * self.cols + self.col for r in range(self.rows)): self.col_comm,
         }
-        self._keep(self.comm.Split_type, MPI.COMM_TYPE_SHARED)
-
-    def _place(self, comm: MPI.Intracomm, nodes: Sequence[int] | None) -> None:
-        """Set the node of every rank; free the communicator of this node, which was made last."""
-        node = self._comms[-1]
-        self.cores = cores_of_rank(node)
+        node = self._keep(comm.Split_type, MPI.COMM_TYPE_SHARED)
         # The first rank of a node gives the node its number.
-        nodes = nodes or comm.allgather(node.bcast(comm.rank))
-        self.layout = self.layout.on_nodes(nodes)
+        number = ranks_in(comm, node.Get_group())[0]
+        has_affinity = hasattr(os, "sched_getaffinity")
+        usable = os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
+        everyone = comm.allgather((number, usable))
+        here = [cores for other, cores in everyone if other == number]
+        self.cores = max(1, len(set().union(*here)) // len(here))
+        self.layout = self.layout.on_nodes(nodes or [x for x, _ in everyone])
         self._comms.pop().Free()
-
-    @classmethod
-    def auto(
-        cls,
-        comm: MPI.Intracomm,
-        machine: Machine,
-        work: Workload,
-        memory: int | None = None,
-        method: str = "attention2d",
-    ) -> ProcessGrid:
-        """Make the grid that the planner predicts to be the fastest for a problem on a machine.
-
-        Collective over `comm`; rank 0 runs `a2d_mpi.planning.planner`.  By default, plans on this
-        grid take the distribution of the fastest plan.
-
-        Parameters
-        ----------
-        comm : Intracomm
-            Communicator whose ranks fill the machine's nodes one after the other.
-        machine : a2d_mpi.planning.machine.Machine
-        work : a2d_mpi.schedules.problem.Workload
-        memory : int, optional
-            Bytes of memory per rank.  Default: the memory in the machine's profile.
-        method : str
-            One of `a2d_mpi.schedules.METHODS`.
-
-        Returns
-        -------
-        ProcessGrid
-
-        Raises
-        ------
-        ValueError
-            On all ranks, if no plan fits in memory or the problem is invalid.
-        RanksLost
-            On all surviving ranks, if a rank died and MPI continues.
-        """
-        from a2d_mpi.planning.planner import best_candidate
-
-        with Failures(comm, []).all_or_none():
-            options = machine, comm.size, work, memory, (method,)
-            layout = decide(comm, 0, lambda: best_candidate(*options).layout)
-        grid = cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block)
-        grid.layout = replace(grid.layout, distribution=layout.distribution)
-        return grid
 
     def comm_of(self, channel: str, ranks: tuple[int, ...]) -> MPI.Intracomm:
         """Return the communicator of a channel of this rank.
@@ -270,51 +235,7 @@ class ProcessGrid:
                 "a grid can shrink only if MPI continues when a rank dies: use Open MPI and start "
                 "the job by mpiexec --with-ft ulfm"
             )
-        most_positions = METHODS[method].most_positions
-        while True:
-            left = shrunk(self.comm)
-            try:
-                return self._shrunk(left, most_positions)
-            except RanksLost:  # another rank died: all survivors try again
-                continue
-            finally:
-                left.Free()
-
-    def _shrunk(
-        self, left: MPI.Intracomm, most_positions: Callable[[int], int]
-    ) -> ProcessGrid | None:
-        """Make the grid of `shrink` from the ranks of a communicator."""
-        everyone, remaining = self.comm.Get_group(), left.Get_group()
-        ranks = np.array(MPI.Group.Translate_ranks(remaining, None, everyone))  # of this grid
-        everyone.Free()
-        remaining.Free()
-        numbers = np.array(self.failures.numbers)[ranks]
-        order = np.argsort(numbers)
-        heads = math.gcd(self.heads, left.size)
-        used = order[: most_positions(left.size // heads) * heads]
-        nodes = np.array(self.layout.nodes or range(self.comm.size))[ranks[used]]
-        grid, made = None, []
-        failures = Failures(left, made)
-        color = 0 if left.rank in used else MPI.UNDEFINED
-        try:
-            with failures.all_or_none():
-                active = left.Split(color, int(numbers[left.rank]))
-                made += [active] * (active != MPI.COMM_NULL)
-            with failures.all_or_none():
-                if made:
-                    shape = squarest(len(used) // heads)
-                    grid = ProcessGrid(active, *shape, heads, self.layout.order, nodes=nodes)
-                    distribution = self.layout.distribution
-                    grid.layout = replace(grid.layout, distribution=distribution)
-                    grid.failures.numbers = numbers[used][grid.layout.world_ranks()]
-        except RanksLost:
-            if grid:
-                grid.free()
-            raise
-        finally:
-            for comm in made:
-                comm.Free()
-        return grid
+        return shrunk(self, method)
 
     def free(self) -> None:
         """Free the communicators.  Collective; the grid cannot be used afterwards."""
@@ -343,5 +264,5 @@ def _integers(name: str, values: Sequence[int], length: int) -> tuple[int, ...]:
     """Return `length` integers as a tuple; raise ValueError for anything else."""
     numbers = np.array(values, dtype=object)  # objects, because integers may exceed 64 bits
     if numbers.shape != (length,) or not all(isinstance(x, (int, np.integer)) for x in numbers):
-        raise ValueError(f"{name} must be {length} whole numbers, got {values!r}")
+        raise ValueError(f"{name} must be {length} integers, got {values!r}")
     return tuple(map(int, numbers))

@@ -73,7 +73,7 @@ class Rendezvous:
 
         Two threads that take turns are an error, because their order may differ between ranks.  If
         a rank dies in the context, call `settle` and raise `RanksLost`
-        (`a2d_mpi.comm.failures.Failures.noticed`).
+        (`a2d_mpi.comm.failures.Failures.translated`).
 
         Raises
         ------
@@ -86,7 +86,7 @@ class Rendezvous:
         if not free:
             self._lock.acquire()
         try:
-            with self._failures.noticed(settle):
+            with self._failures.translated(settle):
                 yield None if free else TWO_THREADS
         finally:
             self._lock.release()

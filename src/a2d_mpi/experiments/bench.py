@@ -11,7 +11,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
-from a2d_mpi.comm.failures import Failures, RanksLost, shrunk
+from a2d_mpi.comm.failures import Failures, RanksLost, survivors
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices.protocol import Device
 from a2d_mpi.experiments.benchmark import add_lost, add_results, start_benchmark
@@ -42,7 +42,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     prepared = comm.bcast(together(comm, lambda: _prepare(args, comm.size), on=0))
     failures, running, grids = Failures(comm, []), [], {}
     try:
-        with failures.noticed():
+        with failures.translated():
             work_comm = failures.duplicate(comm)
             code = _bench(work_comm, args, prepared, grids, running)
             failures.forget(work_comm)
@@ -50,7 +50,7 @@ def bench(comm: MPI.Intracomm, args: argparse.Namespace) -> int:
     except RanksLost as error:
         for grid in grids.values():  # ranks may wait in any grid
             grid.failures.revoke()
-        if shrunk(comm).rank == 0:
+        if survivors(comm).rank == 0:
             for name in add_lost(args.output, prepared[1], running, error.ranks):
                 print(f"{name}: not measured: {error}")
             print(f"written to {args.output}; the program ends; --resume continues from there")

@@ -20,7 +20,6 @@ from threadpoolctl import threadpool_limits
 
 from a2d_mpi.attention.methods import Attention2D, RingAttention
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import check_writable
 from a2d_mpi.core.config import PHASES
 from a2d_mpi.core.dtypes import as_dtype
@@ -28,6 +27,7 @@ from a2d_mpi.core.merge import merge
 from a2d_mpi.devices.host import HOST
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.origin import blas_name
+from a2d_mpi.experiments.place import Place
 from a2d_mpi.experiments.streams import progress
 from a2d_mpi.experiments.tile import RandomTile
 from a2d_mpi.experiments.timing import in_turn, seconds_of

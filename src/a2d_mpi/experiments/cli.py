@@ -21,11 +21,11 @@ from mpi4py import MPI
 from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.failures import survives
 from a2d_mpi.comm.gpus import TRANSFERS
-from a2d_mpi.comm.place import Place
 from a2d_mpi.core.atomic import held
 from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.experiments.files import check_files, files_written
 from a2d_mpi.experiments.options import BAD_INPUT, INTERRUPTED, Parser, add_options
+from a2d_mpi.experiments.place import Place
 from a2d_mpi.experiments.streams import lost_output, open_streams, reason
 from a2d_mpi.kernels import KERNELS
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
 from a2d_mpi.comm.grid import ProcessGrid
-from a2d_mpi.core.sizes import squarest
+from a2d_mpi.core.sizes import Layout, squarest
 from a2d_mpi.experiments.cli import together
 from a2d_mpi.experiments.options import Parser, add_old_name, add_options, pair, whole
 from a2d_mpi.schedules.problem import Workload
@@ -84,10 +84,13 @@ def open_grid(comm: MPI.Intracomm, args: argparse.Namespace, work: Workload) -> 
     """Make the grid of the options of `add_grid`; the grid refuses sizes that do not fit."""
     together(comm, lambda: _check_options(args))
     if args.grid == "auto":
+        from a2d_mpi.planning.planner import best_layout
         from a2d_mpi.planning.profile import read_machine
 
-        machine = together(comm, lambda: read_machine(args.profile))
-        return ProcessGrid.auto(comm, machine, work, method=args.method)
+        def choose() -> Layout:
+            return best_layout(read_machine(args.profile), comm.size, work, method=args.method)
+
+        return ProcessGrid.from_layout(comm, comm.bcast(together(comm, choose, on=0)))
     heads = args.head_ranks
     rows, cols = together(comm, lambda: grid_shape(comm.size, args.rows, args.cols, heads))
     return ProcessGrid(comm, rows, cols, heads, args.order, args.rank_block)

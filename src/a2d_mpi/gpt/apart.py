@@ -18,7 +18,7 @@ output of the final LayerNorm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 
@@ -26,7 +26,7 @@ import numpy as np
 from mpi4py import MPI
 
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import agree, decide
+from a2d_mpi.comm.agreement import CollectiveError, agree, errors_of
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.devices import device_of
@@ -39,7 +39,7 @@ from a2d_mpi.gpt.exchange import ArrayExchange
 from a2d_mpi.gpt.layers import module_of
 from a2d_mpi.gpt.model import GPT
 from a2d_mpi.gpt.parameters import Parameters
-from a2d_mpi.gpt.pipe import Line, Pipe, errors_of_attention, part_of
+from a2d_mpi.gpt.pipe import Line, Pipe, part_of
 from a2d_mpi.gpt.steps import step_traffic
 from a2d_mpi.masks.documents import positions_in
 
@@ -107,7 +107,7 @@ def attention_grid(
     wrong = f"{kinds} must be the {comm.size} ranks of the job, at least one of each"
     agree(comm, None if fits else wrong)
     kind, grid = comm.Split(int(comm.rank >= split[0]), comm.rank), None
-    with errors_of_attention(comm):
+    with errors_of(comm, 0, CollectiveError):
         if comm.rank < split[0]:
             grid = ProcessGrid(kind, *shape)
     kind.Free()
@@ -162,7 +162,8 @@ def open_apart(
 class Apart(Decoder):
     """A `Decoder` on attention ranks and FFN ranks; all calls are collective over both kinds.
 
-    The first FFN rank has the logits.  On all other ranks they have no rows.
+    The first FFN rank has the logits.  On all other ranks they have no rows.  Errors that all
+    attention ranks raise together are raised on FFN ranks, too: rank 0, an attention rank, tells.
     """
 
     _pipe: Pipe
@@ -171,9 +172,9 @@ class Apart(Decoder):
         """Return a context manager without effect: here the death of a rank ends the job."""
         return nullcontext()
 
-    def decide(self, choose: Callable[[], dict[int, int]]) -> dict[int, int]:
-        """Return on all ranks what `choose` returns on the first FFN rank."""
-        return decide(self._pipe.comm, self._pipe.ffn_ranks[0], choose)
+    def _chooser(self) -> tuple[MPI.Intracomm, int]:
+        """Return all ranks, and the first FFN rank."""
+        return self._pipe.comm, self._pipe.ffn_ranks[0]
 
     def _no_logits(self) -> np.ndarray:
         return np.empty((0, self._weights.config.vocab))
@@ -194,7 +195,7 @@ class AttentionRank(Apart):
         kernel: str,
         micro_batches: int,
     ) -> None:
-        with errors_of_attention(comm):
+        with errors_of(comm, 0, CollectiveError):
             super().__init__(grid, weights, rooms, block, method, transfers, kernel)
         self._pipe = Pipe(comm, grid.comm.size, micro_batches, weights, self._way)
 
@@ -235,7 +236,7 @@ class AttentionRank(Apart):
 
     def _plan(self, cu_seqlens: np.ndarray) -> AttentionPlan:
         """Make the plan of the prompts, and tell the FFN ranks which tokens this rank owns."""
-        with errors_of_attention(self._pipe.comm):
+        with errors_of(self._pipe.comm, 0, CollectiveError):
             plan = super()._plan(cu_seqlens)
         self._pipe.comm.allgather(plan.tokens)
         return plan
@@ -273,7 +274,7 @@ class FFNRank(Apart):
         transfers: str,
         micro_batches: int,
     ) -> None:
-        with errors_of_attention(comm):
+        with errors_of(comm, 0, CollectiveError):
             pass
         self._weights, self.table, self.traffic = weights, BlockTable(rooms, block), Traffic()
         device, config = device_of(weights.flat), weights.config
@@ -287,7 +288,7 @@ class FFNRank(Apart):
         """Compute prompts, with one batch for the tokens of each attention rank."""
         self._check(prompts)
         pipe, takes = self._pipe, self._weights.config.layers
-        with errors_of_attention(pipe.comm):
+        with errors_of(pipe.comm, 0, CollectiveError):
             pass
         owned = pipe.comm.allgather(None)[: len(pipe.attention_ranks)]
         for name, prompt in prompts.items():

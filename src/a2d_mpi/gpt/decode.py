@@ -11,10 +11,11 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 
 import numpy as np
+from mpi4py import MPI
 
 from a2d_mpi.attention.methods import make_plan
 from a2d_mpi.attention.plan import AttentionPlan
-from a2d_mpi.comm.agreement import CollectiveError, agree, decide, message_of
+from a2d_mpi.comm.agreement import CollectiveError, agree, errors_of, message_of
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.core.sizes import misfit
@@ -206,7 +207,14 @@ class Decoder:
 
     def decide(self, choose: Callable[[], dict[int, int]]) -> dict[int, int]:
         """Return on all ranks what `choose` returns on the first rank that has the logits."""
-        return decide(self._grid.comm, 0, choose)
+        comm, root = self._chooser()
+        with errors_of(comm, root):
+            chosen = choose() if comm.rank == root else None
+        return comm.bcast(chosen, root)
+
+    def _chooser(self) -> tuple[MPI.Intracomm, int]:
+        """Return all ranks, and the first one that has the logits."""
+        return self._grid.comm, 0
 
     @property
     def exchanges(self) -> list[ArrayExchange]:

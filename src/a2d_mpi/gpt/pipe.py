@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from mpi4py import MPI
 
-from a2d_mpi.comm.agreement import CollectiveError, agree
 from a2d_mpi.comm.channel import Traffic
 from a2d_mpi.devices.protocol import Array, Device
 from a2d_mpi.gpt.exchange import ArrayExchange
@@ -19,21 +17,6 @@ from a2d_mpi.gpt.parameters import Parameters
 def part_of(n: int, i: int, parts: int) -> slice:
     """Return part i of n things that are cut into equal parts, up to one thing."""
     return slice(n * i // parts, n * (i + 1) // parts)
-
-
-@contextmanager
-def errors_of_attention(comm: MPI.Intracomm) -> Iterator[None]:
-    """Raise a CollectiveError that all attention ranks raise in the context on all ranks.
-
-    Collective over both kinds.  FFN ranks have nothing in the context.  Other errors of one rank
-    are not shared, because other attention ranks may wait for this rank.
-    """
-    problem = None
-    try:
-        yield
-    except CollectiveError as error:
-        problem = str(error)
-    agree(comm, comm.bcast(problem))  # the first rank is an attention rank
 
 
 class Line:

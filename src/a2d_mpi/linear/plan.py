@@ -15,10 +15,10 @@ from a2d_mpi.comm.agreement import message_of
 from a2d_mpi.comm.channel import Channel, Traffic
 from a2d_mpi.comm.grid import ProcessGrid
 from a2d_mpi.comm.rendezvous import Call
-from a2d_mpi.comm.threads import BlasThreads
 from a2d_mpi.core.config import PHASES, AttentionConfig
 from a2d_mpi.core.sizes import check_memory
 from a2d_mpi.devices.host import HOST
+from a2d_mpi.kernels.threads import BlasThreads
 from a2d_mpi.linear import chunks
 from a2d_mpi.linear.features import FEATURE_MAPS, make_feature_map
 from a2d_mpi.linear.norms import NORMS, make_norm

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 from threadpoolctl import ThreadpoolController
 
 # If the user has set one of these variables, the number of threads is not changed.
@@ -23,16 +22,6 @@ VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
     "OMP_NUM_THREADS",
 )
-
-
-def cores_of_rank(node: MPI.Intracomm) -> int:
-    """Return the cores of a node per rank of its communicator `node`, at least 1.
-
-    Collective over `node`.  Only cores on which a rank of `node` may run are counted.
-    """
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = os.sched_getaffinity(0) if has_affinity else set(range(os.cpu_count() or 1))
-    return max(1, len(set().union(*node.allgather(cores))) // node.size)
 
 
 class BlasThreads:
