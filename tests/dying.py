@@ -25,6 +25,7 @@ from pathlib import Path
 from helpers import parser_of
 from mpi4py import MPI
 
+import a2d_mpi.experiments.cli as cli
 import a2d_mpi.experiments.train_gpt as job
 import a2d_mpi.gpt.decode as decode
 from a2d_mpi.attention.plan import AttentionPlan
@@ -40,6 +41,9 @@ PHASES = {
     "evaluation": [(job.Trainer, "evaluate")],
     "step": [(decode.Decoder, "step")],
     "repair": [(ProcessGrid, "shrink")],
+    # The last 50 ms: before the losses are written, and after everything is written.
+    "end": [(job, "origin_of")],
+    "exit": [(cli, "lost_output")],
 }
 
 

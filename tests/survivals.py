@@ -2,10 +2,13 @@
 
     nice python tests/survivals.py --jobs 100 --seed 0
     nice python tests/survivals.py --jobs 20 --program generate.py
+    nice python tests/survivals.py --jobs 50 --end
 
 Each job has 6 ranks and up to four losses, of 1 to 3 ranks each, in random phases
-(tests/dying.py).  A job counts if it ends by itself with exit code 0, goes on within 10 s of each
-loss, leaves no process and no file that is damaged or temporary, and comes to the bits of a
+(tests/dying.py).  With --end it has one loss, of 1 to 5 ranks in its last 50 ms.
+
+A job counts if it ends by itself with exit code 0 and without a traceback, goes on within 10 s of
+each loss, leaves no process and no file that is damaged or temporary, and comes to the bits of a
 training that was on the same grids in the same steps from the start; or, generate.py, to the same
 answers as without a loss.  A table by phase, and the seconds of repairs; exit code 1 if any job
 failed.
@@ -34,6 +37,7 @@ DYING = Path(__file__).with_name("dying.py")
 TEXT = ROOT / "LICENSE"
 TRAINING = ("forward", "backward", "making", "checkpoint", "evaluation", "repair")
 DECODING = ("forward", "making", "step", "repair")
+ENDING = ("end", "exit")
 STEPS = 24
 MODEL = ("--layers", "1", "--width", "16", "--nheads", "4", "--seqlen", "64")
 OPTIONS = (str(TEXT), *MODEL, "--separator", r"\n\n", "--validate", "0.2",
@@ -56,6 +60,12 @@ def stages_of(choice, phases):
         call = 1 if phase in ("repair", "evaluation") else choice.randint(1, 3)
         stages.append((phase, call, victims, seconds))
     return stages
+
+
+def end_of(choice, phases):
+    """Stage of a job of 6 ranks, some of which die at its end."""
+    victims = choice.sample(range(6), choice.randint(1, 5))
+    return [(choice.choice(phases), 1, victims, choice.choice([0, 0.01, 0.05]) * choice.random())]
 
 
 def survive(program, folder, stages, *options, timeout=90):
@@ -111,8 +121,10 @@ def problem_of(program, folder, done, stages, answers):
     if done.returncode:
         return f"exit code {done.returncode}"
     times = waits(folder / "notes")
-    if not times:
+    if not times and stages[0][0] not in ENDING:  # there it may have left before
         return "nobody died"
+    if "Traceback" in done.stderr:
+        return "a traceback"
     if any(on is not None and on > 10 for _, on in times):
         return f"went on after {times} s"
     if left_behind(folder):
@@ -131,11 +143,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    programs = {"train_gpt.py": TRAINING, "generate.py": DECODING}
+    programs = {"train_gpt.py": (TRAINING, ENDING), "generate.py": (DECODING, ENDING[1:])}
     parser.add_argument("--program", choices=programs, default="train_gpt.py")
+    parser.add_argument("--end", action="store_true", help="kill ranks at the end of jobs only")
     args = parser.parse_args()
-    phases = programs[args.program]
-    deaths, bad, notices, repairs = Counter(), Counter(), [], []
+    phases = programs[args.program][args.end]
+    deaths, bad, notices, repairs, failed, hung = Counter(), Counter(), [], [], 0, 0
     with tempfile.TemporaryDirectory() as top:
         top, answers, options = Path(top), {}, ()
         if args.program == "generate.py":
@@ -148,7 +161,7 @@ def main():
             assert len(answers) == len(PROMPTS)
         for number in range(args.jobs):
             choice, folder = random.Random(f"{args.seed} {number}"), top / str(number)
-            stages = stages_of(choice, phases)
+            stages = end_of(choice, phases) if args.end else stages_of(choice, phases)
             if args.program == "train_gpt.py":
                 options = *OPTIONS, "--folder", folder / "checkpoints"
                 options += "--output", folder / "out.h5"
@@ -156,7 +169,7 @@ def main():
                 done = survive(args.program, folder, stages, *options)
                 problem = problem_of(args.program, folder, done, stages, answers)
             except subprocess.TimeoutExpired as error:
-                problem, done = "a hang", error
+                problem, done, hung = "a hang", error, hung + 1
             times = waits(folder / "notes")
             notices += [x for x, _ in times if x is not None]
             repairs += [x for _, x in times if x is not None]
@@ -165,15 +178,19 @@ def main():
                 deaths[phase] += died
                 bad[phase] += died * bool(problem)
             if problem:
+                failed += 1
                 print(f"job {number}: {stages}: {problem}")
                 texts = (x if isinstance(x, str) else (x or b"").decode()
                          for x in (done.stdout, done.stderr))  # fmt: skip
                 print(*texts, flush=True)
+    print(f"{args.jobs} jobs, {failed} failed, {hung} of them hung")
     for phase in phases:
         print(f"{phase:10s} {deaths[phase]:5d} kills, {bad[phase]} of them in jobs that failed")
     for what, times in (("noticed by the first", notices), ("went on", repairs)):
-        print(f"{what}: median {statistics.median(times):.3f} s, slowest {max(times):.3f} s")
-    return bool(sum(bad.values()))
+        if times:
+            middle = statistics.median(times)
+            print(f"{what}: median {middle:.3f} s, slowest {max(times):.3f} s")
+    return bool(failed)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,49 @@ def test_some_go_on_at_first(tmp_path, owner, name, when):
     assert (tmp_path / "trace.json").exists() == (name != "measured")
 
 
+# A driver has written everything.  Ranks die before the last agreement, between this agreement and
+# their exit, or while the others leave.
+END = """
+import a2d_mpi.experiments.cli as cli, atexit, signal, time
+moment, victims = {!r}, {!r}
+def die(*args):
+    time.sleep(0.3 * (moment == "leaving"))
+    os.kill(os.getpid(), signal.SIGKILL)
+old = cli._wait_idly
+def waited(*args):
+    at_the_end = len(args) == 2
+    if at_the_end and moment == "agreeing":
+        die()
+    result = old(*args)
+    if at_the_end and moment == "agreed":
+        die()
+    return result
+if rank in victims and moment == "leaving":
+    sys.exit = os._exit = die
+elif rank in victims:
+    cli._wait_idly = waited
+else:
+    atexit.register(time.sleep, 100)  # an MPI_Finalize that waits for the dead
+"""
+
+
+@pytest.mark.launches
+@pytest.mark.ulfm
+@pytest.mark.parametrize(
+    "moment, victims",
+    [("agreeing", [2]), ("agreed", [0]), ("agreed", [1, 2]), ("leaving", [0]), ("leaving", [2])],
+)
+def test_who_dies_at_the_end_changes_nothing(tmp_path, moment, victims):
+    """A finished job ends with exit code 0, and no rank is said to be killed that was not."""
+    options = *OPTIONS, "--folder", tmp_path / "checkpoints", "--output", tmp_path / "out.h5"
+    sabotage = END.format(moment, victims)
+    done = drive("train_gpt.py", 3, *options, "--survive", sabotage=sabotage, timeout=40, mpi=ULFM)
+    named = {int(x) for x in re.findall(r"rank (\d) was killed", done.stderr)}
+    assert named == (set() if moment == "leaving" else set(victims)), done.stderr
+    assert "Traceback" not in done.stderr and "continues" not in done.stderr
+    assert trained_badly(tmp_path) == ""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")

@@ -112,10 +112,11 @@ class Failures:
         Any kind of error may come from a death.  If a rank dies in a collective call, the call may
         return garbage on other ranks without an error, and the garbage may cause any exception.
         """
+        if not survives():
+            return False
         told = isinstance(error, MPI.Exception) and error.Get_error_class() in _LOSSES
-        if not survives() or told or isinstance(error, RanksLost):
-            return survives()
-        return any(comm.Is_revoked() for comm in self._all()) or self.lost() != ()
+        lost = told or isinstance(error, RanksLost) or self.lost() != ()
+        return lost or any(comm.Is_revoked() for comm in self._all())
 
     @contextmanager
     def translated(self, settle: Callable[[], None] = lambda: None) -> Iterator[None]:

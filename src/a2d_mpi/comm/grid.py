@@ -142,8 +142,7 @@ class ProcessGrid:
         ValueError, RanksLost
             On all ranks, as a `ProcessGrid` raises them.
         """
-        sizes = layout.rows, layout.cols, layout.heads
-        grid = cls(comm, *sizes, layout.order, layout.block, nodes)
+        grid = cls(comm, layout.rows, layout.cols, layout.heads, layout.order, layout.block, nodes)
         grid.layout = replace(layout, nodes=grid.layout.nodes)
         return grid
 

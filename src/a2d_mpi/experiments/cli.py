@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Container, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import NoReturn, TypeVar
 
 import numpy as np
@@ -35,6 +35,7 @@ IDLE = 0.002  # s of sleep between the polls of a rank that waits for another ra
 # of Open MPI 5.0.11 with ULFM may hang, or end with exit code 0.  This happened in 10 of 36 jobs
 # of three ranks, and in none of 42 jobs with this pause.
 STAGGER = 0.1
+LEAVING = 1.0  # most seconds that a rank waits at the end for others, some of which may have died
 PATIENCE = 10.0  # s after a CollectiveError in which all other ranks must come to their end
 
 
@@ -182,6 +183,7 @@ def run(
     Its traceback, or a line after Ctrl-C, is printed and the whole job is aborted, so that no rank
     waits for this one.  The job is also aborted if only a part of the ranks raise a
     CollectiveError, for example the ranks of a smaller grid.  If a rank is killed, a line says so.
+    If MPI continues when ranks die, a rank that dies after `body` has ended changes nothing.
     """
     open_streams()
     parser = build_parser(comm)
@@ -220,17 +222,20 @@ def run(
     if lost_output(prog):
         code = BAD_INPUT
     # A launcher that sees an exit code ends the other ranks: first the message must be printed.
-    try:
-        arrived = ends.Iagree(np.ones(1, np.intc)) if survives() else ends.Ibarrier()
+    # `codes` has a zero bit for each code.  The agreement ands the bits, also if ranks died.
+    codes = np.array([~(1 << code)], np.intc)
+    with suppress(MPI.Exception) if survives() else nullcontext():
+        arrived = ends.Iagree(codes) if survives() else ends.Ibarrier()
         if not _wait_idly(arrived, PATIENCE if problem else math.inf):
             print(f"{prog}: rank {comm.rank} failed, others did not: {problem}", file=sys.stderr)
             abort(code)
-    except MPI.Exception:
-        if not survives():
-            raise
-        alive()  # ranks died, and the others continued
+    if survives():
+        with suppress(MPI.Exception):  # first all ranks hear of the agreement
+            _wait_idly(ends.Ibarrier(), LEAVING)
+        alive()
         sys.stderr.flush()
-        os._exit(code)  # MPI_Finalize may wait for good (Open MPI 5.0.11)
+        # If a rank dies now, MPI_Finalize may wait for good (Open MPI 5.0.11).
+        os._exit(int(~codes[0]).bit_length() - 1)
     code = ends.allreduce(code, MPI.MAX)
     alive()
     sys.exit(code)
