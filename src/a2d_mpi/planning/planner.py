@@ -185,8 +185,7 @@ def best_layout(
     """Return the grid that is predicted to be the fastest for a problem on a machine.
 
     `a2d_mpi.comm.grid.ProcessGrid.from_layout` makes it.  Ranks that pass the same arguments get
-    the same layout.  It has the distribution of the fastest plan, and says whether only a streamed
-    plan fits in memory.
+    the same layout.  It has the distribution of the fastest plan.
 
     Parameters
     ----------
